@@ -1,4 +1,4 @@
-"""Doubles that admit: the callers of a peer that serves nothing, and the states of donors."""
+"""Test doubles for admission: of the callers of a peer that serves nothing, and of the states of donors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from noloco_p2p.gossip.seams import Candidate, FrameStream
 
 
 class Admitting:
-    """A Service that admits the callers of its own run."""
+    """A Service that admits callers of its own run and serves nothing."""
 
     def __init__(self, hello: Hello) -> None:
         self._hello = hello
@@ -32,7 +32,7 @@ class Admitting:
 
 
 class AnyState:
-    """A `transfer.fetch.Admission` that takes every state."""
+    """A `transfer.fetch.Admission` that accepts every state."""
 
     async def check_position(self, donor: Candidate, manifest: StateManifest) -> None: ...
 

@@ -1,4 +1,4 @@
-"""What each codec promises, one row each: tests hold every codec to its row. A new codec adds one."""
+"""The promises of each codec, one row each, to which the tests hold every codec. A new codec adds a row."""
 
 from __future__ import annotations
 
@@ -12,19 +12,21 @@ from torch import Tensor
 
 from noloco_p2p.codec import CODEC_NAMES
 
-# What the golden bytes and digests are of.
+# The inputs of the golden bytes and digests.
 VALUES = torch.tensor([0.0, 1.0, -1.0, 0.5, -0.25, 3.14159, 0.001, -2.75, 12.7])
-RAMP = (torch.arange(300, dtype=torch.float32) - 150) / 7  # several blocks and a short one
+RAMP = (torch.arange(300, dtype=torch.float32) - 150) / 7  # several blocks, the last one short
 TINY = float(torch.finfo(torch.float32).tiny)
 
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """golden: bytes of VALUES, hexadecimal. ramp_digest: 16 bytes of BLAKE3 of those of RAMP. by_hand: payload and
-    number of elements to values, written without the codec. error_bound: exact values, float64, to the largest error
-    of each. gaussian_error: most of a normal vector's length that is lost. largest: any value up to it can be coded.
-    gaussian_length: of a normal vector once decoded, over the true one. lone_error: relative, of a value alone in its
-    block. keeps_zeros: beside other values.
+    """What one codec promises.
+
+    golden: the payload of VALUES, in hexadecimal. ramp_digest: 16 bytes of the BLAKE3 digest of the payload of RAMP.
+    by_hand: decodes a payload of a number of elements without the codec. error_bound: maps exact fp64 values to the
+    largest error of each. gaussian_error: largest loss of a normal vector, relative to its norm. largest: the codec can
+    code any value up to this one. gaussian_length: norm of a decoded normal vector over its true norm. lone_error:
+    relative error of a value that is alone in its block. keeps_zeros: zeros beside other values stay zero.
     """
 
     golden: str
@@ -40,12 +42,12 @@ class Promise:
 
 
 def bf16(data: bytes) -> list[float]:
-    """bf16 is the upper half of an fp32."""
+    """Decode bf16 values, each of which is the upper half of an fp32 value."""
     return [struct.unpack("<f", b"\0\0" + data[i : i + 2])[0] for i in range(0, len(data), 2)]
 
 
 def blocks_by_hand(payload: bytes, num_elements: int, *, block: int, is_packed: bool) -> list[float]:
-    """Scales in bf16, then codes; packed: the low halves of all bytes first, then the high ones."""
+    """Decode bf16 scales and the codes after them; packed codes start with the low halves of all bytes."""
     num_blocks = -(-num_elements // block)
     scales = bf16(payload[: 2 * num_blocks])
     codes = list(struct.unpack(f"<{len(payload) - 2 * num_blocks}b", payload[2 * num_blocks :]))
@@ -57,7 +59,10 @@ def blocks_by_hand(payload: bytes, num_elements: int, *, block: int, is_packed: 
 
 
 def odd_by_hand(payload: bytes, num_elements: int, *, block: int, bits: int) -> list[float]:
-    """Scales in bf16, then signed fields c from the lowest bits on: code 2 c + 1 of element i + j * number of bytes."""
+    """Decode bf16 scales and the signed bit fields after them, lowest bits first.
+
+    A field c of byte i at position j means code 2 c + 1 of element i + j * number of bytes.
+    """
     num_blocks = -(-num_elements // block)
     scales, fields = bf16(payload[: 2 * num_blocks]), payload[2 * num_blocks :]
     modulus = 1 << bits
@@ -67,12 +72,13 @@ def odd_by_hand(payload: bytes, num_elements: int, *, block: int, bits: int) -> 
 
 
 def clipped(exact: Tensor, *, block: int, max_code: int, scale_of: Callable[[Tensor], Tensor]) -> Tensor:
-    """To the next odd code it is at most one scale, beyond the last one all of the rest."""
+    """Return the error bound: one scale up to the largest code, and beyond it the distance to that code."""
     if not len(exact):
         return exact
     scale = torch.cat([scale_of(part).expand(len(part)) for part in exact.split(block)])
     beyond = exact.abs() - max_code * scale
-    # The scale is rounded to bf16, below the smallest normal fp32 number up to that. Squares may be lost below 2^-63.
+    # Rounding the scale to bf16 costs up to the smallest normal fp32 number below that. Squares below 2^-63 may
+    # underflow.
     return torch.maximum(scale, beyond) + max_code * scale * 2**-8 * (1 + 2**-10) + 2.0**-59
 
 
@@ -80,8 +86,8 @@ def half_a_step(exact: Tensor, *, block: int, max_code: int) -> Tensor:
     if not len(exact):
         return exact
     largest = torch.cat([part.abs().max().expand(len(part)) for part in exact.split(block)])
-    scale = (largest / max_code).clamp_min(TINY) * (1 + 2**-7)  # rounded up to bf16
-    return scale / 2 * (1 + 2**-13)  # and fp32 rounding of up to max_code steps
+    scale = (largest / max_code).clamp_min(TINY) * (1 + 2**-7)  # the scale is rounded up to bf16
+    return scale / 2 * (1 + 2**-13)  # plus fp32 rounding of up to max_code steps
 
 
 PROMISES: Mapping[str, Promise] = {
@@ -98,7 +104,7 @@ PROMISES: Mapping[str, Promise] = {
         ramp_digest="d47511dfab6c8b576dfd88dbbbb5f1e6",
         bytes_a_parameter=2,
         by_hand=lambda payload, num_elements: bf16(payload),
-        error_bound=lambda exact: exact.abs() * 2**-8 + 2.0**-134,  # half a unit in the last of 8 bits; subnormals
+        error_bound=lambda exact: exact.abs() * 2**-8 + 2.0**-134,  # half a unit in the last of 8 bits, plus subnormals
         gaussian_error=0.0020,
     ),
     "int8": Promise(

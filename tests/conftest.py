@@ -1,6 +1,6 @@
-"""For all tests: no time limit on a single example, as machines are shared; every test as a whole has one.
+"""Settings of all tests: examples have no time limit, as machines are shared; each test as a whole has one.
 
-It is in pyproject.toml, and for tests marked slow in `benchmarks/harness/patience.py`.
+That limit is in pyproject.toml, and for tests marked slow in `benchmarks/harness/patience.py`.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from hypothesis import HealthCheck, settings
 
 settings.register_profile("shared-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("shared-machine")
-# A script that starts the tests in its background has them ignore Ctrl-C, and every process that they start would, too.
+# Tests in the background of a script inherit SIGINT as ignored, and so would every process that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-# torch computes with one thread, in child processes, too; it reads this when it is imported. With several, sums come
-# out in another order each time, and on a busy machine they wait for one another: a test took 59 s instead of 12.
+# torch reads the number of threads when it is imported; child processes inherit it. With several threads, sums are
+# added in another order each time, and on a busy machine threads wait for each other (a test took 59 s, not 12 s).
 os.environ["OMP_NUM_THREADS"] = "1"
 
 

@@ -16,18 +16,18 @@ OPERATORS = {"|", ">", ">>", "&&", ";"}
 
 
 def in_blocks(page: Path) -> list[str]:
-    """Those of code blocks, in the order of the page: a line each, a backslash goes on."""
+    """Return the commands in code blocks, in the order of the page, with continued lines joined."""
     lines = "\n".join(FENCED.findall(page.read_text(encoding="utf-8"))).replace("\\\n", " ").splitlines()
     return [line.strip() for line in lines if line.strip().startswith("noloco ")]
 
 
 def in_sentences(page: Path) -> list[str]:
-    """Those between backticks, where a part of a command may be meant."""
+    """Return the text between backticks, which may contain a part of a command."""
     return [" ".join(each.split()) for each in INLINE.findall(FENCED.sub("", page.read_text(encoding="utf-8")))]
 
 
 def arguments(command: str) -> list[str]:
-    """What follows `noloco`, up to a pipe or a comment; without -v and -q, which stand anywhere."""
+    """Return the words after `noloco`, up to a pipe or a comment, without -v and -q, which are valid anywhere."""
     words = shlex.split(command, comments=True)[1:]
     ends = [place for place, word in enumerate(words) if word in OPERATORS]
     return [word for word in words[: min(ends, default=len(words))] if word not in VERBOSITY]

@@ -1,4 +1,4 @@
-"""Donors of states on a network in memory, which `noloco export --merge` and `noloco fork` meet in place of a swarm."""
+"""Donors on a network in memory, which `noloco export --merge` and `noloco fork` ask in place of a live swarm."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from noloco_p2p.transfer.fetch import fetch_spec
 
 
 class Donor:
-    """A `Service` that gives a state, and says where it stands."""
+    """A `Service` that serves a state and reports its round and progress."""
 
     def __init__(self, spec: Spec, candidate: Candidate, saved: SavedState | None) -> None:
         self._spec = spec
@@ -42,7 +42,7 @@ class Donor:
 
 
 class Crowd:
-    """Donors, and what the directory says of them."""
+    """Donors, and what the directory reports about them."""
 
     def __init__(self, spec: Spec) -> None:
         self.spec = spec
@@ -61,7 +61,7 @@ class Crowd:
 
 
 def use(crowd: Crowd, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The commands meet this crowd, and ask the first one first; the ticket for them."""
+    """Make the commands ask this crowd, the first donor first; return a ticket for it."""
 
     @asynccontextmanager
     async def live_run(ticket: Ticket, **rest: Any) -> AsyncIterator[LiveRun]:

@@ -1,7 +1,7 @@
-"""Every decoder of bytes from the network, fuzzed: `make fuzz MINUTES=5`.
+"""Fuzz targets for every decoder of bytes from the network: `make fuzz MINUTES=5`.
 
-Each target reads anything at all, and damaged pieces of what honest peers send. Only the errors that a decoder
-documents may come out, no example may take long, and the process may not grow. The frames of `flow/` have no wire form.
+Each target reads arbitrary bytes and damaged payloads of honest peers. It may raise only the errors that the decoder
+documents, no example may take long, and the process may not grow. The frames of `flow/` have no wire form.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from noloco_p2p.swarm.punch import Words
 from noloco_p2p.swarm.records import DOMAIN, PeerRecord, RecordError, _pack, decode_record, encode_record
 from noloco_p2p.swarm.relay import relays_of
 
-MOST_MIB = 256.0  # that the process may grow by while one target is fuzzed
+MOST_MIB = 256.0  # limit to the growth of the process during one target
 NUM_ELEMENTS = 1000
 SHAPE = (3, 40)
 ME = identity_of("fuzzer")
@@ -76,7 +76,7 @@ RECORD = PeerRecord(
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """`decode` may raise `faults` and nothing else; `seeds` are what honest peers send."""
+    """`decode` may raise `faults` only; `seeds` are payloads of honest peers."""
 
     decode: Callable[[bytes], object]
     faults: tuple[type[Exception], ...]
@@ -84,7 +84,7 @@ class Target:
 
 
 def damaged(seeds: tuple[bytes, ...]) -> st.SearchStrategy[bytes]:
-    """Anything, or a seed with some bytes replaced, cut out or put in, at some places."""
+    """Draw arbitrary bytes, or a seed with bytes replaced, deleted or inserted in some places."""
     if not seeds:
         return st.binary(max_size=4096)
     piece = st.tuples(st.integers(0, max(map(len, seeds))), st.integers(0, 8), st.binary(max_size=8))
@@ -98,7 +98,7 @@ def damaged(seeds: tuple[bytes, ...]) -> st.SearchStrategy[bytes]:
 
 
 def _parsed_as(message: type, read: Callable[..., object]) -> Callable[[bytes], object]:
-    """Like gRPC, pass on only a message that parses; others never arrive."""
+    """Pass only messages that parse to `read`, as gRPC does."""
 
     def decode(data: bytes) -> object:
         try:
@@ -120,18 +120,18 @@ def _prove(reply: pb.GreetReply) -> object:
 
 
 def _signed_record(body: bytes) -> PeerRecord:
-    """Everybody can sign: the signature is no bound."""
+    """Sign the fuzzed body; a signature is no protection, as anybody can sign."""
     return believable(decode_record(ME.sign(DOMAIN + body) + body), only_public=False)
 
 
 def _last_bits(data: bytes) -> object:
-    """Of a chunk whose first bits are known; what differs is no fault, only another length is."""
+    """Decode the last bits of a chunk whose first bits are known; only a wrong length is an error."""
     earlier = b"".join(codec.encode(-ONES, grid=GRID, chunk_index=0) for codec in (FOUR_BITS, SIX_BITS))
     return EIGHT_BITS.differences(ONES, data, grid=GRID, chunk_index=0, earlier=earlier)
 
 
 def _sealed_ticket(fields: bytes) -> object:
-    """The check sum is right, so that the fields are read."""
+    """Add a valid checksum, so that the decoder reads the fields."""
     data = len(fields).to_bytes(tickets.LENGTH_BYTES, "big") + fields + tickets._checksum(fields)
     return tickets.Ticket.decode(tickets.PREFIX + base64.b32encode(data).decode().rstrip("=").lower())
 
@@ -232,7 +232,7 @@ def _told(data: bytes) -> PeerRecord:
 
 
 def fuzz(target: Target, *, num_examples: int) -> None:
-    """Raises whatever a decoder must not raise, with the bytes that make it do so."""
+    """Run one target; raises the unexpected error of the decoder with the bytes that caused it."""
     process = psutil.Process()
     before_bytes = process.memory_info().rss
 

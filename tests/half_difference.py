@@ -1,4 +1,4 @@
-"""The half-difference of two vectors as a new tensor, for tests that need both vectors afterwards."""
+"""The half-difference of two vectors as a new tensor, for tests that still need both vectors."""
 
 from __future__ import annotations
 

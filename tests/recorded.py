@@ -1,4 +1,4 @@
-"""Records of peers with some of their metrics."""
+"""Changes to the records of peers and to their metrics."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from noloco_p2p.telemetry.metrics import METRICS
 
 
 def changed(record: PeerRecord, **changes: Any) -> PeerRecord:
-    """`dataclasses.replace` for the fields of a record and those of its metrics."""
+    """Apply `dataclasses.replace` to the fields of a record and to those of its metrics."""
     metrics = {name: value for name, value in changes.items() if name in METRICS}
     others = {name: value for name, value in changes.items() if name not in METRICS}
     return replace(record, metrics=replace(record.metrics, **metrics), **others)

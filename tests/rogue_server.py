@@ -1,4 +1,4 @@
-"""A peer of raw bytes: a gRPC server with one method, which answers what no server of ours would."""
+"""A gRPC server with a single method that writes raw bytes, which no honest peer would send."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def material_of(spec: TrainerSpec) -> Material:
 
 
 def trained_alone(spec: TrainerSpec) -> dict[str, Tensor]:
-    """One machine with the whole model, which clips the parts of each stage by themselves."""
+    """Train the whole model on one machine, clipping the parameters of each stage separately; return its parameters."""
     material, train = material_of(spec), spec.train
     model = material.model()
     batches = material.batches("replica-0")

@@ -1,4 +1,4 @@
-"""Strangers at the gRPC port: connections that say nothing, or nonsense, or that let their bytes drip."""
+"""Hostile connections to the gRPC port: silent ones, ones that send garbage, and ones that trickle their bytes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PIECE_BYTES = 64 * 1024
 
 
 async def visit(port: int, data: bytes, *, tls: bool = False) -> asyncio.StreamWriter | None:
-    """Connect, say `data` and stay; None when the connection is refused."""
+    """Connect, send `data` and stay connected; return None when the connection is refused."""
     context = _trusting() if tls else None
     try:
         async with asyncio.timeout(PATIENCE_S):
@@ -45,7 +45,10 @@ Copy = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[None, No
 
 
 def dripping(port: int, *, after_bytes: int, pause_s: float = 1.0) -> AbstractAsyncContextManager[int]:
-    """The port of a proxy that passes `after_bytes` from the caller as they come, and then one byte every `pause_s`."""
+    """Run a proxy that forwards the caller's first `after_bytes` bytes at full speed, then one byte every `pause_s`.
+
+    The context manager returns its port.
+    """
 
     async def drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         passed = 0
@@ -60,7 +63,8 @@ def dripping(port: int, *, after_bytes: int, pause_s: float = 1.0) -> AbstractAs
 
 
 def elsewhere(port: int, host: str) -> AbstractAsyncContextManager[int]:
-    """The port of a proxy that calls `port` from `host`, such as 127.0.1.1: for callers that cannot choose theirs."""
+    """Run a proxy that connects to `port` from the source address `host`, such as 127.0.1.1; the context returns its
+    port."""
     return _proxy(port, forth=_copy, local_addr=(host, 0))
 
 
@@ -99,9 +103,9 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 
 class Silent:
-    """Connections that stay open and say nothing, `num` at any moment: one that is dropped is opened again at once.
+    """Keeps `num` idle connections open; a connection that the server drops is reopened at once.
 
-    Every other one speaks TLS before it falls silent.
+    Every second one completes the TLS handshake before it falls silent.
     """
 
     def __init__(self, port: int, num: int, hosts: list[str]) -> None:
@@ -110,7 +114,7 @@ class Silent:
         self._tasks = [asyncio.create_task(self._hold(index)) for index in range(num)]
 
     async def all_open(self) -> None:
-        """Until each has been opened once."""
+        """Wait until each connection has been opened once."""
         while self.num_opened < len(self._tasks):  # noqa: ASYNC110 - many tasks count
             await asyncio.sleep(0.05)
 
@@ -132,7 +136,7 @@ class Silent:
                         pass
                 finally:
                     writer.transport.abort()
-            await asyncio.sleep(0.05)  # a machine far away takes so long, too
+            await asyncio.sleep(0.05)  # the delay before a distant machine has reconnected
 
 
 def _trusting() -> ssl.SSLContext:

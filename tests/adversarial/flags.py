@@ -1,4 +1,5 @@
-"""The hostile peer: one flag a row of docs/faults.md. It speaks the protocol, but for what its flag says."""
+"""The hostile peer: one flag for each row of docs/faults.md. It follows the protocol except where the flag says
+otherwise."""
 
 from __future__ import annotations
 
@@ -25,12 +26,15 @@ from noloco_p2p.testing.faults import (
 )
 
 EARLY, LATE = SectionName.OUTER_MOMENTUM, SectionName.OUTER_GRADIENT
-Left = Literal["nothing", "early", "clipped"]  # of what it sent, in the victim
+Left = Literal["nothing", "early", "clipped"]  # what the victim keeps of the data that it received
 
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """left: what the victim has of the swap afterwards. says: what its log tells, beside the name of the peer."""
+    """One way to misbehave, and its effect on the victim.
+
+    left: what the victim has kept after the swap. says: what its log line contains, besides the name of the peer.
+    """
 
     row: str
     left: Left

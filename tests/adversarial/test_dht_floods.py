@@ -1,4 +1,4 @@
-"""A DHT node under a flood of requests: what it answers, keeps and holds in memory has bounds."""
+"""A DHT node under a flood of requests bounds what it answers, stores and holds in memory."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from noloco_p2p.swarm.records import TTL_S, PeerRecord, encode_record
 
 RUN = "ab" * 32
 KEY = DHTID.generate(run_key(RUN))
-MOST_ANSWERED = 2_000  # of a flood; a node answers 500 at once, and 50 a second
+MOST_ANSWERED = 2_000  # answers to a flood; a node answers a burst of 500 and then 50 a second
 FLOOD = 20_000
 NUM_STRANGERS = 10_000
 
@@ -69,7 +69,8 @@ def message(name: str, **fields: Any) -> Any:
 
 
 async def ask(asker: Any, victim: SwarmNode, what: str, request: Any) -> Any:
-    """Send the request without hivemind, as anybody with the address can. Raises the fault that the victim answers."""
+    """Send the request without hivemind, as any host that knows the address can. Raises the error that the victim
+    returns."""
     handler, peer = f"DHTProtocol.rpc_{what.lower()}", PeerID.from_base58(victim.peer_id)
     calling = asker._p2p._client.call_unary_handler(peer, handler, request.SerializeToString())
     answer = message(f"{what}Response")
@@ -84,7 +85,7 @@ def fill(victim: Any, num_records: int, num_bytes: int = 1000) -> None:
 
 
 def store_request(identity: Identity, digests: list[str]) -> Any:
-    """One word of one peer, under as many runs as it likes to name."""
+    """Return a request that stores one record of the same peer under each of these runs."""
     records = [
         PeerRecord(identity.peer_id, "x", digest, sequence=1, expires_at_s=time.time() + TTL_S) for digest in digests
     ]
@@ -143,7 +144,7 @@ def test_a_flood_of_questions_is_refused_and_neighbours_are_answered(tmp_path: P
 
 
 def test_strangers_that_call_themselves_nodes_leave_a_neighbour_its_answers(tmp_path: Path) -> None:
-    """One request that names a place is enough for each of them to be in the victim's routing table."""
+    """A node enters the victim's routing table with a single request that names its DHT id."""
 
     async def main() -> None:
         async with node(tmp_path, "victim") as victim, node(tmp_path, "neighbour", victim) as neighbour:
@@ -225,7 +226,7 @@ def test_answers_are_checked_record_by_record_and_in_portions(tmp_path: Path) ->
         async with victim_and_attacker(tmp_path) as (victim, attacker):
             honest = replace(PeerRecord(identity_of("h").peer_id, "x", RUN), expires_at_s=time.time() + TTL_S)
             value = MSGPackSerializer.dumps(encode_record(honest, identity_of("h")))
-            fill(victim, 100)  # signed by nobody
+            fill(victim, 100)  # unsigned records
             victim._dht.protocol.storage.store_subkey(KEY, honest.peer_id, value, honest.expires_at_s)
             turns = 0
 
@@ -252,7 +253,7 @@ def test_p2pd_serves_nothing_that_is_not_needed_and_holds_no_long_message(tmp_pa
                     await attacker.open_stream(victim.peer_id, [], protocol)
             daemon = psutil.Process(victim.daemon_pid)
             before = daemon.memory_info().rss
-            four_mib = bytes([0x80, 0x80, 0x80, 0x02])  # as a varint
+            four_mib = bytes([0x80, 0x80, 0x80, 0x02])  # the length prefix, a varint
             writers = []
             for _ in range(100):
                 _, writer = await attacker.open_stream(victim.peer_id, [], "DHTProtocol.rpc_ping")
@@ -270,7 +271,7 @@ def test_p2pd_serves_nothing_that_is_not_needed_and_holds_no_long_message(tmp_pa
 
 
 def test_a_node_finds_its_way_to_one_that_another_tells_of(tmp_path: Path) -> None:
-    """p2pd's own DHT did that before; it is no longer there to be asked."""
+    """Nodes route by what their neighbours report: p2pd's own DHT, which used to do that, is switched off."""
 
     async def main() -> None:
         async with (
@@ -299,7 +300,7 @@ def test_p2pd_that_has_grown_is_started_again(tmp_path: Path, monkeypatch: pytes
 def test_strangers_in_the_buckets_of_a_private_run_hide_no_member(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The node that keeps them belongs to no run, and knows neither this one nor its secret."""
+    """The node that stores the records is in no run; it knows neither this run nor its secret."""
     listing = invite(identity_of("run key"), expires_at_s=time.time() + 1000, seed=bytes(32)).listing(RUN)
     key = DHTID.generate(ROOT.key(run_key(listing.view)))
 
@@ -315,7 +316,7 @@ def test_strangers_in_the_buckets_of_a_private_run_hide_no_member(
     async def main() -> None:
         async with node(tmp_path, "hub") as hub, node(tmp_path, "liar", hub) as liar, node(tmp_path, "me", hub) as me:
             protocol, lies = hub._dht.protocol, liar._dht.protocol.storage
-            monkeypatch.setattr(protocol._allowance, "charge", lambda *_, **__: None)  # as if they had taken hours
+            monkeypatch.setattr(protocol._allowance, "charge", lambda *_, **__: None)  # as if hours had passed
             for number, stranger in enumerate(strangers):
                 record = record_of(stranger, others_mark if number % 2 else "")
                 assert not protocol._keep(PeerID.from_base58(liar.peer_id), record)

@@ -1,7 +1,7 @@
-"""A peer that offers to everybody at once, on many calls and with forged times, gets no more than its share of swaps.
+"""A peer that makes offers to everybody at once, on many calls and with forged times, gets at most its share of swaps.
 
-Eight honest peers over real gRPC, and a liar that accepts every offer, too. Rounds are counted and not waited for: an
-honest peer that finds nobody is alone in that round, and the test goes on.
+Eight honest peers over real gRPC meet a liar that also accepts every offer. The test counts rounds and does not wait
+for swaps: an honest peer without a partner takes a solo round, and the test continues.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def test_a_greedy_peer_gets_its_share_at_most(is_listed: bool, num_rounds: int) 
         assert bad == 0
         assert unlisted > 0
         return
-    # Of one honest peer, which draws the liar until it owes one, and later when everybody else has a partner.
+    # The bound for one honest peer: it draws the liar until the liar owes it a swap, and later if nobody else is free.
     most = START + 2 + FAIR_SHARES * num_rounds / NUM_HONEST
     assert bad <= NUM_HONEST * most
     assert refused > 0

@@ -1,6 +1,6 @@
-"""One liar among the peers whose states are merged, forked, or taken by a newcomer and by who has fallen behind.
+"""One liar among the donors of a merge or a fork, and among those of a newcomer or of a peer that catches up.
 
-The donors answer from memory; what asks them is the program itself: the commands, and a newcomer's first fetch.
+The donors answer from memory, and the program itself asks them: the commands, and the first fetch of a newcomer.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ from noloco_p2p.transfer.fetch import fetch_state
 SPEC = tiny_llama("lies", train=TrainSpec(total_steps=40_000), outer=published(inner_steps=10))
 ROUND, PROGRESS = 2000, 0.5
 NUM_HONEST = 7
-SPREAD = 0.03  # of the norm: replicas of one moment, early in a short schedule
+SPREAD = 0.03  # as a share of the norm, for replicas at one point early in a short schedule
 FAR = 0.01  # the most that one liar may move a merge, as a share of its norm
 LIAR = identity_of("liar").peer_id
 
 
 @dataclass(frozen=True)
 class Lie:
-    """A liar's vectors, made from the weights that it should send, and the reason that its refusal names."""
+    """The vectors that a liar serves, computed from the honest weights, and the reason that the refusal states."""
 
     vectors: Callable[[Tensor], dict[str, Tensor]] = lambda weights: state_of(weights)
-    data: Callable[[int], bytes] | None = None  # instead of a state file, of so many bytes
+    data: Callable[[int], bytes] | None = None  # called with a size in bytes, for data that is not a state file
     round: int = ROUND
     progress: float = PROGRESS
     why: str = "away from the others"
@@ -60,7 +60,7 @@ def state_of(weights: Tensor) -> dict[str, Tensor]:
 
 
 def renamed(num_bytes: int) -> bytes:
-    """A file of the size of a state, with another shape in its header."""
+    """Return a file as large as a state whose header names another shape."""
     count = (num_bytes - 192) // 8
     header = {"slow_weights": {"dtype": "F32", "shape": [count, 2], "data_offsets": [0, 8 * count]}}
     text = json.dumps(header, separators=(",", ":")).encode()
@@ -91,7 +91,7 @@ LIES = {
     "nowhere": Lie(progress=float("nan"), why="nan % of the schedule"),
     "many-rounds": Lie(round=10**6, why="round 1000000"),
 }
-WITHIN = {  # a lie that nobody can tell from an honest state moves the merge by no more than any state may
+WITHIN = {  # lies that look like an honest state move the merge by no more than the limit for any state
     "half-scaled": Lie(lambda weights: state_of(1.5 * weights)),
     "near-noise": Lie(lambda weights: state_of(weights + 0.5 * noise(666, weights) * float(weights.norm()))),
     "as-near-as-honest": Lie(lambda weights: state_of(weights + 0.064 * noise(666, weights) * float(weights.norm()))),
@@ -105,7 +105,7 @@ def start() -> tuple[Tensor, ModelLayout]:
 
 
 def noise(seed: int, weights: Tensor) -> Tensor:
-    """A vector of length 1."""
+    """Return a random vector of norm 1."""
     values = torch.randn(weights.shape, generator=torch.Generator().manual_seed(seed))
     return values / values.norm()
 
@@ -116,7 +116,7 @@ def honest(seed: int) -> Tensor:
 
 
 def add(crowd: Crowd, folder: Path, peer_id: str, lie: Lie, weights: Tensor, *, tells_sketch: bool) -> None:
-    """A liar's sketch is that of its lie: it knows how sketches are made."""
+    """Add a liar, whose published sketch matches its lie."""
     path = folder / f"{peer_id}.safetensors"
     vectors = lie.vectors(weights)
     save_file(vectors, path)
@@ -248,7 +248,7 @@ def test_of_two_states_that_differ_wildly_none_is_taken(
     assert "too far apart to decide which ones are wrong" in capsys.readouterr().err
 
 
-# a newcomer, and who has fallen behind
+# newcomers, and peers that have fallen behind
 
 
 async def enter(crowd: Crowd, target: Path, *, newer_than: float) -> StateManifest | None:
@@ -256,7 +256,7 @@ async def enter(crowd: Crowd, target: Path, *, newer_than: float) -> StateManife
     transport = cast(Transport, crowd.transport())
     return await fetch_state(
         transport,
-        list(crowd.live()),  # the liar is the first
+        list(crowd.live()),  # the liar comes first
         layout=layout.digest(),
         num_elements=len(weights),
         num_bytes=state_file_bytes(len(weights), SPEC.outer),
@@ -281,7 +281,7 @@ def test_a_newcomer_passes_over_a_liar_and_takes_the_state_of_the_next_donor(
 
 
 def test_who_spoils_a_part_of_a_state_does_not_bring_the_next_donor_into_disrepute(tmp_path: Path) -> None:
-    """The liar gives a chunk and dies; the state that the next donor completes is thrown away, and comes again."""
+    """The liar sends a chunk and dies. The next donor completes the state, which is invalid, so it is fetched again."""
     crowd = crowd_with(tmp_path, LIES["nan"], num_honest=1)
     service = cast(Donor, crowd.network.service(LIAR))
     whole = service.on_fetch

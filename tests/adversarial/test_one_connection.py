@@ -1,4 +1,5 @@
-"""What a stranger gets for one connection: two greetings, one refused call, one name. Then it needs another."""
+"""One connection of a stranger is worth two greetings, one refused call and one name; then it needs another
+connection."""
 
 from __future__ import annotations
 
@@ -73,7 +74,7 @@ async def fault_of(call: Coroutine[None, None, object]) -> PeerError:
 
 
 class Greeter:
-    """Greets without end; where its connection is ended it opens another."""
+    """Greets in a loop, and reconnects whenever the server ends its connection."""
 
     def __init__(self, there: Candidate) -> None:
         self.num_greetings = 0
@@ -98,7 +99,7 @@ class Greeter:
 
 
 async def is_served(there: Candidate, name: str) -> bool:
-    """At the first try."""
+    """Return whether the first call of a new peer is answered."""
     session = Session(identity_of(name))
     transport = GrpcTransport(lambda: Hello(session.identity.peer_id, "r", DIGEST), session=session)
     try:
@@ -108,7 +109,7 @@ async def is_served(there: Candidate, name: str) -> bool:
 
 
 def test_who_greets_in_a_loop_keeps_nobody_of_its_network_out() -> None:
-    """All callers come from this machine here, so this holds for callers through another relay, too."""
+    """All callers have the address of this machine, as the callers that come through one relay have."""
 
     async def main(there: Victim) -> None:
         greeters = [Greeter(there.candidate) for _ in range(2)]
@@ -140,7 +141,7 @@ def test_a_connection_greets_twice_and_no_more() -> None:
 
 
 def test_a_call_that_is_refused_is_the_last_of_its_connection() -> None:
-    """Also where the next one would have a proof."""
+    """The server ends the connection even if the next call would carry a proof."""
 
     async def main(there: Victim) -> None:
         async with AsyncExitStack() as stack:
@@ -158,7 +159,7 @@ def test_a_call_that_is_refused_is_the_last_of_its_connection() -> None:
 
 
 def test_one_connection_has_one_name() -> None:
-    """Else 30 names are served on one connection, which is counted for the first alone."""
+    """Otherwise one connection could serve 30 names and count for the first one only."""
 
     async def main(there: Victim) -> None:
         async with connection(there.candidate) as channel:
@@ -172,8 +173,8 @@ def test_one_connection_has_one_name() -> None:
 
 
 def test_connections_whose_calls_are_over_are_few() -> None:
-    """A call that was accepted frees its connection of all limits while it runs, and no longer: else one caller fills
-    the 512 connections of the server within seconds, and keeps everybody out."""
+    """An accepted call exempts its connection from the limits only while it runs. Otherwise one caller could fill the
+    512 connections of the server within seconds and lock everybody out."""
 
     async def main(there: Victim) -> None:
         most = 0
@@ -184,7 +185,7 @@ def test_connections_whose_calls_are_over_are_few() -> None:
                 call.cancel()
                 most = max(most, there.num_connections())
             assert await is_served(there.candidate, "newcomer")
-        assert most < 2 * WAITING_OF_ONE  # the server hears of an end a moment later
+        assert most < 2 * WAITING_OF_ONE  # the server learns of an end a moment later
 
     run(main)
 

@@ -1,8 +1,8 @@
-"""Every flag of the hostile peer against the laws, over real gRPC.
+"""Every flag of the hostile peer against the invariants, over real gRPC.
 
-I1  what is not applied leaves weights, momentum and random state bit-identical to a peer that never met it
-I2  training does not wait longer than it may
-I3  the victim lives on: its next round, with an honest partner, is an ordinary swap
+I1  data that is not applied leaves weights, momentum and random state bit-identical to a peer that never received it
+I2  training does not wait longer than the limit
+I3  the victim survives: its next round, with an honest partner, is an ordinary swap
 I4  one log line names the peer, what happened, and what was kept
 """
 
@@ -35,7 +35,7 @@ from noloco_p2p.testing.peers import MemoryPeer
 ADVERSARY = "the-adversary"
 SPEC = RunSpec(name="adversarial", codec=FP32, outer=published(inner_steps=1, max_wait_s=PATIENCE_S))
 DEADLINES = Deadlines(status_s=2.0, progress_s=2.0, farewell_s=0.5)
-STRUCK_ROWS = {"4", "5", "6", "7", "8", "35", "36"}  # what no honest peer sends: three times is a ban
+STRUCK_ROWS = {"4", "5", "6", "7", "8", "35", "36"}  # only faulty peers do this: three strikes are a ban
 KINDS = {"nothing": Alone, "early": Half, "clipped": Swapped}
 
 
@@ -46,19 +46,19 @@ def make_model() -> nn.Module:
 
 
 def train(model: nn.Module) -> None:
-    """Stands for an inner step: the same one in the victim and in its twin."""
+    """Stand in for an inner step, the same one for the victim and its twin."""
     with torch.no_grad():
         for number, param in enumerate(model.parameters()):
             param.add_(torch.randn(param.shape, generator=torch.Generator().manual_seed(number)) * 0.01)
 
 
 def all_numbers(state: OuterState) -> torch.Tensor:
-    """What I1 is about, as one vector: slow weights, momentum, the model's weights."""
+    """Return the slow weights, the momentum and the weights of the model, which I1 covers, as one vector."""
     return torch.cat([*state.tensors().values(), state.parameters.read(0, state.num_elements)])
 
 
 def twin_with(outcome: Outcome, theirs: Vectors) -> OuterState:
-    """A peer that got exactly what the victim may have kept: nothing, or the early part."""
+    """Return a peer that received exactly what the victim may have kept: nothing, or the early part."""
     model = make_model()
     twin = OuterState(model, SPEC.outer)
     kept = {SectionName.SLOW_WEIGHTS: theirs.slow_weights, SectionName.OUTER_MOMENTUM: theirs.outer_momentum}
@@ -69,7 +69,7 @@ def twin_with(outcome: Outcome, theirs: Vectors) -> OuterState:
 
 
 def partner_vectors() -> Vectors:
-    """An honest partner: the same start, and an outer gradient of the usual length."""
+    """Return the vectors of an honest partner: the same start, and an outer gradient of the usual norm."""
     state = OuterState(make_model(), SPEC.outer)
     gradient = torch.randn(state.num_elements, generator=torch.Generator().manual_seed(99)) * 0.01
     return Vectors(state.slow_weights, torch.zeros(state.num_elements), gradient)
@@ -108,7 +108,7 @@ def test_a_row(flag: Flag, caplog: pytest.LogCaptureFixture) -> None:
         assert faults.fired or not flag.plan.sending
         assert struck == ([ADVERSARY] if flag.row in STRUCK_ROWS else [])
         assert type(outcome) is KINDS[flag.left], outcome
-        state = victim._state  # the numbers themselves: no public way shows them all
+        state = victim._state  # private, as no public method returns all vectors
         after, twin = all_numbers(state), twin_with(outcome, theirs)
         if flag.left == "clipped":
             assert bool(torch.isfinite(after).all())

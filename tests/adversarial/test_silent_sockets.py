@@ -1,6 +1,6 @@
-"""Strangers who open connections and prove nothing: no newcomer is kept out, and little memory is held for them.
+"""Strangers that open connections and prove nothing keep no newcomer out, and the server holds little memory for them.
 
-127.0.1.x plays another network than 127.0.0.x: the proxy counts by /24.
+The proxy groups addresses by /24, so 127.0.1.x counts as another network than 127.0.0.x.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MIB = 1 << 20
 def run(main: Callable[[Victim], Coroutine[None, None, None]]) -> None:
     async def watched() -> None:
         async with victim() as there:
-            assert await is_served(there.candidate, "the first")  # what is made for it stays
+            assert await is_served(there.candidate, "the first")  # allocates what the server keeps after its first call
             watching = asyncio.create_task(there.watch())
             try:
                 await main(there)
@@ -52,7 +52,7 @@ def transport(name: str) -> GrpcTransport:
 
 
 async def is_served(there: Candidate, name: str) -> bool:
-    """At the first try."""
+    """Return whether the first call of a new peer is answered."""
     try:
         return (await transport(name).status(there, timeout_s=AT_ONCE_S)).round == ROUND
     except PeerError:
@@ -74,7 +74,7 @@ def test_silent_sockets_of_another_network_keep_no_newcomer_out() -> None:
 
 
 def test_peers_behind_one_address_with_an_attacker_get_in_between() -> None:
-    """Behind one NAT nobody can tell them apart. Their connections need milliseconds; silent ones are replaced."""
+    """Peers behind one NAT share an address. They handshake within milliseconds, so silent connections are replaced."""
 
     async def main(there: Victim) -> None:
         silent = Silent(there.port, 30, ["127.0.0.1"])
@@ -89,7 +89,7 @@ def test_peers_behind_one_address_with_an_attacker_get_in_between() -> None:
 
 
 def stranger(there: Candidate) -> grpc.aio.Channel:
-    """It knows the public key of the server and nothing else."""
+    """Return a channel of a caller that knows the server's public key and nothing else."""
     credentials = Session(identity_of("stranger")).channel_credentials(there)
     return grpc.aio.secure_channel(
         there.address, credentials, options=[*options.CLIENT, ("grpc.ssl_target_name_override", SERVER_NAME)]
@@ -97,7 +97,7 @@ def stranger(there: Candidate) -> grpc.aio.Channel:
 
 
 async def shout(channel: grpc.aio.Channel, method: str) -> None:
-    """1 MiB that no proof stands before."""
+    """Send 1 MiB before any proof."""
     call = channel.stream_stream(f"/noloco_p2p.wire.v1.Peer/{method}")()
     with suppress(grpc.aio.AioRpcError, asyncio.CancelledError, grpc.aio.UsageError, asyncio.InvalidStateError):
         await call.write(bytes(MIB))
@@ -107,7 +107,7 @@ async def shout(channel: grpc.aio.Channel, method: str) -> None:
 
 @pytest.mark.parametrize("method", ["Greet", "Status", "Swap"])
 def test_large_messages_of_callers_without_proof_take_little_memory(method: str) -> None:
-    """60 connections of 15 networks, with 4 streams each, and 1 MiB on each stream."""
+    """The callers open 60 connections from 15 networks, with 4 streams each, and send 1 MiB on each stream."""
 
     async def main(there: Victim) -> None:
         async with AsyncExitStack() as stack:
@@ -127,7 +127,7 @@ def test_large_messages_of_callers_without_proof_take_little_memory(method: str)
 def test_who_brings_much_before_its_offer_is_accepted_is_cut_off() -> None:
     async def main(there: Victim) -> None:
         stream = await transport("pusher").open_swap(there.candidate, timeout_s=PATIENCE_S)
-        with suppress(Unreachable):  # it may be told at once, or when it listens
+        with suppress(Unreachable):  # the end may show in the send or in the receive
             await stream.send(Chunk(SectionName(1), 0, memoryview(bytes(MIB)), bytes(16)))
         with pytest.raises(Unreachable):
             await stream.receive(AT_ONCE_S)

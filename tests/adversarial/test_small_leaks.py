@@ -1,4 +1,4 @@
-"""The small findings of an audit, one test each."""
+"""Regression tests for the minor findings of a security audit."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A stranger's spec names text, models and tokenizers of this machine in every way we know, and gets none of them.
+"""A stranger's spec cannot read the text, models or tokenizers of this machine, whatever names it uses.
 
-Each run has a hub on loopback, which the stranger owns, and starts in a folder with private text and a private model.
+Each test starts in a folder with a private text and a private model; the stranger owns the hub, which runs on loopback.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ configs:
 
 @pytest.fixture
 def private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder: text and models that nobody has bound."""
+    """Enter a folder with a text and models that nobody has bound."""
     (tmp_path / "diary.txt").write_text(SECRET)
     model = small_llama(1)
     for name in ("private", "lab/private"):
@@ -81,7 +81,7 @@ def test_a_plain_name_must_be_bound(private: Path) -> None:
 
 @pytest.fixture
 def hub(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> SmallHub:
-    """The client reads its addresses when it is imported, so they are changed where it keeps them."""
+    """Serve a hub and point `huggingface_hub` to it, which reads its addresses when it is imported."""
     hub, home = SmallHub({}), tmp_path_factory.mktemp("home")
     endpoint = hub.environment(home)["HF_ENDPOINT"]
     for name, value in {
@@ -127,7 +127,7 @@ def test_a_bound_adapter_whose_model_is_elsewhere_is_refused(private: Path, tmp_
 @pytest.mark.slow
 @pytest.mark.parametrize("path", ["diary.txt", "https://example.invalid/x.txt"])
 def test_a_data_set_that_lists_files_elsewhere_is_refused(path: str, private: Path, tmp_path: Path) -> None:
-    """A data set's own description may name any path, and `datasets` would read it."""
+    """The card of a data set may name any path, and `datasets` would read it."""
     listed = path if "://" in path else str(private / path)
     spec = TrainerSpec.from_dict({"name": "r", "data": {"source": "hub:lab/texts"}}, origin="test")
     (tmp_path / "run.toml").write_text(f'name = "r"\n[data]\nsource = "{spec.data.source}"\n')

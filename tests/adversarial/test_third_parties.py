@@ -1,4 +1,4 @@
-"""Records that name hosts of third parties: a peer does not become a tool against them."""
+"""Records that name hosts of third parties do not make a peer attack those hosts."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ QUICK = Timing(heartbeat_s=2.0, view_s=0.2, quick_view_s=0.2, dial_s=0.5, freshe
 
 
 class Bystander:
-    """Some host in no swarm."""
+    """A host that is in no swarm and counts the connections to it."""
 
     def __init__(self) -> None:
         self.num_dials = 0
         self._began_s = time.monotonic()
 
     def most(self) -> float:
-        """Dials until now that a peer is allowed: 20 at once and 20 a minute."""
+        """Return the number of dials that a peer may have made so far: 20 at once and 20 a minute."""
         return FAILURES_A_MINUTE * (1 + (time.monotonic() - self._began_s) / 60)
 
     async def take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -93,7 +93,7 @@ def transport() -> GrpcTransport:
 
 
 async def call(caller: GrpcTransport, liar: str, address: str) -> None:
-    """As a round does with whom the directory names."""
+    """Call a peer as a round calls the peers of the directory."""
     key = Session(identity_of("liar")).key
     with suppress(PeerError):
         await caller.status(Candidate(liar, address, session_key=key), timeout_s=PATIENCE_S)
@@ -111,7 +111,7 @@ def test_calls_of_a_host_where_no_peer_is_are_few() -> None:
 
 
 def test_what_grpc_takes_for_an_address_and_is_none_is_not_called(tmp_path: Path) -> None:
-    """It would read a socket's name, and ask a name server of the caller's choice."""
+    """gRPC would open a Unix socket, or query a name server of the liar's choice."""
 
     async def main() -> None:
         there, path = Bystander(), str(tmp_path / "s")
@@ -126,7 +126,7 @@ def test_what_grpc_takes_for_an_address_and_is_none_is_not_called(tmp_path: Path
 
 
 def test_a_peer_that_is_connected_is_not_taken_to_be_where_it_says(tmp_path: Path) -> None:
-    """libp2p dials nothing where there is a connection, and says yes to any address."""
+    """libp2p does not dial a peer that is connected, and reports success for any address."""
 
     async def main() -> None:
         async with (
@@ -148,7 +148,7 @@ def test_a_peer_that_is_connected_is_not_taken_to_be_where_it_says(tmp_path: Pat
 
 
 def lies(port: int) -> list[tuple[str, bytes, float]]:
-    """Records that are signed and well formed. Each names many ports of somebody else's host."""
+    """Return signed, well-formed records, each of which names many ports of a third party."""
     expires_at_s, told = CLOCK.now() + TTL_S, []
     for number in range(NUM_LIARS):
         liar = identity_of(f"liar {number}")
@@ -182,7 +182,7 @@ def test_the_addresses_in_records_of_liars_are_dialled_a_few_times(tmp_path: Pat
                 await evil.node.store(ROOT.key(run_key(DIGEST)), liar, record, expires_at_s=expires_at_s)
             await until(lambda: len(victim.live()) >= NUM_LIARS)
             await until(lambda: len(victim._dialer._plan._attempts) >= NUM_LIARS)
-            assert 0 < there.num_dials <= 2 * there.most()  # a dial is a plain connection, and then one of libp2p
+            assert 0 < there.num_dials <= 2 * there.most()  # each dial opens a plain connection, and then one of libp2p
 
     run(main)
 
@@ -190,7 +190,7 @@ def test_the_addresses_in_records_of_liars_are_dialled_a_few_times(tmp_path: Pat
 def test_the_addresses_of_nodes_that_a_liar_invents_are_dialled_a_few_times(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It tells of new nodes with each answer, and of the same host for all of them."""
+    """Each answer of the liar names another new node, always at the same host."""
 
     async def main() -> None:
         async with (

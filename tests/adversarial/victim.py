@@ -1,4 +1,7 @@
-"""A peer's server in a process of its own, whose memory is its own: `python -m adversarial.victim` prints its port."""
+"""A peer's server in its own process, so that its memory can be measured.
+
+`python -m adversarial.victim` prints its port.
+"""
 
 from __future__ import annotations
 
@@ -22,16 +25,16 @@ from noloco_p2p.net.server import GrpcServer
 from noloco_p2p.net.session import Session
 
 TESTS = Path(__file__).resolve().parents[1]
-BENCHMARKS = TESTS.parent / "benchmarks"  # it has the harness
+BENCHMARKS = TESTS.parent / "benchmarks"  # for the `harness` package
 DIGEST = "0" * 64
 ROUND = 41
 
 
 class Quiet:
-    """A Service that answers questions, never an offer, and keeps every newcomer waiting after one chunk."""
+    """A Service that answers status calls, accepts no offer, and keeps every newcomer waiting after one chunk."""
 
     def admit(self, hello: Hello) -> None:
-        """Everybody."""
+        """Admit every caller."""
 
     async def on_swap(self, stream: FrameStream) -> None:
         with suppress(PeerError):
@@ -47,7 +50,7 @@ class Quiet:
 
 
 class Victim:
-    """The victim as others see it, and what an attack costs it."""
+    """The victim as its callers see it, with the memory and the connections that an attack costs it."""
 
     def __init__(self, candidate: Candidate, pid: int) -> None:
         self.candidate = candidate
@@ -57,12 +60,12 @@ class Victim:
         self.most_grown_mib = 0.0
 
     def num_connections(self) -> int:
-        """That its callers have."""
+        """Return the number of connections that its callers hold."""
         there = self._process.net_connections("tcp")
         return sum(each.laddr.port == self.port and each.status == psutil.CONN_ESTABLISHED for each in there)
 
     async def watch(self) -> None:
-        """Until it is cancelled."""
+        """Record the peak memory until cancelled."""
         while True:
             grown = self._process.memory_info().rss - self._before_bytes
             self.most_grown_mib = max(self.most_grown_mib, grown / 2**20)
@@ -79,7 +82,7 @@ async def victim() -> AsyncIterator[Victim]:
         identity = identity_of("victim")
         yield Victim(Candidate(identity.peer_id, f"127.0.0.1:{port}", session_key=bytes.fromhex(key)), process.pid)
     finally:
-        process.stdin.close()  # it leaves then
+        process.stdin.close()  # the process then exits
         await asyncio.to_thread(process.wait, PATIENCE_S)
         process.stdout.close()
 

@@ -1,6 +1,6 @@
-"""Six real peers for 90 seconds, of which some join, leave or are killed at any moment (seeded).
+"""Six real peers for 90 seconds, of which some join, leave or are killed at random moments (seeded).
 
-`benchmarks/churn.py` is the same with twelve peers for five minutes.
+`benchmarks/churn.py` runs the same with twelve peers for five minutes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from harness.processes import small_spec
 pytestmark = pytest.mark.slow
 
 MAX_WAIT_S = 3.0
-EXIT_S = 30.0  # all who live leave at once; on a slow machine in no more than twice what a start takes
+EXIT_S = 30.0  # all peers leave at once; on a slow machine an exit takes at most twice as long as a start
 PLAN = Plan(num_peers=6, min_living=3, seconds=90.0, mean_pause_s=5.0, seed=11081, min_gone=3)
 
 

@@ -1,7 +1,7 @@
-"""Peers that die without a word, as real processes: the others lose a round at most, and the swarm goes on.
+"""Real processes that are killed or frozen: the other peers lose at most one round each, and the swarm continues.
 
-One swarm for all tests of this file: a (the first, through whose ticket the others came), b, and c. The tests are in
-the order of the story, as a machine of two cores cannot start a swarm for each.
+All tests of this file share one swarm: a (the first peer, whose ticket the others used), b, and c. They depend on their
+order, as a machine with two cores cannot start a swarm for each.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from noloco_p2p.outer.checkpoint import Checkpoints
 
 SEED = 2506_10911
 MAX_WAIT_S = 2.0
-NETWORK_ANSWER_S = 5.0  # what the network thread may take beyond that: gossip.exchange
-SLACK_S = 6.0  # for a machine with other work; a slow one is measured
+NETWORK_ANSWER_S = 5.0  # that the network thread may take beyond max_wait_s: gossip.exchange
+SLACK_S = 6.0  # for a busy machine; that of a slow one is measured
 SPEC = small_spec("chaos", outer__max_wait_s=MAX_WAIT_S)
 
 
@@ -50,7 +50,10 @@ def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Swarm]:
 
 
 def assert_no_round_is_longer(peer: PeerProcess, *, since_s: float) -> None:
-    """Than it may wait and some usual rounds take; those under way at `since_s` (wall clock) are included."""
+    """Check that no round since `since_s` (wall clock) took longer than its limit and a few usual rounds.
+
+    A round that was running at `since_s` counts too.
+    """
     ends = [event["time_s"] for event in peer.events("round")]
     pauses_s = [(later - earlier, later) for earlier, later in pairwise(ends)]
     usual_s = median(pause_s for pause_s, _ in pauses_s)
@@ -68,7 +71,7 @@ def num_long_waits(rounds: list[dict[str, Any]]) -> int:
 
 
 def test_a_partner_killed_in_the_middle_costs_a_round_at_most(swarm: Swarm) -> None:
-    time.sleep(random.Random(SEED).uniform(0.0, 0.5))  # any moment of a round, the same one in every run
+    time.sleep(random.Random(SEED).uniform(0.0, 0.5))  # a random moment of a round, the same in every run
     done = {peer: len(peer.events("round")) for peer in (swarm.a, swarm.b)}
     killed_s = time.time()
     swarm.c.send(signal.SIGKILL)
@@ -83,12 +86,13 @@ def test_a_partner_killed_in_the_middle_costs_a_round_at_most(swarm: Swarm) -> N
 
 
 def test_a_dead_peer_does_not_slow_the_others_down(swarm: Swarm) -> None:
-    """It is still in the DHT for a minute; rounds that wait for it as long as they may would be ten times slower."""
+    """The dead peer stays in the DHT for a minute. If every round waited its maximum for it, rounds would take ten
+    times as long."""
     before = [event for event in swarm.a.events("round") if event["time_s"] <= swarm.c.events("round")[-1]["time_s"]]
     done = len(swarm.a.events("round"))
     swarm.a.round_where(lambda event: True, after=done + 10)
     since = swarm.a.events("round")[done : done + 10]
-    usual = 10 * num_long_waits(before) / len(before)  # on a slow machine the living are waited for, too
+    usual = 10 * num_long_waits(before) / len(before)  # on a slow machine rounds also wait for live peers
     assert num_long_waits(since) <= 3 + usual, [event["blocked_s"] for event in since]
 
 
@@ -103,7 +107,8 @@ def test_a_killed_p2pd_is_started_again_and_training_does_not_notice(swarm: Swar
 
 
 def test_a_frozen_peer_costs_its_partner_no_more_than_the_wait(swarm: Swarm) -> None:
-    """SIGSTOP: its kernel still answers for it, and no other peer is informed."""
+    """The kernel of a peer that is stopped by SIGSTOP still acknowledges its packets, so nobody learns that it is
+    frozen."""
     done = len(swarm.a.events("round"))
     frozen_s = time.time()
     swarm.b.send(signal.SIGSTOP)
@@ -116,9 +121,9 @@ def test_a_frozen_peer_costs_its_partner_no_more_than_the_wait(swarm: Swarm) -> 
 
 
 def test_a_full_disk_is_told_and_the_last_good_checkpoint_stays(swarm: Swarm) -> None:
-    """A limit on the size of a file stands for the full disk: half-way through, writing fails."""
+    """A limit on the file size stands in for the full disk: the write fails half-way."""
     folder = swarm.b.folder / "runs" / SPEC.run_id / "checkpoints"
-    room = swarm.b.log.stat().st_size + 200_000  # its log and events still grow; slow weights and momentum need more
+    room = swarm.b.log.stat().st_size + 200_000  # enough for log and events, not for a checkpoint
     _, hard = resource.prlimit(swarm.b.process.pid, resource.RLIMIT_FSIZE)
     resource.prlimit(swarm.b.process.pid, resource.RLIMIT_FSIZE, (room, hard))
     swarm.b.wait_for("cannot be written to")
@@ -133,7 +138,7 @@ def test_a_full_disk_is_told_and_the_last_good_checkpoint_stays(swarm: Swarm) ->
 
 
 def test_the_swarm_outlives_its_first_peer(swarm: Swarm, tmp_path: Path) -> None:
-    """c comes back with the ticket of the dead, as it remembers b; a newcomer enters with the ticket of b."""
+    """c, which remembers b, resumes with the ticket of the dead peer; a newcomer joins with the ticket of b."""
     ticket, began_s = swarm.a.ticket, time.monotonic()
     swarm.a.send(signal.SIGKILL)
     swarm.a.wait()
@@ -155,7 +160,7 @@ def test_the_swarm_outlives_its_first_peer(swarm: Swarm, tmp_path: Path) -> None
         newest = Checkpoints(c.folder / "runs" / SPEC.run_id / "checkpoints").newest()
         assert newest is not None
         assert newest.meta["metrics"]["step"] == c.events("stopped")[-1]["step"]
-        newcomer.send(signal.SIGSTOP)  # so that both signals are there before it can have left
+        newcomer.send(signal.SIGSTOP)  # so that both signals arrive before it can leave
         newcomer.send(signal.SIGINT)
         newcomer.send(signal.SIGTERM)
         newcomer.send(signal.SIGCONT)

@@ -1,6 +1,6 @@
-"""A model in stages on real peers as real processes: it learns, and no peer stalls or exits because of another one.
+"""A staged model on real processes: it learns, and no peer stalls or exits because of another one.
 
-One swarm for all tests of this file, in the order of the story: two heads, two peers of stage 1, and one of stage 2.
+All tests of this file share one swarm, in their order: two heads, two peers of stage 1, and one of stage 2.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Swarm:
         return [status(peer)["step"] for peer in self.everybody]
 
     def assert_all_go_on(self) -> None:
-        """Every peer closes further inner steps, and none has ended."""
+        """Check that every peer still runs and closes further inner steps."""
         before = self.steps()
         until(
             lambda: all(now >= then + 3 for now, then in zip(self.steps(), before, strict=True)),
@@ -106,8 +106,8 @@ def test_a_killed_replica_of_a_stage_with_two_stops_nobody(swarm: Swarm) -> None
 
 
 def test_a_frozen_next_stage_costs_no_more_than_deadlines(swarm: Swarm) -> None:
-    """Its kernel still answers for it. The heads give up what it holds, or see after a while that nobody holds the
-    stage, and go on when it is back."""
+    """The kernel of the frozen peer still acknowledges packets. The heads give up the microbatches that it holds, or
+    find after a while that nobody holds the stage, and continue when it is back."""
     frozen = swarm.middle[0]
     until(lambda: swarm.heads[0].events("saved"), what="a checkpoint")
     frozen.send(signal.SIGSTOP)
@@ -133,7 +133,7 @@ def test_an_empty_stage_holds_the_others_until_its_checkpoint_comes_back(swarm: 
     assert kept
     newcomer = swarm.join(ticket, "newcomer", "--stage", "2")
     newcomer.wait_for("stage 2 has trained before, and no peer holds it now")
-    back = swarm.join(ticket, "last")  # without --stage it goes on with the stage that it held
+    back = swarm.join(ticket, "last")  # without --stage it resumes the stage that it held
     back.wait_for("resumed from step")
     assert status(back)["stage"] == 2
     swarm.last = [back, newcomer]
@@ -177,7 +177,7 @@ def test_a_pause_holds_a_stage_and_a_stage_that_does_not_exist_is_refused(swarm:
 
 
 def test_a_fork_with_fewer_stages_goes_on_from_the_weights_of_all(swarm: Swarm, tmp_path: Path) -> None:
-    """The machine of the fork holds one stage; the other stage begins with a copy, and a newcomer fetches its state."""
+    """The forking machine holds one stage; the other stage starts from a copy, and a newcomer fetches its state."""
     new, head_folder, inner_folder = tmp_path / "new.toml", tmp_path / "head", tmp_path / "inner"
     before = swarm.heads[0].events("evaluated")[0]["validation_loss"]
     sets = ("--set", "pipeline.stages=2", "--set", "outer.inner_steps=5")

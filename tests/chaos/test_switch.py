@@ -1,4 +1,4 @@
-"""A peer of a rich stage moves to a poor one, between real processes, and goes on there as one of its replicas."""
+"""A peer of a crowded stage moves to one that lacks peers, between real processes, and swaps there as a replica."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SPEC = small_spec(
     model__num_layers=7,
     model__parameter_seeds=True,
     pipeline__stages=2,
-    pipeline__cut=[1, 6],  # one peer of the long stage is slower than three of the short one
+    pipeline__cut=[1, 6],  # one peer with the long stage is slower than three with the short one
     outer__inner_steps=10,
 )
 
@@ -29,7 +29,7 @@ def test_a_peer_switches_to_the_stage_that_needs_it_and_swaps_there(tmp_path: Pa
     with ExitStack() as stack:
 
         def join(target: str | Path, name: str, stage: int) -> PeerProcess:
-            """It holds `stage` because its folder says that it did before: with --stage it would never move."""
+            """Start a peer that resumes `stage` from its folder; a peer that is started with --stage never moves."""
             folder = tmp_path / name
             stage_folder(folder / "runs" / SPEC.run_id, stage).mkdir(parents=True)
             return stack.enter_context(PeerProcess(target, folder, "--save-every-rounds", "1"))
@@ -54,7 +54,7 @@ def test_a_peer_switches_to_the_stage_that_needs_it_and_swaps_there(tmp_path: Pa
         left.swap_with(other, after=num_rounds[left.folder.name])
 
         def swapped_often() -> bool:
-            """More often than it takes to ban a mate that proposes what does not fit."""
+            """Return whether it swapped more often than it takes to ban a partner that proposes another layout."""
             rounds = inner.events("round")[num_rounds["inner"] :]
             return sum("swapped with" in event["last_outcome"] for event in rounds) > 5
 

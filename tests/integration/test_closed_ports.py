@@ -1,5 +1,7 @@
-"""Two peers at homes that let connections out and none in: real processes in network namespaces of their own. A
-bootstrap, which everybody reaches, is the only entrance, dials back, and is the only relay."""
+"""Two peers behind firewalls that allow outgoing connections only, as real processes in separate network namespaces.
+
+A bootstrap with a public address is the only entry point, and the only peer that dials back and relays.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ def why_not() -> str:
 
 
 def relayed(peer: PeerProcess) -> dict[str, Any] | None:
-    """The reachability that a peer reports once it has a reservation at a relay."""
+    """Return the reachability that a peer reports once it has a reservation at a relay, else None."""
     found = (ask(peer.folder, "status") or {}).get("reach", {})
     return found if found.get("state") == "relayed" else None
 
@@ -55,7 +57,7 @@ def test_peers_behind_routers_swap_through_a_hole_or_by_the_relay(tmp_path: Path
 
 
 def swap_at_two_homes(lab: netlab.NetLab, tmp_path: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    """What the first says of its reach, and what the second says of its neighbours once they have swapped."""
+    """Return the reachability that the first reports, and the neighbours that the second reports after a swap."""
     file = write_spec(small_spec("closed"), tmp_path)
     middle, *homes = lab.nodes
     door = tmp_path / "door"
@@ -65,7 +67,7 @@ def swap_at_two_homes(lab: netlab.NetLab, tmp_path: Path) -> tuple[dict[str, Any
         where = [partial(PeerProcess, namespace=home.namespace, host=home.address) for home in homes]
         with where[0](file, tmp_path / "one", "--bootstrap", f"@{door}") as one:
             found = until(lambda: relayed(one), what="a relay for the first")
-            with where[1](one.ticket, tmp_path / "two") as two:  # spec and state come the same way
+            with where[1](one.ticket, tmp_path / "two") as two:  # spec and state come over the same relayed path
                 two.swap_with(one)
                 one.swap_with(two)
                 return found, (ask(two.folder, "status") or {})["neighbours"]

@@ -1,4 +1,4 @@
-"""The commands as people type them: real processes on loopback, one small swarm for all tests of this file.
+"""The commands as users type them: real processes on loopback, one small swarm for all tests of this file.
 
     bootstrap    noloco bootstrap
     first        noloco join SPEC --bootstrap @FILE, which the bootstrap writes
@@ -47,8 +47,8 @@ STATUS_KEYS = {
     "loss",
     "last_fault",
 }
-MAX_BOOTSTRAP_BYTES = 400e6 if torch.version.cuda is None else 1e9  # a CUDA build of torch maps as much more
-DEAD = "/ip4/127.0.0.1/tcp/9/p2p/12D3KooWK2gwFiFWxgNtk5RYUnaMSwBrBdWiVZaRwxqCoXQBHSA7"  # nobody serves port 9 here
+MAX_BOOTSTRAP_BYTES = 400e6 if torch.version.cuda is None else 1e9  # a CUDA build of torch maps as much again
+DEAD = "/ip4/127.0.0.1/tcp/9/p2p/12D3KooWK2gwFiFWxgNtk5RYUnaMSwBrBdWiVZaRwxqCoXQBHSA7"  # nothing listens on port 9 here
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Swarm:
     bootstrap_address: str
     first: PeerProcess
     second: PeerProcess
-    lost: Command  # `noloco monitor` with a ticket that leads nowhere: it looks for a while
+    lost: Command  # `noloco monitor` with a ticket that leads nowhere, which keeps looking for a while
 
 
 @pytest.fixture(scope="module")
@@ -228,7 +228,7 @@ def test_a_fork_goes_on_from_the_weights_of_a_live_peer(
         begin = peer.events("evaluated")[0]
     assert begin["round"] == 0
     assert begin["validation_loss"] < swarm.first.events("evaluated")[0]["validation_loss"] - 1
-    # The folder of a run is as good as a checkpoint.
+    # export accepts the folder of a run in place of a checkpoint.
     assert run(["export", str(folder / "runs" / forked.run_id), str(tmp_path / "model")]) == 0
     assert (tmp_path / "model" / "config.json").exists()
 
@@ -241,7 +241,7 @@ def test_a_ticket_that_leads_nowhere_is_4(swarm: Swarm) -> None:
 
 
 def hours(first_min: int, end_min: int, *, now: datetime) -> str:
-    """From so many minutes after the beginning of this minute to so many."""
+    """Format hours that start and end at these offsets in minutes from the current minute."""
     times = (now + timedelta(minutes=minutes) for minutes in (first_min, end_min))
     return "-".join(time.strftime("%H:%M") for time in times)
 
@@ -280,7 +280,7 @@ def test_a_named_peer_waits_for_its_hours_and_says_so(
 
 @pytest.mark.slow
 def test_a_peer_trains_in_its_hours_and_pauses_after_them(swarm: Swarm, tmp_path: Path) -> None:
-    """By the clock on the wall: it takes three minutes at most. A peer has at least one of them to start in."""
+    """The test follows the wall clock for up to three minutes. The peer has at least one minute to start."""
     with PeerProcess(swarm.first.ticket, tmp_path / "p", "--when", hours(2, 3, now=datetime.now())) as peer:
         assert peer.event("paused")["paused_by"] == "hours"
         assert not peer.events("round")
@@ -290,7 +290,8 @@ def test_a_peer_trains_in_its_hours_and_pauses_after_them(swarm: Swarm, tmp_path
 
 
 def test_leaving_keeps_everything_and_the_same_command_resumes(swarm: Swarm, tmp_path: Path) -> None:
-    """Exit code 0, a checkpoint of the last step, a line that says so; no process, socket or lock is left."""
+    """The peer exits with code 0, a checkpoint of its last step and a final line; no process, socket or lock
+    remains."""
     with PeerProcess(swarm.first.ticket, tmp_path / "guest") as guest:
         guest.event("round")
         guest.give_way()
@@ -303,7 +304,7 @@ def test_leaving_keeps_everything_and_the_same_command_resumes(swarm: Swarm, tmp
         assert guest.wait() == 0
         stopped = guest.event("stopped")
         assert guest.text.splitlines()[-1] == "left; the same command resumes"
-        # By the farewell: the record of a peer that says none lives longer.
+        # The farewell removes it: without one its record would live longer.
         until(lambda: swarm.first.events("round")[-1]["live_peers"] == 1, timeout_s=0.7 * TTL_S, what="one peer left")
     assert not psutil.pid_exists(p2pd.pid)
     assert not daemon_socket.exists()
@@ -314,7 +315,7 @@ def test_leaving_keeps_everything_and_the_same_command_resumes(swarm: Swarm, tmp
     assert checkpoint.round == stopped["round"]
     with PeerProcess(swarm.first.ticket, guest.folder) as again:
         started = again.event("started")
-        again.give_way()  # as the others do: peers of one speed find each other at once
+        again.give_way()  # other peers yield too, and peers of one speed find each other at once
         again.round_where(lambda event: event["swaps"] > stopped["swaps"])
         again.send(signal.SIGTERM)
         assert again.wait() == 0
@@ -329,7 +330,7 @@ def test_leaving_keeps_everything_and_the_same_command_resumes(swarm: Swarm, tmp
 
 
 def _batches_later(num_batches: int, spec: TrainerSpec, peer_id: str, state: dict[str, Any]) -> dict[str, Any]:
-    """The place in the data after some more batches."""
+    """Return the state of the token stream some batches later."""
     stream = TokenStream(
         spec.data,
         tokenizer=build_tokenizer(spec.data),
@@ -361,7 +362,7 @@ def test_on_a_terminal_the_ticket_is_one_line_and_ctrl_c_is_polite(swarm: Swarm,
         assert process.stdin is not None
         try:
             until(lambda: "tokens/s |" in log.read_text(), what=log.read_text)
-            process.stdin.write(b"\x03")  # what the key sends: the terminal makes a signal of it, for all of the group
+            process.stdin.write(b"\x03")  # the byte of Ctrl-C: the terminal sends SIGINT to the whole group
             process.stdin.flush()
             assert process.wait(PATIENCE_S) == 0
         finally:
@@ -370,7 +371,7 @@ def test_on_a_terminal_the_ticket_is_one_line_and_ctrl_c_is_polite(swarm: Swarm,
     tickets = [line for line in text.splitlines() if "noloco1" in line]
     assert len(tickets) == 1
     assert Ticket.decode(tickets[0].removeprefix("noloco join ")).run_name == "commands"
-    assert "\x1b" not in tickets[0]  # a bar may have colours, on a machine where it has time to appear
+    assert "\x1b" not in tickets[0]  # only a progress bar may have colours, where there is time to draw one
     assert text.splitlines()[-1] == "left; the same command resumes"
 
 

@@ -1,4 +1,4 @@
-"""A swap over real gRPC and a link: it takes further connections only when they help, and ends cleanly on each."""
+"""A swap over real gRPC and a shaped link adds connections only when they help, and closes each of them cleanly."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ QUICK = ConnectionPolicy(window_s=0.4)
 
 @pytest.fixture(autouse=True)
 def _server_that_closes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else it ends connections that are left behind after eight seconds, and nobody sees that they were."""
+    """Disable the limits that close abandoned connections after eight seconds, which would hide a leak."""
     limits = ("grpc.max_connection_idle_ms", "grpc.max_connection_age_ms")
     monkeypatch.setattr(options, "SERVER", [option for option in options.SERVER if option[0] not in limits])
 
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """Two peers; only `caller` knows an address, so that it makes all offers, over `link`."""
+    """Two peers; only `caller` knows an address, so it makes every offer, over `link`."""
 
     swarm: LoopbackSwarm
     caller: MemoryPeer
@@ -109,12 +109,12 @@ def mbit_s(outcome: Outcome, seconds: float) -> float:
 
 
 def close_of(bench: Bench) -> None:
-    """All connections have gone by themselves."""
+    """Wait until all connections have closed by themselves."""
     wait_until(lambda: bench.link.num_open == 0)
 
 
 def test_when_each_connection_is_slow_a_swap_gets_several_times_the_rate_of_one() -> None:
-    # Long against the 4 MB that the kernel takes for each new connection at once: a shorter swap measures that.
+    # Long against the 4 MB that the kernel buffers for each new connection, which a shorter swap would measure.
     rate_mbit_s, both = 20.0, vectors(20_000_000)
     with bench(mbit_s=rate_mbit_s, own_rates=True) as there:
         there.swap(both, round_index=0)
@@ -133,7 +133,7 @@ def test_when_the_link_is_full_a_swap_settles_at_few_connections() -> None:
             before = there.link.num_connections
             outcomes, seconds = there.swap(both, round_index=index)
             assert min(mbit_s(outcome, seconds) for outcome in outcomes) > 0.5 * 40
-        # One each; whether noise is taken for a gain is a matter of numbers, which its unit tests have without a clock.
+        # One for each swap; unit tests without a clock check whether the tuner mistakes noise for a gain.
         assert there.link.num_connections - before <= 2
         close_of(there)
 
@@ -185,7 +185,7 @@ def test_a_swap_that_breaks_on_many_connections_ends_alike_on_both_sides(fault: 
         assert [type(outcome) for outcome in outcomes] == [Alone, Alone]
 
 
-# a connection, by hand
+# a connection that is opened by hand
 
 
 class Holding:
@@ -228,7 +228,7 @@ def join(peer_id: str = "caller", swap_id: bytes = SWAP_ID, *, run_name: str = S
 
 @asynccontextmanager
 async def one_swap() -> AsyncGenerator[tuple[Holding, str, Any]]:
-    """(service, its address, the call of a swap that is accepted)."""
+    """Yield a service, its address, and the call of an accepted swap."""
     service = Holding()
     server = GrpcServer(service)
     await server.start("127.0.0.1", 0)
@@ -309,7 +309,8 @@ def test_a_swap_has_so_many_connections_and_no_more_and_none_when_it_is_over() -
 
 
 def test_a_connection_ends_with_its_wire_while_somebody_keeps_what_was_cancelled_on_it() -> None:
-    """As when a swap ends while it asks for a connection: a task keeps its CancelledError, and a stream its tasks."""
+    """This happens when a swap ends while it opens a connection: a task keeps its CancelledError, which keeps the
+    stream."""
 
     async def main() -> None:
         server = GrpcServer(Holding())

@@ -1,4 +1,4 @@
-"""`noloco demo` as people run it: what it shows, what it writes, and that it leaves nobody behind."""
+"""`noloco demo` as users run it: its output and files, and that no process remains."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
-    """Where a demo keeps its files. No process that works there outlives the test."""
+    """Return the folder of a demo, and wait afterwards until no process uses it."""
     folder = tmp_path / "kept"
     yield folder
     until(lambda: not processes_in(folder), what=lambda: f"the end of {processes_in(folder)}")
 
 
 def processes_in(folder: Path) -> list[psutil.Process]:
-    """Peers, which hold the lock on a folder of theirs, and their p2pd, which gets the path of a key in it."""
+    """Find the peers, which hold a lock in their folders, and their p2pd processes, whose key is in such a folder."""
     found = []
     for process in psutil.process_iter(["cmdline", "open_files"]):
         paths = [*(process.info["cmdline"] or ()), *(file.path for file in process.info["open_files"] or ())]
@@ -50,7 +50,7 @@ def has_trained(folder: Path, peer: str) -> bool:
 
 
 def not_now() -> str:
-    """Hours that a volunteer may have set for real runs; the demo trains at once."""
+    """Return hours in the future, as a volunteer may set them for real runs; the demo ignores them."""
     return "-".join(time.strftime("%H:%M", time.localtime(time.time() + 3600 * hours)) for hours in (3, 4))
 
 
@@ -63,7 +63,7 @@ def test_a_killed_peer_is_named_and_the_others_come_to_their_end(folder: Path, t
         assert demo.wait(SLOW_TEST_S) == 1
     assert "Traceback" not in demo.text
     assert "peer 2 was killed (signal 9)" in demo.text
-    assert "\x1b" not in demo.text  # no drawing where there is no terminal
+    assert "\x1b" not in demo.text  # no live drawing without a terminal
     report = json.loads((tmp_path / "report.json").read_text())
     assert report.keys() >= REPORT_KEYS
     assert all(peer.keys() >= PEER_KEYS for peer in report["peers"])

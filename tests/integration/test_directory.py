@@ -1,4 +1,4 @@
-"""The directory over loopback, with real daemons: peers find each other, and nobody is needed for it."""
+"""The directory over loopback, with real daemons: peers find each other, and no single node is required."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ from noloco_p2p.swarm.timing import Timing
 from noloco_p2p.telemetry.metrics import Metrics
 
 RUN = "ab" * 32
-LONG_S = 1.9 * TTL_S  # the life of records that nobody tells again; of twice the usual one none is believed
+LONG_S = 1.9 * TTL_S  # the life of records that are stored once; readers reject twice the usual life
 QUICK = Timing(heartbeat_s=2.0, view_s=0.2, quick_view_s=0.2, dial_s=0.5, freshen_s=1.0)
 
 
 def run(main: Callable[[], Coroutine[object, object, None]]) -> None:
-    """Each test on a uvloop of its own, and nothing of it left behind."""
+    """Run a test on its own uvloop, and check that it leaves no socket and no process."""
     before = _sockets()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(asyncio.wait_for(main(), PATIENCE_S))
-    # Other programs start and end peers on this machine, too: what one of them leaves for a moment is not ours.
+    # Other programs start and stop peers on this machine, so only a socket that stays without a listener is a leak.
     wait_until(lambda: all(_is_served(path) for path in _sockets() - before))
     assert not [child for child in psutil.Process().children(recursive=True) if child.name() == "p2pd"]
 
@@ -56,7 +56,7 @@ def _sockets() -> set[str]:
 
 
 def _is_served(path: str) -> bool:
-    """Whether a process listens there now."""
+    """Return whether a process listens on this socket now."""
     return any(connection.laddr == path for connection in psutil.net_connections("unix"))
 
 
@@ -211,7 +211,7 @@ def test_a_question_that_is_cut_short_leaves_no_connection_to_the_daemon(tmp_pat
             daemon.resume()
 
     run(main)
-    gc.collect()  # what was left open would be told now
+    gc.collect()  # raises a ResourceWarning for anything still open
 
 
 def test_nobody_can_speak_for_another(tmp_path: Path) -> None:
@@ -226,7 +226,7 @@ def test_nobody_can_speak_for_another(tmp_path: Path) -> None:
             for value in (encode_record(forged, forger), swapped, b"junk"):
                 await evil._node.store(key, victim.peer_id, value, expires_at_s=expires_at_s)
             genuine = encode_record(replace(forged, peer_id=victim.peer_id), victim)
-            for late_s in (1.0, 3600.0):  # a record repeated beyond the expiry that its owner signed
+            for late_s in (1.0, 3600.0):  # a copy that outlives the expiry that its owner signed
                 await evil._node.store(key, victim.peer_id, genuine, expires_at_s=expires_at_s + late_s)
             await a.refresh_now()
             assert sees(a, evil)()
@@ -261,7 +261,7 @@ def test_a_monitor_reads_and_is_not_seen(tmp_path: Path) -> None:
 
 
 def test_a_large_run_is_counted_by_a_part_of_it_and_read_whole_by_a_monitor(tmp_path: Path) -> None:
-    """120 peers that settled at depth 2; their records are stored by one node, of which nobody asks them."""
+    """120 peers have settled at depth 2; one node, which holds no peer that a round would ask, stores their records."""
     keys = [Ed25519PrivateKey.from_private_bytes(bytes([number]) * 32) for number in range(120)]
     many = [Identity(peer_id_of(public_bytes(key)), public_bytes(key), key) for key in keys]
 
@@ -319,10 +319,10 @@ def test_the_daemon_dies_with_a_killed_parent(tmp_path: Path) -> None:
         pid, control_socket = parent.stdout.readline().split()
         daemon = psutil.Process(int(pid))
         assert os.path.exists(control_socket)
-        assert os.getsid(daemon.pid) == daemon.pid  # a Ctrl-C in the terminal does not reach it
+        assert os.getsid(daemon.pid) == daemon.pid  # Ctrl-C in the terminal does not reach it
         parent.kill()
     deadline_s = time.monotonic() + PATIENCE_S
-    while daemon.is_running() and daemon.status() != psutil.STATUS_ZOMBIE:  # whoever adopted it may not collect it
+    while daemon.is_running() and daemon.status() != psutil.STATUS_ZOMBIE:  # nobody may reap it
         assert time.monotonic() < deadline_s
         time.sleep(0.05)
     assert not os.path.exists(control_socket)

@@ -1,8 +1,8 @@
-"""README and docs are followed as they stand: every `noloco ...` of a code block is run, in the order of its page.
+"""Every `noloco ...` command in a code block of README and docs runs as it stands, in the order of its page.
 
-README is followed from nothing: its own `init` makes the run, and its own `join`s train it. The commands of a page of
-docs/ meet a swarm of two. What stands for something (a ticket, a checkpoint, a path) is replaced by one that is there,
-ports by free ones. A command that stays is waited for until it says that it is up, and has to leave in order.
+README starts from nothing: its own `init` creates the run, and its own `join` commands train it. The commands of a page
+of docs/ meet a swarm of two. Placeholders (a ticket, a checkpoint, a path) are replaced by real values, ports by free
+ones. A command that keeps running must report that it is up, and then leave in order.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from harness.patience import SLOW_TEST_S
 from harness.processes import TICKET_LINE, Command, noloco, small_spec, until, write_spec
 
 README = ROOT / "README.md"
-STAYS = {"join": TICKET_LINE, "bootstrap": "others enter with:", "--web": "http://", "--watch": "run"}  # what it says
-ENDS_WITH = {"--web": 0, "--watch": 130}  # after Ctrl-C; 0 for all others
+STAYS = {"join": TICKET_LINE, "bootstrap": "others enter with:", "--web": "http://", "--watch": "run"}  # once it is up
+ENDS_WITH = {"--web": 0, "--watch": 130}  # exit code after Ctrl-C; 0 for all others
 NOBODY = "12D3KooWK2gwFiFWxgNtk5RYUnaMSwBrBdWiVZaRwxqCoXQBHSA7"
 ELSEWHERE = {
     "noloco join TICKET --gpus 8": "test_gpus.py, with two processes",
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.slow
 
 
 class Desk:
-    """Somebody at a machine who types what a page says. Peers that were started stay until the desk is left."""
+    """Types the commands of a page. Peers that it starts run until `leave`."""
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self.folder = folder
@@ -68,12 +68,12 @@ class Desk:
             return
         self._peers.append(running)
         if self.ticket in typed:
-            running.wait_for("swapped with", timeout_s=SLOW_TEST_S)  # after rounds of the model that the page trains
-        psutil.Process(running.process.pid).nice(10)  # it is there, and must not slow down whatever is typed next
+            running.wait_for("swapped with", timeout_s=SLOW_TEST_S)  # some rounds of the model that the page trains
+        psutil.Process(running.process.pid).nice(10)  # it keeps running, and must not slow down the next commands
         self.ticket = line.split()[-1]
 
     def leave(self) -> None:
-        """Every peer leaves in order, if it has not already."""
+        """Let every peer leave in order, unless it has already left."""
         for peer in self._peers:
             if "leaving\n" not in peer.text:
                 peer.send(signal.SIGINT)
@@ -101,7 +101,7 @@ class Desk:
         return [word.replace("=/data/", f"={self.folder}/data/")]
 
     def _runs(self, state_dir: str) -> list[str]:
-        """Folders of runs, once there is a checkpoint in each."""
+        """Return the folders of runs, once each has a checkpoint."""
 
         def found() -> list[str] | None:
             runs = [*self.folder.glob(f"{state_dir}/runs/*")]
@@ -110,13 +110,13 @@ class Desk:
         return until(found, what="checkpoints")
 
     def _other_spec(self, typed: list[str]) -> None:
-        """A spec for the small: few steps to simulate, and a run that reads the data which the command binds."""
+        """Replace the spec: fewer steps, or a run that reads the data which the command binds."""
         bound = [word.partition("=")[0] for word in typed if "=/" in word]
         spec = small_spec("small", train__total_steps=60, data__source=bound[0] if bound else "stdlib")
         typed[typed.index("run.toml")] = str(write_spec(spec, self.folder))
 
     def _environment(self, *, own: bool = False) -> dict[str, Any]:
-        """The settings of a machine with other things to do; `own`: peers on one machine need a folder each."""
+        """Return settings for a shared machine; `own` gives each further peer its own folder."""
         state = self.folder / (f"state-{self._typed}" if own and self._peers else "state")
         return {"NOLOCO_STATE_DIR": str(state), "NOLOCO_LISTEN": "127.0.0.1:0", "NOLOCO_THREADS": "1"}
 
@@ -127,7 +127,7 @@ def free_port() -> int:
 
 
 def write_data(folder: Path) -> None:
-    """Write data of the kinds that the pages name: C4's files, and a table with tokens."""
+    """Write data in the formats that the pages name: files of C4, and a table of tokens."""
     (folder / "c4").mkdir(parents=True)
     (folder / "reddit").mkdir()
     for name in ("c4-train.00000-of-00001", "c4-validation.00000-of-00001"):

@@ -1,4 +1,4 @@
-"""Ways into a swarm beside the usual one: a plain hivemind-dht as bootstrap, IPv6, and a clock that is wrong."""
+"""Less common ways to join a swarm: a plain hivemind-dht as bootstrap, IPv6, and a clock that is wrong."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ async def directory(
 
 @contextmanager
 def hivemind_dht() -> Iterator[str]:
-    """The multiaddr of a bootstrap as hivemind's own command line starts it."""
+    """Run a bootstrap with hivemind's own command line and yield its multiaddr."""
     command = [sys.executable, "-W", "ignore", "-c", HIVEMIND_DHT]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         try:

@@ -1,4 +1,4 @@
-"""The examples run as they stand: each as the first peer of a swarm, with a real directory and a real server."""
+"""Every example runs as it stands, as the first peer of a swarm with a real directory and a real server."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 FOLDER = Path(__file__).resolve().parents[2] / "examples"
 MAX_LINES = 80
 
-# The Trainer's and its helpers' own: what they warn of is not for the example to change.
+# The Trainer and its dependencies raise these warnings, which the examples cannot prevent.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
 
 
@@ -51,7 +51,7 @@ def test_every_example_fits_on_a_page_and_has_a_test() -> None:
 
 
 def run_shown(page: str, *, num_batches: int) -> dict[str, Any]:
-    """Run the script that a page shows, with a model, data and an optimizer; gives its variables."""
+    """Run the script that a page shows with a model, data and an optimizer; return its variables."""
     [script] = re.findall(r"```python\n(.*?)```", (FOLDER.parent / page).read_text(), re.DOTALL)
     model = small_llama()
     batch = {name: torch.randint(0, 256, (2, 8)) for name in ("input_ids", "labels")}
@@ -75,7 +75,7 @@ def test_the_script_in_the_readme() -> None:
     script = run_shown("README.md", num_batches=100)
     assert script["peer"].metrics.round == 2
     assert Path("my-peer", "identity.key").exists()
-    for _ in range(60):  # the peer is closed, and a round would have ended
+    for _ in range(60):  # the peer is closed, and these steps would otherwise end a round
         script["optimizer"].step()
     assert script["outer"].num_steps == 100
 
@@ -102,7 +102,7 @@ def test_a_hugging_face_trainer(run: Callable[..., str]) -> None:
     assert "'noloco/alone': 2" in out
 
 
-# uvloop never closes p2pd's process: Lightning takes SIGCHLD away from it.
+# Lightning takes SIGCHLD away from uvloop, which therefore never closes the transport of p2pd.
 @pytest.mark.filterwarnings("ignore:unclosed resource <UVProcessTransport:ResourceWarning")
 @pytest.mark.usefixtures("own_folder")
 def test_a_lightning_trainer(run: Callable[..., str], caplog: pytest.LogCaptureFixture) -> None:

@@ -1,5 +1,7 @@
-"""Streams between neighbours in a pipeline, over real gRPC and TLS on loopback: who dials, what ends them, what is
-bounded. The state machines are not here: the neighbours only note what they get."""
+"""Streams between neighbours in a pipeline, over real gRPC and TLS on loopback: dialling, endings and limits.
+
+The state machines of the pipeline take no part: the neighbours only record what they receive.
+"""
 
 from __future__ import annotations
 
@@ -45,11 +47,12 @@ def hello_of(name: str, *, run_name: str = "flow") -> Hello:
 
 
 class Node:
-    """A peer: its server, its streams, and what came of them. `gate` holds back whatever arrives."""
+    """A peer with its server and streams, which records what they report. `gate` delays the handling of arriving
+    frames."""
 
     def __init__(self, town: Town, name: str, stage: int, **limits: Any) -> None:
         self.name, self.stage, self.peer_id = name, stage, identity_of(name).peer_id
-        self.events: list[tuple[str, str]] = []  # opened or closed, and who
+        self.events: list[tuple[str, str]] = []  # ("opened" or "closed", peer id)
         self.frames: list[Frame] = []
         self.strikes: list[str] = []
         self.banned: set[str] = set()
@@ -98,7 +101,7 @@ class Node:
 
 
 class Town:
-    """The peers that can be found. A peer that cannot be dialled is found, but takes no calls."""
+    """The peers that can be found, except those in `undialled`, which nobody can dial."""
 
     def __init__(self, **limits: Any) -> None:
         self.nodes: dict[str, Node] = {}
@@ -128,7 +131,7 @@ async def town(*stages: tuple[str, int], **limits: Any) -> AsyncGenerator[tuple[
 
 
 async def until(condition: Callable[[], object]) -> None:
-    """`run` bounds it."""
+    """Wait for a condition; `run` sets the deadline."""
     holds = False
     while not holds:
         await asyncio.sleep(0.005)
@@ -148,7 +151,8 @@ def backward(number: int) -> Backward:
 
 
 async def stranger(node: Node, name: str, hello: WireFrame, *frames: WireFrame) -> CallerWire:
-    """A proven caller that writes what it likes, once its hello is answered: before that, little may come in."""
+    """Return a stream of a proven caller, which writes the frames once its hello is answered; before, the limits are
+    small."""
     connector = Connector(Session(identity_of(name)))
     wire = await connect(connector, node.candidate, FLOW_METHOD, timeout_s=PATIENCE_S, limits=UNLIMITED)
     await wire.write(flow_wire.encode(hello))
@@ -160,7 +164,7 @@ async def stranger(node: Node, name: str, hello: WireFrame, *frames: WireFrame) 
 
 
 async def answer_to(node: Node, name: str, hello: WireFrame, kept: dict[str, CallerWire] | None = None) -> WireFrame:
-    """kept: where the stream goes, by name, that is closed else."""
+    """Return the answer to a hello. The stream is stored in `kept` under the name, or closed if `kept` is None."""
     wire = await stranger(node, name, hello)
     answer = flow_wire.decode(await wire.read() or b"")
     if kept is None:
@@ -202,7 +206,7 @@ def test_when_both_dial_at_once_one_stream_stands_and_no_frame_is_lost() -> None
                 for node, other in (nodes, nodes[::-1]):
                     node.links.send(other.peer_id, Lost(id_of(node.stage)))
                 await until(lambda: all(node.frames for node in nodes))
-                await asyncio.sleep(0.05)  # the call that does not stand ends meanwhile
+                await asyncio.sleep(0.05)  # meanwhile the redundant call ends
                 assert [node.frames for node in nodes] == [[Lost(id_of(2))], [Lost(id_of(1))]]
                 assert [[event for event, _ in node.events] for node in nodes] == [["opened"], ["opened"]]
                 nodes[0].links.drop(nodes[1].peer_id, Unreachable("enough"))
@@ -249,7 +253,7 @@ def test_urgent_frames_overtake_a_forward_and_time_in_the_queue_counts() -> None
 
 
 def test_a_call_of_the_same_peer_takes_the_place_of_its_stream() -> None:
-    """This happens after a restart that this side has not noticed."""
+    """The peer has restarted, and this side has not noticed yet."""
 
     async def main() -> None:
         async with town((LOW, 1)) as (_, [node]):
@@ -287,7 +291,7 @@ def test_a_payload_that_stops_coming_ends_the_stream() -> None:
             wire = await stranger(node, HIGH, FlowHello(hello_of(HIGH), 0), Lost(id_of(1)))
             await until(lambda: node.frames)
             await asyncio.sleep(0.5)
-            assert [event for event, _ in node.events] == ["opened"]  # between payloads a neighbour may be silent
+            assert [event for event, _ in node.events] == ["opened"]  # a neighbour may be silent between payloads
             await wire.write(flow_wire.encode(ForwardAnnounced(id_of(1), 10.0, SIZES.forward_bytes)))
             await until(lambda: len(node.events) == 2)
             assert not node.strikes
@@ -316,7 +320,7 @@ LOST = Lost(id_of(1))
         [ANNOUNCED, piece_of(b"")],
         [ANNOUNCED, piece_of(bytes(PIECE_BYTES), is_backward=True)],
         [FlowHello(hello_of(HIGH), 0)],
-        [Credit(id_of(1), has_room=True)],  # what the driver refuses
+        [Credit(id_of(1), has_room=True)],  # refused by the driver
     ],
     ids=["large", "huge", "of the other codec", "twice", "short", "long", "empty", "unannounced", "hello", "checked"],
 )
@@ -351,7 +355,7 @@ def test_a_damaged_payload_arrives_as_none() -> None:
 
 
 def test_nothing_more_is_read_while_a_payload_is_checked() -> None:
-    """So a flood of forwards waits at its sender."""
+    """A flood of forwards therefore waits at its sender."""
 
     async def main() -> None:
         async with town((LOW, 0), (HIGH, 1)) as (_, [node, other]):
@@ -370,7 +374,7 @@ def test_nothing_more_is_read_while_a_payload_is_checked() -> None:
             except TimeoutError:
                 pass
             assert num_sent < 200, "what gRPC reads ahead"
-            node.links.send(other.peer_id, Lost(id_of(1)))  # others get through
+            node.links.send(other.peer_id, Lost(id_of(1)))  # other streams continue
             await until(lambda: ("opened", node.peer_id) in other.events)
             other.gate.set()
             await until(lambda: Lost(id_of(1)) in other.frames)
@@ -401,12 +405,12 @@ def test_who_is_no_neighbour_is_refused_in_words(hello: WireFrame, code: RefuseC
 
 
 def num_accepted(node: Node) -> int:
-    """Connections that may bring as much as they like."""
+    """Return the number of connections that are exempt from the limits on unaccepted callers."""
     return sum(inbound.is_accepted for inbound in node.server._proxy._inbound.values())
 
 
 def test_streams_that_carry_nothing_make_room_for_a_neighbour() -> None:
-    """Strangers hold all places. Control frames, and calls of the same peer again, keep none."""
+    """Strangers hold all places. Control frames and repeated calls of one peer do not keep a place."""
     busy, dripping, *idle = (f"holder {number}" for number in range(4))
 
     async def main() -> None:
@@ -484,7 +488,7 @@ def test_a_peer_that_is_banned_later_loses_its_stream() -> None:
 
 
 def test_a_peer_that_has_stopped_opens_and_takes_no_stream() -> None:
-    """Its neighbours would wait for the deadline of what it has taken."""
+    """If it accepted a stream, its neighbours would wait for the deadlines of the work that it accepted."""
 
     async def main() -> None:
         async with town((LOW, 0), (HIGH, 1)) as (_, [node, other]):

@@ -1,4 +1,4 @@
-"""A peer of several processes, one a GPU, here on the CPU: it leaves, resumes and ends as any other peer."""
+"""A peer of several processes, one for each GPU (here on the CPU), leaves, resumes and exits like any other peer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 
 
 def ranks(peer: PeerProcess) -> list[psutil.Process]:
-    """The processes of a peer, rank 0 first."""
+    """Return the processes of a peer, rank 0 first."""
     children = psutil.Process(peer.process.pid).children()
     return sorted(children, key=lambda child: int(child.environ()["RANK"]))
 

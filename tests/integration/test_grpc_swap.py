@@ -1,4 +1,4 @@
-"""Swaps, questions and fetches over real gRPC on loopback: what memory promises holds on sockets, too."""
+"""Swaps, status calls and fetches over real gRPC on loopback keep the promises that are tested in memory."""
 
 from __future__ import annotations
 
@@ -91,7 +91,8 @@ def test_a_swap_over_grpc_brings_the_bits_of_its_twin_in_memory(swarm: LoopbackS
 
 
 def test_bits_by_need_travel_over_grpc() -> None:
-    """One number runs away: with the second swap out of the reach of four bits, with the third of six."""
+    """One number grows: its difference leaves the range of four bits in the second swap and that of six bits in the
+    third."""
     with LoopbackSwarm(SPEC.with_changes({"codec.slow_weights": "modulo"}), deadlines=PATIENT) as swarm:
         peers = [swarm.peer("a"), swarm.peer("b")]
         vectors = [Vectors.random(seed, num_elements=600_000) for seed in (1, 2)]
@@ -112,7 +113,7 @@ def test_bits_by_need_travel_over_grpc() -> None:
     [*(("fp32", position) for position in (1, 2, 5, 8, 9, 11, 12)), *(("none", position) for position in (1, 2, 5, 8))],
 )
 def test_a_connection_that_breaks_at_any_frame_leaves_both_sides_alike(gradient: str, position: int) -> None:
-    """The eighth frame of a peer is its first Ready, the last frame where there is no late part."""
+    """The eighth frame of a peer is its first Ready, which is its last frame if there is no late part."""
     faults = FaultPlan().fail_at(At(nth=position), send=Cut()).wrapper()
     with LoopbackSwarm(SPEC.with_changes({"codec.outer_gradient": gradient}), deadlines=PATIENT) as swarm:
         peers = [swarm.peer("a", wrap=faults, wrap_accepted=faults), swarm.peer("b")]
@@ -131,7 +132,8 @@ def test_a_connection_that_breaks_at_any_frame_leaves_both_sides_alike(gradient:
 def test_a_partner_whose_server_is_gone_in_the_middle_costs_no_more_than_the_round(
     swarm: LoopbackSwarm, at: At, allowed: type[Outcome]
 ) -> None:
-    """The address stays in the directory, as after a kill, and what the partner has cannot be asked any more."""
+    """The address stays in the directory, as after a kill, and nobody can ask the partner any more what it
+    committed."""
 
     def vanish() -> None:
         server = swarm.servers.pop("a", None)
@@ -174,16 +176,16 @@ def test_an_eager_peer_gets_the_late_part_as_a_correction(swarm: LoopbackSwarm) 
 
 @pytest.mark.parametrize("who", ["initiator", "acceptor"])
 def test_a_peer_that_gives_up_tells_its_partner_why(swarm: LoopbackSwarm, who: str) -> None:
-    """The Abort must be out before the stream is closed, from whichever side."""
+    """The leaver must send its Abort before it closes the stream, whichever side opened it."""
     initiator, acceptor = swarm.peer("initiator"), swarm.peer("acceptor")
-    swarm.addresses["initiator"] = ""  # so that only one of them makes offers
+    swarm.addresses["initiator"] = ""  # so that only the initiator makes offers
     for peer in (acceptor, initiator):
         open_round(peer, Vectors.random(1))
     wait_until(lambda: acceptor.driver.phase is RoundPhase.EARLY and initiator.driver.phase is RoundPhase.EARLY)
     leaver, other = (initiator, acceptor) if who == "initiator" else (acceptor, initiator)
     assert isinstance(leaver.exchange.collect(0.0), Half)
     open_round(leaver, Vectors.random(1), round_index=1)
-    end_round(leaver, Vectors.random(1), wait_s=0.0)  # the next boundary, without the late part of the first round
+    end_round(leaver, Vectors.random(1), wait_s=0.0)  # the next boundary, before the late part has arrived
     wait_until(lambda: other.driver.phase is RoundPhase.HALF)
     assert "the next boundary came before the late part" in other.driver.last_fault
 
@@ -202,7 +204,7 @@ def test_a_peer_of_another_spec_is_refused_with_the_difference(swarm: LoopbackSw
 
 
 class Answering:
-    """A Service of a test: each call is answered by what it is given."""
+    """A Service whose answers the test provides."""
 
     def __init__(
         self,
@@ -282,7 +284,7 @@ def test_a_dead_address_is_unreachable_at_once() -> None:
 
 
 def test_an_address_that_answers_nothing_is_given_up_within_the_time_out() -> None:
-    """A listening socket whose owner is frozen: the connection stands, and no word of gRPC comes."""
+    """The owner of a listening socket is frozen: the connection is established, but gRPC never answers."""
 
     async def main() -> None:
         with closing(socket.create_server(("127.0.0.1", 0))) as frozen:
@@ -341,7 +343,7 @@ def test_a_message_that_is_too_large_is_refused_and_the_peer_lives_on() -> None:
 def test_garbage_ends_the_stream_with_a_sentence_on_either_side(
     garbage: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """An invalid frame is reported at once, not at the next timeout."""
+    """The reader reports an invalid frame at once, not at the next timeout."""
     seen: list[str] = []
 
     async def on_swap(stream: FrameStream) -> None:
@@ -372,7 +374,8 @@ def test_garbage_ends_the_stream_with_a_sentence_on_either_side(
 
 
 def test_callers_that_come_and_go_do_not_harm_the_peer() -> None:
-    """A port scan: connect, open a swap, vanish. To ask gRPC for a caller that is gone once crashed the process."""
+    """This is a port scan: connect, open a swap, vanish. Asking gRPC for the address of a vanished caller once crashed
+    it."""
     peers: list[str] = []
 
     async def on_swap(stream: FrameStream) -> None:
@@ -391,7 +394,7 @@ def test_callers_that_come_and_go_do_not_harm_the_peer() -> None:
             for _ in range(10):
                 stream = await transport().open_swap(there, timeout_s=PATIENCE_S)
                 reading = asyncio.create_task(stream.receive(PATIENCE_S))
-                await asyncio.sleep(0)  # the call is made
+                await asyncio.sleep(0)  # the call starts
                 await stream.send(Ready(Part.EARLY)) if len(peers) % 2 else None
                 await stream.close()
                 with pytest.raises(PeerError):
@@ -429,7 +432,7 @@ NUM_BYTES = 4 * STATE_CHUNK_BYTES + 123
 
 
 class Donor(Answering):
-    """Serves a state from a file; `alter` is put around what it serves."""
+    """Serves a state from a file; `alter` wraps the items that it serves."""
 
     def __init__(
         self,
@@ -474,7 +477,7 @@ def test_spec_manifest_and_chunks_come_over_grpc(tmp_path: Path) -> None:
 
 
 def test_a_manifest_of_many_chunks_comes_whole(tmp_path: Path) -> None:
-    """More digests than fit into one message (about 33,000): as for a model of billions."""
+    """A model with billions of parameters has more digests than fit into one message (about 33,000)."""
     digests = tuple(index.to_bytes(32, "big") for index in range(70_000))
     manifest = StateManifest("layout", 9, 1, 0.5, 70_000 * STATE_CHUNK_BYTES, digests)
 
@@ -498,7 +501,7 @@ def test_when_a_donor_dies_its_verified_chunks_are_kept(tmp_path: Path) -> None:
             async for item in items:
                 if isinstance(item, StateChunk) and item.index == 2:
                     killing.append(asyncio.create_task(server.stop(0.0)))
-                    await asyncio.sleep(PATIENCE_S)  # it never sends this one
+                    await asyncio.sleep(PATIENCE_S)  # this chunk is never sent
                 yield item
 
         killing: list[asyncio.Task[None]] = []
@@ -533,7 +536,7 @@ def test_a_damaged_chunk_is_refused_and_comes_from_another_donor(tmp_path: Path)
 
 
 async def as_soon_as_free(there: Candidate, want: WantChunks) -> list[FetchItem]:
-    """A donor hears of a caller that went away a moment later."""
+    """Fetch again until the donor, which learns of a cancelled call a moment later, has a free slot."""
     until_s = time.monotonic() + PATIENCE_S
     while True:
         try:
@@ -564,7 +567,7 @@ def test_a_third_newcomer_is_refused_until_one_leaves(tmp_path: Path) -> None:
                 await anext(third)
             assert refusal.value.code == "BUSY"
             assert refusal.value.retry_after_s > 0
-            await running[0].aclose()  # in the middle
+            await running[0].aclose()  # cancel it half-way
             may_go_on.set()
             items = await as_soon_as_free(there, want)
             assert [item.index for item in items if isinstance(item, StateChunk)] == [0, 1, 2, 3]

@@ -1,4 +1,4 @@
-"""Only the DHT of hivemind is loaded, and a program that needs the rest of hivemind still gets it."""
+"""Only the DHT of hivemind is loaded, and a program that needs the rest of hivemind can still import it."""
 
 from __future__ import annotations
 

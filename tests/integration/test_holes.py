@@ -1,4 +1,5 @@
-"""Holes through emulated routers between network namespaces: the main pairs, with real sockets, and who is left out."""
+"""Hole punching through emulated routers between network namespaces, with real sockets: the main pairs of router
+types."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ OPEN, BY_ADDRESS, USUAL, STRICT = (
     Router("endpoint", "port"),
     Router("port", "port"),
 )
-FIRST, SECOND = (1, 2, 3, 4, 5), (6, 7, 8, 9, 10)  # nodes: one behind each router, and all kinds once more
+FIRST, SECOND = (1, 2, 3, 4, 5), (6, 7, 8, 9, 10)  # nodes, one behind each router: every type twice
 MATE = 11  # of the node behind the first strict router
 KINDS = [OPEN, BY_ADDRESS, USUAL, STRICT]
 
@@ -41,7 +42,7 @@ def why_not() -> str:
 
 @pytest.fixture(scope="module")
 def homes() -> Iterator[Homes]:
-    carried = Router("endpoint", "port", behind=0)  # a home behind a carrier, which is of the first kind
+    carried = Router("endpoint", "port", behind=0)  # a home behind a carrier-grade NAT, the first router
     routers = [*KINDS, carried, *KINDS, Router("endpoint", "port", behind=5)]
     with Homes(netlab.home(rate_mbit_s=0, round_trip_ms=10), routers, [*range(10), 3]) as made:
         yield made
@@ -76,7 +77,7 @@ def test_two_peers_of_one_household_meet_at_home(homes: Homes) -> None:
     assert met.far == homes.lab.nodes[MATE].address
 
 
-# without routers: what a partner can say
+# without routers: what a partner may send
 
 
 async def mirrored() -> tuple[Mirror, tuple[str, int]]:
@@ -113,7 +114,7 @@ def test_who_does_not_know_the_token_is_not_the_partner(token: bytes) -> None:
             with await opening as found:
                 assert found.getpeername() == partner.getsockname()
                 assert await loop.sock_recv(partner, 64) == b"t" * TOKEN_BYTES
-                with suppress(ConnectionResetError):  # some of what it said was not read
+                with suppress(ConnectionResetError):  # the stranger's words may be unread
                     assert await loop.sock_recv(stranger, 64) == b""
         hole.close()
         await mirror.stop()
@@ -122,7 +123,7 @@ def test_who_does_not_know_the_token_is_not_the_partner(token: bytes) -> None:
 
 
 def test_a_partner_that_names_a_third_machine_is_stopped_by_the_guard() -> None:
-    """Its dials count as those of all who name that machine."""
+    """Dials to a machine count together for all peers that name it."""
 
     async def main() -> None:
         mirror, observer = await mirrored()

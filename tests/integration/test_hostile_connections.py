@@ -1,4 +1,4 @@
-"""Strangers at the port of a peer: they cost it a line in the log, and nobody else anything."""
+"""Hostile connections to the port of a peer cost it a line in the log, and cost other peers nothing."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ from noloco_p2p.spec import RunSpec
 SPEC = RunSpec(name="entry", codec=FP32, outer=published())
 PING = Refuse(RefuseCode.BUSY, "still here?")
 HANDSHAKE_S, IDLE_S = 5.0, 8.0
-FEW = 24  # connections of one network that are open, whatever it opens
+FEW = 24  # open connections of one network, however many it dials
 
 
 class Echoing:
-    """Sends back what comes, and tells its state."""
+    """A Service that echoes frames and reports its status."""
 
     def admit(self, hello: Hello) -> None:
-        """Everybody."""
+        """Admit every caller."""
 
     async def on_swap(self, stream: FrameStream) -> None:
         try:
@@ -98,7 +98,7 @@ async def is_served(there: Candidate, *, timeout_s: float = PATIENCE_S) -> bool:
 
 
 async def until_served(there: Candidate) -> float:
-    """Seconds until a peer that comes now is answered."""
+    """Return the seconds until a new peer is answered."""
     began_s = time.monotonic()
     while not await is_served(there, timeout_s=3.0):
         assert time.monotonic() - began_s < PATIENCE_S
@@ -107,7 +107,7 @@ async def until_served(there: Candidate) -> float:
 
 
 def num_open(port: int) -> int:
-    """Connections that the peer at this port holds open."""
+    """Return the number of connections that the peer at this port holds open."""
     connections = psutil.Process().net_connections(kind="tcp")
     return sum(each.status == psutil.CONN_ESTABLISHED and each.laddr.port == port for each in connections)
 
@@ -122,7 +122,7 @@ def test_nonsense_at_the_port_costs_no_memory_and_no_swap(caplog: pytest.LogCapt
         async with echoing() as there:
             stream = await transport().open_swap(there, timeout_s=PATIENCE_S)
             await ping(stream)
-            for junk in JUNK.values():  # whatever is made at the first visit of each kind stays
+            for junk in JUNK.values():  # the first visit of each kind makes lasting allocations
                 await leave([await visit(port_of(there), junk)])
             before_mib = rss_mib()
             for _ in range(20):
@@ -139,7 +139,7 @@ def test_nonsense_at_the_port_costs_no_memory_and_no_swap(caplog: pytest.LogCapt
 
 
 def test_a_flood_of_silent_connections_passes_and_the_running_swap_goes_on() -> None:
-    """Some never say a word, some speak TLS and never call; all of them stay."""
+    """Some connections send nothing, some finish the TLS handshake and make no call; none of them closes."""
 
     async def main() -> None:
         async with echoing() as there:
@@ -150,7 +150,7 @@ def test_a_flood_of_silent_connections_passes_and_the_running_swap_goes_on() -> 
             silent += [await visit(port_of(there), b"") for _ in range(400)]
             seconds = await until_served(there)
             assert num_open(port_of(there)) <= FEW, "the others made room at once, and did not wait to be timed out"
-            assert rss_mib() - before_mib < 30.0  # both ends of all connections are in this process
+            assert rss_mib() - before_mib < 30.0  # this process holds both ends of each connection
             assert seconds < 3 * max(HANDSHAKE_S, IDLE_S), "10 s are promised, and machines are shared"
             await ping(stream)
             await stream.close()
@@ -178,7 +178,7 @@ def test_one_peer_may_have_so_many_calls_open_and_no_more() -> None:
 
 
 def test_a_message_that_is_compressed_is_refused() -> None:
-    """A bomb of 1 MiB could hold 1 GiB. The stock limit looks at the size after it has been inflated."""
+    """A compressed message of 1 MiB can hold 1 GiB, and the limit of gRPC applies after decompression."""
 
     async def main() -> None:
         async with (
@@ -196,7 +196,7 @@ def test_a_message_that_is_compressed_is_refused() -> None:
 
 
 def test_a_partner_whose_bytes_drip_is_given_up_by_progress() -> None:
-    """One byte a moment is a sign of life for TCP, and none for a swap: a chunk has to come whole."""
+    """A trickle of bytes keeps TCP alive but is no progress of a swap, which counts whole chunks."""
     vectors = [Vectors.random(seed, num_elements=600_000) for seed in (1, 2)]
     with LoopbackSwarm(SPEC, deadlines=replace(PATIENT, progress_s=1.0)) as swarm:
         peers = [swarm.peer("a"), swarm.peer("b")]

@@ -1,4 +1,5 @@
-"""Data sets of the hub and pushes to it, over HTTP, a hub on loopback: real commands, the real libraries."""
+"""Data sets from a hub and pushes to it, with the real commands and libraries; the hub is an HTTP server on
+loopback."""
 
 from __future__ import annotations
 

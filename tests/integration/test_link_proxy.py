@@ -1,4 +1,4 @@
-"""The link proxy on real sockets: it shapes, it counts, and cut and stall do what they say; and swaps through it."""
+"""The link proxy on real sockets shapes, counts, cuts and stalls as its methods say, and swaps run through it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PERFECT = LinkProfile("perfect", down_mbit_s=10_000, up_mbit_s=10_000, delay_ms=
 
 
 class Peer:
-    """The server behind the proxy: sends back what arrives, after all of it has arrived, or as it arrives."""
+    """The server behind the proxy: echoes the data as it arrives, or answers after all of it has arrived."""
 
     def __init__(self) -> None:
         self.received = 0
@@ -78,7 +78,7 @@ def run(main: Callable[[], Coroutine[None, None, None]]) -> None:
 
 
 async def ended(reader: asyncio.StreamReader, *, within_s: float = PATIENCE_S) -> bool:
-    """True when the connection is over; False when nothing has come."""
+    """Return whether the connection has ended; False when nothing arrives in time."""
     try:
         return await asyncio.wait_for(reader.read(1), within_s) == b""
     except TimeoutError:
@@ -88,7 +88,7 @@ async def ended(reader: asyncio.StreamReader, *, within_s: float = PATIENCE_S) -
 
 
 async def once(measure: Callable[[], Coroutine[None, None, float]], *, below: float) -> None:
-    """A busy machine delays one measurement or two; a link that is wrong delays all."""
+    """Repeat a measurement: a busy machine delays one or two of them, a wrong link delays all."""
     for _ in range(NUM_TRIES - 1):
         if await measure() < below:
             return
@@ -110,7 +110,7 @@ def test_everything_comes_through_unchanged_and_is_counted() -> None:
 
 @pytest.mark.parametrize("direction", ["down", "up"])
 def test_the_rate_is_that_of_the_profile(direction: str) -> None:
-    """1 MB at 20 Mbit/s takes 0.4 s; never less, and not much more."""
+    """1 MB at 20 Mbit/s takes at least 0.4 s, and little more."""
     num_bytes, mbit_s = 1_000_000, 20.0
     slow = {f"{direction}_mbit_s": mbit_s}
     profile = LinkProfile("slow", **{"down_mbit_s": 1e4, "up_mbit_s": 1e4, **slow}, delay_ms=0, jitter_ms=0)
@@ -184,7 +184,7 @@ SHORT = Deadlines(dial_s=2.0, offer_s=2.0, status_s=0.5, progress_s=1.0, farewel
 
 
 class Links:
-    """The links of all peers, cut or stalled from the thread of the test."""
+    """The links of all peers, which the thread of the test cuts or stalls."""
 
     def __init__(self, swarm: LoopbackSwarm, profile: LinkProfile) -> None:
         self._swarm = swarm
@@ -206,7 +206,7 @@ class Links:
 
 @contextmanager
 def peers_with_links(profile: LinkProfile) -> Iterator[tuple[Links, list[MemoryPeer]]]:
-    """Two peers; each reaches the other over the link of the other."""
+    """Yield two peers and their links; each peer reaches the other through the other's link."""
     with LoopbackSwarm(RunSpec(name="link", outer=published()), deadlines=SHORT) as swarm:
         peers = [swarm.peer("a"), swarm.peer("b")]
         links = Links(swarm, profile)
@@ -222,13 +222,13 @@ def test_a_swap_commits_over_a_home_link() -> None:
         assert [type(outcome) for outcome in outcomes] == [Swapped, Swapped]
 
 
-# A stall after all was sent looks like a partner that is not at its boundary yet: only keepalive finds it, in 15 s.
+# A stall after the last byte looks like a partner before its boundary: only keepalive notices it, after 15 s.
 @pytest.mark.parametrize(
     ("fault", "phase"), [("cut", RoundPhase.SWAPPING), ("cut", RoundPhase.EARLY), ("stall", RoundPhase.SWAPPING)]
 )
 def test_a_link_that_breaks_or_freezes_in_a_swap_ends_it_alike_on_both_sides(fault: str, phase: RoundPhase) -> None:
     slow = LinkProfile("slow", down_mbit_s=20, up_mbit_s=20, delay_ms=5, jitter_ms=5)
-    vectors = [Vectors.random(seed, num_elements=300_000) for seed in (1, 2)]  # 1.2 MB a side: half a second
+    vectors = [Vectors.random(seed, num_elements=300_000) for seed in (1, 2)]  # 1.2 MB a side take half a second
     with peers_with_links(slow) as (links, peers):
         for peer, own in zip(peers, vectors, strict=True):
             open_round(peer, own)

@@ -1,7 +1,7 @@
-"""One live swarm of four peers, seen in every way there is: terminal, page, metrics, status, doctor.
+"""A live swarm of four peers in every view of it: terminal, page, metrics, status and doctor.
 
-The page is driven in a headless Chromium; where none is installed that test is skipped, and says so. .ci/run installs
-one. With NOLOCO_SCREENSHOTS=DIR the pictures of docs/ are written there.
+A headless Chromium drives the page; its test is skipped where none is installed. .ci/run installs one. With
+NOLOCO_SCREENSHOTS=DIR the tests write the pictures of docs/ there.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from noloco_p2p.swarm.records import TTL_S
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 NUM_PEERS = 4
-NAMES = {1: "<b>Ada</b> & Co.", 2: "東京"}  # of the peers by number; the others have none
+NAMES = {1: "<b>Ada</b> & Co.", 2: "東京"}  # by the number of the peer; the others have no name
 
 pytestmark = pytest.mark.slow
 
@@ -52,7 +52,7 @@ class Swarm:
 @pytest.fixture(scope="module")
 def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Swarm]:
     folder = tmp_path_factory.mktemp("monitoring")
-    # Longer rounds than in other tests: four peers share the machine with what looks at them.
+    # Longer rounds than in other tests, as the monitors share the machine with four peers.
     spec = small_spec("watched", outer__inner_steps=60)
     with ExitStack() as stack:
         first = stack.enter_context(
@@ -72,7 +72,7 @@ def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Swarm]:
 
 
 class Terminal:
-    """A command in a pseudo-terminal of a given size, and what its screen shows."""
+    """A command in a pseudo-terminal of a given size, and the content of its screen."""
 
     def __init__(self, *arguments: str, width: int = 80, height: int = 24) -> None:
         self.screen = pyte.Screen(width, height)
@@ -94,7 +94,7 @@ class Terminal:
             self.process.send_signal(signal.SIGWINCH)
 
     def lines(self) -> list[str]:
-        """The current content of the screen."""
+        """Return the current lines of the screen."""
         while select.select([self._master], [], [], 0.05)[0]:
             try:
                 data = os.read(self._master, 65_536)
@@ -239,7 +239,7 @@ def test_the_page_shows_the_swarm_keeps_its_curves_and_tells_of_a_killed_peer(sw
 
         wait(f"document.querySelectorAll('#rows tr').length === {NUM_PEERS}")
         wait("[...document.querySelectorAll('#rows tr')].every((row) => row.dataset.health === 'alive')")
-        # Curves: two samples, ten seconds apart, of every peer and of the swarm; and swaps in the graph.
+        # Curves: two samples, ten seconds apart, of every peer and of the swarm. The graph shows swaps.
         wait(f"state.curves.size === {NUM_PEERS} && [...state.curves.values()].every((c) => c.loss.length > 1)")
         wait("charts.loss.plot !== undefined && state.meetings.length > 0")
         assert told("charts.loss.plot.series.length") == NUM_PEERS + 1
@@ -253,7 +253,7 @@ def test_the_page_shows_the_swarm_keeps_its_curves_and_tells_of_a_killed_peer(sw
         assert told(f"state.peers.get('{swarm.peers[1].peer_id}').trained_s > 0")
         page.fill("#search", "")
 
-        # A reload, and a restart of the monitor, keep the curves.
+        # The curves survive a reload of the page and a restart of the monitor.
         before = told("state.history.time_s.slice()")
         page.reload()
         wait("state.history !== null && state.history.time_s.length > 0")

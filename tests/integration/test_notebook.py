@@ -1,4 +1,4 @@
-"""The notebook runs from top to bottom on the CPU, in a real kernel, with real peers."""
+"""The notebook runs from top to bottom on the CPU, in a real kernel with real peers."""
 
 from __future__ import annotations
 

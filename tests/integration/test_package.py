@@ -1,4 +1,4 @@
-"""What `pip install` brings: the wheel has exactly the files of the package, and runs where it is installed."""
+"""The wheel that `pip install` downloads has exactly the files of the package, and runs where it is installed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ build_meta.build_sdist(out)
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with wheel and sdist, built from a copy, as setuptools leaves files behind where it builds."""
+    """Build wheel and sdist in a copy, as setuptools leaves files in the source folder; return their folder."""
     copy, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("built")
     tracked = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],

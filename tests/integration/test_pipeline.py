@@ -1,4 +1,4 @@
-"""Stages in one process over real gRPC and TLS on loopback: what they learn is what one machine learns."""
+"""Stages in one process, over real gRPC and TLS on loopback, learn what a single machine learns."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ from noloco_p2p.transfer.donor import StateServer
 
 
 class StagePeer:
-    """One replica of one stage: its server and streams on the network thread, and a thread that computes."""
+    """One replica of one stage: its server and streams run on the network thread, and a thread of its own computes."""
 
     def __init__(self, swarm: StageSwarm, stage: int, number: int, *, rooms: int, folder: Path) -> None:
         spec, cut = swarm.spec, swarm.spec.pipeline.cut
@@ -73,7 +73,7 @@ class StagePeer:
 
     async def start(self) -> None:
         spec, swarm = self.swarm.spec, self.swarm
-        hello = Hello(self.peer_id, spec.name, spec.digest())  # of any stage: without a layout
+        hello = Hello(self.peer_id, spec.name, spec.digest())  # without a layout, which differs between stages
         stack = self._round_stack()
         tokens = spec.pipeline.microbatch * (spec.data.sequence_length - 1)
         self.links = FlowLinks(
@@ -107,7 +107,7 @@ class StagePeer:
         )
 
     def _round_stack(self) -> RoundStack:
-        """Rounds of swaps with the other replicas of this stage."""
+        """Build the stack for rounds with the other replicas of this stage."""
         spec, swarm, made = self.spec, self.swarm, list[MemoryPeer]()
 
         def hello() -> Hello:
@@ -156,7 +156,7 @@ class StagePeer:
         self.strikes.append(why)
 
     async def stop(self) -> None:
-        """Without a word to anybody."""
+        """Stop without a farewell."""
         await self.links.stop()
         await self.driver.stop()
         await self.rounds.stop()
@@ -207,7 +207,7 @@ class StageMates:
 
 
 class StageSwarm:
-    """Everybody knows everybody. `rooms`: microbatches that a peer holds, or a head has in flight."""
+    """Peers that all know each other. `rooms`: microbatches that a peer holds, or that a head has in flight."""
 
     def __init__(self, spec: TrainerSpec, folder: Path, *, num_replicas: int, rooms: int) -> None:
         self.spec = spec
@@ -278,7 +278,7 @@ def test_one_path_with_one_microbatch_in_flight_is_a_single_machine(inner_optimi
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_two_replicas_of_each_stage_learn_swap_and_survive_one_that_dies(stage: int, tmp_path: Path) -> None:
-    # The directory lists the dead one to its end, so each boundary of its partner waits for it.
+    # The directory lists the dead peer to the end, so its partner waits for it at each boundary.
     spec = spec_of(steps=10, **{"train.batch_size": 8, "outer.max_wait_s": 3.0})
     with swarm_of(spec, tmp_path, num_replicas=2, rooms=2) as swarm:
         heads, victim = swarm.of_stage(0), swarm.of_stage(stage)[0]
@@ -288,7 +288,7 @@ def test_two_replicas_of_each_stage_learn_swap_and_survive_one_that_dies(stage: 
         victim.leaving.set()
         swarm.wait([peer for peer in swarm.peers if peer is not victim])
         after = [head.work.loss_sum / head.work.loss_tokens for head in heads]
-        # Heads that are apart on the schedule meet in the middle when they swap.
+        # Heads at different places of the schedule meet half-way when they swap.
         assert all(8 <= head.loop.steps <= 12 for head in heads), [head.loop.steps for head in heads]
         assert all(late < early for early, late in zip(before, after, strict=True)), (before, after)
         assert not [peer.strikes for peer in swarm.peers if peer.strikes]
@@ -297,11 +297,11 @@ def test_two_replicas_of_each_stage_learn_swap_and_survive_one_that_dies(stage: 
             assert peer.stage == stage or peer.peer.metrics.swaps >= 1, peer.peer.metrics.last_outcome
 
 
-# neighbours that are no honest head
+# dishonest heads as neighbours
 
 
 async def stranger(peer: StagePeer) -> CallerWire:
-    """A proven caller that says it is a head, and writes what it likes."""
+    """Return a stream of a proven caller that claims to be a head and writes what it likes."""
     spec, head = peer.spec, identity_of("stranger")
     connector = Connector(Session(head))
     wire = await connect(connector, peer.candidate, FLOW_METHOD, timeout_s=PATIENCE_S, limits=UNLIMITED)
@@ -316,7 +316,7 @@ async def heard(wire: CallerWire) -> WireFrame:
 
 
 async def ended(wire: CallerWire) -> None:
-    """Reads until the other side has ended the stream."""
+    """Read until the other side has ended the stream."""
     with suppress(PeerError):
         while True:
             await heard(wire)
@@ -346,7 +346,7 @@ async def send_what_is_not_finite(peer: StagePeer) -> None:
     await send_forward(wire, peer, 1, float("nan"))
     assert await heard(wire) == Answer(ticket_of(peer, 1).id, is_taken=False)
     assert len(peer.strikes) == 1
-    await ask_for_room(wire, peer, 2)  # three such strikes are a ban
+    await ask_for_room(wire, peer, 2)  # the third such strike would be a ban
     await wire.close()
 
 

@@ -1,5 +1,8 @@
-"""A private run over real gRPC: a peer without an invitation gets no further than TLS, and one with
-an expired invitation no further than the greeting. A refusal names the ban and its reason."""
+"""A private run over real gRPC: strangers fail in the TLS handshake, and peers with an expired invitation in the
+greeting.
+
+A refusal names the ban and its reason.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Over real gRPC and TLS on loopback: a call reaches the peer that the record names, or nobody."""
+"""Over real gRPC and TLS on loopback, a call reaches the peer that the record names, or fails."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ CALLER = Session(identity_of("caller"))
 
 
 class Answering:
-    """A Service that says yes to everything, and notes who came."""
+    """A Service that accepts every call and records the callers."""
 
     def __init__(self) -> None:
         self.admitted: list[str] = []
         self.frames: list[Frame | PeerError] = []
-        self.pause_s = 0.01  # from one item for a newcomer to the next
+        self.pause_s = 0.01  # between two items of a fetch
 
     def admit(self, hello: Hello) -> None:
         self.admitted.append(hello.peer_id)
@@ -127,7 +127,7 @@ def test_every_call_goes_over_tls_and_names_its_caller() -> None:
 
 
 def test_another_session_key_is_not_talked_to() -> None:
-    """As after a restart, or when somebody else listens at the address by now."""
+    """The peer has restarted, or another process listens at its address."""
 
     async def main() -> None:
         async with answering() as (service, there):
@@ -230,7 +230,7 @@ def test_the_newest_fetch_of_a_peer_is_the_one_that_counts() -> None:
 
 
 def test_a_third_fetch_of_a_peer_is_refused() -> None:
-    """The older ones end with their next item only, which is seconds later."""
+    """An older fetch ends only with its next item, which may be seconds later."""
     want = WantChunks(bytes(32), (0,))
 
     async def main() -> None:

@@ -1,4 +1,4 @@
-"""Real DHT nodes and one that follows no rule: what it stores is not believed, and what it repeats erases nothing."""
+"""Real DHT nodes reject what a rogue node stores, and lose nothing when it replays old records."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ QUICK = Timing(heartbeat_s=0.5, view_s=0.2, quick_view_s=0.2, dial_s=0.5, freshe
 
 
 def key_of(peer_id: str) -> str:
-    """Where a peer of a small run announces itself."""
+    """Return the DHT key of a peer in a small run."""
     return bucket_of(peer_id, 0).key(run_key(RUN))
 
 
@@ -81,7 +81,7 @@ async def directory(
 
 @asynccontextmanager
 async def rogue(folder: Path, bootstrap: str) -> AsyncIterator[SwarmNode]:
-    """A node without a validator: it sends any record."""
+    """Run a node without a validator, which stores any record."""
     path = folder / "rogue.key"
     identity = Identity.load_or_create(path)
     node = await SwarmNode.start(path, identity.peer_id, ListenOn("127.0.0.1", 0))
@@ -96,10 +96,10 @@ async def rogue(folder: Path, bootstrap: str) -> AsyncIterator[SwarmNode]:
 
 
 async def put(node: SwarmNode, record: PeerRecord, signed_by: Identity, *, subkey: str = "") -> None:
-    """Store a record that is signed by another key than the rules want."""
+    """Store a record that the wrong key has signed."""
     made = replace(record, peer_id=signed_by.peer_id)
     value = encode_record(made, signed_by).replace(signed_by.peer_id.encode(), record.peer_id.encode())
-    with suppress(DirectoryError):  # that it is told no is not what these tests are about
+    with suppress(DirectoryError):  # a refusal does not matter here
         await node.store(
             key_of(record.peer_id),
             subkey or record.peer_id,
@@ -117,12 +117,12 @@ def test_a_rogue_node_can_neither_forge_nor_outlive_nor_erase(tmp_path: Path) ->
             directory(tmp_path, "reader", bootstraps=tuple(hub.multiaddrs())) as reader,
         ):
             honest, thief = identity_of("honest"), identity_of("thief")
-            # An old word, a new one, and the old one again: the new one must live on when the time of the old is over.
+            # An old record, a newer one, and the old one again: the newer one must outlive the expiry of the old one.
             old, new = record_of("honest", in_s=3.0, round=1), record_of("honest", sequence=2, round=2)
             for record in (old, new, old):
                 await put(node, record, honest)
             await put(node, record_of("honest", sequence=9, round=66), thief)  # with the wrong key
-            await put(node, record_of("thief", sequence=9), thief, subkey=honest.peer_id)  # in the place of another
+            await put(node, record_of("thief", sequence=9), thief, subkey=honest.peer_id)  # at the subkey of another
             await put(node, record_of("eternal", in_s=10 * 365 * 86400.0), identity_of("eternal"))
             await put(node, record_of("late", in_s=2 * TTL_S + 30), identity_of("late"))
             await until(lambda: time.time() > old.expires_at_s + 0.2, "the time of the old word is over")
@@ -151,7 +151,7 @@ def test_a_rogue_node_can_neither_surround_a_key_nor_answer_for_another(tmp_path
             await protocol.call_store(
                 other, [key], [packed], [late.expires_at_s], subkeys=[late.peer_id], in_cache=True
             )
-            for number in range(1, 21):  # nearer to the key than anybody
+            for number in range(1, 21):  # closer to the key than any other node
                 request: Any = vars(dht_pb2)["PingRequest"](
                     peer=vars(dht_pb2)["NodeInfo"](node_id=DHTID(key ^ number).to_bytes())
                 )

@@ -1,4 +1,4 @@
-"""A simulation of two replicas ends with the bits of two peers that swap over real gRPC."""
+"""A simulation of two replicas ends with the same bits as two peers that swap over real gRPC."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SPEC = tiny_llama(
 
 
 def train(peer: MemoryPeer, model: PreTrainedModel, material: Material, step_together: Barrier) -> Tensor:
-    """The weights of one real peer at its end; no solo round: a boundary comes when both have a partner."""
+    """Train one real peer and return its weights. It reaches each boundary with a partner, so no round is solo."""
     inner, batches = InnerStep(model, material.spec.train), material.batches(peer.peer_id)
     outer = NoLoCo(model, None, peer, save_every_rounds=0, end_at=1.0)
     for step in range(INNER_STEPS * NUM_ROUNDS):
@@ -67,7 +67,7 @@ def test_two_simulated_replicas_are_two_peers_over_grpc(tmp_path: Path, inner_op
     step_together = Barrier(2)
     with LoopbackSwarm(spec) as swarm:
         peers = [swarm.peer(peer_name(number), run_folder=tmp_path / str(number)) for number in range(2)]
-        models = [material.model() for _ in peers]  # seeds torch, for one thread at a time
+        models = [material.model() for _ in peers]  # sequential, as it seeds torch
         pairs = zip(peers, models, strict=True)
         real = together(*(functools.partial(train, *pair, material, step_together) for pair in pairs))
     for number, (weights, replica) in enumerate(zip(real, simulated, strict=True)):

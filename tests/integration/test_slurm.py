@@ -1,4 +1,4 @@
-"""The batch script of docs/slurm.md with real peers and torchrun; `srun` is replaced, and runs one task here."""
+"""The batch script of docs/slurm.md with real peers and torchrun; a replacement of `srun` runs one task here."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 
 @contextmanager
 def job(script: Path, name: str, *arguments: str | Path) -> Iterator[subprocess.Popen[bytes]]:
-    """What `sbatch --job-name=NAME` would start. All of its processes are killed when the context ends."""
+    """Run what `sbatch --job-name=NAME` would start, and kill all of its processes at the end."""
     folder = script.parent
     environment = os.environ | {
         "HOME": str(folder),
@@ -70,7 +70,7 @@ def test_two_jobs_swap_and_leave_in_order(tmp_path: Path) -> None:
     with job(script, "first", spec, "--ticket-file", "ticket") as first, job(script, "more", "@ticket") as more:
         wait("more", "swapped with")
         for process in (more, first):
-            os.killpg(process.pid, signal.SIGTERM)  # as Slurm does with every process of a step
+            os.killpg(process.pid, signal.SIGTERM)  # as Slurm signals every process of a step
         for name, process in (("more", more), ("first", first)):
             process.wait(timeout=SLOW_TEST_S)
             wait(name, "left; the same command resumes")

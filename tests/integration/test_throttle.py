@@ -1,4 +1,4 @@
-"""Caps on upload and download over real gRPC on loopback: what the cap says, without bursts, shared by all streams."""
+"""Caps on upload and download hold over real gRPC on loopback, without bursts, and all streams share them."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ NUM_CHUNKS = 48  # three seconds
 
 
 def is_about(seconds: float, expected_s: float) -> bool:
-    """Never faster than the cap by more than a tenth; on a busy machine somewhat slower."""
+    """Return whether the time is at most a tenth below the expected one; on a busy machine it may be somewhat above."""
     return 0.9 * expected_s <= seconds <= 1.4 * expected_s
 
 
 class Sink:
-    """A Service that takes whatever comes, and notes when."""
+    """A Service that reads everything and records the arrival times."""
 
     def __init__(self, states: StateServer | None = None) -> None:
         self.arrived: list[tuple[float, int]] = []
@@ -95,7 +95,7 @@ async def send_chunks(stream: FrameStream, num_chunks: int, on_sent: Callable[[i
 async def send_all(
     sink: Sink, server: GrpcServer, transports: list[GrpcTransport], on_sent: Callable[[int], None] = lambda sent: None
 ) -> float:
-    """NUM_CHUNKS over streams of these transports at once; the seconds until the last one has arrived."""
+    """Send NUM_CHUNKS over streams of these transports at once; return the seconds until the last one has arrived."""
     await server.start("127.0.0.1", 0)
     candidate = Candidate("sink", f"127.0.0.1:{server.port}")
     streams = [await each.open_swap(candidate, timeout_s=PATIENCE_S) for each in transports]
@@ -114,7 +114,7 @@ def caller(limits: Limits) -> GrpcTransport:
 
 
 def largest_burst(arrived: list[tuple[float, int]], *, window_s: float) -> int:
-    """Most bytes that arrived within a window."""
+    """Return the largest number of bytes that arrived within a window."""
     return max(sum(size for at_s, size in arrived if start_s <= at_s < start_s + window_s) for start_s, _ in arrived)
 
 
@@ -124,7 +124,7 @@ def test_an_upload_takes_what_the_cap_says_without_bursts(num_streams: int) -> N
         sink, limits = Sink(), upload(RATE)
         seconds = await send_all(sink, GrpcServer(sink), [caller(limits)] * num_streams)
         assert is_about(seconds, NUM_CHUNKS * CHUNK_BYTES / RATE)
-        # A message arrives whole, and two streams may each have one that is late; not more than that comes at once.
+        # Messages arrive whole, so each stream may add one that was due before the window.
         assert largest_burst(sink.arrived, window_s=0.5) <= (0.5 + DEPTH_S) * RATE + (1 + num_streams) * CHUNK_BYTES
 
     run(main)
@@ -132,7 +132,7 @@ def test_an_upload_takes_what_the_cap_says_without_bursts(num_streams: int) -> N
 
 @pytest.mark.parametrize("num_streams", [1, 2], ids=["one swap", "two swaps share"])
 def test_a_download_takes_what_the_cap_says_and_slows_the_sender(num_streams: int) -> None:
-    """The senders are not capped: flow control holds them back, within what is read ahead."""
+    """The senders have no cap: flow control holds them back, except for the data that is read ahead."""
 
     async def main() -> None:
         sent: list[int] = []
@@ -146,7 +146,7 @@ def test_a_download_takes_what_the_cap_says_and_slows_the_sender(num_streams: in
         server = GrpcServer(sink, download(RATE))
         seconds = await send_all(sink, server, [caller(Limits()) for _ in range(num_streams)], on_sent)
         assert is_about(seconds, NUM_CHUNKS * CHUNK_BYTES / RATE)
-        # Unread in HTTP/2, in the window of a connection, one held by the receiver and two by the sender: a second.
+        # A second of unread data in HTTP/2, the window, one frame held by the receiver and two by the sender.
         per_stream = READ_AHEAD_S * RATE + (WINDOW_FRAMES + 4) * CHUNK_BYTES
         assert max(ahead) <= num_streams * per_stream
         assert largest_burst(sink.arrived, window_s=0.5) <= (0.5 + DEPTH_S) * RATE + (1 + num_streams) * CHUNK_BYTES
@@ -161,7 +161,7 @@ def test_without_caps_nothing_is_counted_and_no_window_is_set() -> None:
 
 @pytest.mark.parametrize("capped", ["a", "b"])
 def test_a_swap_of_a_capped_peer_takes_what_the_cap_says_and_the_measured_link_shows_it(capped: str) -> None:
-    """Both directions at once, one of them capped, whichever peer made the offer."""
+    """Data flows in both directions and one of them is capped, whichever peer made the offer."""
     num_elements, vectors_bytes = 1_000_000, 12_000_000
     with LoopbackSwarm(SPEC) as swarm:
         swarm.rates[capped] = (RATE, None)
@@ -169,7 +169,7 @@ def test_a_swap_of_a_capped_peer_takes_what_the_cap_says_and_the_measured_link_s
         vectors = [Vectors.random(seed, num_elements=num_elements) for seed in (1, 2)]
         began_s = time.monotonic()
         outcomes = one_round(peers, vectors, wait_s=PATIENCE_S)
-        assert is_about(time.monotonic() - began_s, vectors_bytes / RATE)  # vectors are coded, too
+        assert is_about(time.monotonic() - began_s, vectors_bytes / RATE)  # includes the time to code the vectors
     for outcome in outcomes:
         assert isinstance(outcome, Swapped)
         assert is_about(outcome.received.link.early_s, vectors_bytes * 2 / 3 / RATE)

@@ -1,4 +1,4 @@
-"""Calls to a peer that nobody can dial: by relays over real libp2p streams, and by another one when one dies."""
+"""Calls to an unreachable peer go through relays, over real libp2p streams, and take another relay when one dies."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from noloco_p2p.swarm.relay import CIRCUIT, NUM_RESERVATIONS, Relay, Reservation
 from noloco_p2p.swarm.tunnel import MAX_PORTS, Tunnels
 
 BLOCK = bytes(range(256)) * 256
-NUM_BLOCKS = 320  # 20 MiB: more than the windows on the way hold
+NUM_BLOCKS = 320  # 20 MiB, more than the buffers on the way hold
 
 
 def run(main: Coroutine[object, object, None]) -> None:
@@ -49,7 +49,7 @@ async def until(condition: Callable[[], bool], what: str) -> None:
 
 
 async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Stands for the gRPC server of the called peer: bytes in, bytes out."""
+    """Stand in for the gRPC server of the called peer: send back the bytes that arrive."""
     try:
         while data := await reader.read(1 << 16):
             writer.write(data)
@@ -59,7 +59,7 @@ async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> No
 
 
 class Scene:
-    """`caller`, `called` and two relays; the called one keeps a reservation at both."""
+    """`caller`, `called` and two relays; `called` keeps a reservation at both."""
 
     def __init__(self, caller: SwarmNode, called: SwarmNode, relays: dict[str, SwarmNode], port: int) -> None:
         self.called = called

@@ -1,7 +1,7 @@
-"""The bit-for-bit promise: peers over real gRPC end with the weights of their twins that swap in memory.
+"""Peers over real gRPC end with bit-identical weights to their twins that swap in memory.
 
-It holds for all codecs but modulo (whose dither is drawn), fixed identities, one thread, a large max_wait_s and no
-solo round.
+This promise holds for all codecs but modulo (whose dither is random), with fixed identities, one thread, a large
+max_wait_s and no solo round.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ def spec(gradient: str, *, swap_momentum: bool) -> RunSpec:
 
 
 def model() -> nn.Module:
-    """About 330,000 parameters: two chunks a section. All peers start equal. Seeds torch, for one thread at a time."""
+    """Build a model of about 330,000 parameters (two chunks a section), the same for all peers.
+
+    Not thread-safe, as it seeds torch.
+    """
     with torch.random.fork_rng():
         torch.manual_seed(7)
         return nn.Sequential(nn.Linear(16, 570), nn.Tanh(), nn.Linear(570, 560), nn.Tanh(), nn.Linear(560, 1))
@@ -51,7 +54,7 @@ def batch(peer: int, step: int) -> tuple[Tensor, Tensor]:
 
 
 def train(peer: MemoryPeer, net: nn.Module, number: int, step_together: Barrier) -> list[Tensor]:
-    """Train NUM_ROUNDS rounds; returns all weights as one vector, at the start and after each round."""
+    """Train NUM_ROUNDS rounds; return all weights as one vector, at the start and after each round."""
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
     outer = NoLoCo(net, None, peer, save_every_rounds=0)
     weights = [parameters_to_vector(net.parameters()).detach()]
@@ -60,7 +63,7 @@ def train(peer: MemoryPeer, net: nn.Module, number: int, step_together: Barrier)
         nn.functional.mse_loss(net(inputs), wanted).backward()
         optimizer.step()
         optimizer.zero_grad()
-        if (step + 1) % INNER_STEPS == 0:  # no solo round: the boundary comes when both have a partner
+        if (step + 1) % INNER_STEPS == 0:  # no solo round: both have a partner before the boundary
             wait_until(lambda: peer.driver.phase in (RoundPhase.EARLY, RoundPhase.DONE))
             step_together.wait(PATIENCE_S)
         result = outer.step()

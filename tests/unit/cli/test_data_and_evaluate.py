@@ -1,4 +1,4 @@
-"""`noloco data check`, `noloco evaluate` and `noloco export --adapters`, as they are typed."""
+"""The commands `noloco data check`, `noloco evaluate` and `noloco export --adapters`."""
 
 from __future__ import annotations
 

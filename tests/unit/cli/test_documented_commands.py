@@ -1,4 +1,4 @@
-"""Every `noloco ...` that README and docs name is one that the program takes: verb, arguments and options exist."""
+"""The program accepts every `noloco ...` command in README and docs: verbs, arguments and options exist."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typer.main import get_command
 
 from noloco_p2p.cli.app import app
 
-NUMBERS = {"SEED", "N"}  # stand for a number
+NUMBERS = {"SEED", "N"}  # placeholders for a number
 
 
 def documented() -> list[Any]:
-    """(command, is whole)."""
+    """Return (command, is_whole) for every command on the pages."""
     return [
         pytest.param(command, is_whole, id=f"{page.name}: {command}")
         for page in PAGES
@@ -34,7 +34,7 @@ def test_a_documented_command_is_one_that_the_program_takes(command: str, is_who
     try:
         group.commands[verb].make_context(verb, [word for word in rest if word != "--help"])
     except Exception as error:
-        if is_whole or type(error).__name__ != "MissingParameter":  # Typer brings its own click, and does not export it
+        if is_whole or type(error).__name__ != "MissingParameter":  # Typer bundles click and does not export this error
             raise
 
 

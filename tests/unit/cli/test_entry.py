@@ -39,7 +39,7 @@ def test_anything_without_an_at_stays_as_it_is() -> None:
 
 def test_a_file_that_comes_later_is_waited_for(tmp_path: Path) -> None:
     file = tmp_path / "ticket"
-    file.touch()  # made, and not yet written: not the end of the wait either
+    file.touch()  # it exists but is empty: the wait continues
     later = threading.Timer(0.3, write, (file, "noloco1abc"), {"flag": "--ticket-file"})
     later.start()
     assert resolve(f"@{file}", timeout_s=PATIENCE_S) == "noloco1abc"
@@ -68,7 +68,7 @@ def test_a_place_that_cannot_be_written_is_told_early(tmp_path: Path) -> None:
 
 
 def test_a_spec_is_no_ticket(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Exit code 3, and not a file named by what the file holds."""
+    """The exit code is 3: the content of the file is not taken as another file to read."""
     file = tmp_path / "ticket"
     file.write_text(str(tmp_path / "run.toml"))
     assert run(["join", f"@{file}", "--state-dir", str(tmp_path)]) == 3

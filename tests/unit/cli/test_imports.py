@@ -1,4 +1,4 @@
-"""The promise of a quick start: what must not be loaded to say hello."""
+"""Light commands start fast, as they load no heavy module."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ print(json.dumps([code, [name for name in {HEAVY!r} if name in sys.modules]]))
 
 
 def loaded_by(*arguments: str, code: str = LOOK) -> tuple[int, list[str]]:
-    """(exit code, heavy modules loaded) of one command in a fresh interpreter."""
+    """Run a command in a fresh interpreter; return its exit code and the heavy modules that it loaded."""
     command = [sys.executable, "-c", code, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=True)
     return tuple(json.loads(done.stdout.splitlines()[-1]))

@@ -19,7 +19,7 @@ from noloco_p2p.ticket import Ticket
 
 
 class LeavingPeer:
-    """As `noloco leave`, or a copied key, has left it: asked to leave already."""
+    """A peer that has already been asked to leave, by `noloco leave` or because its key was copied."""
 
     def __init__(self) -> None:
         self.leave_requested = threading.Event()

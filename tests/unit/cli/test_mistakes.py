@@ -1,4 +1,4 @@
-"""A user's own mistake ends in one sentence and the exit code that design.md names, never in a traceback."""
+"""A user's mistake ends in one sentence and the exit code that design.md names, never in a traceback."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TICKET = Ticket("tiny", "0" * 64).encode()
 
 @pytest.fixture(autouse=True)
 def _own_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Ignore the settings of the user that runs the tests, and restore the signal handlers."""
+    """Ignore the settings of the user who runs the tests, and restore the signal handlers."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.chdir(tmp_path)
@@ -35,7 +35,7 @@ def spec(tmp_path: Path) -> Path:
 
 
 def complaint(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int, str]:
-    """(exit code, the one line on standard error) of a command."""
+    """Run a command; return its exit code and the last line of standard error."""
     capsys.readouterr()
     code = run([str(argument) for argument in arguments])
     error = capsys.readouterr().err
@@ -121,7 +121,7 @@ def test_a_wrong_target_is_3(target: str, said: str, capsys: pytest.CaptureFixtu
 
 
 def _server_after_free_ports(num_free: int) -> socket.socket:
-    """Take a port that has `num_free` free ports before it; other programs may hold a neighbour of a random port."""
+    """Take a port that has `num_free` free ports before it; other programs may use the neighbours of a random port."""
     for _ in range(100):
         taken = socket.create_server(("127.0.0.1", 0))
         port = taken.getsockname()[1]

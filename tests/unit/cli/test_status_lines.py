@@ -1,4 +1,4 @@
-"""What `noloco status` says of the stage that a peer holds, and of the ways to its neighbours."""
+"""The lines of `noloco status` on the stage of a peer and on the connections to its neighbours."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Codecs for activations and gradients: golden bytes, sizes, error bounds, and what each side refuses."""
+"""Codecs for activations and gradients: golden bytes, sizes, error bounds, and the inputs that each side refuses."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ each_block_codec = pytest.mark.parametrize("name", list(MAX_CODE))
 codec_names = st.sampled_from(ACTIVATION_CODEC_NAMES)
 hidden_sizes = st.integers(0, 400) | st.sampled_from([128, 256, 257, 576])
 
-# Two tokens of five channels, and three of 300: two whole blocks and one of 44. All are small multiples of a power of
-# two, so that sums are exact, and machines that add in another order get the same codes.
+# Two tokens of five channels, and three of 300 (two whole blocks and one of 44). All values are small multiples of a
+# power of two, so sums are exact and do not depend on the order of additions.
 VALUES = torch.tensor([[0.0, 1.0, -1.0, 0.5, 12.75], [3.0, -0.25, 0.015625, -2.75, 0.0]])
 RAMP = ((torch.arange(900, dtype=torch.float32) * 37 % 1000 - 450) / 8).view(3, 300)
 GOLDEN = {
@@ -66,14 +66,14 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 
 
 def width(name: str, channels: int) -> int:
-    """Codes of a block."""
+    """Return the number of codes in a block."""
     if name == "int8":
         return channels
     return next(power for power in (2, 4, 8, 16, 32, 64, 128) if power >= channels)
 
 
 def blocks_of(hidden: int) -> list[tuple[int, int]]:
-    """(start, stop) of each block of a token."""
+    """Return (start, stop) of each block of a token."""
     return [(start, min(start + 128, hidden)) for start in range(0, hidden, 128)]
 
 
@@ -98,7 +98,7 @@ def signs_by_hand(token: int) -> list[int]:
 
 
 def token_by_hand(name: str, payload: bytes, hidden: int, *, token: int) -> list[float]:
-    """Token number `token`, from the layout in docs/protocol.md, without the codec."""
+    """Decode token number `token` from the layout in docs/protocol.md, without the codec."""
     if name == "fp32":
         return list(struct.unpack(f"<{hidden}f", payload))
     if name == "bf16":
@@ -121,19 +121,20 @@ def token_by_hand(name: str, payload: bytes, hidden: int, *, token: int) -> list
 
 
 def block_bound(name: str, exact: Tensor, *, token: int) -> float:
-    """Largest error of a block (n,) fp64 of token number `token`: of an element for int8, as a norm for int4."""
+    """Return the largest error of a block (n,) fp64 of token number `token`: of an element for int8, as a norm for
+    int4."""
     n, max_code = width(name, len(exact)), MAX_CODE[name]
     coded = exact
     if name == "int4":
         filled = torch.cat([exact, exact.new_zeros(n - len(exact))])
         coded = (filled * torch.tensor(signs_by_hand(token)[:n])) @ torch.tensor(hadamard_by_hand(n)).double()
     order = n if name == "int4" else 1
-    scale = max(float(coded.abs().max()) / max_code / order, TINY) * (1 + 2**-7)  # rounded up to bf16
+    scale = max(float(coded.abs().max()) / max_code / order, TINY) * (1 + 2**-7)  # the scale is rounded up to bf16
     return scale * order / 2 + 2**-13 * float(exact.norm())
 
 
 def check_bounds(name: str, values: Tensor, decoded: Tensor) -> None:
-    """Holds every block of every token of (tokens, hidden) to the bound of its codec."""
+    """Check every block of every token of (tokens, hidden) against the error bound of the codec."""
     exact, error = values.double(), decoded.double() - values.double()
     assert torch.isfinite(decoded).all()
     if name == "fp32":
@@ -194,7 +195,7 @@ def test_the_size_follows_from_the_shape(name: str, leading: list[int], hidden: 
 @settings(deadline=None, max_examples=200)
 @given(name=codec_names, hidden=hidden_sizes, seed=st.integers(0, 2**31), data=st.data())
 def test_errors_stay_within_the_bound(name: str, hidden: int, seed: int, data: st.DataObject) -> None:
-    """Values of all magnitudes, some of them equal to zero."""
+    """Values have any magnitude, and a third of the first token is zero."""
     exponents = data.draw(st.lists(st.integers(-140, 118), min_size=1, max_size=4))
     values = normal(3, hidden, seed=seed).clamp(-2, 2).double()
     values *= torch.tensor([2.0**e for e in exponents]).repeat(hidden)[:hidden]
@@ -223,7 +224,8 @@ def test_a_large_channel_costs_only_its_own_block(name: str) -> None:
 
 
 def test_the_rotation_keeps_small_channels_beside_a_mean() -> None:
-    """Without signs, the mean of a block becomes one large number that hides the rest (a relative error of 0.9)."""
+    """Without random signs, the mean of a block becomes one large number that hides the rest (a relative error of
+    0.9)."""
     noise = normal(64, 1024)
     decoded = round_trip("int4", noise + 2)
     assert float((decoded - 2 - noise).norm() / noise.norm()) < 0.35
@@ -238,7 +240,7 @@ def test_relative_error_for_a_gaussian(name: str) -> None:
 
 @each_codec
 def test_tokens_are_coded_one_by_one(name: str) -> None:
-    """Tokens that begin at a multiple of NUM_SIGNS are coded as they would be alone, also over several chunks."""
+    """Tokens from any multiple of NUM_SIGNS on are coded as if they came first, even if they span several chunks."""
     codec, hidden = get_activation_codec(name), 300
     values = normal(CPU_CHUNK_ELEMENTS // hidden + 5, hidden)
     payload, token_bytes = codec.encode(values), codec.num_bytes((hidden,))
@@ -269,7 +271,7 @@ def test_the_same_values_give_the_same_bytes_and_the_same_bytes_the_same_values(
 
 @each_codec
 def test_autocast_changes_nothing(name: str) -> None:
-    """Stages encode and decode beside a forward pass in bf16."""
+    """Stages encode and decode within a forward pass in bf16."""
     codec, values = get_activation_codec(name), normal(8, 256)
     payload = codec.encode(values)
     decoded = codec.decode(payload, shape=values.shape, dtype=torch.float32)
@@ -405,9 +407,9 @@ def test_arbitrary_bytes_are_decoded_or_refused(
 
 @each_block_codec
 def test_every_scale_gives_bounded_values_or_is_refused(name: str) -> None:
-    """Every seventh bf16 pattern, with the largest codes that a byte can hold."""
+    """The payloads have every seventh bf16 pattern as scale, and the largest codes that a byte can hold."""
     codec, n = get_activation_codec(name), BLOCK_CHANNELS
-    codes = bytes([0x80]) * n if name == "int8" else bytes([0x78]) * (n // 2)  # -128, or a low code of -8 and a high 7
+    codes = bytes([0x80]) * n if name == "int8" else bytes([0x78]) * (n // 2)  # -128, or -8 (low) and 7 (high)
     num_good = 0
     for bits in range(0, 65_536, 7):
         payload = struct.pack("<H", bits) + codes
@@ -417,7 +419,7 @@ def test_every_scale_gives_bounded_values_or_is_refused(name: str) -> None:
             continue
         num_good += 1
         assert float(decoded.abs().max()) <= LARGEST
-    largest = 0x7F7F - 128 * {"int8": 7, "int4": 10}[name]  # the bits of LARGEST / 2^7, and of LARGEST / 2^10
+    largest = 0x7F7F - 128 * {"int8": 7, "int4": 10}[name]  # the bits of LARGEST / 2^7 and LARGEST / 2^10
     assert num_good == len([bits for bits in range(0, 65_536, 7) if 0x0080 <= bits <= largest])
 
 
@@ -441,7 +443,7 @@ def test_the_rotation_by_hand() -> None:
 
 
 def test_errors_of_like_tokens_cancel_in_a_sum() -> None:
-    """Nearest rounding with the same signs for all tokens would repeat the error of one token in all of them."""
+    """Rounding to nearest with equal signs would repeat the error of one token in all similar tokens."""
     direction, tokens = normal(1, 1024), 1024
     values = direction * (1 + 0.01 * normal(tokens, 1, seed=1))
     error = round_trip("int4", values) - values

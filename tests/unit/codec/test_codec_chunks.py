@@ -1,4 +1,4 @@
-"""Names of codecs, and how a section is cut."""
+"""The names of codecs, and the division of a section into chunks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The bytes of each codec, fixed: a peer of today must read a peer of tomorrow. The layout is decoded by hand here."""
+"""The bytes of each codec are fixed, so that peers of different versions can read each other's payloads.
+
+The tests also decode the layout by hand.
+"""
 
 from __future__ import annotations
 
@@ -30,6 +33,6 @@ def test_many_blocks_have_their_golden_digest(name: str) -> None:
 
 
 def test_bf16_rounds_to_nearest_even() -> None:
-    ties = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8])  # half way between neighbours: the even one wins, down and up
+    ties = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8])  # ties, which round to even: one down, one up
     decoded = get_codec("bf16").decode(get_codec("bf16").encode(ties), num_elements=2)
     assert decoded.tolist() == [1.0, 1 + 2**-6]

@@ -1,4 +1,4 @@
-"""What a codec refuses: a fault of the caller as ValueError, one of the partner as CorruptPayload."""
+"""Codecs refuse invalid input: a mistake of the caller raises ValueError, one of the partner CorruptPayload."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ each_codec = pytest.mark.parametrize("name", CODEC_NAMES)
 
 
 def decodes_to_finite_or_is_refused(codec: Codec, payload: bytes, *, num_elements: int) -> bool:
-    """True when it decoded. Any other exception than CorruptPayload fails the test that calls; `check` must agree."""
+    """Return whether the payload decoded to finite values, and check that `check` agrees.
+
+    Any exception but CorruptPayload propagates and fails the test.
+    """
     try:
         decoded = codec.decode(payload, num_elements=num_elements)
     except CorruptPayload:
@@ -93,7 +96,7 @@ def test_decode_refuses_every_other_length(name: str, num_elements: int, length:
 
 @each_codec
 def test_every_flip_of_bits_in_a_byte_is_decoded_or_refused(name: str) -> None:
-    codec, num_elements = get_codec(name), 260  # blocks of 256: two; of 128: three, the last one short
+    codec, num_elements = get_codec(name), 260  # two blocks of 256, or three of 128 with a short last one
     payload = bytearray(codec.encode(torch.linspace(-2, 3, num_elements)))
     for position in range(len(payload)):
         for mask in (1, 2, 4, 8, 16, 32, 64, 128, 255):
@@ -112,7 +115,7 @@ def test_arbitrary_bytes_are_decoded_or_refused(name: str, num_elements: int, da
 
 @pytest.mark.parametrize("name", BLOCK_CODECS)
 def test_scales_are_decoded_or_refused_whatever_the_codes(name: str) -> None:
-    """Every seventh bf16 pattern. Good are the normal positive ones whose product with the largest code is finite."""
+    """The scales are every seventh bf16 pattern; a valid one is normal, positive, and finite times the largest code."""
     codec = BLOCK_CODECS[name]
     num_elements = codec.block_elements
     codes = bytes(byte % 256 for byte in range(128, 128 + num_elements // codec.codes_a_byte))
@@ -120,7 +123,7 @@ def test_scales_are_decoded_or_refused_whatever_the_codes(name: str) -> None:
     for bits in range(0, 65_536, 7):
         payload = struct.pack("<H", bits) + codes
         good += decodes_to_finite_or_is_refused(codec, payload, num_elements=num_elements)
-    largest = 0x7F80 - codec.max_code.bit_length() * 128  # its bits: 2^121, 2^125, 2^126 and 2^127
+    largest = 0x7F80 - codec.max_code.bit_length() * 128  # the bits of 2^121, 2^125, 2^126 and 2^127
     assert good == len([bits for bits in range(0, 65_536, 7) if 0x0080 <= bits < largest])
 
 

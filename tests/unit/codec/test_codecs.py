@@ -1,4 +1,4 @@
-"""What every codec promises: size, error bound, same bytes on every call, the caller's tensor untouched."""
+"""Every codec keeps its promises on sizes and errors, is deterministic, and leaves the caller's tensor untouched."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def round_trip(name: str, values: Tensor) -> Tensor:
 
 
 def error_bound(name: str, values: Tensor) -> Tensor:
-    """Largest allowed error of each element, float64."""
+    """Return the largest allowed error of each element, in float64."""
     return PROMISES[name].error_bound(values.double())
 
 
@@ -72,7 +72,7 @@ def test_any_length_up_to_a_chunk(name: str, num_elements: int) -> None:
 @pytest.mark.parametrize("name", CODEC_NAMES)
 @pytest.mark.parametrize("stop", [0, 1])
 def test_a_slice_of_at_most_one_element_may_have_any_stride(name: str, stop: int) -> None:
-    values = torch.ones(20)[:stop:7]  # contiguous for torch, whatever its stride
+    values = torch.ones(20)[:stop:7]  # torch reports it as contiguous, whatever its stride
     assert round_trip(name, values).tolist() == pytest.approx([1.0] * stop, rel=PROMISES[name].lone_error)
 
 
@@ -89,7 +89,7 @@ def test_a_block_of_zeros_stays_zero(name: str) -> None:
     if PROMISES[name].keeps_zeros:
         assert torch.count_nonzero(decoded).item() == 1
         assert decoded[300].item() == pytest.approx(4.0, rel=2**-7)
-    else:  # each code is positive or negative: zeros among themselves become the smallest scale
+    else:  # codes are odd, so a block of zeros decodes to the smallest scale
         block = 256
         assert decoded[:block].abs().max().item() == TINY
 
@@ -115,7 +115,7 @@ def test_decode_gives_memory_of_its_own(name: str) -> None:
     kept = decoded.clone()
     payload[:] = bytes(len(payload))
     assert torch.equal(decoded, kept)
-    decoded.add_(1)  # writable
+    decoded.add_(1)  # the tensor is writable
 
 
 @pytest.mark.parametrize("name", CODEC_NAMES)
@@ -125,14 +125,14 @@ def test_relative_error_and_length_for_a_gaussian(name: str) -> None:
     error = (decoded - values).norm() / values.norm()
     most = PROMISES[name].gaussian_error
     assert most / 4 <= error.item() <= most
-    # The gates compare lengths of decoded vectors with lengths of true ones (optim/gates.py).
+    # The gates compare the norms of decoded vectors with exact norms (optim/gates.py).
     assert (decoded.norm() / values.norm()).item() == pytest.approx(PROMISES[name].gaussian_length, rel=0.01)
 
 
 @pytest.mark.parametrize("name", CODEC_NAMES)
 @pytest.mark.parametrize("num_elements", [0, 1, 129, 1000, CHUNK_ELEMENTS])
 def test_given_memory_holds_what_new_memory_would(name: str, num_elements: int) -> None:
-    """Also when intermediate values of an earlier chunk lie in the scratch."""
+    """The scratch memory holds intermediate values of an earlier chunk, which must not matter."""
     codec, values, scratch = (
         get_codec(name),
         torch.randn(num_elements, generator=torch.Generator().manual_seed(1)),
