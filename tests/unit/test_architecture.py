@@ -1,4 +1,4 @@
-"""Imports point one way through the house, and pure rooms stay pure."""
+"""Imports follow the order of the packages, and pure packages stay pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "noloco_p2p"
 
-# From left to right: a room may import itself and what stands further right, never a neighbour or what stands left.
+# From left to right: a package may import itself and packages further right, but no neighbour and none further left.
 ORDER = [
     {"__main__"},
     {"cli"},
@@ -42,13 +42,13 @@ PURE = [
     "gossip/round_length.py",
     "gossip/rate_estimators.py",
 ]
-TOPS = ("noloco_p2p", "benchmarks", "docs")  # where the files lie that comments speak of
+TOPS = ("noloco_p2p", "benchmarks", "docs")  # folders of the files that comments name
 OWN_FILE = re.compile(r"(?<![\w/.-])(?!hivemind/)(?:[a-z_]+/)*[a-z_]+\.(?:py|md)\b")
 IMPURE = {"asyncio", "grpc", "hivemind", "time", "socket", "threading"}
 
 
 def imports(path: Path) -> set[str]:
-    """Dotted names of all modules that a file imports, in functions too."""
+    """Return the dotted names of all modules that a file imports, including imports within functions."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -77,7 +77,7 @@ def test_arrows_point_right(path: Path) -> None:
 
 
 def test_no_module_imports_itself_by_way_of_others() -> None:
-    """Imports in functions and for types count, too."""
+    """Imports within functions and for type checking count too."""
     names = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path for path in files()}
     uses = {name: {used for used in imports(path) if used in names} for name, path in names.items()}
     while free := [name for name, used in uses.items() if not used & uses.keys()]:
@@ -91,7 +91,8 @@ HIVEMIND = PACKAGE / "swarm" / "kademlia"
 
 @pytest.mark.parametrize("path", files(), ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_one_package_alone_depends_on_hivemind(path: Path) -> None:
-    """A new release of hivemind changes no other file. Types apart, the others see what its `__init__.py` offers."""
+    """A new release of hivemind affects that package only. Apart from types, others use what its `__init__.py`
+    exports."""
     if HIVEMIND in path.parents:
         return
     assert not [name for name in imports(path) if name.split(".")[0] == "hivemind"]
@@ -108,7 +109,7 @@ def test_pure_rooms_know_no_clock_and_no_network(place: str) -> None:
 
 
 def test_only_the_adapters_know_what_a_transformers_model_gives() -> None:
-    """Everything else takes any module, and a function for its loss or logits."""
+    """All other code takes any module, with a function for its loss or logits."""
     adapters = {PACKAGE / "trainer" / name for name in ("model.py", "stage.py", "weights.py")}
     for path in PACKAGE.rglob("*.py"):
         if path not in adapters:
@@ -117,7 +118,7 @@ def test_only_the_adapters_know_what_a_transformers_model_gives() -> None:
 
 
 def test_the_round_stack_is_built_in_one_place() -> None:
-    """So that doubles, simulations and benchmarks measure what a peer runs."""
+    """Doubles, simulations and benchmarks therefore measure what a peer runs."""
     paths = [path for top in ("noloco_p2p", "benchmarks") for path in (PACKAGE.parent / top).rglob("*.py")]
     makers = {
         path.name for path in paths if re.search(r"\b(RoundDriver|PeerService)\(", path.read_text(encoding="utf-8"))
@@ -137,7 +138,7 @@ def test_no_drawers_for_everything() -> None:
 
 
 def test_files_that_the_sources_speak_of_are_there() -> None:
-    """A comment that sends the reader to a file must not outlive a move of walls."""
+    """A file that moves must take along the comments that name it."""
     root = PACKAGE.parent
     names = [f"/{path.relative_to(root)}" for top in TOPS for path in (root / top).rglob("*.*")]
     for path in PACKAGE.rglob("*.py"):

@@ -1,7 +1,7 @@
-"""The Helm chart makes the objects of docker/kubernetes.yaml, and its values reach the places that they name.
+"""The Helm chart renders the objects of docker/kubernetes.yaml, and its values reach the fields that they name.
 
-Where helm is installed, it renders the chart, and `helm lint` has to pass. `render` stands in for it elsewhere: it
-knows the few actions of Go templates that the chart uses, and refuses every other one.
+Where helm is installed, it renders the chart, and `helm lint` must pass. Elsewhere `render` replaces it, which knows
+the few template actions that the chart uses, and refuses all others.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ def defaults() -> dict[str, Any]:
 
 
 def render(values: dict[str, Any], *, release: str) -> Objects:
-    """What `helm template RELEASE CHART` would print, as objects. AssertionError for an action that is not known."""
+    """Return the objects that `helm template RELEASE CHART` would print. Raises AssertionError for an unknown
+    action."""
     text = (CHART / "templates" / "peers.yaml").read_text(encoding="utf-8")
     out, place, shown = [], 0, [True]
     for found in ACTION.finditer(text):

@@ -1,4 +1,4 @@
-"""The compose files: peers as locked up as docker/README.md says, started with words that the program takes."""
+"""The compose files confine peers as docker/README.md says, and start them with arguments that the program accepts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LOCKS = {
 
 
 def services() -> list[Any]:
-    """Those of this project."""
+    """Return the services that this project builds."""
     return [
         pytest.param(service, id=f"{name} {each}")
         for name in ("compose.yaml", "compose.gpu.yaml")

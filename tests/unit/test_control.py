@@ -18,7 +18,7 @@ from noloco_p2p.errors import SettingsError
 
 
 def served(folder: Path, verb: str, **verbs: dict[str, Any]) -> dict[str, Any] | None:
-    """The answer that a client in another thread gets from a server with these verbs."""
+    """Return the answer that a client in another thread gets from a server with these verbs."""
 
     async def main() -> dict[str, Any] | None:
         server = ControlServer(folder, {name: lambda reply=reply: reply for name, reply in verbs.items()})

@@ -1,4 +1,4 @@
-"""Devices that are not here, by doubles: what torch is asked, and what follows from its answers."""
+"""Doubles of devices that a test machine lacks: the calls to torch, and the decisions that follow from its answers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ GIB = 1 << 30
 
 @pytest.fixture
 def nvidia(monkeypatch: pytest.MonkeyPatch) -> dict[int, bool]:
-    """A machine with CUDA devices: which of them has bf16 instructions."""
+    """Pretend to be a machine with CUDA devices; return a mapping from their indices to "has bf16 instructions"."""
     cards, current = {0: True}, [0]
 
     def enter(device: torch.device) -> object:
@@ -46,7 +46,7 @@ def nvidia(monkeypatch: pytest.MonkeyPatch) -> dict[int, bool]:
 
 @pytest.fixture
 def mac(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Apple silicon with 10 GiB for the GPU: 3 are in tensors, one more is kept for later ones."""
+    """Pretend to be Apple silicon with 10 GiB for the GPU: tensors take 3, and the driver has reserved one more."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_built", lambda: True)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
@@ -87,7 +87,7 @@ def test_auto_is_bf16_only_where_a_gpu_has_instructions_for_it(nvidia: dict[int,
     assert auto.is_bf16(CUDA)
     assert not auto.is_bf16(CPU)
     assert not auto.is_bf16(MPS)
-    nvidia[0] = False  # Turing, Pascal: torch only emulates it there
+    nvidia[0] = False  # Turing and Pascal, where torch only emulates bf16
     assert not auto.is_bf16(CUDA)
     for device in (CPU, MPS, CUDA):
         assert Compute(precision="bf16").is_bf16(device)
@@ -187,7 +187,7 @@ def test_a_model_must_fit_into_the_gpu_and_with_all_else_into_a_mac(monkeypatch:
         check(800_000_000)  # 16 bytes each
     monkeypatch.setattr(needs, "total_memory", lambda: 9 * GIB)
     with pytest.raises(SettingsError, match=r"of main memory and swap space"):
-        check(500_000_000)  # 16 bytes each there, and more for the outer step
+        check(500_000_000)  # 16 bytes each, and more for the outer step
 
 
 @pytest.mark.parametrize(("name", "has_own"), [("cpu", False), ("mps", False), ("cuda:1", True)])

@@ -1,4 +1,4 @@
-"""docs/faults.md names tests, scripts and flags of the hostile peer that exist, and says which rows no test shows."""
+"""The tests, scripts and flags that docs/faults.md names exist, and it marks the rows that no test covers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The short form of `make fuzz`: each decoder of bytes from the network reads anything, or raises what it documents."""
+"""The short form of `make fuzz`: each decoder of bytes from the network succeeds, or raises an error that it
+documents."""
 
 from __future__ import annotations
 

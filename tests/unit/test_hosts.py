@@ -1,4 +1,4 @@
-"""What counts as a host, where it is, and how often one may be dialled."""
+"""Which texts are hosts, which hosts are private, and how often one may be dialled."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def test_private_hosts(host: str) -> None:
         "::ffff:0:192.168.0.1",  # IPv4-translated
         "2002:c0a8:101::1",  # 6to4: 192.168.1.1
         "64:ff9b::c0a8:101",  # NAT64: 192.168.1.1
-        "64:ff9b:1::c0a8:101",  # NAT64 of a network of its own
-        "100::1",  # discarded
+        "64:ff9b:1::c0a8:101",  # NAT64 with a local prefix
+        "100::1",  # discard-only
     ],
 )
 def test_private_hosts_in_other_words(host: str) -> None:

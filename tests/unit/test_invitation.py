@@ -1,4 +1,4 @@
-"""An invitation opens one run until it ends, and what is shown of it opens nothing for anybody else."""
+"""An invitation admits its holder to one run until it expires, and what a peer shows of it admits nobody else."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_no_changed_bit_is_accepted(data: st.DataObject) -> None:
     place = data.draw(st.integers(0, len(invitation) - 1))
     invitation[place] ^= 1 << data.draw(st.integers(0, 7))
     if 72 <= place < 104:
-        return  # the shared secret is not signed: with a wrong one TLS refuses
+        return  # the shared secret is not signed; with a wrong one the TLS handshake fails
     with pytest.raises(TicketError):
         Invitation.decode(bytes(invitation))
 

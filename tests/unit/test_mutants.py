@@ -1,4 +1,4 @@
-"""The mutants of `make mutants` still apply, and the tests that must catch them are still there."""
+"""The mutants of `make mutants` still apply, and the tests that must catch them still exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Routers of the benchmarks: what each kind of mapping and filtering lets through, packet by packet."""
+"""The routers of the benchmarks: what each kind of mapping and filtering forwards, packet by packet."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def end(address: str, port: int) -> End:
 
 
 def packet(source: End, destination: End, *, protocol: int = TCP, flags: int = 0, payload: bytes = b"word!") -> bytes:
-    """With the checksums that the kernel would have made."""
+    """Return a packet with the checksums that the kernel would compute."""
     addresses = source[0] + destination[0]
     header = bytearray(struct.pack("!BBHHHBBH", 0x45, 0, 40 + len(payload), 7, 0, 64, protocol, 0) + addresses)
     struct.pack_into("!H", header, 10, checksum(bytes(header)))
@@ -48,7 +48,7 @@ class Net:
         return end(self.routers.addresses[node], port)
 
     def send(self, node: int, port: int, to: End) -> tuple[int, End, End] | None:
-        """(node, source, destination) as it arrives."""
+        """Send a packet; return (node, source, destination) as it arrives, or None if it is dropped."""
         left = self.routers.leave(packet(self.at(node, port), to), node)
         if left is None or (arrived := self.routers.arrive(left[0])) is None:
             return None
@@ -57,7 +57,7 @@ class Net:
         return left[1], found[1], found[2]
 
     def seen(self, to_node: int, to_port: int) -> End:
-        """How a partner sees port 5000 of the home."""
+        """Return the address of the home's port 5000 as a partner sees it."""
         found = self.send(HOME, 5000, self.at(to_node, to_port))
         assert found is not None
         return found[1]
@@ -89,7 +89,7 @@ def test_nothing_comes_back_to_the_inside_but_by_the_inside() -> None:
     seen = net.seen(ONE, 80)
     assert net.send(NEIGHBOUR, 6000, seen) is None
     assert net.send(NEIGHBOUR, 6000, net.at(HOME, 5000)) == (HOME, net.at(NEIGHBOUR, 6000), net.at(HOME, 5000))
-    assert net.send(ONE, 80, net.at(HOME, 5000)) is None  # a private address leads nowhere from outside
+    assert net.send(ONE, 80, net.at(HOME, 5000)) is None  # nobody outside can reach a private address
 
 
 def test_a_router_behind_another_one_is_passed_both_ways() -> None:
@@ -105,7 +105,7 @@ def test_a_router_behind_another_one_is_passed_both_ways() -> None:
     assert ends_of(routers.arrive(back[0]) or b"") == (TCP, far, home)
     stranger = routers.leave(packet((far[0], 81), found[1]), 1)
     assert stranger is not None
-    assert routers.arrive(stranger[0]) is None  # the carrier lets it in, the home does not
+    assert routers.arrive(stranger[0]) is None  # the carrier forwards it, the router at home does not
 
 
 @pytest.mark.parametrize(("protocol", "flags"), list(product((TCP, UDP), (0, NEEDS_CHECKSUM))))

@@ -1,4 +1,4 @@
-"""The links of the benchmarks: what is measured over them is worth as much as they are."""
+"""The links of the benchmarks shape, delay and drop as specified, as the figures depend on them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def send(links: Any, source: int, destination: int, *, at_s: float = 0.0, frame:
 
 
 def arrivals(links: Any) -> list[tuple[float, int, bytes]]:
-    """(seconds, node, frame) of all that is on its way, at the times at which the forwarding process would wake."""
+    """Return (seconds, node, frame) of all frames on the way, at the times when the forwarding process would wake."""
     found = []
     while (next_s := links.next_s()) is not None:
         found += [(next_s, node, frame) for node, frame in links.deliver(next_s)]
@@ -71,7 +71,7 @@ def test_a_full_queue_drops_and_counts() -> None:
     for _ in range(100):
         send(links, 0, 1)
     arrived, counters = len(arrivals(links)), links.counters[0]
-    assert arrived == pytest.approx(11, abs=1)  # ten wait, one is on the line
+    assert arrived == pytest.approx(11, abs=1)  # ten are queued, one is being sent
     assert arrived + counters.dropped_packets == 100
     assert counters.sent_bytes == 100 * PACKET_BYTES
     assert links.counters[1].received_bytes == arrived * PACKET_BYTES
@@ -108,7 +108,7 @@ def test_a_partition_is_silent_until_it_heals() -> None:
 
 
 def packet(source: bytes, destination: bytes, near: int, far: int) -> bytes:
-    """A TCP packet of ours as the device gives it."""
+    """Return a TCP packet with the offload header, as the TUN device delivers it."""
     addresses = bytes([10, 77, 0]) + source + bytes([10, 77, 0]) + destination
     header = bytes([0x45]) + bytes(8) + bytes([6]) + bytes(2) + addresses
     return netlab.OFFLOAD_HEADER.pack(0, 0, 0, 0, 0, 0) + header + near.to_bytes(2, "big") + far.to_bytes(2, "big")

@@ -1,4 +1,4 @@
-"""Every link between the pages of this repository leads to a file, and to a heading of it."""
+"""Every link between the pages of this repository leads to an existing file and heading."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors of the headings, as GitHub makes them."""
+    """Return the anchors of the headings, as GitHub generates them."""
     headings = HEADING.findall(page.read_text(encoding="utf-8"))
     return {re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in headings}
 

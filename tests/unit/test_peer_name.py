@@ -1,4 +1,4 @@
-"""The name of a peer: readable for everybody, and harmless in a terminal and on a page."""
+"""The name of a peer is readable in any script, and harmless in a terminal and on a page."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from noloco_p2p.settings import PeerSettings
 from noloco_p2p.telemetry.console import cells
 
 LONG = "a" * (MAX_CHARS + 1)
-NUMEROUS = "\ufdfa"  # one letter that NFKC makes eighteen of
+NUMEROUS = "\ufdfa"  # one letter that NFKC expands to eighteen
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ NUMEROUS = "\ufdfa"  # one letter that NFKC makes eighteen of
         ("東京", "東京"),
         ("עדה", "עדה"),
         ("हिन्दी", "हिन्दी"),
-        ("<b>&amp;", "<b>&amp;"),  # the page shows it as text
+        ("<b>&amp;", "<b>&amp;"),  # the page escapes it
         ("🐑", "🐑"),
         (" ", ""),
     ],
@@ -40,12 +40,12 @@ def test_a_name_is_normalised(text: str, name: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        *("a\x1b[2Jb", "a\x00b", "a\nb", "a\tb", "a\x85b", "\x9bm", "a\u2028b"),  # control
-        *("a\u202eb", "a\u2067b", "a\u200fb", "a\u061cb"),  # direction
+        *("a\x1b[2Jb", "a\x00b", "a\nb", "a\tb", "a\x85b", "\x9bm", "a\u2028b"),  # control characters
+        *("a\u202eb", "a\u2067b", "a\u200fb", "a\u061cb"),  # text direction
         *("a\u200bb", "a\u200db", "a\ufeffb", "a\u00adb", "a\u2060b"),  # zero width
-        *("a\u034fb", "\u3164", "\u115f", "\u2800", "a\ufe0f", "a\U000e0101", "a\U000e0041"),  # nothing to see
-        *("a\ud800b", "a\ue000b", "a\u0378b"),  # surrogate, private, unassigned
-        *("a\u0301\u0302\u0303\u0304", "\u0301a"),  # piled marks, and one on what stands before the name
+        *("a\u034fb", "\u3164", "\u115f", "\u2800", "a\ufe0f", "a\U000e0101", "a\U000e0041"),  # invisible
+        *("a\ud800b", "a\ue000b", "a\u0378b"),  # surrogate, private use, unassigned
+        *("a\u0301\u0302\u0303\u0304", "\u0301a"),  # stacked marks, and a leading mark
     ],
 )
 def test_what_is_not_safe_to_show_is_refused_in_words_that_are(text: str) -> None:

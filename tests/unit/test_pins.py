@@ -1,4 +1,4 @@
-"""What a release is built with is pinned, and `make pin` finds every pin."""
+"""The inputs of a release build are pinned, and `make pin` finds every pin."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_everything_from_elsewhere_has_a_commit_or_a_digest(file: Path) -> None:
 
 
 def test_no_image_is_named_without_its_registry() -> None:
-    """pin.py looks for docker.io/: a short name would never be pinned."""
+    """pin.py looks for docker.io/, so it would miss a short name."""
     dockerfile = (ROOT / "docker" / "Dockerfile").read_text(encoding="utf-8")
     stages = set(re.findall(r"^FROM \S+ AS (\S+)", dockerfile, re.MULTILINE))
     assert set(re.findall(r"^FROM (\S+)", dockerfile, re.MULTILINE)) <= stages | {"${BASE}"}

@@ -1,4 +1,4 @@
-"""Stages in a run spec: a run without them keeps its digest, and wrong ones are refused by their dotted name."""
+"""Stages in a run spec: a run without them keeps its digest, and invalid ones are refused by their dotted name."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PRESET_OF_THEN = {"outer.min_inner_steps": 5, "codec.slow_weights": "modulo8", "
 
 
 def test_a_spec_without_stages_keeps_its_digest() -> None:
-    """These digests name runs that are older than stages."""
+    """These digests identify runs that are older than stages."""
     assert WHOLE.digest() == "cdf2fff1ded282ee93ebe1cf88af3b34e1c8e685b98b7ed677820439c8f8eb82"
     large = PRESETS["large"].with_changes(PRESET_OF_THEN)
     assert large.digest() == "7054ac1d47afe03077b7e6268527ade302778fb7c0e3dc3e5c92a1e70f546799"

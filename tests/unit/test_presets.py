@@ -1,4 +1,4 @@
-"""Presets are valid, say their true size, and survive the way through their own TOML."""
+"""Presets are valid, state their true size, and survive a round trip through TOML."""
 
 from __future__ import annotations
 

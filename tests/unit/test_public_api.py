@@ -1,6 +1,6 @@
-"""The public names and their signatures are a promise: a change of them shows up in `tests/vectors/public_api.txt`.
+"""The public names and signatures are stable: a change shows up in `tests/vectors/public_api.txt`.
 
-`NOLOCO_UPDATE_API=1 pytest tests/unit/test_public_api.py` writes that file anew.
+`NOLOCO_UPDATE_API=1 pytest tests/unit/test_public_api.py` updates that file.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def lines() -> Iterator[str]:
 
 
 def described(name: str, value: Any) -> Iterator[str]:
-    """One line for each name: a class with its constructor or fields, then its public members."""
+    """Yield a line for each name: a class with its constructor or fields, then its public members."""
     if not inspect.isclass(value):
         yield f"{name}: {value!r}"
         return

@@ -134,7 +134,7 @@ def test_a_binding_has_a_name_and_a_pattern(pair: str) -> None:
 def test_folders_of_models_are_absolute_wherever_they_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether they are there is asked where they are used: no other verb needs them."""
+    """Whether the folders exist is checked where they are used, as other commands do not need them."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "settings").mkdir()
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "settings"))

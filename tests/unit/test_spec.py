@@ -1,4 +1,4 @@
-"""The run spec: one digest for one run, and messages that name the dotted field."""
+"""The run spec: each run has one digest, and errors name the dotted field."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_every_field_is_in_the_digest() -> None:
 
 
 def test_the_digest_does_not_change_by_accident() -> None:
-    # It names runs that are going on: a new field needs a default that is left out of the canonical form, or version 2.
+    # The digest identifies live runs, so a new field needs a default that the canonical form omits, or version 2.
     assert SPEC.digest() == "cdf2fff1ded282ee93ebe1cf88af3b34e1c8e685b98b7ed677820439c8f8eb82"
 
 
@@ -139,7 +139,7 @@ def test_coarse_codecs_are_for_outer_gradients_alone(field: str, name: str) -> N
 
 
 def test_a_codec_of_a_later_version_is_refused_with_the_known_ones() -> None:
-    """A peer of another version gets this spec by ticket: the error must name the field."""
+    """A peer of another version gets this spec through a ticket, so the error must name the field."""
     values = SPEC.model_dump(mode="json")
     values["codec"]["outer_gradient"] = "int3"
     data = json.dumps(values, sort_keys=True, separators=(",", ":")).encode()

@@ -1,4 +1,4 @@
-"""A splice holds little: the server must notice a slow caller, or it believes that megabytes are on their way."""
+"""A splice buffers little, so that the server notices a slow caller instead of counting megabytes as sent."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 from noloco_p2p.splice import BLOCK_BYTES, Splice, connected
 from noloco_p2p.tcp import tune
 
-WARM_BYTES = 64 << 20  # the kernel makes the buffers of a fast connection larger
-HELD_BYTES = 1536 * 1024  # two buffers of the kernel, a block, and what the caller's own machine has taken
+WARM_BYTES = 64 << 20  # after this many bytes the kernel enlarges the buffers of a fast connection
+HELD_BYTES = 1536 * 1024  # two buffers of the kernel, a block, and the receive buffer of the caller
 
 
 def test_a_server_gets_little_ahead_of_a_caller_that_stops_reading(tmp_path: Path) -> None:
@@ -27,7 +27,7 @@ def test_a_server_gets_little_ahead_of_a_caller_that_stops_reading(tmp_path: Pat
         tune(near)
         splice = Splice(near, connected(tmp_path / "grpc", own_path=tmp_path / "7"), on_end=lambda: None)
         far, peer = server.accept()
-        assert peer == str(tmp_path / "7")  # by this name the server knows the connection
+        assert peer == str(tmp_path / "7")  # the server identifies the connection by this name
         far.setblocking(False)
         num_sent = num_read = 0
 
@@ -42,7 +42,7 @@ def test_a_server_gets_little_ahead_of_a_caller_that_stops_reading(tmp_path: Pat
         while num_read < WARM_BYTES:
             num_read += len(await loop.sock_recv(caller, BLOCK_BYTES))
         before = -1
-        while before != num_sent:  # until the server has to wait
+        while before != num_sent:  # until the server is blocked
             before = num_sent
             await asyncio.sleep(0.3)
         sending.cancel()

@@ -1,4 +1,4 @@
-"""Whom a peer of a pipeline sends to."""
+"""Which peers of the next stage a peer of a pipeline sends to."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from noloco_p2p.peer.stage_flow import Neighbours
 
 
 class Directory:
-    """Knows a part of a large swarm: every third of these peers is of stage 0."""
+    """A directory that lists a part of a large swarm; a third of the listed peers hold stage 0."""
 
     def live(self) -> Sequence[Candidate]:
         return [Candidate(f"peer-{number}", address="", stage=min(number % 3, 1)) for number in range(30)]

@@ -2,9 +2,9 @@
 
     python tests/vectors/outer_step.py REFERENCE
 
-REFERENCE is src/noloco/sparse_optimizer_c.py of github.com/gensyn-ai/noloco; the file that is kept here comes from its
-commit a1b4a42. Every replica is a process on gloo with two small parameters, which random numbers move between outer
-steps. The reference has one number for beta and gamma, its outer learning rate.
+REFERENCE is src/noloco/sparse_optimizer_c.py of github.com/gensyn-ai/noloco; the stored file comes from its commit
+a1b4a42. Every replica is a process on gloo with two small parameters, to which random numbers are added between outer
+steps. The reference uses one number for beta and gamma, its outer learning rate.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def replica(rank: int, path: str, case: tuple[int, int, float, float], folder: s
         order = reference.create_random_permutation(replicas, number + 1)
         group = reference.find_group(reference.batched(order, 2))
         before = state()
-        optimizer.step()  # no parameter has a gradient, so its Adam does nothing
+        optimizer.step()  # no parameter has a gradient, so Adam does nothing
         steps.append({"round": number, "rank": rank, "group": group, "before": before, "after": state()})
     Path(folder, str(rank)).write_text(json.dumps(steps), encoding="utf-8")
     dist.destroy_process_group()

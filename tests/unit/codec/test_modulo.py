@@ -1,4 +1,5 @@
-"""What modulo coding promises: half-differences from residues, exactly opposite, and no broken bound unseen."""
+"""Modulo coding recovers half-differences from residues: those of two partners are exactly opposite, and each partner
+notices a difference beyond the bound."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from noloco_p2p.codec.modulo import (
 )
 from noloco_p2p.errors import CorruptPayload
 
-CODECS = (MODULO8, MODULO4)  # the first of those by need codes as MODULO4 does
+CODECS = (MODULO8, MODULO4)  # FOUR_BITS, the first codec by need, codes as MODULO4 does
 BY_NEED = (FOUR_BITS, SIX_BITS, EIGHT_BITS)
 each_codec = pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
 codecs = st.sampled_from(CODECS)
@@ -39,7 +40,7 @@ def one_grid(exponent: int, *, num_elements: int, seed: int = 1) -> Grid:
 
 
 def swap(codec: ModuloCodec, own: Tensor, partner: Tensor, grid: Grid) -> tuple[Tensor, Tensor] | None:
-    """h of both sides, each from what it would know; None when both see the chunk broken."""
+    """Return h of both sides, each computed from what that side knows; None when both see the chunk broken."""
 
     def received(mine: Tensor, theirs: Tensor) -> Tensor | None:
         payload = codec.encode(theirs, grid=grid, chunk_index=0)
@@ -81,7 +82,10 @@ def integers(values: Tensor, step: float, seed: int) -> Tensor:
 def test_broken_exactly_when_integers_are_half_a_range_apart(
     codec: ModuloCodec, seed: int, exponent: int, data: st.DataObject
 ) -> None:
-    """Values in eighths of a step, partners whole steps apart: their integers are as far apart (but for fp32 ties)."""
+    """Values are in eighths of a step and partners whole steps apart, so their integers are equally far apart.
+
+    fp32 ties may move an integer by one.
+    """
     half, step = codec.half_range, 2.0**exponent
     near = st.integers(1 - half, half - 1)
     edges = st.sampled_from([1 - half, half - 1, -half, half, half + 1, -half - 1, 2 * half, -2 * half, 6 * half])
@@ -120,7 +124,7 @@ def test_any_pair_within_the_bound_verifies_and_h_is_within_half_a_step(
 @settings(deadline=None, max_examples=200)
 @given(codec=codecs, seed=seeds, data=st.data())
 def test_coding_moves_a_value_by_half_a_step_at_most(codec: ModuloCodec, seed: int, data: st.DataObject) -> None:
-    """Q(x) = (k - dither) * step. Beside a partner of zeros, whose integers are 0, the differences are k."""
+    """Q(x) = (k - dither) * step. The integers of a partner of zeros are 0, so the differences are k."""
     in_range = st.floats(2.0 - codec.half_range, codec.half_range - 2.0, width=32)
     values = torch.tensor(data.draw(st.lists(in_range, min_size=1, max_size=100)))
     grid = one_grid(-4, num_elements=len(values), seed=seed)
@@ -137,7 +141,7 @@ def test_half_differences_are_unbiased_over_swaps(codec: ModuloCodec) -> None:
         must_swap(codec, own, own + apart, one_grid(0, num_elements=161, seed=seed)).double() for seed in range(2000)
     ]
     mean = torch.stack(swaps).mean(dim=0)
-    standard_error = 0.25 / 2000**0.5  # an h is one of two numbers half a step apart
+    standard_error = 0.25 / 2000**0.5  # h takes one of two values half a step apart
     assert ((mean - apart.double() / 2).abs() < 5 * standard_error).all()
 
 
@@ -159,7 +163,7 @@ def test_every_block_has_its_own_step_and_one_broken_element_breaks_the_chunk(co
     partner = own + 5 * steps
     halves = must_swap(codec, own, partner, grid) / steps
     assert (halves - 2.5).abs().max() <= 0.5
-    assert (halves == 2.5).float().mean() > 0.999  # all but where fp32 rounds a value of so many steps
+    assert (halves == 2.5).float().mean() > 0.999  # except where fp32 rounds a value of that many steps
     partner[-1] += (codec.half_range + 8) * 16.0
     assert swap(codec, own, partner, grid) is None
 
@@ -227,7 +231,7 @@ def test_large_integers_are_exact_up_to_the_limit(codec: ModuloCodec) -> None:
 @each_codec
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_a_value_that_is_not_finite_is_named(codec: ModuloCodec, bad: float) -> None:
-    values = torch.full((BLOCK_ELEMENTS + 300,), 2.0**40)  # off the grid, too: that does not hide it
+    values = torch.full((BLOCK_ELEMENTS + 300,), 2.0**40)  # also too large for the grid
     values[BLOCK_ELEMENTS + 270] = bad
     grid = one_grid(0, num_elements=len(values))
     payload = codec.encode(torch.zeros(len(values)), grid=grid, chunk_index=0)
@@ -273,11 +277,11 @@ def test_bytes_a_parameter(codec: ModuloCodec) -> None:
         codec.num_bytes(CHUNK_ELEMENTS + 1)
 
 
-# by need: bits that follow those of a broken chunk
+# by need: more bits of a broken chunk follow
 
 
 def swap_by_need(own: Tensor, partner: Tensor, grid: Grid) -> tuple[ModuloCodec, Tensor, Tensor] | None:
-    """The codec that carried the chunk, and h of both sides; None when eight bits do not carry it either."""
+    """Return the codec that carried the chunk, and h of both sides; None when the difference exceeds eight bits."""
     earlier = {"own": b"", "partner": b""}
     for codec in BY_NEED:
         sides = {"own": (own, partner), "partner": (partner, own)}
@@ -326,7 +330,7 @@ def test_the_first_codec_that_reaches_carries_a_chunk_exactly(seed: int, exponen
 def test_any_length_by_need(codec: ModuloCodec, num_elements: int) -> None:
     own = torch.sin(torch.arange(num_elements, dtype=torch.float32))
     partner = own + torch.cos(torch.arange(num_elements, dtype=torch.float32) * 1.7) / 64
-    partner[num_elements // 2] = own[num_elements // 2] + (codec.half_range - 2) * 2.0**-8  # just within its reach
+    partner[num_elements // 2] = own[num_elements // 2] + (codec.half_range - 2) * 2.0**-8  # just within its range
     both = swap_by_need(own, partner, one_grid(-8, num_elements=num_elements))
     assert both is not None
     assert both[0] is codec

@@ -1,4 +1,5 @@
-"""Where a grid comes from: distances of the last swaps, a margin, the coarser proposal of the two."""
+"""The grid follows from the distances of the last swaps and a margin; partners agree on the coarser of two
+proposals."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def signed(proposal: bytes) -> list[int]:
 
 
 def seen(bounds: Bounds, distance: float, *, value: float = 1.0, num_elements: int = 10) -> list[int]:
-    """The proposal after one more swap with a partner that far away."""
+    """Return the proposal after a swap with a partner at this distance."""
     half = torch.zeros(num_elements)
     half[-1] = -distance / 2
     bounds.update(0, half_difference=half, values=torch.full((num_elements,), -value))
@@ -106,7 +107,7 @@ def test_by_need_both_sides_agree_on_the_finer_step_that_either_knows(pairs: lis
 def test_by_need_the_step_is_about_as_long_as_the_last_distance(distance: float) -> None:
     bounds = Bounds(100, codec=FOUR_BITS)
     seen(bounds, 1e3 * distance, value=0.0, num_elements=100)
-    (exponent,) = seen(bounds, distance, value=0.0, num_elements=100)  # one number of 100 is that far away
+    (exponent,) = seen(bounds, distance, value=0.0, num_elements=100)  # one of 100 numbers is that far away
     ratio = 2.0**exponent / (distance / 10)
     assert STEP_OVER_DISTANCE * 0.999999 <= ratio <= 2 * STEP_OVER_DISTANCE * 1.000001
 
@@ -160,7 +161,7 @@ def test_a_partner_within_the_margin_is_never_broken(seed: int, spread: float) -
 
 
 class Replicas:
-    """Eight replicas that drift apart by noise and mix in random pairs: the outer step, without a model."""
+    """Eight replicas that drift apart by noise and mix in random pairs, as in the outer step but without a model."""
 
     def __init__(self, *, num_elements: int = BLOCK_ELEMENTS // 2, num_replicas: int = 8) -> None:
         self._generator = torch.Generator().manual_seed(5)
@@ -188,7 +189,7 @@ class Replicas:
                 )
 
     def _modulo_half(self, index: int, a: int, b: int) -> Tensor:
-        """h of `a`; the exact one stands in for the codec that a chunk falls back to."""
+        """Return h of `a`; the exact value stands in for the codec that a chunk falls back to."""
         own, partner = self.slow[a], self.slow[b]
         h = (partner - own) / 2
         grid = Grid(agree(self._bounds[a].propose(), self._bounds[b].propose()), dither_seed(bytes([index, a, b]), 1))
@@ -213,5 +214,5 @@ def test_under_drift_few_chunks_break_and_replicas_stay_as_near_as_with_fp32() -
         exact.round(index, modulo=False)
         coded.round(index, modulo=True)
     assert coded.coded > 100
-    assert coded.broken <= 0.05 * coded.coded  # the warm-up, in which distances grow fivefold, is in this
+    assert coded.broken <= 0.05 * coded.coded  # includes the warm-up, in which distances grow fivefold
     assert coded.spread() < 1.1 * exact.spread()

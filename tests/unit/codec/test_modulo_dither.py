@@ -1,4 +1,4 @@
-"""The shared dither: the same numbers everywhere, uniform, and without a pattern that a swap or a vector could meet."""
+"""The shared dither is the same on every machine, uniform, and uncorrelated across swaps, blocks and elements."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def block(seed: int, block_index: int = 0, num_elements: int = DITHER_ELEMENTS) 
 
 
 def correlation(left: Tensor, right: Tensor) -> float:
-    """In standard errors: about normal when the two have nothing to do with each other."""
+    """Return the correlation in standard errors: about normal when the two are independent."""
     return float(torch.corrcoef(torch.stack([left, right]))[0, 1]) * len(left) ** 0.5
 
 

@@ -1,4 +1,4 @@
-"""The bytes of modulo coding, fixed, and made once more here from what its docstring says."""
+"""The bytes of modulo coding are fixed; the tests compute them again from the definition in its docstring."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ def integers_by_hand(values: Tensor, *, grid: Grid, chunk_index: int) -> list[in
         step = 2.0 ** struct.unpack_from("<b", grid.exponents, block_index)[0]
         dither = torch.empty(len(block))
         scratch = torch.empty(len(block), dtype=torch.int32)
-        fill_dither(dither, scratch=scratch, seed=grid.seed, block_index=block_index)  # has a test by hand of its own
+        fill_dither(dither, scratch=scratch, seed=grid.seed, block_index=block_index)  # see test_modulo_dither.py
         pairs = zip(block.tolist(), dither.tolist(), strict=True)
-        integers += [round(fp32(x / step + d)) for x, d in pairs]  # Python rounds a tie to the even one, as torch does
+        integers += [round(fp32(x / step + d)) for x, d in pairs]  # Python rounds ties to even, as torch does
     return integers
 
 

@@ -20,7 +20,7 @@ from noloco_p2p.codec.sketch import (
     unpack,
 )
 
-# Sketch of 0, 1, 2, .. 99_999 for the run "golden" at mark 7: sums of whole numbers, the same on every machine.
+# Sketch of 0, 1, 2, .. 99_999 for the run "golden" at mark 7. Sums of integers are the same on every machine.
 GOLDEN_HEAD = [2125723.0, 611314.0, 4998000.0, 111022.0]
 PACKED_LETTERS = 175
 
@@ -50,7 +50,7 @@ def test_runs_and_marks_have_maps_of_their_own() -> None:
 
 
 def test_every_element_goes_to_one_bucket_with_a_sign() -> None:
-    """Elements of other blocks, too; buckets and signs are evenly used."""
+    """This holds for elements of later blocks too, and buckets and signs are used evenly."""
     for index in (0, 1, BLOCK_ELEMENTS - 1, BLOCK_ELEMENTS, 3 * BLOCK_ELEMENTS + 7):
         one = torch.zeros(4 * BLOCK_ELEMENTS)
         one[index] = 3.0
@@ -62,7 +62,7 @@ def test_every_element_goes_to_one_bucket_with_a_sign() -> None:
 
 
 def test_repeated_blocks_do_not_add_up() -> None:
-    """A vector whose blocks are all equal, as with tied or constant weights, is measured as any other."""
+    """The norm is right for a vector whose blocks are all equal, as with tied or constant weights."""
     block = torch.randn(BLOCK_ELEMENTS, generator=torch.Generator().manual_seed(1))
     vector = block.repeat(64)
     ratios = [float(sketch(vector, run=f"r{n}", mark=7).norm() / vector.norm()) for n in range(20)]
@@ -108,7 +108,7 @@ def test_whatever_a_stranger_packs_is_finite(data: bytes) -> None:
 
 
 def test_the_sketches_of_older_peers_are_no_sketches() -> None:
-    """132 bytes without a mark, in base64."""
+    """Theirs are 132 bytes without a mark, in base64."""
     assert unpack(b64encode(bytes(132)).decode()) is None
 
 

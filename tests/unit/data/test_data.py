@@ -1,4 +1,5 @@
-"""Streams: nothing lost, nothing held out, an order of each peer's own, and a restart that continues exactly."""
+"""Streams lose no token, hold out documents, read in an order of each peer's own, and continue exactly after a
+restart."""
 
 from __future__ import annotations
 
@@ -73,7 +74,7 @@ def write_json_lines(path: Path, texts: list[str]) -> None:
 
 @pytest.fixture
 def corpus(tmp_path: Path) -> Path:
-    """200 short documents, each with its number in it, in three files of two kinds."""
+    """Write 200 short documents, each of which contains its number, to three files of two kinds."""
     write_json_lines(tmp_path / "one.jsonl", [f"<{number:03}>" for number in range(80)])
     write_json_lines(tmp_path / "two.jsonl.gz", [f"<{number:03}>" for number in range(80, 150)])
     table = pa.table({"text": [f"<{number:03}>" for number in range(150, 200)]})
@@ -87,7 +88,7 @@ def held_out_texts(data: DataSpec) -> set[str]:
 
 
 def one_epoch(stream: TokenStream) -> list[str]:
-    """The documents of the first epoch, whole, as they come before they are cut into sequences."""
+    """Return the whole documents of the first epoch, before they are cut into sequences."""
     (feed,) = stream._feeds
     found: list[str] = []
     while arrays := feed.read():
@@ -179,7 +180,7 @@ def continues_exactly(make: Callable[[], TokenStream], *, after: int, more: int)
 
 @pytest.mark.parametrize("after", [0, 1, 40, 200])
 def test_the_built_in_corpus_continues_exactly(after: int) -> None:
-    continues_exactly(lambda: make_stream(block_tokens=20_000), after=after, more=120)  # many blocks
+    continues_exactly(lambda: make_stream(block_tokens=20_000), after=after, more=120)  # many small blocks
 
 
 @pytest.mark.parametrize("block_tokens", [100, 333, 1 << 19])
@@ -210,11 +211,11 @@ def test_other_files_than_before_start_a_new_epoch_with_a_warning(
     other = make_stream(MINE, bindings={"mine": f"{corpus}/*.jsonl*"})
     other.load_state_dict(stream.state_dict())
     assert "data epoch 1 starts" in caplog.text
-    assert torch.equal(next(other), next(stream))  # what is left of the block is not lost
+    assert torch.equal(next(other), next(stream))  # the rest of the block is not lost
 
 
 def state_of_version_2(**changes: Any) -> dict[str, Any]:
-    """The state of the corpus after 8 batches in blocks of 100 tokens, as older checkpoints hold it."""
+    """Return the state of the corpus after 8 batches in blocks of 100 tokens, in the format of older checkpoints."""
     place = [3, 1, 0, 62, 0, 0, []]
     feed = {"epoch": 0, "place": place, "taken_tokens": 384, "source": "d9a6511ec6822ebd74bcc03acf07c1d1"}
     state = {"feeds": [feed], "carry": [], "block": 1, "position": 8, "detours": [[]], "version": 2}
@@ -222,7 +223,7 @@ def state_of_version_2(**changes: Any) -> dict[str, Any]:
 
 
 def test_a_state_of_an_older_checkpoint_continues_exactly(corpus: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Its block is read again, which gives the same one unless files failed in it."""
+    """The block is read again, which gives the same tokens unless files failed in it."""
     bindings = {"mine": f"{corpus}/*"}
     whole = take(make_stream(MINE, bindings=bindings, block_tokens=100), 40)
     resumed = make_stream(MINE, bindings=bindings, block_tokens=100)
@@ -268,7 +269,7 @@ def test_no_token_is_lost_between_blocks(corpus: Path) -> None:
     in_small_blocks = Counter(one_epoch_of_batches(corpus, block_tokens=100))
     in_one_block = Counter(one_epoch_of_batches(corpus, block_tokens=BLOCK_TOKENS))
     assert sum(in_small_blocks.values()) == sum(in_one_block.values())
-    assert (in_small_blocks - in_one_block).total() < 2 * 16  # but for what begins the next epoch
+    assert (in_small_blocks - in_one_block).total() < 2 * 16  # except the start of the next epoch
 
 
 def test_what_is_cut_off_a_block_is_handed_on() -> None:
@@ -436,7 +437,7 @@ def test_a_source_without_documents_is_an_error_and_no_endless_loop(tmp_path: Pa
 
 @pytest.mark.parametrize("name", ["text", "json", "/etc", "../up", "~/x", "a/b/c", "lab/..", "-x/y", ""])
 def test_a_hub_name_is_owner_and_name(name: str) -> None:
-    """A name without an owner is a packaged builder of `datasets`, which reads the current folder."""
+    """A name without an owner denotes a built-in builder of `datasets`, which reads the current folder."""
     with pytest.raises(ValidationError, match="must be hub:OWNER/NAME"):
         DataSpec(source=f"hub:{name}")
 

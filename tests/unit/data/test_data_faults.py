@@ -1,4 +1,4 @@
-"""Faulty data is named, counted and skipped, and nothing else is lost; the reader waits for a network that fails."""
+"""Faulty data is named, counted and skipped without further loss; the reader waits while the network fails."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MINE = DataSpec(source="mine", sequence_length=16, holdout=0.2)
 
 
 class Instant(threading.Event):
-    """Waits that take no time, and are remembered."""
+    """An Event whose waits return at once and are recorded."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Instant(threading.Event):
 
 
 def read_all(path: Path) -> tuple[list[str], list[Fault]]:
-    """Texts and faults of one file."""
+    """Return the texts and the faults of one file."""
     found: list[Fault] = []
     source = open_source(MINE, {"mine": str(path)})
     texts = [str(document.content) for document in source.read(faults=Faults(found.append))]
@@ -56,7 +56,7 @@ def write_truncated_gzip(path: Path) -> None:
 
 
 def write_damaged_group(path: Path) -> None:
-    """The second of three row groups of ten is damaged."""
+    """Write three row groups of ten rows, and damage the second."""
     pq.write_table(pa.table({"text": [f"row {n}" for n in range(30)]}), path, row_group_size=10, compression="zstd")
     place = pq.ParquetFile(path).metadata.row_group(1).column(0)
     content = bytearray(path.read_bytes())
@@ -154,7 +154,7 @@ def test_reading_a_damaged_group_from_any_row_gives_the_same_rows(tmp_path: Path
 
 
 def test_faults_are_told_at_the_first_and_then_ever_more_rarely(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.WARNING, logger="noloco_p2p.data.documents")  # `noloco data check` turns it down
+    caplog.set_level(logging.WARNING, logger="noloco_p2p.data.documents")  # `noloco data check` raises the level
     faults = Faults()
     for number in range(1, 1201):
         faults.note(Fault("f.jsonl", number, "not JSON"))
@@ -195,7 +195,8 @@ def test_a_source_of_nothing_but_faults_is_an_error_that_names_the_last(tmp_path
 
 
 class Flaky:
-    """Pieces of `num_rows` documents; `fails` says at which (piece, row) a read fails, and how many times."""
+    """A source with pieces of `num_rows` documents; `fails` maps (piece, row) to the number of reads that fail
+    there."""
 
     def __init__(self, num_pieces: int, num_rows: int, fails: dict[tuple[int, int], int]) -> None:
         self.fails = Counter(fails)

@@ -1,4 +1,4 @@
-"""Mixtures keep their weights, a worker reads ahead without a trace, and both go on exactly after a restart."""
+"""Mixtures keep their weights, a worker thread reads ahead, and both continue exactly after a restart."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MIX = DataSpec(source="mix", mix=THREE, sequence_length=32, holdout=0.1)
 
 @pytest.fixture
 def bindings(tmp_path: Path) -> dict[str, str]:
-    """Three sources, of 'a', 'b' and 'c' alone, of very different sizes."""
+    """Write three sources of very different sizes, with texts of 'a', 'b' and 'c', and return their bindings."""
     for name, number, length in (("a", 300, 90), ("b", 900, 20), ("c", 80, 50)):
         lines = (json.dumps({"text": name * length + str(n)}) for n in range(number))
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
@@ -60,7 +60,7 @@ def test_each_source_gets_its_share_of_the_tokens(bindings: dict[str, str]) -> N
     taken = [feed.taken_tokens for feed in stream._feeds]
     for index, part in enumerate(THREE):
         assert taken[index] / sum(taken) == pytest.approx(part.weight / 10, abs=0.02)
-        assert 0.7 * taken[index] < counts[ord(part.source) + 3] < taken[index]  # the rest are numbers and ends
+        assert 0.7 * taken[index] < counts[ord(part.source) + 3] < taken[index]  # the rest are digits and end tokens
 
 
 def test_a_mixture_goes_on_exactly_after_a_restart(bindings: dict[str, str]) -> None:
@@ -120,7 +120,7 @@ def test_bindings_of_no_use_are_known() -> None:
 def test_a_restart_continues_exactly_though_files_failed(
     failing: set[tuple[int, int]], after: int, others: set[tuple[int, int]]
 ) -> None:
-    """Bit for bit, and so do the blocks after it, unless other files fail there."""
+    """The batches are bit-identical, and so are the blocks after them unless other files fail there."""
 
     def stream_of(failing: set[tuple[int, int]]) -> TokenStream:
         def piece(index: int) -> Piece:
@@ -134,7 +134,7 @@ def test_a_restart_continues_exactly_though_files_failed(
             return Piece(str(index), rows)
 
         stop = threading.Event()
-        stop.wait = lambda timeout=None: False  # no time passes
+        stop.wait = lambda timeout=None: False  # return at once
         data = DataSpec(sequence_length=32)
         stream = make_stream({}, data, stop=stop)
         (feed,) = stream._feeds

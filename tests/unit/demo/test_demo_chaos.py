@@ -1,4 +1,4 @@
-"""Which demo peer is killed, and when: from the seed, one at a time, and nobody before all have begun."""
+"""The seed decides which demo peer is killed and when: one at a time, and not before all peers have started."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from noloco_p2p.demo.swarm import Chaos
 
 
 class Puppet(DemoPeer):
-    """A peer that is back as soon as it is started, unless a test says otherwise."""
+    """A peer that is back as soon as it restarts, unless a test says otherwise."""
 
     def __init__(self, story: list[str], name: str) -> None:
         self.has_begun = True

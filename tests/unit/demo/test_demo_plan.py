@@ -1,4 +1,4 @@
-"""How many steps a demo takes, how long its rounds are, and how it gives the reasons for half and solo rounds."""
+"""The plan of a demo: its number of steps and the length of its rounds; and the report of half and solo rounds."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LATE = "its outer gradient is not here yet"
         (230, 0.1, 4, 2, 700, 850),
         (230, 0.5, 4, 2, 110, 150),  # five times slower
         (230, 0.1, 4, 1, 330, 420),
-        (230, 0.1, 4, 16, 1400, 1700),  # peers have a core each, and no more
+        (230, 0.1, 4, 16, 1400, 1700),  # no faster than with one core for each peer
         (230, 5.0, 4, 2, FEWEST_STEPS, FEWEST_STEPS),
     ],
 )

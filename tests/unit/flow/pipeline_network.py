@@ -1,7 +1,7 @@
 """A pipeline in memory, on a virtual clock: heads and replicas of `noloco_p2p.flow`, and streams with faults.
 
-Each stream keeps its order; frames are delayed, lost and repeated; streams close; peers are killed and start again.
-Payloads say where they have been, so that each gradient is checked against the path of its microbatch.
+Each stream keeps its order; frames are delayed, lost and repeated; streams close; peers are killed and restart.
+Payloads carry the path that they took, so that each gradient is checked against the path of its microbatch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MICROBATCH_TOKENS = 10
 @dataclass(frozen=True)
 class Activations:
     id: MicrobatchId
-    path: tuple[str, ...] = ()  # names of lives, from stage 1 on
+    path: tuple[str, ...] = ()  # the peers on the way, from stage 1 on
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class Gradient:
 
 @dataclass(frozen=True)
 class Rates:
-    """Shares of frames that are lost, repeated or damaged, of tasks that fail, and of Forwards whose answer is cut off.
+    """Fractions of frames that are lost, repeated or damaged, of tasks that fail, and of Forwards whose stream breaks.
 
-    The last gives a microbatch two paths: its sender draws another replica, and the first goes on, too.
+    A break gives a microbatch two paths: its sender draws another replica, while the first replica also continues.
     """
 
     lost: float = 0.0
@@ -51,13 +51,13 @@ class Rates:
 
 @dataclass
 class Node:
-    """One life of a peer: what its driver holds."""
+    """One life of a peer, between two restarts, with the state of its driver."""
 
     name: str
     stage: int
     life: int
     machine: Any  # Head or Replica
-    counted_tokens: int = 0  # of the gradients accumulated since the last step
+    counted_tokens: int = 0  # tokens of the gradients accumulated since the last step
     num_steps: int = 0
     is_alive: bool = True
 
@@ -68,12 +68,12 @@ class Node:
 
 @dataclass
 class Book:
-    """What happened in the whole pipeline."""
+    """A record of events in the whole pipeline."""
 
     launched: set[MicrobatchId] = field(default_factory=set)
     losses: dict[MicrobatchId, tuple[str, ...]] = field(default_factory=dict)  # id -> path
-    counted: Counter[tuple[MicrobatchId, int]] = field(default_factory=Counter)  # (id, stage) -> gradients
-    step_of: dict[tuple[Kind, MicrobatchId, int], int] = field(default_factory=dict)  # of that stage, by its own count
+    counted: Counter[tuple[MicrobatchId, int]] = field(default_factory=Counter)  # (id, stage) -> number of gradients
+    step_of: dict[tuple[Kind, MicrobatchId, int], int] = field(default_factory=dict)  # counted by that stage
     gave_up: Counter[MicrobatchId] = field(default_factory=Counter)
     num_frames: Counter[str] = field(default_factory=Counter)
 
@@ -110,13 +110,13 @@ class Network:
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._sequence = itertools.count()
         self._links: Counter[frozenset[str]] = Counter()  # generation of the stream between two peers
-        self._views: dict[tuple[str, str], int] = defaultdict(int)  # the generation that the first sees to the second
-        self._floor_s: dict[tuple[str, str], float] = defaultdict(float)  # order of a stream, and news of its end
+        self._views: dict[tuple[str, str], int] = defaultdict(int)  # the one that the first peer knows
+        self._floor_s: dict[tuple[str, str], float] = defaultdict(float)  # earliest next arrival, which keeps the order
         for names in self.stages:
             for name in names:
                 self.start(name)
 
-    # the world
+    # events and time
 
     def run(self, seconds: float, until: Callable[[], bool] = lambda: False) -> None:
         end_s = self.now_s + seconds
@@ -152,7 +152,7 @@ class Network:
                 batch_tokens=self._batch_tokens,
                 first_number=int(1000 * self.now_s) + life,
                 rng=rng,
-                progress=max((head.progress for head in self.heads), default=0.0),  # as a newcomer's state says
+                progress=max((head.progress for head in self.heads), default=0.0),  # as in the state of a newcomer
             )
         else:
             machine = Replica(
@@ -186,9 +186,9 @@ class Network:
             self.start(name)
 
     def cut(self, one: str, other: str, *, late_s: float = 0.0) -> None:
-        """The stream between two peers breaks: what is under way is lost, and each hears of it in its own time.
+        """Break the stream between two peers: frames on the way are lost, and each side notices after its own delay.
 
-        late_s: by which the second hears of it later, as when its keepalive has to find out.
+        late_s: additional delay of `other`, such as for its keepalive.
         """
         link = frozenset((one, other))
         self._links[link] += 1
@@ -339,7 +339,7 @@ class Network:
             if isinstance(frame, Forward) and self.rng.random() < self.rates.cut:
                 self.cut(sender.name, to, late_s=5.0 * self.rng.random())
 
-    # what must hold
+    # invariants
 
     @property
     def machines(self) -> list[Any]:
@@ -354,7 +354,7 @@ class Network:
         return [machine for machine in self.machines if isinstance(machine, Replica)]
 
     def check_counts(self) -> None:
-        """Each gradient at most once in a stage; each has a loss; each later stage has counted it before."""
+        """Check that a stage counts a gradient at most once, after its loss, and after all later stages."""
         last = self.num_stages - 1
         for (id, stage), num in self.book.counted.items():
             assert num == 1, f"stage {stage} counted {id} {num} times"
@@ -364,7 +364,7 @@ class Network:
         assert all(num == 1 for num in self.book.gave_up.values())
 
     def check_quiet(self) -> None:
-        """Nothing leaked: no room, no want, no departure, no task."""
+        """Check that no room, want, departure or task is left."""
         for machine in self.machines:
             assert machine.is_idle, vars(machine)
             assert not len(machine.tasks)

@@ -1,6 +1,6 @@
 """Tables of events and actions in words, as in `tests/unit/gossip/test_round_state.py`.
 
-A step reads `event arguments -> actions`; what stands behind the arrow is checked. A row may begin as others do.
+A step reads `event arguments -> actions`; the actions are checked. A row may start with the steps of a named beginning.
 Microbatch h.3 is number 3 of head h.
 """
 
@@ -16,7 +16,7 @@ MICROBATCH_TOKENS, BATCH_TOKENS = 10, 40
 
 
 class InOrder(random.Random):
-    """Draws neighbours in the order of their names."""
+    """A random generator that keeps neighbours in the order of their names."""
 
     def shuffle(self, x: Any) -> None:
         pass
@@ -58,7 +58,7 @@ def word(action: Action) -> str:
 
 
 class Bench:
-    """Feeds one machine with frames and tasks; each event returns its actions in words."""
+    """Feeds frames and task results to one machine; each event returns the actions in words."""
 
     machine: Any
 
@@ -152,7 +152,7 @@ class Bench:
 
 
 def rows(table: str, beginnings: dict[str, str]) -> dict[str, list[str]]:
-    """Title -> steps."""
+    """Parse the table into a mapping from titles to steps."""
     found: dict[str, list[str]] = {}
     for line in table.splitlines():
         if line.startswith("    "):
@@ -165,7 +165,7 @@ def rows(table: str, beginnings: dict[str, str]) -> dict[str, list[str]]:
 
 
 def events_without_a_row(machine: type, bench: type[Bench], table: dict[str, list[str]]) -> list[str]:
-    """Public methods of the machine that no step of the table calls."""
+    """Return the public methods of the machine that no step of the table calls."""
     import inspect
 
     used = {step.split()[0] for steps in table.values() for step in steps} | {"_frame", "__init__"}

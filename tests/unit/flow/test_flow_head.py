@@ -1,7 +1,7 @@
-"""A head as a table: each row is a sequence of events, each with what its driver has to do then.
+"""A head as a table: each row is a sequence of events and the actions that its driver must take.
 
-The head is h, of 4 stages unless a row says else, and may have 4 microbatches in flight. Its neighbours are x and y in
-stage 1, and its sinks v and w in stage 3. A microbatch has 10 tokens, a batch 40.
+The head h has 4 stages unless a row says otherwise, and may have 4 microbatches in flight. Its neighbours are x and y
+in stage 1, and its sinks v and w in stage 3. A microbatch has 10 tokens, a batch 40.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class HeadBench(Bench):
         return f"loss {self.machine.steps.loss_tokens} done {self.machine.steps.done_tokens}"
 
     def trained(self) -> None:
-        """All but one microbatch of a batch is done."""
+        """Count all but one microbatch of a batch as done."""
         self.machine.steps.count_loss(BATCH_TOKENS - MICROBATCH_TOKENS)
         self.machine.steps.count_done(BATCH_TOKENS - MICROBATCH_TOKENS)
 
@@ -278,21 +278,21 @@ def test_what_is_given_up_may_be_launched_again() -> None:
 
 
 def test_the_final_mark_has_a_number_of_its_own() -> None:
-    """Replicas take the mark of the highest number."""
+    """Replicas use the mark with the highest number."""
     bench = steps(f"trained; {BACKWARD}; computed -> close 40")
     (told,) = bench.machine.step_closed(1.0, 0.0)
     assert told == Broadcast(Mark(MicrobatchTicket(MicrobatchId("h", 2), 1.0, 0)))
 
 
 def test_a_head_that_leaves_says_so_without_the_tokens_of_a_microbatch() -> None:
-    """Of a ticket with tokens, a peer on the path could make the same frame."""
+    """Peers on the path could replay the ticket of a microbatch, so the mark is signed for zero tokens."""
     bench = steps(ASKING)
     bench.machine.progress = 0.25
     assert bench.machine.leave(0.0)[0] == Broadcast(Mark(MicrobatchTicket(MicrobatchId("h", 2), 0.25, 0)))
 
 
 def test_an_evaluation_after_the_end_carries_the_final_mark() -> None:
-    """Swaps and the last step may bring a head a little beyond the end, and replicas ban who signs more than 1."""
+    """Swaps and the last step may take a head slightly beyond 1, and replicas ban a head that signs more than 1."""
     bench = steps(f"trained; {BACKWARD}; computed -> close 40; step_closed 1.025")
     id, _ = bench.machine.launch("data", 10, 0.0, is_training=False)
     assert bench.machine.in_flight[id].ticket.mark == 1
@@ -303,11 +303,11 @@ def test_the_window_doubles_until_it_was_halved_and_grows_by_one_from_then_on() 
     for _ in range(4):
         window.ended_well()
         sizes.append(window.size)
-    assert sizes == [2, 3, 4, 4]  # one more for each microbatch: twice as many after a window
-    window.lost(1.0, 1.0)  # after a whole window that ended well, so it counts for nothing
+    assert sizes == [2, 3, 4, 4]  # one more for each microbatch, so a window doubles the size
+    window.lost(1.0, 1.0)  # after a successful window, so this loss has no effect
     window.lost(2.0, 2.0)
     assert window.size == 2
-    window.lost(1.5, 2.1)  # sent before the window was halved: it met the same trouble
+    window.lost(1.5, 2.1)  # sent before the window was halved: part of the same loss
     assert window.size == 2
     sizes.clear()
     for _ in range(6):

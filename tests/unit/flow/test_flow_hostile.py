@@ -1,4 +1,4 @@
-"""Neighbours that say anything, in any order: nothing raises, nothing grows, and no gradient counts twice."""
+"""Neighbours that send anything in any order cause no exception, no growth, and no gradient that counts twice."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Driver:
                     self.do(machine.step_closed(self.now_s))
 
     def finish(self) -> None:
-        """Let the machine finish while nothing arrives any more."""
+        """Let the machine finish while no more frames arrive."""
         self.do(self.machine.leave(self.now_s))
         for _ in range(30):
             self.event("time", LONGEST_DEADLINE_S / 10)

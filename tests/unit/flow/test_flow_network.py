@@ -1,4 +1,4 @@
-"""Whole pipelines under faults: each gradient once, no deadlock, bounded memory."""
+"""Whole pipelines under faults: each gradient counts once, nothing deadlocks, and memory is bounded."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pipeline_network import MICROBATCH_TOKENS, Network, Rates
 from noloco_p2p.flow.actions import Kind
 from noloco_p2p.flow.limits import SHORTEST_VOTE_S
 
-DRAIN_S = 150.0  # longer than the first deadline: what was lost has expired
+DRAIN_S = 150.0  # longer than the first deadline, after which lost frames have expired
 EXAMPLES = settings(max_examples=12, deadline=None)
 
 
 def drain(network: Network) -> None:
-    """No faults and no launches from now on, until nothing is held anywhere."""
+    """Stop faults and launches, and check that no peer holds anything in the end."""
     network.rates, network.is_launching = Rates(), False
     network.run(DRAIN_S)
     network.check_counts()
@@ -22,7 +22,7 @@ def drain(network: Network) -> None:
 
 
 def check_goes_on(network: Network) -> None:
-    """Once faults cease and what they left has expired, heads complete microbatches, but those ahead of others."""
+    """Check that heads complete microbatches once faults have ceased, except heads that are ahead of others."""
     network.rates = Rates()
     for names in network.stages:
         for name in names:
@@ -101,7 +101,7 @@ def strike(network: Network, kind: str, one: int, other: int) -> None:
 def test_under_faults_each_gradient_is_counted_at_most_once_and_the_pipeline_goes_on(
     seed: int, faults: list[tuple[float, str, int, int]], num_rooms: int, rates: Rates
 ) -> None:
-    """3 stages of 3 replicas with rooms for one or two microbatches each."""
+    """There are 3 stages of 3 replicas, with room for one or two microbatches each."""
     network = Network(seed=seed, num_rooms=num_rooms, rates=rates)
     for at_s, kind, one, other in faults:
         network.at(at_s, lambda kind=kind, one=one, other=other: strike(network, kind, one, other))
@@ -120,7 +120,8 @@ def test_heads_train_to_the_end_and_replicas_follow() -> None:
 
 
 def test_a_stage_with_few_replicas_takes_larger_steps_not_more() -> None:
-    """Ten batches come to it for each of its steps, and it goes on: to stop at four would stop the whole pipeline."""
+    """Ten batches reach it for each of its steps. It must continue, as stopping at four would stop the whole
+    pipeline."""
     network = Network(seed=0, num_heads=10, num_replicas=(1, 1), num_rooms=4, num_steps=4)
     network.run(300.0, until=lambda: all(head.progress >= 1.0 for head in network.heads))
     assert all(head.progress >= 1.0 for head in network.heads)
@@ -155,7 +156,8 @@ def test_a_peer_that_leaves_finishes_what_it_has() -> None:
 
 
 def test_a_head_that_pauses_does_not_hold_up_the_steps_of_the_others() -> None:
-    """With two heads, the one behind is the median: its silence would cost the shortest time of a vote."""
+    """With two heads the later one is the median, so its silence would delay every step by the shortest time of a
+    vote."""
     network = Network(seed=0, num_heads=2)
     network.run(20.0)
     paused = network.nodes["h0"]
@@ -171,7 +173,7 @@ def test_a_head_that_pauses_does_not_hold_up_the_steps_of_the_others() -> None:
 
 
 def test_with_one_path_and_one_microbatch_in_flight_all_stages_step_together() -> None:
-    """As one machine that holds the whole model: forward and backward of a microbatch are in one step everywhere."""
+    """Forward and backward of a microbatch fall into one step in every stage, as on a single machine."""
     network = Network(seed=0, num_heads=1, num_replicas=(1, 1, 1), max_in_flight=1, num_steps=8)
     network.run(200.0, until=lambda: all(node.num_steps == 8 for node in network.nodes.values()))
     assert len(network.book.losses) == 8 * 4
@@ -180,7 +182,7 @@ def test_with_one_path_and_one_microbatch_in_flight_all_stages_step_together() -
 
 
 def test_gradients_are_at_most_a_quarter_of_a_step_late_in_the_mean() -> None:
-    """Batches of 16 microbatches, so a quarter is 4 rooms; heads keep them full."""
+    """A batch has 16 microbatches, so a quarter is 4 rooms, which the heads keep full."""
     network = Network(seed=0, num_rooms=4, batch_tokens=16 * MICROBATCH_TOKENS)
     network.run(300.0)
     steps = network.book.step_of

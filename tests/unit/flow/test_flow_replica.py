@@ -1,7 +1,7 @@
-"""An inner replica as a table: each row is a sequence of events, each with what its driver has to do then.
+"""An inner replica as a table: each row is a sequence of events and the actions that its driver must take.
 
-The replica is of stage 1 of 4 unless a row says else, has 2 rooms, and neighbours x and y in the next stage. Peers a
-and b are upstream. A microbatch has 10 tokens, a batch 40.
+The replica is in stage 1 of 4 unless a row says otherwise, has 2 rooms, and has neighbours x and y in the next stage.
+Peers a and b are upstream. A microbatch has 10 tokens, a batch 40.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The median mark, the head's own batch, the turns of heads and the at-most-once window, each by itself."""
+"""Unit tests of the median mark, a head's own batch, the turns of heads, and the window of seen microbatches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def vote(steps: MedianSteps, head: str, number: int, mark: float, now_s: float =
 
 
 def test_the_median_is_the_lower_one() -> None:
-    """Half of the heads cannot pull the others along."""
+    """So half of the heads cannot push the others forward."""
     steps = MedianSteps(batch_tokens=40)
     for head, mark in {"a": 0.1, "b": 0.2, "c": 0.3, "d": 0.4}.items():
         vote(steps, head, 1, mark)
@@ -141,7 +141,7 @@ def test_heads_get_room_in_turn() -> None:
 def test_a_head_that_had_twice_its_fair_share_is_passed_over_while_others_wait() -> None:
     wants = wanting(*(f"a.{i}" for i in range(9)), "b.1", "c.1")
     assert served(wants)[-1] == "a.8"
-    want(wants, "b.2", "a.9", "b.3")  # it would be the turn of a after b.2
+    want(wants, "b.2", "a.9", "b.3")  # otherwise a would be next after b.2
     assert served(wants) == ["b.2", "b.3", "a.9"]
     wants.new_step()
     want(wants, "a.10", "b.4", "a.11")

@@ -1,4 +1,4 @@
-"""The digest of a chunk is part of the wire: every peer computes the same, and damage does not keep it."""
+"""The digest of a chunk is part of the wire format: all peers compute the same one, and damage changes it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from noloco_p2p.gossip.frames import chunk_digest
 
 
 def test_it_is_the_published_xxh3_of_128_bits() -> None:
-    assert chunk_digest(b"").hex() == "99aa06d3014798d86001c324468d497f"  # of the empty input, in xxHash's own tests
+    assert chunk_digest(b"").hex() == "99aa06d3014798d86001c324468d497f"  # of empty input, from the tests of xxHash
 
 
 @given(st.binary(min_size=1, max_size=2000), st.data())

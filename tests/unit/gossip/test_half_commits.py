@@ -1,4 +1,4 @@
-"""Readys that are lost or come twice: a part is committed at most once, and the outcome says exactly which."""
+"""Lost or repeated Ready frames: a part is committed at most once, and the outcome says which parts were committed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from noloco_p2p.testing.peers import MemoryPeer, MemorySwarm
 
 SPEC = RunSpec(name="half", codec=FP32, outer=published())
 SHORT = Deadlines(dial_s=1.5, offer_s=1.5, status_s=1.5, progress_s=1.5, farewell_s=0.05)
-WAIT_S = 20.0  # where all Readys of the late part are lost, signs of life go on, and only the boundary ends the wait
+WAIT_S = 20.0  # if all Readys of the late part are lost, the stream stays alive until the boundary
 SECTIONS_OF = {
     Part.EARLY: {SectionName.SLOW_WEIGHTS, SectionName.OUTER_MOMENTUM},
     Part.LATE: {SectionName.OUTER_GRADIENT},
@@ -30,7 +30,7 @@ VECTORS = [Vectors.random(1), Vectors.random(2)]
 
 
 class Listening:
-    """Notes the ids of the swaps that are offered over the streams that it is put around."""
+    """A stream wrapper that records the ids of offered swaps."""
 
     def __init__(self, stream: FrameStream, swap_ids: list[bytes]) -> None:
         self._stream = stream

@@ -1,4 +1,4 @@
-"""What is worth waiting for, and which swap is given up in time for another: by measured rates, not by constants."""
+"""Measured rates, not constants, decide what a peer waits for and when it gives up a swap for another partner."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ A, B = Vectors.random(1), Vectors.random(2)
 
 
 def open_at(peer: MemoryPeer, vectors: Vectors, *, seconds_per_step: float, steps_left: int, index: int = 0) -> None:
-    """Open a round of a peer that has measured its steps, with the boundary `steps_left` steps away."""
+    """Open a round of a peer that has measured its steps, `steps_left` steps before the boundary."""
     now_s = time.monotonic()
     peer.exchange.step_rate.open_round(now_s)
     for step in range(32):
@@ -43,7 +43,7 @@ def both_early(*peers: MemoryPeer) -> None:
 
 
 def paired(swarm: MemorySwarm, *, seconds_per_step: float, steps_left: tuple[int, int]) -> list[MemoryPeer]:
-    """Two peers on their way to their boundaries, with each other's early part."""
+    """Return two peers on the way to their boundaries, which have each other's early part."""
     peers = [swarm.peer("a"), swarm.peer("b")]
     for peer, vectors, left in zip(peers, (A, B), steps_left, strict=True):
         open_at(peer, vectors, seconds_per_step=seconds_per_step, steps_left=left)
@@ -120,7 +120,7 @@ def test_an_early_part_that_will_miss_the_boundary_gives_way_to_another_partner(
     large_a, large_b = (Vectors.random(seed, num_elements=20 * 262_144) for seed in (1, 2))
     with MemorySwarm(SPEC) as swarm:
         a, fast = swarm.peer("a"), swarm.peer("fast")
-        for index in range(3):  # a learns what its link carries
+        for index in range(3):  # a measures its link
             open_round(a, large_a, round_index=index)
             open_round(fast, large_b, round_index=index)
             both_early(a, fast)

@@ -1,4 +1,4 @@
-"""An unknown peer that makes an offer is looked up, a few times per minute."""
+"""A peer looks up an unknown peer that makes it an offer, a few times per minute."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A peer that trains another model from now on, as after a switch to another stage of a pipeline."""
+"""A peer that switches to another model, as when it moves to another stage of a pipeline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whom to ask: every peer with the same chance, nobody twice in vain, and no hope where there is none."""
+"""The choice of a partner: uniform over peers, no useless repeats, and no waiting when nobody is left to ask."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def boundary(to_boundary_s: float | None, per_round_s: float | None) -> Boundary
 
 
 def test_every_peer_is_drawn_with_the_same_chance() -> None:
-    """Chi-square over 10 peers and 5,000 rounds: above 27.9 (9 degrees of freedom) once in a thousand fair seeds."""
+    """Chi-square over 10 peers and 5,000 rounds: above 27.9 (9 degrees of freedom) for one in a thousand fair seeds."""
     pairing, live, draws = Pairing(random.Random(1)), candidates(10), Counter[str]()
     for _ in range(5_000):
         pairing.open_round([], num_live=10)
@@ -47,7 +47,7 @@ def test_every_peer_is_drawn_with_the_same_chance() -> None:
 
 
 def test_the_order_of_the_directory_does_not_matter_to_chance() -> None:
-    """Each peer is last in the list in turn; a draw that favours a place in the list would show."""
+    """Each peer is last in the list in turn, so a draw that favours a position in the list fails."""
     pairing, live, draws = Pairing(random.Random(2)), candidates(5), Counter[str]()
     for turn in range(5_000):
         pairing.open_round([], num_live=10)
@@ -62,7 +62,7 @@ def test_who_was_turned_away_and_still_waits_is_asked_first_and_only_in_the_next
     for _ in range(20):
         pairing.open_round([], num_live=10)
         pairing.turned_away("peer7", mine=boundary(2.0, 20.0), theirs=boundary(15.0, 20.0))
-        pairing.turned_away("peer8", mine=boundary(2.0, 20.0), theirs=boundary(1.0, 20.0))  # its round ends before
+        pairing.turned_away("peer8", mine=boundary(2.0, 20.0), theirs=boundary(1.0, 20.0))  # its round ends earlier
         pairing.open_round([], num_live=10)
         assert chosen(pairing, live, 0.0) == "peer7"
     pairing.refused("peer7", code=RefuseCode.TAKEN, retry_after_s=3.0, now_s=0.0)
@@ -129,7 +129,7 @@ def test_a_passing_refusal_is_waited_out_and_asked_again(code: RefuseCode) -> No
 
 @pytest.mark.parametrize("code", sorted(PASSING))
 def test_a_peer_that_only_puts_off_is_given_up_for_another(code: RefuseCode) -> None:
-    """Else a peer whose training hangs would cost everybody who draws it a whole round."""
+    """Otherwise a peer whose training hangs would cost everybody that draws it a whole round."""
     pairing, live, now_s = Pairing(random.Random(4)), candidates(2), 0.0
     target = chosen(pairing, live, now_s)
     for _ in range(PASSING_TRIES):
@@ -141,7 +141,7 @@ def test_a_peer_that_only_puts_off_is_given_up_for_another(code: RefuseCode) -> 
 
 @pytest.mark.parametrize("code", sorted(LASTING))
 def test_nobody_is_asked_without_a_pause_whatever_it_answers(code: RefuseCode) -> None:
-    """A partner that waits at its boundary says TAKEN and 0 s to it."""
+    """A partner at its own boundary answers TAKEN with a retry after 0 s."""
     pairing, live, now_s, num_offers = Pairing(random.Random(9)), candidates(1), 0.0, 0
     while now_s < 60.0:
         if chosen(pairing, live, now_s):
@@ -219,9 +219,9 @@ def test_same_seed_same_draws() -> None:
         (boundary(10.0, 20.0), boundary(15.0, 20.0), 0.0),
         (boundary(0.0, 20.0), boundary(15.0, 20.0), 3.0),
         (boundary(0.0, 200.0), boundary(15.0, 20.0), 3.0),  # the shorter round counts
-        (boundary(None, None), boundary(1e6, 20.0), 0.0),  # nothing measured yet: no reason to refuse
+        (boundary(None, None), boundary(1e6, 20.0), 0.0),  # nothing is measured yet, so nothing is refused
         (boundary(1e6, 20.0), boundary(None, None), 0.0),
-        (boundary(0.0, -1.0), boundary(0.0, 20.0), 0.6),  # nonsense of a stranger: refused, not accepted
+        (boundary(0.0, -1.0), boundary(0.0, 20.0), 0.6),  # an invalid value from a stranger is refused
     ],
 )
 def test_boundaries_further_apart_than_a_part_of_the_shorter_round_do_not_fit(
@@ -281,7 +281,7 @@ def test_offers_of_a_peer_that_has_had_its_share_are_refused_until_rounds_have_p
 
 @pytest.mark.parametrize("can_be_called", [False, True])
 def test_made_up_records_do_not_shrink_the_share_of_honest_peers(can_be_called: bool) -> None:
-    """Three honest partners in turn, and 45 records of a stranger: nobody is there, or has an address."""
+    """Three honest partners take turns; a stranger has 45 records of peers that do not answer or have no address."""
     pairing, honest = Pairing(random.Random(0)), candidates(3)
     invented = [Candidate(f"invented{number}", "host:9", can_be_called=can_be_called) for number in range(45)]
     num_refused = 0
@@ -316,7 +316,7 @@ def test_after_such_a_refusal_another_peer_is_drawn(code: RefuseCode) -> None:
     first = chosen(pairing, live, 0.0)
     pairing.refused(first, code=code, retry_after_s=5.0, now_s=0.0)
     second = ""
-    while not second:  # the same one may be drawn again, and is waited for then
+    while not second:  # the first one may be drawn again, and is then waited for
         pairing.refused(first, code=code, retry_after_s=5.0, now_s=0.0)
         second = chosen(pairing, live, 1.0)
     assert second != first

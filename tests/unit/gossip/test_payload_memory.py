@@ -1,4 +1,4 @@
-"""Memory of payloads: used again once nobody sees it, and never before."""
+"""Payload memory is reused once no view of it is left, and never before."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_memory_is_used_again_when_the_last_view_of_it_is_gone() -> None:
 
 def test_memory_that_is_used_again_is_lent_to_one_at_a_time() -> None:
     memory = PayloadMemory()
-    memory.take(1000)  # and given back at once
+    memory.take(1000)  # it is returned at once
     first, second = (memory.take(1000).keep(b"x") for _ in range(2))
     assert address(first) != address(second)
 
@@ -89,9 +89,9 @@ def no_collector() -> Iterator[None]:
     ("section", "num_free"), [(SectionName.SLOW_WEIGHTS, 3), (SectionName.OUTER_GRADIENT, 5)], ids=["early", "late"]
 )
 def test_a_swap_that_failed_gives_its_memory_back_at_once(section: SectionName, num_free: int) -> None:
-    """Its vectors are as large as the model: the garbage collector may come minutes later.
+    """The vectors are as large as the model, and the garbage collector may run minutes later.
 
-    num_free: three vectors of its partner; of its own the early ones may still lie in the stream.
+    num_free: three vectors of the partner; the stream may still hold the own early ones.
     """
     faults = FaultPlan().fail_at(At(Chunk, section=section), send=NotFinite()).wrapper()
     with MemorySwarm(SPEC) as swarm:

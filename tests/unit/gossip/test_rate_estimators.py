@@ -1,4 +1,4 @@
-"""How far the boundary is, and what a transfer may take: from the steps and the transfers before."""
+"""Estimates of the time to the boundary and of the duration of a transfer, from earlier steps and transfers."""
 
 from __future__ import annotations
 

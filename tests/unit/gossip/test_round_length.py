@@ -1,4 +1,4 @@
-"""The controller of the round length in a simulated loop: it fits the swap in, follows the link, and keeps calm."""
+"""The controller of the round length in a simulated loop fits in the swap, follows the link, and does not oscillate."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def train(
     noise: random.Random | None = None,
     others_s: Sequence[float] = (),
 ) -> list[int]:
-    """Rounds over a link of this rate, 10 % of each spent on finding a partner; the lengths that were chosen."""
+    """Simulate rounds over a link of this rate, with 10 % of each spent on matchmaking; return the chosen lengths."""
     lengths = []
     for index in range(num_rounds):
         spread = noise.lognormvariate(0.0, 0.25) if noise else 1.0
@@ -128,7 +128,7 @@ def test_a_peer_that_slows_down_takes_fewer_steps_a_round() -> None:
 
 @pytest.mark.parametrize(("wait_steps", "expected"), [(0.0, 0.0), (1.0, 2.6667), (10.0, 18.1370), (1000.0, 1668.2651)])
 def test_the_best_length_by_hand(wait_steps: float, expected: float) -> None:
-    """With a = 0.09, p = 0.24, c = 1: (0.15 w + sqrt((0.15 w)^2 + 0.0864 w)) / 0.18."""
+    """With a = 0.09, p = 0.24, c = 1, the best length is (0.15 w + sqrt((0.15 w)^2 + 0.0864 w)) / 0.18."""
     assert (LENGTH_EXPONENT, STEPS_EXPONENT, CURVE_START) == (0.09, 0.24, 1.0)
     assert best_inner_steps(wait_steps) == pytest.approx(expected, abs=1e-4)
 
@@ -153,7 +153,7 @@ def test_where_training_waits_the_early_part_fits_into_its_share_of_a_round() ->
 
 
 def test_where_the_wait_is_long_it_decides() -> None:
-    """As for a partner whose coding is slow."""
+    """A partner that codes slowly has such a wait."""
     length = RoundLength(OuterSpec(inner_steps="auto", max_wait_s=60.0))
     length.note(link(2.0, late_s=10.0))
     assert length.shortest_s(1.0) == pytest.approx(best_inner_steps(10.0)), "more than 2 / FILL"
@@ -177,7 +177,7 @@ def test_without_a_late_part_rounds_are_those_of_a_swarm_that_never_waits() -> N
     assert one != train(RoundLength(waiting), num_rounds=60, step_s=1.0, bytes_per_s=12.5e6, noise=random.Random(1))
 
 
-# the swarm
+# influence of other peers
 
 
 def test_a_fast_peer_takes_rounds_as_long_as_the_others_can_keep_up_with() -> None:
@@ -208,7 +208,7 @@ def test_peers_that_are_alike_do_not_keep_each_others_rounds_long() -> None:
 def test_peers_of_one_to_four_times_the_speed_come_to_rounds_of_nearly_one_duration(
     seed: int, max_wait_s: float
 ) -> None:
-    """Each hears of five others now and then; links differ by factors, too."""
+    """Each round a peer reads eight of the twelve records; steps and swaps differ in duration by up to four times."""
     rng = random.Random(seed)
     outer = OuterSpec(inner_steps="auto", max_wait_s=max_wait_s, max_inner_steps=1000)
     peers = [RoundLength(outer) for _ in range(12)]
@@ -241,7 +241,7 @@ def test_what_a_partner_tells_cannot_break_it(told_s: float) -> None:
     assert 5 <= length.next(1e-9, others_s=[told_s]) <= 200
 
 
-# measuring
+# measurements
 
 
 def test_nothing_measured_changes_nothing() -> None:
@@ -252,7 +252,7 @@ def test_nothing_measured_changes_nothing() -> None:
 
 
 def test_a_swap_that_was_given_up_before_it_moved_anything_makes_rounds_longer() -> None:
-    """As on a link whose round trip takes longer than the round."""
+    """This happens on a link whose round trip takes longer than the round."""
     length, lengths = RoundLength(EAGER), list[int]()
     for _ in range(20):
         lengths.append(length.next(0.05))

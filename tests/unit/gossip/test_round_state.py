@@ -1,8 +1,8 @@
-"""The rounds of one peer as a table: each row is a sequence of events, each with what the driver has to do then.
+"""The rounds of one peer as a table: each row is a sequence of events and the actions that the driver must take.
 
-This peer is `beta`, so that both orders of ids are met; `alpha` and `gamma` are the others. A step reads
-`event arguments -> actions [PHASE]`; what stands behind the arrow or in brackets is checked, what is left out is not.
-A row may begin as others do: `PAIRED`, `EARLY` and `TRAILING` are their first steps.
+This peer is `beta`, so that ids of other peers sort before and after its own: `alpha` and `gamma`. A step reads `event
+arguments -> actions [PHASE]`; the actions and the phase are checked if they are given. A row may start with `PAIRED`,
+`EARLY` or `TRAILING`, which stand for the first steps of a row.
 """
 
 from __future__ import annotations
@@ -144,10 +144,10 @@ class Bench:
     def _swap(self) -> FakeSwap:
         return FakeSwap(LATE_BYTES if self.plans is PLANS else 0)
 
-    # the world
+    # the peers around it, and time
 
     def no_late_part(self) -> None:
-        """Of this run's swaps."""
+        """Leave out the late part of all swaps."""
         self.plans = EARLY_PLANS
 
     def at(self, seconds: str) -> None:
@@ -160,7 +160,7 @@ class Bench:
         self.unlisted.append(peer)
 
     def train(self, num_steps: str) -> None:
-        """Whole inner steps of STEP_S each."""
+        """Take whole inner steps of STEP_S each."""
         for _ in range(int(num_steps)):
             self.now_s += STEP_S
             self.step_rate.step(self.now_s)
@@ -549,7 +549,7 @@ a stop abandons both swaps
 
 
 def rows() -> dict[str, list[str]]:
-    """Title -> steps."""
+    """Parse the table into a mapping from titles to steps."""
     found: dict[str, list[str]] = {}
     for line in TABLE.splitlines():
         if line.startswith("    "):
@@ -569,16 +569,16 @@ def test_a_row(steps: list[str]) -> None:
 
 
 def test_every_event_has_a_row() -> None:
-    """Methods of RoundState that change it are events, and each is met in the table by what the bench calls."""
+    """Public methods of RoundState that change it are events, and the table must call each of them."""
     used = {step.split()[0] for steps in rows().values() for step in steps}
     called = "".join(inspect.getsource(getattr(Bench, name)) for name in used | {"_answered", "_word"})
     events = [name for name in vars(RoundState) if not name.startswith("_") and callable(getattr(RoundState, name))]
-    queries = {"waits_for_trailing", "is_hopeless", "watches", "offer_dropped"}  # asked by events, but for the last
+    queries = {"waits_for_trailing", "is_hopeless", "watches", "offer_dropped"}  # helpers of events, except the last
     assert not [name for name in events if f"self.state.{name}(" not in called and name not in queries]
 
 
 def test_an_offer_that_the_driver_drops_is_not_out_any_more() -> None:
-    """Its task ended in a mistake of ours; the offers that were held for it are answered."""
+    """The task of the offer has failed by a bug; offers that waited for its answer are answered."""
     bench = Bench()
     for step in ["live alpha", "open", "seek", "offer_from gamma -> nothing"]:
         bench.step(step)
@@ -597,7 +597,7 @@ def test_taken_says_when_the_next_round_begins() -> None:
 
 def test_the_seconds_of_a_boundary_too_far_are_given() -> None:
     bench = Bench()
-    for step in ["open", "train 5"]:  # 10 s left of a round of 20 s
+    for step in ["open", "train 5"]:  # 10 s left in a round of 20 s
         bench.step(step)
     (reply,) = bench.state.offer_came(Incoming(Offer(hello("gamma"), bytes(16), BOUNDARIES["far"]), True), bench.now_s)
     assert isinstance(reply, Reply)
@@ -612,7 +612,7 @@ def steps(text: str, *, seed: int = 0) -> Bench:
 
 
 def test_a_peer_that_stays_unreachable_is_reported_loudly_once() -> None:
-    """Until a swap with it has begun."""
+    """The next warning comes only after a swap with the peer has started."""
     bench, levels = steps("live alpha; open"), []
     for at_s in (0, 11, 22):
         bench.step(f"at {at_s}")
@@ -639,7 +639,7 @@ def test_the_last_partner_is_drawn_only_when_nobody_else_is_here() -> None:
 
 
 def test_a_peer_that_was_turned_away_is_asked_first_in_the_next_round() -> None:
-    """It came for this round, whose end is before its own."""
+    """It was refused as this round ends before its own."""
     theirs = Boundary(0, 19.0, 20.0, 0.0)
     text = "live alpha gamma delta epsilon; open; train 1; offer_from alpha; early alpha; train 2"
     for seed in range(20):
@@ -681,7 +681,7 @@ def test_an_early_part_that_did_not_come_is_a_measurement_of_the_link(how: str) 
 
 
 class RoundMachine(RuleBasedStateMachine):
-    """What a driver may do to a round, in any order."""
+    """All calls that a driver may make to a round, in any order."""
 
     plans = PLANS
 
@@ -778,7 +778,7 @@ class RoundMachine(RuleBasedStateMachine):
 
 
 class EarlyRoundMachine(RoundMachine):
-    """The same in a run whose swaps have no late part."""
+    """The same calls in a run whose swaps have no late part."""
 
     plans = EARLY_PLANS
 
@@ -794,12 +794,12 @@ TestEarlyRoundMachine = EarlyRoundMachine.TestCase
 TestEarlyRoundMachine.settings = TestRoundMachine.settings
 
 
-# Crossed offers. Each side: its offer goes out (at once, as both are seeking), and two messages reach it: the other's
-# offer, and the answer to its own. An answer exists only after the offer reached the other side. All orders are tried.
+# Crossed offers. On each side the offer leaves at once, as both are seeking, and two messages arrive: the other's
+# offer, and the answer to its own. An answer exists only after the offer has arrived. All orders are tried.
 
 
 def crossed(first: str, second: str, order: tuple[tuple[str, str], ...]) -> dict[str, bool]:
-    """Which of the two streams ("first" opened by `first`) stand when the events come in `order`."""
+    """Return which of the two streams survive when the events come in `order`; "first" is opened by `first`."""
     benches, other = {first: Bench(first), second: Bench(second)}, {first: second, second: first}
     for peer, bench in benches.items():
         bench.others = [other[peer]]

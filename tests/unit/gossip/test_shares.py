@@ -1,4 +1,4 @@
-"""The account of each peer: what it may have, when it has had it, and that memory is bounded."""
+"""The account of each peer bounds the swaps that it may take, and the memory for accounts is bounded."""
 
 from __future__ import annotations
 

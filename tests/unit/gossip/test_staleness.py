@@ -1,4 +1,4 @@
-"""Partners some rounds apart: what counts how much, who is refused in which words, and who has to catch up."""
+"""Partners some rounds apart: the weight of each side, the text of a refusal, and which peer has to catch up."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_peers_too_far_apart_do_not_swap_and_read_why() -> None:
 
 
 def test_a_round_longer_than_the_run_allows_is_refused_by_either_side() -> None:
-    """By its length its peer would be believed to be near, and drag the partner along by as much."""
+    """The declared length would make a distant peer look near, and would move its partner by as much."""
     spec = RunSpec(name="long", outer=published(inner_steps=10, max_wait_s=0.5), total_steps=STEPS)
     with MemorySwarm(spec) as swarm:
         honest, liar = swarm.peer("a"), swarm.peer("b")

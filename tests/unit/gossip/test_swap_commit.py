@@ -1,4 +1,4 @@
-"""A swap in memory when nothing goes wrong, and when a part comes late: what is committed, by whom, and when."""
+"""A swap in memory without faults, or with a late part after the boundary: what each side commits, and when."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_without_a_late_part_the_early_part_is_a_whole_swap_and_no_boundary_wait
                 open_round(peer, own, round_index=index)
             wait_until(lambda: all(peer.driver.phase is RoundPhase.DONE for peer in (a, b)))
             outcomes = []
-            for peer in (a, b):  # one thread: the other one is not at its boundary
+            for peer in (a, b):  # in one thread, so that the other peer is not at its boundary
                 peer.exchange.stage(lambda: pytest.fail("nothing codes a gradient that does not travel"))
                 outcomes.append(peer.exchange.collect(0.0))
             assert [type(outcome) for outcome in outcomes] == [Swapped, Swapped]
@@ -115,7 +115,7 @@ def test_rounds_follow_each_other(swarm: MemorySwarm) -> None:
         assert [received(outcome).partner_round for outcome in outcomes] == [index, index]
 
 
-# a part that comes after the boundary
+# a late part after the boundary
 
 
 def test_an_eager_peer_takes_half_now_and_the_rest_once_as_a_correction(swarm: MemorySwarm) -> None:
@@ -147,7 +147,7 @@ def test_a_late_part_that_misses_the_next_boundary_is_dropped_on_both_sides(swar
     early_committed(a, b)
     assert isinstance(end_round(a, A, wait_s=0.0), Half)
     open_round(a, A, round_index=1)
-    end_round(a, A, wait_s=0.0)  # the next boundary
+    end_round(a, A, wait_s=0.0)  # reaches the next boundary
     began_s = time.monotonic()
     assert isinstance(end_round(b, B, wait_s=PATIENCE_S), Half)
     assert time.monotonic() - began_s < AT_ONCE_S, "b learned of it, and did not wait in vain"
@@ -164,7 +164,7 @@ def test_rounds_that_do_not_overlap_find_nobody(swarm: MemorySwarm) -> None:
     assert isinstance(end_round(a, A, wait_s=0.0), Alone)
 
 
-# this peer's own faults
+# faults of this peer itself
 
 
 def test_a_gradient_that_is_not_finite_leaves_the_swap_half_at_once(swarm: MemorySwarm) -> None:
@@ -194,7 +194,7 @@ def test_weights_that_are_not_finite_are_not_sent_and_are_no_fault_of_the_partne
 
 
 def test_an_outcome_that_nobody_collected_does_not_stop_the_next_round(swarm: MemorySwarm) -> None:
-    """As when this machine slept: the training thread gave up waiting for the network thread, and went on."""
+    """This happens after a suspend: the training thread gave up waiting for the network thread, and continued."""
     a, b = swarm.peer("a"), swarm.peer("b")
     open_round(a, A)
     open_round(b, B)

@@ -1,4 +1,4 @@
-"""A swap with a fault at an exact frame: the outcome is a value, in time, alike on both sides, and nothing is torn."""
+"""A swap with a fault at an exact frame ends in time, with a consistent outcome on both sides and no torn data."""
 
 from __future__ import annotations
 
@@ -62,10 +62,10 @@ from noloco_p2p.testing.faults import (
 from noloco_p2p.testing.peers import MemoryPeer, MemorySwarm
 
 SPEC = RunSpec(name="faults", codec=FP32, outer=published())
-SHORT = Deadlines(offer_s=1.0, status_s=1.0, progress_s=1.0, farewell_s=0.05)  # they run out where a peer freezes
+SHORT = Deadlines(offer_s=1.0, status_s=1.0, progress_s=1.0, farewell_s=0.05)  # they expire when a peer freezes
 
-# What one side sends in a swap of three sections of one chunk. The first is its Offer or its Accept; a Ready may come
-# before the last frames of its part, as each direction goes at its own speed.
+# The frames that one side sends in a swap of three sections of one chunk. The first is its Offer or its Accept. A Ready
+# may precede the last frames of its part, as both directions are independent.
 FRAMES = ("Offer", *("Header", "Chunk", "End") * 2, "Ready EARLY", "Header", "Chunk", "End", "Ready LATE")
 EARLY_READY, LATE_READY = 8, 12
 MOST_DRIPS = 60  # 12 times `SHORT.progress_s`
@@ -77,12 +77,12 @@ EVERY_POSITION = pytest.mark.parametrize(
 
 
 def after_cut(position: int) -> type[Outcome]:
-    """What both sides have when the connection breaks at the frame of that position. The peer asks for a lost Ready."""
+    """Return the outcome of both sides when the connection breaks at this frame. Each peer asks for a lost Ready."""
     return Alone if position < EARLY_READY else Half if position < LATE_READY else Swapped
 
 
 def allowed_after_cut(position: int) -> set[type[Outcome]]:
-    """A lost Ready is asked for, but whom one asks too soon has not verified yet, and says no."""
+    """Return the possible outcomes. A peer that is asked for a lost Ready before it has verified the part says no."""
     both_ways = {after_cut(position - 1)} if position in (EARLY_READY, LATE_READY) else set()
     return {after_cut(position), *both_ways}
 
@@ -90,7 +90,8 @@ def allowed_after_cut(position: int) -> set[type[Outcome]]:
 def round_with_fault(
     plan: FaultPlan, *, num_elements: int = 100, deadlines: Deadlines = PATIENT
 ) -> tuple[list[Outcome], list[str], int]:
-    """One round of `a`, whose every stream has the fault, and `b`: outcomes, last faults, and how often it fired."""
+    """Run a round of `a`, whose streams have the fault, and `b`; return outcomes, last faults, and the number of
+    faults."""
     vectors = [Vectors.random(seed, num_elements=num_elements) for seed in (1, 2)]
     before = [own.slow_weights.clone() for own in vectors] + [own.outer_momentum.clone() for own in vectors]
     faults = plan.wrapper()
@@ -105,7 +106,7 @@ def round_with_fault(
     for outcome in outcomes:
         if not isinstance(outcome, Alone):
             for pair in outcome.received.sections.values():
-                pair.half_difference(0)  # what is handed over is whole
+                pair.half_difference(0)  # sections of an outcome are whole
     return outcomes, last_faults, faults.fired
 
 
@@ -115,7 +116,7 @@ def test_a_cut_at_any_frame_that_is_sent_leaves_both_sides_alike(position: int) 
     assert fired
     kinds = {type(outcome) for outcome in outcomes}
     assert len(kinds) == 1
-    # A Ready that is lost is asked for, but whom one asks too soon has not verified yet, and says no.
+    # Each peer asks for a lost Ready; one that is asked before it has verified the part says no.
     assert kinds in (
         {after_cut(position)},
         {after_cut(position - 1)} if position in (EARLY_READY, LATE_READY) else set(),
@@ -134,7 +135,7 @@ def test_a_cut_at_any_frame_that_comes_leaves_both_sides_alike(position: int) ->
 
 @EVERY_POSITION
 def test_a_partner_that_vanishes_at_any_frame_costs_no_more_than_the_round(position: int) -> None:
-    """It cannot be asked either: what it had is unknown, and unknown counts as not committed."""
+    """Nobody can ask it which parts it committed, and unknown counts as not committed."""
     with MemorySwarm(SPEC, deadlines=PATIENT) as swarm:
         faults = FaultPlan().fail_at(At(nth=position), send=Cut()).wrapper(on_fault=lambda: swarm.network.vanish("a"))
         peers = [swarm.peer("a", wrap=faults, wrap_accepted=faults), swarm.peer("b")]
@@ -241,7 +242,7 @@ def test_a_flipped_bit_is_found_wherever_it_is(bit: int) -> None:
 
 
 class Questioned:
-    """A peer's service that notes which swaps it is asked about."""
+    """A wrapper of a Service that records the swap ids in status calls."""
 
     def __init__(self, service: Service, questions: list[bytes]) -> None:
         self.admit, self.on_swap, self.on_fetch = service.admit, service.on_swap, service.on_fetch
@@ -254,7 +255,7 @@ class Questioned:
 
 
 def note_questions(swarm: MemorySwarm) -> list[bytes]:
-    """The swap ids that anybody asks anybody for, from now on."""
+    """Start to record the swap ids of all status calls, in the returned list."""
     questions: list[bytes] = []
     for peer_id, service in list(swarm.network.services.items()):
         swarm.network.services[peer_id] = Questioned(service, questions)
@@ -263,7 +264,7 @@ def note_questions(swarm: MemorySwarm) -> list[bytes]:
 
 @pytest.mark.parametrize(("part", "expected"), [(Part.EARLY, Half), (Part.LATE, Swapped)])
 def test_a_ready_that_is_lost_with_its_connection_is_asked_for(part: Part, expected: type[Outcome]) -> None:
-    """Both have verified the part, neither hears so from the other, and then the connection breaks."""
+    """Both sides have verified the part, both lose the other's Ready, and then the connection breaks."""
     faults = FaultPlan().fail_at(At(Ready, part=part), send=Drop(), receive=Drop()).wrapper()
     streams: list[FrameStream] = []
 
@@ -302,7 +303,7 @@ def test_a_ready_that_never_comes_over_a_living_stream_is_asked_for() -> None:
 
 
 def test_a_partner_that_says_it_gave_up_is_believed() -> None:
-    """Both have verified the late part and neither hears so; then the next boundary of b comes, and it sends Abort."""
+    """Both have verified the late part and lose the other's Ready; then b reaches its next boundary and sends Abort."""
     at = At(Ready, part=Part.LATE)
     faults = FaultPlan().fail_at(at, send=Drop(), receive=Drop()).wrapper()
     vectors = [Vectors.random(1), Vectors.random(2)]
@@ -325,7 +326,7 @@ def test_a_partner_that_says_it_gave_up_is_believed() -> None:
 
 
 class HeldAnswers(Questioned):
-    """Answers about a swap come late, as on a slow link."""
+    """Delays answers about a swap, as a slow link does."""
 
     def __init__(self, service: Service, questions: list[bytes], may_answer: asyncio.Event) -> None:
         super().__init__(service, questions)
@@ -338,7 +339,7 @@ class HeldAnswers(Questioned):
 
 
 class LongFarewell:
-    """A stream whose last frames are sent only when the test allows it."""
+    """A stream that sends Abort only when the test allows it."""
 
     def __init__(self, stream: FrameStream, may_go: asyncio.Event) -> None:
         self.peer, self.receive, self.close = stream.peer, stream.receive, stream.close
@@ -352,7 +353,7 @@ class LongFarewell:
 
 
 def test_nothing_is_committed_after_a_swap_was_given_up() -> None:
-    """The round of a ended solo. Then it learns that b has all of the early part, while it sends its last frames."""
+    """The round of a ends solo. While a still sends its last frames, it learns that b has verified the early part."""
     faults = FaultPlan().fail_at(At(Ready, part=Part.EARLY), send=Drop(), receive=Drop()).wrapper()
     may_answer, may_go, questions = asyncio.Event(), asyncio.Event(), list[bytes]()
     streams: list[FrameStream] = []
@@ -374,7 +375,7 @@ def test_nothing_is_committed_after_a_swap_was_given_up() -> None:
         swarm.loop.call_soon_threadsafe(may_answer.set)
 
         async def state() -> SwapState:
-            for _ in range(100):  # turns of the loop: the answer is here
+            for _ in range(100):  # let the loop run, so that the answer is processed
                 await asyncio.sleep(0)
             return a.driver.swap_state(questions[0])
 
@@ -384,7 +385,7 @@ def test_nothing_is_committed_after_a_swap_was_given_up() -> None:
 
 
 def test_a_part_that_was_given_up_counts_as_not_verified() -> None:
-    """Its partner would commit it, and nobody else has."""
+    """If it counted as verified, the partner would commit a part that this peer has not committed."""
     ledger = Ledger()
     ledger.verified |= {Part.EARLY, Part.LATE}
     ledger.committed.add(Part.EARLY)
@@ -397,7 +398,7 @@ def test_a_part_that_was_given_up_counts_as_not_verified() -> None:
 
 
 class Stranger:
-    """Accepts every offer, and then says what it likes."""
+    """Accepts every offer, and then sends what a subclass likes."""
 
     def __init__(self, vectors: Vectors) -> None:
         self._vectors = {
@@ -450,7 +451,7 @@ class Hasty(Stranger):
 
 
 class Dripping(Stranger):
-    """Sends the given number of its frames, and from then on only Ready."""
+    """Sends the given number of its frames, and only Ready after that."""
 
     def __init__(self, vectors: Vectors, num_frames: int) -> None:
         super().__init__(vectors)
@@ -470,7 +471,7 @@ class Dripping(Stranger):
 
 def phase_in_a_while(swarm: MemorySwarm, peer: MemoryPeer) -> RoundPhase:
     async def later() -> RoundPhase:
-        for _ in range(100):  # turns of the loop
+        for _ in range(100):  # let the loop run
             await asyncio.sleep(0)
         return peer.driver.phase
 
@@ -478,13 +479,13 @@ def phase_in_a_while(swarm: MemorySwarm, peer: MemoryPeer) -> RoundPhase:
 
 
 def test_nothing_is_committed_before_it_was_sent_whatever_the_partner_claims() -> None:
-    """Else the outer step would look for a coded gradient that does not exist yet, and training would end."""
+    """Otherwise the outer step would look for a coded gradient that does not exist yet, and training would fail."""
     own, theirs = Vectors.random(1), Vectors.random(2)
     with MemorySwarm(SPEC) as swarm:
         a = swarm.peer("a")
         swarm.network.add("stranger", stranger := Hasty(theirs))
         open_round(a, own)
-        wait_until(lambda: Ready(Part.LATE) in stranger.heard)  # a has all that there is of the other side
+        wait_until(lambda: Ready(Part.LATE) in stranger.heard)  # a has received everything that the stranger sends
         assert phase_in_a_while(swarm, a) is RoundPhase.EARLY
         outcome = end_round(a, own, wait_s=PATIENCE_S)
         assert isinstance(outcome, Swapped)

@@ -1,4 +1,4 @@
-"""Swaps whose slow weights and momentum are coded modulo: bytes, opposite halves, broken bounds, and corrections."""
+"""Swaps with slow weights and momentum in modulo coding: sizes, opposite halves, broken bounds, and corrections."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def swarm() -> Iterator[MemorySwarm]:
 
 
 def near(seed: int, *, apart: float = 1e-3) -> Vectors:
-    """Peers with different seeds are `apart` from each other, and much larger themselves."""
+    """Return vectors that differ by about `apart` between seeds, and whose own values are much larger."""
     common, own = (Vectors.random(each, num_elements=NUM_ELEMENTS) for each in (99, seed))
     return Vectors(
         common.slow_weights + apart * own.slow_weights,
@@ -95,7 +95,7 @@ def test_the_two_half_differences_are_opposite_bit_for_bit(swarm: MemorySwarm, n
 def test_chunks_whose_bound_is_broken_are_sent_again_without_modulo(swarm: MemorySwarm) -> None:
     peers, vectors = [swarm.peer("a"), swarm.peer("b")], [near(1), near(2)]
     swapped(peers, vectors, 0)
-    vectors[0].slow_weights[CHUNK_ELEMENTS + 5] += 3.0  # one number of the second chunk has run away
+    vectors[0].slow_weights[CHUNK_ELEMENTS + 5] += 3.0  # one number of the second chunk jumps
     broken = swapped(peers, vectors, 1)
     again = INT8.num_bytes(CHUNK_ELEMENTS)
     assert broken[0].bytes_sent == 2 * MODULO_BYTES + again + INT4_BYTES
@@ -110,12 +110,12 @@ BY_NEED = SPEC.with_changes({"codec.slow_weights": "modulo", "codec.outer_moment
 
 
 def run_away(vectors: list[Vectors], *, further: float) -> None:
-    """One number of the second chunk of one side; the steps there are 1 to 2 thousandths."""
+    """Move one number of the second chunk of one side; the steps there are 1 to 2 thousandths."""
     vectors[0].slow_weights[CHUNK_ELEMENTS + 5] += further
 
 
 def test_by_need_partners_whose_largest_distance_is_near_the_usual_one_send_half_a_byte_a_number() -> None:
-    own = [torch.sin(1e4 * near(seed).slow_weights) for seed in (1, 2)]  # at most 2 apart, and 1 mostly
+    own = [torch.sin(1e4 * near(seed).slow_weights) for seed in (1, 2)]  # at most 2 apart, mostly 1
     vectors = [Vectors(each, each, near(1).outer_gradient) for each in own]
     with MemorySwarm(BY_NEED, deadlines=PATIENT) as swarm:
         peers = [swarm.peer("a"), swarm.peer("b")]
@@ -179,7 +179,7 @@ def test_by_need_what_follows_is_checked_as_what_came_first(at: At, send: FlipBi
 
 
 def test_equal_vectors_stay_without_a_grid_until_they_differ(swarm: MemorySwarm) -> None:
-    """As at the start of a run: momentum is zero everywhere, which predicts nothing about the next round."""
+    """At the start of a run, momentum is zero everywhere, which says nothing about the next round."""
     zero = Vectors(near(1).slow_weights, torch.zeros(NUM_ELEMENTS), near(1).outer_gradient)
     peers = [swarm.peer("a"), swarm.peer("b")]
     swapped(peers, [zero, zero], 0)
@@ -190,7 +190,7 @@ def test_equal_vectors_stay_without_a_grid_until_they_differ(swarm: MemorySwarm)
 
 @pytest.mark.parametrize("digests", ["stale", "section"], ids=["damaged", "a lie"])
 def test_a_chunk_that_only_one_side_sees_broken_ends_the_swap(digests: Literal["stale", "section"]) -> None:
-    """Damage shows in the digest of the payload; a partner that lies must not make the two sides apply different h."""
+    """Damage shows in the digest of the payload. A partner that lies must not make the two sides apply different h."""
     at = At(Chunk, section=SectionName.SLOW_WEIGHTS, index=1)
     faults = FaultPlan().fail_at(at, send=FlipBit(77, digests=digests)).wrapper()
     rounds: list[int] = []

@@ -1,4 +1,4 @@
-"""Rounds of many peers in memory: pairs that both sides agree on, no peer waits in vain, strangers learn why."""
+"""Rounds of many peers in memory: both sides agree on each pair, no peer waits in vain, strangers read the reason."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_of_three_peers_two_swap_and_one_steps_alone_without_waiting(swarm: Memo
 
 
 def test_offers_in_a_ring_do_not_refuse_each_other_for_ever() -> None:
-    """a asks c, c asks b and b asks a (the id is the seed) at one moment: each is busy; they must not stay in step."""
+    """a asks c, c asks b and b asks a at one moment, so each is busy; their retries must not stay in step."""
     for names in (("a", "b", "c"), ("d", "e", "f")):
         with MemorySwarm(SPEC) as swarm:
             peers = [swarm.peer(name) for name in names]
@@ -63,7 +63,7 @@ def test_offers_in_a_ring_do_not_refuse_each_other_for_ever() -> None:
 
 
 def test_sixteen_peers_in_lock_step_pair_off_round_after_round() -> None:
-    """All begin at once and train at one speed. A swap may join two rounds of neighbouring numbers."""
+    """All start at once and train at one speed. A swap may join rounds whose numbers differ by one."""
     num_peers, num_rounds, inner_steps, step_s = 16, 5, 5, 0.06
     names = [f"peer-{number:02}" for number in range(num_peers)]
 
@@ -77,7 +77,7 @@ def test_sixteen_peers_in_lock_step_pair_off_round_after_round() -> None:
             for index in range(num_rounds):
                 open_round(peers[name], own, round_index=index)
                 for _ in range(inner_steps):
-                    time.sleep(step_s)  # this is the training
+                    time.sleep(step_s)  # stands in for training
                     peers[name].exchange.step_rate.step(time.monotonic())
                 outcomes.append(end_round(peers[name], own, wait_s=PATIENCE_S))
             return outcomes
@@ -109,7 +109,7 @@ def test_dead_peers_in_the_directory_are_passed_over_within_the_round(swarm: Mem
 
 @pytest.mark.parametrize("at", [At(Chunk), At(Chunk, section=SectionName.OUTER_MOMENTUM), At(Ready, part=Part.EARLY)])
 def test_a_partner_that_dies_before_the_early_part_is_replaced_in_the_same_round(at: At) -> None:
-    """b and c want each other only after a, which both know, has died on b."""
+    """b and c are free for each other only after a has died during its swap with b."""
     with MemorySwarm(SPEC) as swarm:
         faults = FaultPlan().fail_at(at, send=Cut()).wrapper(on_fault=lambda: swarm.network.vanish("a"))
         a, b = swarm.peer("a", wrap=faults, wrap_accepted=faults), swarm.peer("b")
@@ -152,7 +152,7 @@ def test_a_partner_that_dies_after_the_early_part_leaves_a_half(swarm: MemorySwa
     assert [type(outcome) for outcome in outcomes] == [Swapped, Swapped], "the next round finds another"
 
 
-# strangers
+# peers of another kind
 
 
 class Stranger(NamedTuple):
@@ -180,7 +180,7 @@ def test_a_peer_of_another_kind_is_refused_with_the_difference(swarm: MemorySwar
     outcomes = one_round([a, b], [Vectors.random(1), Vectors.random(2)], wait_s=PATIENCE_S)
     assert [type(outcome) for outcome in outcomes] == [Alone, Alone]
     assert time.monotonic() - began_s < AT_ONCE_S
-    told = a.driver.last_fault + b.driver.last_fault  # who offers first is refused, and refuses no more
+    told = a.driver.last_fault + b.driver.last_fault  # the peer that makes the first offer is refused
     assert "is not in this run" in told
     assert all(word in told for word in stranger.words)
     assert a.driver.traffic.bytes_received == b.driver.traffic.bytes_received == 0, "refused before any payload"
@@ -197,7 +197,7 @@ def test_a_peer_that_does_not_train_refuses(swarm: MemorySwarm, state: str) -> N
 
 
 def test_a_peer_that_meets_its_own_id_says_what_is_wrong(swarm: MemorySwarm) -> None:
-    """A copied key: the offer goes to a peer that has the caller's own id."""
+    """The key was copied, so the offer reaches a peer with the caller's own id."""
     a = swarm.peer("a")
     open_round(a, Vectors.random(1))
     swarm.network.listed["twin"] = None

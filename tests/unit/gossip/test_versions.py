@@ -1,4 +1,4 @@
-"""Peers of one major version of the protocol swap, whichever of the two makes the offer."""
+"""Peers with one major version of the protocol swap, whichever of the two makes the offer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SPEC = RunSpec(name="v", codec=FP32, outer=published())
 def test_minor_versions_swap_in_both_roles(theirs: str, offers: str) -> None:
     with MemorySwarm(SPEC) as swarm:
         peers = [swarm.peer("older", protocol_version="1.0"), swarm.peer("newer", protocol_version=theirs)]
-        swarm.network.closed.add(offers)  # nobody makes an offer to it
+        swarm.network.closed.add(offers)  # so that only the other peer makes offers
         for seed, peer in enumerate(peers):
             open_round(peer, Vectors.random(seed))
         wait_until(lambda: all(peer.driver.phase is RoundPhase.EARLY for peer in peers))

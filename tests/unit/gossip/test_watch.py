@@ -1,4 +1,4 @@
-"""A running swap, seen from the side: which part, how many bytes, how fast, how long still."""
+"""The progress of a running swap as it is reported: its part, bytes, rate and remaining time."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_swap_that_has_failed_is_no_swap_that_runs() -> None:
 def test_a_swap_that_stands_still_says_so_and_is_told_again_and_again() -> None:
     faults = FaultPlan().fail_at(At(Chunk, section=SectionName.SLOW_WEIGHTS, index=1), send=Stall()).wrapper()
     with MemorySwarm(SPEC) as swarm:
-        peers = [swarm.peer("a", wrap=faults), swarm.peer("b", wrap=faults)]  # whoever opens the stream
+        peers = [swarm.peer("a", wrap=faults), swarm.peer("b", wrap=faults)]  # either may open the stream
         for peer, seed in zip(peers, range(2), strict=True):
             open_round(peer, Vectors.random(seed, num_elements=NUM_ELEMENTS))
         wait_until(lambda: faults.fired > 0 and all(peer.driver.swap_now() for peer in peers))

@@ -65,7 +65,7 @@ def make_trainer(folder: Path, *callbacks: TrainerCallback, model: nn.Module | N
 
 
 class AtStep(TrainerCallback):
-    """Does something after a step, before the callback of NoLoCo sees that step."""
+    """Calls `action` after a step, before the callback of NoLoCo sees that step."""
 
     def __init__(self, step: int, action: Any) -> None:
         self.step, self.action = step, action
@@ -120,7 +120,7 @@ def test_two_peers_swap(tmp_path: Path) -> None:
             make_trainer(tmp_path, callback, max_steps=8).train()
         finally:
             other.leave_requested.set()
-            swarm.kill(peer)  # the other one waits for nobody
+            swarm.kill(peer)  # so that the other one does not wait
             thread.join(PATIENCE_S)
     assert any(isinstance(outcome, Swapped) for outcome in outcomes)
 
@@ -136,7 +136,8 @@ def train_without_trainer(peer: MemoryPeer) -> None:
 
 
 def test_a_checkpoint_of_the_trainer_goes_on_with_the_same_bits(tmp_path: Path, swarm: MemorySwarm) -> None:
-    """It is taken within a round: slow weights, momentum and place come back beside what the Trainer loads."""
+    """The checkpoint is within a round; it adds slow weights, momentum and the position to what the Trainer
+    restores."""
     settings = {"max_steps": 8, "save_strategy": "steps", "save_steps": 3}
     whole = NoLoCoCallback(swarm.peer("a", run_folder=tmp_path / "a"))
     trainer = make_trainer(tmp_path, whole, **settings)
@@ -191,7 +192,7 @@ def test_a_request_to_leave_ends_the_training_with_a_checkpoint(tmp_path: Path, 
     )
     assert trainer.train().global_step == 3
     assert (tmp_path / "trainer" / "checkpoint-3" / "noloco").is_dir()
-    assert peer.states.saved is not None  # newcomers get the last state
+    assert peer.states.saved is not None  # newcomers can fetch the last state
     assert peer.states.saved.manifest.round == 1
 
 
@@ -266,7 +267,7 @@ def test_a_model_on_two_devices_is_refused(tmp_path: Path, swarm: MemorySwarm) -
 
 
 class Overflowing(Regression):
-    """Its second batch gives gradients that are not finite."""
+    """A model whose second batch has infinite gradients."""
 
     num_batches = 0
 
@@ -278,13 +279,13 @@ class Overflowing(Regression):
 def test_a_step_that_the_scaler_of_accelerate_skips_is_not_counted(tmp_path: Path, swarm: MemorySwarm) -> None:
     callback = NoLoCoCallback(swarm.peer("a", run_folder=tmp_path))
     trainer = make_trainer(tmp_path, callback, model=Overflowing(), max_steps=5, max_grad_norm=0.0)
-    trainer.accelerator.scaler = torch.amp.GradScaler("cpu")  # accelerate itself makes one for a GPU alone
+    trainer.accelerator.scaler = torch.amp.GradScaler("cpu")  # accelerate creates one only for a GPU
     assert trainer.train().global_step == 5
     assert callback.outer.num_steps == 4
 
 
 def test_the_best_model_is_not_saved_as_the_last_one(tmp_path: Path, swarm: MemorySwarm) -> None:
-    """At the end the Trainer loads it into the model, whose outer state is that of the last step."""
+    """At the end the Trainer loads the best weights into the model, but its outer state is that of the last step."""
     peer = swarm.peer("a", run_folder=tmp_path)
     every_3 = {"eval_strategy": "steps", "eval_steps": 3, "save_strategy": "steps", "save_steps": 3}
     trainer = make_trainer(

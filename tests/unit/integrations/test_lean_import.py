@@ -1,4 +1,4 @@
-"""The package of the callbacks costs nothing to import, and says what to install."""
+"""Importing the package of the callbacks is cheap; a missing trainer is reported with the package to install."""
 
 from __future__ import annotations
 

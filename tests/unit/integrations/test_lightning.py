@@ -30,8 +30,8 @@ SPEC = RunSpec(name="lightning", outer=published(inner_steps=2, max_wait_s=0.0),
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The 'train_dataloader' does not have many workers",  # tiny data needs none
-    "ignore:Checkpoint directory .* exists and is not empty",  # of a restart
-    "ignore:`isinstance\\(treespec, LeafSpec\\)` is deprecated:FutureWarning",  # within Lightning
+    "ignore:Checkpoint directory .* exists and is not empty",  # after a restart
+    "ignore:`isinstance\\(treespec, LeafSpec\\)` is deprecated:FutureWarning",  # raised within Lightning
 )
 
 
@@ -52,7 +52,7 @@ class Regression(LightningModule):
 
 
 class Alternating(Regression):
-    """Two optimizers by hand, each with the parameters of the other one frozen, as a GAN has them."""
+    """Manual optimization with two optimizers, of which each step freezes the parameters of the other, as in a GAN."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Alternating(Regression):
 
 
 class Scaled(Regression):
-    """A GradScaler for the CPU: Lightning itself uses one with CUDA alone."""
+    """A GradScaler for the CPU, as Lightning uses one only with CUDA."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ def test_accumulated_batches_are_one_inner_step(tmp_path: Path, swarm: MemorySwa
 def test_steps_in_manual_optimization(
     tmp_path: Path, swarm: MemorySwarm, module: type[LightningModule], num_steps: int
 ) -> None:
-    """Of several optimizers the last one counts, and not the step that a GradScaler skips."""
+    """With several optimizers the steps of the last one count, except steps that a GradScaler skips."""
     callback = NoLoCoCallback(swarm.peer("a", run_folder=tmp_path))
     make_trainer(tmp_path, callback).fit(module(), batches(5))
     assert callback.outer.num_steps == num_steps
@@ -174,7 +174,7 @@ def test_two_peers_swap(tmp_path: Path) -> None:
             make_trainer(tmp_path, callback).fit(Regression(), batches(8))
         finally:
             other.leave_requested.set()
-            swarm.kill(peer)  # the other one waits for nobody
+            swarm.kill(peer)  # so that the other one does not wait
             thread.join(PATIENCE_S)
     assert any(isinstance(outcome, Swapped) for outcome in outcomes)
 
@@ -194,14 +194,14 @@ def keep_all(folder: Path) -> ModelCheckpoint:
 
 
 def test_a_checkpoint_of_lightning_goes_on_with_the_same_bits(tmp_path: Path, swarm: MemorySwarm) -> None:
-    """It is taken within a round: slow weights, momentum and place come back beside what Lightning loads."""
+    """The checkpoint is within a round; it adds slow weights, momentum and the position to what Lightning restores."""
     whole, model = NoLoCoCallback(swarm.peer("a", run_folder=tmp_path / "a")), Regression()
     settings = {"max_epochs": 2, "enable_checkpointing": True}
     make_trainer(tmp_path, whole, keep_all(tmp_path), **settings).fit(model, batches(3))
     swarm.kill(swarm.peers[0])
     rest, again = NoLoCoCallback(swarm.peer("b", run_folder=tmp_path / "b")), Regression()
     kept = tmp_path / "kept" / "epoch=0.ckpt"
-    torch.load(kept, weights_only=True)  # nothing of NoLoCo in it needs pickle
+    torch.load(kept, weights_only=True)  # the state of NoLoCo needs no pickle
     make_trainer(tmp_path, rest, keep_all(tmp_path), **settings).fit(again, batches(3), ckpt_path=kept)
     assert (rest.outer.num_steps, rest.outer.round) == (whole.outer.num_steps, whole.outer.round) == (6, 3)
     assert_same(weights(again), weights(model))
@@ -247,7 +247,7 @@ def test_a_request_to_leave_ends_the_training(tmp_path: Path, swarm: MemorySwarm
     trainer = make_trainer(tmp_path, AtBatch(2, peer.leave_requested.set), NoLoCoCallback(peer), min_epochs=4)
     trainer.fit(Regression(), batches(6))
     assert trainer.global_step == 3
-    assert peer.states.saved is not None  # newcomers get the last state
+    assert peer.states.saved is not None  # newcomers can fetch the last state
     assert peer.states.saved.manifest.round == 1
 
 
@@ -298,7 +298,7 @@ def test_trainers_that_spread_the_model_are_refused(tmp_path: Path, swarm: Memor
     trainer = Trainer(accelerator="cpu", devices=2, strategy="ddp", logger=False, enable_checkpointing=False)
     with pytest.raises(SettingsError, match=r"in one process on one device.*DDPStrategy"):
         callback.setup(trainer, Regression(), "fit")
-    callback.setup(trainer, Regression(), "test")  # nothing is trained there
+    callback.setup(trainer, Regression(), "test")  # "test" does not train
 
 
 def test_a_model_on_two_devices_is_refused(tmp_path: Path, swarm: MemorySwarm) -> None:

@@ -51,18 +51,18 @@ def test_curves_survive_a_restart(tmp_path: Path) -> None:
 
 
 def test_a_month_of_curves_is_small_fine_at_the_end_and_without_a_gap() -> None:
-    """A sample every 10 s for 30 days would be 259,200 rows a series."""
+    """A sample every 10 s for 30 days would take 259,200 rows for each series."""
     history = History(":memory:")
     (summary,) = summaries(2, every_s=1.0, number=1)
     first = int(summary["time_s"] // SAMPLE_S)
     last = first + 30 * 8640
-    for tick in range(first, last + 1, 6):  # each minute: the rule is the same, and the test is quick
+    for tick in range(first, last + 1, 6):  # one a minute, which keeps the test quick
         history.add({**summary, "time_s": tick * SAMPLE_S + 1.0}, [])
     ticks = [int(time_s / SAMPLE_S) for time_s in history.swarm()["time_s"]]
     assert len(ticks) < FINE_TICKS * 12
     gaps = [(last - b, b - a) for a, b in pairwise(ticks)]
     for age, gap in gaps:
-        # Ticks come every 6 here and are kept at multiples of a power of two: the least common multiple.
+        # Ticks come every 6 here and are kept at multiples of a power of two, so gaps are their least common multiple.
         assert gap <= 6 * max(2, 2 * (age + THIN_EVERY_TICKS * 6) / FINE_TICKS), (age, gap)
     assert history.num_rows()["sample"] < 2 * FINE_TICKS * 12
     history.close()
@@ -90,7 +90,7 @@ def test_counts_beyond_what_sqlite_counts_are_kept() -> None:
 
 
 def test_a_reader_is_not_thinned_under_its_hands() -> None:
-    """The page asks for curves in one thread while another takes a sample, and forgets who has none left."""
+    """The page reads curves in one thread while another takes a sample and deletes peers without samples."""
     history = History(":memory:")
     summary, *_ = summaries(2, every_s=1.0, number=1)
     history.add(summary, [])
@@ -99,7 +99,7 @@ def test_a_reader_is_not_thinned_under_its_hands() -> None:
     class Asked(dict[str, int]):
         def __contains__(self, name: object) -> bool:
             adding.start()
-            adding.join(0.1)  # in vain, as long as the reader reads
+            adding.join(0.1)  # times out, as the reader holds the lock
             return super().__contains__(name)
 
     def add() -> None:

@@ -1,4 +1,4 @@
-"""The spread of the replicas from what they publish, against the spread of the replicas themselves."""
+"""The spread estimated from published sketches, against the exact spread of the replicas."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BEFORE = MARK - NEAR // 2
 
 
 def replicas(num_peers: int, *, apart: float, seed: int) -> list[Tensor]:
-    """Columns of very different size, as in a model: the sketch must not care where the energy is."""
+    """Return replicas whose columns differ widely in size, as in a model, which the sketch must tolerate."""
     generator = torch.Generator().manual_seed(seed)
     size = torch.logspace(-2, 1, 64).repeat(NUM_ELEMENTS // 64 + 1)[:NUM_ELEMENTS]
     base = size * torch.randn(NUM_ELEMENTS, generator=generator)
@@ -38,7 +38,7 @@ def records(weights: list[Tensor], mark: int = MARK, *, run: str = "r") -> list[
 
 
 def measure(*looks: list[PeerRecord]) -> Spread | None:
-    """After these looks at the swarm, one after the other."""
+    """Return the spread after these views of the swarm, one after the other."""
     sketches = Sketches()
     for seen in looks:
         sketches.take(seen)
@@ -62,7 +62,7 @@ def errors(num_peers: int, *marks: int, apart: float, draws: int) -> Tensor:
 @pytest.mark.parametrize(("num_peers", "deviation"), [(4, 0.07), (8, 0.045), (16, 0.03)])
 @pytest.mark.parametrize("apart", [0.3, 0.004, 3e-4])
 def test_one_mark_is_within_15_percent_of_the_truth(num_peers: int, deviation: float, apart: float) -> None:
-    """At four peers 15 % are three standard deviations: one draw in a few hundred is farther off."""
+    """At four peers 15 % are three standard deviations, which one draw in a few hundred exceeds."""
     off = errors(num_peers, MARK, apart=apart, draws=40)
     assert int((off.abs() > 0.15).sum()) <= 1
     assert float(off.std()) < deviation
@@ -71,7 +71,8 @@ def test_one_mark_is_within_15_percent_of_the_truth(num_peers: int, deviation: f
 
 @pytest.mark.parametrize("apart", [0.3, 0.004, 3e-4])
 def test_the_last_marks_together_are_within_a_fifth_of_the_truth_for_two_peers(apart: float) -> None:
-    """One mark has a standard deviation of 9 %, so that 2 % of the readings are farther off; four have 4.5 %."""
+    """One mark has a standard deviation of 9 %, so 2 % of its readings would exceed a fifth; for four marks it is 4.5
+    %."""
     marks = [MARK - NEAR // 4 * back for back in (3, 2, 1, 0)]
     off = errors(2, *marks, apart=apart, draws=40)
     assert float(off.abs().max()) < 0.2
@@ -85,7 +86,7 @@ def test_sketches_of_different_marks_are_not_compared() -> None:
 
 
 def test_peers_that_came_to_a_mark_at_different_times_are_compared_there() -> None:
-    """A record is older by an announcement, or of a slower peer: what the other one learned since is no spread."""
+    """A record may lag by an announcement, or come from a slower peer; progress in between is not spread."""
     then, now = replicas(2, apart=0.004, seed=1), replicas(2, apart=0.3, seed=2)
     measured = measure(
         [record("a", then[0]), record("b", now[1], BEFORE)],
@@ -169,7 +170,7 @@ def test_who_publishes_none_or_nonsense_is_left_out() -> None:
 
 
 def test_only_peers_of_one_stage_are_compared() -> None:
-    """The parts of a model have nothing in common, though their sketches have one length."""
+    """Stages hold different parameters, although their sketches have the same length."""
     close, far = replicas(2, apart=0.004, seed=1), replicas(3, apart=0.3, seed=2)
     seen = [replace(own, sequence=1, stages=3) for own in records(close)]
     seen += [

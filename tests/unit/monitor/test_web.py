@@ -28,7 +28,7 @@ NOW_S = time.time()
 
 
 class Site:
-    """The page of a synthetic swarm, on a port of its own."""
+    """The page of a synthetic swarm, served at a port of its own."""
 
     def __init__(self, feed: SwarmFeed, crowd: Crowd, url: str) -> None:
         self.feed, self.crowd, self.url = feed, crowd, url

@@ -1,4 +1,4 @@
-"""How long the server waits for their words, and how often it speaks of those it turns away."""
+"""The server waits a bounded time for a caller's proof, and limits its log lines about rejected callers."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_scan_is_told_in_one_line_a_minute(caplog: pytest.LogCaptureFixture) -
 
 
 class Call:
-    """A call of gRPC's server, as far as `_Asked` uses it."""
+    """The part of gRPC's server call that `_Asked` uses."""
 
     def __init__(self, *, takes: bool = True) -> None:
         self.answers: list[bytes] = []

@@ -1,4 +1,4 @@
-"""How many connections a swap takes: as many as pay, one on a link that is full, none for a swap that is over soon."""
+"""The number of connections of a swap: as many as help, one on a full link, and no trial in a short swap."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from noloco_p2p.net.connection_tuning import (
 
 POLICY = ConnectionPolicy(max_connections=8, window_s=1.5)
 FRAME_BYTES = 262_144
-Rate = Callable[[int], float]  # connections -> MB/s of one direction
+Rate = Callable[[int], float]  # number of connections -> MB/s in one direction
 
 
 def each(mb_s: float) -> Rate:
@@ -39,7 +39,7 @@ def capped(mb_s: float, most: float) -> Rate:
 def swap(
     tuner: ConnectionTuner, sent: Rate, received: Rate, *, seconds: float, noise: float = 0.0, granted: int = 8
 ) -> list[int]:
-    """Play frames at these rates, in virtual time; gives how many connections there were, in order."""
+    """Play frames at these rates in virtual time; return the numbers of connections in order."""
     rng = random.Random(0)
     rates = {Direction.SENT: sent, Direction.RECEIVED: received}
     connections = min(tuner.wanted, granted)
@@ -88,7 +88,7 @@ def test_a_trial_that_helps_one_direction_at_the_cost_of_the_other_does_not_pay(
 
 
 def test_a_direction_that_stalls_for_a_moment_does_not_end_a_trial() -> None:
-    """The frames of a new connection wait for the backlog of the others: one direction looks slow, once."""
+    """The frames of a new connection wait for the backlog of the others, so one direction looks slow for a moment."""
     tuner = fresh()
     tuner.before = Measured(1, {Direction.SENT: 1e6, Direction.RECEIVED: 1e6})
     tuner.wanted = 2
@@ -126,7 +126,8 @@ def test_refused_connections_are_not_asked_for_again(granted: int) -> None:
 
 
 def test_a_pause_between_two_parts_is_not_measured() -> None:
-    """Frames for a second, then nothing for a minute, again and again: the rate is that of the seconds."""
+    """Each of ten bursts of frames lasts a second, with a minute of silence after it; the rate is that of the
+    bursts."""
     tuner = fresh()
     tuner.in_place(1, 0.0)
     now_s, per_frame_s, decided = 0.0, 0.01, []
@@ -161,7 +162,7 @@ def test_connections_stay_within_bounds_and_settle(
     assert len(history) <= 6
 
 
-# what is remembered
+# memory between swaps
 
 
 def after(memory: ConnectionMemory, rate: Rate, *, seconds: float = 120.0, address: str = "there") -> list[int]:
@@ -193,7 +194,7 @@ def test_a_link_that_was_lossy_and_is_good_again_comes_down_step_by_step() -> No
 
 
 def test_swaps_too_short_to_learn_from_alone_learn_together() -> None:
-    """Each is long enough for one window; a trial that was cut short goes on in the next."""
+    """Each is long enough for one window; a trial that was cut short continues in the next."""
     memory = ConnectionMemory(POLICY)
     for _ in range(12):
         after(memory, each(0.3), seconds=4.5)

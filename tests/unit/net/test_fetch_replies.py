@@ -1,4 +1,4 @@
-"""What a hostile donor may answer to a fetch, over real gRPC: refused before it costs memory."""
+"""Invalid replies of a hostile donor, over real gRPC, are refused before they take memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 
 
 def repeating(reply: pb.FetchReply) -> AbstractAsyncContextManager[Candidate]:
-    """A donor that answers every fetch with this, without end."""
+    """Run a donor that answers every fetch with this reply, without end."""
 
     async def fetch(_: bytes, context: Any) -> None:
         while True:
@@ -50,7 +50,7 @@ def test_a_manifest_without_end_is_refused(digests: list[bytes]) -> None:
 
 
 def test_a_request_for_more_chunks_than_a_call_may_bring_is_refused() -> None:
-    """It is read before anybody looks whether there is a state: numbers of chunks are cheap to send."""
+    """The limit is checked before the state is looked up, as a list of chunk numbers is cheap to send."""
     indices = range(MAX_CHUNKS_PER_REQUEST)
     whole = pb.FetchRequest(chunks=pb.ChunksRequest(manifest_digest=bytes(32), indices=indices))
     assert _want(whole) == WantChunks(bytes(32), tuple(indices))

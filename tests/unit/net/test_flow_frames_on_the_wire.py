@@ -1,4 +1,4 @@
-"""Frames of a pipeline to bytes and back: nothing lost, nothing but CorruptPayload from whatever a stranger sends."""
+"""Frames of a pipeline survive the way to bytes and back, and invalid bytes raise nothing but CorruptPayload."""
 
 from __future__ import annotations
 

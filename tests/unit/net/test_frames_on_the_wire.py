@@ -1,4 +1,4 @@
-"""Frames to bytes and back: nothing lost, nothing but CorruptPayload from whatever a stranger sends."""
+"""Frames survive the way to bytes and back, and invalid bytes raise nothing but CorruptPayload."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_every_frame_comes_back_as_it_went(frame: frames.Frame) -> None:
 @given(FRAME)
 @settings(max_examples=200, deadline=None)
 def test_the_bytes_are_those_of_the_protobuf_message(frame: frames.Frame) -> None:
-    """Both ways: protobuf reads what is written by hand, and what protobuf writes is read by hand."""
+    """protobuf reads the bytes that are written by hand, and the reader by hand decodes those of protobuf."""
     message = convert.frame_to_wire(frame)
     assert pb.Frame.FromString(framing.encode(frame)) == message
     assert framing.decode(message.SerializeToString()) == (frame, 0)
@@ -92,7 +92,7 @@ def test_the_payload_of_a_chunk_is_not_copied() -> None:
     assert chunk.payload.obj is data
 
 
-# what strangers send
+# messages of strangers
 
 
 def decoded_or_refused(data: bytes) -> frames.Frame | None:

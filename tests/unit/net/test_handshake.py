@@ -1,4 +1,4 @@
-"""A proof serves for one call of one caller, on one connection, to one session of one peer."""
+"""A proof is valid for one call of one caller, on one connection, to one session of one peer."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_none_of_a_thousand_replays_is_accepted() -> None:
 
 
 def test_a_challenge_serves_for_one_try() -> None:
-    """Else one greeting pays for any number of signatures that have to be checked."""
+    """Otherwise one greeting would pay for any number of signature checks."""
     challenges = Challenges(ANSWERER)
     proof = proof_for(challenges)
     wrong = pb.Proof.FromString(proof.SerializeToString())
@@ -87,7 +87,7 @@ def test_another_connection_and_another_start_do_not_take_it() -> None:
 
 
 def test_who_is_called_cannot_pass_the_proof_on() -> None:
-    """The relay asks the victim for a challenge and hands it to the caller as its own."""
+    """The relay asks the victim for a challenge and passes it to the caller as its own."""
     victim = Challenges(ANSWERER)
     greeting = Greeting.to(RELAY.identity.peer_id, RELAY.key)
     challenge = victim.answer(greeting.request(), ADDRESS).challenge
@@ -124,7 +124,7 @@ def test_a_name_that_is_not_proven_cannot_play_with_a_terminal() -> None:
 
 
 def test_one_peer_has_one_name() -> None:
-    """Counts and bans go by the peer id, and the decoder of base58 forgives blanks."""
+    """Counts and bans are by peer id, and the base58 decoder ignores blanks, so an alias must not verify."""
     challenges = Challenges(ANSWERER)
     greeting = Greeting.to(ANSWERER.identity.peer_id, ANSWERER.key)
     reply = challenges.answer(greeting.request(), ADDRESS)

@@ -1,4 +1,4 @@
-"""Dialling back: who asks is dialled, nobody else, and not too often."""
+"""A peer dials back those that ask for it, nobody else, and not too often."""
 
 from __future__ import annotations
 
@@ -108,13 +108,13 @@ def test_nobody_is_dialled_again_and_again() -> None:
                 await probe.ask(candidate, HELLO, [9], timeout_s=PATIENCE_S)
             with pytest.raises(Refused, match="a few times per minute"):
                 await probe.ask(candidate, HELLO, [9], timeout_s=PATIENCE_S)
-            await probe.ask(candidate, HELLO, [], timeout_s=PATIENCE_S)  # the time is told to everybody
+            await probe.ask(candidate, HELLO, [], timeout_s=PATIENCE_S)  # anybody may ask for the time
 
     asyncio.run(main())
 
 
 def dials(num_peers: int) -> list[float]:
-    """When a host of this network was dialled, for minutes in which peers of it ask ten times a second."""
+    """Return the times of dials to one host whose peers ask ten times a second for some minutes."""
     now_s, dialled_s = 1000.0, list[float]()
 
     async def dial(host: str, port: int) -> str:

@@ -1,4 +1,4 @@
-"""Which holder makes room: the oldest of the group that holds most."""
+"""When places run out, the oldest holder of the largest group makes room."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Frames over several connections: in order, nothing lost, nothing twice, little held back; what a broken one does."""
+"""Frames over several connections arrive in order, once, and in bounded memory, also when a connection breaks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BOUNDARY = Boundary(0, None, None, 0.0)
 
 
 class Pipe:
-    """One direction of a wire in memory. `delays` says for how many turns of the loop each message is on its way."""
+    """One direction of a wire in memory. `delays` gives the turns of the loop that each message takes to arrive."""
 
     def __init__(self, delays: list[int]) -> None:
         self.messages: asyncio.Queue[bytes | Unreachable | None] = asyncio.Queue(2)
@@ -58,7 +58,7 @@ class MemoryWire:
         await self.outgoing.put(None)
 
     async def close(self) -> None:
-        """Ends who reads, as the end of a call does."""
+        """End the pending reads, as the end of a call does."""
         self.is_closed = True
         messages = self.incoming.messages
         while not messages.empty():
@@ -67,7 +67,7 @@ class MemoryWire:
 
 
 class Stream(SwapStream):
-    """Notes what the two real sides act on."""
+    """A stream that records the swap ids that its peers agree on."""
 
     def __init__(self, first: MemoryWire) -> None:
         self.agreed: list[bytes] = []
@@ -149,7 +149,7 @@ def test_every_number_comes_out_once(numbers: list[int]) -> None:
 
 @pytest.mark.parametrize("num_connections", [1, 3, 8])
 def test_a_reader_that_does_not_read_stops_the_sender(num_connections: int) -> None:
-    """Held back: the window, one frame in each reader; beyond them only what the wires take."""
+    """The receiver holds back its window and one frame for each reader; the wires hold a few more."""
 
     async def main() -> None:
         here, there, _ = linked([[0]] * num_connections)
@@ -228,7 +228,7 @@ def test_a_connection_that_is_left_takes_nothing_with_it() -> None:
 
 @pytest.mark.parametrize("sequence", [0, 1, 2**63])
 def test_numbers_that_cannot_be_are_refused_or_waited_for(sequence: int) -> None:
-    """A used number is refused, also an implied one; one far ahead is held back and stops its connection."""
+    """A number that was used (or implied) is refused; a frame far ahead is held back and stops its connection."""
 
     async def main() -> None:
         here, there, wires = linked([[0], [0]])

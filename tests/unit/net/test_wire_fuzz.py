@@ -1,4 +1,4 @@
-"""Anything at all on the wire: the reader gives a frame or says CorruptPayload, in memory that does not grow."""
+"""The decoder turns arbitrary bytes into a frame or raises CorruptPayload, and its memory does not grow."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ FRAMES: list[Frame] = [
 
 
 def read(data: bytes) -> Frame | None:
-    """A frame, or None for a refusal; anything else that is raised is the failure that is looked for."""
+    """Return a frame, or None for a refusal; any other exception is a failure."""
     try:
         frame, sequence = decode(data)
     except CorruptPayload:
@@ -59,7 +59,7 @@ def read(data: bytes) -> Frame | None:
 @given(st.binary(max_size=400))
 def test_any_bytes_are_a_frame_or_refused(data: bytes) -> None:
     read(data)
-    read(b"\x2a" + data)  # as a chunk, which is read by hand
+    read(b"\x2a" + data)  # as a chunk, which has a decoder of its own
 
 
 @settings(max_examples=400)

@@ -1,4 +1,4 @@
-"""A partner whose outer gradient points against the own one is refused, and others are not."""
+"""A partner is refused if its outer gradient points against the own one, and only then."""
 
 from __future__ import annotations
 

@@ -19,7 +19,10 @@ def bound(*, alpha: float, swap_momentum: bool) -> float:
 
 
 def growth_of_moments(*, alpha: float, gamma: float, swap_momentum: bool) -> float:
-    """Largest |eigenvalue| of one round on (E phi^2, E phi delta, E delta^2); partners are independent, gradients 0."""
+    """Return the largest |eigenvalue| of one round on (E phi^2, E phi delta, E delta^2).
+
+    Partners are independent, and outer gradients are zero.
+    """
     if swap_momentum:
         new_momentum_squared = np.array([gamma**2 / 2, 0, alpha**2 / 2])
         weight_times_new_momentum = np.array([-gamma / 2, alpha / 2, 0])
@@ -35,9 +38,9 @@ def growth_of_moments(*, alpha: float, gamma: float, swap_momentum: bool) -> flo
 
 
 def simulated_growth(*, alpha: float, gamma: float, swap_momentum: bool) -> float:
-    """Growth of the mean square distance a round, of many one-element replicas paired anew at random in every round.
+    """Return the growth per round of the mean square distance of many one-element replicas, in random pairs each round.
 
-    Elements of a vector do not meet each other in an outer step, so the whole swarm is one vector of replicas.
+    Elements of a vector do not interact in an outer step, so one vector holds the whole swarm.
     """
     num_replicas, warm_up, rounds = 200_000, 15, 30
     generator = torch.Generator().manual_seed(5)

@@ -1,4 +1,4 @@
-"""The gates as arithmetic: what is refused, what is shortened, and that partners shorten alike."""
+"""The arithmetic of the gates: what they refuse and what they clip, and that partners clip alike."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_an_offset_is_never_longer_than_its_radius(radius: float, size: float) -
     direction = offset / offset.norm() if math.isfinite(float(offset.norm())) else None
     norm, kept = clip_offset_(offset, radius)
     assert kept <= radius
-    # In float64: the squares of what is this short are no longer fp32. And a step of the smallest number.
+    # In float64, as the squares of such small values underflow in fp32; with a tolerance of the smallest number.
     assert float(offset.double().norm()) <= radius * 1.0001 + 2.0**-148
     if kept < norm and direction is not None and radius > 1e-3:
         assert torch.allclose(offset / offset.norm(), direction, atol=1e-3), "shortened, not turned"
@@ -157,7 +157,7 @@ def test_one_far_partner_is_refused_however_often_it_is_met() -> None:
 
 
 def test_far_partners_are_let_in_when_as_many_were_met_as_near_ones() -> None:
-    """Two islands come together."""
+    """This is how two islands merge."""
     history = DistanceHistory()
     refusals(history, [(f"near{number}", 1.0) for number in range(3)])
     assert refusals(history, [(f"far{number}", 10.0) for number in range(5)]) == [True, True, False, False, False]

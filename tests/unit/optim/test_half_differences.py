@@ -1,4 +1,4 @@
-"""Conservation: for any section and codec the two half-differences of a pair are opposite, bit for bit."""
+"""Conservation: for any section and codec, the two half-differences of a pair are opposite, bit for bit."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def coded_pairs(name: str) -> st.SearchStrategy[tuple[tuple[Tensor, Tensor], str
 
 
 def quantized(vector: Tensor, *, codec_name: str) -> Tensor:
-    """Encode then decode, chunk by chunk, as a section travels."""
+    """Encode and decode chunk by chunk, as a section travels."""
     codec = get_codec(codec_name)
     parts = [vector[start:stop] for start, stop in chunk_bounds(len(vector))]
     return torch.cat([codec.decode(codec.encode(part), num_elements=len(part)) for part in parts])
@@ -92,7 +92,7 @@ class Replica:
 
 
 def swap_and_step(own: Replica, partner: Replica, *, codec_name: str) -> Replica:
-    """What a peer does in a round with all three sections swapped: exact own vectors, coded half-differences."""
+    """Return a replica after a round with all three sections swapped: exact own vectors, coded half-differences."""
     halves = {
         name: half_difference(
             quantized(getattr(own, name), codec_name=codec_name),
@@ -108,7 +108,7 @@ def swap_and_step(own: Replica, partner: Replica, *, codec_name: str) -> Replica
 @pytest.mark.parametrize("codec_name", CODEC_NAMES)
 @pytest.mark.parametrize("seed", range(5))
 def test_a_coded_step_moves_the_mean_of_a_pair_like_an_exact_one(codec_name: str, seed: int) -> None:
-    """Mean momentum and mean weights in float64, from the exact vectors of both: coding must not appear in them."""
+    """The mean momentum and mean weights (float64) follow from the exact vectors of both: coding errors cancel."""
     generator = torch.Generator().manual_seed(seed)
     a, b = (Replica(*torch.randn(3, 5000, generator=generator)) for _ in range(2))
     mean = {
@@ -126,7 +126,7 @@ def test_a_coded_step_moves_the_mean_of_a_pair_like_an_exact_one(codec_name: str
 
 
 def test_the_check_above_would_see_a_coding_error() -> None:
-    """Averaging with the partner's coded vector itself, the obvious alternative, fails the same bound by far."""
+    """Averaging with the partner's coded vector, the obvious alternative, exceeds the same bound by far."""
     generator = torch.Generator().manual_seed(0)
     a, b = torch.randn(2, 5000, generator=generator)
     halves = [(quantized(y, codec_name="int8") - x) / 2 for x, y in ((a, b), (b, a))]

@@ -1,4 +1,4 @@
-"""AdamW as the spec says: who decays, with what numbers, and on which parameters."""
+"""The inner optimizer follows the spec: which parameters decay, and with which hyperparameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The schedule: warm-up, cosine, minimum, and no torch."""
+"""The learning rate schedule: warm-up, cosine, minimum, and no import of torch."""
 
 from __future__ import annotations
 

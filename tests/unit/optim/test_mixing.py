@@ -1,4 +1,4 @@
-"""What partners agree on: the same for both, and the rounds that end a run."""
+"""What partners agree on is the same for both; closing rounds end a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Muon: what its orthogonalization gives, in which precision it computes, and that its state is torch's."""
+"""Muon: the result and the precision of its orthogonalization, and a state that is compatible with torch's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SHAPES = [(24, 24), (24, 60), (60, 24), (24, 30)]
 
 
 class Products(TorchDispatchMode):
-    """Notes the dtypes of all matrix products."""
+    """Records the dtypes of all matrix products."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ def test_a_singular_value_of_exactly_1_and_a_matrix_of_zeros_stay_finite() -> No
 def test_a_tall_matrix_gives_the_transpose_and_a_batch_what_each_gives_alone(shape: tuple[int, int]) -> None:
     batch = gaussian(3, *shape)
     together = orthogonalize(batch)
-    if shape[0] != shape[1]:  # of a square matrix the rows are scaled first, of its transpose the columns
+    if shape[0] != shape[1]:  # scaling starts with the rows of a square matrix, so with the columns of its transpose
         assert torch.allclose(together, orthogonalize(batch.mT).mT, atol=1e-5)
     for matrix, expected in zip(batch, together, strict=True):
         assert torch.allclose(orthogonalize(matrix.unsqueeze(0))[0], expected, atol=1e-5)
@@ -109,13 +109,13 @@ def test_a_step_is_near_that_of_torch_and_the_state_is_its_own() -> None:
     before = [param.detach().clone() for param in ours]
     options: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9, "adjust_lr_fn": "match_rms_adamw"}
     mine, reference = Muon(ours, **options), torch.optim.Muon(theirs, **options)
-    for number in range(2):  # at the first step the momentum has no other direction than the gradient
+    for number in range(2):  # in the first step the momentum points along the gradient
         for own, other in zip(ours, theirs, strict=True):
             own.grad = other.grad = gaussian(*own.shape, seed=200 + number)
         mine.step()
         reference.step()
         for start, own, other in zip(before, ours, theirs, strict=True):
-            decayed = start * (1 - 0.02 * 0.1)  # what is left is the step along the orthogonal matrix
+            decayed = start * (1 - 0.02 * 0.1)  # the rest is the step along the orthogonal matrix
             step, expected = own.detach() - decayed, other.detach() - decayed
             assert (step * expected).sum() / step.norm() / expected.norm() >= 0.93
             assert step.norm() == pytest.approx(float(expected.norm()), rel=0.4)

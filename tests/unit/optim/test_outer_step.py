@@ -1,4 +1,4 @@
-"""The outer step against the public reference implementation, alone, by slices, and what it refuses."""
+"""The outer step against the public reference implementation, as a solo step, in slices, and with invalid input."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ each_case = pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c['replicas'
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """One replica: fp32 vectors of one shape."""
+    """The state of one replica: fp32 vectors of one shape."""
 
     slow: Tensor
     fast: Tensor
@@ -39,7 +39,7 @@ def partner_of(step: dict[str, Any]) -> int:
 
 
 def one_round(case: dict[str, Any], before: dict[int, State], partners: dict[int, int]) -> dict[int, State]:
-    """All replicas of one round, each with its partner, uncoded; `before` is not changed."""
+    """Return the replicas after one round with their partners, uncoded; `before` is not changed."""
     after = {}
     for rank, own in before.items():
         partner = before[partners[rank]]
@@ -76,7 +76,8 @@ def test_each_step_agrees_with_the_reference(case: dict[str, Any]) -> None:
 
 @each_case
 def test_a_chain_of_rounds_agrees_with_the_reference(case: dict[str, Any]) -> None:
-    """Slow weights and momentum are our own from round to round; only the inner steps' result comes from the file."""
+    """Slow weights and momentum carry over from round to round; only the result of the inner steps comes from the
+    file."""
     state = {step["rank"]: State.from_json(step["before"]) for step in steps_of_round(case, 0)}
     for number in range(case["rounds"]):
         steps = steps_of_round(case, number)
@@ -94,7 +95,7 @@ def test_a_chain_of_rounds_agrees_with_the_reference(case: dict[str, Any]) -> No
 
 
 def test_each_strength_has_a_place_of_its_own() -> None:
-    """By hand, as the reference has beta and gamma alike: 0.5 x 8 + 0.25 x 4 + 2 x 1.5 = 8."""
+    """The reference uses one number for beta and gamma, so this is by hand: 0.5 x 8 + 0.25 x 4 + 2 x 1.5 = 8."""
     slow, momentum = torch.tensor([10.0]), torch.tensor([8.0])
     outer_step(slow, momentum, torch.tensor([4.0]), torch.tensor([1.5]), alpha=0.5, beta=0.25, gamma=2.0)
     assert (momentum.item(), slow.item()) == (8.0, 18.0)

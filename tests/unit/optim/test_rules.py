@@ -1,4 +1,4 @@
-"""The outer rules that NoLoCo is measured against, each against arithmetic done by hand."""
+"""The outer rules that NoLoCo is compared with, against arithmetic by hand."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def vectors(seed: int, num_replicas: int = 4) -> Tensor:
 
 @pytest.mark.parametrize("name", RULES)
 def test_every_rule_keeps_replicas_that_agree(name: str) -> None:
-    """With one fast vector for all, no rule may pull them apart; and beta 1, alpha 0 makes each the plain step."""
+    """Replicas with equal fast weights stay equal, and with beta 1 and alpha 0 the outer step moves to those
+    weights."""
     rule = RULES[name](OuterSpec(alpha=0.0, beta=1.0), random.Random(0), Ring())
     slow, fast = torch.zeros(4, 6), vectors(1)[:1].expand(4, 6).clone()
     rule.outer_step(slow, fast)
@@ -101,7 +102,7 @@ def test_diloco_is_sgd_of_torch_on_the_outer_gradient(alpha: float, beta: float,
     parameter = torch.nn.Parameter(slow[0].clone())
     sgd = torch.optim.SGD([parameter], lr=beta, momentum=alpha, nesterov=is_nesterov and alpha > 0)
     for seed in range(1, 6):
-        parameter.grad = -vectors(seed).mean(0)  # it points uphill
+        parameter.grad = -vectors(seed).mean(0)  # the gradient points uphill
         sgd.step()
         rule.outer_step(slow, slow + vectors(seed))
         assert torch.allclose(slow, parameter.detach().expand(4, 6), atol=1e-6)
@@ -117,12 +118,12 @@ def test_nesterov_by_hand() -> None:
 
 
 def to_tenths(values: Tensor) -> Tensor:
-    """A codec by hand: tenths, rounded to even."""
+    """A codec by hand, which rounds to tenths."""
     return (10 * values).round() / 10
 
 
 def test_a_coded_ring_rounds_every_partial_sum_and_then_the_mean() -> None:
-    """Three replicas, a segment each; it starts at the neighbour of its owner and ends at the owner."""
+    """Each of three replicas owns a segment, whose sum starts at the neighbour of the owner and ends at the owner."""
     vectors = torch.tensor([[0.06, 0.11, 0.34], [0.16, 0.02, 0.21], [0.08, 0.29, 0.04]])
     mean = Ring(to_tenths, 1.0).mean(vectors)
     first = 0.3 + 0.06  # 0.16 -> 0.2, + 0.08 -> 0.3, + the owner's 0.06
@@ -138,7 +139,7 @@ def test_a_ring_of_one_codes_nothing_and_one_without_a_codec_is_the_mean() -> No
 
 @pytest.mark.parametrize(("rule", "codec", "coded"), [("diloco", "int8", "int8"), ("ddp", "int4", "bf16")])
 def test_the_ring_of_a_rule_has_the_errors_and_bytes_of_its_codec(rule: str, codec: str, coded: str) -> None:
-    """A hop on eight replicas loses what the codec loses on a sum of up to seven, and the last one an eighth of it."""
+    """A hop among eight replicas codes a sum of up to seven vectors, and the last one codes their mean."""
     ring, exact = ring_of(rule, codec, num_elements=8 * 256), torch.randn(8, 8 * 256, generator=torch.manual_seed(0))
     assert ring.bytes_per_element == section_bytes(get_codec(coded), 8 * 256) / (8 * 256)
     assert ring.sent_bytes(8 * 256, 8) == pytest.approx(2 * 7 / 8 * section_bytes(get_codec(coded), 8 * 256))

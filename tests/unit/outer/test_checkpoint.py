@@ -22,8 +22,8 @@ from noloco_p2p.outer.checkpoint import Checkpoint, Checkpoints
 
 NUM_KILLS = 20
 
-# One process that imports torch once and forks a writer again and again; each is killed at another moment of a save.
-# All tensors of checkpoint n hold n, so a mixture of two would show.
+# One process imports torch once and forks writers, each of which is killed at another moment of a save. All tensors of
+# checkpoint n hold n, so that a mixture of two checkpoints would show.
 KILLER = """
 import os, random, signal, sys, time
 from pathlib import Path
@@ -189,7 +189,7 @@ def test_a_folder_that_is_no_checkpoint_is_an_error_in_words(tmp_path: Path) -> 
 
 @contextmanager
 def file_size_limit(num_bytes: int) -> Iterator[None]:
-    """Writes beyond it fail as on a full disk (EFBIG instead of ENOSPC)."""
+    """Make writes beyond the limit fail, as on a full disk (but with EFBIG instead of ENOSPC)."""
     _, hard = soft_and_hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
     try:
@@ -239,11 +239,11 @@ def test_leftovers_are_removed_unless_their_writer_lives(tmp_path: Path) -> None
 
 
 class ForgetfulDisk:
-    """What was not synced is lost when the power fails, and it fails twice: at the rename, and after the save."""
+    """A disk that loses unsynced data in two power failures: at the rename, and after the save."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._bytes: dict[int, int] = {}  # inode of a file -> what of it is on the disk
-        self._names: dict[int, set[str]] = {}  # inode of a folder -> the same
+        self._bytes: dict[int, int] = {}  # inode of a file -> bytes on the disk
+        self._names: dict[int, set[str]] = {}  # inode of a folder -> names on the disk
         self._sync, self._rename = os.fsync, Path.rename
         monkeypatch.setattr(os, "fsync", self._synced)
         monkeypatch.setattr(Path, "rename", lambda path, target: self._renamed(path, target))
@@ -279,7 +279,7 @@ def test_a_checkpoint_that_was_saved_outlives_a_power_cut(tmp_path: Path, monkey
 
 
 def test_a_writer_killed_at_any_moment_leaves_only_readable_checkpoints(tmp_path: Path) -> None:
-    """And what the writer called done is there."""
+    """A checkpoint whose save has returned is among them."""
     done = subprocess.run(
         [sys.executable, "-c", KILLER, str(tmp_path), str(NUM_KILLS)], capture_output=True, text=True, check=False
     )

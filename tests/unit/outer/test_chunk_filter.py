@@ -1,4 +1,4 @@
-"""What the outer step applies of a partner that lies: of a refused swap nothing, of a clipped one a bounded amount."""
+"""The outer step applies nothing of a refused swap, and a bounded amount of a clipped one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Sections = dict[SectionName, Tensor]
 
 
 def make_state(seed: int = 1) -> OuterState:
-    """Two chunks, one tensor over both. It has trained: the outer gradient is 0.1 everywhere."""
+    """Return a trained state of two chunks, one tensor of which spans both; its outer gradient is 0.1 everywhere."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Linear(600, 500), nn.Linear(500, 3))
@@ -40,14 +40,14 @@ def sections(state: OuterState) -> Sections:
 
 
 def fingerprint(state: OuterState) -> str:
-    """All that a swap may change (I1)."""
+    """Return a digest of all values that a swap may change (I1)."""
     fast = state.parameters.read(0, state.num_elements)
     numbers = (*state.tensors().values(), fast)
     return blake3(b"".join(vector.numpy().tobytes() for vector in numbers)).hexdigest()
 
 
 def take(state: OuterState, theirs: Mapping[SectionName, Tensor]) -> Swapped | Alone:
-    """One outer step as a peer takes it."""
+    """Take an outer step as a peer does, with its filter."""
     outcome, verdict = admitted(Swapped(received(sections(state), theirs)), state)
     state.step(None if isinstance(outcome, Alone) else outcome.received, scales=verdict.scales)
     assert isinstance(outcome, Swapped | Alone)
@@ -55,7 +55,7 @@ def take(state: OuterState, theirs: Mapping[SectionName, Tensor]) -> Swapped | A
 
 
 def test_a_swap_of_honest_partners_is_the_exact_outer_step() -> None:
-    """Equal starts, and outer gradients of one length: no bit is other than without gates."""
+    """With equal starts and outer gradients of equal norm, the gates change nothing."""
     here, there = make_state(), make_state()
     theirs = sections(there)
     theirs[GRADIENT] = (
@@ -97,7 +97,7 @@ def test_a_late_gradient_that_is_refused_leaves_all_as_it_was(scale: float, is_r
 
 
 def test_a_gradient_that_came_late_leaves_what_one_in_time_leaves() -> None:
-    """In slow weights, momentum and the model: no outer step between the two."""
+    """Slow weights, momentum and model are equal, if no outer step falls between the two."""
     in_time, late = make_state(), make_state()
     theirs = sections(in_time)
     theirs[GRADIENT] = theirs[GRADIENT] * torch.linspace(0.5, 1.5, len(theirs[GRADIENT]))
@@ -113,7 +113,7 @@ def test_a_gradient_that_came_late_leaves_what_one_in_time_leaves() -> None:
 
 
 def test_of_an_offset_that_was_clipped_what_was_let_through_is_remembered() -> None:
-    """The next radius is at most twice that: a liar does not widen its own gate."""
+    """The next radius is at most twice the clipped norm, so a liar does not widen its own gate."""
     state = make_state()
     own = sections(state)
     lengths = [float(own[GRADIENT][start:stop].norm()) for start, stop in places_of_pieces(state)]
@@ -140,7 +140,7 @@ def test_a_gradient_against_the_own_one_refuses_the_swap(scale: float) -> None:
 
 
 def test_a_gradient_that_is_all_in_one_tensor_moves_it_little_more_than_training_does() -> None:
-    """As long as an honest gradient in all, and 1,000 times as long in the last bias."""
+    """The whole gradient is as long as an honest one, so the last bias alone is 1,000 times as long."""
     here, alone = make_state(), make_state()
     theirs = sections(here)
     length = theirs[GRADIENT].norm()
@@ -176,14 +176,14 @@ def test_however_far_the_partner_is_it_pulls_by_the_radius_at_most(section: Sect
     theirs[section] = torch.full_like(theirs[section], size)
     take(here, theirs)
     moved = float((here.slow_weights - honest.slow_weights).norm())
-    radius = float(own[GRADIENT].norm())  # no history yet: the own outer gradient
+    radius = float(own[GRADIENT].norm())  # without a history: the norm of the own outer gradient
     assert moved <= radius / 2 * 1.001
     assert moved or size > 1e18, "its square overflows: then nothing of it is taken"
     assert bool(torch.isfinite(here.slow_weights).all())
 
 
 def test_the_pull_is_bounded_for_each_tensor_by_itself() -> None:
-    """All of a lie in the few numbers of the last layer would else hide in the length of the whole vector."""
+    """Otherwise a lie in the few elements of the last layer would hide in the norm of the whole vector."""
     here, honest = make_state(), make_state()
     own = sections(here)
     take(honest, own)
@@ -205,7 +205,7 @@ def test_a_thousand_swaps_with_a_liar_leave_every_number_finite() -> None:
         size = 10.0 ** float(torch.randint(-3, 38, (1,), generator=noise))
         own = sections(state)
         lies = {name: torch.randn(len(vector), generator=noise) * size for name, vector in own.items()}
-        lies[GRADIENT] = own[GRADIENT] * -9  # honest enough for its gate
+        lies[GRADIENT] = own[GRADIENT] * -9  # short enough for its gate
         take(state, {name: vector.clamp(-3e38, 3e38) for name, vector in lies.items()})
         assert bool(torch.isfinite(state.slow_weights).all())
     assert float(state.slow_weights.abs().max()) < 1000

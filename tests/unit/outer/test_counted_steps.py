@@ -1,4 +1,4 @@
-"""NoLoCo counts the steps of torch optimizers: of one or several, accumulated, skipped, scaled, and after a restart."""
+"""NoLoCo counts the steps of torch optimizers: one or several, accumulated, skipped, scaled, and after a restart."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_of_several_optimizers_the_last_closes_the_step(tmp_path: Path, swarm: M
 
 
 class TinyScaler:
-    """What torch.amp.GradScaler does with a fused optimizer; the real one needs a GPU."""
+    """Sets the attributes that torch.amp.GradScaler sets on a fused optimizer, as the real one needs a GPU."""
 
     def step(self, optimizer: Any, *, overflows: bool) -> None:
         optimizer.grad_scale, optimizer.found_inf = torch.tensor(1.0), torch.tensor(float(overflows))
@@ -154,7 +154,7 @@ def test_a_diverged_round_resets_the_moments(
 
 
 def test_a_restart_goes_on_with_the_same_bits(tmp_path: Path, swarm: MemorySwarm) -> None:
-    """Weights, moments and the place in the round come back; the rest of the steps gives the weights of one go."""
+    """Weights, moments and the position in the round are restored, so the run ends like one without a restart."""
     ends = []
     for stops in (False, True):
         peer = swarm.peer(f"peer-{stops}", run_folder=tmp_path / str(stops))
@@ -232,7 +232,7 @@ def test_a_call_of_step_beside_a_counted_optimizer_is_an_error(tmp_path: Path, s
 
 
 def test_a_new_noloco_takes_the_optimizer_over(tmp_path: Path, swarm: MemorySwarm) -> None:
-    """As after freezing a layer, when another one has to be made."""
+    """A script creates another NoLoCo after it has frozen a layer, for example."""
     model, peer = make_model(), swarm.peer("a", run_folder=tmp_path)
     optimizer = AdamW(model.parameters())
     first, second = (NoLoCo(model, optimizer, peer, save_every_rounds=0) for _ in range(2))

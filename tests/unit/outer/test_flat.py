@@ -1,4 +1,4 @@
-"""Parameters as one vector: what is read, written and taken away is the same wherever the pieces are cut."""
+"""Parameters as one vector: reading, writing and subtracting give the same result for any division into pieces."""
 
 from __future__ import annotations
 

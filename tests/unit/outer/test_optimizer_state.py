@@ -1,4 +1,4 @@
-"""Optimizer state comes back exactly, through tensors alone."""
+"""Optimizer state is restored exactly, from tensors alone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from noloco_p2p.outer.checkpoint import Checkpoint, Checkpoints
 from noloco_p2p.outer.optimizer_state import flatten_optimizer, restore_optimizer
 from noloco_p2p.spec import TrainSpec
 
-TRAIN = TrainSpec(weight_decay=0.1, learning_rate=0.01)  # decay: two groups, in another order than the model's names
+TRAIN = TrainSpec(weight_decay=0.1, learning_rate=0.01)  # two groups, not in the order of the model
 
 
 def make_model() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -47,7 +47,7 @@ def test_training_continues_bit_for_bit_through_a_checkpoint(tmp_path: Path) -> 
     train(again, again_optimizer, first=5, last=9)
     for (name, expected), (_, found) in zip(whole.named_parameters(), again.named_parameters(), strict=True):
         assert torch.equal(expected, found), name
-    checkpoint.verify()  # training did not write through the mapped file
+    checkpoint.verify()  # training did not write to the mapped file
 
 
 def test_before_the_first_step_there_is_nothing_to_keep() -> None:
@@ -79,7 +79,7 @@ def test_the_state_of_another_model_is_refused() -> None:
 
 
 def test_a_factored_state_is_kept_too() -> None:
-    """Adafactor has a row and a column of each matrix."""
+    """Adafactor keeps a row and a column for each matrix."""
     model, _ = make_model()
     names, optimizer = dict(model.named_parameters()), torch.optim.Adafactor(model.parameters())
     train(model, optimizer, first=1, last=2)

@@ -58,7 +58,7 @@ def make_model(seed: int) -> nn.Sequential:
 
 
 def make_neighbour() -> nn.Sequential:
-    """As near to `make_model(1)` as replicas of one run are to each other: no gate looks at the offset."""
+    """Return a model as close to `make_model(1)` as replicas of one run are, so that no gate clips the offset."""
     model, other = make_model(1), make_model(2)
     with torch.no_grad():
         for param, towards in zip(model.parameters(), other.parameters(), strict=True):
@@ -71,14 +71,14 @@ def flat(model: nn.Module) -> torch.Tensor:
 
 
 def nudge(model: nn.Module, amount: float) -> None:
-    """Stands for an inner step: a fixed, known outer gradient."""
+    """Stand in for an inner step with a known outer gradient."""
     with torch.no_grad():
         for param in model.parameters():
             param.add_(amount)
 
 
 def together(*actions: Callable[[], None]) -> None:
-    """Run each in a thread, as a step blocks; the first error is raised."""
+    """Run each action in a thread, as a step blocks; raise the first error."""
     errors: list[BaseException] = []
 
     def guarded(action: Callable[[], None]) -> None:
@@ -138,14 +138,14 @@ def test_a_swap_moves_the_mean_of_a_pair_by_the_mean_of_exact_gradients(tmp_path
         assert all(isinstance(result.outcome, Swapped) for result in results)
         after = (flat(models[0]).double() + flat(models[1]).double()) / 2
         assert torch.allclose(after, before + 0.7 * (2 * 0.1 + 2 * 0.2) / 2, atol=2e-6)
-        if codec == FP32:  # and the replicas come nearer to each other by 1 - gamma
+        if codec == FP32:  # the distance shrinks by 1 - gamma
             apart = flat(models[0]) - flat(models[1])
             assert torch.allclose(apart, 0.3 * (flat(make_model(1)) - flat(make_neighbour())), atol=1e-5)
 
 
 @pytest.mark.parametrize("weights", ["fp32", "int8", "modulo8"])
 def test_without_a_late_part_each_adds_its_own_gradient_to_the_middle(tmp_path: Path, weights: str) -> None:
-    """One thread takes both boundaries, one after the other: neither waits."""
+    """A single thread takes both boundaries in turn, so neither may wait."""
     codec = CodecSpec.model_validate({"slow_weights": weights, "outer_gradient": "none"})
     spec = make_spec(codec=codec).with_changes({"outer.alpha": 0.0, "outer.beta": 1.0, "outer.gamma": 1.0})
     with MemorySwarm(spec, deadlines=PATIENT) as swarm:
@@ -167,7 +167,7 @@ def test_without_a_late_part_each_adds_its_own_gradient_to_the_middle(tmp_path: 
             assert all(result and isinstance(result.outcome, Swapped) for result in results[2:])
             after = (flat(models[0]).double() + flat(models[1]).double()) / 2
             assert torch.allclose(after, middle + num_rounds * 0.3, atol=1e-6), "the mean moves by the mean gradient"
-            if weights == "fp32":  # the slow weights meet, and the own gradients stay apart
+            if weights == "fp32":  # the slow weights meet; the own gradients stay apart
                 assert torch.allclose(flat(models[1]) - flat(models[0]), torch.tensor(0.2), atol=1e-6)
 
 
@@ -190,7 +190,8 @@ def test_closing_rounds_bring_two_peers_to_the_middle_and_nowhere_else(tmp_path:
 
 
 def test_a_closing_round_waits_for_who_trains_on_and_not_for_the_last_partner(tmp_path: Path) -> None:
-    """Two pairs: the first would else go to its middle again and again, and be done before the second comes."""
+    """There are two pairs. Otherwise the first pair would meet in every closing round and finish before the second
+    comes."""
     models = {name: make_model(1) if name in "ac" else make_neighbour() for name in "abcd"}
     outers: dict[str, NoLoCo] = {}
     met: dict[str, str] = {}
@@ -238,7 +239,7 @@ def test_an_older_partner_counts_less_on_both_sides_and_the_mean_holds(
         )
         after = (flat(models[0]).double() + flat(models[1]).double()) / 2
         assert torch.allclose(after, before + 0.7 * 0.2, atol=2e-6)
-        if codec == FP32:  # nearer to each other by as much as the older one counts
+        if codec == FP32:  # closer by the weight of the older one
             apart = flat(models[0]) - flat(models[1])
             expected = (1 - 0.7 * weight) * (flat(make_model(1)) - flat(make_neighbour()))
             assert torch.allclose(apart, expected, atol=1e-5)
@@ -246,7 +247,7 @@ def test_an_older_partner_counts_less_on_both_sides_and_the_mean_holds(
 
 
 def test_with_tokens_weighed_the_gradients_count_by_their_steps(tmp_path: Path) -> None:
-    """Rounds of 3 and 1 steps: both end with three quarters of the one gradient and a quarter of the other."""
+    """In rounds of 3 and 1 steps, both get three quarters of the first gradient and a quarter of the second."""
     outer_spec = AUTO.model_copy(update={"weigh_tokens": True, "min_inner_steps": 1})
     spec = make_auto_spec().model_copy(update={"outer": outer_spec})
     with MemorySwarm(spec) as swarm:
@@ -270,7 +271,7 @@ def test_with_tokens_weighed_the_gradients_count_by_their_steps(tmp_path: Path) 
 
 
 def test_eager_gets_to_the_same_weights_as_waiting(tmp_path: Path) -> None:
-    """With max_wait_s = 0 the partner's gradient comes as a correction; it adds up to what waiting gives."""
+    """With max_wait_s = 0 the partner's gradient arrives as a correction, which adds up to the same weights."""
     ends = [
         run_one_round(tmp_path / name, max_wait_s=wait_s) for name, wait_s in (("waiting", PATIENCE_S), ("eager", 0.0))
     ]
@@ -278,7 +279,8 @@ def test_eager_gets_to_the_same_weights_as_waiting(tmp_path: Path) -> None:
 
 
 def run_one_round(folder: Path, *, max_wait_s: float) -> torch.Tensor:
-    """The weights of peer a after a round of 400 steps. When eager, it is at its boundary before its partner is."""
+    """Return the weights of peer a after a round of 400 steps. An eager peer reaches its boundary before its
+    partner."""
     with MemorySwarm(make_spec(max_wait_s=max_wait_s, inner_steps=400)) as swarm:
         models = [make_model(1), make_model(2)]
         peers = [swarm.peer(name, run_folder=folder / name) for name in "ab"]
@@ -319,9 +321,10 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> 
 
 
 def correct(outer: NoLoCo, peer: MemoryPeer) -> None:
-    """Between two inner steps the correction is applied, unless the next early part travels, or may in a moment.
+    """Take inner steps until the late correction is applied, which must not happen while an early part may be on its
+    way.
 
-    One that came before the next round was opened is applied already.
+    A correction that arrived before the next round opened is already applied.
     """
 
     def can_be_corrected() -> bool:
@@ -345,7 +348,7 @@ def wait_for_early(outers: list[NoLoCo]) -> None:
 
 
 def test_a_peer_that_pauses_keeps_its_half_of_the_swap_and_its_partner_does_not_wait(tmp_path: Path) -> None:
-    """The round of the one ends after one of four steps; the mean of the pair is what it must be."""
+    """The first peer ends its round after one of four steps; the mean of the pair is as expected."""
     with MemorySwarm(make_spec(inner_steps=4), deadlines=PATIENT) as swarm:
         models = [make_model(1), make_neighbour()]
         before = (flat(models[0]).double() + flat(models[1]).double()) / 2
@@ -410,11 +413,11 @@ def test_a_checkpoint_within_a_round_goes_on_with_the_same_bits(tmp_path: Path) 
     assert torch.equal(ends[0], ends[1])
 
 
-# rounds of a length of their own
+# rounds with lengths of their own
 
 
 def with_length(outer: NoLoCo, inner_steps: int) -> dict[str, Any]:
-    """The state of a peer whose rounds were of this length."""
+    """Return the state of a peer whose rounds had this length."""
     state = outer.state_dict()
     state["place"]["inner_steps"] = inner_steps
     return state
@@ -422,7 +425,7 @@ def with_length(outer: NoLoCo, inner_steps: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("max_wait_s", [20.0, 0.0], ids=["waiting", "eager"])
 def test_partners_with_rounds_of_other_lengths_keep_their_mean(tmp_path: Path, max_wait_s: float) -> None:
-    """3 and 27 inner steps: both mix by 9, for which alpha is 0 before the first momentum and beta is 1."""
+    """Rounds of 3 and 27 inner steps both count as 9, for which alpha is 0 before the first momentum and beta is 1."""
     with MemorySwarm(make_auto_spec(max_wait_s=max_wait_s)) as swarm:
         models, outers, peers = [], [], []
         for name, make, length in (("a", lambda: make_model(1), 3), ("b", make_neighbour, 27)):
@@ -468,7 +471,7 @@ def test_a_checkpoint_within_a_round_knows_how_long_it_is(tmp_path: Path) -> Non
         first = NoLoCo(model, None, swarm.peer("a", run_folder=tmp_path), save_every_rounds=0)
         state = with_length(first, 13)
         swarm.kill(swarm.peers[-1])
-        for _ in range(2):  # resumed at the opening of the round, then after 5 of its steps
+        for _ in range(2):  # resumed when the round opens, and then after 5 steps
             peer = swarm.peer("b", run_folder=tmp_path)
             outer = NoLoCo(model, None, peer, save_every_rounds=0, resume=state)
             assert [outer.step() for _ in range(5)] == [None] * 5
@@ -493,7 +496,7 @@ def test_over_a_fast_link_rounds_become_as_short_as_the_spec_allows(tmp_path: Pa
             until_s = time.monotonic() + PATIENCE_S
             while not is_short.is_set():
                 assert time.monotonic() < until_s, [outer.inner_steps for outer in outers]
-                time.sleep(0.05)  # an inner step
+                time.sleep(0.05)  # stands in for an inner step
                 outers[index].step()
                 if all(outer.inner_steps <= 3 for outer in outers):
                     is_short.set()
@@ -501,7 +504,7 @@ def test_over_a_fast_link_rounds_become_as_short_as_the_spec_allows(tmp_path: Pa
         together(lambda: run(0), lambda: run(1))
 
 
-FAR = 0.02 * FRESH_ROUNDS / 15  # a round, less by as much as a partner 15 rounds away counts
+FAR = 0.02 * FRESH_ROUNDS / 15  # a round, scaled by the weight of a partner 15 rounds away
 
 
 @pytest.mark.parametrize(
@@ -536,7 +539,7 @@ def test_the_size_of_a_state_file_is_known_before_it_comes(tmp_path: Path, num_h
 
 
 class LeftBehind(MemoryPeer):
-    """Most of the swarm is far ahead of this peer, once; its state is at hand."""
+    """A peer that once finds most of the swarm far ahead, and can load its state."""
 
     def catch_up(self, *, progress: float, inner_steps: int, target: Path) -> StateManifest | None:
         if progress > 0.5:
@@ -547,7 +550,7 @@ class LeftBehind(MemoryPeer):
 
 
 def test_who_is_left_behind_takes_the_state_of_the_swarm_and_goes_on_from_there(tmp_path: Path) -> None:
-    """As after a long pause within a round: the steps of that round are given up, too."""
+    """The peer has paused for long within a round, and also drops the steps of that round."""
     with MemorySwarm(make_spec(inner_steps=4)) as swarm:
         model, peer = make_model(5), swarm.peer("a", run_folder=tmp_path)
         outer = NoLoCo(model, None, peer, save_every_rounds=0)
@@ -565,7 +568,7 @@ def test_who_is_left_behind_takes_the_state_of_the_swarm_and_goes_on_from_there(
 
 
 class Liar(MemoryPeer):
-    """Gives a newcomer a file of the right size that is no state, or one whose numbers are not finite."""
+    """Serves a newcomer a file of the right size that is no state, or one whose numbers are not finite."""
 
     def enter(self, *, layout: ModelLayout, target: Path | None) -> StateManifest | None:
         assert target is not None
@@ -626,10 +629,10 @@ def test_a_state_of_other_numbers_than_fp32_is_refused(dtype: torch.dtype) -> No
 
 
 class Sketched:
-    """What a NoLoCo reports to its peer about its slow weights, which change only after that report."""
+    """Records the calls that a NoLoCo makes about its slow weights; they may change only after such a call."""
 
     def __init__(self, peer: MemoryPeer) -> None:
-        self.steps: list[tuple[float, bool]] = []  # progress, at rest
+        self.steps: list[tuple[float, bool]] = []  # (progress, at_rest)
         self.changes = 0
         self._weights: torch.Tensor | None = None
         self._before: torch.Tensor | None = None
@@ -651,7 +654,7 @@ class Sketched:
 
 
 def test_every_outer_step_is_told_with_the_same_progress_to_both_and_before_the_weights_change(tmp_path: Path) -> None:
-    """The partners are one and a half rounds apart, and end three rounds later, two of them closing ones."""
+    """The partners start one and a half rounds apart and take three more rounds, two of which are closing rounds."""
     with MemorySwarm(make_spec()) as swarm:
         models, peers = [make_model(1), make_neighbour()], [swarm.peer(name, run_folder=tmp_path) for name in "ab"]
         told = [Sketched(peer) for peer in peers]

@@ -1,4 +1,4 @@
-"""What a replica's outer state takes from others, and where it stands on the schedule afterwards."""
+"""What the outer state of a replica takes over from other peers, and its position on the schedule afterwards."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from noloco_p2p.spec import OuterSpec, RunSpec
 
 
 def test_a_refused_state_changes_nothing() -> None:
-    """A donor's slow weights must not stay behind when its momentum turns out to be useless."""
+    """The slow weights of a donor must not stay when its momentum turns out to be invalid."""
     model = nn.Linear(3, 2)
     state = OuterState(model, published())
     before = state.slow_weights.clone()
@@ -50,7 +50,7 @@ def test_without_alpha_there_is_no_momentum_and_a_round_goes_all_the_way() -> No
 
 
 def test_a_state_with_more_than_is_needed_is_taken() -> None:
-    """A run that was forked without its momentum."""
+    """A run that was forked without momentum gets a state with momentum."""
     state = OuterState(nn.Linear(3, 2), OuterSpec())
     state.take({"slow_weights": torch.arange(8.0), "outer_momentum": torch.ones(8)})
     assert torch.equal(state.parameters.read(0, 8), torch.arange(8.0))
@@ -65,12 +65,12 @@ def test_a_partner_of_little_weight_moves_the_place_by_little() -> None:
     spec = RunSpec(name="far", total_steps=100, outer=published(inner_steps=10))
     own = {SectionName.SLOW_WEIGHTS: torch.zeros(4)}
     for weight, moved in ((1.0, 0.1), (0.25, 0.025)):
-        behind = received(own, own, agreed=Agreement(10.0, weight=weight))  # it is at the start of the run
+        behind = received(own, own, agreed=Agreement(10.0, weight=weight))  # the partner is at the start of the run
         assert progress_after(0.5, behind, inner_steps=10, spec=spec) == pytest.approx(0.5 - moved)
 
 
 def test_the_overlapped_outer_step_is_the_plain_one() -> None:
-    """The path that an accelerator takes, on the CPU, whose streams are in name only."""
+    """The CPU takes the path of an accelerator here, with streams that do nothing."""
     ends = []
     for is_overlapped in (False, True):
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""What happens to a script that trains with the library alone: a restart, an end in the middle, mistakes."""
+"""A script that uses only the library: restarts, an end within a round, and mistakes."""
 
 from __future__ import annotations
 
@@ -40,22 +40,22 @@ def test_a_restarted_peer_resumes_from_its_last_checkpoint(tmp_path: Path) -> No
     with MemorySwarm(SPEC) as swarm:
         outer = NoLoCo(model, None, swarm.peer("a", run_folder=tmp_path), save_every_rounds=3)
         train(model, outer, num_steps=1)
-        outer._saver.wait()  # there is one writer
-        train(model, outer, num_steps=6)  # the round that was begun is not in the checkpoint
+        outer._saver.wait()  # as there is one writer
+        train(model, outer, num_steps=6)  # the checkpoint does not contain the new round
         outer._saver.wait()
     with MemorySwarm(SPEC) as swarm:
         peer = swarm.peer("a", run_folder=tmp_path)
         again = NoLoCo(other, None, peer, save_every_rounds=3)
         assert again.resumed is not None
         assert (again.round, again.num_steps, again.entered, peer.metrics.round) == (3, 6, False, 3)
-        assert peer.states.saved is not None  # newcomers can have it at once
+        assert peer.states.saved is not None  # newcomers can fetch it at once
         assert peer.states.saved.manifest.round == 3
     torch.testing.assert_close(other.weight, model.weight - 0.5)
 
 
 @pytest.mark.parametrize("total_steps", [480, 2_000])
 def test_a_script_that_trains_to_the_end_may_close(tmp_path: Path, total_steps: int) -> None:
-    """Sums of fractions end beside 1: no step may be left over, and no round open."""
+    """Sums of fractions may miss 1 slightly; neither a step nor an open round may be left over."""
     spec = SPEC.model_copy(update={"total_steps": total_steps})
     with MemorySwarm(spec) as swarm:
         model, peer = make_model(), swarm.peer("a", run_folder=tmp_path)
@@ -98,7 +98,7 @@ def test_closing_rounds_write_nothing_twice(tmp_path: Path, caplog: pytest.LogCa
         outer = NoLoCo(model, None, swarm.peer("a", run_folder=tmp_path), save_every_rounds=1)
         train(model, outer, num_steps=1)
         outer._saver.wait()
-        train(model, outer, num_steps=1)  # ends round 0, and opens and writes round 1
+        train(model, outer, num_steps=1)  # ends round 0, then opens and saves round 1
         outer.closing_round(wait_s=0.1)
         outer._saver.wait()
     assert "left out" not in caplog.text

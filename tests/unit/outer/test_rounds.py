@@ -1,4 +1,4 @@
-"""Rounds that are polled: one thread drives two peers, and the weights are those of two threads that wait."""
+"""Polled rounds: one thread drives two peers, and the weights equal those of two threads that block."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ def make(swarm: MemorySwarm, folder: Path, *, follows_caller: bool = False) -> l
 
 
 def both_early(swarm: MemorySwarm) -> None:
-    """No solo round: both have each other's early part."""
+    """Wait until all have their partner's early part, so that no round is solo."""
     wait_until(lambda: all(peer.driver.phase is RoundPhase.EARLY for peer in swarm.peers))
 
 
 def polled(outers: list[NoLoCo], *, meanwhile: Callable[[], object] = lambda: None) -> list[RoundResult]:
-    """Polls in turn until all rounds have ended."""
+    """Poll in turn until all rounds have ended."""
     results: dict[int, RoundResult] = {}
 
     def all_ended() -> bool:

@@ -1,4 +1,4 @@
-"""A checkpoint in the background: of the moment it was asked for, and training does not wait for it."""
+"""A checkpoint in the background holds the state at the time of the call, and training does not wait for it."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_full_disk_is_told_and_nothing_else(tmp_path: Path, caplog: pytest.Log
 
 
 def test_the_state_that_is_served_is_the_one_that_was_written(tmp_path: Path) -> None:
-    """Rounds go on while the disk is busy; what newcomers then get tells the round it was taken in."""
+    """Rounds continue while the disk is slow; newcomers get the state with the round in which it was taken."""
     spec = RunSpec(name="test", outer=published(inner_steps=2), total_steps=100)
     with MemorySwarm(spec) as swarm:
         peer = swarm.peer("a", run_folder=tmp_path)

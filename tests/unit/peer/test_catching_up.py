@@ -1,4 +1,4 @@
-"""A peer learns that it is behind from the records, and by asking, because a record can be older than a round lasts."""
+"""A peer notices that it is behind from records, and from calls, as a record may be older than a round is long."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from noloco_p2p.peer.network_thread import NetworkThread
 from noloco_p2p.presets import PRESETS
 from noloco_p2p.telemetry.progress import Progress
 
-ROUND = 1e-3  # of the run
+ROUND = 1e-3  # as a share of the run
 OWN = 0.1
 LAYOUT = cast(ModelLayout, type("Layout", (), {"digest": bytes, "num_elements": 0}))
 NEAR, FAR = OWN + 5 * ROUND, OWN + (STALE_ROUNDS + 5) * ROUND
 
 
 class Others:
-    """Peers whose records say one thing, and who say another when they are asked; one that does not answer."""
+    """Peers whose answers may differ from their records; one of them does not answer."""
 
     def __init__(self, *, recorded: float, told: float) -> None:
         self.candidates = [Candidate(name, f"{name}:1", progress=recorded) for name in ("a", "b", "silent")]
@@ -37,7 +37,7 @@ class Others:
         self.stage: int | None = None
 
     async def wait_for_peers(self, timeout_s: float) -> None:
-        """They are there."""
+        """Return at once, as the peers are known."""
 
     def live(self) -> list[Candidate]:
         outbound = [replace(each, peer_id="outbound", can_be_called=False) for each in self.candidates[:1]]
@@ -46,7 +46,7 @@ class Others:
     mates = live
 
     def reached(self, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-        """Like `swarm.tunnel`: where a tunnel is missing, a task is made."""
+        """Need a running loop, as `swarm.tunnel` does when it creates a task for a missing tunnel."""
         asyncio.get_running_loop()
         return [replace(each, can_be_called=True) if each.peer_id == "relayed" else each for each in candidates]
 
@@ -58,7 +58,7 @@ class Others:
 
 
 def asked_of(others: Others, *, is_told_stale: bool, num_rounds: int = 1) -> list[Candidate]:
-    """Those whose state this peer would take."""
+    """Return the peers whose state this peer would fetch."""
     found: list[Candidate] = []
 
     async def fetch(transport: object, donors: list[Candidate], **rest: Any) -> None:
@@ -69,7 +69,7 @@ def asked_of(others: Others, *, is_told_stale: bool, num_rounds: int = 1) -> lis
 
 
 def catch_up(others: Others, *, num_rounds: int = 1, **rest: Any) -> None:
-    """No peer serves a state."""
+    """Try to catch up, without getting a state."""
     thread = NetworkThread()
     made = made_for(others, thread, **rest)
     try:
@@ -131,14 +131,14 @@ def test_training_does_not_wait_for_a_donor_without_end(caplog: pytest.LogCaptur
 def test_a_newcomer_waits_while_those_who_are_listed_are_dead(
     stage: int | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A stage that has trained never begins again from its first weights; a whole model does, when nobody is left."""
+    """A stage that has been trained never restarts from its first weights; a whole model does when nobody is left."""
     others = Others(recorded=FAR, told=FAR)
     others.candidates = [Candidate("silent", "silent:1", round=7, progress=FAR)]
     others.stage = stage
 
     async def fetch(*_: object, **rest: object) -> None:
         others.num_fetches += 1
-        if others.num_fetches == 3:  # the record has run out
+        if others.num_fetches == 3:  # the record has expired
             others.candidates = []
 
     thread = NetworkThread()

@@ -1,4 +1,4 @@
-"""When a peer trains: what the settings say of the machine as it is seen."""
+"""When a peer trains, from its settings and the state of the machine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STRICT = {"when": "idle", "on_battery": "never", "on_busy_gpu": "never"}
     [
         ({}, ALL_AT_ONCE, ""),
         ({"when": "always"}, ALL_AT_ONCE, ""),
-        (STRICT, UNKNOWN, ""),  # what is not known keeps nobody from training
+        (STRICT, UNKNOWN, ""),  # unknown values never stop training
         ({"when": "09:00-17:00"}, Seen(9 * 60 - 1), "hours"),
         ({"when": "09:00-17:00"}, Seen(9 * 60), ""),
         ({"when": "09:00-17:00"}, Seen(17 * 60 - 1), ""),

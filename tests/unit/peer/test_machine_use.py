@@ -1,4 +1,4 @@
-"""What else this machine does: real processes, and NVML as a double, since few machines that test have a GPU."""
+"""The load of other programs on this machine: real processes, and a double of NVML, as few test machines have a GPU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BURNT_S = 1.0
 
 @contextmanager
 def process(program: str) -> Iterator[psutil.Process]:
-    """One that has begun; it ends with its children."""
+    """Yield a process that is running; kill it and its children afterwards."""
     with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as started:
         assert started.stdout
         started.stdout.readline()
@@ -44,7 +44,7 @@ def burn(tree: psutil.Process) -> None:
 
     until_s = used_s() + BURNT_S
     while used_s() < until_s:
-        time.sleep(0.05)  # between two looks at a condition
+        time.sleep(0.05)  # between two checks
 
 
 @pytest.mark.parametrize("program", [BURN, BURN_IN_A_CHILD])

@@ -1,4 +1,4 @@
-"""The network thread: what the main thread asks of it ends, in one way or another."""
+"""Every call from the main thread to the network thread ends, in one way or another."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def thread() -> Iterator[NetworkThread]:
 
 
 class Slow:
-    """Something long, such as a fetch; it says how it ended."""
+    """A long call, such as a fetch, which records how it ended."""
 
     def __init__(self) -> None:
         self.began, self.cancelled = threading.Event(), threading.Event()

@@ -1,4 +1,4 @@
-"""Who asks for a pause, and the task that looks at the machine."""
+"""Requests for a pause, and the task that watches the machine."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_a_stopwatch_counts_while_it_runs(monkeypatch: pytest.MonkeyPatch) -> No
     watch.run(True)
     now_s[0] += 2
     assert watch.seconds() == 7
-    watch.add(1000)  # before a restart
+    watch.add(1000)  # from before a restart
     watch.run(False)
     now_s[0] += 60
     assert watch.seconds() == 1007

@@ -10,7 +10,7 @@ from noloco_p2p.settings import PeerSettings
 
 
 class Alone:
-    """A directory and an address book of a peer that knows nobody yet."""
+    """The directory and the address book of a peer that knows nobody yet."""
 
     node = None
     guard = DialGuard()

@@ -1,4 +1,4 @@
-"""Which outer steps of a peer are sketched, under which mark, and that every sketch is of one state of the weights."""
+"""Which outer steps of a peer get a sketch, at which mark, and that each sketch is of a single state of the weights."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ RUN = "ab" * 32
 
 
 class Peer:
-    """A sketcher on a virtual clock, and weights that it is shown after each outer step."""
+    """A sketcher on a virtual clock, and the weights that it reads after each outer step."""
 
     def __init__(self, num_elements: int = 1000) -> None:
         self.now_s = 0.0
@@ -46,7 +46,7 @@ class Peer:
         self.settle()
 
     def settle(self) -> None:
-        """Until what was begun in the background is done."""
+        """Wait until background work is done."""
         self.sketcher._executor.submit(lambda: None).result(10.0)
 
     @property
@@ -63,7 +63,7 @@ def peer() -> Iterator[Peer]:
 
 
 def train(peer: Peer, until: float, *, begin: float = 0.0, round_progress: float, round_s: float) -> list[int]:
-    """The marks that it published, in their order."""
+    """Train, and return the marks that the peer published, in order."""
     marks: list[int] = []
     num_rounds = round((until - begin) / round_progress)
     for number in range(1, num_rounds + 1):
@@ -74,7 +74,7 @@ def train(peer: Peer, until: float, *, begin: float = 0.0, round_progress: float
 
 
 def test_marks_are_common_fractions_as_often_as_records_can_follow(peer: Peer) -> None:
-    """Rounds of 2 s, 1,000 of them: 32 to 64 s would be 2^-5, 20 to 40 s are 2^-6 of the schedule."""
+    """With 1,000 rounds of 2 s each, marks are 2^-6 of the schedule apart (31 s)."""
     marks = train(peer, 0.5, round_progress=0.001, round_s=2.0)
     assert marks[1:] == [number * (MARKS >> 6) for number in range(2, 33)]
     assert MARK_EVERY_S <= 2000 * 2**-6 < 2 * MARK_EVERY_S
@@ -116,10 +116,10 @@ def test_progress_that_cannot_be_has_no_mark(until: float) -> None:
 
 
 def test_a_peer_that_jumped_has_no_sketch_of_the_marks_on_its_way(peer: Peer) -> None:
-    """It took the state of another peer: its weights are of where that one was."""
+    """Its weights are the state of another peer, at that peer's position."""
     train(peer, 0.45, round_progress=0.001, round_s=2.0)
     before = peer.sketcher.latest
-    peer.step(torch.randn(1000), progress=0.510, after_s=2.0)  # past the half
+    peer.step(torch.randn(1000), progress=0.510, after_s=2.0)  # past one half
     assert peer.sketcher.latest == before
     assert train(peer, 0.6, begin=0.51, round_progress=0.001, round_s=2.0)[-1] == 38 * (MARKS >> 6)
 
@@ -134,7 +134,7 @@ def test_a_mark_is_reached_once_though_progress_falls_behind_it_again(peer: Peer
 
 
 def test_at_rest_the_newest_weights_are_sketched_whatever_the_time(peer: Peer) -> None:
-    """After every closing round, which take no time and move no progress."""
+    """It is sketched after every closing round, although those take no time and make no progress."""
     for _ in range(3):
         weights = torch.randn(1000)
         peer.step(weights, progress=1.0, after_s=0.0, at_rest=True)
@@ -149,7 +149,7 @@ def test_at_rest_the_newest_weights_are_sketched_whatever_the_time(peer: Peer) -
 def test_a_sketch_that_the_next_outer_step_overtakes_is_thrown_away(
     peer: Peer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It would be a mixture of two states."""
+    """The sketch would mix two states."""
     made = codec.sketch
 
     def overtaken(vector: Tensor, *, run: str, mark: int) -> Tensor:
@@ -188,7 +188,7 @@ def test_a_peer_that_is_closed_goes_on_training(peer: Peer) -> None:
     assert peer.sketcher.latest == ""
 
 
-ROUNDS_OF = (10, 11)  # inner steps
+ROUNDS_OF = (10, 11)  # inner steps in a round
 SWAP = received({SectionName.SLOW_WEIGHTS: torch.zeros(1)}, {SectionName.SLOW_WEIGHTS: torch.zeros(1)})
 SPEC = TrainerSpec(
     name="pair", outer=OuterSpec(inner_steps="auto"), train=TrainSpec(total_steps=40_000, warmup_steps=1)
@@ -196,10 +196,10 @@ SPEC = TrainerSpec(
 
 
 class Pair:
-    """Two peers that are 0.3 % apart after every swap, while both move by 1 % of their norm a round.
+    """Two peers that are 0.3 % apart after every swap, while both move by 1 % of their norm in a round.
 
-    Their rounds differ in length, one of them begins two thirds of a round ahead, and each announces itself every 15 s,
-    at a time of its own.
+    Their rounds differ in length, one of them starts two thirds of a round ahead, and each announces itself every 15 s,
+    at times of its own.
     """
 
     def __init__(self, seed: int) -> None:
@@ -241,8 +241,8 @@ def true_spread(weights: list[Tensor]) -> float:
 
 
 def test_two_peers_that_are_a_little_apart_are_shown_so_while_both_learn() -> None:
-    """What is shown is within a fifth of the truth in nearly all looks, while the records are of moments at which the
-    weights were several times as far apart. One mark has a standard deviation of 9 %."""
+    """The estimate is within a fifth of the truth in nearly all samples, although the weights were several times as far
+    apart when the records were written. One mark has a standard deviation of 9 %."""
     shown, without_marks = [], []
     for seed in range(5):
         pair, seen = Pair(seed), Sketches()
@@ -262,7 +262,7 @@ def test_two_peers_that_are_a_little_apart_are_shown_so_while_both_learn() -> No
 
 
 def test_both_partners_of_a_swap_find_the_same_mark_reached() -> None:
-    """They stand at different places of the schedule, and often on both sides of a mark."""
+    """The partners are at different positions of the schedule, often on both sides of a mark."""
     pair = Pair(1)
     marks: list[list[int | None]] = [[], []]
     for _ in range(600):

@@ -1,4 +1,4 @@
-"""What a state is compared with: records, and fresh answers where records are too old to tell."""
+"""A fetched state is compared with records, and with fresh answers where records are too old to decide."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DONOR = Candidate("donor", "donor")
 
 
 class Others:
-    """A directory with the records of `recorded`, and peers that answer `told` when they are asked."""
+    """A directory with records at the positions `recorded`, whose peers answer with the position `told`."""
 
     def __init__(
         self, recorded: Sequence[float], *, told: float = OWN, num_silent: int = 0, sketches: Sequence[str] = ()
@@ -76,14 +76,14 @@ def test_another_place_is_refused(progress: float) -> None:
 
 
 def test_a_counter_that_no_peer_can_have_reached_is_refused() -> None:
-    check_position(Others([OWN] * 3), OWN, round_index=1600)  # it was four times faster all the time
+    check_position(Others([OWN] * 3), OWN, round_index=1600)  # it may have been four times as fast
     for wrong in (10**6, -1):
         with pytest.raises(CheckpointError, match=f"round {wrong}"):
             check_position(Others([OWN] * 3), OWN, round_index=wrong)
 
 
 def test_records_that_are_older_than_the_limit_do_not_refuse_an_honest_donor() -> None:
-    """Rounds of a tenth of a second: the swarm has moved by more than 32 of them since the last heartbeat."""
+    """Rounds take a tenth of a second, so the swarm has moved by more than 32 of them since the last heartbeat."""
     now = OWN + 2 * LIMIT
     others = Others([OWN] * 4, told=now)
     check_position(others, now)

@@ -1,4 +1,4 @@
-"""Time that jumps: nothing waits for real, and the order of events is that of the virtual clock."""
+"""Virtual time jumps: no wait takes real time, and events happen in the order of the virtual clock."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_deadline_ends_a_wait_at_its_time() -> None:
 
 
 def test_a_wait_for_less_than_the_clock_can_tell_ends() -> None:
-    """Refusals that pass by themselves are waited for by such differences of times."""
+    """Waits for a passing refusal are differences of two times, which may be that small."""
 
     async def main() -> None:
         loop = asyncio.get_running_loop()

@@ -1,4 +1,4 @@
-"""`noloco simulate` from its arguments to table, JSON and picture; and its complaints, before anything trains."""
+"""`noloco simulate` from its arguments to table, JSON and picture; it reports mistakes before anything trains."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""States of honest replicas pass every check that is there for liars, also at the moment in which a cut heals."""
+"""States of honest replicas pass every check against liars, even when two separated groups have just met again."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ROUNDS = [1, 3, 6, NUM_ROUNDS]
 
 @functools.cache
 def histories(num_apart: int) -> list[list[Tensor]]:
-    """The slow weights of each replica after each of its rounds; the first `num_apart` never meet the others."""
+    """Return the slow weights of each replica after each of its rounds; the first `num_apart` never meet the others."""
     made: list[SimulatedReplica] = []
 
     class Islands(MemoryDirectory):
@@ -58,7 +58,7 @@ def states_of(num_apart: int, round_index: int) -> dict[str, Tensor]:
 
 
 def aged_states_of(num_apart: int, round_index: int) -> dict[str, Tensor]:
-    """Replica i saved its state i rounds ago."""
+    """Return a state of each replica: that of replica i is i rounds old."""
     histories_ = histories(num_apart)
     return {str(age): history[max(0, round_index - 1 - age)] for age, history in enumerate(histories_)}
 
@@ -81,7 +81,7 @@ def test_states_of_one_moment_are_averaged_as_they_are(round_index: int) -> None
 @pytest.mark.parametrize("saved", ROUNDS)
 @pytest.mark.parametrize("num_apart", [0, 1, 3, 4])
 def test_a_state_fits_what_the_others_publish_of_another_moment(num_apart: int, saved: int) -> None:
-    """The sketches are those of the last round, and the state was saved up to all rounds of the run before."""
+    """The sketches are those of the last round; the state may be as old as the whole run."""
     mark = sketch.AT_REST
     published_ = {
         peer: sketch.pack(sketch.sketch(weights, run=SPEC.digest(), mark=mark), mark=mark, norm=sketch.norm(weights))

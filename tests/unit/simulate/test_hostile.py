@@ -1,4 +1,4 @@
-"""A liar among simulated replicas: the gates see it, and the honest ones end where they can be judged."""
+"""A liar among simulated replicas: the gates refuse crude attacks, and no attack breaks the honest replica."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def material() -> Material:
 
 
 def swarm_with(attack: Attack, material: Material) -> Result:
-    """Two replicas, so that the honest one meets the liar in every round."""
+    """Simulate two replicas, so that the honest one meets the liar in every round."""
     return simulate_hostile(material, Plan(2, evaluations=1), {1: attack})
 
 
@@ -38,7 +38,7 @@ def test_the_honest_replica_is_never_broken(attack: Attack, material: Material) 
         assert (result.refused, result.alone) == (3, 3)
     elif attack is Attack.NAN:
         assert (result.swapped, result.alone) == (0, 3)
-    elif attack in ADAPTIVE:  # it leaves before the last late part
+    elif attack in ADAPTIVE:  # the liar leaves before the last late part
         assert result.swapped + result.half >= 2, "most of what it sends passes the gates"
     else:
         assert result.swapped == 3

@@ -1,4 +1,4 @@
-"""Links on the virtual clock: how long frames take, in which order they come, and what a break does."""
+"""Links on the virtual clock: the duration and order of frames, and the effect of a break."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ CHUNK_BYTES = 1_000_000 - FRAME_BYTES
 
 
 class Listener:
-    """Keeps what comes, with its time."""
+    """A Service that records frames with the time of their arrival."""
 
     def __init__(self) -> None:
         self.came: list[tuple[float, Frame]] = []
         self.ended_s: float | None = None
 
     def admit(self, hello: Hello) -> None:
-        """Everybody."""
+        """Admit every caller."""
 
     async def on_swap(self, stream: FrameStream) -> None:
         loop = asyncio.get_running_loop()
@@ -64,7 +64,7 @@ def test_a_chunk_takes_both_links_and_both_delays() -> None:
     async def main() -> None:
         _, transport, listener = made()
         stream = await call(transport)
-        assert asyncio.get_running_loop().time() == pytest.approx(0.4)  # there and back, two links of 0.1 s
+        assert asyncio.get_running_loop().time() == pytest.approx(0.4)  # there and back over two links of 0.1 s
         await stream.send(chunk(0))
         await asyncio.sleep(10.0)
         assert listener.came[0][0] == pytest.approx(0.4 + 1.0 + 0.1 + 0.1 + 0.1)

@@ -1,4 +1,4 @@
-"""What --churn, --speeds and --link accept, and what they say when they do not."""
+"""The values that --churn, --speeds and --link accept, and the messages for all others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A link that the pipeline shares with swaps: who goes first, who gets what share, and how long a frame takes."""
+"""A link that the pipeline shares with swaps: the order and the share of each, and the duration of a frame."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MEGABYTE = 1_000_000
 
 
 def carried(*cargos: tuple[float, str, int]) -> dict[str, float]:
-    """(When it enters a way of 1 MB/s, what it is, bytes) to when it has come out."""
+    """Send cargos of (time, name, bytes) over a way of 1 MB/s; return the arrival time of each."""
     came: dict[str, float] = {}
 
     async def run() -> None:

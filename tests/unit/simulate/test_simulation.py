@@ -1,4 +1,4 @@
-"""Whole simulations of a tiny Llama: the same bits each time, and what faults, links and rules do to rounds."""
+"""Whole simulations of a tiny Llama: reproducible bits, and the effect of faults, links and rules on rounds."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_clean_swarm_learns_and_swaps_every_round() -> None:
 
 
 def test_two_replicas_of_noloco_are_diloco() -> None:
-    """A pair that starts equal has no distance to mix: the production path must follow the collective rule."""
+    """A pair that starts equal has nothing to mix, so the production path must match the collective rule."""
     _, ours = weights_after(SPEC, Plan(2))
     reference = simulate_lockstep(material(), Plan(2), rule="diloco")
     made = material().model()
@@ -84,7 +84,7 @@ def test_two_replicas_of_noloco_are_diloco() -> None:
 
 def test_an_eager_swarm_on_a_slow_link_gets_gradients_late() -> None:
     eager = SPEC.with_changes({"outer.max_wait_s": 0.0, "outer.inner_steps": 6})
-    rate = 8 * section_bytes(get_codec("fp32"), 20_000) / 1e6  # a section in about a second of up link
+    rate = 8 * section_bytes(get_codec("fp32"), 20_000) / 1e6  # a section takes about a second of uplink
     link = LinkProfile("slow", down_mbit_s=10 * rate, up_mbit_s=rate, delay_ms=10, jitter_ms=0)
     result, _ = weights_after(eager, Plan(2, links=(link,)))
     assert result.half == 4
@@ -92,14 +92,14 @@ def test_an_eager_swarm_on_a_slow_link_gets_gradients_late() -> None:
 
 
 def slow_link(seconds: float) -> LinkProfile:
-    """It carries one section of the tiny Llama, uncoded and in one chunk, in this time."""
+    """Return a link that carries one section of the tiny Llama, uncoded and in one chunk, in this time."""
     num_elements = SPEC.model.num_parameters()
     mbit_s = section_bytes(get_codec("fp32"), num_elements) * 8 / 1e6 / seconds
     return LinkProfile("slow", down_mbit_s=float("inf"), up_mbit_s=mbit_s, delay_ms=0, jitter_ms=0)
 
 
 def test_a_chunk_that_takes_long_on_a_slow_link_breaks_no_swap() -> None:
-    """On the link of a real model many chunks take this time together."""
+    """With a real model, many chunks together take this long."""
     result, _ = weights_after(SPEC, Plan(2, step_s=100.0, links=(slow_link(30.0),)))
     assert result.alone == 0
 
@@ -147,7 +147,7 @@ def test_faster_replicas_take_as_many_steps_in_less_time() -> None:
 
 @pytest.mark.parametrize("rule", RULES)
 def test_other_rules_learn(rule: str) -> None:
-    """As much as training alone does: a rule that leaves the fast weights out still learns a little."""
+    """A rule learns more than half as much as local training; one that ignored the fast weights would learn little."""
     result, alone = (simulate_lockstep(material(), Plan(4), rule=name) for name in (rule, "local"))
     assert result.loss < result.curve[0].loss
     assert result.curve[0].loss - result.loss > 0.5 * (alone.curve[0].loss - alone.loss)
@@ -181,7 +181,8 @@ def test_collective_rules_pay_for_the_slowest_link() -> None:
 
 @pytest.mark.parametrize("rule", ["ddp", "diloco"])
 def test_absent_replicas_of_a_collective_rule_take_the_mean_of_the_others(rule: str) -> None:
-    """All stay equal, fewer gradients count, and what each sends is 2 (n - 1) / N vectors and one for each absentee."""
+    """All replicas stay equal, fewer gradients count, and each sends 2 (n - 1) / N vectors and one for each
+    absentee."""
     clean, churned, lost = (
         simulate_lockstep(material(), Plan(4, churn=Churn(absent=absent)), rule=rule) for absent in (0.0, 0.4, 1.0)
     )

@@ -1,4 +1,4 @@
-"""Whole simulations of a tiny Llama in stages: what they compute, what faults do to them, and what links carry."""
+"""Whole simulations of a tiny Llama in stages: results, the effect of faults, and the load of links."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_gossip_pulls_the_replicas_of_a_stage_together() -> None:
 
 
 def test_a_lost_microbatch_counts_where_its_backward_has_been() -> None:
-    """Each node asserts that it divides by the tokens of the gradients that it has."""
+    """Each node asserts that it divides by the tokens of the gradients that it has received."""
     result, nodes = run(spec_of(steps=12), StagedPlan((2, 2, 2), links=SLOW, lost_share=0.2))
     share = result.num_lost / (result.num_lost + result.num_done)
     assert 0.1 < share < 0.3
@@ -79,7 +79,7 @@ def test_a_lost_microbatch_counts_where_its_backward_has_been() -> None:
 
 
 def test_late_gradients_are_those_of_earlier_microbatches_with_the_weights_of_now() -> None:
-    """With one step, whose backwards come a step late, only the tail of the head has trained."""
+    """The only step of the run precedes all backwards, so only the tail of the head trains."""
     spec = spec_of(**FP32, **{"train.total_steps": 1, "train.warmup_steps": 0})
     _, nodes = run(spec, StagedPlan((1, 1, 1), window=1, late_steps=1))
     start = dict(material_of(spec).model().named_parameters())
@@ -148,7 +148,7 @@ def test_a_replica_on_a_far_slower_link_gets_less_and_slows_down_nobody(stage: i
 def test_links_bound_the_tokens_per_second() -> None:
     plan = StagedPlan((2, 2, 2), links=(parse_links(["0.1mbit-1ms"]),), step_s=0.01, gossips=False)
     result, _ = run(spec_of(**{"train.batch_size": 48}), plan)
-    per_replica = 0.1e6 / 8 / (2 * (16 + 2))  # int8: a byte a channel, and a scale of two bytes
+    per_replica = 0.1e6 / 8 / (2 * (16 + 2))  # int8: a byte for each channel, and a scale of two bytes
     assert result.predicted_tokens_per_s == pytest.approx(2 * per_replica)
     assert 0.5 * result.predicted_tokens_per_s < result.tokens_per_s < result.predicted_tokens_per_s
     assert all(0.5 < stage.up_busy < 1 for stage in result.stages)

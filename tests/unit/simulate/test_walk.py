@@ -1,4 +1,4 @@
-"""Rounds of peers without a model, production runners on a virtual clock: all are paired, and nobody twice."""
+"""Rounds of peers without a model, with production runners on a virtual clock: each peer has one partner a round."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def test_peers_of_different_speeds_find_partners_and_mix() -> None:
 
 
 def test_a_boundary_lasts_as_long_as_the_run_allows_and_no_longer() -> None:
-    """Law I2, on a clock that no other work can slow down: no gradient ever comes, and nobody notices by itself."""
+    """This is law I2 on a virtual clock, which no other load slows down: no gradient ever comes, and nothing reports
+    that."""
     max_wait_s = 5.0
     assert max_wait_s < INTERNET.progress_s
     result = walk(Walk(2, 3, inner_steps=4, step_s=5.0, max_wait_s=max_wait_s, late_parts_stall=True))

@@ -1,4 +1,4 @@
-"""A page may not quote another figure than the results have, nor one that nobody measured."""
+"""A page may quote only figures that the results contain."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The lab of benchmarks/study: its search, its budgets, its clock, and what its tables say of a rule."""
+"""The lab of benchmarks/study: its search, its budgets, its clock, and the verdicts in its tables."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from noloco_p2p.testing.links import LinkProfile
 
 
 def bowl(setting: Setting, seed: int = 0) -> float:
-    """A loss with one valley: rate 8e-3, alpha 0.3, beta 1; each codec and rule costs what it costs."""
+    """Return a loss with one minimum: rate 8e-3, alpha 0.3, beta 1."""
     rate = math.log(setting.learning_rate / 8e-3) ** 2
     return 2 + rate + (setting.alpha - 0.3) ** 2 + (setting.beta - 1) ** 2 + setting.inner_steps / 1000 + seed / 1e4
 
@@ -117,7 +117,8 @@ def test_a_verdict_needs_every_seed_on_one_side() -> None:
 
 
 def test_the_clock_of_each_rule_by_hand() -> None:
-    """1M parameters and 1 s a step; a link of 8 Mbit/s = 1 byte a parameter and second, without delay."""
+    """A model of 1M parameters takes 1 s a step. The link has 8 Mbit/s, a byte for each parameter per second, and no
+    delay."""
     size = Size("1M", 1_000_000, int(40e12 / 6e6))
     link = LinkProfile("link", down_mbit_s=8, up_mbit_s=8, delay_ms=0, jitter_ms=0)
 
@@ -138,7 +139,8 @@ def test_the_clock_of_each_rule_by_hand() -> None:
 
 @pytest.mark.parametrize(("mbit_s", "delay_ms"), [(8.0, 0.0), (8.0, 200.0), (1e6, 50.0)])
 def test_the_clock_of_noloco_is_that_of_the_simulated_swarm(mbit_s: float, delay_ms: float) -> None:
-    """But for a chunk: here it comes in once it was sent, and a round ends with one."""
+    """They may differ by a chunk: the simulated receiver gets a chunk only once it was sent, and a round ends with
+    one."""
     spec = TrainerSpec(
         name="clock",
         model=ModelSpec(hidden_size=256, num_layers=1, num_heads=2, mlp_size=688),

@@ -1,4 +1,4 @@
-"""Which addresses of a stranger's record are believed."""
+"""Which addresses in a stranger's record a peer accepts."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_record_names_one_host() -> None:
 
 
 def test_a_way_by_a_relay_without_a_name_does_not_reach_who_looks_for_relays() -> None:
-    """Once it raised in `live()`, so that no round began while the record was there."""
+    """Such an address once raised in `live()`, so that no round began while the record existed."""
     told = record((), ("/ip4/203.0.114.7/tcp/1/p2p/p2p-circuit",))
     assert relays_of(believable(told, only_public=False).multiaddrs) == {}
 

@@ -11,7 +11,7 @@ def made() -> Allowance:
 
 
 def asked(allowance: Allowance, peer: str, number: int, *, now_s: float = 0.0) -> int:
-    """How many of `number` simultaneous requests are answered."""
+    """Return how many of `number` simultaneous requests are answered."""
     admitted = 0
     for _ in range(number):
         if allowance.admits(peer, now_s=now_s):

@@ -1,4 +1,4 @@
-"""Other nodes accept every record that a peer stores of itself, whatever its training or its clock does."""
+"""Other nodes accept every record that a peer stores about itself, whatever its training or its clock does."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RECORD = PeerRecord(ME.peer_id, "demo", "ab" * 32)
 
 
 class Kept:
-    """In place of a node and of a membership view: (record, expiry) of each store."""
+    """Stands in for a node and a membership view; records (record, expiry) of each store."""
 
     def __init__(self) -> None:
         self.stored: list[tuple[PeerRecord, float]] = []

@@ -1,4 +1,4 @@
-"""Buckets of a swarm of any size: uniform, of bounded size, at a depth that all peers come to by themselves."""
+"""Buckets of a swarm of any size are uniform and bounded, and all peers settle on the same depth by themselves."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_keys_differ_by_run_depth_and_index() -> None:
 
 
 def test_peers_spread_evenly_over_buckets() -> None:
-    """Chi-square with 63 degrees of freedom: above 103 once in a thousand."""
+    """Chi-square with 63 degrees of freedom exceeds 103 once in a thousand."""
     sizes = Counter(bucket_of(f"peer-{number}", 6) for number in range(6400))
     assert sum((sizes[bucket] - 100) ** 2 / 100 for bucket in buckets_at(6)) < 103
 
@@ -174,7 +174,7 @@ def test_a_neighbour_that_reads_elsewhere_says_where_to_look() -> None:
     assert sorted(asides) == list(range(1, MAX_DEPTH + 1)), "then all others, each once"
 
 
-# many peers, each deciding for itself
+# many peers, each of which decides by itself
 
 
 def test_a_swarm_that_grows_slowly_stays_visible_to_everybody() -> None:
@@ -222,7 +222,7 @@ def test_islands_that_settled_at_different_depths_find_each_other() -> None:
 
 
 class LiedTo(BucketSwarm):
-    """A liar answers for all buckets of some depths, with as many inventions, and leaves honest peers out."""
+    """A liar answers for all buckets at some depths: with this many invented peers, and without honest ones."""
 
     lies: Mapping[int, int] = MappingProxyType({})
 

@@ -1,4 +1,4 @@
-"""Requests that p2pd passes on: answered in portions, a bounded number of them later, and never with a long message."""
+"""Requests that p2pd forwards are read in portions and answered in bounded numbers, without long messages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PEER = PeerID.from_base58(identity_of("peer").peer_id)
 
 
 class Control(BoundedControl):
-    """Without p2pd: what it would send is fed, what it would get lies in `sent`."""
+    """A control connection without p2pd: `feed` provides its messages, and `sent` holds the answers."""
 
     def __init__(self) -> None:
         super().__init__(cast(Any, None), _initialized_with_create=True)
@@ -122,7 +122,7 @@ def test_a_fault_and_a_long_answer_are_told_in_words() -> None:
 
 
 def test_an_answer_that_nobody_waits_for_any_more_ends_nothing() -> None:
-    """hivemind's own reader ends on it, and with it all calls of this node."""
+    """hivemind's own reader would stop at such an answer, and end all calls of this node with it."""
 
     async def main(control: Control) -> None:
         call_ids, loop = [uuid4() for _ in range(3)], asyncio.get_running_loop()

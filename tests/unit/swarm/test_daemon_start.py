@@ -1,4 +1,4 @@
-"""p2pd is started, and started again, on a machine that has run short of something or keeps what others left behind."""
+"""p2pd starts and restarts on a machine that lacks resources or holds leftovers of other processes."""
 
 from __future__ import annotations
 
@@ -106,6 +106,6 @@ uvloop.run(main())
 
 
 def test_the_end_of_a_daemon_is_noticed_without_sigchld() -> None:
-    """Lightning resets the handlers of all signals after a training, and libuv hears of no child any more."""
+    """Lightning resets all signal handlers after a training, so libuv learns of no child's end."""
     done = subprocess.run([sys.executable, "-c", WITHOUT_SIGCHLD], capture_output=True, text=True, timeout=PATIENCE_S)
     assert (done.returncode, done.stdout, done.stderr) == (0, "exit code unknown: \n", "")

@@ -9,7 +9,7 @@ from noloco_p2p.swarm.clock import MAX_OFFSET_S, DhtClock, Offset, _steady_s, ch
 
 
 class Clocks:
-    """A wall clock that somebody sets, and one that only goes on."""
+    """A wall clock that can be set, and a monotonic clock."""
 
     def __init__(self) -> None:
         self.wall_s, self.steady_s = 1_800_000_000.0, 5.0
@@ -27,14 +27,14 @@ def test_a_wall_clock_that_jumps_moves_nothing(jump_s: float) -> None:
     clocks.pass_s(10)
     clocks.wall_s += jump_s
     assert clocks.dht.now() == pytest.approx(before_s + 10)
-    clocks.dht.heard(0.1)  # the others agree with what it was before
+    clocks.dht.heard(0.1)  # other nodes agree with the time before the jump
     assert clocks.dht.now() == pytest.approx(before_s + 10)
 
 
 def test_a_clock_that_was_wrong_and_is_set_is_taken_when_others_agree_with_it() -> None:
     clocks = Clocks()
     clocks.wall_s += 3600
-    clocks.dht.heard(-7000)  # neither
+    clocks.dht.heard(-7000)  # agrees with neither clock
     assert clocks.dht.now() == pytest.approx(clocks.wall_s - 3600)
     clocks.dht.heard(3599)
     assert clocks.dht.now() == pytest.approx(clocks.wall_s)
@@ -42,7 +42,7 @@ def test_a_clock_that_was_wrong_and_is_set_is_taken_when_others_agree_with_it() 
 
 @pytest.mark.parametrize("name", ["CLOCK_BOOTTIME", "CLOCK_MONOTONIC"])
 def test_the_clock_of_the_system_is_one_that_goes_on_in_its_sleep(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if name == "CLOCK_MONOTONIC":  # macOS
+    if name == "CLOCK_MONOTONIC":  # as on macOS
         monkeypatch.delattr(time, "CLOCK_BOOTTIME", raising=False)
     monkeypatch.setattr(time, "clock_gettime", lambda number: 5.0 if number == getattr(time, name) else 9.0)
     assert DhtClock(lambda: 100.0).now() == 100.0

@@ -125,11 +125,11 @@ def test_a_private_address_in_a_public_swarm_is_outbound_only_whoever_gets_throu
 def test_without_an_answer_a_call_that_came_in_is_proof() -> None:
     assert verdict(PUBLIC).state == Reach.UNKNOWN
     assert verdict(PUBLIC, calls=1).state == Reach.DIRECT
-    assert verdict(PUBLIC, CLOSED, calls=1).state == Reach.OUTBOUND_ONLY  # it came by another way
+    assert verdict(PUBLIC, CLOSED, calls=1).state == Reach.OUTBOUND_ONLY  # the call came in another way
 
 
 class Peers:
-    """A swarm that dials back."""
+    """A swarm whose peers dial back."""
 
     def __init__(self, *candidates: Candidate) -> None:
         self.candidates = candidates
@@ -184,7 +184,7 @@ def test_alone_nobody_is_waited_for() -> None:
         ("what a later version says", None, True, Reach.DIRECT),
         ("relayed", None, False, Reach.DIRECT),  # it dials this peer
         ("relayed", None, True, Reach.RELAYED),
-        ("punched", None, True, Reach.RELAYED),  # with others, and not yet with this peer
+        ("punched", None, True, Reach.RELAYED),  # with others, but not yet with this peer
         ("relayed", Reach.PUNCHED, True, Reach.PUNCHED),
         ("punched", Reach.RELAYED, True, Reach.RELAYED),
         ("outbound-only", Reach.PUNCHED, True, Reach.OUTBOUND_ONLY),

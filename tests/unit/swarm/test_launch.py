@@ -1,4 +1,4 @@
-"""p2pd dies with its parent where no kernel arranges it: real processes that are made to see no Linux."""
+"""p2pd dies with its parent on systems where the kernel does not arrange that; real processes that do not see Linux."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ child.wait()
 
 @contextmanager
 def parent_of(*command: str) -> Iterator[tuple[subprocess.Popen[str], psutil.Process]]:
-    """A process, and its child that `launch` has started."""
+    """Yield a process, and the child that it started with `launch`."""
     with subprocess.Popen([sys.executable, "-c", PARENT, *command], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout
         child = psutil.Process(int(parent.stdout.readline()))
@@ -46,14 +46,14 @@ def parent_of(*command: str) -> Iterator[tuple[subprocess.Popen[str], psutil.Pro
 
 
 def watcher_of(child: psutil.Process) -> psutil.Process:
-    """Once the child runs the command that it was given."""
+    """Return the watcher of a child, once the child runs its command."""
     until(lambda: child.name() == "sleep", timeout_s=DEADLINE_S, what="the command runs")
     (watcher,) = child.children()
     return watcher
 
 
 def is_gone(process: psutil.Process) -> bool:
-    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE  # nobody may be there to collect it
+    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE  # nobody may reap it
 
 
 def test_the_watcher_ends_the_command_when_the_parent_is_killed_and_ends_itself() -> None:
@@ -85,7 +85,7 @@ def test_a_parent_that_is_gone_already_starts_nothing() -> None:
 
 
 class Queue:
-    """kqueue as macOS has it: 41 runs, and is the next to end; 40 has ended."""
+    """A kqueue as on macOS: process 41 runs and will end next; 40 has ended."""
 
     def control(self, changes: list[SimpleNamespace] | None, most: int) -> list[SimpleNamespace]:
         for event in changes or ():

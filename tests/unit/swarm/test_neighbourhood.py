@@ -1,4 +1,4 @@
-"""Other DHT nodes say where they stand and what they know: only what can be is believed."""
+"""A peer accepts claims of other DHT nodes about their ids and records only if they are plausible."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from noloco_p2p.swarm.records import TTL_S
 
 HONEST, ROGUE = (PeerID.from_base58(identity_of(name).peer_id) for name in ("honest", "rogue"))
 KEY = DHTID.generate("run")
-INVENTED = [DHTID(KEY ^ number) for number in range(1, 21)]  # the places nearest to a key
+INVENTED = [DHTID(KEY ^ number) for number in range(1, 21)]  # the ids closest to the key
 
 
 def test_a_node_stands_in_one_place_until_it_is_gone() -> None:

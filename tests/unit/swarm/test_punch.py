@@ -1,4 +1,4 @@
-"""Words of two peers that agree on a hole: what is said, what is believed, and when to connect."""
+"""The messages with which two peers agree on a hole: their content, what is accepted, and when to connect."""
 
 from __future__ import annotations
 

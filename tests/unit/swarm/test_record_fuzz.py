@@ -1,4 +1,4 @@
-"""Anything at all stored under a run's key: the validator says yes to what a peer signed, and no to the rest."""
+"""Arbitrary bytes stored under a run's key: the validator accepts what a peer has signed, and refuses the rest."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ FIELDS = json.loads(encode_record(replace(RECORD, expires_at_s=2e9), ME)[64:])
 @settings(max_examples=120)
 @given(st.sampled_from([*sorted(FIELDS), "new"]), anything)
 def test_a_peer_may_sign_anything_and_a_reader_says_so_in_words(field: str, value: object) -> None:
-    """A reader gets a record or a RecordError, whatever a field holds."""
+    """A reader gets a record or a RecordError, whatever a field contains."""
     body = json.dumps({**FIELDS, field: value}).encode()
     with contextlib.suppress(RecordError):
         assert isinstance(decode_record(ME.sign(DOMAIN + body) + body), PeerRecord)

@@ -93,7 +93,7 @@ records = st.builds(
 
 
 def sealed(**changes: Any) -> bytes:
-    """A record with raw fields changed, signed all the same."""
+    """Return a record with these raw fields changed and a valid signature."""
     values = json.loads(encode_record(RECORD, ME)[64:]) | changes
     body = json.dumps(values).encode()
     return ME.sign(DOMAIN + body) + body
@@ -131,7 +131,7 @@ def test_another_peer_cannot_sign() -> None:
     with pytest.raises(RecordError, match="not signed"):
         decode_record(identity(1).sign(DOMAIN + body) + body)
     with pytest.raises(RecordError, match="not signed"):
-        decode_record(ME.sign(body) + body)  # a signature made for something else
+        decode_record(ME.sign(body) + body)  # a signature for another purpose
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def test_empty_fields_do_not_travel() -> None:
 
 
 def test_a_full_record_with_a_sketch_fits_with_three_addresses_of_each_kind() -> None:
-    """Only host names of over a hundred letters push the sketch out, and never an address."""
+    """Only host names of more than a hundred letters displace the sketch, and nothing displaces every address."""
     three = changed(FULL, addresses=tuple(f"203.0.113.{n}:40000" for n in (55, 56)), multiaddrs=FULL.multiaddrs[:3])
     assert decode_record(encode_record(three, ME)) == three
     long = changed(FULL, addresses=(f"{'a' * 240}.example:40000",))
@@ -226,7 +226,7 @@ STAGED = changed(RECORD, **OF_A_STAGE)
 
 
 def test_a_record_of_a_stage_fits_with_its_sketch() -> None:
-    """An inner stage has no losses. Of a full record, whom it sends to goes before the sketch, and after addresses."""
+    """An inner stage has no losses. In a full record `sends_to` gives way before the sketch, but after addresses."""
     usual = changed(STAGED, sketch=SKETCH, session_key="A" * 44, started_at_ms=1_800_000_000_000, loss=None)
     assert decode_record(encode_record(usual, ME)) == usual
     full = changed(FULL, **OF_A_STAGE)
@@ -235,7 +235,7 @@ def test_a_record_of_a_stage_fits_with_its_sketch() -> None:
 
 
 def test_a_record_of_an_older_peer_still_parses() -> None:
-    """Its sketch has no mark, and its norm stands in a field of its own."""
+    """Its sketch has no mark, and its norm is a separate field."""
     older = decode_record(sealed(sketch="A" * 176, norm=12.5, state="training"))
     assert older == changed(RECORD, sketch="A" * 176)
     assert unpack(older.sketch) is None
@@ -245,7 +245,7 @@ NAMED = changed(FULL, name="東京 Lovelace, Ada & Comp.", trained_s=1.23457e6, 
 
 
 def test_a_name_and_what_a_peer_gave_leave_room_for_the_sketch() -> None:
-    """Of the fullest record. A name of wide letters goes before the sketch, and the first address stays."""
+    """In the fullest record, a name of multi-byte characters gives way before the sketch and the first address."""
     assert len(NAMED.name) == MAX_CHARS
     one = changed(NAMED, multiaddrs=NAMED.multiaddrs[:1])
     assert decode_record(encode_record(NAMED, ME)) == one
@@ -283,7 +283,7 @@ def test_a_reason_for_a_pause_that_only_later_versions_know_is_no_reason() -> No
 
 
 def test_hours_and_tokens_that_are_not_told_are_not_known() -> None:
-    """An older peer does not know them, and a newer one may hide them. A newcomer has none yet."""
+    """An older peer does not know the fields, and a newer one may hide them. A newcomer starts with zero."""
     metrics = changed(RECORD, trained_s=3600.0, tokens=5).metrics
     hidden = replace(RECORD, metrics=metrics.recorded(hides_contribution=True))
     assert hidden == RECORD

@@ -1,4 +1,4 @@
-"""hivemind's storage and ours, given the same."""
+"""hivemind's storage and ours, compared on the same input."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def kept(storage: DHTLocalStorage, subkey: str = "peer") -> bytes | None:
 
 
 def after_a_replay(storage: DHTLocalStorage) -> bytes | None:
-    """What remains when an old record arrives again after a newer one, and the old one expires."""
+    """Return the remaining value after an old record arrived again behind a newer one, and the old one expired."""
     began_s = time.time()
     storage.store_subkey(KEY, "peer", b"old", began_s + SOON_S)
     storage.store_subkey(KEY, "peer", b"new", began_s + LONG_S)

@@ -1,4 +1,4 @@
-"""However many streams strangers open, and whatever they say, the node goes on and has room for others."""
+"""A node survives any number of streams with any content from strangers, and keeps room for others."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_what_a_stranger_says_wrong_ends_its_stream_alone(fault: Exception) -> N
     async def main() -> None:
         bounded = Streams().bounded(handler)
         other = asyncio.create_task(cast(Any, bounded("friend", NOBODY, NOBODY)))
-        for _ in range(MAX_STREAMS + 1):  # one that ended badly makes room as well
+        for _ in range(MAX_STREAMS + 1):  # a stream that failed must free its place
             await bounded("stranger", NOBODY, NOBODY)
         await other
         await bounded("stranger's friend", NOBODY, NOBODY)
@@ -85,7 +85,7 @@ def test_what_a_stranger_says_wrong_ends_its_stream_alone(fault: Exception) -> N
 
 def test_a_burst_of_questions_is_not_dialled_back_more_often_than_a_slow_one() -> None:
     class Node:
-        """One that takes its time to tell where a peer is."""
+        """A node that looks up addresses slowly."""
 
         num_asked = 0
 

@@ -1,4 +1,4 @@
-"""Both sides of a tunnel, over socket pairs in place of relays: what strangers and faults leave behind."""
+"""Both ends of a tunnel, over socket pairs in place of relays: nothing leaks after faults or hostile peers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from noloco_p2p.swarm.tunnel import MAX_SERVED, Tunnels
 def run(main: Coroutine[Any, Any, None]) -> None:
     async def to_its_end() -> None:
         await asyncio.wait_for(main, PATIENCE_S)
-        for _ in range(5):  # what was closed is gone
+        for _ in range(5):  # let closed sockets go away
             await asyncio.sleep(0)
 
     asyncio.run(to_its_end())
@@ -32,7 +32,7 @@ async def pair() -> tuple[Ends, Ends]:
 
 
 class RelayNode:
-    """Each stream leads to a peer that ends it. It is older than holes."""
+    """A relay of a version without hole punching; each stream leads to a peer that ends it."""
 
     def __init__(self) -> None:
         self.num_calls = 0
@@ -74,7 +74,7 @@ async def call(tunnels: Tunnels) -> Ends:
 
 
 class Server:
-    """The own gRPC server, which says hello to each connection and hears nothing."""
+    """Stands in for the own gRPC server: greets each connection and ignores its data."""
 
     def __init__(self) -> None:
         self.num_open = 0
@@ -97,7 +97,7 @@ async def served() -> AsyncIterator[tuple[Server, Tunnels]]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """`run` has the deadline."""
+    """Wait for a condition; `run` sets the deadline."""
     while True:
         if condition():
             return
@@ -105,7 +105,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 async def come_in(tunnels: Tunnels, relay: str = "relay") -> tuple[bytes, asyncio.StreamWriter]:
-    """The first byte of a stream that a relay brings; empty if it is ended instead."""
+    """Return the first byte on a stream that comes through a relay, or nothing if it ends, and the writer."""
     near, (reader, writer) = await pair()
 
     async def serve() -> None:
@@ -169,7 +169,7 @@ def test_no_more_connections_come_in_at_once_than_may_be() -> None:
 
 
 def test_only_a_relay_that_holds_a_place_for_this_peer_brings_calls() -> None:
-    """Else a stranger would call from this machine's own address, as often as it likes."""
+    """Otherwise a stranger could call from this machine's own address, as often as it likes."""
 
     async def main() -> None:
         async with served() as (_, tunnels):

@@ -1,4 +1,4 @@
-"""The addresses of nodes that others report: nodes report only neighbours, and each report has bounds."""
+"""The addresses of nodes that others report: a node reports only its neighbours, and each report is bounded."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ THERE = "/ip4/192.0.2.7/tcp/4001"
 
 
 class Client:
-    """Stands for p2pd: notes what is asked and dialled."""
+    """Stands in for p2pd: records questions and dials."""
 
     peer_id = ME
 
     def __init__(self, answer: bytes = b"", fault: Exception | None = None) -> None:
         self.answer = answer
-        self.fault = fault  # of dialling
+        self.fault = fault  # raised by dials
         self.asked: list[tuple[PeerID, bytes]] = []
         self.dialled: list[tuple[str, list[str]]] = []
-        self.hosts: dict[str, set[str]] = {}  # of connections
+        self.hosts: dict[str, set[str]] = {}  # hosts of existing connections
 
     async def ask(self, peer: PeerID, protocol: str, question: bytes) -> bytes:
         self.asked.append((peer, question))
@@ -59,7 +59,7 @@ class Client:
 
 
 class SilentClient(Client):
-    """Asks somebody who never answers."""
+    """A client whose questions are never answered."""
 
     num_asked = 0
 
@@ -112,7 +112,7 @@ def test_a_neighbour_that_is_silent_is_not_asked_for_everybody_who_asks() -> Non
 
 
 def test_few_wait_for_one_neighbour_that_is_silent() -> None:
-    """Else 16 identities with four questions each take all the 64 answers that may wait."""
+    """Otherwise 16 identities with four questions each would take all 64 places for waiting answers."""
 
     async def main() -> None:
         client = SilentClient()
@@ -155,7 +155,7 @@ def test_inventions_are_dialled_at_a_rate_and_forgotten() -> None:
 
 
 def test_a_liar_makes_nobody_dial_one_host_again_and_again() -> None:
-    """It names the same eight ports of a victim for each of 60 nodes that it has invented."""
+    """For each of 60 invented nodes, the liar names the same eight ports of a victim."""
     lie = "\n".join(f"/ip4/192.0.2.7/tcp/{port}" for port in range(1, 9)).encode()
     client = Client(lie, fault=ConnectionRefusedError())
     whereabouts, _ = made(client)
@@ -173,7 +173,7 @@ def test_a_node_is_dialled_at_one_host_which_is_public_where_this_one_is() -> No
 
 
 def test_a_node_that_is_connected_is_not_taken_to_be_where_a_liar_says() -> None:
-    """libp2p would dial nothing and say yes, and from then on dials of that host would not be counted."""
+    """libp2p would report success without a dial, and later dials to that host would not be counted."""
     client, guard = Client(THERE.encode()), DialGuard()
     client.hosts[str(NEAR)] = {"192.0.2.9"}
     whereabouts, _ = made(client, guard)

@@ -1,4 +1,4 @@
-"""docker/grafana.json asks for metrics and labels that /metrics has, and every panel can be drawn."""
+"""docker/grafana.json asks for metrics and labels that /metrics has, and Grafana can draw every panel."""
 
 from __future__ import annotations
 

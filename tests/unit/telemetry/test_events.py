@@ -13,7 +13,7 @@ def test_events_come_back_in_order(tmp_path: Path) -> None:
     log = EventLog(tmp_path / "events.jsonl")
     log.write("started", peer_id="a")
     log.write("round", loss=1.5)
-    EventLog(log.path).write("round", loss=math.nan)  # after a restart: appended
+    EventLog(log.path).write("round", loss=math.nan)  # a second log on the same file appends, as after a restart
     events = read_events(log.path)
     assert [(event["event"], event.get("loss")) for event in events] == [
         ("started", None),

@@ -1,4 +1,4 @@
-"""A new metric is one line in `Metrics`: whatever shows metrics then has it."""
+"""A new metric takes one line in `Metrics`; everything that shows metrics then includes it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 
-# The line is added to the source in a process of its own: a hook for it would be there for this test alone.
+# A process of its own runs the source with the added line, so that the package needs no hook for this test.
 PROGRAM = """
 import importlib.util, sys
 from pathlib import Path

@@ -44,7 +44,7 @@ def test_what_stands_still_has_no_time_left() -> None:
 @given(st.lists(st.tuples(st.floats(0, 10), st.integers(0, 1000)), max_size=200))
 def test_a_meter_stays_small_and_its_rate_is_never_negative(steps: list[tuple[float, int]]) -> None:
     meter, now_s = Meter(now_s=0.0), 0.0
-    for seconds, done in steps:  # counts that fall, too: a restart
+    for seconds, done in steps:  # counts may fall, as after a restart
         now_s += seconds
         meter.add(done, now_s=now_s)
         assert meter.rate_per_s(now_s=now_s) >= 0
@@ -123,7 +123,7 @@ def test_bars_of_nested_tasks_fit_a_terminal_of_80_columns_and_go_when_done() ->
         inner(3 << 20, 8 << 20)
         for task in list(progress._tasks):
             task.unit = task.unit or "bytes"
-            bars.tick(task)  # what the thread does after a second
+            bars.tick(task)  # as its thread does every second
         assert bars._drawn is not None
         bars._drawn.refresh()
     text = drawn.getvalue()

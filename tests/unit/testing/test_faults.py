@@ -1,4 +1,4 @@
-"""The fault plan itself: it does what its names say, at the frame that is named, and at no other."""
+"""The fault plan injects the named fault at the named frame, and no other."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ FRAMES: list[Frame] = [HEADER, FIRST, SECOND, end(FIRST, SECOND), Ready(Part.LAT
 
 
 async def through(plan: FaultPlan, *, side: str) -> list[Frame]:
-    """What arrives of FRAMES when the fault is on the sender's or on the receiver's side."""
+    """Return the frames that arrive when the fault is on the sender's or on the receiver's side."""
     here, there = MemoryStream.pair("b", "a")
     sender, receiver = (plan.wrapper()(here), there) if side == "send" else (here, plan.wrapper()(there))
     arrived: list[Frame] = []

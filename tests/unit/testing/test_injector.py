@@ -1,4 +1,4 @@
-"""A fault at an exact round and phase: that round is what the phase says, and the rounds around it are whole."""
+"""A fault at an exact round and phase: the outcome of that round fits the phase, and the rounds around it are whole."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from noloco_p2p.testing.peers import MemorySwarm
 
 SPEC = RunSpec(name="inject", codec=FP32, outer=published())
 KILLS = 10
-ALLOWED: dict[Phase, set[type[Outcome]]] = {  # a lost Ready is asked for; who is asked may not have verified yet
+ALLOWED: dict[Phase, set[type[Outcome]]] = {  # if a Ready is lost, the partner may answer no
     Phase.OFFER: {Alone},
     Phase.EARLY_HEADER: {Alone},
     Phase.EARLY_CHUNK: {Alone},
@@ -29,10 +29,10 @@ ALLOWED: dict[Phase, set[type[Outcome]]] = {  # a lost Ready is asked for; who i
 @pytest.mark.parametrize("codec", [FP32, BEST_CODEC], ids=["fp32", "of-init"])
 @pytest.mark.parametrize("phase", Phase, ids=lambda phase: phase.name.lower())
 def test_a_kill_in_every_other_round_costs_no_more_than_its_swap(phase: Phase, codec: CodecSpec) -> None:
-    """10 kills for each of six phases and two ways of coding. What the round brought is applied whole or not at all."""
+    """10 kills for each of six phases and two codecs. The result of a round is applied whole or not at all."""
     spec = RunSpec(name="inject", codec=codec, outer=published())
     for kill in range(KILLS):
-        killed = 1 + kill % 2  # in the round after one that was whole, or two
+        killed = 1 + kill % 2  # after one or two rounds without a fault
         injector = Injector().fail_at(peer="a", round=killed, phase=phase)
         pair = Pair.make(spec.outer)
         with MemorySwarm(spec, deadlines=PATIENT) as swarm:

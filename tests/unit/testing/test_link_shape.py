@@ -1,4 +1,4 @@
-"""The arithmetic of a slow link, without a network: rate, delay, order, and the same times for the same seed."""
+"""The arithmetic of a slow link, without a network: rate, delay and order; equal seeds give equal times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a machine computes a step changes neither which rows it learns from nor what it learns."""
+"""The way a machine computes a step changes neither the rows that it uses nor the result."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_compiled_model_keeps_the_names_of_its_parameters() -> None:
     plain, compiled = make(), make(Compute(compile=True))
     assert list(compiled.trainable) == list(plain.trainable)
     assert compiled.model._compiled_call_impl is not None
-    with torch.compiler.set_stance("force_eager"):  # the compiler itself would take half a minute here
+    with torch.compiler.set_stance("force_eager"):  # compiling would take half a minute
         assert float(compiled.backward(batch())) == float(plain.backward(batch()))
 
 

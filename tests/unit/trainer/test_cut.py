@@ -1,4 +1,4 @@
-"""Where a model is cut, and what its stages send."""
+"""The cut of a model into stages, and the traffic between them."""
 
 from __future__ import annotations
 
@@ -124,6 +124,6 @@ def test_what_a_run_with_stages_cannot_do_is_refused() -> None:
         check_stages(TrainerSpec(name="r"), PeerSettings(stage=1))
     peer: Any = SimpleNamespace(spec=TrainerSpec(name="r"), settings=PeerSettings(stage=1, device="cpu"))
     with pytest.raises(SettingsError, match="--stage 1: the run r has no stages"):
-        Trainer(peer, say=print)  # also with a ticket, whose spec nobody has seen before
+        Trainer(peer, say=print)  # with a ticket, too, as its spec is not known before
     with pytest.raises(SpecError, match=r"pipeline\.cut is 'auto'"):
         check_stages(staged.with_changes({"pipeline.cut": "auto"}), PeerSettings())

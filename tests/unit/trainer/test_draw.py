@@ -1,4 +1,4 @@
-"""A batch that does not fit into memory ends this peer in words, and no other."""
+"""A peer without memory for a batch exits with a clear message, and affects no other peer."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_no_memory_for_a_batch_says_what_to_do() -> None:
 def test_a_command_that_has_no_memory_ends_with_one_sentence_and_code_1(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Any command: they end at one place."""
+    """All commands handle this error in one place, so any command will do."""
     monkeypatch.setattr(control, "ask", lambda *_: draw(no_memory))
     assert run(["status", "--state-dir", str(tmp_path)]) == 1
     said = capsys.readouterr().err.strip()

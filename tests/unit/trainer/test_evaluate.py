@@ -1,4 +1,4 @@
-"""The loss is the mean over tokens; evaluation leaves no trace."""
+"""The loss is the mean over tokens, and an evaluation changes no state."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from noloco_p2p.trainer.model import build_model
 
 
 class Bigram(nn.Module):
-    """Logits of the next token from this one, after dropout."""
+    """Returns logits of the next token given the current one, after dropout."""
 
     def __init__(self, vocab_size: int) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ def test_evaluation_leaves_modes_gradients_and_random_state_alone() -> None:
     model.frozen.eval()
     before = torch.get_rng_state()
     first = evaluate_loss(model, [torch.arange(20).view(2, 10)])
-    assert evaluate_loss(model, [torch.arange(20).view(2, 10)]) == first  # no dropout
+    assert evaluate_loss(model, [torch.arange(20).view(2, 10)]) == first  # dropout is off
     assert torch.equal(torch.get_rng_state(), before)
     assert model.training
     assert model.dropout.training

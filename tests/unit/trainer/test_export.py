@@ -1,4 +1,4 @@
-"""An export loads in plain transformers without a network, or nothing is written."""
+"""An export loads in plain transformers without a network; a failed export writes nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The speed of a pipeline, which may stand still."""
+"""The measured speed of a pipeline, which may stand still."""
 
 from __future__ import annotations
 

@@ -81,11 +81,11 @@ def test_it_learns_and_goes_on_bit_for_bit_through_a_checkpoint(tmp_path: Path, 
     assert torch.equal(weights(again), weights(whole))
 
 
-# a step is closed apart from what it is made of
+# backward passes and the update are separate
 
 
 def test_a_step_may_be_made_of_several_batches_and_closed_later() -> None:
-    """The gradients of two halves, each a mean, add up to twice that of the whole; clipping makes them equal."""
+    """The mean gradients of two halves add up to twice that of the whole batch; clipping makes them equal."""
     whole, parts = make("adamw"), make("adamw")
     for each in (whole, parts):
         each.train = each.train.model_copy(update={"clip_norm": 1e-3})
@@ -100,7 +100,7 @@ def test_a_step_may_be_made_of_several_batches_and_closed_later() -> None:
 
 
 def test_a_gradient_is_clipped_to_the_norm_of_the_spec() -> None:
-    """AdamW steps alike for gradients of any length; what it remembers of them tells."""
+    """AdamW's steps do not depend on the norm of the gradient, but its first moments do."""
     inner = make("adamw")
     inner.train = inner.train.model_copy(update={"clip_norm": 0.01})
     inner(batch(0), progress=0.5)
@@ -122,7 +122,7 @@ def test_a_step_without_gradients_changes_nothing() -> None:
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("no"), RuntimeError("broken")])
 def test_a_batch_that_fails_leaves_the_gradients_of_earlier_ones(error: Exception) -> None:
-    """It fails after a part of it: what that part has left is dropped, and nothing else."""
+    """The second part of the batch fails; only the gradients of its first part are dropped."""
     inner, calls = make("adamw"), []
 
     def loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
@@ -141,7 +141,7 @@ def test_a_batch_that_fails_leaves_the_gradients_of_earlier_ones(error: Exceptio
 
 
 def test_any_module_trains_by_a_loss_of_its_own() -> None:
-    """No config, no `.loss`: a plain module through inner step, evaluation and gauges."""
+    """A plain module without a config or `.loss` works with the inner step, evaluation and gauges."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 50))
 

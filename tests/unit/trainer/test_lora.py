@@ -1,4 +1,4 @@
-"""Adapters alone are trained and travel; what is exported is the whole model, or the adapters as peft reads them."""
+"""Only adapters are trained and swapped; an export is the whole model, or the adapters in the format of peft."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_the_export_is_the_merged_model_and_training_goes_on(tmp_path: Path) -> 
     train(model, steps=1)
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks transformers for it
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft makes transformers raise it
 def test_adapters_alone_load_in_peft(tmp_path: Path) -> None:
     model = build()
     train(model)

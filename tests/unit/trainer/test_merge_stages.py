@@ -1,4 +1,4 @@
-"""The mean of each stage makes the whole model: exported from a live run, or judged from checkpoints."""
+"""The means of the stages form the whole model: exported from a live run, or evaluated from checkpoints."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def layout_of(spec: TrainerSpec, stage: int) -> FlatParameters:
 
 
 def replica(spec: TrainerSpec, number: int) -> dict[str, Tensor]:
-    """Its weights are those of the whole model at the start, a little apart from those of other replicas."""
+    """Return the initial weights of the whole model, with small noise that differs between replicas."""
     model = build_model(spec.model, sequence_length=spec.data.sequence_length)
     draws = torch.Generator().manual_seed(number)
     return {
@@ -73,7 +73,7 @@ def saved(spec: TrainerSpec, stage: int, weights: Tensor, path: Path) -> SavedSt
 
 
 def crowd_of(spec: TrainerSpec, folder: Path) -> Crowd:
-    """Every replica holds one stage."""
+    """Return a crowd in which every replica holds one stage."""
     assert not spec.outer.keeps_momentum
     crowd = Crowd(spec)
     for stage in range(NUM_STAGES):
@@ -174,7 +174,7 @@ def test_a_stage_of_which_nobody_gives_a_state_is_named_and_nothing_is_left_behi
 def test_a_fork_begins_with_the_weights_of_every_stage(
     tied: bool, changes: list[str], cut: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each stage of the new run reads its own part, and together they are replicas of the old one."""
+    """Each stage of the new run reads its own part, and all stages together hold the mean of the old replicas."""
     old, new = SPECS[tied], tmp_path / "new.toml"
     ticket, state_dir = use(crowd_of(old, tmp_path), monkeypatch), tmp_path / "state"
     sets = [part for change in changes for part in ("--set", change)]
@@ -245,7 +245,7 @@ def test_a_fork_that_cannot_be_cut_is_refused_before_anything_is_fetched(
 
 
 def checkpoints_of(spec: TrainerSpec, folder: Path) -> list[list[Path]]:
-    """What each peer keeps of the run, by stage."""
+    """Write a checkpoint of each peer; return their folders by stage."""
     kept: list[list[Path]] = []
     for stage in range(NUM_STAGES):
         flat, own = layout_of(spec, stage), [folder / f"{stage}-{number}" for number in range(NUM_REPLICAS)]

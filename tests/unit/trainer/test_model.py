@@ -1,4 +1,4 @@
-"""The model of a spec: the same bits everywhere, the promised size, no network, nothing on the terminal."""
+"""The model of a spec: the same bits on every machine, the stated size, no network, and no output."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_building_it_uses_no_network_and_prints_nothing() -> None:
 def test_a_saved_folder_is_a_pretrained_model(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     model = build_model(SMALL.model_copy(update={"seed": 5}), sequence_length=16)
     model.save_pretrained(tmp_path)
-    capfd.readouterr()  # what save_pretrained itself shows
+    capfd.readouterr()  # discard the output of save_pretrained
     again = build_model(NAMED, sequence_length=16, folders={"mine": str(tmp_path)})
     assert torch.equal(_embeddings(again), _embeddings(model))
     assert again.training
@@ -123,7 +123,7 @@ def test_a_tokenizer_larger_than_the_vocabulary_is_refused() -> None:
 
 
 def test_the_architecture_of_a_named_model_takes_weights_of_the_seed(tmp_path: Path) -> None:
-    """Any kind that transformers knows, not only a Llama."""
+    """Any architecture that transformers knows is valid, not only Llama."""
     config = GPT2Config(vocab_size=384, n_embd=32, n_layer=1, n_head=2, n_positions=16)
     GPT2LMHeadModel(config).save_pretrained(tmp_path)
     folders = {"mine": str(tmp_path)}
@@ -149,7 +149,7 @@ def _embeddings(model: PreTrainedModel) -> torch.Tensor:
 
 
 def test_a_folder_that_is_bound_and_not_here_is_told(tmp_path: Path) -> None:
-    """The hub is not asked for it: there the name may be somebody else's."""
+    """The hub is not asked instead, as the name may belong to somebody else there."""
     bound = {"llama": str(tmp_path / "llama")}
     with pytest.raises(ModelError, match=r"llama is bound to .*llama: there is no such folder"):
         build_model(ModelSpec(pretrained="llama"), sequence_length=16, folders=bound)

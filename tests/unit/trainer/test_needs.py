@@ -1,4 +1,4 @@
-"""What a run needs from a machine, and its refusal of a model that can never fit."""
+"""What a run needs from a machine; a model that can never fit is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model that does not match is refused with its first differing tensor, wherever the two meet; buffers are kept."""
+"""A mismatched model is refused with its first differing tensor, wherever two models meet; buffers are kept."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SPEC = RunSpec(name="t", outer=published(inner_steps=2, max_wait_s=0.0), total_s
 
 
 class Net(nn.Module):
-    """A frozen layer, a tied pair, running statistics, and a buffer that is not kept."""
+    """A module with a frozen layer, a tied pair, running statistics, and a buffer that is not persistent."""
 
     def __init__(self, width: int = 4, *, seed: int = 0, frozen_seed: int = 0) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ def test_buffers_stay_each_peers_own_and_a_checkpoint_keeps_them(tmp_path: Path)
         statistics = model.norm.running_mean.clone()  # pyright: ignore[reportOptionalMemberAccess]
         assert statistics.abs().sum() > 0
         outer.step()
-        outer.step()  # the end of a round
+        outer.step()  # ends a round
         assert torch.equal(persistent_buffers(model)["norm.running_mean"], statistics)
         outer.save()
         again = Net()

@@ -1,4 +1,4 @@
-"""One model over several processes, on the CPU: the same training as in one, and one vector for the outer step."""
+"""One model over several processes, on the CPU, trains as in one process, and is one vector for the outer step."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from noloco_p2p.trainer.sharded import ShardedParameters, ShardedStep, follow, s
 
 SPEC = TrainerSpec(
     name="ranks",
-    model=ModelSpec(vocab_size=99, hidden_size=20, num_layers=2, num_heads=2, mlp_size=30),  # no size that 3 divides
+    model=ModelSpec(vocab_size=99, hidden_size=20, num_layers=2, num_heads=2, mlp_size=30),  # no size is divisible by 3
     data=DataSpec(sequence_length=16),
     train=TrainSpec(warmup_steps=1, total_steps=50, weight_decay=0.1),
     outer=published(),
@@ -47,12 +47,12 @@ pytestmark = pytest.mark.slow
 
 
 def batch(step: int) -> Tensor:
-    """Five sequences: no number of ranks divides them."""
+    """Return five sequences, which no number of ranks divides."""
     return torch.randint(0, 99, (5, 16), generator=torch.Generator().manual_seed(step))
 
 
 def train(inner: InnerStep, state: OuterState, steps: range) -> list[float]:
-    """Inner steps with an outer step after the second one, and an evaluation before it."""
+    """Take inner steps, with an evaluation and an outer step after the second one."""
     losses = []
     for step in steps:
         losses.append(float(inner(batch(step), progress=step / 50, seed=step)))
@@ -127,10 +127,10 @@ def sharded(
 
 @pytest.mark.parametrize(
     ("optimizer", "atol"),
-    [("adamw", 2e-5), ("muon", 1e-4)],  # Muon iterates in bf16; to take each part of a matrix for itself is 1e-3 off
+    [("adamw", 2e-5), ("muon", 1e-4)],  # Muon iterates in bf16; separate parts of a matrix are 1e-3 off
 )
 def test_ranks_train_the_model_that_one_process_trains(tmp_path: Path, optimizer: str, atol: float) -> None:
-    """Micro-batches, clipping, evaluation, the outer step and the state of the optimizer included."""
+    """This includes micro-batches, clipping, evaluation, the outer step and the state of the optimizer."""
     spec = SPEC.with_changes({"train.inner_optimizer": optimizer})
     found = sharded(3, range(4), tmp_path / "whole", spec=spec)
     losses, expected = plain(range(4), spec)
@@ -158,7 +158,7 @@ def check_vector(ranks: Ranks) -> None:
     assert flat.layout() == whole.layout(), "peers with other numbers of GPUs understand each other"
     vector = whole.read(0, size)
     assert torch.equal(state.slow_weights, vector)
-    for start, stop in ((0, size), (1, 2), (1979, 4007), (size - 5, size)):  # the first parameter has 1980
+    for start, stop in ((0, size), (1, 2), (1979, 4007), (size - 5, size)):  # the first parameter has 1980 elements
         other = torch.randn(stop - start, generator=torch.Generator().manual_seed(start))
         assert torch.equal(flat.read(start, stop), vector[start:stop])
         assert torch.equal(flat.minus(start, other, out=torch.empty(size)), vector[start:stop] - other)
@@ -202,7 +202,7 @@ def swap_with_a_plain_peer(ranks: Ranks, folder: Path) -> None:
 
         other = threading.Thread(target=life, args=(1,))
         other.start()
-        life(0)  # in this thread: what ranks do together is ordered by one
+        life(0)  # in this thread, as one thread orders the collectives
         other.join(PATIENCE_S)
         assert have_swapped.is_set(), outcomes
         apart = outers[0]._state.slow_weights - outers[1]._state.slow_weights
@@ -230,7 +230,7 @@ def test_what_rank_0_shares_is_data_and_never_code() -> None:
 def lose_one(ranks: Ranks) -> None:
     inner, _ = lead(ranks)
     began_s = time.monotonic()
-    ranks.tell("no_method")  # which ends the others with an error of their own
+    ranks.tell("no_method")  # makes the other ranks fail
     with pytest.raises(RankError, match=r"resumes from the last checkpoint"), told():
         inner(batch(0), progress=0.0)
     assert time.monotonic() - began_s < AT_ONCE_S

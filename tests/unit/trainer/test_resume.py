@@ -1,4 +1,4 @@
-"""The trainer stops anywhere and goes on as if it had not: the same losses and the same bits."""
+"""The trainer stops anywhere and resumes with the same losses and the same bits as without the stop."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SPEC = small_spec("resume", outer__inner_steps=4, evaluate__every_rounds=1, trai
 
 
 class TrainingPeer(MemoryPeer):
-    """What the trainer needs from a peer beyond what the outer step needs."""
+    """Adds what the trainer needs from a peer beyond the needs of the outer step."""
 
     settings: PeerSettings
     address = "memory"
@@ -51,7 +51,7 @@ class TrainingPeer(MemoryPeer):
 
 
 def train(folder: Path, num_steps: int, spec: TrainerSpec = SPEC) -> Checkpoint:
-    """One life of a peer: from what is in `folder`, `num_steps` inner steps, to its last checkpoint."""
+    """Resume from `folder`, take `num_steps` inner steps, and return the last checkpoint."""
     with MemorySwarm(spec) as swarm:
         peer = swarm.peer("the same peer", run_folder=folder)
         peer.__class__ = TrainingPeer

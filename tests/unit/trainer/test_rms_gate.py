@@ -14,7 +14,7 @@ def gate_after(*sizes: float) -> RmsGate:
     return gate
 
 
-LATER = int(HISTORY_FRAMES * FIRST_TIMES / MOST_TIMES)  # frames, from which on the limit is the tenfold
+LATER = int(HISTORY_FRAMES * FIRST_TIMES / MOST_TIMES)  # frames, after which the limit is ten times the usual size
 
 
 @pytest.mark.parametrize("size", [0.2, 9.0, -9.0])

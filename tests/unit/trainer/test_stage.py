@@ -1,4 +1,4 @@
-"""A model in stages computes what the whole model does, bit for bit, and a stage takes memory for its part alone."""
+"""A model in stages computes what the whole model does, bit for bit, and a stage takes memory for its own part only."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from noloco_p2p.trainer.model import attention_size, build_model, build_on_meta,
 from noloco_p2p.trainer.stage import Stage, build_stage, dropout_seed, measure
 from noloco_p2p.trainer.weights import seed_of
 
-TOKENS = 17  # 16 of them are predicted: to divide by a power of two changes no bit but the exponent
+TOKENS = 17  # 16 are predicted: dividing by a power of two changes only the exponent
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
     "hidden_size": 16,
@@ -71,7 +71,7 @@ def config_of(kind: str, **changes: object) -> PreTrainedConfig:
 
 
 def named(config: PreTrainedConfig, folder: Path, **changes: object) -> tuple[ModelSpec, dict[str, str]]:
-    """Give a spec that draws weights for a config, and the folder that binds its name."""
+    """Return a spec that draws weights for a config, and the folder that binds its name."""
     config.save_pretrained(folder)
     values = {"pretrained": "mine", "random_weights": True, "parameter_seeds": True, "seed": 3, **changes}
     return ModelSpec.model_validate(values), {"mine": str(folder)}
@@ -86,7 +86,7 @@ def some_tokens(rows: int = 2) -> Tensor:
 
 
 def shaken(model: PreTrainedModel) -> PreTrainedModel:
-    """Move the weights away from where they start, so that no norm is 1 everywhere and no logit is near 0."""
+    """Move the weights away from their start, so that no norm is 1 everywhere and no logit is near 0."""
     for name, param in model.named_parameters():
         noise = torch.randn(param.shape, generator=torch.Generator().manual_seed(seed_of(name)))
         param.data += 0.2 * noise
@@ -94,7 +94,7 @@ def shaken(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def ring(stages: Sequence[Stage], tokens: Tensor) -> Tensor:
-    """Send one microbatch forward and back; gives the sum of losses."""
+    """Send one microbatch forward and back; return the sum of losses."""
     head, inputs = stages[0], [tokens]
     for stage in stages:
         inputs.append(stage.forward(inputs[-1]))
@@ -167,7 +167,7 @@ def test_several_microbatches_of_any_size_add_up_as_in_the_whole_model() -> None
 def test_steps_of_stages_are_those_of_a_machine_that_clips_each_part_in_the_same_way() -> None:
     train = TrainSpec(total_steps=10, warmup_steps=1, inner_optimizer="muon", learning_rate=0.01)
     whole, stages = build_model(LLAMA, sequence_length=TOKENS), in_stages(LLAMA, (1, 2, 1))
-    clip_norm = 0.1 / len(stages) ** 0.5  # so small that it bites
+    clip_norm = 0.1 / len(stages) ** 0.5  # small enough to clip
     unclipped = InnerStep(whole, train.model_copy(update={"clip_norm": 1e9}))
     steps = [InnerStep(stage.model, train.model_copy(update={"clip_norm": clip_norm})) for stage in stages]
     parts = dict(whole.named_parameters())
@@ -242,7 +242,7 @@ def test_activation_checkpointing_changes_no_bit_and_compilation_is_by_block(mon
     assert compiled == [*blocks(head.model), *blocks(inner.model)]
 
 
-# what the rest of the trainer sees
+# the interface to the rest of the trainer
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -287,7 +287,7 @@ def _names_of_matrices(model: PreTrainedModel) -> set[str]:
     return {name for name, param in model.named_parameters() if id(param) in chosen}
 
 
-# start weights
+# initial weights
 
 
 @pytest.mark.parametrize("kind", ["llama tied", "qwen2", "gemma2", "gemma3_text tied"])
@@ -323,7 +323,7 @@ def test_another_seed_gives_other_weights_and_the_callers_random_state_stays() -
 
 
 class Allocations(TorchDispatchMode):
-    """This counts the bytes of all tensors that are made on the CPU, freed ones included."""
+    """Counts the bytes of all tensors that are created on the CPU, including freed ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -348,12 +348,12 @@ def test_a_stage_takes_memory_for_its_own_parameters_alone() -> None:
     assert spec.num_parameters() * 4 > 6 * own
 
 
-# weights of others
+# pretrained weights
 
 
 @pytest.fixture
 def saved(tmp_path: Path) -> tuple[ModelSpec, dict[str, str], PreTrainedModel]:
-    """Save a model in bf16 and in many files, and give what the trainer loads from it."""
+    """Save a model in bf16 in many files; return its spec, its folders, and the model that the trainer loads."""
     model = shaken(build_model(LLAMA.model_copy(update={"tied_embeddings": False}), sequence_length=TOKENS))
     model.to(torch.bfloat16).save_pretrained(tmp_path, max_shard_size="20KB")  # pyright: ignore[reportArgumentType]
     spec, folders = ModelSpec(pretrained="mine", parameter_seeds=True), {"mine": str(tmp_path)}
@@ -416,7 +416,7 @@ def test_a_model_in_one_file_with_tied_embeddings_is_read_too(tmp_path: Path) ->
     assert head.get_parameter("lm_head.weight") is head.get_parameter("model.embed_tokens.weight")
     path = tmp_path / "model.safetensors"
     with path.open("r+b") as file:
-        file.write(bytes(path.stat().st_size))  # the mapped file changes, and no weight with it
+        file.write(bytes(path.stat().st_size))  # the mapped file changes, but no weight does
     for name, param in model.named_parameters():
         assert torch.equal(parameters(stages)[name], param), name
 
@@ -440,7 +440,7 @@ def test_weights_that_are_missing_or_of_another_shape_are_named(
         build_stage(spec, (2, 2), index=1, sequence_length=TOKENS, folders=folders)
 
 
-# what is refused
+# models that are refused
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen2_moe", "qwen3_moe"])
@@ -468,7 +468,7 @@ def test_a_cut_of_another_model_and_sequences_too_long_are_refused(tmp_path: Pat
 
 
 def test_a_model_without_sdpa_can_be_trained_whole(tmp_path: Path) -> None:
-    """Gemma2 caps what sdpa cannot cap."""
+    """Gemma2 caps attention logits, which sdpa cannot do."""
     spec, folders = named(config_of("gemma2 tied"), tmp_path, parameter_seeds=False)
     model = build_model(spec, sequence_length=TOKENS, folders=folders)
     assert isinstance(model, type(AutoModelForCausalLM.from_config(model.config)))
@@ -476,6 +476,6 @@ def test_a_model_without_sdpa_can_be_trained_whole(tmp_path: Path) -> None:
 
 
 def test_a_seed_on_the_cpu_leaves_accelerators_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch.manual_seed queues a call with a stack trace for each accelerator that was not used yet."""
+    """torch.manual_seed queues a call with a stack trace for each accelerator that has not been used yet."""
     monkeypatch.setattr(torch, "manual_seed", lambda seed: pytest.fail("it seeds all devices"))
     in_stages(LLAMA, (2, 2))[0].forward(some_tokens(), seed=3)

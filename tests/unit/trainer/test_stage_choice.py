@@ -1,4 +1,4 @@
-"""A newcomer takes a stage that is needed, and many newcomers do not all take the same one."""
+"""A newcomer takes a stage that needs peers, and many newcomers do not all take the same one."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def one(stage: int, number: int = 0, capacity: float = 100.0) -> Candidate:
 
 
 def who_switches(members: list[Candidate], *, epoch: int = 0, fitting: tuple[int, ...] = (0, 1, 2)) -> dict[str, int]:
-    """Each peer decides by itself; those that switch, and where."""
+    """Let each peer decide by itself; return those that switch, with their targets."""
     found = {}
     for own in members:
         others = [peer for peer in members if peer is not own]

@@ -1,4 +1,4 @@
-"""The loop of a peer that holds one stage: while a round is at its boundary, tasks go on and no inner step closes."""
+"""The loop of a peer with one stage: while a round is at its boundary, tasks continue and no inner step closes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from noloco_p2p.trainer.pipeline import StageLoop
 
 
 class Flow:
-    """Hands out a task when it is asked, and a step to close when none is held."""
+    """Returns a task for each request, and asks to close a step when no tasks are held."""
 
     def __init__(self, log: list[str], *, num_tasks: int) -> None:
         self.log = log
@@ -57,7 +57,7 @@ class Work:
 
 
 class Outer:
-    """A round of two inner steps, which ends when it was polled five times."""
+    """A round of two inner steps, which ends after five polls."""
 
     def __init__(self) -> None:
         self.progress = 0.0

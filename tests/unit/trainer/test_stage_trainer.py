@@ -1,4 +1,4 @@
-"""The trainer of one stage: which stage it takes, what it waits for, and that it goes on with the same bits."""
+"""The trainer of one stage: the stage that it takes, what it waits for, and a resume with the same bits."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SPEC = spec_of(steps=100)
 
 
 class StagedPeer(MemoryPeer):
-    """What the trainer of a stage needs from a peer, among those in `others`."""
+    """What the trainer of a stage needs from a peer, in a swarm of `others`."""
 
     settings: PeerSettings
     others: Sequence[Candidate] = ()
@@ -85,7 +85,7 @@ def trainer_of(
 
 
 def train_some(trainer: StageTrainer, number: int) -> None:
-    """Inner steps of one microbatch each; what other stages would send is drawn by chance."""
+    """Take inner steps of one microbatch each, with random data in place of that of other stages."""
     shape = (1, SPEC.data.sequence_length, SPEC.model.hidden_size)
     hidden = torch.randn(shape, generator=torch.Generator().manual_seed(number))
     for _ in range(number):
@@ -104,7 +104,7 @@ def train_some(trainer: StageTrainer, number: int) -> None:
 def test_a_stage_goes_on_from_its_checkpoint_bit_for_bit(stage: int, tmp_path: Path) -> None:
     with MemorySwarm(SPEC) as swarm:
         first = trainer_of(swarm, tmp_path, stage=stage)
-        train_some(first, 3)  # in the middle of the second round
+        train_some(first, 3)  # within the second round
         assert first._save()
     said: list[str] = []
     with MemorySwarm(SPEC) as swarm:
@@ -153,7 +153,7 @@ def test_the_operator_revives_a_stage(kind: str, tmp_path: Path) -> None:
             export_model(model, build_tokenizer(SPEC.data), source)
         revived = trainer_of(swarm, tmp_path / "new", others=others, stage=2, revive_from=source)
         assert revived.outer.progress == 0.5
-        # A checkpoint within a round keeps its slow weights, from which others mix.
+        # Other replicas mix slow weights, which a checkpoint within a round holds.
         slow = Checkpoint(next(stage_folder(tmp_path / "old", 2).glob("*-round-*"))).load("outer")["slow_weights"]
         found = torch.cat([param.detach().flatten() for param in revived.work.stage.model.parameters()])
         fast = torch.cat([param.detach().flatten() for param in old.work.stage.model.parameters()])
@@ -173,7 +173,7 @@ def test_what_cannot_revive_a_stage_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_stage_of_a_fork_begins_from_its_part_of_the_start_state(tmp_path: Path) -> None:
-    """And serves it at once: a newcomer without the state waits for such a peer, or for what the operator gives it."""
+    """The peer serves that part at once, as a newcomer without the state waits for such a peer or for the operator."""
     whole = build_model(SPEC.model.model_copy(update={"seed": 7}), sequence_length=SPEC.data.sequence_length)
     weights = {name: param.detach() for name, param in whole.named_parameters()}
     with new_start(tmp_path / "first") as start:

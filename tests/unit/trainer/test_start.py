@@ -1,4 +1,4 @@
-"""The state that a forked run begins with: kept by name, checked by its digest, read in parts."""
+"""The initial state of a forked run: stored by name, verified by its digest, and read in parts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def values_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def kept(model: nn.Module, state_dir: Path) -> tuple[str, Path]:
-    """One file for each parameter."""
+    """Store a file for each parameter; return the digest and the folder."""
     with new_start(state_dir) as start:
         for name, values in values_of(model).items():
             start.add({name: values})

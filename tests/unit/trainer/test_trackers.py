@@ -1,4 +1,4 @@
-"""Trackers get the numbers of the one table by their names; one that fails is left out and training goes on."""
+"""Trackers get the metrics under their names in the table; one that fails is dropped, and training continues."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_tracker_that_fails_is_left_out_and_told_once(caplog: pytest.LogCaptur
 
 
 def test_wandb_is_told_the_run_and_the_numbers(tmp_path: Path) -> None:
-    """A twin of the library: `init`, `Settings`, and a run with `log` and `finish`."""
+    """A double of the library has `init`, `Settings`, and a run with `log` and `finish`."""
     begun: dict[str, Any] = {}
     logged: list[tuple[dict[str, float], int]] = []
     ended: list[bool] = []

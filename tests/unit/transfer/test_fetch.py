@@ -1,4 +1,4 @@
-"""The first fetch in memory: from as many donors as it takes, nothing that is not verified, nothing twice."""
+"""The first fetch in memory uses as many donors as it needs, keeps only verified chunks, and fetches none twice."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ NUM_BYTES = 3 * STATE_CHUNK_BYTES + 500  # four chunks
 
 
 class Donor:
-    """Serves a state; `alter` is put around what it serves."""
+    """Serves a state; `alter` wraps the items that it serves."""
 
     def __init__(
         self, states: StateServer, alter: Callable[[AsyncGenerator[FetchItem]], AsyncGenerator[FetchItem]]
@@ -168,7 +168,7 @@ def test_verified_chunks_are_kept_when_a_donor_dies_and_the_rest_comes_from_anot
 
 
 def test_progress_is_the_verified_bytes_and_ends_at_all_of_them(fetching: Fetching) -> None:
-    """Over a dead donor, and with a last chunk that is shorter than the others."""
+    """The first donor dies half-way, and the last chunk is shorter than the others."""
     fetching.donor(1, dies_after_two_chunks)
     fetching.donor(2)
     told: list[tuple[int, int]] = []
@@ -208,7 +208,7 @@ def test_a_state_of_another_model_is_refused_before_a_chunk_is_asked_for(
 
 
 def test_a_chunk_longer_than_its_place_is_refused_though_its_digest_fits(fetching: Fetching) -> None:
-    """A donor whose manifest lies about the size of a chunk would else write over its neighbours."""
+    """Otherwise a donor whose manifest lies about the size of a chunk could overwrite the chunks behind it."""
     donor, _ = fetching.donor(1)
     path = fetching.folder / "long"
     path.write_bytes(bytes(2 * NUM_BYTES))
@@ -284,14 +284,14 @@ def test_a_third_newcomer_is_refused_until_a_slot_is_free(tmp_path: Path) -> Non
         assert len(await listed(running[0])) == 1, "the second of its two chunks"
         assert [type(item) for item in await listed(states.serve(want))] == [StateChunk, StateChunk]
         async with aclosing(running[1]):
-            pass  # a newcomer that goes away in the middle
+            pass  # a newcomer that leaves half-way
         assert [type(item) for item in await listed(states.serve(want))] == [StateChunk, StateChunk]
 
     asyncio.run(main())
 
 
 def test_eight_newcomers_at_once_are_all_served_by_one_donor(fetching: Fetching, tmp_path: Path) -> None:
-    """Two at a time: the others ask again."""
+    """The donor serves two at a time, and the others ask again."""
     served: list[int] = []
 
     async def counted(items: AsyncGenerator[FetchItem]) -> AsyncGenerator[FetchItem]:
@@ -314,7 +314,7 @@ def test_eight_newcomers_at_once_are_all_served_by_one_donor(fetching: Fetching,
 
 
 class Clock:
-    """Time that passes with the items of a donor."""
+    """A clock that advances with each item of a donor."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -332,7 +332,7 @@ HURRY = replace(QUICK, whole_state_s=36.0)  # for a state of four chunks
 
 
 def refused_first(number: int) -> Callable[[AsyncGenerator[FetchItem]], AsyncGenerator[FetchItem]]:
-    """A donor that refuses the given number of chunk requests as busy."""
+    """Return a wrapper that refuses the given number of chunk requests as busy."""
     refusals = iter(range(number))
 
     async def alter(items: AsyncGenerator[FetchItem]) -> AsyncGenerator[FetchItem]:
@@ -435,7 +435,7 @@ def test_a_donor_that_gives_one_chunk_a_call_is_slow(fetching: Fetching) -> None
     [(100.0, 3601.0, True), (100.0, 3599.0, False), (1.1e6, 36000.0, False), (0.9e6, 36000.0, True)],
 )
 def test_a_large_state_may_take_its_time_over_a_fast_link(bytes_per_s: float, whole_s: float, is_slow: bool) -> None:
-    """The minimum rate is 1 MB/s, or the whole state in an hour."""
+    """A donor must reach 1 MB/s, or the rate of the whole state in an hour."""
     rate = DonorRate(int(bytes_per_s * whole_s), INTERNET)
     assert rate.too_slow_s(1, 500.0) is None, "the time before the first chunk does not count"
     assert rate.too_slow_s(int(bytes_per_s * 59), 559.0) is None
@@ -552,7 +552,7 @@ def test_a_chunk_that_does_not_exist_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("indices", [(0, 0), (0, 1, 0, 1), (2, 1)])
 def test_no_chunk_is_asked_for_again_and_again(tmp_path: Path, indices: tuple[int, ...]) -> None:
-    """A newcomer that repeats them would hold a place forever."""
+    """A newcomer that repeats chunks would hold a slot forever."""
     states = StateServer(SPEC)
     states.saved = saved(tmp_path)
     with pytest.raises(CorruptPayload, match="ascending order"):
@@ -578,7 +578,7 @@ def test_a_manifest_covers_the_file_without_a_gap(tmp_path: Path, num_bytes: int
 
 
 def test_a_donor_that_saved_before_it_caught_up_is_passed_over(fetching: Fetching) -> None:
-    """It stands where the swarm does, and gives what it saved when it was far behind."""
+    """The donor's progress is up to date, but its saved state is from before it caught up."""
     fetching.donor(1, progress=0.2)
     _, data = fetching.donor(2, progress=0.6)
     manifest, fetched = asyncio.run(fetching.fetch(newer_than=0.2))

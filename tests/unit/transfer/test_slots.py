@@ -1,4 +1,4 @@
-"""The slots of a donor: who is served, what a refused newcomer learns, and which peer loses a slot."""
+"""The upload slots of a donor: which peers it serves, what a refused newcomer learns, and which peer loses a slot."""
 
 from __future__ import annotations
 
