@@ -1,4 +1,4 @@
-"""Test doubles for admission: of the callers of a peer that serves nothing, and of the states of donors."""
+"""Test doubles that admit the callers of a peer that serves nothing, or the states of donors."""
 
 from __future__ import annotations
 

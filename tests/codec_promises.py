@@ -77,7 +77,7 @@ def clipped(exact: Tensor, *, block: int, max_code: int, scale_of: Callable[[Ten
         return exact
     scale = torch.cat([scale_of(part).expand(len(part)) for part in exact.split(block)])
     beyond = exact.abs() - max_code * scale
-    # Rounding the scale to bf16 costs up to the smallest normal fp32 number below that. Squares below 2^-63 may
+    # The scale is rounded up to bf16, and to the smallest normal fp32 number. Squares of values below 2^-63 may
     # underflow.
     return torch.maximum(scale, beyond) + max_code * scale * 2**-8 * (1 + 2**-10) + 2.0**-59
 

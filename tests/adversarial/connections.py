@@ -63,8 +63,7 @@ def dripping(port: int, *, after_bytes: int, pause_s: float = 1.0) -> AbstractAs
 
 
 def elsewhere(port: int, host: str) -> AbstractAsyncContextManager[int]:
-    """Run a proxy that connects to `port` from the source address `host`, such as 127.0.1.1; the context returns its
-    port."""
+    """Run a proxy that calls `port` from the source address `host`, such as 127.0.1.1; the context returns its port."""
     return _proxy(port, forth=_copy, local_addr=(host, 0))
 
 
@@ -136,7 +135,7 @@ class Silent:
                         pass
                 finally:
                     writer.transport.abort()
-            await asyncio.sleep(0.05)  # the delay before a distant machine has reconnected
+            await asyncio.sleep(0.05)  # about as long as a distant machine needs to reconnect
 
 
 def _trusting() -> ssl.SSLContext:

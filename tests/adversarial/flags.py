@@ -1,5 +1,4 @@
-"""The hostile peer: one flag for each row of docs/faults.md. It follows the protocol except where the flag says
-otherwise."""
+"""The hostile peer, which breaks the protocol in one way for each flag: one flag for each row of docs/faults.md."""
 
 from __future__ import annotations
 

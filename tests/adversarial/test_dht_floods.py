@@ -69,8 +69,7 @@ def message(name: str, **fields: Any) -> Any:
 
 
 async def ask(asker: Any, victim: SwarmNode, what: str, request: Any) -> Any:
-    """Send the request without hivemind, as any host that knows the address can. Raises the error that the victim
-    returns."""
+    """Send the request without hivemind, as any host that knows the address can; raises the error that comes back."""
     handler, peer = f"DHTProtocol.rpc_{what.lower()}", PeerID.from_base58(victim.peer_id)
     calling = asker._p2p._client.call_unary_handler(peer, handler, request.SerializeToString())
     answer = message(f"{what}Response")

@@ -32,7 +32,8 @@ def test_a_greedy_peer_gets_its_share_at_most(is_listed: bool, num_rounds: int) 
         assert bad == 0
         assert unlisted > 0
         return
-    # The bound for one honest peer: it draws the liar until the liar owes it a swap, and later if nobody else is free.
+    # The bound for one honest peer, which draws the liar until it has had its share, and later only if nobody else is
+    # free.
     most = START + 2 + FAIR_SHARES * num_rounds / NUM_HONEST
     assert bad <= NUM_HONEST * most
     assert refused > 0

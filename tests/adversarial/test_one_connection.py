@@ -1,5 +1,4 @@
-"""One connection of a stranger is worth two greetings, one refused call and one name; then it needs another
-connection."""
+"""One connection gives a stranger two greetings, one refused call and one name; after that it must reconnect."""
 
 from __future__ import annotations
 
@@ -109,7 +108,7 @@ async def is_served(there: Candidate, name: str) -> bool:
 
 
 def test_who_greets_in_a_loop_keeps_nobody_of_its_network_out() -> None:
-    """All callers have the address of this machine, as the callers that come through one relay have."""
+    """All callers here share one address, as callers through one relay do."""
 
     async def main(there: Victim) -> None:
         greeters = [Greeter(there.candidate) for _ in range(2)]

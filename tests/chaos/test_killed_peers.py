@@ -24,7 +24,7 @@ from noloco_p2p.outer.checkpoint import Checkpoints
 
 SEED = 2506_10911
 MAX_WAIT_S = 2.0
-NETWORK_ANSWER_S = 5.0  # that the network thread may take beyond max_wait_s: gossip.exchange
+NETWORK_ANSWER_S = 5.0  # time of the network thread beyond max_wait_s: gossip.exchange
 SLACK_S = 6.0  # for a busy machine; that of a slow one is measured
 SPEC = small_spec("chaos", outer__max_wait_s=MAX_WAIT_S)
 
@@ -86,8 +86,7 @@ def test_a_partner_killed_in_the_middle_costs_a_round_at_most(swarm: Swarm) -> N
 
 
 def test_a_dead_peer_does_not_slow_the_others_down(swarm: Swarm) -> None:
-    """The dead peer stays in the DHT for a minute. If every round waited its maximum for it, rounds would take ten
-    times as long."""
+    """The DHT lists the dead peer for another minute. Rounds that waited for it would take ten times as long."""
     before = [event for event in swarm.a.events("round") if event["time_s"] <= swarm.c.events("round")[-1]["time_s"]]
     done = len(swarm.a.events("round"))
     swarm.a.round_where(lambda event: True, after=done + 10)
@@ -107,8 +106,7 @@ def test_a_killed_p2pd_is_started_again_and_training_does_not_notice(swarm: Swar
 
 
 def test_a_frozen_peer_costs_its_partner_no_more_than_the_wait(swarm: Swarm) -> None:
-    """The kernel of a peer that is stopped by SIGSTOP still acknowledges its packets, so nobody learns that it is
-    frozen."""
+    """The kernel of a peer that SIGSTOP has frozen still acknowledges packets, so other peers do not notice."""
     done = len(swarm.a.events("round"))
     frozen_s = time.time()
     swarm.b.send(signal.SIGSTOP)

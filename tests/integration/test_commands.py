@@ -290,8 +290,7 @@ def test_a_peer_trains_in_its_hours_and_pauses_after_them(swarm: Swarm, tmp_path
 
 
 def test_leaving_keeps_everything_and_the_same_command_resumes(swarm: Swarm, tmp_path: Path) -> None:
-    """The peer exits with code 0, a checkpoint of its last step and a final line; no process, socket or lock
-    remains."""
+    """The peer exits with code 0, a last checkpoint and a final line; no process, socket or lock remains."""
     with PeerProcess(swarm.first.ticket, tmp_path / "guest") as guest:
         guest.event("round")
         guest.give_way()

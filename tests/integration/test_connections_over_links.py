@@ -309,8 +309,7 @@ def test_a_swap_has_so_many_connections_and_no_more_and_none_when_it_is_over() -
 
 
 def test_a_connection_ends_with_its_wire_while_somebody_keeps_what_was_cancelled_on_it() -> None:
-    """This happens when a swap ends while it opens a connection: a task keeps its CancelledError, which keeps the
-    stream."""
+    """This happens when a swap ends while it opens a connection: its stream keeps the task, and the task its error."""
 
     async def main() -> None:
         server = GrpcServer(Holding())

@@ -261,7 +261,7 @@ def test_a_monitor_reads_and_is_not_seen(tmp_path: Path) -> None:
 
 
 def test_a_large_run_is_counted_by_a_part_of_it_and_read_whole_by_a_monitor(tmp_path: Path) -> None:
-    """120 peers have settled at depth 2; one node, which holds no peer that a round would ask, stores their records."""
+    """The 120 peers exist only as records at depth 2, which one node stores."""
     keys = [Ed25519PrivateKey.from_private_bytes(bytes([number]) * 32) for number in range(120)]
     many = [Identity(peer_id_of(public_bytes(key)), public_bytes(key), key) for key in keys]
 

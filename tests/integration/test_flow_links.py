@@ -47,8 +47,7 @@ def hello_of(name: str, *, run_name: str = "flow") -> Hello:
 
 
 class Node:
-    """A peer with its server and streams, which records what they report. `gate` delays the handling of arriving
-    frames."""
+    """A peer with its server and streams, which records what they report. `gate` delays the handling of frames."""
 
     def __init__(self, town: Town, name: str, stage: int, **limits: Any) -> None:
         self.name, self.stage, self.peer_id = name, stage, identity_of(name).peer_id
@@ -151,8 +150,8 @@ def backward(number: int) -> Backward:
 
 
 async def stranger(node: Node, name: str, hello: WireFrame, *frames: WireFrame) -> CallerWire:
-    """Return a stream of a proven caller, which writes the frames once its hello is answered; before, the limits are
-    small."""
+    """Return a stream of a proven caller, which writes its frames after the hello is answered: before, limits are
+    tight."""
     connector = Connector(Session(identity_of(name)))
     wire = await connect(connector, node.candidate, FLOW_METHOD, timeout_s=PATIENCE_S, limits=UNLIMITED)
     await wire.write(flow_wire.encode(hello))

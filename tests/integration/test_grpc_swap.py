@@ -91,8 +91,7 @@ def test_a_swap_over_grpc_brings_the_bits_of_its_twin_in_memory(swarm: LoopbackS
 
 
 def test_bits_by_need_travel_over_grpc() -> None:
-    """One number grows: its difference leaves the range of four bits in the second swap and that of six bits in the
-    third."""
+    """One number leaves the range of four bits in the second swap, and that of six bits in the third."""
     with LoopbackSwarm(SPEC.with_changes({"codec.slow_weights": "modulo"}), deadlines=PATIENT) as swarm:
         peers = [swarm.peer("a"), swarm.peer("b")]
         vectors = [Vectors.random(seed, num_elements=600_000) for seed in (1, 2)]
@@ -132,8 +131,7 @@ def test_a_connection_that_breaks_at_any_frame_leaves_both_sides_alike(gradient:
 def test_a_partner_whose_server_is_gone_in_the_middle_costs_no_more_than_the_round(
     swarm: LoopbackSwarm, at: At, allowed: type[Outcome]
 ) -> None:
-    """The address stays in the directory, as after a kill, and nobody can ask the partner any more what it
-    committed."""
+    """The address stays in the directory, as after a kill, and nobody can ask the partner what it committed."""
 
     def vanish() -> None:
         server = swarm.servers.pop("a", None)
@@ -374,8 +372,7 @@ def test_garbage_ends_the_stream_with_a_sentence_on_either_side(
 
 
 def test_callers_that_come_and_go_do_not_harm_the_peer() -> None:
-    """This is a port scan: connect, open a swap, vanish. Asking gRPC for the address of a vanished caller once crashed
-    it."""
+    """A port scan connects, opens a swap and vanishes. Asking gRPC about a vanished caller once crashed the process."""
     peers: list[str] = []
 
     async def on_swap(stream: FrameStream) -> None:

@@ -1,5 +1,4 @@
-"""Hole punching through emulated routers between network namespaces, with real sockets: the main pairs of router
-types."""
+"""Hole punching through emulated routers between network namespaces, with real sockets: the main router types."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Data sets from a hub and pushes to it, with the real commands and libraries; the hub is an HTTP server on
-loopback."""
+"""Data sets from a hub and pushes to it, with the real commands and libraries, over HTTP on loopback."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ PERFECT = LinkProfile("perfect", down_mbit_s=10_000, up_mbit_s=10_000, delay_ms=
 
 
 class Peer:
-    """The server behind the proxy: echoes the data as it arrives, or answers after all of it has arrived."""
+    """The server behind the proxy, with handlers that echo, swallow or send data, and the number of bytes received."""
 
     def __init__(self) -> None:
         self.received = 0

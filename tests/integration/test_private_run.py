@@ -1,7 +1,6 @@
-"""A private run over real gRPC: strangers fail in the TLS handshake, and peers with an expired invitation in the
-greeting.
+"""Strangers to a private run fail in the TLS handshake, and peers with an expired invitation in the greeting.
 
-A refusal names the ban and its reason.
+The tests use real gRPC. A refusal names the ban and its reason.
 """
 
 from __future__ import annotations

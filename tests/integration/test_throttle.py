@@ -146,7 +146,8 @@ def test_a_download_takes_what_the_cap_says_and_slows_the_sender(num_streams: in
         server = GrpcServer(sink, download(RATE))
         seconds = await send_all(sink, server, [caller(Limits()) for _ in range(num_streams)], on_sent)
         assert is_about(seconds, NUM_CHUNKS * CHUNK_BYTES / RATE)
-        # A second of unread data in HTTP/2, the window, one frame held by the receiver and two by the sender.
+        # About a second in all: data unread in HTTP/2, the window, and a frame held by the receiver and two by the
+        # sender.
         per_stream = READ_AHEAD_S * RATE + (WINDOW_FRAMES + 4) * CHUNK_BYTES
         assert max(ahead) <= num_streams * per_stream
         assert largest_burst(sink.arrived, window_s=0.5) <= (0.5 + DEPTH_S) * RATE + (1 + num_streams) * CHUNK_BYTES

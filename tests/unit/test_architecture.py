@@ -91,7 +91,7 @@ HIVEMIND = PACKAGE / "swarm" / "kademlia"
 
 @pytest.mark.parametrize("path", files(), ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_one_package_alone_depends_on_hivemind(path: Path) -> None:
-    """A new release of hivemind affects that package only. Apart from types, others use what its `__init__.py`
+    """A new release of hivemind affects that package only; apart from node.py, others use what its `__init__.py`
     exports."""
     if HIVEMIND in path.parents:
         return

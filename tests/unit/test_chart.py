@@ -42,8 +42,7 @@ def defaults() -> dict[str, Any]:
 
 
 def render(values: dict[str, Any], *, release: str) -> Objects:
-    """Return the objects that `helm template RELEASE CHART` would print. Raises AssertionError for an unknown
-    action."""
+    """Return the objects that `helm template RELEASE CHART` would print; AssertionError for an unknown action."""
     text = (CHART / "templates" / "peers.yaml").read_text(encoding="utf-8")
     out, place, shown = [], 0, [True]
     for found in ACTION.finditer(text):

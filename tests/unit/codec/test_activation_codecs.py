@@ -121,8 +121,7 @@ def token_by_hand(name: str, payload: bytes, hidden: int, *, token: int) -> list
 
 
 def block_bound(name: str, exact: Tensor, *, token: int) -> float:
-    """Return the largest error of a block (n,) fp64 of token number `token`: of an element for int8, as a norm for
-    int4."""
+    """Return the error bound of a block (n,) fp64 of token `token`: of an element for int8, as a norm for int4."""
     n, max_code = width(name, len(exact)), MAX_CODE[name]
     coded = exact
     if name == "int4":
@@ -224,8 +223,7 @@ def test_a_large_channel_costs_only_its_own_block(name: str) -> None:
 
 
 def test_the_rotation_keeps_small_channels_beside_a_mean() -> None:
-    """Without random signs, the mean of a block becomes one large number that hides the rest (a relative error of
-    0.9)."""
+    """Without random signs, the mean of a block becomes one large number that hides the rest (relative error 0.9)."""
     noise = normal(64, 1024)
     decoded = round_trip("int4", noise + 2)
     assert float((decoded - 2 - noise).norm() / noise.norm()) < 0.35

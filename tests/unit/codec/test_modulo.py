@@ -1,5 +1,5 @@
-"""Modulo coding recovers half-differences from residues: those of two partners are exactly opposite, and each partner
-notices a difference beyond the bound."""
+"""Modulo coding recovers half-differences from residues; those of partners are exactly opposite, and no side misses a
+difference beyond the bound."""
 
 from __future__ import annotations
 

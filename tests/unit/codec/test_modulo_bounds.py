@@ -1,5 +1,4 @@
-"""The grid follows from the distances of the last swaps and a margin; partners agree on the coarser of two
-proposals."""
+"""The grid follows from the distances of the last swaps and a margin; partners agree on the coarser proposal."""
 
 from __future__ import annotations
 

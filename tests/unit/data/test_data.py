@@ -1,5 +1,4 @@
-"""Streams lose no token, hold out documents, read in an order of each peer's own, and continue exactly after a
-restart."""
+"""Streams lose no token, hold out documents, have an order for each peer, and continue exactly after a restart."""
 
 from __future__ import annotations
 

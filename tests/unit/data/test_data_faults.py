@@ -195,8 +195,7 @@ def test_a_source_of_nothing_but_faults_is_an_error_that_names_the_last(tmp_path
 
 
 class Flaky:
-    """A source with pieces of `num_rows` documents; `fails` maps (piece, row) to the number of reads that fail
-    there."""
+    """A source with pieces of `num_rows` documents; `fails` maps (piece, row) to the number of failed reads there."""
 
     def __init__(self, num_pieces: int, num_rows: int, fails: dict[tuple[int, int], int]) -> None:
         self.fails = Counter(fails)

@@ -120,8 +120,7 @@ def test_heads_train_to_the_end_and_replicas_follow() -> None:
 
 
 def test_a_stage_with_few_replicas_takes_larger_steps_not_more() -> None:
-    """Ten batches reach it for each of its steps. It must continue, as stopping at four would stop the whole
-    pipeline."""
+    """Ten batches reach it for each of its steps. If it stopped at four, the whole pipeline would stop."""
     network = Network(seed=0, num_heads=10, num_replicas=(1, 1), num_rooms=4, num_steps=4)
     network.run(300.0, until=lambda: all(head.progress >= 1.0 for head in network.heads))
     assert all(head.progress >= 1.0 for head in network.heads)
@@ -156,8 +155,7 @@ def test_a_peer_that_leaves_finishes_what_it_has() -> None:
 
 
 def test_a_head_that_pauses_does_not_hold_up_the_steps_of_the_others() -> None:
-    """With two heads the later one is the median, so its silence would delay every step by the shortest time of a
-    vote."""
+    """With two heads the later one is the median, so its silence would delay each step by the shortest vote."""
     network = Network(seed=0, num_heads=2)
     network.run(20.0)
     paused = network.nodes["h0"]

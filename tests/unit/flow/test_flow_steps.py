@@ -20,7 +20,7 @@ def vote(steps: MedianSteps, head: str, number: int, mark: float, now_s: float =
 
 
 def test_the_median_is_the_lower_one() -> None:
-    """So half of the heads cannot push the others forward."""
+    """Half of the heads alone cannot push the others forward."""
     steps = MedianSteps(batch_tokens=40)
     for head, mark in {"a": 0.1, "b": 0.2, "c": 0.3, "d": 0.4}.items():
         vote(steps, head, 1, mark)

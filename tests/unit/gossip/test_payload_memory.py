@@ -91,7 +91,7 @@ def no_collector() -> Iterator[None]:
 def test_a_swap_that_failed_gives_its_memory_back_at_once(section: SectionName, num_free: int) -> None:
     """The vectors are as large as the model, and the garbage collector may run minutes later.
 
-    num_free: three vectors of the partner; the stream may still hold the own early ones.
+    num_free: three vectors of the partner; the stream may still hold this peer's early ones.
     """
     faults = FaultPlan().fail_at(At(Chunk, section=section), send=NotFinite()).wrapper()
     with MemorySwarm(SPEC) as swarm:

@@ -1,8 +1,8 @@
 """The rounds of one peer as a table: each row is a sequence of events and the actions that the driver must take.
 
-This peer is `beta`, so that ids of other peers sort before and after its own: `alpha` and `gamma`. A step reads `event
-arguments -> actions [PHASE]`; the actions and the phase are checked if they are given. A row may start with `PAIRED`,
-`EARLY` or `TRAILING`, which stand for the first steps of a row.
+This peer is `beta`, so that ids of other peers sort before and after its own: `alpha` and `gamma`. A step reads
+`event arguments -> actions [PHASE]`; the actions and the phase are checked if they are given. A row may start with
+`PAIRED`, `EARLY` or `TRAILING`, which stand for the first steps of a row.
 """
 
 from __future__ import annotations

@@ -90,8 +90,7 @@ def allowed_after_cut(position: int) -> set[type[Outcome]]:
 def round_with_fault(
     plan: FaultPlan, *, num_elements: int = 100, deadlines: Deadlines = PATIENT
 ) -> tuple[list[Outcome], list[str], int]:
-    """Run a round of `a`, whose streams have the fault, and `b`; return outcomes, last faults, and the number of
-    faults."""
+    """Run a round of `a`, whose streams have the fault, and `b`; return outcomes, last faults and number of faults."""
     vectors = [Vectors.random(seed, num_elements=num_elements) for seed in (1, 2)]
     before = [own.slow_weights.clone() for own in vectors] + [own.outer_momentum.clone() for own in vectors]
     faults = plan.wrapper()

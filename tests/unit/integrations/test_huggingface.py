@@ -136,8 +136,7 @@ def train_without_trainer(peer: MemoryPeer) -> None:
 
 
 def test_a_checkpoint_of_the_trainer_goes_on_with_the_same_bits(tmp_path: Path, swarm: MemorySwarm) -> None:
-    """The checkpoint is within a round; it adds slow weights, momentum and the position to what the Trainer
-    restores."""
+    """A checkpoint within a round adds slow weights, momentum and the position to what the Trainer restores."""
     settings = {"max_steps": 8, "save_strategy": "steps", "save_steps": 3}
     whole = NoLoCoCallback(swarm.peer("a", run_folder=tmp_path / "a"))
     trainer = make_trainer(tmp_path, whole, **settings)

@@ -52,7 +52,7 @@ class Regression(LightningModule):
 
 
 class Alternating(Regression):
-    """Manual optimization with two optimizers, of which each step freezes the parameters of the other, as in a GAN."""
+    """Manual optimization with two optimizers, each of which freezes the parameters of the other, as in a GAN."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -194,7 +194,7 @@ def keep_all(folder: Path) -> ModelCheckpoint:
 
 
 def test_a_checkpoint_of_lightning_goes_on_with_the_same_bits(tmp_path: Path, swarm: MemorySwarm) -> None:
-    """The checkpoint is within a round; it adds slow weights, momentum and the position to what Lightning restores."""
+    """A checkpoint within a round adds slow weights, momentum and the position to what Lightning restores."""
     whole, model = NoLoCoCallback(swarm.peer("a", run_folder=tmp_path / "a")), Regression()
     settings = {"max_epochs": 2, "enable_checkpointing": True}
     make_trainer(tmp_path, whole, keep_all(tmp_path), **settings).fit(model, batches(3))

@@ -71,8 +71,7 @@ def test_one_mark_is_within_15_percent_of_the_truth(num_peers: int, deviation: f
 
 @pytest.mark.parametrize("apart", [0.3, 0.004, 3e-4])
 def test_the_last_marks_together_are_within_a_fifth_of_the_truth_for_two_peers(apart: float) -> None:
-    """One mark has a standard deviation of 9 %, so 2 % of its readings would exceed a fifth; for four marks it is 4.5
-    %."""
+    """One mark has a standard deviation of 9 %, so that 2 % of its readings are off by a fifth; four have 4.5 %."""
     marks = [MARK - NEAR // 4 * back for back in (3, 2, 1, 0)]
     off = errors(2, *marks, apart=apart, draws=40)
     assert float(off.abs().max()) < 0.2

@@ -126,8 +126,7 @@ def test_refused_connections_are_not_asked_for_again(granted: int) -> None:
 
 
 def test_a_pause_between_two_parts_is_not_measured() -> None:
-    """Each of ten bursts of frames lasts a second, with a minute of silence after it; the rate is that of the
-    bursts."""
+    """Bursts of frames last a second, with a minute of silence after each; the rate is that of the bursts."""
     tuner = fresh()
     tuner.in_place(1, 0.0)
     now_s, per_frame_s, decided = 0.0, 0.01, []

@@ -1,4 +1,4 @@
-"""A partner is refused if its outer gradient points against the own one, and only then."""
+"""A partner is refused if its outer gradient points against this peer's gradient, and only then."""
 
 from __future__ import annotations
 

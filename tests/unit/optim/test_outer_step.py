@@ -76,8 +76,7 @@ def test_each_step_agrees_with_the_reference(case: dict[str, Any]) -> None:
 
 @each_case
 def test_a_chain_of_rounds_agrees_with_the_reference(case: dict[str, Any]) -> None:
-    """Slow weights and momentum carry over from round to round; only the result of the inner steps comes from the
-    file."""
+    """Slow weights and momentum carry over between rounds; only the result of the inner steps comes from the file."""
     state = {step["rank"]: State.from_json(step["before"]) for step in steps_of_round(case, 0)}
     for number in range(case["rounds"]):
         steps = steps_of_round(case, number)

@@ -28,8 +28,7 @@ def vectors(seed: int, num_replicas: int = 4) -> Tensor:
 
 @pytest.mark.parametrize("name", RULES)
 def test_every_rule_keeps_replicas_that_agree(name: str) -> None:
-    """Replicas with equal fast weights stay equal, and with beta 1 and alpha 0 the outer step moves to those
-    weights."""
+    """Replicas with equal fast weights stay equal; with beta 1 and alpha 0 the outer step moves to those weights."""
     rule = RULES[name](OuterSpec(alpha=0.0, beta=1.0), random.Random(0), Ring())
     slow, fast = torch.zeros(4, 6), vectors(1)[:1].expand(4, 6).clone()
     rule.outer_step(slow, fast)

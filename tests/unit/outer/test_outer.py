@@ -167,7 +167,7 @@ def test_without_a_late_part_each_adds_its_own_gradient_to_the_middle(tmp_path: 
             assert all(result and isinstance(result.outcome, Swapped) for result in results[2:])
             after = (flat(models[0]).double() + flat(models[1]).double()) / 2
             assert torch.allclose(after, middle + num_rounds * 0.3, atol=1e-6), "the mean moves by the mean gradient"
-            if weights == "fp32":  # the slow weights meet; the own gradients stay apart
+            if weights == "fp32":  # the slow weights meet; the gradients stay apart
                 assert torch.allclose(flat(models[1]) - flat(models[0]), torch.tensor(0.2), atol=1e-6)
 
 
@@ -190,8 +190,7 @@ def test_closing_rounds_bring_two_peers_to_the_middle_and_nowhere_else(tmp_path:
 
 
 def test_a_closing_round_waits_for_who_trains_on_and_not_for_the_last_partner(tmp_path: Path) -> None:
-    """There are two pairs. Otherwise the first pair would meet in every closing round and finish before the second
-    comes."""
+    """Without this rule the first of two pairs would meet in all closing rounds, and finish before the other comes."""
     models = {name: make_model(1) if name in "ac" else make_neighbour() for name in "abcd"}
     outers: dict[str, NoLoCo] = {}
     met: dict[str, str] = {}
@@ -279,8 +278,7 @@ def test_eager_gets_to_the_same_weights_as_waiting(tmp_path: Path) -> None:
 
 
 def run_one_round(folder: Path, *, max_wait_s: float) -> torch.Tensor:
-    """Return the weights of peer a after a round of 400 steps. An eager peer reaches its boundary before its
-    partner."""
+    """Return the weights of peer a after a round of 400 steps. An eager peer reaches its boundary first."""
     with MemorySwarm(make_spec(max_wait_s=max_wait_s, inner_steps=400)) as swarm:
         models = [make_model(1), make_model(2)]
         peers = [swarm.peer(name, run_folder=folder / name) for name in "ab"]
@@ -321,8 +319,7 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> 
 
 
 def correct(outer: NoLoCo, peer: MemoryPeer) -> None:
-    """Take inner steps until the late correction is applied, which must not happen while an early part may be on its
-    way.
+    """Take inner steps until the late correction is applied, which must not happen while an early part travels.
 
     A correction that arrived before the next round opened is already applied.
     """

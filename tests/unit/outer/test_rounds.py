@@ -55,7 +55,7 @@ def make(swarm: MemorySwarm, folder: Path, *, follows_caller: bool = False) -> l
 
 
 def both_early(swarm: MemorySwarm) -> None:
-    """Wait until all have their partner's early part, so that no round is solo."""
+    """Wait until each peer has its partner's early part, so that no round is solo."""
     wait_until(lambda: all(peer.driver.phase is RoundPhase.EARLY for peer in swarm.peers))
 
 

@@ -181,8 +181,7 @@ def test_collective_rules_pay_for_the_slowest_link() -> None:
 
 @pytest.mark.parametrize("rule", ["ddp", "diloco"])
 def test_absent_replicas_of_a_collective_rule_take_the_mean_of_the_others(rule: str) -> None:
-    """All replicas stay equal, fewer gradients count, and each sends 2 (n - 1) / N vectors and one for each
-    absentee."""
+    """All replicas stay equal, fewer gradients count, and each sends 2 (n - 1) / N vectors and one per absentee."""
     clean, churned, lost = (
         simulate_lockstep(material(), Plan(4, churn=Churn(absent=absent)), rule=rule) for absent in (0.0, 0.4, 1.0)
     )

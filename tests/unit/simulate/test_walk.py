@@ -27,8 +27,7 @@ def test_peers_of_different_speeds_find_partners_and_mix() -> None:
 
 
 def test_a_boundary_lasts_as_long_as_the_run_allows_and_no_longer() -> None:
-    """This is law I2 on a virtual clock, which no other load slows down: no gradient ever comes, and nothing reports
-    that."""
+    """This is law I2 on a virtual clock, which no other load slows down. No gradient or fault ever arrives."""
     max_wait_s = 5.0
     assert max_wait_s < INTERNET.progress_s
     result = walk(Walk(2, 3, inner_steps=4, step_s=5.0, max_wait_s=max_wait_s, late_parts_stall=True))

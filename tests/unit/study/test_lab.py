@@ -117,8 +117,7 @@ def test_a_verdict_needs_every_seed_on_one_side() -> None:
 
 
 def test_the_clock_of_each_rule_by_hand() -> None:
-    """A model of 1M parameters takes 1 s a step. The link has 8 Mbit/s, a byte for each parameter per second, and no
-    delay."""
+    """A model of 1M parameters takes 1 s a step; a link of 8 Mbit/s carries one byte per parameter and second."""
     size = Size("1M", 1_000_000, int(40e12 / 6e6))
     link = LinkProfile("link", down_mbit_s=8, up_mbit_s=8, delay_ms=0, jitter_ms=0)
 
@@ -139,8 +138,7 @@ def test_the_clock_of_each_rule_by_hand() -> None:
 
 @pytest.mark.parametrize(("mbit_s", "delay_ms"), [(8.0, 0.0), (8.0, 200.0), (1e6, 50.0)])
 def test_the_clock_of_noloco_is_that_of_the_simulated_swarm(mbit_s: float, delay_ms: float) -> None:
-    """They may differ by a chunk: the simulated receiver gets a chunk only once it was sent, and a round ends with
-    one."""
+    """They may differ by a chunk, which the simulated receiver gets only once all of it was sent."""
     spec = TrainerSpec(
         name="clock",
         model=ModelSpec(hidden_size=256, num_layers=1, num_heads=2, mlp_size=688),

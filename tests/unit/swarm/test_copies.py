@@ -27,8 +27,7 @@ def test_the_older_start_stops_when_the_newer_has_spoken_twice() -> None:
 
 
 def test_what_an_earlier_start_left_behind_is_no_copy() -> None:
-    """The record of an earlier start does not change any more, even if the clock was set back between the two
-    starts."""
+    """The record of an earlier start does not change any more, even if the clock was set back in between."""
     assert not stops(OLD, NEW, NEW, NEW)
 
 

@@ -204,7 +204,7 @@ def test_empty_fields_do_not_travel() -> None:
 
 
 def test_a_full_record_with_a_sketch_fits_with_three_addresses_of_each_kind() -> None:
-    """Only host names of more than a hundred letters displace the sketch, and nothing displaces every address."""
+    """Only host names of more than a hundred letters displace the sketch, and even they displace no address."""
     three = changed(FULL, addresses=tuple(f"203.0.113.{n}:40000" for n in (55, 56)), multiaddrs=FULL.multiaddrs[:3])
     assert decode_record(encode_record(three, ME)) == three
     long = changed(FULL, addresses=(f"{'a' * 240}.example:40000",))

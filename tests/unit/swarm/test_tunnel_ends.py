@@ -20,7 +20,7 @@ from noloco_p2p.swarm.tunnel import MAX_SERVED, Tunnels
 def run(main: Coroutine[Any, Any, None]) -> None:
     async def to_its_end() -> None:
         await asyncio.wait_for(main, PATIENCE_S)
-        for _ in range(5):  # let closed sockets go away
+        for _ in range(5):  # let closed sockets disappear
             await asyncio.sleep(0)
 
     asyncio.run(to_its_end())
@@ -105,7 +105,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 async def come_in(tunnels: Tunnels, relay: str = "relay") -> tuple[bytes, asyncio.StreamWriter]:
-    """Return the first byte on a stream that comes through a relay, or nothing if it ends, and the writer."""
+    """Return the first byte of a stream that a relay brings, or nothing if it ends instead; and the stream's writer."""
     near, (reader, writer) = await pair()
 
     async def serve() -> None:

@@ -46,8 +46,7 @@ def test_refuses_what_expired_or_expires_too_late(in_s: float) -> None:
 
 
 def test_who_is_gone_is_out_of_the_directory_within_two_minutes() -> None:
-    """Nodes refuse records that live for more than twice the usual time (as clocks differ), whatever the peer
-    writes."""
+    """Nodes refuse records that live for more than twice the usual time, which allows for differing clocks."""
     assert accepts(stored(in_s=60.0))
     assert not accepts(stored(in_s=125.0))
 

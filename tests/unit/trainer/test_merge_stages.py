@@ -174,7 +174,7 @@ def test_a_stage_of_which_nobody_gives_a_state_is_named_and_nothing_is_left_behi
 def test_a_fork_begins_with_the_weights_of_every_stage(
     tied: bool, changes: list[str], cut: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each stage of the new run reads its own part, and all stages together hold the mean of the old replicas."""
+    """Each stage of the new run reads its own part, and the weights of each old stage are those of one replica."""
     old, new = SPECS[tied], tmp_path / "new.toml"
     ticket, state_dir = use(crowd_of(old, tmp_path), monkeypatch), tmp_path / "state"
     sets = [part for change in changes for part in ("--set", change)]

@@ -13,7 +13,7 @@ from noloco_p2p.trainer.pipeline import StageLoop
 
 
 class Flow:
-    """Returns a task for each request, and asks to close a step when no tasks are held."""
+    """Hands out tasks, every third of which closes a step unless steps are held."""
 
     def __init__(self, log: list[str], *, num_tasks: int) -> None:
         self.log = log
