@@ -122,10 +122,14 @@ class GradientHistory:
 def cosine_refusal(*, dot: float, own_norm: float, partner_norm: float, limits: GateLimits = LIMITS) -> str:
     """Return why a partner is refused; "" = it is not. All arguments are of the same chunks of the two outer
     gradients.
+
+    A norm can be 0 where `dot` is not: int2 and sign1 have no code for 0, so zeros are decoded to numbers whose
+    squares underflow. Such a gradient has no direction.
     """
-    if dot >= limits.least_cosine * own_norm * partner_norm:
+    product = own_norm * partner_norm
+    if product == 0.0 or dot >= limits.least_cosine * product:
         return ""
-    return f"its outer gradient points against this peer's own (cosine {dot / (own_norm * partner_norm):.2f})"
+    return f"its outer gradient points against this peer's own (cosine {dot / product:.2f})"
 
 
 class DistanceHistory:

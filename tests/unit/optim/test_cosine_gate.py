@@ -16,4 +16,6 @@ def test_the_limit_is_a_cosine_of_minus_a_tenth(dot: float, is_refused: bool) ->
 
 def test_a_gradient_of_zeros_has_no_direction_and_open_gates_refuse_nothing() -> None:
     assert cosine_refusal(dot=0.0, own_norm=0.0, partner_norm=3.0) == ""
+    assert cosine_refusal(dot=-1e-37, own_norm=0.0, partner_norm=3.0) == ""
+    assert cosine_refusal(dot=-1e-37, own_norm=3.0, partner_norm=0.0) == ""
     assert cosine_refusal(dot=-6.0, own_norm=2.0, partner_norm=3.0, limits=OPEN) == ""

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from blake3 import blake3
-from harness.specs import published
+from harness.specs import FP32, published
 from harness.swapped import EVEN, received
 from torch import Tensor, nn
 
@@ -65,6 +65,20 @@ def test_a_swap_of_honest_partners_is_the_exact_outer_step() -> None:
     momentum = 0.7 * (own[GRADIENT] + (theirs[GRADIENT] * 0.5 - own[GRADIENT] * 0.5))
     take(here, theirs)
     assert torch.allclose(here.slow_weights, own[SLOW] + momentum, atol=0, rtol=1e-6)
+
+
+@pytest.mark.parametrize("whose", ["own", "partner"])
+@pytest.mark.parametrize("codec", ["int4", "int2", "sign1"])
+def test_a_gradient_whose_squares_underflow_is_no_reason_to_refuse(codec: str, whose: str) -> None:
+    """After a round without inner steps the gradient is 0, and int2 decodes it to the smallest normal numbers."""
+    here = make_state()
+    for _ in range(2):
+        here.gating.gradients.note(55.0)
+    mine, theirs = sections(here), sections(make_state(2))
+    (mine if whose == "own" else theirs)[GRADIENT].fill_(1e-38)
+    (theirs if whose == "own" else mine)[GRADIENT].fill_(-0.1)
+    verdict = here.judge_swap(received(mine, theirs, codec=FP32.model_copy(update={"outer_gradient": codec})))
+    assert not verdict.refusal
 
 
 @pytest.mark.parametrize("scale", [11.0, -100.0, 1e30, 3e38])
