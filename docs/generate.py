@@ -132,9 +132,9 @@ BANDWIDTH_HEAD = """# What a run sends
 
 Written by `docs/generate.py` from the presets and the sizes of the codecs: change those, not this page.
 
-A peer sends this much in each round with a partner, and receives as much. Frames and digests add less than 0.1 %;
-modulo coding adds up to a tenth, for chunks whose bound did not hold and that are sent again, and `modulo` up to half
-a byte per number, for chunks that need more than four bits. "With momentum" means `outer.alpha` above 0 with
+A peer sends this much in each round with a partner, and receives as much. Frames, digests, TLS and TCP add 5 to 8 % on
+the wire. Modulo coding adds up to a tenth, for chunks whose bound did not hold and that are sent again, and `modulo` up
+to half a byte per number, for chunks that need more than four bits. "With momentum" means `outer.alpha` above 0 with
 `outer.swap_momentum`. A round should last at least two and a half times as long as its early part takes, and three
 times as long as its whole swap if `outer.max_wait_s` is 0; `outer.inner_steps = "auto"` ensures that.
 
@@ -148,8 +148,9 @@ These figures were measured on two cores that ran other work. So they are proces
 scripts are in `benchmarks/`, their output in `benchmarks/results/`.
 """
 COSTS_TAIL = """\
-"Two cores" excludes the time in which the training thread waits for a core. "One core" is steps per second of
-processor time of the process. Both include the effect of other work on the caches.
+"Two cores" excludes the time in which the training thread waits for a core. Beside a bare stream training reads 1.03 of
+its speed at 100 Mbit/s, so a figure that exceeds its target by less than 0.03 decides nothing. "One core" is steps per
+second of processor time of the process. Both include the effect of other work on the caches.
 
 Coding and adding read each number from main memory once, and then make 7 and about 20 passes over a chunk of 1 MiB in
 cache. Smaller pieces were slower when they were tried, because each operation of torch has a fixed cost. Coding is done
@@ -223,8 +224,13 @@ def costs() -> list[tuple[str, ...]]:
     ]
 
 
+ERROR = 0.03  # a bare stream leaves training 1.03 of its speed in the same run
+
+
 def reached(value: float, target: float) -> str:
-    return f"{target:g}: {'met' if value >= target else 'missed'}"
+    if value < target:
+        return f"{target:g}: missed"
+    return f"{target:g}: {'met' if value >= target + ERROR else 'undecided'}"
 
 
 def _bandwidth_row(size: str, codecs: str, *, sends_momentum: bool) -> tuple[str, ...]:

@@ -175,8 +175,13 @@ FAMILIES: dict[str, Family] = {
         [Setting(NOLOCO, "muon", 16e-3, 1, 0.5, 0.7, 0.7, "modulo8+int4")],
         {**RATE, "alpha": (0.1, 0.2, 0.3, 0.5, 0.6), "beta": (0.5, 0.7, 0.85, 1.0), "codec": SWAP_CODECS},
     ),
-    "NoLoCo, as `noloco init` writes it": Family(
-        {"NoLoCo, as `noloco init` writes it": Setting(NOLOCO, "muon", 16e-3, 5, 0.0, 1.0, 1.0, "modulo8+int4", True)},
+    "NoLoCo, no outer momentum": Family(
+        {
+            "NoLoCo, as `noloco init` writes it": Setting(NOLOCO, "muon", 16e-3, 5, 0.0, 1.0, 1.0, "modulo+int2", True),
+            "NoLoCo, as `noloco init` wrote it before": Setting(
+                NOLOCO, "muon", 16e-3, 5, 0.0, 1.0, 1.0, "modulo8+int4", True
+            ),
+        },
         [Setting(NOLOCO, "muon", 16e-3, 1, 0.0, 1.0, 1.0, "modulo8+int4", True)],
         {**RATE, "beta": (0.5, 0.7, 0.85, 1.0, 1.2), "codec": SWAP_CODECS},
     ),
@@ -186,7 +191,7 @@ FAMILIES: dict[str, Family] = {
         RATE,
     ),
 }
-OURS = "NoLoCo, as `noloco init` writes it"
+OURS = "NoLoCo, no outer momentum"
 
 
 Winners = dict[tuple[str, str | None], Setting]  # (optimizer, cap) -> the best setting
@@ -216,6 +221,7 @@ class Lab:
         self.steps = steps
         self.rows: dict[Run, dict[str, Any]] = {}
         self.winners: dict[str, Winners] = {}  # of each family whose search is done
+        self.num_tried: dict[str, int] = {}  # runs that the search of a family took
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         for row in map(json.loads, lines):
             self.rows[Run(Setting(**row["setting"]), **{name: row[name] for name in RUN_FIELDS})] = row
@@ -319,13 +325,17 @@ def climb(line: Sequence[Setting], start: int, value_of: Callable[[Setting], flo
 def winners(lab: Lab, name: str) -> Winners:
     """The winners of one family. Does the runs that are missing."""
     if name not in lab.winners:
-        lab.winners[name] = searched(lab, FAMILIES[name])
+        tried: set[Setting] = set()
+        lab.winners[name] = searched(lab, FAMILIES[name], tried)
+        lab.num_tried[name] = len(tried)
     return lab.winners[name]
 
 
-def searched(lab: Lab, family: Family) -> Winners:
+def searched(lab: Lab, family: Family, tried: set[Setting]) -> Winners:
+    """The winners of one family; adds the settings that the search tried to `tried`."""
 
     def loss_of(setting: Setting) -> float:
+        tried.add(setting)
         return lab.loss(Run(setting, SEARCH_SEED, steps=lab.steps))
 
     found: Winners = {}
@@ -409,11 +419,14 @@ class Place:
             if (clock := self.clock(setting)).is_hidden:
                 yield setting, clock
 
+    def steps_in_time(self, lab: Lab, clock: Clock) -> float:
+        """Inner steps of a schedule that ends when a card alone would have taken `lab.steps`."""
+        return (lab.steps * self.size.step_s - clock.closing_s) / clock.step_s
+
     def schedules(self, lab: Lab, name: str) -> dict[Setting, int]:
-        """Setting -> steps of the schedule that ends when a card alone would have taken `lab.steps`."""
-        time_s = lab.steps * self.size.step_s
+        """Setting -> steps of the longest whole schedule that fits."""
         fits = {
-            setting: fitting((time_s - clock.closing_s) / clock.step_s, setting.inner_steps)
+            setting: fitting(self.steps_in_time(lab, clock), setting.inner_steps)
             for setting, clock in self.candidates(lab, name)
         }
         return {setting: steps for setting, steps in fits.items() if steps >= 10}
@@ -424,6 +437,11 @@ class Place:
         losses = {setting: lab.loss(Run(setting, SEARCH_SEED, steps=steps)) for setting, steps in schedules.items()}
         best = min(losses, key=losses.__getitem__, default=None)
         return None if best is None else (best, schedules[best])
+
+    def setting(self, lab: Lab, name: str) -> Setting | None:
+        """The setting whose schedules of many lengths are held against a target; None where none can run here."""
+        chosen = self.choice(lab, name)
+        return chosen[0] if chosen else next((setting for setting, _ in self.candidates(lab, name)), None)
 
 
 @cache
@@ -474,8 +492,8 @@ def need_target(lab: Lab) -> Iterator[Run]:
     for setting in target_settings(lab).values():
         yield from seeds_of(setting, steps=lab.steps)
     lowest = min(mean_loss(lab, setting, steps=lab.steps) for setting in target_settings(lab).values())
-    chosen = [place.choice(lab, name) for place, name in product(PLACES, FAMILIES)]
-    for setting in dict.fromkeys(each[0] for each in chosen if each):
+    chosen = [place.setting(lab, name) for place, name in product(PLACES, FAMILIES)]
+    for setting in dict.fromkeys(each for each in chosen if each):
         for steps in schedules_of(lab, setting):  # the shortest first, and none beyond one that is good enough
             lab.complete(seeds_of(setting, steps=steps))
             if mean_loss(lab, setting, steps=steps) <= lowest:

@@ -1,7 +1,8 @@
 """The tables of the lab, from benchmarks/results/lab.jsonl; `tables.py` writes them into docs/results.md.
 
 Every table ends with a line for each rule that says where this project stands against it. A verdict needs all seeds on
-one side: "loses to" and "ahead of" mean so with every seed, and anything else is called undecided.
+one side: "loses to" and "ahead of" mean so with every seed, and anything else is called undecided. Two equal rules have
+three seeds on one side in a quarter of all cases, and the page says so.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from statistics import fmean
 
 from lab import (
     ABSENCES,
+    BUDGET,
     CAPS,
     FAMILIES,
     OURS,
@@ -20,6 +22,7 @@ from lab import (
     PLACES,
     REPLICAS,
     RESULTS,
+    ROUND_LENGTHS,
     SEEDS,
     Lab,
     Place,
@@ -34,6 +37,8 @@ from lab import (
 )
 from lab_clock import FLOP_PER_S, SIZES
 from runs import table
+
+from noloco_p2p.gossip.round_length import STEPS_EXPONENT
 
 SEVERAL = 3  # seeds that a verdict needs
 
@@ -92,6 +97,7 @@ def best_rows(lab: Lab, **options: object) -> dict[str, dict[str, list[float]]]:
 def tokens(lab: Lab) -> list[str]:
     head = ("", "setting", *(f"{peers} replicas" for peers in PEERS), "0.9M, 8 replicas")
     chosen = finalists(lab)
+    tried = ", ".join(f"{name} had {lab.num_tried[name]}" for name in FAMILIES)
 
     def cell(setting: Setting, **options: object) -> str:
         is_run = setting in chosen.values() or options == {"replicas": REPLICAS}
@@ -115,7 +121,8 @@ def tokens(lab: Lab) -> list[str]:
     }
     return [
         f"Losses of the toy after {lab.steps} inner steps of a replica: mean of {len(SEEDS)} seeds (lowest-highest). "
-        "The 0.9M model ran with one seed, so that its column carries no verdict.",
+        "The 0.9M model ran with one seed, so that its column carries no verdict. "
+        f"A search ends at the first setting that no neighbour improves, and after {BUDGET} runs: {tried}.",
         "",
         *table(head, rows),
         *verdicts(stands),
@@ -131,7 +138,8 @@ def by_bytes(lab: Lab) -> list[str]:
     caps = ", ".join(f"{name} {cap:g}" for name, cap in CAPS.items())
     return [
         f"Losses of the toy with {REPLICAS} replicas beside the bytes that one sends, most first. A best setting has "
-        f"the shortest rounds under its cap ({caps} bytes per parameter and step).",
+        f"the shortest rounds whose nominal bytes are under its cap ({caps} bytes per parameter and step). Closing "
+        "rounds and chunks that `modulo` codecs send again come on top, so that most settings of NoLoCo exceed it.",
         "",
         *table(
             ("", "bytes per parameter and step", "loss"), [row for _, row in sorted(rows, key=lambda each: -each[0])]
@@ -153,23 +161,45 @@ def places_table(lab: Lab, cell: Callable[[Place, str], str]) -> list[str]:
     return table(("", *FAMILIES), rows)
 
 
+def in_time(lab: Lab, place: Place, name: str) -> tuple[Setting, int, float, list[float]] | None:
+    """The chosen setting, the steps of its schedule, the steps that there is time for, and the losses of the seeds.
+
+    The losses are corrected to those steps by the exponent of the curve in gossip/round_length.py.
+    """
+    chosen = place.choice(lab, name)
+    if chosen is None:
+        return None
+    setting, steps = chosen
+    exact = place.steps_in_time(lab, place.clock(setting))
+    return (
+        setting,
+        steps,
+        exact,
+        [loss * (steps / exact) ** STEPS_EXPONENT for loss in losses(lab, setting, steps=steps)],
+    )
+
+
 def at_time(lab: Lab) -> list[str]:
+    found = {(place, name): in_time(lab, place, name) for place, name in product(PLACES, FAMILIES)}
+
     def cell(place: Place, name: str) -> str:
-        chosen = place.choice(lab, name)
-        if chosen is None:
+        if (here := found[place, name]) is None:
             return "no schedule of 10 steps fits"
-        setting, steps = chosen
-        return f"{shown(losses(lab, setting, steps=steps))}, {steps} steps in rounds of {setting.inner_steps}"
+        setting, steps, exact, corrected = here
+        return f"{shown(corrected)}, {steps} of {exact:.0f} steps in rounds of {setting.inner_steps}"
 
     stands = {
-        f"{place.size.name}, {place.link}": {
-            name: losses(lab, chosen[0], steps=chosen[1]) for name in FAMILIES if (chosen := place.choice(lab, name))
-        }
+        f"{place.size.name}, {place.link}": {name: here[3] for name in FAMILIES if (here := found[place, name])}
         for place in PLACES
     }
+    lengths = ", ".join(map(str, ROUND_LENGTHS))
     return [
         clock_line(),
-        f"Every rule has the time in which a card alone computes {lab.steps} steps, and a whole schedule that fits.",
+        f"Every rule has the time in which a card alone computes {lab.steps} steps, and that length of its rounds out "
+        f"of {lengths} that ends lowest on the seed of the search. A schedule has whole rounds and a multiple of 10 "
+        "steps, so it can end before the time: the loss is multiplied by (steps / steps in that time)^"
+        f"{STEPS_EXPONENT:g}, "
+        "which is the [fitted curve](#round-length-at-equal-time).",
         "",
         *places_table(lab, cell),
         *verdicts(stands),
@@ -191,12 +221,12 @@ def to_targets(lab: Lab) -> list[str]:
 @cache
 def to_reach(lab: Lab, place: Place, name: str, target: float) -> tuple[float, int] | None:
     """Seconds and inner steps of the shortest schedule of `name` that ends at or below `target`, if one does."""
-    chosen = place.choice(lab, name)
-    if chosen is None:
+    setting = place.setting(lab, name)
+    if setting is None:
         return None
-    reached = (steps for steps in schedules_of(lab, chosen[0]) if mean_loss(lab, chosen[0], steps=steps) <= target)
+    reached = (steps for steps in schedules_of(lab, setting) if mean_loss(lab, setting, steps=steps) <= target)
     steps = next(reached, None)  # schedules come in order, the shortest first
-    return None if steps is None else (place.clock(chosen[0]).seconds(steps), steps)
+    return None if steps is None else (place.clock(setting).seconds(steps), steps)
 
 
 def to_target(lab: Lab, target: float) -> list[str]:
