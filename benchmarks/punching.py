@@ -11,9 +11,11 @@ where one is seen, exchange it through the relay (100 ms there and back), connec
 connection; a dash is a pair without a hole in all attempts, whose calls go by the relay.
 
 The swaps: production ones over lines of 20 and of 100 Mbit/s, through p2pd, the tunnels and the relay of real peers, in
-turn directly between two peers without routers, by a hole, and by the relay, which has such a line itself. The ratio is
-the median of those of neighbours in time: the machine is shared, and at 100 Mbit/s its two cores are the limit. Bytes
-are those that the relay passed on for a swap. Needs root (see netlab.py).
+turn directly, by a hole, and by the relay, which has such a line itself. Each way has two peers of its own, since a
+peer remembers how many connections helped. All are behind emulated routers; those of the direct way forward their
+ports, so that packets of a hole and of a direct swap take the same path. The ratio is the median of those of neighbours
+in time: the machine is shared, and at 100 Mbit/s its two cores are the limit. Bytes are those that the relay passed on
+for a swap. Needs root (see netlab.py).
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from typing import Any
 
 from claims import Claim, run
 from harness.holes import Homes
-from harness.nat import Router
+from harness.nat import Router, outer_address
 from netlab import LabError, NetLab, enter, home
 from pair import PATIENCE_S, BarePeer
 
@@ -188,14 +190,25 @@ async def _node(key: Path, address: str) -> SwarmNode:
     return await SwarmNode.start(key, Identity.load_or_create(key).peer_id, ListenOn(address))
 
 
-def side(name: str, pipe: Connection, namespace: str, address: str, doors: Sequence[str], num_elements: int) -> None:
-    """Swaps as it is asked to, "hole", "relay" or "direct"; sends (seconds, payload bytes, the way it took)."""
+def side(
+    name: str,
+    pipe: Connection,
+    namespace: str,
+    address: str,
+    outside: str,
+    doors: Sequence[str],
+    num_elements: int,
+) -> None:
+    """Swap as asked to, by "hole", "relay" or "direct", and send (seconds, payload bytes, the way it took).
+
+    outside: where others call it, if they can.
+    """
     enter(namespace)
     with tempfile.TemporaryDirectory() as folder:
         peer = Swapper(name, address, num_elements, Path(folder))
         assert peer.session is not None
         ways = peer.on_loop(peer.enter(doors)) if doors else []
-        pipe.send((peer.peer_id, peer.session.key, f"{address}:{peer.server.port}", ways))
+        pipe.send((peer.peer_id, peer.session.key, f"{outside}:{peer.server.port}", ways))
         peer_id, key, other_address, peer.ways[""] = pipe.recv()
         peer.ways = {peer_id: peer.ways[""]}
         index = 0
@@ -223,14 +236,14 @@ async def _reached(peer: Swapper, candidates: Sequence[Candidate]) -> list[Candi
 
 
 class Pair:
-    """Two sides in processes, told of each other."""
+    """Two sides in processes, each with the other's address."""
 
-    def __init__(self, nodes: Sequence[Any], doors: Sequence[str], num_elements: int) -> None:
+    def __init__(self, nodes: Sequence[Any], outside: Sequence[str], doors: Sequence[str], num_elements: int) -> None:
         context = get_context("spawn")
         self._pipes: list[Any] = []
-        for name, node in zip("ab", nodes, strict=True):
+        for name, node, address in zip("ab", nodes, outside, strict=True):
             pipe, theirs = context.Pipe()
-            arguments = (name, theirs, node.namespace, node.address, doors, num_elements)
+            arguments = (name, theirs, node.namespace, node.address, address, doors, num_elements)
             context.Process(target=side, args=arguments, daemon=True).start()
             self._pipes.append(pipe)
         told = [pipe.recv() for pipe in self._pipes]
@@ -249,25 +262,32 @@ class Pair:
 def swaps(rate_mbit_s: float, num_elements: int, repeats: int) -> list[Claim]:
     name = f"{rate_mbit_s:g} Mbit/s"
     line = home(rate_mbit_s=rate_mbit_s, round_trip_ms=ROUND_TRIP_MS)
-    routers = [router("endpoint/port"), router("endpoint/port")]
-    rates: dict[str, list[float]] = {"hole": [], "relay": [], "direct": []}
+    ways = ("hole", "relay", "direct")
+    routers = [router("endpoint/port") for _ in range(4)]
+    routers += [Router("endpoint", "port", forwards_to=node) for node in (5, 6)]
+    outside = [outer_address(number, each) for number, each in enumerate(routers)]
+    rates: dict[str, list[float]] = {way: [] for way in ways}
     passed: dict[str, list[float]] = {"hole": [], "relay": []}
-    with NetLab([line] * 5, routers=routers, behind=[None, 0, 1, None, None]) as lab:
+    with NetLab([line] * 7, routers=routers, behind=[None, *range(6)]) as lab:
         context = get_context("spawn")
         relay, theirs = context.Pipe()
         node = lab.nodes[0]
         context.Process(target=middle, args=(theirs, node.namespace, node.address), daemon=True).start()
-        closed, open_ = Pair(lab.nodes[1:3], relay.recv(), num_elements), Pair(lab.nodes[3:], (), num_elements)
+        doors = relay.recv()
+        pairs = {
+            way: Pair(lab.nodes[first : first + 2], outside[first - 1 :][:2], doors if first < 5 else (), num_elements)
+            for way, first in zip(ways, (1, 3, 5), strict=True)
+        }
 
         def passed_on() -> int:
             relay.send("bytes")
             return relay.recv()
 
         for _ in range(repeats):
-            rates["direct"].append(open_.swap("direct"))
+            rates["direct"].append(pairs["direct"].swap("direct"))
             for way in ("hole", "relay"):
                 before = passed_on()
-                rates[way].append(closed.swap(way))
+                rates[way].append(pairs[way].swap(way))
                 passed[way].append(passed_on() - before)
     ratio = median(hole / direct for hole, direct in zip(rates["hole"], rates["direct"], strict=True))
     return [

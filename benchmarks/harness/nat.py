@@ -4,7 +4,8 @@ RFC 4787 names what a router does by two words. Its *mapping* is the port that i
 for all partners ("endpoint"), one for each partner's address ("address"), or one for each address and port ("port").
 Its *filtering* is from whom it lets in what comes for such a port: from everybody, from addresses that were sent to, or
 from ports that were sent to. What it does not let in it drops silently, and it returns nothing inside that comes from
-inside (no hairpin). A router behind another one is a home whose carrier shares its addresses.
+inside (no hairpin). A router behind another one is a home whose carrier shares its addresses. A router may also forward
+all its ports to one node, which keeps their numbers, as its owner can set it up for a peer that others call.
 """
 
 from __future__ import annotations
@@ -22,11 +23,14 @@ FIRST_PORT = 20_000  # outside: never that of the inside
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """`behind`: the number of an earlier router that this one is behind; None = it is on the internet itself."""
+    """behind: the number of an earlier router that this one is behind; None = it is on the internet itself.
+    forwards_to: the number of the node that has all ports; None = none does.
+    """
 
     mapping: Breadth
     filtering: Breadth
     behind: int | None = None
+    forwards_to: int | None = None
 
 
 @dataclass(slots=True)
@@ -40,11 +44,14 @@ class _Table:
     """What one router remembers, of one protocol."""
 
     router: Router
+    forwarded: bytes  # the address that has all ports; b"" = none does
     outside: dict[tuple[End, bytes, int], int] = field(default_factory=dict)  # inside, and as much of the partner
     mappings: dict[int, _Mapping] = field(default_factory=dict)  # port outside ->
 
     def port_for(self, inside: End, partner: End) -> int:
         """Outside; the partner is let in from now on."""
+        if inside[0] == self.forwarded:
+            return inside[1]
         breadth = self.router.mapping
         key = (inside, b"" if breadth == "endpoint" else partner[0], partner[1] if breadth == "port" else 0)
         port = self.outside.setdefault(key, FIRST_PORT + len(self.outside))
@@ -52,10 +59,14 @@ class _Table:
         return port
 
     def inside_of(self, port: int) -> End | None:
+        if self.forwarded:
+            return self.forwarded, port
         mapping = self.mappings.get(port)
         return mapping.inside if mapping else None
 
     def lets_in(self, port: int, partner: End) -> bool:
+        if self.forwarded:
+            return True
         match self.router.filtering:
             case "endpoint":
                 return True
@@ -63,6 +74,10 @@ class _Table:
                 return any(address == partner[0] for address, _ in self.mappings[port].sent_to)
             case "port":
                 return partner in self.mappings[port].sent_to
+
+
+def outer_address(number: int, router: Router) -> str:
+    return f"45.78.0.{number + 1}" if router.behind is None else f"100.64.{router.behind}.{number + 1}"
 
 
 class Routers:
@@ -81,10 +96,7 @@ class Routers:
             f"45.77.0.{node + 1}" if router is None else f"192.168.{router}.{node + 1}"
             for node, router in enumerate(behind)
         ]
-        outer = [
-            f"45.78.0.{number + 1}" if router.behind is None else f"100.64.{router.behind}.{number + 1}"
-            for number, router in enumerate(routers)
-        ]
+        outer = [outer_address(number, router) for number, router in enumerate(routers)]
         self._nodes = {socket.inet_aton(address): node for node, address in enumerate(self.addresses)}
         self._outer = [socket.inet_aton(address) for address in outer]
         self._tables: dict[tuple[int, int], _Table] = {}  # of (router, protocol)
@@ -134,4 +146,8 @@ class Routers:
         return address in self._outer and self._routers[self._outer.index(address)].behind == realm
 
     def _table(self, number: int, protocol: int) -> _Table:
-        return self._tables.setdefault((number, protocol), _Table(self._routers[number]))
+        if (number, protocol) not in self._tables:
+            router = self._routers[number]
+            forwarded = b"" if router.forwards_to is None else socket.inet_aton(self.addresses[router.forwards_to])
+            self._tables[number, protocol] = _Table(router, forwarded)
+        return self._tables[number, protocol]

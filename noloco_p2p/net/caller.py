@@ -18,7 +18,7 @@ from noloco_p2p.errors import CorruptPayload, PeerError, Unreachable
 from noloco_p2p.gossip.frames import Chunk, End, Frame, Header, Hello, Offer
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.net import convert
-from noloco_p2p.net.connection import Connector, refused, translate
+from noloco_p2p.net.connection import Connection, Connector, refused, translate
 from noloco_p2p.net.connection_tuning import ConnectionMemory, ConnectionTuner, Direction
 from noloco_p2p.net.swap_stream import LEAVE, SwapConnection, SwapStream, call_cancelled
 from noloco_p2p.net.throttle import Limits
@@ -39,9 +39,10 @@ class CallerWire:
     in its traceback: keeping the error would keep the connection until a garbage collection.
     """
 
-    def __init__(self, peer: str, channel: grpc.aio.Channel, call: Any, limits: Limits) -> None:
+    def __init__(self, peer: str, connection: Connection, call: Any, limits: Limits) -> None:
+        self.round_trip_s = connection.round_trip_s
         self._peer = peer
-        self._channel: grpc.aio.Channel | None = channel
+        self._channel: grpc.aio.Channel | None = connection.channel
         self._call: Any = call
         self._limits = limits
 
@@ -190,4 +191,4 @@ async def connect(
     """Call `method` on a new connection. Raises PeerError; a refused connection fails at once."""
     connection = await connector.dial(candidate, timeout_s=timeout_s)
     call = connection.channel.stream_stream(method)(metadata=connection.metadata)
-    return CallerWire(candidate.peer_id, connection.channel, call, limits)
+    return CallerWire(candidate.peer_id, connection, call, limits)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
 
@@ -24,6 +23,7 @@ from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 from noloco_p2p.net.wire.v1.peer_pb2_grpc import PeerStub
 
 POLICY = ConnectionPolicy()
+SETTLE_ROUND_TRIPS = 40  # in which a new TCP stream finds its rate
 MAX_MANIFEST_CHUNKS = 1 << 20  # 1 TiB of state; a larger manifest is refused
 
 
@@ -51,10 +51,9 @@ class GrpcTransport:
 
     async def open_swap(self, candidate: Candidate, *, timeout_s: float) -> CallerStream:
         """Connect, and open a swap stream. Raises Unreachable or TimedOut."""
-        began_s = time.monotonic()
         wire = await connect(self._connector, candidate, SWAP_METHOD, timeout_s=timeout_s, limits=self._limits)
-        # Connecting takes three or four round trips; a new TCP stream needs about twenty to find its rate.
-        settle_s = max(self._connections.window_s / 2, 10 * (time.monotonic() - began_s))
+        # The time of connecting is no measure of a round trip: for a hole it includes the help of the relay.
+        settle_s = max(self._connections.window_s / 2, SETTLE_ROUND_TRIPS * wire.round_trip_s)
         return CallerStream(
             candidate,
             wire,

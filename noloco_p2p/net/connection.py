@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
@@ -32,10 +33,11 @@ def nobody_is_banned(peer_id: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """`metadata` is sent with the one call that is made on it."""
+    """`metadata` is sent with the one call that is made on it; `round_trip_s` is that of the greeting."""
 
     channel: grpc.aio.Channel
     metadata: Metadata = ()
+    round_trip_s: float = 0.0
 
 
 class Connector:
@@ -68,9 +70,10 @@ class Connector:
         try:
             async with asyncio.timeout(timeout_s):
                 await self._connected(channel, candidate)
+                began_s = time.monotonic()
                 metadata = await self._greet(channel, candidate)
                 self._guard.reached(candidate.peer_id, address)
-                return Connection(channel, metadata)
+                return Connection(channel, metadata, time.monotonic() - began_s)
         except TimeoutError:
             await channel.close()
             raise Unreachable(

@@ -41,6 +41,7 @@ from noloco_p2p.net.session import Session
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 from noloco_p2p.net.wire.v1.peer_pb2_grpc import PeerStub
 from noloco_p2p.spec import RunSpec
+from noloco_p2p.swarm.relay import splice
 
 SPEC = RunSpec(name="entry", outer=published())
 BOUNDARY = Boundary(0, None, None, 0.0)
@@ -122,6 +123,24 @@ def test_every_call_goes_over_tls_and_names_its_caller() -> None:
             assert isinstance(await stream.receive(PATIENCE_S), Accept)
             await stream.close()
             assert set(service.admitted) == {CALLER.identity.peer_id}
+
+    run(main)
+
+
+def test_a_way_that_opens_slowly_does_not_count_as_a_long_round_trip() -> None:
+    """A hole opens only after the relay has helped, and the round trip decides how long a swap tries connections."""
+    slow_s = 1.0
+
+    async def main() -> None:
+        async def open_slowly(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await asyncio.sleep(slow_s)
+            await splice((reader, writer), await asyncio.open_connection(*there.address.split(":")))
+
+        async with answering() as (_, there), await asyncio.start_server(open_slowly, "127.0.0.1", 0) as slow:
+            port = slow.sockets[0].getsockname()[1]
+            by_way = replace(there, address=f"127.0.0.1:{port}")
+            async with Connector(CALLER).dialled(by_way, timeout_s=PATIENCE_S) as connection:
+                assert 0 < connection.round_trip_s < slow_s / 2
 
     run(main)
 

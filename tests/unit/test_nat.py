@@ -113,3 +113,12 @@ def test_checksums_fit_the_new_ends(protocol: int, flags: int) -> None:
     old, new = (end("10.0.0.1", 5000), end("45.77.0.2", 80)), (end("45.78.255.9", 20_000), end("45.77.0.2", 81))
     before = packet(*old, protocol=protocol, flags=flags, payload=b"even")
     assert with_ends(before, *new) == packet(*new, protocol=protocol, flags=flags, payload=b"even")
+
+
+def test_a_router_that_forwards_its_ports_keeps_their_numbers() -> None:
+    net = Net("endpoint", "port")
+    net.routers = Routers([Router("endpoint", "port", forwards_to=HOME)], [0, 0, None, None])
+    outside = end("45.78.0.1", 5000)
+    assert net.send(ONE, 7000, outside) == (HOME, net.at(ONE, 7000), net.at(HOME, 5000))
+    assert net.send(HOME, 5000, net.at(ONE, 7000)) == (ONE, outside, net.at(ONE, 7000))
+    assert net.send(NEIGHBOUR, 5000, net.at(ONE, 7000)) != (ONE, outside, net.at(ONE, 7000))
