@@ -110,6 +110,11 @@ class PeerSettings(BaseModel):
         f"0.0.0.0:{DEFAULT_PORT}"
     )
     announce: Annotated[str, about("HOST[:PORT] that others dial, if it differs from --listen.")] = ""
+    search_lan: Annotated[
+        Literal["always", "never"],
+        about("Find peers of the run in the local network by mDNS, and let them find this one."),
+        Flag(metavar="always|never"),
+    ] = "always"
     device: Annotated[str, about(f"{DEVICES}.")] = "auto"
     threads: Annotated[int, Field(ge=0), about("Torch threads."), Flag(default="torch decides")] = 0
     max_steps: Annotated[Count | None, about("Leave after this many inner steps.")] = None

@@ -1,4 +1,4 @@
-"""The live peers that this one may call: from the directory, by tunnel if needed, and of its stage."""
+"""The live peers that this one may call: from the directory, at home or by tunnel if needed, and of its stage."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.swarm.dht import SwarmDirectory
+from noloco_p2p.swarm.household import Household
 from noloco_p2p.swarm.tunnel import Tunnels
 
 
@@ -16,13 +17,14 @@ class LivePeers:
     thread, because they may open a tunnel; the rest is thread-safe.
     """
 
-    def __init__(self, directory: SwarmDirectory, tunnels: Tunnels) -> None:
+    def __init__(self, directory: SwarmDirectory, tunnels: Tunnels, household: Household) -> None:
         self.stage: int | None = None
         self._directory = directory
         self._tunnels = tunnels
+        self._household = household
 
     def live(self) -> Sequence[Candidate]:
-        return self._of_own_stage(self._tunnels.live())
+        return self._of_own_stage(self.reached(self._directory.live()))
 
     def num_live(self) -> int:
         others = self._directory.headcount().others
@@ -47,8 +49,8 @@ class LivePeers:
         return self._of_own_stage(self.everyone())
 
     def reached(self, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-        """The same peers, with the address of a tunnel where there is no other."""
-        return self._tunnels.reached(candidates)
+        """The same peers, with their address in the local network, or that of a tunnel where there is no other."""
+        return self._tunnels.reached(self._household.reached(candidates))
 
     def _of_own_stage(self, peers: Sequence[Candidate]) -> Sequence[Candidate]:
         return peers if self.stage is None else [peer for peer in peers if peer.stage == self.stage]

@@ -54,6 +54,7 @@ from noloco_p2p.spec import Spec
 from noloco_p2p.swarm.address_book import AddressBook
 from noloco_p2p.swarm.dht import SwarmDirectory
 from noloco_p2p.swarm.dial_back import DialBack, Verdict
+from noloco_p2p.swarm.household import Household, own_interfaces
 from noloco_p2p.swarm.node import end_tasks
 from noloco_p2p.swarm.records import PeerRecord
 from noloco_p2p.telemetry.metrics import Metrics
@@ -70,6 +71,7 @@ T = TypeVar("T")
 
 POLL_S = 0.05
 NOT_RUNNING = "this peer is not running: it was closed, for example at the end of its `with` block"
+NEAR_S = 4.0  # for a peer in the local network to answer
 DIAL_BACK_S = 12.0  # for one peer to report whether it gets through; it tries for 4 s
 
 
@@ -349,10 +351,24 @@ class Peer:
             self._status.hello, limits, session=self._session, why_banned=self.bans.why, guard=directory.guard
         )
         entrances = self._entrances()
-        self._reachability = reachability = Reachability(
-            directory, self.settings, self._address_book, entrances=entrances, ask=self._ask_to_dial_back
+        household = Household(
+            self.peer_id,
+            self._view,
+            own_interfaces(self.settings.listen_host) if self.settings.search_lan == "always" else (),
+            live=directory.live,
+            on_found=directory.dial_nearby,
+            ask=lambda candidate: transport.status(candidate, timeout_s=NEAR_S),
         )
-        live_peers = LivePeers(directory, reachability.tunnels)
+        self._reachability = reachability = Reachability(
+            directory,
+            self.settings,
+            self._address_book,
+            entrances=entrances,
+            ask=self._ask_to_dial_back,
+            household=household,
+        )
+        household.look()
+        live_peers = LivePeers(directory, reachability.tunnels, household)
         if isinstance(target, Spec):
             self.spec = target
         else:
@@ -456,11 +472,16 @@ class Peer:
             bootstraps=self._entrances(),
             relays=not settings.max_upload,
             address_book=self._address_book,
-            spec_digest=self._invitation.listing(self._run[1]).view if self._invitation else self._run[1],
+            spec_digest=self._view,
             describe=self._status.record,
             on_copy=self._on_copy,
             ignores=self._ignores,
         )
+
+    @property
+    def _view(self) -> str:
+        """What identifies the place of the run's records in the DHT."""
+        return self._invitation.listing(self._run[1]).view if self._invitation else self._run[1]
 
     def _ignores(self, record: PeerRecord) -> bool:
         return bool(self.bans.why(record.peer_id))

@@ -16,6 +16,7 @@ from noloco_p2p.swarm.address_book import AddressBook
 from noloco_p2p.swarm.addresses import host_of, host_port, routable_host, split_peer_id
 from noloco_p2p.swarm.dht import SwarmDirectory
 from noloco_p2p.swarm.dial_back import CLOSED, DialBack, DialBacks, Reach, Verdict, assess, way_to
+from noloco_p2p.swarm.household import Household
 from noloco_p2p.swarm.node import end_tasks
 from noloco_p2p.swarm.relay import Reservations, ask_to_dial
 from noloco_p2p.swarm.tunnel import Tunnels
@@ -44,7 +45,9 @@ class Reachability:
         *,
         entrances: Sequence[str],
         ask: Ask,
+        household: Household,
     ) -> None:
+        self._household = household
         self._directory = directory
         self._settings = settings
         self._book = book
@@ -74,6 +77,7 @@ class Reachability:
         """`num_calls`: the number of incoming calls of other peers."""
         self._server, self._num_calls = server, num_calls
         self._directory.mirror(self._ports()[0])
+        self._household.announce(grpc_port=self._port, libp2p_port=self._directory.port)
         await self.tunnels.start()
         jobs = [
             self._reservations.run(),
@@ -84,6 +88,7 @@ class Reachability:
 
     async def stop(self) -> None:
         await end_tasks(self._tasks)
+        await self._household.stop()
         await self.tunnels.stop()
 
     async def wait_for_dial_back(self) -> None:
@@ -114,7 +119,11 @@ class Reachability:
         """Return how each live peer that is known now is reached, by its peer id."""
         is_closed, ways = self.is_closed(), self.tunnels.last_ways
         return {
-            record.peer_id: way_to(record.reachability, ways.get(record.peer_id), is_closed=is_closed)
+            record.peer_id: (
+                Reach.DIRECT
+                if self._household.is_near(record.peer_id)
+                else way_to(record.reachability, ways.get(record.peer_id), is_closed=is_closed)
+            )
             for record, _ in self._directory.records()
             if record.state != "leaving"
         }

@@ -250,6 +250,10 @@ class SwarmDirectory:
         """Ids of DHT nodes that answered recently, of any run."""
         return self._node.neighbours()
 
+    def dial_nearby(self, peer_id: str, multiaddrs: Sequence[str]) -> None:
+        """Dial a peer at addresses in the local network as well."""
+        self._dialer.dial_nearby(peer_id, multiaddrs)
+
     def dial_failures(self) -> dict[str, str]:
         """Bootstraps that could not be reached so far: peer id -> why."""
         return self._dialer.failures()

@@ -54,12 +54,14 @@ class Dialer:
         self._on_wrong_clock = on_wrong_clock
         self._dial_now = asyncio.Event()
         self._has_dialled = asyncio.Event()
+        self._nearby: dict[str, Sequence[str]] = {}  # in the local network: peer id -> multiaddrs
         self._offsets: dict[str, Offset] = {}  # of the clocks of nodes, until it is known which ones are right
         self._clock_is_right = False
 
     async def dial(self) -> float:
         """Dial the peers that are due, then wait until the next one may be; returns 0, the pause after it."""
-        book, near = self._address_book.addresses(), self._node.neighbours()
+        book, near = {**self._nearby, **self._address_book.addresses()}, self._node.neighbours()
+        book |= {peer: (*nearby, *book.get(peer, ())) for peer, nearby in self._nearby.items()}
         due = self._plan.due(book, near, heard_of=self._heard_of(), now_s=time.monotonic())
         reached = await asyncio.gather(*(self._dial_one(peer, addresses) for peer, addresses in due.items()))
         self._has_dialled.set()
@@ -77,6 +79,11 @@ class Dialer:
     def dial_all_now(self) -> None:
         """Dial all peers now, because the network of this machine has just come back."""
         self._plan.forget_failures()
+        self._dial_now.set()
+
+    def dial_nearby(self, peer_id: str, multiaddrs: Sequence[str]) -> None:
+        """Dial a peer at addresses in the local network as well, now and while it is missing."""
+        self._nearby[peer_id] = multiaddrs
         self._dial_now.set()
 
     def failures(self) -> dict[str, str]:

@@ -1,0 +1,241 @@
+"""Peers of the same run in one local network find each other by mDNS (RFC 6762) and call each other there.
+
+They need no address that works from outside, and no router that returns what comes from inside. A service is called
+MARK-PEERID, and its text has the port of gRPC; its own port is that of libp2p. The mark is a digest of the key under
+which members of the run keep their records, so that only they recognise it.
+
+What the network says is a hint. Only private addresses in a subnet of this machine are dialled, of 16 peers at most. A
+peer counts as near once it has proven its identity there, to the session key in its record.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import re
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import psutil
+from blake3 import blake3
+from zeroconf import BadTypeInNameException, IPVersion, NonUniqueNameException, ServiceStateChange, Zeroconf
+from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZeroconf
+
+from noloco_p2p.errors import PeerError
+from noloco_p2p.gossip.seams import Candidate
+from noloco_p2p.hosts import is_port, is_wildcard
+from noloco_p2p.identity import short_id
+from noloco_p2p.swarm.addresses import host_port
+
+log = logging.getLogger(__name__)
+
+SERVICE = "_noloco._tcp.local."
+GRPC = b"grpc"  # in the text of a service
+NAME = re.compile(r"([0-9a-f]{8})-([1-9A-HJ-NP-Za-km-z]{40,54})\." + re.escape(SERVICE))
+MARK_CONTEXT = "noloco_p2p 2026 mark of a run in a local network"
+MAX_FOUND = 16
+MAX_HOSTS = 4  # of one peer
+ANSWER_MS = 3_000
+LOOK_S = 1.0  # how often records of found peers are looked for
+RECHECK_S = 60.0
+
+Interface = ipaddress.IPv4Interface
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a service says: where a peer may be."""
+
+    peer_id: str
+    hosts: tuple[str, ...]
+    grpc_port: int
+    libp2p_port: int
+
+    def multiaddrs(self) -> list[str]:
+        return [f"/ip4/{host}/tcp/{self.libp2p_port}/p2p/{self.peer_id}" for host in self.hosts]
+
+    def grpc(self) -> list[str]:
+        return [host_port(host, self.grpc_port) for host in self.hosts]
+
+
+def mark_of(view: str) -> str:
+    """Return the mark of a run; `view` identifies the place of its records in the DHT."""
+    return blake3(view.encode(), derive_key_context=MARK_CONTEXT).hexdigest(length=4)
+
+
+def own_interfaces(listen_host: str) -> list[Interface]:
+    """The private IPv4 addresses of this machine, with their subnets; of a listening address only that one."""
+    found = [
+        ipaddress.ip_interface(f"{each.address}/{each.netmask}")
+        for addresses in psutil.net_if_addrs().values()
+        for each in addresses
+        if each.family.name == "AF_INET" and each.netmask
+    ]
+    private = [each for each in found if isinstance(each, Interface) and each.ip.is_private and not each.ip.is_loopback]
+    return [each for each in private if is_wildcard(listen_host) or str(each.ip) == listen_host]
+
+
+def nearby(hosts: Iterable[str], interfaces: Sequence[Interface]) -> tuple[str, ...]:
+    """Those of `hosts` that are in a subnet of this machine, and not the machine itself."""
+    own = {each.ip for each in interfaces}
+    addresses = [ipaddress.IPv4Address(host) for host in hosts]
+    near = [each for each in addresses if each not in own and any(each in one.network for one in interfaces)]
+    return tuple(map(str, near[:MAX_HOSTS]))
+
+
+class Household:
+    """Create it on the event loop. `look` comes first, `announce` once this peer has a gRPC server.
+
+    view: as in `mark_of`. live: the peers whose records were read. on_found: gets the peer id and multiaddrs of a peer
+    that may be in this network. ask: calls a peer, which then has proven its identity; raises PeerError.
+    """
+
+    def __init__(
+        self,
+        peer_id: str,
+        view: str,
+        interfaces: Sequence[Interface],
+        *,
+        live: Callable[[], Sequence[Candidate]],
+        on_found: Callable[[str, Sequence[str]], None],
+        ask: Callable[[Candidate], Awaitable[object]],
+    ) -> None:
+        self._peer_id = peer_id
+        self._mark = mark_of(view)
+        self._interfaces = interfaces
+        self._live = live
+        self._on_found = on_found
+        self._ask = ask
+        self._found: dict[str, Found] = {}
+        self._near: dict[str, str] = {}  # peer id -> HOST:PORT of gRPC
+        self._check_at_s: dict[str, float] = {}
+        self._named: asyncio.Queue[str] = asyncio.Queue(MAX_FOUND)
+        self._mdns: AsyncZeroconf | None = None
+        self._browser: AsyncServiceBrowser | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def look(self) -> None:
+        """Begin to look for others. Without multicast, or outside a local network, nothing happens."""
+        if not self._interfaces:
+            return
+        hosts = [str(each.ip) for each in self._interfaces]
+        try:
+            self._mdns = AsyncZeroconf(interfaces=hosts, ip_version=IPVersion.V4Only)
+        except OSError as error:
+            log.info("peers in the local network are not looked for: %s", error)
+            return
+        self._browser = AsyncServiceBrowser(self._mdns.zeroconf, SERVICE, handlers=[self._on_change])
+        self._tasks = [asyncio.create_task(self._resolve()), asyncio.create_task(self._check())]
+
+    def announce(self, *, grpc_port: int, libp2p_port: int) -> None:
+        """Let others in the local network find this peer."""
+        if self._mdns:
+            self._tasks.append(asyncio.create_task(self._register(self._mdns, grpc_port, libp2p_port)))
+
+    async def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._browser:
+            await self._browser.async_cancel()
+        if self._mdns:
+            with contextlib.suppress(OSError, TimeoutError):
+                await asyncio.wait_for(self._mdns.async_close(), ANSWER_MS / 1e3)
+
+    def is_near(self, peer_id: str) -> bool:
+        return peer_id in self._near
+
+    def reached(self, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+        """Return the same peers; those in the local network with their address there."""
+        return [
+            replace(each, address=self._near[each.peer_id], can_be_called=True) if self.is_near(each.peer_id) else each
+            for each in candidates
+        ]
+
+    # what others announce
+
+    def _on_change(self, zeroconf: Zeroconf, service_type: str, name: str, state_change: ServiceStateChange) -> None:
+        named = NAME.fullmatch(name)
+        if named is None or named[1] != self._mark or named[2] == self._peer_id:
+            return
+        if state_change is ServiceStateChange.Removed:
+            self._forget(named[2])
+        elif not self._named.full():
+            self._named.put_nowait(name)
+
+    async def _resolve(self) -> None:
+        """Ask the peers that were named for their addresses, one after the other."""
+        while True:
+            name = await self._named.get()
+            info = AsyncServiceInfo(SERVICE, name)
+            assert self._mdns is not None
+            try:
+                answered = await info.async_request(self._mdns.zeroconf, ANSWER_MS)
+            except OSError as error:
+                log.debug("%s is not asked: %s", name, error)
+                continue
+            found = read(info, self._interfaces) if answered else None
+            if found and (found.peer_id in self._found or len(self._found) < MAX_FOUND):
+                log.info("%s may be in this local network, at %s", short_id(found.peer_id), ", ".join(found.hosts))
+                self._found[found.peer_id] = found
+                self._check_at_s.pop(found.peer_id, None)
+                self._on_found(found.peer_id, found.multiaddrs())
+
+    async def _check(self) -> None:
+        """Call the peers that were found, once their records are there and then from time to time."""
+        loop = asyncio.get_running_loop()
+        while True:
+            due = [
+                each
+                for each in self._live()
+                if each.peer_id in self._found and self._check_at_s.get(each.peer_id, 0.0) <= loop.time()
+            ]
+            await asyncio.gather(*map(self._check_one, due))
+            for each in due:
+                self._check_at_s[each.peer_id] = loop.time() + RECHECK_S
+            await asyncio.sleep(LOOK_S)
+
+    async def _check_one(self, candidate: Candidate) -> None:
+        for address in self._found[candidate.peer_id].grpc():
+            try:
+                await self._ask(replace(candidate, address=address))
+            except PeerError as error:
+                log.debug("%s is not at %s: %s", short_id(candidate.peer_id), address, error)
+            else:
+                if candidate.peer_id in self._found:
+                    self._near[candidate.peer_id] = address
+                return
+        self._near.pop(candidate.peer_id, None)
+
+    def _forget(self, peer_id: str) -> None:
+        self._found.pop(peer_id, None)
+        self._near.pop(peer_id, None)
+
+    # what this peer announces
+
+    async def _register(self, mdns: AsyncZeroconf, grpc_port: int, libp2p_port: int) -> None:
+        name = f"{self._mark}-{self._peer_id}.{SERVICE}"
+        info = AsyncServiceInfo(
+            SERVICE,
+            name,
+            port=libp2p_port,
+            properties={GRPC: str(grpc_port)},
+            server=f"{self._mark}-{self._peer_id[-12:].lower()}.local.",
+            addresses=[each.ip.packed for each in self._interfaces],
+        )
+        try:
+            await (await mdns.async_register_service(info))
+        except (OSError, NonUniqueNameException, BadTypeInNameException) as error:
+            log.info("this peer is not announced in the local network: %s", error or type(error).__name__)
+
+
+def read(info: AsyncServiceInfo, interfaces: Sequence[Interface]) -> Found | None:
+    """Return what a service says, as far as it may be used; None when nothing is left."""
+    named = NAME.fullmatch(info.name)
+    port = (info.properties.get(GRPC) or b"").decode("ascii", "replace")
+    hosts = nearby(info.parsed_addresses(IPVersion.V4Only), interfaces)
+    if named is None or not hosts or not is_port(port) or not is_port(str(info.port)):
+        return None
+    return Found(named[2], hosts, int(port), int(info.port or 0))
