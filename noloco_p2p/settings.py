@@ -110,6 +110,11 @@ class PeerSettings(BaseModel):
         f"0.0.0.0:{DEFAULT_PORT}"
     )
     announce: Annotated[str, about("HOST[:PORT] that others dial, if it differs from --listen.")] = ""
+    map_ports: Annotated[
+        Literal["always", "never"],
+        about("Ask the router to forward the two ports (NAT-PMP, UPnP), unless --announce is given."),
+        Flag(metavar="always|never"),
+    ] = "always"
     search_lan: Annotated[
         Literal["always", "never"],
         about("Find peers of the run in the local network by mDNS, and let them find this one."),

@@ -11,7 +11,7 @@ from noloco_p2p.gossip.outcome import LonelyCause
 from noloco_p2p.monitor.roster import WINDOW_S, Health, Roster
 from noloco_p2p.monitor.spread import Spread
 from noloco_p2p.monitor.stages import Stage
-from noloco_p2p.swarm.dial_back import Reach
+from noloco_p2p.swarm.dial_back import OPEN, Reach
 from noloco_p2p.swarm.records import PeerRecord
 from noloco_p2p.telemetry.console import duration, named, numbered_stages
 
@@ -70,7 +70,7 @@ def notices(
     unreached = [
         r
         for r in alive
-        if r.reachability not in (Reach.DIRECT, Reach.PUNCHED) and r.metrics.swaps + r.metrics.alone >= UNREACHED_ROUNDS
+        if r.reachability not in (*OPEN, Reach.PUNCHED) and r.metrics.swaps + r.metrics.alone >= UNREACHED_ROUNDS
     ]
     if unreached and len(alive) > 1:
         found.append(

@@ -15,9 +15,11 @@ from noloco_p2p.settings import PeerSettings
 from noloco_p2p.swarm.address_book import AddressBook
 from noloco_p2p.swarm.addresses import host_of, host_port, routable_host, split_peer_id
 from noloco_p2p.swarm.dht import SwarmDirectory
-from noloco_p2p.swarm.dial_back import CLOSED, DialBack, DialBacks, Reach, Verdict, assess, way_to
+from noloco_p2p.swarm.dial_back import CLOSED, OPEN, DialBack, DialBacks, Reach, Verdict, assess, way_to
 from noloco_p2p.swarm.household import Household
 from noloco_p2p.swarm.node import end_tasks
+from noloco_p2p.swarm.port_mapping import Mapping as PortsOutside
+from noloco_p2p.swarm.port_mapping import PortMapping, clients_of
 from noloco_p2p.swarm.relay import Reservations, ask_to_dial
 from noloco_p2p.swarm.tunnel import Tunnels
 
@@ -71,6 +73,12 @@ class Reachability:
         self._reservations = Reservations(
             directory.node, doors=self._relays, wanted=self.is_closed, guard=directory.guard
         )
+        asks = settings.map_ports == "always" and not any(settings.announced)
+        self._port_mapping = PortMapping(
+            clients_of(routable_host(settings.listen_host)) if asks else (),
+            ports=lambda: (self._port, directory.port),
+            on_change=self._dial_backs.ask_again,
+        )
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self, server: GrpcServer, *, num_calls: Callable[[], int]) -> None:
@@ -81,7 +89,8 @@ class Reachability:
         await self.tunnels.start()
         jobs = [
             self._reservations.run(),
-            self._dial_backs.run(is_direct=lambda: self.verdict().state is Reach.DIRECT),
+            self._dial_backs.run(is_direct=lambda: self.verdict().state in OPEN),
+            self._port_mapping.run(),
             self._announce_changes(),
         ]
         self._tasks = [asyncio.create_task(job) for job in jobs]
@@ -89,6 +98,7 @@ class Reachability:
     async def stop(self) -> None:
         await end_tasks(self._tasks)
         await self._household.stop()
+        await self._port_mapping.close()
         await self.tunnels.stop()
 
     async def wait_for_dial_back(self) -> None:
@@ -100,11 +110,14 @@ class Reachability:
     @property
     def address(self) -> str:
         """HOST:PORT of gRPC."""
+        if mapped := self._mapped():
+            return host_port(mapped.host, mapped.ports[0])
         host, port = self._settings.announced
         return host_port(host or routable_host(self._settings.listen_host), port or self._port)
 
     def verdict(self) -> Verdict:
         """Whether other peers can dial this one, as far as they have reported."""
+        mapped = self._mapped()
         return assess(
             self.address,
             ports=self._ports(),
@@ -113,6 +126,7 @@ class Reachability:
             num_calls=self._num_calls(),
             relayed=bool(self._reservations.circuits()),
             num_holes=self.tunnels.num_holes,
+            mapped_by=mapped.by if mapped else "",
         )
 
     def neighbours(self) -> dict[str, Reach]:
@@ -135,14 +149,14 @@ class Reachability:
 
     def ways_in(self) -> tuple[str, ...]:
         """Multiaddrs for the record. Those by relays come first, because they work if there are any."""
-        return (*self._reservations.circuits(), *self._directory.multiaddrs())
+        return (*self._reservations.circuits(), *self._outside(self._mapped()), *self._directory.multiaddrs())
 
     def doors(self) -> list[str]:
         """Multiaddrs for a ticket: of this peer, of live peers that others reach, and those that it was given."""
         alive = {candidate.peer_id for candidate in self._directory.live() if candidate.can_be_called}
         others = sorted((peer, addresses[0]) for peer, addresses in self._book.addresses().items() if peer in alive)
         met = [address for _, address in others[:OTHER_DOORS]]
-        own = self._directory.multiaddrs()[:OWN_DOORS]
+        own = [*self._outside(self._port_mapping.mapped), *self._directory.multiaddrs()][:OWN_DOORS]
         return list(dict.fromkeys([*own, *met, *self._entrances.values()]))
 
     async def _announce_changes(self) -> None:
@@ -166,8 +180,23 @@ class Reachability:
 
     def _ports(self) -> tuple[int, int]:
         """The gRPC and libp2p ports that others see: a router may map other ports to ours."""
+        if self._port_mapping.mapped:
+            return self._port_mapping.mapped.ports
         announced_port = self._settings.announced[1]
         return (announced_port, announced_port + 1) if announced_port else (self._port, self._directory.port)
+
+    def _mapped(self) -> PortsOutside | None:
+        """The mapping of the router, once a peer has dialled back to it: until then it is only what the router says."""
+        mapped = self._port_mapping.mapped
+        is_real = mapped and any(
+            seen.observed_host == mapped.host and seen.reached.get(mapped.ports[0]) == ""
+            for seen in self._dial_backs.seen()
+        )
+        return mapped if is_real else None
+
+    def _outside(self, mapped: PortsOutside | None) -> tuple[str, ...]:
+        """The multiaddr of libp2p behind a mapping."""
+        return (f"/ip4/{mapped.host}/tcp/{mapped.ports[1]}/p2p/{self._directory.peer_id}",) if mapped else ()
 
     def is_closed(self) -> bool:
         """Whether no other peer can dial this one, as far as they have reported."""
@@ -184,7 +213,7 @@ class Reachability:
     def _relays(self) -> Mapping[str, Sequence[str]]:
         """Nodes that may relay calls: live peers that others reach, and those that this peer entered through."""
         records = self._directory.records()
-        peers = {record.peer_id: record.multiaddrs for record, _ in records if record.reachability == Reach.DIRECT}
+        peers = {record.peer_id: record.multiaddrs for record, _ in records if record.reachability in OPEN}
         return {peer: (door,) for peer, door in self._entrances.items()} | peers
 
     def _to_ask(self) -> list[Candidate]:

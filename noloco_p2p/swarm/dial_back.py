@@ -32,19 +32,23 @@ class Reach(StrEnum):
     """How a peer is reached."""
 
     DIRECT = "direct"  # other peers reach its gRPC port
+    MAPPED = "mapped"  # the same, at a port that its router forwards as this peer asked it to
     PUNCHED = "punched"  # through holes in the routers, which a relay helps to punch
     RELAYED = "relayed"  # through a relay, which carries all bytes
     OUTBOUND_ONLY = "outbound-only"  # not at all: it makes offers, but gets none
     UNKNOWN = "unknown"  # no peer has dialled back yet
 
 
+OPEN = frozenset({Reach.DIRECT, Reach.MAPPED})
 CLOSED = frozenset({Reach.PUNCHED, Reach.RELAYED, Reach.OUTBOUND_ONLY})  # others cannot simply dial it
 
 
 def way_to(published: str, last_way: Reach | None, *, is_closed: bool) -> Reach:
     """How a neighbour is reached. `published`: what it says of itself; `last_way`: of the last call to it, if that was
     a hole or a relay; `is_closed`: this peer cannot be dialled either, else such a neighbour dials it."""
-    if published not in CLOSED or not is_closed:
+    if published not in CLOSED:
+        return Reach.MAPPED if published == Reach.MAPPED else Reach.DIRECT
+    if not is_closed:
         return Reach.DIRECT
     if published == Reach.OUTBOUND_ONLY:
         return Reach.OUTBOUND_ONLY
@@ -81,12 +85,14 @@ def assess(
     num_calls: int,
     relayed: bool = False,
     num_holes: int = 0,
+    mapped_by: str = "",
 ) -> Verdict:
     """Assess the reachability of this peer.
 
     announced: its HOST:PORT. ports: its gRPC and libp2p ports as others see them. abroad: the swarm is on public
     addresses. num_calls: how many calls of other peers arrived. relayed: a relay holds a reservation for it.
-    num_holes: through how many holes in routers this peer and others are connected.
+    num_holes: through how many holes in routers this peer and others are connected. mapped_by: how the router maps
+    these ports, if others have reached them.
     """
     host = host_of(announced)
     observed = next((seen.observed_host for seen in dial_backs if is_public(seen.observed_host)), "")
@@ -103,6 +109,8 @@ def assess(
         return Verdict(Reach.UNKNOWN, "no other peer has dialled back or called yet")
     if 2 * len(through) >= len(dial_backs):
         told = f"{len(through)} of {len(dial_backs)} peers that dialled back got through to port {ports[0]}"
+        if mapped_by:
+            return Verdict(Reach.MAPPED, f"{told}, which the router maps ({mapped_by})")
         if all(seen.reached.get(ports[1]) for seen in through):
             told += f"; port {ports[1]} (libp2p) is closed: open it too, so that others can enter through this peer"
         return Verdict(Reach.DIRECT, told)
@@ -142,9 +150,16 @@ class DialBacks:
         self._seen: dict[str, DialBack] = {}
         self._not_before_s: dict[str, float] = {}
         self._first = asyncio.Event()
+        self._again = asyncio.Event()
 
     def seen(self) -> list[DialBack]:
         return list(self._seen.values())
+
+    def ask_again(self) -> None:
+        """Forget what peers reported, because other ports are asked about now."""
+        self._seen.clear()
+        self._not_before_s.clear()
+        self._again.set()
 
     async def wait(self, timeout_s: float) -> None:
         """Wait until a peer has dialled back; at most `timeout_s`, and not at all while there is no peer to ask."""
@@ -162,8 +177,11 @@ class DialBacks:
                 await asyncio.sleep(LOOK_S)
                 if self._seen and self._clock() - until_s > RECHECK_S:
                     break
-            await asyncio.sleep(RECHECK_DIRECT_S if is_direct() else RECHECK_S)
-            await self._renew()
+            self._again.clear()
+            try:
+                await asyncio.wait_for(self._again.wait(), RECHECK_DIRECT_S if is_direct() else RECHECK_S)
+            except TimeoutError:
+                await self._renew()
 
     async def _ask_some(self) -> None:
         now_s = self._clock()

@@ -6,13 +6,17 @@ A bootstrap with a public address is the only entry point, and the only peer tha
 from __future__ import annotations
 
 import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import netlab
 import pytest
-from harness.nat import Router
+from harness.home_router import UpnpRouter
+from harness.nat import Router, outer_address
+from harness.patience import PATIENCE_S
 from harness.processes import Command, PeerProcess, small_spec, until, write_spec
 
 from noloco_p2p.control import ask
@@ -54,6 +58,43 @@ def test_peers_behind_routers_swap_through_a_hole_or_by_the_relay(tmp_path: Path
         found, neighbours = swap_at_two_homes(lab, tmp_path)
     assert "is a private address" in found["sentence"]
     assert list(neighbours.values()) == [way]
+
+
+@pytest.mark.skipif(bool(why_not()), reason=why_not())
+def test_a_peer_whose_router_maps_its_ports_is_dialled_by_others(tmp_path: Path) -> None:
+    """The emulated router forwards all ports; the double in the peer's network says so by UPnP."""
+    pytest.importorskip("miniupnpc")
+    line, routers = netlab.home(rate_mbit_s=0, round_trip_ms=2), [Router("endpoint", "port", forwards_to=1)]
+    with netlab.NetLab([line] * 2, routers=routers, behind=[None, 0]) as lab, ThreadPoolExecutor(1) as there:
+        abroad, home = lab.nodes
+        there.submit(netlab.enter, home.namespace).result(PATIENCE_S)
+        with (
+            there.submit(UpnpRouter, outer_address(0, routers[0]), inside=home.address).result(PATIENCE_S) as router,
+            PeerProcess(
+                write_spec(small_spec("mapped"), tmp_path),
+                tmp_path / "one",
+                namespace=abroad.namespace,
+                host=abroad.address,
+            ) as one,
+            PeerProcess(one.ticket, tmp_path / "two", namespace=home.namespace, host=home.address) as two,
+        ):
+            two.swap_with(one)
+            found = until(lambda: mapped(two), what="a dial-back to the mapped port")
+            assert "which the router maps (UPnP)" in found["sentence"]
+            until(lambda: neighbours(one) == ["mapped"], what="the record of the second at the first")
+            assert len(router.mapped) == 2
+            two.send(signal.SIGINT)
+            two.wait()
+            assert not router.mapped
+
+
+def mapped(peer: PeerProcess) -> dict[str, Any] | None:
+    found = (ask(peer.folder, "status") or {}).get("reach", {})
+    return found if found.get("state") == "mapped" else None
+
+
+def neighbours(peer: PeerProcess) -> list[str]:
+    return list((ask(peer.folder, "status") or {}).get("neighbours", {}).values())
 
 
 def swap_at_two_homes(lab: netlab.NetLab, tmp_path: Path) -> tuple[dict[str, Any], dict[str, str]]:

@@ -1,18 +1,24 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
+import pytest
 from harness.identities import identity_of
 
 from noloco_p2p.dial_guard import DialGuard
 from noloco_p2p.peer.reachability import Reachability
 from noloco_p2p.settings import PeerSettings
+from noloco_p2p.swarm.dial_back import DialBack, Reach
+from noloco_p2p.swarm.port_mapping import Mapping
 
 
 class Alone:
     """The directory and the address book of a peer that knows nobody yet."""
 
     node = None
+    port = 31338
+    peer_id = identity_of("own").peer_id
     guard = DialGuard()
 
     def live(self) -> list[Any]:
@@ -21,8 +27,23 @@ class Alone:
     def multiaddrs(self) -> list[str]:
         return []
 
+    def is_abroad(self) -> bool:
+        return True
+
     def addresses(self) -> dict[str, tuple[str, ...]]:
         return {}
+
+
+class Household:
+    def is_near(self, peer_id: str) -> bool:
+        return False
+
+
+def reachable(entrances: Sequence[str] = (), **settings: Any) -> Reachability:
+    nobody = cast(Any, Alone())
+    return Reachability(
+        nobody, PeerSettings(**settings), nobody, entrances=entrances, ask=ask, household=cast(Any, Household())
+    )
 
 
 async def ask(*_: object) -> Any:
@@ -37,6 +58,35 @@ def test_a_ticket_hands_on_the_best_address_of_each_entrance() -> None:
         f"/ip4/8.8.8.8/tcp/4001/p2p/{second}",
         f"/ip4/127.0.0.1/tcp/4001/p2p/{second}",
     ]
-    nobody = cast(Any, Alone())
-    reachability = Reachability(nobody, PeerSettings(), nobody, entrances=entrances, ask=ask)
+    reachability = reachable(entrances=entrances)
     assert reachability.doors() == [entrances[0], entrances[2]]
+
+
+MAPPED = Mapping("45.77.0.9", (41337, 41338), "UPnP")
+OUTSIDE = f"/ip4/45.77.0.9/tcp/41338/p2p/{Alone.peer_id}"
+
+
+def test_a_mapping_is_published_once_a_peer_has_dialled_back_to_it() -> None:
+    peer = reachable(listen="192.168.1.7:31337")
+    peer._port_mapping.mapped = MAPPED
+    assert peer._ports() == MAPPED.ports, "these are asked about"
+    assert peer.doors() == [OUTSIDE], "a ticket may name it: whoever tries it loses seconds at most"
+    assert (peer.addresses(), peer.ways_in()) == ((), ())
+    for seen in (DialBack("45.77.0.9", {41337: "closed"}), DialBack("45.77.0.10", {41337: ""})):
+        peer._dial_backs._seen["other"] = seen
+        assert (peer.addresses(), peer.ways_in()) == ((), ())
+    peer._dial_backs._seen["other"] = DialBack("45.77.0.9", {41337: "", 41338: ""})
+    assert peer.addresses() == ("45.77.0.9:41337",)
+    assert peer.ways_in() == (OUTSIDE,)
+    assert peer.verdict().state is Reach.MAPPED
+    assert "which the router maps (UPnP)" in peer.verdict().sentence
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"map_ports": "never"}, {"announce": "peer.example.org"}, {"listen": "127.0.0.1:31337"}],
+    ids=["turned off", "announced", "loopback"],
+)
+def test_a_router_is_not_asked_when_it_need_not_be(settings: dict[str, str]) -> None:
+    assert not reachable(**{"listen": "192.168.1.7:31337", **settings})._port_mapping._clients
+    assert reachable(listen="192.168.1.7:31337")._port_mapping._clients

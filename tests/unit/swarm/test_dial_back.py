@@ -172,6 +172,22 @@ def test_one_that_does_not_answer_is_replaced() -> None:
     assert len(dial_back(peers, enough=ASKED_PEERS)) == ASKED_PEERS
 
 
+def test_peers_are_asked_again_at_once_when_other_ports_are_asked_about() -> None:
+    async def main() -> None:
+        peers = Peers(*(Candidate(f"peer{n}", "host:1") for n in range(ASKED_PEERS)))
+        asking = DialBacks(live=lambda: peers.candidates, ask=peers.ask)
+        running = asyncio.create_task(asking.run(is_direct=lambda: True))
+        for _ in range(2):
+            while len(asking.seen()) < ASKED_PEERS:
+                await asyncio.sleep(0.02)
+            asking.ask_again()
+            assert not asking.seen()
+        running.cancel()
+        assert len(peers.asked) == 2 * ASKED_PEERS
+
+    asyncio.run(asyncio.wait_for(main(), PATIENCE_S))
+
+
 def test_alone_nobody_is_waited_for() -> None:
     asyncio.run(asyncio.wait_for(DialBacks(live=lambda: (), ask=Peers().ask).wait(1e6), PATIENCE_S))
 
@@ -180,6 +196,8 @@ def test_alone_nobody_is_waited_for() -> None:
     ("published", "last_way", "is_closed", "way"),
     [
         ("direct", None, True, Reach.DIRECT),
+        ("mapped", None, True, Reach.MAPPED),
+        ("mapped", None, False, Reach.MAPPED),
         ("unknown", None, True, Reach.DIRECT),
         ("what a later version says", None, True, Reach.DIRECT),
         ("relayed", None, False, Reach.DIRECT),  # it dials this peer

@@ -1,0 +1,231 @@
+"""Ask the router of this network to forward a peer's two ports to it: by NAT-PMP (RFC 6886), else by UPnP.
+
+The address that a router names is a hint. A peer announces it only once another peer has dialled back to it, see
+`peer/reachability.py`. A router is asked for mappings that expire, they are renewed, and removed when the peer leaves.
+A router with PCP alone, and one that has a private address itself, are of no use here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import socket
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from noloco_p2p.hosts import ip_of, is_public
+
+log = logging.getLogger(__name__)
+
+LEASE_S = 3600  # of a mapping; a router may grant less
+SHORTEST_LEASE_S = 60
+AGAIN_S = 600.0  # after no router helped
+ANSWER_S = 10.0  # for one router; the answers of UPnP come from a thread
+FAREWELL_S = 2.0
+PMP_PORT = 5351
+PMP_TRIES_S = (0.25, 0.5, 1.0)
+PMP_MAP_TCP = 2
+UPNP_DISCOVERY_MS = 2_000
+ROUTES = Path("/proc/net/route")
+
+Ports = tuple[int, int]  # of gRPC and of libp2p
+
+
+class NoMapping(Exception):
+    """A router that does not help, and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mapping:
+    """The address and the ports outside, in the order of the ports inside. by: the protocol."""
+
+    host: str
+    ports: Ports
+    by: str
+    lease_s: float = LEASE_S
+
+
+class RouterClient(Protocol):
+    """One way to ask. Both methods raise NoMapping, OSError or TimeoutError."""
+
+    async def map(self, ports: Ports) -> Mapping: ...
+
+    async def unmap(self, ports: Ports, mapping: Mapping) -> None: ...
+
+
+class PortMapping:
+    """The mapping of one peer, kept by a task. `mapped` is None while there is none.
+
+    ports: those inside, which may not be known at first: 0. on_change: called when `mapped` changes.
+    """
+
+    def __init__(
+        self, clients: Sequence[RouterClient], *, ports: Callable[[], Ports], on_change: Callable[[], None]
+    ) -> None:
+        self.mapped: Mapping | None = None
+        self._clients = clients
+        self._client: RouterClient | None = None  # which made `mapped`
+        self._ports = ports
+        self._on_change = on_change
+
+    async def run(self) -> None:
+        if not self._clients:
+            return
+        while True:
+            before = self.mapped
+            self.mapped = await self._ask(self._ports())
+            if self.mapped != before:
+                self._on_change()
+            await asyncio.sleep(self.mapped.lease_s / 2 if self.mapped else AGAIN_S)
+
+    async def close(self) -> None:
+        """Remove the mapping; a router that does not answer is left alone after FAREWELL_S."""
+        if self._client and self.mapped:
+            with contextlib.suppress(NoMapping, OSError, TimeoutError):
+                await asyncio.wait_for(self._client.unmap(self._ports(), self.mapped), FAREWELL_S)
+        self._client = self.mapped = None
+
+    async def _ask(self, ports: Ports) -> Mapping | None:
+        for client in (self._client, *self._clients) if self._client else self._clients:
+            try:
+                mapping = await asyncio.wait_for(client.map(ports), ANSWER_S)
+                if not is_public(mapping.host):
+                    await client.unmap(ports, mapping)
+                    raise NoMapping(f"the router itself has a private address, {mapping.host}")
+            except (NoMapping, OSError, TimeoutError) as error:
+                log.debug("%s: %s", type(client).__name__, error or "no answer")
+                continue
+            self._client = client
+            log.info("the router maps %s:%d and %d to this machine (%s)", mapping.host, *mapping.ports, mapping.by)
+            return mapping
+        self._client = None
+        return None
+
+
+# NAT-PMP
+
+
+def gateway(routes: Path = ROUTES) -> str:
+    """The private address of the router of the default route; empty where it is unknown."""
+    try:
+        lines = routes.read_text().splitlines()[1:]
+        fields = [line.split() for line in lines]
+        found = [socket.inet_ntoa(struct.pack("<I", int(each[2], 16))) for each in fields if each[1] == "00000000"]
+    except (OSError, ValueError, IndexError, struct.error):
+        return ""
+    return next((each for each in found if ip_of(each).is_private and each != "0.0.0.0"), "")
+
+
+class NatPmp:
+    """RFC 6886, which routers with PCP mostly speak as well."""
+
+    def __init__(self, router: str, port: int = PMP_PORT) -> None:
+        self._router = (router, port)
+
+    async def map(self, ports: Ports) -> Mapping:
+        host = socket.inet_ntoa(await self._request(struct.pack("!BB", 0, 0), "!4s"))
+        found = [await self._map(port, port, LEASE_S) for port in ports]
+        (grpc, one_s), (libp2p, other_s) = found
+        return Mapping(host, (grpc, libp2p), "NAT-PMP", max(SHORTEST_LEASE_S, min(one_s, other_s)))
+
+    async def unmap(self, ports: Ports, mapping: Mapping) -> None:
+        for port in ports:
+            await self._map(port, 0, 0)
+
+    async def _map(self, inside: int, outside: int, lease_s: int) -> tuple[int, int]:
+        """Return the port outside, and the seconds of the lease."""
+        request = struct.pack("!BBHHHI", 0, PMP_MAP_TCP, 0, inside, outside, lease_s)
+        named, found, granted_s = await self._request(request, "!HHI")
+        if named != inside or (lease_s and not (found and granted_s)):
+            raise NoMapping("the router's answer is about another port, or grants nothing")
+        return found, granted_s
+
+    async def _request(self, request: bytes, layout: str) -> Any:
+        """Send until an answer comes; return its fields after the header, one of them alone if there is one."""
+        loop = asyncio.get_running_loop()
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
+            udp.setblocking(False)
+            udp.connect(self._router)  # only its answers are received
+            for patience_s in PMP_TRIES_S:
+                udp.send(request)
+                with contextlib.suppress(TimeoutError):
+                    answer = await asyncio.wait_for(loop.sock_recv(udp, 64), patience_s)
+                    return _fields(answer, request[1], layout)
+        raise NoMapping("the router does not answer")
+
+
+def _fields(answer: bytes, operation: int, layout: str) -> Any:
+    header = struct.Struct("!BBHI")
+    if len(answer) < header.size + struct.calcsize(layout):
+        raise NoMapping("the router's answer is too short")
+    version, answered, result, _ = header.unpack_from(answer)
+    if version != 0 or answered != 128 + operation or result != 0:
+        raise NoMapping(f"the router refuses (version {version}, operation {answered}, result {result})")
+    fields = struct.unpack_from(layout, answer, header.size)
+    return fields[0] if len(fields) == 1 else fields
+
+
+# UPnP
+
+
+class Upnp:
+    """Internet Gateway Devices, by miniupnpc, whose calls block and so run in a thread."""
+
+    def __init__(self, local_host: str) -> None:
+        self._local_host = local_host
+
+    async def map(self, ports: Ports) -> Mapping:
+        return await asyncio.to_thread(self._map, ports)
+
+    async def unmap(self, ports: Ports, mapping: Mapping) -> None:
+        await asyncio.to_thread(self._unmap, mapping)
+
+    def _map(self, ports: Ports) -> Mapping:
+        router = self._router()
+        for port in ports:
+            arguments = (port, "TCP", self._local_host, port, "noloco_p2p", "", LEASE_S)
+            if not _asked(router.addportmapping, *arguments):
+                raise NoMapping(f"the router does not map port {port}")
+        host = _asked(router.externalipaddress)
+        try:
+            return Mapping(str(ipaddress.IPv4Address(host)), ports, "UPnP")
+        except ValueError:
+            raise NoMapping("the router names no address") from None
+
+    def _unmap(self, mapping: Mapping) -> None:
+        router = self._router()
+        for port in mapping.ports:
+            _asked(router.deleteportmapping, port, "TCP")
+
+    def _router(self) -> Any:
+        """The first gateway that answers."""
+        try:
+            import miniupnpc  # wheels exist for some machines only
+        except ImportError:
+            raise NoMapping("the package miniupnpc is not installed") from None
+        router = miniupnpc.UPnP(self._local_host, None, UPNP_DISCOVERY_MS)
+        _asked(router.discover)
+        _asked(router.selectigd)
+        return router
+
+
+def _asked(ask: Callable[..., Any], *arguments: object) -> Any:
+    """Call miniupnpc, which raises a plain Exception with the words of the router, or "Success" if none answers."""
+    try:
+        return ask(*arguments)
+    except Exception as error:  # noqa: BLE001
+        raise NoMapping(f"UPnP: {error}") from None
+
+
+def clients_of(local_host: str) -> list[RouterClient]:
+    """The ways to ask for a peer at this address; none where it has a public address, or is on loopback."""
+    address = ip_of(local_host)
+    if address.version != 4 or not address.is_private or address.is_loopback:
+        return []
+    router = gateway()
+    return [*([NatPmp(router)] if router else []), Upnp(local_host)]
