@@ -178,6 +178,7 @@ class Upnp:
 
     def __init__(self, local_host: str) -> None:
         self._local_host = local_host
+        self._gateway: Any = None  # of the last mapping
 
     async def map(self, ports: Ports) -> Mapping:
         return await asyncio.to_thread(self._map, ports)
@@ -186,7 +187,7 @@ class Upnp:
         await asyncio.to_thread(self._unmap, mapping)
 
     def _map(self, ports: Ports) -> Mapping:
-        router = self._router()
+        self._gateway = router = self._router()
         for port in ports:
             arguments = (port, "TCP", self._local_host, port, "noloco_p2p", "", LEASE_S)
             if not _asked(router.addportmapping, *arguments):
@@ -198,9 +199,8 @@ class Upnp:
             raise NoMapping("the router names no address") from None
 
     def _unmap(self, mapping: Mapping) -> None:
-        router = self._router()
         for port in mapping.ports:
-            _asked(router.deleteportmapping, port, "TCP")
+            _asked(self._gateway.deleteportmapping, port, "TCP")
 
     def _router(self) -> Any:
         """The first gateway that answers."""

@@ -179,7 +179,8 @@ def test_peers_are_asked_again_at_once_when_other_ports_are_asked_about() -> Non
         running = asyncio.create_task(asking.run(is_direct=lambda: True))
         for _ in range(2):
             while len(asking.seen()) < ASKED_PEERS:
-                await asyncio.sleep(0.02)
+                await asking.wait(1.0)
+                await asyncio.sleep(0)
             asking.ask_again()
             assert not asking.seen()
         running.cancel()
