@@ -359,6 +359,7 @@ def _coarser() -> list[Phrase]:
 
     ranges = {codec: [cost(codec, steps) for steps in (3, 5, 8, 20)] for codec in ("int2", "sign1", "none")}
     return [
+        phrase("seven times the parameters (0.9M, one seed"),
         phrase("and costs {:.1f} to {:.1f} % at equal length", min(ranges["int2"]), max(ranges["int2"])),
         phrase("`sign1` costs {:.1f} to {:.1f} %", min(ranges["sign1"]), max(ranges["sign1"])),
         phrase("the loss is {:.1f} to {:.1f} % higher", min(ranges["none"]), max(ranges["none"])),

@@ -75,9 +75,9 @@ def modulo_churn() -> list[str]:
     )
 
 
-def late() -> list[str]:
+def late(name: str) -> list[str]:
     """Each late codec beside int4 with the same rounds and the same early codec, seed by seed."""
-    cases, lines = study("late"), []
+    cases, lines = study(name), []
     for case, runs in cases.items():
         start, _, codec = case.rpartition(", ")
         other = cases.get(f"{start}, int4") if codec not in ("", "int4") else None
@@ -171,7 +171,8 @@ TABLES: Mapping[str, Callable[[], list[str]]] = {
     "codecs": partial(distances, "codecs", {"fp32": "fp32"}),
     "churn": partial(distances, "churn", {"no churn": "no churn"}),
     "modulo_churn": modulo_churn,
-    "late": late,
+    "late": partial(late, "late"),
+    "late_small": partial(late, "late_small"),
     "momentum_swap": momentum_swap,
     "lateness": lateness,
     "lateness_curvature": lateness_curvature,
