@@ -372,7 +372,7 @@ class Swap:
             self._traffic.bytes_received += len(chunk.payload)
             self._progress()
         if await self._receive() != End(plan.name, digests.digest()):
-            raise CorruptPayload(f"{plan.name.name.lower()} does not end as it should")
+            raise CorruptPayload(f"{plan.name.name.lower()} has no end, or one with another digest")
         await check.finish()
         return check
 

@@ -88,7 +88,10 @@ class Session:
 
 @lru_cache(maxsize=1024)
 def authority(key: bytes) -> bytes:
-    """The certificate (PEM) of an authority with this session key. 0.7 ms. Raises ValueError for an invalid key."""
+    """Return the certificate (PEM) of an authority with this session key; it takes 0.7 ms.
+
+    Raises ValueError for an invalid key.
+    """
     public_key = ec.EllipticCurvePublicKey.from_encoded_point(_CURVE, key)
     return _certificate(_issuer(key), _issuer(key), public_key, _anyone, is_authority=True)
 
