@@ -220,7 +220,7 @@ def costs() -> list[tuple[str, ...]]:
             f"{ms_per_mb('swap')} ms/MB (bare TLS stream: {ms_per_mb('bare gRPC stream')})",
             "",
         ),
-        ("processor time of a swap, modulo8 + int4", f"{ms_per_mb('swap as init writes it')} ms/MB", ""),
+        ("processor time of a swap, modulo + int2", f"{ms_per_mb('swap as init writes it')} ms/MB", ""),
     ]
 
 
