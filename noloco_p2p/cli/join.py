@@ -99,6 +99,7 @@ def _train(run: str, settings: PeerSettings, ticket_file: Path | None, own: OwnR
             _say(line)
         for warning in needs.warnings():
             log.warning(warning)
+        peer.wait_for_router()
         _say("others join with:")
         _say(f"noloco join {peer.ticket}")
         if not any_public(Ticket.decode(peer.ticket).addresses):

@@ -285,6 +285,13 @@ class Peer:
         )
         return DialBack(probed.observed_host, probed.reached)
 
+    def wait_for_router(self) -> None:
+        """Wait until the router has answered whether it forwards ports, so that the ticket names them.
+
+        Returns after a few seconds at most, and at once when no router is asked.
+        """
+        self._call(self._net.reachability.wait_for_router(), START_TIMEOUT_S)
+
     def count_traffic(self) -> None:
         """Update the counters of bytes, chunks and time in `metrics`."""
         self._status.count()

@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 OWN_DOORS = 4  # of this peer in its ticket; the rest is for other live peers and bootstraps
 OTHER_DOORS = 6  # live peers in a ticket, which is valid while one of them is alive
 FIRST_DIAL_BACK_S = 6.0  # how long a newcomer waits for the first answer before it announces itself
+ROUTER_S = 6.0
 LOOK_S = 1.0  # how often changes of the published addresses are checked
 
 Ask = Callable[[Candidate, Sequence[int]], Awaitable[DialBack]]
@@ -101,6 +102,10 @@ class Reachability:
         await self._port_mapping.close()
         await self.tunnels.stop()
 
+    async def wait_for_router(self) -> None:
+        """Wait until the router has answered whether it forwards ports; a few seconds at most."""
+        await self._port_mapping.wait(ROUTER_S)
+
     async def wait_for_dial_back(self) -> None:
         """Wait until the first peer has reported whether it gets through; a few seconds at most."""
         await self._dial_backs.wait(FIRST_DIAL_BACK_S)
@@ -156,7 +161,7 @@ class Reachability:
         alive = {candidate.peer_id for candidate in self._directory.live() if candidate.can_be_called}
         others = sorted((peer, addresses[0]) for peer, addresses in self._book.addresses().items() if peer in alive)
         met = [address for _, address in others[:OTHER_DOORS]]
-        own = [*self._outside(self._port_mapping.mapped), *self._directory.multiaddrs()][:OWN_DOORS]
+        own = [*self._outside(self._mapped()), *self._directory.multiaddrs()][:OWN_DOORS]
         return list(dict.fromkeys([*own, *met, *self._entrances.values()]))
 
     async def _announce_changes(self) -> None:
@@ -186,13 +191,15 @@ class Reachability:
         return (announced_port, announced_port + 1) if announced_port else (self._port, self._directory.port)
 
     def _mapped(self) -> PortsOutside | None:
-        """The mapping of the router, once a peer has dialled back to it: until then it is only what the router says."""
-        mapped = self._port_mapping.mapped
+        """The mapping of the router, unless peers have dialled back and none of them got through to it.
+
+        A run that begins behind a router has nobody to ask, and others can enter only by what the router says.
+        """
+        mapped, seen = self._port_mapping.mapped, self._dial_backs.seen()
         is_real = mapped and any(
-            seen.observed_host == mapped.host and seen.reached.get(mapped.ports[0]) == ""
-            for seen in self._dial_backs.seen()
+            each.observed_host == mapped.host and each.reached.get(mapped.ports[0]) == "" for each in seen
         )
-        return mapped if is_real else None
+        return mapped if is_real or not seen else None
 
     def _outside(self, mapped: PortsOutside | None) -> tuple[str, ...]:
         """The multiaddr of libp2p behind a mapping."""

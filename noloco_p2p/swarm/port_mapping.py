@@ -1,6 +1,6 @@
 """Ask the router of this network to forward a peer's two ports to it: by NAT-PMP (RFC 6886), else by UPnP.
 
-The address that a router names is a hint. A peer announces it only once another peer has dialled back to it, see
+The address that a router names is a hint: a peer announces it only until others report that it leads nowhere, see
 `peer/reachability.py`. A router is asked for mappings that expire, they are renewed, and removed when the peer leaves.
 A router with PCP alone, and one that has a private address itself, are of no use here.
 """
@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import ipaddress
 import logging
+import random
 import socket
 import struct
 from collections.abc import Callable, Sequence
@@ -31,6 +32,8 @@ PMP_PORT = 5351
 PMP_TRIES_S = (0.25, 0.5, 1.0)
 PMP_MAP_TCP = 2
 UPNP_DISCOVERY_MS = 2_000
+UPNP_TRIES = 3  # with other ports, after the first
+OTHER_PORTS = range(20_000, 60_000)
 ROUTES = Path("/proc/net/route")
 
 Ports = tuple[int, int]  # of gRPC and of libp2p
@@ -72,16 +75,22 @@ class PortMapping:
         self._client: RouterClient | None = None  # which made `mapped`
         self._ports = ports
         self._on_change = on_change
+        self._has_asked = asyncio.Event()
 
     async def run(self) -> None:
-        if not self._clients:
-            return
-        while True:
+        while self._clients:
             before = self.mapped
             self.mapped = await self._ask(self._ports())
+            self._has_asked.set()
             if self.mapped != before:
                 self._on_change()
             await asyncio.sleep(self.mapped.lease_s / 2 if self.mapped else AGAIN_S)
+
+    async def wait(self, timeout_s: float) -> None:
+        """Wait until each router was asked once; at most `timeout_s`."""
+        if self._clients:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._has_asked.wait(), timeout_s)
 
     async def close(self) -> None:
         """Remove the mapping; a router that does not answer is left alone after FAREWELL_S."""
@@ -174,7 +183,10 @@ def _fields(answer: bytes, operation: int, layout: str) -> Any:
 
 
 class Upnp:
-    """Internet Gateway Devices, by miniupnpc, whose calls block and so run in a thread."""
+    """Internet Gateway Devices, by miniupnpc, whose calls block and so run in a thread.
+
+    A port outside that the router has given to another machine is replaced by a random one.
+    """
 
     def __init__(self, local_host: str) -> None:
         self._local_host = local_host
@@ -188,15 +200,23 @@ class Upnp:
 
     def _map(self, ports: Ports) -> Mapping:
         self._gateway = router = self._router()
-        for port in ports:
-            arguments = (port, "TCP", self._local_host, port, "noloco_p2p", "", LEASE_S)
-            if not _asked(router.addportmapping, *arguments):
-                raise NoMapping(f"the router does not map port {port}")
+        grpc, libp2p = (self._map_one(router, port) for port in ports)
         host = _asked(router.externalipaddress)
         try:
-            return Mapping(str(ipaddress.IPv4Address(host)), ports, "UPnP")
+            return Mapping(str(ipaddress.IPv4Address(host)), (grpc, libp2p), "UPnP")
         except ValueError:
             raise NoMapping("the router names no address") from None
+
+    def _map_one(self, router: Any, inside: int) -> int:
+        """Return the port outside."""
+        fault = NoMapping(f"the router does not map port {inside}")
+        for outside in (inside, *random.sample(OTHER_PORTS, UPNP_TRIES)):
+            try:
+                if _asked(router.addportmapping, outside, "TCP", self._local_host, inside, "noloco_p2p", "", LEASE_S):
+                    return outside
+            except NoMapping as error:
+                fault = error
+        raise fault
 
     def _unmap(self, mapping: Mapping) -> None:
         for port in mapping.ports:

@@ -61,30 +61,26 @@ def test_peers_behind_routers_swap_through_a_hole_or_by_the_relay(tmp_path: Path
 
 
 @pytest.mark.skipif(bool(why_not()), reason=why_not())
-def test_a_peer_whose_router_maps_its_ports_is_dialled_by_others(tmp_path: Path) -> None:
+def test_a_run_that_begins_behind_a_router_is_entered_at_the_ports_that_it_maps(tmp_path: Path) -> None:
     """The emulated router forwards all ports; the double in the peer's network says so by UPnP."""
     pytest.importorskip("miniupnpc")
     line, routers = netlab.home(rate_mbit_s=0, round_trip_ms=2), [Router("endpoint", "port", forwards_to=1)]
     with netlab.NetLab([line] * 2, routers=routers, behind=[None, 0]) as lab, ThreadPoolExecutor(1) as there:
         abroad, home = lab.nodes
         there.submit(netlab.enter, home.namespace).result(PATIENCE_S)
+        outside, file = outer_address(0, routers[0]), write_spec(small_spec("mapped"), tmp_path)
         with (
-            there.submit(UpnpRouter, outer_address(0, routers[0]), inside=home.address).result(PATIENCE_S) as router,
-            PeerProcess(
-                write_spec(small_spec("mapped"), tmp_path),
-                tmp_path / "one",
-                namespace=abroad.namespace,
-                host=abroad.address,
-            ) as one,
-            PeerProcess(one.ticket, tmp_path / "two", namespace=home.namespace, host=home.address) as two,
+            there.submit(UpnpRouter, outside, inside=home.address).result(PATIENCE_S) as router,
+            PeerProcess(file, tmp_path / "one", namespace=home.namespace, host=home.address) as one,
+            PeerProcess(one.ticket, tmp_path / "two", namespace=abroad.namespace, host=abroad.address) as two,
         ):
             two.swap_with(one)
-            found = until(lambda: mapped(two), what="a dial-back to the mapped port")
+            found = until(lambda: mapped(one), what="a dial-back to the mapped port")
             assert "which the router maps (UPnP)" in found["sentence"]
-            until(lambda: neighbours(one) == ["mapped"], what="the record of the second at the first")
+            until(lambda: neighbours(two) == ["mapped"], what="the record of the first at the second")
             assert len(router.mapped) == 2
-            two.send(signal.SIGINT)
-            two.wait()
+            one.send(signal.SIGINT)
+            one.wait()
             assert not router.mapped
 
 

@@ -66,15 +66,14 @@ MAPPED = Mapping("45.77.0.9", (41337, 41338), "UPnP")
 OUTSIDE = f"/ip4/45.77.0.9/tcp/41338/p2p/{Alone.peer_id}"
 
 
-def test_a_mapping_is_published_once_a_peer_has_dialled_back_to_it() -> None:
+def test_a_mapping_is_published_unless_peers_dial_back_in_vain() -> None:
     peer = reachable(listen="192.168.1.7:31337")
     peer._port_mapping.mapped = MAPPED
     assert peer._ports() == MAPPED.ports, "these are asked about"
-    assert peer.doors() == [OUTSIDE], "a ticket may name it: whoever tries it loses seconds at most"
-    assert (peer.addresses(), peer.ways_in()) == ((), ())
+    assert (peer.addresses(), peer.doors()) == (("45.77.0.9:41337",), [OUTSIDE]), "nobody is there who could be asked"
     for seen in (DialBack("45.77.0.9", {41337: "closed"}), DialBack("45.77.0.10", {41337: ""})):
         peer._dial_backs._seen["other"] = seen
-        assert (peer.addresses(), peer.ways_in()) == ((), ())
+        assert (peer.addresses(), peer.ways_in(), peer.doors()) == ((), (), [])
     peer._dial_backs._seen["other"] = DialBack("45.77.0.9", {41337: "", 41338: ""})
     assert peer.addresses() == ("45.77.0.9:41337",)
     assert peer.ways_in() == (OUTSIDE,)

@@ -73,11 +73,24 @@ def test_upnp_maps_both_ports_and_removes_them() -> None:
     run(main)
 
 
-def test_an_upnp_router_that_refuses_a_port_is_of_no_use() -> None:
+def test_a_port_that_another_machine_has_is_replaced() -> None:
     pytest.importorskip("miniupnpc")
 
     async def main() -> None:
-        with UpnpRouter(OUTSIDE, refuses=frozenset({31338})), pytest.raises(NoMapping):
+        with UpnpRouter(OUTSIDE, refuses=frozenset({31338})) as router:
+            mapping = await Upnp("127.0.0.1").map(PORTS)
+            assert mapping.ports[0] == 31337
+            assert mapping.ports[1] in port_mapping.OTHER_PORTS
+            assert router.mapped[mapping.ports[1]] == "127.0.0.1:31338"
+
+    run(main)
+
+
+def test_an_upnp_router_that_refuses_all_ports_is_of_no_use() -> None:
+    pytest.importorskip("miniupnpc")
+
+    async def main() -> None:
+        with UpnpRouter(OUTSIDE, refuses=frozenset(range(65_536))), pytest.raises(NoMapping, match="Conflict"):
             await Upnp("127.0.0.1").map(PORTS)
 
     run(main)
