@@ -50,7 +50,19 @@ STEPS = 400
 REPLICAS, SEARCH_SEED, SEEDS = 8, 0, (1, 2, 3)
 PEERS = (4, 8, 16)
 CAPS = {"tenth": 0.36, "hundredth": 0.036}  # bytes per parameter and inner step; ddp sends 3.5
-ROUND_LENGTHS = (1, 2, 3, 5, 10, 20, 50, 100)  # that `time` and `target` choose from, by the loss of the search's seed
+ROUND_LENGTHS = (
+    1,
+    2,
+    3,
+    5,
+    6,
+    10,
+    12,
+    20,
+    50,
+    60,
+    100,
+)  # that `time` and `target` choose from, by the loss of the search's seed
 LONG = 15  # steps of a round from which on it has the outer settings of the second cap
 SCHEDULES = (100, 140, 200, 280, 400, 560, 800)  # of `target`
 ABSENCES = (0.2, 0.5)

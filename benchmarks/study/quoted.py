@@ -622,17 +622,23 @@ def _missed_times() -> list[Phrase]:
         found = to_reach(lab, here[link], name, target)
         return found[0] if found else inf
 
-    ours = seconds("data centre", OURS)
-    assert {seconds(link, OURS) for link in here if link != "data centre"} == {inf}, "the page says: not reached"
+    def ours(link: str) -> float:
+        return min(seconds(link, name) for name in (OURS, PAPER))
+
+    assert {ours(link) for link in here if link != "data centre"} == {inf}, "the page says: not reached"
     assert {seconds("cable", name) for name in FAMILIES if name != "ddp"} == {inf}, "the page says: only ddp"
     return [
         phrase("in at most 1.15 times its time in a data centre | not reached"),
-        phrase("in the data centre at most {:.2f} times |", ours / seconds("data centre", "ddp")),
+        phrase("in the data centre at most {:.2f} times |", ours("data centre") / seconds("data centre", "ddp")),
         phrase("in at most half the time of the best DiLoCo on the same link | not reached"),
-        phrase("On cable only synchronous training reached it, in {:,.0f} minutes", seconds("cable", "ddp") / 60),
         phrase("where DiLoCo takes {:.1f} and", seconds("home-fibre", "DiLoCo") / 60),
+        phrase("On cable only synchronous training reached it, in {:,.0f} minutes", seconds("cable", "ddp") / 60),
         phrase("and {:.1f} minutes;", seconds("100 Mbit/s, 50 ms", "DiLoCo") / 60),
-        phrase("in the data centre at most {:.2f} times its time |", ours / seconds("data centre", "DiLoCo")),
+        phrase(
+            "in the data centre at most {:.2f} times its time |",
+            ours("data centre") / seconds("data centre", "DiLoCo"),
+        ),
+        phrase("seemed to lose to DiLoCo by 5.0 % on home-fibre"),
     ]
 
 
