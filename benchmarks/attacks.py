@@ -64,7 +64,7 @@ def greedy_cases(seeds: list[int]) -> list[Case]:
 
 
 def cases(seeds: list[int], *, quick: bool) -> list[Case]:
-    """Those that matter most first."""
+    """Return the cases, those that matter most first."""
     honest = [Case(HONEST, gates, seed) for seed in seeds for gates in ("open", "on")]
     attacks = [] if quick else [Case(attack, "on", seeds[0]) for attack in Attack]
     bare = [] if quick else [Case(attack, "open", seeds[0]) for attack in (Attack.SCALED, Attack.FLIPPED, Attack.NOISE)]

@@ -35,7 +35,7 @@ class BareStream:
         _, self._address, self._key = pipe.recv()
 
     def start(self) -> None:
-        """Returns at once."""
+        """Begin to send, and return at once."""
         self._served.clear()
         self._calling = self._on_loop(self._call()) if self._name == "a" else None
 

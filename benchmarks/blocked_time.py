@@ -69,7 +69,7 @@ def apply(correction: Correction, peer: Side) -> float:
 
 
 def through_links() -> Callable[[int], int]:
-    """Puts a link proxy before each port; they live as long as this process."""
+    """Put a link proxy before each port. The proxies live as long as this process."""
     loop = start_loop()
 
     def between(port: int) -> int:

@@ -207,7 +207,7 @@ def at_size(num_peers: int, cost: Cost) -> list[Claim]:
 
 
 def _until(swarm: BucketSwarm, holds: Any) -> float:
-    """Seconds until it holds."""
+    """Return the seconds until the condition holds."""
     began_s = swarm.now_s
     swarm.run(1.0)
     while not holds() and swarm.now_s - began_s < 600:

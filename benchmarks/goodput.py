@@ -34,7 +34,7 @@ AS_INIT = RunSpec(name="goodput", outer=OuterSpec(inner_steps=1, max_wait_s=120.
 
 
 def swap_side(name: str, pipe: Connection, num_elements: int, spec: RunSpec, repeats: int) -> None:
-    """The production swap, with nothing to wait for: its boundary is where it opens."""
+    """Run the production swap. Its boundary is where it opens, so nothing is waited for."""
     peer = Side(name, pipe, spec, num_elements)
     for index in range(repeats):
         pipe.recv()
@@ -60,7 +60,7 @@ def bare_side(name: str, pipe: Connection, num_elements: int, is_plain: bool, re
 
 
 def message_sizes(num_elements: int) -> list[int]:
-    """Those of the chunks of a published swap."""
+    """Return the sizes of the chunks of a published swap."""
     plans = section_plans(PUBLISHED.codec, swap_momentum=True, num_elements=num_elements)
     return [plan.codec.num_bytes(stop - start) for plan in plans for start, stop in chunk_bounds(num_elements)]
 
@@ -95,7 +95,7 @@ Rate = tuple[float, float]  # MB/s of both directions, milliseconds of processor
 
 
 def rate(side: Callable[..., None], num_elements: int, *args: object, repeats: int) -> Rate:
-    """The best of the repeats."""
+    """Return the best rate of the repeats."""
     results = run_pair(side, num_elements, *args, repeats=repeats)
     mb = [(a[1] + b[1]) / 1e6 for a, b in results]
     speeds = [size / max(a[0], b[0]) for size, (a, b) in zip(mb, results, strict=True)]

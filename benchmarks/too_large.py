@@ -53,7 +53,7 @@ def limited(target: str | Path, folder: Path, limit_bytes: int, *flags: str) -> 
 
 
 def alone(spec: TrainerSpec, folder: Path, limit_bytes: int, *flags: str) -> str:
-    """How a peer that holds the whole model ends."""
+    """Return how a peer that tries to hold the whole model ends."""
     with limited(write_spec(spec, folder), folder / f"whole-{len(flags)}", limit_bytes, *flags) as peer:
         try:
             code = peer.process.wait(PATIENCE_S)

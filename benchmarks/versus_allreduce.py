@@ -145,7 +145,7 @@ def sit_down(method: Callable[[Seat, Table], list[Sample]], seat: Seat, pipe: Co
 
 
 def noise(seat: Seat, *, scale: float = 1.0, seed: int = 0) -> torch.Tensor:
-    """The same numbers for everybody."""
+    """Return the same numbers for every peer."""
     return torch.randn(seat.num_elements, generator=torch.Generator().manual_seed(seed)).mul_(scale)
 
 
@@ -491,7 +491,7 @@ def run_method(
 
 
 def _host(pipes: Sequence[Any], lab: NetLab) -> list[list[Sample]]:
-    """Let the processes meet until all are done."""
+    """Pass messages between the processes until all are done."""
     while True:
         heard = _hear(pipes, lab)
         if all(kind == "done" for kind, _ in heard):
@@ -645,7 +645,7 @@ def claims_of(result: Result) -> list[Claim]:
 
 
 def comparison(result: Result) -> list[Claim]:
-    """The targets at the largest N."""
+    """Return the claims with targets, at the largest N."""
     targets = [
         ("gloo fp32", "waiting", 10.0),
         ("gloo bf16", "waiting", 3.0),

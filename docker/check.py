@@ -80,7 +80,7 @@ class Engine:
         return Container(self, full_name)
 
     def once(self, image: str, script: str) -> str:
-        """What a shell script in the image prints, without any network."""
+        """Run a shell script in the image without any network, and return what it prints."""
         lonely = ("--network", "none", "--user", "0", "--entrypoint", "sh")
         return self("run", "--rm", *lonely, *self.run_flags, image, "-c", script)
 
@@ -132,7 +132,7 @@ class Container:
         return status
 
     def stop(self) -> float:
-        """`docker stop`, and the container away, its volume not. Seconds that it took. Raises Failed when rude."""
+        """Run `docker stop`, remove the container without its volume, and return the seconds. Raises Failed if killed."""
         began_s = time.monotonic()
         self._engine("stop", "-t", str(GRACE_S), self.name)
         seconds = time.monotonic() - began_s
@@ -163,7 +163,7 @@ def say(line: str) -> None:
 
 
 def check_image(engine: Engine, image: str) -> None:
-    """Sizes, and what must not be inside."""
+    """Check the size of the image, and that nothing is inside that must not be."""
     for line in engine("history", "--format", "{{.Size}}\t{{.CreatedBy}}", image).splitlines():
         size, _, made_by = line.partition("\t")
         if not re.match(r"0 ?B", size):

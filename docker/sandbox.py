@@ -82,7 +82,7 @@ class Sandbox:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Let go of the layers that are still mounted, so that the folder can be removed."""
+        """Unmount the layers that are still mounted, so that the folder can be removed."""
         with open("/proc/self/mounts", encoding="utf-8") as mounts:
             mounted = [line.split()[1] for line in mounts]
         for path in reversed(mounted):
@@ -140,7 +140,7 @@ class Sandbox:
         _must(["buildah", "bud", "--isolation", "chroot", "--format", "docker", *arguments], env=self._environment)
 
     def _mounts(self, settings: dict[str, str]) -> list[str]:
-        """What pip is told on this machine, and the folders and certificates that it is told of."""
+        """Return the mounts for the settings of pip here, with the folders and certificates that they name."""
         file = self._folder / "pip.conf"
         file.write_text("[global]\n" + "".join(f"{key} = {value}\n" for key, value in settings.items()))
         words = [word for value in settings.values() for word in shlex.split(value)]

@@ -93,12 +93,12 @@ class BucketSwarm:
         return dead
 
     def kill(self, number: int) -> None:
-        """They say nothing any more; their records expire."""
+        """Remove members: they announce nothing any more, and their records expire."""
         for peer_id in self._rng.sample(sorted(self.members), number):
             del self.members[peer_id]
 
     def heal(self) -> None:
-        """One DHT again."""
+        """Join the islands into one DHT again."""
         self._group.clear()
         merged: dict[tuple[int, Bucket], dict[str, Stored]] = defaultdict(dict)
         for (_, bucket), records in self._stored.items():

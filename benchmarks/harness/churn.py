@@ -77,7 +77,7 @@ class Life:
         return self.daemon is not None and not self.is_over
 
     def look(self) -> None:
-        """Note its daemon once it trains."""
+        """Record the daemon of the peer once it trains."""
         if self.daemon is None and not self.is_over and self.process.events("round"):
             self.daemon = self.process.find_p2pd()
             if self.daemon:
@@ -147,7 +147,7 @@ class Churn:
     # what happens
 
     def _has_happened(self) -> bool:
-        """Enough have gone, and enough are there."""
+        """Whether enough peers have gone, and enough are there."""
         num_gone = sum(life.is_over for life in self._lives)
         return num_gone >= self._plan.min_gone and len(self._training()) >= self._plan.min_living
 
@@ -183,7 +183,7 @@ class Churn:
             life.look()
 
     def _leave(self, lives: Sequence[Life]) -> None:
-        """Ask them to leave, and wait; the exit code of one that does not end stays None."""
+        """Ask the peers to leave, and wait. The exit code of a peer that does not end stays None."""
         asked_s = time.monotonic()
         for life in lives:
             life.process.send(signal.SIGTERM)
@@ -234,7 +234,7 @@ class Churn:
         return found
 
     def _found(self) -> list[str]:
-        """Processes and sockets of those that have ended."""
+        """Return processes and sockets that peers which have ended left behind."""
         found = []
         for life in self._lives:
             if not life.is_over:

@@ -26,7 +26,7 @@ class Crowd:
         ]
 
     def kill(self, index: int, *, now_s: float) -> None:
-        """From now on it says nothing."""
+        """Remove a peer: it announces nothing any more."""
         self._gone[index] = now_s
 
     def records(self, now_s: float) -> list[tuple[PeerRecord, float]]:

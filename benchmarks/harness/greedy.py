@@ -50,7 +50,7 @@ NAME = "the-greedy"
 
 
 class Liar(Protocol):
-    """What is sent to a partner."""
+    """Makes what is sent to a partner."""
 
     def boundary(self, partner: str) -> Boundary: ...
 
@@ -59,7 +59,7 @@ class Liar(Protocol):
         ...
 
     def gradient(self, partner: str) -> Tensor | None:
-        """Of the late part; None = not yet, ask again in a moment."""
+        """Return the vector of the late part; None = not yet, ask again in a moment."""
         ...
 
 
@@ -99,7 +99,7 @@ class GreedyPeer:
         self._bounds: dict[tuple[str, SectionName], Bounds] = {}
 
     async def run(self) -> None:
-        """Until it is cancelled."""
+        """Make offers until cancelled."""
         calls: dict[tuple[str, int], asyncio.Task[None]] = {}
         try:
             while True:
@@ -176,7 +176,7 @@ class GreedyPeer:
     # what it answers
 
     def admit(self, hello: Hello) -> None:
-        """Everybody."""
+        """Admit everybody."""
 
     async def on_swap(self, stream: FrameStream) -> None:
         with suppress(PeerError):

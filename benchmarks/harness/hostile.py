@@ -66,7 +66,7 @@ class Alteration:
         return {name: self._altered(name.name, vector, 0) for name, vector in true.items()}
 
     def gradient(self, true: Iterable[Tensor]) -> Iterable[Tensor]:
-        """Chunk by chunk."""
+        """Yield the altered outer gradient, chunk by chunk."""
         return (self._altered(f"gradient {i}", chunk, 1) for i, chunk in enumerate(true))
 
     def _altered(self, name: str, vector: Tensor, part: int) -> Tensor:
@@ -90,7 +90,7 @@ class HostileReplica(SimulatedReplica):
 
 
 class Lying(Around):
-    """Alters what is sent, and takes nothing."""
+    """A stream that alters what is sent, and applies nothing that it receives."""
 
     def __init__(self, inner: Exchange, alteration: Alteration) -> None:
         super().__init__(inner)
@@ -143,7 +143,7 @@ class GreedyReplica(SimulatedReplica):
     # a `Liar`
 
     def boundary(self, partner: str) -> Boundary:
-        """It fits every round."""
+        """Return a boundary that fits every round."""
         return Boundary(self._rounds.round, None, None, self.progress)
 
     def vectors(self, partner: str) -> dict[SectionName, Tensor]:

@@ -67,7 +67,7 @@ class LinkProxy:
 
     @property
     def num_open(self) -> int:
-        """Connections that stand now."""
+        """The number of open connections."""
         return len(self._connections)
 
     @property
@@ -94,7 +94,7 @@ class LinkProxy:
         await asyncio.gather(*self._connections, return_exceptions=True)
 
     def cut(self) -> None:
-        """All connections break now, and new ones break at once, until `restore`."""
+        """Break all connections now, and new ones at once, until `restore`."""
         self._is_cut = True
         for task, writers in self._connections.items():
             for writer in writers:

@@ -49,7 +49,7 @@ class LoopbackSwarm(MemorySwarm):
         self.addresses[peer_id] = f"127.0.0.1:{server.port}"
 
     async def _disconnect(self, peer_id: str) -> None:
-        """The server goes, the directory does not know it yet: as after a kill."""
+        """Stop the server without telling the directory, as a kill does."""
         await self.servers.pop(peer_id).stop(0.0)
 
     async def _disconnect_all(self) -> None:

@@ -137,14 +137,14 @@ class Command:
         self.process.send_signal(signum)
 
     def wait(self, timeout_s: float = PATIENCE_S) -> int:
-        """The exit code."""
+        """Wait for the end, and return the exit code."""
         try:
             return self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"did not end within {timeout_s:.0f} s:\n{self.text}") from None
 
     def find_p2pd(self) -> psutil.Process | None:
-        """Its libp2p daemon, if one runs now."""
+        """Return the libp2p daemon of this peer; None when none runs now."""
         children = psutil.Process(self.process.pid).children(recursive=True)
         return next((child for child in children if child.name() == "p2pd"), None)
 

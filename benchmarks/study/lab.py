@@ -244,7 +244,7 @@ class Lab:
         return self.rows[run]["loss"] or FAILED
 
     def complete(self, runs: Iterable[Run]) -> None:
-        """Do those that are missing."""
+        """Do the runs that are missing."""
         missing = [run for run in dict.fromkeys(runs) if run not in self.rows]
         if missing and not self.may_run:
             raise RuntimeError(f"{self.path} lacks {len(missing)} runs; do them with lab.py")
@@ -495,7 +495,7 @@ def need_time(lab: Lab) -> Iterator[Run]:
 
 
 def schedules_of(lab: Lab, setting: Setting) -> list[int]:
-    """The lengths of `target`."""
+    """Return the lengths of the schedules of `target`, the shortest first."""
     fits = (fitting(steps * lab.steps / STEPS, setting.inner_steps) for steps in SCHEDULES)
     return [steps for steps in dict.fromkeys(fits) if steps >= 10]
 

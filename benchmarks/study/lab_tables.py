@@ -44,13 +44,13 @@ SEVERAL = 3  # seeds that a verdict needs
 
 
 def losses(lab: Lab, setting: Setting, **options: object) -> list[float]:
-    """One a seed of the lab, for those that were run."""
+    """Return the losses of the seeds of the lab that were run."""
     runs = (Run(setting, seed, **options) for seed in SEEDS)  # pyright: ignore[reportArgumentType]
     return [lab.rows[run]["loss"] for run in runs if run in lab.rows and lab.rows[run]["loss"] is not None]
 
 
 def shown(values: Sequence[float]) -> str:
-    """Mean, and the lowest to the highest of the seeds."""
+    """Return the mean, and the range of the seeds."""
     if not values:
         return "diverged or not run"
     spread = f"{min(values):.4f}-{max(values):.4f}" if len(values) > 1 else "one seed"
@@ -58,7 +58,7 @@ def shown(values: Sequence[float]) -> str:
 
 
 def compared(ours: Sequence[float], theirs: Sequence[float]) -> str:
-    """Seed by seed."""
+    """Return the verdict, seed by seed."""
     if len(ours) < SEVERAL or len(ours) != len(theirs):
         return "too few seeds for a verdict"
     percent = f"{100 * (fmean(ours) / fmean(theirs) - 1):+.1f} %"
@@ -277,7 +277,7 @@ LAB_TABLES: Mapping[str, Callable[[Lab], list[str]]] = {
 
 
 def from_results(make: Callable[[Lab], list[str]]) -> list[str]:
-    """The table, or what stands in its place while the results lack a run that it needs to choose its settings."""
+    """Return the table, or a line in its place while the results lack a run that chooses its settings."""
     try:
         return make(Lab(RESULTS / "lab.jsonl", may_run=False))
     except RuntimeError:

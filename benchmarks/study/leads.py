@@ -86,7 +86,7 @@ def draw_longest_ago(replica: SimulatedReplica) -> None:
 
 
 class Aligned:
-    """Stands for the `InnerStep` of a replica."""
+    """Replaces the `InnerStep` of a replica."""
 
     def __init__(self, replica: SimulatedReplica, share: float) -> None:
         self.restore = replica.inner.restore
@@ -176,7 +176,7 @@ def planned_lengths(train: TrainSpec, power: float) -> list[int]:
 
 
 def _swaps(rates: Sequence[float], power: float, at_peak: float) -> list[float]:
-    """Swaps at each step."""
+    """Return the number of swaps at each step."""
     return [min(1 / SHORTEST, max(1 / LONGEST, at_peak * rate**power)) for rate in rates]
 
 

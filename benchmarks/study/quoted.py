@@ -40,12 +40,12 @@ PAPER = "NoLoCo, the paper's momentum"
 
 
 def by_seed(name: str, case: str, other: str) -> list[float]:
-    """Per cent that `case` is above `other`, seed by seed."""
+    """Return by how many per cent `case` is above `other`, seed by seed."""
     return [above(loss(name, case, seed), loss(name, other, seed)) for seed in SEEDS]
 
 
 def between(name: str, case: str, other: str) -> float:
-    """The same for the means."""
+    """Return by how many per cent the mean of `case` is above that of `other`."""
     return above(loss(name, case), loss(name, other))
 
 
@@ -80,7 +80,7 @@ def results() -> list[Phrase]:
 
 
 def _settings() -> list[Phrase]:
-    """What the studies are given, and bounds."""
+    """Return the phrases with settings of the studies, and bounds."""
     return [
         phrase("**0.12M parameters, 8 replicas"),
         phrase("0.9M parameters, 8 replicas"),

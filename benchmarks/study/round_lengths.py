@@ -164,7 +164,7 @@ def last_s(replicas: Iterable[SimulatedReplica]) -> float:
 
 
 def expected_length(link: str, codec: str = CODEC) -> int:
-    """About what "auto" comes to, to know how many steps it needs."""
+    """Estimate the length that "auto" comes to, to know how many steps it needs."""
     spec = Setting(NOLOCO, "muon", MUON_RATE, codec=codec).spec()
     early_s = swap_bytes(spec, SIZE.num_parameters)[0] * 8 / 1e6 / LINKS[link].up_mbit_s
     return max(BOUNDS[0], math.ceil(early_s / 0.4 / SIZE.step_s))
@@ -194,7 +194,7 @@ def schedule(row: dict[str, Any], length: int) -> tuple[int, int]:
 
 
 def exact_steps(row: dict[str, Any]) -> float:
-    """That fit into the time of STEPS, by the run without training; a schedule has whole rounds."""
+    """Return the inner steps that fit into the time of STEPS, by the run without training. Rounds need not be whole."""
     return STEPS * SIZE.step_s / row["step_s"]
 
 

@@ -89,5 +89,5 @@ def waits_like(case: str) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """In Markdown."""
+    """Return the lines of a table in Markdown."""
     return [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}", *(f"| {' | '.join(row)} |" for row in rows)]

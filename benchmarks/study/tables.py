@@ -24,7 +24,7 @@ SIZES = (4, 8, 16)
 
 
 def percent(runs: Runs, against: Runs) -> str:
-    """By the seeds that both were run with."""
+    """Return the difference of the means over the seeds that both have, in per cent."""
     seeds = runs.by_seed.keys() & against.by_seed.keys()
     ratio = fmean(runs.by_seed[seed] for seed in seeds) / fmean(against.by_seed[seed] for seed in seeds)
     return f"{100 * (ratio - 1):+.1f} %"
