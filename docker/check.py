@@ -132,7 +132,7 @@ class Container:
         return status
 
     def stop(self) -> float:
-        """Run `docker stop`, remove the container without its volume, and return the seconds. Raises Failed if killed."""
+        """Run `docker stop`, remove the container, and return the seconds. Raises Failed if killed."""
         began_s = time.monotonic()
         self._engine("stop", "-t", str(GRACE_S), self.name)
         seconds = time.monotonic() - began_s
