@@ -24,8 +24,8 @@ class Check:
     fix: str = ""
 
     def lines(self) -> list[str]:
-        told = [f"{MARKS[self.level]}  {self.name:12}  {self.found}"]
-        return [*told, f"{'':9}{'':14}-> {self.fix}"] if self.fix else told
+        lines = [f"{MARKS[self.level]}  {self.name:12}  {self.found}"]
+        return [*lines, f"{'':9}{'':14}-> {self.fix}"] if self.fix else lines
 
 
 def report(checks: list[Check]) -> dict[str, Any]:
@@ -39,12 +39,12 @@ def is_healthy(checks: list[Check]) -> bool:
 
 def versions() -> Check:
     found = {name: _version(name) for name in PACKAGES}
-    told = ", ".join(f"{name} {number or 'missing'}" for name, number in found.items())
-    told = f"noloco_p2p {__version__}, Python {platform.python_version()}, {told}"
+    text = ", ".join(f"{name} {number or 'missing'}" for name, number in found.items())
+    text = f"noloco_p2p {__version__}, Python {platform.python_version()}, {text}"
     missing = [name for name, number in found.items() if number is None]
     if missing:
-        return Check("versions", "failed", told, f"install what is missing: pip install {' '.join(missing)}")
-    return Check("versions", "ok", told)
+        return Check("versions", "failed", text, f"install what is missing: pip install {' '.join(missing)}")
+    return Check("versions", "ok", text)
 
 
 def _version(name: str) -> str | None:

@@ -124,7 +124,7 @@ def codec_speed(name: str = "int8") -> Check:
             codec.decode(coded.numpy().data, num_elements=CHUNK_ELEMENTS, out=decoded, scratch=scratch)
         seconds.append(time.perf_counter() - began_s)
     speed = CODEC_CHUNKS * 4 * CHUNK_ELEMENTS / min(seconds)
-    told = f"{name}: {mib(speed)}/s of fp32, coding and decoding"
+    text = f"{name}: {mib(speed)}/s of fp32, coding and decoding"
     if speed < SLOW_CODEC_BYTES_PER_S:
-        return Check("codec", "warning", told, "the processor is slow or busy: swaps of large models will wait for it")
-    return Check("codec", "ok", told)
+        return Check("codec", "warning", text, "the processor is slow or busy: swaps of large models will wait for it")
+    return Check("codec", "ok", text)

@@ -59,7 +59,7 @@ async def examine(ticket: Ticket, settings: PeerSettings) -> list[Check]:
         hello = Hello(directory.peer_id, ticket.run_name, ticket.spec_digest)
         transport = GrpcTransport(lambda: hello, session=session, guard=directory.guard)
         checks = [
-            Check("way in", "ok", f"run {ticket.run_name}: {len(peers)} live peers known"),
+            Check("way in", "ok", f"run {ticket.run_name}: {len(peers)} live {'peer' if len(peers) == 1 else 'peers'}"),
             _versions(directory),
             ways(directory, settings),
         ]
@@ -93,17 +93,17 @@ def ways(directory: SwarmDirectory, settings: PeerSettings) -> Check:
     reply = ask(settings.state_dir, "status") or {}
     own = reply.get("neighbours") or {}
     found = Counter(own.values() if own else (record.reachability for record, _ in directory.records()))
-    told = ", ".join(f"{number} {way}" for way, number in found.most_common())
-    whose = "of the neighbours of the local peer" if own else "of the peers of the run, as their records say"
-    return Check("ways", "ok", f"{told or 'no peer is known'}: {whose}")
+    how = "how the local peer reaches its neighbours" if own else "how peers are reached, by their records"
+    counts = ", ".join(f"{number} {way}" for way, number in found.most_common())
+    return Check("ways", "ok", f"{how}: {counts or 'no peer is known'}")
 
 
 def _versions(directory: SwarmDirectory) -> Check:
     found = Counter(record.software for record, _ in directory.records())
-    told = ", ".join(f"{version} ({number})" for version, number in sorted(found.items()))
+    text = ", ".join(f"{version} ({number})" for version, number in sorted(found.items()))
     if __version__ not in found:
-        return Check("peers run", "warning", f"{told}; this is {__version__}", "install the same version")
-    return Check("peers run", "ok", told)
+        return Check("peers run", "warning", f"{text}; this is {__version__}", "install the same version")
+    return Check("peers run", "ok", text)
 
 
 async def _dialled_back(
@@ -119,30 +119,30 @@ async def _dialled_back(
                 faults.append(f"{named(peer.peer_id)}: {error}")
                 continue
             return [clock(probed, peer), reachability(probed, peer)]
-    told = "no peer dialled back: " + "; ".join(faults)
-    return [Check("reached", "warning", told, "try again later; peers with an older version cannot dial back")]
+    text = "no peer dialled back: " + "; ".join(faults)
+    return [Check("reached", "warning", text, "try again later; peers with an older version cannot dial back")]
 
 
 def clock(probed: probe.Probed, peer: Candidate) -> Check:
     unsure = f"give or take {probed.round_trip_s / 2:.2f} s"
-    told = f"the clock of {named(peer.peer_id)} is {probed.clock_offset_s:+.1f} s from this one ({unsure})"
+    text = f"the clock of {named(peer.peer_id)} is {probed.clock_offset_s:+.1f} s from this one ({unsure})"
     if abs(probed.clock_offset_s) - probed.round_trip_s / 2 > MAX_OFFSET_S:
         fix = "set the clock of this machine (start systemd-timesyncd or ntpd): with a wrong one it cannot enter"
-        return Check("clock", "failed", told, fix)
-    return Check("clock", "ok", told)
+        return Check("clock", "failed", text, fix)
+    return Check("clock", "ok", text)
 
 
 def reachability(probed: probe.Probed, peer: Candidate) -> Check:
     closed = {port: why for port, why in probed.reached.items() if why}
     seen = f"{named(peer.peer_id)} sees this machine as {probed.observed_host}"
     if closed:
-        told = "; ".join(f"port {port}: {why}" for port, why in closed.items())
+        text = "; ".join(f"port {port}: {why}" for port, why in closed.items())
         ports = " and ".join(str(port) for port in probed.reached)
         fix = (
             f"forward TCP {ports} to this machine in the router, open it in the firewall, "
             f"and join with --announce {probed.observed_host}"
         )
-        return Check("reached", "failed", f"{seen}; {told}", fix)
+        return Check("reached", "failed", f"{seen}; {text}", fix)
     if not probed.reached:
         return Check("reached", "skipped", f"{seen}; no port of this machine was free for a test")
     return Check("reached", "ok", f"{seen}, and reached port {' and '.join(map(str, probed.reached))}")
@@ -185,11 +185,11 @@ async def _download(peers: Sequence[Candidate], transport: GrpcTransport) -> tup
         except (NolocoError, TimeoutError) as error:
             faults.append(f"{named(peer.peer_id)}: {error or 'too slow'}")
             continue
-        told = f"{mib(speed)}/s from {named(peer.peer_id)} (download; a state of {mib(manifest.num_bytes)})"
+        text = f"{mib(speed)}/s from {named(peer.peer_id)} (download; a state of {mib(manifest.num_bytes)})"
         if speed < SLOW_LINK_BYTES_PER_S:
             fix = "a swap moves the coded model both ways every round: use a smaller model, or more inner steps"
-            return manifest, speed, Check("bandwidth", "warning", told, fix)
-        return manifest, speed, Check("bandwidth", "ok", told)
+            return manifest, speed, Check("bandwidth", "warning", text, fix)
+        return manifest, speed, Check("bandwidth", "ok", text)
     return None, 0.0, Check("bandwidth", "skipped", "no peer served a chunk of its state: " + "; ".join(faults))
 
 
@@ -217,15 +217,15 @@ def needs(spec: Spec, num_parameters: int, settings: PeerSettings) -> Check:
     """Compare the memory and disk that the run's model needs with what is free; activations come on top."""
     folder = next(parent for parent in (settings.state_dir, *settings.state_dir.parents) if parent.exists())
     found = estimate(spec, num_parameters=num_parameters, step_s=1.0, folder=folder)
-    told = (
+    text = (
         f"{count(num_parameters)} parameters: {mib(found.model_bytes)} to train, {mib(found.outer_bytes)} for the "
         f"outer step, {mib(found.disk_bytes)} of disk, {mib(found.round_bytes)} each way per round"
     )
     if warnings := found.warnings():
         return Check(
-            "the model", "failed", f"{told}; {'; '.join(warnings)}", "join a smaller run, or use a larger machine"
+            "the model", "failed", f"{text}; {'; '.join(warnings)}", "join a smaller run, or use a larger machine"
         )
-    return Check("the model", "ok", told)
+    return Check("the model", "ok", text)
 
 
 def stages(spec: TrainerSpec, settings: PeerSettings, *, download_bytes_per_s: float | None = None) -> list[Check]:
@@ -251,11 +251,11 @@ def _stage(needs: StageNeeds, fitting: Fitting, stage: int, settings: PeerSettin
         fix = "use a machine with more memory" if is_too_large else "give the data"
         return Check(name, level, why, f"{other}{fix}")
     reads = "; this machine can be a head, as it can read the data" if stage == 0 else ""
-    told = (
+    text = (
         f"{count(needs.part(stage).num_parameters)} parameters: {mib(needs.memory(stage))} of memory, and activations "
         f"on top; this fits into the {mib(memory_limit(settings))} that may be used{reads}"
     )
-    return Check(name, "ok", told)
+    return Check(name, "ok", text)
 
 
 def _link(needs: StageNeeds, settings: PeerSettings, download_bytes_per_s: float | None) -> Check:
