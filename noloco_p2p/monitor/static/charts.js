@@ -46,6 +46,7 @@ class Chart {
       ...this.size(),
       cursor: { y: false, points: { show: this.series.length < 8 } },
       legend: { show: false },
+      padding: [null, 26, null, null], // half of the last time
       axes: [{ ...axis, values: (_, ticks) => clock(ticks), space: 70, size: 32 }, { ...axis, size: 58, values: (_, ticks) => ticks.map(this.format) }],
       series: [{}, ...this.series.map((one) => ({
         ...one, stroke: one.stroke.startsWith("--") ? colour(one.stroke) : one.stroke, spanGaps: true,
