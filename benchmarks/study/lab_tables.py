@@ -242,7 +242,9 @@ def to_target(lab: Lab, target: float) -> list[str]:
             for name in FAMILIES
             if name != OURS and (theirs := to_reach(lab, place, name, target)) and (ours is None or theirs[0] < ours[0])
         ]
-        lines.append(f"* {place.size.name}, {place.link}: faster than {OURS}: {', '.join(faster) or 'none'}.")
+        lines.append(
+            f"* {place.size.name}, {place.link}: these reach it sooner than {OURS}: {', '.join(faster) or 'none'}."
+        )
     return [*places_table(lab, cell), "", *lines]
 
 
@@ -259,8 +261,8 @@ def under_churn(lab: Lab) -> list[str]:
         for absent in shares
     }
     return [
-        "A replica cannot be reached in a round that is lost. ddp and DiLoCo then average over the others, and the "
-        "replica gets their mean afterwards; in NoLoCo it steps alone.",
+        "In a lost round a replica cannot be reached. ddp and DiLoCo average over the others, and the replica gets "
+        "their mean afterwards; in NoLoCo the replica takes the outer step alone.",
         "",
         *table(("", "setting", *(f"{absent:.0%} of the rounds lost" for absent in shares)), rows),
         *verdicts(stands),

@@ -456,7 +456,7 @@ def _late_causes() -> list[Phrase]:
         ),
         phrase(
             "in the first quarter of the run alone costs {:+.1f} %, from then on alone {:+.1f} %, and in the last"
-            " quarter alone {:+.1f} %. To wait in the last quarter alone takes almost nothing back ({:+.1f} %)",
+            " quarter alone {:+.1f} %. Waiting only in the last quarter recovers almost nothing ({:+.1f} %)",
             *(
                 cost(f"late by 2{when}")
                 for when in (" at the start", ", waiting at the start", " at the end", ", waiting at the end")

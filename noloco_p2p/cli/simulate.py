@@ -32,8 +32,8 @@ def simulate(
     rules: Annotated[
         str,
         typer.Option(
-            help="Outer rules to compare, with commas: noloco, diloco, diloco-nesterov, ddp, local, gasloc, groups, "
-            "pairs."
+            help="Outer rules to compare, comma-separated: noloco, diloco, diloco-nesterov, ddp, local, gasloc, "
+            "groups, pairs."
         ),
     ] = "noloco",
     steps: Annotated[

@@ -76,7 +76,7 @@ class Feed:
         return []
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-able."""
+        """Return the position as values of JSON."""
         return {
             "epoch": self.epoch,
             "place": self._reader.place.as_list(),

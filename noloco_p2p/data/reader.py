@@ -62,7 +62,7 @@ class Place:
         return replace(self, index=self.fresh, fresh=self.fresh + 1, row=0, aside=aside)
 
     def as_list(self) -> list[object]:
-        """JSON-able."""
+        """Return the position as values of JSON."""
         return [self.number, self.fresh, self.index, self.row, [list(entry) for entry in self.aside]]
 
     @classmethod

@@ -210,7 +210,7 @@ class RoundDriver:
         self._staged.put(payload)
 
     def cannot_stage(self, reason: str) -> None:
-        """This peer's outer gradient cannot be sent."""
+        """Report that this peer's outer gradient cannot be sent."""
         self._do(self.round.cannot_stage(reason, self._clock()))
 
     def poll(self, wait_s: float) -> Outcome | None:
@@ -253,7 +253,7 @@ class RoundDriver:
         self._changed.set()
 
     def forget(self) -> None:
-        """The vectors of earlier rounds were replaced."""
+        """Report that the vectors of earlier rounds were replaced."""
         self._do(self.round.forget())
 
     async def stop(self) -> None:

@@ -104,7 +104,7 @@ class Coding:
     def half_difference(self, own: Kept, partner: Payload, index: int, *, scratch: Scratch | None = None) -> Tensor:
         """Return h of chunk `index`, fp32 on the CPU: (Q(partner) - Q(own)) / 2.
 
-        With a modulo codec in `own`, `partner` holds the differences of the grid's integers. The result is new memory;
+        If `own` is a ModuloCodec, `partner` holds the differences of the grid's integers. The result is new memory;
         with `scratch` it is valid only until the next half-difference that uses it.
         """
         size = self.num_elements(index)

@@ -9,7 +9,7 @@ reach a mark and announce it at different times. So the last few sketches of eac
 used that nearly as many peers have as any other mark. If the same peers share more marks close to it, their mean is
 used, since the sketches of different marks are independent. With n peers whose deviations are independent, one mark
 gives the spread with a relative standard deviation of 1 / sqrt(2 * SKETCH_SIZE * (n - 1)), 9 % for two peers, and k
-marks divide this by sqrt(k). Peers that have just swapped in pairs count as half as many.
+marks divide this by sqrt(k). Two peers that have just swapped with each other count as one.
 """
 
 from __future__ import annotations

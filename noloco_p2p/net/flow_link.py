@@ -169,7 +169,7 @@ class FlowLink:
         except PeerError as error:
             fault = error
         except TimeoutError:
-            fault = TimedOut(f"the neighbour is silent, or takes nothing, for {self._stuck_s:g} s", peer=self.peer)
+            fault = TimedOut(f"the neighbour has sent or taken nothing for {self._stuck_s:g} s", peer=self.peer)
         self.stop(fault)
 
     # out

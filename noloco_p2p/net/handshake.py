@@ -6,7 +6,7 @@
 
 A proof is valid for one call: the challenge is bound to the network address of the connection, is accepted once, and
 expires by the monotonic clock of its creator. As the session key of the answerer is signed, the answerer cannot forward
-the proof to another peer and pass for the caller. TLS protects everything after it.
+the proof to another peer and pass for the caller. From then on, TLS protects the call.
 """
 
 from __future__ import annotations

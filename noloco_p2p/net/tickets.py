@@ -32,7 +32,9 @@ class Tickets:
     def check(self, ticket: MicrobatchTicket) -> None:
         """Raise CorruptPayload for a ticket that its head has not signed, or that no head of this run would sign."""
         if ticket.num_tokens > self._max_tokens or not 0 <= ticket.mark <= 1:
-            raise CorruptPayload(f"no microbatch has {ticket.num_tokens} tokens at progress {ticket.mark:g}")
+            raise CorruptPayload(
+                f"a ticket has {ticket.num_tokens} tokens at progress {ticket.mark:g}, which no microbatch has"
+            )
         if not verify(ticket.id.head, self._words(ticket), ticket.signature):
             raise CorruptPayload(f"a ticket is not signed by its head, ..{short_id(ticket.id.head)}")
 

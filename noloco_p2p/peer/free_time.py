@@ -34,7 +34,7 @@ class Reason:
     sentence: str
 
 
-BATTERY = Reason("battery", "this machine runs on its battery")
+BATTERY = Reason("battery", "this machine is running on its battery")
 IN_USE = Reason(
     "in use",
     f"other programs used more than {100 * BUSY_SHARE:.0f} % of the processor within the last {QUIET_S / 60:.0f} min",

@@ -115,7 +115,7 @@ def parse_speeds(text: str) -> tuple[float, ...]:
     except ValueError:
         speeds = ()
     if not speeds or not all(0 < speed < float("inf") for speed in speeds):
-        raise SettingsError(f"--speeds {text}: must be numbers above 0 with commas between them, for example 1,1,2,4")
+        raise SettingsError(f"--speeds {text}: must be comma-separated numbers above 0, for example 1,1,2,4")
     return speeds
 
 

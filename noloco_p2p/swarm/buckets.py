@@ -53,7 +53,7 @@ class Bucket:
         return bucket_of(peer_id, self.depth) == self
 
     def key(self, view_key: str) -> str:
-        """The DHT key of this bucket of the view with `view_key`, such as `run_key` returns."""
+        """The DHT key of this bucket. `view_key`: the key of the view, as `run_key` returns it."""
         return f"{view_key}/{self.depth}/{self.index}" if self.depth else view_key
 
 

@@ -151,7 +151,7 @@ def open_envelope(data: bytes) -> dict[str, Any]:
     changed.
     """
     if not SIGNATURE_BYTES < len(data) <= MAX_RECORD_BYTES:
-        raise RecordError(f"a record of {len(data)} bytes; the limit is {MAX_RECORD_BYTES}")
+        raise RecordError(f"a record has {len(data)} bytes; the limit is {MAX_RECORD_BYTES}")
     signature, body = data[:SIGNATURE_BYTES], data[SIGNATURE_BYTES:]
     try:
         values = json.loads(body, parse_constant=_refuse_constant)

@@ -189,8 +189,8 @@ class Metrics:
     tokens_per_s: float = _metric(
         "gauge",
         "tokens/s",
-        "tokens trained on per second, over the round of the loss, or the last 30 s of a run with stages; includes "
-        "waiting and evaluation",
+        "tokens trained on per second, over the round that the loss covers (with stages: over the last 30 s); "
+        "includes waiting and evaluation",
         0.0,
         key="tok/s",
         column="tokens/s",

@@ -147,7 +147,7 @@ class BoundedProtocol(DHTProtocol):
     def _find(self, request: Any, peer: PeerID) -> Any:
         keys = [_key(raw) for raw in request.keys[: MAX_KEYS + 1]]
         if len(keys) > MAX_KEYS or len(set(keys)) < len(keys):
-            raise RefusedRequest(f"a question has at most {MAX_KEYS} keys, each of them once")
+            raise RefusedRequest(f"a request may have at most {MAX_KEYS} keys, without duplicates")
         asker = _key(request.peer.node_id) if request.peer.node_id else None
         results = [self._found(key, asker, most_bytes=MAX_ANSWER_BYTES // len(keys)) for key in keys]
         return _message("FindResponse", results=results, peer=self.node_info)

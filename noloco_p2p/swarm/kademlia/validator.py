@@ -63,7 +63,7 @@ def peer_of(packed: bytes) -> str | None:
 def _unpack(packed: bytes) -> bytes:
     """The bytes inside a MessagePack bin 8 or bin 16. Only these may be stored, so no general parser reads them."""
     if len(packed) > MAX_RECORD_BYTES + 3:
-        raise RecordError(f"a record of {len(packed)} bytes")
+        raise RecordError(f"a record has {len(packed)} bytes; the limit is {MAX_RECORD_BYTES + 3}")
     header = {b"\xc4": 2, b"\xc5": 3}.get(packed[:1])
     if header is None or int.from_bytes(packed[1:header], "big") != len(packed) - header:
         raise RecordError("a record is not packed as bytes")

@@ -27,7 +27,7 @@ def test_a_pause_lasts_while_anybody_asks_for_it() -> None:
     assert (both.word, both.sentence, requested.is_set()) == ("", "", False)
     both.heed(BATTERY)
     assert (both.word, requested.is_set()) == ("battery", True)
-    assert both.sentence == "this machine runs on its battery; training resumes by itself"
+    assert both.sentence == "this machine is running on its battery; training resumes by itself"
     both.ask()
     assert (both.word, both.is_asked) == ("asked", True)
     both.heed(None)
