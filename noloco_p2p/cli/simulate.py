@@ -63,7 +63,8 @@ def simulate(
         ),
     ] = "",
     stages: Annotated[
-        int | None, typer.Option(help="Cut the model into stages.", show_default="the spec's", min=1, max=64)
+        int | None,
+        typer.Option(help="Number of stages to cut the model into.", show_default="the spec's", min=1, max=64),
     ] = None,
     window: Annotated[
         int | None,
@@ -73,7 +74,7 @@ def simulate(
     ] = None,
     lose: Annotated[float, typer.Option(help="With stages: share of microbatches that are lost.", min=0, max=1)] = 0.0,
     late_steps: Annotated[
-        int, typer.Option(help="With stages: inner steps by which backward passes are late.", min=0, max=16)
+        int, typer.Option(help="With stages: delay of backward passes, in inner steps.", min=0, max=16)
     ] = 0,
     paths: Annotated[str, typer.Option(help="With stages: random, or fixed for a comparison.")] = "random",
     changes: Changes = None,

@@ -214,7 +214,7 @@ def model(spec: TrainerSpec, settings: PeerSettings) -> list[Check]:
 
 
 def needs(spec: Spec, num_parameters: int, settings: PeerSettings) -> Check:
-    """Compare the memory and disk that the run's model needs with what is free; activations come on top."""
+    """Compare the memory and disk that the run's model needs with what is free; activations are not included."""
     folder = next(parent for parent in (settings.state_dir, *settings.state_dir.parents) if parent.exists())
     found = estimate(spec, num_parameters=num_parameters, step_s=1.0, folder=folder)
     text = (

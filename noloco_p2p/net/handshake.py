@@ -83,7 +83,7 @@ class Challenges:
     def answer(self, request: pb.GreetRequest, address: str) -> pb.GreetReply:
         """`address`: of the connection, as gRPC names it. Raises CorruptPayload."""
         if len(request.nonce) != NONCE_BYTES:
-            raise CorruptPayload(f"a greeting must have {NONCE_BYTES} random bytes")
+            raise CorruptPayload(f"the nonce of a greeting must have {NONCE_BYTES} bytes")
         given = int(self._clock() * 1000).to_bytes(8, "big") + secrets.token_bytes(NONCE_BYTES)
         challenge = given + self._mark(given, request.nonce, address)
         identity = self._session.identity

@@ -1,7 +1,7 @@
 """`--max-upload` and `--max-download`: one token bucket per direction for all streams of a peer, swaps and fetches.
 
 Upload waits before a message is written, download before the next one is read: HTTP/2 flow control then slows the
-sender. Messages are counted; TCP and IP headers (about 4 %) and the small DHT traffic come on top. Belongs to the
+sender. Messages are counted; TCP and IP headers (about 4 %) and the small DHT traffic are not. Belongs to the
 network thread.
 """
 

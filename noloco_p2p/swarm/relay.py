@@ -1,8 +1,8 @@
 """A relay for peers that cannot be dialled: each keeps a stream to it as a reservation, through which calls arrive.
 
-p2pd has relays too, but they carry 128 KiB per call (measured, regardless of its flags). Here two libp2p streams are
-spliced, so the traffic is that of this node. The bytes are those of gRPC over TLS: a relay can interrupt them, but not
-read them.
+p2pd has relays too, but they carry 128 KiB per call (measured, regardless of its flags). Here the relaying node splices
+two libp2p streams and carries the traffic itself, so that limit does not apply. The bytes are those of gRPC over TLS: a
+relay can interrupt them, but not read them.
 """
 
 from __future__ import annotations

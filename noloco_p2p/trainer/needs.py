@@ -26,9 +26,9 @@ from noloco_p2p.trainer.compute import Compute
 from noloco_p2p.trainer.memory import MOMENT_BYTES
 
 CPU = torch.device("cpu")
-WEIGHT_BYTES = 8  # per parameter: fp32 weights and gradients; the moments of AdamW come on top
+WEIGHT_BYTES = 8  # per parameter: fp32 weights and gradients; without the moments of AdamW
 VECTOR_BYTES = 4  # per parameter and vector: slow weights, and outer momentum if there is any, are fp32 on the CPU
-CHECKPOINT_BYTES = 12  # per parameter: moments, and the fast weights within a round; the outer state comes on top
+CHECKPOINT_BYTES = 12  # per parameter: moments, and the fast weights within a round; without the outer state
 PROBE_STEPS = 2
 PROBE_TOKENS = 2048  # enough to keep a small machine busy, and quick enough to wait for
 
@@ -36,7 +36,7 @@ PROBE_TOKENS = 2048  # enough to keep a small machine busy, and quick enough to 
 @dataclass(frozen=True, slots=True)
 class Needs:
     num_parameters: int
-    model_bytes: int  # on an accelerator; activations come on top
+    model_bytes: int  # on an accelerator, without activations
     outer_bytes: int  # in main memory: outer state, offloaded moments, one coded payload per direction and section
     disk_bytes: int
     round_bytes: int  # each way

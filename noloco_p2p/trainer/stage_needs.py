@@ -48,7 +48,7 @@ class StageNeeds:
         return self.sizes.stage(cut_of(self.spec), stage)
 
     def memory(self, stage: int) -> int:
-        """The bytes that a peer of that stage keeps between two steps; activations and swaps come on top."""
+        """The bytes that a peer of that stage keeps between two steps, without activations and swaps."""
         part = self.part(stage)
         return training_bytes(
             self.spec, num_parameters=part.num_parameters, num_matrix_parameters=part.num_matrix_parameters
@@ -66,7 +66,7 @@ class StageNeeds:
             name = f"{index} (head)" if index == 0 else str(index)
             places = f"{blocks[0]}-{blocks[-1]}" if len(blocks) > 1 else str(blocks[0])
             rows.append((name, places, count(self.part(index).num_parameters), mib(self.memory(index))))
-        about = "memory is for weights, gradients, moments and slow weights; activations and swaps come on top"
+        about = "memory is for weights, gradients, moments and slow weights; activations and swaps are not included"
         return [*aligned(rows, num_left=1), about]
 
     def _links(self) -> list[str]:

@@ -17,7 +17,7 @@ stage     blocks  parameters   memory
 0 (head)       0        372k  5.9 MiB
 1              1        310k  4.7 MiB
 2              2        310k  4.7 MiB
-memory is for weights, gradients, moments and slow weights; activations and swaps come on top
+memory is for weights, gradients, moments and slow weights; activations and swaps are not included
 per token, a stage sends 164 bytes (int8) to the next stage and 164 bytes (int8) back
 link, each way  tokens/s    smallest batch
 20 Mbit/s          7,622     79,315 tokens
