@@ -125,6 +125,8 @@ class Household:
         """Begin to look for others. Without multicast, or outside a local network, nothing happens."""
         if not self._interfaces:
             return
+        # zeroconf warns, with a traceback, about each network that is down or goes away.
+        logging.getLogger("zeroconf").setLevel(logging.DEBUG if log.isEnabledFor(logging.DEBUG) else logging.CRITICAL)
         hosts = [str(each.ip) for each in self._interfaces]
         try:
             self._mdns = AsyncZeroconf(interfaces=hosts, ip_version=IPVersion.V4Only)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import logging
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import cast
 
@@ -167,6 +168,17 @@ def test_a_peer_is_near_once_it_has_proven_its_identity_at_its_address_here() ->
         await there.household.stop()
         await until(lambda: not here.household.is_near(there.peer_id))
         await here.household.stop()
+
+    run(main)
+
+
+def test_a_network_that_is_down_makes_no_noise(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        home = Home("a", "127.0.0.1/8")
+        home.household.look()
+        logging.getLogger("zeroconf").warning("Error with socket 9: Network is unreachable", exc_info=OSError())
+        await home.household.stop()
+        assert not caplog.records
 
     run(main)
 
