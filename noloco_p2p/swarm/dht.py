@@ -251,7 +251,7 @@ class SwarmDirectory:
         return self._node.neighbours()
 
     def dial_nearby(self, peer_id: str, multiaddrs: Sequence[str]) -> None:
-        """Dial a peer at addresses in the local network as well."""
+        """Dial a peer at addresses in the local network as well; without addresses, no more."""
         self._dialer.dial_nearby(peer_id, multiaddrs)
 
     def dial_failures(self) -> dict[str, str]:

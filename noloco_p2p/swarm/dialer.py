@@ -82,7 +82,13 @@ class Dialer:
         self._dial_now.set()
 
     def dial_nearby(self, peer_id: str, multiaddrs: Sequence[str]) -> None:
-        """Dial a peer at addresses in the local network as well, now and while it is missing."""
+        """Dial a peer at addresses in the local network as well, now and while it is missing.
+
+        Without addresses, it is dialled there no more.
+        """
+        if not multiaddrs:
+            self._nearby.pop(peer_id, None)
+            return
         self._nearby[peer_id] = multiaddrs
         self._dial_now.set()
 
@@ -114,7 +120,8 @@ class Dialer:
         CLOCK.heard(offset.seconds)
         if not self._clock_is_right:
             self._offsets[peer_id] = offset
-        self._address_book.remember(peer_id, multiaddrs)
+        nearby = self._nearby.get(peer_id, ())  # in another network, they would lead to other machines
+        self._address_book.remember(peer_id, [address for address in multiaddrs if address not in nearby])
         return True
 
     async def _hosts_of(self, peer_id: str) -> set[str]:

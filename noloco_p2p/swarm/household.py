@@ -4,8 +4,9 @@ They need no address that works from outside, and no router that returns what co
 MARK-PEERID, and its text has the port of gRPC; its own port is that of libp2p. The mark is a digest of the key under
 which members of the run keep their records, so that only they recognise it.
 
-What the network says is a hint. Only private addresses in a subnet of this machine are dialled, of 16 peers at most. A
-peer counts as near once it has proven its identity there, to the session key in its record.
+What the network says is a hint, and any machine in it can copy a mark. Only private addresses in a subnet of this
+machine are dialled: of 16 peers at a time, and after 16 announcements, of one more a minute. A peer counts as near once
+it has proven its identity there, to the session key in its record.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from noloco_p2p.errors import PeerError
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.hosts import is_port, is_wildcard
 from noloco_p2p.identity import short_id
+from noloco_p2p.rates import Rates
 from noloco_p2p.swarm.addresses import host_port
 
 log = logging.getLogger(__name__)
@@ -36,6 +38,7 @@ GRPC = b"grpc"  # in the text of a service
 NAME = re.compile(r"([0-9a-f]{8})-([1-9A-HJ-NP-Za-km-z]{40,54})\." + re.escape(SERVICE))
 MARK_CONTEXT = "noloco_p2p 2026 mark of a run in a local network"
 MAX_FOUND = 16
+FOUND_PER_S = 1 / 60  # beyond the first 16: goodbyes must not make room for a scan of the network
 MAX_HOSTS = 4  # of one peer
 ANSWER_MS = 3_000
 LOOK_S = 1.0  # how often records of found peers are looked for
@@ -89,7 +92,8 @@ class Household:
     """Create it on the event loop. `look` comes first, `announce` once this peer has a gRPC server.
 
     view: as in `mark_of`. live: the peers whose records were read. on_found: gets the peer id and multiaddrs of a peer
-    that may be in this network. ask: calls a peer, which then has proven its identity; raises PeerError.
+    that may be in this network, and no multiaddrs once it has left. ask: calls a peer, which then has
+    proven its identity; raises PeerError.
     """
 
     def __init__(
@@ -109,6 +113,7 @@ class Household:
         self._on_found = on_found
         self._ask = ask
         self._found: dict[str, Found] = {}
+        self._allowance = Rates(per_s=FOUND_PER_S, at_once=MAX_FOUND)
         self._near: dict[str, str] = {}  # peer id -> HOST:PORT of gRPC
         self._check_at_s: dict[str, float] = {}
         self._named: asyncio.Queue[str] = asyncio.Queue(MAX_FOUND)
@@ -120,6 +125,8 @@ class Household:
         """Begin to look for others. Without multicast, or outside a local network, nothing happens."""
         if not self._interfaces:
             return
+        # zeroconf warns, with a traceback, about each network that is down or goes away.
+        logging.getLogger("zeroconf").setLevel(logging.DEBUG if log.isEnabledFor(logging.DEBUG) else logging.CRITICAL)
         hosts = [str(each.ip) for each in self._interfaces]
         try:
             self._mdns = AsyncZeroconf(interfaces=hosts, ip_version=IPVersion.V4Only)
@@ -177,11 +184,16 @@ class Household:
                 log.debug("%s is not asked: %s", name, error)
                 continue
             found = read(info, self._interfaces) if answered else None
-            if found and (found.peer_id in self._found or len(self._found) < MAX_FOUND):
+            if found and self._may_use(found):
                 log.info("%s may be in this local network, at %s", short_id(found.peer_id), ", ".join(found.hosts))
                 self._found[found.peer_id] = found
                 self._check_at_s.pop(found.peer_id, None)
                 self._on_found(found.peer_id, found.multiaddrs())
+
+    def _may_use(self, found: Found) -> bool:
+        known = self._found.get(found.peer_id)
+        has_room = known is not None or len(self._found) < MAX_FOUND
+        return found != known and has_room and self._allowance.take("")
 
     async def _check(self) -> None:
         """Call the peers that were found, once their records are there and then from time to time."""
@@ -210,8 +222,10 @@ class Household:
         self._near.pop(candidate.peer_id, None)
 
     def _forget(self, peer_id: str) -> None:
-        self._found.pop(peer_id, None)
+        if self._found.pop(peer_id, None):
+            self._on_found(peer_id, ())
         self._near.pop(peer_id, None)
+        self._check_at_s.pop(peer_id, None)
 
     # what this peer announces
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
-from collections.abc import Callable, Coroutine, Sequence
+import logging
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import cast
 
 import pytest
@@ -14,8 +15,13 @@ from harness.patience import PATIENCE_S
 from zeroconf import ServiceStateChange, Zeroconf
 from zeroconf.asyncio import AsyncServiceInfo
 
+from noloco_p2p.dial_guard import DialGuard
 from noloco_p2p.errors import Unreachable
 from noloco_p2p.gossip.seams import Candidate
+from noloco_p2p.swarm import household
+from noloco_p2p.swarm.address_book import AddressBook
+from noloco_p2p.swarm.clock import Offset
+from noloco_p2p.swarm.dialer import Dialer
 from noloco_p2p.swarm.household import (
     GRPC,
     MAX_FOUND,
@@ -29,17 +35,25 @@ from noloco_p2p.swarm.household import (
     own_interfaces,
     read,
 )
+from noloco_p2p.swarm.node import SwarmNode
 
 HERE = [Interface("192.168.1.7/24"), Interface("10.0.0.7/30")]
 PEER = identity_of("peer").peer_id
 RUN = "ab" * 32
 
 
+class Answered(AsyncServiceInfo):
+    """A service that has been asked: nothing is sent."""
+
+    async def async_request(self, *_: object, **__: object) -> bool:
+        return True
+
+
 def info_of(
     *hosts: str, name: str = f"{mark_of(RUN)}-{PEER}", grpc: bytes = b"31337", port: int = 31338
 ) -> AsyncServiceInfo:
     addresses = [ipaddress.ip_address(host).packed for host in hosts]
-    return AsyncServiceInfo(SERVICE, f"{name}.{SERVICE}", port=port, properties={GRPC: grpc}, addresses=addresses)
+    return Answered(SERVICE, f"{name}.{SERVICE}", port=port, properties={GRPC: grpc}, addresses=addresses)
 
 
 def test_a_service_names_a_peer_and_its_two_ports() -> None:
@@ -158,6 +172,17 @@ def test_a_peer_is_near_once_it_has_proven_its_identity_at_its_address_here() ->
     run(main)
 
 
+def test_a_network_that_is_down_makes_no_noise(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        home = Home("a", "127.0.0.1/8")
+        home.household.look()
+        logging.getLogger("zeroconf").warning("Error with socket 9: Network is unreachable", exc_info=OSError())
+        await home.household.stop()
+        assert not caplog.records
+
+    run(main)
+
+
 def test_a_liar_that_names_hundreds_of_peers_is_heard_for_a_few() -> None:
     async def main() -> None:
         home = Home("a", "127.0.0.1/8")
@@ -166,5 +191,108 @@ def test_a_liar_that_names_hundreds_of_peers_is_heard_for_a_few() -> None:
             name = f"{mark_of(RUN)}-{identity_of(str(number)).peer_id}.{SERVICE}"
             home.household._on_change(nowhere, SERVICE, name, ServiceStateChange.Added)
         assert home.household._named.qsize() == MAX_FOUND
+
+    run(main)
+
+
+async def dialled_after(
+    announced: Sequence[tuple[AsyncServiceInfo, ServiceStateChange]], monkeypatch: pytest.MonkeyPatch
+) -> tuple[dict[str, Sequence[str]], set[str]]:
+    """Return what a dialler still has at the end, and all multiaddrs that it got."""
+    home, dialled = Home("a", "127.0.0.1/8"), set[str]()
+
+    def dial(peer_id: str, multiaddrs: Sequence[str]) -> None:
+        home.found[peer_id] = multiaddrs
+        dialled.update(multiaddrs)
+
+    home.household._on_found = dial
+    services = {info.name: info for info, _ in announced}
+    home.household.look()
+    monkeypatch.setattr(household, "AsyncServiceInfo", lambda _, name: services[name])
+    for info, change in announced:
+        services[info.name] = info
+        home.household._on_change(cast(Zeroconf, None), SERVICE, info.name, change)
+        await until(home.household._named.empty)
+    await home.household.stop()
+    return {peer: ways for peer, ways in home.found.items() if ways}, dialled
+
+
+def test_goodbyes_make_no_room_for_a_scan_of_the_local_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    def services() -> Iterator[tuple[AsyncServiceInfo, ServiceStateChange]]:
+        for number in range(100):
+            info = info_of(f"127.0.1.{number}", name=f"{mark_of(RUN)}-{identity_of(str(number)).peer_id}")
+            yield info, ServiceStateChange.Added
+            yield info, ServiceStateChange.Removed
+
+    async def main() -> None:
+        left, dialled = await dialled_after(list(services()), monkeypatch)
+        assert not left
+        assert len(dialled) == MAX_FOUND
+
+    run(main)
+
+
+def test_a_peer_that_moves_again_and_again_is_followed_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        places = [(info_of(f"127.0.1.{number}"), ServiceStateChange.Updated) for number in range(100)]
+        left, dialled = await dialled_after(places, monkeypatch)
+        assert len(dialled) == MAX_FOUND
+        assert list(left) == [PEER]
+
+    run(main)
+
+
+def test_repeated_words_of_a_peer_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        same = [(info_of("127.0.1.1"), ServiceStateChange.Updated)] * 100
+        other = (info_of("127.0.1.2"), ServiceStateChange.Updated)
+        left, _ = await dialled_after([*same, other], monkeypatch)
+        assert left == {PEER: [f"/ip4/127.0.1.2/tcp/31338/p2p/{PEER}"]}
+
+    run(main)
+
+
+def test_addresses_of_the_local_network_are_dialled_and_not_kept() -> None:
+    nearby, known = f"/ip4/192.168.1.9/tcp/31338/p2p/{PEER}", f"/ip4/203.0.113.5/tcp/31338/p2p/{PEER}"
+    dialled: list[Sequence[str]] = []
+
+    class Node:
+        def neighbours(self) -> set[str]:
+            return set()
+
+        async def dial(self, _: str, ways: Sequence[str]) -> Offset:
+            dialled.append(ways)
+            return Offset(0.0, 0.0)
+
+        async def hosts_of(self, _: str) -> set[str]:
+            return set()
+
+    async def met() -> None:
+        pass
+
+    async def main() -> None:
+        book = AddressBook()
+        book.remember(PEER, [known])
+        dialer = Dialer(
+            cast(SwarmNode, Node()),
+            {},
+            book,
+            own_peer_id="me",
+            every_s=0.01,
+            heard_of=lambda: (),
+            on_met=met,
+            on_wrong_clock=lambda: None,
+            guard=DialGuard(only_public=True),
+        )
+        dialer.dial_nearby(PEER, [nearby])
+        await dialer.dial()
+        dialer.dial_nearby(PEER, ())
+        await until_dialled_again(dialer)
+        assert dialled == [[way.partition("/p2p/")[0] for way in ways] for ways in ([nearby, known], [known])]
+        assert book.addresses() == {PEER: (known,)}
+
+    async def until_dialled_again(dialer: Dialer) -> None:
+        while len(dialled) < 2:
+            await dialer.dial()
 
     run(main)
