@@ -164,7 +164,7 @@ class Flood:
             ("ping", lambda: b"", 300.0),
             ("ping", lambda: filler(12_000), 1000.0),
         ]
-        # More than an eighth: small kinds do not use up theirs, p2pd accepts no provider records, and 1 MiB requests wait.
+        # More than an eighth: small kinds do not use up theirs, p2pd accepts no provider records, 1 MiB requests wait.
         share = bytes_a_s / 2.7
         self._jobs = [self._keep_on(share, most, self._ask, what, make) for what, make, most in kinds]
         self._jobs.append(self._keep_on(share, 50.0, self._provide))
