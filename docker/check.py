@@ -2,9 +2,10 @@
 
     python docker/check.py [--engine docker|podman|sandbox] [--keep DIR]
 
-Checks that the demo runs, that the peers swap, that `docker stop` is polite and in time, and that the same command
-resumes. Takes Docker where its daemon answers, else Podman where it can pull the base image, else sandbox.py, which
-needs neither a daemon nor a registry. Whatever happens, no container, volume, network, namespace or image is left.
+The script checks that the demo runs, that the peers swap, that `docker stop` ends a peer cleanly and in time, and that
+the same command resumes. It uses Docker if its daemon answers, else Podman if it can pull the base image, else
+sandbox.py, which needs neither a daemon nor a registry. It always removes its containers, volumes, networks, namespaces
+and images.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ COMMAND_S = 60.0
 START_S = 180.0  # importing torch on a busy machine, and the first evaluation
 SWAP_S = 300.0
 DEMO_S = 600.0
-GRACE_S = 10  # what `docker stop` gives when nobody says otherwise
+GRACE_S = 10  # the default of `docker stop`
 POLL_S = 0.5
 
 LOCKED = ("--read-only", "--tmpfs", "/tmp", "--cap-drop", "ALL", "--security-opt", "no-new-privileges")
-# Prints what must not be in the image.
+# Prints programs and files that must not be in the image.
 UNWANTED = r"""
 for name in gcc cc g++ clang ld make protoc nvcc; do command -v "$name"; done
 cd /opt/venv && ls -d lib/python3*/site-packages/pip lib/python3*/site-packages/grpc_tools 2>/dev/null
@@ -51,11 +52,11 @@ touch /opt/x 2>/dev/null && echo writable; cat /proc/1/comm
 
 
 class Failed(Exception):
-    """The check did not pass; the message says what was seen."""
+    """The check failed; the message says what was seen."""
 
 
 class Engine:
-    """`docker` or `podman` as a command; every container, volume and network that it makes bears one prefix."""
+    """The `docker` or `podman` command. All containers, volumes and networks that it makes share one prefix."""
 
     def __init__(self, command: str, *, prefix: str, run_flags: tuple[str, ...] = ()) -> None:
         self.command = command
@@ -65,14 +66,14 @@ class Engine:
         self._volumes: list[str] = []
 
     def __call__(self, *arguments: str, timeout_s: float = COMMAND_S) -> str:
-        """Standard output. Raises Failed with standard error."""
+        """Run a command, and return its standard output. Raises Failed with its standard error."""
         done = run([self.command, *arguments], timeout_s=timeout_s)
         if done.returncode:
             raise Failed(f"{self.command} {' '.join(arguments[:6])} .. ended with {done.returncode}: {done.stderr}")
         return done.stdout
 
     def start(self, name: str, image: str, *arguments: str, flags: tuple[str, ...] = ()) -> Container:
-        """A container in the background, locked, on the private network, reached by others as PREFIX-NAME."""
+        """Start a locked-down container on the private network, where others reach it as PREFIX-NAME."""
         full_name = f"{self.prefix}-{name}"
         self._containers.append(full_name)
         where = ("--name", full_name, "--network", self.prefix)
@@ -90,7 +91,7 @@ class Engine:
 
     @contextmanager
     def network(self) -> Iterator[None]:
-        """A private bridge; at its end everything that was made is removed."""
+        """Make a private bridge, and remove all that this engine made at its end."""
         self("network", "create", self.prefix)
         try:
             yield
@@ -108,7 +109,7 @@ class Container:
         self._engine = engine
 
     def status(self) -> dict[str, Any] | None:
-        """`noloco status --json` inside; None until a peer answers. Raises Failed when the container has ended."""
+        """Return `noloco status --json` of the peer; None until it answers. Raises Failed if the container ended."""
         done = run([self._engine.command, "exec", self.name, "noloco", "status", "--json"], timeout_s=COMMAND_S)
         if not self._is_running():
             raise Failed(f"{self.name} has ended; its log:\n{self.log()}")
@@ -123,7 +124,7 @@ class Container:
         return done.stdout + done.stderr
 
     def wait_for(self, condition: Callable[[dict[str, Any]], bool], *, timeout_s: float, what: str) -> dict[str, Any]:
-        """The first status that fulfils a condition."""
+        """Wait for a status that fulfils a condition, and return it. Raises Failed."""
         until_s = time.monotonic() + timeout_s
         while not ((status := self.status()) and condition(status)):
             if time.monotonic() > until_s:
@@ -163,7 +164,7 @@ def say(line: str) -> None:
 
 
 def check_image(engine: Engine, image: str) -> None:
-    """Check the size of the image, and that nothing is inside that must not be."""
+    """Check the size of the image, and that it contains nothing that it must not."""
     for line in engine("history", "--format", "{{.Size}}\t{{.CreatedBy}}", image).splitlines():
         size, _, made_by = line.partition("\t")
         if not re.match(r"0 ?B", size):
@@ -176,7 +177,7 @@ def check_image(engine: Engine, image: str) -> None:
 
 
 def check_swarm(engine: Engine, image: str) -> None:
-    """A bootstrap, a peer that starts the run, a peer with its ticket: they swap, stop politely, and one resumes."""
+    """Check a bootstrap, a peer that starts the run, and one with its ticket: they swap, stop cleanly, and resume."""
     began_s = time.monotonic()
     bootstrap = engine.start("bootstrap", image, "bootstrap", "--announce", f"{engine.prefix}-bootstrap")
     address = bootstrap.wait_for(lambda _: True, timeout_s=START_S, what="an address")["addresses"][0]
@@ -212,7 +213,7 @@ def check_swarm(engine: Engine, image: str) -> None:
 
 
 def check_demo(engine: Engine, image: str) -> None:
-    """`docker run IMAGE demo`: peers, a DHT and a corpus, with no network and a root file system that is read-only."""
+    """Check `docker run IMAGE demo`: peers, a DHT and a corpus, without network and with a read-only root."""
     began_s = time.monotonic()
     flags = ("--network", "none", *LOCKED, *engine.run_flags)
     engine("run", "--rm", *flags, image, "demo", "--peers", "2", "--minutes", "1", timeout_s=DEMO_S)
@@ -243,7 +244,7 @@ def build(engine: Engine, image: str) -> None:
 
 
 def choose_engine() -> str:
-    """docker, podman or sandbox: the first that works here."""
+    """Return the first of docker, podman and sandbox that works here."""
     base = re.search(r"^ARG BASE=(\S+)", DOCKERFILE.read_text(), re.MULTILINE)
     assert base is not None
     for name, proof in (("docker", ["docker", "info"]), ("podman", ["podman", "pull", "--quiet", base[1]])):
@@ -259,9 +260,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", choices=("docker", "podman", "sandbox"), help="default: what works here")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="sandbox: keep base and images there for a next time")
-    parser.add_argument("--inside", metavar="IMAGE", help=argparse.SUPPRESS)  # sandbox.py calls again, in its walls
+    parser.add_argument("--inside", metavar="IMAGE", help=argparse.SUPPRESS)  # sandbox.py runs this script again inside
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # clean up after a kill too
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # clean up after SIGTERM, too
     prefix = f"noloco-check-{os.getpid()}"
     try:
         if options.inside:

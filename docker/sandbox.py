@@ -1,9 +1,9 @@
 """Podman without a daemon, a registry or systemd: for the check of the images on a bare Debian, as root.
 
-The base image is made from Debian's packages and given the public name, so that the Dockerfile is built as it is.
-Containers run in namespaces of their own for network, mounts and processes: when the check ends, or is killed, the
-kernel removes every process, bridge and firewall rule with them. Images lie in a folder of this check alone, which no
-second check may use at the same time.
+The base image is made from Debian's packages and tagged with the public name, so that the Dockerfile is built
+unchanged. Containers run in their own namespaces for network, mounts and processes: when the check ends, or is killed,
+the kernel removes every process, bridge and firewall rule with them. Images are in a folder of this check, which no
+other check may use at the same time.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 PYPI = "https://pypi.org/simple"
 TOOLS = ("aardvark-dns", "buildah", "crun", "iptables", "mmdebstrap", "netavark", "podman", "uidmap")
 BASE_PACKAGES = "ca-certificates,python3-minimal,python3-pip,python3-venv"
-# What the public image has and Debian has not: `python`, and leave for pip to install.
+# What the public image has and Debian lacks: `python`, and permission for pip to install.
 BASE = """FROM scratch
 ADD base.tar /
 RUN ln -sf python3 /usr/bin/python && rm -f /usr/lib/python3*/EXTERNALLY-MANAGED
@@ -59,7 +59,7 @@ exec "$@"
 
 
 class Sandbox:
-    """Make images in `folder`, run a command where podman can use them. As a context manager it tidies up."""
+    """Make images in `folder`, and run commands where podman can use them. The context manager cleans up."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder.absolute()
@@ -90,11 +90,11 @@ class Sandbox:
                 subprocess.run(["umount", "--lazy", path], check=False)
 
     def build(self, dockerfile: Path, *, target: str, tag: str, context: Path, say: Callable[[str], None]) -> None:
-        """The Dockerfile as it is, on a base of Debian, with the pip settings of this machine. Raises SystemExit."""
+        """Build the unchanged Dockerfile on a Debian base, with the pip settings of this machine. Raises SystemExit."""
         name = re.search(r"^ARG BASE=(\S+)", dockerfile.read_text(), re.MULTILINE)
         assert name is not None
         began_s = time.monotonic()
-        base = name[1].partition("@")[0]  # what is made here has another digest
+        base = name[1].partition("@")[0]  # the base made here has another digest
         self._make_base(base)
         say(f"base made in {time.monotonic() - began_s:.0f} s")
         began_s = time.monotonic()
@@ -109,7 +109,7 @@ class Sandbox:
         say(f"{target} image built in {time.monotonic() - began_s:.0f} s")
 
     def run(self, command: list[str]) -> int:
-        """The exit code of a command inside: it sees no network but its own, and its processes end with it."""
+        """Run a command inside, with a network of its own, and return its exit code. Its processes end with it."""
         return subprocess.run(
             [*WALLS, "sh", "-c", FURNISH, "sh", *command], env=self._environment, check=False
         ).returncode
@@ -144,7 +144,7 @@ class Sandbox:
         file = self._folder / "pip.conf"
         file.write_text("[global]\n" + "".join(f"{key} = {value}\n" for key, value in settings.items()))
         words = [word for value in settings.values() for word in shlex.split(value)]
-        # An index that is a folder refers to packages beside itself.
+        # An index in a folder refers to packages next to that folder.
         places = [Path(urlparse(word).path).parent if word.startswith("file:") else Path(word) for word in words]
         paths = sorted({path for path in places if path.is_absolute() and path.exists()})
         mounts = [f"{file}:/etc/pip.conf:ro", *(f"{path}:{path}:ro" for path in paths)]
@@ -157,7 +157,7 @@ def _has_cpu_torch(settings: dict[str, str]) -> bool:
 
 
 def _pip_config() -> dict[str, str]:
-    """Settings of pip from its files and the environment, the latter last."""
+    """Return the index settings of pip from its files and the environment, which takes precedence."""
     lines = _must(["python3", "-m", "pip", "config", "list"]).splitlines()
     found = (re.fullmatch(r"(?:global|:env:)\.([a-z-]+)='(.*)'", line) for line in sorted(lines, reverse=True))
     settings = {match[1]: match[2] for match in found if match}
@@ -167,7 +167,7 @@ def _pip_config() -> dict[str, str]:
 
 
 def _must(command: list[str], *, env: dict[str, str] | None = None) -> str:
-    """Standard output; a command that fails ends the check, with the end of what it said."""
+    """Run a command, and return its standard output. If it fails, raises SystemExit with the end of its output."""
     done = subprocess.run(command, env=env, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
     if done.returncode:
         raise SystemExit(

@@ -1,4 +1,4 @@
-"""Write the files of docs/ and docker/ that follow from the code, or with --check tell whether they are what it says.
+"""Write the files of docs/ and docker/ that follow from the code, or with --check report whether they are up to date.
 
 python docs/generate.py [--check]
 """
@@ -184,7 +184,7 @@ def bandwidth_page() -> list[str]:
 
 
 def costs() -> list[tuple[str, ...]]:
-    """What benchmarks/results/ says of coding, adding, and training beside a swap."""
+    """Return the measured costs of coding, adding, and training beside a swap, from benchmarks/results/."""
     from figures import claim, line
 
     def seconds(*claims: str) -> str:
@@ -254,7 +254,7 @@ def _bandwidth_row(size: str, codecs: str, *, sends_momentum: bool) -> tuple[str
 
 
 def docker_spec() -> list[str]:
-    """The spec of the swarm that docker/compose.yaml starts: what `noloco init --name swarm` writes."""
+    """Return the spec of the swarm that docker/compose.yaml starts, as `noloco init --name swarm` writes it."""
     return render(PRESETS["tiny"].with_changes({"name": "swarm"})).splitlines()
 
 

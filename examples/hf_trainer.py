@@ -1,4 +1,4 @@
-"""NoLoCo in a Hugging Face `Trainer`: one callback, and the rest of the script stays as it was.
+"""Use NoLoCo in a Hugging Face `Trainer`: add one callback, and leave the rest of the script as it is.
 
     python examples/hf_trainer.py                # the first peer; prints a ticket
     python examples/hf_trainer.py noloco1...     # another one, on any machine
@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=500)
     args = parser.parse_args(arguments)
 
-    torch.manual_seed(0)  # peers that start apart must start equal
+    torch.manual_seed(0)  # peers that start separately need equal weights
     sizes = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 172, "num_hidden_layers": 2}
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4))
     spec = RunSpec(name="hf-trainer", outer=OuterSpec(inner_steps=20))
@@ -49,11 +49,11 @@ def main(arguments: list[str] | None = None) -> None:
             max_steps=args.steps,
             per_device_train_batch_size=8,
             learning_rate=1e-3,
-            seed=zlib.crc32(peer.peer_id.encode()),  # another order of the data on every peer
+            seed=zlib.crc32(peer.peer_id.encode()),  # a different order of the data on every peer
             save_strategy="no",
             report_to=[],
             disable_tqdm=True,
-            logging_steps=20,  # a line also has the round and how far apart the peers are
+            logging_steps=20,  # log lines also show the round and the spread of the peers
         )
         Trainer(model, settings, train_dataset=Counting(), callbacks=[NoLoCoCallback(peer)]).train()
 

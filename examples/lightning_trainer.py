@@ -1,4 +1,4 @@
-"""NoLoCo in the `Trainer` of Lightning: one callback. Needs `pip install 'noloco_p2p[lightning]'`.
+"""Use NoLoCo in the `Trainer` of Lightning by one callback. Needs `pip install 'noloco_p2p[lightning]'`.
 
 python examples/lightning_trainer.py [TICKET]       # the first peer prints a ticket for the others
 """
@@ -31,9 +31,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--listen", default="0.0.0.0:0")
     parser.add_argument("--steps", type=int, default=2000)
     args = parser.parse_args(arguments)
-    torch.manual_seed(0)  # peers that start apart must start equal
+    torch.manual_seed(0)  # peers that start separately need equal weights
     module, spec = Wave(), RunSpec(name="lightning", outer=OuterSpec(inner_steps=50))
-    torch.seed()  # each peer draws data of its own
+    torch.seed()  # each peer draws different data
     data = torch.utils.data.DataLoader(torch.randn(100_000, 8), batch_size=256, shuffle=True)
     with Peer.join(args.ticket or spec, state_dir=args.state_dir, listen=args.listen) as peer:
         print(f"others join with: python {__file__} {peer.ticket}", flush=True)

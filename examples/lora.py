@@ -1,4 +1,4 @@
-"""Fine-tune a model together that is larger than anybody could swap whole: only LoRA adapters travel.
+"""Fine-tune together a model that is too large to swap: only LoRA adapters travel.
 
     python examples/lora.py MODEL                       # a folder or a hub name; the first peer, prints a ticket
     python examples/lora.py MODEL --ticket noloco1...   # another one, on any machine with the same MODEL
@@ -29,7 +29,7 @@ def main(arguments: list[str] | None = None) -> None:
     args = parser.parse_args(arguments)
 
     base = AutoModelForCausalLM.from_pretrained(args.model)
-    torch.manual_seed(0)  # adapters of peers that start apart must start equal
+    torch.manual_seed(0)  # peers that start separately need equal adapters
     model = get_peft_model(base, LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM"))
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-3)
     model.print_trainable_parameters()
@@ -37,8 +37,8 @@ def main(arguments: list[str] | None = None) -> None:
     spec = RunSpec(name="lora-example", outer=OuterSpec(inner_steps=20))
     with Peer.join(args.ticket or spec, state_dir=args.state_dir, listen=args.listen) as peer:
         print(f"others join with: python {__file__} {args.model} --ticket {peer.ticket}", flush=True)
-        outer = NoLoCo(model, optimizer, peer)  # frozen weights are compared, and never sent
-        torch.seed()  # from here on each peer draws data of its own
+        outer = NoLoCo(model, optimizer, peer)  # frozen weights are compared, but never sent
+        torch.seed()  # from here on each peer draws different data
         for _ in range(outer.num_steps, args.steps):
             start = torch.randint(3, 200, (16, 1))  # your text here: these are rows of numbers that count up
             batch = start + torch.arange(16)

@@ -1,9 +1,9 @@
-"""NoLoCo in somebody else's training script: any model, any data, your own loop.
+"""Use NoLoCo in your own training script, with any model, any data and your own loop.
 
     python examples/plain_pytorch.py --steps 500000              # the first peer; prints a ticket
     python examples/plain_pytorch.py noloco1... --steps 500000   # another one; here too: --state-dir other
 
-Two lines are ours: `Peer.join` and `NoLoCo`. A script that is started again with the same folder resumes by itself.
+NoLoCo adds two lines: `Peer.join` and `NoLoCo`. A script that is started again with the same folder resumes by itself.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=2000)
     args = parser.parse_args(arguments)
 
-    torch.manual_seed(0)  # peers that start apart must start equal
+    torch.manual_seed(0)  # peers that start separately need equal weights
     model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> None:
     with Peer.join(args.ticket or spec, state_dir=args.state_dir, listen=args.listen) as peer:
         print(f"others join with: python {__file__} {peer.ticket}", flush=True)
         outer = NoLoCo(model, optimizer, peer)
-        torch.seed()  # from here on each peer draws data of its own
+        torch.seed()  # from here on each peer draws different data
         for _ in range(outer.num_steps, args.steps):
             inputs = torch.randn(256, 8)
             loss = (model(inputs) - inputs.sin().sum(1, keepdim=True)).square().mean()
@@ -42,7 +42,7 @@ def main(arguments: list[str] | None = None) -> None:
             optimizer.zero_grad()
             if outer.is_between_rounds:
                 print(f"round {outer.round}: loss {loss.item():.4f}, {peer.metrics.last_outcome}", flush=True)
-            if peer.leave_requested.is_set():  # `noloco leave --state-dir ...` asks for it
+            if peer.leave_requested.is_set():  # requested by `noloco leave --state-dir ...`
                 break
         outer.save()
 

@@ -1,9 +1,9 @@
-"""Regenerate noloco_p2p/net/wire/v1 from peer.proto, or with --check tell whether it is what peer.proto says.
+"""Regenerate noloco_p2p/net/wire/v1 from peer.proto, or with --check report whether it is up to date.
 
     python proto/generate.py [--check]
 
-The generator is older than the run-time on purpose: its code works with every protobuf from 5.29 to 7. It needs another
-protobuf than the package, so it lives in an environment of its own (.proto-venv, made on first use).
+The generator is deliberately older than the runtime: its code works with every protobuf from 5.29 to 7. It needs
+another protobuf than the package, so it has an environment of its own (.proto-venv, made on first use).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FILES = ("peer_pb2.py", "peer_pb2.pyi", "peer_pb2_grpc.py")
 
 
 def generator_python() -> Path:
-    """The interpreter of the generator's own environment."""
+    """Return the interpreter of the generator's own environment, which is made if it is missing."""
     python = ENVIRONMENT / "bin" / "python"
     if not python.exists():
         venv.create(ENVIRONMENT, with_pip=True)

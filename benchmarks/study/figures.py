@@ -1,14 +1,14 @@
-"""The figures that pages quote from benchmarks/results: each stands in a phrase of its page.
+"""Keep the figures that pages quote from benchmarks/results up to date. Each stands in a phrase of its page.
 
     python benchmarks/study/quoted.py [--check]
 
 `quoted.py` lists the phrases. A phrase is the text of the page with a format in place of each figure: "keep {:.2f} of
-their rate". How the page breaks its lines does not matter. A phrase without a format holds numbers that nobody
-measured: settings, targets, arithmetic.
+their rate". Line breaks in the page do not matter. A phrase without a format holds numbers that were not measured:
+settings, targets, arithmetic.
 
-Without --check the pages get the figures of today's results. With it, the script names every figure that is not what
-the results say, every phrase that its page lacks, and every percentage and decimal number that stands in no phrase,
-table of `tables.py` or code.
+Without --check the script writes the figures of the current results into the pages. With it, the script reports every
+figure that differs from the results, every phrase that its page lacks, and every percentage and decimal number that is
+in no phrase, table of `tables.py` or code.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Phrase:
     values: tuple[float, ...]
 
     def pattern(self) -> re.Pattern[str]:
-        """Groups are the figures; where the template has a space the page may break its line."""
+        """Return a pattern with a group per figure. Where the template has a space, the page may have a line break."""
         parts = []
         for text, field, *_ in Formatter().parse(self.template):
             parts.append(r"\s+".join(re.escape(word) for word in re.split(r"\s+", text)))
@@ -51,7 +51,7 @@ class Phrase:
         return [format(value, spec) for value, spec in zip(self.values, formats, strict=True)]
 
     def write(self, found: re.Match[str]) -> str:
-        """The piece of the page that was found, with today's figures."""
+        """Return the found piece of the page with the current figures."""
         text, start = found[0], found.start()
         for index, figure in reversed([*enumerate(self.figures(), 1)]):
             first, last = found.start(index) - start, found.end(index) - start
@@ -72,7 +72,7 @@ def result(name: str) -> Any:
 
 
 def claim(name: str, text: str) -> float:
-    """The one claim of a results file that is `text`, or else begins with it. Raises ValueError when it is not one."""
+    """Return the value of the claim `text`, or of the only one that begins with it. Raises ValueError otherwise."""
     values = {row["claim"]: row["value"] for row in result(name)}
     if text not in values:
         (text,) = (claim for claim in values if claim.startswith(text))
@@ -80,7 +80,7 @@ def claim(name: str, text: str) -> float:
 
 
 def line(name: str, pattern: str) -> float:
-    """The number in the group of `pattern`, from a results file that is text."""
+    """Return the number in the group of `pattern`, from a results file in plain text. Raises ValueError."""
     text = (RESULTS / name).read_text(encoding="utf-8")
     found = re.search(pattern, text, re.MULTILINE)
     if found is None:
@@ -89,19 +89,19 @@ def line(name: str, pattern: str) -> float:
 
 
 def row(name: str, case: str, seed: int = 0) -> dict[str, Any]:
-    """Of a study; the first of that case and seed."""
+    """Return the first row of a study with that case and seed."""
     return next(row for row in result(f"study_{name}")["rows"] if (row["case"], row["seed"]) == (case, seed))
 
 
 def loss(name: str, case: str, *seeds: int) -> float:
-    """Mean over `seeds`, or over all that the case was run with."""
+    """Return the mean loss of a case over `seeds`, or over all of its seeds."""
     rows = [row for row in result(f"study_{name}")["rows"] if row["case"] == case]
     losses = [row["loss"] for row in rows if not seeds or row["seed"] in seeds]
     return sum(losses) / len(losses)
 
 
 def above(value: float, other: float) -> float:
-    """By how many per cent `value` is above `other`."""
+    """Return by how many per cent `value` is above `other`."""
     return 100 * (value / other - 1)
 
 
@@ -127,7 +127,7 @@ def check(name: str, phrases: Sequence[Phrase]) -> Iterator[str]:
 
 
 def check_transcript(name: str, result_name: str) -> Iterator[str]:
-    """The lines of a page's code block with a merged model must be lines of the output of `noloco demo`."""
+    """Yield the lines of a page's code block with a merged model that the output of `noloco demo` does not contain."""
     lines = {"...", *(RESULTS / result_name).read_text(encoding="utf-8").splitlines()}
     for block in re.findall(r"^```\n(.*?)^```", (ROOT / name).read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE):
         if "merged model" in block:

@@ -1,24 +1,25 @@
-"""A fair lab: every rule with its published settings and with the best that one search, the same for all, finds.
+"""Compare all rules fairly: each with its published settings, and with the best that one search for all finds.
 
     python benchmarks/study/lab.py search|tokens|bytes|time|target|churn [--jobs 2] [--steps 400] [--results FILE]
 
-`search` comes first. Every other command makes one table of docs/results.md: it runs what the table lacks and prints
-it. Each run is appended to the results at once, and a command goes on where it stopped. It says at the start how many
-runs are missing and how many hours of one core they take. --steps: another length of all schedules, to try things out.
+Run `search` first. Every other command makes one table of docs/results.md: it does the missing runs and prints the
+table. Each run is appended to the results at once, and a repeated command continues where it stopped. At the start a
+command prints the number of missing runs and the hours of one core that they take. --steps sets another length for all
+schedules, for experiments.
 
-**The search** is on the toy with 8 replicas, seed 0 and 400 steps. A rule has BUDGET = 40 runs. It is compared under
-two caps on what a replica sends, about a tenth and a hundredth of ddp's bf16 gradients (0.36 and 0.036 bytes a
-parameter and inner step; closing rounds come on top). Each setting has the shortest rounds that its codec can have
-under the cap. The 40 runs are 16 for Muon
-under the first cap and 8 each for Muon under the second and for AdamW under both; ddp and `local`, which have no cap,
-have 20 for each optimizer. A search descends coordinate by coordinate, from the published settings: it moves to the
-neighbour in the list of a coordinate as long as the loss falls, up first and then down, and ends when no coordinate
-moves or the runs are used up. The second cap starts where the first ended, and AdamW from the outer settings of Muon.
-The loss is the mean over replicas of the validation loss of their slow weights at the end of the schedule.
+**The search** uses the toy with 8 replicas, seed 0 and 400 steps. A rule has BUDGET = 40 runs. Rules are compared under
+two caps on the bytes that a replica sends, about a tenth and a hundredth of ddp's bf16 gradients (0.36 and 0.036 bytes
+per parameter and inner step; closing rounds come on top). Each setting has the shortest rounds that its codec allows
+under the cap. The 40 runs are 16 for Muon under the first cap, and 8 each for Muon under the second and for AdamW under
+both; ddp and `local`, which have no cap, have 20 for each optimizer. A search descends coordinate by coordinate, from
+the published settings: it moves to the next value of a coordinate as long as the loss falls, first up and then down,
+and ends when no coordinate moves or the runs are used up. The second cap starts where the first ended, and AdamW starts
+from the outer settings of Muon. The loss is the validation loss of slow weights at the end of the schedule, averaged
+over the replicas.
 
 **The winners** and all published settings then run with the three seeds in SEEDS, none of which is that of the search.
-The finalists, which are the better one of Muon and AdamW for each rule and cap, also run at 4 and 16 replicas and, with
-one seed, in a model of 0.9M parameters.
+The finalists, which are the better one of Muon and AdamW for each rule and cap, also run with 4 and 16 replicas and,
+with one seed, with a model of 0.9M parameters.
 """
 
 from __future__ import annotations
@@ -62,17 +63,17 @@ ROUND_LENGTHS = (
     50,
     60,
     100,
-)  # that `time` and `target` choose from, by the loss of the search's seed
-LONG = 15  # steps of a round from which on it has the outer settings of the second cap
+)  # of which `time` and `target` choose one, by the loss with the search's seed
+LONG = 15  # rounds of at least this many steps have the outer settings of the second cap
 SCHEDULES = (100, 140, 200, 280, 400, 560, 800)  # of `target`
 ABSENCES = (0.2, 0.5)
-SECONDS_A_STEP = {"toy": 0.008, "small": 0.09}  # of one replica on one core, before any run was measured
+SECONDS_A_STEP = {"toy": 0.008, "small": 0.09}  # of one replica on one core, used until a run has been measured
 FAILED = math.inf  # the loss of a run that diverged
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A rule with its settings. codec: of a ring, or of slow weights and outer gradients, as "modulo8+int4"."""
+    """A rule with its settings. codec: of a ring, or of slow weights and outer gradients, such as "modulo8+int4"."""
 
     rule: str
     optimizer: str
@@ -85,7 +86,7 @@ class Setting:
     closes: bool = False  # with closing rounds
 
     def changes(self, steps: int) -> dict[str, Any]:
-        """The changes to the toy's spec. The warm-up is a tenth of the schedule, as in the toy."""
+        """Return the changes to the toy's spec. The warm-up is a tenth of the schedule, as in the toy."""
         slow_weights, _, outer_gradient = self.codec.rpartition("+")
         swapped = {"codec.slow_weights": slow_weights, "codec.outer_momentum": slow_weights} if slow_weights else {}
         return {
@@ -97,7 +98,7 @@ class Setting:
             "outer.alpha": self.alpha,
             "outer.beta": self.beta,
             "outer.gamma": self.gamma,
-            "outer.swap_momentum": self.rule != NOLOCO,  # its momentum stays at home; others need a wide bound of gamma
+            "outer.swap_momentum": self.rule != NOLOCO,  # others need the wide bound of gamma
             "codec.outer_gradient": outer_gradient,
             **swapped,
             "outer.closing_rounds": "auto" if self.closes else 0,
@@ -110,7 +111,7 @@ class Setting:
         return bytes_of(self)
 
     def words(self) -> str:
-        """All that is not the same for every setting of a family."""
+        """Describe all that differs between the settings of a family."""
         outer = f"{self.inner_steps} steps, {self.alpha:g} {self.beta:g}"
         gamma = f" {self.gamma:g}" if self.rule == NOLOCO else ""
         nesterov = " Nesterov" if self.rule == "diloco-nesterov" else ""
@@ -120,20 +121,20 @@ class Setting:
 
 @cache
 def bytes_of(setting: Setting) -> float:
-    """A round's, in bytes per parameter."""
+    """Return the bytes per parameter that a replica sends in a round."""
     return round_bytes(setting.rule, setting.spec(), num_replicas=REPLICAS)
 
 
 RATES = (1e-3, 1.5e-3, 2e-3, 3e-3, 4e-3, 6e-3, 8e-3, 12e-3, 16e-3, 24e-3, 32e-3, 48e-3, 64e-3)
-START_RATES = {"muon": 16e-3, "adamw": 4e-3}  # of the studies before
+START_RATES = {"muon": 16e-3, "adamw": 4e-3}  # from earlier studies
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
     """A rule as the tables name it.
 
-    published: what its authors publish; the learning rates are the toy's. starts: of the search, Muon inside.
-    coordinates: field -> its values in order; `beta` of a NoLoCo sets gamma too.
+    published: the settings of its authors, with learning rates of the toy. starts: where the search starts, with Muon.
+    coordinates: field -> its values in order; `beta` of NoLoCo also sets gamma.
     """
 
     published: Mapping[str, Setting]
@@ -219,12 +220,12 @@ class Run:
     model: str = "toy"
 
     def cost(self) -> float:
-        """Inner steps of all replicas, in seconds of the toy."""
+        """Return the estimated core seconds of the inner steps of all replicas."""
         return self.replicas * self.steps * SECONDS_A_STEP[self.model]
 
 
 class Lab:
-    """The runs that were done, in a file with one JSON object a line, and the means to do others."""
+    """The finished runs, in a file with one JSON object per line, and the means to do further runs."""
 
     def __init__(self, path: Path, *, jobs: int = 1, steps: int = STEPS, may_run: bool = True) -> None:
         self.path = path
@@ -232,14 +233,14 @@ class Lab:
         self.jobs = jobs
         self.steps = steps
         self.rows: dict[Run, dict[str, Any]] = {}
-        self.winners: dict[str, Winners] = {}  # of each family whose search is done
+        self.winners: dict[str, Winners] = {}  # of each family whose search has finished
         self.num_tried: dict[str, int] = {}  # runs that the search of a family took
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         for row in map(json.loads, lines):
             self.rows[Run(Setting(**row["setting"]), **{name: row[name] for name in RUN_FIELDS})] = row
 
     def loss(self, run: Run) -> float:
-        """The loss of a run, which is done now if it is missing."""
+        """Return the loss of a run, which is done first if it is missing."""
         self.complete([run])
         return self.rows[run]["loss"] or FAILED
 
@@ -259,7 +260,7 @@ class Lab:
                 self._keep(*done.result())
 
     def hours(self, runs: Iterable[Run]) -> float:
-        """By the runs of the file, or by SECONDS_A_STEP where there are none."""
+        """Estimate the core hours of runs from the finished runs, or from SECONDS_A_STEP if there are none."""
         measured = [row["cpu_s"] / run.cost() for run, row in self.rows.items()]
         return (median(measured) if measured else 1.0) * sum(run.cost() for run in runs) / 3600
 
@@ -277,7 +278,7 @@ KEPT = ("loss", "worst_loss", "merged_loss", "spread", "sent_per_parameter_step"
 
 
 def perform(run: Run) -> tuple[Run, dict[str, Any]]:
-    """In a process of its own; loss None = it diverged."""
+    """Do a run, and return its result. A loss of None means that it diverged."""
     torch.set_num_threads(1)
     sized = SMALL if run.model == "small" else {}
     case = Case(
@@ -294,14 +295,14 @@ def perform(run: Run) -> tuple[Run, dict[str, Any]]:
 
 
 def capped(setting: Setting, cap: str | None) -> Setting:
-    """With the shortest rounds that the cap allows."""
+    """Return the setting with the shortest rounds that the cap allows."""
     return replace(setting, inner_steps=math.ceil(setting.round_bytes() / CAPS[cap])) if cap else setting
 
 
 def descend(
     family: Family, starts: Sequence[Setting], *, cap: str | None, budget: int, loss_of: Callable[[Setting], float]
 ) -> Setting:
-    """The best setting that coordinate descent finds with at most `budget` different settings tried."""
+    """Return the best setting that coordinate descent finds when it tries at most `budget` settings."""
     tried: dict[Setting, float] = {}
 
     def value_of(setting: Setting) -> float:
@@ -322,7 +323,7 @@ def descend(
 
 
 def climb(line: Sequence[Setting], start: int, value_of: Callable[[Setting], float]) -> Setting:
-    """Along the line as long as the loss falls: up, or else down."""
+    """Move along the line as long as the loss falls, up or else down, and return the best setting."""
     for ahead in (line[start + 1 :], line[:start][::-1]):
         best = line[start]
         for candidate in ahead:
@@ -335,7 +336,7 @@ def climb(line: Sequence[Setting], start: int, value_of: Callable[[Setting], flo
 
 
 def winners(lab: Lab, name: str) -> Winners:
-    """The winners of one family. Does the runs that are missing."""
+    """Return the winners of one family, after the missing runs are done."""
     if name not in lab.winners:
         tried: set[Setting] = set()
         lab.winners[name] = searched(lab, FAMILIES[name], tried)
@@ -344,7 +345,7 @@ def winners(lab: Lab, name: str) -> Winners:
 
 
 def searched(lab: Lab, family: Family, tried: set[Setting]) -> Winners:
-    """The winners of one family; adds the settings that the search tried to `tried`."""
+    """Return the winners of one family, and add the settings that the search tried to `tried`."""
 
     def loss_of(setting: Setting) -> float:
         tried.add(setting)
@@ -368,16 +369,16 @@ def searched(lab: Lab, family: Family, tried: set[Setting]) -> Winners:
 
 
 def search(name: str, results: Path, steps: int) -> list[str]:
-    """All of one family; in a process of its own."""
+    """Search one family in a process of its own, and describe its winners."""
     found = winners(Lab(results, steps=steps), name)
     return [f"best {name}, {optimizer}, {cap}: {setting.words()}" for (optimizer, cap), setting in found.items()]
 
 
-# what each table needs
+# the runs that each table needs
 
 
 def entrants(lab: Lab) -> dict[str, Setting]:
-    """Row of a table -> setting: all that is published, and all winners."""
+    """Return all published settings and all winners, by the name of their row."""
     rows = {f"{name}; published": setting for family in FAMILIES.values() for name, setting in family.published.items()}
     for name in FAMILIES:
         for (optimizer, cap), setting in winners(lab, name).items():
@@ -386,7 +387,7 @@ def entrants(lab: Lab) -> dict[str, Setting]:
 
 
 def finalists(lab: Lab) -> dict[tuple[str, str | None], Setting]:
-    """(family, cap) -> the winner of the optimizer that did better in the search."""
+    """Return, by (family, cap), the winner with the optimizer that did better in the search."""
 
     def searched_loss(setting: Setting) -> float:
         return lab.loss(Run(setting, SEARCH_SEED, steps=lab.steps))
@@ -399,15 +400,15 @@ def finalists(lab: Lab) -> dict[tuple[str, str | None], Setting]:
 
 
 def fitting(steps: float, inner_steps: int) -> int:
-    """The longest schedule of at most `steps` that is whole rounds, and a multiple of 10."""
+    """Return the longest schedule of at most `steps` with whole rounds, and with a multiple of 10 steps."""
     unit = math.lcm(inner_steps, 10)
     return int(steps + 1e-6) // unit * unit
 
 
 def best_at(lab: Lab, name: str, inner_steps: int) -> Setting:
-    """Muon inside; a family without a cap has no round length.
+    """Return the best setting with Muon for a round length. A family without a cap has no round length.
 
-    Without closing rounds: they would take up to half of so short a schedule, and one of 25,000 steps does not notice.
+    It has no closing rounds: they would take up to half of such a short schedule, but little of one of 25,000 steps.
     """
     found = winners(lab, name)
     if not FAMILIES[name].is_capped:
@@ -425,18 +426,18 @@ class Place:
         return clock_at(self, setting)
 
     def candidates(self, lab: Lab, name: str) -> Iterator[tuple[Setting, Clock]]:
-        """Settings of a family for this link."""
+        """Yield the settings of a family that this link can carry, with their clocks."""
         lengths = ROUND_LENGTHS if FAMILIES[name].is_capped else (1,)
         for setting in dict.fromkeys(best_at(lab, name, length) for length in lengths):
             if (clock := self.clock(setting)).is_hidden:
                 yield setting, clock
 
     def steps_in_time(self, lab: Lab, clock: Clock) -> float:
-        """Inner steps of a schedule that ends when a card alone would have taken `lab.steps`."""
+        """Return the inner steps that fit into the time in which a card alone takes `lab.steps`."""
         return (lab.steps * self.size.step_s - clock.closing_s) / clock.step_s
 
     def schedules(self, lab: Lab, name: str) -> dict[Setting, int]:
-        """Setting -> steps of the longest whole schedule that fits."""
+        """Return the steps of the longest whole schedule that fits, by setting."""
         fits = {
             setting: fitting(self.steps_in_time(lab, clock), setting.inner_steps)
             for setting, clock in self.candidates(lab, name)
@@ -444,14 +445,14 @@ class Place:
         return {setting: steps for setting, steps in fits.items() if steps >= 10}
 
     def choice(self, lab: Lab, name: str) -> tuple[Setting, int] | None:
-        """The one with the lowest loss on the seed of the search; None where nothing fits."""
+        """Return the setting and schedule with the lowest loss on the seed of the search; None if none fits."""
         schedules = self.schedules(lab, name)
         losses = {setting: lab.loss(Run(setting, SEARCH_SEED, steps=steps)) for setting, steps in schedules.items()}
         best = min(losses, key=losses.__getitem__, default=None)
         return None if best is None else (best, schedules[best])
 
     def setting(self, lab: Lab, name: str) -> Setting | None:
-        """The setting whose schedules of many lengths are held against a target; None where none can run here."""
+        """Return the setting whose schedules are compared with a target; None if no setting can run here."""
         chosen = self.choice(lab, name)
         return chosen[0] if chosen else next((setting for setting, _ in self.candidates(lab, name)), None)
 
@@ -506,15 +507,17 @@ def need_target(lab: Lab) -> Iterator[Run]:
     lowest = min(mean_loss(lab, setting, steps=lab.steps) for setting in target_settings(lab).values())
     chosen = [place.setting(lab, name) for place, name in product(PLACES, FAMILIES)]
     for setting in dict.fromkeys(each for each in chosen if each):
-        for steps in schedules_of(lab, setting):  # the shortest first, and none beyond one that is good enough
+        for steps in schedules_of(lab, setting):  # the shortest first, up to one that reaches the targets
             lab.complete(seeds_of(setting, steps=steps))
             if mean_loss(lab, setting, steps=steps) <= lowest:
                 break
 
 
 def target_settings(lab: Lab) -> dict[str, Setting]:
-    """What sets the targets, after a schedule of the usual length: the best ddp, and the best DiLoCo at a tenth of its
-    bytes, Muon inside."""
+    """Return the settings that set the targets with a schedule of the usual length.
+
+    They are the best ddp, and the best DiLoCo at a tenth of its bytes, both with Muon.
+    """
     return {"ddp": winners(lab, "ddp")["muon", None], "DiLoCo": winners(lab, "DiLoCo")["muon", "tenth"]}
 
 
@@ -523,7 +526,7 @@ def mean_loss(lab: Lab, setting: Setting, **options: Any) -> float:
 
 
 def churned(lab: Lab) -> dict[str, Setting]:
-    """The best of each family at a tenth, Muon inside."""
+    """Return the best setting with Muon of each family, at a tenth of the bytes."""
     return {name: winners(lab, name)["muon", "tenth" if FAMILIES[name].is_capped else None] for name in FAMILIES}
 
 

@@ -1,16 +1,16 @@
-"""The clock of the lab: how long a round of each rule takes for a model of a stated size over a stated link.
+"""Compute how long a round of each rule takes, for a model size and a link: the clock of the lab.
 
     python benchmarks/study/lab_clock.py      # measures coding on one core, and writes results/lab_coding.json
 
-The lab takes its losses from the toy and its time from here. A card delivers FLOP_PER_S, and an inner step takes 6 FLOP
-a parameter and token. All replicas have the same card and the same link, which carries both directions at once.
+The lab takes its losses from the toy and its times from here. A card delivers FLOP_PER_S, and an inner step takes 6
+FLOP per parameter and token. All replicas have the same card and the same link, which carries both directions at once.
 
     ddp      the ring overlaps with the backward, which is two thirds of a step
-    DiLoCo   everybody waits for the ring after the inner steps, as in PRIME
+    DiLoCo   all replicas wait for the ring after the inner steps, as in PRIME
     NoLoCo   the early part travels during the inner steps, and both partners wait for the late part
 
-Sending and coding overlap chunk by chunk: an exchange takes as long as the slower of the two, and its delays.
-`tests/unit/study/test_lab.py` holds the rounds of NoLoCo against those of the simulated swarm. This clock does not know
+Sending and coding overlap chunk by chunk: an exchange takes as long as the slower of the two, plus its delays.
+`tests/unit/study/test_lab.py` compares the rounds of NoLoCo with those of the simulated swarm. The clock does not model
 rounds of NoLoCo whose early part takes more than FILL of them: partners then wait for it and miss each other.
 """
 
@@ -36,7 +36,7 @@ from noloco_p2p.testing.links import CABLE, HOME_FIBRE, LinkProfile
 
 FLOP_PER_S = 40e12  # delivered by a 24 GB card: a quarter of the bf16 peak of an RTX 4090, half of that of an RTX 3090
 BACKWARD_SHARE = 2 / 3
-EARLY_DELAYS, LATE_DELAYS = 10, 4  # delays of one link that follow each other; the simulated swarm has as many
+EARLY_DELAYS, LATE_DELAYS = 10, 4  # consecutive link delays, as many as in the simulated swarm
 CODING = RESULTS / "lab_coding.json"
 LINKS = {
     "home-fibre": HOME_FIBRE,
@@ -66,8 +66,8 @@ SIZES = (Size("125M", 125_000_000, 65_536), Size("1B", 1_000_000_000, 65_536))  
 class Clock:
     """The times of one rule with its spec, size and link.
 
-    step_s: of an inner step, with all that is waited for. closing_s: after the schedule. is_hidden: the early part of a
-    swap fits beside the inner steps.
+    step_s: of an inner step, waits included. closing_s: after the schedule. is_hidden: whether the early part of a swap
+    fits beside the inner steps.
     """
 
     step_s: float
@@ -81,7 +81,7 @@ class Clock:
 def clock_of(
     rule: str, spec: TrainerSpec, size: Size, link: LinkProfile, *, num_replicas: int, coding_s: float
 ) -> Clock:
-    """`coding_s`: to encode one element and to decode two, see `coding`."""
+    """Return the clock of a rule. coding_s: time to encode one element and to decode two, see `coding`."""
     bytes_per_s = min(link.up_mbit_s, link.down_mbit_s) * 1e6 / 8
     delay_s = link.delay_ms / 1e3 + link.jitter_ms / 2e3
 
@@ -109,13 +109,13 @@ def clock_of(
 
 
 def swap_bytes(spec: TrainerSpec, num_elements: int) -> tuple[float, float]:
-    """(Early, late) bytes that each side of a swap sends."""
+    """Return the bytes of the (early, late) part that each side of a swap sends."""
     plans = section_plans(spec.codec, swap_momentum=spec.outer.sends_momentum, num_elements=num_elements)
     return part_bytes(plans, Part.EARLY), part_bytes(plans, Part.LATE)
 
 
 def round_bytes(rule: str, spec: TrainerSpec, *, num_replicas: int) -> float:
-    """What a replica sends in a round, in bytes per parameter; ddp's round is a step."""
+    """Return the bytes per parameter that a replica sends in a round. A round of ddp is one step."""
     if rule == NOLOCO:
         return sum(swap_bytes(spec, CHUNK_ELEMENTS)) / CHUNK_ELEMENTS
     if rule == "local":
@@ -125,12 +125,12 @@ def round_bytes(rule: str, spec: TrainerSpec, *, num_replicas: int) -> float:
 
 
 def coding() -> float:
-    """Seconds an element, as measured: the slowest of the codecs, for all rules alike."""
+    """Return the measured seconds per element of the slowest codec, which the clock uses for all rules."""
     return max(json.loads(CODING.read_text(encoding="utf-8"))["ns_per_element"].values()) / 1e9
 
 
 def measure_coding() -> dict[str, float]:
-    """codec -> ns to encode one element and to decode two, on one core: what a partner, or a hop of a ring, costs."""
+    """Measure ns to encode one element and decode two on one core, by codec: the cost of a partner or a ring hop."""
     torch.set_num_threads(1)
     values = torch.randn(CHUNK_ELEMENTS, generator=torch.manual_seed(0))
     found = {}

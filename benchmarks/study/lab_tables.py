@@ -1,7 +1,7 @@
 """The tables of the lab, from benchmarks/results/lab.jsonl; `tables.py` writes them into docs/results.md.
 
-Every table ends with a line for each rule that says where this project stands against it. A verdict needs all seeds on
-one side: "loses to" and "ahead of" mean so with every seed, and anything else is called undecided. Two equal rules have
+Every table ends with one line per rule that compares this project with it. A verdict needs all seeds on one side:
+"loses" and "ahead" hold with every seed, and anything else is "undecided". Two equal rules have
 three seeds on one side in a quarter of all cases, and the page says so.
 """
 
@@ -44,13 +44,13 @@ SEVERAL = 3  # seeds that a verdict needs
 
 
 def losses(lab: Lab, setting: Setting, **options: object) -> list[float]:
-    """Return the losses of the seeds of the lab that were run."""
+    """Return one loss for each seed of the lab that was run and did not diverge."""
     runs = (Run(setting, seed, **options) for seed in SEEDS)  # pyright: ignore[reportArgumentType]
     return [lab.rows[run]["loss"] for run in runs if run in lab.rows and lab.rows[run]["loss"] is not None]
 
 
 def shown(values: Sequence[float]) -> str:
-    """Return the mean, and the range of the seeds."""
+    """Format the mean and the range of the losses."""
     if not values:
         return "diverged or not run"
     spread = f"{min(values):.4f}-{max(values):.4f}" if len(values) > 1 else "one seed"
@@ -58,7 +58,7 @@ def shown(values: Sequence[float]) -> str:
 
 
 def compared(ours: Sequence[float], theirs: Sequence[float]) -> str:
-    """Return the verdict, seed by seed."""
+    """Return the verdict of a comparison seed by seed."""
     if len(ours) < SEVERAL or len(ours) != len(theirs):
         return "too few seeds for a verdict"
     percent = f"{100 * (fmean(ours) / fmean(theirs) - 1):+.1f} %"
@@ -70,7 +70,7 @@ def compared(ours: Sequence[float], theirs: Sequence[float]) -> str:
 
 
 def verdicts(groups: Mapping[str, Mapping[str, Sequence[float]]]) -> list[str]:
-    """A line for each other family. groups: where -> family -> losses, one a seed."""
+    """Return one line per other family. groups: place -> family -> losses, one per seed."""
     lines = []
     for name in FAMILIES:
         found = [
@@ -84,7 +84,7 @@ def verdicts(groups: Mapping[str, Mapping[str, Sequence[float]]]) -> list[str]:
 
 
 def best_rows(lab: Lab, **options: object) -> dict[str, dict[str, list[float]]]:
-    """'optimizer, cap' -> family -> losses of its winner; families without a cap stand beside every cap."""
+    """Return 'optimizer, cap' -> family -> losses of its winner. Families without a cap are listed under every cap."""
     rows = {tuple(name.split("; ")): setting for name, setting in entrants(lab).items()}
     found: dict[str, dict[str, list[float]]] = {}
     for optimizer, cap in product(("muon", "adamw"), CAPS):
@@ -162,7 +162,7 @@ def places_table(lab: Lab, cell: Callable[[Place, str], str]) -> list[str]:
 
 
 def in_time(lab: Lab, place: Place, name: str) -> tuple[Setting, int, float, list[float]] | None:
-    """The chosen setting, the steps of its schedule, the steps that there is time for, and the losses of the seeds.
+    """Return the chosen setting, the steps of its schedule, the steps that fit into the time, and losses by seed.
 
     The losses are corrected to those steps by the exponent of the curve in gossip/round_length.py.
     """
@@ -220,7 +220,7 @@ def to_targets(lab: Lab) -> list[str]:
 
 @cache
 def to_reach(lab: Lab, place: Place, name: str, target: float) -> tuple[float, int] | None:
-    """Seconds and inner steps of the shortest schedule of `name` that ends at or below `target`, if one does."""
+    """Return seconds and inner steps of the shortest schedule of `name` that ends at or below `target`, or None."""
     setting = place.setting(lab, name)
     if setting is None:
         return None
@@ -277,7 +277,7 @@ LAB_TABLES: Mapping[str, Callable[[Lab], list[str]]] = {
 
 
 def from_results(make: Callable[[Lab], list[str]]) -> list[str]:
-    """Return the table, or a line in its place while the results lack a run that chooses its settings."""
+    """Return the table, or a line in its place while a run that the choice of settings needs is missing."""
     try:
         return make(Lab(RESULTS / "lab.jsonl", may_run=False))
     except RuntimeError:

@@ -1,63 +1,63 @@
-"""Why late corrections cost loss although they leave the mean where it was: experiments that separate the causes.
+"""Find out why late corrections cost loss although they do not move the mean: experiments that separate the causes.
 
     python benchmarks/study/lateness.py quadratic|toy|curvature [--steps 200] [--seeds 0] [--json FILE]
 
 A round ends with a swap: a replica has moved by its own outer gradient g_i, and the correction c = (g_j - g_i) / 2
-takes it to the mean of the pair. Eager training adds c some steps L later. c is opposite for the two partners, so it
-never moves their mean. Hypotheses, stated before the runs:
+moves it to the mean of the pair. Eager training adds c some steps L later. The corrections of two partners are
+opposite, so they never move the mean. Hypotheses, stated before the runs:
 
-H1 Undone. Until c comes, a replica stands -c from the middle of its pair, and its own steps pull it back where the loss
-   is curved. With curvature l and rate e they leave a share r = (1 - e l)^L of the distance. Then c overshoots: the
-   replica ends (1 - r) c beyond the middle. So a late correction is worse than none at all where r < 1/2.
-   It predicts: (a) in flat directions lateness costs nothing and in curved ones nearly all of the cost (`curved late`
-   against `flat late`); (b) where r < 1/2 a dropped correction costs less than a late one (`quadratic`); (c) to add
-   what is left of the distance instead of c takes the cost away (`what is left`); (d) the cost falls with the rate.
-H2 Stale mixing. Slow weights travel during a round, so those that meet in the next swap lack the corrections that came
-   meanwhile. It predicts that `mixes corrected weights` takes the cost away.
+H1 Undone. Until c arrives, a replica is at distance -c from the mean of its pair, and its own steps pull it back where
+   the loss is curved. With curvature l and rate e they leave a share r = (1 - e l)^L of the distance. Then c
+   overshoots: the replica ends (1 - r) c beyond the mean. So a late correction is worse than none where r < 1/2.
+   It predicts: (a) lateness costs nothing in flat directions, and nearly all of the cost is in curved ones (`curved
+   late` against `flat late`); (b) where r < 1/2 a dropped correction costs less than a late one (`quadratic`); (c)
+   adding the remaining distance instead of c removes the cost (`what is left`); (d) the cost falls with the rate.
+H2 Stale mixing. Slow weights travel during a round, so those that meet in the next swap lack the corrections that
+   arrived meanwhile. It predicts that `mixes corrected weights` removes the cost.
 H3 Solo rounds. On a link that carries late parts into the next round, offers queue, and 14 % of the rounds found no
-   partner in the study that showed 9.5 %. It predicts that the same share of solo rounds, all else waiting, costs as
-   much (`solo`).
+   partner in the study that showed a cost of 9.5 %. It predicts that the same share of solo rounds costs as much when
+   all other rounds wait (`solo`).
 H4 Noise of one partner. It predicts that a late mean of all replicas costs less than the late half of a pair (`late
    mean of all` against `mean of all`).
 
-One seed spoke against H1, H3 and H4, and for a part of H2. Stated after that seed and before the others:
+One seed contradicted H1, H3 and H4, and supported a part of H2. Stated after that seed and before the others:
 
-H5 Two halves of one swap that do not fit together. The early half mixes slow weights as they were when the round began,
-   without the correction of the swap before; the late half mixes outer gradients that leave this correction out, too.
-   So the difference between partners that a correction brings is never averaged in the next swap. It predicts that
-   (a) waiting for corrections, but mixing weights without them, costs about as much (`waiting, mixes stale weights`);
-   (b) a late part that counts from the weights that travelled, fast weights minus those instead of minus the corrected
-   slow weights, helps as much as `mixes corrected weights` and sends nothing more (`counted from what travelled`);
-   (c) how late a correction comes matters less than that it is late at all.
-H6 What is left after that is lateness itself: the steps between boundary and correction start from weights that are not
-   mixed. It predicts that it grows with the number of these steps.
-H7 The rule of the inner optimizer matters little: Muon, as `noloco init` writes it, loses by H5 as well.
+H5 Two halves of one swap that do not match. The early half mixes slow weights as they were when the round began,
+   without the correction of the previous swap; the late half mixes outer gradients that also leave this correction out.
+   So the next swap never averages the difference between partners that a correction makes. It predicts that (a) waiting
+   for corrections, but mixing weights without them, costs about as much (`waiting, mixes stale weights`); (b) a late
+   part relative to the weights that travelled (fast weights minus those, instead of minus the corrected slow weights)
+   helps as much as `mixes corrected weights` and sends no more (`counted from what travelled`); (c) the number of steps
+   by which a correction is late matters less than that it is late at all.
+H6 The remaining cost is lateness itself: the steps between boundary and correction start from weights that are not
+   mixed. It predicts that this cost grows with the number of these steps.
+H7 The inner optimizer matters little: Muon, as `noloco init` writes it, also loses by H5.
 
-Stated after the first seed of H5 and H6, in which late replicas stayed as close together as waiting ones, had smaller
-gradients and a higher loss:
+Stated after the first seed of H5 and H6, in which late replicas stayed as close together as waiting ones, but had
+smaller gradients and a higher loss:
 
-H8 Stable steps. Averaging damps what the steps of each replica do in the steepest directions, where the rate is near
-   the bound beyond which steps diverge. A late correction damps less or excites, so that the swarm has to stay where
-   the loss is less curved. It predicts that (a) the curvature beside that bound is smaller when corrections are late,
-   at the same distance between replicas (`curvature`); (b) to wait in the last quarter of the run alone, while the rate
-   falls, takes back much of the cost (`late by 2, waiting at the end`), and to be late in that quarter alone costs
-   little (`late by 2 at the end`).
+H8 Stable steps. Averaging damps the steps of each replica in the steepest directions, where the rate is near the bound
+   beyond which steps diverge. A late correction damps less or excites, so the swarm has to stay where the loss is less
+   curved. It predicts that (a) the curvature relative to that bound is smaller when corrections are late, at the same
+   distance between replicas (`curvature`); (b) waiting only in the last quarter of the run, while the rate falls,
+   removes much of the cost (`late by 2, waiting at the end`), and being late only in that quarter costs little (`late
+   by 2 at the end`).
 
 Stated after one seed of `curvature` at half of the run, which was far below the bound in all cases:
 
-H9 The warm-up. Only there, while the rate grows, the curvature is at the bound. It predicts that curvature differs
-   there alone, and that waiting in the first quarter takes the cost away (`late by 2, waiting at the start`), while
-   being late in that quarter alone costs most of it (`late by 2 at the start`).
+H9 The warm-up. The curvature is at the bound only during the warm-up, while the rate grows. It predicts that curvature
+   differs only there, and that waiting in the first quarter removes the cost (`late by 2, waiting at the start`), while
+   being late only in that quarter causes most of it (`late by 2 at the start`).
 
-`quadratic`: independent directions with known curvature, noisy gradients, plain steps. What is left in each direction
-follows from H1 without a fit. `toy`: the toy of the studies with AdamW at 4e-3, rounds of 5 steps, 0 1 1, all in one
-loop. `undone` is what H1 is about, measured: of the distance between partners along c, the share that is gone when c
-comes, over all elements, and over the tenth with the largest second moments of Adam (`curved`). `apart`: distance of
-the replicas from their mean as a share of its norm, at the first and at the last step of a round, in the second half
-of the run; `gradient_norm` likewise, before clipping. `curvature`: the same runs up to half of their steps; five times
-on the way the largest eigenvalue of the Hessian in the units of Adam, times the learning rate, over (2 + 2 b) / (1 -
-b), beyond which steps with a first moment of decay b diverge on a quadratic (Cohen et al., 2207.14484); mean of two
-replicas.
+`quadratic` has independent directions with known curvature, noisy gradients and plain steps; H1 determines the
+remaining share of each direction without a fit. `toy` is the toy of the studies with AdamW at 4e-3, rounds of 5 steps,
+0 1 1, all replicas in one loop. `undone` measures H1: the share of the distance between partners along c that has gone
+when c arrives, over all elements, and over the tenth with the largest second moments of Adam (`curved`). `apart` is the
+distance of the replicas from their mean as a share of its norm, at the first and at the last step of a round, in the
+second half of the run; `gradient_norm` likewise, before clipping. `curvature` takes the same runs up to half of their
+steps. Five times on the way it measures the largest eigenvalue of the Hessian in the units of Adam, times the learning
+rate, over (2 + 2 b) / (1 - b), beyond which steps with a first moment of decay b diverge on a quadratic (Cohen et al.,
+2207.14484); mean of two replicas.
 """
 
 from __future__ import annotations
@@ -89,19 +89,20 @@ from noloco_p2p.trainer.inner_step import InnerStep
 
 REPLICAS, ROUND = 8, 5
 MEASURED = ("apart", "gradient_norm")
-CURVED = 0.1  # share of the elements, those with the largest second moments
+CURVED = 0.1  # the share of elements with the largest second moments
 RATE, MUON_RATE = 4e-3, 24e-3
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """late: steps between a boundary and its correction, at most a round; 0 = waiting.
+    """One variant of the swap. late: steps between a boundary and its correction, at most a round; 0 = waiting.
 
-    part: of the correction that is late; the rest comes at the boundary. adds: c itself, nothing, or what is left of
-    the distance of the two along c. group: what is mixed, a pair or all replicas. mixes: slow weights as the round
-    began, with all corrections since, or without the last correction even where that was waited for. counts_from: what
-    the late part of a swap is counted from, the slow weights with all corrections or those that travelled. solo: share
-    of the rounds of a replica without a partner.
+    part: the part of the correction that is late; the rest is added at the boundary. adds: what is added late, which
+    is c itself, nothing, or the remaining distance of the partners along c. group: the replicas that mix, a pair or
+    all. mixes: the slow weights that mix, which are those of the start of the round, those with all corrections since,
+    or those without the last correction even if that was not late. counts_from: the weights that the late part is
+    relative to, which are the slow weights with all corrections or those that travelled. solo: the share of rounds in
+    which a replica has no partner.
     """
 
     case: str
@@ -112,8 +113,8 @@ class Variant:
     mixes: str = "travelled"  # travelled, corrected, stale
     counts_from: str = "slow"  # slow, travelled
     solo: float = 0.0
-    waits_from: float = 1.0  # share of the run from which on nothing is late
-    late_from: float = 0.0  # and up to which nothing is
+    waits_from: float = 1.0  # share of the run after which nothing is late
+    late_from: float = 0.0  # share of the run before which nothing is late
     optimizer: str = "adamw"
     rate: float = RATE
 
@@ -149,7 +150,7 @@ VARIANTS = [
 
 
 def pairs(rng: random.Random, present: Sequence[int]) -> Tensor:
-    """Row i of the matrix is what the mean of i's pair is made of; a replica without a partner has its own."""
+    """Draw pairs, and return the matrix whose row i averages the pair of replica i; alone, i keeps its own."""
     order, matrix = rng.sample(present, len(present)), torch.eye(REPLICAS)
     for one, other in zip(order[::2], order[1::2], strict=False):
         matrix[[one, one, other, other], [one, other, one, other]] = 0.5
@@ -157,7 +158,7 @@ def pairs(rng: random.Random, present: Sequence[int]) -> Tensor:
 
 
 class Toy:
-    """All replicas in one loop. Rows of the vectors are replicas."""
+    """All replicas of a variant in one loop. Each replica is a row of the matrices."""
 
     def __init__(self, variant: Variant, *, steps: int, seed: int) -> None:
         train = {"total_steps": steps, "learning_rate": variant.rate, "inner_optimizer": variant.optimizer}
@@ -170,11 +171,11 @@ class Toy:
         self.flat = [FlatParameters(inner.model) for inner in self.inner]
         self.batches = [self.material.batches(peer_name(number), replica=number) for number in range(REPLICAS)]
         self.rng = random.Random(f"lateness/{seed}")
-        self.slow = self.fast()  # where the round began, with all corrections since
-        self.travelling = self.slow.clone()  # what partners get: as it was when the round began
+        self.slow = self.fast()  # at the start of the round, with all corrections since
+        self.travelling = self.slow.clone()  # what partners receive: as at the start of the round
         self.correction = torch.zeros_like(self.slow)
-        self.matrix = torch.eye(REPLICAS)  # as of `pairs`, in this round
-        self.is_late = False  # the correction of this round
+        self.matrix = torch.eye(REPLICAS)  # of this round, see `pairs`
+        self.is_late = False  # whether the correction of this round is
         self.undone: dict[str, list[float]] = {"all": [], "curved": []}
         self.measured: dict[str, list[float]] = {f"{what}_{at}": [] for what in MEASURED for at in ("first", "last")}
 
@@ -224,7 +225,7 @@ class Toy:
         if not self.correction.any():
             return
         fast = self.fast()
-        left = self.matrix @ fast - fast  # to the mean of the group, now
+        left = self.matrix @ fast - fast  # the distance to the mean of the group now
         added = self.correction if self.variant.adds == "correction" else torch.zeros_like(left)
         parts = {"all": torch.ones_like(fast)}
         if self.variant.optimizer == "adamw":
@@ -243,9 +244,9 @@ class Toy:
 
     @staticmethod
     def along(left: Tensor, correction: Tensor) -> Tensor:
-        """The component of `left` along the correction; both (replicas, elements of one parameter).
+        """Return the component of `left` along the correction; both (replicas, elements of one parameter).
 
-        All replicas use the same share, so that the mean stays where it is.
+        All replicas use the same share, so the mean does not move.
         """
         return correction * ((left * correction).sum() / correction.square().sum().clamp_min(1e-30))
 
@@ -263,7 +264,7 @@ class Toy:
         return self.curved() if self.variant.part == "curved" else ~self.curved()
 
     def curved(self) -> Tensor:
-        """The same elements for all replicas: those with the largest mean second moment."""
+        """Return a mask of the elements with the largest mean second moments, the same for all replicas."""
         moments = torch.stack([self.second_moments(inner) for inner in self.inner]).mean(0)
         threshold = moments.kthvalue(int((1 - CURVED) * moments.numel())).values
         return (moments > threshold).expand(REPLICAS, -1)
@@ -282,7 +283,7 @@ class Toy:
 
 
 def largest_eigenvalue(inner: InnerStep, batch: Tensor, num_iterations: int = 20) -> float:
-    """Of the Hessian of the loss, between the roots of Adam's scales, by power iteration."""
+    """Return the largest eigenvalue of the loss's Hessian, preconditioned by Adam's scales, by power iteration."""
     (adam,) = inner.optimizers
     decay, eps = adam.param_groups[0]["betas"][1], adam.param_groups[0]["eps"]
     parameters = [*inner.trainable.values()]
@@ -293,7 +294,7 @@ def largest_eigenvalue(inner: InnerStep, batch: Tensor, num_iterations: int = 20
     generator = torch.Generator().manual_seed(0)
     vector = [torch.randn(scale.shape, generator=generator) for scale in scales]
     length = 0.0
-    with sdpa_kernel(SDPBackend.MATH):  # the others have no second derivatives
+    with sdpa_kernel(SDPBackend.MATH):  # other backends have no second derivatives
         gradients = torch.autograd.grad(inner.loss(batch), parameters, create_graph=True)
         for _ in range(num_iterations):
             norm = math.sqrt(sum(float(part.square().sum()) for part in vector))
@@ -318,14 +319,15 @@ CURVATURES = (
     1.0,
     1.4,
     1.8,
-)  # times the rate: the share that one step takes away; beyond 2 all diverges
+)  # times the rate: the share that one step removes; beyond 2 steps diverge
 
 
 def quadratic() -> list[dict[str, Any]]:
-    """For each curvature the mean square distance of replicas from their mean, over that of waiting.
+    """Return, for each curvature, the mean square distance of replicas from their mean, relative to that of waiting.
 
-    8 replicas, 4,000 copies of each direction, rate 1, gradients with unit noise, 40 rounds to forget the start and 40
-    to measure, after each step. Beside it r = (1 - e l)^L, and which of the two H1 says is nearer to waiting.
+    8 replicas, 4,000 copies of each direction, rate 1, gradients with unit noise. 40 rounds forget the start, and 40
+    rounds are measured after each step. `rest` is r = (1 - e l)^L; `predicted` is the one that H1 expects to be nearer
+    to waiting.
     """
     rows = []
     for curvature in CURVATURES:
@@ -374,7 +376,7 @@ def trained(variant: Variant, steps: int, seed: int) -> dict[str, Any]:
 
 
 def curvature(variant: Variant, steps: int, seed: int) -> dict[str, Any]:
-    """On the same batch at all times, of the first data that a replica has seen."""
+    """Measure the curvature during a run, always on the same batch: the first data that a replica saw."""
     toy, found, before = Toy(variant, steps=steps, seed=seed), {}, 0
     data = [toy.material.batches(peer_name(number), replica=number) for number in range(2)]
     batches = [torch.cat([next(each) for _ in range(4)]) for each in data]

@@ -1,33 +1,33 @@
-"""Whom to draw, what to share, when to swap: leads that send no more bytes than the swap of today, on paired seeds.
+"""Try changes to the swap that send no more bytes: which partner to draw, what to share, and when to swap.
 
     python benchmarks/study/leads.py [--seeds 0,1,2] [--json FILE]
 
-Prints a line a case. With --json the file is written after every case, and cases that it holds are not run again.
+Each such change is a lead. The script prints one line per case. With --json the file is written after every case, and
+cases in it are not run again.
 
-**Setting.** What `noloco init` writes, at the size of the toy: Muon at 24e-3, 0 1 1, modulo8 and int4, rounds of 5
-steps (80 of them), waiting, closing rounds, 8 replicas, 400 steps. A seed gives a lead and today's swap the same start
-and the same data.
+**Setting.** The toy with Muon at 24e-3, 0 1 1, modulo8 and int4, 80 rounds of 5 steps, waiting, closing rounds, 8
+replicas, 400 steps. With the same seed a lead and today's swap have the same start and the same data.
 
 **Budget.** Stated before the first run. Every lead has three seeds and at most five runs of 8 replicas: a lead with a
-setting has two values on seed 0, and the better of them goes on to the other seeds. `draw` runs with 4 replicas, too,
+setting has two values on seed 0, and the better of them runs on the other seeds. `draw` also runs with 4 replicas,
 where the gain should be largest. About 13 minutes of a core.
 
 **Decision.** Stated before the first run. A lead is kept if it ends lower than today's swap in each of the three seeds,
 each time by more than the standard deviation of today's losses over the three seeds. Anything less is "no gain".
 
-draw: `Pairing` draws with the same chance from all live peers; here from the half of them that it met longest ago. A
-    peer that waits for this one goes first, as today, and everybody is drawn from when nobody of that half has time.
+draw: `Pairing` draws uniformly from all live peers; the lead draws from the half that it met longest ago. As today, a
+    peer that waits for this one goes first. If no peer of that half has time, the lead draws from all peers.
 align A: an inner step is (1 - A) times the own one plus A times the mean step of the pair in its last round (after
-    arXiv 2510.27403, which mixes directions before the step). Both partners have that mean when a round begins.
+    arXiv 2510.27403, which mixes directions before the step). Both partners know that mean when a round begins.
 quasi-global A: at the end of a round Muon's momentum of each matrix is turned towards the mean outer gradient of the
-    pair: (1 - A) times itself plus A times the other, negated and at the length of the momentum (after 2102.04761,
-    whose momentum is made of the differences of weights alone). Parameters of AdamW keep their moments.
+    pair: (1 - A) times itself plus A times the other, negated and scaled to the norm of the momentum (after 2102.04761,
+    whose momentum consists of differences of weights alone). Parameters of AdamW keep their moments.
 rounds by the square of the rate: their length grows as the learning rate falls, by its inverse square, from 2 to 20
-    steps (QSR, 2310.14423). The warm-up counts as the peak, as there.
-rounds by the rate: by its inverse. The distance of the partners at a swap grows with the rate and with the steps, so
-    that this keeps it about the same: lengths by the spread.
-late swaps: the lengths of "by the square of the rate" in reversed order: most swaps at the end (2507.06542).
-All three have 80 rounds, and so the bytes of today.
+    steps (QSR, 2310.14423). As there, the warm-up counts as the peak.
+rounds by the rate: by its inverse. The distance of partners at a swap grows with the rate and with the number of steps,
+    so this keeps it about constant.
+late swaps: the lengths of "by the square of the rate" in reverse order, with most swaps at the end (2507.06542).
+The last three have 80 rounds, so they send as many bytes as today.
 
 Left out: a second slow momentum beside the fast one (MT-DAO, 2510.05361), since it needs a search of its own over two
 time constants, and inner moments at a third of the frequency (DES-LOC), since averaged moments gained nothing
@@ -66,13 +66,13 @@ from noloco_p2p.spec import TrainerSpec, TrainSpec
 STEPS, ROUNDS = 400, 80
 SHORTEST, LONGEST = 2, 20
 
-Watcher = Callable[[Tensor], None]  # of the mean outer gradients of a replica, round by round
-Change = Callable[[SimulatedReplica], Watcher | None]  # to one replica, before it runs
+Watcher = Callable[[Tensor], None]  # receives the mean outer gradient of each round of a replica
+Change = Callable[[SimulatedReplica], Watcher | None]  # applies a lead to a replica before it runs
 
 
 class LongestAgo(Pairing):
     def choose(self, live: Sequence[Candidate], now_s: float, *, latest_s: float) -> Candidate | None:
-        met = {peer_id: index for index, peer_id in enumerate(self._partners)}  # the last partner at the end
+        met = {peer_id: index for index, peer_id in enumerate(self._partners)}  # the most recent partner comes last
         half = sorted(live, key=lambda peer: met.get(peer.peer_id, -1))[: ceil(len(live) / 2)]
         if not any(self._in_time(peer, now_s, latest_s) for peer in self._eligible(half)):
             return super().choose(live, now_s, latest_s=latest_s)
@@ -86,15 +86,15 @@ def draw_longest_ago(replica: SimulatedReplica) -> None:
 
 
 class Aligned:
-    """Replaces the `InnerStep` of a replica."""
+    """An `InnerStep` with steps aligned to the last mean step of the pair."""
 
     def __init__(self, replica: SimulatedReplica, share: float) -> None:
         self.restore = replica.inner.restore
         self._inner = replica.inner
         self._weights = replica.state.parameters
         self._share = share
-        self._rates = 0.0  # sum over the steps of the round
-        self._mean: Tensor | None = None  # step of the pair in its last round, for a learning rate of 1
+        self._rates = 0.0  # sum of the learning rates of the round
+        self._mean: Tensor | None = None  # mean step of the pair in its last round, per unit of learning rate
 
     def __call__(self, batch: Tensor, *, progress: float) -> Tensor:
         before = self._weights.read(0, self._weights.num_elements)
@@ -107,7 +107,7 @@ class Aligned:
         return loss
 
     def watch(self, gradient: Tensor) -> None:
-        if self._rates:  # not so in closing rounds
+        if self._rates:  # closing rounds have no steps
             self._mean, self._rates = gradient / self._rates, 0.0
 
 
@@ -136,7 +136,7 @@ def quasi_global(share: float) -> Change:
 
 
 class Planned(RoundLength):
-    """Lengths that were laid down beforehand; closing rounds have the last one's."""
+    """Round lengths that are fixed beforehand. Closing rounds use the last one."""
 
     def __init__(self, replica: SimulatedReplica, lengths: Sequence[int]) -> None:
         super().__init__(replica._spec.outer)
@@ -156,7 +156,7 @@ def planned(power: float, *, is_reversed: bool = False) -> Change:
 
 
 def planned_lengths(train: TrainSpec, power: float) -> list[int]:
-    """ROUNDS lengths whose sum is STEPS, proportional to the learning rate to the power of -`power`."""
+    """Return ROUNDS lengths with the sum STEPS, proportional to the learning rate to the power of -`power`."""
     warmup = train.warmup_steps / train.total_steps
     rates = [learning_rate(train, max(warmup, step / STEPS)) / train.learning_rate for step in range(STEPS)]
     low, high = 0.0, 1.0
@@ -182,8 +182,10 @@ def _swaps(rates: Sequence[float], power: float, at_peak: float) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class Lead:
-    """family: of those that share one, the best on the first seed goes on to the other seeds. longest: inner steps of a
-    round; partners refuse longer ones."""
+    """A lead. longest: the most inner steps of a round; partners refuse longer rounds.
+
+    family: of the leads that share one, only the best on the first seed runs on the other seeds.
+    """
 
     name: str
     change: Change = lambda replica: None
@@ -218,7 +220,7 @@ def run_lead(lead: Lead, seed: int) -> dict[str, Any]:
 
     def watched(slow: Tensor, momentum: Tensor | None, mean: Tensor, offset: Tensor | None, **settings: float) -> None:
         step(slow, momentum, mean, offset, **settings)
-        if watcher := watchers.get(slow.data_ptr()):  # the vectors of the toy are one chunk
+        if watcher := watchers.get(slow.data_ptr()):  # the toy has one chunk, so the first address identifies a replica
             watcher(mean)
 
     outer_state.outer_step = watched
@@ -234,7 +236,7 @@ def run_lead(lead: Lead, seed: int) -> dict[str, Any]:
 
 
 def missing(seeds: Sequence[int], rows: Sequence[dict[str, Any]]) -> Iterator[tuple[Lead, int]]:
-    """Looks at the rows anew after every run: the first seed decides which of a family goes on."""
+    """Yield the missing runs. Reads the rows again after every run, since the first seed selects one of a family."""
     for seed in seeds:
         for lead in LEADS:
             losses = {row["case"]: row["loss"] for row in rows if row["seed"] == seeds[0]}

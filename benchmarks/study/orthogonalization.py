@@ -1,9 +1,10 @@
-"""Whether Muon learns as well with our orthogonalization as with that of torch: paired seeds of the toy.
+"""Compare the loss of Muon with this project's orthogonalization and with that of torch: paired seeds of the toy.
 
     python benchmarks/study/orthogonalization.py [--seeds 0,1,2]
 
-`torch.optim.Muon` (five iterations, here in fp32 so that precision is no part of it) against `noloco_p2p.optim.muon`
-(scaled rows, three iterations), in synchronous training and in rounds of five steps, 8 replicas, 400 steps.
+`torch.optim.Muon` (five iterations, here in fp32 so that precision plays no role) is compared with
+`noloco_p2p.optim.muon` (scaled rows, three iterations), in synchronous training and in rounds of five steps, with 8
+replicas and 400 steps.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ CASES = {case.name: case for case in STUDIES["best"] if case.name in ("ddp", "5:
 
 
 def newton_schulz(grad: Tensor, coefficients: tuple[float, float, float], num_steps: int, eps: float) -> Tensor:
-    """As `torch.optim.Muon` has it, but in the dtype of `grad`."""
+    """Orthogonalize as `torch.optim.Muon` does, but in the dtype of `grad`."""
     a, b, c = coefficients
     is_tall = grad.size(0) > grad.size(1)
     matrix = grad.T if is_tall else grad

@@ -1,8 +1,8 @@
-"""The pictures of docs/results.md, from benchmarks/results/study_*.json.
+"""Draw the plots of docs/results.md, from benchmarks/results/study_*.json.
 
     python benchmarks/study/plots.py
 
-A point is the mean over the seeds that a study has, a bar reaches from the lowest to the highest of them.
+A point is the mean over the seeds of a study, and a bar spans their range.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BEST = {
 
 
 def losses(cases: Mapping[str, Runs], name: str) -> list[float]:
-    """One a seed; of a case that was tried at several rates ("name, 0.016") those at the best. [] = not tried."""
+    """Return the losses of a case by seed; [] if it was not run. Of several rates ("name, 0.016") the best counts."""
     tried = [runs.losses for case, runs in cases.items() if case == name or case.startswith(f"{name}, 0.")]
     return min(tried, key=fmean, default=[])
 
@@ -47,7 +47,7 @@ def line(axes: Any, places: Sequence[float], samples: Sequence[Sequence[float]],
 
 
 def peers() -> None:
-    """Loss at 4, 8 and 16 replicas of what `noloco init` writes, beside its peers."""
+    """Plot the loss of NoLoCo and of other rules at 4, 8 and 16 replicas."""
     made, (axes,) = figure(1, 6.5)
     found = {size: study(f"best_{size}") for size in PEERS}
     for name, label in BEST.items():
@@ -63,7 +63,7 @@ def peers() -> None:
 
 
 def ablations() -> None:
-    """gamma, alpha, size of the group, inner steps; each beside the published setting of the others."""
+    """Plot the loss against gamma, alpha, group size and inner steps, each with published values of the others."""
     made, (gamma, alpha, group, steps) = figure(4, 3.6)
     for axes, name in ((gamma, "gamma"), (alpha, "alpha")):
         cases = study(name)
@@ -85,7 +85,7 @@ def ablations() -> None:
 
 
 def spread() -> None:
-    """Distance of the replicas from their mean against the learning rate."""
+    """Plot the distance of the replicas from their mean against the learning rate."""
     made, (axes,) = figure(1)
     cases = study("learning_rate")
     places = [float(case) for case in cases]

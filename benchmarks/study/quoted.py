@@ -1,8 +1,8 @@
-"""Which results the pages quote, phrase by phrase.
+"""List the phrases in which pages quote results.
 
     python benchmarks/study/quoted.py [--check]
 
-figures.py says what a phrase is and what the two forms of this command do.
+figures.py explains phrases, and what the command does with and without --check.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def results() -> list[Phrase]:
 
 
 def _settings() -> list[Phrase]:
-    """Return the phrases with settings of the studies, and bounds."""
+    """Return phrases with settings of the studies and with bounds, which are not measured."""
     return [
         phrase("**0.12M parameters, 8 replicas"),
         phrase("0.9M parameters, 8 replicas"),
@@ -98,7 +98,7 @@ def _settings() -> list[Phrase]:
 
 
 def share_of_ddp(case: str) -> float:
-    """Per cent of the bytes that ddp sends in fp32."""
+    """Return the bytes of a case as a percentage of those of ddp in fp32."""
     found = study("best_8")[case]
     return 100 * found.num_bytes / ring_bytes(4.0, found.num_replicas)
 
@@ -223,8 +223,11 @@ _CODED = ("bf16+int8", "int8+int4", "modulo8+int4")
 
 
 def swept(link: str, length: str) -> list[float]:
-    """Of a round length ("auto" = what it came to) in the sweep of a link: its length, seconds a step, share of rounds
-    alone, steps, loss by the curve, and the losses of seeds 0, 1 and 2 where they were trained."""
+    """Return the figures of a round length, or of "auto", in the sweep of a link.
+
+    They are its length, seconds per step, share of solo rounds, steps, loss by the curve, and the losses of seeds 0, 1
+    and 2 if they were trained.
+    """
     text = (RESULTS / "round_lengths.txt").read_text(encoding="utf-8")
     (section,) = (part for part in text.split("\n\n") if part.startswith(f"{link}:"))
     (found,) = (row for row in section.splitlines() if row.split()[0] == length)
@@ -232,7 +235,7 @@ def swept(link: str, length: str) -> list[float]:
 
 
 def gained(link: str, codec: str) -> float:
-    """By a codec at equal time, in percent of the loss with CODEC; negative = lower."""
+    """Return by how many per cent a codec's loss at equal time is above that of CODEC."""
     found = codec_losses(Rows(), link)
     return above(fmean(found[codec][1].values()), fmean(found[CODEC][1].values()))
 
@@ -243,7 +246,7 @@ def gained_by_seed(link: str, codec: str) -> list[float]:
 
 
 def largest_correction() -> float:
-    """Per cent by which the curve corrects the loss of a trained run to equal time, at most."""
+    """Return the largest correction, in per cent, of a trained run's loss to equal time."""
     rows = Rows()
     steps, time_s = fit(rows).steps, STEPS * SIZE.step_s
     trained = [run for link in LINKS for runs in rows.lost(link).values() for run in runs.values()]
@@ -420,7 +423,7 @@ def _late_causes() -> list[Phrase]:
     late = [row[f"late by {steps}"] for row in rows_of("lateness_quadratic")[:-2] for steps in (1, 2, 4)]
 
     def measured(case: str, what: str) -> float:
-        """Mean over the seeds, as a percentage."""
+        """Return the mean over the seeds as a percentage."""
         return 100 * fmean(row[what] for row in rows_of("lateness") if row["case"] == case)
 
     return [
@@ -503,7 +506,7 @@ def _leads() -> list[Phrase]:
 
 
 def of_demo(name: str) -> tuple[float, float]:
-    """Inner steps that it planned, and the validation loss of its merged model."""
+    """Return the planned inner steps of a demo, and the validation loss of its merged model."""
     steps, merged = r"^an inner step takes .* takes ([\d,]+) inner steps", r"^merged model .*: validation loss ([\d.]+)"
     return line(name, steps), line(name, merged)
 
@@ -643,14 +646,14 @@ def _missed_times() -> list[Phrase]:
 
 
 def behind_by(lab: Lab, other: str, cap: str, replicas: int = REPLICAS) -> float:
-    """Per cent that NoLoCo without outer momentum is above another rule at equal tokens, each at its best."""
+    """Return by how many per cent NoLoCo without outer momentum is above another rule at equal tokens, both at best."""
     won = finalists(lab)
     ours, theirs = (mean_loss(lab, won[name, cap], replicas=replicas) for name in (OURS, other))
     return above(ours, theirs)
 
 
 def _search() -> list[Phrase]:
-    """The winners of the search, at equal tokens."""
+    """Return phrases about the winners of the search, at equal tokens."""
     lab = Lab(RESULTS / "lab.jsonl", may_run=False)
 
     def sent(name: str) -> float:
@@ -671,7 +674,10 @@ def _search() -> list[Phrase]:
 
 
 def harms(name: str, attack: str) -> list[float]:
-    """Per cent of loss that one liar of eight costs with all gates, seed by seed; a greedy one is a ninth peer."""
+    """Return the cost of one liar among eight peers with all gates, in per cent of the loss, by seed.
+
+    A greedy liar is a ninth peer.
+    """
     rows = [each for each in result(name)["rows"] if each.get("num_peers", 8) in (8, 9)]
     gates = "on" if name == "attacks_greedy" else "open"
     base = {each["seed"]: each["loss"] for each in rows if (each["attack"], each["gates"]) == ("honest", gates)}
@@ -881,7 +887,7 @@ def stage_loss(name: str, case: str, seed: int = 0) -> float:
 
 
 def speed(name: str, case: str) -> float:
-    """Per cent of the tokens/s that the links carry by arithmetic."""
+    """Return the speed as a percentage of the tokens/s that the links carry by arithmetic."""
     found = row(f"stages_{name}", case)
     return 100 * found["tokens_per_s"] / found["predicted_tokens_per_s"]
 
@@ -891,7 +897,7 @@ def lateness(name: str, case: str) -> list[float]:
 
 
 GATE = "3 stages x 4, 32 sequences, 0.024, int8, 5 % lost"
-PIPELINES = {  # what the tables call them -> study, case
+PIPELINES = {  # name in the tables -> study, case
     "| pipeline | 16 | 8 |": ("lateness", "16 sequences, 8 in flight, 0.016"),
     "| pipeline | 8 | 8 |": ("lateness", "8 sequences, 8 in flight, 0.016"),
     "| pipeline, fast links | 16 | 4 |": ("fast", "fast links, 16 sequences, 4 in flight, 0.016"),
@@ -917,7 +923,7 @@ ABLATIONS = {
 
 
 def behind() -> dict[str, list[float]]:
-    """Per cent that pipelines are above whole models: by what they are compared with, seed by seed."""
+    """Return by how many per cent pipelines are above whole models, by comparison and then by seed."""
     gate = [stage_loss("gate", GATE, seed) for seed in SEEDS]
     fast = {
         size: stage_loss("fast", PIPELINES[f"| pipeline, fast links | {size} | {size // 4} |"][1]) for size in (8, 16)

@@ -1,21 +1,22 @@
-"""Round lengths at equal time: what `outer.inner_steps = "auto"` comes to on each link, against fixed lengths.
+"""Compare round lengths at equal time: what `outer.inner_steps = "auto"` settles at on each link, and fixed lengths.
 
     python benchmarks/study/round_lengths.py time|loss|curve|codecs|table [--seeds 0] [--link home-fibre] [--lengths 8]
 
 A swarm of 8 replicas is simulated with its links. The model is the toy; its links are slower than those of a 125M model
-by the ratio of the parameters, and an inner step takes as long as on the stated card (lab_clock.py), so that each
-transfer takes as long as with 125M parameters.
+by the ratio of the parameters, and an inner step takes as long as on the card of lab_clock.py, so that each transfer
+takes as long as with 125M parameters.
 
-    time    no training: how long an inner step takes with all that is waited for, and the share of solo rounds
-    loss    the toy, trained for as many inner steps as fit into the time of 400 steps without any swap; after `time`
-    curve   the toy with links that take no time: schedules and rounds of many lengths
-    codecs  as `time` and `loss` with other codecs, each in rounds of the length that "auto" comes to with it
-    table   prints what was found, and fits the curve whose constants are in gossip/round_length.py
+    time    without training: measure how long an inner step takes, waits included, and the share of solo rounds
+    loss    after `time`: train the toy for as many inner steps as fit into the time of 400 steps without any swap
+    curve   train the toy with links that take no time: schedules and rounds of many lengths
+    codecs  as `time` and `loss` with other codecs, each in rounds of the length at which "auto" settles with it
+    table   print the results, and fit the curve whose constants are in gossip/round_length.py
 
-"auto" begins far from where it settles and a schedule of the toy is short, so its loss is that of fixed rounds with the
-length at which it settled. A schedule has whole rounds, and its virtual time is not exactly that of the others: the
-table corrects by the exponent of the curve. Closing rounds follow, and their time does not count, as a run of 25,000
-steps does not notice them. Each run is appended to results/round_lengths.jsonl, and a command goes on where it stopped.
+"auto" starts far from the length at which it settles, and a schedule of the toy is short, so its loss is that of fixed
+rounds with the length at which it settled. A schedule has whole rounds, so its virtual time differs slightly from that
+of the others: the table corrects for this by the exponent of the curve. Closing rounds follow; their time does not
+count, because it hardly matters in a run of 25,000 steps. Each run is appended to results/round_lengths.jsonl, and a
+repeated command continues where it stopped.
 """
 
 from __future__ import annotations
@@ -51,24 +52,24 @@ PATH = RESULTS / "round_lengths.jsonl"
 SIZE = SIZES[0]
 LENGTHS = (2, 3, 5, 8, 12, 20, 30, 50)
 STEPS = 400
-MUON_RATE, CODEC = 24e-3, "modulo8+int4"  # as `noloco init` writes it, at the best rate of the toy
+MUON_RATE, CODEC = 24e-3, "modulo8+int4"  # as `noloco init` wrote it, with the best rate of the toy
 TIMED_ROUNDS = 16
-AUTO_ROUNDS = 30  # of the expected length; it settles within the first half
+AUTO_ROUNDS = 30  # of the expected length; "auto" settles within the first half
 CODECS = (CODEC, "modulo8+int2", "modulo8+sign1", "modulo+int4", "modulo+int2", "modulo+sign1", "modulo4+sign1")
 BOUNDS = (2, 200)  # of "auto"
-FEWEST_ROUNDS = 3  # a schedule with fewer tells nothing
+FEWEST_ROUNDS = 3  # a schedule with fewer is not informative
 CURVE = (  # (round length, steps)
     *((length, STEPS) for length in (2, 3, 5, 8, 20, 50)),
     *((12, 396), (5, 200), (5, 280), (5, 560), (20, 200)),
 )
-STARTS = [step / 2 for step in range(17)]  # of the curve, tried one by one
+STARTS = [step / 2 for step in range(17)]  # starts of the curve to try
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """link: "" = takes no time. inner_steps: 0 = "auto". steps: of the schedule. seed -1: a run without training.
+    """The settings of one run. codec: of slow weights and outer gradients. steps: of the schedule.
 
-    codec: of slow weights and outer gradients.
+    link: "" = transfers take no time. inner_steps: 0 = "auto". seed: -1 = a run without training.
     """
 
     link: str
@@ -79,7 +80,7 @@ class Key:
 
 
 class Rows:
-    """The runs that were done."""
+    """The finished runs, by key."""
 
     def __init__(self) -> None:
         lines = PATH.read_text(encoding="utf-8").splitlines() if PATH.exists() else []
@@ -95,12 +96,12 @@ class Rows:
         print(row, flush=True)
 
     def timed(self, link: str, codec: str = CODEC) -> dict[int, dict[str, Any]]:
-        """Round length (0 = "auto") -> the run without training."""
+        """Return the runs without training, by round length (0 = "auto")."""
         runs = (key for key in self.by_key if (key.link, key.seed, key.codec) == (link, -1, codec))
         return {key.inner_steps: self.by_key[key] for key in sorted(runs, key=lambda key: key.inner_steps)}
 
     def lost(self, link: str, codec: str = CODEC) -> dict[int, dict[int, dict[str, Any]]]:
-        """Round length -> seed -> the run with training."""
+        """Return the runs with training, by round length and then by seed."""
         found: dict[int, dict[int, dict[str, Any]]] = {}
         for key, row in self.by_key.items():
             if (key.link, key.codec) == (link, codec) and key.seed >= 0:
@@ -118,10 +119,10 @@ def spec_of(key: Key) -> TrainerSpec:
 
 
 def slowed(link: LinkProfile, spec: TrainerSpec) -> LinkProfile:
-    """The link of a peer for the toy: its early part takes as long as that of SIZE in the clock of the lab.
+    """Return a link for the toy on which the early part takes as long as that of SIZE by the clock of the lab.
 
-    The slower direction counts, coding too where it is slower than the link. The faster one has no limit, as a chunk
-    of the toy, which is its whole vector, goes through one after the other.
+    Its rate is that of the slower direction, or of coding if that is slower. The other direction is unlimited, because
+    the toy's only chunk passes the two directions one after the other.
     """
     bytes_per_s = min(link.up_mbit_s, link.down_mbit_s) * 1e6 / 8
     early_bytes, _ = swap_bytes(spec, SIZE.num_parameters)
@@ -131,7 +132,7 @@ def slowed(link: LinkProfile, spec: TrainerSpec) -> LinkProfile:
 
 
 class Untrained(InnerStep):
-    """Takes no time of this machine and leaves the model alone. Not for codecs whose bytes depend on the weights."""
+    """An inner step that does nothing. Do not use it with codecs whose bytes depend on the weights."""
 
     def __call__(self, batch: Tensor, *, progress: float, seed: int | None = None) -> Tensor:
         return torch.zeros(())
@@ -159,12 +160,12 @@ def run(key: Key) -> dict[str, Any]:
 
 
 def last_s(replicas: Iterable[SimulatedReplica]) -> float:
-    """When the schedule was done, closing rounds left out; mean over replicas."""
+    """Return the virtual time at which the schedule ended, before closing rounds; mean over replicas."""
     return fmean(point.virtual_s for replica in replicas for point in replica.curve)
 
 
 def expected_length(link: str, codec: str = CODEC) -> int:
-    """Estimate the length that "auto" comes to, to know how many steps it needs."""
+    """Estimate the length at which "auto" settles, which determines how many steps it needs."""
     spec = Setting(NOLOCO, "muon", MUON_RATE, codec=codec).spec()
     early_s = swap_bytes(spec, SIZE.num_parameters)[0] * 8 / 1e6 / LINKS[link].up_mbit_s
     return max(BOUNDS[0], math.ceil(early_s / 0.4 / SIZE.step_s))
@@ -182,19 +183,19 @@ def auto_key(link: str, codec: str = CODEC) -> Key:
 
 
 def schedules(rows: Rows, link: str) -> dict[int, int]:
-    """Round length -> inner steps that fit into the time of STEPS without swaps."""
+    """Return the inner steps that fit into the time of STEPS without swaps, by round length."""
     found = dict(schedule(row, length) for length, row in rows.timed(link).items())
     return {length: steps for length, steps in sorted(found.items()) if steps >= FEWEST_ROUNDS * length}
 
 
 def schedule(row: dict[str, Any], length: int) -> tuple[int, int]:
-    """(Inner steps a round, of a schedule); `length` 0 = what "auto" came to."""
+    """Return the inner steps of (a round, the schedule). length: 0 = that at which "auto" settled."""
     own = length or round(fmean(row["lengths"]))
     return own, own * round(exact_steps(row) / own)
 
 
 def exact_steps(row: dict[str, Any]) -> float:
-    """Return the inner steps that fit into the time of STEPS, by the run without training. Rounds need not be whole."""
+    """Return the inner steps that fit into the time of STEPS, by a run without training. Rounds need not be whole."""
     return STEPS * SIZE.step_s / row["step_s"]
 
 
@@ -230,7 +231,7 @@ def curve_runs(rows: Rows, seeds: Iterable[int]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """loss = scale n^-steps (start + H)^length; error: root mean square, relative."""
+    """The curve loss = scale n^-steps (start + H)^length. error: relative, root mean square."""
 
     start: float
     scale: float
@@ -243,7 +244,7 @@ class Fit:
 
 
 def fit(rows: Rows) -> Fit:
-    """Least squares of the logarithms over the runs of `curve`."""
+    """Fit the curve to the logarithms of the losses of `curve` by least squares."""
     runs = [(key.inner_steps, key.steps, row["loss"]) for key, row in rows.by_key.items() if not key.link]
     losses = torch.tensor([loss for *_, loss in runs], dtype=torch.float64).log()
     found = []
@@ -257,7 +258,10 @@ def fit(rows: Rows) -> Fit:
 
 
 def table(rows: Rows) -> Iterator[str]:
-    """'curve': loss by the curve in equal time, solo rounds counted as longer ones. 'toy': loss of trained runs."""
+    """Yield the lines of the tables. Both losses are at equal time.
+
+    "curve" is the loss by the curve, in which solo rounds count as longer rounds; "toy" is the loss of trained runs.
+    """
     curve, time_s = fit(rows), STEPS * SIZE.step_s
     num_runs = sum(not key.link for key in rows.by_key)
     yield f"loss = {curve.scale:.3f} n^-{curve.steps:.3f} ({curve.start:g} + H)^{curve.length:.3f}, {num_runs} runs"
@@ -280,7 +284,7 @@ def table(rows: Rows) -> Iterator[str]:
 
 
 def codec_losses(rows: Rows, link: str) -> dict[str, tuple[int, dict[int, float]]]:
-    """Codec -> (round length of "auto", seed -> loss in equal time, corrected by the curve as in `table`)."""
+    """Return, by codec, (round length of "auto", loss at equal time by seed), corrected by the curve as in `table`."""
     curve, time_s, found = fit(rows), STEPS * SIZE.step_s, {}
     for codec in CODECS:
         auto = rows.timed(link, codec).get(0)
@@ -295,7 +299,7 @@ def codec_losses(rows: Rows, link: str) -> dict[str, tuple[int, dict[int, float]
 
 
 def codec_table() -> list[str]:
-    """Of docs/results.md: loss in equal time, its range, and the distance to CODEC by the seeds of both."""
+    """Return the table of docs/results.md: loss at equal time, its range, and the difference from CODEC."""
     rows = Rows()
     lines = ["| codec | link | inner steps a round | loss | lowest-highest | against modulo8+int4 |", f"|{'---|' * 6}"]
     for link in LINKS:

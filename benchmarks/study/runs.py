@@ -1,4 +1,4 @@
-"""What the studies found: benchmarks/results/study_*.json, case by case."""
+"""The results of the studies, from benchmarks/results/study_*.json, by case."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Runs:
 
     by_seed: Mapping[int, float]  # loss
     spread: float
-    num_bytes: float  # a parameter and step
+    num_bytes: float  # per parameter and step
     num_replicas: int
 
     @property
@@ -39,9 +39,9 @@ class Runs:
 
 
 def early_bytes(row: Mapping[str, Any]) -> float:
-    """Bytes of the early part a parameter and swap, by the chunks that came; its one section is one chunk, modulo.
+    """Return the bytes of the early part per parameter and swap, from the counts of received chunks.
 
-    The name of the case begins with the codec.
+    The early part has one section of one chunk, in a modulo codec. The name of the case begins with the codec.
     """
     codec, num_elements = MODULO_CODECS[row["case"].split(",")[0]][0], row["num_parameters"]
     num_bytes = (
@@ -58,7 +58,7 @@ def rows_of(name: str) -> list[dict[str, Any]]:
 
 
 def study(name: str) -> dict[str, Runs]:
-    """Cases of one study in the order in which they were run first; none where it was not."""
+    """Return the cases of one study, in the order of their first runs; empty if it was not run."""
     rows = rows_of(name)
     cases = {row["case"]: [each for each in rows if each["case"] == row["case"]] for row in rows}
     return {
@@ -73,7 +73,7 @@ def study(name: str) -> dict[str, Runs]:
 
 
 def late_costs(case: str) -> dict[int, float]:
-    """Per cent of loss that a case of lateness.py is above the one that waits with its optimizer and rate, by seed."""
+    """Return by how many per cent a case of lateness.py is above waiting with the same optimizer and rate, by seed."""
     waiting = {row["seed"]: row["loss"] for row in rows_of("lateness") if row["case"] == waits_like(case)}
     return {
         row["seed"]: 100 * (row["loss"] / waiting[row["seed"]] - 1)

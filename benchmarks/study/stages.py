@@ -1,18 +1,19 @@
-"""Stages against whole models, at equal tokens: the settings of the gate, and its ablations, on simulated swarms.
+"""Compare pipelines of stages with whole models at equal tokens, with ablations, on simulated swarms.
 
     python benchmarks/study/stages.py STUDY [--model toy] [--sequences 12800] [--seeds 0,1,2] [--only WORDS]
         [--json FILE]
 
     python benchmarks/study/stages.py compare --json FILE --whole FILE
 
-The first prints a line a case. With --json the file is written after every case, and cases that it holds are not run
-again. The second prints how far pipelines are from the best whole-model case with as many replicas, seed by seed.
-All cases of a seed start from the same weights, and head i of a pipeline reads the text of whole replica i.
+The first form prints one line per case. With --json the file is written after every case, and cases in it are not run
+again. The second form prints the difference between pipelines and the best whole-model case with as many replicas, on
+paired seeds. All cases with the same seed start from the same weights, and head i of a pipeline reads the text of whole
+replica i.
 
-A slow link carries a microbatch in 0.68 s, as 100 Mbit/s carry 2,048 tokens of width 4096 in int8, and two peers are
-50 ms apart. The busiest stage computes for half as long as its link carries. A fast link is ten times as fast, with
-5 ms; the stages compute as fast as on a slow one. Microbatches are smaller here, and so is the rate of the links, so
-that transfers, delays and computing keep their proportions. A swap is one chunk here, or few.
+A slow link carries a microbatch in 0.68 s, as 100 Mbit/s carry 2,048 tokens of width 4096 in int8, and the delay
+between two peers is 50 ms. The busiest stage computes half as long as its link transfers. A fast link is ten times as
+fast, with a delay of 5 ms; the stages compute as fast as on a slow one. Microbatches and the rates of links are smaller
+here, so that transfers, delays and computing keep their proportions. A swap has only one or a few chunks here.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ LOST = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """hop_s: the time in which it carries a microbatch. delay_ms: between two peers, one way."""
+    """A link. hop_s: the time in which it carries a microbatch. delay_ms: between two peers, one way."""
 
     hop_s: float
     delay_ms: float
@@ -69,7 +70,10 @@ SLOW, FAST = Link(HOP_S, 50.0), Link(HOP_S / 10, 5.0)
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """num_stages: 1 = whole models. lot: sequences of an inner step. steps: to measure speed alone, which needs few."""
+    """A case of a study. num_stages: 1 = whole models. lot: sequences per inner step.
+
+    steps: length of a run that only measures speed; 0 = as many as the sequences allow.
+    """
 
     name: str
     num_stages: int
@@ -103,12 +107,12 @@ def codecs(name: str) -> dict[str, Any]:
 
 
 STUDIES: dict[str, list[Case]] = {
-    "speed": [  # which lot and window fill the links to 70 %
+    "speed": [  # to find the lot that fills the links to 70 %
         Case(f"{stages} stages x 4, {lot} sequences", stages, 4, lot, 24e-3, INT8, steps=20)
         for stages in (3, 4)
         for lot in (16, 24, 32, 48)
     ],
-    "whole": [  # its own best batch size and learning rate
+    "whole": [  # to find the best batch size and learning rate of whole models
         Case(f"whole x {replicas}, {lot} sequences, {rate:g}", 1, replicas, lot, rate)
         for replicas in (4, 8)
         for lot in (4, 8, 16, 32)
@@ -120,7 +124,7 @@ STUDIES: dict[str, list[Case]] = {
         for stages, lot in ((3, 32), (4, 32))
         for rate in (16e-3, 24e-3, 32e-3)
     ],
-    "lateness": [  # what a larger batch costs against a larger share of it in flight
+    "lateness": [  # a larger batch against a larger share of it in flight
         Case(
             f"{lot} sequences, {window} in flight, {rate:g}",
             *(3, 4, lot, rate, INT8),
@@ -132,7 +136,7 @@ STUDIES: dict[str, list[Case]] = {
             *((64, window, 32e-3) for window in (8, 16)),
         )
     ],
-    "fast": [  # links of 1 Gbit/s and 5 ms, where few microbatches in flight keep the stages busy
+    "fast": [  # at 1 Gbit/s and 5 ms, few microbatches in flight keep the stages busy
         Case(
             f"fast links, {lot} sequences, {window} in flight, {rate:g}",
             *(3, 4, lot, rate, INT8),
@@ -172,9 +176,9 @@ def spec_of(case: Case, model: str, sequences: int) -> TrainerSpec:
 
 
 def plan_of(case: Case, spec: TrainerSpec, seed: int) -> StagedPlan:
-    """With links and speeds that keep the proportions."""
+    """Return a plan whose links and speeds keep the proportions."""
     microbatch = spec.pipeline.microbatch * spec.data.sequence_length
-    # Of the rate that int8 needs, whatever the codec is, so that codecs meet the same links.
+    # The links have the rate that int8 needs, so that all codecs meet the same links.
     int8 = spec.with_changes(INT8).pipeline
     hop_bytes = microbatch * link_bytes_per_token(int8, spec.model.hidden_size) / 2
     rate = hop_bytes * 8 / 1e6 / case.link.hop_s
@@ -185,7 +189,7 @@ def plan_of(case: Case, spec: TrainerSpec, seed: int) -> StagedPlan:
     assert spec.pipeline.cut != "auto"
     busiest = max(TaskFlops.of(sizes, spec.pipeline.cut, stage).total for stage in range(case.num_stages))
     whole = 0.75 * sizes.num_blocks * sizes.block.flops + sizes.vocabulary.flops
-    step_s = whole * case.lot / spec.pipeline.microbatch / busiest * HOP_S  # a microbatch takes two hops each way
+    step_s = whole * case.lot / spec.pipeline.microbatch / busiest * HOP_S  # two hops each way per microbatch
     return StagedPlan(case.replicas, seed=seed, links=((link,),), step_s=step_s, **case.plan)
 
 
@@ -212,7 +216,7 @@ def show(row: dict[str, Any]) -> str:
 
 
 def by_seed(rows: list[dict[str, Any]], num_replicas: int) -> dict[str, dict[int, float]]:
-    """Losses of each case with that many replicas, or heads, by seed."""
+    """Return the losses of each case with this number of replicas, or heads, by seed."""
     found: dict[str, dict[int, float]] = {}
     for row in rows:
         heads = row["stages"][0]["num_replicas"] if "stages" in row else row["num_replicas"]

@@ -1,8 +1,9 @@
-"""The ablations of docs/results.md at toy scale, on simulated swarms.
+"""Run the ablations of docs/results.md at toy scale, on simulated swarms.
 
     python benchmarks/study/study.py STUDY [--steps 400] [--replicas 8] [--seeds 0,1,2] [--json FILE]
 
-Prints a line a case. With --json the file is written after every case, and cases that it holds are not run again.
+The script prints one line per case. With --json the file is written after every case, and cases in it are not run
+again.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ TOY = Path(__file__).with_name("toy.toml")
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """`changes` to the toy spec, `plan` to the plan of all cases."""
+    """A case of a study: `changes` to the toy's spec, and `plan`, changes to the plan of all cases."""
 
     name: str
     changes: dict[str, Any] = field(default_factory=dict)
@@ -104,7 +105,7 @@ STUDIES: dict[str, list[Case]] = {
         Case("pairs", rule="pairs"),
         Case("local", rule="local"),
     ],
-    "best": [  # what `noloco init` writes, at 5, 8 and 20 steps, beside its peers
+    "best": [  # NoLoCo with Muon at 5, 8 and 20 steps, and other rules
         Case("ddp, adamw", adamw(4e-3), rule="ddp"),
         Case("ddp", muon(16e-3), rule="ddp"),
         *(Case(f"diloco 20, {rate:g}", muon(rate), rule="diloco") for rate in (16e-3, 24e-3)),
@@ -121,7 +122,7 @@ STUDIES: dict[str, list[Case]] = {
         Case("5: 0 1 1", {**SMALL, **muon(24e-3), **averaging(5), **MODULO, **CLOSED}),
         Case("diloco 20", {**SMALL, **muon(16e-3)}, rule="diloco"),
     ],
-    "inner": [  # what keeps short rounds of Muon from synchronous Muon, beside the case of the same name in "best"
+    "inner": [  # why short rounds of Muon lag synchronous Muon; compare with "best"
         Case("5: 0 1 1, everybody mixes", {**muon(24e-3), **SHORT}, rule="diloco"),
         *(
             Case(f"{name}, {setting} {value:g}", {**changes, f"train.{setting}": value}, rule=rule)
@@ -220,7 +221,7 @@ STUDIES: dict[str, list[Case]] = {
         Case("each reads modules of its own", plan={"slices": "{replica}"}),
         Case("each reads modules of its own, 5: 0 1 1", SHORT, {"slices": "{replica}"}),
     ],
-    "modulo_churn": [  # whether modulo coding, which needs partners that are near, bears lost swaps
+    "modulo_churn": [  # whether modulo coding, which needs close partners, tolerates lost swaps
         Case(f"{codec_name}, {churn_name}", {**muon(24e-3), **averaging(6), **coded, **CLOSED}, plan)
         for churn_name, plan in (
             ("no churn", {}),
@@ -229,7 +230,7 @@ STUDIES: dict[str, list[Case]] = {
         )
         for codec_name, coded in (("modulo8", MODULO), ("modulo", BY_NEED), ("modulo4", MODULO4))
     ],
-    "late": [  # what a coarse late part costs, and none at all, with rounds of many lengths and both early codecs
+    "late": [  # the cost of a coarse late part, or of none, by round length and early codec
         Case("ddp", muon(16e-3), rule="ddp"),
         *(
             late_case({}, steps, early, late)
@@ -264,7 +265,7 @@ def run_case(case: Case, *, steps: int, replicas: int, seed: int) -> dict[str, A
 
 
 def write_slices(folder: Path, num_slices: int, *, holdout: float) -> None:
-    """The built-in corpus cut by module name: neighbours in the alphabet, so whole packages, come to one replica."""
+    """Write the built-in corpus in slices by module name, so that whole packages go to one replica."""
     documents = list(builtin_corpus().read())
     kept = [document for document in documents if not is_held_out(document, holdout)]
     each = sum(len(document.content) for document in kept) / num_slices
@@ -280,7 +281,7 @@ def write_slices(folder: Path, num_slices: int, *, holdout: float) -> None:
 
 
 def link_of(spec: TrainerSpec, *, seconds: float) -> Any:
-    """A link that carries the outer gradient of this spec in the given number of virtual seconds."""
+    """Return a link that carries the outer gradient of this spec in this number of virtual seconds."""
     from noloco_p2p.codec import get_codec, section_bytes
     from noloco_p2p.testing.links import LinkProfile
 

@@ -1,8 +1,8 @@
-"""The tables of docs/results.md, from benchmarks/results/study_*.json: each stands between its two marks there.
+"""Write the tables of docs/results.md from benchmarks/results/study_*.json, each between its two marks.
 
     python benchmarks/study/tables.py [--check]
 
-A loss is the mean over the seeds that a case was run with. --check: tell whether the page is what the results say.
+A loss is the mean over the seeds of a case. --check only reports whether the page agrees with the results.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ SIZES = (4, 8, 16)
 
 
 def percent(runs: Runs, against: Runs) -> str:
-    """Return the difference of the means over the seeds that both have, in per cent."""
+    """Return the difference of the means over common seeds, in per cent."""
     seeds = runs.by_seed.keys() & against.by_seed.keys()
     ratio = fmean(runs.by_seed[seed] for seed in seeds) / fmean(against.by_seed[seed] for seed in seeds)
     return f"{100 * (ratio - 1):+.1f} %"
 
 
 def distances(name: str, against: Mapping[str, str]) -> list[str]:
-    """Every case of a study beside those in `against` (case -> what the column calls it), and its share of bytes."""
+    """Compare every case of a study with those in `against` (case -> name of the column), and give its bytes."""
     cases = study(name)
     against = {case: label for case, label in against.items() if case in cases}
     head = ("", "loss", "lowest to highest", *(f"against {label}" for label in against.values()), "spread")
@@ -51,7 +51,7 @@ def distances(name: str, against: Mapping[str, str]) -> list[str]:
 
 
 def sizes(name: str) -> list[str]:
-    """Loss of every case with 4, 8 and 16 replicas."""
+    """Return the losses of every case with 4, 8 and 16 replicas."""
     found = {size: study(f"{name}_{size}") for size in SIZES}
     cases = list(dict.fromkeys(case for cases in found.values() for case in cases))
     rows = [(case, *(_with_range(found[size].get(case)) for size in SIZES)) for case in cases]
@@ -59,7 +59,7 @@ def sizes(name: str) -> list[str]:
 
 
 def modulo_churn() -> list[str]:
-    """Every case beside the one of modulo8 under the same churn, and the bytes of its early part."""
+    """Compare every case with modulo8 under the same churn, and give the bytes of its early part."""
     cases, rows = study("modulo_churn"), rows_of("modulo_churn")
     early = {case: fmean(early_bytes(row) for row in rows if row["case"] == case) for case in cases}
     head = ("", "loss", "lowest to highest", "against modulo8", "spread", "early part, bytes per parameter and swap")
@@ -76,7 +76,7 @@ def modulo_churn() -> list[str]:
 
 
 def late(name: str) -> list[str]:
-    """Each late codec beside int4 with the same rounds and the same early codec, seed by seed."""
+    """Compare each late codec with int4 at the same round length and early codec, seed by seed."""
     cases, lines = study(name), []
     for case, runs in cases.items():
         start, _, codec = case.rpartition(", ")
@@ -87,7 +87,7 @@ def late(name: str) -> list[str]:
 
 
 def momentum_swap() -> list[str]:
-    """Every case beside the one of the same name whose momentum stays at home, seed by seed."""
+    """Compare averaged momentum with the case of the same name without it, seed by seed."""
     averaged, cases, lines = ", momentum averaged", study("momentum_swap"), []
     for case, runs in cases.items():
         home = cases.get(case.removesuffix(averaged)) if case.endswith(averaged) else None
@@ -97,8 +97,10 @@ def momentum_swap() -> list[str]:
 
 
 def lateness() -> list[str]:
-    """Every case beside the one that waits with the same optimizer and rate, seed by seed; what was measured on the
-    way, means over the seeds."""
+    """Compare every case with the waiting one of the same optimizer and rate, seed by seed.
+
+    Distances and gradient norms during the run are means over the seeds.
+    """
     rows, lines = rows_of("lateness"), []
     for case in dict.fromkeys(row["case"] for row in rows):
         runs = [row for row in rows if row["case"] == case]
@@ -120,7 +122,7 @@ def lateness() -> list[str]:
 
 
 def lateness_curvature() -> list[str]:
-    """Means over the seeds, and the lowest and highest of them."""
+    """Return the curvature during the runs: means over the seeds, and their range."""
     rows = rows_of("lateness_curvature")
     names = [name for name in rows[0] if name.startswith("curvature_")] if rows else []
     lines = []
@@ -131,7 +133,7 @@ def lateness_curvature() -> list[str]:
 
 
 def lateness_quadratic() -> list[str]:
-    """Mean square distances from the mean, over that of waiting, by curvature."""
+    """Return mean square distances from the mean, relative to that of waiting, by curvature."""
     rows = rows_of("lateness_quadratic")
     names = [name for name in rows[0] if name not in ("curvature", "rest", "predicted", "waiting")] if rows else []
     lines = [(name, *(f"{row[name]:.3g}" for row in rows)) for name in names]
@@ -139,7 +141,7 @@ def lateness_quadratic() -> list[str]:
 
 
 def leads() -> list[str]:
-    """Every lead beside today's swap with as many replicas, seed by seed."""
+    """Compare every lead with today's swap with as many replicas, seed by seed."""
     cases, lines = study("leads"), []
     for case, runs in cases.items():
         today = f"{case.rpartition(': ')[0]}: today".removeprefix(": ")
@@ -190,7 +192,7 @@ TABLES: Mapping[str, Callable[[], list[str]]] = {
 
 
 def filled(page: str) -> str:
-    """The page with every table written anew. Raises KeyError for a mark without a table."""
+    """Return the page with every table rewritten. Raises KeyError for a mark without a table."""
 
     def written(found: re.Match[str]) -> str:
         lines = "\n".join(TABLES[found[1]]())
