@@ -1,16 +1,15 @@
-"""Codecs for activations: speed on one core, and error on synthetic tensors and on those of a small Llama.
+"""Measure activation codecs: speed on one core, and errors on synthetic tensors and on those of a small Llama.
 
     python benchmarks/activation_codecs.py [--quick] [--json FILE]
 
-Speed is in fp32 numbers that go in (encode) or come out (decode) in a second of processor time, for 512 tokens of 4,096
-channels, the best of many calls; copying the same tensor is the baseline. (Results of more than 32 MiB are new memory
-from the kernel at every call, which takes longer than the codec.) ATEN_CPU_CAPABILITY=avx2 with ONEDNN_MAX_CPU_ISA=AVX2
-and MKL_ENABLE_INSTRUCTIONS=AVX2 shows what a processor without AVX-512 does. Errors are Euclidean, relative to the
-tensor.
+Speed counts the bytes of fp32 values encoded or decoded per second of processor time, for 512 tokens of 4,096 channels.
+It is the best of many calls; copying the same tensor is the baseline. (A result of more than 32 MiB is allocated anew
+by the kernel at every call, which takes longer than the codec.) Set ATEN_CPU_CAPABILITY=avx2, ONEDNN_MAX_CPU_ISA=AVX2
+and MKL_ENABLE_INSTRUCTIONS=AVX2 to measure without AVX-512. Errors are Euclidean norms, relative to the exact tensor.
 
-The Llama is drawn from a seed and trained on the text of this project's documentation. Its activations and gradients
-are those after the second of four blocks. "A weight gradient" is activations^T times gradients, of the coded gradients
-against the exact ones. Two other ways to round are measured there as well, with the same blocks and scales.
+The Llama is initialized from a seed and trained on the text of this project's documentation. Its activations and
+gradients are those after the second of four blocks. "A weight gradient" is activations^T times gradients; its error
+compares coded gradients with exact ones. Two other ways to round are measured as well, with the same blocks and scales.
 """
 
 from __future__ import annotations
@@ -97,7 +96,7 @@ def synthetic_errors() -> list[Claim]:
 
 
 def llama_tensors(num_steps: int) -> tuple[Tensor, Tensor, float]:
-    """Activations and their gradients (BATCH, SEQUENCE, HIDDEN) after `num_steps` of training, and the loss."""
+    """Return activations and their gradients (BATCH, SEQUENCE, HIDDEN) after `num_steps` of training, and the loss."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=256, hidden_size=HIDDEN, intermediate_size=1408, num_hidden_layers=4, num_attention_heads=8
@@ -127,23 +126,23 @@ def llama_tensors(num_steps: int) -> tuple[Tensor, Tensor, float]:
 
 
 def with_equal_signs(name: str, values: Tensor, *, stochastic: bool) -> Tensor:
-    """`values` (tokens, hidden) rounded as the codec would if all tokens had the signs of token 0 (int8 has none).
+    """Round `values` (tokens, hidden) as the codec would if all tokens had the signs of token 0 (int8 has no signs).
 
-    Stochastic rounding takes one of the two neighbours at random, so that the mean of many draws is exact.
+    Stochastic rounding picks one of the two neighbours at random, so that the mean of many draws is exact.
     """
     rotated = name == "int4"
     blocks = values.unflatten(1, (-1, BLOCK_CHANNELS))
     sign = signs(range(1), BLOCK_CHANNELS, values.device)
     matrix = hadamard(BLOCK_CHANNELS, values.device) / math.sqrt(BLOCK_CHANNELS)
     blocks = (blocks * sign) @ matrix if rotated else blocks
-    scales = (blocks.abs().amax(dim=2, keepdim=True) / MAX_CODE[name]).clamp_min(1e-30)  # some gradients are all 0
+    scales = (blocks.abs().amax(dim=2, keepdim=True) / MAX_CODE[name]).clamp_min(1e-30)  # a block may be all 0
     codes = blocks / scales
     blocks = ((codes + torch.rand_like(codes)).floor() if stochastic else codes.round()) * scales
     return ((blocks @ matrix) * sign if rotated else blocks).flatten(1)
 
 
 def llama_errors(num_steps: int) -> list[Claim]:
-    """What each codec does to the tensors of one batch."""
+    """Measure the error of each codec on the tensors of one batch."""
     activations, gradients, loss = llama_tensors(num_steps)
     claims = [Claim(f"a Llama of 4 blocks after {num_steps} steps: loss", loss, "nats a byte")]
     x, g = activations.flatten(0, 1), gradients.flatten(0, 1)

@@ -1,14 +1,14 @@
-"""What the gates cost an honest swarm, and what they hold when one of eight lies: simulated swarms of the studies' toy.
+"""Measure what the gates cost an honest swarm, and what they prevent when one peer of eight lies.
 
     python benchmarks/attacks.py [--quick] [--greedy] [--late CODEC] [--seeds 0,1,2] [--jobs 2] [--json FILE]
 
-Losses are validation losses, mean over the honest replicas at the end. "open" = no gate but the finite check. The noise
-is what another seed of the same honest swarm makes of the loss. With --greedy the liar is a ninth peer, which makes
-offers to everybody at once over several calls, and two and three such liars of sixteen are measured, too; optimizer,
-outer step and codecs are those that `noloco init` writes, on the toy's model. An adaptive liar knows the vectors and
-the gates of its partner, and sends the most harmful that still pass. The share is that of one liar, of the swaps of the
-honest replicas, in multiples of 1 / live. With --json the file is written after every case, and cases that it holds are
-not run again.
+The swarms are simulated and train the toy model of the studies. Losses are validation losses, averaged over the honest
+replicas at the end. "open" means that no gate is active except the finite check. The noise is the difference in loss
+between seeds of the same honest swarm. With --greedy the liar is a ninth peer, which makes offers to all peers at once
+over several calls; two and three such liars among sixteen peers are measured, too. The optimizer, outer step and codecs
+are then those that `noloco init` writes, with the toy's model. An adaptive liar knows the vectors and the gates of its
+partner, and sends the most harmful vectors that still pass. "share" is the share of one liar in the swaps of the honest
+replicas, in multiples of 1 / live. With --json the file is written after every case, and cases in it are not run again.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def greedy_cases(seeds: list[int]) -> list[Case]:
 
 
 def cases(seeds: list[int], *, quick: bool) -> list[Case]:
-    """Return the cases, those that matter most first."""
+    """Return the cases, the most important first."""
     honest = [Case(HONEST, gates, seed) for seed in seeds for gates in ("open", "on")]
     attacks = [] if quick else [Case(attack, "on", seeds[0]) for attack in Attack]
     bare = [] if quick else [Case(attack, "open", seeds[0]) for attack in (Attack.SCALED, Attack.FLIPPED, Attack.NOISE)]
@@ -101,7 +101,7 @@ def run_case(case: Case, *, steps: int) -> dict[str, Any]:
     made: list[SimulatedReplica] = []
     try:
         result = simulate_hostile(Material.of(spec, {}), plan, attacks, are_greedy=case.is_greedy, on_made=made.extend)
-    except ValueError as error:  # weights that cannot be coded any more
+    except ValueError as error:  # the weights have grown too large to be coded
         return row | {"loss": None, "failed": str(error)}
     if case.is_greedy:
         greedy = [replica for replica in made if isinstance(replica, GreedyReplica)]

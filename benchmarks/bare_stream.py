@@ -1,4 +1,4 @@
-"""A bare gRPC stream between two processes: the peer in the run for what a swap costs."""
+"""A bare gRPC stream between two processes: the baseline for the cost of a swap."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from noloco_p2p.net.session import SERVER_NAME, Session
 
 
 class BareStream:
-    """Messages of `sizes` bytes both ways at once, neither coded nor looked at; with TLS as between peers, or plain.
+    """Sends messages of `sizes` bytes both ways at once, without coding or reading them; over TLS, or plain.
 
-    a calls and b answers; both ends are in `run_pair`'s hands, on a network thread of their own.
+    Side a calls and side b answers. `run_pair` drives both, each with a network thread of its own.
     """
 
     def __init__(self, name: str, pipe: Connection, sizes: Sequence[int], *, is_plain: bool = False) -> None:
@@ -35,7 +35,7 @@ class BareStream:
         _, self._address, self._key = pipe.recv()
 
     def start(self) -> None:
-        """Begin to send, and return at once."""
+        """Start to send, and return at once."""
         self._served.clear()
         self._calling = self._on_loop(self._call()) if self._name == "a" else None
 

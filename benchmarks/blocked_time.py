@@ -1,11 +1,12 @@
-"""How long training is blocked at the end of a round: a vector of 125M numbers over 100 Mbit/s and 50 ms round trip.
+"""Measure how long the end of a round blocks training: 125M parameters over 100 Mbit/s with a 50 ms round trip.
 
     python benchmarks/blocked_time.py [--quick] [--json FILE]
 
-Two processes joined by a link proxy of the project. A round of training is 60 s of waiting (a tenth in --quick, with a
-tenth of the vector), in which the early part travels. Both sides meet before the boundary, so the partner's lateness is
-nearly nothing; it is told apart. Blocked is what `stage` and `collect` take; when eager also what the later correction
-takes, done here as `NoLoCo` does it. The outer step itself is not in it: every outer optimizer has one.
+Two processes are joined by a link proxy. A round of training is 60 s of waiting (with --quick a tenth of that, and a
+tenth of the vector), during which the early part travels. Both sides meet before the boundary, so the partner is hardly
+late; its lateness is reported separately. Blocked time is the time that `stage` and `collect` take. In eager mode it
+includes the later correction, which is applied here as `NoLoCo` applies it. It does not include the outer step, which
+every outer optimizer has.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def side(name: str, pipe: Connection, num_elements: int, round_s: float, max_wai
         peer.wait_for_early()
         early_s = round_s - (until_s - time.monotonic())
         training.wait(max(0.0, until_s - time.monotonic()))
-        at_boundary_s = time.time()  # of one machine: tells the lateness
+        at_boundary_s = time.time()  # both sides share this clock, so the difference is the lateness
         began_s = time.monotonic()
         peer.stage()
         staged_s = time.monotonic()
@@ -58,7 +59,7 @@ def side(name: str, pipe: Connection, num_elements: int, round_s: float, max_wai
 
 
 def apply(correction: Correction, peer: Side) -> float:
-    """Seconds to add `beta h` to slow and fast weights, as NoLoCo does between two inner steps."""
+    """Add `beta h` to slow and fast weights, as NoLoCo does between two inner steps, and return the seconds it took."""
     began_s, fast_weights = time.monotonic(), peer.slow_weights.clone()
     began_s = time.monotonic()
     gates = ChunkFilter([peer.slow_weights.numel()])
@@ -69,7 +70,7 @@ def apply(correction: Correction, peer: Side) -> float:
 
 
 def through_links() -> Callable[[int], int]:
-    """Put a link proxy before each port. The proxies live as long as this process."""
+    """Return a function that puts a link proxy before a port. The proxies live as long as this process."""
     loop = start_loop()
 
     def between(port: int) -> int:

@@ -1,10 +1,10 @@
-"""What a round of 125M numbers costs one core beside training: coding, checking and adding, without a network.
+"""Measure what a round of 125M parameters costs one core beside training: coding, checking and adding; no network.
 
     python benchmarks/boundary.py [--quick] [--json FILE]
 
-Training waits for "boundary" and "eager"; "behind" is done on the codec thread. One torch thread, the codecs that
-`noloco init` writes, tensors of a Llama. Processor time is measured several times, and the best counts. A copy of as
-many fp32 numbers in memory stands beside them: nothing that reads the model's weights and writes them is faster.
+Training waits for "boundary" and "eager"; the codec thread does "behind". The benchmark uses one torch thread, the
+codecs that `noloco init` writes, and tensors shaped like a Llama's. The best of several measurements of processor time
+counts. The baseline is a copy of as many fp32 values in memory: reading and writing the weights cannot be faster.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def one_round(state: OuterState, trained: Callable[[], None], timed: Timed) -> N
     slab = memory.take(late.num_bytes)
     own: list[Payload] = []
     timed("boundary: coding", lambda: own.extend(slab.code(late.codec, chunk) for chunk in state.outer_gradient()))
-    partner = [*own[1:-1], own[0], own[-1]]  # of the same sizes and lengths
+    partner = [*own[1:-1], own[0], own[-1]]  # payloads with the same sizes and norms
 
     def add_up() -> None:
         squares.own = sum(coding.square(payload, index, scratch=scratch) for index, payload in enumerate(own))
@@ -88,7 +88,7 @@ def one_round(state: OuterState, trained: Callable[[], None], timed: Timed) -> N
 
 
 def modulo_pair(plan: SectionPlan, own: Tensor, timed: Timed) -> SectionPair:
-    """The own slow weights, and those of a partner 1e-4 away."""
+    """Code the slow weights of a partner that differ by about 1e-4, check them, and return the pair."""
     (codec,), places = plan.modulo, list(enumerate(chunk_bounds(own.numel())))
     partner = own + 1e-4 * torch.randn_like(own)
     bounds = Bounds(own.numel(), codec=codec)

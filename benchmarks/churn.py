@@ -1,10 +1,11 @@
-"""Churn: real peers on one machine that join, leave and are killed at random, seeded, for minutes.
+"""Run real peers on one machine that join, leave and are killed at random times, which a seed determines.
 
     python benchmarks/churn.py [--quick] [--json FILE]
 
-Twelve processes with a tiny model and one thread each for five minutes; six for 90 seconds with --quick. Every some
-seconds one of them is killed (SIGKILL), leaves (SIGTERM) or comes back. What must hold: every living peer has a swap in
-any 5 rounds, no round waits beyond its deadline, everybody goes when asked to, and nothing is left behind.
+Twelve processes with a tiny model and one thread each run for five minutes; with --quick, six run for 90 seconds. Every
+few seconds one of them is killed (SIGKILL), leaves (SIGTERM) or comes back. The benchmark checks that every live peer
+swaps at least once in any 5 rounds, no round waits beyond its deadline, every peer leaves when asked, and no process or
+socket remains.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""How fast each codec codes full chunks on one thread, beside int4 in the same run.
+"""Measure how fast each codec codes full chunks on one thread, relative to int4 in the same run.
 
     python benchmarks/codec_speed.py [--quick] [--json FILE]
 
-As in a swap: the memory of payloads, values and intermediate results is there already. All codecs take turns, chunk
-after chunk, and the best time of each counts, as the machine is shared. The chunks are normal numbers.
+As in a swap, the memory for payloads, values and intermediate results is allocated beforehand. All codecs take turns,
+chunk after chunk, and the best time of each counts, because the machine is shared. Chunks are drawn from a normal
+distribution.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ COARSE = ("int2", "sign1")
 
 
 def actions(name: str) -> list[Callable[[], object]]:
-    """Encode and decode one chunk."""
+    """Return the functions that encode and decode one chunk with the codec."""
     codec, scratch = get_codec(name), Scratch()
     chunk = torch.randn(CHUNK_ELEMENTS, generator=torch.Generator().manual_seed(0))
     payload = torch.empty(codec.num_bytes(CHUNK_ELEMENTS), dtype=torch.uint8)
@@ -36,7 +37,7 @@ def actions(name: str) -> list[Callable[[], object]]:
 
 
 def speeds(repeats: int) -> dict[tuple[str, str], float]:
-    """GB/s of fp32 of each codec, each way."""
+    """Return GB/s of fp32 values, by codec and direction."""
     torch.set_num_threads(1)
     calls = {(name, way): call for name in CODEC_NAMES for way, call in zip(WAYS, actions(name), strict=True)}
     best = dict.fromkeys(calls, float("inf"))

@@ -1,11 +1,11 @@
-"""NoLoCo, DiLoCo and synchronous training with N replicas in one process on one accelerator, at equal tokens.
+"""Compare NoLoCo, DiLoCo and synchronous training at equal tokens, with N replicas in one process on one accelerator.
 
     python benchmarks/convergence_gpu.py --json FILE [--size 113m|toy] [--replicas 8] [--steps 500] [--budget-s 3000]
         [--device auto] [--data c4=GLOB] [--seeds 0,1,2]
 
-bf16 compute on an accelerator, fp32 weights, moments and outer state. `113m` is the small model of the paper with bytes
-as its vocabulary. The file is written after every case; what it holds is not run again, so call it until nothing is
-left. A case that would not end within the budget, by the speed measured first, is not begun.
+An accelerator computes in bf16; weights, moments and outer state are fp32. `113m` is the small model of the paper with
+bytes as its vocabulary. The file is written after every case, and cases in it are not run again, so repeat the command
+until none is left. A case that would not end within the budget, by the speed measured first, is not started.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"outer.inner_steps": 5, **PLAIN, **MODULO, "codec.slow_weights": "modulo4", **MUON},
     ),
 }
-JUDGING = 1.5  # of the time of the steps alone: rounds, evaluation, models
+JUDGING = 1.5  # times the steps alone: a run also needs rounds, evaluation and building the models
 
 
 def spec_of(size: str, *, steps: int, source: str) -> TrainerSpec:

@@ -1,10 +1,10 @@
-"""How data reaches training: packing waste, repeats across a swarm that does not coordinate, tokens a second.
+"""Measure how data reaches training: packing waste, repeats across a swarm without coordination, tokens per second.
 
     python benchmarks/data_feed.py [--quick] [--json FILE]
 
-Repeats: of the documents that all peers together have read, the share that somebody had read before, mean of several
-swarms. The yardstick is what independent random draws without replacement per peer give; a swarm with a master would
-have none in an epoch.
+Repeats are the share of all documents read in a swarm that another peer had read before, averaged over several swarms.
+The baseline is independent random draws, without replacement within a peer; a swarm with a coordinator would have no
+repeats in an epoch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from noloco_p2p.data.stream import TokenStream
 from noloco_p2p.spec import DataSpec
 
 NUM_PEERS = 16
-NUM_SWARMS = 8  # whole shards are read, so that one swarm of 16 is not enough to tell chance from habit
+NUM_SWARMS = 8  # peers read whole shards, so the repeats of one swarm vary much by chance
 VOCABULARY = 8192
 PAD, END = 0, 1
 
@@ -47,7 +47,7 @@ def measure(quick: bool) -> list[Claim]:
 
 
 def write_files(folder: Path, *, num_documents: int) -> str:
-    """Documents of very different lengths (log-normal, about 350 words in the mean), as C4 is stored."""
+    """Write documents of very different lengths (log-normal, about 350 words on average) in the format of C4."""
     rng = random.Random(7)
     words = [word for document in islice(builtin_corpus().read(), 50) for word in str(document.content).split()]
     for shard in range(8):
@@ -59,7 +59,7 @@ def write_files(folder: Path, *, num_documents: int) -> str:
 
 
 def packing(files: str, *, num_blocks: int) -> list[Claim]:
-    """Tokens of documents that reach no batch, and padding, over the tokens read."""
+    """Measure the share of tokens read that are padding, or belong to documents but reach no batch."""
     data = DataSpec(source="c4", sequence_length=1024)
     stream = TokenStream(data, tokenizer=ByT5Tokenizer(), bindings={"c4": files}, peer_id="a", batch_size=1)
     given = padding = blocks = lost = taken = 0
@@ -68,7 +68,7 @@ def packing(files: str, *, num_blocks: int) -> list[Claim]:
         given += batch.numel()
         padding += int((batch == PAD).sum())
         at = stream.position
-        if not len(at.rest):  # of a whole block, then
+        if not len(at.rest):  # a whole block has been used up
             blocks, taken = blocks + 1, at.feeds[0]["taken_tokens"]
             lost = taken - len(at.carry) - given
     return [Claim("packing waste", 100 * (lost + padding) / taken, "%", "under 0.1 %", (lost + padding) / taken < 1e-3)]
@@ -91,7 +91,10 @@ def repeats(quick: bool) -> list[Claim]:
 
 
 def repeats_of(num_files: int, num_rows: int, *, thin: bool, share: float, swarm: int) -> tuple[float, float]:
-    """(measured, expected of independent draws); `share`: documents that all peers read together, over all."""
+    """Return the measured share of repeats, and the one expected from independent draws.
+
+    share: documents that all peers read together, as a share of the corpus.
+    """
     source = Source([_piece(str(index), num_rows) for index in range(num_files)], thin=thin)
     each = int(share * num_files * num_rows / NUM_PEERS)
     seen: set[str] = set()
@@ -128,7 +131,7 @@ def speeds(files: str, quick: bool) -> list[Claim]:
     ahead = Prefetcher(stream)
     next(ahead)
     before_s, began_s = ahead.waited_s, time.monotonic()
-    for _ in range(150 if quick else 600):  # an inner step of 20 ms: 200,000 tokens a second
+    for _ in range(150 if quick else 600):  # one inner step per 20 ms: 200,000 tokens per second
         time.sleep(0.02)
         next(ahead)
     waited = (ahead.waited_s - before_s) / (time.monotonic() - began_s)

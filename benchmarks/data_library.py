@@ -1,8 +1,8 @@
-"""What `datasets` does where noloco_p2p/data/ has code of its own: faults, the hold-out, a restart, speed and memory.
+"""Compare noloco_p2p/data/ with `datasets`: damaged files, the hold-out, mixtures, restarts, speed and memory.
 
     python benchmarks/data_library.py [--quick] [--json FILE]
 
-Pairs of figures: of this package, then of the library. Where the library comes to keep a promise, code can go.
+Figures come in pairs: first this package, then the library. Where the library does as well, code here can be removed.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def measure(quick: bool) -> list[Claim]:
 
 
 def faults(folder: Path) -> Iterator[Claim]:
-    """Documents that are read of three files, the second of which is damaged at its half."""
+    """Count the documents that are read from three files when the second is damaged in the middle."""
     lines = [json.dumps({"text": f"document {number}"}) for number in range(NUM_ROWS)]
     half = NUM_ROWS // 2
     good, table = _text(lines), _parquet()
@@ -70,7 +70,7 @@ def faults(folder: Path) -> Iterator[Claim]:
 
 
 def hold_out(folder: Path) -> Iterator[Claim]:
-    """Held-out documents that stay so on a machine that has one document more."""
+    """Measure the share of held-out documents that are also held out on a machine with one more document."""
     texts = [f"document {number}" for number in range(NUM_ROWS)]
 
     def ours(texts: list[str]) -> set[str]:
@@ -87,7 +87,7 @@ def hold_out(folder: Path) -> Iterator[Claim]:
 
 
 def mixture(folder: Path) -> Iterator[Claim]:
-    """Share of the tokens of a source with half of the weight, whose documents are ten times as long."""
+    """Measure the share of tokens from a source with half of the weight and documents ten times as long."""
     for name, length in (("a", 1000), ("b", 100)):
         (folder / f"{name}.jsonl").write_bytes(_text(json.dumps({"text": name * length}) for _ in range(NUM_ROWS)))
     data = DataSpec(source="mix", mix=(MixSpec(source="a"), MixSpec(source="b")), sequence_length=64)
@@ -102,7 +102,7 @@ def mixture(folder: Path) -> Iterator[Claim]:
 
 
 def restart(folder: Path) -> Iterator[Claim]:
-    """Documents after a restart that are those without it, of 100, in a shuffled order."""
+    """Count how many of 100 documents in shuffled order are the same with and without a restart."""
     for number in range(4):
         lines = (json.dumps({"text": f"{number}/{row}"}) for row in range(NUM_ROWS))
         (folder / f"{number}.jsonl").write_bytes(_text(lines))
@@ -156,7 +156,7 @@ def _library(kind: str, folder: Path, *, pattern: str = "*", **options: Any) -> 
 
 
 def _count(rows: Iterable[object]) -> int:
-    """Return the number of rows before an error."""
+    """Return the number of rows read before an error."""
     number = 0
     try:
         for _ in rows:
@@ -176,7 +176,7 @@ def _rate(rows: Iterable[object]) -> float:
 
 
 def _memory_mib(imports: str, code: str) -> float:
-    """The most memory that a process of its own held."""
+    """Run the code in a process of its own, and return its peak resident memory."""
     measured = f"{imports}; {code}; print(*[line for line in open('/proc/self/status') if 'VmHWM' in line])"
     done = subprocess.run([sys.executable, "-c", measured], capture_output=True, text=True, check=True)
     return int(done.stdout.split()[1]) / 1024
@@ -193,14 +193,14 @@ def _folder(parent: Path | str, name: str) -> Path:
 
 
 def _parquet() -> bytes:
-    """Ten groups of rows."""
+    """Return a Parquet file with ten row groups."""
     table = pa.table({"text": [f"document {number}" for number in range(NUM_ROWS)]})
     pq.write_table(table, file := io.BytesIO(), row_group_size=NUM_ROWS // 10, compression="zstd")
     return file.getvalue()
 
 
 def _damaged(table: bytes) -> bytes:
-    """The sixth group is zeros."""
+    """Overwrite the sixth row group with zeros."""
     column = pq.ParquetFile(io.BytesIO(table)).metadata.row_group(5).column(0)
     start, size = column.dictionary_page_offset or column.data_page_offset, column.total_compressed_size
     return table[:start] + bytes(size) + table[start + size :]

@@ -1,14 +1,14 @@
-"""What a flood of DHT requests costs a peer that swaps.
+"""Measure what a flood of DHT requests costs a peer that swaps.
 
     python benchmarks/dht_flood.py [--quick] [--json FILE]
 
-Two peers in processes of their own swap again and again over TLS, as fast as they can, and one of them is a DHT node on
-the same event loop, as peers are. Strangers who have entered its routing table send up to 10 MB/s: questions with one
-key 6,000 times, questions for a full bucket, messages of 1 MiB, records of identities that they have made up, damaged
-records, pings, and provider records for the DHT of p2pd. Every few seconds the flood turns to another process, a node
-without a peer, and back: the two cores of a machine are as busy then, so that the two rates can be compared. A turn of
-the loop is what the network thread computes between two looks of a timer of 2 ms (CPU time, all callbacks of a turn).
-Memory is that of the peer and of its p2pd, against that before the flood, at its highest.
+Two peers in separate processes swap over TLS, again and again, as fast as they can. One of them also runs a DHT node on
+the same event loop, as real peers do. Attackers in its routing table send up to 10 MB/s: find requests that repeat one
+key 6,000 times, find requests for a full bucket, messages of 1 MiB, records of invented identities, damaged records,
+pings, and provider records for the DHT of p2pd. Every few seconds the flood moves to another process, a DHT node
+without a peer, and back: the machine's two cores are then equally busy, so the two rates can be compared. A turn of the
+loop is the CPU time of the network thread between two ticks of a 2 ms timer. Memory is the peak of the peer and of its
+p2pd, above the memory before the flood.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ NUM_ELEMENTS = 8_000_000
 FLOOD_BYTES_A_S = 10e6
 NUM_ATTACKERS = 3
 PERIOD_S = 0.1
-MAX_OPEN = 64  # requests of one attacker that wait for an answer
+MAX_OPEN = 64  # unanswered requests of one attacker
 REQUEST_S = 2.0
 LOOK_S = 0.002
 LONGEST_TURN_S, LEAST_SHARE, MOST_GROWN_BYTES = 0.050, 0.9, 64 << 20
@@ -60,7 +60,7 @@ LONGEST_TURN_S, LEAST_SHARE, MOST_GROWN_BYTES = 0.050, 0.9, 64 << 20
 
 @dataclass(slots=True)
 class Meter:
-    """Watches the thread that it runs on: the longest turn of the loop, in seconds of CPU."""
+    """Records the longest turn of the loop that it runs on, in seconds of CPU time."""
 
     longest_s: float = 0.0
 
@@ -74,7 +74,7 @@ class Meter:
 
 
 def side(name: str, pipe: Connection, folder: str) -> None:
-    """Swaps at each "swap"; at "turn" sends the longest turn since the last time. `a` is a DHT node, too."""
+    """Swap at each "swap"; at "turn", send the longest turn since the last one. Side a also runs a DHT node."""
     peer, meter, node = Side(name, pipe, SPEC, NUM_ELEMENTS), Meter(), None
     if name == "b":
         peer.directory.others = []
@@ -108,7 +108,7 @@ async def start_node(folder: Path, name: str) -> SwarmNode:
 
 
 def decoy(pipe: Connection, folder: str) -> None:
-    """A DHT node that is flooded in the victim's place."""
+    """Run a DHT node that is flooded in the victim's place."""
 
     async def main() -> None:
         node = await start_node(Path(folder), "decoy")
@@ -120,7 +120,7 @@ def decoy(pipe: Connection, folder: str) -> None:
 
 
 def flooder(pipe: Connection, folder: str, doors: list[str]) -> None:
-    """Floods the node whose number comes by the pipe; None: nobody. Sends the number of bytes and of requests sent."""
+    """Flood the node whose index comes through the pipe (None: no node), and answer with the counts sent until then."""
 
     async def main() -> None:
         attackers = [await start_node(Path(folder), f"attacker {number}") for number in range(NUM_ATTACKERS)]
@@ -146,7 +146,7 @@ def flooder(pipe: Connection, folder: str, doors: list[str]) -> None:
 
 
 class Flood:
-    """One attacker. Each kind of request has its own limits, in bytes (a little over a third) and in requests."""
+    """One attacker. Each kind of request has limits of its own: a bit over a third of the bytes, and a request rate."""
 
     def __init__(self, node: SwarmNode, bytes_a_s: float) -> None:
         self.target: str | None = None
@@ -164,7 +164,8 @@ class Flood:
             ("ping", lambda: b"", 300.0),
             ("ping", lambda: filler(12_000), 1000.0),
         ]
-        share = bytes_a_s / 2.7  # small kinds do not use theirs, p2pd takes no provider records, and 1 MiB waits
+        # More than an eighth: small kinds do not use up theirs, p2pd accepts no provider records, 1 MiB requests wait.
+        share = bytes_a_s / 2.7
         self._jobs = [self._keep_on(share, most, self._ask, what, make) for what, make, most in kinds]
         self._jobs.append(self._keep_on(share, 50.0, self._provide))
 
@@ -174,7 +175,7 @@ class Flood:
     async def _keep_on(
         self, bytes_a_s: float, most_a_s: float, send: Callable[..., Awaitable[int]], *args: Any
     ) -> None:
-        """Sends as many as the bytes allow, in portions; what could not be sent in its portion is dropped."""
+        """Send requests within both rates, once per PERIOD_S. Requests that did not fit into a period are skipped."""
         allowed = 0.0
         while True:
             allowed = min(allowed + bytes_a_s * PERIOD_S, bytes_a_s) if self.target else 0.0
@@ -195,7 +196,7 @@ class Flood:
         return max(len(data), 100)
 
     async def _provide(self) -> int:
-        """Provider records, 500 at once, on a stream of p2pd's own DHT."""
+        """Send 500 provider records on a stream of p2pd's own DHT, and return their estimated size."""
         await self._open.acquire()
         self._own(self._provider_stream(self.target or ""))
         return 500 * 100
@@ -214,7 +215,7 @@ class Flood:
 
     def _own(self, job: Any) -> None:
         async def quietly() -> None:
-            with suppress(Exception):  # what the victim answers is not asked here
+            with suppress(Exception):  # the victim's answers do not matter
                 await job
 
         task = asyncio.ensure_future(quietly())
@@ -231,7 +232,7 @@ class Flood:
 
 
 def records(num_requests: int) -> list[bytes]:
-    """Store requests of eight signed records each, all of one bucket."""
+    """Return store requests with eight signed records each, all for one bucket."""
     from hivemind.dht.routing import DHTID
     from hivemind.proto import dht_pb2
     from hivemind.utils import MSGPackSerializer
@@ -264,7 +265,7 @@ def whole_bucket() -> bytes:
 
 
 def filler(num_bytes: int) -> bytes:
-    return field(15, bytes(num_bytes))  # a field that nobody knows
+    return field(15, bytes(num_bytes))  # an unknown field
 
 
 def field(number: int, data: bytes) -> bytes:
@@ -278,7 +279,7 @@ def varint(value: int) -> bytes:
 
 @dataclass(slots=True)
 class Slice:
-    """A few seconds with the flood at one target."""
+    """Measurements of a few seconds during which one target is flooded."""
 
     mb_a_s: float  # of swaps, each way
     turn_s: float
@@ -288,7 +289,7 @@ class Slice:
 
 
 class Bench:
-    """The processes; `with` ends them."""
+    """The processes of the benchmark; `end` stops them."""
 
     def __init__(self, folder: str) -> None:
         context = multiprocessing.get_context("spawn")
@@ -320,13 +321,13 @@ class Bench:
         return sum(process.memory_info().rss for process in self._watched)
 
     def swap(self) -> int:
-        """Payload bytes each way."""
+        """Swap once, and return the payload bytes per direction."""
         for name in "ab":
             self.pipes[name].send("swap")
         return sum(self.pipes[name].recv() for name in "ab") // 2
 
     def flood(self, target: int | None) -> dict[str, int]:
-        """From now on; what was sent before."""
+        """Flood this target from now on, and return the counts of what was sent before."""
         self.pipes["flooder"].send(target)
         return self.pipes["flooder"].recv()
 
@@ -336,7 +337,7 @@ class Bench:
 
     def measure(self, target: int | None, seconds: float) -> Slice:
         self.flood(target)
-        self.swap()  # the flood has begun
+        self.swap()  # by its end the flood has started
         self.longest_turn_s()
         began_s, num_bytes, grown = time.monotonic(), 0, 0
         while (took_s := time.monotonic() - began_s) < seconds:

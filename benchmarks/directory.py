@@ -1,13 +1,17 @@
-"""What the directory costs and how even its draws are, from 100 peers to a million.
+"""Measure what the directory costs and how even its draws are, from 100 peers to a million.
 
     python benchmarks/directory.py [--quick] [--json FILE]
 
-Even draws: the chance of the luckiest and the unluckiest peer to be drawn, against that of all alike, exactly, from the
-sizes of the real buckets. Real reads: nodes on loopback, records stored and read by the production code; what a read
-moves counts all copies that the nodes send. Sizes: 100 production censuses among bystanders that are stored where peers
-of such a swarm would be (`harness/bucket_swarm.py`); they start knowing nothing. Bytes a minute are the reads and
-records of this simulation, with the copies and bytes of the real reads. A hundredth of the bystanders (5 at least) then
-die at one moment; they have vanished when nobody has one of them among those to be drawn.
+Even draws: the exact probabilities that the luckiest and the unluckiest peer are drawn, relative to a uniform draw, by
+the sizes of the real buckets.
+
+Real reads: DHT nodes on loopback whose records the production code stores and reads. The bytes of a read include all
+copies that the nodes send.
+
+Sizes: 100 production censuses, which know nothing at the start, among bystanders that are stored where the peers of
+such a swarm would be (`harness/bucket_swarm.py`). Bytes per minute combine the reads and records of this simulation
+with the copies and bytes of the real reads. Then a hundredth of the bystanders (at least 5) die at once. They have
+vanished when no peer can draw any of them.
 """
 
 from __future__ import annotations
@@ -37,7 +41,7 @@ from noloco_p2p.telemetry.metrics import Metrics
 
 RUN = "ab" * 32
 READERS = 100
-NEIGHBOUR_BYTES = 20 + 38  # of one in an answer: its key in the DHT and its peer id
+NEIGHBOUR_BYTES = 20 + 38  # of one neighbour in an answer: its key in the DHT and its peer id
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +49,7 @@ class Cost:
     """The figures of one real read of a bucket."""
 
     record_bytes: float
-    copies: float  # of each record, that a read receives
+    copies: float  # of each record that a read receives
     overhead_bytes: float
     seconds: float
 
@@ -61,9 +65,10 @@ def even_draws(num_peers: int) -> list[Claim]:
 
 
 def spread_of_draws(occupancies: Sequence[int]) -> tuple[float, float]:
-    """Chance to be drawn of the unluckiest and the luckiest peer, against that of all alike, by the sizes of buckets.
+    """Return the probability that the unluckiest and the luckiest peer are drawn, relative to a uniform draw.
 
-    Exact for two buckets drawn at random and a peer drawn from their union (of all when there is one bucket only).
+    Exact for two buckets drawn at random and a peer drawn from their union, or from the only bucket. occupancies: the
+    number of peers in each bucket.
     """
     sizes, num_buckets, num_peers = Counter(occupancies), len(occupancies), sum(occupancies)
     if num_buckets < NUM_DRAWN:
@@ -121,7 +126,7 @@ async def real_reads(num_nodes: int, num_records: int) -> Cost:
         nodes = [await _node(stack, folder, 0, ())]
         nodes += [await _node(stack, folder, number, tuple(nodes[0].multiaddrs())) for number in range(1, num_nodes)]
         while min(len(node.neighbours()) for node in nodes) < min(8, num_nodes - 1):  # noqa: ASYNC110
-            await asyncio.sleep(0.2)  # nothing tells when a routing table is full
+            await asyncio.sleep(0.2)  # no event says that a routing table is full
         expires_at_s = time.time() + 59.0
         records = [replace(describe(identity, n), expires_at_s=expires_at_s) for n, identity in enumerate(many)]
         values = [encode_record(record, identity) for record, identity in zip(records, many, strict=True)]
@@ -161,7 +166,7 @@ async def _node(stack: AsyncExitStack, folder: Path, number: int, door: tuple[st
 
 
 def _count_received(node: Any) -> Counter[str]:
-    """Counts what the answers to this node's reads bring from now on."""
+    """Return a counter of the bytes that this node's reads receive from now on."""
     protocol, received = node._dht.protocol, Counter[str]()
     call_find = protocol.call_find
 
@@ -207,7 +212,7 @@ def at_size(num_peers: int, cost: Cost) -> list[Claim]:
 
 
 def _until(swarm: BucketSwarm, holds: Any) -> float:
-    """Return the seconds until the condition holds."""
+    """Run the swarm until the condition holds, and return the virtual seconds."""
     began_s = swarm.now_s
     swarm.run(1.0)
     while not holds() and swarm.now_s - began_s < 600:

@@ -1,18 +1,17 @@
-"""What a pipeline carries over real sockets, what that costs, and what is left of it under churn.
+"""Measure the throughput of a pipeline over real sockets, what it costs, and how much remains under churn.
 
     python benchmarks/flow.py [--quick] [--json FILE]
 
-carried   3 stages of 2 replicas, each peer a process in a network namespace, on lines of 20 and 100 Mbit/s (cubic) that
-          are 50 ms apart, there and back. Stages pass on what they get, and microbatches have 512 tokens of width 4096
-          in int8. A batch has 32 or 64 of them, and a quarter of it may be in flight. The arithmetic: what a line
-          carries each way is divided by the bytes of activations and gradients. The same on loopback, which stands
-          for 1 Gbit/s, but there the processors are the limit.
+carried   3 stages of 2 replicas, each peer a process in a network namespace, on lines of 20 and 100 Mbit/s (cubic) with
+          a round trip of 50 ms. Stages forward what they receive; a microbatch has 512 tokens of width 4096 in int8. A
+          batch has 32 or 64 microbatches, and a quarter of it may be in flight. The arithmetic divides the rate of a
+          line by the bytes of activations and gradients. The same on loopback, which stands for 1 Gbit/s, but there
+          the processors are the limit.
 swaps     the same on 100 Mbit/s with a round of swaps within each stage at each inner step
 churn     4 stages of 6 replicas on a virtual clock, on links of 100 Mbit/s and 50 ms one way. A peer is killed every
-          20 s, and 20 s later a new one begins to fetch its state.
+          20 s, and 20 s later a new one starts to fetch its state.
 
-This takes about ten minutes on two cores that have nothing else to do (--quick: three minutes). Needs root (see
-netlab.py).
+This takes about ten minutes on two idle cores (--quick: three minutes). It needs root (see netlab.py).
 """
 
 from __future__ import annotations
@@ -54,13 +53,13 @@ MIB = 1 << 20
 PRESSURE = Path("/proc/pressure/cpu")
 
 TOY = Path(__file__).parent / "study" / "toy.toml"
-HOP_S = 2048 * 4160 * 8 / 100e6  # of a microbatch on a link: 0.68 s, as 100 Mbit/s carry 2,048 tokens in int8
+HOP_S = 2048 * 4160 * 8 / 100e6  # of a microbatch on a link: 0.68 s, the time of 2,048 tokens in int8 at 100 Mbit/s
 KILL_S, RETURN_S = 20.0, 20.0
-FETCH_S = 150.0  # more than a newcomer takes to fetch a state: only those that are there are killed
+FETCH_S = 150.0  # more than a newcomer takes to fetch a state, so that only peers that train are killed
 
 
 def bench(*, batch: int = BATCH, inner_steps: int = NEVER) -> Bench:
-    """batch: microbatches. inner_steps: of a round. 12M parameters a stage are swapped."""
+    """Return a bench whose stages swap 12M parameters each. batch: in microbatches. inner_steps: per round."""
     spec = TrainerSpec(
         name="flow",
         model=ModelSpec(hidden_size=1024, num_layers=NUM_STAGES, num_heads=8, mlp_size=2816, parameter_seeds=True),
@@ -75,10 +74,10 @@ def bench(*, batch: int = BATCH, inner_steps: int = NEVER) -> Bench:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The counts of a pipeline, between two readings of all of its peers."""
+    """The difference between two readings of the counts of all peers of a pipeline."""
 
     seconds: float
-    waited_s: float  # in which something on this machine waited for a core
+    waited_s: float  # time in which a process of this machine waited for a core
     before: dict[Place, Counts]
     after: dict[Place, Counts]
 
@@ -100,7 +99,7 @@ class Measured:
 
     @property
     def late_share(self) -> float:
-        """The share of the backwards of all stages that come at least one inner step after their forward."""
+        """The share of backwards, over all stages, that are at least one inner step later than their forward."""
         counted = Counter[int]()
         for place, each in self.after.items():
             counted += each.lateness - self.before[place].lateness
@@ -114,7 +113,7 @@ class Measured:
 
     @property
     def trip_s(self) -> float:
-        """Median, from the forward of a microbatch at its head to its backward there."""
+        """The median time from the forward of a microbatch at its head to its backward there."""
         heads = [place for place in self.after if place.stage == 0]
         return median(s for head in heads for s in self.after[head].trips_s[len(self.before[head].trips_s) :])
 
@@ -131,7 +130,7 @@ class Measured:
 
 
 def carry(bench: Bench, *, mbit_s: float, warm_s: float, seconds: float) -> Measured:
-    """mbit_s: 0 = loopback. warm_s: in which the windows of the heads grow."""
+    """Measure a pipeline for `seconds`, after `warm_s` in which the windows of the heads grow. mbit_s: 0 = loopback."""
     with contextlib.ExitStack() as stack:
         lab = None
         if mbit_s:
@@ -145,14 +144,14 @@ def carry(bench: Bench, *, mbit_s: float, warm_s: float, seconds: float) -> Meas
 
 
 def pressure_s() -> float:
-    """Seconds since the machine began in which some process waited for a core; 0 where the kernel does not tell."""
+    """Return the seconds since boot in which some process waited for a core; 0 if the kernel does not count them."""
     if not PRESSURE.exists():
         return 0.0
     return int(PRESSURE.read_text().split("\n")[0].rpartition("total=")[2]) / 1e6
 
 
 def predicted(mbit_s: float) -> float:
-    """Tokens/s of the arithmetic: a microbatch passes through one replica of each stage."""
+    """Return the tokens/s that the links carry by arithmetic; a microbatch passes one replica of each stage."""
     return NUM_REPLICAS * link_tokens_per_s(bench().spec.pipeline, WIDTH, mbit_s=mbit_s)
 
 
@@ -215,8 +214,10 @@ def churn_spec(num_stages: int, steps: int) -> TrainerSpec:
 
 
 def churn_plan(spec: TrainerSpec, num_replicas: int) -> StagedPlan:
-    """A microbatch takes HOP_S on a link, be it ever so small. The busiest stage computes half as long as that each
-    way."""
+    """Return a plan in which a microbatch of any size takes HOP_S on a link.
+
+    The busiest stage computes half as long as that in each direction.
+    """
     tokens = spec.pipeline.microbatch * spec.data.sequence_length
     rate = tokens * link_bytes_per_token(spec.pipeline, spec.model.hidden_size) / 2 * 8 / 1e6 / HOP_S
     link = LinkProfile("flow", down_mbit_s=rate, up_mbit_s=rate, delay_ms=25, jitter_ms=0)
@@ -231,7 +232,7 @@ def churn_plan(spec: TrainerSpec, num_replicas: int) -> StagedPlan:
 
 
 def with_kills(plan: StagedPlan, until_s: float) -> StagedPlan:
-    """Every KILL_S one of the peers that are there is killed, drawn by a seed, and another one takes its place."""
+    """Return the plan with a kill every KILL_S: a seed picks a peer that trains, and a new peer replaces it."""
     rng = random.Random(0)
     there_from_s = {(stage, number): 0.0 for stage, most in enumerate(plan.num_replicas) for number in range(most)}
     numbers = list(plan.num_replicas)

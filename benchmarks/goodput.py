@@ -1,13 +1,13 @@
-"""Goodput of one swap on plain loopback, both ways at once, beside a bare gRPC stream and a raw TCP connection.
+"""Measure the goodput of a swap on loopback, both ways at once, relative to a bare gRPC stream and a TCP connection.
 
     python benchmarks/goodput.py [--quick] [--json FILE]
 
-Two processes, one for each side, as in real life. The swap is the production one: coding, digests, checks, commit. The
-bare stream sends messages of the same sizes and does nothing with them. Both are over TLS, as between peers; the bare
-stream is measured without it, too. All are measured one after the other, several times, and the best of each counts:
-the machine is shared. Bytes are of payloads, both directions added up. Processor time, of all threads of both
-processes, tells more where others use the cores, too. Both the codecs of the published runs (bf16, bf16, int4) and
-those that `noloco init` writes are measured.
+Each side is a process of its own. The swap is the production one: coding, digests, checks, commit. The bare stream
+sends messages of the same sizes and ignores their content. Both use TLS, as peers do; the bare stream is also measured
+without it. All are measured one after the other, several times, and the best of each counts, because the machine is
+shared. Bytes are payload bytes of both directions. The processor time of all threads of both processes is the better
+measure when other programs use the cores. The codecs of the published runs (bf16, bf16, int4) and those that
+`noloco init` writes are both measured.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ AS_INIT = RunSpec(name="goodput", outer=OuterSpec(inner_steps=1, max_wait_s=120.
 
 
 def swap_side(name: str, pipe: Connection, num_elements: int, spec: RunSpec, repeats: int) -> None:
-    """Run the production swap. Its boundary is where it opens, so nothing is waited for."""
+    """Run the production swap. The round ends as soon as it opens, so no waiting is measured."""
     peer = Side(name, pipe, spec, num_elements)
     for index in range(repeats):
         pipe.recv()
@@ -66,7 +66,7 @@ def message_sizes(num_elements: int) -> list[int]:
 
 
 def tcp_side(name: str, pipe: Connection, num_elements: int, repeats: int) -> None:
-    """The same number of bytes through a socket each way, in writes of one chunk."""
+    """Send the same number of bytes through a TCP socket each way, in writes of one chunk."""
     total = sum(message_sizes(num_elements))
     listener = socket.create_server(("127.0.0.1", 0))
     pipe.send(listener.getsockname()[1])
@@ -95,7 +95,7 @@ Rate = tuple[float, float]  # MB/s of both directions, milliseconds of processor
 
 
 def rate(side: Callable[..., None], num_elements: int, *args: object, repeats: int) -> Rate:
-    """Return the best rate of the repeats."""
+    """Return the highest speed and the lowest processor time of the repeats."""
     results = run_pair(side, num_elements, *args, repeats=repeats)
     mb = [(a[1] + b[1]) / 1e6 for a, b in results]
     speeds = [size / max(a[0], b[0]) for size, (a, b) in zip(mb, results, strict=True)]

@@ -1,11 +1,11 @@
-"""The share of swaps that a greedy liar gets: 8 honest peers, and one that offers to all of them at once.
+"""Measure the share of swaps that a greedy liar gets: 8 honest peers, and a liar that offers to all of them at once.
 
     python benchmarks/greedy.py [--quick] [--json FILE]
 
-Real gRPC on this machine. The liar offers on three calls per victim, pauses for 20 ms after each answer, accepts every
-offer, and sends random vectors and no times. It has a live record in the directory; without one, every offer of it is
-refused. An honest peer that finds no partner within 2 s is alone in that round. The share is counted in swaps of honest
-peers, after 20, 40, 100 and 300 rounds.
+The peers use real gRPC on this machine. The liar makes offers on three calls per victim, pauses for 20 ms after each
+answer, accepts every offer, and sends random vectors and no times. It has a live record in the directory; without one,
+all of its offers are refused. An honest peer that finds no partner within 2 s has a solo round. The figure is the
+liar's share of the swaps of honest peers, after 20, 40, 100 and 300 rounds.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NUM_LIVE = NUM_HONEST + 1
 
 
 def measure(quick: bool) -> list[Claim]:
-    logging.disable(logging.ERROR)  # the liar breaks off many calls
+    logging.disable(logging.ERROR)  # peers log an error for each call that the liar breaks off
     claims: list[Claim] = []
     marks = (10, 20) if quick else (20, 40, 100, 300)
     for is_listed in (True, False):

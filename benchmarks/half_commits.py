@@ -1,10 +1,10 @@
-"""What it does to a swarm when, again and again, only one side of a swap has applied it.
+"""Measure how swaps that only one side has applied affect a swarm.
 
     python benchmarks/half_commits.py [--quick] [--json FILE]
 
-Eight replicas, each with the production outer state, walk down one noisy quadratic bowl: 1,000 rounds of random pairs,
-once with whole swaps and once with every tenth committed by one side only (its early part, or its late part, as a
-lost Ready leaves it). Noise, pairs and starts are the same in both, so that what differs is the half-commits.
+Eight replicas, each with the production outer state, descend one noisy quadratic for 1,000 rounds of random pairs: once
+with whole swaps only, and once with every tenth swap committed by one side only (its early part, or its late part, as
+after a lost Ready). Noise, pairs and start are the same in both, so only the half-commits differ.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SLOW, MOMENTUM, GRADIENT = SectionName
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """means: of all replicas after each round. spreads: root mean square distance from it."""
+    """The result of a walk, by round. means: of all replicas. spreads: their root mean square distance from it."""
 
     means: Tensor
     spreads: Tensor
@@ -55,7 +55,7 @@ def part_of(whole: Received, names: tuple[SectionName, ...]) -> Received | None:
 
 
 def walk(num_rounds: int, *, share: float, seed: int) -> Walk:
-    """`share` of the swaps are committed by one of the two only."""
+    """Run the rounds. Only one of the two peers commits in `share` of the swaps."""
     pairs, faults, noise = random.Random(seed), random.Random(seed + 1), torch.Generator().manual_seed(seed)
     curvature = torch.linspace(0.2, 2.0, SIZE)
     states = [OuterState(Bowl(), published()) for _ in range(NUM_REPLICAS)]
@@ -71,7 +71,7 @@ def walk(num_rounds: int, *, share: float, seed: int) -> Walk:
             num_half += broken
             for here, there in ((one, other), (other, one)):
                 names = (SLOW, MOMENTUM, GRADIENT)
-                if broken and is_early:  # the one has the early part and no late part can follow; the other has nothing
+                if broken and is_early:  # one peer has the early part and gets no late part; the other has nothing
                     names = () if here == loser else (SLOW, MOMENTUM)
                 elif broken:
                     names = (SLOW, MOMENTUM) if here == loser else names

@@ -1,11 +1,11 @@
-"""What a swarm does when the network is cut and comes back: real peers in network namespaces, a tiny model.
+"""Measure how a swarm recovers from network faults: real peers in network namespaces, with a tiny model.
 
 sudo python benchmarks/healing.py [--quick] [--json FILE]
 
-cut         two peers on each side of it for 120 s (--quick: 25 s); the one entrance is on one side. Then it heals.
-one way     what the first peer sends to the second is lost for 30 s, the other way is open
-daemon      p2pd of one peer is killed, that of another stopped (SIGSTOP)
-entrance    the founder, the only bootstrap of all, is killed; a newcomer enters with a ticket of another peer
+cut         the network is cut for 120 s (--quick: 25 s), with two peers on each side and the bootstrap on one of them
+one way     packets from the first peer to the second are lost for 30 s; the other direction works
+daemon      p2pd of one peer is killed, and that of another is stopped (SIGSTOP)
+entrance    the founder, the only bootstrap of all peers, is killed; a newcomer joins with another peer's ticket
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ POLL_S = 0.5
 
 
 def status(peer: PeerProcess) -> dict[str, Any]:
-    """The output of `noloco status --json`; empty while the peer does not answer."""
+    """Return the output of `noloco status --json`; empty while the peer does not answer."""
     try:
         return ask(peer.folder, "status") or {}
     except SettingsError:
@@ -41,7 +41,7 @@ def status(peer: PeerProcess) -> dict[str, Any]:
 
 
 def seconds_until(condition: Callable[[], bool]) -> float:
-    """Infinite when it did not become true within PATIENCE_S."""
+    """Return the seconds until the condition holds; infinity if it does not hold within PATIENCE_S."""
     began_s = time.monotonic()
     while time.monotonic() - began_s < PATIENCE_S:
         if condition():
@@ -56,7 +56,7 @@ def partners(peer: PeerProcess, *, after: int = 0) -> set[str]:
 
 
 def swapped_across(sides: Sequence[Sequence[PeerProcess]], rounds: dict[PeerProcess, int]) -> bool:
-    """Every peer has swapped with one of the other side since `rounds`."""
+    """Whether every peer has swapped with a peer of the other side since `rounds`."""
     for side, other in (sides, sides[::-1]):
         names = {peer.peer_id[-6:] for peer in other}
         if not all(names & partners(peer, after=rounds[peer]) for peer in side):
@@ -69,7 +69,7 @@ def num_rounds(peers: Sequence[PeerProcess]) -> dict[PeerProcess, int]:
 
 
 def longest_round_s(peers: Sequence[PeerProcess], since_s: float) -> float:
-    """Between two rounds of one peer, by its own events."""
+    """Return the longest time between the ends of two rounds of one peer since `since_s`, from its events."""
     longest_s = 0.0
     for peer in peers:
         times_s = [event["time_s"] for event in peer.events("round") if event["time_s"] >= since_s]

@@ -1,10 +1,11 @@
-"""How far honest states are apart: the limits of `outer/state_checks.py` and `outer/robust_mean.py` come from here.
+"""Measure how far honest states are apart, for the limits of `outer/state_checks.py` and `outer/robust_mean.py`.
 
     python benchmarks/honest_states.py [--steps 120] [--rounds 40] [--seed 0]
 
-Eight simulated replicas of the studies' toy. Where N are apart, those never meet the others: each row is then a swarm
-at the moment in which a cut heals. Distances are shares of a norm. Peers save at moments of their own, so that a merge
-gets states of several rounds: replica i then gives what it saved i rounds ago.
+Eight simulated replicas train the toy of the studies. "N of 8 apart" means that these N never meet the others: each row
+then shows a swarm at the moment when a network cut heals. Distances are relative to a norm. Peers save at different
+times, so a merge receives states of several rounds; in the columns "saved 0 to 7 rounds ago", replica i contributes the
+state that it saved i rounds ago.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ NUM_REPLICAS = 8
 
 
 def histories(material: Material, *, seed: int, cut: int) -> list[list[Tensor]]:
-    """The slow weights of each replica after each of its rounds; the first `cut` are on an island of their own."""
+    """Return the slow weights of each replica after each of its rounds. The first `cut` ones never meet the others."""
     found: list[list[Tensor]] = []
     names: list[str] = []
 
@@ -59,13 +60,13 @@ def histories(material: Material, *, seed: int, cut: int) -> list[list[Tensor]]:
 
 
 def distances(states: Sequence[Tensor]) -> list[float]:
-    """The distance of each state from the coordinate-wise median of all, as a share of the median's norm."""
+    """Return the distance of each state from the coordinate-wise median of all, relative to the median's norm."""
     centre = torch.stack(list(states)).quantile(0.5, dim=0)
     return [float((state - centre).norm() / centre.norm()) for state in states]
 
 
 def far_on(found: Sequence[Sequence[Tensor]], now: int, rounds: int) -> float:
-    """The largest distance of a state to that of another replica, `rounds` later."""
+    """Return the largest distance between a state and that of the next replica `rounds` later."""
     then = min(len(found[0]) - 1, now + rounds)
     return max(float((one[now] - two[then]).norm() / two[then].norm()) for one, two in pairwise(found))
 

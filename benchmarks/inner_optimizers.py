@@ -1,10 +1,10 @@
-"""What an inner step costs with Muon instead of AdamW: at most 1.2 times as much, on the demo's model with one thread.
+"""Measure an inner step with Muon, which may take 1.2 times as long as with AdamW, on the demo's model and one thread.
 
     python benchmarks/inner_optimizers.py [--quick] [--json FILE]
 
 A step is forward, backward, clipping and the optimizer, on a CPU, in fp32. Steps with AdamW, with Muon and with
-`torch.optim.Muon` (bf16 products, one matrix after another) take turns in one process; the figures are medians of the
-ratio within a turn, of CPU seconds. Only the machine at hand is measured: run it on others.
+`torch.optim.Muon` (bf16 products, one matrix after another) take turns in one process. The figures are medians over the
+turns of the ratio of CPU seconds. They hold for this machine only.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def measure(quick: bool) -> list[Claim]:
         for name, step in steps.items():
             began_s = time.process_time()
             step(batch, progress=PROGRESS)
-            if turn >= 2:  # the first ones make the state of the optimizers
+            if turn >= 2:  # the first steps create the state of the optimizers
                 seconds[name].append(time.process_time() - began_s)
     ratios = {
         name: median(one / adamw for one, adamw in zip(each, seconds["adamw"], strict=True))

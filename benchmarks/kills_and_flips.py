@@ -1,14 +1,14 @@
-"""Swaps that are cut in every phase, and swaps with one wrong bit: is anything left of them that should not be?
+"""Check that a swap that is cut in any phase, or has one flipped bit, leaves nothing behind that it should not.
 
     python benchmarks/kills_and_flips.py [--quick] [--json FILE]
 
-Two peers with the production driver, swap and codecs over streams in memory. A kill breaks every connection of one peer
-at the frame of a phase (six phases). Both sides must tell of the same end, and have applied the parts that it names,
-whole, and nothing else: alone, each stands where one stands that has met nobody, bit for bit, and otherwise the mean of
-both is where exact codes would leave it. A flip is of a random bit of a random chunk of what one peer sends; nothing of
-its part may be applied.
+Two peers run the production driver, swap and codecs over streams in memory. A kill breaks every connection of one peer
+at the frame of a phase (six phases). Both sides must report the same outcome, and must have applied the parts that it
+names completely, and nothing else. After a solo round each peer has, bit for bit, the state of a peer without partners;
+otherwise the mean of both is the one that exact codes give. A flip changes a random bit of a random chunk that one peer
+sends; nothing of its part may be applied.
 
-Both run with the codecs of `noloco init`. Its grid is agreed on in the swap before: that one is whole.
+The codecs are those of `noloco init`. Their grid is agreed on in the previous swap, which has no fault.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from noloco_p2p.testing.peers import MemorySwarm
 
 NUM_ELEMENTS = 100
 SPEC = RunSpec(name="faults", codec=BEST_CODEC, outer=published())
-DEADLINES = Deadlines(dial_s=5.0, offer_s=5.0, status_s=5.0, progress_s=5.0, farewell_s=0.05)  # a cut shows at once
+DEADLINES = Deadlines(dial_s=5.0, offer_s=5.0, status_s=5.0, progress_s=5.0, farewell_s=0.05)  # a cut is seen at once
 SIZES = {
     SectionName.SLOW_WEIGHTS: MODULO8.num_bytes(NUM_ELEMENTS),
     SectionName.OUTER_MOMENTUM: MODULO8.num_bytes(NUM_ELEMENTS),
@@ -73,7 +73,10 @@ def is_caught(rng: random.Random) -> bool:
 
 
 def swap_with(at: Phase | At, fault: Fault) -> tuple[set[type], bool]:
-    """How both sides end the round in which `a` sends the fault, and whether each applied what its outcome names."""
+    """Run the round with the fault, which `a` sends.
+
+    Returns the types of both outcomes, and whether each side applied exactly the parts that its outcome names.
+    """
     pair, injector = Pair.make(SPEC.outer), Injector().fail_at(peer="a", round=1, phase=at, fault=fault)
     kinds, is_whole = set[type](), False
     with MemorySwarm(SPEC, deadlines=DEADLINES) as swarm:

@@ -1,11 +1,11 @@
-"""How long an exchange takes when it is with one peer, and when it is with all: pair swap against tree all-reduce.
+"""Compare the time of an exchange with one peer and with all peers: pair swap against tree all-reduce.
 
     python benchmarks/latency.py [--quick] [--json FILE] [--plot FILE.png]
 
 Sends take log-normal times with a median of 1, and nothing else takes time. A pair is done when both sends are. In a
-tree all-reduce every peer waits for its (up to) two children, adds, and sends to its parent; the sum comes back the
-same way. Formulas: E[max of two sends] = (1 + erf(sigma / 2)) exp(sigma^2 / 2) for a pair, and as often as the tree is
-deep, up and down, for the tree. In a large tree the slowest of many paths counts: longer than the formula says.
+tree all-reduce every peer waits for its (up to) two children, adds, and sends to its parent; the sum returns the same
+way. Formulas: E[max of two sends] = (1 + erf(sigma / 2)) exp(sigma^2 / 2) for a pair, and twice the depth of the tree
+times that for the tree. In a large tree the slowest of many paths counts, which takes longer than the formula says.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SIZES = tuple(2**power for power in range(1, 13))
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Means in medians of a send."""
+    """Mean times, in units of the median time of a send."""
 
     num_peers: int
     sigma: float
@@ -44,7 +44,7 @@ def pair_formula(sigma: float) -> float:
 
 
 def tree_depth(num_peers: int) -> int:
-    """The depth of a binary tree in which every node is a peer; a heap of `num_peers`."""
+    """Return the depth of a binary heap in which every node is a peer."""
     return num_peers.bit_length() - 1
 
 
@@ -53,7 +53,7 @@ def simulate_pair(rng: np.random.Generator, sigma: float, trials: int) -> float:
 
 
 def simulate_tree(rng: np.random.Generator, num_peers: int, sigma: float, trials: int) -> float:
-    """Peers are numbered as a heap: the parent of k is (k - 1) // 2."""
+    """Return the mean time of a tree all-reduce. Peers are numbered as a heap: the parent of k is (k - 1) // 2."""
     parents = (np.arange(1, num_peers) - 1) // 2
     total = 0.0
     for _ in range(trials):

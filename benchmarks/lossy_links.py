@@ -1,13 +1,13 @@
-"""Goodput of a swap over lines that lose packets, with several connections and with one.
+"""Measure the goodput of a swap over lines that lose packets, with several connections and with one.
 
     python benchmarks/lossy_links.py [--quick] [--json FILE]
 
-Two network namespaces, 100 Mbit/s and 50 ms there and back, 1 % of the packets lost, TCP with cubic and with bbr; and
-the same line without loss, where further connections cannot help. The swap is the production one, both ways at once:
-int8 slow weights and an int4 outer gradient. With several connections, two peers swap several times: the first swap
-finds out how many the line needs, the last one begins with that number. Goodput is that of payloads, each way, over the
-whole swap: offer, both parts and commits. With loss, the swap on one connection is four times smaller. Needs root (see
-netlab.py).
+Two network namespaces are joined by a line of 100 Mbit/s with a round trip of 50 ms that loses 1 % of the packets, for
+TCP with cubic and with bbr; and by the same line without loss, where more connections cannot help. The swap is the
+production one, both ways at once: int8 slow weights and an int4 outer gradient. With several connections, two peers
+swap several times: the first swap finds out how many connections the line needs, and the last one starts with that
+number. Goodput counts payload bytes each way over the whole swap: offer, both parts and commits. With loss, the vector
+is four times smaller on one connection. Needs root (see netlab.py).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def side(
     connections: ConnectionPolicy,
     repeats: int,
 ) -> None:
-    """Sends (seconds, payload bytes received, connections that were learned) per swap. Only `a` makes offers."""
+    """Send (seconds, payload bytes received, connections learned) for each swap. Only `a` makes offers."""
     enter(namespaces[name])
     peer = Side(name, pipe, SPEC, num_elements, host="0.0.0.0", connections=connections)
     others = peer.directory.others
@@ -57,7 +57,7 @@ def side(
         outcome = peer.exchange.collect(600.0)
         assert isinstance(outcome, Swapped), outcome
         seconds = time.monotonic() - began_s
-        time.sleep(1.0)  # the stream is closed, and what it taught is noted
+        time.sleep(1.0)  # until the stream is closed and its lesson recorded
         pipe.send((seconds, outcome.received.bytes_received, peer.transport.memory.num_connections(address)))
         del outcome
     peer.stop()
@@ -66,9 +66,9 @@ def side(
 def goodputs(
     congestion_control: str, *, loss: float, connections: ConnectionPolicy, num_elements: int, repeats: int
 ) -> list[tuple[float, int]]:
-    """(Mbit/s each way, connections learned) of each swap."""
+    """Return (Mbit/s each way, connections learned) of each swap."""
     line = home(rate_mbit_s=RATE_MBIT_S, round_trip_ms=ROUND_TRIP_MS, loss=loss)
-    # Also without loss no offload: the figures are to differ by the loss alone.
+    # No offload even without loss, so that the figures differ by the loss alone.
     with NetLab([line] * 2, congestion_control=congestion_control, offload=False) as lab:
         a, b = lab.nodes
         namespaces = {"a": a.namespace, "b": b.namespace}
@@ -81,9 +81,9 @@ def goodputs(
 
 
 def compare(congestion_control: str, *, loss: float, num_elements: int, repeats: int) -> list[Claim]:
-    """One connection, the first swap and the last one with connections."""
+    """Compare one connection with the first and the last swap over several connections."""
     name = f"{congestion_control}, {loss:.0%} loss"
-    fewer = num_elements // 4 if loss else num_elements  # a connection of 2 Mbit/s would take minutes
+    fewer = num_elements // 4 if loss else num_elements  # one connection gets 2 Mbit/s and would take minutes
     alone = goodputs(congestion_control, loss=loss, connections=ONE_CONNECTION, num_elements=fewer, repeats=1)[0][0]
     swaps = goodputs(
         congestion_control, loss=loss, connections=ConnectionPolicy(), num_elements=num_elements, repeats=repeats

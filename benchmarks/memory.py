@@ -1,9 +1,9 @@
-"""Peak extra memory of a swap: beyond slow weights and momentum, one coded payload per direction and section + 64 MiB.
+"""Measure the extra memory of a swap. Its limit is one coded payload per direction and section, and 64 MiB.
 
     python benchmarks/memory.py [--quick] [--json FILE]
 
-Resident memory of two processes that swap over loopback: the peak of each round (VmHWM, reset before it) less what was
-resident before the first one; the larger of the two counts.
+Two processes swap over loopback. Their extra memory is the peak resident memory of a round (VmHWM, reset before it)
+minus the resident memory before the first round; the larger of the two counts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MIB = 1 << 20
 
 
 def resident_bytes(field: str) -> int:
-    """VmRSS (now) or VmHWM (peak) of this process."""
+    """Return VmRSS (current) or VmHWM (peak) of this process."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field):
             return int(line.split()[1]) * 1024

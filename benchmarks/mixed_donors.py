@@ -1,10 +1,11 @@
-"""A newcomer that fetched half of its state from one donor and half from another: what that costs in loss.
+"""Measure the cost in loss of a state whose halves come from two donors.
 
     python benchmarks/mixed_donors.py [--quick] [--json FILE]
 
-Eight simulated replicas of the study's toy (benchmarks/study/toy.toml) train with the learning rate at its peak, where
-they are as far apart as they ever are. Then for pairs of them: validation loss of both, of the state whose first half
-is the one's and whose second half is the other's, and of each after 20 more inner steps on the same text.
+Eight simulated replicas of the study's toy (benchmarks/study/toy.toml) train at the peak learning rate, where the
+distance between replicas is largest. For pairs of replicas the benchmark measures the validation loss of both, that of
+a state with the first half of one and the second half of the other, and that of each after 20 more inner steps on the
+same text.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ MORE_STEPS = 20
 
 
 def spec(steps: int) -> TrainerSpec:
-    """At its peak to the end: `min_learning_rate` is a share of it."""
+    """Return the toy with a learning rate that stays at its peak; `min_learning_rate` is a share of the peak."""
     changes = {"train.total_steps": steps, "train.min_learning_rate": 1.0}
     return TrainerSpec.load(TOY).with_changes(changes, origin="mixed donors")
 
 
 def after(material: Material, weights: torch.Tensor) -> tuple[float, float]:
-    """Validation loss of these weights, and after some more steps from there."""
+    """Return the validation loss of these weights, and that after MORE_STEPS further steps."""
     model = material.model()
     at_once = material.loss_of(weights, model)
     inner, batches = InnerStep(model, material.spec.train), material.batches("newcomer")

@@ -1,10 +1,10 @@
-"""Modulo coding: speed on one core, and the ratio of each codec to modulo8.
+"""Measure the speed of modulo coding on one core, and its ratio to modulo8.
 
     python benchmarks/modulo_codecs.py [--quick] [--json FILE]
 
-Speed is in fp32 numbers that go in (encode) or are compared (differences) in a second of processor time, for a whole
-chunk, the best of many calls, in turn with modulo8. Codec modulo takes one pass for a chunk that four bits carry, two
-for one of six and three for one of eight; its figures are those of all passes of a chunk together.
+Speed counts the bytes of fp32 values encoded or compared (differences) per second of processor time, for a whole chunk:
+the best of many calls, in turn with modulo8. Codec modulo needs one pass for a chunk that fits into four bits, two for
+six and three for eight; its figures cover all passes of a chunk together.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from torch import Tensor
 from noloco_p2p.codec import CHUNK_ELEMENTS
 from noloco_p2p.codec.modulo import BLOCKS_A_CHUNK, MODULO8, MODULO_CODECS, Grid, ModuloCodec
 
-DISTANCE = 1.0  # the standard deviation; the largest of a chunk is some five times that
-LEAST = 0.8  # of the speed of modulo8, for a chunk that four bits carry
+DISTANCE = 1.0  # standard deviation; the largest value of a chunk is about five times that
+LEAST = 0.8  # of the speed of modulo8, for a chunk that fits into four bits
 
 
 def grid_of(exponent: int) -> Grid:
     return Grid(bytes([exponent & 0xFF] * BLOCKS_A_CHUNK), seed=1)
 
 
-# What is measured: the codecs of all passes, and a grid on which the last of them carries the chunk.
+# By name: the codecs of all passes, and a grid with which the chunk needs the last of them.
 CASES: dict[str, tuple[tuple[ModuloCodec, ...], Grid]] = {
     "modulo4": (MODULO_CODECS["modulo4"], grid_of(0)),
     **{

@@ -1,9 +1,9 @@
-"""The monitor's page with 3,000 peers: processor time of an update in the browser and in the server, and memory.
+"""Measure the monitor's page with 3,000 peers: processor time of an update in browser and server, and memory.
 
     python benchmarks/monitor_page.py --minutes 10 --json benchmarks/results/monitor_page.json
 
-Synthetic records in the place of a directory, everything else as `noloco monitor --web` runs it, looked at by one
-headless Chromium. Targets: an update costs under 200 ms of the page's main thread; memory is flat once warm.
+Synthetic records replace the directory; all else runs as in `noloco monitor --web`, with one headless Chromium as the
+viewer. Targets: an update costs less than 200 ms of the page's main thread, and memory is flat after the warm-up.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ async def run(num_peers: int, minutes: float) -> dict[str, Any]:
         async def looking() -> None:
             nonlocal records
             while True:
-                records = crowd.records(time.time())  # not the monitor's work: a directory has them
+                records = crowd.records(time.time())  # not the monitor's work: a directory would have the records
                 began_s = time.process_time()
                 await feed.look(look)
                 updates.append(1000 * (time.process_time() - began_s))
@@ -101,7 +101,7 @@ async def run(num_peers: int, minutes: float) -> dict[str, Any]:
 
 
 async def _page(page: Any, session: Any) -> dict[str, float]:
-    """`busy_s`: processor time of the page's main thread, everything in it. The heap is measured after a collection."""
+    """Return the figures of the page, after garbage collection. `busy_s`: processor time of its main thread."""
     await session.send("HeapProfiler.collectGarbage")
     metrics = {entry["name"]: entry["value"] for entry in (await session.send("Performance.getMetrics"))["metrics"]}
     updates = await page.evaluate("Number(document.body.dataset.updates || 0)")

@@ -1,4 +1,4 @@
-"""Emulated internet links between network namespaces of one machine, for benchmarks that need real sockets.
+"""Emulate internet links between network namespaces of one machine, for benchmarks that need real sockets.
 
     python benchmarks/netlab.py [--quick] [--json FILE]      measures the links themselves
 
@@ -7,13 +7,13 @@
         lab.partition([0, 1], [2, 3])
     NetLab([...] * 3, routers=[Router("endpoint", "port")], behind=[None, 0, 0])      two at home, behind one router
 
-Each node is a namespace with one TUN device. One forwarding process reads all of them, and holds every packet as long
-as the sender's uplink, the way and the receiver's downlink take. Rates belong to a node, as at home: all that it sends
-shares its uplink, whoever it is sent to. Nothing is needed of the kernel but namespaces and TUN (no netem); it takes
+Each node is a namespace with one TUN device. One forwarding process reads all of them, and delays every packet by the
+time of the sender's uplink, the path and the receiver's downlink. Rates belong to a node, as at home: all traffic of a
+node shares its uplink, whatever its destination. The kernel needs only namespaces and TUN (no netem); the lab needs
 root, /dev/net/tun and iproute2.
 
-The forwarding process owns the namespaces. It ends when the lab is closed or the process that made it dies in any way,
-and then kills what still runs in them and deletes them.
+The forwarding process owns the namespaces. When the lab is closed, or the process that made it dies in any way, the
+forwarding process kills all processes in the namespaces, deletes the namespaces, and ends.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ from harness.nat import Router, Routers
 from harness.packets import OFFLOAD_HEADER, destination_address, flow, wire_bytes
 
 DEVICE = "wan0"
-PREFIX = "noloco-lab"  # then the pid of the forwarding process, then the number of the node
+PREFIX = "noloco-lab"  # followed by the pid of the forwarding process and the index of the node
 NAMESPACES = Path("/run/netns")
 TUN = Path("/dev/net/tun")
-ANSWER_S = 20.0  # for the forwarding process to begin, to change or to end
+ANSWER_S = 20.0  # for the forwarding process to start, to answer or to end
 READS_AT_ONCE = 32
 
 # linux/if_tun.h, linux/virtio_net.h, linux/sched.h
@@ -66,23 +66,23 @@ class LabError(RuntimeError):
     """The lab cannot be made or does not answer; the message says what is missing."""
 
 
-# what a link is
+# links
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
     """One direction of the line between a node and the middle of the network."""
 
-    rate_mbit_s: float = 0.0  # of IP packets; 0 = as fast as it goes
-    delay_ms: float = 0.0  # one way, this line only; the way from a to b is a's up + b's down
+    rate_mbit_s: float = 0.0  # of IP packets; 0 = unlimited
+    delay_ms: float = 0.0  # one way, this line only; from a to b it is a's up + b's down
     jitter_ms: float = 0.0  # added delay, uniform from 0 to this; packets keep their order
     loss: float = 0.0  # share of packets, at random
-    queue_ms: float = 100.0  # what the router in front of a full line holds; more is dropped
+    queue_ms: float = 100.0  # capacity of the queue in front of a full line; further packets are dropped
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """How one node is connected."""
+    """The two directions of a node's line."""
 
     up: Line = Line()
     down: Line = Line()
@@ -91,9 +91,9 @@ class Access:
 def home(
     *, rate_mbit_s: float, round_trip_ms: float, jitter_ms: float = 0.0, loss: float = 0.0, queue_ms: float = 100.0
 ) -> Access:
-    """A line that is the same both ways; two such nodes are `round_trip_ms` apart (there and back).
+    """Return a symmetric line. Between two such nodes the round trip is `round_trip_ms`.
 
-    `jitter_ms` and `loss` are those of a packet's whole way from one node to the other.
+    `jitter_ms` and `loss` are those of a packet's whole path from one node to the other.
     """
     leg_ms = round_trip_ms / 4
     up = Line(rate_mbit_s, leg_ms, jitter_ms, loss, queue_ms)
@@ -102,13 +102,13 @@ def home(
 
 @dataclass(slots=True)
 class Counters:
-    """The traffic of one node. Bytes are those of IP packets, with headers and retransmissions."""
+    """The traffic of one node. Bytes count whole IP packets, with headers and retransmissions."""
 
-    sent_bytes: int = 0  # put on the uplink; dropped ones count too
+    sent_bytes: int = 0  # offered to the uplink, dropped packets included
     received_bytes: int = 0
-    lost_packets: int = 0  # of those sent, at random or by a cut
-    dropped_packets: int = 0  # a queue was full: uplink of the sender or downlink of the receiver
-    filtered_packets: int = 0  # that its router did not let in
+    lost_packets: int = 0  # of the sent packets, at random or by a cut
+    dropped_packets: int = 0  # at a full queue: uplink of the sender or downlink of the receiver
+    filtered_packets: int = 0  # rejected by its router
 
 
 # the network in virtual time: no clock, no sockets
@@ -125,16 +125,16 @@ class _Packet:
 
 @dataclass(slots=True)
 class Fabric:
-    """Which packet comes out where and when. Times are seconds of one clock; calls must not go back in time."""
+    """Decides where and when each packet arrives. Times are seconds of one clock, and must not go back."""
 
     accesses: list[Access]
     rng: random.Random
     counters: list[Counters] = field(init=False)
-    groups: list[int] = field(init=False)  # nodes of different groups do not hear each other
+    groups: list[int] = field(init=False)  # nodes of different groups cannot reach each other
     blocked: set[tuple[int, int]] = field(init=False, default_factory=set)  # (source, destination): this way only
-    closed: set[int] = field(init=False, default_factory=set)  # nodes that let connections out and none in
-    _flows: set[tuple[int, bytes]] = field(init=False, default_factory=set)  # what closed nodes have sent out
-    _free_up_s: list[float] = field(init=False)  # when the line has sent all that is in its queue
+    closed: set[int] = field(init=False, default_factory=set)  # nodes that open connections and accept none
+    _flows: set[tuple[int, bytes]] = field(init=False, default_factory=set)  # opened by closed nodes
+    _free_up_s: list[float] = field(init=False)  # when the queue of the line is empty
     _free_down_s: list[float] = field(init=False)
     _last_s: dict[tuple[int, int], float] = field(init=False, default_factory=dict)
     _events: list[tuple[float, int, _Packet]] = field(init=False, default_factory=list)
@@ -148,7 +148,7 @@ class Fabric:
         self._free_down_s = [0.0] * num_nodes
 
     def accept(self, frame: bytes, *, source: int, destination: int, num_bytes: int, now_s: float) -> None:
-        """A packet leaves `source`."""
+        """Accept a packet that leaves `source`."""
         access, counters = self.accesses[source], self.counters[source]
         up = access.up
         counters.sent_bytes += num_bytes
@@ -174,13 +174,13 @@ class Fabric:
         self._push(arrives_s, _Packet(source, destination, num_bytes, frame))
 
     def _passes(self, frame: bytes, source: int, destination: int) -> bool:
-        """The cuts, and the firewall of a closed node: in comes what answers something that went out."""
+        """Whether a packet passes the cuts and the firewall of a closed node, which admits only answers."""
         if self.groups[source] != self.groups[destination] or (source, destination) in self.blocked:
             return False
         return destination not in self.closed or (destination, flow(frame, reverse=True)) in self._flows
 
     def deliver(self, now_s: float) -> Iterator[tuple[int, bytes]]:
-        """(node, frame) of each packet that is through by `now_s`, in order."""
+        """Yield (node, frame) of each packet that has arrived by `now_s`, in order."""
         while self._events and self._events[0][0] <= now_s:
             when_s, _, packet = heapq.heappop(self._events)
             through_s = when_s if packet.on_downlink else self._pass_downlink(packet, when_s)
@@ -194,14 +194,14 @@ class Fabric:
                 yield packet.destination, packet.frame
 
     def next_s(self) -> float | None:
-        """When `deliver` has something to do next."""
+        """Return the time of the next event for `deliver`; None if there is none."""
         return self._events[0][0] if self._events else None
 
     def _pass_downlink(self, packet: _Packet, when_s: float) -> float | None:
-        """When the packet is through the receiver's line; None = its queue is full.
+        """Return when the packet has passed the receiver's line; None if its queue is full.
 
-        A packet that meets no queue passes at once: it came at the pace of a line already, and to hold it for its own
-        length again would double the length of a packet that stands for many segments.
+        A packet that meets no queue passes at once. The sender's line has already delayed it by its length, and a
+        second delay would be too long for a packet that stands for many segments.
         """
         down, node = self.accesses[packet.destination].down, packet.destination
         if self._free_down_s[node] - when_s > down.queue_ms / 1e3:
@@ -216,7 +216,7 @@ class Fabric:
 
 
 def serial_s(num_bytes: int, line: Line) -> float:
-    """Seconds that the bits of a packet take on a line."""
+    """Return the seconds that a line needs to send a packet."""
     return num_bytes * 8e-6 / line.rate_mbit_s if line.rate_mbit_s else 0.0
 
 
@@ -236,13 +236,13 @@ class Node:
 class NetLab:
     """Namespaces with lines between them, from `__enter__` to `__exit__`.
 
-    congestion_control: of TCP within the namespaces; None = the default of the machine. One that the kernel
-        does not have is a LabError.
-    offload: TCP may hand over up to 16 KiB of segments as one packet, as to a network card: ten times less work for the
-        forwarding process. Loss and queues then take whole such packets, so that lines with loss need `offload=False`,
-        which is the default for them.
-    routers, behind: which routers there are, and for each node the number of its own, or None; harness/nat.py says
-        what they do, and what addresses everybody has then.
+    congestion_control: of TCP within the namespaces; None = the default of the machine. Raises LabError if the kernel
+        does not have it.
+    offload: TCP may hand over up to 16 KiB of segments as one packet, as to a network card, which is ten times less
+        work for the forwarding process. Loss and queues then drop such packets as a whole, so lines with loss need
+        `offload=False`, which is the default for them.
+    routers, behind: the routers, and for each node the index of its router, or None; harness/nat.py describes what
+        routers do, and which addresses nodes have then.
     """
 
     def __init__(
@@ -265,7 +265,7 @@ class NetLab:
     def __enter__(self) -> NetLab:
         """Raises LabError when rights or tools are missing."""
         check_rights(os.geteuid())
-        # In a session of its own, so that Ctrl-C in a terminal leaves it to clean up.
+        # A session of its own: Ctrl-C in a terminal must not end it before it has cleaned up.
         self._process = subprocess.Popen(
             [sys.executable, "-E", "-s", str(Path(__file__).resolve()), "--forward"],
             stdin=subprocess.PIPE,
@@ -293,31 +293,31 @@ class NetLab:
         self.close()
 
     def close(self) -> None:
-        """Ends what runs in the namespaces, and deletes them. Harmless when done already."""
+        """End all processes in the namespaces, and delete the namespaces. Safe to call twice."""
         process, self._process = self._process, None
         if process is None:
             return
         assert process.stdin is not None
         assert process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
-            process.stdin.close()  # it takes that as the end
+            process.stdin.close()  # ends the forwarding process
         try:
             process.wait(ANSWER_S)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
         process.stdout.close()
-        remove_namespaces(process.pid)  # nothing is left to do unless it was killed
+        remove_namespaces(process.pid)  # finds something only if that process was killed
 
     def set_access(self, index: int, access: Access) -> None:
-        """Change the line of a node; packets on their way are not touched."""
+        """Change the line of a node. Packets in flight are not affected."""
         if self._offload and (access.up.loss or access.down.loss):
             raise LabError("a line with loss needs a lab made with offload=False: loss takes single packets")
         self._accesses[index] = access
         self._ask(node=index, access=asdict(access))
 
     def partition(self, *groups: Sequence[int]) -> None:
-        """Nodes of different groups no longer hear each other; a node that is named in none is cut off from all."""
+        """Separate the groups from each other. A node that is in no group is separated from all others."""
         numbers = [-1 - index for index in range(len(self.nodes))]
         for number, group in enumerate(groups):
             for index in group:
@@ -325,27 +325,27 @@ class NetLab:
         self._ask(groups=numbers)
 
     def heal(self) -> None:
-        """Everybody hears everybody again; nodes that let no connection in stay so."""
+        """Remove all partitions and blocks. Nodes that accept no connections stay closed."""
         self._ask(groups=[0] * len(self.nodes), blocked=[])
 
     def block(self, *ways: tuple[int, int]) -> None:
-        """Lose what each source sends to its destination, not the other way; replaces earlier calls."""
+        """Drop all packets from each source to its destination, but not back. Replaces earlier calls."""
         self._ask(blocked=ways)
 
     def let_nothing_in(self, *nodes: int) -> None:
-        """From now on these let connections out and none in, as a router at home does; the others are open."""
+        """Let these nodes open connections but accept none, as behind a home router. All other nodes accept them."""
         self._ask(closed=nodes)
 
     def counters(self) -> list[Counters]:
-        """The counters of each node since the lab was made."""
+        """Return the counters of each node since the lab was made."""
         return [Counters(**counters) for counters in self._ask(counters=True)["counters"]]
 
     def _ask(self, **request: Any) -> dict[str, Any]:
-        """One line to the forwarding process, one line back. Raises LabError."""
+        """Send one line to the forwarding process, and return its answer. Raises LabError."""
         process = self._process
         if process is None or process.stdin is None or process.stdout is None:
             raise LabError("the lab is closed")
-        with contextlib.suppress(BrokenPipeError):  # what it said before it ended is read below
+        with contextlib.suppress(BrokenPipeError):  # its last message is read below
             process.stdin.write(json.dumps(request) + "\n")
             process.stdin.flush()
         if not select.select([process.stdout], [], [], ANSWER_S)[0]:
@@ -360,7 +360,7 @@ class NetLab:
 
 
 def check_rights(user_id: int, *, tun: Path = TUN) -> None:
-    """Raises LabError that names what the user lacks for a lab."""
+    """Raise LabError that names the rights or tools that are missing for a lab."""
     if user_id != 0:
         raise LabError(
             "network namespaces need root: run this with sudo, or in a container with CAP_SYS_ADMIN and NET_ADMIN"
@@ -372,7 +372,7 @@ def check_rights(user_id: int, *, tun: Path = TUN) -> None:
 
 
 def enter(namespace: str) -> None:
-    """Move the calling thread, and all threads and processes that it makes from now on, into a namespace of a lab."""
+    """Move the calling thread, and all threads and processes that it starts afterwards, into a namespace of a lab."""
     with open(NAMESPACES / namespace, "rb") as there:
         _set_namespace(there.fileno())
 
@@ -388,7 +388,7 @@ def _set_namespace(fd: int) -> None:
 
 
 def forward() -> None:
-    """Makes namespaces as the first line of standard input says, forwards until it ends, and cleans up."""
+    """Make the namespaces that the first line of standard input names, forward until it ends, and clean up."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     remove_stale()
     try:
@@ -406,8 +406,8 @@ def forward() -> None:
             _say(error=f"the lab cannot be made: {error} {detail}".strip())
             return
         with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, 0, -10)  # a late packet would tell of this machine, not of the link
-            Path("/proc/self/autogroup").write_text("-10")  # where Linux shares time among sessions first
+            os.setpriority(os.PRIO_PROCESS, 0, -10)  # a late packet would measure this machine, not the link
+            Path("/proc/self/autogroup").write_text("-10")  # for kernels that divide the CPU among sessions first
         _say(namespaces=names, addresses=network.addresses)
         _forward(devices, Fabric(accesses, random.Random(0)), network)
     finally:
@@ -415,7 +415,7 @@ def forward() -> None:
 
 
 class Open:
-    """A network without routers: everybody has an address that everybody reaches."""
+    """A network without routers, in which every node can reach every other one."""
 
     route = "10.77.0.0/16"
 
@@ -456,7 +456,7 @@ def _forward(devices: list[int], fabric: Fabric, network: Open | Routers) -> Non
                 fabric.counters[node].dropped_packets += 1
         next_s = fabric.next_s()
         wait_s = 1.0 if next_s is None else max(0.0, next_s - time.monotonic())
-        ready, _, _ = select.select([*devices, commands], [], [], wait_s)  # epoll would round up to milliseconds
+        ready, _, _ = select.select([*devices, commands], [], [], wait_s)  # epoll rounds up to milliseconds
         for fd in ready:
             if fd != commands:
                 _read_device(fd, node_of_device[fd], network, fabric)
@@ -503,12 +503,12 @@ def _access(values: dict[str, Any]) -> Access:
 
 
 def _say(**answer: Any) -> None:
-    with contextlib.suppress(BrokenPipeError):  # the lab is gone; standard input tells so too
+    with contextlib.suppress(BrokenPipeError):  # the lab has closed; standard input ends, too
         print(json.dumps(answer), flush=True)
 
 
 def make_node(name: str, address: str, route: str, congestion_control: str | None, *, offload: bool) -> int:
-    """Make the namespace and its device, behind which are all addresses of `route`; gives the open device."""
+    """Make the namespace and its device, route `route` through it, and return the open device."""
     _ip("netns", "add", name)
     with open("/proc/self/ns/net", "rb") as here:
         enter(name)
@@ -528,8 +528,10 @@ def make_node(name: str, address: str, route: str, congestion_control: str | Non
 
 
 def _add_route(route: str, address: str, congestion_control: str | None) -> None:
-    """With the congestion control: the sysctl of a namespace takes only what the kernel allows to everybody, often
-    without cubic."""
+    """Add the route with its congestion control.
+
+    The sysctl of a namespace accepts only what the kernel allows all users, which often excludes cubic.
+    """
     way = [route, "dev", DEVICE, "scope", "link", "src", address]
     try:
         _ip("route", "add", *way, *(["congctl", congestion_control] if congestion_control else []))
@@ -543,14 +545,14 @@ def _add_route(route: str, address: str, congestion_control: str | None) -> None
 
 
 def remove_namespaces(owner: int) -> None:
-    """Kill whatever still runs in the namespaces that the forwarding process `owner` made, and delete them."""
+    """Kill all processes in the namespaces that the forwarding process `owner` made, and delete the namespaces."""
     for path in sorted(NAMESPACES.glob(f"{PREFIX}-{owner}-*")):
         _empty(path.name)
         subprocess.run(["ip", "netns", "del", path.name], check=False, capture_output=True)
 
 
 def remove_stale() -> None:
-    """Namespaces of labs whose forwarding process was killed before it could clean up."""
+    """Remove the namespaces of labs whose forwarding process was killed before it could clean up."""
     for path in NAMESPACES.glob(f"{PREFIX}-*"):
         found = re.fullmatch(rf"{PREFIX}-(\d+)-\d+", path.name)
         if found and not Path(f"/proc/{found[1]}").exists():
@@ -579,7 +581,7 @@ def _ip(*arguments: str) -> None:
 
 
 def tcp_mbit_s(lab: NetLab, ways: Sequence[tuple[int, int]], *, seconds: float, congestion_control: str) -> float:
-    """Payload rates, added up, of one TCP stream for each (sender, receiver), all at once; without the first second."""
+    """Return the total payload rate of one TCP stream per (sender, receiver), all at once, after the first second."""
     streams = [_Stream(lab, way, congestion_control) for way in ways]
     threads = [threading.Thread(target=part) for stream in streams for part in (stream.receive, stream.send)]
     until_s = time.monotonic() + seconds
@@ -593,7 +595,7 @@ def tcp_mbit_s(lab: NetLab, ways: Sequence[tuple[int, int]], *, seconds: float, 
 
 
 class _Stream:
-    """One TCP connection that is kept full."""
+    """A TCP connection that sends as much as it can."""
 
     def __init__(self, lab: NetLab, way: tuple[int, int], congestion_control: str) -> None:
         source, destination = (lab.nodes[index] for index in way)
@@ -606,7 +608,7 @@ class _Stream:
             self._sender.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, congestion_control.encode())
             self._sender.connect((destination.address, listener.getsockname()[1]))
             self._receiver = listener.accept()[0]
-        self._sender.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # cut off at the end
+        self._sender.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closed at the end
 
     def send(self) -> None:
         block = bytes(1 << 18)
@@ -622,13 +624,13 @@ class _Stream:
                 last_s = time.monotonic()
                 if first_s:
                     num_bytes += received
-                elif last_s - began_s > 1.0:  # the start of a stream is slow by design
+                elif last_s - began_s > 1.0:  # TCP starts slowly
                     first_s = last_s
         self.mbit_s = num_bytes * 8e-6 / (last_s - first_s)
 
 
 def round_trip_ms(lab: NetLab, *, repeats: int = 20, timeout_s: float = 5.0) -> float:
-    """Median of small UDP packets from node 0 to node 1 and back."""
+    """Return the median round trip of small UDP packets between node 0 and node 1."""
     times_ms = []
     with _socket_in(lab.nodes[0], socket.SOCK_DGRAM) as near, _socket_in(lab.nodes[1], socket.SOCK_DGRAM) as far:
         near.settimeout(timeout_s)
@@ -645,19 +647,19 @@ def round_trip_ms(lab: NetLab, *, repeats: int = 20, timeout_s: float = 5.0) -> 
 
 
 def _socket_in(node: Node, kind: socket.SocketKind = socket.SOCK_STREAM) -> socket.socket:
-    """A socket stays in the namespace in which it was made, whichever process uses it."""
+    """Return a socket of the node's namespace. It stays there, whichever thread uses it."""
 
     def make() -> socket.socket:
         enter(node.namespace)
         return socket.socket(socket.AF_INET, kind)
 
-    with ThreadPoolExecutor(1) as thread:  # only this thread moves, and ends
+    with ThreadPoolExecutor(1) as thread:  # only this thread moves into the namespace
         return thread.submit(make).result()
 
 
 def measure(quick: bool) -> list[Any]:
-    """The claims about lines of 100 Mbit/s, 50 ms there and back."""
-    from claims import Claim  # here, as the forwarding process has no use for it
+    """Measure lines of 100 Mbit/s with a round trip of 50 ms."""
+    from claims import Claim  # here, because the forwarding process does not need it
 
     seconds = 3.0 if quick else 15.0
     line = home(rate_mbit_s=100, round_trip_ms=50)
@@ -666,7 +668,7 @@ def measure(quick: bool) -> list[Any]:
         "one uplink to three peers, sum": [(0, 1), (0, 2), (0, 3)],
         "three peers to one downlink, sum": [(1, 0), (2, 0), (3, 0)],
     }
-    crossing = {  # acknowledgements queue behind the data of the other direction, as on a real line
+    crossing = {  # acknowledgements wait behind the data of the other direction, as on a real line
         "both ways, sum of two": [(0, 1), (1, 0)],
         "ring, sum of four": [(0, 1), (1, 2), (2, 3), (3, 0)],
     }

@@ -1,16 +1,16 @@
-"""What a swap costs the training beside it: steps a second while it runs both ways, against none, in the same run.
+"""Measure what a swap costs training: steps per second with a swap in the background, relative to none in the same run.
 
     python benchmarks/overhead.py [--quick] [--json FILE]
 
 One process trains a small transformer layer on one torch thread and swaps with another process, which does nothing
-else, over a link proxy in a third one. Partner and proxy are elsewhere in real life, so they must not cost training
-anything here, and neither must whatever else runs on this machine:
+else, over a link proxy in a third one. In real life partner and proxy are on other machines, so they must not slow
+training here, and neither may other programs of this machine:
 
-* two cores: the time for which Linux lets the training thread wait for a core (/proc/thread-self/schedstat) is taken
-  off. What is left is what network thread and codecs do to a training thread that always finds a core.
-* one core: steps for each second of processor time of the process, in all its threads.
+* two cores: the time in which the training thread waits for a core (/proc/thread-self/schedstat) is subtracted. The
+  rest is the cost of the network thread and the codecs to a training thread that always has a core.
+* one core: steps per second of processor time of the process, in all its threads.
 
-The same bytes over a bare gRPC stream are measured as well. Windows with and without traffic take turns; the median
+The same bytes over a bare gRPC stream are measured as well. Windows with and without traffic alternate; the median
 counts.
 """
 
@@ -37,7 +37,7 @@ from noloco_p2p.spec import RunSpec
 from noloco_p2p.testing.links import LinkProfile
 
 SPEC = RunSpec(name="overhead", outer=published(inner_steps=1, max_wait_s=300.0))
-BF16 = get_codec("bf16")  # slow weights and momentum, as SPEC has them
+BF16 = get_codec("bf16")  # codec of slow weights and momentum in SPEC
 
 
 def make_training() -> Callable[[], None]:
@@ -78,7 +78,7 @@ def side(name: str, pipe: Connection, num_elements: int, repeats: int) -> None:
 
 
 def bare_side(name: str, pipe: Connection, num_elements: int, repeats: int) -> None:
-    """The messages of the early part, which is what the other one is measured by."""
+    """Measure training beside a bare stream with the messages of the early part, the baseline of `side`."""
     sizes = [BF16.num_bytes(stop - start) for start, stop in chunk_bounds(num_elements)] * 2
     stream = BareStream(name, pipe, sizes)
     torch.set_num_threads(1)
@@ -101,7 +101,7 @@ def bare_side(name: str, pipe: Connection, num_elements: int, repeats: int) -> N
 
 
 def steps_per_s(step: Callable[[], None], is_over: Callable[[float], bool]) -> tuple[float, float]:
-    """Steps per second in which this thread did not wait for a core, and per second of processor time."""
+    """Train until `is_over`. Returns steps per second without waits for a core, and per second of processor time."""
     began_s, waited_s, cpu_s, steps = time.monotonic(), waited_for_core_s(), time.process_time(), 0
     while not is_over(time.monotonic() - began_s) or not steps:
         step()
@@ -111,7 +111,7 @@ def steps_per_s(step: Callable[[], None], is_over: Callable[[float], bool]) -> t
 
 
 def waited_for_core_s() -> float:
-    """The seconds that this thread has waited for a core since its start."""
+    """Return the seconds that this thread has waited for a core since its start."""
     return int(Path("/proc/thread-self/schedstat").read_text(encoding="ascii").split()[1]) / 1e9
 
 

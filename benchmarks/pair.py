@@ -1,4 +1,4 @@
-"""Peers in processes of their own, as in real life but for the DHT and the model: the bench of the swap benchmarks."""
+"""Peers in processes of their own, without DHT and model: the test bench of the swap benchmarks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from noloco_p2p.spec import RunSpec
 
 T = TypeVar("T")
 PATIENCE_S = 900.0  # for one step of one method
-FOREVER = 1 << 62  # a round that never comes
+FOREVER = 1 << 62  # an index that no round reaches
 
 
 class Told:
@@ -57,9 +57,9 @@ class Told:
 
 
 class BarePeer:
-    """Network thread, server and exchange of a peer, and the outer step's part of training; no DHT, no model.
+    """Network thread, server and exchange of a peer, and what the outer step does in training; no DHT, no model.
 
-    Peers have nearly the same vectors, as in a swarm: 1e-3 apart where the numbers themselves are about 1.
+    Peers have nearly the same vectors, as in a swarm: differences are about 1e-3, and values about 1.
     """
 
     def __init__(
@@ -96,14 +96,14 @@ class BarePeer:
         self.exchange.stage(lambda: (self.outer_gradient[a:b] for a, b in chunk_bounds(self.num_elements)))
 
     def wait_for_early(self) -> None:
-        """Until the early part is committed, as it is by the end of a round of training."""
+        """Wait until the early part is committed, as it normally is by the end of a round of training."""
         self.until(lambda: self.driver.phase in (RoundPhase.EARLY, RoundPhase.DONE, RoundPhase.HALF))
 
     def wait_for_correction(self) -> Correction:
         return self.until(lambda: self.exchange.late(FOREVER))
 
     def until(self, given: Callable[[], T | None]) -> T:
-        """Looks every 2 ms: what happens meanwhile is the network thread's. Raises TimeoutError."""
+        """Poll every 2 ms until `given` returns a value, which the network thread produces. Raises TimeoutError."""
         until_s = time.monotonic() + PATIENCE_S
         while not (found := given()):
             if time.monotonic() > until_s:
@@ -137,7 +137,7 @@ class BarePeer:
 
 
 class Side(BarePeer):
-    """One of two peers, each in a process; both know the other. They talk over TLS, as peers do."""
+    """One of two peers, each in a process of its own, that know each other. They use TLS, as peers do."""
 
     def __init__(self, name: str, pipe: Connection, spec: RunSpec, num_elements: int, **options: Any) -> None:
         with tempfile.TemporaryDirectory() as folder:
@@ -162,11 +162,11 @@ def run_pair(
     between: Callable[[int], int] = lambda port: port,
     hosts: tuple[str, str] = ("127.0.0.1", "127.0.0.1"),
 ) -> list[tuple[Any, Any]]:
-    """Run `side(name, pipe, *args, repeats)` in two processes and collect what both send at each repeat.
+    """Run `side(name, pipe, *args, repeats)` in two processes, and return the results of both for each repeat.
 
     A side sends its port (or a tuple that begins with it), receives (name, address, rest of the tuple) of the other,
-    and then per repeat receives a go and sends a result.
-    `between(port)` gives the port to dial instead, for example that of a link proxy; `hosts` are a's and b's.
+    and then, for each repeat, receives "go" and sends a result.
+    `between(port)` returns the port to dial instead, for example that of a link proxy. `hosts` are those of a and b.
     """
     context = multiprocessing.get_context("spawn")
     pipes: dict[str, Any] = {}

@@ -1,12 +1,12 @@
-"""How peers find partners without a master: share that is paired, offers it takes, and how fast the swarm mixes.
+"""Measure matchmaking without a coordinator: the share of paired rounds, offers per round, and how fast a swarm mixes.
 
     python benchmarks/pairing.py [--quick] [--json FILE]
 
-Production runners, swaps and bucket draws on a virtual clock (`harness/walk.py`): one-way delay 40 ms, rounds of 20 s,
-steps that differ by 2 %; a peer waits 20 s at a boundary at most. In lock step all begin together; "1x-4x" is a quarter
-of the peers at each speed. The first round is left out. Of an odd number one peer a round cannot be paired. Mixing: by
-how much the variance between peers falls in a round, against 0.5 of an ideal random matching. A lone side of a swap
-whose end the other one did not hear of is counted as paired.
+Production round drivers, swaps and bucket draws run on a virtual clock (`harness/walk.py`): one-way delay 40 ms, rounds
+of 20 s, step times that vary by 2 %; a peer waits at most 20 s at a boundary. "In lock step" means that all peers start
+together; "1x-4x" has a quarter of the peers at each speed. The first round is left out. With an odd number of peers one
+of them cannot be paired, which the shares allow for. Mixing is the factor by which the variance between peers falls in
+a round; it is 0.5 for an ideal random matching. A swap that only one side committed counts as paired for that side.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SPEEDS = (1.0, 2.0, 3.0, 4.0)
 
 
 def spread_factor(result: WalkResult) -> float:
-    """The factor of the variance per round of a peer of speed 1: geometric mean from the second round on."""
+    """Return the factor by which the variance falls per round at speed 1: geometric mean from the second round on."""
     spreads = [float(vectors.var(0).mean()) for _, vectors in result.vectors]
     if spreads[-1] <= 1e-12 * spreads[0]:
         return 0.0
@@ -53,7 +53,7 @@ def compare(name: str, plan: Walk) -> list[Claim]:
 
 def measure(quick: bool) -> list[Claim]:
     torch.set_num_threads(1)
-    logging.disable(logging.ERROR)  # a round that ends in the middle of a swap says so
+    logging.disable(logging.ERROR)  # a run that ends in the middle of a swap logs errors
     claims: list[Claim] = []
     for num_peers, num_rounds in [(2, 8), (3, 8), (8, 8)] if quick else [(2, 12), (3, 12), (8, 12), (64, 8), (1024, 4)]:
         plan = Walk(num_peers, num_rounds, max_wait_s=20.0)

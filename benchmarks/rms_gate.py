@@ -1,11 +1,10 @@
-"""How many frames of honest peers the RMS gate of a pipeline drops, and how many lies it lets through.
+"""Measure how many honest frames the RMS gate of a pipeline drops, and how many lies it admits.
 
     python benchmarks/rms_gate.py [--quick] [--json FILE]
 
-Three stages of two replicas train for real on a virtual clock, with a gate that writes down the size of each frame and
-admits all. The sizes then go through the gate: one that holds the tenfold limit from the start, and the one of peers.
-For the lies, each frame that it can judge is asked about as if it were a thousand times as large, after the honest ones
-before it.
+Three stages of two replicas train for real on a virtual clock, with a gate that records the size of each frame and
+admits all. The sizes then pass two gates: one with the tenfold limit from the start, and that of real peers. A lie is a
+frame a thousand times as large as the honest one in its place, after the honest frames before it.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ TOY = Path(__file__).parent / "study" / "toy.toml"
 REPLICAS = (2, 2, 2)
 LIE_TIMES = 1000.0
 TOYS = {"model.num_layers": 3, "outer.inner_steps": 5, "outer.alpha": 0.0, "outer.beta": 1.0, "outer.gamma": 1.0}
-FEW = {"train.batch_size": 4, "train.total_steps": 200, "train.warmup_steps": 20}  # frames a step
+FEW = {"train.batch_size": 4, "train.total_steps": 200, "train.warmup_steps": 20}  # frames per step
 MANY = {"train.batch_size": 16, "train.total_steps": 60, "train.warmup_steps": 10}
 RUNS = {
     "AdamW, 4 frames a step": {**TOYS, **FEW, "train.learning_rate": 4e-3},
@@ -43,7 +42,7 @@ RUNS = {
 
 @dataclass
 class Recorder:
-    """Takes the place of a gate."""
+    """A gate that admits every frame and records its RMS."""
 
     name: str
     sizes: list[float] = field(default_factory=list[float])
@@ -53,7 +52,7 @@ class Recorder:
 
 
 def sizes_of(name: str, seed: int) -> list[list[float]]:
-    """Of the frames at each boundary of each replica, both ways, in their order."""
+    """Return the sizes of the frames at each boundary of each replica, in both directions, in order of arrival."""
     base = PRESETS["tiny"] if name == "the demo" else TrainerSpec.load(TOY)
     spec = staged(base.with_changes({**RUNS[name], "model.parameter_seeds": True}), len(REPLICAS))
     made: list[Recorder] = []

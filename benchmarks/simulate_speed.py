@@ -1,9 +1,9 @@
-"""Processor time of a simulated inner step, rounds included, against a plain training loop of the same model.
+"""Compare the processor time of a simulated inner step, rounds included, with a plain training loop of the same model.
 
     python benchmarks/simulate_speed.py [--quick] [--json FILE]
 
-The tiny preset, one thread. Processor time, as other programs on the machine then hardly count; what a run costs beyond
-one of half its length, so that building models, reading text and judging the end do not count either.
+The model is the tiny preset, on one thread. Processor time hardly depends on other programs of the machine. The cost of
+a run of half the length is subtracted, so that building models, reading text and the final evaluation do not count.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MIB = 1 << 20
 
 
 def plain_s(material: Material) -> float:
-    """One model, its batches, and nothing else."""
+    """Return the processor seconds of a plain loop over one model and its batches."""
     inner, batches = InnerStep(material.model(), material.spec.train), material.batches("replica-0")
     next(batches)
     began_s = time.process_time()
@@ -35,7 +35,7 @@ def plain_s(material: Material) -> float:
 
 
 def simulated_s(material: Material, num_replicas: int) -> tuple[float, float]:
-    """(seconds, inner steps of all replicas): a round is taken to its end, also beyond the schedule."""
+    """Return (processor seconds, inner steps of all replicas). A round runs to its end, even beyond the schedule."""
     began_s = time.process_time()
     result = simulate_swarm(material, Plan(num_replicas, evaluations=1))
     assert result.alone == 0, result

@@ -1,10 +1,11 @@
-"""Real peers, and every few seconds a fault from a seed: what breaks, what it costs, and whether anything grows.
+"""Run real peers with a seeded fault every few seconds: what breaks, what it costs, and whether memory grows.
 
     python benchmarks/soak.py [--minutes 60] [--peers 4] [--seed 1] [--mtbf 60] [--json FILE]
 
-Faults: kill -9 of a peer, a peer frozen for a while (SIGSTOP), SIGTERM, kill -9 of its p2pd. Whoever went comes back
-with its own folder. `make chaos` is eight minutes of it with a fault every 15 s. The exit code is 1 when a law is
-broken: a peer that ended by itself or did not leave with 0, a traceback, a checkpoint that cannot be read.
+The faults are: kill -9 of a peer, a peer that is frozen for a while (SIGSTOP), SIGTERM, and kill -9 of a peer's p2pd. A
+peer that has ended comes back with its own folder. `make chaos` runs eight minutes with a fault every 15 s. The exit
+code is 1 when a peer ended by itself or did not leave with exit code 0, when a log has a traceback, or when a
+checkpoint cannot be read.
 """
 
 from __future__ import annotations
@@ -51,12 +52,12 @@ class Life:
             rss, fds = found.memory_info().rss / MIB, found.num_fds()
         except psutil.Error:
             return
-        if self.process.events("round"):  # importing and building the model is not growth
+        if self.process.events("round"):  # imports and the building of the model are not growth
             self.rss_mib.append(rss)
             self.num_fds.append(fds)
 
     def growth(self) -> tuple[float, float] | None:
-        """(MiB, file descriptors) from the first quarter of its life to the last; None when it was short."""
+        """Return the growth in (MiB, file descriptors) from the first to the last quarter; None for a short life."""
         quarter = len(self.rss_mib) // 4
         if quarter < 5:
             return None
@@ -150,7 +151,7 @@ class Soak:
         had_begun = bool(process.events("started"))
         process.send(signal.SIGTERM)
         code = process.wait(60.0)
-        if not had_begun:  # it had nothing to keep, and ends as for Ctrl-C
+        if not had_begun:  # it had no state to save, so it ended as by Ctrl-C
             return
         self.farewells_s.append(time.monotonic() - began_s)
         if code:
@@ -170,7 +171,7 @@ class Soak:
             self.broken.append(f"checkpoint of peer {number}: {error}")
 
     def _longest_pause_s(self, number: int) -> float:
-        """Between two rounds of one process, while nobody had frozen it."""
+        """Return the longest time between two rounds of a peer that was neither frozen nor restarted in between."""
         process = self.lives[number][0].process
         starts, ends = ([event["time_s"] for event in process.events(kind)] for kind in ("started", "round"))
         breaks = [(start, start) for start in starts] + [(a, b) for peer, a, b in self.frozen if peer == number]
@@ -186,7 +187,7 @@ class Soak:
     def report(self) -> dict[str, Any]:
         rounds: Counter[str] = Counter()
         for lives in self.lives.values():
-            last = lives[0].process.events("round")[-1]  # its lives write into one file
+            last = lives[0].process.events("round")[-1]  # all lives of a peer write into one file
             for name in ("rounds_here", "swaps", "halves", "alone", *(f"alone_{cause}" for cause in LonelyCause)):
                 rounds[name] += last[name]
         for number, lives in self.lives.items():

@@ -1,16 +1,18 @@
-"""The spread that a monitor shows against the spread of the weights: real peers on loopback, a tiny model.
+"""Compare the spread that a monitor shows with the spread of the weights: real peers on loopback, a tiny model.
 
 python benchmarks/spread.py [--quick] [--json FILE]
 
 Two swarms, of two and of four peers with rounds of "auto" length, train a whole schedule while `noloco monitor --watch
---json` looks on. Every peer keeps a checkpoint of every round, from which the truth is computed as `noloco demo` does.
+--json` observes them. Every peer keeps a checkpoint of every round, from which the true spread is computed as in
+`noloco demo`. The shown spread is compared with that of:
 
-same mark       of the weights of each peer half a round after the first peer passed the mark that the monitor tells
+same mark       the weights of each peer half a round after the first peer passed the mark that the monitor reports
                 (`spread_progress`): all peers are then in the round that begins at the mark
-sketches alone  the weights of 64 such moments, sketched and compared as peers and monitors do, of one mark and of four
-same moment     of the newest weights of each peer when the monitor looked; peers are then within different rounds
-without marks   what exact sketches of the moments at which the records were written would have shown
-at rest         of the last checkpoints, as the demo tells it, once every peer has announced its last weights
+sketches alone  the weights at 64 such moments; peers' and monitors' code sketches and compares them, with one mark and
+                with four
+same moment     the newest weights of each peer when the monitor looked; peers are then in different rounds
+without marks   as "same moment", but the exact spread at the times of the records replaces the shown one
+at rest         the last checkpoints, as the demo reports it, once every peer has announced its last weights
 """
 
 from __future__ import annotations
@@ -38,8 +40,8 @@ from noloco_p2p.outer.checkpoint import Checkpoint
 from noloco_p2p.swarm.records import TTL_S, PeerRecord
 from noloco_p2p.trainer.swarm_evaluation import spread
 
-TRAIN_S = 1500.0  # at most, for a whole schedule
-REST_S = TTL_S / 4 + 15.0  # from the end of training: the last sketches are made, announced and read
+TRAIN_S = 1500.0  # the limit for a whole schedule
+REST_S = TTL_S / 4 + 15.0  # after the end of training, for the last sketches to be made, announced and read
 LOOK_S = 3.0
 A_FIFTH = 0.2
 NUM_REPLAYED = 64
@@ -56,7 +58,7 @@ class State:
 
 
 def states(peer: PeerProcess) -> list[State]:
-    """In the order of the rounds. Those of a closing round are not kept, but for the last one."""
+    """Return the states of a peer in the order of its rounds. Of the closing rounds only the last has one."""
     ended_s = {event["round"]: event["time_s"] for event in [*peer.events("round"), *peer.events("closed")]}
     found = []
     for path in sorted(peer.folder.glob("runs/*/checkpoints/*-round-*")):
@@ -73,7 +75,7 @@ def true_spread(weights: Sequence[Tensor]) -> float:
 
 
 def before(own: list[State], time_s: float) -> Tensor | None:
-    """The newest weights at that time."""
+    """Return the newest weights at that time."""
     return next((state.slow_weights for state in own[::-1] if state.time_s <= time_s), None)
 
 
@@ -84,7 +86,7 @@ def half_a_round_after(swarm: dict[str, list[State]], mark: float) -> float:
 
 
 def spread_where(swarm: dict[str, list[State]], choose: Callable[[str, list[State]], Tensor | None]) -> float | None:
-    """None unless every peer has such weights."""
+    """Return the true spread of the chosen weights; None unless every peer has some."""
     weights = [found for peer, own in swarm.items() if (found := choose(peer, own)) is not None]
     return true_spread(weights) if len(weights) == len(swarm) else None
 
@@ -95,7 +97,7 @@ def readings(log: Path) -> list[dict[str, Any]]:
 
 
 def replayed(swarm: dict[str, list[State]], *, num_marks: int) -> list[float]:
-    """Shown over true for NUM_REPLAYED moments of training, with sketches of the same weights under several marks."""
+    """Return shown over true spread at NUM_REPLAYED moments, with sketches of the same weights under several marks."""
     ratios = []
     for number in range(1, NUM_REPLAYED):
         moment_s = half_a_round_after(swarm, number / NUM_REPLAYED)
@@ -171,7 +173,7 @@ def compared(name: str, peers: list[PeerProcess], seen: list[dict[str, Any]], *,
         without += [old / moment] if old and moment else []
         if totals["spread_progress"] in told:
             continue
-        told.add(totals["spread_progress"])  # a mark counts once, however long it is shown
+        told.add(totals["spread_progress"])  # a mark counts once, even if it is shown several times
         mark_s = half_a_round_after(swarm, totals["spread_progress"])
         truth = spread_where(swarm, lambda _, own, mark_s=mark_s: before(own, mark_s))
         same_mark += [totals["spread"] / truth] if truth else []

@@ -1,10 +1,10 @@
-"""Does a pipeline of real processes go on while one of its peers is killed every minute?
+"""Check that a pipeline of real processes continues while one of its peers is killed every minute.
 
     python benchmarks/stage_kills.py [--quick] [--json FILE]
 
-Six `noloco join` processes on loopback, two for each of three stages. Each minute a random one is killed with SIGKILL,
-and it joins again at once with its own state folder. A peer stalls when it closes no inner step for longer than a
-minute. Its time begins with the first step of a process, and ends with its kill.
+Six `noloco join` processes run on loopback, two for each of three stages. Each minute a random one is killed with
+SIGKILL, and joins again at once with its own state folder. A peer stalls when it closes no inner step for longer than a
+minute. Only the time from the first step of a process to its kill counts.
 
 This takes twelve minutes (--quick: four).
 """
@@ -39,10 +39,10 @@ SPEC = small_spec(
 
 @dataclass
 class Peer:
-    """A state folder, and one process after the other. gaps_s: between two steps that were seen, of all processes."""
+    """A state folder and its processes, one after the other. gaps_s: times between observed steps, of all processes."""
 
     process: PeerProcess
-    step: int = -1  # the last one that was seen; -1 = none of this process
+    step: int = -1  # the last observed step; -1 = none of this process
     since_s: float = 0.0
     gaps_s: list[float] = field(default_factory=list)
     back_s: list[float] = field(default_factory=list)  # from a start after a kill to the first step

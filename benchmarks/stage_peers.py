@@ -1,7 +1,8 @@
-"""Peers of a pipeline in processes of their own, as in real life but for the DHT and the model: the bench of flow.py.
+"""Peers of a pipeline in processes of their own, without DHT and real model: the test bench of flow.py.
 
-A stage passes on what it gets. All else is the product: state machine, driver, streams, codecs, gates, and rounds of
-swaps within a stage. The stage has a small model, whose parameters are swapped, and payloads of a wide one travel.
+A stage forwards what it receives. All else is production code: state machine, driver, streams, codecs, gates, and
+rounds of swaps within a stage. A stage swaps the parameters of a small model, and sends payloads as wide as those of a
+large one.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ from noloco_p2p.trainer.stage import Stage, build_stage
 from noloco_p2p.trainer.stage_work import StageWork
 from noloco_p2p.transfer.donor import StateServer
 
-AMPLE_BYTES = 1 << 34  # the stashes of these peers are bounded by the batch alone
+AMPLE_BYTES = 1 << 34  # only the batch bounds the stashes of these peers
 
 
 class Place(NamedTuple):
@@ -68,7 +69,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """What all peers know. width: hidden size of the payloads."""
+    """The settings of all peers. width: hidden size of the payloads."""
 
     spec: TrainerSpec
     num_replicas: int
@@ -81,7 +82,7 @@ class Bench:
 
     @property
     def microbatch_tokens(self) -> int:
-        """All of its sequences, the first ones, too."""
+        """The tokens of a whole microbatch."""
         return self.spec.pipeline.microbatch * self.spec.data.sequence_length
 
     @property
@@ -97,9 +98,9 @@ class Bench:
 
 @dataclass(slots=True)
 class Counts:
-    """The counts of one peer since its start. lateness: of backwards, by inner steps since their forward."""
+    """The counts of one peer since its start. lateness: number of backwards by inner steps since their forward."""
 
-    losses: int = 0  # of a head: microbatches that came to a loss
+    losses: int = 0  # of a head: microbatches that reached a loss
     lost: int = 0
     lateness: Counter[int] = field(default_factory=Counter)
     trips_s: list[float] = field(default_factory=list)  # of a head: from the forward of a microbatch to its backward
@@ -110,9 +111,9 @@ class Counts:
 
 
 class PassingWork(StageWork):
-    """Computes nothing: a stage gives what it got, and a head the same activations and gradients for each microbatch.
+    """Work without computation: a stage returns its input, and a head the same activations for each microbatch.
 
-    An inner step changes no weight.
+    An inner step changes no weights.
     """
 
     def __init__(self, stage: Stage, bench: Bench) -> None:
@@ -147,7 +148,7 @@ class PassingWork(StageWork):
 
 
 class BenchPeer:
-    """One replica of one stage: server, streams and rounds on the network thread, and a thread that computes."""
+    """One replica of one stage: server, streams and rounds on the network thread, and a thread for the work."""
 
     def __init__(self, place: Place, bench: Bench, host: str) -> None:
         self.place, self.bench = place, bench
@@ -284,13 +285,13 @@ class BenchPeer:
 
 
 def cpu_s() -> float:
-    """The processor time of all threads of this process."""
+    """Return the processor time of all threads of this process."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime
 
 
 def serve(place: Place, pipe: Connection, bench: Bench, namespace: str) -> None:
-    """The life of a process: it says where it is, hears where the others are, and tells its counts when asked."""
+    """Run a peer: send its address, receive those of the others, and send its counts on request."""
     if namespace:
         enter(namespace)
     torch.set_num_threads(1)
@@ -302,7 +303,7 @@ def serve(place: Place, pipe: Connection, bench: Bench, namespace: str) -> None:
 
 
 class Pipeline:
-    """All peers of a bench; with a lab, each in its namespace. They train from `__enter__` to `__exit__`."""
+    """All peers of a bench, each in a namespace if there is a lab. They train from `__enter__` to `__exit__`."""
 
     def __init__(self, bench: Bench, lab: NetLab | None = None) -> None:
         self._bench, self._lab = bench, lab

@@ -1,8 +1,8 @@
-"""Overhead of the trainer's loop on the CPU: at most 3 % of a bare PyTorch loop of the same model (`step_loop.py`).
+"""Measure the overhead of the trainer's loop on the CPU: at most 3 % of a bare PyTorch loop (`step_loop.py`).
 
     python benchmarks/step_cpu.py [--quick] [--json FILE]
 
-One torch thread, fp32, the model of the `tiny` preset.
+The model is that of the `tiny` preset, in fp32 on one torch thread.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""An inner step in the trainer's loop against the same step in a bare PyTorch loop: time, memory, use of the machine.
+"""Compare an inner step of the trainer's loop with one of a bare PyTorch loop: time, memory, use of the machine.
 
-The bare loop is what a script without noloco_p2p does with the same model: forward, backward, clip, AdamW, learning
-rate, on batches that are there already. The trainer's loop belongs to a real peer with its network thread and its
-directory, alone in its run: it reads its data, takes outer steps, and copies and writes checkpoints. What a swap costs
-beside training is measured by `overhead.py`. Rounds of both loops take turns, in one process; pairs are compared.
+The bare loop does what a script without noloco_p2p does with the same model: forward, backward, clip, AdamW, learning
+rate, on prepared batches. The trainer's loop belongs to a real peer with its network thread and its directory, alone in
+its run: it reads its data, takes outer steps, and copies and writes checkpoints. `overhead.py` measures the cost of a
+swap during training. Rounds of both loops alternate in one process, and pairs of rounds are compared.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One measurement. `most`: the overhead allowed, as a share of a bare step."""
+    """One measurement. `most`: the allowed overhead, as a share of a bare step."""
 
     spec: TrainerSpec
     device: torch.device
@@ -53,7 +53,7 @@ class Case:
 
 
 class Bare:
-    """The loop of a script: nothing but PyTorch."""
+    """The loop of a script that uses only PyTorch."""
 
     def __init__(self, case: Case, batches: list[Tensor]) -> None:
         train = case.spec.train
@@ -83,7 +83,7 @@ class Bare:
 
 
 class Ours:
-    """A round of the trainer, but for evaluation, which is as often as the spec says."""
+    """The trainer's loop without evaluation, whose cost depends on the spec."""
 
     def __init__(self, case: Case, trainer: Trainer) -> None:
         self.case = case
@@ -97,7 +97,7 @@ class Ours:
             trainer.outer.step()
 
     def save(self) -> None:
-        """What training waits for when a checkpoint is due: the copy."""
+        """Measure how long a due checkpoint blocks training, which is the time of the copy."""
         began_s = time.monotonic()
         trainer = self.trainer
         trainer.outer.save_in_background(trainer._meta())
@@ -112,7 +112,7 @@ def measure(case: Case) -> list[Claim]:
     with trainer_of(case) as trainer:
         bare, ours = Bare(case, batches), Ours(case, trainer)
         for loop in (bare, ours):
-            loop.round()  # compiles, and fills caches
+            loop.round()  # compiles the model and fills caches
         pairs = [(timed(bare.round, case.device), timed(ours.round, case.device)) for _ in range(case.num_rounds)]
         ours.save()
         claims = _time_claims(case, pairs, ours.saving_s, trainer)
@@ -154,7 +154,7 @@ def _time_claims(case: Case, pairs: list[Pair], saving_s: float, trainer: Traine
 
 
 def memory_claims(case: Case, batches: list[Tensor]) -> list[Claim]:
-    """Peak of the accelerator's memory in a round, each loop alone on it."""
+    """Measure the accelerator's peak memory in a round, with each loop alone on it."""
     if case.device.type == "cpu":
         return []
     bare = Bare(case, batches)
@@ -189,7 +189,7 @@ def trainer_of(case: Case) -> Iterator[Trainer]:
 
 
 def timed(round: Callable[[], None], device: torch.device) -> tuple[float, float]:
-    """(seconds, those of them in which the processor worked for this thread)."""
+    """Return (seconds, processor seconds of this thread) of a round."""
     api = torch.get_device_module(device)
     api.synchronize()
     began_s, began_cpu_s = time.monotonic(), time.thread_time()
@@ -207,14 +207,14 @@ def peak_bytes(round: Callable[[], None], device: torch.device) -> int:
 
 
 def flops_per_token(spec: TrainerSpec, parameters: int) -> float:
-    """Forward and backward: 6 a parameter that multiplies (an untied embedding is a table), and causal attention."""
+    """Return the FLOPs of forward and backward: 6 per parameter, except untied embeddings, and causal attention."""
     model = spec.model
     table = 0 if model.tied_embeddings else model.vocab_size * model.hidden_size
     return 6 * (parameters - table) + 6 * model.num_layers * model.hidden_size * spec.data.sequence_length
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """None for a device whose peak is not known: no MFU is better than a wrong one."""
+    """Return the peak FLOP/s of the device; None if unknown, since no MFU is better than a wrong one."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)

@@ -1,11 +1,11 @@
-"""A model that does not fit into one process under a memory limit, trained by four processes that each fit.
+"""Train a model that is too large for one process under a memory limit with four processes that each fit.
 
     python benchmarks/too_large.py [--limit-gb 3] [--json FILE]
 
-All peers are real processes on loopback, and the kernel gives none of them more than the limit (RLIMIT_DATA: what a
-process allocates, program files not counted). The model is the preset `small` with a vocabulary of bytes, in two stages
-of two replicas. First a peer without stages is started under the same limit, with and without telling it
-(--max-memory). Then each of the four takes three inner steps and one swap. It takes some five minutes.
+All peers are real processes on loopback, and the kernel enforces the limit for each of them (RLIMIT_DATA: the memory
+that a process allocates, without program files). The model is the preset `small` with a vocabulary of bytes, in two
+stages of two replicas. First a peer without stages starts under the same limit, with and without --max-memory. Then
+each of the four peers takes three inner steps and one swap. The run takes about five minutes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from noloco_p2p.trainer.stage_needs import StageNeeds
 
 PATIENCE_S = 1200.0
 BESIDE_GB = (
-    1.0  # of a process beside weights, moments and slow weights, which --max-memory counts: torch, hivemind, a step
+    1.0  # of a process beyond weights, moments and slow weights, which --max-memory counts: torch, hivemind, a step
 )
 CHANGES: dict[str, Any] = {
     "name": "too-large",

@@ -1,31 +1,31 @@
-"""One synchronisation of one vector over home links: this project beside an all-reduce on gloo and hivemind's averager.
+"""Compare one synchronisation over home links: this project, all-reduce on gloo, and hivemind's averager.
 
     sudo python benchmarks/versus_allreduce.py [--quick] [--json FILE]
 
-N peers, one process each in a network namespace of its own (`netlab.py`): 100 Mbit/s up and down, 50 ms there and back.
-All methods synchronise the same fp32 vector over the same links, one after the other. *Blocked* is what the training
-thread waits at the boundary of a round:
+N peers run in one process each, in a network namespace of its own (`netlab.py`): 100 Mbit/s up and down, with a round
+trip of 50 ms. All methods synchronise the same fp32 vector over the same links, one after the other. *Blocked* is the
+time that the training thread waits at the boundary of a round:
 
-    gloo fp32         `all_reduce` of the vector, as DiLoCo does it with its outer gradient
-    gloo bf16         the vector copied to bf16, `all_reduce` of the copy, copied back
-    gloo int8         a ring of sends whose every hop is coded to int8, as PRIME has it
-    ..., overlapped   bf16 and int8 beside the next inner steps: a copy is made, and later the mean is added
-    hivemind fp16     from the trigger of a step to its end, group found and all connections made before
-    waiting           stage + collect of the swap with one partner, its outer gradient waited for
-    eager             stage + collect without waiting, and later the time to add the partner's half
+    gloo fp32         `all_reduce` of the vector, as DiLoCo does with its outer gradient
+    gloo bf16         copy the vector to bf16, `all_reduce` the copy, copy it back
+    gloo int8         a ring of sends with every hop coded to int8, as in PRIME
+    ..., overlapped   bf16 and int8 beside the next inner steps: make a copy, and add the mean later
+    hivemind fp16     from the trigger of a step to its end, after matchmaking and with all connections open
+    waiting           stage + collect of the swap with one partner, including the wait for its outer gradient
+    eager             stage + collect without the wait, and the later time to add the partner's half
 
-Swaps go over TLS, as peers have it; gloo and hivemind do not encrypt. Slow weights (modulo8) and the outer momentum, if
-swapped (modulo8), travel during the round: here the boundary comes when the early part is committed everywhere and the
-line has rested, as it would in a longer round. A round before all that is measured tells modulo coding how far partners
-are apart. A barrier right before the boundary makes partners punctual; what is left of their lateness is within
-"blocked" and reported apart. *The line of a round* is blocked time and hidden early part: no round can be shorter,
-overlapped or not. Medians over peers and repeats. "Sent" is what a peer puts on its uplink: IP packets,
-acknowledgements and all.
+Swaps use TLS, as peers do; gloo and hivemind do not encrypt. Slow weights (modulo8) and the outer momentum, if swapped
+(modulo8), travel during the round: here the boundary comes when the early part is committed everywhere and the line has
+been idle for a while, as it would in a longer round. An unmeasured first round sets the bounds of modulo coding. A
+barrier right before the boundary makes partners punctual; their remaining lateness is part of "blocked", and is also
+reported separately. *The line of a round* is blocked time plus hidden early part: no round can be shorter, overlapped
+or not. Figures are medians over peers and repeats. "Sent" counts all that a peer puts on its uplink: IP packets,
+including acknowledgements.
 
-Peers of a swarm have a machine each; here N of them share the cores of one. What waits for the network hardly notices.
-What computes does: so the pairs of "eager" take their boundaries one after the other, which is no help to them on the
-network, as pairs do not share a line. "eager, all at once" is the same with all N encoding at the same time, and "CPU
-of the training thread" what the boundary costs a peer that has a core to itself.
+Peers of a swarm have a machine each; here N of them share the cores of one. This hardly affects time spent waiting for
+the network, but it slows computation. So the pairs of "eager" reach their boundaries one after the other, which gives
+them no advantage on the network, since pairs do not share a line. "eager, all at once" is the same with all N encoding
+at the same time, and "CPU of the training thread" is the cost of the boundary to a peer with a core of its own.
 """
 
 from __future__ import annotations
@@ -65,25 +65,25 @@ from noloco_p2p.outer.chunk_filter import ChunkFilter
 from noloco_p2p.spec import CodecSpec, OuterSpec, RunSpec
 
 RATE_MBIT_S, ROUND_TRIP_MS = 100.0, 50.0
-REST_S, QUICK_REST_S = 2.0, 0.5  # an idle connection starts slowly again, as it would after a real round
-STALLED_S, STALLED_BYTES = 60.0, 1_000_000  # a step that moves less in this time will not end
+REST_S, QUICK_REST_S = 2.0, 0.5  # a connection that was idle starts slowly again, as after a real round
+STALLED_S, STALLED_BYTES = 60.0, 1_000_000  # a step that sends less than this in this time will not end
 TRIES = 3
 CODECS = CodecSpec(slow_weights="modulo8", outer_momentum="modulo8", outer_gradient="int4")
 SAMPLE_STRIDE, SAMPLE_TOLERANCE = 997, 0.2  # bf16 rounds sums of 40 to 0.125
 
 QUICK_ELEMENTS = 2_000_000
-COMMON_ELEMENTS = 32_000_000  # at N = 2, 4 and 8, if 8 fit: more would take more than a quarter of an hour in all
-# Of a peer at its worst moment, with all its processes (hivemind needs most, 20 bytes a number), measured.
+COMMON_ELEMENTS = 32_000_000  # at N = 2, 4 and 8, if it fits for 8; more would take over a quarter of an hour in total
+# Measured peak of a peer with all its processes; hivemind needs most, 20 bytes per parameter.
 MEMORY_PER_ELEMENT, MEMORY_PER_PEER, MEMORY_SHARE = 20, 400_000_000, 0.85
 
 
 class BenchmarkError(RuntimeError):
-    """A method did not run; the message says which process said what."""
+    """A method failed; the message names the process and its error."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """The place of a process, as it is passed to it."""
+    """The arguments of one process: its rank, its namespace and the addresses of all."""
 
     rank: int
     namespace: str
@@ -98,28 +98,28 @@ class Seat:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One synchronisation as one peer saw it."""
+    """One peer's measurements of one synchronisation."""
 
     kind: str
     blocked_s: float
-    began_s: float  # monotonic, which is one clock for all processes of a machine
+    began_s: float  # on the monotonic clock, which all processes of a machine share
     sent_bytes: int
     partner: int | None = None
-    early_s: float = 0.0  # hidden: the early part was on its way
+    early_s: float = 0.0  # hidden, while the early part travelled
     apply_s: float = 0.0  # the part of `blocked_s` that adds a late half
     cpu_s: float = 0.0  # of the training thread, within `blocked_s`
-    late_s: float = 0.0  # from the boundary until the partner's half was here
+    late_s: float = 0.0  # from the boundary to the arrival of the partner's half
     payload_bytes: int = 0
-    share: float = 1.0  # of the vector that came out as the mean of all; a sample of it is looked at
+    share: float = 1.0  # of the vector that equals the mean of all peers, from a sample
     fault: str = ""
 
 
 class Table:
-    """The processes of one method sit at it: whatever each says, all hear when all have spoken."""
+    """A barrier for the processes of one method, at which each receives the messages of all."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
-        self.sent_bytes = 0  # on the own uplink, when all had spoken
+        self.sent_bytes = 0  # on the own uplink, at the last barrier
 
     def meet(self, word: Any = None) -> list[Any]:
         self._pipe.send(("meet", word))
@@ -131,17 +131,17 @@ class Table:
 
 
 def sit_down(method: Callable[[Seat, Table], list[Sample]], seat: Seat, pipe: Connection) -> None:
-    """Runs in a process of its own: `method` in the namespace of the seat."""
+    """Run `method` in the namespace of the seat, in a process of its own, and send its samples or its error."""
     enter(seat.namespace)
     torch.set_num_threads(1)
     logging.basicConfig(level=logging.WARNING, format=f"peer {seat.rank}: %(message)s")
     try:
         answer: Any = ("done", method(seat, Table(pipe)))
-    except Exception as error:  # noqa: BLE001 - told to the parent, which reports it instead of a number
+    except Exception as error:  # noqa: BLE001 - the parent reports it instead of a figure
         answer = ("failed", f"{type(error).__name__}: {error}")
     with suppress(OSError, EOFError):
         pipe.send(answer)
-        pipe.recv()  # until all are done: others may still need this one; or until the parent has given up
+        pipe.recv()  # wait until all are done, as others may still need this peer, or until the parent gives up
 
 
 def noise(seat: Seat, *, scale: float = 1.0, seed: int = 0) -> torch.Tensor:
@@ -150,7 +150,7 @@ def noise(seat: Seat, *, scale: float = 1.0, seed: int = 0) -> torch.Tensor:
 
 
 class Judge:
-    """Knows what the mean of all peers' vectors must be: they are the same but for the rank of a peer."""
+    """Checks the mean of all peers' vectors. Each vector is the same noise plus the rank of its peer."""
 
     def __init__(self, seat: Seat) -> None:
         self.vector = noise(seat).add_(seat.rank)
@@ -165,14 +165,14 @@ def all_reduce_on_gloo(seat: Seat, table: Table) -> list[Sample]:
     os.environ["GLOO_SOCKET_IFNAME"] = DEVICE
     dist.init_process_group(
         "gloo",
-        init_method=f"tcp://{seat.addresses[0]}:29500",  # the namespace is its own: no port is taken
+        init_method=f"tcp://{seat.addresses[0]}:29500",  # no port is taken in a new namespace
         rank=seat.rank,
         world_size=seat.size,
         timeout=timedelta(seconds=PATIENCE_S),
     )
 
     ways: dict[str, Callable[[torch.Tensor], None]] = {"fp32": mean_in_fp32, "bf16": mean_in_bf16, "int8": mean_in_int8}
-    dist.all_reduce(torch.zeros(1 << 18))  # connects everybody with everybody
+    dist.all_reduce(torch.zeros(1 << 18))  # opens all connections
     samples = []
     for name, hides in (("fp32", False), ("bf16", False), ("int8", False), ("bf16", True), ("int8", True)):
         judge = Judge(seat)
@@ -215,12 +215,12 @@ def mean_in_bf16(vector: torch.Tensor) -> None:
 
 
 def mean_in_int8(vector: torch.Tensor) -> None:
-    """A ring, as gloo itself sums no codes: N - 1 hops add up one part each, then N - 1 pass the coded means on."""
+    """Average in a ring, since gloo cannot sum codes: N - 1 hops add one part each, then N - 1 pass on coded means."""
     rank, size = dist.get_rank(), dist.get_world_size()
     parts, scratch = vector.tensor_split(size), Scratch()
 
     def hop(sent: torch.Tensor, index: int) -> torch.Tensor:
-        """Send to the next, and receive part `index` from the one before."""
+        """Send to the next peer, and return part `index` from the previous one."""
         request = dist.isend(sent, (rank + 1) % size)
         coded = torch.empty(section_bytes(INT8, parts[index].numel()), dtype=torch.uint8)
         dist.recv(coded, (rank - 1) % size)
@@ -251,7 +251,7 @@ def coded_int8(values: torch.Tensor, scratch: Scratch) -> torch.Tensor:
 def decoded_int8(
     coded: torch.Tensor, values: torch.Tensor, scratch: Scratch
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """(chunk of `values`, what the payload says for it), chunk by chunk; the second is the same memory each time."""
+    """Yield (chunk of `values`, its decoded payload) for each chunk. The second tensor reuses the same memory."""
     payload, memory = coded.numpy().data, torch.empty(CHUNK_ELEMENTS)
     for start, stop, first, last in _int8_bounds(values.numel()):
         decoded = memory[: stop - start]
@@ -260,7 +260,7 @@ def decoded_int8(
 
 
 def _int8_bounds(num_elements: int) -> Iterator[tuple[int, int, int, int]]:
-    """(start, stop) of each chunk, and those of its payload."""
+    """Yield (start, stop) of each chunk, followed by those of its payload."""
     first = 0
     for start, stop in chunk_bounds(num_elements):
         last = first + INT8.num_bytes(stop - start)
@@ -269,9 +269,9 @@ def _int8_bounds(num_elements: int) -> Iterator[tuple[int, int, int, int]]:
 
 
 def reduce_beside_training(vector: torch.Tensor, mean: Callable[[torch.Tensor], None]) -> tuple[float, float, float]:
-    """Seconds that training is blocked, those of them that add the mean, and seconds until the mean is here.
+    """Return the seconds that block training, those of them that add the mean, and the seconds until it arrives.
 
-    A thread takes the mean of a copy, while this one would train on; what is late is added to slow and fast weights.
+    A thread averages a copy while this one would continue to train; the mean is then added to slow and fast weights.
     """
     began_s = time.monotonic()
     copy = vector.clone()
@@ -288,8 +288,8 @@ def reduce_beside_training(vector: torch.Tensor, mean: Callable[[torch.Tensor], 
 
 
 def average_with_hivemind(seat: Seat, table: Table) -> list[Sample]:
-    """A DHT and an averager for each peer, all in one group. fp16 is its shortest codec that runs with numpy 2.4."""
-    multiprocessing.set_start_method("fork", force=True)  # what it is written for
+    """Average in one group of all peers, each with a DHT. fp16 is the smallest codec that runs with numpy 2.4."""
+    multiprocessing.set_start_method("fork", force=True)  # hivemind is written for it
     from hivemind import DHT, DecentralizedAverager
     from hivemind.averaging.control import AveragingStage
     from hivemind.compression import Float16Compression
@@ -343,7 +343,7 @@ def average_with_hivemind(seat: Seat, table: Table) -> list[Sample]:
 
 def swap(seat: Seat, table: Table) -> list[Sample]:
     peer = Peer(seat, table)
-    peer.round("bounds", waits=True, momentum=True)  # modulo coding learns how far partners are apart
+    peer.round("bounds", waits=True, momentum=True)  # modulo coding learns the distance between partners
     samples = [
         peer.round("waiting", waits=True),
         peer.round("waiting, momentum", waits=True, momentum=True),
@@ -357,7 +357,7 @@ def swap(seat: Seat, table: Table) -> list[Sample]:
 
 
 class Peer:
-    """One peer of this project in a swarm of N; its partner of a round is whomever it draws."""
+    """One peer of this project in a swarm of N. It draws a partner in each round."""
 
     def __init__(self, seat: Seat, table: Table) -> None:
         self._seat, self._table = seat, table
@@ -377,7 +377,7 @@ class Peer:
         self._round = 0
 
     def round(self, kind: str, *, waits: bool, momentum: bool = False, by_turns: bool = False) -> Sample:
-        """Open, let the early part travel, meet everybody, and end the round: all at once, or one pair at a time."""
+        """Open a round, wait for the early part and for all peers, and end it: all at once, or pair by pair."""
         peer, table = self._peer, self._table
         exchange = self._exchange(momentum=momentum)
         table.meet()
@@ -432,7 +432,7 @@ class Peer:
         return ThreadedExchange(spec, self._peer.driver, self._peer.loop)
 
     def _turns(self, partners: Sequence[int], *, by_turns: bool) -> tuple[int, int]:
-        """How often to meet before and after the own boundary, once the line has rested."""
+        """Let the line rest, and return how often to meet before and after the own boundary."""
         time.sleep(self._seat.rest_s)
         pairs = sorted({(min(pair), max(pair)) for pair in enumerate(partners)})
         before = next(turn for turn, pair in enumerate(pairs) if self._seat.rank in pair) if by_turns else 0
@@ -443,7 +443,7 @@ class Peer:
         return (self._fast[start:stop] - slow[start:stop] for start, stop in self._bounds)
 
     def _apply(self, correction: Correction) -> tuple[float, float]:
-        """Seconds and seconds of CPU to add beta h to slow and fast weights, as training does it."""
+        """Add beta h to slow and fast weights, as training does, and return the seconds and the CPU seconds it took."""
         began_s, cpu_s = time.monotonic(), time.thread_time()
         gates = ChunkFilter([self._peer.slow_weights.numel()])
         for start, late in gates.late_steps(correction.gradient, beta=self._peer.spec.outer.beta):
@@ -459,8 +459,8 @@ class Peer:
 def run_method(
     method: Callable[[Seat, Table], list[Sample]], *, num_peers: int, num_elements: int, rest_s: float
 ) -> list[list[Sample]]:
-    """The samples of each peer. Raises BenchmarkError when a process fails or says nothing."""
-    # A server that has imported everything and runs no thread forks the processes: sixteen imports would take a minute.
+    """Return the samples of each peer. Raises BenchmarkError when a process fails or stalls."""
+    # Fork from a server that has imported everything and runs no threads: sixteen imports would take a minute.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch.distributed", "uvloop", "noloco_p2p.net.server", "hivemind"])
     line = home(rate_mbit_s=RATE_MBIT_S, round_trip_ms=ROUND_TRIP_MS)
@@ -481,7 +481,7 @@ def run_method(
         finally:
             for pipe in pipes:
                 pipe.close()
-            until_s = time.monotonic() + 5.0  # for all: some may hang after a fault
+            until_s = time.monotonic() + 5.0  # for all processes, as some may hang after a fault
             for process in processes:
                 process.join(max(0.0, until_s - time.monotonic()))
                 if process.is_alive():
@@ -505,7 +505,7 @@ def _host(pipes: Sequence[Any], lab: NetLab) -> list[list[Sample]]:
 
 
 def _hear(pipes: Sequence[Any], lab: NetLab) -> list[tuple[str, Any]]:
-    """The next message of each process. Raises BenchmarkError once one has failed, or nothing moves any more."""
+    """Return the next message of each process. Raises BenchmarkError if one has failed, or if no traffic flows."""
     heard: dict[int, tuple[str, Any]] = {}
     moved_bytes = -STALLED_BYTES
     while len(heard) < len(pipes):
@@ -532,14 +532,14 @@ def _listen(rank: int, pipe: Any) -> tuple[str, Any]:
 
 
 def largest_vector(num_peers: int, *, wanted: int) -> int:
-    """The largest vector that fits into the free memory: `wanted`, or fewer whole millions."""
+    """Return the size of the largest vector that fits into free memory: `wanted`, or fewer whole millions."""
     free_bytes = psutil.virtual_memory().available * MEMORY_SHARE - num_peers * MEMORY_PER_PEER
     fits = int(free_bytes / (num_peers * MEMORY_PER_ELEMENT))
     return wanted if fits >= wanted else fits // 1_000_000 * 1_000_000
 
 
 class Result:
-    """All samples of one number of peers."""
+    """All samples with one number of peers."""
 
     def __init__(self, num_peers: int, num_elements: int) -> None:
         self.num_peers, self.num_elements = num_peers, num_elements
@@ -548,7 +548,7 @@ class Result:
         self._lateness_s: list[float] = []
 
     def add(self, samples_of_peers: list[list[Sample]]) -> None:
-        for samples in zip(*samples_of_peers, strict=True):  # one synchronisation, all peers
+        for samples in zip(*samples_of_peers, strict=True):  # one synchronisation of all peers
             for rank, sample in enumerate(samples):
                 if sample.fault:
                     self.faults[f"{sample.kind}, peer {rank}"] = sample.fault
@@ -603,7 +603,7 @@ def measure(quick: bool) -> list[Claim]:
     results: dict[tuple[int, int], Result] = {}
     if quick:
         common = QUICK_ELEMENTS
-        for num_peers, methods in ((2, list(METHODS)), (8, ["gloo", "ours"])):  # a group of 8 takes hivemind too long
+        for num_peers, methods in ((2, list(METHODS)), (8, ["gloo", "ours"])):  # hivemind is too slow in a group of 8
             results[num_peers, common] = measure_peers(num_peers, common, methods=methods, rest_s=QUICK_REST_S)
     else:
         common = largest_vector(8, wanted=COMMON_ELEMENTS)
@@ -614,7 +614,7 @@ def measure(quick: bool) -> list[Claim]:
 
 
 def claims_of(result: Result) -> list[Claim]:
-    """What was measured for one N, without judging it."""
+    """Return the measurements for one N, without targets."""
     head = f"N = {result.num_peers}, {result.num_elements / 1e6:g}M"
     claims = []
     for kind in result.kinds():
@@ -645,7 +645,7 @@ def claims_of(result: Result) -> list[Claim]:
 
 
 def comparison(result: Result) -> list[Claim]:
-    """Return the claims with targets, at the largest N."""
+    """Return the comparisons of the methods at the largest N, some with targets."""
     targets = [
         ("gloo fp32", "waiting", 10.0),
         ("gloo bf16", "waiting", 3.0),
@@ -682,12 +682,12 @@ def comparison(result: Result) -> list[Claim]:
 
 
 def line_s(result: Result, kind: str) -> float:
-    """Seconds in which a round keeps the line busy, hidden or not: no round can be shorter."""
+    """Return the seconds in which a round keeps the line busy, hidden or not: no round can be shorter."""
     return (result.median(kind) or 0.0) + (result.median(kind, "early_s") or 0.0)
 
 
 def flatness(few: Result, many: Result) -> list[Claim]:
-    """Blocked time at many peers over that at few, same vector."""
+    """Return the ratio of blocked time at many peers to that at few, with the same vector."""
     claims = []
     for kind in many.kinds():
         at_few, at_many = few.median(kind), many.median(kind)

@@ -109,7 +109,7 @@ class Container:
         self._engine = engine
 
     def status(self) -> dict[str, Any] | None:
-        """Return `noloco status --json` of the peer; None until it answers. Raises Failed if the container has ended."""
+        """Return `noloco status --json` of the peer; None until it answers. Raises Failed if the container ended."""
         done = run([self._engine.command, "exec", self.name, "noloco", "status", "--json"], timeout_s=COMMAND_S)
         if not self._is_running():
             raise Failed(f"{self.name} has ended; its log:\n{self.log()}")
@@ -177,7 +177,7 @@ def check_image(engine: Engine, image: str) -> None:
 
 
 def check_swarm(engine: Engine, image: str) -> None:
-    """Check a bootstrap, a peer that starts the run, and a peer with its ticket: they swap, stop cleanly, and resume."""
+    """Check a bootstrap, a peer that starts the run, and one with its ticket: they swap, stop cleanly, and resume."""
     began_s = time.monotonic()
     bootstrap = engine.start("bootstrap", image, "bootstrap", "--announce", f"{engine.prefix}-bootstrap")
     address = bootstrap.wait_for(lambda _: True, timeout_s=START_S, what="an address")["addresses"][0]

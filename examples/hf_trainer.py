@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=500)
     args = parser.parse_args(arguments)
 
-    torch.manual_seed(0)  # all peers must start with equal weights
+    torch.manual_seed(0)  # peers that start separately need equal weights
     sizes = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 172, "num_hidden_layers": 2}
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4))
     spec = RunSpec(name="hf-trainer", outer=OuterSpec(inner_steps=20))

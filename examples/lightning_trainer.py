@@ -31,7 +31,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--listen", default="0.0.0.0:0")
     parser.add_argument("--steps", type=int, default=2000)
     args = parser.parse_args(arguments)
-    torch.manual_seed(0)  # all peers must start with equal weights
+    torch.manual_seed(0)  # peers that start separately need equal weights
     module, spec = Wave(), RunSpec(name="lightning", outer=OuterSpec(inner_steps=50))
     torch.seed()  # each peer draws different data
     data = torch.utils.data.DataLoader(torch.randn(100_000, 8), batch_size=256, shuffle=True)

@@ -29,7 +29,7 @@ def main(arguments: list[str] | None = None) -> None:
     args = parser.parse_args(arguments)
 
     base = AutoModelForCausalLM.from_pretrained(args.model)
-    torch.manual_seed(0)  # all peers must start with equal adapters
+    torch.manual_seed(0)  # peers that start separately need equal adapters
     model = get_peft_model(base, LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM"))
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-3)
     model.print_trainable_parameters()

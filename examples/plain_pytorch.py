@@ -25,7 +25,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=2000)
     args = parser.parse_args(arguments)
 
-    torch.manual_seed(0)  # all peers must start with equal weights
+    torch.manual_seed(0)  # peers that start separately need equal weights
     model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 

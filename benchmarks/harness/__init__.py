@@ -1,1 +1,1 @@
-"""What tests and benchmarks start and look at: processes, peers on loopback, liars. The wheel does not have it."""
+"""Parts that tests and benchmarks share: processes, peers on loopback, liars. The wheel does not contain them."""

@@ -1,6 +1,6 @@
-"""A liar that knows the gates of its victims and sends the most harmful vectors that they still let through.
+"""A liar that knows the gates of its victims, and sends the most harmful vectors that still pass.
 
-It knows more than a real liar could: the exact vectors of its victim, and what the victim's gates remember.
+It knows more than a real liar could: the exact vectors of its victim, and the state of the victim's gates.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from harness.hostile import Attack, GreedyReplica
 from noloco_p2p.gossip.frames import SectionName
 from noloco_p2p.simulate.replica import SimulatedReplica
 
-BELOW, MARGIN = 0.9, 0.02  # of thresholds, as a codec adds errors of its own
+BELOW, MARGIN = 0.9, 0.02  # of thresholds, because codecs add errors
 
 
 class AdaptiveReplica(GreedyReplica):
-    """A `GreedyReplica` that makes its vectors anew for each partner. swarm: all replicas, by peer id."""
+    """A `GreedyReplica` that makes new vectors for each partner. swarm: all replicas, by peer id."""
 
     def attack_with(self, attack: Attack, *, seed: int, swarm: Mapping[str, SimulatedReplica]) -> None:
         super().attack_with(attack, seed=seed, swarm=swarm)
@@ -28,7 +28,7 @@ class AdaptiveReplica(GreedyReplica):
         self._downhill: dict[str, Tensor] = {}  # the last outer gradient of each victim
 
     def vectors(self, partner: str) -> dict[SectionName, Tensor]:
-        """Those of the victim, and as long a way beside them as its gates allow."""
+        """Return the victim's vectors, shifted in the harmful direction as far as its gates allow."""
         victim = self._swarm[partner]
         offset = self._harm(victim)
         for norm, (start, stop) in zip(victim.state.gating.own.usual(), _pieces(victim), strict=True):
@@ -36,7 +36,7 @@ class AdaptiveReplica(GreedyReplica):
         return {name: vector + offset for name, vector in victim.state.sections().items()}
 
     def gradient(self, partner: str) -> Tensor | None:
-        """As far against that of the victim, and then as far aside, as its gates allow."""
+        """Return a gradient with the lowest cosine to the victim's, and the largest norm, that its gates allow."""
         victim = self._swarm[partner]
         if not victim.is_at_boundary:
             return None
@@ -51,7 +51,7 @@ class AdaptiveReplica(GreedyReplica):
         return limits.clip_above * (cosine * own + (1 - cosine**2) ** 0.5 * aside)
 
     def _harm(self, victim: SimulatedReplica) -> Tensor:
-        """Its direction, of any length."""
+        """Return the harmful direction, with any length."""
         match self._attack:
             case Attack.ADAPTIVE_BACK:
                 return self._first - victim.state.slow_weights
@@ -62,7 +62,7 @@ class AdaptiveReplica(GreedyReplica):
 
 
 def _pieces(victim: SimulatedReplica) -> list[tuple[int, int]]:
-    """Where in the flat vector the gates look at a piece by itself."""
+    """Return (start, stop) of the pieces of the flat vector that the gates judge separately."""
     ends, start = [], 0
     for places in victim.state.gating.pieces.in_chunk:
         ends += [(start + place.start, start + place.stop) for _, place in places]

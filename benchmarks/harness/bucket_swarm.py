@@ -1,7 +1,7 @@
-"""Directories of many peers in memory, on a clock of their own: the product's census and sampler on a dictionary.
+"""Directories of many peers in memory, on a virtual clock: the production census and sampler with a dict as the DHT.
 
-Every peer announces itself, reads buckets and looks aside as often as `swarm.membership_view` does; what is read is
-what is stored.
+Every peer announces itself, reads buckets and looks at other depths as often as `swarm.membership_view` does. Reads
+return exactly what is stored.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ HEARTBEAT_S, VIEW_S, BUCKET_VIEW_S, QUICK_S, QUICK_FOR_S, FRESHEN_S = TTL_S / 4,
 
 @dataclass(slots=True)
 class Member:
-    """One peer's side of the directory."""
+    """One peer with its view of the directory."""
 
     peer_id: str
     began_s: float
@@ -44,7 +44,7 @@ class Stored:
 
 
 class BucketSwarm:
-    """`join`, `kill`, then `run`. Members of another group than 0 are on an island of their own until `heal`."""
+    """A swarm to change with `join` and `kill`, and to advance with `run`. Each group is separate until `heal`."""
 
     def __init__(self, seed: int = 0) -> None:
         self.now_s = 0.0
@@ -71,7 +71,7 @@ class BucketSwarm:
             self._at(at_s + FRESHEN_S, "freshen", peer_id)
 
     def settle(self, number: int) -> None:
-        """Bystanders: peers that have been there for long, are announced where they should be, and read nothing."""
+        """Add bystanders: peers that joined long ago, are announced at the right depths, and read nothing."""
         depth, alike = best_depth(number), Census(random.Random(0))
         while alike.depth != depth or self.now_s < LINGER_S:
             alike.note(number / 2.0**alike.depth, now_s=self.now_s)
@@ -83,7 +83,7 @@ class BucketSwarm:
                 self._stored[0, bucket_of(peer_id, depth)][peer_id] = announced
 
     def silence(self, number: int) -> set[str]:
-        """Kill this many bystanders; each was announced within the last heartbeat."""
+        """Kill this many bystanders, each announced within the last heartbeat, and return their ids."""
         dead = set(self._rng.sample(self.bystanders, number))
         for peer_id in dead:
             expires_at_s = self.now_s + TTL_S - self._rng.uniform(0.0, HEARTBEAT_S)
@@ -93,7 +93,7 @@ class BucketSwarm:
         return dead
 
     def kill(self, number: int) -> None:
-        """Remove members: they announce nothing any more, and their records expire."""
+        """Remove this many members at random. Their records expire later."""
         for peer_id in self._rng.sample(sorted(self.members), number):
             del self.members[peer_id]
 
@@ -115,7 +115,7 @@ class BucketSwarm:
         self.now_s = until_s
 
     def visible_share(self, member: Member) -> float:
-        """Of the other members, those that this one can come to draw: announced at a depth at which it reads."""
+        """Return the share of other members that this one can draw: those announced at a depth that it reads."""
         depths = member.census.read_at
         others = [peer for peer in self.members if peer != member.peer_id]
         seen = [any(peer in self._found(member, bucket_of(peer, depth)) for depth in depths) for peer in others]

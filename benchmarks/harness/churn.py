@@ -1,7 +1,7 @@
-"""A swarm of real peers that come, go and die at random, seeded; and what must hold all the while.
+"""A swarm of real peers that join, leave and die at random, by a seed, and a report of how they fared.
 
-Each peer is a process with a state folder of its own. Who was killed or has left comes back later, with the ticket of
-somebody who lives. At the end everybody is asked to leave at once.
+Each peer is a process with a state folder of its own. A peer that was killed or has left comes back later, with the
+ticket of a live peer. At the end all peers are asked to leave at once.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ from harness.patience import PATIENCE_S
 from harness.processes import PeerProcess, until, write_spec
 from noloco_p2p.spec import TrainerSpec
 
-NETWORK_ANSWER_S = 5.0  # what the network thread may take beyond outer.max_wait_s: gossip.exchange
-STARTS_AT_ONCE = 2  # imports take a core for seconds
+NETWORK_ANSWER_S = 5.0  # how long the network thread may take beyond outer.max_wait_s: gossip.exchange
+STARTS_AT_ONCE = 2  # imports occupy a core for seconds
 POLL_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """min_living: with fewer nobody goes. mean_pause_s: between two events, on average.
+    """The plan of a churn. mean_pause_s: mean time between two events.
 
-    min_gone: it goes on beyond `seconds` until as many have gone, as on a slow machine peers take long to start.
+    min_living: no peer leaves or is killed unless more than this many train. min_gone: the churn continues beyond
+    `seconds` until this many peers have gone, because peers take long to start on a slow machine.
     """
 
     num_peers: int
@@ -43,7 +44,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One round of one process; `has_others`: it knew of a live peer at the end."""
+    """One round of one process. `has_others`: it knew of a live peer at the end."""
 
     outcome: str
     blocked_s: float
@@ -51,7 +52,7 @@ class Round:
 
     @property
     def kind(self) -> str:
-        """swapped, half or alone."""
+        """One of swapped, half and alone."""
         return self.outcome.split()[0].rstrip(":")
 
 
@@ -65,7 +66,7 @@ class Life:
     daemon_socket: Path | None = None
     is_killed: bool = False
     exit_code: int | None = None
-    exit_s: float | None = None  # from the wish to the end
+    exit_s: float | None = None  # from the request to leave to the exit
 
     @property
     def is_over(self) -> bool:
@@ -73,7 +74,7 @@ class Life:
 
     @property
     def trains(self) -> bool:
-        """It has begun, and so answers SIGTERM as a training peer does."""
+        """Whether it has started to train, and so handles SIGTERM as a training peer does."""
         return self.daemon is not None and not self.is_over
 
     def look(self) -> None:
@@ -93,7 +94,7 @@ class Life:
 
 @dataclass(slots=True)
 class Report:
-    """The result of a churn. Rounds are those of all processes together, while they knew of a live peer."""
+    """The result of a churn. Rounds are those of all processes, while they knew of a live peer."""
 
     joins: int = 0
     leaves: int = 0
@@ -102,18 +103,18 @@ class Report:
     swapped: int = 0
     half: int = 0
     alone: int = 0
-    longest_alone: list[str] = field(default_factory=list)  # most rounds in a row without a partner, and why each
+    longest_alone: list[str] = field(default_factory=list)  # reasons of the longest sequence of solo rounds
     longest_blocked_s: float = 0.0  # of a round, at its boundary
-    longest_exit_s: float = 0.0  # of those that were asked to leave
+    longest_exit_s: float = 0.0  # of the peers that were asked to leave
     bad_exits: list[str] = field(default_factory=list)
     left_behind: list[str] = field(default_factory=list)
     tracebacks: list[str] = field(default_factory=list)
-    living: int = 0  # at the end, before everybody left
-    start_s: float = 0.0  # of the first peer, alone on the machine, until its first round: how fast the machine is
+    living: int = 0  # at the end, before all leave
+    start_s: float = 0.0  # until the first round of the first peer, alone on the machine: shows its speed
 
 
 class Churn:
-    """`run` takes as long as the plan says, and the time to start and to leave."""
+    """A churn. `run` takes the time of the plan, plus the time to start and to leave."""
 
     def __init__(self, spec: TrainerSpec, plan: Plan, folder: Path) -> None:
         self._spec = spec
@@ -144,10 +145,10 @@ class Churn:
             self._judge(report)
         return report
 
-    # what happens
+    # events
 
     def _has_happened(self) -> bool:
-        """Whether enough peers have gone, and enough are there."""
+        """Whether enough peers have gone, and enough train."""
         num_gone = sum(life.is_over for life in self._lives)
         return num_gone >= self._plan.min_gone and len(self._training()) >= self._plan.min_living
 
@@ -196,19 +197,19 @@ class Churn:
     def _end(self) -> None:
         training = self._training()
         for life in self._lives:
-            if not life.is_over and not life.trains:  # still starting: nothing to be judged by
+            if not life.is_over and not life.trains:  # still starting, so not judged
                 life.is_killed = True
                 life.process.end()
         self._leave(training)
 
-    # what must hold
+    # the report
 
     def _judge(self, report: Report) -> None:
         report.joins = len(self._lives)
         report.kills = sum(life.is_killed for life in self._lives)
         for life in self._lives:
             name = f"peer {life.number}"
-            rounds = [each for each in life.rounds() if each.has_others]  # who is the only one has nobody to swap with
+            rounds = [each for each in life.rounds() if each.has_others]  # a lone peer cannot swap
             kinds = [each.kind for each in rounds]
             report.rounds += len(kinds)
             report.swapped += kinds.count("swapped")
@@ -234,7 +235,7 @@ class Churn:
         return found
 
     def _found(self) -> list[str]:
-        """Return processes and sockets that peers which have ended left behind."""
+        """Return the processes and sockets that remain."""
         found = []
         for life in self._lives:
             if not life.is_over:

@@ -1,4 +1,4 @@
-"""A synthetic swarm of any size, as a directory would tell it: for looks of the monitor at more peers than fit here."""
+"""The records of a synthetic swarm of any size, to show the monitor more peers than fit on this machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DIGEST = "c0" * 32
 
 
 class Crowd:
-    """`records(now_s)` is what a directory holds at that moment (Unix seconds); the same seed tells the same story."""
+    """A synthetic swarm. `records` returns the content of its directory; the same seed gives the same swarm."""
 
     def __init__(self, num_peers: int, *, began_s: float, seed: int = 0, sketch: str = "") -> None:
         self._rng = random.Random(seed)
@@ -26,11 +26,11 @@ class Crowd:
         ]
 
     def kill(self, index: int, *, now_s: float) -> None:
-        """Remove a peer: it announces nothing any more."""
+        """Stop the announcements of a peer."""
         self._gone[index] = now_s
 
     def records(self, now_s: float) -> list[tuple[PeerRecord, float]]:
-        """(record, age in seconds): each peer has announced itself within the last 15 s."""
+        """Return (record, age in seconds) of each peer at this Unix time. Live peers have announced within 15 s."""
         found = []
         for index, record in enumerate(self.peers):
             phase_s = (index * 0.618 % 1) * TTL_S / 4

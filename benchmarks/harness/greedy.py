@@ -1,7 +1,6 @@
-"""A peer that wants to be everybody's partner: it offers to all of them at once, on many calls, and forges its times.
+"""A peer that tries to be every peer's partner: it makes offers to all at once, on many calls, and forges its times.
 
-It accepts every offer, too. What it sends is made by a `Liar`. Swaps are real ones: the partner's rounds take them as
-those of any other peer.
+It also accepts every offer. A `Liar` makes its vectors. Swaps are real: its partners treat it like any other peer.
 """
 
 from __future__ import annotations
@@ -50,12 +49,12 @@ NAME = "the-greedy"
 
 
 class Liar(Protocol):
-    """Makes what is sent to a partner."""
+    """Makes the boundary and the vectors that are sent to a partner."""
 
     def boundary(self, partner: str) -> Boundary: ...
 
     def vectors(self, partner: str) -> dict[SectionName, Tensor]:
-        """The vectors of the early part, flat, fp32."""
+        """Return the vectors of the early part, flat, fp32."""
         ...
 
     def gradient(self, partner: str) -> Tensor | None:
@@ -66,8 +65,8 @@ class Liar(Protocol):
 class GreedyPeer:
     """A `gossip.seams.Service` that also makes offers, while `run` runs.
 
-    victims: whom it offers to. plans: the sections of a swap. num_calls: to each of them at the same time. pause_s:
-    from an answer to the next offer of that call. `swaps` counts the committed early parts by partner.
+    victims: the peers that get offers. plans: the sections of a swap. num_calls: concurrent calls to each victim.
+    pause_s: from an answer to the next offer of that call. `swaps` counts the committed early parts by partner.
     """
 
     def __init__(
@@ -158,10 +157,10 @@ class GreedyPeer:
         return self._bounds.setdefault((partner, plan.name), Bounds(plan.num_elements, codec=plan.modulo[0]))
 
     async def _stage(self, partner: str, plan: SectionPlan, staged: Staged) -> None:
-        """plan: of the last section."""
+        """Stage the gradient once the liar has it. plan: of the last section."""
         if plan.part is not Part.LATE:
             return
-        while (gradient := self._liar.gradient(partner)) is None:  # noqa: ASYNC110 (nothing tells it)
+        while (gradient := self._liar.gradient(partner)) is None:  # noqa: ASYNC110 (there is no event to wait for)
             await asyncio.sleep(self._pause_s)
         slab = self._memory.take(plan.num_bytes)
         for start, stop in chunk_bounds(plan.num_elements):
@@ -173,10 +172,10 @@ class GreedyPeer:
     async def _ask_nobody(self, partner: str, swap_id: bytes) -> SwapState:
         return SwapState()
 
-    # what it answers
+    # its service
 
     def admit(self, hello: Hello) -> None:
-        """Admit everybody."""
+        """Admit every peer."""
 
     async def on_swap(self, stream: FrameStream) -> None:
         with suppress(PeerError):
@@ -201,7 +200,7 @@ class GreedyPeer:
 
 
 class Noise:
-    """A `Liar`: random vectors, no times, and a place in the run that fits everybody."""
+    """A `Liar` with random vectors, no times, and a place in the run that suits every partner."""
 
     def __init__(self, lie: Vectors) -> None:
         self._lie = lie
@@ -217,7 +216,7 @@ class Noise:
 
 
 class GreedyNode:
-    """A `GreedyPeer` over gRPC beside the peers of `swarm`; each of its calls is a connection of its own.
+    """A `GreedyPeer` over gRPC among the peers of `swarm`. Each of its calls has a connection of its own.
 
     is_listed: whether it has a live record in the directory.
     """
@@ -260,7 +259,7 @@ class GreedyNode:
 
 
 def count_swaps(peers: list[MemoryPeer], num_rounds: int, *, wait_s: float) -> Iterator[tuple[int, int]]:
-    """After each round: (swaps of all `peers`, those of them with a `GreedyNode`)."""
+    """Yield (swaps of all `peers`, swaps with a `GreedyNode`) after each round, both counted from the start."""
     swaps = bad = 0
     vectors = [Vectors.random(seed) for seed in range(len(peers))]
     for index in range(num_rounds):

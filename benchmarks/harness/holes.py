@@ -1,6 +1,6 @@
-"""Holes between peers behind the routers of netlab.py: real sockets in namespaces, and a relay that is two pipes.
+"""Hole punching between peers behind the routers of netlab.py: real sockets in namespaces, and a relay of two pipes.
 
-A thread belongs to a namespace, and all its sockets do. So each side of a hole is a thread with a loop of its own.
+The sockets of a thread belong to the namespace of the thread, so each side has a thread with a loop of its own.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BLOCK = bytes(range(256)) * 64
 
 
 class Inside:
-    """A thread in a namespace that runs one coroutine after the other."""
+    """A thread in a namespace that runs coroutines, one after the other."""
 
     def __init__(self, node: Node) -> None:
         self._thread = ThreadPoolExecutor(1)
@@ -44,7 +44,7 @@ class Inside:
 
 
 class Middle:
-    """On the internet: tells callers from where they are seen, and joins connections to it two by two."""
+    """A node on the internet that tells callers their public address, and joins connections in pairs."""
 
     def __init__(self, node: Node) -> None:
         self._address = node.address
@@ -96,7 +96,7 @@ class Met:
 
 
 class Homes:
-    """A lab whose node 0 is on the internet, and the others behind routers: `behind` has their routers' numbers."""
+    """A lab with node 0 on the internet and the others behind routers. behind: the routers' numbers, from node 1 on."""
 
     def __init__(
         self, access: Access, routers: Sequence[Router], behind: Sequence[int], *, only_public: bool = True
@@ -118,7 +118,7 @@ class Homes:
         self.lab.close()
 
     def meet(self, caller: int, called: int) -> Met | None:
-        """By a hole, over which both get what the other one says; None when there is none in time. Nodes from 1 on."""
+        """Connect two nodes (from 1 on) by hole punching, and exchange data; None if no hole opens in time."""
         calling = self._homes[caller - 1].start(self._side(is_caller=True))
         answering = self._homes[called - 1].start(self._side(is_caller=False))
         sides = calling.result(PATIENCE_S), answering.result(PATIENCE_S)

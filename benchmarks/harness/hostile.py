@@ -1,4 +1,4 @@
-"""Replicas that lie about their vectors, as badly as their attack says: to measure what gates and shares hold."""
+"""Replicas that lie about their vectors, as their attack says, to measure what gates and shares prevent."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from noloco_p2p.testing.memory import Wrap, unchanged
 
 
 class Attack(StrEnum):
-    """What is sent instead of slow weights, outer momentum and outer gradient."""
+    """The lie that replaces slow weights, outer momentum and outer gradient."""
 
-    SCALED = "scaled"  # all three 100 times as long
+    SCALED = "scaled"  # all three times 100
     SCALED_STATE = "scaled-state"  # the same for weights and momentum, with an honest gradient, which passes its gate
     FLIPPED = "sign-flipped"  # all three negated
-    FLIPPED_GRADIENT = "flipped-gradient-x9"  # -9 times the gradient, just not refused; weights and momentum honest
-    NOISE = "noise"  # Gaussian, as long as the true vectors
-    STALE = "stale"  # those of its first round, for ever
+    FLIPPED_GRADIENT = "flipped-gradient-x9"  # gradient times -9, just not refused; weights and momentum honest
+    NOISE = "noise"  # Gaussian, with the norms of the true vectors
+    STALE = "stale"  # always those of its first round
     NAN = "nan"
-    # What just passes the gates of the partner (`adaptive.py`), and pulls it
+    # Vectors that just pass the gates of the partner (`adaptive.py`), and pull it
     ADAPTIVE_BACK = "adaptive-back"  # towards the weights before any training
     ADAPTIVE_UPHILL = "adaptive-uphill"  # against its last outer gradient
-    ADAPTIVE_DRIFT = "adaptive-drift"  # in one direction, for ever and the same for everybody
+    ADAPTIVE_DRIFT = "adaptive-drift"  # always in one direction, the same for all partners
 
 
 ADAPTIVE = (Attack.ADAPTIVE_BACK, Attack.ADAPTIVE_UPHILL, Attack.ADAPTIVE_DRIFT)
@@ -50,12 +50,12 @@ NAN_PLAN = FaultPlan().fail_at(At(Chunk, section=SectionName.SLOW_WEIGHTS), send
 
 
 def streams_of(attack: Attack) -> Wrap:
-    """NaN has no code: it is put into the payload on its way."""
+    """Return the wrapper of the liar's streams, which puts NaN into payloads, because codecs cannot encode NaN."""
     return NAN_PLAN.wrapper() if attack is Attack.NAN else unchanged
 
 
 class Alteration:
-    """What an attack makes of the true vectors."""
+    """Alters the true vectors as an attack says."""
 
     def __init__(self, attack: Attack, *, seed: int) -> None:
         self._attack = attack
@@ -83,14 +83,14 @@ class Alteration:
 
 
 class HostileReplica(SimulatedReplica):
-    """Trains alone, and gives its partners what `attack` makes of its vectors."""
+    """A replica that trains without partners, and sends them its vectors as altered by `attack`."""
 
     def attack_with(self, attack: Attack, *, seed: int, swarm: Mapping[str, SimulatedReplica]) -> None:
         self._exchange = Lying(self._exchange, Alteration(attack, seed=seed))
 
 
 class Lying(Around):
-    """A stream that alters what is sent, and applies nothing that it receives."""
+    """An exchange that alters what is sent, and ignores what is received."""
 
     def __init__(self, inner: Exchange, alteration: Alteration) -> None:
         super().__init__(inner)
@@ -108,7 +108,7 @@ class Lying(Around):
 
 
 class GreedyReplica(SimulatedReplica):
-    """A `HostileReplica` that makes offers to everybody at once, for as long as it trains, and accepts every offer."""
+    """A liar that makes offers to all peers at once, as long as it trains, and accepts every offer."""
 
     def attack_with(self, attack: Attack, *, seed: int, swarm: Mapping[str, SimulatedReplica]) -> None:
         self._hidden = Hidden(self._exchange, Alteration(attack, seed=seed))
@@ -143,7 +143,7 @@ class GreedyReplica(SimulatedReplica):
     # a `Liar`
 
     def boundary(self, partner: str) -> Boundary:
-        """Return a boundary that fits every round."""
+        """Return a boundary that suits every partner."""
         return Boundary(self._rounds.round, None, None, self.progress)
 
     def vectors(self, partner: str) -> dict[SectionName, Tensor]:
@@ -154,7 +154,7 @@ class GreedyReplica(SimulatedReplica):
 
 
 class Hidden(Absent):
-    """Keeps what the lies are made of: the vectors of the open round, and the outer gradient of the last one."""
+    """Keeps the altered vectors of the open round, and the altered outer gradient of the last one."""
 
     def __init__(self, inner: Exchange, alteration: Alteration) -> None:
         super().__init__(inner)

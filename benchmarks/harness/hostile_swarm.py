@@ -1,4 +1,4 @@
-"""Simulated swarms in which some replicas lie; their results are those of the honest ones."""
+"""Simulated swarms in which some replicas lie; results are those of the honest replicas."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def simulate_hostile(
     are_greedy: bool = False,
     on_made: Callable[[list[SimulatedReplica]], None] = lambda replicas: None,
 ) -> Result:
-    """As `simulate_swarm`, with liars by the number of their replica; all are there from the start.
+    """Run `simulate_swarm` with liars, whose attacks are given by replica number.
 
-    are_greedy: liars make offers to everybody at once.
+    are_greedy: liars make offers to all peers at once.
     """
 
     def arm(replicas: list[SimulatedReplica]) -> None:

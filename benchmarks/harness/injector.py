@@ -1,4 +1,4 @@
-"""Faults by peer, round and phase: what happens to whom, and when, is part of the test and of nothing else.
+"""Faults by peer, round and phase, which a test sets exactly.
 
 injector = Injector().fail_at(peer="a", round=3, phase=Phase.LATE_CHUNK)
 a = swarm.peer("a", **injector.of("a"))
@@ -19,7 +19,7 @@ from noloco_p2p.testing.memory import Wrap
 
 
 class Phase(Enum):
-    """Of a swap, by the frame that the faulty peer sends then."""
+    """The phases of a swap, by the frame that the faulty peer sends in them."""
 
     OFFER = At(Offer | Accept)
     EARLY_HEADER = At(Header, section=SectionName.SLOW_WEIGHTS)
@@ -30,14 +30,14 @@ class Phase(Enum):
 
 
 class Wraps(TypedDict):
-    """The arguments of `MemorySwarm.peer`."""
+    """The arguments of `MemorySwarm.peer` that wrap streams."""
 
     wrap: Wrap
     wrap_accepted: Wrap
 
 
 class Injector:
-    """`fail_at` adds a fault; `of` gives what a peer's streams are wrapped in, both those it opens and accepts."""
+    """`fail_at` adds a fault; `of` returns the wrappers of a peer's streams, both opened and accepted ones."""
 
     def __init__(self, *, on_fault: Callable[[str], None] = lambda peer: None) -> None:
         self.fired = 0
@@ -45,7 +45,7 @@ class Injector:
         self._on_fault = on_fault
 
     def fail_at(self, *, peer: str, round: int, phase: Phase | At, fault: Fault | None = None) -> Injector:
-        """`fault` at the frame of `phase` in every swap of that round; None = the connection is cut."""
+        """Add a fault at the frame of `phase` in every swap of that round; None = the connection is cut."""
         plan, at = self._faults.get((peer, round), FaultPlan()), phase.value if isinstance(phase, Phase) else phase
         self._faults[peer, round] = plan.fail_at(at, send=fault or Cut())
         return self
@@ -67,7 +67,7 @@ class Injector:
 
 
 class _RoundStream:
-    """Learns from the own Offer or Accept which round the swap belongs to, and is faulty from then on, or never."""
+    """A stream that learns the round of the swap from its own Offer or Accept, and then adds that round's faults."""
 
     def __init__(self, stream: FrameStream, faults: Callable[[int], FaultyStreams | None]) -> None:
         self._stream = stream

@@ -1,11 +1,11 @@
-"""A slow link on loopback: a TCP proxy that delays, jitters and limits what goes through, and can cut or stall it.
+"""A slow link on loopback: a TCP proxy that delays, jitters and limits traffic, and can cut or stall it.
 
     async with LinkProxy("127.0.0.1:4000", WEAK_4G) as link:
         directory.addresses["b"] = link.address      # others now reach peer b over its weak link
 
-What it is not: TCP repairs loss, so a proxy above TCP cannot lose packets. The profiles have the rate and the delay of
-their links, not their loss; what loss does to a swap needs a link emulator below TCP. What it makes of TCP is
-near to a rate that each connection has to itself (`own_rates`), however many there are.
+A proxy above TCP cannot lose packets, because TCP repairs loss. The profiles have the rate and the delay of their
+links, not their loss; to measure the effect of loss on a swap, use a link emulator below TCP (`netlab.py`). Loss makes
+TCP behave nearly as if each connection had a rate of its own, however many there are, which `own_rates` emulates.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from typing import Self
 
 PIECE_BYTES = 16 * 1024
-# Without these the kernel takes megabytes from a sender who believes that they are on their way.
+# Without these the kernel buffers megabytes, and the sender believes that they are in flight.
 RECEIVE_BYTES = 64 * 1024
-SEGMENT_BYTES = 1448  # the sender's buffer is a multiple of it, and a segment of loopback has 64 KiB
+SEGMENT_BYTES = 1448  # the sender's buffer is a multiple of it, and loopback would use 64 KiB
 
-Queue = asyncio.Queue[tuple[float, bytes]]  # when it is due, data
+Queue = asyncio.Queue[tuple[float, bytes]]  # time at which it is due, data
 
 
 class _Way:
-    """One direction of the link. All connections share it and its shape, or each has a shape of its own."""
+    """One direction of the link. All connections share its shape, unless each has a shape of its own (`own_rates`)."""
 
     def __init__(self, make_shape: Callable[[], Shape], *, own_rates: bool) -> None:
         shared = make_shape()
@@ -39,9 +39,9 @@ class _Way:
 
 
 class LinkProxy:
-    """Stands before `target` (HOST:PORT). `address` is what others dial; the counters are of what has come through.
+    """A proxy for `target` (HOST:PORT). Others dial `address`; the counters count delivered bytes.
 
-    own_rates: the rates of the profile are those of each connection, not of all together.
+    own_rates: the rates of the profile apply to each connection, not to all together.
     """
 
     def __init__(self, target: str, profile: LinkProfile, *, own_rates: bool = False, seed: int = 0) -> None:
@@ -94,7 +94,7 @@ class LinkProxy:
         await asyncio.gather(*self._connections, return_exceptions=True)
 
     def cut(self) -> None:
-        """Break all connections now, and new ones at once, until `restore`."""
+        """Break all connections, and reject new ones until `restore`."""
         self._is_cut = True
         for task, writers in self._connections.items():
             for writer in writers:
@@ -119,7 +119,7 @@ class LinkProxy:
                 self.num_connections += 1
                 await self._carry(reader, writer, writers)
         except (OSError, asyncio.CancelledError):
-            pass  # one side is gone, or the link was cut: then both are
+            pass  # one side has gone, or the link was cut: end both sides
         finally:
             for opened in writers:
                 opened.transport.abort()
@@ -167,7 +167,7 @@ class LinkProxy:
             due_s, data = await queue.get()
             await asyncio.sleep(due_s - loop.time())
             await self._flows.wait()
-            if not data:  # the end of this direction; the other may go on
+            if not data:  # the end of this direction; the other may continue
                 with contextlib.suppress(OSError):
                     sink.write_eof()
                 return

@@ -1,4 +1,4 @@
-"""Peers in one process over real gRPC on loopback, with a directory that is a list: MemorySwarm with sockets."""
+"""Peers in one process over real gRPC on loopback, with a dict as directory: MemorySwarm with sockets."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from noloco_p2p.testing.peers import MemorySwarm
 
 
 class LoopbackSwarm(MemorySwarm):
-    """`addresses` is the directory; a test may put the address of a LinkProxy there, or "" for one that takes no calls.
+    """Peers over gRPC in one process, whose directory is `addresses`.
 
-    `rates` caps a peer that is made later: upload and download, in bytes a second.
+    A test may replace an address by that of a LinkProxy, or by "" for a peer that accepts no calls. `rates` caps peers
+    that are made later: upload and download, in bytes per second.
     """
 
     def __init__(self, spec: Spec, *, deadlines: Deadlines = INTERNET, connections: ConnectionPolicy = POLICY) -> None:
@@ -83,7 +84,7 @@ class _Listed:
         self._own_id = own_id
 
     def live(self) -> Sequence[Candidate]:
-        listed = list(self._addresses.items())  # a test may change it meanwhile, from its own thread
+        listed = list(self._addresses.items())  # a copy, since a test may change the dict from its own thread
         return [
             Candidate(peer, address, can_be_called=bool(address)) for peer, address in listed if peer != self._own_id
         ]

@@ -1,11 +1,11 @@
-"""Routers that translate addresses, for the links of netlab.py. Pure: packets in, packets out, no sockets, no clock.
+"""Routers that translate addresses (NAT), for the links of netlab.py. Pure: no sockets, no clock.
 
-RFC 4787 names what a router does by two words. Its *mapping* is the port that it takes outside for a port inside: one
-for all partners ("endpoint"), one for each partner's address ("address"), or one for each address and port ("port").
-Its *filtering* is from whom it lets in what comes for such a port: from everybody, from addresses that were sent to, or
-from ports that were sent to. What it does not let in it drops silently, and it returns nothing inside that comes from
-inside (no hairpin). A router behind another one is a home whose carrier shares its addresses. A router may also forward
-all its ports to one node, which keeps their numbers, as its owner can set it up for a peer that others call.
+RFC 4787 describes a router by two properties. Its *mapping* says which external port an internal port gets: one for all
+partners ("endpoint"), one per partner address ("address"), or one per partner address and port ("port"). Its
+*filtering* says which senders may reach such a port: all of them, addresses that were sent to, or addresses and ports
+that were sent to. The router drops all other packets silently, and does not return internal packets to the inside (no
+hairpinning). A router behind another one models a home whose carrier shares its addresses. A router may also forward
+all its ports to one node and keep their numbers, as an owner can set it up for a peer that others call.
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ from typing import Literal
 from harness.packets import End, ends_of, with_ends
 
 Breadth = Literal["endpoint", "address", "port"]
-FIRST_PORT = 20_000  # outside: never that of the inside
+FIRST_PORT = 20_000  # external ports, which differ from all internal ones
 
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """behind: the number of an earlier router that this one is behind; None = it is on the internet itself.
-    forwards_to: the number of the node that has all ports; None = none does.
+    """The properties of one router.
+
+    behind: the number of an earlier router that this one is behind; None = it is on the internet. forwards_to: the
+    number of the node that gets all ports; None = no node.
     """
 
     mapping: Breadth
@@ -41,15 +43,15 @@ class _Mapping:
 
 @dataclass(slots=True)
 class _Table:
-    """What one router remembers, of one protocol."""
+    """The mappings of one router for one protocol."""
 
     router: Router
-    forwarded: bytes  # the address that has all ports; b"" = none does
-    outside: dict[tuple[End, bytes, int], int] = field(default_factory=dict)  # inside, and as much of the partner
-    mappings: dict[int, _Mapping] = field(default_factory=dict)  # port outside ->
+    forwarded: bytes  # the address that gets all ports; b"" = none
+    outside: dict[tuple[End, bytes, int], int] = field(default_factory=dict)  # by internal end and part of the partner
+    mappings: dict[int, _Mapping] = field(default_factory=dict)  # by external port
 
     def port_for(self, inside: End, partner: End) -> int:
-        """Outside; the partner is let in from now on."""
+        """Return the external port for packets to the partner, which may answer from now on."""
         if inside[0] == self.forwarded:
             return inside[1]
         breadth = self.router.mapping
@@ -81,13 +83,13 @@ def outer_address(number: int, router: Router) -> str:
 
 
 class Routers:
-    """All routers of a network. `behind` gives for each node the number of its router, or None.
+    """All routers of a network. behind: for each node the number of its router, or None.
 
-    Addresses: node k on the internet 45.77.0.(k + 1), router r there 45.78.0.(r + 1) or behind router q
-    100.64.q.(r + 1), node k behind router r 192.168.r.(k + 1).
+    Addresses: node k is 45.77.0.(k + 1) on the internet, and 192.168.r.(k + 1) behind router r. Router r is
+    45.78.0.(r + 1) on the internet, and 100.64.q.(r + 1) behind router q.
     """
 
-    route = "default"  # what is behind the device of a node
+    route = "default"  # the route through the device of a node
 
     def __init__(self, routers: Sequence[Router], behind: Sequence[int | None]) -> None:
         self._routers = list(routers)
@@ -99,17 +101,17 @@ class Routers:
         outer = [outer_address(number, router) for number, router in enumerate(routers)]
         self._nodes = {socket.inet_aton(address): node for node, address in enumerate(self.addresses)}
         self._outer = [socket.inet_aton(address) for address in outer]
-        self._tables: dict[tuple[int, int], _Table] = {}  # of (router, protocol)
+        self._tables: dict[tuple[int, int], _Table] = {}  # by (router, protocol)
 
     def leave(self, frame: bytes, node: int) -> tuple[bytes, int] | None:
-        """A packet as it is on its way, and the node that it would reach; None when it leads nowhere."""
+        """Return the packet as translated on its way out, and the node that it would reach; None if there is none."""
         found = ends_of(frame)
         if found is None:
             return None
         protocol, source, destination = found
         realm = self._behind[node]
         while not self._is_in(realm, destination[0]):
-            if realm is None or destination[0] == self._outer[realm]:  # nobody is there, or a hairpin
+            if realm is None or destination[0] == self._outer[realm]:  # no such address, or a hairpin
                 return None
             source = self._outer[realm], self._table(realm, protocol).port_for(source, destination)
             realm = self._routers[realm].behind
@@ -117,7 +119,7 @@ class Routers:
         return None if target is None else (with_ends(frame, source, destination), target)
 
     def arrive(self, frame: bytes) -> bytes | None:
-        """The packet as the node gets it; None when a router does not let it in."""
+        """Return the packet as the node receives it; None if a router rejects it."""
         found = ends_of(frame)
         assert found is not None
         protocol, source, destination = found
@@ -131,7 +133,7 @@ class Routers:
         return with_ends(frame, source, destination)
 
     def _node_at(self, protocol: int, end: End) -> int | None:
-        """Behind however many routers."""
+        """Return the node that this end maps to, behind any number of routers."""
         while end[0] not in self._nodes:
             inside = self._table(self._outer.index(end[0]), protocol).inside_of(end[1])
             if inside is None:

@@ -1,12 +1,12 @@
-"""IPv4 packets as a TUN device of netlab.py hands them over: where they go, how long they are, other ends put in."""
+"""IPv4 packets from the TUN devices of netlab.py: read their ends and their size, and change their ends."""
 
 from __future__ import annotations
 
 import math
 import struct
 
-OFFLOAD_HEADER = struct.Struct("=BBHHHH")  # flags, segmentation, bytes of headers, bytes a segment, two of checksums
-NEEDS_CHECKSUM = 1  # of the flags: the checksum field holds the sum over addresses alone, as to a network card
+OFFLOAD_HEADER = struct.Struct("=BBHHHH")  # flags, segmentation, header bytes, bytes per segment, two checksum fields
+NEEDS_CHECKSUM = 1  # a flag: the checksum field holds only the sum over addresses, as for a network card
 TCP, UDP = 6, 17
 CHECKSUM_AT = {TCP: 16, UDP: 6}  # bytes after the IP header
 
@@ -14,7 +14,7 @@ End = tuple[bytes, int]  # four bytes of address, and a port
 
 
 def wire_bytes(frame: bytes) -> int:
-    """Bytes of the IP packets that a frame of the TUN device stands for: TCP hands over many segments as one."""
+    """Return the bytes on the wire of a frame of the TUN device, in which TCP may combine many segments."""
     _, segmentation, header_bytes, segment_bytes, _, _ = OFFLOAD_HEADER.unpack_from(frame)
     packet_bytes = len(frame) - OFFLOAD_HEADER.size
     if not segmentation or not segment_bytes:
@@ -24,7 +24,7 @@ def wire_bytes(frame: bytes) -> int:
 
 
 def destination_address(frame: bytes) -> bytes | None:
-    """Four bytes; None when it is no IPv4 packet."""
+    """Return the four bytes of the address; None if the frame is no IPv4 packet."""
     start = OFFLOAD_HEADER.size
     if len(frame) < start + 20 or frame[start] >> 4 != 4:
         return None
@@ -32,7 +32,7 @@ def destination_address(frame: bytes) -> bytes | None:
 
 
 def flow(frame: bytes, *, reverse: bool = False) -> bytes:
-    """Protocol, addresses and ports of an IPv4 packet; `reverse`: as its answer has them."""
+    """Return protocol, addresses and ports of an IPv4 packet; with `reverse`, those of its answer."""
     start = OFFLOAD_HEADER.size
     packet = frame[start:]
     header_bytes = 4 * (packet[0] & 15)
@@ -43,7 +43,7 @@ def flow(frame: bytes, *, reverse: bool = False) -> bytes:
 
 
 def ends_of(frame: bytes) -> tuple[int, End, End] | None:
-    """(protocol, source, destination) of a TCP or UDP packet; None for any other."""
+    """Return (protocol, source, destination) of a TCP or UDP packet; None for any other packet."""
     start = OFFLOAD_HEADER.size
     if destination_address(frame) is None or frame[start + 9] not in CHECKSUM_AT:
         return None
@@ -53,7 +53,7 @@ def ends_of(frame: bytes) -> tuple[int, End, End] | None:
 
 
 def with_ends(frame: bytes, source: End, destination: End) -> bytes:
-    """The same packet between other ends, with both checksums mended (RFC 1624)."""
+    """Return the packet with other ends, and with both checksums updated (RFC 1624)."""
     start = OFFLOAD_HEADER.size
     body_at = start + 4 * (frame[start] & 15)
     changed = bytearray(frame)
@@ -63,10 +63,10 @@ def with_ends(frame: bytes, source: End, destination: End) -> bytes:
     ports = frame[body_at : body_at + 4], bytes(changed[body_at : body_at + 4])
     _mend(changed, start + 10, *addresses)
     checksum_at = body_at + CHECKSUM_AT[frame[start + 9]]
-    if frame[0] & NEEDS_CHECKSUM:  # the sum itself, not its complement, and the ports are added by who completes it
+    if frame[0] & NEEDS_CHECKSUM:  # the sum, not its complement, and without the ports
         (total,) = struct.unpack_from("!H", changed, checksum_at)
         struct.pack_into("!H", changed, checksum_at, _added(total, *addresses))
-    elif frame[start + 9] == TCP or any(frame[checksum_at : checksum_at + 2]):  # UDP may go without
+    elif frame[start + 9] == TCP or any(frame[checksum_at : checksum_at + 2]):  # UDP may have no checksum
         _mend(changed, checksum_at, addresses[0] + ports[0], addresses[1] + ports[1])
     return bytes(changed)
 
@@ -77,7 +77,7 @@ def _mend(packet: bytearray, at: int, old: bytes, new: bytes) -> None:
 
 
 def _added(total: int, old: bytes, new: bytes) -> int:
-    """The ones' complement sum `total` with the words of `new` in place of those of `old`."""
+    """Return the ones' complement sum `total` with the words of `old` replaced by those of `new`."""
     total += sum(~word & 0xFFFF for (word,) in struct.iter_unpack("!H", old))
     total += sum(word for (word,) in struct.iter_unpack("!H", new))
     while total >> 16:

@@ -1,6 +1,6 @@
 """Real peers for tests: each `noloco` command in a process and session of its own, watched through its output.
 
-Nothing here sleeps to be in step with anybody: every wait polls a condition, and has a deadline.
+Nothing here sleeps to synchronise: every wait polls a condition, and has a deadline.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TICKET_LINE = "noloco join noloco1"
 
 
 def small_spec(name: str, **changes: Any) -> TrainerSpec:
-    """A run whose rounds take about a third of a second on one core; `changes` with __ for the dot."""
+    """Return the spec of a run with rounds of about a third of a second on one core; `changes` have __ for the dot."""
     small = {
         "name": name,
         "model.hidden_size": 64,
@@ -59,7 +59,7 @@ def write_spec(spec: TrainerSpec, folder: Path) -> Path:
 
 
 def until(condition: Callable[[], T | None], *, what: Callable[[], str] | str, timeout_s: float = PATIENCE_S) -> T:
-    """The first true value of `condition`. Raises AssertionError with `what` when the time is over."""
+    """Poll, and return the first true value of `condition`. Raises AssertionError with `what` after the timeout."""
     until_s = time.monotonic() + timeout_s
     while not (value := condition()):
         if time.monotonic() > until_s:
@@ -69,7 +69,7 @@ def until(condition: Callable[[], T | None], *, what: Callable[[], str] | str, t
 
 
 def noloco(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run one command to its end; stdout and stderr are kept apart."""
+    """Run one command to its end, with separate stdout and stderr."""
     return subprocess.run(
         _command(arguments),
         capture_output=True,
@@ -82,7 +82,7 @@ def noloco(*arguments: str | Path, **environment: str) -> subprocess.CompletedPr
 
 
 class Command:
-    """A running `noloco` command. Use as a context manager: at its end the process is killed, whatever happened.
+    """A running `noloco` command. Use as a context manager, which kills the process at its end in any case.
 
     `namespace`: a network namespace to run in, as `ip netns` lists them. `ranks`: the number of processes that torchrun
     starts.
@@ -92,7 +92,7 @@ class Command:
         self, *arguments: str | Path, log: Path, namespace: str = "", ranks: int = 0, **environment: str
     ) -> None:
         self.log = log
-        # Tied to our life: a test run that is killed leaves nobody behind.
+        # The launcher ends the command with this process, so a killed test run leaves no process behind.
         launcher = [sys.executable, "-I", "-S", str(launch.__file__), str(os.getpid())]
         if namespace:
             launcher = ["ip", "netns", "exec", namespace, *launcher]
@@ -121,7 +121,7 @@ class Command:
         return self.log.read_text(errors="replace")
 
     def wait_for(self, text: str, *, timeout_s: float = PATIENCE_S) -> str:
-        """The first line of the output with `text` in it."""
+        """Wait for a line of the output that contains `text`, and return it."""
 
         def found() -> str | None:
             for line in self.text.splitlines():
@@ -137,14 +137,14 @@ class Command:
         self.process.send_signal(signum)
 
     def wait(self, timeout_s: float = PATIENCE_S) -> int:
-        """Wait for the end, and return the exit code."""
+        """Wait until the process ends, and return its exit code."""
         try:
             return self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"did not end within {timeout_s:.0f} s:\n{self.text}") from None
 
     def find_p2pd(self) -> psutil.Process | None:
-        """Return the libp2p daemon of this peer; None when none runs now."""
+        """Return the libp2p daemon of this peer; None if none is running."""
         children = psutil.Process(self.process.pid).children(recursive=True)
         return next((child for child in children if child.name() == "p2pd"), None)
 
@@ -158,7 +158,7 @@ class Command:
 
 
 class PeerProcess(Command):
-    """`noloco join TARGET` with a state folder of its own, on loopback or in a namespace at the address `host`."""
+    """A `noloco join TARGET` with its own state folder, on loopback or in a namespace at the address `host`."""
 
     def __init__(
         self,
@@ -183,7 +183,7 @@ class PeerProcess(Command):
         return self.wait_for(TICKET_LINE).split()[-1]
 
     def events(self, kind: str) -> list[dict[str, Any]]:
-        """The output of this process, without that of earlier ones in the same folder."""
+        """Return the events of one kind from this process, without those of earlier ones in the same folder."""
         return [event for event in self._read()[self._events_before :] if event["event"] == kind]
 
     @property
@@ -191,7 +191,7 @@ class PeerProcess(Command):
         return self.event("started")["peer_id"]
 
     def give_way(self) -> None:
-        """From now on other processes go first: a peer that only has to be there must not slow a test down."""
+        """Lower the priority of a peer that only has to exist, so that it does not slow the test."""
         psutil.Process(self.process.pid).nice(10)
 
     def event(self, kind: str, *, timeout_s: float = PATIENCE_S, **fields: Any) -> dict[str, Any]:
@@ -206,7 +206,7 @@ class PeerProcess(Command):
         return until(found, timeout_s=timeout_s, what=lambda: f"{kind} {fields} of\n{self.text}")
 
     def round_where(self, condition: Callable[[dict[str, Any]], bool], *, after: int = 0) -> dict[str, Any]:
-        """Wait for a round of this process, after the first `after` ones, that fulfils a condition."""
+        """Wait for a round of this process that fulfils a condition, after the first `after` rounds."""
 
         def found() -> dict[str, Any] | None:
             return next(filter(condition, self.events("round")[after:]), None)
@@ -214,7 +214,7 @@ class PeerProcess(Command):
         return until(found, what=lambda: f"such a round in\n{self.text}")
 
     def swap_with(self, other: PeerProcess, *, after: int = 0) -> dict[str, Any]:
-        """Wait for a round that was swapped with another process, after the first `after` rounds."""
+        """Wait for a round with a swap with another process, after the first `after` rounds."""
         wanted = f"swapped with ..{other.peer_id[-6:]}"
         return self.round_where(lambda event: event["last_outcome"] == wanted, after=after)
 

@@ -1,4 +1,4 @@
-"""Replicas without a model around rounds whose outcome is applied: was each part of it applied whole, or not at all?"""
+"""Replicas that apply the outcomes of rounds, to check that each part is applied completely or not at all."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from noloco_p2p.spec import CodecSpec, OuterSpec
 
 
 class Replica:
-    """What rounds change: an outer state with gates that are open, whose one tensor trains by an amount from its seed.
+    """An outer state with open gates, whose only tensor changes in each round by an amount that the seed determines.
 
-    Replicas of other seeds are a hundredth of their length away.
+    The distance between replicas with different seeds is about a hundredth of their norm.
     """
 
     def __init__(self, seed: int, *, outer: OuterSpec, num_elements: int = 100) -> None:
@@ -36,7 +36,7 @@ class Replica:
 
     @torch.no_grad()
     def train(self) -> Vectors:
-        """The inner steps of a round; what the replica brings to it, in memory of its own."""
+        """Take the inner steps of a round, and return copies of the vectors that the replica swaps."""
         self._model.weight.add_(self._amount)
         gradient = torch.cat([chunk.clone() for chunk in self.state.outer_gradient()])
         momentum = self.state.outer_momentum
@@ -44,17 +44,17 @@ class Replica:
         return Vectors(self.state.slow_weights.clone(), momentum.clone(), gradient)
 
     def step(self, outcome: Outcome) -> None:
-        """The outer step with what the round brought."""
+        """Take the outer step with the outcome of the round."""
         self.state.step(None if isinstance(outcome, Alone) else outcome.received)
 
     def numbers(self) -> Tensor:
-        """All that a swap may change: slow weights, momentum, the model's weights."""
+        """Return all that a swap may change: slow weights, momentum, the model's weights."""
         return torch.cat([*self.state.tensors().values(), self.state.parameters.read(0, self.state.num_elements)])
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two replicas that swap with each other, and their twins, to which exact parts are given without a network."""
+    """Two replicas that swap with each other, and their twins, which receive exact parts without a network."""
 
     replicas: Sequence[Replica]
     twins: Sequence[Replica]
@@ -64,16 +64,16 @@ class Pair:
         return cls(*([Replica(seed, outer=outer) for seed in (1, 2)] for _ in range(2)))
 
     def train(self) -> list[Vectors]:
-        """What both bring to their next round; the twins go where they are."""
+        """Train both for a round, after the twins take over their states, and return the vectors that they swap."""
         for replica, twin in zip(self.replicas, self.twins, strict=True):
             twin.state.take(replica.state.tensors())
             twin.train()
         return [replica.train() for replica in self.replicas]
 
     def is_whole(self, outcomes: Sequence[Outcome], vectors: Sequence[Vectors], *, codec: CodecSpec) -> bool:
-        """Takes the outer step; True when each replica applied the parts that its outcome names, and nothing else.
+        """Take the outer step. Returns whether each replica applied the parts that its outcome names, and nothing else.
 
-        Where nothing was swapped, and with fp32, it then has the bits of its twin. Other codecs may not move the mean.
+        After a solo round, and with fp32, a replica must equal its twin bit for bit. Other codecs must keep the mean.
         """
         for index, (replica, twin, outcome) in enumerate(zip(self.replicas, self.twins, outcomes, strict=True)):
             own, partner = (_parts(outcome, each) for each in (vectors[index], vectors[1 - index]))

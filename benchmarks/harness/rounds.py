@@ -1,4 +1,4 @@
-"""Rounds of peers without a model: vectors from a seed, one thread a peer, the four beats of the exchange."""
+"""Rounds of peers without a model: seeded vectors, one thread per peer, and the calls of the exchange."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Vectors:
-    """What one peer brings to a round: flat fp32 vectors of one size."""
+    """The vectors that one peer swaps in a round: flat, fp32, of one size."""
 
     slow_weights: Tensor
     outer_momentum: Tensor
@@ -53,7 +53,7 @@ def end_round(peer: MemoryPeer, vectors: Vectors, *, wait_s: float) -> Outcome:
 def one_round(
     peers: Sequence[MemoryPeer], vectors: Sequence[Vectors], *, wait_s: float, round_index: int = 0
 ) -> list[Outcome]:
-    """All peers take one round at once, each in a thread of its own; all have opened it before one ends it."""
+    """Run one round of all peers, each in a thread of its own. All open the round before any ends it."""
     opened = Barrier(len(peers))
 
     def take(peer: MemoryPeer, own: Vectors) -> Outcome:
@@ -65,13 +65,13 @@ def one_round(
 
 
 def together(*calls: Callable[[], T]) -> list[T]:
-    """Run each call in a thread of its own; what one of them raises is raised here."""
+    """Run each call in a thread of its own, and return the results. Raises what a call raises."""
     with ThreadPoolExecutor(len(calls)) as threads:
         return [future.result(PATIENCE_S) for future in [threads.submit(call) for call in calls]]
 
 
 def wait_until(holds: Callable[[], bool], *, timeout_s: float = PATIENCE_S) -> None:
-    """Returns as soon as `holds()` is true. Raises TimeoutError."""
+    """Wait until `holds()` is true. Raises TimeoutError."""
     until_s = time.monotonic() + timeout_s
     while not holds():
         if time.monotonic() > until_s:

@@ -1,4 +1,4 @@
-"""A hub on loopback: the routes of the Hugging Face hub that data sets, models and pushes need, over real HTTP.
+"""A hub on loopback: the routes of the Hugging Face Hub that data sets, models and pushes need, over real HTTP.
 
 with SmallHub({"lab/texts": {"train-0.jsonl": b"..."}}) as hub: run a command with hub.environment
 """
@@ -31,9 +31,9 @@ FILE = re.compile(r"/(?:datasets/)?(?P<name>[^/]+/[^/]+)/resolve/[^/]+/(?P<path>
 
 
 class SmallHub:
-    """`files`: by data set and path. `failures`: how often a path still answers 503, the next times it is asked for.
+    """A hub with `files`, by repository and path. `failures`: the number of next requests of a path that get a 503.
 
-    `files` gets what is pushed by a client with TOKEN; `private` names the repositories that pushes made.
+    Pushes of a client with TOKEN are added to `files`; `private` lists the private repositories that pushes created.
     """
 
     def __init__(
@@ -41,14 +41,14 @@ class SmallHub:
     ) -> None:
         self.files = {name: dict(each) for name, each in (files or {}).items()}
         self.private: list[str] = []
-        self.large: dict[str, bytes] = {}  # by sha256, as sent before a commit names them
+        self.large: dict[str, bytes] = {}  # by sha256, uploaded before a commit names them
         self.failures = Counter(failures or {})
-        self.asked = Counter[str]()  # requests of each path
+        self.asked = Counter[str]()  # number of requests by path
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Handler, self))
         self._thread = threading.Thread(target=self._server.serve_forever, name="small-hub", daemon=True)
 
     def environment(self, home: Path) -> dict[str, str]:
-        """For a process that shall read from here, and keep what it keeps in `home`."""
+        """Return the environment of a process that uses this hub, with its cache in `home`."""
         return {
             "HF_ENDPOINT": f"http://127.0.0.1:{self._server.server_port}",
             "HF_HOME": str(home),
@@ -111,7 +111,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._error(HTTPStatus.NOT_FOUND, "EntryNotFound")
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: what a test wants to know is in `asked`."""
+        """Log nothing, since tests read `asked`."""
 
     def _body(self) -> bytes:
         if self.headers.get("Transfer-Encoding") != "chunked":

@@ -10,12 +10,12 @@ FP32 = CodecSpec(slow_weights="fp32", outer_momentum="fp32", outer_gradient="fp3
 
 
 def published(**changes: Any) -> OuterSpec:
-    """The outer step of arXiv 2506.10911, whose momentum is the third section of a swap."""
+    """Return the outer step of arXiv 2506.10911, whose momentum is the third section of a swap."""
     return OuterSpec(**{"alpha": 0.5, "beta": 0.7, "gamma": 0.7, **changes})
 
 
 def tiny_llama(name: str, *, train: TrainSpec, outer: OuterSpec, num_sequences: int = 8) -> TrainerSpec:
-    """A spec with some 35,000 parameters, on the built-in text: an inner step takes a few milliseconds."""
+    """Return a spec with about 35,000 parameters, on the built-in text. An inner step takes a few milliseconds."""
     return TrainerSpec(
         name=name,
         model=ModelSpec(hidden_size=32, num_layers=1, num_heads=2, mlp_size=48),

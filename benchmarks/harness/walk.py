@@ -1,7 +1,7 @@
-"""Peers that walk through rounds without a model: the rounds and swaps of real peers with short vectors, virtual time.
+"""Peers without a model on a virtual clock: the rounds and swaps of real peers, with short vectors.
 
-Training takes time and no work, so a thousand peers fit in one process. A vector changes by swaps alone (plain
-averaging), which shows how fast the pairs that come about mix the swarm.
+Training takes virtual time but no work, so a thousand peers fit in one process. Only swaps change a vector (by plain
+averaging), which shows how fast the resulting pairs mix the swarm.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from noloco_p2p.testing.memory import MemoryDirectory, unchanged
 LINE = LinkProfile("line", down_mbit_s=float("inf"), up_mbit_s=float("inf"), delay_ms=20, jitter_ms=5)
 NUM_ELEMENTS = 64
 STALLED = FaultPlan().fail_at(At(Chunk, section=SectionName.OUTER_GRADIENT), send=Stall())
-VIEW_S = 10.0  # how often one of two buckets is drawn anew, as in `swarm.membership_view`
+VIEW_S = 10.0  # interval at which one of two buckets is replaced, as in `swarm.membership_view`
 
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """How many peers walk how far.
+    """The number and speed of peers and the length of their run.
 
-    speeds: one for each peer, used again from the front. is_in_step: all begin at once; else each at a random moment of
-    its first round. late_parts_stall: outer gradients never arrive, and no error says so.
+    speeds: one per peer, reused from the start. is_in_step: all start at once; otherwise each waits for up to a round.
+    late_parts_stall: outer gradients never arrive, and no error is raised.
     """
 
     num_peers: int
-    num_rounds: int  # of a peer of speed 1; a faster one takes more in the same time
+    num_rounds: int  # of a peer at speed 1; a faster one takes more in the same time
     inner_steps: int = 10
     step_s: float = 2.0
     speeds: tuple[float, ...] = (1.0,)
@@ -60,9 +60,9 @@ class Walked:
 
     peer: str
     round: int
-    partner: str  # empty: alone
+    partner: str  # "" = a solo round
     partner_round: int
-    num_offers: int  # of its own
+    num_offers: int  # made by this peer
     reason: str
     boundary_s: float
 
@@ -70,20 +70,20 @@ class Walked:
 @dataclass(frozen=True, slots=True)
 class WalkResult:
     rounds: list[Walked]
-    vectors: list[tuple[float, Tensor]]  # (virtual seconds, one row a peer), about once a round of speed 1
+    vectors: list[tuple[float, Tensor]]  # (virtual seconds, one row per peer), once per round at speed 1
 
     def in_two_swaps(self) -> list[Walked]:
-        """Rounds whose partner tells of a swap with somebody else in that round of its: none may be."""
+        """Return rounds whose partner reports a swap with another peer in that round of its own. There must be none."""
         by_round = {(each.peer, each.round): each for each in self.rounds}
         pairs = ((each, by_round.get((each.partner, each.partner_round))) for each in self.rounds if each.partner)
         return [each for each, other in pairs if other and other.partner not in ("", each.peer)]
 
 
 def walk(plan: Walk) -> WalkResult:
-    """Run it; the same plan gives the same result."""
+    """Run the plan. The same plan gives the same result."""
 
     async def run() -> WalkResult:
-        return await _Walkers(plan).run()  # made where its clock runs
+        return await _Walkers(plan).run()  # created on the virtual loop, for its clock
 
     return run_virtual(run())
 
@@ -149,7 +149,7 @@ class _Walker:
         walkers.network.add(name, stack.service, wrap=wrap)
 
     async def run(self, seconds: float) -> None:
-        """Whole rounds until the time is over."""
+        """Take whole rounds until the time is over."""
         plan = self.walkers.plan
         if not plan.is_in_step:
             await asyncio.sleep(self.rng.uniform(0.0, plan.inner_steps * self.step_s))
@@ -177,7 +177,7 @@ class _Walker:
         walked = Walked(self.name, end.round, partner, partner_round, offers, reason, end.boundary_s)
         self.walkers.rounds.append(walked)
 
-    # what its rounds send, and what they do: plain averaging
+    # vectors and outer step of its rounds: plain averaging
 
     def sections(self) -> dict[SectionName, Tensor]:
         return {SectionName.SLOW_WEIGHTS: self.vector}
@@ -191,7 +191,7 @@ class _Walker:
         return outcome, False
 
     def correct(self, correction: Correction) -> None:
-        """Gradients are zero."""
+        """Do nothing, since gradients are zero."""
 
 
 class _CountingTransport:
@@ -215,7 +215,7 @@ def _directory(walkers: _Walkers, name: str) -> Directory:
 
 
 class _Drawn:
-    """The buckets of a swarm in which nobody comes or goes: two at a time, one of them drawn anew every VIEW_S."""
+    """A directory that reads two buckets of an unchanging swarm, and replaces one of them every VIEW_S."""
 
     def __init__(self, walkers: _Walkers, own_id: str) -> None:
         self._walkers = walkers
@@ -227,7 +227,7 @@ class _Drawn:
 
     def live(self) -> Sequence[Candidate]:
         now_s = asyncio.get_running_loop().time()
-        while len(self._due_s) > 1 or self._due_s[0] <= now_s:  # at first two buckets are read
+        while len(self._due_s) > 1 or self._due_s[0] <= now_s:  # read two buckets at first
             self._due_s = self._due_s[1:] or [self._due_s[0] + VIEW_S]
             bucket = self._sampler.next(self._walkers.depth)
             self._sampler.took(bucket, [peer.peer_id for peer in self._walkers.buckets.get(bucket, [])])

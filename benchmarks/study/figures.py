@@ -72,7 +72,7 @@ def result(name: str) -> Any:
 
 
 def claim(name: str, text: str) -> float:
-    """Return the value of the claim that equals `text`, or else of the only one that begins with it, or ValueError."""
+    """Return the value of the claim `text`, or of the only one that begins with it. Raises ValueError otherwise."""
     values = {row["claim"]: row["value"] for row in result(name)}
     if text not in values:
         (text,) = (claim for claim in values if claim.startswith(text))

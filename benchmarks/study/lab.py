@@ -98,7 +98,7 @@ class Setting:
             "outer.alpha": self.alpha,
             "outer.beta": self.beta,
             "outer.gamma": self.gamma,
-            "outer.swap_momentum": self.rule != NOLOCO,  # NoLoCo keeps its momentum; other rules need the wide bound of gamma
+            "outer.swap_momentum": self.rule != NOLOCO,  # others need the wide bound of gamma
             "codec.outer_gradient": outer_gradient,
             **swapped,
             "outer.closing_rounds": "auto" if self.closes else 0,

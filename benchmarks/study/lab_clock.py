@@ -130,7 +130,7 @@ def coding() -> float:
 
 
 def measure_coding() -> dict[str, float]:
-    """Measure ns to encode one element and decode two on one core, by codec: the cost of a partner, or of a ring hop."""
+    """Measure ns to encode one element and decode two on one core, by codec: the cost of a partner or a ring hop."""
     torch.set_num_threads(1)
     values = torch.randn(CHUNK_ELEMENTS, generator=torch.manual_seed(0))
     found = {}

@@ -5,8 +5,8 @@
 Each such change is a lead. The script prints one line per case. With --json the file is written after every case, and
 cases in it are not run again.
 
-**Setting.** That of `noloco init` with the toy: Muon at 24e-3, 0 1 1, modulo8 and int4, 80 rounds of 5 steps, waiting,
-closing rounds, 8 replicas, 400 steps. With the same seed a lead and today's swap have the same start and the same data.
+**Setting.** The toy with Muon at 24e-3, 0 1 1, modulo8 and int4, 80 rounds of 5 steps, waiting, closing rounds, 8
+replicas, 400 steps. With the same seed a lead and today's swap have the same start and the same data.
 
 **Budget.** Stated before the first run. Every lead has three seeds and at most five runs of 8 replicas: a lead with a
 setting has two values on seed 0, and the better of them runs on the other seeds. `draw` also runs with 4 replicas,
@@ -236,7 +236,7 @@ def run_lead(lead: Lead, seed: int) -> dict[str, Any]:
 
 
 def missing(seeds: Sequence[int], rows: Sequence[dict[str, Any]]) -> Iterator[tuple[Lead, int]]:
-    """Yield the missing runs. Reads the rows again after every run: the first seed decides which of a family runs on."""
+    """Yield the missing runs. Reads the rows again after every run, since the first seed selects one of a family."""
     for seed in seeds:
         for lead in LEADS:
             losses = {row["case"]: row["loss"] for row in rows if row["seed"] == seeds[0]}

@@ -646,7 +646,7 @@ def _missed_times() -> list[Phrase]:
 
 
 def behind_by(lab: Lab, other: str, cap: str, replicas: int = REPLICAS) -> float:
-    """Return by how many per cent NoLoCo without outer momentum is above another rule at equal tokens, each at its best."""
+    """Return by how many per cent NoLoCo without outer momentum is above another rule at equal tokens, both at best."""
     won = finalists(lab)
     ours, theirs = (mean_loss(lab, won[name, cap], replicas=replicas) for name in (OURS, other))
     return above(ours, theirs)

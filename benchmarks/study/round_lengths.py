@@ -299,7 +299,7 @@ def codec_losses(rows: Rows, link: str) -> dict[str, tuple[int, dict[int, float]
 
 
 def codec_table() -> list[str]:
-    """Return the table of docs/results.md: loss at equal time, its range, and the difference to CODEC on common seeds."""
+    """Return the table of docs/results.md: loss at equal time, its range, and the difference from CODEC."""
     rows = Rows()
     lines = ["| codec | link | inner steps a round | loss | lowest-highest | against modulo8+int4 |", f"|{'---|' * 6}"]
     for link in LINKS:

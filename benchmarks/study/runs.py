@@ -73,7 +73,7 @@ def study(name: str) -> dict[str, Runs]:
 
 
 def late_costs(case: str) -> dict[int, float]:
-    """Return by how many per cent a case of lateness.py is above the waiting case with its optimizer and rate, by seed."""
+    """Return by how many per cent a case of lateness.py is above waiting with the same optimizer and rate, by seed."""
     waiting = {row["seed"]: row["loss"] for row in rows_of("lateness") if row["case"] == waits_like(case)}
     return {
         row["seed"]: 100 * (row["loss"] / waiting[row["seed"]] - 1)

@@ -105,7 +105,7 @@ STUDIES: dict[str, list[Case]] = {
         Case("pairs", rule="pairs"),
         Case("local", rule="local"),
     ],
-    "best": [  # settings of `noloco init` with 5, 8 and 20 steps, and other rules
+    "best": [  # NoLoCo with Muon at 5, 8 and 20 steps, and other rules
         Case("ddp, adamw", adamw(4e-3), rule="ddp"),
         Case("ddp", muon(16e-3), rule="ddp"),
         *(Case(f"diloco 20, {rate:g}", muon(rate), rule="diloco") for rate in (16e-3, 24e-3)),

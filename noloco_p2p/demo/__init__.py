@@ -1,1 +1,1 @@
-"""The main job in small: real peers as real processes on loopback, watched until they are done, then evaluated."""
+"""A small run for demonstration: peers in processes on loopback, shown until they finish, and then evaluated."""

@@ -13,13 +13,13 @@ from noloco_p2p.flow.limits import IN_FLIGHT_SHARE
 from noloco_p2p.presets import PRESETS
 from noloco_p2p.spec import TrainerSpec
 
-MEASURED_S, MEASURED_STEPS = 3.0, 8  # seconds and inner steps to measure, after the first step; at least both
+MEASURED_S, MEASURED_STEPS = 3.0, 8  # the least seconds and inner steps of a measurement, after the first step
 FEWEST_STEPS, FEWEST_ROUNDS = 60, 12
-MANY_STEPS = 10_000  # of a spec that is checked and measured before the number of steps is known
+MANY_STEPS = 10_000  # the length of a spec to check and measure before the number of steps is known
 UPKEEP = 1.35  # time of a step with swaps, evaluation and the network thread, over that of a step alone
-START_AND_END_S = 12.0  # finding each other, closing rounds, leaving, merging; the steps below come on top
-START_AND_END_STEPS = 30  # evaluations at the start and at the end, and the measurements of each peer
-MICROBATCH = 2  # sequences; with one the streams would cost as much as the compute, with four stages would wait
+START_AND_END_S = 12.0  # for joining, closing rounds, leaving and merging, without the steps below
+START_AND_END_STEPS = 30  # as long as the evaluations at start and end and the measurements of each peer
+MICROBATCH = 2  # sequences; with 1 the streams would cost as much as the compute, with 4 stages would wait
 PIPELINE_UPKEEP = 2.4  # as UPKEEP, for a pipeline, which also has codecs and streams between stages
 
 
@@ -36,7 +36,7 @@ class DemoPlan:
     minutes: float = 4.0
     port_base: int = 0  # peer i listens on port_base + 2 i; 0 = free ports
     changes: Mapping[str, Any] = field(default_factory=dict)  # dotted fields of the spec
-    chaos_seed: int | None = None  # seed of which peers are killed and restarted, and when
+    chaos_seed: int | None = None  # decides which peers are killed and restarted, and when
     num_stages: int = 1
 
     def check(self) -> None:
@@ -82,7 +82,7 @@ class DemoPlan:
 
 
 def step_s_of_all(plan: DemoPlan, spec: TrainerSpec, *, step_s: float, num_cores: int) -> float:
-    """Seconds in which each peer, or each head of a pipeline, takes an inner step.
+    """Return the seconds in which each peer, or each head of a pipeline, takes an inner step.
 
     step_s: of an inner step with one thread while every core is busy; for a pipeline, the sum over its stages.
     """
@@ -94,7 +94,7 @@ def step_s_of_all(plan: DemoPlan, spec: TrainerSpec, *, step_s: float, num_cores
 
 
 def steps_that_fit(seconds: float, *, each_s: float) -> int:
-    """The number of inner steps that each peer can take in that time, start and end included; a multiple of ten."""
+    """Return the inner steps that each peer can take in that time, start and end included; a multiple of ten."""
     fitting = (seconds - START_AND_END_S) / each_s - START_AND_END_STEPS
     return max(FEWEST_STEPS, int(fitting) // 10 * 10)
 
@@ -121,7 +121,7 @@ def measure_step_s(spec: TrainerSpec) -> float:
 
 
 def measure_pipeline_s(spec: TrainerSpec) -> float:
-    """As `measure_step_s`, for one head's batch: the sum over all stages, computed one after the other."""
+    """Measure as `measure_step_s` does, for one head's batch: the sum over all stages, one after the other."""
     import torch
 
     from noloco_p2p.trainer.cut import cut_of
@@ -138,7 +138,7 @@ def measure_pipeline_s(spec: TrainerSpec) -> float:
 
 
 def _lower_quartile_s(measure: Callable[[], float]) -> float:
-    """The lower quartile of many measurements, since other programs slow some of the steps down for a moment."""
+    """Return the lower quartile of many measurements, since other programs slow some of the steps down."""
     durations_s: list[float] = []
     while sum(durations_s) < MEASURED_S or len(durations_s) < MEASURED_STEPS:
         durations_s.append(measure())

@@ -31,8 +31,8 @@ PRELOADED = [
     "noloco_p2p.trainer.swarm_evaluation",
     "noloco_p2p.trainer.export",
 ]
-ASK_TIMEOUT_S = 1.0  # a peer on a busy machine may not answer at once; its row then stays the same
-CHAOS_SAVES_EVERY = "3"  # rounds: a peer that is killed every few seconds must not lose a minute each time
+ASK_TIMEOUT_S = 1.0  # a peer on a busy machine may take longer to answer; its row then stays the same
+CHAOS_SAVES_EVERY = "3"  # rounds, so that a peer that is killed every few seconds does not lose a minute each time
 
 
 def fork_server() -> Any:
@@ -43,7 +43,7 @@ def fork_server() -> Any:
 
 def start_fork_server() -> None:
     """Start the server with SIGINT blocked: Ctrl-C also reaches the server, which ignores it only after its imports."""
-    resource_tracker.ensure_running()  # it unblocks SIGINT when it starts
+    resource_tracker.ensure_running()  # before blocking, because its start unblocks SIGINT
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         fork_server()
@@ -54,8 +54,9 @@ def start_fork_server() -> None:
 
 @contextmanager
 def workers(num_processes: int, *, what: str) -> Iterator[ProcessPoolExecutor]:
-    """Yield a pool of processes that have torch; an interrupt ends them at once. Raises NolocoError when the work
-    fails.
+    """Yield a pool of processes that have torch; an interrupt ends them at once.
+
+    Raises NolocoError when the work fails.
     """
     pool = ProcessPoolExecutor(num_processes, mp_context=fork_server(), initializer=_begin_worker)
     try:
@@ -153,7 +154,7 @@ class DemoPeer:
 
     @property
     def exit_code(self) -> int | None:
-        """None before the start and while it runs; negative after a signal."""
+        """The exit code; None before the start and while the peer runs, negative after a signal."""
         return self.process.exitcode if self.process else None
 
     @property

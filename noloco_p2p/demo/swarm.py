@@ -32,17 +32,17 @@ from noloco_p2p.telemetry.progress import Draw, Progress
 TICKET_TIMEOUT_S = 300.0  # the first peer reads the corpus and measures its speed before it has a ticket
 LEAVE_TIMEOUT_S = 120.0  # each peer writes its last checkpoint
 POLL_S = 0.5
-KILL_EVERY_S = (8.0, 20.0)  # between two kills with --chaos, drawn at random
+KILL_EVERY_S = (8.0, 20.0)  # range of the random time between two kills with --chaos
 BACK_AFTER_S = (1.0, 5.0)
 COLUMNS = ("peer", "state", "step", "round", "loss", "tokens/s", "last swap with", "swaps", "half", "solo")
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What the demo shows now.
+    """The current state that the demo shows.
 
     done, total: inner steps of the slowest peer, or head of a pipeline; both 0 before training begins. columns: the
-    names of what is in `rows`. left_s: seconds until training is done; None while unknown.
+    names of the columns of `rows`. left_s: seconds until training is done; None while unknown.
     """
 
     doing: str
@@ -63,13 +63,13 @@ class Demo:
         self.plan = plan
         self.peers: list[DemoPeer] = []
         self.num_steps = plan.num_steps or 0
-        self.step_s: float | None = None  # measured where `minutes` decides the number of steps
+        self.step_s: float | None = None  # measured if `minutes` decides the number of steps
         plan.check()
         self._main = main
         self._spec: TrainerSpec | None = None
         self._num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self._began_s = time.monotonic()
-        self._trains_since: tuple[float, int] | None = None  # when all had begun, and the steps that were done by then
+        self._trains_since: tuple[float, int] | None = None  # when all had begun, and the steps done by then
 
     @property
     def spec(self) -> TrainerSpec:

@@ -1,4 +1,4 @@
-"""The result of one check and how it is shown; and the first check, of installed packages, which the others import."""
+"""The result of a check and its format, and the check of installed packages, which the other checks import."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from noloco_p2p.trainer.compute import Compute, choose_device
 
 LOW_DISK_BYTES = 5 << 30
 LOW_MEMORY_BYTES = 2 << 30
-SLOW_CODEC_BYTES_PER_S = 200e6  # of fp32; below it a swap over a good link waits for the codec
+SLOW_CODEC_BYTES_PER_S = 200e6  # of fp32; if slower, a swap over a good link waits for the codec
 CODEC_CHUNKS = 8
 
 
@@ -101,7 +101,7 @@ def accelerator() -> Check:
 
 
 def free_time() -> Check:
-    """What `--when idle`, `--on-battery` and `--on-busy-gpu` can go by here."""
+    """Report what `--when idle`, `--on-battery` and `--on-busy-gpu` can detect on this machine."""
     powered = {None: "no battery", True: "a battery, which it runs on", False: "a battery, which is plugged in"}
     why_unknown = GpuUse().why_unknown
     gpu = f"not known, as {why_unknown}" if why_unknown else "NVML tells it"

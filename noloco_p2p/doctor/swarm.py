@@ -89,7 +89,7 @@ async def _model(
 
 
 def ways(directory: SwarmDirectory, settings: PeerSettings) -> Check:
-    """How the local peer reaches each neighbour; without one, how the peers of the run say that they are reached."""
+    """Report how the local peer reaches its neighbours or, without one, how peers are reached by their records."""
     reply = ask(settings.state_dir, "status") or {}
     own = reply.get("neighbours") or {}
     found = Counter(own.values() if own else (record.reachability for record, _ in directory.records()))

@@ -21,9 +21,9 @@ from noloco_p2p.telemetry.totals import TOTALS
 log = logging.getLogger(__name__)
 
 SAMPLE_S = 10.0
-FINE_TICKS = 360  # of the swarm's curves: one hour
+FINE_TICKS = 360  # rows of the swarm's curves: one hour
 MAX_PEER_ROWS = 400_000  # about 25 MB
-OCTAVES = 12  # doublings of age that are planned for: 360 ticks times 2^12 are half a year
+OCTAVES = 12  # supported doublings of age: 360 ticks times 2^12 are half a year
 THIN_EVERY_TICKS = 30
 MAX_MEETINGS = 5_000
 MAX_SERIES = 60  # the most peers whose curves are returned at once

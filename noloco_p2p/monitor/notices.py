@@ -99,7 +99,7 @@ def _lost(roster: Roster, health: dict[str, Health], now_s: float) -> list[Notic
 
 
 def _solo(roster: Roster, nobody: str) -> list[Notice]:
-    """`nobody`: the text for the cause `nobody`."""
+    """Return notices about solo rounds. nobody: the text for the cause `nobody`."""
     lately = roster.lately()
     rounds = lately["swaps"] + lately["halves"] + lately["alone"]
     if rounds < ENOUGH_ROUNDS or lately["alone"] < SOLO_SHARE * rounds:

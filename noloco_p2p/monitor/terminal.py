@@ -51,7 +51,7 @@ def _why(peer: Peer) -> str:
 
 
 def state_of(peer: Peer) -> str:
-    """What the peer reports while it is alive, else its health."""
+    """Return the state that a live peer reports, or the health of any other peer."""
     if peer["health"] != Health.ALIVE:
         return peer["health"]
     return f"{peer['state']} ({peer['paused_by']})" if peer["paused_by"] else peer["state"]
@@ -103,7 +103,7 @@ STAGE_COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The sort column, and only peers with `words` in their id, name, state, partner, reach or version."""
+    """The sort column, and a filter: peers with `words` in their id, name, state, partner, reach or version."""
 
     sort: str = "state"
     words: str = ""
@@ -218,9 +218,9 @@ def _drawn(
 
 
 def columns_of(swarm: dict[str, Any]) -> tuple[Column, ...]:
-    """The columns of the table of peers; with the stage in a run with stages, and with names if any peer has one.
+    """Return the columns of the table of peers: with the stage in a run with stages, and with names if there are any.
 
-    A name stands before the state, whose letters separate a name that is written from right to left from the numbers.
+    The name comes before the state, whose letters separate a right-to-left name from the numbers.
     """
     stage = (STAGE_OF_PEER,) if swarm["stages"] else ()
     name = (NAME_OF_PEER,) if any(peer["name"] for peer in swarm["peers"]) else ()

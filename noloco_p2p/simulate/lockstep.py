@@ -29,7 +29,7 @@ def simulate_lockstep(material: Material, plan: Plan, *, rule: str) -> Result:
 
 
 def ring_of(rule: str, codec_name: str, *, num_elements: int) -> Ring:
-    """The ring of a collective rule in a run with this codec of outer gradients.
+    """Return the ring of a collective rule in a run with this codec of outer gradients.
 
     DiLoCo uses that codec. ddp sends bf16 gradients as DDP's hook does, whatever the codec, but fp32 with fp32.
     """
@@ -137,7 +137,7 @@ class _Lockstep:
         self.virtual_s += self._exchange_s(self.round_bytes)
 
     def _give_to_all(self, rows: Tensor, mixed: Tensor) -> None:
-        """`mixed` has the rows of the replicas that are present; absent ones get the row of the first of those."""
+        """Give each present replica its row of `mixed`, and each absent one the first row."""
         rows[self.present] = mixed
         absent = [number for number in range(len(rows)) if number not in self.present]
         rows[absent] = mixed[:1].expand(len(absent), -1)
@@ -155,7 +155,7 @@ class _Lockstep:
         return torch.stack([flat.read(0, self.num_elements) for flat in self.flat])
 
     def _exchange_s(self, num_bytes: float) -> float:
-        """Seconds over the slowest link, for which all wait."""
+        """Return the seconds of an exchange over the slowest link, for which all replicas wait."""
         if not num_bytes:
             return 0.0
         links = [self.plan.link(number) for number in range(self.plan.num_replicas)]

@@ -1,6 +1,4 @@
-"""What every replica of a simulation trains with: model, data and held-out text, built in the same way as the
-trainer's.
-"""
+"""The model, data and held-out text of every replica of a simulation, built in the same way as the trainer's."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ class Material:
     tokenizer: PreTrainedTokenizerBase
     validation: list[Tensor]
     bindings: Mapping[str, str]
-    device: torch.device  # of all models; outer states stay on the CPU, as on a peer
+    device: torch.device  # of all models; outer states stay on the CPU, as in a real peer
 
     @classmethod
     def of(cls, spec: TrainerSpec, bindings: Mapping[str, str], *, device: torch.device = CPU) -> Material:
@@ -61,10 +59,10 @@ class Material:
         )
 
     def loss(self, model: PreTrainedModel) -> float:
-        """The validation loss of a model."""
+        """Return the validation loss of a model."""
         return evaluate_loss(model, self.validation)
 
     def loss_of(self, weights: Tensor, scratch: PreTrainedModel) -> float:
-        """The validation loss of a flat vector; afterwards `scratch` has its weights."""
+        """Return the validation loss of a flat vector, which is written into the weights of `scratch`."""
         FlatParameters(scratch).write(0, weights)
         return self.loss(scratch)

@@ -63,7 +63,7 @@ class Link:
 
 
 class LinkNetwork(MemoryNetwork):
-    """Which peers can be reached, and over which link.
+    """The peers that can be reached, and their links.
 
     lose: share of the calls whose connection breaks, at one of the first `frames_a_swap` frames that the caller sends.
     """
@@ -90,7 +90,7 @@ class LinkNetwork(MemoryNetwork):
         return here
 
     def vanish(self, peer_id: str) -> None:
-        """The peer cannot be reached any more, and its swaps break."""
+        """Make a peer unreachable, and break its swaps."""
         super().vanish(peer_id)
         for stream in self._streams.pop(peer_id, []):
             stream.end()

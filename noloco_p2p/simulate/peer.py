@@ -35,9 +35,8 @@ from noloco_p2p.trainer.inner_step import InnerStep
 class SimulatedPeer:
     """The base of simulated peers. The counters can be read at any time.
 
-    train: for the inner optimizer. absent: share of the rounds in which no peer reaches this one. gates: None =
-    those of
-    the spec. follows_caller: see `Rounds`.
+    train: for the inner optimizer. absent: share of the rounds in which no peer reaches this one. gates: None = those
+    of the spec. follows_caller: see `Rounds`.
     """
 
     def __init__(
@@ -199,7 +198,7 @@ class Around:
 
 
 class Absent(Around):
-    """The rounds of a replica that cannot be reached: it trains, but its rounds are not open to others."""
+    """An exchange for a replica that cannot be reached: it trains, but its rounds are not open to others."""
 
     def open(self, round_index: int, *, state: dict[SectionName, Tensor], **options: Any) -> None:
         steps = {name: options[name] for name in ("steps_done", "inner_steps", "shortest_round_s")}

@@ -31,7 +31,7 @@ class Churn:
     """Faults, and peers that come and go.
 
     lose: share of calls whose connection breaks; the peers then look for others, as on a real network. absent: share of
-    the rounds in which a replica cannot be reached from the opening to the end: a solo round.
+    the rounds in which a replica cannot be reached from the opening to the end, so that it has a solo round.
     """
 
     events: tuple[Event, ...] = ()
@@ -46,11 +46,10 @@ class Churn:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """num_replicas: includes those that join later.
+    """The input of a simulation. num_replicas: includes those that join later.
 
-    step_s: virtual seconds of an inner step at speed 1. speeds, links: one per replica, reused from the start if
-    there are
-    fewer.
+    step_s: virtual seconds of an inner step at speed 1. speeds, links: one per replica, reused from the start if there
+    are fewer.
     """
 
     num_replicas: int

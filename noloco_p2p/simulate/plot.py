@@ -21,7 +21,7 @@ def check(folder: Path) -> None:
 
 
 def draw(results: Sequence[Result], folder: Path) -> Path:
-    """Validation loss over virtual time, a colour for a rule and a line for a replica; returns the file."""
+    """Plot validation loss over virtual time, with a colour per rule and a line per replica, and return the file."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

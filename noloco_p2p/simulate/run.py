@@ -72,7 +72,7 @@ def simulate_stages(
     rules: Sequence[str] = (NOLOCO,),
     bindings: Mapping[str, str] | None = None,
 ) -> Iterator[StagedResult]:
-    """As `simulate`, for a model that is cut into the stages of the plan. With `local` no replicas mix."""
+    """Simulate a model that is cut into the stages of the plan, as `simulate` does. With `local` no replicas mix."""
     material = Material.of(seeded(staged(spec, plan.num_stages), plan.seed), bindings or {})
     for rule in rules:
         yield run_pipeline(material, replace(plan, gossips=rule == NOLOCO))

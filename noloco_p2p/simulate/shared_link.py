@@ -18,9 +18,9 @@ from noloco_p2p.gossip.deadlines import Deadlines
 from noloco_p2p.simulate.network import Link
 from noloco_p2p.testing.links import BUFFER_S, LinkProfile
 
-SWAP_SHARE = 0.2  # of a link on which frames of the pipeline wait
+SWAP_SHARE = 0.2  # share of the link while frames of the pipeline wait
 FASTEST = 1e15  # bytes per second of a link without a limit: infinity times 0 is undefined
-CHUNKS_OF_PATIENCE = 3  # one may wait behind another, on either link
+CHUNKS_OF_PATIENCE = 3  # a chunk may wait behind another one on either link
 DONE_BYTES = 1e-3  # tolerance for rounding
 
 
@@ -63,7 +63,7 @@ class SharedWay:
     def carry(
         self, num_bytes: int, urgency: Urgency, then: Callable[[], object], on_begin: Callable[[], None] | None = None
     ) -> None:
-        """A frame of the pipeline enters. on_begin: called when its first byte leaves."""
+        """Accept a frame of the pipeline. on_begin: called when its first byte leaves."""
         self._advance()
         self.flow_bytes += num_bytes
         self._num_entered += 1
@@ -77,11 +77,11 @@ class SharedWay:
         self._plan()
 
     def swap_backlog_s(self) -> float:
-        """How long the swaps that have entered take without the pipeline."""
+        """Return how long the swaps that have entered would take without the pipeline."""
         return sum(cargo.left for cargo in self._swaps) / self.bytes_per_s
 
     def _served(self) -> list[tuple[Cargo, float]]:
-        """What travels now, with its rate."""
+        """Return the items that travel now, with their rates."""
         if not self._flow:
             return [(self._swaps[0], self.bytes_per_s)] if self._swaps else []
         flow = self._flow[0][2]

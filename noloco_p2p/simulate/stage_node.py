@@ -35,7 +35,7 @@ FAILED = object()  # the result of a task whose microbatch is lost there
 
 
 class Pipeline(Protocol):
-    """What a node needs of the others."""
+    """The rest of the pipeline, as a node sees it."""
 
     def node(self, name: str) -> StageNode: ...
 
@@ -53,9 +53,10 @@ class Pipeline(Protocol):
 
 
 class StageNode(SimulatedPeer):
-    """Stage 0 is the head. `begin` starts it; `has_finished` is set when its schedule is done, and when it has left.
+    """A node of a pipeline; in stage 0 it is a head.
 
-    gossips: False = no round is ever opened, so that replicas of a stage never mix.
+    `begin` starts it. `has_finished` is set when its schedule is done, or when it has left. gossips: False = no round
+    is ever opened, so that replicas of a stage never mix.
     """
 
     def __init__(
@@ -125,7 +126,7 @@ class StageNode(SimulatedPeer):
         asyncio.get_running_loop().call_later(TICK_S * self.rng.random(), self._tick)
 
     def weights(self) -> Tensor:
-        """The flat weights by which the node is judged: slow weights, or without gossip the fast ones."""
+        """The flat weights to evaluate: slow weights, or without gossip the fast ones."""
         if self._gossips:
             return self.state.slow_weights
         return self.fast_weights()
@@ -174,7 +175,7 @@ class StageNode(SimulatedPeer):
             self._later(self.link.delay_s + other.link.delay_s, other.stream_closed, self.name)
 
     def freeze(self) -> None:
-        """The pipeline ends: no task, no frame and no inner step from now on."""
+        """End the node's work: no task, no frame and no inner step follows."""
         self._is_frozen = True
         for task in list(self._tasks):
             task.cancel()

@@ -19,20 +19,17 @@ Paths = Literal["random", "fixed"]
 
 @dataclass(frozen=True, slots=True)
 class StagedPlan:
-    """num_replicas: per stage, including those that join later.
+    """The input of a simulation of a pipeline. num_replicas: per stage, including those that join later.
 
     step_s: virtual seconds in which a peer at speed 1 would take an inner step of the whole model, without
-    recomputation;
-    tasks of a stage take their share of its FLOPs. speeds, links: those of each stage, in turn; the last stage's
-    are used
-    for all that follow.
+    recomputation; tasks of a stage take their share of its FLOPs. speeds, links: those of each stage, in turn; the last
+    stage's are used for all that follow.
 
-    lost_share: of the microbatches, each at one of its computations except the first. A replica finds it unusable and
-    reports that, as after a damaged frame or without memory. late_steps: see `LateStageWork`. window: microbatches
-    that a
-    head may have in flight, and a replica hold; None = as many as `flow.limits` allows. paths: fixed = each node
-    sends to
-    one replica of the next stage, if all stages have the same number. gossips: False = replicas never mix.
+    lost_share: share of the microbatches that are lost, each at one of its computations except the first. A replica
+    finds it unusable and reports that, as after a damaged frame or without memory. late_steps: see `LateStageWork`.
+    window: microbatches that a head may have in flight, and a replica hold; None = as many as `flow.limits` allows.
+    paths: fixed = each node sends to one replica of the next stage, if all stages have the same number of replicas.
+    gossips: False = replicas never mix.
     """
 
     num_replicas: tuple[int, ...]
@@ -59,7 +56,7 @@ class StagedPlan:
         return _of(self.links, stage, replica)
 
     def num_rooms(self, spec: TrainerSpec) -> int:
-        """The microbatches that a head may have in flight, and a replica hold."""
+        """Return the number of microbatches that a head may have in flight, and a replica hold."""
         in_flight = int(IN_FLIGHT_SHARE * spec.train.batch_size / spec.pipeline.microbatch)
         return max(1, in_flight) if self.window is None else self.window
 
@@ -91,7 +88,7 @@ def by_stage(
 
 
 def parse_paths(text: str) -> Paths:
-    """Raises SettingsError."""
+    """Parse `fixed` or `random`. Raises SettingsError."""
     if text not in ("random", "fixed"):
         raise SettingsError(f"--paths {text}: must be random or fixed")
     return text

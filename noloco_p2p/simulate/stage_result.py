@@ -35,9 +35,8 @@ NUM_PATHS = 8  # random paths, over which the loss is averaged
 class Speed:
     """Speeds while the heads train.
 
-    tokens_per_s: of the whole pipeline, from a quarter to three quarters of its tokens, when windows have grown and
-    no head
-    has finished. busy: of each node, the busy shares of compute, up link and down link.
+    tokens_per_s: of the whole pipeline, from a quarter to three quarters of its tokens, when windows have grown and no
+    head has finished. busy: of each node, the busy shares of compute, up link and down link.
     """
 
     virtual_s: float
@@ -103,16 +102,19 @@ class StageResult:
 
 @dataclass(frozen=True, slots=True)
 class StagedResult:
-    """Losses are final validation losses, in nats per token: of slow weights, or without gossip of the fast ones."""
+    """The result of one rule. Losses are final validation losses of slow weights (without gossip, of fast ones).
+
+    They are in nats per token.
+    """
 
     rule: str
     loss: float  # mean over random paths, one replica of each stage
     merged_loss: float  # of the mean of each stage
     tokens: int  # tokens that reached a loss, in all sequences
-    trained_tokens: int  # of those, the ones in closed steps of the heads
+    trained_tokens: int  # tokens of these in closed steps of the heads
     virtual_s: float  # until the last head has finished
     tokens_per_s: float
-    predicted_tokens_per_s: float  # of the stage with the least
+    predicted_tokens_per_s: float  # of the slowest stage
     latency_s: float
     num_lost: int  # microbatches that a head gave up or whose gradient for its front did not arrive
     num_done: int
@@ -182,7 +184,7 @@ def judge_stages(swarm: StagedSwarm, speed: Speed) -> StagedResult:
 
 
 def predicted_tokens_per_s(swarm: StagedSwarm, nodes: Iterable[StageNode]) -> float:
-    """The speed of a stage by arithmetic: the lesser of what its links carry, and what its replicas compute."""
+    """Return the speed of a stage by arithmetic: the lower of what its links carry and what its replicas compute."""
     spec = swarm.spec
     total = 0.0
     for node in nodes:

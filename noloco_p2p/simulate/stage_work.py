@@ -20,7 +20,7 @@ FORWARD_SHARE = 0.25  # of the FLOPs of a block: 2 per weight, then 2 for the re
 
 @dataclass(frozen=True, slots=True)
 class TaskFlops:
-    """Flops per token, by the kind of the task."""
+    """FLOPs per token, by the kind of the task."""
 
     forward: float
     backward: float  # including the recomputed forward
@@ -48,7 +48,7 @@ class LateBackward:
 
 
 class LateStageWork(StageWork):
-    """The parameter gradients of backwards arrive `late_steps` inner steps late; the input gradient is on time.
+    """Work whose parameter gradients arrive `late_steps` inner steps late; input gradients are on time.
 
     The gradients of the last steps are never applied.
     """

@@ -34,8 +34,8 @@ from noloco_p2p.trainer.stage import Stage, build_stage, measure
 from noloco_p2p.trainer.stage_work import StageWork
 from noloco_p2p.transfer.donor import state_file_bytes
 
-NUM_NEIGHBOURS = 4  # downstream; a head has as many sinks
-NUM_HEADS = 2  # to which each replica of the last stage keeps a stream
+NUM_NEIGHBOURS = 4  # downstream; a head also has this number of sinks
+NUM_HEADS = 2  # heads to which each replica of the last stage keeps a stream
 STUCK_S = 3600.0  # without one loss in the whole pipeline
 
 
@@ -106,7 +106,7 @@ class StagedSwarm:
             await network.close()
 
     def loss(self, weights: Sequence[Tensor]) -> float:
-        """The validation loss of one flat vector per stage, combined to a whole model."""
+        """Return the validation loss of one flat vector per stage, combined to a whole model."""
         model = self.material.model()
         parts: dict[str, Tensor] = {}
         for stage, vector in enumerate(weights):
@@ -115,13 +115,13 @@ class StagedSwarm:
         return self.material.loss(model)
 
     def merged_loss(self, weights: Sequence[Sequence[Tensor]]) -> float:
-        """The validation loss of the mean of each stage."""
+        """Return the validation loss of the model that consists of the mean of each stage."""
         return self.loss([torch.stack(list(own)).mean(0) for own in weights])
 
     def living(self, stage: int) -> list[StageNode]:
         return [node for node in self.stages[stage] if node.is_alive]
 
-    # what nodes ask
+    # the interface of nodes
 
     def node(self, name: str) -> StageNode:
         return self.nodes[name]
@@ -214,13 +214,13 @@ class StagedSwarm:
         return Replica(stage=node.stage, num_rooms=rooms, **shared)
 
     def _flops_per_s(self) -> float:
-        """At speed 1."""
+        """Return the FLOP/s of a peer at speed 1."""
         sizes, spec = self.sizes, self.spec
         flops = 0.75 * sizes.num_blocks * sizes.block.flops + sizes.vocabulary.flops  # nothing is recomputed
         return flops * spec.train.batch_size * spec.data.sequence_length / self.plan.step_s
 
     def _draw(self, node: StageNode, drawn: set[str], stage: int, number: int, *, is_new_round: bool) -> None:
-        """Fill up with live peers of a stage; in a new round one is replaced."""
+        """Complete `drawn` to `number` live peers of a stage; in a new round replace one of them."""
         listed = [name for name in self.networks[stage].listed if name not in node.unreachable]
         if self.plan.paths == "fixed":
             drawn.clear()
@@ -233,7 +233,7 @@ class StagedSwarm:
         drawn.update(node.rng.sample(others, min(len(others), max(0, number - len(drawn)))))
 
     def _sinks(self, head: StageNode) -> list[str]:
-        """The replicas of the last stage that have a stream to this head, opened by either side."""
+        """Return the replicas of the last stage that have a stream to this head, opened by either side."""
         if self.plan.paths == "fixed":
             return sorted(head.ring)
         return sorted(
@@ -278,11 +278,11 @@ class StagedSwarm:
             await self._wait(self.stages[0], STUCK_S)
 
     async def _until_replicas_finish(self) -> None:
-        """A replica that no mark reaches ends when the heads are forgotten."""
+        """Wait for the replicas. One that no mark reaches ends when it forgets the heads."""
         await self._wait([node for stage in range(1, self.plan.num_stages) for node in self.living(stage)], VOTE_S)
 
     async def _wait(self, nodes: Sequence[StageNode], timeout_s: float) -> None:
-        """Wait until all of them have finished."""
+        """Wait until all nodes have finished, or until the timeout."""
         tasks = [asyncio.create_task(node.has_finished.wait()) for node in nodes]
         _, waiting = await asyncio.wait(tasks, timeout=timeout_s)
         for task in waiting:

@@ -42,12 +42,12 @@ def simulate_swarm(
 
 
 def peer_name(replica: int) -> str:
-    """The peer id of a replica, which also determines the order of its data."""
+    """Return the peer id of a replica, which also determines the order of its data."""
     return f"replica-{replica}"
 
 
 def _late_median(values: Sequence[float]) -> float:
-    """The median of the second half, when round lengths have settled; 0 if there is none."""
+    """Return the median of the second half, when round lengths have settled; 0 if there are no values."""
     return median(values[len(values) // 2 :]) if values else 0.0
 
 
