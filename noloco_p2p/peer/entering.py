@@ -129,6 +129,7 @@ class Entering:
                 return manifest
             if all(donor.round == 0 for donor in donors):
                 break
+            self._check_model(donors, layout)  # a peer that trains another model refuses every other question
             if self.answering():
                 log.warning(
                     "no live peer has a saved state yet; this peer starts from the initial weights, as they did"

@@ -21,7 +21,14 @@ from dataclasses import dataclass, replace
 
 import psutil
 from blake3 import blake3
-from zeroconf import BadTypeInNameException, IPVersion, NonUniqueNameException, ServiceStateChange, Zeroconf
+from zeroconf import (
+    BadTypeInNameException,
+    IPVersion,
+    NonUniqueNameException,
+    NotRunningException,
+    ServiceStateChange,
+    Zeroconf,
+)
 from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZeroconf
 
 from noloco_p2p.errors import PeerError
@@ -180,7 +187,7 @@ class Household:
             assert self._mdns is not None
             try:
                 answered = await info.async_request(self._mdns.zeroconf, ANSWER_MS)
-            except OSError as error:
+            except (OSError, NotRunningException) as error:
                 log.debug("%s is not asked: %s", name, error)
                 continue
             found = read(info, self._interfaces) if answered else None

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
-from noloco_p2p.errors import TimedOut, Unreachable
-from noloco_p2p.gossip.frames import PeerStatus
+from noloco_p2p.errors import ModelError, Refused, TimedOut, Unreachable
+from noloco_p2p.gossip.frames import LayoutJson, PeerStatus
 from noloco_p2p.gossip.layout import ModelLayout
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.gossip.staleness import STALE_ROUNDS
@@ -23,7 +23,7 @@ from noloco_p2p.telemetry.progress import Progress
 
 ROUND = 1e-3  # as a share of the run
 OWN = 0.1
-LAYOUT = cast(ModelLayout, type("Layout", (), {"digest": bytes, "num_elements": 0}))
+LAYOUT = ModelLayout((("weight", (3, 4)),))
 NEAR, FAR = OWN + 5 * ROUND, OWN + (STALE_ROUNDS + 5) * ROUND
 
 
@@ -35,6 +35,7 @@ class Others:
         self.told = told
         self.num_asked = self.num_fetches = 0
         self.stage: int | None = None
+        self.layout = LAYOUT
 
     async def wait_for_peers(self, timeout_s: float) -> None:
         """Return at once, as the peers are known."""
@@ -49,6 +50,11 @@ class Others:
         """Need a running loop, as `swarm.tunnel` does when it creates a task for a missing tunnel."""
         asyncio.get_running_loop()
         return [replace(each, can_be_called=True) if each.peer_id == "relayed" else each for each in candidates]
+
+    async def fetch(self, candidate: Candidate, want: object, *, timeout_s: float) -> AsyncGenerator[LayoutJson]:
+        if candidate.peer_id == "silent":
+            raise TimedOut("no answer", peer="silent")
+        yield LayoutJson(self.layout.as_json())
 
     async def status(self, candidate: Candidate, *, timeout_s: float) -> PeerStatus:
         self.num_asked += 1
@@ -125,6 +131,28 @@ def test_training_does_not_wait_for_a_donor_without_end(caplog: pytest.LogCaptur
 
     catch_up(Others(recorded=FAR, told=FAR), num_rounds=2, fetch=fetch, catch_up_timeout_s=0.05)
     assert caplog.text.count("did not arrive within") == 1, "the second round does not try at once"
+
+
+def test_a_newcomer_with_another_model_learns_so_from_a_run_that_has_trained() -> None:
+    """The peers refuse its layout in every call but the one for theirs, so they do not count as silent."""
+
+    class Refusing(Others):
+        async def status(self, candidate: Candidate, *, timeout_s: float) -> PeerStatus:
+            raise Refused("another model", peer=candidate.peer_id, code="OTHER_MODEL", retry_after_s=60.0)
+
+    others = Refusing(recorded=FAR, told=FAR)
+    others.candidates = [Candidate("a", "a:1", round=7, progress=FAR)]
+    others.layout = ModelLayout((("weight", (3, 5)),))
+
+    async def fetch(*_: object, **rest: object) -> None:
+        """No state fits."""
+
+    thread = NetworkThread()
+    try:
+        with pytest.raises(ModelError, match="weight"):
+            made_for(others, thread, fetch=fetch, ask_again_s=0.0).enter(LAYOUT, target=Path("nowhere"))
+    finally:
+        thread.stop()
 
 
 @pytest.mark.parametrize("stage", [None, 2])
