@@ -98,12 +98,7 @@ class Setting:
             "outer.alpha": self.alpha,
             "outer.beta": self.beta,
             "outer.gamma": self.gamma,
-<<<<<<< Updated upstream
             "outer.swap_momentum": self.rule != NOLOCO,  # others need the wide bound of gamma
-=======
-            "outer.swap_momentum": self.rule
-            != NOLOCO,  # NoLoCo keeps its momentum; other rules need the wide bound of gamma
->>>>>>> Stashed changes
             "codec.outer_gradient": outer_gradient,
             **swapped,
             "outer.closing_rounds": "auto" if self.closes else 0,
