@@ -14,14 +14,18 @@ import logging
 import random
 import socket
 import struct
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from noloco_p2p.hosts import ip_of, is_public
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 LEASE_S = 3600  # of a mapping; a router may grant less
 SHORTEST_LEASE_S = 60
@@ -140,7 +144,7 @@ class NatPmp:
         host = socket.inet_ntoa(await self._request(struct.pack("!BB", 0, 0), "!4s"))
         found = [await self._map(port, port, LEASE_S) for port in ports]
         (grpc, one_s), (libp2p, other_s) = found
-        return Mapping(host, (grpc, libp2p), "NAT-PMP", max(SHORTEST_LEASE_S, min(one_s, other_s)))
+        return Mapping(host, (grpc, libp2p), "NAT-PMP", max(SHORTEST_LEASE_S, min(one_s, other_s, LEASE_S)))
 
     async def unmap(self, ports: Ports, mapping: Mapping) -> None:
         for port in ports:
@@ -183,7 +187,8 @@ def _fields(answer: bytes, operation: int, layout: str) -> Any:
 
 
 class Upnp:
-    """Internet Gateway Devices, by miniupnpc, whose calls block and so run in a thread.
+    """Internet Gateway Devices, by miniupnpc, whose calls block: they run in one daemon thread, which a router that
+    answers byte by byte can hold up, but which keeps neither the event loop nor the end of the process waiting.
 
     A port outside that the router has given to another machine is replaced by a random one.
     """
@@ -191,12 +196,29 @@ class Upnp:
     def __init__(self, local_host: str) -> None:
         self._local_host = local_host
         self._gateway: Any = None  # of the last mapping
+        self._thread: threading.Thread | None = None
 
     async def map(self, ports: Ports) -> Mapping:
-        return await asyncio.to_thread(self._map, ports)
+        return await self._beside(partial(self._map, ports))
 
     async def unmap(self, ports: Ports, mapping: Mapping) -> None:
-        await asyncio.to_thread(self._unmap, mapping)
+        await self._beside(partial(self._unmap, mapping))
+
+    async def _beside(self, ask: Callable[[], T]) -> T:
+        if self._thread and self._thread.is_alive():
+            raise NoMapping("UPnP: the router still answers the last request")
+        answer: Future[T] = Future()
+        answer.set_running_or_notify_cancel()  # a caller that gives up does not cancel it
+
+        def run() -> None:
+            try:
+                answer.set_result(ask())
+            except BaseException as error:  # noqa: BLE001 - it belongs to the caller
+                answer.set_exception(error)
+
+        self._thread = threading.Thread(target=run, name="noloco-upnp", daemon=True)
+        self._thread.start()
+        return await asyncio.wrap_future(answer)
 
     def _map(self, ports: Ports) -> Mapping:
         self._gateway = router = self._router()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
+import threading
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 
@@ -69,6 +70,21 @@ def test_upnp_maps_both_ports_and_removes_them() -> None:
             assert router.mapped == {31337: "127.0.0.1:31337", 31338: "127.0.0.1:31338"}
             await client.unmap(PORTS, mapping)
             assert not router.mapped
+
+    run(main)
+
+
+def test_a_router_that_holds_a_request_up_is_not_asked_another_one() -> None:
+    async def main() -> None:
+        client, goes_on = Upnp("127.0.0.1"), threading.Event()
+        held = asyncio.create_task(client._beside(goes_on.wait))
+        await asyncio.sleep(0)
+        with pytest.raises(NoMapping, match="still answers"):
+            await client.map(PORTS)
+        assert client._thread is not None
+        assert client._thread.daemon, "the process can end meanwhile"
+        goes_on.set()
+        assert await held
 
     run(main)
 
