@@ -57,7 +57,7 @@ def test_rules_side_by_side(spec: Path, tmp_path: Path, capsys: pytest.CaptureFi
     [
         (["--rules", "fsdp"], "--rules fsdp: must be one of"),
         (["--link", "modem"], "--link modem: must be one of"),
-        (["--speeds", "0"], "--speeds 0: must be numbers above 0"),
+        (["--speeds", "0"], "--speeds 0: must be comma-separated numbers above 0"),
         (["--churn", "crash:9@1"], "--churn crash:9@1: replicas are 0 to 7"),
         (["--rules", "ddp", "--churn", "leave:1@1"], "replicas of ddp cannot join"),
         (["--churn", "crash:1.2@1"], "--churn crash:1.2@1: must name only a replica"),
