@@ -108,7 +108,7 @@ def test_a_question_is_short_and_so_is_its_answer(tmp_path: Path) -> None:
             assert found is not None, "an answer that is full is one"
             for keys, words in (
                 ([KEY.to_bytes()] * 6000, "a request of"),
-                ([KEY.to_bytes()] * 2, "each of them once"),
+                ([KEY.to_bytes()] * 2, "without duplicates"),
                 ([DHTID.generate(str(number)).to_bytes() for number in range(5)], "at most 4 keys"),
                 ([b"short"], "a key has 20 bytes"),
             ):
