@@ -371,6 +371,15 @@ def check_rights(user_id: int, *, tun: Path = TUN) -> None:
         raise LabError(f"{tun} cannot be opened: load the module tun, or pass the device into the container")
 
 
+def why_not() -> str:
+    """Return why this process cannot make a lab; "" if it can."""
+    try:
+        check_rights(os.geteuid())
+    except LabError as error:
+        return str(error)
+    return ""
+
+
 def enter(namespace: str) -> None:
     """Move the calling thread, and all threads and processes that it starts afterwards, into a namespace of a lab."""
     with open(NAMESPACES / namespace, "rb") as there:

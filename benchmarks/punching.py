@@ -170,7 +170,6 @@ class Swapper(BarePeer):
         )
         self.tunnels = Tunnels(
             self.node,
-            live=lambda: self.directory.others,
             multiaddrs=lambda: self.ways,
             wanted=lambda: True,
             server=lambda: (self.address, self.server.port),

@@ -133,8 +133,9 @@ BANDWIDTH_HEAD = """# What a run sends
 Written by `docs/generate.py` from the presets and the sizes of the codecs: change those, not this page.
 
 A peer sends this much in each round with a partner, and receives as much. Frames, digests, TLS and TCP add 5 to 8 % on
-the wire. Modulo coding adds up to a tenth, for chunks whose bound did not hold and that are sent again, and `modulo` up
-to half a byte per number, for chunks that need more than four bits. "With momentum" means `outer.alpha` above 0 with
+the wire ([versus_allreduce](../benchmarks/results/versus_allreduce.txt)). Modulo coding adds up to a tenth, for chunks
+whose bound did not hold and that are sent again, and `modulo` up to half a byte per number, for chunks that need more
+than four bits. "With momentum" means `outer.alpha` above 0 with
 `outer.swap_momentum`. A round should last at least two and a half times as long as its early part takes, and three
 times as long as its whole swap if `outer.max_wait_s` is 0; `outer.inner_steps = "auto"` ensures that.
 

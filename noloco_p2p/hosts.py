@@ -53,6 +53,12 @@ def is_public(host: str) -> bool:
     return address.is_global and not address.is_multicast and (address.version == 4 or address in _GLOBAL)
 
 
+def is_home(host: str) -> bool:
+    """Whether the host is a private IP address that belongs to more than this machine. Raises ValueError for a name."""
+    address = ip_of(host)
+    return address.is_private and not (address.is_loopback or address.is_multicast or address.is_unspecified)
+
+
 def _embedded(address: Address) -> ipaddress.IPv4Address | None:
     """The IPv4 address inside a 6to4 or NAT64 address, to which a router forwards."""
     if not isinstance(address, ipaddress.IPv6Address):

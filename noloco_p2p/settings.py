@@ -97,6 +97,9 @@ def kind_of(annotation: Any) -> Any:
     return origin or annotation
 
 
+AlwaysOrNever = Annotated[Literal["always", "never"], Flag(metavar="always|never")]
+
+
 class PeerSettings(BaseModel):
     """The settings of this machine. `load` merges the sources; messages name the field and its source.
 
@@ -111,14 +114,10 @@ class PeerSettings(BaseModel):
     )
     announce: Annotated[str, about("HOST[:PORT] that others dial, if it differs from --listen.")] = ""
     map_ports: Annotated[
-        Literal["always", "never"],
-        about("Ask the router to forward the two ports (NAT-PMP, UPnP), unless --announce is given."),
-        Flag(metavar="always|never"),
+        AlwaysOrNever, about("Ask the router to forward the two ports (NAT-PMP, UPnP), unless --announce is given.")
     ] = "always"
     search_lan: Annotated[
-        Literal["always", "never"],
-        about("Find peers of the run in the local network by mDNS, and let them find this one."),
-        Flag(metavar="always|never"),
+        AlwaysOrNever, about("Find peers of the run in the local network by mDNS, and let them find this one.")
     ] = "always"
     device: Annotated[str, about(f"{DEVICES}.")] = "auto"
     threads: Annotated[int, Field(ge=0), about("Torch threads."), Flag(default="torch decides")] = 0
@@ -156,15 +155,9 @@ class PeerSettings(BaseModel):
         ),
         Flag(metavar="always|idle|HH:MM-HH:MM"),
     ] = "always"
-    on_battery: Annotated[
-        Literal["always", "never"],
-        about("never = pause while the machine runs on its battery."),
-        Flag(metavar="always|never"),
-    ] = "always"
+    on_battery: Annotated[AlwaysOrNever, about("never = pause while the machine runs on its battery.")] = "always"
     on_busy_gpu: Annotated[
-        Literal["always", "never"],
-        about("never = pause while another program computes on the GPU of this peer (NVIDIA)."),
-        Flag(metavar="always|never"),
+        AlwaysOrNever, about("never = pause while another program computes on the GPU of this peer (NVIDIA).")
     ] = "always"
     max_loss_rise: Annotated[
         Annotated[float, Field(gt=0, allow_inf_nan=False)] | None,

@@ -11,6 +11,9 @@ with a time measured in the same run.
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
+
 from noloco_p2p.gossip.deadlines import Deadlines
 
 PATIENCE_S = 300.0  # for one event: the start or end of a process, a round, an answer
@@ -19,3 +22,12 @@ AT_ONCE_S = 30.0  # an action without waits takes no longer on any machine; a te
 
 # Between peers in tests where no deadline may expire: peers must notice a fault by the fault itself.
 PATIENT = Deadlines(dial_s=PATIENCE_S, offer_s=PATIENCE_S, status_s=PATIENCE_S, progress_s=PATIENCE_S)
+
+
+async def until(condition: Callable[[], object], what: str = "the condition") -> None:
+    """Wait until a condition of other programs or tasks holds. Raises AssertionError after PATIENCE_S."""
+    loop = asyncio.get_running_loop()
+    until_s = loop.time() + PATIENCE_S
+    while not condition():
+        assert loop.time() < until_s, f"waited {PATIENCE_S} s: {what}"
+        await asyncio.sleep(0.02)

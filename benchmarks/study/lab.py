@@ -273,6 +273,12 @@ class Lab:
         print(f"{run.setting.words():<60} {run.replicas} x {run.steps}  seed {run.seed}  {shown}  {row['cpu_s']:.0f} s")
 
 
+@cache
+def of_results() -> Lab:
+    """Return the lab of the committed results, which does no runs."""
+    return Lab(RESULTS / "lab.jsonl", may_run=False)
+
+
 RUN_FIELDS = ("seed", "replicas", "steps", "absent", "model")
 KEPT = ("loss", "worst_loss", "merged_loss", "spread", "sent_per_parameter_step", "swapped", "half", "alone")
 

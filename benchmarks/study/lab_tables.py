@@ -21,7 +21,6 @@ from lab import (
     PEERS,
     PLACES,
     REPLICAS,
-    RESULTS,
     ROUND_LENGTHS,
     SEEDS,
     Lab,
@@ -32,6 +31,7 @@ from lab import (
     entrants,
     finalists,
     mean_loss,
+    of_results,
     schedules_of,
     target_settings,
 )
@@ -281,7 +281,7 @@ LAB_TABLES: Mapping[str, Callable[[Lab], list[str]]] = {
 def from_results(make: Callable[[Lab], list[str]]) -> list[str]:
     """Return the table, or a line in its place while a run that the choice of settings needs is missing."""
     try:
-        return make(Lab(RESULTS / "lab.jsonl", may_run=False))
+        return make(of_results())
     except RuntimeError:
         return ["These runs are not done yet: no verdict."]
 

@@ -127,9 +127,9 @@ class Entering:
             manifest = self._fetch_state(donors, layout, target=target, timeout_s=FETCH_STATE_TIMEOUT_S)
             if manifest:
                 return manifest
+            self._check_model(donors, layout)  # a peer that trains another model refuses every other request
             if all(donor.round == 0 for donor in donors):
                 break
-            self._check_model(donors, layout)  # a peer that trains another model refuses every other question
             if self.answering():
                 log.warning(
                     "no live peer has a saved state yet; this peer starts from the initial weights, as they did"
@@ -143,7 +143,6 @@ class Entering:
             donors = self._look_for_donors()
         if told and not donors and self._live_peers.stage is not None:
             raise Unreachable("the peers that held this stage are gone: restart this peer to wait for them")
-        self._check_model(donors, layout)
         return None
 
     def answering(self) -> Sequence[Candidate]:
@@ -288,7 +287,9 @@ class Entering:
     def _check_model(self, donors: Sequence[Candidate], layout: ModelLayout) -> None:
         """Raise ModelError when the swarm trains another model than this peer, which would always be refused."""
         for donor in donors[:DONORS_ASKED]:
-            difference = self._thread.call(find_difference(self._transport, donor, layout), ANSWER_S)
+            difference = self._thread.call(
+                find_difference(self._transport, donor, layout), ANSWER_S, leaving=self._leaving
+            )
             if difference:
                 raise ModelError(
                     f"this model is not the one that the swarm trains, according to {named(donor.peer_id)}: "

@@ -18,8 +18,7 @@ from noloco_p2p.swarm.dht import SwarmDirectory
 from noloco_p2p.swarm.dial_back import CLOSED, OPEN, DialBack, DialBacks, Reach, Verdict, assess, way_to
 from noloco_p2p.swarm.household import Household
 from noloco_p2p.swarm.node import end_tasks
-from noloco_p2p.swarm.port_mapping import Mapping as PortsOutside
-from noloco_p2p.swarm.port_mapping import PortMapping, clients_of
+from noloco_p2p.swarm.port_mapping import MappedPorts, PortMapping, clients_of
 from noloco_p2p.swarm.relay import Reservations, ask_to_dial
 from noloco_p2p.swarm.tunnel import Tunnels
 
@@ -62,7 +61,6 @@ class Reachability:
         self._num_calls: Callable[[], int] = lambda: 0
         self.tunnels = Tunnels(
             directory.node,
-            live=directory.live,
             multiaddrs=lambda: {record.peer_id: record.multiaddrs for record, _ in directory.records()},
             wanted=self._needs_tunnels,
             server=lambda: (routable_host(settings.listen_host), self._port),
@@ -190,7 +188,7 @@ class Reachability:
         announced_port = self._settings.announced[1]
         return (announced_port, announced_port + 1) if announced_port else (self._port, self._directory.port)
 
-    def _mapped(self) -> PortsOutside | None:
+    def _mapped(self) -> MappedPorts | None:
         """The mapping of the router, unless peers have dialled back and none of them got through to it.
 
         A run that begins behind a router has nobody to ask, and others can enter only by what the router says.
@@ -201,7 +199,7 @@ class Reachability:
         )
         return mapped if is_real or not seen else None
 
-    def _outside(self, mapped: PortsOutside | None) -> tuple[str, ...]:
+    def _outside(self, mapped: MappedPorts | None) -> tuple[str, ...]:
         """The multiaddr of libp2p behind a mapping."""
         return (f"/ip4/{mapped.host}/tcp/{mapped.ports[1]}/p2p/{self._directory.peer_id}",) if mapped else ()
 

@@ -33,10 +33,11 @@ from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZerocon
 
 from noloco_p2p.errors import PeerError
 from noloco_p2p.gossip.seams import Candidate
-from noloco_p2p.hosts import is_port, is_wildcard
+from noloco_p2p.hosts import is_home, is_port, is_wildcard
 from noloco_p2p.identity import short_id
 from noloco_p2p.rates import Rates
 from noloco_p2p.swarm.addresses import host_port
+from noloco_p2p.swarm.node import end_tasks
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +84,7 @@ def own_interfaces(listen_host: str) -> list[Interface]:
         for each in addresses
         if each.family.name == "AF_INET" and each.netmask
     ]
-    private = [each for each in found if isinstance(each, Interface) and each.ip.is_private and not each.ip.is_loopback]
+    private = [each for each in found if isinstance(each, Interface) and is_home(str(each.ip))]
     return [each for each in private if is_wildcard(listen_host) or str(each.ip) == listen_host]
 
 
@@ -99,8 +100,8 @@ class Household:
     """Create it on the event loop. `look` comes first, `announce` once this peer has a gRPC server.
 
     view: as in `mark_of`. live: the peers whose records were read. on_found: gets the peer id and multiaddrs of a peer
-    that may be in this network, and no multiaddrs once it has left. ask: calls a peer, which then has
-    proven its identity; raises PeerError.
+    that may be in this network, and no multiaddrs once it has left. ask: calls a peer, which then has proven its
+    identity; raises PeerError.
     """
 
     def __init__(
@@ -149,9 +150,7 @@ class Household:
             self._tasks.append(asyncio.create_task(self._register(self._mdns, grpc_port, libp2p_port)))
 
     async def stop(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_tasks(self._tasks)
         if self._browser:
             await self._browser.async_cancel()
         if self._mdns:

@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from noloco_p2p.hosts import ip_of, is_public
+from noloco_p2p.hosts import ip_of, is_home, is_public
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -48,7 +48,7 @@ class NoMapping(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Mapping:
+class MappedPorts:
     """The address and the ports outside, in the order of the ports inside. by: the protocol."""
 
     host: str
@@ -60,21 +60,21 @@ class Mapping:
 class RouterClient(Protocol):
     """One way to ask. Both methods raise NoMapping, OSError or TimeoutError."""
 
-    async def map(self, ports: Ports) -> Mapping: ...
+    async def map(self, ports: Ports) -> MappedPorts: ...
 
-    async def unmap(self, ports: Ports, mapping: Mapping) -> None: ...
+    async def unmap(self, ports: Ports, mapping: MappedPorts) -> None: ...
 
 
 class PortMapping:
-    """The mapping of one peer, kept by a task. `mapped` is None while there is none.
+    """The mapping of one peer, kept by the task that `run` is. `mapped` is None while there is none.
 
-    ports: those inside, which may not be known at first: 0. on_change: called when `mapped` changes.
+    ports: those inside. on_change: called when `mapped` changes.
     """
 
     def __init__(
         self, clients: Sequence[RouterClient], *, ports: Callable[[], Ports], on_change: Callable[[], None]
     ) -> None:
-        self.mapped: Mapping | None = None
+        self.mapped: MappedPorts | None = None
         self._clients = clients
         self._client: RouterClient | None = None  # which made `mapped`
         self._ports = ports
@@ -103,13 +103,14 @@ class PortMapping:
                 await asyncio.wait_for(self._client.unmap(self._ports(), self.mapped), FAREWELL_S)
         self._client = self.mapped = None
 
-    async def _ask(self, ports: Ports) -> Mapping | None:
-        for client in (self._client, *self._clients) if self._client else self._clients:
+    async def _ask(self, ports: Ports) -> MappedPorts | None:
+        for client in sorted(self._clients, key=lambda each: each is not self._client):
             try:
-                mapping = await asyncio.wait_for(client.map(ports), ANSWER_S)
-                if not is_public(mapping.host):
-                    await client.unmap(ports, mapping)
-                    raise NoMapping(f"the router itself has a private address, {mapping.host}")
+                async with asyncio.timeout(ANSWER_S):
+                    mapping = await client.map(ports)
+                    if not is_public(mapping.host):
+                        await client.unmap(ports, mapping)
+                        raise NoMapping(f"the router itself has a private address, {mapping.host}")
             except (NoMapping, OSError, TimeoutError) as error:
                 log.debug("%s: %s", type(client).__name__, error or "no answer")
                 continue
@@ -131,22 +132,22 @@ def gateway(routes: Path = ROUTES) -> str:
         found = [socket.inet_ntoa(struct.pack("<I", int(each[2], 16))) for each in fields if each[1] == "00000000"]
     except (OSError, ValueError, IndexError, struct.error):
         return ""
-    return next((each for each in found if ip_of(each).is_private and each != "0.0.0.0"), "")
+    return next(filter(is_home, found), "")
 
 
 class NatPmp:
-    """RFC 6886, which routers with PCP mostly speak as well."""
+    """RFC 6886, which most routers with PCP also speak."""
 
     def __init__(self, router: str, port: int = PMP_PORT) -> None:
         self._router = (router, port)
 
-    async def map(self, ports: Ports) -> Mapping:
-        host = socket.inet_ntoa(await self._request(struct.pack("!BB", 0, 0), "!4s"))
-        found = [await self._map(port, port, LEASE_S) for port in ports]
-        (grpc, one_s), (libp2p, other_s) = found
-        return Mapping(host, (grpc, libp2p), "NAT-PMP", max(SHORTEST_LEASE_S, min(one_s, other_s, LEASE_S)))
+    async def map(self, ports: Ports) -> MappedPorts:
+        (address,) = await self._request(struct.pack("!BB", 0, 0), "!4s")
+        host = socket.inet_ntoa(address)
+        (grpc, one_s), (libp2p, other_s) = [await self._map(port, port, LEASE_S) for port in ports]
+        return MappedPorts(host, (grpc, libp2p), "NAT-PMP", max(SHORTEST_LEASE_S, min(one_s, other_s, LEASE_S)))
 
-    async def unmap(self, ports: Ports, mapping: Mapping) -> None:
+    async def unmap(self, ports: Ports, mapping: MappedPorts) -> None:
         for port in ports:
             await self._map(port, 0, 0)
 
@@ -158,8 +159,8 @@ class NatPmp:
             raise NoMapping("the router's answer is about another port, or grants nothing")
         return found, granted_s
 
-    async def _request(self, request: bytes, layout: str) -> Any:
-        """Send until an answer comes; return its fields after the header, one of them alone if there is one."""
+    async def _request(self, request: bytes, layout: str) -> tuple[Any, ...]:
+        """Send until an answer comes, and return its fields after the header."""
         loop = asyncio.get_running_loop()
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
             udp.setblocking(False)
@@ -172,25 +173,25 @@ class NatPmp:
         raise NoMapping("the router does not answer")
 
 
-def _fields(answer: bytes, operation: int, layout: str) -> Any:
+def _fields(answer: bytes, operation: int, layout: str) -> tuple[Any, ...]:
     header = struct.Struct("!BBHI")
     if len(answer) < header.size + struct.calcsize(layout):
         raise NoMapping("the router's answer is too short")
     version, answered, result, _ = header.unpack_from(answer)
     if version != 0 or answered != 128 + operation or result != 0:
         raise NoMapping(f"the router refuses (version {version}, operation {answered}, result {result})")
-    fields = struct.unpack_from(layout, answer, header.size)
-    return fields[0] if len(fields) == 1 else fields
+    return struct.unpack_from(layout, answer, header.size)
 
 
 # UPnP
 
 
 class Upnp:
-    """Internet Gateway Devices, by miniupnpc, whose calls block: they run in one daemon thread, which a router that
-    answers byte by byte can hold up, but which keeps neither the event loop nor the end of the process waiting.
+    """Internet Gateway Devices, by miniupnpc, whose calls block.
 
-    A port outside that the router has given to another machine is replaced by a random one.
+    They run in one daemon thread. A router that answers byte by byte holds that thread up, but neither the event loop
+    nor the end of the process. An external port that the router has given to another machine is replaced by a random
+    one.
     """
 
     def __init__(self, local_host: str) -> None:
@@ -198,10 +199,10 @@ class Upnp:
         self._gateway: Any = None  # of the last mapping
         self._thread: threading.Thread | None = None
 
-    async def map(self, ports: Ports) -> Mapping:
+    async def map(self, ports: Ports) -> MappedPorts:
         return await self._beside(partial(self._map, ports))
 
-    async def unmap(self, ports: Ports, mapping: Mapping) -> None:
+    async def unmap(self, ports: Ports, mapping: MappedPorts) -> None:
         await self._beside(partial(self._unmap, mapping))
 
     async def _beside(self, ask: Callable[[], T]) -> T:
@@ -220,12 +221,12 @@ class Upnp:
         self._thread.start()
         return await asyncio.wrap_future(answer)
 
-    def _map(self, ports: Ports) -> Mapping:
+    def _map(self, ports: Ports) -> MappedPorts:
         self._gateway = router = self._router()
         grpc, libp2p = (self._map_one(router, port) for port in ports)
         host = _asked(router.externalipaddress)
         try:
-            return Mapping(str(ipaddress.IPv4Address(host)), (grpc, libp2p), "UPnP")
+            return MappedPorts(str(ipaddress.IPv4Address(host)), (grpc, libp2p), "UPnP")
         except ValueError:
             raise NoMapping("the router names no address") from None
 
@@ -240,7 +241,7 @@ class Upnp:
                 fault = error
         raise fault
 
-    def _unmap(self, mapping: Mapping) -> None:
+    def _unmap(self, mapping: MappedPorts) -> None:
         for port in mapping.ports:
             _asked(self._gateway.deleteportmapping, port, "TCP")
 
@@ -265,9 +266,8 @@ def _asked(ask: Callable[..., Any], *arguments: object) -> Any:
 
 
 def clients_of(local_host: str) -> list[RouterClient]:
-    """The ways to ask for a peer at this address; none where it has a public address, or is on loopback."""
-    address = ip_of(local_host)
-    if address.version != 4 or not address.is_private or address.is_loopback:
+    """The ways to ask for a peer at this address; none if it is public, or on loopback."""
+    if ip_of(local_host).version != 4 or not is_home(local_host):
         return []
     router = gateway()
     return [*([NatPmp(router)] if router else []), Upnp(local_host)]

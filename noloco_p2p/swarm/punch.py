@@ -19,7 +19,7 @@ import socket
 from dataclasses import dataclass
 
 from noloco_p2p.dial_guard import DialGuard
-from noloco_p2p.hosts import ip_of, is_public
+from noloco_p2p.hosts import ip_of, is_home, is_public
 from noloco_p2p.swarm.hole import TOKEN_BYTES, Hole
 from noloco_p2p.swarm.relay import Ends
 from noloco_p2p.tcp import Endpoint, endpoint
@@ -71,15 +71,14 @@ def targets(own: Endpoint, seen: Endpoint | None, local: Endpoint | None, *, onl
     """
     if seen is None or (only_public and not is_public(seen[0])) or ip_of(seen[0]).version != ip_of(own[0]).version:
         raise ValueError("the partner names no address that may be dialled")
-    if local and in_one_household(own, seen) and ip_of(local[0]).version == ip_of(seen[0]).version and _is_home(local):
+    if (
+        local
+        and in_one_household(own, seen)
+        and ip_of(local[0]).version == ip_of(seen[0]).version
+        and is_home(local[0])
+    ):
         return [local, seen]
     return [seen]
-
-
-def _is_home(local: Endpoint) -> bool:
-    """Whether the address is private and belongs to more than one machine."""
-    address = ip_of(local[0])
-    return address.is_private and not (address.is_loopback or address.is_multicast or address.is_unspecified)
 
 
 def wait_s(own_round_trip_s: float, callers_s: float) -> float:

@@ -64,19 +64,18 @@ class _Port:
 
 
 class Tunnels:
-    """Both sides of it, and the candidates of the directory with the addresses at which they are reached so.
+    """Both sides of a tunnel, and `reached`, which gives candidates the addresses at which tunnels lead to them.
 
-    `live` and `multiaddrs` tell of live peers; `wanted`: this peer cannot be dialled, so that peers of its kind make no
-    offers to it, nor it to them, but by tunnels; `server` is HOST and PORT of the own gRPC server, once it is there,
-    and `take` lets it serve a connection that this peer made; `relays` are those that hold a reservation for this peer:
-    nobody else brings calls of others.
+    multiaddrs: those of live peers. wanted: whether this peer cannot be dialled, so that it and peers of its kind make
+    offers to each other only by tunnels. server: HOST and PORT of this peer's gRPC server, once it is there. take: lets
+    that server serve a connection that this peer made. relays: the peers that hold a reservation for this one; only
+    they bring calls of others.
     """
 
     def __init__(
         self,
         node: SwarmNode,
         *,
-        live: Callable[[], Sequence[Candidate]],
         multiaddrs: Callable[[], Mapping[str, Sequence[str]]],
         wanted: Callable[[], bool],
         server: Callable[[], tuple[str, int]],
@@ -89,7 +88,6 @@ class Tunnels:
         self.last_ways: dict[str, Reach] = {}  # peer id -> how the last call to it went, PUNCHED or RELAYED
         self.num_holes = 0  # punched, by either side
         self._node = node
-        self._live = live
         self._multiaddrs = multiaddrs
         self._wanted = wanted
         self._server = server
@@ -110,10 +108,6 @@ class Tunnels:
         await end_tasks(self._tasks)
         for port in self._ports.values():
             port.close()
-
-    def live(self) -> Sequence[Candidate]:
-        """As in the directory, but without peers that only a tunnel reaches."""
-        return self.reached(self._live())
 
     def reached(self, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
         """Return the same peers; a peer that only a tunnel reaches gets the address of a local port."""

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import uvloop
 from harness.identities import identity_of
-from harness.patience import PATIENCE_S
+from harness.patience import PATIENCE_S, until
 from hivemind.dht.routing import DHTID
 from hivemind.p2p import PeerID
 
@@ -163,11 +163,6 @@ def lies(port: int) -> list[tuple[str, bytes, float]]:
         )
         told.append((liar.peer_id, encode_record(record, liar), expires_at_s))
     return told
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():  # noqa: ASYNC110 - `run` has the limit
-        await asyncio.sleep(0.1)
 
 
 def test_the_addresses_in_records_of_liars_are_dialled_a_few_times(tmp_path: Path) -> None:

@@ -17,14 +17,6 @@ from noloco_p2p.control import ask
 ABROAD = "45.77.0.9"  # nobody is there: the router at home returns nothing to the inside
 
 
-def why_not() -> str:
-    try:
-        netlab.check_rights(os.geteuid())
-    except netlab.LabError as error:
-        return str(error)
-    return ""
-
-
 def ip(command: str) -> None:
     subprocess.run(["ip", *command.split()], check=True, capture_output=True, text=True)
 
@@ -50,7 +42,7 @@ def home() -> Iterator[list[tuple[str, str]]]:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(bool(why_not()), reason=why_not())
+@pytest.mark.skipif(bool(netlab.why_not()), reason=netlab.why_not())
 def test_peers_in_one_household_swap_though_the_ticket_leads_outside(tmp_path: Path) -> None:
     file = write_spec(small_spec("home"), tmp_path)
     with home() as ((name, address), (other_name, other_address)):

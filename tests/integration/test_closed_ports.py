@@ -5,7 +5,6 @@ A bootstrap with a public address is the only entry point, and the only peer tha
 
 from __future__ import annotations
 
-import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -24,21 +23,13 @@ from noloco_p2p.control import ask
 pytestmark = pytest.mark.slow
 
 
-def why_not() -> str:
-    try:
-        netlab.check_rights(os.geteuid())
-    except netlab.LabError as error:
-        return str(error)
-    return ""
-
-
 def relayed(peer: PeerProcess) -> dict[str, Any] | None:
     """Return the reachability that a peer reports once it has a reservation at a relay, else None."""
     found = (ask(peer.folder, "status") or {}).get("reach", {})
     return found if found.get("state") == "relayed" else None
 
 
-@pytest.mark.skipif(bool(why_not()), reason=why_not())
+@pytest.mark.skipif(bool(netlab.why_not()), reason=netlab.why_not())
 def test_peers_behind_closed_ports_swap_and_are_told_what_to_open(tmp_path: Path) -> None:
     lab = netlab.NetLab([netlab.home(rate_mbit_s=0, round_trip_ms=2)] * 3)
     with lab:
@@ -48,7 +39,7 @@ def test_peers_behind_closed_ports_swap_and_are_told_what_to_open(tmp_path: Path
     assert "forward TCP" in found["sentence"]
 
 
-@pytest.mark.skipif(bool(why_not()), reason=why_not())
+@pytest.mark.skipif(bool(netlab.why_not()), reason=netlab.why_not())
 @pytest.mark.parametrize(
     ("kind", "way"), [(Router("endpoint", "port"), "punched"), (Router("port", "port"), "relayed")]
 )
@@ -60,7 +51,7 @@ def test_peers_behind_routers_swap_through_a_hole_or_by_the_relay(tmp_path: Path
     assert list(neighbours.values()) == [way]
 
 
-@pytest.mark.skipif(bool(why_not()), reason=why_not())
+@pytest.mark.skipif(bool(netlab.why_not()), reason=netlab.why_not())
 def test_a_run_that_begins_behind_a_router_is_entered_at_the_ports_that_it_maps(tmp_path: Path) -> None:
     """The emulated router forwards all ports; the double in the peer's network says so by UPnP."""
     pytest.importorskip("miniupnpc")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 from collections.abc import Iterator
 from contextlib import suppress
@@ -31,14 +30,6 @@ MATE = 11  # of the node behind the first strict router
 KINDS = [OPEN, BY_ADDRESS, USUAL, STRICT]
 
 
-def why_not() -> str:
-    try:
-        netlab.check_rights(os.geteuid())
-    except netlab.LabError as error:
-        return str(error)
-    return ""
-
-
 @pytest.fixture(scope="module")
 def homes() -> Iterator[Homes]:
     carried = Router("endpoint", "port", behind=0)  # a home behind a carrier-grade NAT, the first router
@@ -47,7 +38,7 @@ def homes() -> Iterator[Homes]:
         yield made
 
 
-needs_lab = pytest.mark.skipif(bool(why_not()), reason=why_not())
+needs_lab = pytest.mark.skipif(bool(netlab.why_not()), reason=netlab.why_not())
 
 
 @needs_lab

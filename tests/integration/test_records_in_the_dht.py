@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import uvloop
 from harness.identities import identity_of
-from harness.patience import PATIENCE_S
+from harness.patience import PATIENCE_S, until
 from recorded import changed
 
 from noloco_p2p.errors import DirectoryError
@@ -41,13 +41,6 @@ def run(main: Callable[[], Coroutine[object, object, None]]) -> None:
 def record_of(name: str, *, in_s: float = TTL_S, **changes: Any) -> PeerRecord:
     record = PeerRecord(identity_of(name).peer_id, "demo", RUN, addresses=("127.0.0.1:4000",), sequence=1)
     return changed(record, expires_at_s=time.time() + in_s, **changes)
-
-
-async def until(condition: Callable[[], bool], what: str) -> None:
-    until_s = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < until_s, f"waited {PATIENCE_S} s: {what}"
-        await asyncio.sleep(0.05)
 
 
 @asynccontextmanager

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import uvloop
-from harness.patience import PATIENCE_S
+from harness.patience import PATIENCE_S, until
 
 from noloco_p2p.dial_guard import DialGuard
 from noloco_p2p.gossip.seams import Candidate
@@ -39,15 +39,6 @@ async def node(folder: Path, name: str) -> AsyncIterator[SwarmNode]:
         await started.stop()
 
 
-async def until(condition: Callable[[], bool], what: str) -> None:
-    deadline_s = asyncio.get_running_loop().time() + PATIENCE_S
-    while True:
-        if condition():
-            return
-        assert asyncio.get_running_loop().time() < deadline_s, f"waited {PATIENCE_S} s: {what}"
-        await asyncio.sleep(0.05)
-
-
 async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     """Stand in for the gRPC server of the called peer: send back the bytes that arrive."""
     try:
@@ -70,11 +61,10 @@ class Scene:
             wanted=lambda: True,
             guard=DialGuard(),
         )
-        peer = Candidate(called.peer_id, "", can_be_called=False)
+        self.peer = Candidate(called.peer_id, "", can_be_called=False)
         self.tunnels = [
             Tunnels(
                 end,
-                live=lambda: [peer],
                 multiaddrs=lambda: {called.peer_id: self.reservations.circuits()},
                 wanted=lambda: True,
                 server=lambda: ("127.0.0.1", port),
@@ -109,7 +99,7 @@ def test_a_connection_ends_with_its_relay_and_the_next_one_takes_another(tmp_pat
     async def main() -> None:
         async with scene(tmp_path) as made:
             assert all(way.endswith(f"{CIRCUIT}/p2p/{made.called.peer_id}") for way in made.reservations.circuits())
-            [candidate] = made.tunnels[0].live()
+            [candidate] = made.tunnels[0].reached([made.peer])
             assert candidate.can_be_called
             host, _, port = candidate.address.rpartition(":")
             reader, writer = await asyncio.open_connection(host, int(port))
@@ -145,7 +135,6 @@ def test_a_peer_without_a_relay_stays_out_of_reach(tmp_path: Path) -> None:
             peer = Candidate("closed", "", can_be_called=False)
             tunnels = Tunnels(
                 caller,
-                live=lambda: [peer],
                 multiaddrs=lambda: {"closed": ["/ip4/127.0.0.1/tcp/9/p2p/closed"]},
                 wanted=lambda: True,
                 server=lambda: ("127.0.0.1", 9),
@@ -153,7 +142,7 @@ def test_a_peer_without_a_relay_stays_out_of_reach(tmp_path: Path) -> None:
                 relays=list,
                 guard=DialGuard(),
             )
-            assert list(tunnels.live()) == [peer]
+            assert list(tunnels.reached([peer])) == [peer]
 
     run(main())
 
@@ -164,7 +153,6 @@ def test_ports_of_peers_that_are_gone_serve_others(tmp_path: Path) -> None:
             there: list[str] = []
             tunnels = Tunnels(
                 caller,
-                live=lambda: [Candidate(peer, "", can_be_called=False) for peer in there],
                 multiaddrs=lambda: {peer: [f"/ip4/127.0.0.1/tcp/9/p2p/relay{CIRCUIT}/p2p/{peer}"] for peer in there},
                 wanted=lambda: True,
                 server=lambda: ("127.0.0.1", 9),
@@ -172,10 +160,14 @@ def test_ports_of_peers_that_are_gone_serve_others(tmp_path: Path) -> None:
                 relays=list,
                 guard=DialGuard(),
             )
+
+            def live() -> Sequence[Candidate]:
+                return tunnels.reached([Candidate(peer, "", can_be_called=False) for peer in there])
+
             there[:] = [f"peer-{number}" for number in range(MAX_PORTS + 1)]
-            assert sum(peer.can_be_called for peer in tunnels.live()) == MAX_PORTS
+            assert sum(peer.can_be_called for peer in live()) == MAX_PORTS
             there[:] = there[1:]
-            assert all(peer.can_be_called for peer in tunnels.live())
+            assert all(peer.can_be_called for peer in live())
             await tunnels.stop()
 
     run(main())

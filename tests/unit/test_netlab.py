@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import shutil
 import subprocess
@@ -158,15 +157,7 @@ def test_missing_rights_are_named(tmp_path: Path) -> None:
             netlab.check_rights(0, tun=tmp_path / "no-tun")
 
 
-def can_make_labs() -> bool:
-    try:
-        netlab.check_rights(os.geteuid())
-    except netlab.LabError:
-        return False
-    return True
-
-
-@pytest.mark.skipif(not can_make_labs(), reason="needs root, /dev/net/tun and iproute2")
+@pytest.mark.skipif(bool(netlab.why_not()), reason=netlab.why_not())
 def test_a_closed_lab_leaves_neither_namespaces_nor_processes() -> None:
     with netlab.NetLab([netlab.home(rate_mbit_s=100, round_trip_ms=10)] * 2) as lab:
         names = [node.namespace for node in lab.nodes]

@@ -1,8 +1,9 @@
 """How much others may ask of this node: a rate per peer, and one for all of them together. Pure.
 
-Peer ids cost nothing, so many of them can use up the shared rate. A node that has answered a request of this one also
-has a small allowance of its own, which no other peer can use up. Peers that only send requests never get one. The
-number of these allowances is limited: while their owners keep answering, others have to wait for a free one.
+Anybody can create peer ids, and a thousand of them together use up the shared rate. So a node that has answered a
+request of this one also has a small allowance of its own, which no other peer can use up. Peers that only send requests
+never get one. The number of these allowances is limited: while their owners keep answering, others have to wait for a
+free one.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from noloco_p2p.dial_guard import DialGuard
 from noloco_p2p.peer.reachability import Reachability
 from noloco_p2p.settings import PeerSettings
 from noloco_p2p.swarm.dial_back import DialBack, Reach
-from noloco_p2p.swarm.port_mapping import Mapping
+from noloco_p2p.swarm.port_mapping import MappedPorts
 
 
 class Alone:
@@ -62,7 +62,7 @@ def test_a_ticket_hands_on_the_best_address_of_each_entrance() -> None:
     assert reachability.doors() == [entrances[0], entrances[2]]
 
 
-MAPPED = Mapping("45.77.0.9", (41337, 41338), "UPnP")
+MAPPED = MappedPorts("45.77.0.9", (41337, 41338), "UPnP")
 OUTSIDE = f"/ip4/45.77.0.9/tcp/41338/p2p/{Alone.peer_id}"
 
 

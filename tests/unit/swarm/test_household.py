@@ -11,7 +11,7 @@ from typing import cast
 import pytest
 import uvloop
 from harness.identities import identity_of
-from harness.patience import PATIENCE_S
+from harness.patience import PATIENCE_S, until
 from zeroconf import ServiceStateChange, Zeroconf
 from zeroconf.asyncio import AsyncServiceInfo
 
@@ -100,11 +100,6 @@ def test_a_peer_on_loopback_is_in_no_local_network() -> None:
 def run(main: Callable[[], Coroutine[None, None, None]]) -> None:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(asyncio.wait_for(main(), PATIENCE_S))
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():  # noqa: ASYNC110 - the condition is in another program's hands
-        await asyncio.sleep(0.02)
 
 
 class Home:

@@ -14,7 +14,7 @@ from harness.home_router import PmpRouter, UpnpRouter
 from harness.patience import AT_ONCE_S, PATIENCE_S
 
 from noloco_p2p.swarm import port_mapping
-from noloco_p2p.swarm.port_mapping import Mapping, NatPmp, NoMapping, PortMapping, Upnp, clients_of, gateway
+from noloco_p2p.swarm.port_mapping import MappedPorts, NatPmp, NoMapping, PortMapping, Upnp, clients_of, gateway
 
 OUTSIDE = "45.77.0.9"
 PORTS = (31337, 31338)
@@ -30,7 +30,7 @@ def test_nat_pmp_maps_both_ports_and_removes_them() -> None:
         with PmpRouter(OUTSIDE, shift=7, lease_s=1800) as router:
             client = NatPmp("127.0.0.1", router.port)
             mapping = await client.map(PORTS)
-            assert mapping == Mapping(OUTSIDE, (31344, 31345), "NAT-PMP", 1800)
+            assert mapping == MappedPorts(OUTSIDE, (31344, 31345), "NAT-PMP", 1800)
             assert router.mapped == {31337: 31344, 31338: 31345}
             await client.unmap(PORTS, mapping)
             assert not router.mapped
@@ -66,7 +66,7 @@ def test_upnp_maps_both_ports_and_removes_them() -> None:
         with UpnpRouter(OUTSIDE) as router:
             client = Upnp("127.0.0.1")
             mapping = await client.map(PORTS)
-            assert mapping == Mapping(OUTSIDE, PORTS, "UPnP")
+            assert mapping == MappedPorts(OUTSIDE, PORTS, "UPnP")
             assert router.mapped == {31337: "127.0.0.1:31337", 31338: "127.0.0.1:31338"}
             await client.unmap(PORTS, mapping)
             assert not router.mapped
@@ -121,7 +121,7 @@ def test_the_next_router_is_asked_and_the_mapping_removed_at_the_end() -> None:
             task = asyncio.create_task(mapping.run())
             await changed.wait()
             task.cancel()
-            assert mapping.mapped == Mapping(OUTSIDE, PORTS, "NAT-PMP", 3600)
+            assert mapping.mapped == MappedPorts(OUTSIDE, PORTS, "NAT-PMP", 3600)
             assert router.mapped
             await mapping.close()
             assert not router.mapped

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any, cast
 
-from harness.patience import PATIENCE_S
+from harness.patience import PATIENCE_S, until
 
 from noloco_p2p.dial_guard import DialGuard
 from noloco_p2p.errors import DirectoryError
@@ -58,7 +58,6 @@ class RelayNode:
 def tunnels_to(node: RelayNode, port: int = 9) -> Tunnels:
     return Tunnels(
         cast(Any, node),
-        live=lambda: [Candidate("peer", "", can_be_called=False)],
         multiaddrs=lambda: {"peer": [f"/ip4/127.0.0.1/tcp/9/p2p/relay{CIRCUIT}/p2p/peer"]},
         wanted=lambda: True,
         server=lambda: ("127.0.0.1", port),
@@ -69,7 +68,7 @@ def tunnels_to(node: RelayNode, port: int = 9) -> Tunnels:
 
 
 async def call(tunnels: Tunnels) -> Ends:
-    [candidate] = tunnels.live()
+    [candidate] = tunnels.reached([Candidate("peer", "", can_be_called=False)])
     return await asyncio.open_connection(*candidate.address.split(":"))
 
 
@@ -94,14 +93,6 @@ async def served() -> AsyncIterator[tuple[Server, Tunnels]]:
         tunnels = tunnels_to(RelayNode(), listening.sockets[0].getsockname()[1])
         yield server, tunnels
         await tunnels.stop()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Wait for a condition; `run` sets the deadline."""
-    while True:
-        if condition():
-            return
-        await asyncio.sleep(0.01)
 
 
 async def come_in(tunnels: Tunnels, relay: str = "relay") -> tuple[bytes, asyncio.StreamWriter]:
