@@ -6,7 +6,7 @@ import logging
 import os
 import signal
 import sys
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from noloco_p2p.ticket import Ticket
 
 log = logging.getLogger(__name__)
+
+STDOUT = 1
+ASKED = b"leaving after this inner step (a second Ctrl-C ends at once, without a checkpoint)\n"
 
 
 @takes_settings()
@@ -201,6 +204,8 @@ def _leave_on_signals(peer: Peer) -> None:
         if is_signalled:
             os._exit(128 + signum)
         is_signalled = True
+        with suppress(OSError):
+            os.write(STDOUT, ASKED)  # print is not safe in a signal handler
         peer.request_leave()
 
     for signum in (signal.SIGINT, signal.SIGTERM):
