@@ -959,7 +959,7 @@ def _stage_settings() -> list[Phrase]:
         phrase("and 0.016 below"),
         phrase("match a single machine within 1e-5"),
         phrase("3 stages of 4, 0.84M parameters"),
-        phrase("The target was 70 % for both lines"),
+        phrase("The target was 70 % for both links"),
         *(
             phrase(
                 f"| {words} | {{:,.0f}} | {{:.{max(0, len(digits) - 2)}f}} |",
@@ -1071,12 +1071,12 @@ def _ablations() -> list[Phrase]:
             for mine in [stage_loss("ablations", case)]
         ),
         phrase(
-            "A loss of 20 % slows the run to {:.0f} % of the arithmetic, and as fewer microbatches are then in flight,"
-            " gradients come earlier ({:.2f} steps late instead of {:.2f})",
+            "A loss of 20 % slows the run to {:.0f} % of the predicted tokens/s. Because fewer microbatches are then in"
+            " flight, gradients come earlier ({:.2f} steps late instead of {:.2f})",
             *(speed("ablations", "20 % lost"), lossy[0], lateness("ablations", "3 stages x 4")[0]),
         ),
         phrase("gradients come earlier ({:.2f}, {:.2f} and {:.2f} steps late)", *narrow),
-        phrase("reaches {:.0f} % of the arithmetic of its narrower", speed("ablations", "4-2-4 replicas")),
+        phrase("reaches {:.0f} % of the tokens/s predicted for its narrower", speed("ablations", "4-2-4 replicas")),
     ]
 
 
@@ -1136,10 +1136,10 @@ def _flow() -> list[Phrase]:
     both = [share("20", 16), share("100", 16)]
     late = [each["value"] for each in result("flow") if "in flight: at least an inner step late" in each["claim"]]
     return [
-        phrase("A link carries {:.0f} to {:.0f} % of these", min(both), max(both)),
+        phrase("a link carries {:.0f} to {:.0f} % of these", min(both), max(both)),
         *(
             phrase(f"| {name} Mbit/s | {{:.0f}} %{unit} | {{:.0f}} % |", *(share(name, 8), share(name, 16)))
-            for name, unit in (("20", " of the arithmetic"), ("100", ""))
+            for name, unit in (("20", " of the predicted tokens/s"), ("100", ""))
         ),
         phrase("{:.0f} to {:.0f} % of the backwards came an inner step late", min(late), max(late)),
         phrase("cost {:.0f} % of the tokens/s", 100 * (1 - claim("flow", "100 Mbit/s with swaps: tokens / without"))),
