@@ -846,9 +846,9 @@ def scale() -> list[Phrase]:
         "2 in lock step": "2 peers in lock step",
         "3 in lock step (only two can pair in a round)": "3 peers in lock step",
         "8 in lock step": "8 peers in lock step",
-        "8 at 1x-4x, beginning at random": "8 peers at 1x-4x",
+        "8 at 1x-4x, random starts": "8 peers at 1x-4x",
         "64 in lock step": "64 peers in lock step",
-        "64 at 1x-4x, beginning at random": "64 peers at 1x-4x",
+        "64 at 1x-4x, random starts": "64 peers at 1x-4x",
         "1,024 in lock step": "1024 peers in lock step",
     }
     pairs = [
@@ -875,7 +875,7 @@ def scale() -> list[Phrase]:
             ),
         ),
         phrase("The goal, 95 % within 5 offers each"),
-        phrase("which is about 200 reads per minute of {:.0f} KB", claim("directory", "a bucket of 32") / 1e3),
+        phrase("about 200 reads per minute of {:.0f} KB", claim("directory", "a bucket of 32") / 1e3),
         phrase("nearly 6 MB per minute (0.8 Mbit/s) of upload"),  # 200 times 29 KB
     ]
 
