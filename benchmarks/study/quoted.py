@@ -709,20 +709,20 @@ def faults() -> list[Phrase]:
         phrase("after {:.0f} of 600 kills", claim("kills_and_flips", "kills")),
         phrase("{:,.0f} of 10,000 flips", claim("kills_and_flips", "wrong bits")),
         phrase(
-            "| {:+.2f}, {:+.2f} and {:+.2f} % (one of 8) |",
+            "| loss {:+.2f}, {:+.2f} and {:+.2f} % (one liar of 8) |",
             *(one(name) for name in ("scaled", "scaled-state", "noise")),
         ),
         phrase(
-            "{:+.1f} and {:+.1f} %; from a greedy liar {:+.1f} and {:+.1f} % |",
+            "{:+.1f} and {:+.1f} %; with a greedy liar {:+.1f} and {:+.1f} % |",
             *(one("sign-flipped"), one("flipped-gradient-x9")),
             *(of_greedy("sign-flipped"), of_greedy("flipped-gradient-x9")),
         ),
         phrase(
-            "by a copy of {:.0f} ms; {:.2f} % at one checkpoint in ten rounds",
+            "by a copy of {:.0f} ms, which is {:.2f} % at one checkpoint in ten rounds",
             claim("step_cpu", "a checkpoint holds"),
             claim("step_cpu", "which is, one in ten"),
         ),
-        phrase("after 10,000 refusals under 0.1 MB held"),  # the bound of the test
+        phrase("after 10,000 refusals, less than 0.1 MB is held"),  # the bound of the test
         phrase("by more than 1 % of its norm"),  # the bound of the test
         phrase(
             "at most {:.0f} % of the norm from the median",
@@ -730,8 +730,8 @@ def faults() -> list[Phrase]:
         ),
         phrase("and 75 % is the limit"),
         phrase(
-            "{:.1f} MB/s for a minute: swaps keep {:.2f} of their rate, the longest turn of the network thread is"
-            " {:.0f} ms of CPU, memory grows by {:.0f} MiB",
+            "{:.1f} MB/s for a minute: swaps keep {:.2f} of their rate, the longest turn of the network thread takes"
+            " {:.0f} ms of CPU time, and memory grows by {:.0f} MiB",
             claim("dht_flood", "flood"),
             claim("dht_flood", "share of the rate"),
             claim("dht_flood", "longest turn while flooded"),
@@ -740,23 +740,23 @@ def faults() -> list[Phrase]:
         phrase("{:.1f}, {:.1f}, {:.1f} and {:.1f} / live after 20, 40, 100 and 300 rounds", *greedy),
         phrase("it costs {:.1f} % of loss at most", worst),
         phrase(
-            "from a greedy liar {:+.1f} and {:+.1f} % (without that gate {:+.0f} and {:+.0f} %)",
+            "with a greedy liar, loss {:+.1f} and {:+.1f} % (without that gate {:+.0f} and {:+.0f} %)",
             *(of_greedy("stale"), of_greedy("noise"), without_distance("stale"), without_distance("noise")),
         ),
         phrase(
-            "beside 8 peers {:+.0f} and {:+.1f} % (asked: 3 %;",
+            "next to 8 peers, loss {:+.0f} and {:+.1f} % (target: 3 %;",
             *(of_greedy("adaptive-back"), of_greedy("adaptive-uphill")),
         ),
-        phrase("over 90 % of the tokens/s of equal links"),  # the bound of the test
+        phrase("over 90 % of the tokens/s with equal links"),  # the bound of the test
         phrase("| cosine | below -0.1 between"),
-        phrase("in an honest swarm {:.1f} % of the length", line("attacks.txt", r"cut off honest offsets: ([\d.]+) %")),
+        phrase("in an honest swarm {:.1f} % of the norm", line("attacks.txt", r"cut off honest offsets: ([\d.]+) %")),
         phrase("8 replicas, 0.12M parameters"),
         phrase("and 1.5 shares of its rounds"),
         phrase("with AdamW, fp32 and 0.5 0.7 0.7, so not"),
         phrase(
             "An honest swarm: {:+.2f} % in loss, mean of 3 seeds (noise from seed to seed {:.2f} %). One liar of eight,"
-            " one seed: at worst {:+.2f} %** (asked: within 3 %); without gates {:+.0f} % for a flipped sign, {:+.0f} %"
-            " for noise",
+            " one seed: at worst {:+.2f} %** (target: within 3 %). Without gates, the loss rises by {:.0f} % for a"
+            " flipped sign and by {:.0f} % for noise",
             line("attacks.txt", r"mean of 3 seeds: ([-+\d.]+) %"),
             line("attacks.txt", r"noise from seed to seed: ([\d.]+) %"),
             line("attacks.txt", r"worst attack: .*, \+([\d.]+) %"),
@@ -783,9 +783,9 @@ def faults() -> list[Phrase]:
             sum(each["value"] for each in result("rms_gate") if each["claim"].endswith("honest frames")),
         ),
         phrase(
-            "with {:.1f} % of all swaps committed by one side only: the mean of the swarm ends {:.3f} away from that of"
-            " whole swaps, where another seed of the noise ends {:.2f} away; the distance does not grow (ratio of the"
-            " last quarter to the third: {:.2f}); the spread is {:.0f} % larger",
+            "with {:.1f} % of all swaps committed by one peer only. The mean of the swarm ends {:.3f} away from the mean"
+            " with complete swaps, while another seed of the noise ends {:.2f} away. The distance does not grow (ratio"
+            " of the last quarter to the third: {:.2f}). The spread is {:.0f} % larger",
             100 * claim("half_commits", "swaps committed by one side"),
             claim("half_commits", "mean of the swarm"),
             claim("half_commits", "the same, from another seed"),
@@ -797,19 +797,19 @@ def faults() -> list[Phrase]:
         ),
         phrase("around the minimum, is {:.1f} % higher", claim("half_commits", "loss, here all noise")),
         phrase(
-            "{:.0f} kills, {:.0f} frozen, {:.0f} SIGTERM, {:.0f} times kill -9 of p2pd, {:.0f} restarts)",
+            "{:.0f} kills, {:.0f} freezes, {:.0f} SIGTERM, and kill -9 of p2pd {:.0f} times; there were {:.0f} restarts",
             *(soak["faults"][name] for name in ("kill", "freeze", "terminate", "kill p2pd")),
             soak["restarts"],
         ),
         phrase(
-            "{:.0f} of 12 checkpoints were readable after a kill, peers left within {:.1f} s, and over the"
-            " life of a peer memory changed by {:.1f} to {:+.1f} MiB",
+            "{:.0f} of 12 checkpoints were readable after a kill, and peers left within {:.1f} s. Over the life of a"
+            " peer, memory changed by {:.1f} to {:+.1f} MiB",
             soak["checkpoints_read_after_kill"],
             soak["slowest_farewell_s"],
             *(min(soak["growth_rss_mib"]), max(soak["growth_rss_mib"])),
         ),
         phrase(
-            "{:.0f} % of {:,.0f} rounds were swapped; of {:.0f} solo ones {:.0f}",
+            "{:.0f} % of {:,.0f} rounds were swapped. Of {:.0f} solo rounds, {:.0f}",
             100 * soak["swapped_share"],
             *(soak["rounds"][name] for name in ("rounds_here", "alone", "alone_refused")),
         ),
