@@ -748,14 +748,14 @@ def faults() -> list[Phrase]:
             *(of_greedy("adaptive-back"), of_greedy("adaptive-uphill")),
         ),
         phrase("over 90 % of the tokens/s with equal links"),  # the bound of the test
-        phrase("| cosine | below -0.1 between"),
+        phrase("| cosine | if the cosine of the two outer gradients is below -0.1"),
         phrase("in an honest swarm {:.1f} % of the norm", line("attacks.txt", r"cut off honest offsets: ([\d.]+) %")),
         phrase("8 replicas, 0.12M parameters"),
         phrase("and 1.5 shares of its rounds"),
         phrase("with AdamW, fp32 and 0.5 0.7 0.7, so not"),
         phrase(
-            "An honest swarm: {:+.2f} % in loss, mean of 3 seeds (noise from seed to seed {:.2f} %). One liar of eight,"
-            " one seed: at worst {:+.2f} %** (target: within 3 %). Without gates, the loss rises by {:.0f} % for a"
+            "the gates change the loss by {:+.2f} % (mean of 3 seeds; the noise from seed to seed is {:.2f} %). One liar"
+            " of eight raises the loss by {:.2f} % at worst** (one seed; the target was 3 %). Without gates, the loss rises by {:.0f} % for a"
             " flipped sign and by {:.0f} % for noise",
             line("attacks.txt", r"mean of 3 seeds: ([-+\d.]+) %"),
             line("attacks.txt", r"noise from seed to seed: ([\d.]+) %"),
@@ -764,10 +764,10 @@ def faults() -> list[Phrase]:
             line("attacks.txt", r"^noise +open .*\+([\d.]+) %"),
         ),
         phrase(
-            "an honest swarm {:+.2f} % in loss (one seed", line("attacks_none.txt", r"^honest +on .* ([-+][\d.]+) %")
+            "the loss of an honest swarm by {:+.2f} % (one seed", line("attacks_none.txt", r"^honest +on .* ([-+][\d.]+) %")
         ),
         phrase(
-            "One liar of eight: at worst {:+.1f} %, except that of row 52 ({:+.0f} %)",
+            "One liar of eight raises the loss by {:.1f} % at worst, except the liar of row 52 ({:.0f} %)",
             max(one(attack, "attacks_none") for attack in _NAIVE),
             one("adaptive-back", "attacks_none"),
         ),
@@ -802,16 +802,17 @@ def faults() -> list[Phrase]:
             soak["restarts"],
         ),
         phrase(
-            "{:.0f} of 12 checkpoints were readable after a kill, and peers left within {:.1f} s. Over the life of a"
+            "After the kills, {:.0f} of 12 checkpoints were readable. Peers left within {:.1f} s. Over the life of a"
             " peer, memory changed by {:.1f} to {:+.1f} MiB",
             soak["checkpoints_read_after_kill"],
             soak["slowest_farewell_s"],
             *(min(soak["growth_rss_mib"]), max(soak["growth_rss_mib"])),
         ),
         phrase(
-            "{:.0f} % of {:,.0f} rounds were swapped. Of {:.0f} solo rounds, {:.0f}",
+            "Of {:,.0f} rounds, {:.0f} % were swapped. Of {:.0f} solo rounds, {:.0f}",
+            soak["rounds"]["rounds_here"],
             100 * soak["swapped_share"],
-            *(soak["rounds"][name] for name in ("rounds_here", "alone", "alone_refused")),
+            *(soak["rounds"][name] for name in ("alone", "alone_refused")),
         ),
         phrase("was not frozen was {:.1f} s", soak["longest_pause_s"]),
     ]
@@ -953,10 +954,10 @@ def _stage_settings() -> list[Phrase]:
         phrase("can train 1.8B parameters alone"),
         phrase("within 1 % of their loss"),
         phrase("reaches 70 % of the predicted speed"),
-        phrase("5 % of the microbatches lost, and 4 whole-model"),
+        phrase("5 % of the microbatches are lost."),
         phrase("The model has 0.22M parameters"),
-        phrase("(0.008 to 0.024). The pipeline had 0.024 at 32 sequences"),
-        phrase("and 0.016 below"),
+        phrase("(0.008 to 0.024). The pipeline used a rate of 0.024 at 32 sequences"),
+        phrase("and 0.016 with fewer sequences"),
         phrase("match a single machine within 1e-5"),
         phrase("3 stages of 4, 0.84M parameters"),
         phrase("The target was 70 % for both links"),
@@ -975,7 +976,7 @@ def _stage_settings() -> list[Phrase]:
             *of_demo("demo_stages.txt"),
         ),
         phrase(
-            "it drops {:.0f} of {:,.0f} honest payloads, where ten times from the start drops {:.0f}",
+            "it drops {:.0f} of {:,.0f} honest payloads, while a limit of ten times from the start would drop {:.0f}",
             *(
                 sum(each["value"] for each in result("rms_gate") if each["claim"].endswith(what))
                 for what in ("dropped by the gate", "honest frames", "dropped by a tenfold limit")
@@ -1064,7 +1065,7 @@ def _ablations() -> list[Phrase]:
     base = stage_loss("ablations", "3 stages x 4")
     narrow, lossy = lateness("ablations", "4-2-4 replicas"), lateness("ablations", "20 % lost")
     return [
-        phrase("| random paths, swaps, nothing lost | {:.4f} |", base),
+        phrase("| base run: random paths, swaps, nothing lost | {:.4f} |", base),
         *(
             phrase(f"| {words} | {{:.4f}} | {{:+.1f}} % |", *(mine, above(mine, base)))
             for words, case in ABLATIONS.items()
@@ -1118,7 +1119,7 @@ def _lateness() -> list[Phrase]:
             )
         ),
         phrase(
-            "| 20 % lost, so that fewer are in flight | | {:.2f}, {:.2f}, {:.2f} | {:.1f} % against",
+            "| 20 % of the microbatches lost, so fewer are in flight | | {:.2f}, {:.2f}, {:.2f} | {:.1f} % compared",
             *lateness("ablations", "20 % lost"),
             above(stage_loss("ablations", "20 % lost"), base),
         ),
@@ -1141,7 +1142,7 @@ def _flow() -> list[Phrase]:
             phrase(f"| {name} Mbit/s | {{:.0f}} %{unit} | {{:.0f}} % |", *(share(name, 8), share(name, 16)))
             for name, unit in (("20", " of the predicted tokens/s"), ("100", ""))
         ),
-        phrase("{:.0f} to {:.0f} % of the backwards came an inner step late", min(late), max(late)),
+        phrase("{:.0f} to {:.0f} % of the backwards came at least one inner step late", min(late), max(late)),
         phrase("cost {:.0f} % of the tokens/s", 100 * (1 - claim("flow", "100 Mbit/s with swaps: tokens / without"))),
         phrase(
             "keep **{:.0f} %** of their tokens/s", 100 * claim("flow", "churn, 4 stages x 6: tokens/s / undisturbed")
