@@ -844,13 +844,13 @@ def scale() -> list[Phrase]:
         for num_peers in (100, 1_000, 10_000, 100_000, 1_000_000)
     ]
     swarms = {
-        "2 in lock step": "2 peers in lock step",
-        "3 in lock step (only two can pair in a round)": "3 peers in lock step",
-        "8 in lock step": "8 peers in lock step",
-        "8 at 1x-4x, random starts": "8 peers at 1x-4x",
-        "64 in lock step": "64 peers in lock step",
-        "64 at 1x-4x, random starts": "64 peers at 1x-4x",
-        "1,024 in lock step": "1024 peers in lock step",
+        "2 peers in lock step": "2 peers in lock step",
+        "3 peers in lock step (only two can pair in a round)": "3 peers in lock step",
+        "8 peers in lock step": "8 peers in lock step",
+        "8 peers with speeds of 1x to 4x, random starts": "8 peers at 1x-4x",
+        "64 peers in lock step": "64 peers in lock step",
+        "64 peers with speeds of 1x to 4x, random starts": "64 peers at 1x-4x",
+        "1,024 peers in lock step": "1024 peers in lock step",
     }
     pairs = [
         phrase(
@@ -868,7 +868,7 @@ def scale() -> list[Phrase]:
         *pairs,
         phrase("a signed record ({:.1f} KB when full", claim("directory", "a record") / 1e3),
         phrase(
-            "{:.2f} (unluckiest) and {:.2f} (luckiest) at 1,000; {:.2f} and {:.2f} at 100,000",
+            "is {:.2f} and {:.2f} at 1,000 peers, and {:.2f} and {:.2f} at 100,000 peers",
             *(
                 of(num_peers, f"chance of the {which}")
                 for num_peers in (1_000, 100_000)
