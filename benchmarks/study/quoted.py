@@ -744,7 +744,7 @@ def faults() -> list[Phrase]:
             *(of_greedy("stale"), of_greedy("noise"), without_distance("stale"), without_distance("noise")),
         ),
         phrase(
-            "next to 8 peers, loss {:+.0f} and {:+.1f} % (target: 3 %;",
+            "next to 8 peers changes the loss by {:+.0f} and {:+.1f} % (target: 3 %;",
             *(of_greedy("adaptive-back"), of_greedy("adaptive-uphill")),
         ),
         phrase("over 90 % of the tokens/s with equal links"),  # the bound of the test
@@ -784,8 +784,8 @@ def faults() -> list[Phrase]:
         ),
         phrase(
             "with {:.1f} % of all swaps committed by one peer only. The mean of the swarm ends {:.3f} away from the mean"
-            " with complete swaps, while another seed of the noise ends {:.2f} away. The distance does not grow (ratio"
-            " of the last quarter to the third: {:.2f}). The spread is {:.0f} % larger",
+            " with complete swaps, while a run with another noise seed ends {:.2f} away. The distance does not grow"
+            " (ratio of the last quarter to the third: {:.2f}). The spread is {:.0f} % larger",
             100 * claim("half_commits", "swaps committed by one side"),
             claim("half_commits", "mean of the swarm"),
             claim("half_commits", "the same, from another seed"),
