@@ -754,9 +754,9 @@ def faults() -> list[Phrase]:
         phrase("and 1.5 shares of its rounds"),
         phrase("with AdamW, fp32 and 0.5 0.7 0.7, so not"),
         phrase(
-            "the gates change the loss by {:+.2f} % (mean of 3 seeds; the noise from seed to seed is {:.2f} %). One liar"
-            " of eight raises the loss by {:.2f} % at worst** (one seed; the target was 3 %). Without gates, the loss rises by {:.0f} % for a"
-            " flipped sign and by {:.0f} % for noise",
+            "the gates change the loss by {:+.2f} % (mean of 3 seeds; the noise from seed to seed is {:.2f} %). One"
+            " liar of eight raises the loss by {:.2f} % at worst** (one seed; the target was 3 %). Without gates, the"
+            " loss rises by {:.0f} % for a flipped sign and by {:.0f} % for noise",
             line("attacks.txt", r"mean of 3 seeds: ([-+\d.]+) %"),
             line("attacks.txt", r"noise from seed to seed: ([\d.]+) %"),
             line("attacks.txt", r"worst attack: .*, \+([\d.]+) %"),
@@ -764,7 +764,8 @@ def faults() -> list[Phrase]:
             line("attacks.txt", r"^noise +open .*\+([\d.]+) %"),
         ),
         phrase(
-            "the loss of an honest swarm by {:+.2f} % (one seed", line("attacks_none.txt", r"^honest +on .* ([-+][\d.]+) %")
+            "the loss of an honest swarm by {:+.2f} % (one seed",
+            line("attacks_none.txt", r"^honest +on .* ([-+][\d.]+) %"),
         ),
         phrase(
             "One liar of eight raises the loss by {:.1f} % at worst, except the liar of row 52 ({:.0f} %)",
@@ -783,8 +784,8 @@ def faults() -> list[Phrase]:
             sum(each["value"] for each in result("rms_gate") if each["claim"].endswith("honest frames")),
         ),
         phrase(
-            "with {:.1f} % of all swaps committed by one peer only. The mean of the swarm ends {:.3f} away from the mean"
-            " with complete swaps, while a run with another noise seed ends {:.2f} away. The distance does not grow"
+            "with {:.1f} % of all swaps committed by one peer only. The mean of the swarm ends {:.3f} away from the"
+            " mean with complete swaps, while a run with another noise seed ends {:.2f} away. The distance does not grow"
             " (ratio of the last quarter to the third: {:.2f}). The spread is {:.0f} % larger",
             100 * claim("half_commits", "swaps committed by one side"),
             claim("half_commits", "mean of the swarm"),
@@ -797,7 +798,8 @@ def faults() -> list[Phrase]:
         ),
         phrase("around the minimum, is {:.1f} % higher", claim("half_commits", "loss, here all noise")),
         phrase(
-            "{:.0f} kills, {:.0f} freezes, {:.0f} SIGTERM, and kill -9 of p2pd {:.0f} times; there were {:.0f} restarts",
+            "{:.0f} kills, {:.0f} freezes, {:.0f} SIGTERM, and kill -9 of p2pd {:.0f} times; there were {:.0f}"
+            " restarts",
             *(soak["faults"][name] for name in ("kill", "freeze", "terminate", "kill p2pd")),
             soak["restarts"],
         ),
