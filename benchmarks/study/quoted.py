@@ -785,8 +785,8 @@ def faults() -> list[Phrase]:
         ),
         phrase(
             "with {:.1f} % of all swaps committed by one peer only. The mean of the swarm ends {:.3f} away from the"
-            " mean with complete swaps, while a run with another noise seed ends {:.2f} away. The distance does not grow"
-            " (ratio of the last quarter to the third: {:.2f}). The spread is {:.0f} % larger",
+            " mean with complete swaps, while a run with another noise seed ends {:.2f} away. The distance does not"
+            " grow (ratio of the last quarter to the third: {:.2f}). The spread is {:.0f} % larger",
             100 * claim("half_commits", "swaps committed by one side"),
             claim("half_commits", "mean of the swarm"),
             claim("half_commits", "the same, from another seed"),
