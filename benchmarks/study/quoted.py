@@ -752,7 +752,7 @@ def faults() -> list[Phrase]:
         phrase("in an honest swarm {:.1f} % of the norm", line("attacks.txt", r"cut off honest offsets: ([\d.]+) %")),
         phrase("8 replicas, 0.12M parameters"),
         phrase("and 1.5 shares of its rounds"),
-        phrase("with AdamW, fp32 and 0.5 0.7 0.7, so not"),
+        phrase("with AdamW, fp32, and 0.5, 0.7 and 0.7 for alpha, beta and gamma"),
         phrase(
             "the gates change the loss by {:+.2f} % (mean of 3 seeds; the noise from seed to seed is {:.2f} %). One"
             " liar of eight raises the loss by {:.2f} % at worst** (one seed; the target was 3 %). Without gates, the"
