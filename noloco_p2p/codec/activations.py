@@ -115,7 +115,9 @@ class RawActivationCodec:
     def _checked(self, payload: bytes | memoryview, *, shape: Sequence[int]) -> Tensor:
         coded = _payload_bytes(payload, codec=self, shape=shape).view(self.dtype)
         if not within(coded, lowest=-LARGEST, highest=LARGEST):
-            raise NotFinite(f"{self.name} activations hold NaN, infinity or more than {LARGEST:.3g}; discard them")
+            raise NotFinite(
+                f"{self.name} activations contain NaN, infinity or a value above {LARGEST:.3g}; discard them"
+            )
         return coded
 
 
@@ -279,7 +281,7 @@ def get_activation_codec(name: str) -> ActivationCodec:
 
 def _num_tokens_and_hidden(shape: Sequence[int]) -> tuple[int, int]:
     if not shape or min(shape) < 0:
-        raise ValueError(f"activations have the shape (..., hidden), not {tuple(shape)}")
+        raise ValueError(f"activations must have the shape (..., hidden), not {tuple(shape)}")
     return math.prod(shape[:-1]), shape[-1]
 
 
@@ -287,7 +289,7 @@ def _as_tokens(values: Tensor) -> Tensor:
     """Return `values` detached and with shape (tokens, hidden). The result is a view if possible."""
     num_tokens, hidden = _num_tokens_and_hidden(values.shape)
     if not values.is_floating_point():
-        raise ValueError(f"activations are floating-point numbers, not {values.dtype}")
+        raise ValueError(f"activations must be floating-point numbers, not {values.dtype}")
     return values.detach().reshape(num_tokens, hidden)
 
 

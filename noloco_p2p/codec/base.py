@@ -94,14 +94,16 @@ class Codec(Sized, Protocol):
 
 def check_num_elements(num_elements: int) -> None:
     if not 0 <= num_elements <= CHUNK_ELEMENTS:
-        raise ValueError(f"a chunk has 0 to {CHUNK_ELEMENTS} elements, not {num_elements}; split with chunk_bounds()")
+        raise ValueError(
+            f"a chunk must have 0 to {CHUNK_ELEMENTS} elements, not {num_elements}; split with chunk_bounds()"
+        )
 
 
 def check_values(values: Tensor) -> None:
     """Raise ValueError if `values` is not a chunk. This checks the layout and the dtype, but not the elements."""
     if values.ndim != 1 or not values.is_contiguous() or not values.is_floating_point():
         shape = tuple(values.shape)
-        raise ValueError(f"a chunk is a contiguous 1-D floating tensor, not {values.dtype} of shape {shape}")
+        raise ValueError(f"a chunk must be a contiguous 1-D floating tensor, not {values.dtype} of shape {shape}")
     check_num_elements(values.numel())
 
 

@@ -215,7 +215,7 @@ class Checkpoints:
 
         The kernel releases the lock when the process dies.
         """
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # weights of a private run are private
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # a private run has private weights
         with (self.folder / _LOCK).open("w") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -50,7 +50,7 @@ class FilterVerdict:
 
 @dataclass(frozen=True, slots=True)
 class Clipped:
-    """The amount that was clipped in one outer step.
+    """Statistics about the clipping in one outer step.
 
     `num_clipped` and `num_pieces` count pieces of the offsets that the swap brought. `num_lost` is the number of chunks
     of this peer's outer gradient that were non-finite and became 0.

@@ -209,7 +209,7 @@ class NoLoCo:
 
     @property
     def round(self) -> int:
-        """Return the number of outer steps of this replica, including those behind any state that it took over."""
+        """Return the number of outer steps of this replica, including those that led to a state that it took over."""
         return self._rounds.round
 
     @property
@@ -289,10 +289,11 @@ class NoLoCo:
     def _check_step(self) -> None:
         if self._exchange.owner is not self:
             raise SettingsError(
-                "another NoLoCo was made for this peer, which trains one model: put several into one nn.ModuleDict"
+                "another NoLoCo was created for this peer, but a peer trains only one model: "
+                "put several models into one nn.ModuleDict"
             )
         if self._rounds.is_at_boundary:
-            raise SettingsError("the round is at its boundary: call `poll` until it has ended before the next step")
+            raise SettingsError("the round is at its boundary: before the next step, call `poll` until it has ended")
 
     def _take_step(self) -> bool:
         self._peer.metrics.step += 1
@@ -320,10 +321,9 @@ class NoLoCo:
     def closing_round(self, *, wait_s: float) -> RoundResult:
         """Run a round without inner steps after training. Both partners move to the midpoint between them.
 
-        If there are about three more of these rounds than log2 of the number of peers, each peer ends close to the mean
-        of all peers, without knowing the others. This call blocks for at most `wait_s`, mainly to wait for peers that
-        are still training. The last partner is chosen again only if no other peer is alive. The progress of this peer
-        does not change.
+        After about log2(N) + 3 of these rounds with N peers, each peer is close to the mean of all peers, without
+        knowing the others. This call blocks for at most `wait_s`, mainly to wait for peers that are still training. The
+        last partner is chosen again only if no other peer is alive. The progress of this peer does not change.
         """
         assert self.is_between_rounds, "inner steps were taken since the last outer step"
         try:
@@ -348,7 +348,7 @@ class NoLoCo:
         """Write a checkpoint, serve it to newcomers, and return its folder.
 
         The checkpoint contains the outer state, the state of the inner optimizer and, within a round, the model's
-        weights. `meta` holds JSON values of the caller, which `resumed.meta` returns. Raises CheckpointError if writing
+        weights. `meta` holds the caller's JSON values, which `resumed.meta` returns. Raises CheckpointError if writing
         fails; the last good checkpoint is then intact.
         """
         self._saver.wait()  # only one checkpoint can be written at a time
@@ -374,7 +374,7 @@ class NoLoCo:
         return self._saver.begin(self._checkpoints, self.round, content=lambda: self._content(meta), done=written)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the slow weights, the outer momentum and the position in the run, for a checkpoint of the caller.
+        """Return the slow weights, the outer momentum and the position in the run, for the caller's own checkpoint.
 
         The vectors are not copied. The model and the inner optimizer are not included.
         """
@@ -474,8 +474,8 @@ class NoLoCo:
     def _open(self, *, patience_s: float = 0.0, is_closing: bool = False) -> None:
         if self._trainable is not None and _trainable(self._model) != self._trainable:
             raise ModelError(
-                "parameters of the model were replaced, frozen or unfrozen after this NoLoCo was made: "
-                "make a new one, because this one would swap the old parameters"
+                "parameters of the model were replaced, frozen or unfrozen after this NoLoCo was created: "
+                "create a new one, because this one would swap the old parameters"
             )
         self._catch_up()
         self._rounds.open(patience_s=patience_s, is_closing=is_closing)
@@ -511,7 +511,7 @@ class NoLoCo:
         metrics.rounds_here += 1
         if result.diverged:
             metrics.diverged += 1
-            log.error("round %d | this peer's weights were not finite: reset to the round's start", result.round)
+            log.error("round %d | this peer's weights were not finite; reset to the round's start", result.round)
             if self._inner:
                 self._inner.restore({})  # its moments are non-finite as well
         metrics.blocked_s = result.blocked_s

@@ -66,7 +66,7 @@ class TorchOptimizers:
     def state(self) -> dict[str, Tensor]:
         """Return the state. If a field is not a tensor, log a warning and return an empty state.
 
-        An error would end training only because of a checkpoint.
+        A checkpoint that cannot be saved must not end training.
         """
         try:
             return flatten_optimizers(self._optimizers, self._names)
@@ -154,7 +154,7 @@ def restore_optimizer(
         if name in fields:
             state[index] = fields[name]
     moments: dict[int, dict[str, Tensor]] = {}
-    if keep_on_cpu:  # load_state_dict places only the step counts
+    if keep_on_cpu:  # load_state_dict then restores only the step counts
         moments = {index: {field: v for field, v in fields.items() if v.ndim} for index, fields in state.items()}
         state = {index: {field: v for field, v in fields.items() if not v.ndim} for index, fields in state.items()}
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})

@@ -26,7 +26,7 @@ from noloco_p2p.outer.state_checks import OUTER_MOMENTUM, SLOW_WEIGHTS, check_ve
 from noloco_p2p.spec import OuterSpec, Spec
 
 ROUNDING = 1e-9  # progress is a sum of fractions, and counts as 1 if it is this close to 1
-SPREAD_CHUNKS = 16  # at least this many chunks, and fewer than twice as many, are sampled, which takes milliseconds
+SPREAD_CHUNKS = 16  # fewer than twice this many chunks are sampled to estimate the spread, which takes milliseconds
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,10 @@
 """Compute the mean of the states of several peers, some of which may lie.
 
-The centre is the coordinate-wise median, which liars cannot move beyond the honest peers as long as they are fewer than
-half (Yin, Chen, Ramchandran, Bartlett: Byzantine-robust distributed learning, 2018). A state is left out if it is
-further from the centre than any honest state would be. Every other state contributes its deviation from the centre,
-clipped to a radius, so that no single state moves the mean by more than a small share of its norm (centred clipping;
-Karimireddy, He, Jaggi: Learning from history for Byzantine robust optimization, 2021).
+The centre is the coordinate-wise median, which liars cannot move outside the range of the honest states if fewer than
+half of the peers lie (Yin, Chen, Ramchandran, Bartlett: Byzantine-robust distributed learning, 2018). A state is left
+out if it is further from the centre than any honest state would be. Every other state contributes its deviation from
+the centre, clipped to a radius, so that no single state moves the mean by more than a small share of its norm (centred
+clipping; Karimireddy, He, Jaggi: Learning from history for Byzantine robust optimization, 2021).
 
 Both limits come from honest swarms of eight peers (`benchmarks/honest_states.py`). States of the same moment were up to
 0.037 of the norm from the centre, and none of them is clipped. States that were saved up to seven rounds apart were up
@@ -74,7 +74,7 @@ def robust_mean(states: Mapping[str, Tensor]) -> RobustMean:
 def leave_out_far(states: Mapping[str, Tensor]) -> tuple[Distances, dict[str, float]]:
     """Return the distances of the states that are close to each other, and the distances of the other states.
 
-    Raises CheckpointError if no states are close to each other.
+    Raises CheckpointError if no state is left.
     """
     left_out: dict[str, float] = {}
     while near := {peer: state for peer, state in states.items() if peer not in left_out}:

@@ -1,6 +1,8 @@
-"""Run the rounds of one replica. This module uses no network, never waits, and alone determines the order of calls.
+"""Run the rounds of one replica. This module uses no network and never waits.
 
-    open  ->  step_taken, once per inner step  ->  after True: reach_boundary  ->  poll until the end  ->  open
+The methods of `Rounds` are called in this order:
+
+    open  ->  step_taken after each step until it returns True  ->  reach_boundary  ->  poll until the end  ->  open
 
 `NoLoCo` blocks between polls, and a simulated replica sleeps on its virtual clock.
 """
@@ -87,7 +89,7 @@ class Rounds:
         self.exchange = exchange
         self.length = RoundLength(spec.outer, first_inner_steps=spec.first_inner_steps, max_wait_s=spec.boundary_wait_s)
         self.follows_caller = follows_caller
-        self.progress = 0.0  # fraction of the run's schedule; the learning rate follows it
+        self.progress = 0.0  # fraction of the run's schedule, which determines the learning rate
         self.round = 0
         self.steps = 0
         self.is_open = False

@@ -68,7 +68,7 @@ class Staging:
         return nullcontext() if self._up is None else self._api.stream(self._up)
 
     def begin(self) -> None:
-        """Order later copies to the device after all computation that is already queued."""
+        """Make later copies to the device wait for all computation that is already queued."""
         if self._up is not None:
             self._up.wait_stream(self._api.current_stream(self.device))
 

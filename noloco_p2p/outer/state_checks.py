@@ -66,7 +66,7 @@ def check_vectors(tensors: Mapping[str, object], expected: Mapping[str, int]) ->
         if vector.dtype is not torch.float32:
             raise CheckpointError(f"the state has {name} in {vector.dtype}, not float32")
         if not all(bool(torch.isfinite(chunk).all()) for chunk in vector.split(CHUNK_ELEMENTS)):
-            raise CheckpointError(f"{name} of the state has values that are not finite")
+            raise CheckpointError(f"{name} in the state has values that are not finite")
 
 
 def check_position(round_index: int, progress: float, others: Sequence[tuple[int, float]], spec: Spec) -> None:

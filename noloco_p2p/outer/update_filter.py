@@ -19,8 +19,8 @@ log = logging.getLogger(__name__)
 class LossCheck:
     """The gate that evaluates the model and undoes a swap that raises the loss on a private batch too much.
 
-    During a checked step, the slow weights, the momentum and the model's weights are kept twice, which takes 12 bytes
-    per parameter. A gradient that comes after its boundary is not checked.
+    During a checked step, the slow weights, the momentum and the model's weights are kept twice, which takes up to 12
+    more bytes per parameter. A gradient that comes after its boundary is not checked.
 
     Args:
         measure: Returns the current loss of the model, in nats per token, on a batch that no partner knows. It is

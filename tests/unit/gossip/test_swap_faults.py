@@ -173,7 +173,7 @@ CORRUPT: list[tuple[str, Fault, At, str]] = [
     ("truncated", Truncate(40), At(Chunk), "chunk 0 of {} is damaged"),
     ("truncated-digest-fits", Truncate(40, digests="section"), At(Chunk), "must have 400 bytes, but it has 40"),
     ("bit-flip-digest-fits", FlipBit(5, digests="chunk"), At(Chunk), "{} has no end, or one with another digest"),
-    ("nan", NotFinite(), At(Chunk), "holds NaN or infinity"),
+    ("nan", NotFinite(), At(Chunk), "contains NaN or infinity"),
     ("repeated", Repeat(), At(Chunk), "{} has no end, or one with another digest"),
     ("dropped", Drop(), At(Chunk), "chunk 0 of {} is missing: got End"),
     ("after-its-end", SwapWithNext(), At(Chunk), "chunk 0 of {} is missing: got End"),
