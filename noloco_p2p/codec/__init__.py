@@ -42,7 +42,7 @@ def num_chunks(num_elements: int) -> int:
 
 
 def chunk_range(num_elements: int, index: int) -> tuple[int, int]:
-    """Return the range (start, stop) of the elements of chunk `index` in a section."""
+    """Return the range (start, stop) of elements in chunk `index` of a section."""
     start = index * CHUNK_ELEMENTS
     return start, min(start + CHUNK_ELEMENTS, num_elements)
 

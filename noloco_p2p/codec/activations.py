@@ -15,9 +15,9 @@ token hold one bf16 scale for each block, followed by the codes of each block.
   norm of a block's error is at most n / 2 times the scale, and the scale is at most max|y| / (7 n) * (1 + 2^-7).
   Because max|y| <= sqrt(n) |x|, the norm of the block also bounds the scale.
 
-Both bounds hold for each block of each token, so a channel that is far larger than the others costs precision only in
-its own block. Rounding in fp32 adds at most 2^-13 of the block's norm to either error. A scale is never below 2^-126.
-Codes are small integers, so decoding to fp32 is exact and every machine decodes the same numbers.
+These error bounds hold for each block of each token, so a channel that is far larger than the others costs precision
+only in its own block. Rounding in fp32 adds at most 2^-13 of the block's norm to either error. A scale is never below
+2^-126. Codes are small integers, so decoding to fp32 is exact and every machine decodes the same numbers.
 
 Activations and gradients are rounded to the nearest code. Stochastic rounding would have no bias, but it leaves a
 larger error in a weight gradient: the signs of gradients already vary from token to token, which keeps the errors of
@@ -63,13 +63,13 @@ class ActivationCodec(Protocol):
 
         The tensor may have any floating-point dtype and be on any device; it is not changed. The work is done on its
         device, and only the encoded bytes are copied to the CPU, with one synchronization. Raises ValueError for any
-        other kind of tensor, and for a value that is non-finite or too large for the codec. The sender thus finds such
-        values before it sends them. Otherwise, the receiver would blame it for a bad frame.
+        other kind of tensor, and for a value that is non-finite or too large for the codec. These checks protect the
+        sender, because a receiver blames the sender for a bad frame.
         """
         ...
 
     def check(self, payload: bytes | memoryview, *, shape: Sequence[int]) -> None:
-        """Raise the errors that `decode` would raise, without decoding. This is for frames that are kept encoded."""
+        """Raise the errors that `decode` would raise, without decoding. Use this for a frame that stays encoded."""
         ...
 
     def decode(
@@ -219,7 +219,7 @@ class BlockActivationCodec:
     def _scales_valid(self, coded: Tensor, *, hidden: int) -> bool:
         """Return whether all scales are normal, positive, and small enough to keep decoded values within LARGEST.
 
-        This must hold for every code that fits in the payload, up to max_code + 1.
+        Decoded values must stay within it for every code that fits in the payload, up to max_code + 1.
         """
         return all(
             within(_scales(coded, span=span), lowest=FLOAT32.tiny, highest=self._largest_scale(span))
@@ -256,7 +256,7 @@ class BlockActivationCodec:
         return width // 2 if self.is_rotated else width
 
     def _order(self, span: _Span) -> int:
-        """Return the factor by which rotating a block twice multiplies it."""
+        """Return the factor by which two rotations multiply a block."""
         return span.width if self.is_rotated else 1
 
 

@@ -129,7 +129,7 @@ class BlockCodec:
     def _scales_valid(self, scales: Tensor) -> bool:
         """Return whether all scales are normal, positive, and small enough to keep decoded values finite.
 
-        This must hold for every code that fits in a byte, up to max_code + 1.
+        Decoded values must be finite for every code that fits in a byte, up to max_code + 1.
         """
         return within(scales.float(), lowest=FLOAT32.tiny, highest=FLOAT32.max / (self.max_code + 1))
 
@@ -157,7 +157,7 @@ def quantize_largest(blocks: Tensor, num_elements: int, workspace: Tensor, *, ma
 
 
 def quantize_rms(blocks: Tensor, num_elements: int, workspace: Tensor) -> Tensor:
-    """Write the c of the nearest code 2 c + 1 for each element, where c is in -2..1, and return the scales."""
+    """Round each element to the nearest code 2 c + 1, write its c (-2 to 1), and return the scales."""
     block_elements = blocks.shape[1]
     scales = torch.linalg.vector_norm(blocks, dim=1).mul_(GAUSSIAN_SCALE * block_elements**-0.5)
     if rest := num_elements % block_elements:
@@ -168,9 +168,9 @@ def quantize_rms(blocks: Tensor, num_elements: int, workspace: Tensor) -> Tensor
 
 
 def quantize_signs(blocks: Tensor, num_elements: int, workspace: Tensor) -> Tensor:
-    """Write the c of the code 2 c + 1 for each element, which is -1 for negative values and 0 otherwise.
+    """Write -1 for each negative element and 0 for all others, and return the scales.
 
-    Returns the scales.
+    The numbers that are written are the c of the codes 2 c + 1.
     """
     block_elements = blocks.shape[1]
     scales = torch.abs(blocks, out=workspace).sum(dim=1).mul_(1 / block_elements)

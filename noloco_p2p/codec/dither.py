@@ -1,14 +1,15 @@
 """Compute the dither that two partners share in a swap.
 
 Every machine computes the same bits from a seed and a position in the vector. WORDS are DITHER_ELEMENTS fixed 32-bit
-numbers: the output stream of blake3 of WORDS_KEY, read as little-endian. Block `b` of a section derives two 32-bit
-numbers from the seed. The first, `a`, is always odd; the second, `c`, can have any value. Element i of the block gets
+numbers: the output stream of blake3 of WORDS_KEY, read as little-endian. For block `b` of a section, two 32-bit numbers
+are derived from the seed. The first, `a`, is always odd; the second, `c`, can have any value. Element i of the block
+gets the dither
 
     dither = int32(a * WORDS[i] + c, wrapped) / 2**32          in [-0.5, 0.5]
 
 Over all seeds, each element is uniformly distributed because c is. Two elements are nearly independent, because the
 difference of their words is multiplied by a random odd number. This method is four times as fast as hashing each
-element. It uses only integers, so no two machines round it differently.
+element. It uses only integers, so all machines get the same result.
 """
 
 from __future__ import annotations

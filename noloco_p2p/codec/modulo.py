@@ -15,14 +15,14 @@ bounds and the digest are new here.
 
 The codec `modulo` first sends the lowest 4 bits of each integer. If a chunk fails, bits 4 and 5 follow, and if it fails
 again, bits 6 and 7 follow. The number of bits therefore depends on the actual distance and not on a prediction, and the
-grid need not be coarse enough to cover an unusually large distance.
+grid need not be coarse just in case a distance is large.
 
 The payload of a chunk of n elements consists of the residues, followed by the first 16 bytes of a blake3 hash. The hash
-covers the seed (8 bytes), the exponents of the chunk (one byte each) and the n integers as int32, all little-endian. It
-therefore also detects that the grids differ. With 8 bits, each residue takes one byte. With 4 bits, byte i holds
-residue i + 16 * residue (i + ceil(n / 2)), as in `blocks.py`. With 2 bits, byte i holds the residues i, i + q, i + 2 q
-and i + 3 q, where q = ceil(n / 4); the first one is in the lowest bits. If earlier payloads carried b bits in total,
-the residues are those of k // 2**b, and the digest stays the same.
+covers the seed (8 bytes), the exponents of the chunk (one byte each) and the n integers as int32, all little-endian.
+The digest therefore also reveals differences between the two grids. With 8 bits, each residue takes one byte. With 4
+bits, byte i holds residue i + 16 * residue (i + ceil(n / 2)), as in `blocks.py`. With 2 bits, byte i holds the residues
+i, i + q, i + 2 q and i + 3 q, where q = ceil(n / 4); the first one is in the lowest bits. If earlier payloads carried b
+bits in total, the residues are those of k // 2**b, and the digest stays the same.
 """
 
 from __future__ import annotations
@@ -49,8 +49,9 @@ UNKNOWN = 127  # the exponent of a block without recorded distances; its chunk c
 LOWEST_EXPONENT, HIGHEST_EXPONENT = -100, 100  # keep steps, their reciprocals and every h normal fp32 numbers
 FINEST = 24  # a step is at least 2**-24 of the largest value in its block, because fp32 itself is no finer
 REMEMBERED = 4  # number of recent swaps whose largest distances are kept
-# For codecs by need, the ratio of a step to the root mean square of the last distance, before rounding up to a power of
-# two. Above a ratio of 2.4, the error of a swap (step**2 / 6 per number) exceeds the distance, and replicas diverge.
+# For a codec that sends bits as needed, this is the ratio of a step to the root mean square of the last distance. The
+# step is then rounded up to a power of two. Above a ratio of 2.4, the error of a swap (step**2 / 6 per number) exceeds
+# the distance, and replicas diverge.
 STEP_OVER_DISTANCE = 0.75
 MOST_HALVINGS = 2  # limit for halving a step, which is done once per round without a partner since the last swap
 
@@ -66,7 +67,7 @@ class Grid:
     seed: int
 
     def covers(self, chunk_index: int) -> bool:
-        """Return whether the chunk can use modulo coding. It cannot if the exponent of one of its blocks is unknown."""
+        """Return whether the chunk can use modulo coding. Every block of the chunk must have a known exponent."""
         return UNKNOWN not in self._of_chunk(chunk_index)
 
     def blocks(self, chunk_index: int, *, num_elements: int) -> Iterator[tuple[slice, int]]:
@@ -82,7 +83,7 @@ class Grid:
             yield slice(start, min(start + BLOCK_ELEMENTS, num_elements)), exponent
 
     def digest(self, chunk_index: int) -> blake3:
-        """Return a hash that already covers the grid of the chunk. The caller adds the integers of the chunk."""
+        """Return a hash that already covers the grid of the chunk. The caller adds the integers of the chunk to it."""
         start = chunk_index * BLOCKS_A_CHUNK
         return blake3(struct.pack("<Q", self.seed) + self.exponents[start : start + BLOCKS_A_CHUNK])
 
@@ -96,8 +97,8 @@ class ModuloCodec:
     """A codec that sends `bits` low-order bits of each grid integer.
 
     If `after` is set, a chunk has failed with that codec, and this one sends the next higher bits. `margin` is the
-    ratio of the bound to the largest recent distance. It is None for a codec that sends more bits by need, because the
-    step of such a codec depends only on the error.
+    ratio of the bound to the largest recent distance. It is None for a codec that sends more bits as needed, because
+    the step of such a codec depends only on the acceptable error.
     """
 
     name: str
@@ -107,7 +108,7 @@ class ModuloCodec:
 
     @property
     def is_by_need(self) -> bool:
-        """Return whether more bits follow when these do not suffice. In that case, the grid need not be coarse."""
+        """Return whether more bits are sent if these do not suffice. In that case, the grid need not be coarse."""
         return self.margin is None
 
     @property
@@ -198,7 +199,7 @@ class ModuloCodec:
     ) -> Tensor:
         """Return the half-difference h of a chunk in fp32 on the CPU.
 
-        Each element is exactly the negative of the partner's.
+        The partner computes exactly the negative of it, element by element.
         """
         if len(differences) != self.num_difference_bytes(num_elements):
             raise ValueError(f"{len(differences)} bytes are not the differences of {num_elements} elements")
@@ -284,13 +285,17 @@ class Bounds:
         self._magnitudes = torch.zeros(num_blocks(num_elements))  # largest values in the last swap
 
     def begin_swap(self, round_index: int) -> None:
-        """Begin a swap. All rounds since the last swap that received anything count as rounds without a partner."""
+        """Begin the swap of a round.
+
+        All rounds since the last swap that received anything count as rounds without a partner.
+        """
         self._round = round_index
 
     def update(self, chunk_index: int, *, half_difference: Tensor, values: Tensor) -> None:
         """Record a received chunk, whichever codec encoded it.
 
-        `half_difference` is the h of the chunk, and `values` are this peer's own values. All of them are finite.
+        `half_difference` is the h of the chunk, and `values` are this peer's own values. All of these numbers are
+        finite.
         """
         self._round_of_swap = self._round
         first = chunk_index * BLOCKS_A_CHUNK
@@ -303,8 +308,9 @@ class Bounds:
     def propose(self) -> bytes:
         """Return a proposal with one exponent per block.
 
-        The exponent is UNKNOWN if no distance was seen, or only 0, because neither predicts anything. For a codec by
-        need, the exponents are lower after rounds without a partner: errors persist longer when mixing is rarer.
+        The exponent is UNKNOWN if no distance was seen, or only 0, because neither predicts anything. If the codec
+        sends bits as needed, the exponents are lower after rounds without a partner, because errors persist longer when
+        peers mix less often.
         """
         largest = self._distances.amax(dim=0)
         wanted = _above(largest * self._distance_to_step)
@@ -332,7 +338,10 @@ def _packed(residues: Tensor, *, bits: int) -> bytes:
 
 
 def _unpacked(packed: bytes | memoryview, num_elements: int, *, bits: int) -> Tensor:
-    """Unpack to new uint8 memory of shape (num_elements,) on the CPU. Bits above the lowest `bits` are undefined."""
+    """Unpack to new uint8 memory of shape (num_elements,) on the CPU.
+
+    In each residue, only the lowest `bits` are defined.
+    """
     if not num_elements:
         return torch.empty(0, dtype=torch.uint8)
     residues = torch.frombuffer(bytearray(packed), dtype=torch.uint8)

@@ -1,11 +1,11 @@
 """Compute count sketches, which are linear maps from a flat vector to 64 numbers.
 
-At each mark, all peers of a run use the same map. It adds element i, with a sign, to one of SKETCH_SIZE buckets; a hash
-of (run, mark, i) determines the sign and the bucket. On average over all hashes, the squared norm of a sketch equals
-that of the vector, with a relative standard deviation of sqrt(2 / SKETCH_SIZE) = 18 %. Because the map is linear, the
-same holds for distances between peers. See Charikar, Chen, Farach-Colton: Finding frequent items in data streams
-(2002). Each mark has its own map, so the errors at two marks are independent, and their mean is more accurate than
-either of them. Sketches made at different marks cannot be compared.
+At each mark, all peers of a run use the same map. The map adds element i, with a sign, to one of SKETCH_SIZE buckets; a
+hash of (run, mark, i) determines the sign and the bucket. On average over all hashes, the squared norm of a sketch
+equals that of the vector, with a relative standard deviation of sqrt(2 / SKETCH_SIZE) = 18 %. Because the map is
+linear, the same holds for distances between peers. See Charikar, Chen, Farach-Colton: Finding frequent items in data
+streams (2002). Each mark has its own map, so the errors at two marks are independent, and their mean is more accurate
+than either of them. Sketches made at different marks cannot be compared.
 
 A mark is a fraction of the schedule, in units of 1 / MARKS. AT_REST stands for the end of the schedule: it marks the
 final weights of a peer that has stopped training.
@@ -90,7 +90,7 @@ def pack(values: Tensor, *, mark: int, norm: float) -> str:
 
 
 def unpack(text: str) -> Sketch | None:
-    """Unpack a sketch. Returns None for invalid text, because anyone can write records."""
+    """Unpack a sketch. Returns None for invalid text, which strangers can put in their records."""
     try:
         mark, norm, step, *integers = _PACKED.unpack(b85decode(text))
     except (ValueError, struct.error):

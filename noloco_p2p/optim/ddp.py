@@ -8,10 +8,10 @@ from noloco_p2p.optim.allreduce import Ring
 
 
 class DataParallel:
-    """The rule of synchronous data-parallel training.
+    """Synchronous data-parallel training as an outer rule.
 
-    Replicas that start equal stay equal, bit for bit, and act as one model that is trained with the batches of all of
-    them.
+    Replicas that start out equal stay equal, bit for bit. Together they train one model with the batches of all
+    replicas.
     """
 
     is_collective = True

@@ -16,7 +16,7 @@ from noloco_p2p.optim.pair_averaging import average_pairs
 
 
 class GASLoC:
-    """The rule of GASLoC. Each replica sends one vector to one neighbour per round."""
+    """GASLoC as an outer rule. Each replica sends one vector to one neighbour per round."""
 
     is_collective = False
 

@@ -9,7 +9,8 @@ seen itself.
              ones. Otherwise, the longer of the two outer gradients is scaled down to twice the norm of the shorter one.
              Then the longer one in each tensor is scaled down to four times the norm of the shorter one, before the
              half-difference is computed. Both partners know both decoded vectors, so they use the same factors and
-             their half-differences stay opposite. They need not negotiate, and the mean of the pair does not move.
+             their half-differences stay opposite. They do not have to negotiate, and the mean of the pair does not
+             move.
 * cosine     A partner is refused entirely if its outer gradient points against this peer's outer gradient. The cosine
              is estimated on at most 16 chunks that this peer draws in secret, so that a liar cannot keep only those
              chunks clean. Honest gradients of one run either agree or are unrelated, so the limit is well below 0.
@@ -27,7 +28,7 @@ seen itself.
 Outer gradients are compared after decoding, because both partners know only the decoded ones. A coarse codec changes
 norms and angles. int2 multiplies the norm of a normally distributed vector by 0.94, and sign1 multiplies it by 0.80.
 For real outer gradients of the toy model in benchmarks/study, the factor is 0.90 to 1.10 with int2 and 0.75 to 0.95
-with sign1. It is never above 1.5 with int2 or above 1 with sign1. The limit of ten times the median compares the
+with sign1. The factor never exceeds 1.5 with int2 or 1 with sign1. The limit of ten times the median compares the
 decoded norm of the partner with the exact norms of this peer. For two normally distributed vectors with cosine c, the
 decoded vectors have a cosine of 0.89 c (int2) or 2 / pi asin(c) (sign1), so the limit of -0.1 corresponds to a cosine
 of -0.11 or -0.16 of the exact vectors. Coarse codecs therefore make it less likely that an honest partner is refused,
@@ -106,7 +107,7 @@ class GradientHistory:
         self._norms.append(own_norm)
 
     def usual(self) -> float:
-        """Return the median of recent rounds, or 0 before the first round."""
+        """Return the median norm of recent rounds, or 0 before the first round."""
         return median(self._norms) if self._norms else 0.0
 
     def refusal(self, own_norm: float, partner_norm: float, *, times_longer: float = 1.0) -> str:
@@ -126,9 +127,9 @@ class GradientHistory:
 def cosine_refusal(*, dot: float, own_norm: float, partner_norm: float, limits: GateLimits = LIMITS) -> str:
     """Return why the partner is refused, or an empty string if it is not.
 
-    All arguments refer to the same chunks of the two outer gradients. A norm can be 0 even if `dot` is not: int2 and
-    sign1 have no code for 0, so they decode zeros to numbers whose squares underflow. Such a gradient has no direction,
-    so it is not refused.
+    All arguments refer to the same chunks of the two outer gradients. A norm can be 0 even if `dot` is not, because
+    int2 and sign1 have no code for 0 and decode zeros to numbers whose squares underflow. Such a gradient has no
+    direction, so it is not refused.
     """
     product = own_norm * partner_norm
     if product == 0.0 or dot >= limits.least_cosine * product:
@@ -188,8 +189,8 @@ def offset_radius(*, usual: float, own_gradient: float, limits: GateLimits = LIM
 
     `usual` is the usual norm of the piece's offsets, and `own_gradient` is the norm of this peer's outer gradient in
     the piece. The lower bound, which depends on this gradient, admits the first swaps, for which there is no history.
-    The upper bound stops a liar that this peer meets again and again, and whose clipped offsets slowly raise the
-    median.
+    The upper bound stops a liar that this peer meets again and again, whose clipped offsets would otherwise keep
+    raising the median.
     """
     most, least = limits.offset_most * own_gradient, limits.offset_least * own_gradient
     return min(max(limits.offset_radius * usual, least), most)

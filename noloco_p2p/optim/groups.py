@@ -18,7 +18,7 @@ SIZE = 4
 
 
 class Groups:
-    """The rule for groups of `size` replicas. Any remaining replicas form a smaller group."""
+    """NoLoCo in groups of `size` replicas, as an outer rule. Any remaining replicas form a smaller group."""
 
     is_collective = False
 

@@ -1,4 +1,4 @@
-"""Compute half-differences, the only means by which a partner's vector changes a peer.
+"""Compute half-differences, which are the only way in which a partner's vectors change a peer.
 
 Let Q be encoding followed by decoding, and let h = (Q(partner) - Q(own)) / 2. A peer adds h to its own *exact* vector,
 which is its slow weights, its outer momentum or its outer gradient. Both partners know both decoded vectors, so both
@@ -6,10 +6,10 @@ compute the same h up to its sign:
 
     (own_a + h) + (own_b - h) = own_a + own_b
 
-The mean of the pair is therefore the mean of the exact vectors, however coarse Q is. A coding error moves the two peers
-by the same amount in opposite directions. It affects only the distance between them, which the next swaps reduce. If a
-peer instead averaged Q(partner) with its own exact vector, half of each coding error would stay in the mean, round
-after round.
+The mean of the pair is therefore the mean of the exact vectors, however coarse Q is. An encoding error moves the two
+peers by the same amount in opposite directions. It affects only the distance between them, which the next swaps reduce.
+If a peer instead averaged Q(partner) with its own exact vector, half of each encoding error would stay in the mean,
+round after round.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from torch import Tensor
 
 
 def half_difference_(own_coded: Tensor, partner_coded: Tensor) -> Tensor:
-    """Compute (partner - own) / 2 in place of `partner_coded`. Moving `own` by the result takes it to the midpoint.
+    """Compute (partner - own) / 2 in place of `partner_coded`. Adding the result to `own` gives the midpoint.
 
     `own_coded` is the peer's own vector after encoding and decoding, not the exact vector; it is overwritten. The
-    partner's call gives exactly the opposite, element by element, and zeros stay zeros, because each operand is halved
-    separately and rounding a difference to nearest is symmetric. Halving first also keeps h finite if the vectors are
-    finite, which (partner - own) / 2 does not. The computation is not fused into one multiply-add, which would round
-    subnormal operands differently. Raises ValueError if a dtype is not fp32 or the shapes differ.
+    partner's call gives exactly the opposite, element by element, because each operand is halved separately and
+    rounding a difference to nearest is symmetric. A zero stays a zero. Halving first also keeps the result finite if
+    both vectors are finite, whereas (partner - own) could overflow. The computation is not fused into one multiply-add,
+    which would round subnormal operands differently. Raises ValueError if a dtype is not fp32 or the shapes differ.
     """
     _check(own_coded, partner_coded)
     return partner_coded.mul_(0.5).sub_(own_coded.mul_(0.5))

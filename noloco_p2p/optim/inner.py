@@ -22,7 +22,7 @@ def make_inner_optimizers(
 
     `matrices` are the parameters that Muon may train. They are 2-D and neither the embedding nor the head (see
     `trainer.model.hidden_matrices`). Muon's step is scaled to the size of an AdamW step (0.2 sqrt(longer side), arXiv
-    2502.16982), so that one learning rate suits both. The rest is the same as in `make_inner_optimizer`.
+    2502.16982), so that one learning rate suits both. Everything else is the same as in `make_inner_optimizer`.
     """
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
     if train.inner_optimizer == "adamw":
@@ -43,7 +43,7 @@ def make_inner_optimizers(
 
 
 def make_inner_optimizer(parameters: Iterable[Parameter], train: TrainSpec) -> torch.optim.Optimizer:
-    """Return AdamW for the trainable ones of `parameters`. Vectors (norms and biases) have no weight decay.
+    """Return an AdamW optimizer for the trainable `parameters`. Vectors (norms and biases) have no weight decay.
 
     The learning rate is the peak of the schedule until the caller sets `group["lr"]` to `learning_rate(train,
     progress)`, which it must do before every step. The caller also clips gradients. Raises ValueError if no parameter

@@ -1,4 +1,4 @@
-"""Simulate replicas that never mix, as the baseline of every comparison."""
+"""Simulate replicas that never mix, as a baseline for all comparisons."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compute what two partners agree on before they mix, and how a run ends. This module does not use torch."""
+"""Compute the terms on which two partners mix, and the closing rounds of a run. This module does not use torch."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from noloco_p2p.spec import OuterSpec
 # In a closing round nobody trains, and both partners move to the midpoint.
 CLOSING = OuterSpec(alpha=0.0, beta=1.0, gamma=1.0)
 CLOSING_MORE = 3  # closing rounds in addition to log2 of the number of peers
-# The shortest and the longest time to wait in a closing round. In between, it is the duration of a round.
+# The shortest and the longest wait in a closing round. Between these limits, the wait is as long as a round.
 CLOSING_WAIT_S = (10.0, 600.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """What two partners agree on. Both compute it from what they announced, with the same result.
+    """The terms on which two partners mix. Both compute the same terms from what they announced to each other.
 
     `inner_steps` is the length of a round. `weight` is a factor of all half-differences, which is below 1 between peers
     that are many rounds apart. `partner_share` is the partner's share of the inner steps of both rounds. The shares of
@@ -29,11 +29,11 @@ class Agreement:
 
 
 def gradient_weight(outer: OuterSpec, agreed: Agreement) -> float:
-    """Return the factor of the half-difference h of the outer gradients, which is added to the peer's own gradient.
+    """Return the factor by which a peer multiplies the half-difference h of the outer gradients.
 
-    With `outer.weigh_tokens`, each gradient counts in proportion to the tokens behind it: own + 2 share h is the
-    weighted mean of the two. The sum of the two partners' vectors, each multiplied by its number of tokens, is
-    preserved.
+    The peer adds the product to its own outer gradient. With `outer.weigh_tokens`, each gradient counts in proportion
+    to the tokens behind it: own + 2 * share * h is the weighted mean of the two gradients. The sum of the two partners'
+    vectors, each multiplied by its number of tokens, is preserved.
     """
     return agreed.weight * (2 * agreed.partner_share if outer.weigh_tokens else 1.0)
 
@@ -49,8 +49,9 @@ def agreed_inner_steps(one: int, other: int) -> float:
 def closing_rounds(outer: OuterSpec, num_peers: int) -> int:
     """Return the number of closing rounds.
 
-    Each of them halves the squared spread of randomly paired peers. After log2 N rounds, 1 / N of the squared spread is
-    left, and three more rounds reduce it to an eighth of that. Every peer then ends close to the mean of all peers.
+    Each closing round halves the squared spread of randomly paired peers. After log2 N rounds, 1 / N of the squared
+    spread is left, and three more rounds reduce it to an eighth of that. Every peer then ends close to the mean of all
+    peers.
     """
     if outer.closing_rounds == "auto":
         return math.ceil(math.log2(num_peers)) + CLOSING_MORE if num_peers > 1 else 0
@@ -58,6 +59,9 @@ def closing_rounds(outer: OuterSpec, num_peers: int) -> int:
 
 
 def closing_wait_s(outer: OuterSpec, round_s: float | None) -> float:
-    """Return how many seconds a closing round may take. It waits for peers that train for one more round."""
+    """Return how many seconds a closing round may take.
+
+    This is long enough to wait for peers that train for one more round.
+    """
     least_s, most_s = CLOSING_WAIT_S
     return min(max(outer.max_wait_s, round_s or 0.0, least_s), most_s)

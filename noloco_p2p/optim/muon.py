@@ -5,8 +5,8 @@ An update is the momentum of a matrix after a Newton-Schulz iteration has moved 
 without bf16 instructions, such a product takes eight times as long as in fp32. This class therefore differs in three
 ways:
 
-* It computes in fp32, except on an accelerator that supports bf16. All CPUs follow the same rule, so two machines of a
-  run get the same results, and so does a simulation.
+* It computes in fp32, except on an accelerator that supports bf16. All CPUs follow this rule, so that two machines of a
+  run, or a simulation of it, get the same results.
 * It computes matrices of the same shape in one batched product.
 * It needs only three iterations. It first scales the rows of a matrix so that its largest singular value is at most 1
   (almost-orthogonal layers, Prach and Lampert 2022, as in Turbo-Muon, arXiv 2512.04632). Each iteration then uses the
@@ -147,7 +147,7 @@ def _whole(values: Tensor) -> Tensor:
 
 
 def _placed_as(param: Tensor, values: Tensor) -> Tensor:
-    """Return this rank's part of `values`, which all ranks have, if `param` is sharded. Otherwise, return `values`."""
+    """Return `values`, or only this rank's part of them if `param` is sharded. All ranks have the same `values`."""
     if not isinstance(param, DTensor):
         return values
     return distribute_tensor(values, param.device_mesh, param.placements, src_data_rank=None)

@@ -1,4 +1,4 @@
-"""Define other outer rules, which NoLoCo is measured against.
+"""Define the other outer rules with which NoLoCo is compared.
 
 These rules see all replicas at once, so no peer of a swarm could run them.
 """
@@ -26,7 +26,7 @@ NOLOCO = "noloco"  # not one of `RULES`, because replicas run it in the same way
 class Rule(Protocol):
     """An outer rule. All tensors are fp32, have shape (replicas, parameters) and are changed in place."""
 
-    # Whether its communication time is that of a ring all-reduce, or of one exchange with one other replica.
+    # Whether communication takes as long as a ring all-reduce, rather than as long as an exchange with one replica.
     is_collective: bool
 
     def mix_gradients(self, gradients: Tensor) -> None:

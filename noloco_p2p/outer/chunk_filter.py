@@ -77,9 +77,9 @@ class ChunkFilter:
         self.own = PieceNorms(self.pieces.num_pieces)
 
     def judge_weights(self, partner: str, weights: SectionPair, gradient: SectionPair | None) -> str:
-        """Return why a partner's slow weights lead to a refusal of the whole swap, or an empty string if they do not.
+        """Return why the whole swap is refused because of the partner's slow weights, or an empty string if it is not.
 
-        Their distance is recorded in both cases.
+        The distance of the slow weights is recorded in both cases.
         """
         own_gradient = max(self.gradients.usual(), math.sqrt(gradient.squares.own) if gradient else 0.0)
         scratch, square, num_chunks = Scratch(), 0.0, len(weights.partner)
@@ -168,7 +168,7 @@ class FilteredStep:
         self._all_own_norms: list[float] = []
 
     def own_gradient(self, index: int, gradient: Tensor) -> None:
-        """Set this peer's exact outer gradient for a chunk. The offsets of the chunk are compared with its norms.
+        """Record this peer's exact outer gradient for a chunk, which limits the offsets of that chunk.
 
         If the chunk is non-finite, it becomes 0. Its weights then return to the slow weights, and the other chunks are
         unaffected.
@@ -210,7 +210,7 @@ class FilteredStep:
 
     def close(self) -> Clipped:
         """Record the round in the history, and return what was clipped."""
-        if any(self._all_own_norms):  # nobody trains in a closing round
+        if any(self._all_own_norms):  # all norms are 0 in a closing round
             self._filter.gradients.note(math.hypot(*self._all_own_norms))
             self._filter.own.note(self._all_own_norms)
         for name, norms in self._norms.items():

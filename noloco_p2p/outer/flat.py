@@ -89,7 +89,7 @@ class FlatParameters:
         """Copy `values` (1-D, any device) over elements [start, start + len).
 
         If `values` is in pinned memory, this call may return before the copy is complete. In that case, `values` must
-        not change until `flush` is called.
+        not change until `flush` has returned.
         """
         for piece in self._pieces(start, start + values.numel(), is_written=True):
             piece.values.copy_(values[piece.start : piece.stop], non_blocking=self._is_async)

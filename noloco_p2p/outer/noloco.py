@@ -45,7 +45,7 @@ FETCHED_FILE = "fetched.safetensors"  # holds the state of a live peer until it 
 
 
 class Membership(Protocol):
-    """The network services, other than swaps, that the outer step needs."""
+    """The network services that the outer step needs in addition to swaps."""
 
     def enter(self, *, layout: ModelLayout, target: Path | None) -> StateManifest | None:
         """Announce which model this peer trains.
@@ -75,12 +75,12 @@ class Membership(Protocol):
         ...
 
     def weights_change(self) -> None:
-        """Announce that the slow weights are about to change. A sketch that is still reading them becomes useless."""
+        """Announce that the slow weights are about to change. This invalidates a sketch that is still reading them."""
         ...
 
 
 class Swarm(Protocol):
-    """The parts of a peer that the outer step needs. `noloco_p2p.Peer` implements them."""
+    """The interface of a peer that the outer step uses. `noloco_p2p.Peer` implements them."""
 
     @property
     def spec(self) -> Spec: ...

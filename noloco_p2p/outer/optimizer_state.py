@@ -16,10 +16,10 @@ log = logging.getLogger(__name__)
 
 
 class InnerState(Protocol):
-    """The state of an inner optimizer, as a checkpoint keeps it."""
+    """The state of an inner optimizer that a checkpoint keeps."""
 
     def state(self) -> dict[str, Tensor]:
-        """Return the moments by name. They are not copies."""
+        """Return the moments by name, without copying them."""
         ...
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:

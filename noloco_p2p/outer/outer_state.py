@@ -64,7 +64,7 @@ class OuterState:
             pin(vector, self.parameters.device)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the vectors that a newcomer takes over with `take`. They are not copies."""
+        """Return the vectors that a newcomer takes over with `take`, without copying them."""
         momentum = {} if self.outer_momentum is None else {OUTER_MOMENTUM: self.outer_momentum}
         return {SLOW_WEIGHTS: self.slow_weights, **momentum}
 
@@ -143,10 +143,10 @@ class OuterState:
         """Take the outer step, and set the model's weights to the new slow weights. Returns what was clipped.
 
         If `received` is None, this is a solo step. Otherwise, half-differences are added to the peer's own exact
-        vectors, so coding errors cannot move the mean of a pair. `scales` are the factors of the outer gradients, which
-        come from `judge`. The gates clip offsets before they are applied. If `is_closing` is true, nobody trains, and
-        both partners move to the midpoint. On an accelerator, the next and the previous chunk are copied while the CPU
-        works on the current one.
+        vectors, so encoding errors cannot move the mean of a pair. `scales` are the factors of the outer gradients,
+        which come from `judge`. The gates clip offsets before they are applied. If `is_closing` is true, nobody trains,
+        and both partners move to the midpoint. On an accelerator, the next and the previous chunk are copied while the
+        CPU works on the current one.
         """
         outer = CLOSING if is_closing else self._outer
         weight = received.agreed.weight if received else 1.0
@@ -203,8 +203,8 @@ def progress_after(progress: float, received: Received, *, inner_steps: int, spe
     """Return the progress of a peer after a swap.
 
     `progress` is this peer's progress at the end of a round of `inner_steps`. Both partners move by the same amount. It
-    is at most one round of the agreed length, and less if the agreed weight is below 1. The partner cannot exceed the
-    bounds of the spec with its claims.
+    is at most one round of the agreed length, and less if the agreed weight is below 1. The spec limits what the
+    partner can claim.
     """
     outer, total = spec.outer, spec.schedule_steps
     agreed = min(received.agreed.inner_steps, outer.max_inner_steps) if outer.is_auto else inner_steps

@@ -155,7 +155,7 @@ class Rounds:
     def poll(self) -> RoundEnd | None:
         """Take the outer step if the round is over, and return its end. Returns None if it is not over.
 
-        Call this only at the boundary.
+        This method may be called only at the boundary.
         """
         outcome = self.exchange.poll(wait_s=self.wait_left_s)
         return None if outcome is None else self.finish(outcome)
@@ -198,7 +198,7 @@ class Rounds:
         return self.finish(outcome)
 
     def give_up(self) -> None:
-        """Handle an interruption of the caller at the boundary.
+        """Leave the boundary after the caller was interrupted.
 
         The next step reaches the boundary again. Vectors that have arrived are not applied.
         """
@@ -208,7 +208,10 @@ class Rounds:
         self._boundary_s = None
 
     def restart(self, *, round_index: int, progress: float, steps: int = 0) -> None:
-        """Continue from this position, after the vectors were replaced by those of another time or another peer."""
+        """Continue from a new position in the run, after the vectors were replaced.
+
+        The new vectors come from a checkpoint or from another peer.
+        """
         self.round, self.progress, self.steps = round_index, progress, steps
 
     def apply_late(self) -> None:

@@ -63,7 +63,7 @@ def for_newcomers(folder: Path, state: OuterState, position: dict[str, Any]) -> 
 def check_layout(position: Mapping[str, Any], layout: ModelLayout, *, origin: str) -> None:
     """Raise CheckpointError if a position in a run belongs to another model. The error names the first difference.
 
-    `origin` says in the message where the position was read.
+    `origin` tells the user where the position came from.
     """
     if position["layout"] == layout.digest():
         return

@@ -1,6 +1,6 @@
 """Copy chunks between an accelerator and main memory while both compute.
 
-The copies use pinned memory and streams of their own.
+The copies use pinned memory and their own streams.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Staging:
     def __init__(self, device: torch.device, *, is_overlapped: bool | None = None) -> None:
         """Create the streams if `is_overlapped` is true. By default, it is true if the device has its own memory.
 
-        The streams of a CPU exist in name only.
+        A CPU has streams in name only.
         """
         self.device = device
         self._api = torch.get_device_module(device)

@@ -1,8 +1,8 @@
 """Check a stranger's state before a newcomer, a peer that catches up, a merge or a fork uses it.
 
-The functions compare tensors, positions in the run and what peers publish, and raise CheckpointError with a sentence
-that explains the problem. They do not use the network. `peer/state_admission.py` asks the swarm for the values that
-they need, and `robust_mean.py` compares states with each other.
+The functions compare tensors, positions in the run and the sketches that peers publish. They raise CheckpointError with
+a message that explains the problem. They do not use the network. `peer/state_admission.py` asks the swarm for the
+values that they need, and `robust_mean.py` compares states with each other.
 
 The limits come from honest swarms (`benchmarks/honest_states.py`) with a schedule of 40 rounds. Real runs have far
 longer schedules, so their weights move less in a round. States that were 32 rounds apart differed by up to 0.75 of
@@ -28,7 +28,7 @@ from noloco_p2p.gossip.staleness import FRESH_ROUNDS, STALE_ROUNDS
 from noloco_p2p.spec import OuterSpec, Spec
 
 SLOW_WEIGHTS, OUTER_MOMENTUM = "slow_weights", "outer_momentum"
-MIN_POSITIONS = 3  # with fewer positions, nothing shows which one is wrong
+MIN_POSITIONS = 3  # with fewer positions, it is unclear which one is wrong
 MIN_SKETCHES = 2  # sketches of other peers; a single one is not enough to refuse a state
 MARKS_COMPARED = 2  # each mark takes one pass over the state, at 3 ns per number
 LARGEST_DISTANCE = 1.0  # relative to the norm: 0.75 plus three standard deviations of a sketch (9 % of a distance)
@@ -42,9 +42,10 @@ def vectors_of(outer: OuterSpec, num_elements: int) -> dict[str, int]:
 
 
 def read_state(path: Path, expected: Mapping[str, int]) -> dict[str, Tensor]:
-    """Return the vectors of a state file after `check_vectors` has accepted them. They are mapped and not copied.
+    """Return the vectors of a state file after `check_vectors` has accepted them.
 
-    Raises OSError if the file cannot be read, and CheckpointError for an invalid state or another file format.
+    They are mapped from the file and not copied. Raises OSError if the file cannot be read, and CheckpointError for an
+    invalid state or another file format.
     """
     try:
         tensors = load_file(path)

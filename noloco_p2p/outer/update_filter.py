@@ -25,7 +25,7 @@ class LossCheck:
     Args:
         measure: Returns the current loss of the model, in nats per token, on a batch that no partner knows. It is
             called twice per swap.
-        max_rise: The largest rise of the loss that a swap may cause.
+        max_rise: The largest rise in the loss that a swap may cause.
     """
 
     measure: Callable[[], float]
