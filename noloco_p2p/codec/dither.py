@@ -28,7 +28,7 @@ WORDS_KEY = b"noloco_p2p shared dither 1"
 def dither_seed(swap_id: bytes, section: int) -> int:
     """Return the seed of one section of one swap.
 
-    The seed is the first 8 bytes, as a little-endian number, of the blake3 hash of the swap id and the section (one
+    The seed is the first 8 bytes, as a little-endian number, of the blake3 hash of the swap ID and the section (one
     byte).
     """
     return int.from_bytes(blake3(swap_id + bytes([section])).digest(8), "little")

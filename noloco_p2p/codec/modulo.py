@@ -7,11 +7,11 @@ mod 2**bits. With Q(x) = (k - dither) * step, the dither cancels in a difference
 
     h = (Q(partner) - Q(own)) / 2 = (k_partner - k_own) * step / 2
 
-follows from the residues as long as the integers differ by less than half of 2**bits. The residues alone cannot show
-whether they do. Each payload therefore ends with a digest of the sender's full integers, which the receiver
-reconstructs from its own integers and compares. Both partners detect a failure in the same chunk, and they send that
-chunk again without modulo coding. The modulo and the shared dither come from Moniqua (arXiv 2002.11787); the grid, its
-bounds and the digest are new here.
+follows from the residues as long as the integers differ by less than half of 2**bits. The residues alone do not show
+whether the integers are that close. Each payload therefore ends with a digest of the sender's full integers, which the
+receiver reconstructs from its own integers and compares. Both partners detect a failure in the same chunk, and they
+send that chunk again without modulo coding. The modulo and the shared dither come from Moniqua (arXiv 2002.11787); the
+grid, its bounds and the digest are new here.
 
 The codec `modulo` first sends the lowest 4 bits of each integer. If a chunk fails, bits 4 and 5 follow, and if it fails
 again, bits 6 and 7 follow. The number of bits therefore depends on the actual distance and not on a prediction, and the
@@ -144,9 +144,9 @@ class ModuloCodec:
         """Encode chunk `chunk_index`.
 
         `values` is a contiguous 1-D tensor of at most CHUNK_ELEMENTS elements, in any floating-point dtype and on any
-        device; it is not changed. If a value is too large for the grid (more than MAX_INTEGER steps), the payload is
-        one that fails for both partners. Raises ValueError for any other shape, for a non-finite value, and for a chunk
-        without a grid.
+        device; it is not changed. If a value is too large for the grid (more than MAX_INTEGER steps), the result is a
+        payload that fails for both partners. Raises ValueError for any other shape, for a non-finite value, and for a
+        chunk without a grid.
         """
         check_values(values)
         residues = torch.empty(values.numel(), dtype=torch.uint8, device=values.device)
@@ -354,7 +354,7 @@ def _above(values: Tensor) -> Tensor:
 
 
 def _largest(values: Tensor) -> Tensor:
-    smallest, largest = torch.aminmax(values)  # one pass and no temporary
+    smallest, largest = torch.aminmax(values)  # takes one pass and no extra memory
     return torch.maximum(-smallest, largest)
 
 
@@ -363,8 +363,8 @@ def _grid_integers(values: Tensor, *, grid: Grid, chunk_index: int) -> Iterator[
 
     If an integer exceeds MAX_INTEGER, None takes the place of that block's integers, and the iterator ends. Two buffers
     are reused from block to block to keep the working set in a core's cache, so each block overwrites the integers of
-    the one before. Computing x / step is exact, and adding the dither rounds to fp32. Q(x) is therefore within step / 2
-    + 2**-24 |x| of x.
+    the previous block. Computing x / step is exact, and adding the dither rounds to fp32. Q(x) is therefore within step
+    / 2 + 2**-24 |x| of x.
     """
     values = values.detach()
     steps = torch.empty(min(len(values), BLOCK_ELEMENTS), dtype=torch.float32, device=values.device)

@@ -20,7 +20,7 @@ def ring_bytes(num_bytes: float, num_replicas: int) -> float:
 def ring_s(num_bytes: float, num_replicas: int, *, bytes_per_s: float, delay_s: float) -> float:
     """Return how many seconds an all-reduce takes over the slowest link.
 
-    Each replica sends `num_bytes` in 2 (N - 1) messages, each of which depends on the one before.
+    Each replica sends `num_bytes` in 2 (N - 1) messages, each of which depends on the previous one.
     """
     return num_bytes / bytes_per_s + 2 * (num_replicas - 1) * delay_s
 

@@ -17,7 +17,7 @@ seen itself.
 * distance   A partner is refused entirely if its slow weights are three times as far away as those of most recent
              partners, and also further away than this peer's outer gradient allows. Each partner counts once, so a liar
              that this peer meets often does not make large distances normal. When islands merge, distant partners are
-             refused until this peer has met as many of them as close ones.
+             refused until this peer has met as many distant partners as close ones.
 * offset     The half-differences of slow weights and outer momentum are clipped to a radius around this peer
              (ClippedGossip, arXiv 2202.01545), separately for each tensor. The radius is twice the median norm of
              recent offsets, but at least half and at most twice the norm of this peer's outer gradient in the tensor.

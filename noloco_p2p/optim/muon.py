@@ -10,7 +10,7 @@ ways:
 * It computes matrices of the same shape in one batched product.
 * It needs only three iterations. It first scales the rows of a matrix so that its largest singular value is at most 1
   (almost-orthogonal layers, Prach and Lampert 2022, as in Turbo-Muon, arXiv 2512.04632). Each iteration then uses the
-  coefficients that are optimal after the iteration before it (Polar Express, arXiv 2505.16932). benchmarks/study
+  coefficients that are optimal after the previous iteration (Polar Express, arXiv 2505.16932). benchmarks/study
   compares the losses.
 
 The hyperparameters, the state and the checkpoints are the same as for `torch.optim.Muon`.

@@ -1,7 +1,7 @@
 """Take the NoLoCo outer step (arXiv 2506.10911), in place on one vector or a slice of it.
 
-The table maps the symbols of the paper to the names in the code. The group of peer i has one partner j, or only peer i
-in a solo step.
+The table maps the symbols of the paper to the names in the code. Peer i forms a group with one partner j. In a solo
+step, it is alone in its group.
 
     phi_i                     slow_weights            weights at the start of the round
     theta_i                   fast_weights            weights at its end; used here only in the outer gradient

@@ -131,7 +131,7 @@ class ChunkFilter:
         """Yield (index of the first element, `beta h`) for each chunk of a late outer gradient.
 
         It came from a partner after the boundary. The chunks are in fp32 on the CPU, and each one reuses the memory of
-        the one before.
+        the previous one.
         """
         scratch = Scratch()
         for index, (start, _) in enumerate(chunk_bounds(gradient.coding.plan.num_elements)):

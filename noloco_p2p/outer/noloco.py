@@ -140,7 +140,7 @@ class NoLoCo:
             `step()`.
         end_at: The `progress` from which on no new round opens.
         loss_check: A check that undoes swaps that raise the loss. If None, there is no such check.
-        parameters: Reads and writes the parameters of a model that is not on one device as a whole.
+        parameters: An object that reads and writes the parameters of a model that is not entirely on one device.
         follows_caller: If True, the caller sets `progress`, the position in the schedule. Steps and swaps do not change
             it.
 

@@ -23,7 +23,7 @@ class InnerState(Protocol):
         ...
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restore what `state` returned. Without tensors, reset the optimizer.
+        """Restore what `state` returned. If `tensors` is empty, reset the optimizer.
 
         Raises CheckpointError if the tensors do not fit the model.
         """

@@ -112,7 +112,10 @@ class OuterState:
         self.gating, self.spread = kept.gating, kept.spread
 
     def outer_gradient(self) -> Iterator[Tensor]:
-        """Yield fast - slow, chunk by chunk, on the model's device. Each chunk reuses the memory of the one before."""
+        """Yield fast - slow, chunk by chunk, on the model's device.
+
+        Each chunk reuses the memory of the previous one.
+        """
         gradient = torch.empty(CHUNK_ELEMENTS, device=self.parameters.device)
         for start, stop in self._bounds:
             yield self.parameters.minus(start, self.slow_weights[start:stop], out=gradient)

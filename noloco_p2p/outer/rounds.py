@@ -32,7 +32,7 @@ class Vectors(Protocol):
         ...
 
     def outer_gradient(self) -> Iterable[Tensor]:
-        """Yield fast - slow, chunk by chunk."""
+        """Yield the outer gradient, fast - slow, chunk by chunk."""
         ...
 
 
@@ -47,7 +47,7 @@ class OuterStep(Protocol):
         ...
 
     def correct(self, correction: Correction) -> None:
-        """Apply a late part after its boundary."""
+        """Apply a late part that came after its boundary."""
         ...
 
 
@@ -132,7 +132,7 @@ class Rounds:
         )
 
     def step_taken(self) -> bool:
-        """Record an inner step. Returns True after the last one of the round, when `reach_boundary` must be called."""
+        """Record an inner step. Returns True after the last step of the round; call `reach_boundary` next."""
         assert not self.is_at_boundary, "poll until the round has ended"
         self.steps += 1
         if not self.follows_caller:

@@ -23,8 +23,8 @@ class LossCheck:
     more bytes per parameter. A gradient that comes after its boundary is not checked.
 
     Args:
-        measure: Returns the current loss of the model, in nats per token, on a batch that no partner knows. It is
-            called twice per swap.
+        measure: A function that returns the current loss of the model, in nats per token, on a batch that no partner
+            knows. It is called twice per swap.
         max_rise: The largest rise in the loss that a swap may cause.
     """
 
@@ -78,7 +78,7 @@ class UpdateFilter:
         return alone, self._apply(alone, FilterVerdict(), is_closing=is_closing)
 
     def correct(self, correction: Correction) -> None:
-        """Apply a late part after its boundary."""
+        """Apply a late part that came after its boundary."""
         metrics, verdict = self._metrics, self._state.judge(correction.gradient, correction.agreed)
         if verdict.refusal:
             metrics.refused_gradients += 1
