@@ -289,7 +289,7 @@ class NoLoCo:
     def _check_step(self) -> None:
         if self._exchange.owner is not self:
             raise SettingsError(
-                "another NoLoCo was created for this peer, but a peer trains only one model: "
+                "another NoLoCo was created for this peer, but a peer trains one model: "
                 "put several models into one nn.ModuleDict"
             )
         if self._rounds.is_at_boundary:
