@@ -80,7 +80,7 @@ class Membership(Protocol):
 
 
 class Swarm(Protocol):
-    """The interface of a peer that the outer step uses. `noloco_p2p.Peer` implements them."""
+    """The interface of a peer that the outer step uses. `noloco_p2p.Peer` implements it."""
 
     @property
     def spec(self) -> Spec: ...
