@@ -120,9 +120,10 @@ def tokens(lab: Lab) -> list[str]:
         for peers, cap in product(PEERS, CAPS)
     }
     return [
-        f"Losses of the toy after {lab.steps} inner steps of a replica: mean of {len(SEEDS)} seeds (lowest-highest). "
-        "The 0.9M model ran with one seed, so that its column carries no verdict. "
-        f"A search ends at the first setting that no neighbour improves, and after {BUDGET} runs: {tried}.",
+        f"The table shows losses of the toy after {lab.steps} inner steps of each replica, as the mean over "
+        f"{len(SEEDS)} seeds (lowest-highest). The 0.9M model ran with one seed, so its column has no verdict. A "
+        f"search ends when no neighbour of a setting improves it, or after {BUDGET} runs. These are the lengths of "
+        f"the searches: {tried}.",
         "",
         *table(head, rows),
         *verdicts(stands),
@@ -137,9 +138,10 @@ def by_bytes(lab: Lab) -> list[str]:
         rows.append((sent, (name.replace("; ", ": "), f"{sent:.4f}", shown(losses(lab, setting, steps=lab.steps)))))
     caps = ", ".join(f"{name} {cap:g}" for name, cap in CAPS.items())
     return [
-        f"Losses of the toy with {REPLICAS} replicas beside the bytes that one sends, most first. A best setting has "
-        f"the shortest rounds whose nominal bytes are under its cap ({caps} bytes per parameter and step). Closing "
-        "rounds and chunks that `modulo` codecs send again come on top, so that most settings of NoLoCo exceed it.",
+        f"The table shows losses of the toy with {REPLICAS} replicas, and the bytes that a replica sends, in "
+        f"descending order of bytes. A best setting has the shortest rounds whose nominal bytes stay under its cap "
+        f"({caps} bytes per parameter and step). Closing rounds, and chunks that `modulo` codecs send "
+        "again, are not included in the nominal bytes, so most settings of NoLoCo exceed their cap.",
         "",
         *table(
             ("", "bytes per parameter and step", "loss"), [row for _, row in sorted(rows, key=lambda each: -each[0])]
@@ -151,8 +153,8 @@ def by_bytes(lab: Lab) -> list[str]:
 def clock_line() -> str:
     sizes = "; ".join(f"{size.name}: {size.tokens:,} tokens and {size.step_s:.1f} s a step" for size in SIZES)
     return (
-        f"The losses are those of the toy (0.12M parameters, {REPLICAS} replicas). The clock is that of models with "
-        f"the stated sizes on a card that delivers {FLOP_PER_S / 1e12:.0f} TFLOP/s ({sizes}), with waiting and coding."
+        f"The losses come from the toy (0.12M parameters, {REPLICAS} replicas). The clock assumes models of the stated "
+        f"sizes on a card that delivers {FLOP_PER_S / 1e12:.0f} TFLOP/s ({sizes}), and includes waiting and encoding."
     )
 
 
@@ -195,11 +197,11 @@ def at_time(lab: Lab) -> list[str]:
     lengths = ", ".join(map(str, ROUND_LENGTHS))
     return [
         clock_line(),
-        f"Every rule has the time in which a card alone computes {lab.steps} steps, and that length of its rounds out "
-        f"of {lengths} that ends lowest on the seed of the search. A schedule has whole rounds and a multiple of 10 "
-        "steps, so it can end before the time: the loss is multiplied by (steps / steps in that time)^"
-        f"{STEPS_EXPONENT:g}, "
-        "which is the [fitted curve](#round-length-at-equal-time).",
+        f"Every rule gets the time in which a card without communication computes {lab.steps} steps. Its rounds have "
+        f"the length that ends lowest on the seed of the search, out of {lengths}. A schedule consists of whole "
+        "rounds and has a multiple of 10 steps, so it can end early. The table corrects for that: it multiplies the "
+        f"loss by (steps / steps in that time)^{STEPS_EXPONENT:g}, according to the "
+        "[fitted curve](#round-length-at-equal-time).",
         "",
         *places_table(lab, cell),
         *verdicts(stands),
@@ -209,12 +211,12 @@ def at_time(lab: Lab) -> list[str]:
 def to_targets(lab: Lab) -> list[str]:
     lines = [
         clock_line(),
-        "A time is that of the shortest whole schedule whose mean loss over the seeds is at most the target.",
+        "Each cell shows the shortest whole schedule whose mean loss over the seeds is at or below the target.",
     ]
     for name, setting in target_settings(lab).items():
         target = mean_loss(lab, setting, steps=lab.steps)
-        whose = f"that of {name} ({setting.words()}) after {lab.steps} steps, a mean of {len(SEEDS)} seeds"
-        lines += ["", f"The target is {target:.4f}: {whose}.", "", *to_target(lab, target)]
+        whose = f"the loss of {name} ({setting.words()}) after {lab.steps} steps, averaged over {len(SEEDS)} seeds"
+        lines += ["", f"The target is {target:.4f}, {whose}.", "", *to_target(lab, target)]
     return lines
 
 
@@ -242,9 +244,9 @@ def to_target(lab: Lab, target: float) -> list[str]:
             for name in FAMILIES
             if name != OURS and (theirs := to_reach(lab, place, name, target)) and (ours is None or theirs[0] < ours[0])
         ]
-        lines.append(
-            f"* {place.size.name}, {place.link}: these reach it sooner than {OURS}: {', '.join(faster) or 'none'}."
-        )
+        others = "; ".join(faster) or "none"
+        verdict = f"these rules reached it sooner than {OURS}" if ours else "only these rules reached it"
+        lines.append(f"* {place.size.name}, {place.link}: {verdict}: {others}.")
     return [*places_table(lab, cell), "", *lines]
 
 
@@ -261,8 +263,8 @@ def under_churn(lab: Lab) -> list[str]:
         for absent in shares
     }
     return [
-        "In a lost round a replica cannot be reached. ddp and DiLoCo average over the others, and the replica gets "
-        "their mean afterwards; in NoLoCo the replica takes the outer step alone.",
+        "In a lost round, nobody can reach the replica. ddp and DiLoCo average over the others, and the replica gets "
+        "their mean afterwards. In NoLoCo, the replica takes the outer step without a partner.",
         "",
         *table(("", "setting", *(f"{absent:.0%} of the rounds lost" for absent in shares)), rows),
         *verdicts(stands),

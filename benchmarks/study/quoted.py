@@ -87,12 +87,13 @@ def _settings() -> list[Phrase]:
         phrase("a difference below 3 % says nothing"),
         phrase("0.5 0.7 0.7"),
         phrase("The target was 2 %"),
-        phrase("(momentum 0.9 is better"),
+        phrase("(Momentum 0.9 is better"),
         phrase("the 0.3 % that a codec may cost"),
-        phrase("gamma, with alpha 0.5, beta 0.7, momentum not swapped. 0.7 is 1 - alpha^2 rounded, where"),
+        phrase("int2 costs more than 0.3 % at equal length"),
+        phrase("**gamma**, with alpha 0.5, beta 0.7, momentum not swapped. 0.7 is 1 - alpha^2 rounded, where"),
         phrase("1.5 is the bound"),
-        phrase("Rounds of 6 steps with Muon at 0.024"),
-        phrase("alpha, with beta and gamma 0.7"),
+        phrase("rounds of 6 steps with Muon at 0.024"),
+        phrase("**alpha**, with beta and gamma 0.7"),
         phrase("alpha 0 with beta 0.7 is ahead of 0 1 1 at this rate"),
     ]
 
@@ -119,11 +120,11 @@ def _best() -> list[Phrase]:
             -above(loss("churn", "each reads everything, from files"), loss("churn", "no churn", 0)),
         ),
         phrase(
-            "with 5 steps NoLoCo is {:.1f} % above it with 8 replicas, and {:.1f} % with 16",
+            "With 5 steps NoLoCo is {:.1f} % above it with 8 replicas, and {:.1f} % above it with 16",
             *(between(name, "5: 0 1 1", "ddp") for name in ("best_8", "best_16")),
         ),
         phrase(
-            "5 steps with `modulo8` are {:.1f} % below it for {:.1f} % of its fp32 bytes, and 8 steps equal ({:+.1f} %)"
+            "5 steps with `modulo8` are {:.1f} % below it for {:.1f} % of its fp32 bytes. 8 steps are level ({:+.1f} %)"
             " for {:.1f} %.",
             -between("best_8", "5: 0 1 1", "ddp, adamw"),
             share_of_ddp("5: 0 1 1"),
@@ -131,27 +132,27 @@ def _best() -> list[Phrase]:
             share_of_ddp("8: 0 1 1"),
         ),
         phrase(
-            "are {:.1f} % below for {:.1f} %; seed by seed {:+.1f}, {:+.1f} and {:+.1f} %",
+            "are {:.1f} % below it for {:.1f} % ({:+.1f}, {:+.1f} and {:+.1f} % seed by seed)",
             -between("best_8", "6: 0 1 1, modulo4", "ddp, adamw"),
             share_of_ddp("6: 0 1 1, modulo4"),
             *by_seed("best_8", "6: 0 1 1, modulo4", "ddp, adamw"),
         ),
         phrase("8 steps are {:.1f} % above it (one seed)", between("best_16", "8: 0 1 1", "ddp, adamw")),
         phrase(
-            "At 20 steps NoLoCo is {:.1f} % behind it, for {:.0f} % of the bytes",
+            "At 20 steps NoLoCo is {:.1f} % behind it for {:.0f} % of the bytes",
             between("best_8", "20: 0 1 1", "diloco 20, 0.016"),
             100 * share_of_ddp("20: 0 1 1") / share_of_ddp("diloco 20, 0.016"),
         ),
         phrase("one seed) is {:.1f} % ahead of NoLoCo", -above(everybody, pairs)),
         phrase(
-            "it ends {:.2f} % below torch's in fp32 in synchronous training, and {:.2f} % below in rounds of 5 steps",
+            "it ends {:.2f} % below torch's fp32 version in synchronous training, and {:.2f} % below it in rounds",
             *(
                 -line("study_orthogonalization.txt", rf"^{case} +mean .* ([-+][\d.]+) %")
                 for case in ("ddp", "5: 0 1 1")
             ),
         ),
         phrase(
-            "rounds of 5 steps are {:.1f} % above synchronous Muon and {:.1f} % below AdamW, with 16 they are {:.1f} %"
+            "rounds of 5 steps are {:.1f} % above synchronous Muon and {:.1f} % below AdamW. With 16 they are {:.1f} %"
             " above and {:.1f} % below",
             between("best_4", "5: 0 1 1", "ddp"),
             -between("best_4", "5: 0 1 1", "ddp, adamw"),
@@ -167,7 +168,8 @@ def _best() -> list[Phrase]:
             between("best_8", "5: 0 1 1", "ddp"),
         ),
         phrase(
-            "reaches {:.4f}: {:.1f} % above synchronous Muon of this seed ({:.4f}), and {:.1f} % below pairs ({:.4f})",
+            "reaches {:.4f}. This is {:.1f} % above synchronous Muon of this seed ({:.4f}), and {:.1f} % below pairs"
+            " ({:.4f})",
             *(everybody, above(everybody, ddp), ddp, -above(everybody, pairs), pairs),
         ),
         phrase("the distance at {:.0f} to {:.0f} %", min(distances), max(distances)),
@@ -188,23 +190,24 @@ def _rules() -> list[Phrase]:
         ),
         phrase("single seeds differ by {:+.1f} to {:+.1f} %", min(diloco), max(diloco)),
         phrase(
-            "GASLoC are within {:.1f} % of NoLoCo, which is {:.0f} to {:.0f} %",
+            "GASLoC are within {:.1f} % of NoLoCo. NoLoCo itself is {:.0f} to {:.0f} %",
             *(max(others), min(to_ddp), max(to_ddp)),
         ),
         phrase(
-            "20 steps {:.4f} with 0.5 0.7 0.7 and {:.4f} with 0 1 1; 50 steps {:.4f} and {:.4f}",
+            "20 steps reached {:.4f} with 0.5 0.7 0.7 and {:.4f} with 0 1 1. Rounds of 50 steps reached {:.4f} and"
+            " {:.4f}",
             *(loss("momentum", f"{steps}: {alpha}") for steps, alpha in momentum),
         ),
         phrase(
-            "is ahead with 4 replicas ({:.4f} against {:.4f}, in two of three seeds) and 8 replicas are undecided"
-            " ({:+.1f}, {:+.1f} and {:+.1f} %)",
+            "is ahead with 4 replicas ({:.4f} against {:.4f}, in two of three seeds). With 8 replicas the result is"
+            " undecided ({:+.1f}, {:+.1f} and {:+.1f} %)",
             loss("rules_4", "noloco"),
             loss("rules_4", "noloco, 0 1 1"),
             *by_seed("rules_8", "noloco", "noloco, 0 1 1"),
         ),
         phrase(
-            "has a loss of {:.4f} with 0.5 0.7 0.7 against {:.4f} with 0 1 1, and after rounds of 50 steps {:.4f}"
-            " against {:.4f}. Swapped momentum gave {:.4f} at 20 steps, for {:.1f} times the bytes.",
+            "has a loss of {:.4f} with 0.5 0.7 0.7 and {:.4f} with 0 1 1. After rounds of 50 steps, it has {:.4f}"
+            " and {:.4f}. Swapped momentum gave {:.4f} at 20 steps, for {:.1f} times the bytes.",
             *(each["merged_loss"] for each in muon),
             muon[-1]["sent_per_parameter_step"] / muon[0]["sent_per_parameter_step"],
         ),
@@ -304,7 +307,7 @@ def _round_lengths() -> list[Phrase]:
             ),
         ),
         phrase("12 and 30 steps at 100 Mbit/s end at {:.3f} and {:.3f}", twelve[5], swept(fast, "30")[5]),
-        phrase("with a lower bound of 5 the loss is {:.3f}", swept("data centre", "5")[4]),
+        phrase("With a lower bound of 5 the loss is {:.3f}", swept("data centre", "5")[4]),
         phrase("can hide an early part that takes {:g} of a round", line(file, r"fill ([\d.]+)")),
         phrase("rounds of 12 steps make a step last {:.2f} s, and {:.0f} % of the rounds", twelve[1], 100 * twelve[2]),
     ]
@@ -319,16 +322,16 @@ def _codecs_and_churn() -> list[Phrase]:
     }
     return [
         phrase(
-            "against fp32 at 5 steps: {:+.2f} % over the seeds",
+            "modulo8 + int4 differs from fp32 by {:+.2f} % over the seeds",
             above(loss("codecs", "5 steps, 0 1 1, modulo8+int4", 0, 1), loss("codecs", "5 steps, 0 1 1, fp32", 0, 1)),
         ),
-        phrase("single seeds differ by up to {:.0f} % either way", max(coded)),
+        phrase("Single seeds differ by up to {:.0f} % either way", max(coded)),
         phrase(
-            "the rounds are absent the loss is {:.1f} % higher here",
+            "half of the rounds, the loss is {:.1f} % higher here",
             above(loss("churn", lost), loss("churn", "no churn", 0)),
         ),
         phrase(
-            "{:.0f} % with modulo8 where half of the rounds are absent",
+            "With modulo8, they cost {:.0f} % if each replica is absent in half of the rounds",
             between("modulo_churn", f"modulo8, {lost}", "modulo8, no churn"),
         ),
         phrase(
@@ -384,7 +387,7 @@ def _momentum() -> list[Phrase]:
     adamw = between("momentum_swap", f"{pairs['AdamW, 3']}, momentum averaged", pairs["AdamW, 3"])
     return [
         phrase("Single seeds change by {:+.1f} to {:+.1f} % with Muon", min(changes), max(changes)),
-        phrase("ends {:.1f} % higher (one seed). Rounds", adamw),
+        phrase("the averaged run ends {:.1f} % higher (one seed)", adamw),
     ]
 
 
@@ -395,7 +398,7 @@ def _late() -> list[Phrase]:
             "With 20 steps {:.0f} % of the eager rounds were solo",
             share_alone("waiting", "eager, late by a quarter of a round"),
         ),
-        phrase("with 5 steps {:.0f} %.", share_alone("waiting", "5: 0 1 1, eager, late by a quarter of a round")),
+        phrase("With 5 steps, {:.0f} % were.", share_alone("waiting", "5: 0 1 1, eager, late by a quarter of a round")),
         phrase(
             "`study_waiting_200.json`, one seed): {:.4f} against {:.4f}, {:+.1f} %", late, waiting, above(late, waiting)
         ),
@@ -406,7 +409,7 @@ def _late() -> list[Phrase]:
             claim("mixed_donors", "spread of the donors"),
         ),
         phrase(
-            "after {:.0f} inner steps each the merged model had a validation loss of {:.3f}, with the weights"
+            "after {:.0f} inner steps each, the merged model had a validation loss of {:.3f}, with the weights"
             " {:.2f} % of their norm apart",
             *of_demo("demo.txt"),
             line("demo.txt", r"spread of the weights: ([\d.]+) %"),
@@ -429,23 +432,23 @@ def _late_causes() -> list[Phrase]:
     return [
         phrase("without a partner in 14 % of its rounds"),
         phrase(
-            "After 2 steps {:.0f} % of the distance between partners along the correction is gone, and after 4 steps it"
-            " has grown by {:.0f} %",
+            "After 2 steps, {:.0f} % of the distance between the partners along the correction is gone. After 4 steps,"
+            " this distance has grown by {:.0f} %",
             measured("late by 2", "undone_all"),
             -measured("late by 4", "undone_all"),
         ),
         phrase(
-            "To add only what is left costs as much ({:+.1f} % against {:+.1f} %)",
+            "Adding only what is left costs as much ({:+.1f} % against {:+.1f} %)",
             *(cost("what is left"), cost("late by 2")),
         ),
         phrase(
             "with the largest second moments costs {:+.1f} %, the other nine tenths {:+.1f} %",
             *(cost("curved late"), cost("flat late")),
         ),
-        phrase("They cost {:+.1f} %, with replicas", cost("solo")),
+        phrase("They cost {:+.1f} %, although the replicas", cost("solo")),
         phrase("A late mean of all replicas costs {:+.1f} %", cost("late mean of all")),
         phrase(
-            "they are {:.2f} % apart when corrections are late by 2, and {:.2f} % when all wait",
+            "they are {:.2f} % apart when corrections are late by 2, and {:.2f} % when all of them wait",
             *(measured("late by 2", "apart_last"), measured("waiting", "apart_last")),
         ),
         phrase("That alone costs {:+.1f} % (waiting", cost("waiting, mixes stale weights")),
@@ -458,26 +461,27 @@ def _late_causes() -> list[Phrase]:
             *(cost("late by 1"), cost("late by 2")),
         ),
         phrase(
-            "in the first quarter of the run alone costs {:+.1f} %, from then on alone {:+.1f} %, and in the last"
-            " quarter alone {:+.1f} %. Waiting only in the last quarter recovers almost nothing ({:+.1f} %)",
+            "cost {:+.1f} % if they are late only in the first quarter of the run, {:+.1f} % if they are late only"
+            " after it, and {:+.1f} % if they are late only in the last quarter. Waiting only in the last quarter"
+            " recovers almost nothing ({:+.1f} %)",
             *(
                 cost(f"late by 2{when}")
                 for when in (" at the start", ", waiting at the start", " at the end", ", waiting at the end")
             ),
         ),
         phrase("leave replicas {:.1f} to {:.1f} times as far apart", *(found(late) for found in (min, max))),
-        phrase("nearly as much as it was away (1.8;"),
+        phrase("In a very steep direction (1.8)"),
         phrase(
             "in all three seeds, by {:.2f} to {:.2f} of the bound",
             *(found(steeper) for found in (min, max)),
         ),
-        phrase("at 1e-3 late corrections cost {:+.1f} %", cost("late, rate 0.001")),
-        phrase("to drop late corrections ({:+.1f} %)", cost("dropped")),
+        phrase("Late corrections cost {:+.1f} % at 1e-3", cost("late, rate 0.001")),
+        phrase("*Dropping late corrections* ({:+.1f} %)", cost("dropped")),
         phrase(
-            "one step cheaper ({:+.1f} %) and two dearer ({:+.1f} %,",
+            "one step cheaper ({:+.1f} %) and two steps more expensive ({:+.1f} %,",
             *(cost(f"late by {steps}, counted from what travelled") for steps in (1, 2)),
         ),
-        phrase("Muon loses less, {:+.1f} % when late by 2", cost("Muon, late by 2")),
+        phrase("It loses less: {:+.1f} % when corrections are late by 2", cost("Muon, late by 2")),
     ]
 
 
@@ -582,10 +586,10 @@ def _missed() -> list[Phrase]:
         phrase("| within 2 % of synchronous training"),
         phrase("| {:.2f} ([overhead]", claim("overhead", "a swap at 100 Mbit/s: training")),
         phrase(
-            "a bare gRPC stream also leaves only {:.2f}:", claim("overhead", "a bare stream at 100 Mbit/s: training")
+            "A bare gRPC stream also leaves only {:.2f}:", claim("overhead", "a bare stream at 100 Mbit/s: training")
         ),
         phrase("| {:.2f} (overhead)", claim("overhead", "a swap at 1000 Mbit/s: training")),
-        phrase("a bare stream leaves {:.2f};", claim("overhead", "a bare stream at 1000 Mbit/s: training")),
+        phrase("A bare stream leaves {:.2f};", claim("overhead", "a bare stream at 1000 Mbit/s: training")),
         phrase(
             "| {:.2f} with bf16 and int4, {:.2f} with modulo and int2 ([goodput]",
             claim("goodput", "swap / bare gRPC stream"),
@@ -608,13 +612,13 @@ def _missed() -> list[Phrase]:
             claim("versus_allreduce", flat + "eager"),
         ),
         phrase(
-            "| {:.0f} (versus_allreduce) | the same: with a pair at a time it is {:.0f} |",
+            "| {:.0f} (versus_allreduce) | The reason is the same. With one pair at a time, the ratio is {:.0f}. |",
             claim("versus_allreduce", _RATIO + "gloo fp32 / eager, all at once"),
             claim("versus_allreduce", _RATIO + "gloo fp32 / eager"),
         ),
         phrase("repeat at most 5.6 % in the first tenth"),
         phrase("| {:.1f} % ([data_feed]", claim("data_feed", "repeats, 16 peers, 4 files here, 0.1")),
-        phrase("| {:.1f} % | [above]", between("best_8", "5: 0 1 1", "ddp")),
+        phrase("| {:.1f} % | [The section above]", between("best_8", "5: 0 1 1", "ddp")),
         *_missed_times(),
     ]
 

@@ -136,6 +136,8 @@ class NoLoCo:
             caller must call `save`, and newcomers keep their own weights until it does.
         checkpoints: The checkpoints to write and to resume from. If None, the last two are kept in the peer's folder
             for the run.
+        meta: A function that is called for each checkpoint. It returns JSON values of the caller, such as the state of
+            a scheduler, which `resumed.meta` holds after a restart.
         on_round: A function that is called with the result at the end of each round, within `optimizer.step()` or
             `step()`.
         end_at: The `progress` from which on no new round opens.
@@ -159,6 +161,7 @@ class NoLoCo:
         resume: bool | Mapping[str, Any] = True,
         save_every_rounds: int = 10,
         checkpoints: Checkpoints | None = None,
+        meta: Callable[[], Mapping[str, Any]] = dict,
         on_round: Callable[[RoundResult], None] | None = None,
         end_at: float = math.inf,
         loss_check: LossCheck | None = None,
@@ -177,6 +180,7 @@ class NoLoCo:
         self._rounds = Rounds(self.spec, self._exchange, self._state, update_filter, follows_caller=follows_caller)
         self._save_every_rounds = save_every_rounds
         self._checkpoints = checkpoints or Checkpoints(peer.run_folder / "checkpoints")
+        self._meta = meta
         self._saver = Saver()
         self._saved_round = -1  # the round that was last saved at its start
         self._on_round = on_round
@@ -344,22 +348,19 @@ class NoLoCo:
         end = self._rounds.withdraw()
         return self._count(end) if end else None
 
-    def save(self, meta: Mapping[str, Any] | None = None) -> Path:
+    def save(self) -> Path:
         """Write a checkpoint, serve it to newcomers, and return its folder.
 
-        The checkpoint contains the outer state, the state of the inner optimizer and, within a round, the model's
-        weights. `meta` holds the caller's JSON values, which `resumed.meta` returns. Raises CheckpointError if writing
-        fails; the last good checkpoint is then intact.
+        The checkpoint contains the outer state, the state of the inner optimizer, the values of `meta` and, within a
+        round, the model's weights. Raises CheckpointError if writing fails; the last good checkpoint is then intact.
         """
         self._saver.wait()  # only one checkpoint can be written at a time
-        files, meta = self._content(meta)
+        files, meta = self._content()
         folder = self._checkpoints.save(self.round, files=files, meta=meta)
         self._serve(folder, meta["outer"])
         return folder
 
-    def save_in_background(
-        self, meta: Mapping[str, Any] | None = None, *, done: Callable[[Path], None] | None = None
-    ) -> bool:
+    def save_in_background(self, *, done: Callable[[Path], None] | None = None) -> bool:
         """Save the current state like `save`, while training continues. Returns False if the last save is unfinished.
 
         `done` is called with the folder, on the thread that wrote it. A failure is logged.
@@ -371,7 +372,7 @@ class NoLoCo:
             if done:
                 done(folder)
 
-        return self._saver.begin(self._checkpoints, self.round, content=lambda: self._content(meta), done=written)
+        return self._saver.begin(self._checkpoints, self.round, content=self._content, done=written)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the slow weights, the outer momentum and the position in the run, for the caller's own checkpoint.
@@ -406,12 +407,12 @@ class NoLoCo:
             "tensors": self._state.parameters.model_layout.as_json().decode(),
         }
 
-    def _content(self, meta: Mapping[str, Any] | None) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+    def _content(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
         """Return the files and the metadata of a checkpoint."""
         files = saved_state.tensors_of(self._state, self._model, is_within_round=not self.is_between_rounds)
         if self._inner:
             files[saved_state.INNER_FILE] = self._inner.state()
-        return files, {**(meta or {}), "outer": self._position()}
+        return files, {**self._meta(), "outer": self._position()}
 
     # entering
 

@@ -136,7 +136,7 @@ class TrainerBase:
         # the first checkpoint is early, because newcomers need a donor
         if metrics.rounds_here == 1 or result.round % every == every - 1:
             step = metrics.step
-            self.outer.save_in_background(self._meta(), done=lambda folder: self._saved(folder, step))
+            self.outer.save_in_background(done=lambda folder: self._saved(folder, step))
 
     def _evaluated(self, loss: float) -> None:
         metrics = self.peer.metrics
@@ -227,21 +227,20 @@ class TrainerBase:
 
     def _save(self) -> Path | None:
         """Write the last checkpoint. Logs an error and returns None if that fails, for example on a full disk."""
-        meta = self._meta()
         try:
             with self.peer.progress.task("writing a checkpoint"):
-                folder = self.outer.save(meta)
+                folder = self.outer.save()
         except CheckpointError as error:
             log.error("%s", error)
             return None
-        self._saved(folder, meta["metrics"]["step"])
+        self._saved(folder, self.peer.metrics.step)
         return folder
 
     def _saved(self, folder: Path, step: int) -> None:
         self.events.write("saved", step=step, folder=str(folder))
 
     def _meta(self) -> dict[str, Any]:
-        """What a checkpoint holds besides the states of model and optimizers."""
+        """Return what a checkpoint holds besides the states of the model and the optimizers."""
         data = self._data()
         return {
             "spec": self.spec.model_dump(mode="json"),
