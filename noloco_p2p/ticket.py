@@ -1,9 +1,9 @@
-"""A ticket: one string that names a run and where to enter it.
+"""Encode and decode tickets. A ticket is one string that names a run and tells where to enter it.
 
     noloco1 + base32( length:2 | fields.. | checksum:4 )      lower case, no padding, one line
 
-A field is `id:1 | length:2 | bytes`. Readers skip unknown ids, so newer tickets can carry more. The length
-distinguishes a truncated ticket from a mistyped one. Numbers are big-endian.
+A field is `id:1 | length:2 | bytes`. Readers skip unknown ids, so newer tickets can carry more. The length makes it
+possible to tell a truncated ticket from a mistyped one. Numbers are big-endian.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ _ALPHABET = frozenset(string.ascii_lowercase + "234567")
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """`addresses` are libp2p multiaddrs of peers to dial first, each ending in /p2p/PEER_ID.
+    """A ticket to a run.
 
-    With an `invitation` to a private run, the ticket is a secret.
+    `addresses` are libp2p multiaddrs of the peers to dial first, each ending in /p2p/PEER_ID. If there is an
+    `invitation` to a private run, the ticket is a secret.
     """
 
     run_name: str
@@ -60,11 +61,11 @@ class Ticket:
 
     @property
     def run_id(self) -> str:
-        """The same as `Spec.run_id`."""
+        """Return the short name of the run, as `Spec.run_id` does."""
         return f"{self.run_name}-{self.spec_digest[:8]}"
 
     def encode(self) -> str:
-        """Return the ticket as one line. Raises TicketError when it would be longer than 4 KiB."""
+        """Return the ticket as one line. Raises TicketError if it would exceed 4,096 characters."""
         fields = _field(RUN_NAME, self.run_name.encode()) + _field(SPEC_DIGEST, bytes.fromhex(self.spec_digest))
         fields += b"".join(_field(ADDRESS, address.encode()) for address in self.addresses)
         if self.invitation:
@@ -79,7 +80,10 @@ class Ticket:
 
     @classmethod
     def decode(cls, text: str) -> Ticket:
-        """Read a ticket. Raises TicketError with the reason: not a ticket, too new, truncated or mistyped."""
+        """Decode a ticket.
+
+        Raises TicketError with the reason if it is not a ticket, needs a newer version, is truncated or is mistyped.
+        """
         fields = _open(_unarmour(text.strip().lower()))
         name, digest, addresses, invitation = "", "", [], None
         for number, value in _split(fields):
@@ -95,7 +99,7 @@ class Ticket:
 
 
 def is_ticket(text: str) -> bool:
-    """Whether `text` is meant as a ticket (of any version, perhaps damaged), and not as the name of a file."""
+    """Return whether `text` is meant to be a ticket (of any version, possibly damaged) rather than a file name."""
     return _LOOKS_LIKE.fullmatch(text.strip()) is not None
 
 
