@@ -30,7 +30,9 @@ def check(text: str) -> str:
     if len(name) > MAX_CHARS:
         raise ValueError(f"{text!a} must have at most {MAX_CHARS} characters; it has {len(name)}")
     if _marks_too_much(name):
-        raise ValueError(f"{text!a} must have at most {MAX_MARKS} marks on a character, and none before the first")
+        raise ValueError(
+            f"{text!a} must have at most {MAX_MARKS} combining marks per character, and must not begin with one"
+        )
     return name
 
 
