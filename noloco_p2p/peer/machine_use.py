@@ -12,7 +12,7 @@ import psutil
 
 from noloco_p2p.peer.free_time import Seen
 
-BUSY = ("user", "nice", "system", "irq", "softirq")  # processor times that count as work, unlike waiting
+BUSY = ("user", "nice", "system", "irq", "softirq")  # processor times spent working; the other fields count waiting
 
 
 class MachineUse:
