@@ -71,7 +71,7 @@ class ControlServer:
             self._path.chmod(0o600)
         except OSError as error:
             raise SettingsError(
-                f"{self._path}: the control socket cannot be made: {error}; use another --state-dir"
+                f"{self._path}: cannot create the control socket: {error}; use another --state-dir"
             ) from None
 
     async def stop(self) -> None:
@@ -133,7 +133,7 @@ class FolderLock:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
-            raise SettingsError(f"{self._path.parent} cannot be used as state folder: {error}") from None
+            raise SettingsError(f"{self._path.parent} cannot be used as the state folder: {error}") from None
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

@@ -94,7 +94,7 @@ class CorruptPayload(PeerError):
     """The peer sent data that is damaged, non-finite, or not of the announced size."""
 
     advice = (
-        "nothing of it was applied; if it comes from many peers, test this machine's memory and network; if it says "
+        "none of it was applied; if it happens with many peers, test this machine's memory and network; if it says "
         "that this peer's own gradient is not finite, lower the learning rate"
     )
 

@@ -127,9 +127,7 @@ def _decode(data: bytes, path: Path) -> Identity:
     private_key = Ed25519PrivateKey.from_private_bytes(body[:KEY_BYTES])
     public_key = private_key.public_key().public_bytes_raw()
     if public_key != body[KEY_BYTES:]:
-        raise IdentityError(
-            f"{path}: the key is damaged: its two halves do not belong together; restore it from your backup"
-        )
+        raise IdentityError(f"{path}: the key is damaged: its two halves do not match; restore it from your backup")
     return Identity(peer_id_of(public_key), public_key, private_key)
 
 

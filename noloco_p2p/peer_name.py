@@ -26,7 +26,9 @@ def check(text: str) -> str:
     """
     name = _normalised(text)
     if refused := next((char for char in name if not char.isprintable() or char in INVISIBLE), None):
-        raise ValueError(f"{text!a} must not hold control or invisible characters such as U+{ord(refused):04X}")
+        raise ValueError(
+            f"{text!a} must not contain control characters or invisible characters such as U+{ord(refused):04X}"
+        )
     if len(name) > MAX_CHARS:
         raise ValueError(f"{text!a} must have at most {MAX_CHARS} characters; it has {len(name)}")
     if _marks_too_much(name):

@@ -236,7 +236,7 @@ class PeerSettings(BaseModel):
             ipaddress.ip_address(host.strip("[]"))
         except ValueError:
             raise ValueError(
-                f"{listen!r} must begin with an IP address of this machine; 0.0.0.0 is all of them"
+                f"{listen!r} must begin with an IP address of this machine; 0.0.0.0 stands for all of them"
             ) from None
         return listen
 

@@ -672,7 +672,9 @@ class TrainerSpec(Spec):
         if self.pipeline.stages == 1:
             return self
         if not self.model.parameter_seeds:
-            raise ValueError("model.parameter_seeds must be true in a run with stages: a peer draws only its own part")
+            raise ValueError(
+                "model.parameter_seeds must be true in a run with stages: a peer initializes only its own part"
+            )
         if self.model.lora.rank:
             raise ValueError("model.lora.rank must be 0 in a run with stages: adapters cannot be cut yet")
         if self.pipeline.microbatch > self.train.batch_size:

@@ -52,7 +52,9 @@ class Ticket:
         if not _DIGEST.fullmatch(self.spec_digest):
             raise TicketError(f"{self.spec_digest!r} is not the digest of a run spec (64 hexadecimal digits)")
         if len(self.addresses) > MAX_ADDRESSES:
-            raise TicketError(f"{len(self.addresses)} addresses are too many for a ticket; it holds {MAX_ADDRESSES}")
+            raise TicketError(
+                f"{len(self.addresses)} addresses are too many for a ticket, which has space for {MAX_ADDRESSES}"
+            )
         for address in self.addresses:
             if not _MULTIADDR.fullmatch(address):
                 raise TicketError(
@@ -74,7 +76,7 @@ class Ticket:
         text = PREFIX + base64.b32encode(data).decode().rstrip("=").lower()
         if len(text) > MAX_TICKET_CHARS:
             raise TicketError(
-                f"the ticket would have {len(text)} characters, the limit is {MAX_TICKET_CHARS}: use fewer addresses"
+                f"the ticket would have {len(text)} characters; the limit is {MAX_TICKET_CHARS}, so use fewer addresses"
             )
         return text
 
@@ -113,7 +115,7 @@ def _checksum(fields: bytes) -> bytes:
 
 def _unarmour(text: str) -> bytes:
     if len(text) > MAX_TICKET_CHARS:
-        raise TicketError(f"not a ticket: {len(text)} characters, and a ticket has at most {MAX_TICKET_CHARS}")
+        raise TicketError(f"not a ticket: it has {len(text)} characters, but a ticket has at most {MAX_TICKET_CHARS}")
     if not text.startswith(PREFIX):
         if text[:6] == PREFIX[:6] and text[6:7] in set("23456789"):
             raise TicketError(

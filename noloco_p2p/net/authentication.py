@@ -117,7 +117,7 @@ class Authenticator:
         older one may hang in a dead connection. A third fetch raises Refused at once, because each one can hold a slot
         of the donor until it ends.
         """
-        busy = Refused("you are fetching here in another call", code=frames.RefuseCode.BUSY.name, retry_after_s=5.0)
+        busy = Refused("you are already fetching in another call", code=frames.RefuseCode.BUSY.name, retry_after_s=5.0)
         mine, fetches = object(), self._fetches.setdefault(caller, [])
         if caller and len(fetches) >= MAX_FETCHES_PER_PEER:
             raise busy
@@ -166,7 +166,7 @@ class TurnedAway:
         self._count += 1
         if self._clock() - self._told_at_s >= TELL_EVERY_S:
             who = f"..{short_id(error.peer)} at {address}" if error.peer else address
-            log.warning("turned away %d calls; the last one, of %s: %s", self._count, who, error)
+            log.warning("turned away %d calls, most recently a call from %s: %s", self._count, who, error)
             self._count, self._told_at_s = 0, self._clock()
 
 

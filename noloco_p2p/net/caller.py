@@ -143,7 +143,7 @@ class CallerStream(SwapStream):
                 await wire.close()
                 raise
         except (PeerError, TimeoutError) as error:
-            log.debug("%s takes no further connection: %s", self._candidate.address, error)
+            log.debug("%s accepts no further connection: %s", self._candidate.address, error)
             return
         self.add(SwapConnection(wire))
 

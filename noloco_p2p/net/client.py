@@ -110,7 +110,7 @@ class GrpcTransport:
                             manifest = manifest or part
                             digests += part.chunk_digests
                             if len(digests) > MAX_MANIFEST_CHUNKS:
-                                raise CorruptPayload("a manifest without end", peer=candidate.peer_id)
+                                raise CorruptPayload("the manifest does not end", peer=candidate.peer_id)
                         case _:  # an earlier version sends its position in a queue
                             sentence = "the kind of the answer is unknown to this version"
                             raise Refused(sentence, code=frames.RefuseCode.BUSY.name, peer=candidate.peer_id)

@@ -109,7 +109,7 @@ class Connector:
         state = channel.get_state(try_to_connect=True)
         while state is not ready:
             if state is failing:
-                sentence = f"{candidate.address} cannot be connected to: no peer is there{self._perhaps()}"
+                sentence = f"no connection to {candidate.address}: no peer listens there{self._perhaps()}"
                 raise Unreachable(sentence, peer=candidate.peer_id)
             await channel.wait_for_state_change(state)
             state = channel.get_state(try_to_connect=True)
@@ -118,8 +118,10 @@ class Connector:
         """Name other possible causes of a failure, because TLS does not say why it failed."""
         if self._session is None:
             return ""
-        private = "one of the two is not invited to this private run" if self._session.invitation else "it is private"
-        return f", or another session key than its record names, or {private}"
+        private = (
+            "one of the two is not invited to this private run" if self._session.invitation else "its run is private"
+        )
+        return f", or its session key is not the one in its record, or {private}"
 
     async def _greet(self, channel: grpc.aio.Channel, candidate: Candidate) -> Metadata:
         if self._session is None:

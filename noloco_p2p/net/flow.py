@@ -37,7 +37,7 @@ FIRST_WORDS_S = 5.0  # from a call to its FlowHello
 PROVEN_S = 3600.0  # the age at which the caller ends a stream, to authenticate itself again
 LATEST_S = 1.1 * PROVEN_S  # the age at which the called peer ends it, because an invitation may have expired
 MAX_DIALLED = 32  # streams; beyond that, the least recently used one is closed
-MAX_ACCEPTED = 32  # beyond that, the stream that has been idle for longest is closed, if it was idle for `stuck_s`
+MAX_ACCEPTED = 32  # streams; beyond that, the longest idle one is closed, if it has been idle for `stuck_s`
 
 
 class Neighbourhood(Protocol):
@@ -225,7 +225,7 @@ class FlowLinks:
             idle = self._place_for(peer)
             admit(replace(first.hello, layout=""))
         except (PeerError, TimeoutError) as error:
-            fault = error if isinstance(error, PeerError) else TimedOut("no FlowHello came")
+            fault = error if isinstance(error, PeerError) else TimedOut("no FlowHello arrived")
             refuse = convert.refuse_from_wire(refuse_to_wire(fault))
             with contextlib.suppress(PeerError, TimeoutError):  # the caller did not wait for the answer
                 async with asyncio.timeout(FIRST_WORDS_S):
@@ -252,7 +252,7 @@ class FlowLinks:
         now_s, link = asyncio.get_running_loop().time(), self._links.get(peer)
         has_just_called = link is not None and link.is_dialled and now_s - link.opened_s < OPEN_S
         if is_ours_first and (peer in self._dials or has_just_called):
-            raise Refused("my own call to you is used", peer=peer, code=RefuseCode.CROSSED.name)
+            raise Refused("my own call to you is used instead", peer=peer, code=RefuseCode.CROSSED.name)
         others = [other for other in self._links.values() if other is not link and not other.is_dialled]
         if len(others) < self._max_accepted:
             return None
@@ -273,7 +273,7 @@ class FlowLinks:
             raise CorruptPayload("a stream of a pipeline begins with a FlowHello")
         distance = abs(frame.stage - self._stage)
         if frame.stage >= self._num_stages or distance not in (1, self._num_stages - 1):
-            sentence = f"stage {self._stage} here and stage {frame.stage} there are not neighbours"
+            sentence = f"your stage {frame.stage} is not a neighbour of my stage {self._stage}"
             raise Refused(sentence, peer=frame.hello.peer_id, code=RefuseCode.OTHER_MODEL.name)
         return frame.stage
 

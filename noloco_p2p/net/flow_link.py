@@ -141,7 +141,7 @@ class FlowLink:
         elif len(self._control) < MAX_QUEUED:
             self._control.append((frame, since_s))
         else:
-            self.stop(TimedOut(f"{MAX_QUEUED} frames wait to be taken", peer=self.peer))
+            self.stop(TimedOut(f"{MAX_QUEUED} frames wait to be sent", peer=self.peer))
         if len(self._control) >= PAUSE_QUEUED:
             self._few_queued.clear()
         self._something_to_send.set()
@@ -173,7 +173,7 @@ class FlowLink:
         except PeerError as error:
             fault = error
         except TimeoutError:
-            fault = TimedOut(f"the neighbour has sent or taken nothing for {self._stuck_s:g} s", peer=self.peer)
+            fault = TimedOut(f"the neighbour has sent or accepted nothing for {self._stuck_s:g} s", peer=self.peer)
         self.stop(fault)
 
     # out

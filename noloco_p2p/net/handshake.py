@@ -110,7 +110,7 @@ class Challenges:
         own = self._session
         words = _words(CALLER, proof.nonce, challenge, own.key, own.identity.peer_id + proof.peer_id)
         if not verify(proof.peer_id, words, proof.signature):
-            raise not_proven(f"the signature is not that of ..{short_id(text(proof.peer_id))}, made for this peer")
+            raise not_proven(f"the signature was not made by ..{short_id(text(proof.peer_id))} for this peer")
         check_membership(own, proof.membership, proof.peer_id)
         return proof.peer_id
 

@@ -15,7 +15,7 @@ _ALIVE = [
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    # Compressed messages are refused, so that none can grow when it is decompressed. Payloads are encoded already.
+    # Compressed messages are refused, so that none can grow when it is decompressed. Payloads are already encoded.
     ("grpc.compression_enabled_algorithms_bitset", 1),
 ]
 

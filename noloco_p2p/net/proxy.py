@@ -256,7 +256,7 @@ class Proxy:
             except ConnectionError:  # it is already closed
                 continue
             except OSError as error:
-                log.debug("a connection could not be taken: %s", error)
+                log.debug("a connection could not be accepted: %s", error)
                 self._pause(self._listener)
                 return
             try:

@@ -274,7 +274,7 @@ class _Asked:
             async with asyncio.timeout(self._take_s):
                 await context.write(answer.SerializeToString())
         except TimeoutError:
-            sentence = f"no message was taken for {self._take_s:g} s"
+            sentence = f"no message was accepted for {self._take_s:g} s"
             raise await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, sentence) from None
 
 
@@ -327,7 +327,7 @@ class _Servicer:
                 caller.accepted()
                 stream.join(wire, pb.Frame(join=pb.Join()).SerializeToString())
             except (PeerError, TimeoutError) as error:
-                refuse = refuse_to_wire(error if isinstance(error, PeerError) else _no_connection("no Join came"))
+                refuse = refuse_to_wire(error if isinstance(error, PeerError) else _no_connection("no Join arrived"))
                 with contextlib.suppress(PeerError):  # it did not wait for the answer
                     await wire.write(pb.Frame(refuse=refuse).SerializeToString())
                 return
@@ -348,7 +348,7 @@ class _Servicer:
         hello = self._admitted(message.join.hello, caller)
         stream = self._joinable.get(message.join.swap_id)
         if stream is None or stream.caller != hello.peer_id:
-            raise _no_connection("no swap with this id runs here with you")
+            raise _no_connection("no swap with this id is running here with you")
         return stream
 
     async def Flow(self, request_iterator: AsyncIterator[bytes], context: Any) -> None:  # noqa: N802

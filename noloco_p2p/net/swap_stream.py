@@ -72,7 +72,7 @@ class Order:
     def put(self, sequence: int, frame: Frame) -> None:
         """Add a frame. Raises CorruptPayload if its number has been used."""
         if sequence < self._next or sequence in self._early:
-            raise CorruptPayload(f"frame {sequence} came twice")
+            raise CorruptPayload(f"frame {sequence} arrived twice")
         self._early[sequence] = frame
 
     def take(self) -> Frame | None:
@@ -224,7 +224,7 @@ class SwapStream:
         if connection in self._connections:
             self._connections.remove(connection)
         if not self._connections:
-            self.lose(Unreachable("the other side closed the stream", peer=self._peer))
+            self.lose(Unreachable("the partner closed the stream", peer=self._peer))
 
     async def _written(self, connection: SwapConnection) -> None:
         """Wait until gRPC has accepted the connection's last message."""
@@ -291,7 +291,7 @@ class SwapStream:
     async def _put(self, connection: SwapConnection, frame: Frame, sequence: int) -> None:
         sequence = sequence or connection.last_received + 1
         if sequence <= connection.last_received:
-            raise CorruptPayload(f"frame {sequence} came after frame {connection.last_received}", peer=self._peer)
+            raise CorruptPayload(f"frame {sequence} arrived after frame {connection.last_received}", peer=self._peer)
         connection.last_received = sequence
         self._moved(Direction.RECEIVED, frame, connection=connection.number)
         while (

@@ -145,7 +145,7 @@ class Entering:
                 break
             if not told:
                 told = True
-                log.warning("no peer of the run answers: this peer waits until one does, or all records have expired")
+                log.warning("no peer of the run answers; waiting until one does or until all records have expired")
             if self._leaving.wait(self._pause_s):
                 raise Left("asked to leave before a peer of the run answered")
             donors = self._look_for_donors()
@@ -180,7 +180,7 @@ class Entering:
             return None
         began_s = time.monotonic()
         log.warning(
-            "this peer is at %.1f %% of the schedule and most of the swarm at %.1f %% or beyond: catching up",
+            "this peer is at %.1f %% of the schedule, and most of the swarm is at %.1f %% or beyond: catching up",
             100 * progress,
             100 * min(donor.progress for donor in ahead),
         )
