@@ -77,14 +77,17 @@ class BanList:
         self._save()
 
     def lift(self, peer_id: str) -> bool:
-        """Lift a ban. Returns False if the peer was not banned."""
+        """Lift a ban, and return whether the peer was banned."""
         was_banned = self.all().pop(peer_id, None) is not None
         self._strikes.pop(peer_id, None)
         self._save()
         return was_banned
 
     def strike(self, peer_id: str, reason: str) -> None:
-        """Count an action that no honest peer takes, and ban the peer if it has too many strikes. Never raises."""
+        """Count an action that no honest peer takes, and ban the peer if it has too many strikes.
+
+        This never raises an error.
+        """
         now_s = self._clock()
         strikes, counted_s = self._strikes.pop(peer_id, (0.0, now_s))
         strikes = strikes * 0.5 ** ((now_s - counted_s) / STRIKE_HALF_LIFE_S) + 1.0

@@ -94,9 +94,10 @@ class ControlServer:
 
 
 def ask(state_dir: Path, verb: str, *, timeout_s: float = ANSWER_TIMEOUT_S) -> dict[str, Any] | None:
-    """Send a verb to the peer that is running in `state_dir`, and return its answer.
+    """Send a verb to the peer that is running in `state_dir`, and return its answer, or None if no peer is running
+    there.
 
-    Returns None if no peer is running there. Raises SettingsError if the peer does not answer.
+    Raises SettingsError if the peer does not answer.
     """
     path = socket_path(state_dir)
     _check_owner(path)

@@ -1,7 +1,6 @@
-"""Hide the differences between torch's devices: CUDA, ROCm (whose devices are also called cuda), Apple's MPS and the
-CPU.
+"""Hide the differences between torch's devices: CUDA, ROCm (also called cuda), Apple's MPS and the CPU.
 
-The MPS code follows torch's sources. It is only tested with doubles and has not been run on a Mac.
+The MPS code follows torch's sources. It is tested only with test doubles, and has not been run on a Mac.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def empty_cache(device: torch.device) -> None:
-    """Return the memory that torch has cached to the device."""
+    """Give memory that torch has cached back to the device."""
     if device.type != "cpu":
         torch.get_device_module(device).empty_cache()
 

@@ -40,7 +40,7 @@ class DialGuard:
         return address
 
     def reached(self, peer_id: str, address: str) -> None:
-        """Note that the peer at this address has authenticated itself, so that dials to it are no longer counted."""
+        """Record that the peer at this address has authenticated itself, so that dials to it are no longer counted."""
         if (peer_id, address) not in self._reached:
             self._failures.give_back(address)
         self._reached.pop((peer_id, address), None)

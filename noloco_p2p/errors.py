@@ -7,11 +7,11 @@ NolocoError
 +-- TicketError          a string is not a ticket
 +-- DirectoryError       the DHT or its daemon cannot be started or used
 +-- PeerError            another peer is at fault; `peer` is its id
-    +-- Unreachable     no connection could be made
-    +-- TimedOut        the peer is connected, but too slow or frozen
-    +-- Refused         the peer refused, with a `code`, a sentence and `retry_after_s`
-    +-- CorruptPayload  the peer sent data that is damaged, of the wrong size or non-finite
-         +-- NotFinite  the data arrived intact, but holds NaN or infinity
+|    +-- Unreachable     no connection could be made
+|    +-- TimedOut        the peer is connected, but too slow or frozen
+|    +-- Refused         the peer refused, with a `code`, a sentence and `retry_after_s`
+|    +-- CorruptPayload  the peer sent data that is damaged, of the wrong size or non-finite
+|         +-- NotFinite  the data arrived intact, but holds NaN or infinity
 +-- CheckpointError      a checkpoint cannot be written or read
 +-- PushError            the hub refused a checkpoint or a model
 +-- ModelError           the model named by the spec cannot be built or loaded

@@ -1,4 +1,4 @@
-"""Authenticate callers: establish who calls, whether the call may continue, and how many calls a caller can have open.
+"""Authenticate callers, decide whether their calls may continue, and limit the number of calls that a caller has open.
 
 An unauthenticated caller gets a connection for a few seconds. The number of such connections per network is small
 (`proxy.py`). Such a connection allows at most two greetings, and it is closed after one refused call. Once a peer has
@@ -42,7 +42,7 @@ class Caller:
     """The peer that makes a call.
 
     `peer_id` is authenticated, or empty if there is no authentication. `address` is gRPC's name for the connection.
-    Call `accepted` once something is accepted that takes long or transfers much.
+    Call `accepted` once a request is accepted that takes long or transfers much data.
     """
 
     peer_id: str

@@ -1,4 +1,4 @@
-"""Implement the caller's side of a swap: its first connection, and more connections while they make it faster."""
+"""Implement the caller's side of a swap: its first connection, and further ones as long as they make it faster."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class CallerStream(SwapStream):
                 self._decided.set()
 
     async def _grow(self, offer: Offer) -> None:
-        """Adjust the number of connections to the tuner's wish until the tuner has settled."""
+        """Adjust the number of connections to the number that the tuner wants, until the tuner has settled."""
         while True:
             self._decided.clear()
             wanted = self._tuner.wanted

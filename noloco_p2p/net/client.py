@@ -1,4 +1,7 @@
-"""Implement the Transport on gRPC, with which this peer calls others. It raises only PeerError and its subclasses."""
+"""Implement the Transport, with which this peer calls others, on gRPC.
+
+It raises only PeerError and its subclasses.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +31,10 @@ MAX_MANIFEST_CHUNKS = 1 << 20  # enough for 1 TiB of state; a larger manifest is
 
 
 class GrpcTransport:
-    """A transport that dials other peers. Each call has its own connection, because a swap can use the whole link for
-    minutes.
+    """A transport that dials other peers.
 
-    A swap opens more connections while they make it faster. The best number is remembered for each address.
+    Each call has its own connection, because a swap can use the whole link for minutes. A swap opens further
+    connections as long as they make it faster. The best number is remembered for each address.
     """
 
     def __init__(

@@ -33,7 +33,7 @@ def nobody_is_banned(peer_id: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """A connection for one call, with which `metadata` is sent. `round_trip_s` is the duration of the greeting."""
+    """A connection for one call. `metadata` is sent with that call. `round_trip_s` is the duration of the greeting."""
 
     channel: grpc.aio.Channel
     metadata: Metadata = ()
@@ -41,7 +41,7 @@ class Connection:
 
 
 class Connector:
-    """A dialler that makes each connection for one call.
+    """A dialler of connections, each of which serves one call.
 
     Without a session, connections are plain and unauthenticated. This is for measurements and tests on one machine.
     """

@@ -1,4 +1,4 @@
-"""Tune the number of connections of a swap, by hill climbing on its throughput. No constant here depends on a link.
+"""Tune the number of connections of a swap by hill climbing on its throughput. No constant here depends on the link.
 
 The number doubles while that pays. If packet loss limits a TCP stream, two streams carry nearly twice as much. A
 saturated link carries no more, whatever the number. Each direction is judged separately. Because the frames of a new
@@ -27,10 +27,10 @@ class Direction(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class ConnectionPolicy:
-    """The limits of tuning.
+    """The limits of the tuning.
 
-    `max_connections` is the most connections of one swap. If it is 1, there is never a second one. `window_s` is the
-    shortest time over which a rate is measured.
+    `max_connections` is the maximum number of connections of one swap. With 1, there is never a second one. `window_s`
+    is the shortest time over which a rate is measured.
     """
 
     max_connections: int = 8
@@ -118,7 +118,7 @@ class ConnectionTuner:
     def moved(self, direction: Direction, num_bytes: int, now_s: float, *, connection: int) -> bool:
         """Report that a frame has passed on the connection with this number.
 
-        Returns whether `wanted` or `is_settled` has changed.
+        The result is whether `wanted` or `is_settled` has changed.
         """
         if not self._is_measuring:
             return False

@@ -1,7 +1,7 @@
 """Convert frames to protobuf messages and back, with one table for each direction.
 
 Network input is checked for form here. A missing or unknown variant, an unknown enum value or a number out of range
-raises CorruptPayload. gossip decides whether the content makes sense.
+raises CorruptPayload. `gossip/` decides whether the content makes sense.
 """
 
 from __future__ import annotations

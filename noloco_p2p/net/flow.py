@@ -50,7 +50,10 @@ class Neighbourhood(Protocol):
         ...
 
     async def checked(self, peer: str, frame: Frame) -> Frame:
-        """Return the frame in a form that can be used. Raises CorruptPayload for a frame that no honest peer sends."""
+        """Check a frame and return it, without its payload if that cannot be used.
+
+        Raises CorruptPayload for a frame that no honest peer sends.
+        """
         ...
 
     def received(self, peer: str, frame: Frame) -> None: ...
@@ -74,7 +77,7 @@ class FlowLinks:
     """The streams of a peer to its neighbours.
 
     `hello` returns the Hello of this peer, which is sent without its layout. `neighbourhood` must be set before the
-    first stream opens. `strike` is called with a peer and an action of it that no honest peer takes.
+    first stream opens. `strike` is called with a peer that misbehaved and a description of what it did.
     """
 
     neighbourhood: Neighbourhood
@@ -115,7 +118,8 @@ class FlowLinks:
         return {peer: link.stage for peer, link in self._links.items()}
 
     def send(self, to: str, frame: Frame, *, since_s: float | None = None) -> None:
-        """Send a frame over the stream to a peer, and open the stream if necessary. Never waits and never raises.
+        """Send a frame over the stream to a peer, and open the stream if necessary. This never waits and never raises
+        an error.
 
         `since_s` is the time on the event loop's clock at which the frame was ready, or None for now. The frame's
         remaining time counts from then.

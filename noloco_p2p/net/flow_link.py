@@ -87,10 +87,10 @@ class ArrivingPayload:
 
 
 class FlowLink:
-    """A stream. Its creator runs `run`, which is the only user of the connection.
+    """A stream to one neighbour. Its creator runs `run`, which is the only user of the connection.
 
-    `checked` returns a frame in a form that can be used, or raises CorruptPayload. It is awaited before the next frame
-    is read. `received` is called with each frame, in order, until the link is stopped.
+    `checked` checks a frame and returns it, or raises CorruptPayload. It is awaited before the next frame is read.
+    `received` is called with each frame, in order, until the link is stopped.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class FlowLink:
     def send(self, frame: Frame, since_s: float) -> None:
         """Queue a frame for sending. `since_s` is the time on the event loop's clock at which it was ready.
 
-        Never waits and never raises.
+        This never waits and never raises an error.
         """
         self.used_s = self._clock()
         self._note_work(frame)
@@ -156,7 +156,7 @@ class FlowLink:
             self._stopped.set_result(fault)
 
     async def run(self) -> PeerError:
-        """Carry frames in both directions until the stream ends, then close it. Returns the reason for its end."""
+        """Carry frames in both directions until the stream ends, close it, and return the reason for its end."""
         tasks = [asyncio.create_task(self._until_fault(way)) for way in (self._read_all, self._write_all)]
         try:
             return await self._stopped

@@ -1,6 +1,6 @@
 """Convert frames to the bytes of a protobuf `Frame` message, and back.
 
-Nearly all bytes of a swap are payloads of chunks. protobuf would copy each payload three times on sending and
+Nearly all bytes of a swap are payloads of chunks. protobuf would copy each payload three times when sending and
 receiving. Here, a chunk is written by hand with one copy, and read without any. The bytes are the same as protobuf's,
 which a test verifies.
 
@@ -50,7 +50,7 @@ def decode(data: bytes) -> tuple[Frame, int]:
 
 
 def _decode_chunk(data: bytes) -> tuple[Chunk, int] | None:
-    """Decode a chunk that `encode` has written. Returns None for any other form, which protobuf then reads."""
+    """Decode a chunk in the form that `encode` writes. Any other form gives None, and protobuf then reads it."""
     try:
         length, at = _varint(data, 1)
         end, sequence = at + length, 0

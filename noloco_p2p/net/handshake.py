@@ -1,5 +1,6 @@
-"""Authenticate both peers of a call: each signs data that only this call, on this connection, to this session can
-contain.
+"""Authenticate both peers of a call.
+
+Each peer signs data that only this call, on this connection, to this session can contain:
 
     caller   -> Greet(nonce)
     answerer -> challenge, signature over (ANSWERER, nonce, challenge, session key, answerer)
@@ -73,7 +74,7 @@ class Greeting:
 
 
 class Challenges:
-    """The challenges of the answering peer. It stores only accepted challenges about callers, until they expire."""
+    """The challenges of the answering peer. All it stores about callers are accepted challenges, until they expire."""
 
     def __init__(self, session: Session, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._session = session

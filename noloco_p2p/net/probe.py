@@ -1,5 +1,4 @@
-"""Let a peer ask another one to dial it back, which shows whether it can be reached from there and what time it is
-there.
+"""Ask another peer to dial back, to learn whether this peer can be reached from there and how far the clocks differ.
 
 Nobody can make a peer dial a stranger. A peer dials only the address that the call came from, on a few ports, and only
 a few times per minute.

@@ -191,7 +191,7 @@ class Proxy:
             raise not_proven(f"more than {GREETINGS_OF_ONE} greetings arrived on one connection")
 
     def proven(self, peer: str, caller: str) -> None:
-        """Note that the caller is authenticated. Raises Refused if another peer was authenticated on the same
+        """Record that the caller is authenticated. Raises Refused if another peer was authenticated on the same
         connection.
         """
         inbound, number = self._inbound_of(peer), _number(peer)
@@ -204,8 +204,9 @@ class Proxy:
             self._wait(number, caller)
 
     def turned_away(self, peer: str) -> None:
-        """Note that a call was refused. Nothing more is read, and the connection closes once the caller could read the
-        reason.
+        """Record that a call was refused.
+
+        Nothing more is read, and the connection closes once the caller has had time to read the reason.
         """
         number = _number(peer)
         inbound = self._inbound.get(number)
@@ -219,7 +220,9 @@ class Proxy:
         inbound.deadline = self._loop.call_later(LAST_WORDS_S, self._drop, number)
 
     def accepted(self, peer: str) -> None:
-        """Note that an offer, a connection or an upload was accepted, so the call is no longer limited or dropped."""
+        """Record that an offer, a connection or an upload was accepted, so that the call is no longer limited or
+        dropped.
+        """
         number = _number(peer)
         if number in self._inbound and not self._inbound[number].is_turned_away:
             self._unproven.leave(number)
@@ -228,7 +231,7 @@ class Proxy:
             self._end_deadline(number)
 
     def ended(self, peer: str) -> None:
-        """Note that a call of an authenticated peer is over, so its connection is limited again."""
+        """Record that a call of an authenticated peer is over, so that its connection is limited again."""
         number = _number(peer)
         inbound = self._inbound.get(number)
         if inbound is None or not self._asks:

@@ -200,7 +200,7 @@ class ServerStream(SwapStream):
 
 
 def check_name(proven: str, hello: frames.Hello) -> None:
-    """Raise CorruptPayload if a caller claims to be a peer other than the one as which it authenticated itself."""
+    """Raise CorruptPayload if the peer id in a caller's Hello is not the one that the caller has proven."""
     if proven and hello.peer_id != proven:
         raise CorruptPayload(f"the caller is ..{short_id(proven)} but claims to be another peer", peer=proven)
 

@@ -6,7 +6,7 @@ early, and stops reading from a connection that is too far ahead. So each peer h
 frames, one that is being read and one that is being written, each of 1 MiB at most. With eight connections, this makes
 48 MiB, most of it payloads that the swap keeps anyway.
 
-Only the caller of a swap opens further connections and closes them, because it knows an address. Both partners send on
+Only the caller of a swap opens and closes further connections, because only it knows an address. Both partners send on
 all of them. A broken connection ends the swap, because nobody keeps the frames that it carried. Closing a connection
 loses nothing. In the protocol, a further connection is the call `Lane`, and the feature is named "lanes".
 """
@@ -37,11 +37,11 @@ class Wire(Protocol):
     """
 
     async def write(self, data: bytes) -> None:
-        """Write a message. Returns when gRPC can accept more."""
+        """Write a message, and return when gRPC can accept more."""
         ...
 
     async def read(self) -> bytes | None:
-        """Read a message. Returns None if the partner has finished properly."""
+        """Read a message. The result is None if the partner has finished properly."""
         ...
 
     async def finish(self) -> None:
@@ -127,7 +127,7 @@ class SwapStream:
         return sum(not connection.leaving for connection in self._connections)
 
     async def send(self, frame: Frame) -> None:
-        """Send a frame. Waits until a connection is free, and if there is only one, until it has accepted the frame."""
+        """Send a frame as soon as a connection is free. If there is only one, wait until it has accepted the frame."""
         connection = await self._free_connection()
         self._num_sent += 1
         frame = _with_feature(frame)

@@ -77,8 +77,8 @@ class Entering:
 
     `is_told_stale` returns whether, since its last call, a peer has refused this one because it is too far away in the
     run. `ticket` is the ticket that this peer enters with. If `expects_others` is true, the peer can enter without a
-    ticket, and waits briefly for a live peer. `leaving` is set when this peer must end. It interrupts long work here,
-    which raises Left.
+    ticket, and waits briefly for a live peer. `leaving` is set when this peer must end, and then any long work here
+    ends with Left.
     """
 
     def __init__(
@@ -123,9 +123,10 @@ class Entering:
             self._thread.call(self._look_around(), ANSWER_S, leaving=self._leaving)
 
     def enter(self, layout: ModelLayout, *, target: Path) -> StateManifest | None:
-        """Fetch the state of a live peer into `target`. Returns None if no peer has one.
+        """Fetch the state of a live peer into `target`, and return its manifest, or None if no peer has a state.
 
-        While all listed peers are silent, it waits, because they may have died, and their records outlive them.
+        If no listed peer answers, this waits until one does or until all records have expired, because the records of
+        dead peers remain for a while.
 
         Raises Left, TimedOut, Unreachable if there is a ticket but no live peer, CheckpointError if the state cannot be
         written, and ModelError if live peers train another model. The ModelError names the first tensor that differs.
@@ -154,21 +155,20 @@ class Entering:
         return None
 
     def answering(self) -> Sequence[Candidate]:
-        """Ask some of the peers that this one swaps with for their current values. Dead peers are listed, but do not
-        answer.
+        """Return some of the peers that this one swaps with, with their current values.
 
-        Raises Left.
+        Dead peers are left out, because they do not answer, although their records remain. Raises Left.
         """
         return self._thread.call(self._ask_for_positions(), ANSWER_S, leaving=self._leaving)
 
     def catch_up(
         self, layout: ModelLayout, *, progress: float, round_progress: float, target: Path
     ) -> StateManifest | None:
-        """Fetch the state of a live peer into `target` if most of the swarm is far ahead. Returns None if it is not.
+        """Fetch the state of a live peer into `target` if most of the swarm is far ahead, and return its manifest.
 
         `progress` is this peer's position in the schedule, and `round_progress` is the length of one round in the same
-        unit. A call is cheap, except after a refusal. If no peer serves a newer state, it also returns None, and calls
-        try again after a while.
+        unit. Calling this is cheap, except after a refusal. The result is None if the swarm is not far ahead. It is
+        also None if no peer serves a newer state, which a call some time later tries again.
         """
         if time.monotonic() < self._catch_up_again_s:
             return None
@@ -205,9 +205,9 @@ class Entering:
     def _far_ahead(self, progress: float, *, round_progress: float) -> list[Candidate]:
         """Return the peers at the position of the swarm, shuffled, or an empty list if this peer is not far behind.
 
-        Records can be as old as one heartbeat. During that time, the swarm can advance by more short rounds than two
-        partners may be apart. So if a peer was refused because of its position, it asks some others for theirs. It
-        rarely does, because anybody can send such a refusal, and training waits meanwhile. Raises Left.
+        Records can be as old as one heartbeat. If rounds are short, the swarm can advance in that time by more rounds
+        than two partners may be apart. So a peer that was refused because of its position asks some others for theirs.
+        It does so rarely, because anybody can send such a refusal, and training waits meanwhile. Raises Left.
         """
         live = self._live_peers.mates()
         if time.monotonic() >= self._ask_again_s and self._is_told_stale():

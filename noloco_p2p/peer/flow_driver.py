@@ -1,4 +1,5 @@
-"""Drive the state machine of a pipeline over the streams to its neighbours, in parallel with the computing thread.
+"""Drive the state machine of a pipeline stage over the streams to its neighbours, in parallel with the computing
+thread.
 
 The driver feeds `flow/` with events and their times, and performs the resulting actions on the network thread. It
 passes tasks one at a time to the only thread that touches weights (`threaded_flow.py`). While that thread computes,
@@ -53,11 +54,11 @@ class Handed:
 
 
 class FlowDriver:
-    """The driver of a pipeline, which belongs to the network thread.
+    """The driver of a pipeline stage, which belongs to the network thread.
 
-    The computing thread reads `tasks`, which can also contain an exception that reading data has raised. A head has
-    `batches`, from which another thread reads the next microbatch before it is due. `microbatch_tokens` is the number
-    of tokens in the loss of each microbatch.
+    The computing thread reads `tasks`, which can also contain an exception that was raised while reading data. A head
+    has `batches`, from which another thread reads the next microbatch before it is due. `microbatch_tokens` is the
+    number of tokens in the loss of each microbatch.
     """
 
     def __init__(
@@ -103,8 +104,8 @@ class FlowDriver:
     def meet(self, downstream: Collection[str], ring: Collection[str] = ()) -> None:
         """Set the neighbours of this peer.
 
-        `downstream` are the replicas of the next stage. `ring` are the peers to which a stream is kept open at the end
-        of the pipeline: for a head, replicas of the last stage, and for those replicas, heads.
+        `downstream` are the replicas of the next stage. `ring` are the peers to which a stream is kept open where the
+        pipeline closes: a head keeps streams to replicas of the last stage, and these replicas keep streams to heads.
         """
         self._downstream = frozenset(downstream)
         self._kept = dict.fromkeys(ring, -DIAL_AGAIN_S)
@@ -122,7 +123,7 @@ class FlowDriver:
     def evaluate(self, microbatches: Collection[object]) -> None:
         """Send these microbatches of a head through the pipeline before any others, without gradients.
 
-        They replace microbatches of an earlier call.
+        They replace the microbatches of an earlier call.
         """
         self._to_evaluate = deque(microbatches)
         self._do([])
@@ -221,9 +222,9 @@ class FlowDriver:
         self.machine.hold_steps()
 
     def release_steps(self, progress: float) -> None:
-        """Let inner steps close again after an outer step, which moved a head to `progress`.
+        """Let inner steps close again after an outer step. `progress` is the progress of a head after that step.
 
-        The outer step cannot finish a head. Only the head's own inner step can.
+        An outer step cannot finish a head, because only the head's own inner step can.
         """
         machine = self.machine
         if isinstance(machine, Head) and progress < FINAL_MARK:

@@ -1,6 +1,6 @@
 """Decide when a peer trains on a machine that has other work.
 
-The decisions are pure functions of observations that `peer/machine_use.py` makes.
+This module does no I/O. `peer/machine_use.py` observes the machine.
 """
 
 from __future__ import annotations

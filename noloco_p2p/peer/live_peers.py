@@ -53,7 +53,7 @@ class LivePeers:
         return self._of_own_stage(self.everyone())
 
     def reached(self, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-        """Return the same peers, with their address in the local network, or with a tunnel's address if there is no
+        """Return the same peers, with their address on the local network, or with a tunnel's address if there is no
         other.
         """
         return self._tunnels.reached(self._household.reached(candidates))

@@ -82,10 +82,10 @@ class GpuUse:
         self._nvml = pynvml
 
     def others_share(self, own: set[int]) -> float | None:
-        """Return the share of time that other processes computed or drew on the busiest of these GPUs, or None if it is
-        unknown.
+        """Return the share of time that other processes computed or rendered on the busiest of these GPUs.
 
-        Within a container, NVML reports the process ids of the host, so this peer's processes are not found among them.
+        The result is None if it is unknown. In a container, NVML reports the process ids of the host, so this peer's
+        processes are not found among them.
         """
         if self._nvml is None:
             return None

@@ -1,6 +1,6 @@
 """Provide the network services that the outer step uses besides swaps.
 
-They are entering, catching up, serving states, and sketches.
+They let a peer enter and catch up, serve its state, and publish sketches.
 """
 
 from __future__ import annotations
@@ -62,9 +62,10 @@ class Membership:
         return manifest
 
     def catch_up(self, *, progress: float, inner_steps: int, target: Path) -> StateManifest | None:
-        """Fetch the state of a live peer into `target` if most of the swarm is far ahead. Returns None if it is not.
+        """Fetch the state of a live peer into `target` if most of the swarm is far ahead, and return its manifest.
 
-        A call is cheap. If no peer serves a newer state, it also returns None, and calls try again after a while.
+        Calling this is cheap. The result is None if the swarm is not far ahead. It is also None if no peer serves a
+        newer state, which a call some time later tries again.
         """
         assert self._status.layout, "call `enter` first"
         return self._network().entering.catch_up(

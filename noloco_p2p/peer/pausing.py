@@ -48,7 +48,7 @@ class Pausing:
 
     @property
     def word(self) -> PausedBy:
-        """Return the reason in the form of the record, or "" if no pause is requested."""
+        """Return the reason as a word for the record, or "" if no pause is requested."""
         if self._machine and not self.is_asked:
             return self._machine.word
         return "asked" if self._requested.is_set() else ""
@@ -63,7 +63,10 @@ class Pausing:
 
 
 async def watch_machine(settings: PeerSettings, pausing: Pausing) -> list[asyncio.Task[None]]:
-    """Start to observe this machine. Returns no task if the settings let the peer train at any time."""
+    """Start to observe this machine, and return the tasks.
+
+    There is no task if the settings let the peer train at any time.
+    """
     free_time = FreeTime(settings)
     if not free_time.is_limited:
         return []

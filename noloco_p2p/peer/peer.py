@@ -146,9 +146,11 @@ class Peer:
     ) -> Self:
         """Start a peer of the run that `target` (a spec, a spec file or a ticket) names.
 
-        Returns when the peer answers others. With a ticket, it has fetched the spec from a live peer by then. Raises
-        SpecError, TicketError, SettingsError if a port or a folder is in use, DirectoryError, and Unreachable if no
-        peer of the ticket's run answers.
+        The call returns once the peer answers others. With a ticket, the peer has fetched the spec from a live peer by
+        then.
+
+        Raises SpecError, TicketError, SettingsError if a port or a folder is in use, DirectoryError, and Unreachable if
+        no peer of the ticket's run answers.
 
         Args:
             target: A spec, the path of a spec file, or a ticket.
@@ -231,7 +233,7 @@ class Peer:
     def wait_for_peers(self, num_peers: int, *, timeout_s: float) -> bool:
         """Wait until there are `num_peers` other peers, as counted by `live_peers`.
 
-        Returns False after a timeout or a request to leave.
+        The result is False after a timeout or a request to leave.
         """
         until_s = time.monotonic() + timeout_s
         while self.live_peers() < num_peers:
@@ -268,7 +270,7 @@ class Peer:
             log.warning("the state %s could not be announced to the swarm: %s", state, error)
 
     def last_fault(self) -> str:
-        """Describe the last fault of another peer. Returns "" if there was none."""
+        """Return a description of the last fault of another peer, or "" if there was none."""
         return self._net.driver.last_fault
 
     def tell_long_swaps(self, tell: Callable[[SwapProgress], None]) -> None:
@@ -276,7 +278,7 @@ class Peer:
         self._net.watch.on_long = tell
 
     def reach(self) -> Verdict:
-        """Return whether other peers can dial this one, as far as they have reported."""
+        """Return the verdict on whether other peers can dial this one, based on their reports."""
         return self._net.reachability.verdict()
 
     async def _ask_to_dial_back(self, candidate: Candidate, ports: Sequence[int]) -> DialBack:
@@ -294,7 +296,7 @@ class Peer:
     def wait_for_router(self) -> None:
         """Wait until the router has answered whether it forwards ports, so that the ticket can contain them.
 
-        Returns after a few seconds at most, and at once if no router is asked.
+        This takes a few seconds at most, and no time if no router is asked.
         """
         self._call(self._net.reachability.wait_for_router(), START_TIMEOUT_S)
 

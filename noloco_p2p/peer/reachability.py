@@ -102,11 +102,11 @@ class Reachability:
         await self.tunnels.stop()
 
     async def wait_for_router(self) -> None:
-        """Wait until the router has answered whether it forwards ports, or for a few seconds."""
+        """Wait until the router has answered whether it forwards ports, but only for a few seconds."""
         await self._port_mapping.wait(ROUTER_S)
 
     async def wait_for_dial_back(self) -> None:
-        """Wait until the first peer has reported whether it can dial this one, or for a few seconds."""
+        """Wait until the first peer has reported whether it can dial this one, but only for a few seconds."""
         await self._dial_backs.wait(FIRST_DIAL_BACK_S)
 
     # the data that this peer publishes
@@ -120,7 +120,7 @@ class Reachability:
         return host_port(host or routable_host(self._settings.listen_host), port or self._port)
 
     def verdict(self) -> Verdict:
-        """Return whether other peers can dial this one, as far as they have reported."""
+        """Return the verdict on whether other peers can dial this one, based on their reports."""
         mapped = self._mapped()
         return assess(
             self.address,
@@ -134,7 +134,7 @@ class Reachability:
         )
 
     def neighbours(self) -> dict[str, Reach]:
-        """Return how each live peer that is known now is reached, by peer id."""
+        """Return, by peer id, how each known live peer is reached."""
         is_closed, ways = self.is_closed(), self.tunnels.last_ways
         return {
             record.peer_id: (
@@ -152,9 +152,7 @@ class Reachability:
         return () if leads_nowhere else (self.address,)
 
     def ways_in(self) -> tuple[str, ...]:
-        """Return the multiaddrs for the record. Addresses through relays come first, because they work if there are
-        any.
-        """
+        """Return the multiaddrs for the record. Addresses through relays come first, because they are known to work."""
         return (*self._reservations.circuits(), *self._outside(self._mapped()), *self._directory.multiaddrs())
 
     def doors(self) -> list[str]:
@@ -210,7 +208,7 @@ class Reachability:
         return (f"/ip4/{mapped.host}/tcp/{mapped.ports[1]}/p2p/{self._directory.peer_id}",) if mapped else ()
 
     def is_closed(self) -> bool:
-        """Return whether no other peer can dial this one, as far as they have reported."""
+        """Return whether no other peer can dial this one, according to their reports."""
         return self._server is not None and self.verdict().state in CLOSED
 
     def _take(self, connection: socket.socket) -> None:

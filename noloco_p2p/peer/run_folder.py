@@ -63,9 +63,10 @@ def read_spec(ticket: Ticket, state_dir: Path) -> Spec | None:
 
 
 def find_invitation(target: Spec | Ticket, settings: PeerSettings) -> Invitation | None:
-    """Return the invitation to a private run, from the ticket, made with the run key, or stored earlier.
+    """Return the invitation to a private run, or None for a public run.
 
-    Returns None for a public run. Raises SettingsError, TicketError or IdentityError.
+    The invitation comes from the ticket, is made with the run key, or was stored earlier. Raises SettingsError,
+    TicketError or IdentityError.
     """
     if isinstance(target, Ticket):
         found = target.invitation

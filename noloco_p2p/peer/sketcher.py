@@ -8,7 +8,7 @@ which swap reached a mark. Weights are not interpolated to the exact mark. The d
 round to round, so the midpoint between two states has up to 30 % less spread than either state (measured on four
 peers).
 
-The spacing of marks is a power of two of the schedule. A peer chooses the smallest power that lasts at least
+The spacing of marks is the schedule divided by a power of two. A peer chooses the smallest spacing that lasts at least
 MARK_EVERY_S and at least one round at its speed. Peers with other speeds choose other spacings, but wide spacings use a
 subset of the marks of narrow ones. A record has space for one sketch. It is renewed more often than marks are reached,
 so a monitor that keeps the last few sketches of every peer (`monitor/spread.py`) misses none.
@@ -67,7 +67,7 @@ class Sketcher:
                 self._executor.submit(self._make, slow_weights, state, mark)
 
     def weights_change(self) -> None:
-        """Discard an unfinished sketch, so that its mark has none. Call this before the slow weights change.
+        """Discard an unfinished sketch, so that its mark stays without one. Call this before the slow weights change.
 
         An unfinished sketch would mix two states, and a sketch after the next outer step would be one round late.
         """
@@ -106,7 +106,7 @@ class Sketcher:
 def finest_level(*, round_s: float, round_progress: float) -> int | None:
     """Return L such that 2^-L is the spacing of marks for a peer with rounds of this duration and progress.
 
-    Returns None if even the whole schedule is shorter.
+    The result is None if even the whole schedule is shorter than that.
     """
     if round_progress <= 0:
         return None
@@ -117,7 +117,8 @@ def finest_level(*, round_s: float, round_progress: float) -> int | None:
 def roundest(after: float, until: float, *, level: int) -> int | None:
     """Return the multiple of 2^-LEVEL in (after, until] that most other peers have as a mark, in units of 2^-FINEST.
 
-    This is the multiple of the largest power of two. Returns None if there is none, or if `until` is far past the end.
+    This is the multiple of the largest power of two. The result is None if there is no multiple in the interval, or if
+    `until` is far past the end.
     """
     if not 0 <= until < 1 << (32 - FINEST - 1):
         return None

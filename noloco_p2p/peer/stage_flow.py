@@ -2,8 +2,7 @@
 
 A replica sends to a few replicas of the next stage, and redraws one of them from time to time. A head keeps streams to
 replicas of the last stage, through which its microbatches return. Each of those replicas also keeps streams to some
-heads, because with few neighbours on either side, the two sets might not intersect. All of this belongs to the network
-thread.
+heads, because the two sets are small and might not intersect otherwise. All of this belongs to the network thread.
 """
 
 from __future__ import annotations
@@ -172,7 +171,7 @@ class StageFlow:
             await asyncio.sleep(LOOK_S)
 
     def _draw(self) -> tuple[frozenset[str], frozenset[str]]:
-        """Return the peers to send to, and those to which a stream is kept open at the end of the pipeline."""
+        """Return the peers to send to, and the peers to which a stream is kept open where the pipeline closes."""
         stage, last = self._plan.stage, self._plan.num_stages - 1
         of_stage = self._taking_part()
         kept: set[str] = set()

@@ -63,9 +63,9 @@ class Stages:
         return self._network().live_peers.mates()
 
     def answering(self) -> Sequence[Candidate]:
-        """Ask some of the peers with the same stage for their current values. Dead peers are listed, but do not answer.
+        """Return some of the peers with the same stage, with their current values.
 
-        Raises Left.
+        Dead peers are left out, because they do not answer, although their records remain. Raises Left.
         """
         return self._network().entering.answering()
 
@@ -87,9 +87,7 @@ class Stages:
         self._status.layout = network.driver.layout = network.states.layout = None
 
     def wait_for(self, stages: Sequence[int]) -> None:
-        """Show which stages this peer waits for because no peer holds them. An empty list means that it no longer
-        waits.
-        """
+        """Set the stages that this peer waits for because no peer holds them. `noloco status` shows them."""
         self._status.waits_for_stages = tuple(stages)
 
     def start_flow(self, plan: StagePlan) -> ThreadedFlow:

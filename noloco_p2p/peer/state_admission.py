@@ -41,8 +41,8 @@ class StateAdmission:
     async def check_position(self, donor: Candidate, manifest: StateManifest) -> None:
         """Check a position against records. If it does not fit, check it against the answers of some peers.
 
-        Records can be as old as one heartbeat. During that time, the swarm can advance by more short rounds than a
-        state may be away from it.
+        Records can be as old as one heartbeat. If rounds are short, the swarm can advance in that time by more rounds
+        than a state may be away from it.
         """
         live = self._live()
         try:

@@ -39,7 +39,7 @@ class Stopwatch:
         self._now: tuple[float, float | None] = 0.0, None  # the seconds before the last start, and when it was started
 
     def run(self, is_running: bool) -> None:
-        """Start or stop it."""
+        """Start or stop the stopwatch."""
         self._now = self.seconds(), time.monotonic() if is_running else None
 
     def add(self, seconds: float) -> None:

@@ -56,8 +56,9 @@ class ThreadedFlow:
         return FlowCounts(machine.num_done, machine.num_lost, machine.num_late, len(held))
 
     def take(self, wait_s: float) -> Handed | None:
-        """Return the next task, or None if there is none within `wait_s`. Raises an error that reading a head's data
-        has raised.
+        """Return the next task, or None if there is none within `wait_s`.
+
+        Raises any error that occurred while reading a head's data.
         """
         try:
             handed = self._driver.tasks.get(timeout=wait_s)
@@ -87,7 +88,7 @@ class ThreadedFlow:
     def evaluate(self, microbatches: Collection[object]) -> None:
         """Send these microbatches of a head through the pipeline before any others, without gradients.
 
-        They replace microbatches of an earlier call.
+        They replace the microbatches of an earlier call.
         """
         self._tell(self._driver.evaluate, microbatches)
 
