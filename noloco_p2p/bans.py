@@ -121,7 +121,7 @@ class BanList:
         except FileNotFoundError:
             return {}
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            log.warning("%s: cannot read the bans: %s", self._path, error)
+            log.warning("%s: the bans cannot be read: %s", self._path, error)
             return self._bans
 
     def _save(self) -> None:
@@ -130,7 +130,7 @@ class BanList:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(self._path, json.dumps(values).encode())
         except OSError as error:
-            raise SettingsError(f"{self._path}: cannot write the bans: {error.strerror}") from None
+            raise SettingsError(f"{self._path}: the bans cannot be written: {error.strerror}") from None
         self._stamp = self._stamp_of_file()
 
     def _stamp_of_file(self) -> tuple[int, int] | None:
