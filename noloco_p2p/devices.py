@@ -74,8 +74,8 @@ def peak_bytes(device: torch.device) -> int:
 def has_fast_bf16(device: torch.device) -> bool:
     """Return whether bf16 matrix products are at least as fast as fp32 ones on this device.
 
-    CUDA devices qualify from Ampere on. On ROCm, torch says yes for every card. MPS does not qualify, because it has
-    not been measured.
+    CUDA devices qualify if they are Ampere or newer. On ROCm, torch says yes for every card. MPS does not qualify,
+    because it has not been measured.
     """
     if device.type == "cuda":
         with torch.cuda.device(device):  # torch checks the current device

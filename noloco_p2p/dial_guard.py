@@ -24,7 +24,7 @@ class DialGuard:
     """The guard for all dials of a peer.
 
     If `only_public` is true, private addresses that strangers name are refused. It is set when this peer entered the
-    swarm over a public address, because a private address would then lie in its own network.
+    swarm over a public address, because a private address would then belong to this peer's own network.
     """
 
     def __init__(self, *, only_public: bool = False, clock: Callable[[], float] = time.monotonic) -> None:

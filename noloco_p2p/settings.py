@@ -46,14 +46,14 @@ def user_file() -> Path:
 
 
 def parse_bindings(pairs: list[str]) -> dict[str, str]:
-    """Parse `--data NAME=GLOB` flags into {name: glob}. Raises SettingsError for a pair of another form."""
+    """Parse `--data NAME=GLOB` flags into {name: glob}. Raises SettingsError for a malformed pair."""
     return _parse_pairs(pairs, "--data", "NAME=GLOB, for example --data c4='/data/c4/*.json.gz'")
 
 
 def parse_folders(pairs: list[str]) -> dict[str, str]:
     """Parse `--model NAME=FOLDER` flags into {name: folder}.
 
-    Raises SettingsError for a pair of another form, or if a folder does not exist.
+    Raises SettingsError for a malformed pair, or if a folder does not exist.
     """
     folders = _parse_pairs(pairs, "--model", "NAME=FOLDER, for example --model llama=/models/llama")
     for name, folder in folders.items():
@@ -365,12 +365,12 @@ class PeerSettings(BaseModel):
 
     @property
     def listen_port(self) -> int:
-        """Return the gRPC port. 0 means any two free ports."""
+        """Return the gRPC port, or 0 for any two free ports."""
         return split_address(self.listen)[1]
 
     @property
     def libp2p_port(self) -> int:
-        """Return the libp2p port, which follows the gRPC port. 0 means any free port."""
+        """Return the libp2p port, which follows the gRPC port, or 0 for any free port."""
         return self.listen_port + 1 if self.listen_port else 0
 
     @property

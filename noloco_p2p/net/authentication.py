@@ -51,7 +51,7 @@ class Caller:
 
 
 class Authenticator:
-    """The authentication of callers.
+    """A gate that authenticates the callers of a server.
 
     Without a session, every caller is accepted under any name. This is for measurements and tests on one machine.
     """

@@ -1,7 +1,7 @@
 """Tune the number of connections of a swap by hill climbing on its throughput. No constant here depends on the link.
 
 The number doubles while that pays. If packet loss limits a TCP stream, two streams carry nearly twice as much. A
-saturated link carries no more, whatever the number. Each direction is judged separately. Because the frames of a new
+saturated link carries no more, however many there are. Each direction is judged separately. Because the frames of a new
 connection wait behind the backlog of the others, a trial that makes one direction faster and the other slower is
 measured once more. The result is remembered for the next swap with the same peer.
 """

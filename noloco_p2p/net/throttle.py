@@ -63,8 +63,8 @@ class Limits:
     def options(self) -> list[tuple[str, int]]:
         """Return gRPC options for every channel and for the server.
 
-        gRPC reads ahead of its caller. It widens this window as far as the link allows, which at a low limit would be
-        data for many seconds. With these options, the window stays at READ_AHEAD_S.
+        gRPC reads ahead of its caller, in a window that it widens as far as the link allows. With a low limit, such a
+        window would hold data for many seconds. With these options, it stays at READ_AHEAD_S.
         """
         if self.download is None:
             return []

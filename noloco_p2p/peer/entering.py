@@ -299,9 +299,7 @@ class Entering:
         return manifest
 
     def _check_model(self, donors: Sequence[Candidate], layout: ModelLayout) -> None:
-        """Raise ModelError if the swarm trains another model than this peer, because the swarm would then always refuse
-        it.
-        """
+        """Raise ModelError if the swarm trains a different model. It would then always refuse this peer."""
         for donor in donors[:DONORS_ASKED]:
             difference = self._thread.call(
                 find_difference(self._transport, donor, layout), ANSWER_S, leaving=self._leaving

@@ -1,4 +1,4 @@
-"""Decide when a peer trains on a machine that has other work.
+"""Decide when a peer trains on a machine that also has other work to do.
 
 This module does no I/O. `peer/machine_use.py` observes the machine.
 """

@@ -82,10 +82,9 @@ class GpuUse:
         self._nvml = pynvml
 
     def others_share(self, own: set[int]) -> float | None:
-        """Return the share of time that other processes computed or rendered on the busiest of these GPUs.
+        """Return the share of time in which other processes used the busiest of these GPUs, or None if it is unknown.
 
-        The result is None if it is unknown. In a container, NVML reports the process ids of the host, so this peer's
-        processes are not found among them.
+        In a container, NVML reports the process ids of the host, so this peer's processes are not found among them.
         """
         if self._nvml is None:
             return None

@@ -32,7 +32,7 @@ class NetworkThread:
     def call(self, coroutine: Coroutine[Any, Any, T], timeout_s: float, *, leaving: threading.Event | None = None) -> T:
         """Run a coroutine on the thread and return its result.
 
-        Raises what the coroutine raises, TimeoutError after `timeout_s`, and Left soon after `leaving` is set.
+        Raises any error of the coroutine, TimeoutError after `timeout_s`, and Left soon after `leaving` is set.
         """
         future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
         until_s = time.monotonic() + timeout_s

@@ -274,7 +274,7 @@ class Peer:
         return self._net.driver.last_fault
 
     def tell_long_swaps(self, tell: Callable[[SwapProgress], None]) -> None:
-        """Call `tell` repeatedly during a long swap, on the network thread."""
+        """Call `tell` repeatedly on the network thread while a long swap is running."""
         self._net.watch.on_long = tell
 
     def reach(self) -> Verdict:

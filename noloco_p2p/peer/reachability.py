@@ -34,7 +34,7 @@ Ask = Callable[[Candidate, Sequence[int]], Awaitable[DialBack]]
 
 
 class Reachability:
-    """The reachability of this peer.
+    """The part of a peer that determines and publishes how others can reach it.
 
     Create it once the directory exists, and `start` it once the server listens. `tunnels` work from the beginning.
     `entrances` are the multiaddrs through which this peer was configured to enter. `ask` raises PeerError.
@@ -102,11 +102,11 @@ class Reachability:
         await self.tunnels.stop()
 
     async def wait_for_router(self) -> None:
-        """Wait until the router has answered whether it forwards ports, but only for a few seconds."""
+        """Wait for the router to answer whether it forwards ports, but only for a few seconds."""
         await self._port_mapping.wait(ROUTER_S)
 
     async def wait_for_dial_back(self) -> None:
-        """Wait until the first peer has reported whether it can dial this one, but only for a few seconds."""
+        """Wait for the first peer to report whether it can dial this one, but only for a few seconds."""
         await self._dial_backs.wait(FIRST_DIAL_BACK_S)
 
     # the data that this peer publishes
@@ -192,7 +192,7 @@ class Reachability:
         return (announced_port, announced_port + 1) if announced_port else (self._port, self._directory.port)
 
     def _mapped(self) -> MappedPorts | None:
-        """Return the mapping of the router, unless peers have dialled back and none of them got through to it.
+        """Return the router's port mapping, unless peers have dialled back and none of them got through.
 
         If a run begins behind a router, there is nobody to ask, and others can enter only if this peer trusts the
         router.

@@ -188,7 +188,7 @@ class StageFlow:
         return frozenset(self._downstream.chosen), frozenset(kept)
 
     def _taking_part(self) -> defaultdict[int, set[str]]:
-        """Return the live peers of each stage that take part.
+        """Return, by stage, the live peers that take part in the pipeline.
 
         A peer that cannot be dialled takes part while it has a stream to this peer.
         """
