@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import reprlib
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, cast, get_args
@@ -716,9 +717,15 @@ def describe(error: ValidationError) -> str:
         dotted = ".".join(str(part) for part in item["loc"])
         message = item["msg"].removeprefix("Value error, ")
         first_word = message.split(" ", 1)[0]
-        if item["type"] == "value_error" and first_word.isidentifier():  # our own checks name the field themselves
-            dotted, message = f"{dotted}.{first_word}" if dotted else first_word, message.partition(" ")[2]
+        if item["type"] == "value_error":
+            if first_word.isidentifier():  # our own checks name the field themselves
+                dotted, message = f"{dotted}.{first_word}" if dotted else first_word, message.partition(" ")[2]
         elif item["type"] == "extra_forbidden":
             message = "is not a known field"
-        lines.append(f"{dotted}: {message}" if item["type"] != "value_error" else f"{dotted} {message}".lstrip())
+        elif message.startswith("Input should "):
+            given = f"; it is {reprlib.repr(item['input'])}" if isinstance(item["input"], str | int | float) else ""
+            message = f"must {message.removeprefix('Input should ')}{given}"
+        else:
+            dotted += ":"
+        lines.append(f"{dotted} {message}".lstrip())
     return "; ".join(lines)

@@ -71,7 +71,8 @@ class Plan:
 def parse_churn(text: str, *, num_replicas: int | tuple[int, ...]) -> Churn:
     """Parse comma-separated items like in EXAMPLE. Raises SettingsError, which names the item.
 
-    In a run with stages, `num_replicas` has one number per stage, and events name a replica by its stage: `crash:1.2@200`.
+    In a run with stages, `num_replicas` has one number per stage, and events name a replica by its stage:
+    `crash:1.2@200`.
     """
     stages = (num_replicas,) if isinstance(num_replicas, int) else num_replicas
     events: list[Event] = []
