@@ -162,7 +162,7 @@ def test_settings_in_the_environment_and_in_the_file_name_themselves(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NOLOCO_THREADS", "-3")
-    assert complaint(capsys, "status")[1].startswith("noloco: environment NOLOCO_*: threads: ")
+    assert complaint(capsys, "status")[1].startswith("noloco: environment NOLOCO_*: threads must be ")
     monkeypatch.delenv("NOLOCO_THREADS")
     file = tmp_path / "config" / "noloco" / "settings.toml"
     file.parent.mkdir(parents=True)
