@@ -47,7 +47,7 @@ GRPC = b"grpc"  # the key of the gRPC port in the text record of a service
 NAME = re.compile(r"([0-9a-f]{8})-([1-9A-HJ-NP-Za-km-z]{40,54})\." + re.escape(SERVICE))
 MARK_CONTEXT = "noloco_p2p 2026 mark of a run in a local network"
 MAX_FOUND = 16
-# After the first 16. Otherwise, a stranger could make this peer scan the network by withdrawing and announcing services.
+# After the first 16. Otherwise, a stranger who keeps announcing services could make this peer scan the network.
 FOUND_PER_S = 1 / 60
 MAX_HOSTS = 4  # per peer
 ANSWER_MS = 3_000

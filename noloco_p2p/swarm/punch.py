@@ -8,10 +8,10 @@ Before this, each peer asks the relay at which address and port the relay sees i
 The caller connects when it receives the answer. The called peer connects after half a round trip, which is when its
 answer should arrive (`hole.py`).
 
-Messages are lines of JSON. Each peer measures its round-trip time to the relay, and the sum of the two is the round-trip
-time between the peers. `local` is sent only if the relay sees both peers at the same address, because they are then
-probably in the same local network. A message can make a peer dial one public address, which the partner claims as its
-own, and one address in the local network. The guard counts each dial.
+Messages are lines of JSON. Each peer measures its round-trip time to the relay, and the sum of the two is the
+round-trip time between the peers. `local` is sent only if the relay sees both peers at the same address, because they
+are then probably in the same local network. A message can make a peer dial one public address, which the partner claims
+as its own, and one address in the local network. The guard limits these dials.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from noloco_p2p.swarm.relay import Ends
 from noloco_p2p.tcp import Endpoint, endpoint
 
 MAX_LINE_BYTES = 512
-PUNCH_S = 3.5  # for the whole attempt; after it, the call must still connect through the relay, within 5 s in total
+PUNCH_S = 3.5  # for the whole attempt; the caller waits 5 s, so there is time left to connect through the relay
 MAX_WAIT_S = 1.0  # the limit on half a round-trip time
 NO_TOKEN = bytes(TOKEN_BYTES)
 

@@ -3,8 +3,8 @@
     value = signature:64 | canonical JSON       at most MAX_RECORD_BYTES
 
 The signature covers a domain prefix and the JSON. The expiry is part of the JSON, so nobody can prolong the record of a
-peer that has gone. Unknown JSON fields are ignored. This module does not import hivemind; the validator, which needs it,
-is in another file.
+peer that has gone. Unknown JSON fields are ignored. This module does not import hivemind; the validator, which needs
+it, is in another file.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ SIGNATURE_BYTES = 64
 EXPIRY_SLACK_S = 1e-3  # allowed difference between the expiry in a record and the one that the DHT has
 DOMAIN = b"noloco_p2p record 1\x00"
 STATES = frozenset({"training", "paused", "leaving", "done"})
-PausedBy = Literal["", "asked", "hours", "battery", "in use", "GPU in use"]  # either `noloco pause`, or a reason to spare the machine
+# `asked` stands for `noloco pause`; the other reasons concern the use of the machine.
+PausedBy = Literal["", "asked", "hours", "battery", "in use", "GPU in use"]
 PAUSED_BY = get_args(PausedBy)
 SERVING = frozenset({"training", "done"})  # peers that compute for the other stages of a run
 
@@ -61,7 +62,7 @@ class PeerRecord:
     depths: tuple[int, ...] = ()  # of its buckets: first where it reads, then where else it is announced; () = (0,)
     session_key: str = ""  # identifies its gRPC server; base64; new at every start
     started_at_ms: int = 0  # Unix time by its own clock; tells apart two processes with one key
-    mark: str = ""  # in a private run: the proof that the peer is a member
+    mark: str = ""  # in a private run: the proof that a member wrote the record
     stage: int = 0  # the stage that it holds in a run with stages; 0 = the head
     stages: int = 0  # the number of stages of the run; 0 = every peer holds the whole model
     sends_to: tuple[str, ...] = ()  # the last characters of the ids of the peers to which it sends microbatches
@@ -69,6 +70,7 @@ class PeerRecord:
     paused_by: PausedBy = ""  # why it is paused
 
 
+# The JSON names of the fields of a record and of its metrics.
 KEYS = {
     "peer_id": "id",
     "run_name": "run",
@@ -87,8 +89,9 @@ KEYS = {
     "stages": "of",
     "sends_to": "to",
     "paused_by": "pause",
-} | {name: METRICS[name].key for name in RECORDED}  # the JSON names of the fields of a record and of its metrics
-CAUSES = [METRICS[name].key for name in RECORDED if ":" in METRICS[name].key]  # of solo rounds; they form one list in the record
+} | {name: METRICS[name].key for name in RECORDED}
+# The causes of solo rounds, which form a single list in the record.
+CAUSES = [METRICS[name].key for name in RECORDED if ":" in METRICS[name].key]
 PLAIN: dict[str, Any] = {item.name: item.default for item in fields(PeerRecord) if item.name != "metrics"}
 TYPES = {item.name: str(item.type) for item in (*fields(PeerRecord), *fields(Metrics)) if item.name != "metrics"}
 TYPES["paused_by"] = "str"
@@ -127,14 +130,15 @@ def encode_record(record: PeerRecord, identity: Identity) -> bytes:
 def decode_record(data: bytes) -> PeerRecord:
     """Check and unpack a record. Raises RecordError if `encode_record` could not have produced it."""
     values = open_envelope(data)
-    # A newer sender may know other causes, which are ignored.
+    # a newer sender may know other causes, which are ignored.
     values = {**values, **dict(zip(CAUSES, _counts("why", values.get("why", [])), strict=False))}
     known: dict[str, Any] = {name: values[KEYS.get(name, name)] for name in PLAIN if KEYS.get(name, name) in values}
     for name in ("addresses", "multiaddrs", "sends_to"):
         known[name] = _texts(name, known.get(name, []))
     known["depths"] = _counts("depths", known.get("depths", []))
     known["name"] = peer_name.shown(known.get("name"))
-    known["paused_by"] = known["paused_by"] if known.get("paused_by") in PAUSED_BY else ""  # the sender may know other reasons
+    # a newer sender may know other reasons
+    known["paused_by"] = known["paused_by"] if known.get("paused_by") in PAUSED_BY else ""
     known["metrics"] = Metrics(**{name: values[KEYS[name]] for name in RECORDED if KEYS[name] in values})
     try:
         record = PeerRecord(**known)
