@@ -92,7 +92,7 @@ def split_peer_id(multiaddr: str) -> tuple[str, str]:
     address, separator, peer_id = multiaddr.rpartition("/p2p/")
     if not separator or not address.startswith("/") or not peer_id or "/" in peer_id:
         raise DirectoryError(
-            f"{multiaddr!r} is not an address to dial: it must look like /ip4/203.0.113.5/tcp/4001/p2p/12D3Koo.."
+            f"{multiaddr!r} is not an address to dial; it must look like /ip4/203.0.113.5/tcp/4001/p2p/12D3Koo.."
         )
     return address, peer_id
 

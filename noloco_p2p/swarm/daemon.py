@@ -212,17 +212,17 @@ def probe_port(host: str, port: int) -> int:
             raise DirectoryError(_taken(host, port)) from None
         if error.errno == errno.EADDRNOTAVAIL:
             raise DirectoryError(
-                f"this machine has no address {host}; --listen 0.0.0.0:PORT listens on all its networks"
+                f"this machine has no address {host}; use --listen 0.0.0.0:PORT to listen on all its networks"
             ) from None
         raise DirectoryError(
-            f"cannot listen on {host}, port {port}: {error.strerror}; choose another one with --listen"
+            f"cannot listen on {host}, port {port}: {error.strerror}; choose another address with --listen"
         ) from None
 
 
 def _taken(host: str, port: int) -> str:
     return (
         f"port {port} on {host} is already in use, perhaps by another peer; stop that program, "
-        "or choose another port with --listen HOST:PORT (libp2p takes PORT+1; 0 takes free ones)"
+        "or choose another port with --listen HOST:PORT (libp2p uses PORT+1; with 0, free ports are chosen)"
     )
 
 

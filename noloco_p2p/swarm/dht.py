@@ -150,7 +150,7 @@ class SwarmDirectory:
         Raises DirectoryError if the port is taken, the daemon cannot run, or a bootstrap is not a valid address.
         """
         if describe is not None and spec_digest is None:
-            raise ValueError("a peer that describes itself belongs to a run: spec_digest is missing")
+            raise ValueError("a directory that announces a peer needs the spec_digest of its run")
         _by_peer(bootstraps)  # report a mistyped address before the slow import
         is_monitor = spec_digest is not None and describe is None
         listen_on = ListenOn(listen_host, listen_port, announce_host, announce_port)
@@ -320,7 +320,7 @@ class SwarmDirectory:
             if farewell and self._announcer:
                 await self._announcer.announce("leaving", timeout_s=FAREWELL_S)
         except DirectoryError as error:
-            logger.warning("leaving could not be announced to the swarm: %s", error)
+            logger.warning("could not announce to the swarm that this peer is leaving: %s", error)
         finally:
             await self._node.stop()
             await asyncio.to_thread(self._address_book.save)
@@ -363,9 +363,9 @@ async def _forever(name: str, job: Callable[[], Awaitable[float]]) -> None:
         try:
             pause_s = await job()
         except DirectoryError as error:
-            logger.debug("directory %s: %s", name, error)
+            logger.debug("the directory task %s failed: %s", name, error)
             pause_s = 1.0
         except Exception:  # a bug here must not end the membership of a peer that trains
-            logger.exception("directory %s failed; trying again", name)
+            logger.exception("the directory task %s failed; trying again", name)
             pause_s = 5.0
         await asyncio.sleep(pause_s)

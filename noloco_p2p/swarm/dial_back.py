@@ -123,12 +123,12 @@ def assess(
         if mapped_by:
             return Verdict(Reach.MAPPED, f"{told}, which the router maps ({mapped_by})")
         if all(seen.reached.get(ports[1]) for seen in through):
-            told += f"; port {ports[1]} (libp2p) is closed: open it too, so that others can enter through this peer"
+            told += f"; port {ports[1]} (libp2p) is closed; open it too, so that others can join through this peer"
         return Verdict(Reach.DIRECT, told)
     why = next(reason for seen in dial_backs if (reason := seen.reached.get(ports[0], "not asked")))
     told = f"{len(dial_backs) - len(through)} of {len(dial_backs)} peers could not dial port {ports[0]} ({why})"
     effect = {
-        Reach.OUTBOUND_ONLY: "so this peer makes offers and gets none",
+        Reach.OUTBOUND_ONLY: "so this peer makes offers but gets none",
         Reach.RELAYED: "so other peers behind closed ports call it through a relay",
         Reach.PUNCHED: f"so it connects to other such peers through holes in the routers, {num_holes} so far",
     }[closed]
@@ -137,8 +137,8 @@ def assess(
 
 def _advice(ports: tuple[int, int], host: str) -> str:
     return (
-        f"to be reached, forward TCP {ports[0]} and {ports[1]} to this machine in the router, open them in its "
-        f"firewall, and join with --announce {host}"
+        f"to be reachable, forward TCP {ports[0]} and {ports[1]} to this machine in the router, open them in this "
+        f"machine's firewall, and join with --announce {host}"
     )
 
 
@@ -223,4 +223,4 @@ class DialBacks:
         except PeerError as error:
             log.debug("%s could not be asked to dial back: %s", short_id(peer.peer_id), error)
         except Exception:  # an answer of a stranger must not keep the others from being asked
-            log.exception("handling the dial-back answer of %s failed", short_id(peer.peer_id))
+            log.exception("could not handle the dial-back answer of %s", short_id(peer.peer_id))

@@ -145,7 +145,7 @@ class Dialer:
             except Unreachable as error:
                 faults.append(str(error))
         if not ways:
-            raise DirectoryError(f"{short_id(peer_id)} is not dialled: {'; '.join(faults) or 'no address'}")
+            raise DirectoryError(f"{short_id(peer_id)} was not dialled: {'; '.join(faults) or 'no address'}")
         return ways
 
     def _look_at_clocks(self) -> None:

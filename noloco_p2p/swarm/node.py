@@ -143,7 +143,7 @@ class SwarmNode:
         await _guard(self._running_p2p().connect(peer_id, answering), CONNECT_S, what)
         offset = await _guard(self._running_dht().greet(peer_id), CALL_S, what)
         if offset is None:
-            raise DirectoryError(f"{what}: connected, but no DHT node answers there")
+            raise DirectoryError(f"{what}: connected, but no DHT node answers")
         return offset
 
     async def open_stream(
@@ -153,7 +153,7 @@ class SwarmNode:
 
         Raises DirectoryError if the stream cannot be opened.
         """
-        what = f"a stream to {short_id(peer_id)}"
+        what = f"opening a stream to {short_id(peer_id)}"
         if addresses:
             await _guard(self._running_p2p().connect(peer_id, addresses), CONNECT_S, what)
         return await _guard(self._running_p2p().open_stream(peer_id, protocol), CONNECT_S, what)
@@ -177,7 +177,7 @@ class SwarmNode:
         """
         self._handlers[protocol] = handler
         handling = self._running_p2p().handle_streams(protocol, self.streams.bounded(handler))
-        await _guard(handling, ATTACH_S, "asking p2pd for streams")
+        await _guard(handling, ATTACH_S, "asking p2pd to pass on streams")
 
     async def store(
         self, key: str, subkey: str, value: bytes, *, expires_at_s: float, timeout_s: float = CALL_S
@@ -217,7 +217,7 @@ class SwarmNode:
         self._p2p = await _guard(kademlia.attach(self._daemon.control_socket), ATTACH_S, "attaching to p2pd")
         if str(self._p2p.peer_id) != self.peer_id:
             raise DirectoryError(
-                f"p2pd took the identity {self._p2p.peer_id} from {self._identity_path}, not {self.peer_id}"
+                f"p2pd loaded the identity {self._p2p.peer_id} from {self._identity_path}, not {self.peer_id}"
             )
         addresses = await _guard(self._p2p.get_visible_maddrs(), ATTACH_S, "asking p2pd for its addresses")
         suffix = f"/p2p/{self.peer_id}"
@@ -284,7 +284,7 @@ class SwarmNode:
                 return f"it used more than {MAX_MEMORY_BYTES >> 20} MiB"
             await asyncio.sleep(PING_S)
             with suppress(DirectoryError):
-                await _guard(self._running_p2p().answers(), PING_S, "asking p2pd")
+                await _guard(self._running_p2p().answers(), PING_S, "pinging p2pd")
                 answered_s = time.monotonic()
         return "it did not answer"
 

@@ -160,7 +160,7 @@ class NatPmp:
         request = struct.pack("!BBHHHI", 0, PMP_MAP_TCP, 0, inside, outside, lease_s)
         named, found, granted_s = await self._request(request, "!HHI")
         if named != inside or (lease_s and not (found and granted_s)):
-            raise NoMapping("the router's answer is about another port, or grants nothing")
+            raise NoMapping("the router's answer is for another port, or grants no mapping")
         return found, granted_s
 
     async def _request(self, request: bytes, layout: str) -> tuple[Any, ...]:
@@ -183,7 +183,7 @@ def _fields(answer: bytes, operation: int, layout: str) -> tuple[Any, ...]:
         raise NoMapping("the router's answer is too short")
     version, answered, result, _ = header.unpack_from(answer)
     if version != 0 or answered != 128 + operation or result != 0:
-        raise NoMapping(f"the router refuses (version {version}, operation {answered}, result {result})")
+        raise NoMapping(f"the router refused the request (version {version}, operation {answered}, result {result})")
     return struct.unpack_from(layout, answer, header.size)
 
 
@@ -211,7 +211,7 @@ class Upnp:
 
     async def _beside(self, ask: Callable[[], T]) -> T:
         if self._thread and self._thread.is_alive():
-            raise NoMapping("UPnP: the router still answers the last request")
+            raise NoMapping("UPnP: the router is still answering the last request")
         answer: Future[T] = Future()
         answer.set_running_or_notify_cancel()  # a caller that gives up must not cancel it
 
@@ -232,7 +232,7 @@ class Upnp:
         try:
             return MappedPorts(str(ipaddress.IPv4Address(host)), (grpc, libp2p), "UPnP")
         except ValueError:
-            raise NoMapping("the router names no address") from None
+            raise NoMapping("the router reported no valid address") from None
 
     def _map_one(self, router: Any, inside: int) -> int:
         """Map an internal port, and return the external one."""

@@ -51,16 +51,16 @@ class Words:
     def parse(cls, line: bytes) -> Words:
         """Parse a message. Raises ValueError if the line is not a valid one."""
         if len(line) > MAX_LINE_BYTES or not line.endswith(b"\n"):
-            raise ValueError("the partner's line has no end, or is too long")
+            raise ValueError("the partner's message is incomplete or too long")
         try:
             values = json.loads(line)
             seen, local = (endpoint(*values[name]) if values[name] else None for name in ("seen", "local"))
             token, round_trip_s = bytes.fromhex(values["token"]), values["round_trip_s"]
         except (KeyError, TypeError, RecursionError, AttributeError) as error:
-            raise ValueError(f"the partner's line is not a message: {error}") from None
+            raise ValueError(f"the partner's message is invalid: {error}") from None
         is_time = isinstance(round_trip_s, (int, float)) and 0.0 <= round_trip_s <= PUNCH_S
         if len(token) != TOKEN_BYTES or not is_time:
-            raise ValueError("the partner's line has an invalid token or time")
+            raise ValueError("the partner's message has an invalid token or time")
         return cls(seen, local, token, round_trip_s)
 
 
@@ -76,7 +76,7 @@ def targets(own: Endpoint, seen: Endpoint | None, local: Endpoint | None, *, onl
     the partner names no endpoint that may be dialled.
     """
     if seen is None or (only_public and not is_public(seen[0])) or ip_of(seen[0]).version != ip_of(own[0]).version:
-        raise ValueError("the partner names no address that may be dialled")
+        raise ValueError("the partner sent no address that may be dialled")
     if (
         local
         and in_one_household(own, seen)

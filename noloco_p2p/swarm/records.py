@@ -121,7 +121,7 @@ def encode_record(record: PeerRecord, identity: Identity) -> bytes:
             record = replace(record, sketch="")  # being reachable is worth more than being measured
         else:
             raise RecordError(
-                f"the record has {len(body)} bytes, over {MAX_RECORD_BYTES - SIGNATURE_BYTES}: shorten the host names"
+                f"the record has {len(body)} bytes, over {MAX_RECORD_BYTES - SIGNATURE_BYTES}: use shorter host names"
             )
         body = _pack(record)
     return identity.sign(DOMAIN + body) + body
@@ -162,13 +162,13 @@ def open_envelope(data: bytes) -> dict[str, Any]:
     try:
         values = json.loads(body, parse_constant=_refuse_constant)
     except (ValueError, RecursionError):
-        raise RecordError("a record is not JSON") from None
+        raise RecordError("a record is not valid JSON") from None
     if not isinstance(values, dict):
         raise RecordError("a record is not a JSON object")
     peer_id, expires_at_s = _text("peer_id", values.get("id")), _number("expires_at_s", values.get("exp"))
     _text("spec_digest", values.get("spec"))
     if not verify(peer_id, DOMAIN + body, signature):
-        raise RecordError(f"a record of {peer_id} is not signed by it")
+        raise RecordError(f"a record of {peer_id} is not signed by that peer")
     return values | {"exp": expires_at_s}
 
 
@@ -238,7 +238,7 @@ def _number(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise RecordError(f"{name} in a record is not a number")
     if not abs(value) <= LARGEST:  # this also excludes NaN
-        raise RecordError(f"{name} in a record is not finite, or over 2^53")
+        raise RecordError(f"{name} in a record is non-finite or over 2^53")
     return float(value)
 
 
@@ -247,7 +247,7 @@ def _maybe_number(name: str, value: object) -> float | None:
 
 
 def _refuse_constant(name: str) -> float:
-    raise RecordError(f"{name} in a record")
+    raise RecordError(f"a record contains {name}")
 
 
 _CHECKS: dict[str, Callable[[str, object], object]] = {

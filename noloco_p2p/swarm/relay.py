@@ -130,7 +130,7 @@ class Relay:
                 far_writer.write(yes)
             await splice((reader, writer), (far_reader, far_writer), on_passed=self._count)
         except BROKEN as error:
-            logger.debug("a call of %s to %s ended: %s", short_id(caller), short_id(wanted), error)
+            logger.debug("a call from %s to %s ended: %s", short_id(caller), short_id(wanted), error)
         finally:
             count_down(self._calls, caller)
 
@@ -175,7 +175,7 @@ async def ask_to_dial(node: SwarmNode, peer: str, ports: Sequence[int]) -> DialB
         host, reached = json.loads(line)
         return DialBack(str(host)[:100], {int(port): str(why)[:200] for port, why in reached.items()})
     except (OSError, EOFError, ValueError, RuntimeError, TypeError, AttributeError) as error:
-        raise DirectoryError(f"{short_id(peer)} does not dial back: {error}") from None
+        raise DirectoryError(f"{short_id(peer)} did not dial back: {error}") from None
 
 
 async def open_stream_to(
@@ -286,7 +286,7 @@ class Reservations:
                 writer.write(b".")
                 async with asyncio.timeout(ANSWER_S):
                     if await reader.readline() != YES:
-                        raise DirectoryError("it has no free reservation")
+                        raise DirectoryError("the relay has no free reservation")
                 self._held[relay] = multiaddr
                 logger.info("%s relays calls to this peer", short_id(relay))
                 await self._beat(reader, writer)
@@ -311,7 +311,7 @@ class Reservations:
 
 def _expect(data: bytes) -> None:
     if not data:
-        raise DirectoryError("its stream has ended")
+        raise DirectoryError("the relay has closed the stream")
 
 
 def relays_of(multiaddrs: Sequence[str]) -> dict[str, str]:

@@ -43,7 +43,7 @@ class Streams:
             try:
                 await handler(peer, reader, writer)
             except FAULTS as error:
-                logger.debug("a stream of %s ended: %s", short_id(peer), error)
+                logger.debug("a stream from %s ended: %s", short_id(peer), error)
             finally:
                 count_down(self._open, peer)
 

@@ -171,9 +171,7 @@ class Tunnels:
             try:
                 way, _ = await self._way(peer_id, relay, address, CALL)
             except FAULTS as error:
-                logger.debug(
-                    "no tunnel to %s through %s could be opened: %s", short_id(peer_id), short_id(relay), error
-                )
+                logger.debug("could not open a tunnel to %s through %s: %s", short_id(peer_id), short_id(relay), error)
                 continue
             self.last_ways[peer_id] = Reach.RELAYED
             await splice(ends, way)
@@ -189,14 +187,14 @@ class Tunnels:
             try:
                 ends, line = await self._way(peer_id, relay, address, PUNCH)
             except FAULTS as error:
-                logger.debug("%s does not help to reach %s: %s", short_id(relay), short_id(peer_id), error)
+                logger.debug("%s did not help to reach %s: %s", short_id(relay), short_id(peer_id), error)
                 continue
             try:
                 connection = await self._puncher.call(peer_id, ends, await self._mirror(relay, line))
                 self.num_holes += 1
                 return connection
             except FAULTS as error:
-                logger.debug("no hole to %s: %s", short_id(peer_id), error or "there is no time left")
+                logger.debug("could not punch a hole to %s: %s", short_id(peer_id), error or "the time ran out")
             finally:
                 ends[1].close()
             break
@@ -214,7 +212,7 @@ class Tunnels:
                 writer.write(peer_id.encode() + b"\n")
                 line = await reader.readline()
                 if line in (NO, b"") or (protocol == CALL and line != YES):
-                    raise DirectoryError("the relay cannot call it")
+                    raise DirectoryError("the relay cannot call the peer")
             except BaseException:
                 writer.close()
                 raise
@@ -238,7 +236,7 @@ class Tunnels:
         try:
             await splice((reader, writer), await self._connect(relay))
         except OSError as error:
-            logger.debug("a call by %s ended: %s", short_id(relay), error)
+            logger.debug("a call through the relay %s ended: %s", short_id(relay), error)
 
     async def _on_hole(self, relay: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if relay not in self._relays() or self._num_punching >= MAX_PUNCHING:

@@ -84,7 +84,7 @@ def told_records(packed: bytes) -> Iterator[tuple[str, bytes, float]]:
     """
     outer = msgpack.unpackb(packed)
     if not isinstance(outer, msgpack.ExtType) or outer.code != DICTIONARY:
-        raise ValueError("an answer is not a dictionary")
+        raise ValueError("the answer is not a dictionary")
     inner: Any = msgpack.unpackb(
         outer.data,
         max_array_len=MAX_RECORDS_PER_KEY,
@@ -98,4 +98,4 @@ def told_records(packed: bytes) -> Iterator[tuple[str, bytes, float]]:
             case [str(peer_id), bytes(record), float(expires_at_s)]:
                 yield peer_id, record, expires_at_s
             case _:
-                raise ValueError("an answer has an entry that is not a record")
+                raise ValueError("the answer has an entry that is not a record")

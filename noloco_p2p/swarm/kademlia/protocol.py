@@ -110,7 +110,7 @@ class BoundedProtocol(DHTProtocol):
         for task in self._tasks:
             task.cancel()
 
-    # Requests of other nodes. They are complete when these methods return, except for the few that await another node.
+    # Requests of other nodes. Most are complete when these methods return; a few have to await another node.
 
     def _answer(
         self, work: Callable[[bytes, PeerID], bytes | Awaitable[bytes]], data: bytes, peer: PeerID
@@ -121,9 +121,9 @@ class BoundedProtocol(DHTProtocol):
         """
         peer_id, now_s = str(peer), time.monotonic()
         if len(data) > MAX_REQUEST_BYTES:
-            raise RefusedRequest(f"a request of {len(data)} bytes; the limit is {MAX_REQUEST_BYTES}")
+            raise RefusedRequest(f"a request of {len(data)} bytes is over the limit of {MAX_REQUEST_BYTES}")
         if not self._allowance.admits(peer_id, now_s=now_s):
-            raise RefusedRequest("too many requests; ask again later")
+            raise RefusedRequest("too many requests; try again later")
         self._allowance.charge(peer_id, 1.0, now_s=now_s)
         answer = work(data, peer)
         if isinstance(answer, bytes):
@@ -175,7 +175,7 @@ class BoundedProtocol(DHTProtocol):
         columns = (request.keys, request.subkeys, request.values, request.expiration_time, request.in_cache)
         if len({len(column) for column in columns}) > 1 or len(request.keys) > MAX_STORED_AT_ONCE:
             raise RefusedRequest(
-                f"at most {MAX_STORED_AT_ONCE} records are stored at once, each with all that belongs to it"
+                f"a request may store at most {MAX_STORED_AT_ONCE} records, and all its lists must have the same length"
             )
         kept = [
             not in_cache and self._keep(peer, DHTRecord(*record)) for *record, in_cache in zip(*columns, strict=True)
@@ -188,7 +188,7 @@ class BoundedProtocol(DHTProtocol):
         if owner is None or len(record.value) > MAX_RECORD_BYTES + 3:
             return False
         if why := self.records.refusal(key, owner, record.expiration_time):
-            logger.debug("a record of ..%s is not kept: %s", owner[-6:], why)
+            logger.debug("did not store a record of ..%s: %s", owner[-6:], why)
             return False
         self._allowance.charge(str(peer), STORE_UNITS, now_s=time.monotonic())
         if not self._validator.validate(record):
@@ -216,11 +216,11 @@ class BoundedProtocol(DHTProtocol):
             await self.whereabouts.make_way_to(peer)
             answer: Any = await self.get_stub(peer).rpc_find(request, timeout=self.wait_timeout)
             if len(answer.results) != len(keys):
-                raise ValueError("an answer does not have the keys of the question")
+                raise ValueError("the answer has a different number of keys than the request")
             found = {key: await self._believe(key, result) for key, result in zip(keys, answer.results, strict=True)}
             place = _key(answer.peer.node_id) if answer.peer.node_id else None
         except ANSWER_FAULTS as error:
-            logger.debug("no answer of ..%s: %s", str(peer)[-6:], error)
+            logger.debug("no answer from ..%s: %s", str(peer)[-6:], error)
             place = self.routing_table.peer_id_to_uid.get(peer)
             await self.update_routing_table(place, peer, responded=False)
             return None
@@ -324,5 +324,5 @@ def _message(name: str, **fields: Any) -> Any:
 
 def _key(raw: bytes) -> DHTID:
     if len(raw) != DHTID.HASH_NBYTES:
-        raise RefusedRequest(f"a key has {DHTID.HASH_NBYTES} bytes")
+        raise RefusedRequest(f"a key must have {DHTID.HASH_NBYTES} bytes")
     return DHTID.from_bytes(raw)

@@ -52,12 +52,12 @@ class RecordStorage(DHTLocalStorage):
         self._sweep()
         kept = self._kept.get(key, {})
         if known := kept.get(peer_id):
-            return "" if known.expiration_time < expires_at_s else "the stored record is as new"
+            return "" if known.expiration_time < expires_at_s else "the stored record is at least as new"
         if len(kept) >= MAX_RECORDS_PER_KEY:
-            return f"this node keeps {MAX_RECORDS_PER_KEY} records of a key"
+            return f"this node already stores {MAX_RECORDS_PER_KEY} records of this key"
         if len(self._keys_of.get(peer_id, ())) >= MAX_RECORDS_OF_ONE:
             return ""  # an older record of the same peer is removed
-        return f"this node keeps {self._max_records} records" if self._num_records >= self._max_records else ""
+        return f"this node already stores {self._max_records} records" if self._num_records >= self._max_records else ""
 
     def store_subkey(self, key: DHTID, subkey: Any, value: bytes, expiration_time: float) -> bool:
         """Store a record. Returns False if it is refused; `refusal` returns the reason."""

@@ -115,7 +115,7 @@ class Whereabouts:
     async def _ask_itself(self, peer: PeerID) -> bytes:
         """Ask a neighbour for its own addresses. Raises DirectoryError if too many requests wait for its answer."""
         if self._waiting[peer] >= MAX_WAITING:
-            raise DirectoryError("too many requests wait for that peer; ask again later")
+            raise DirectoryError("too many requests are waiting for that peer; try again later")
         self._waiting[peer] += 1
         addresses = b""
         try:
