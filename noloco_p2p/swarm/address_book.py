@@ -1,7 +1,7 @@
-"""The address book: a JSON file with the libp2p addresses of known peers.
+"""Keeps the libp2p addresses of known peers in a JSON file, the address book.
 
-A peer dials them when it starts again, and when it has lost the swarm. The file is only a convenience. A damaged or
-missing file counts as empty, and a file that cannot be written causes only a warning.
+A peer dials these addresses when it restarts, and when it has lost contact with the swarm. The file is only a
+convenience. A damaged or missing file counts as empty, and a file that cannot be written causes only a warning.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class AddressBook:
 
     def __init__(self, path: Path | None = None) -> None:
         self._path = path
-        self._peers: dict[str, tuple[str, ...]] = _read(path) if path else {}  # the most recently heard peer is last
+        self._peers: dict[str, tuple[str, ...]] = _read(path) if path else {}  # the most recently seen peer is last
         self._changed = False
 
     def remember(self, peer_id: str, multiaddrs: Sequence[str]) -> None:
-        """Store the addresses of a live peer. If the book is full, the least recently heard peer is removed."""
+        """Store the addresses of a live peer. If the book is full, the least recently seen peer is removed."""
         addresses = tuple(address for address in multiaddrs if _belongs(address, peer_id))[:MAX_ADDRESSES]
         if not addresses:
             return
@@ -45,11 +45,11 @@ class AddressBook:
             del self._peers[next(iter(self._peers))]
 
     def addresses(self) -> dict[str, tuple[str, ...]]:
-        """Return the addresses by peer id, with the most recently heard peer first."""
+        """Return the addresses by peer id, with the most recently seen peer first."""
         return dict(reversed(self._peers.items()))
 
     def save(self) -> None:
-        """Write the file atomically if the book has changed. It blocks on the disk and never raises."""
+        """Write the file atomically if the book has changed. This blocks on the disk and never raises."""
         if self._path is None or not self._changed:
             return
         values = {"version": 1, "peers": list(self._peers.items())}

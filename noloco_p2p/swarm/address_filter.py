@@ -34,9 +34,10 @@ def believable(record: PeerRecord, *, only_public: bool) -> PeerRecord:
 
 
 def of_one_host(addresses: Iterable[str], *, only_public: bool) -> list[str]:
-    """Return the valid addresses of the first host among those that another node sent.
+    """Return the valid addresses that have the same host as the first valid one.
 
-    The addresses are multiaddrs without a peer id. If `only_public` is true, private addresses do not count as valid.
+    `addresses` are multiaddrs without a peer id that another node has sent. If `only_public` is true, private addresses
+    do not count as valid.
     """
     left = [each for each in addresses if _may_be(tcp_host(each), only_public)]
     return [each for each in left if tcp_host(each) == tcp_host(left[0])]

@@ -35,7 +35,7 @@ def announce_multiaddr(host: str, port: int) -> str:
 def routable_host(listen_host: str) -> str:
     """Return an address of this machine that others can dial.
 
-    If `listen_host` is a wildcard, this is the local address of the default route, else `listen_host` itself.
+    If `listen_host` is a wildcard, this is the local address of the default route. Otherwise, it is `listen_host`.
     """
     if not is_wildcard(listen_host):
         return _plain(listen_host)
@@ -105,7 +105,7 @@ def tcp_target(address: str) -> tuple[str, int] | None:
 
 
 async def guarded(guard: DialGuard, peer_id: str, address: str) -> str:
-    """Return the multiaddr to dial for an address that a stranger sent; neither has a peer id.
+    """Check an address that a stranger sent, and return the multiaddr to dial. Neither has a peer id.
 
     Raises Unreachable if the address is not a TCP address, or if the guard forbids dialling it.
     """
@@ -122,7 +122,7 @@ def host_in(address: str) -> str:
 
 
 def by_reach(multiaddrs: Iterable[str]) -> list[str]:
-    """Sort the multiaddrs: public addresses and names, then private ones, then loopback. Remove duplicates."""
+    """Sort multiaddrs and remove duplicates. Public addresses and names come first, loopback addresses last."""
     return sorted(dict.fromkeys(multiaddrs), key=_reach)
 
 

@@ -1,4 +1,4 @@
-"""Announces this peer: it stores the record in the DHT periodically, and detects another peer with the same key."""
+"""Announces this peer by storing its record in the DHT periodically, and detects another peer with the same key."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from noloco_p2p.swarm.records import EXPIRY_SLACK_S, TTL_S, PeerRecord, encode_r
 
 
 class Announcer:
-    """Stores the record that `describe` returns in the buckets of the membership view.
+    """Stores this peer's record in the buckets of the membership view.
 
     `key` is the key of the view in which the record is stored. `describe` returns the current record without the
     fields that the directory fills in, or None while there is nothing to announce. `multiaddrs` returns the addresses
@@ -107,12 +107,12 @@ class Announcer:
                 self._on_copy(found)
 
     def _next_sequence(self) -> int:
-        """Return the DHT time in milliseconds, or the last number plus one, so that it increases across restarts."""
+        """Return the DHT time in milliseconds, which increases across restarts, but more than the last number."""
         self._sequence = max(self._sequence + 1, int(CLOCK.now() * 1000))
         return self._sequence
 
     def _next_expiry_s(self) -> float:
-        """Return the next expiry, which is later than the last one: DHT nodes keep the record that expires last."""
+        """Return an expiry that is later than the last one, because DHT nodes keep the record that expires last."""
         expires_at_s = CLOCK.now() + TTL_S
         # If the clock was far ahead before, no node would accept an even later expiry.
         if self._expires_at_s <= expires_at_s + TTL_S:
@@ -122,18 +122,19 @@ class Announcer:
 
 
 class CopyWatch:
-    """Detects from the records under this peer's id that another process uses the same key. It does no I/O.
+    """Detects whether another process uses the same key, by checking the records under this peer's id.
 
-    A record outlives its process, so a single record of another process does not prove that the key was copied. A
-    second, newer one does. Of the two processes, the one that started later continues, according to the clocks of their
-    machines. If the start times are equal, the session keys decide, so that they never both stop.
+    A record outlives its process, so a single record of another process does not prove that the key was copied, but a
+    second, newer record does. The process that started later continues, according to the clocks of both machines. If
+    the start times are equal, the session keys decide, so that the two processes never both stop. This class does no
+    I/O.
     """
 
     def __init__(self) -> None:
         self._heard: dict[str, int] = {}  # session key of another process -> the first sequence number that was read
 
     def must_stop(self, own: PeerRecord, found: PeerRecord) -> bool:
-        """Return whether this process must stop, because a later one uses its key.
+        """Return whether this process must stop because a process that started later uses the same key.
 
         `own` is the record that this process announces, and `found` is one that was read under its peer id.
         """

@@ -1,12 +1,12 @@
-"""The buckets into which the records of a run are divided in the DHT. This module does no I/O.
+"""Divides the records of a run into buckets in the DHT. This module does no I/O.
 
 At depth d there are 2^d buckets. The bucket of a peer is given by the first d bits of the SHA-256 hash of its id. A
 small run has depth 0, with a single bucket.
 
 The right depth depends on the size of the swarm, and each peer chooses it for itself. A peer estimates the size from
-the buckets that it reads. It moves deeper if they hold more than SPLIT_ABOVE records on average, and back if they hold
-fewer than MERGE_BELOW. Because estimates differ from peer to peer, a peer near a limit announces itself at the next
-depth as well, so that peers on both sides of the limit see each other.
+the buckets that it reads. It moves to a greater depth if they hold more than SPLIT_ABOVE records on average, and to a
+smaller depth if they hold fewer than MERGE_BELOW. Because estimates differ from peer to peer, a peer near a limit
+announces itself at the next depth as well, so that peers on both sides of the limit see each other.
 
 Peers can also settle at very different depths, for example when two separate parts of a swarm merge. They find each
 other by probing other depths. When a peer moves to another depth because of such a probe, it also keeps its old depth,
@@ -32,7 +32,7 @@ SPLIT_ABOVE, MERGE_BELOW = 48, 20  # records in a bucket
 ALSO_DEEPER_ABOVE, ALSO_SHALLOWER_BELOW = 36, 29
 MAX_DEPTH = 16  # enough for 2 million peers at the mean occupancy; beyond that, buckets grow
 MAX_BUCKET_BYTES = 64 * 1024  # the part of a larger bucket beyond this size is ignored
-WINDOW_READS = 8  # The size is estimated from this many reads.
+WINDOW_READS = 8  # the number of reads from which the size is estimated
 PRIOR_READS = 4  # the weight of the old estimate after a change of depth, in reads
 LINGER_S = 120.0  # how long a peer is still announced at its old depth after a change: two TTLs
 # If another peer reads at a depth this far from this peer's own, that depth is probed. Two peers near a limit differ by
@@ -40,7 +40,7 @@ LINGER_S = 120.0  # how long a peer is still announced at its old depth after a 
 FAR_DEPTHS = 2
 EVIDENCE = 5  # records in a bucket at another depth that count as evidence of peers there
 LOOKS_THAT_AGREE = 3  # buckets at another depth that must show this evidence
-NUM_DRAWN = 2  # A partner is drawn from this many buckets.
+NUM_DRAWN = 2  # the number of buckets from which a partner is drawn
 
 
 def run_key(spec_digest: str) -> str:
@@ -147,7 +147,7 @@ class Census:
     def note(self, num_live: float, *, homes: Iterable[int] = (), now_s: float) -> None:
         """Record that a bucket at the current depth was read.
 
-        `num_live` is the number of live peers in it, and `homes` has the depth at which each of them reads.
+        `num_live` is the number of live peers in it, and `homes` lists the depth at which each of them reads.
         """
         if self.depth == 0:
             self._counts.clear()  # a single bucket holds all peers, so there is nothing to average
@@ -181,8 +181,8 @@ class Census:
     def aside(self) -> int:
         """Return the next depth to probe.
 
-        If peers in the last bucket read at a far depth, it is the most common one of these. Otherwise, it is the next
-        of all other depths in random order.
+        If some peers in the last bucket read at a distant depth, it is the most common of these depths. Otherwise, all
+        other depths take turns in random order.
         """
         if self._hint is not None:
             hint, self._hint = self._hint, None
@@ -195,7 +195,7 @@ class Census:
     def note_aside(self, depth: int, nums_apart: Sequence[float], *, now_s: float) -> None:
         """Record a probe of another depth, and move there if there is enough evidence.
 
-        For each bucket that was read, `nums_apart` has the number of live peers in it that are not announced at the
+        For each bucket that was read, `nums_apart` gives the number of live peers in it that are not announced at the
         current depth. `is_enough` decides how many buckets are read.
         """
         total = self.size + sum(nums_apart) / len(nums_apart) * 2.0**depth
@@ -230,7 +230,7 @@ class Census:
 def is_enough(depth: int, nums_apart: Sequence[float]) -> bool:
     """Return whether enough buckets at this depth have been read.
 
-    This is so if the last one has too little evidence, or if enough of them agree.
+    This is the case if the last one has too little evidence, or if enough of them agree.
     """
     most = min(LOOKS_THAT_AGREE, 1 << depth)
     return bool(nums_apart) and (nums_apart[-1] < EVIDENCE or len(nums_apart) >= most)

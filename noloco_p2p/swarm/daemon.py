@@ -227,7 +227,7 @@ def _taken(host: str, port: int) -> str:
 
 
 def _remove_stale_sockets() -> None:
-    """Remove the sockets of daemons that were killed together with their parent, and so could not remove them."""
+    """Remove stale sockets. p2pd removes its own socket, but not when it is killed together with its parent."""
     for path in glob.glob(os.path.join(tempfile.gettempdir(), f"{SOCKET_PREFIX}*.sock")):
         with suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
             if time.time() - os.stat(path).st_mtime > STALE_S:
@@ -254,7 +254,7 @@ def _binary() -> Path:
 def _arguments(identity_path: Path, listen_on: ListenOn, control_socket: str) -> list[str]:
     """Return the flags of p2pd. The project uses only its connections, streams and requests.
 
-    The DHT of p2pd is a client only: it looks up peers at plain hivemind nodes. AutoNAT and pubsub are off. The relay
+    The DHT of p2pd is a client only: it can look up peers at plain hivemind nodes. AutoNAT and pubsub are off. The relay
     of p2pd stays on regardless of the flags, with libp2p's limits.
     """
     return [

@@ -5,13 +5,13 @@ It performs four periodic tasks:
     heartbeat   Store this peer's record every 15 s and after changes; others drop it after 60 s. Before storing, read
                 the records under this peer's id to detect a copied key (`announcer.py`).
     view        Read a bucket of records. A small run has a single bucket, which is read every 5 s. In a large run,
-                one bucket is read every 10 s. At first, and while no peer is live, a read takes place every second
+                one bucket is read every 10 s. At first, and while no peer is live, the pause is only 1 s
                 (`membership_view.py`).
     dial        Dial bootstraps and known peers, repeatedly while they are missing (`dialer.py`).
     freshen     Look up a random key every 30 s, which keeps routing tables up to date. In a run, this is the key of a
                 bucket at another depth.
 
-A peer can run without any other node. Its directory is then empty.
+A directory also works without any other node. It is then empty.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ class SwarmDirectory:
         return self._relay.passed_bytes if self._relay else 0
 
     def mirror(self, port: int) -> None:
-        """Set the local port at which relayed peers can ask for the address at which this node sees them."""
+        """Set the port at which relayed peers can ask this node for the address from which it sees them calling."""
         if self._relay:
             self._relay.mirror_port = port
 
@@ -215,15 +215,15 @@ class SwarmDirectory:
         return self._node.daemon_pid
 
     def live(self) -> Sequence[Candidate]:
-        """Return the other peers of the run that were heard within the TTL and are not leaving.
+        """Return the other peers of the run that were seen within the TTL and are not leaving.
 
-        In a large run, it returns only the peers in the two buckets that were drawn last; on a monitor, it returns all
-        peers that were read. It is thread-safe and does not wait.
+        In a large run, a peer gets only the peers in the two buckets that were drawn last, and a monitor gets all peers
+        that were read. This method is thread-safe and does not wait.
         """
         return self._view.live()
 
     def knows(self, peer_id: str) -> bool:
-        """Return whether a live record of this peer was read from any bucket. It is thread-safe and does not wait."""
+        """Return whether a live record of a peer was read from any bucket. This is thread-safe and does not wait."""
         return self._view.knows(peer_id)
 
     async def find(self, peer_id: str, *, timeout_s: float) -> Candidate | None:
@@ -231,11 +231,11 @@ class SwarmDirectory:
         return await self._view.find(peer_id, timeout_s=timeout_s)
 
     def headcount(self) -> Headcount:
-        """Return the number of other live peers. It is thread-safe and does not wait."""
+        """Return the number of other live peers. This is thread-safe and does not wait."""
         return self._view.headcount()
 
     def records(self) -> list[tuple[PeerRecord, float]]:
-        """Return (record, age in seconds) of each other peer that was read, including those that are leaving."""
+        """Return (record, age in seconds) for each other peer whose record was read, including leaving peers."""
         return self._view.records()
 
     def read_age_s(self) -> float:
@@ -266,7 +266,7 @@ class SwarmDirectory:
         self._dialer.dial_nearby(peer_id, multiaddrs)
 
     def dial_failures(self) -> dict[str, str]:
-        """Return the bootstraps that could not be reached on the last try, with the reason, by peer id."""
+        """Return the reasons why bootstraps could not be reached on the last attempt, by peer id."""
         return self._dialer.failures()
 
     async def wait_for_peers(self, timeout_s: float) -> bool:
@@ -313,7 +313,7 @@ class SwarmDirectory:
     async def stop(self, *, farewell: bool = True) -> None:
         """Announce that this peer is leaving, for at most FAREWELL_S, then end all tasks and processes.
 
-        It raises nothing, except when it is cancelled.
+        This method raises nothing, except when it is cancelled.
         """
         try:
             await end_tasks(self._tasks)
@@ -358,7 +358,7 @@ def _by_peer(multiaddrs: Sequence[str]) -> dict[str, list[str]]:
 
 
 async def _forever(name: str, job: Callable[[], Awaitable[float]]) -> None:
-    """Run `job` repeatedly, with the pause that it returns. It continues after errors."""
+    """Run `job` again and again, even after errors. It returns the pause before the next run."""
     while True:
         try:
             pause_s = await job()

@@ -1,6 +1,6 @@
-"""Finds out whether others can dial this peer, by asking three of them to dial back, and advises the user.
+"""Finds out whether others can dial this peer by asking three of them to dial back, and advises the user.
 
-`Reach` lists the kinds of reachability. They apply to this peer and to each of its neighbours.
+`Reach` lists the kinds of reachability, both for this peer and for each of its neighbours.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def way_to(published: str, last_way: Reach | None, *, is_closed: bool) -> Reach:
     """Return how a neighbour is reached.
 
     `published` is the reachability in its record. `last_way` is the route of the last call to it, if that went through
-    a hole or a relay. `is_closed` is true if this peer cannot be dialled. If it can be, then a neighbour behind a
-    closed port dials it directly.
+    a hole or a relay. `is_closed` is true if this peer cannot be dialled. Otherwise, a neighbour behind a closed port
+    can dial this peer directly.
     """
     if published not in CLOSED:
         return Reach.MAPPED if published == Reach.MAPPED else Reach.DIRECT
@@ -63,8 +63,8 @@ def way_to(published: str, last_way: Reach | None, *, is_closed: bool) -> Reach:
 class DialBack:
     """The report of a peer that dialled back.
 
-    `observed_host` is the address at which it sees this peer. For each port, `reached` has an empty string, or the
-    reason why the port cannot be reached.
+    `observed_host` is the address at which it sees this peer. `reached` maps each port to the reason why it cannot be
+    reached, or to an empty string if it can.
     """
 
     observed_host: str
@@ -100,7 +100,7 @@ def assess(
 ) -> Verdict:
     """Assess the reachability of this peer.
 
-    `announced` is its HOST:PORT, and `ports` are its gRPC and libp2p ports as others see them. `abroad` is true if the
+    `announced` is its HOST:PORT address, and `ports` are its gRPC and libp2p ports as others see them. `abroad` is true if the
     swarm is on public addresses. `num_calls` is the number of calls that other peers have made to it. `relayed` is true
     if a relay holds a reservation for it. `num_holes` is the number of connections to other peers through holes in
     routers. `mapped_by` is the protocol by which the router maps the ports, or an empty string if it maps none.
@@ -208,7 +208,7 @@ class DialBacks:
         await asyncio.gather(*(self._ask_one(peer, self._seen) for peer in chosen))
 
     async def _renew(self) -> None:
-        """Ask again. The old answers count until there are new ones."""
+        """Ask peers to dial back again. The old reports count until new ones arrive."""
         fresh: dict[str, DialBack] = {}
         peers = [peer for peer in self._live() if peer.can_be_called]
         chosen = random.sample(peers, min(len(peers), ASKED_PEERS))

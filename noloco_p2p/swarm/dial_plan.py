@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 FIRST_PAUSE_S = 1.0
-ENOUGH_NEIGHBOURS = 16  # With this many, only bootstraps and lost peers are dialled.
-LOST_PEERS = 8  # the missing peers that were heard last; they may be alive on the other side of a partition
+ENOUGH_NEIGHBOURS = 16  # with more than this, only bootstraps and lost peers are dialled
+LOST_PEERS = 8  # the missing peers that were seen last; they may be alive on the other side of a partition
 LONGEST_PAUSE_LOST_S = 20.0  # short, so that the swarm is whole again within half a minute after a partition
 
 
@@ -26,9 +26,9 @@ class _Attempts:
 class DialPlan:
     """The plan for dialling bootstraps and known peers.
 
-    The pause between two tries of a peer doubles after each failure, up to a limit. Bootstraps are tried at least every
-    `longest_pause_s`, and the most recently lost peers at least every LONGEST_PAUSE_LOST_S, so that the parts of a
-    divided swarm find each other again. For other known peers the limit is `longest_pause_remembered_s`.
+    The pause between two attempts to dial a peer doubles after each failure, up to a limit. Bootstraps are dialled at
+    least every `longest_pause_s`, and the most recently lost peers at least every LONGEST_PAUSE_LOST_S, so that the
+    parts of a divided swarm find each other again. For other known peers, the limit is `longest_pause_remembered_s`.
     """
 
     def __init__(
@@ -55,10 +55,11 @@ class DialPlan:
         now_s: float,
         most: int = 8,
     ) -> dict[str, tuple[str, ...]]:
-        """Return the addresses of the peers to dial now, by peer id, for at most `most` peers.
+        """Return the addresses of at most `most` peers that must be dialled now, by peer id.
 
-        Missing bootstraps come first, then missing peers of `remembered` in their order. `neighbours` are not missing.
-        Peers in `heard_of`, whose records arrive, are not missing either if there are more than ENOUGH_NEIGHBOURS.
+        Missing bootstraps come first. The missing peers in `remembered` follow in the same order as there. A peer in
+        `neighbours` is not missing. If there are many neighbours, a peer in `heard_of` is not missing either, because
+        its records arrive.
         """
         near = {*neighbours, self._own_peer_id}
         reachable = {*self._bootstraps, *remembered} - near
@@ -72,7 +73,7 @@ class DialPlan:
         return {peer: self._merged(peer, remembered) for peer in due[:most]}
 
     def reached(self, peer_id: str, *, now_s: float) -> None:
-        """Note that a peer answered. It may still not become a neighbour, so it is not dialled again for a while."""
+        """Record that a peer answered. It does not always become a neighbour, so it is not dialled again for a while."""
         self._attempts[peer_id] = _Attempts(next_at_s=now_s + self._longest_pause_s)
 
     def failed(self, peer_id: str, reason: str, *, now_s: float) -> None:
@@ -83,11 +84,11 @@ class DialPlan:
         attempts.reason = reason
 
     def forget_failures(self) -> None:
-        """Make all peers due now, because this machine's own network has just come back."""
+        """Make all peers due for dialling, because this machine's network has just come back."""
         self._attempts.clear()
 
     def failures(self) -> dict[str, str]:
-        """Return the bootstraps that could not be reached on the last try, with the reason, by peer id."""
+        """Return the reasons why bootstraps could not be reached on the last attempt, by peer id."""
         tried = {peer: self._attempts[peer] for peer in self._bootstraps if peer in self._attempts}
         return {peer: attempts.reason for peer, attempts in tried.items() if attempts.failures}
 

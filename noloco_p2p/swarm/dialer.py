@@ -1,4 +1,4 @@
-"""Enters the DHT and keeps this peer in it, by dialling bootstraps and known peers while they are missing."""
+"""Enters the DHT and keeps this peer in it by dialling bootstraps and known peers while they are missing."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Dialer:
         self._clock_is_right = False
 
     async def dial(self) -> float:
-        """Dial the peers that are due, then wait until another one may be due. Returns 0 as the pause to add."""
+        """Dial the peers that are due, then wait until others may be due. Returns 0, so that it is called again at once."""
         book, near = {**self._nearby, **self._address_book.addresses()}, self._node.neighbours()
         book |= {peer: (*nearby, *book.get(peer, ())) for peer, nearby in self._nearby.items()}
         due = self._plan.due(book, near, heard_of=self._heard_of(), now_s=time.monotonic())
@@ -92,7 +92,7 @@ class Dialer:
         self._dial_now.set()
 
     def failures(self) -> dict[str, str]:
-        """Return the bootstraps that could not be reached on the last try, with the reason, by peer id."""
+        """Return the reasons why bootstraps could not be reached on the last attempt, by peer id."""
         return self._plan.failures()
 
     def check_clock(self) -> None:
@@ -134,7 +134,7 @@ class Dialer:
     async def _ways(self, peer_id: str, multiaddrs: Sequence[str]) -> list[str]:
         """Return the addresses to dial, without peer ids.
 
-        Addresses from the user are always included, and those from others only if the guard allows it. Raises
+        The user's own addresses are always included, and addresses from others only if the guard allows them. Raises
         DirectoryError if none may be dialled now.
         """
         ways, faults = [], []
@@ -149,7 +149,7 @@ class Dialer:
         return ways
 
     def _look_at_clocks(self) -> None:
-        """Check the clock against the offsets so far. Once it was right, it is never checked again."""
+        """Check this machine's clock against the known offsets. Once it is found to be right, it is not checked again."""
         try:
             self.check_clock()
         except DirectoryError as error:

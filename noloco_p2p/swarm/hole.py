@@ -1,10 +1,10 @@
-"""TCP hole punching: two peers open a direct connection through the routers in front of both of them.
+"""Punches TCP holes, through which two peers behind routers can open a direct connection.
 
 Many routers map an internal port to the same external port, whatever the destination. A relay that is called from the
-internal port sees this external port, so each peer can learn its own from the relay. Both peers then connect to each
-other's external port at the same time. To each router, the packets from the partner look like answers, so it lets them
-in. Each peer also listens on its port, because the partner may connect first, and some routers admit everybody. The
-first connection that carries the token in both directions is kept, and all others are closed.
+internal port sees this external port, so each peer can learn its external port from the relay. Both peers then connect
+to each other's external port at the same time. To each router, the packets from the partner look like answers, so it lets
+them in. Each peer also listens on its port, because the partner may connect first, and some routers admit everybody.
+The first connection that carries the token in both directions is kept, and all others are closed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Hole:
         self._listener: socket.socket | None = None
 
     async def look(self, observer: Endpoint) -> View:
-        """Ask an observer how it sees this port, and listen on the port.
+        """Ask an observer at which address and port it sees this peer, and listen on the local port.
 
         The connection to the observer stays open, because routers forget the mapping when it ends. Raises OSError or
         ValueError if the observer does not answer properly.
@@ -61,7 +61,7 @@ class Hole:
         """Connect to all targets and accept connections, until one of them proves to be the partner's.
 
         Call it after `look`. It has no time limit of its own, so the caller must set one. The caller owns the socket
-        that is returned. Raises OSError.
+        that is returned.
         """
         assert self._listener is not None
         found: asyncio.Future[socket.socket] = self._loop.create_future()

@@ -1,13 +1,12 @@
 """Lets peers of the same run find each other in a local network by mDNS (RFC 6762), and call each other there.
 
-For this, they need no address that works from outside, and no router that supports hairpinning. Each peer announces a
+For this, the peers need no address that works from outside, and no router that supports hairpinning. Each announces a
 service with the name MARK-PEERID. The port of the service is the libp2p port, and its text record has the gRPC port.
 The mark is a digest of the key under which the peers of the run keep their records, so only they recognise it.
 
 Announcements are only hints, because any machine in the network can copy a mark. A peer dials only private addresses in
 a subnet of this machine. It keeps at most 16 peers at a time, and after the first 16 announcements it accepts one more
-per minute. Another peer counts as near once it has proven, at its local address, that it has the session key in its
-record.
+per minute. A peer counts as near once it has proven, at its local address, that it owns the session key in its record.
 """
 
 from __future__ import annotations
@@ -94,7 +93,7 @@ def own_interfaces(listen_host: str) -> list[Interface]:
 
 
 def nearby(hosts: Iterable[str], interfaces: Sequence[Interface]) -> tuple[str, ...]:
-    """Return the hosts that are in a subnet of this machine, without the machine itself."""
+    """Return up to MAX_HOSTS hosts that are in a subnet of this machine, except the machine itself."""
     own = {each.ip for each in interfaces}
     addresses = [ipaddress.IPv4Address(host) for host in hosts]
     near = [each for each in addresses if each not in own and any(each in one.network for one in interfaces)]
@@ -167,7 +166,7 @@ class Household:
         return peer_id in self._near
 
     def reached(self, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-        """Return the same peers, but give those in the local network their local address."""
+        """Return the same peers. Each peer in the local network gets its local address."""
         return [
             replace(each, address=self._near[each.peer_id], can_be_called=True) if self.is_near(each.peer_id) else each
             for each in candidates
@@ -208,7 +207,7 @@ class Household:
         return found != known and has_room and self._allowance.take("")
 
     async def _check(self) -> None:
-        """Call the peers that were found: first when their records have been read, then from time to time."""
+        """Call each peer that was found as soon as its record has been read, and again from time to time."""
         loop = asyncio.get_running_loop()
         while True:
             due = [

@@ -1,4 +1,4 @@
-"""The membership view of a run, which reads buckets of records and counts the peers in them.
+"""Keeps the membership view of a run by reading buckets of records and counting the peers in them.
 
 A small run has a single bucket, which holds all records. In a large run, a peer reads one bucket at a time, drawn at
 random, and a monitor reads all of them. Peers that have estimated a different size are found by probing buckets at
@@ -96,19 +96,19 @@ class MembershipView:
     # what is known
 
     def live(self) -> Sequence[Candidate]:
-        """Return the peers that were heard within the TTL and are not leaving.
+        """Return the peers that were seen within the TTL and are not leaving.
 
-        In a large run, a peer gets only those in the two buckets that were drawn last.
+        In a large run, a peer gets only the peers in the two buckets that were drawn last.
         """
         drawn = None if self._is_monitor or self._census.depth == 0 else self._sampler.peers()
         return self._sightings.live(now_s=time.monotonic(), among=drawn)
 
     def knows(self, peer_id: str) -> bool:
-        """Return whether a peer was heard within the TTL from any bucket, and is not leaving."""
+        """Return whether a peer was seen in any bucket within the TTL and is not leaving."""
         return bool(self._sightings.live(now_s=time.monotonic(), among={peer_id}))
 
     def records(self) -> list[tuple[PeerRecord, float]]:
-        """Return (record, age in seconds) of each peer that was read, including those that are leaving."""
+        """Return (record, age in seconds) for each peer whose record was read, including leaving peers."""
         return self._sightings.records(now_s=time.monotonic())
 
     def headcount(self) -> Headcount:
@@ -123,7 +123,7 @@ class MembershipView:
         return time.monotonic() - self._read_at_s
 
     def depths(self) -> tuple[int, ...]:
-        """Return the depths at which this peer's record must be stored now. It reads at the first of them."""
+        """Return the depths at which this peer's record must be stored now. The peer reads at the first of them."""
         return self._census.depths(time.monotonic())
 
     # reading; all of these raise DirectoryError, and the view then stays unchanged
@@ -158,7 +158,7 @@ class MembershipView:
         self._whole_depth = depth if self._is_monitor else None
 
     async def look_aside(self, depth: int | None = None) -> None:
-        """Look for peers at another depth. If `depth` is None, it is the depth that is due next."""
+        """Look for peers at another depth. If `depth` is None, the depth that is due next is probed."""
         depth, nums_apart = self._census.aside() if depth is None else depth, list[float]()
         while not is_enough(depth, nums_apart):
             reads = await self._read([random_bucket(depth, self._rng)])
@@ -212,7 +212,7 @@ class MembershipView:
                 return
 
     async def _read(self, buckets: Iterable[Bucket], *, timeout_s: float = CALL_S) -> list[Read]:
-        """Read buckets in parallel, and merge them into the view. Returns nothing if there is no node to ask."""
+        """Read buckets in parallel, and merge them into the view. Returns an empty list if there is no node to ask."""
         buckets = list(buckets)
         found = await self._get(buckets, timeout_s=timeout_s)
         if not any(found) and not self._node.neighbours():
@@ -237,7 +237,7 @@ class MembershipView:
         return await asyncio.gather(*(self._node.get(key, timeout_s=timeout_s) for key in keys))
 
     def _count(self, bucket: Bucket, records: Sequence[PeerRecord], share: float) -> None:
-        """Count the peers in a bucket at the current depth or at the base. `share` is the share of it that was read."""
+        """Count the peers in a bucket at the current depth or at the base. `share` is the share that was read."""
         live = [record for record in records if record.state != "leaving"]
         peer_ids, witness = [record.peer_id for record in live], self._census.witness
         self._sampler.took(bucket, peer_ids)
@@ -250,7 +250,7 @@ class MembershipView:
             self._census.note_base([peer_id for peer_id in peer_ids if peer_id != self._own_peer_id])
 
     def _readable(self, bucket: Bucket, entries: dict[str, tuple[bytes, float]]) -> list[PeerRecord]:
-        """Return the valid records among the entries: repeat the validator's checks, and check the other fields."""
+        """Return the valid records among the entries. The validator's checks are repeated, and other fields are checked."""
         records: list[PeerRecord] = []
         for subkey, (value, expires_at_s) in entries.items():
             try:
