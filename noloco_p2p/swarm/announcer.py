@@ -107,7 +107,7 @@ class Announcer:
                 self._on_copy(found)
 
     def _next_sequence(self) -> int:
-        """Return the DHT time in milliseconds, which increases across restarts, but more than the last number."""
+        """Return the next sequence number. It is based on DHT time, so that it increases even across restarts."""
         self._sequence = max(self._sequence + 1, int(CLOCK.now() * 1000))
         return self._sequence
 

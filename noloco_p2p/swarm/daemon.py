@@ -254,7 +254,7 @@ def _binary() -> Path:
 def _arguments(identity_path: Path, listen_on: ListenOn, control_socket: str) -> list[str]:
     """Return the flags of p2pd. The project uses only its connections, streams and requests.
 
-    The DHT of p2pd is a client only: it can look up peers at plain hivemind nodes. AutoNAT and pubsub are off. The relay
+    The DHT of p2pd is a client only: it looks up peers at plain hivemind nodes. AutoNAT and pubsub are off. The relay
     of p2pd stays on regardless of the flags, with libp2p's limits.
     """
     return [

@@ -100,10 +100,10 @@ def assess(
 ) -> Verdict:
     """Assess the reachability of this peer.
 
-    `announced` is its HOST:PORT address, and `ports` are its gRPC and libp2p ports as others see them. `abroad` is true if the
-    swarm is on public addresses. `num_calls` is the number of calls that other peers have made to it. `relayed` is true
-    if a relay holds a reservation for it. `num_holes` is the number of connections to other peers through holes in
-    routers. `mapped_by` is the protocol by which the router maps the ports, or an empty string if it maps none.
+    `announced` is its HOST:PORT address, and `ports` are its gRPC and libp2p ports as others see them. `abroad` is true
+    if the swarm is on public addresses. `num_calls` is the number of calls that other peers have made to it. `relayed`
+    is true if a relay holds a reservation for it. `num_holes` is the number of connections to other peers through holes
+    in routers. `mapped_by` is the protocol by which the router maps the ports, or an empty string if it maps none.
     """
     host = host_of(announced)
     observed = next((seen.observed_host for seen in dial_backs if is_public(seen.observed_host)), "")

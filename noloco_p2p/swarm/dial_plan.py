@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 FIRST_PAUSE_S = 1.0
-ENOUGH_NEIGHBOURS = 16  # with more than this, only bootstraps and lost peers are dialled
+ENOUGH_NEIGHBOURS = 16  # with this many, only bootstraps and lost peers are dialled
 LOST_PEERS = 8  # the missing peers that were seen last; they may be alive on the other side of a partition
 LONGEST_PAUSE_LOST_S = 20.0  # short, so that the swarm is whole again within half a minute after a partition
 
@@ -73,7 +73,7 @@ class DialPlan:
         return {peer: self._merged(peer, remembered) for peer in due[:most]}
 
     def reached(self, peer_id: str, *, now_s: float) -> None:
-        """Record that a peer answered. It does not always become a neighbour, so it is not dialled again for a while."""
+        """Record that a peer answered. Because it may not become a neighbour, it is not dialled again for a while."""
         self._attempts[peer_id] = _Attempts(next_at_s=now_s + self._longest_pause_s)
 
     def failed(self, peer_id: str, reason: str, *, now_s: float) -> None:

@@ -58,7 +58,7 @@ class Dialer:
         self._clock_is_right = False
 
     async def dial(self) -> float:
-        """Dial the peers that are due, then wait until others may be due. Returns 0, so that it is called again at once."""
+        """Dial the peers that are due, then wait until others may be due. Returns 0, because it has already waited."""
         book, near = {**self._nearby, **self._address_book.addresses()}, self._node.neighbours()
         book |= {peer: (*nearby, *book.get(peer, ())) for peer, nearby in self._nearby.items()}
         due = self._plan.due(book, near, heard_of=self._heard_of(), now_s=time.monotonic())
@@ -149,7 +149,7 @@ class Dialer:
         return ways
 
     def _look_at_clocks(self) -> None:
-        """Check this machine's clock against the known offsets. Once it is found to be right, it is not checked again."""
+        """Check this machine's clock against the known offsets. Once it proves to be right, they are dropped."""
         try:
             self.check_clock()
         except DirectoryError as error:

@@ -2,9 +2,9 @@
 
 Many routers map an internal port to the same external port, whatever the destination. A relay that is called from the
 internal port sees this external port, so each peer can learn its external port from the relay. Both peers then connect
-to each other's external port at the same time. To each router, the packets from the partner look like answers, so it lets
-them in. Each peer also listens on its port, because the partner may connect first, and some routers admit everybody.
-The first connection that carries the token in both directions is kept, and all others are closed.
+to each other's external port at the same time. To each router, the packets from the partner look like answers, so it
+lets them in. Each peer also listens on its port, because the partner may connect first, and some routers admit
+everybody. The first connection that carries the token in both directions is kept, and all others are closed.
 """
 
 from __future__ import annotations

@@ -250,7 +250,7 @@ class MembershipView:
             self._census.note_base([peer_id for peer_id in peer_ids if peer_id != self._own_peer_id])
 
     def _readable(self, bucket: Bucket, entries: dict[str, tuple[bytes, float]]) -> list[PeerRecord]:
-        """Return the valid records among the entries. The validator's checks are repeated, and other fields are checked."""
+        """Return the valid records among the entries. Unlike the validator, it checks all fields of a record."""
         records: list[PeerRecord] = []
         for subkey, (value, expires_at_s) in entries.items():
             try:

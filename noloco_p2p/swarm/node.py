@@ -1,4 +1,4 @@
-"""A DHT node that recovers from failures. If p2pd is lost, it is restarted with a new client and a new DHTNode.
+"""Runs a DHT node that recovers from failures. If p2pd is lost, it is restarted with a new client and DHTNode.
 
 hivemind's DHTNode does not survive its daemon, because the calls of its client are never answered again. The new node
 has the same peer id, port and place in the key space, and other peers store their records on it again within one
@@ -173,7 +173,7 @@ class SwarmNode:
     async def handle_streams(self, protocol: str, handler: StreamHandler) -> None:
         """Call `handler` with (peer id, reader, writer) for each stream of this protocol that others open.
 
-        This also applies after a restart of p2pd.
+        The handler is also used after a restart of p2pd.
         """
         self._handlers[protocol] = handler
         handling = self._running_p2p().handle_streams(protocol, self.streams.bounded(handler))
@@ -275,7 +275,7 @@ class SwarmNode:
     async def _unfit(self) -> str:
         """Wait until the daemon uses too much memory, or has not answered for HUNG_S. Returns the reason.
 
-        The daemon is asked regularly, so a pause of this program alone does not count as silence.
+        Each check comes after a new request, so the daemon is not blamed for a pause of this program.
         """
         assert self._daemon is not None
         answered_s = time.monotonic()

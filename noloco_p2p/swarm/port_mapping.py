@@ -1,4 +1,4 @@
-"""Asks the router of this network to forward a peer's two ports to it, by NAT-PMP (RFC 6886) or else by UPnP.
+"""Asks the router of this network to forward a peer's two ports to this machine, by NAT-PMP (RFC 6886) or else by UPnP.
 
 The address that a router reports is only a hint. A peer stops announcing it when others report that it leads nowhere
 (see `peer/reachability.py`). The mappings expire, so they are renewed while the peer runs, and they are removed when it
@@ -44,14 +44,14 @@ Ports = tuple[int, int]  # the gRPC port and the libp2p port
 
 
 class NoMapping(Exception):
-    """The router does not map the ports. The message has the reason."""
+    """The router does not map the ports. The message gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class MappedPorts:
     """The external address and ports of a peer.
 
-    `ports` has the order of the internal ports, and `by` is the name of the protocol.
+    `ports` are in the order of the internal ports, and `by` is the name of the protocol.
     """
 
     host: str
@@ -61,7 +61,7 @@ class MappedPorts:
 
 
 class RouterClient(Protocol):
-    """A protocol for asking a router. Both methods raise NoMapping, OSError or TimeoutError on failure."""
+    """A client that asks a router for port mappings. On failure, it raises NoMapping, OSError or TimeoutError."""
 
     async def map(self, ports: Ports) -> MappedPorts: ...
 

@@ -1,12 +1,12 @@
-"""Connects two peers that nobody can dial: through a relay, they agree to dial each other at the same moment.
+"""Connects two peers that nobody can dial. Through a relay, they agree to dial each other at the same moment.
 
     caller                  relay                  called
       | -- seen, token, round trip ------------------> |
       | <------------------------- seen, (local) ----- |
 
-Before this, each peer asks the relay at which address and port the relay sees it (`tcp.py`). That is the value `seen`.
-The caller connects when it receives the answer. The called peer connects after half a round trip, which is when its
-answer should arrive (`hole.py`).
+Before this, each peer asks the relay for the address and port at which the relay sees it (`tcp.py`). The answer is
+`seen`. The caller connects when it receives the message of the called peer. The called peer connects half a round trip
+later, which is when its message should arrive (`hole.py`).
 
 Messages are lines of JSON. Each peer measures its round-trip time to the relay, and the sum of the two is the
 round-trip time between the peers. `local` is sent only if the relay sees both peers at the same address, because they
@@ -49,7 +49,7 @@ class Words:
 
     @classmethod
     def parse(cls, line: bytes) -> Words:
-        """Parse a message. Raises ValueError if the line is not a valid one."""
+        """Parse a line. Raises ValueError if it is not a valid message."""
         if len(line) > MAX_LINE_BYTES or not line.endswith(b"\n"):
             raise ValueError("the partner's message is incomplete or too long")
         try:
@@ -73,7 +73,7 @@ def targets(own: Endpoint, seen: Endpoint | None, local: Endpoint | None, *, onl
 
     `own` and `seen` are the endpoints at which the relay sees this peer and the partner. `local` is the partner's
     endpoint in its local network, if it has sent one. `only_public` is the same as in `DialGuard`. Raises ValueError if
-    the partner names no endpoint that may be dialled.
+    the partner has sent no endpoint that may be dialled.
     """
     if seen is None or (only_public and not is_public(seen[0])) or ip_of(seen[0]).version != ip_of(own[0]).version:
         raise ValueError("the partner sent no address that may be dialled")
@@ -88,7 +88,7 @@ def targets(own: Endpoint, seen: Endpoint | None, local: Endpoint | None, *, onl
 
 
 def wait_s(own_round_trip_s: float, callers_s: float) -> float:
-    """Return half of the round-trip time between the peers through the relay, at most MAX_WAIT_S.
+    """Return half of the round-trip time between the peers through the relay, but at most MAX_WAIT_S.
 
     After this time, the caller has received the answer.
     """

@@ -37,7 +37,7 @@ async def reader(ticket: Ticket) -> AsyncIterator[SwarmDirectory]:
 
 
 async def find_somebody(ticket: Ticket, directory: SwarmDirectory, *, timeout_s: float = LOOK_TIMEOUT_S) -> None:
-    """Wait for a live peer of the run. Raises Unreachable, with the addresses that were tried, after a timeout."""
+    """Wait for a live peer of the run. Raises Unreachable if there is none within `timeout_s`."""
     if await directory.wait_for_peers(timeout_s):
         return
     failures = "; ".join(f"{named(peer)}: {why}" for peer, why in directory.dial_failures().items())

@@ -1,4 +1,4 @@
-"""The records in which peers announce themselves in the DHT. A record is small, and signed with the key of its peer.
+"""Defines the records in which peers announce themselves in the DHT. Each record is signed by its peer.
 
     value = signature:64 | canonical JSON       at most MAX_RECORD_BYTES
 

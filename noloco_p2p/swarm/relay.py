@@ -1,9 +1,9 @@
-"""A relay, which forwards calls to peers that cannot be dialled.
+"""Relays calls to peers that cannot be dialled.
 
-Such a peer keeps a stream to the relay as a reservation. p2pd has relays too, but they carry at most 128 KiB per call,
-regardless of its flags, as a measurement has shown. Here, the relaying node connects two libp2p streams and carries the
-traffic itself, so this limit does not apply. The streams carry gRPC over TLS, so a relay can interrupt a call, but
-cannot read it.
+A peer that cannot be dialled keeps a stream to a relay, which is its reservation. p2pd has relays too, but they carry
+at most 128 KiB per call, regardless of its flags (this was measured). Here, the relaying node connects two libp2p
+streams and carries the traffic itself, so this limit does not apply. The streams carry gRPC over TLS, so a relay can
+interrupt a call, but cannot read it.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ Ends = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 class Relay:
     """Serves reservations and relays calls.
 
-    Every peer runs one, but a peer that cannot be dialled is never chosen as a relay. `only_public` is the same as in
-    `DialGuard`.
+    By default, every peer serves as a relay, but a peer that cannot be dialled is never chosen. `only_public` is the
+    same as in `DialGuard`.
     """
 
     def __init__(self, node: SwarmNode, *, only_public: bool = False) -> None:
@@ -106,7 +106,7 @@ class Relay:
     async def _on_punch(self, caller: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Relay the messages of two peers that punch a hole.
 
-        First, both receive the port that tells them how they are seen.
+        First, both peers receive the port at which they can ask for the address that others see.
         """
         if not self.mirror_port:
             writer.write(NO)
@@ -315,6 +315,6 @@ def _expect(data: bytes) -> None:
 
 
 def relays_of(multiaddrs: Sequence[str]) -> dict[str, str]:
-    """Return the address of each relay among these multiaddrs, without its peer id, by the relay's peer id."""
+    """Return the addresses of the relays in these multiaddrs, by the peer id of the relay."""
     ways = [multiaddr.partition(CIRCUIT)[0] for multiaddr in multiaddrs if CIRCUIT in multiaddr]
     return {relay: address for address, relay in map(split_peer_id, ways)}

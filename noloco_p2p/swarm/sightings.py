@@ -1,6 +1,6 @@
 """Keeps the newest record of each peer, and its age. It reads no clock, so callers pass the time.
 
-Two clocks are used. A monotonic clock measures ages, and DHT time is the clock in which other machines write expiries.
+A monotonic clock measures ages. The expiry in a record is in DHT time, because another machine has set it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,10 @@ class Sightings:
         return news
 
     def live(self, *, now_s: float, among: Container[str] | None = None) -> list[Candidate]:
-        """Return the peers that were heard within the TTL and are not leaving, or only those of them in `among`."""
+        """Return the peers that were seen within the TTL and are not leaving.
+
+        If `among` is given, only the peers in it are returned.
+        """
         return [
             _candidate(record)
             for record, _ in self.records(now_s=now_s)
@@ -59,7 +62,7 @@ class Sightings:
         ]
 
     def records(self, *, now_s: float) -> list[tuple[PeerRecord, float]]:
-        """Return (record, age in seconds) of each other peer heard within the TTL, including those that are leaving."""
+        """Return (record, age in seconds) for each other peer that was seen within the TTL, including leaving peers."""
         aged = [(sighting.record, max(0.0, now_s - sighting.made_at_s)) for sighting in self._sightings.values()]
         return [(record, age_s) for record, age_s in aged if age_s <= TTL_S]
 

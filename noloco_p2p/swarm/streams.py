@@ -1,4 +1,4 @@
-"""Limits the number of streams that other peers open to this one, and contains the faults of each stream."""
+"""Limits the streams that other peers open to this one, so that an error in one does not affect the others."""
 
 from __future__ import annotations
 

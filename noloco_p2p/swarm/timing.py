@@ -9,7 +9,7 @@ from noloco_p2p.swarm.records import TTL_S
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """The pauses between two runs of each task of a directory.
+    """The pauses of the periodic tasks of a directory.
 
     The defaults are the values of the protocol. For the first `quick_for_s` after its start, a node reads every
     `quick_view_s`.

@@ -1,4 +1,4 @@
-"""Tunnels, which carry calls between peers that cannot be dialled.
+"""Carries calls between peers that cannot be dialled, through tunnels.
 
 A tunnel leads through a hole in the routers or through a relay. For each such peer, there is a local port to which the
 gRPC client connects:
@@ -219,9 +219,10 @@ class Tunnels:
         return (reader, writer), line
 
     async def _mirror(self, relay: str, line: bytes) -> Endpoint:
-        """Return the endpoint at which a relay tells this peer how it sees it.
+        """Return the endpoint of a relay at which this peer can ask for the address that others see.
 
-        `line` has the port. Raises DirectoryError if the relay is gone, or ValueError if the port is invalid.
+        `line` is the relay's answer, which contains the port. Raises DirectoryError if the relay is gone, or ValueError
+        if the port is invalid.
         """
         hosts = sorted(await self._node.hosts_of(relay), key=lambda host: ":" in host)  # IPv4 first
         if not hosts:

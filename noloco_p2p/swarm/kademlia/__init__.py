@@ -1,9 +1,10 @@
-"""The DHT node, built on hivemind. Only this package imports hivemind, so a new release of it affects only these files.
+"""Provides the DHT node, which is built on hivemind. Only this package imports hivemind.
 
-This module is the interface to the rest of the project. It imports hivemind when a node starts, which takes several
-seconds and 290 MB. It also undoes the side effects of that import: hivemind changes torch's sharing strategy, installs
-a log handler that writes to the terminal, and renames the log level WARNING. Its averagers, optimizers and experts are
-not used here. They would cost 52 MB and a third of the time, so their import is deferred until the first use.
+A new release of hivemind therefore affects only these files. This module is the interface to the rest of the project.
+It imports hivemind when a node starts, which takes several seconds and 290 MB. It also undoes the side effects of that
+import: hivemind changes torch's sharing strategy, installs a log handler that writes to the terminal, and renames the
+log level WARNING. Its averagers, optimizers and experts are not used here. They would cost 52 MB and a third of the
+time, so their import is deferred until the first use.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def load() -> None:
-    """Import hivemind. The first call blocks for several seconds, so run it in a thread. Later calls change nothing."""
+    """Import hivemind. The first call blocks for several seconds, so run it in a thread. Later calls have no effect."""
     import torch.multiprocessing
 
     _defer_package()

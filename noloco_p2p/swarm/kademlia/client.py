@@ -1,4 +1,4 @@
-"""A client of p2pd, based on hivemind's, that limits how much work strangers can cause.
+"""Connects to p2pd with a client that is based on hivemind's, but limits how much work strangers can cause.
 
 hivemind creates a task for every request that p2pd passes on, without a limit, and reads all requests that have arrived
 in one turn of the event loop. Here, most requests are answered as they are read, and the rest by a limited number of
@@ -120,7 +120,7 @@ class BoundedControl(ControlClient):
             await self._reply(call_id, response=response)
 
     async def _reply(self, call_id: bytes, **answer: bytes) -> None:
-        """Send an answer, or an error if the answer is too long. p2pd would exit on a message over the agreed size."""
+        """Send an answer, or an error if the answer is too long. A message over the limit would make p2pd exit."""
         if sum(map(len, answer.values())) > MAX_MESSAGE_BYTES - MESSAGE_BYTES:
             answer = {"error": b"the answer is too long"}
         response = vars(p2pd_pb2)["CallUnaryResponse"](**answer)
@@ -212,7 +212,7 @@ class DaemonClient(P2P):
         return [(str(peer.peer_id), str(address)) for peer in peers for address in peer.addrs]
 
     async def hosts_of(self, peer_id: str) -> set[str]:
-        """Return the hosts to which the connections of a peer lead.
+        """Return the hosts of the connections to a peer.
 
         The host "" stands for a relay. If there is no connection, the set is empty. If there is one, libp2p does not
         dial the addresses that are passed to `connect`.
@@ -231,7 +231,7 @@ class DaemonClient(P2P):
         await _asked(self.add_binary_stream_handler(protocol, on_stream))
 
     async def answers(self) -> None:
-        """Wait until the daemon has answered a request."""
+        """Wait until p2pd has answered a request, which shows that it is alive."""
         await _asked(self.get_visible_maddrs(latest=True))
 
 

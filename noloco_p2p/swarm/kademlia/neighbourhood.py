@@ -35,10 +35,10 @@ def place_of(peer_id: str) -> DHTID:
 
 
 def claim(table: RoutingTable, place: DHTID, peer: PeerID) -> PeerID | None:
-    """Add a node that has answered to the table, at the place that it claims. Returns a node to ping, if any.
+    """Add a node to the table, at the place that it claims. Returns a neighbour to ping, or None.
 
-    A node keeps the first place that it claims, because a plain hivemind node has a random place. It may not claim
-    another place later, nor one that belongs to another node.
+    A node may claim any place first, because the places of plain hivemind nodes are random. It may not claim a second
+    place, or a place that belongs to another node.
     """
     if table.get(peer_id=peer, default=place) != place or table.get(node_id=place, default=peer) != peer:
         return None
@@ -55,7 +55,7 @@ def _forget_spare(table: RoutingTable, place: DHTID) -> None:
 
 
 def placed(nodes: dict[DHTID, PeerID]) -> dict[DHTID, PeerID]:
-    """Return those of the reported `nodes` whose DHT id is the place of their peer id."""
+    """Return the reported nodes whose DHT id is the place that follows from their peer id."""
     return {place: peer for place, peer in nodes.items() if place_of(str(peer)) == place}
 
 
@@ -68,7 +68,7 @@ def is_of_now(expires_at_s: float) -> bool:
 
 
 def pack_records(records: Sequence[tuple[str, ValueWithExpiration[bytes]]]) -> tuple[bytes, float]:
-    """Pack records in hivemind's format for dictionaries. Returns the bytes and the latest expiry of a record."""
+    """Pack records in hivemind's format for dictionaries. Returns the bytes and the latest expiry."""
     entries = [[peer_id, record.value, record.expiration_time] for peer_id, record in records]
     last_s = max(record.expiration_time for _, record in records)
     return MSGPackSerializer.dumps(

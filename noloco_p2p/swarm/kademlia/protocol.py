@@ -1,4 +1,4 @@
-"""A DHT node that strangers cannot overload. It is hivemind's node with limits on requests and answers.
+"""Extends hivemind's DHT node with limits on requests and answers, so that strangers cannot overload it.
 
 requests    A request has at most 16 KiB and no duplicate keys. The rate of requests is limited, per peer and for all
             peers together (`allowance.py`).
@@ -7,7 +7,7 @@ answers     An answer has at most 128 KiB. If a bucket has more records, the nod
 storing     Only records of peers are stored, up to 8 per request. A record is refused without a check of its signature
             if there is no space for it, or if it is not newer than the stored one.
 hand-over   hivemind sends the stored records to every new node, but this node does not. Each peer stores its record
-            again every 15 s, and then finds the new node.
+            again every 15 s, and finds the new node then.
 addresses   A node reports the addresses of its neighbours, because p2pd's own DHT serves no requests and keeps nothing.
 """
 
@@ -66,7 +66,7 @@ class RefusedRequest(DirectoryError):
 
 
 class BoundedProtocol(DHTProtocol):
-    """hivemind's DHT protocol with limits: it answers requests, and checks the answers of other nodes."""
+    """A version of hivemind's DHT protocol that limits the requests of other nodes and checks their answers."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class BoundedProtocol(DHTProtocol):
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def serve(self) -> None:
-        """Start to answer requests of other nodes. A client, which only reads, does not call this."""
+        """Start answering requests from other nodes. A client does not call this, because it only reads."""
         for name, work in (("Ping", self._pong), ("Find", self._find), ("Store", self._store)):
             answer = partial(self._answer, partial(self._parsed, work, f"{name}Request"))
             await self._client.handle_requests(f"DHTProtocol.rpc_{name.lower()}", answer)
@@ -110,7 +110,7 @@ class BoundedProtocol(DHTProtocol):
         for task in self._tasks:
             task.cancel()
 
-    # Requests of other nodes. Most are complete when these methods return; a few have to await another node.
+    # Requests from other nodes. Most are complete when these methods return; a few have to await another node.
 
     def _answer(
         self, work: Callable[[bytes, PeerID], bytes | Awaitable[bytes]], data: bytes, peer: PeerID
@@ -145,7 +145,7 @@ class BoundedProtocol(DHTProtocol):
         return self._pong_after_ping(pong, request, peer) if request.validate else pong
 
     async def _pong_after_ping(self, pong: Any, request: Any, peer: PeerID) -> bytes:
-        """Call the node back, because plain hivemind nodes ask whether they can be called."""
+        """Ping a plain hivemind node in return, because it asks whether it can be called."""
         place = await self.call_ping(peer)
         pong.available = place is not None and place.to_bytes() == request.peer.node_id
         return pong.SerializeToString()
@@ -206,7 +206,7 @@ class BoundedProtocol(DHTProtocol):
         return await super().call_store(peer, *args, **kwargs)
 
     async def call_find(self, peer: PeerID, keys: Iterable[DHTID]) -> Any:
-        """Search for keys at another node. Returns key -> (the stored records, nodes near the key).
+        """Ask another node for keys. Returns key -> (its records, the nodes near the key).
 
         Returns None if the node does not answer properly.
         """
@@ -250,7 +250,7 @@ class BoundedProtocol(DHTProtocol):
     # The routing table.
 
     async def update_routing_table(self, node_id: DHTID | None, peer_id: PeerID, responded: bool = True) -> None:
-        """Add a node that responded, or remove one that did not. Unlike in hivemind, a new node is sent no records."""
+        """Add a node that responded, or remove one that did not. A new node is not sent any records."""
         if node_id is None:
             return
         if responded:
@@ -267,7 +267,7 @@ class BoundedProtocol(DHTProtocol):
 
 
 class BoundedNode(DHTNode):
-    """hivemind's DHT node, which searches through a `BoundedProtocol`.
+    """A version of hivemind's DHT node that uses a `BoundedProtocol`.
 
     Its place follows from the peer id, so other nodes need not learn it again after a restart. All caches are off. The
     view must always be read afresh, strangers could fill a cache that serves others, and hivemind's sharing of requests

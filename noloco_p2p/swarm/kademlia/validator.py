@@ -1,4 +1,4 @@
-"""Validates records. Every DHT node checks the records that it is asked to store, and those that it receives."""
+"""Validates the records that a DHT node is asked to store, and the records that it receives in answers."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Finds the addresses of nodes that others report. It takes the place of p2pd's own DHT.
+"""Finds the addresses of nodes that other nodes report. This replaces p2pd's own DHT.
 
-A node knows the addresses at which it can be dialled. Its neighbours ask it for them, and pass them on to other nodes.
-libp2p dials these addresses and authenticates the node by its key. Before that, the addresses are filtered, and their
-dials are limited, in the same way as for the addresses in records.
+A node knows the addresses at which it can be dialled. Its neighbours ask for these addresses, and pass them on to other
+nodes. libp2p dials them and authenticates the node by its key. Before that, the addresses are filtered, and the number
+of dials is limited, in the same way as for the addresses in records.
 """
 
 from __future__ import annotations
