@@ -171,9 +171,9 @@ def test_a_partner_that_freezes_at_a_frame_is_given_up_in_time(at: At, allowed: 
 CORRUPT: list[tuple[str, Fault, At, str]] = [
     ("bit-flip", FlipBit(5), At(Chunk), "chunk 0 of {} is damaged"),
     ("truncated", Truncate(40), At(Chunk), "chunk 0 of {} is damaged"),
-    ("truncated-digest-fits", Truncate(40, digests="section"), At(Chunk), "must have 400 bytes, it has 40"),
+    ("truncated-digest-fits", Truncate(40, digests="section"), At(Chunk), "must have 400 bytes, but it has 40"),
     ("bit-flip-digest-fits", FlipBit(5, digests="chunk"), At(Chunk), "{} has no end, or one with another digest"),
-    ("nan", NotFinite(), At(Chunk), "holds NaN or infinity"),
+    ("nan", NotFinite(), At(Chunk), "contains NaN or infinity"),
     ("repeated", Repeat(), At(Chunk), "{} has no end, or one with another digest"),
     ("dropped", Drop(), At(Chunk), "chunk 0 of {} is missing: got End"),
     ("after-its-end", SwapWithNext(), At(Chunk), "chunk 0 of {} is missing: got End"),

@@ -165,7 +165,7 @@ def test_what_cannot_revive_a_stage_is_refused(tmp_path: Path) -> None:
         head = trainer_of(swarm, tmp_path / "head", stage=0)
         head._save()
         for source, why in (
-            (stage_folder(tmp_path / "head", 0), "is of another model"),
+            (stage_folder(tmp_path / "head", 0), "belongs to another model"),
             (tmp_path, "holds neither a checkpoint of this stage nor an exported model"),
         ):
             with pytest.raises(CheckpointError, match=why):
