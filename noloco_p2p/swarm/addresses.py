@@ -1,4 +1,4 @@
-"""Helpers for libp2p multiaddrs and for HOST:PORT addresses."""
+"""Provides helpers for libp2p multiaddrs and for HOST:PORT addresses."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def announce_multiaddr(host: str, port: int) -> str:
 def routable_host(listen_host: str) -> str:
     """Return an address of this machine that others can dial.
 
-    If `listen_host` is a wildcard, this is the local address of the default route. Otherwise, it is `listen_host`.
+    This is `listen_host`, or the local address of the default route if `listen_host` is a wildcard.
     """
     if not is_wildcard(listen_host):
         return _plain(listen_host)

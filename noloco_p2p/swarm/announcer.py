@@ -107,7 +107,7 @@ class Announcer:
                 self._on_copy(found)
 
     def _next_sequence(self) -> int:
-        """Return the next sequence number. It is based on DHT time, so that it increases even across restarts."""
+        """Return the next sequence number, which is based on DHT time, so that it increases across restarts."""
         self._sequence = max(self._sequence + 1, int(CLOCK.now() * 1000))
         return self._sequence
 

@@ -78,6 +78,7 @@ def check_clock(offsets: Mapping[str, Offset]) -> None:
     others = f"..{peer}" if len(wrong) == 1 else f"..{peer} and {len(wrong) - 1} more"
     raise DirectoryError(
         f"the clock of this machine is {abs(offset_s):.1f} s {'behind' if offset_s > 0 else 'ahead of'} that of "
-        f"{others}, and clocks in the DHT must agree within {MAX_OFFSET_S:.0f} s; set it by NTP (for example, `sudo "
-        f"timedatectl set-ntp true`, `sudo chronyc makestep`, or `sudo sntp -sS time.apple.com` on macOS), then restart"
+        f"{others}, and clocks in the DHT must agree within {MAX_OFFSET_S:.0f} s; set it by NTP (for example, "
+        f"`sudo timedatectl set-ntp true`, `sudo chronyc makestep`, or `sudo sntp -sS time.apple.com` on macOS), "
+        f"then try again"
     )

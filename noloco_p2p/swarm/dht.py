@@ -11,7 +11,7 @@ It performs four periodic tasks:
     freshen     Look up a random key every 30 s, which keeps routing tables up to date. In a run, this is the key of a
                 bucket at another depth.
 
-A directory also works without any other node. It is then empty.
+A directory also works without any other node, but it is then empty.
 """
 
 from __future__ import annotations
@@ -223,15 +223,18 @@ class SwarmDirectory:
         return self._view.live()
 
     def knows(self, peer_id: str) -> bool:
-        """Return whether a live record of a peer was read from any bucket. This is thread-safe and does not wait."""
+        """Return whether a live record of a peer was read from any bucket.
+
+        This method is thread-safe and does not wait.
+        """
         return self._view.knows(peer_id)
 
     async def find(self, peer_id: str, *, timeout_s: float) -> Candidate | None:
-        """Find a peer, and read its bucket if it is not known yet. Returns None if it cannot be found."""
+        """Find a peer, and read its bucket if the peer is not known yet. Returns None if the peer cannot be found."""
         return await self._view.find(peer_id, timeout_s=timeout_s)
 
     def headcount(self) -> Headcount:
-        """Return the number of other live peers. This is thread-safe and does not wait."""
+        """Return the number of other live peers. This method is thread-safe and does not wait."""
         return self._view.headcount()
 
     def records(self) -> list[tuple[PeerRecord, float]]:
@@ -358,7 +361,7 @@ def _by_peer(multiaddrs: Sequence[str]) -> dict[str, list[str]]:
 
 
 async def _forever(name: str, job: Callable[[], Awaitable[float]]) -> None:
-    """Run `job` again and again, even after errors. It returns the pause before the next run."""
+    """Run `job` repeatedly, even after errors. `job` returns the seconds to wait before its next run."""
     while True:
         try:
             pause_s = await job()

@@ -1,8 +1,9 @@
 """Lets peers of the same run find each other in a local network by mDNS (RFC 6762), and call each other there.
 
-For this, the peers need no address that works from outside, and no router that supports hairpinning. Each announces a
-service with the name MARK-PEERID. The port of the service is the libp2p port, and its text record has the gRPC port.
-The mark is a digest of the key under which the peers of the run keep their records, so only they recognise it.
+For this, the peers need no address that works from outside, and no router that supports hairpinning. Each peer
+announces a service with the name MARK-PEERID. The port of the service is the libp2p port, and its text record has the
+gRPC port. The mark is a digest of the key under which the peers of the run store their records, so only they recognise
+it.
 
 Announcements are only hints, because any machine in the network can copy a mark. A peer dials only private addresses in
 a subnet of this machine. It keeps at most 16 peers at a time, and after the first 16 announcements it accepts one more

@@ -171,7 +171,7 @@ class MembershipView:
         self._census.note_aside(depth, nums_apart, now_s=time.monotonic())
 
     async def find(self, peer_id: str, *, timeout_s: float) -> Candidate | None:
-        """Find a peer, and read its bucket if it is not known yet. Returns None if it cannot be found."""
+        """Find a peer, and read its bucket if the peer is not known yet. Returns None if the peer cannot be found."""
         if known := next((candidate for candidate in self.live() if candidate.peer_id == peer_id), None):
             return known
         try:
@@ -237,7 +237,7 @@ class MembershipView:
         return await asyncio.gather(*(self._node.get(key, timeout_s=timeout_s) for key in keys))
 
     def _count(self, bucket: Bucket, records: Sequence[PeerRecord], share: float) -> None:
-        """Count the peers in a bucket at the current depth or at the base. `share` is the share that was read."""
+        """Count the peers in a bucket at the current depth or the base, of which the fraction `share` was read."""
         live = [record for record in records if record.state != "leaving"]
         peer_ids, witness = [record.peer_id for record in live], self._census.witness
         self._sampler.took(bucket, peer_ids)

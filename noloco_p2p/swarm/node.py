@@ -177,7 +177,7 @@ class SwarmNode:
         """
         self._handlers[protocol] = handler
         handling = self._running_p2p().handle_streams(protocol, self.streams.bounded(handler))
-        await _guard(handling, ATTACH_S, "asking p2pd to pass on streams")
+        await _guard(handling, ATTACH_S, "asking p2pd to forward streams")
 
     async def store(
         self, key: str, subkey: str, value: bytes, *, expires_at_s: float, timeout_s: float = CALL_S

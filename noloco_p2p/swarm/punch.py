@@ -4,9 +4,9 @@
       | -- seen, token, round trip ------------------> |
       | <------------------------- seen, (local) ----- |
 
-Before this, each peer asks the relay for the address and port at which the relay sees it (`tcp.py`). The answer is
-`seen`. The caller connects when it receives the message of the called peer. The called peer connects half a round trip
-later, which is when its message should arrive (`hole.py`).
+Before this, each peer asks the relay for the address and port at which the relay sees it (`tcp.py`), and sends the
+answer as `seen`. The caller connects when it receives the message of the called peer. The called peer connects half a
+round trip after it has sent that message, which is when the message should arrive (`hole.py`).
 
 Messages are lines of JSON. Each peer measures its round-trip time to the relay, and the sum of the two is the
 round-trip time between the peers. `local` is sent only if the relay sees both peers at the same address, because they

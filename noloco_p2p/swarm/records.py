@@ -121,7 +121,8 @@ def encode_record(record: PeerRecord, identity: Identity) -> bytes:
             record = replace(record, sketch="")  # being reachable is worth more than being measured
         else:
             raise RecordError(
-                f"the record has {len(body)} bytes, over {MAX_RECORD_BYTES - SIGNATURE_BYTES}: use shorter host names"
+                f"the record has {len(body)} bytes, but the limit is {MAX_RECORD_BYTES - SIGNATURE_BYTES}; "
+                f"use shorter host names"
             )
         body = _pack(record)
     return identity.sign(DOMAIN + body) + body

@@ -204,7 +204,7 @@ class Tunnels:
     async def _way(self, peer_id: str, relay: str, address: str, protocol: str) -> tuple[Ends, bytes]:
         """Open a stream to the peer through a relay. Returns the stream and the relay's first line.
 
-        Raises one of BROKEN, TimeoutError or Unreachable if that fails.
+        Raises TimeoutError, Unreachable or one of the errors in BROKEN if the stream cannot be opened.
         """
         async with asyncio.timeout(ANSWER_S):
             reader, writer = await open_stream_to(self._node, self._guard, relay, address, protocol)

@@ -78,7 +78,7 @@ class BoundedControl(ControlClient):
                 began_s = time.monotonic()
 
     def _resolve(self, message: Any) -> None:
-        """Pass an answer to the call that waits for it. If no call does, the answer is dropped."""
+        """Pass an answer to the call that waits for it, or drop the answer if there is no such call."""
         future = self._pending_calls.get(UUID(bytes=message.callId))
         if future is None or future.done():
             return
@@ -220,7 +220,7 @@ class DaemonClient(P2P):
         return {host_in(address) for peer, address in await self.remote_addresses() if peer == peer_id}
 
     async def handle_streams(self, protocol: str, handler: StreamHandler) -> None:
-        """Call `handler` with (peer id, reader, writer) for each stream of a protocol. It need not close the stream."""
+        """Call `handler` with (peer id, reader, writer) for each stream of a protocol, and close the stream after it."""
 
         async def on_stream(info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             try:

@@ -1,9 +1,9 @@
 """Decides what a DHT node believes of other nodes: their places in the key space, and their answers.
 
-hivemind has three weaknesses here. It accepts every place that a node claims, so a single identity could surround a
-run's key and receive all requests for it. It ends a search at an answer that claims to be valid forever, even if the
-answer is empty. It also keeps every node that it has ever heard of, in a list that only grows. This module bounds that
-list and rejects such answers. It accepts a node that others report only at the place that follows from its peer id.
+hivemind has three weaknesses here. First, it accepts every place that a node claims, so a single identity could
+surround a run's key and receive all requests for it. Second, it ends a search at an answer that claims to be valid
+forever, even if the answer is empty. Third, it keeps a list of every node that was ever reported to it. This module
+limits that list and rejects such answers. It accepts a reported node only at the place that follows from its peer id.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def place_of(peer_id: str) -> DHTID:
 
 
 def claim(table: RoutingTable, place: DHTID, peer: PeerID) -> PeerID | None:
-    """Add a node to the table, at the place that it claims. Returns a neighbour to ping, or None.
+    """Add a node to the table at the place that it claims. Returns a neighbour to ping, or None.
 
     A node may claim any place first, because the places of plain hivemind nodes are random. It may not claim a second
     place, or a place that belongs to another node.

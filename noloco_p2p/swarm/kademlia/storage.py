@@ -1,8 +1,8 @@
 """Stores the records of other peers on a DHT node: the newest record of each peer, up to a total limit.
 
-hivemind's own storage has a flaw. If an older record of a peer is stored again, it keeps the newer record, but with the
-expiry of the older one. Anybody could therefore make a peer vanish by replaying an old record. That storage also does
-not limit the number of records per peer.
+hivemind's own storage has a flaw. If an older record of a peer is stored again, hivemind keeps the newer record, but
+with the expiry of the older one. Anybody could therefore make a peer vanish by replaying an old record. In addition,
+hivemind does not limit the number of records per peer.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class RecordStorage(DHTLocalStorage):
         if known := kept.get(peer_id):
             return "" if known.expiration_time < expires_at_s else "the stored record is at least as new"
         if len(kept) >= MAX_RECORDS_PER_KEY:
-            return f"this node already stores {MAX_RECORDS_PER_KEY} records of this key"
+            return f"this node already stores {MAX_RECORDS_PER_KEY} records for this key"
         if len(self._keys_of.get(peer_id, ())) >= MAX_RECORDS_OF_ONE:
             return ""  # an older record of the same peer is removed
         return f"this node already stores {self._max_records} records" if self._num_records >= self._max_records else ""

@@ -115,7 +115,7 @@ def test_a_refusal_says_why() -> None:
     assert storage.refusal(KEY, "invented 1", now_s + 10) == "the stored record is at least as new"
     assert (
         storage.refusal(KEY, "newcomer", now_s + 10)
-        == f"this node already stores {MAX_RECORDS_PER_KEY} records of this key"
+        == f"this node already stores {MAX_RECORDS_PER_KEY} records for this key"
     )
     elsewhere = DHTID.generate("elsewhere")
     assert storage.store_subkey(elsewhere, "newcomer", b"x", now_s + 10)
