@@ -65,7 +65,7 @@ class Announcer:
     async def announce(self, state: str | None = None, *, timeout_s: float | None = None) -> None:
         """Store the record now. If `state` is given, it replaces the state in the record.
 
-        Raises DirectoryError if it cannot be stored in one of the buckets.
+        Raises DirectoryError if the record cannot be stored in one of the buckets.
         """
         async with self._announcing:
             described = self._describe()

@@ -1,8 +1,8 @@
 """Runs p2pd, the libp2p daemon from hivemind's wheel, as a child process.
 
 hivemind itself starts p2pd in the terminal's process group, where Ctrl-C kills it before the peer can announce that it
-is leaving. It also leaves p2pd running when the program is killed. Here, p2pd has its own session. On Linux, it ends
-with the thread that started it, and on other systems with the process.
+is leaving. It also leaves p2pd running when the program is killed. Here, p2pd has its own session. On Linux, p2pd
+ends with the thread that started it, and on other systems with the process.
 """
 
 from __future__ import annotations

@@ -217,7 +217,7 @@ class SwarmDirectory:
     def live(self) -> Sequence[Candidate]:
         """Return the other peers of the run that were seen within the TTL and are not leaving.
 
-        In a large run, a peer gets only the peers in the two buckets that were drawn last, and a monitor gets all peers
+        In a large run, only the peers in the two buckets that were drawn last are returned. A monitor gets all peers
         that were read. This method is thread-safe and does not wait.
         """
         return self._view.live()
@@ -292,7 +292,7 @@ class SwarmDirectory:
     async def check_clock(self, timeout_s: float) -> None:
         """Wait until the bootstraps have been dialled once, then check the clock of this machine.
 
-        Raises DirectoryError if it differs from the clocks of the others.
+        Raises DirectoryError if this clock differs from the clocks of the others.
         """
         await self._dialer.wait_until_tried(timeout_s)
         self._dialer.check_clock()
@@ -300,7 +300,7 @@ class SwarmDirectory:
     async def announce_now(self) -> None:
         """Store this peer's record now, for example after a change of state.
 
-        Raises DirectoryError if it cannot be stored. The next heartbeat tries again.
+        Raises DirectoryError if the record cannot be stored. The next heartbeat tries again.
         """
         if self._announcer:
             await self._announcer.announce()

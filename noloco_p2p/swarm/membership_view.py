@@ -98,7 +98,7 @@ class MembershipView:
     def live(self) -> Sequence[Candidate]:
         """Return the peers that were seen within the TTL and are not leaving.
 
-        In a large run, a peer gets only the peers in the two buckets that were drawn last.
+        In a large run, only the peers in the two buckets that were drawn last are returned, except on a monitor.
         """
         drawn = None if self._is_monitor or self._census.depth == 0 else self._sampler.peers()
         return self._sightings.live(now_s=time.monotonic(), among=drawn)

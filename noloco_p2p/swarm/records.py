@@ -100,8 +100,8 @@ TYPES["paused_by"] = "str"
 def encode_record(record: PeerRecord, identity: Identity) -> bytes:
     """Pack and sign a record.
 
-    If it is too large, the least useful addresses are left out, and then `sends_to`, the name and the sketch, until it
-    fits. Raises RecordError if even that does not suffice.
+    If the record is too large, the least useful addresses are left out, and then `sends_to`, the name and the sketch,
+    until the record fits. Raises RecordError if it still does not fit.
     """
     if record.peer_id != identity.peer_id:
         raise RecordError(f"a record of {record.peer_id} cannot be signed by {identity.peer_id}")

@@ -59,7 +59,7 @@ Ends = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class Relay:
-    """Serves reservations and relays calls.
+    """Holds reservations for peers that cannot be dialled, and relays calls to them.
 
     By default, every peer serves as a relay, but a peer that cannot be dialled is never chosen. `only_public` is the
     same as in `DialGuard`.
@@ -140,7 +140,7 @@ class Relay:
     async def _on_dial(self, peer: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Dial back to the address from which the stream came.
 
-        This is for nodes that are not peers; `net/probe.py` does the same for peers.
+        This serves nodes that are not peers; `net/probe.py` does the same for peers.
         """
         async with asyncio.timeout(ANSWER_S):
             ports = [int(port) for port in (await reader.readline()).split()][:MAX_PORTS]
@@ -293,7 +293,7 @@ class Reservations:
             finally:
                 writer.close()
         except (*BROKEN, TimeoutError, Unreachable) as error:
-            logger.debug("no reservation at %s: %s", short_id(relay), error)
+            logger.debug("could not get or keep a reservation at %s: %s", short_id(relay), error)
         finally:
             self._held.pop(relay, None)
             self._not_before_s[relay] = time.monotonic() + RETRY_S

@@ -220,7 +220,7 @@ class DaemonClient(P2P):
         return {host_in(address) for peer, address in await self.remote_addresses() if peer == peer_id}
 
     async def handle_streams(self, protocol: str, handler: StreamHandler) -> None:
-        """Call `handler` with (peer id, reader, writer) for each stream of a protocol, and close the stream after it."""
+        """Call `handler` with (peer id, reader, writer) for each stream of a protocol, then close the stream."""
 
         async def on_stream(info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             try:

@@ -232,7 +232,7 @@ class BoundedProtocol(DHTProtocol):
         return found
 
     async def _believe(self, key: DHTID, result: Any) -> tuple[Any, dict[DHTID, PeerID]]:
-        """Return the valid records in a result, and those of its nodes that are at their proper places."""
+        """Return the valid records in a result, and the nodes in it that are at their proper places."""
         pairs = zip(result.nearest_node_ids[:BUCKET_SIZE], result.nearest_peer_ids[:BUCKET_SIZE], strict=False)
         near = placed({_key(place): known_id(peer) for place, peer in pairs})
         is_dictionary = result.type == dht_pb2.FOUND_DICTIONARY  # pyright: ignore[reportAttributeAccessIssue]

@@ -32,8 +32,8 @@ class RecordStorage(DHTLocalStorage):
     """The stored records, by key and peer id. The validator has already checked their signatures.
 
     Records are removed when they have expired. If a peer stores more than MAX_RECORDS_OF_ONE records, its record that
-    expires first is removed as well. Other records stay. If a key or the whole storage is full, stored records can
-    still be renewed, but those of new peers are refused.
+    expires first is removed as well. No other records are removed. If a key or the whole storage is full, stored
+    records can still be renewed, but records of new peers are refused.
     """
 
     def __init__(self, *, max_records: int = MAX_RECORDS) -> None:
@@ -60,7 +60,7 @@ class RecordStorage(DHTLocalStorage):
         return f"this node already stores {self._max_records} records" if self._num_records >= self._max_records else ""
 
     def store_subkey(self, key: DHTID, subkey: Any, value: bytes, expiration_time: float) -> bool:
-        """Store a record. Returns False if it is refused; `refusal` returns the reason."""
+        """Store a record. Returns False if the record is refused; `refusal` returns the reason."""
         if not isinstance(subkey, str) or self.refusal(key, subkey, expiration_time):
             return False
         if subkey not in self._kept.get(key, {}):
