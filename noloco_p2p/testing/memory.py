@@ -154,7 +154,7 @@ class MemoryStream:
         try:
             await asyncio.wait({put, closed}, return_when=asyncio.FIRST_COMPLETED)
             if not put.done():
-                raise Unreachable("the other side closed the stream", peer=self._peer)
+                raise Unreachable("the partner closed the stream", peer=self._peer)
         finally:
             put.cancel()
             closed.cancel()
@@ -164,7 +164,7 @@ class MemoryStream:
         if self._ended.is_set():
             raise Unreachable("the stream is closed", peer=self._peer)
         if self._incoming.empty() and self._other._ended.is_set():
-            raise Unreachable("the other side closed the stream", peer=self._peer)
+            raise Unreachable("the partner closed the stream", peer=self._peer)
         try:
             frame = await asyncio.wait_for(self._incoming.get(), timeout_s)
         except TimeoutError:

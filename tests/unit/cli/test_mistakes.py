@@ -96,7 +96,7 @@ def test_a_wrong_spec_is_3_and_names_the_field(
         (["--max-download", "1mbit"], "max_download '1mbit' must be at least 2mbit (250kB/s)"),
         (["--data", "c4"], "--data 'c4' must be NAME=GLOB"),
         (["--bootstrap", "somewhere"], "bootstrap 'somewhere' must be an address such as /ip4/"),
-        (["--state-dir", "/proc/nothing"], "cannot be used as state folder"),
+        (["--state-dir", "/proc/nothing"], "cannot be used as the state folder"),
     ],
 )
 def test_a_wrong_setting_is_3_and_names_the_flag(
