@@ -20,9 +20,9 @@ class Announcer:
     """Stores this peer's record in the buckets of the membership view.
 
     `key` is the key of the view in which the record is stored. `describe` returns the current record without the
-    fields that the directory fills in, or None while there is nothing to announce. `multiaddrs` returns the addresses
-    at which this node can be dialled. They are used if the record has none. `on_copy` is called, possibly repeatedly,
-    when a process that was started later with the same identity key announces itself.
+    fields that the directory fills in, or None while there is nothing to announce. If the record has no multiaddrs,
+    it gets those that `multiaddrs` returns, at which this node can be dialled. `on_copy` is called, possibly
+    repeatedly, when a process that was started later with the same identity key announces itself.
     """
 
     def __init__(

@@ -205,7 +205,7 @@ class SwarmDirectory:
         return self._relay.passed_bytes if self._relay else 0
 
     def mirror(self, port: int) -> None:
-        """Set the port at which relayed peers can ask this node for the address from which it sees them calling."""
+        """Set the port of this node at which relayed peers can ask for the address that others see."""
         if self._relay:
             self._relay.mirror_port = port
 

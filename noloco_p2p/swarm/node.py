@@ -310,7 +310,8 @@ def _port_of(multiaddrs: Sequence[str]) -> int:
 async def knock(address: str) -> str:
     """Check whether a server listens at a TCP multiaddr.
 
-    Returns the reason if it does not. Returns an empty string if it does, or if this is not a TCP address.
+    If no server listens there, this returns the reason. Otherwise, and for other kinds of addresses, it returns an
+    empty string.
     """
     target = tcp_target(address)
     if target is None:

@@ -11,7 +11,7 @@ from noloco_p2p.swarm.records import TTL_S
 class Timing:
     """The pauses of the periodic tasks of a directory.
 
-    The defaults are the values of the protocol. For the first `quick_for_s` after its start, a node reads every
+    The defaults are the values of the protocol. For the first `quick_for_s` after its start, a node reads records every
     `quick_view_s`.
     """
 
