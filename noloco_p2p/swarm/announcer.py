@@ -21,7 +21,7 @@ class Announcer:
 
     `key` is the key of the view in which the record is stored. `describe` returns the current record without the
     fields that the directory fills in, or None while there is nothing to announce. If the record has no multiaddrs,
-    it gets those that `multiaddrs` returns, at which this node can be dialled. `on_copy` is called, possibly
+    it gets the addresses of this node that `multiaddrs` returns. `on_copy` is called, possibly
     repeatedly, when a process that was started later with the same identity key announces itself.
     """
 
