@@ -99,9 +99,10 @@ class CheckBehind:
     """Checks chunks in batches while the next ones arrive. Errors are raised by a later `add` or by `finish`.
 
     `kept` lists the partner's payloads in the order of the chunks, in memory of `slab`. `Coding.half_difference` uses
-    them. `broken` lists the chunks in which modulo coding failed. If more bits follow, `kept` has all payloads of such a
-    chunk so far. If the chunk is sent again without modulo coding, `kept` has an empty payload for it. If `squares` is
-    given, the squared norms of all chunks are added to `squares.partner`.
+    them. `broken` lists the chunks in which modulo coding failed. If more bits follow, `kept` has all payloads of such
+    a chunk so far. If the chunk is sent again without modulo coding, `kept` has an empty payload.
+
+    If `squares` is given, the squared norms of all chunks are added to `squares.partner`.
     """
 
     def __init__(

@@ -36,7 +36,7 @@ async def ask(transport: Transport, peer: Candidate, want: FetchWant, kind: type
 
 
 async def find_difference(transport: Transport, peer: Candidate, ours: ModelLayout) -> str:
-    """Describe the first tensor that differs in the model of `peer`, or return "" if none does or it does not answer."""
+    """Describe the first tensor that differs in the model of `peer`, or return "" if it reports none."""
     try:
         layout = await ask(transport, peer, WantLayout(), LayoutJson)
         return ours.first_difference(ModelLayout.from_json(layout.data))

@@ -18,7 +18,7 @@ REMEMBERED = 8  # transfers; a change in the link takes effect after half as man
 class StepRate:
     """Measures how many seconds an inner step and a round of this peer take.
 
-    An inner step counts with the median of the last 32, so that evaluations have no effect. The main thread writes to
+    The duration of a step is the median of the last 32, so that evaluations have no effect. The main thread writes to
     this object, and the network thread reads it. `inner_steps` is the length of a round until `open_round` changes it.
     """
 
