@@ -1,4 +1,4 @@
-"""The actions that `replica.py` and `head.py` return to their driver, which performs them in order."""
+"""`replica.py` and `head.py` return these actions to their driver, which performs them in order."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Kind(IntEnum):
 class Send:
     """Send a frame to a neighbour, over a stream that is opened on demand.
 
-    If the peer cannot be reached, the driver calls `stream_closed`. It subtracts the time that the frame waits in its
-    queue from `remaining_s`, and it sends Backward frames first.
+    If the peer cannot be reached, the driver calls `stream_closed`. The driver subtracts the time that the frame waits
+    in its queue from `remaining_s`, and it sends Backward frames first.
     """
 
     to: str

@@ -1,10 +1,13 @@
-"""Sends the microbatches of one node to the next stage. The node asks for a slot, sends the payload and receives TAKEN.
+"""This module sends the microbatches of one node to the next stage.
+
+For each microbatch, the node asks for a slot, sends the payload and receives TAKEN:
 
     ASKING -> SENT -> TAKEN -> (Backward)
        ^         |        |
        +--DROP---+        +--Lost, or the stream closed--> lost
 
-A microbatch that is refused before TAKEN, or whose receiver dies, is offered to another peer. After TAKEN, it is lost.
+If a microbatch is refused, or its receiver dies before TAKEN, it is offered to another peer. If its receiver dies after
+TAKEN, it is lost.
 """
 
 from __future__ import annotations

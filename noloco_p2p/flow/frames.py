@@ -1,4 +1,4 @@
-"""The frames that neighbours in the pipeline exchange about microbatches. `Forward` and `Backward` carry payloads.
+"""Neighbours in the pipeline exchange these frames. `Forward` and `Backward` carry payloads.
 
 upstream, stage s                downstream, stage s + 1
 Want(ticket, ...)       ->                                asks for a slot for this microbatch
@@ -11,7 +11,7 @@ Forward(id, payload)    ->
 Mark(ticket)           <-->    Mark(ticket)               a head has stopped launching; each peer forwards it once
 
 The last stage returns its Forward to the head without a Want, because the head reserved a slot for it at launch. The
-answer to a Want is a Credit or a DROP.
+reply to a Want is a Credit or a DROP.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class MicrobatchId(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchTicket:
-    """A signed description of a microbatch by its head. No replica on the path can change it.
+    """The description of a microbatch, signed by its head. No replica on the path can change it.
 
     `mark` is the head's progress at launch, from 0 to 1. `num_tokens` is the number of tokens in the loss, and
-    gradients are computed for the sum over them. If `is_training` is false, the microbatch is an evaluation: nothing is
+    gradients are of the sum over these tokens. If `is_training` is false, the microbatch is an evaluation: nothing is
     kept for a backward pass, and the mark does not count. `signature` is the head's signature of all other fields. The
     driver signs and verifies it.
     """
@@ -48,9 +48,9 @@ class MicrobatchTicket:
 class Want:
     """A request for a slot for one microbatch.
 
-    `sinks` lists the replicas of the last stage to which the head has streams. The stage before the last draws one of
-    them. `remaining_s` is the time until the deadline of the microbatch. Wall clocks differ, so each hop subtracts the
-    time for which it held the microbatch.
+    `sinks` lists the replicas of the last stage to which the head has streams. A replica of the second-to-last stage
+    draws one of them. `remaining_s` is the time until the deadline of the microbatch. Wall clocks differ, so each hop
+    subtracts the time for which it held the microbatch.
     """
 
     ticket: MicrobatchTicket
@@ -91,7 +91,10 @@ class Backward:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The answer to a Forward, TAKEN if `is_taken` is true and DROP otherwise. The answer to a Want is always DROP."""
+    """The answer to a Forward, TAKEN if `is_taken` is true and DROP otherwise.
+
+    A Want is only ever answered with DROP.
+    """
 
     id: MicrobatchId
     is_taken: bool

@@ -1,4 +1,4 @@
-"""A head of the pipeline, stage 0, as a pure state machine. It launches microbatches and drives all other stages.
+"""This pure state machine is a head of the pipeline (stage 0). It launches microbatches and drives all other stages.
 
     FORWARD -> AWAY -> LOSS -> BEHIND -> BACKWARD -> done
     front     other   tail    gradient  front
@@ -59,7 +59,7 @@ class HeadPhase(Enum):
 class InFlight:
     ticket: MicrobatchTicket
     microbatch: object
-    sent_s: float  # when it was sent, or was last found unsent
+    sent_s: float  # when it was sent, or the last tick at which it was still unsent
     deadline_s: float
     phase: HeadPhase = HeadPhase.FORWARD
     step: int = 0  # the step in which its forward was computed
@@ -74,7 +74,7 @@ class Window:
     The window doubles after each window without losses, and halves after losses. Once it has been halved, it grows by
     one per window.
 
-    A loss has no effect if a whole window before it was without losses. On links that lose 5 % of the microbatches at
+    A loss that follows a whole window without losses has no effect. On links that lose 5 % of the microbatches at
     random, halving at each loss would reduce the speed by a sixth.
     """
 
@@ -134,7 +134,7 @@ class Head(Machine):
     """The state machine of a head. Its methods handle events and return actions.
 
     `max_in_flight` comes from `limits.num_rooms`, and `rng` draws the path. `first_number` must be larger than every
-    number that this head has used, even before a restart, as Unix time in milliseconds is.
+    number that this head has used, even before a restart. Unix time in milliseconds meets this condition.
     """
 
     def __init__(
@@ -169,12 +169,12 @@ class Head(Machine):
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is in flight, so that a head that is leaving can stop."""
+        """Return whether nothing is in flight, so that a head that is leaving can stop."""
         return not self.in_flight and self.tasks.running is None
 
     @property
     def is_over(self) -> bool:
-        """Whether the head has finished training. Evaluations may still be in flight."""
+        """Return whether the head has finished training. Evaluations may still be in flight."""
         trains = any(flying.ticket.is_training for flying in self.in_flight.values())
         return self.progress >= FINAL_MARK and not trains and self.tasks.running is None
 
@@ -268,7 +268,7 @@ class Head(Machine):
         return self._settle(self._lose(task.id, now_s), now_s)
 
     def step_closed(self, progress: float, now_s: float) -> list[Action]:
-        """Record the end of a step, after which this head has made `progress`. With a progress of 1 it has finished.
+        """Record the end of a step and the new progress of this head. At a progress of 1, the head has finished.
 
         The next microbatches carry this progress as their mark.
         """
@@ -279,7 +279,7 @@ class Head(Machine):
         return self._settle([Broadcast(self._last_mark())] if progress >= FINAL_MARK else [], now_s)
 
     def stream_opened(self, peer: str, now_s: float) -> list[Action]:
-        """If this head has finished, notify the neighbour, which may have been absent then and forwards the notice."""
+        """Notify a neighbour that was absent when this head finished. The neighbour forwards the notice."""
         return self._settle([Send(peer, self._last_mark())] if self.progress >= FINAL_MARK else [], now_s)
 
     def tick(self, now_s: float) -> list[Action]:

@@ -1,4 +1,4 @@
-"""The limits and deadlines of the pipeline, with the reason for each of them. Sizes follow from the run spec."""
+"""This module defines the limits and deadlines of the pipeline, with their reasons. Sizes follow from the run spec."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ ASK_AGAIN_S = 5.0  # then all neighbours are asked again, because one may have a
 # The number of Forwards that a node requests slots for or sends at a time. A single one rarely saturates the uplink, so
 # slots are requested while others are being sent. With many, reserved slots would wait for the uplink of this node.
 MAX_UNDER_WAY = 4
-MAX_SINKS = 8  # in a Want; they are enough to choose from and need only 400 bytes
-MAX_WANTS_PER_PEER = 8  # queued per neighbour, which sends MAX_UNDER_WAY at a time and may have lost others
-FAIR_SHARES = 2.0  # the most slots of a step that a head gets while others wait, in fair shares
-MAX_HEADS = 1024  # that a replica remembers; those that have been silent for longest are forgotten
+MAX_SINKS = 8  # sinks in a Want; they are enough to choose from and need only 400 bytes
+MAX_WANTS_PER_PEER = 8  # a neighbour sends MAX_UNDER_WAY Wants at a time, but earlier ones may still be queued
+FAIR_SHARES = 2.0  # limit of a head while others wait, relative to its fair share of a step's slots
+MAX_HEADS = 1024  # heads that a replica remembers; it forgets those that have been silent for longest
 SEEN_NUMBERS = 1024  # numbers per head that are remembered; a head launches fewer within the longest deadline
 
 

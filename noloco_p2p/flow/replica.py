@@ -1,4 +1,4 @@
-"""An inner replica of the pipeline as a pure state machine: events with their times go in, and actions come out.
+"""This pure state machine is an inner replica of the pipeline. Events and their times go in, and actions come out.
 
 A microbatch holds one slot from its Credit until its backward pass is computed here:
 
@@ -102,7 +102,7 @@ class Replica(Machine):
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is held, so that a replica that is leaving can stop."""
+        """Return whether nothing is held, so that a replica that is leaving can stop."""
         return not self.stash and self.tasks.running is None
 
     def is_over(self, now_s: float) -> bool:
@@ -245,7 +245,7 @@ class Replica(Machine):
 
     def _backward(self, peer: str, backward: Backward) -> list[Action]:
         held = self.stash.get(backward.id)
-        # The departure ends here, so a Backward that is repeated has no effect, nor has one from another peer.
+        # The departure ends here, so a Backward that is repeated or comes from another peer has no effect.
         if held is None or self.departures.peer(backward.id) != peer or not held.ticket.is_training:
             return []
         if backward.payload is None:

@@ -1,4 +1,7 @@
-"""The order in which neighbours of the next stage are asked for a slot. Callers pass the random generator."""
+"""This module decides in which order neighbours of the next stage are asked for a slot.
+
+Callers pass the random generator.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Decides when an inner step closes. An inner replica follows the median mark of the heads, a head its own batches."""
+"""This module decides when an inner step closes.
+
+An inner replica follows the median mark of the heads, and a head follows its own batches.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ class _Vote:
     mark: float
     heard_s: float
     usual_s: float | None = None  # smoothed interval between two of its microbatches
-    is_away: bool = False  # whether the head announced its absence with this number
+    is_away: bool = False  # whether the head announced with this number that it is away
 
     def after(self, number: int, mark: float, now_s: float) -> _Vote:
         """Return the next vote of the same head."""
@@ -122,8 +125,9 @@ class BatchSteps:
     """The token counts of a head, which closes a step when one of its own batches is done.
 
     The gradients are divided by the number of tokens in the losses. With one microbatch in flight, that number equals
-    the tokens that are done. With more, the tail of the model is ahead of the front by the microbatches in flight, both
-    at the beginning and at the end of the step. If a Backward for the front is lost, its gradient counts as zero.
+    the number of tokens that are done. With more, the tail of the model is ahead of the front by the microbatches in
+    flight, both at the beginning and at the end of the step. If a Backward for the front is lost, its gradient counts
+    as zero.
     """
 
     def __init__(self, *, batch_tokens: int) -> None:

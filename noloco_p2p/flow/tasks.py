@@ -1,4 +1,4 @@
-"""The task queue of a head or an inner replica, and the base class of both state machines."""
+"""This module has the task queue of a head or an inner replica, and the base class of both state machines."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Tasks:
         return [step]
 
     def end(self, task: Compute | CloseStep | None = None) -> bool:
-        """End the running task. Return False if `task` is not running, because its end was reported before."""
+        """End the running task. Return False if `task` is not running, because its end was already reported."""
         if self.running is None or (task is not None and task is not self.running):
             return False
         self.running = None
@@ -94,5 +94,5 @@ class Machine:
         raise NotImplementedError
 
     def _settle(self, actions: list[Action], now_s: float) -> list[Action]:
-        """Return these actions and all that have become possible."""
+        """Return these actions and all others that have become possible."""
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""The microbatches that wait for a slot at a replica, and the order in which they get one."""
+"""This module queues the microbatches that wait for a slot at a replica, and decides which one is next."""
 
 from __future__ import annotations
 

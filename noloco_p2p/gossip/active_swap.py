@@ -1,6 +1,6 @@
-"""A round's view of its swap: the positions of both partners, the times of commits, and estimates derived from them.
+"""This module tracks the swap of a round: both positions, the times of commits, and estimates derived from them.
 
-The module reads the counters of the swap but no clock. Callers pass the time.
+It reads the swap's counters, but it does not read a clock. Callers pass the current time.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class ActiveSwap:
     """A swap that a round has begun.
 
     `mine` and `theirs` are the positions of both partners when the swap began, at `began_s`. `boundary_s` is the time
-    at which this peer reached its boundary. `early_s` and `late_s` are the times at which the parts were committed.
+    at which this peer reached its boundary. `early_s` and `late_s` are the times at which the early and the late
+    part were committed.
     """
 
     partner: str
@@ -78,7 +79,7 @@ class ActiveSwap:
             goodput.note(self.swap.bytes_moved, now_s - self.began_s)
 
     def link(self, now_s: float) -> LinkMeasure:
-        """Return the swap's measurement of the link for a round that ends now. `RoundLength` uses it."""
+        """Return this swap's measurement of the link for `RoundLength`, assuming that the round ends now."""
         early_bytes, late_bytes = (self.swap.num_bytes(part) for part in Part)
         return measure_link(
             early_bytes=early_bytes,
@@ -102,7 +103,7 @@ class ActiveSwap:
         return moved == 0 or now_s + (total - moved) * elapsed_s / moved > boundary_s
 
     def expected_s(self, now_s: float, goodput: Goodput) -> float:
-        """Return the time at which all parts should have arrived.
+        """Return the estimated time at which the last part arrives.
 
         The late part starts only after the early part has arrived and the partner has reached its boundary. Unknown
         durations count as 0.
@@ -124,14 +125,14 @@ class ActiveSwap:
         return max(0.0, (now_s if there_s is None else there_s) - self.boundary_s)
 
     def transfer_s(self, now_s: float) -> float:
-        """Return the seconds from when both partners were at their boundaries to the late part's commit, or to now."""
+        """Return the seconds from the later of the two boundaries until the late part was committed, or until now."""
         there_s = self.swap.partner_staged_s
         if self.boundary_s is None or there_s is None:
             return 0.0
         return max(0.0, (now_s if self.late_s is None else self.late_s) - max(self.boundary_s, there_s))
 
     def received(self, now_s: float) -> Received:
-        """Return the result of the swap for its round, which ends now. The sections are moved out of the swap."""
+        """Return the result of the swap for its round, which ends now. This removes the sections from the swap."""
         return Received(
             partner=self.partner,
             partner_round=self.theirs.round,

@@ -1,4 +1,4 @@
-"""How long a peer waits for another one in each phase of a swap. The run spec sets the wait at a boundary."""
+"""These deadlines limit each wait for another peer during a swap. The run spec sets the wait at a boundary."""
 
 from __future__ import annotations
 

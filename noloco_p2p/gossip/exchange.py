@@ -1,4 +1,6 @@
-"""The interface between training and the network. A round makes four calls, and none of them raises if a partner fails.
+"""This module is the interface between training and the network.
+
+A round makes four calls, and none of them raises an exception if a partner fails.
 
 open(state)  ->  inner steps, polling late()  ->  stage(gradient)  ->  poll() or collect()  ->  apply  ->  open(...)
 
@@ -35,7 +37,7 @@ NETWORK_ANSWER_S = 5.0  # extra time for the network thread to answer, beyond th
 
 
 class Exchange(Protocol):
-    """The network as training sees it. No method waits for a partner, and none raises if a partner fails."""
+    """The network interface for training. No method waits for a partner or raises an exception if a partner fails."""
 
     @property
     def step_rate(self) -> StepRate: ...
@@ -73,8 +75,8 @@ class Exchange(Protocol):
     def poll(self, *, wait_s: float) -> Outcome | None:
         """End the round and return its outcome, or return None if something may still arrive within `wait_s` seconds.
 
-        Call it after `stage`. After None, call it again with the rest of `wait_s`. If `wait_s` is 0, the round always
-        ends.
+        Call it after `stage`. If it returns None, call it again with the rest of `wait_s`. If `wait_s` is 0, the round
+        always ends.
         """
         ...
 
@@ -95,7 +97,7 @@ class Exchange(Protocol):
         ...
 
     def forget(self) -> None:
-        """Report, between rounds, that the vectors were replaced. Late parts for the old ones are then dropped."""
+        """Report, between rounds, that the vectors were replaced. Late parts for the old vectors are then dropped."""
         ...
 
 
@@ -180,7 +182,7 @@ class ThreadedExchange(LoopExchange):
 
     @property
     def is_closed(self) -> bool:
-        """Whether the network thread has ended because the peer was closed."""
+        """Return whether the network thread has ended because the peer was closed."""
         return self._loop.is_closed()
 
     def collect(self, wait_s: float) -> Outcome:
@@ -200,8 +202,8 @@ class ThreadedExchange(LoopExchange):
     def _ask(self, function: Callable[[], T], otherwise: T, *, even_late: bool = False) -> T:
         """Call a function on the network thread, and return `otherwise` if that thread has stopped or hangs.
 
-        If `even_late` is true, the function is called even if a hanging thread resumes later. Most calls must not be
-        that late, because their round has already continued without them.
+        If `even_late` is true, the function is called even if a hanging thread resumes later. Most calls must not run
+        that late, because training has already continued without them.
         """
         given_up = threading.Event()
 
@@ -227,5 +229,5 @@ class ThreadedExchange(LoopExchange):
         except (concurrent.futures.TimeoutError, concurrent.futures.CancelledError):
             given_up.set()  # set first, because a task that is cancelled before it begins still runs its first step
             future.cancel()
-            log.error("the network thread does not answer; training continues alone")
+            log.error("the network thread does not answer; training continues without it")
             return otherwise

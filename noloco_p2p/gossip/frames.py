@@ -1,4 +1,4 @@
-"""The frames that two peers exchange during a swap. `net` sends them over gRPC, and `testing` passes them in memory.
+"""Two peers exchange these frames during a swap. `net` sends them over gRPC, and `testing` passes them in memory.
 
 initiator                     acceptor
 Offer(hello, ...)    ->
@@ -72,7 +72,7 @@ class RefuseCode(IntEnum):
     MALFORMED = 11
     NOT_PROVEN = 12  # you have not proven that your peer id is yours
     NOT_INVITED = 13  # you are not invited to my private run
-    BANNED = 14  # I have banned you for a time
+    BANNED = 14  # I have banned you temporarily
     STALE = 15  # our positions in the run are too far apart
     OVER_SHARE = 16  # you have had your share of my swaps; I prefer another peer
     UNLISTED = 17  # I have no live record of you yet
@@ -117,7 +117,7 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """A peer's position in its round. It decides whether two peers can swap."""
+    """A peer's position in its round. The positions of two peers determine whether they can swap."""
 
     round: int
     seconds_to_boundary: float | None  # None until it is measured in the first round
@@ -150,7 +150,7 @@ class Refuse:
 
 
 def other_kind(ours: Hello, theirs: Hello) -> Refuse | None:
-    """Return a refusal if the peers differ in protocol version, run, spec or model and so can never swap, or None."""
+    """Return a refusal if two peers can never swap, because their protocol versions, runs, specs or models differ."""
     versions = [hello.protocol_version.split(".")[0] for hello in (ours, theirs)]
     if versions[0] != versions[1]:
         what = f"protocol version {PROTOCOL_VERSION} here, {theirs.protocol_version or 'none'} there"
@@ -167,7 +167,7 @@ def other_kind(ours: Hello, theirs: Hello) -> Refuse | None:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """The grid that its sender proposes for a section, as one exponent per block from `codec.modulo.Bounds.propose`."""
+    """The grid that a peer proposes for a section. `codec.modulo.Bounds.propose` returns one exponent per block."""
 
     section: SectionName
     exponents: bytes
@@ -175,7 +175,7 @@ class Grid:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """Announces a section, or the chunks of it that are sent again.
+    """The announcement of a section, or of the chunks of a section that are sent again.
 
     The receiver aborts the swap if the header differs from the one that it computes from the spec and the grid.
     """
@@ -239,9 +239,9 @@ class PeerStatus:
 class StateManifest:
     """The manifest of a donor's newest saved state, a file of chunks with one digest each.
 
-    The file has the slow weights and, if the run uses it, the outer momentum. A newcomer adopts `round` and `progress`
-    from the manifest, whose `layout` must equal its own. Each chunk except the last has STATE_CHUNK_BYTES bytes. The
-    number of chunks and the size of the file follow from the spec.
+    The file contains the slow weights and, if the run uses it, the outer momentum. A newcomer adopts `round` and
+    `progress` from the manifest, whose `layout` must equal its own. Each chunk except the last has STATE_CHUNK_BYTES
+    bytes. The number of chunks and the size of the file follow from the spec.
     """
 
     layout: str

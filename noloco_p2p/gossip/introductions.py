@@ -1,4 +1,7 @@
-"""Checks whether a caller has a live record. Lookups of unknown callers are limited, so they cannot cause a flood."""
+"""This module checks whether a caller has a live record.
+
+Lookups are limited, so that strangers cannot cause a flood.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ LOOK_S = 2.0  # for one lookup; shorter than the deadline of any offer
 
 
 class Introductions:
-    """Checks callers against the part of the directory that was read, and looks up the others.
+    """Checks whether callers have a live record, from a local copy of the directory or by a lookup.
 
     All callers together cause at most 30 lookups per minute. Beyond that, a newcomer is recognized only after the next
     regular read of the directory. `clock` returns seconds.

@@ -1,4 +1,4 @@
-"""The layout of a model: a description of its tensors. Two peers can swap only if their layouts are equal."""
+"""The layout of a model describes its tensors. Two peers can swap only if their layouts are equal."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ModelLayout:
         return json.dumps({"trainable": self.trainable, "frozen": self.frozen}, separators=(",", ":")).encode()
 
     def digest(self) -> str:
-        """Return the digest of the layout as 64 hexadecimal digits. It must be equal for two peers to swap."""
+        """Return the digest as 64 hexadecimal digits. Two peers can swap only if their digests are equal."""
         return blake3(self.as_json()).hexdigest()
 
     @classmethod

@@ -1,4 +1,4 @@
-"""The outcomes of a round. The training loop receives them as values, never as exceptions."""
+"""Each round has one of these outcomes. The training loop receives them as values, never as exceptions."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ class Swapped:
 
 @dataclass(frozen=True, slots=True)
 class Half:
-    """The outcome of a round in which only the early part was committed. The late part may still arrive."""
+    """The outcome of a round in which only the early part was committed. The late part may arrive afterwards."""
 
     received: Received
     reason: str
 
 
 class LonelyCause(StrEnum):
-    """The reason why a round had no partner. Records list a count per cause in this order, so append new causes."""
+    """The reason why a round had no partner. Append new causes, because records list their counts in this order."""
 
     NOBODY = "nobody"  # no other live peer was known
     REFUSED = "refused"  # the drawn peer was busy or paused, or its boundary was too far away

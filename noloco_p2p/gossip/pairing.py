@@ -1,4 +1,4 @@
-"""Matchmaking: the choice of the peer to ask for a swap, and of the time to ask it again.
+"""Matchmaking decides which peer to ask for a swap, and when to ask it again.
 
 Callers pass the candidates, the time and a random generator.
 """
@@ -69,7 +69,9 @@ class Pairing:
         self._incompatible: dict[str, str] = {}
 
     def open_round(self, live: Sequence[Candidate], *, num_live: int, is_patient: bool = False) -> None:
-        """Begin a round. All peers may be asked again, except incompatible ones and those recently unreachable.
+        """Begin a round.
+
+        All peers may be asked again, except incompatible ones and those that were recently unreachable.
 
         `num_live` is the number of live peers in the run, including this one. If `is_patient` is true, the last partner
         is asked only if no other peer is live, even if all others are busy.
@@ -107,7 +109,7 @@ class Pairing:
             self._turned_away.add(peer_id)
 
     def choose(self, live: Sequence[Candidate], now_s: float, *, latest_s: float) -> Candidate | None:
-        """Return the peer to make an offer to now, or None if there is none or the drawn peer is not free yet.
+        """Return the peer to ask now, or None if there is no suitable peer or the drawn one is not free yet.
 
         One peer is drawn uniformly and kept. If it has a partner, this peer waits for its next round, provided that the
         round begins before `latest_s`. Asking any free peer at once would pair the same two peers again and again,
@@ -131,7 +133,10 @@ class Pairing:
         return memory.retry_at_s - now_s if memory and memory.retry_at_s > now_s else math.inf
 
     def hopeful(self, live: Sequence[Candidate], now_s: float, *, latest_s: float) -> bool:
-        """Return whether any peer could still accept an offer, now or by `latest_s`. If not, a solo round is right."""
+        """Return whether any peer could still accept an offer, now or by `latest_s`.
+
+        If not, the round should be solo.
+        """
         return any(self._in_time(candidate, now_s, latest_s) for candidate in self._eligible(live))
 
     def refused(self, peer_id: str, *, code: RefuseCode, retry_after_s: float, now_s: float) -> None:
@@ -168,8 +173,8 @@ class Pairing:
     def _share_of_real(self, live: Sequence[Candidate]) -> float:
         """Return the fraction of listed peers that have been partners or may still be reachable.
 
-        Anyone can create records for free. If fake ones counted, the fair share of each honest peer would be too small
-        for swaps.
+        Anyone can create records for free. If fake records counted, the fair share of each honest peer would become too
+        small for any swap.
         """
         real = [peer for peer in live if peer.peer_id in self._partners or self._may_be_reached(peer)]
         return len(real) / len(live) if live else 1.0
@@ -189,7 +194,7 @@ class Pairing:
         return memory is None or memory.retry_at_s <= now_s
 
     def _in_time(self, candidate: Candidate, now_s: float, latest_s: float) -> bool:
-        """Return whether a peer may be asked now or will be free by `latest_s`. An unreachable peer never will be."""
+        """Return whether a peer may be asked now or will be free by `latest_s`. Unreachable peers do not count."""
         memory = self._memory.get(candidate.peer_id)
         if memory is None or memory.retry_at_s <= now_s:
             return True

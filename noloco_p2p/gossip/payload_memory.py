@@ -1,4 +1,4 @@
-"""A pool of memory for the encoded sections of swaps.
+"""This module provides a pool of memory for the encoded sections of swaps.
 
 Each swap needs as much memory as half the model. A fresh allocation would take longer than encoding, because the kernel
 first fills each page with zeros (0.1 to 2 ns per byte, while bf16 encoding takes 0.1 ns).
@@ -23,7 +23,7 @@ MAX_KEPT_BLOCK_BYTES = (32 << 20) - (64 << 10)  # glibc raises its mmap threshol
 
 
 class PayloadMemory:
-    """A thread-safe pool of memory blocks, sorted by size.
+    """A thread-safe pool of memory blocks, grouped by size.
 
     Each section of a run has a fixed size, so the pool never holds more memory than was in use at one time.
     """
@@ -79,7 +79,7 @@ class Slab:
 
 
 class _Lease:
-    """The owner of a block, which all views of the block refer to. When the last view is gone, the block is free."""
+    """The owner of a memory block. When the last view of the block is gone, the block returns to the pool."""
 
     def __init__(self, memory: Memory, free: list[Memory]) -> None:
         self.__array_interface__ = memory.__array_interface__

@@ -1,7 +1,7 @@
-"""Encoding of chunks ahead of sending, and checking of received chunks while others arrive, both off the event loop.
+"""A swap encodes chunks ahead of sending and checks received chunks while others arrive, both off the event loop.
 
-Both work in batches of a few chunks. Switching to another thread and back costs more than encoding one chunk, because
-the event loop, the codec thread and the training thread share one interpreter lock.
+Both tasks work in batches of a few chunks. Switching to another thread and back costs more than encoding one chunk,
+because the event loop, the codec thread and the training thread share one interpreter lock.
 """
 
 from __future__ import annotations
@@ -98,9 +98,9 @@ class Beside:
 class CheckBehind:
     """Checks chunks in batches while the next ones arrive. Errors are raised by a later `add` or by `finish`.
 
-    `kept` lists the partner's payloads in the order of the chunks, in memory of `slab`. `Coding.half_difference` uses
-    them. `broken` lists the chunks in which modulo coding failed. If more bits follow, `kept` has all payloads of such
-    a chunk so far. If the chunk is sent again without modulo coding, `kept` has an empty payload.
+    `kept` lists the partner's payloads for `Coding.half_difference`, in the order of the chunks and in memory of
+    `slab`. `broken` lists the chunks in which modulo coding failed. If more bits follow, `kept` has all payloads of
+    such a chunk so far. If the chunk is sent again without modulo coding, `kept` has an empty payload for it.
 
     If `squares` is given, the squared norms of all chunks are added to `squares.partner`.
     """

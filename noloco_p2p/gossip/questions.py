@@ -1,4 +1,4 @@
-"""Requests for a single item of another peer: its run spec, its manifest or its layout."""
+"""This module requests single items from other peers, such as a run spec, a manifest or a layout."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ANSWER_S = 60.0  # for a whole spec, layout or manifest; the manifest of a 64 Gi
 
 
 async def ask(transport: Transport, peer: Candidate, want: FetchWant, kind: type[T]) -> T:
-    """Send the request `want` to `peer` and return the response. Raises PeerError if none of type `kind` arrives."""
+    """Send the request `want` to `peer` and return the response. Raises PeerError if no `kind` arrives."""
     try:
         async with (
             asyncio.timeout(ANSWER_S),
@@ -36,7 +36,10 @@ async def ask(transport: Transport, peer: Candidate, want: FetchWant, kind: type
 
 
 async def find_difference(transport: Transport, peer: Candidate, ours: ModelLayout) -> str:
-    """Describe the first tensor that differs in the model of `peer`, or return "" if it reports none."""
+    """Describe the first tensor that differs in the model of `peer`.
+
+    The result is empty if no tensor differs or the peer does not answer.
+    """
     try:
         layout = await ask(transport, peer, WantLayout(), LayoutJson)
         return ours.first_difference(ModelLayout.from_json(layout.data))

@@ -1,4 +1,4 @@
-"""Estimators of how long this peer's inner steps take and how fast swaps transfer data. Callers pass the time."""
+"""These estimators measure how long inner steps take and how fast swaps transfer data. Callers pass the time."""
 
 from __future__ import annotations
 
@@ -85,16 +85,16 @@ class StepRate:
 
 
 class Goodput:
-    """Estimates how long a transfer takes, from the seconds per byte of the last transfers.
+    """Estimates the duration of a transfer from the rates of the last transfers.
 
-    The slower direction counts, and the time for encoding and for waiting for the partner is included.
+    The rates apply to the slower direction, and include the time for encoding and for waiting for the partner.
     """
 
     def __init__(self) -> None:
         self._seconds_per_byte: deque[float] = deque(maxlen=REMEMBERED)
 
     def note(self, num_bytes: int, seconds: float) -> None:
-        """Record a complete or incomplete transfer of `num_bytes` in one direction. An empty one is ignored."""
+        """Record a complete or incomplete transfer of `num_bytes` in one direction. Empty transfers are ignored."""
         if num_bytes > 0 and seconds > 0:
             self._seconds_per_byte.append(seconds / num_bytes)
 

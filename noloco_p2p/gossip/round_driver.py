@@ -1,6 +1,6 @@
-"""Drives the rounds of one peer on the network thread: it feeds events to `RoundState` and performs its actions.
+"""The round driver feeds events to `RoundState` on the network thread, and performs the resulting actions.
 
-The driver handles everything that takes time, such as offers, streams, swaps and timers, but makes no decisions. All
+It handles everything that takes time, such as offers, streams, swaps and timers, but makes no decisions. All
 methods run on the event loop. `exchange.py` connects them to the training thread.
 """
 
@@ -88,8 +88,8 @@ class RoundDriver:
     """The driver of a peer's rounds.
 
     `rng` draws partners and the ids of swaps, both of which must be unpredictable. `clock` returns seconds and must be
-    the clock that `step_rate` uses. `on_corrupt` is called with the id of a partner that sent data that no honest peer
-    would send, and with a description.
+    the clock that `step_rate` uses. If a partner sends data that no honest peer would send, `on_corrupt` is called with
+    the partner's id and a description.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class RoundDriver:
         self._ledgers: OrderedDict[bytes, Ledger] = OrderedDict()
 
     def now_s(self) -> float:
-        """Return the time of this driver's clock in seconds. The call is as thread-safe as the clock."""
+        """Return the time of this driver's clock in seconds. The call is thread-safe if the clock is."""
         return self._clock()
 
     @property
@@ -188,7 +188,7 @@ class RoundDriver:
         self.round.is_leaving = True
 
     def swap_now(self) -> tuple[Swap, float] | None:
-        """Return the current swap, or else the trailing one, and the time of `clock` at which it began."""
+        """Return the current swap, or else the trailing one, and its start time on the driver's clock."""
         active = self.round.active or self.round.trailing
         return (_swap_of(active), active.began_s) if active else None
 

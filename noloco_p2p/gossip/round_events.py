@@ -1,4 +1,4 @@
-"""The types that `round_state.py` works with: phases, the opening of a round, and the actions for the driver."""
+"""This module defines the types of `round_state.py`: phases, the opening of a round, and actions for the driver."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Opening:
 
     round: int
     progress: float
-    total_steps: int  # the total of the run, which `progress` is a fraction of
-    longest_round: int  # the most inner steps that a round of this run can have
+    total_steps: int  # all inner steps of the run; `progress` is a fraction of them
+    longest_round: int  # the maximum length of a round in this run, in inner steps
     early_state: dict[SectionName, Tensor]  # flat, fp32, on the CPU
     patience_s: float = 0.0
 

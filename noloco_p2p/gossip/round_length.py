@@ -1,4 +1,4 @@
-"""The choice of the number of inner steps per round if `outer.inner_steps` is "auto".
+"""If `outer.inner_steps` is "auto", this module chooses the number of inner steps of each round.
 
 The length should give the lowest loss in equal time on this link. Short rounds come closest to synchronous training,
 but training waits for the late part of each round, and also for the early part if its transfer takes longer than the
@@ -40,7 +40,7 @@ CURVE_START = 1.0
 MAX_CHANGE = 1.5  # largest factor between one round's length and the next
 STILL = 1.25  # a smaller factor changes nothing, so that noise alone does not change the length
 
-# STILL for peers that wait for their partners: if two rounds differ by a quarter, the shorter one loses a quarter.
+# This replaces STILL if partners wait for each other. If their rounds differ by a quarter, one waits for that quarter.
 STILL_WAITING = 1.04
 
 # All peers adapt to the slowest one that is not an outlier, because peers whose rounds have similar durations find each
@@ -48,13 +48,13 @@ STILL_WAITING = 1.04
 SLOWEST = 4.0  # times the median
 MAJORITY = 2 / 3
 
-# A swap that transferred nothing until it was given up is assumed to take at least this many times as long.
+# A swap that is given up before it transfers anything is assumed to need this many times the elapsed time.
 GIVEN_UP_FACTOR = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class LinkMeasure:
-    """The measurement of the link by one round's swap."""
+    """The link measurements of one round's swap."""
 
     early_s: float  # duration of the early part at its measured rate
     late_s: float  # duration of the late part, once both partners were sending it
@@ -105,7 +105,7 @@ class RoundLength:
         """Set the length of the first round and the longest wait at a boundary.
 
         If `first_inner_steps` is None, `outer.first_inner_steps` is used, regardless of the length of the run. If
-        `max_wait_s` is None, `outer.max_wait_s` is used, which is right for swaps with a late part.
+        `max_wait_s` is None, `outer.max_wait_s` is used, which applies to swaps with a late part.
         """
         self.inner_steps = first_inner_steps or outer.first_inner_steps
         self._outer = outer

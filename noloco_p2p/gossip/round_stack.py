@@ -1,4 +1,4 @@
-"""Builds the two objects that a peer needs for its rounds: the driver, and the service that answers other peers."""
+"""This module builds what a peer needs for its rounds: the driver, and the service that answers other peers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Serve = Callable[[FetchWant], AsyncGenerator[FetchItem]]
 
 
 async def serve_nothing(want: FetchWant) -> AsyncGenerator[FetchItem]:
-    """Refuse a request, for peers that have no state to serve."""
+    """Refuse every request. Peers that have no state to serve use this function."""
     raise Refused("this peer serves no state", code=RefuseCode.BETWEEN_ROUNDS.name)
     yield
 

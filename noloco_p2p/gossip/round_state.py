@@ -1,4 +1,6 @@
-"""The rounds of one peer as a pure state machine: events with their times go in, and actions for the driver come out.
+"""This pure state machine runs the rounds of one peer.
+
+Events and their times go in, and actions for the driver come out.
 
     SEEKING -> OFFERING -> SWAPPING -> EARLY -> DONE
        ^          |           |          |
@@ -70,8 +72,8 @@ class RoundState:
     """The current round of one peer, and the trailing swap and corrections of earlier rounds.
 
     `hello`, `live` and `num_live` return this peer's Hello, the membership view, and the number of live peers including
-    this one. `step_rate` knows the speed of the peers, and `pairing` remembers their answers. Each method handles an
-    event. It changes the state at once and returns the actions that the driver must perform, in order.
+    this one. `step_rate` holds the measured speeds, and `pairing` remembers the answers of peers. Each method handles
+    an event. It changes the state at once and returns the actions that the driver must perform, in order.
     """
 
     def __init__(
@@ -160,7 +162,10 @@ class RoundState:
         return self.active.expected_s(now_s, self.goodput) > until_s
 
     def end(self, now_s: float) -> tuple[Outcome, list[Action]]:
-        """End the round with what it has so far. A late part in flight becomes part of the trailing swap."""
+        """End the round with what it has so far.
+
+        If the late part is in flight, its swap continues as the trailing swap.
+        """
         outcome, actions = self._outcome(now_s)
         self._close()
         self.opening = None
@@ -176,7 +181,7 @@ class RoundState:
         return outcome, actions
 
     def take_correction(self, before: int) -> Correction | None:
-        """Return a late part from a round before `before`. Apply it at once, and report that with `corrected`.
+        """Return a late part from a round before `before`. Apply it at once, then call `corrected`.
 
         The result is None while the vectors that it changes are being sent to a partner or are about to be.
         """
@@ -199,7 +204,7 @@ class RoundState:
         self._close()
         actions = self._drop_trailing()
         if self.active:
-            actions.append(Abandon(self.active.swap, Unreachable("this peer leaves")))
+            actions.append(Abandon(self.active.swap, Unreachable("this peer is leaving")))
         return actions + self._release(now_s)
 
     # the current state
@@ -226,7 +231,7 @@ class RoundState:
         return not is_long and (self.trailing is not None or bool(self.corrections))
 
     def is_hopeless(self, now_s: float) -> bool:
-        """Whether no live peer can still become the partner of this round."""
+        """Return whether no live peer can still become the partner of this round."""
         if self.phase is not RoundPhase.SEEKING:
             return False
         if self._boundary_s is not None and now_s > max(self._boundary_s + LAST_LOOK_S, self._patient_until_s):
@@ -250,7 +255,7 @@ class RoundState:
         return self.asked
 
     def offer_answered(self, ask: Ask, answer: Frame | PeerError, *, mine: Boundary, now_s: float) -> list[Action]:
-        """Handle the answer to an offer that announced `mine`. It is a frame, or the error that prevented one."""
+        """Handle the answer to an offer that announced `mine`. The answer is a frame or an error."""
         fault = answer if isinstance(answer, PeerError) else self._fault_of(ask.candidate, answer)
         if fault is None and isinstance(answer, Accept):
             self._step_rate.hear(ask.candidate.peer_id, answer.boundary, now_s=now_s)
@@ -304,7 +309,7 @@ class RoundState:
         return [Report(f"offer to {named(peer_id)} failed: {error}", error, level)]
 
     def _latest_offer_s(self, now_s: float) -> float:
-        """Return the latest time for an offer whose early part can still arrive within the round."""
+        """Return the latest time for an offer, so that the early part can still arrive within the round."""
         early_s = self.goodput.seconds_for(part_bytes(self.plans, Part.EARLY)) or 0.0
         if self._patient_until_s > now_s:
             return self._patient_until_s - early_s

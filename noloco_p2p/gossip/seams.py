@@ -1,4 +1,4 @@
-"""The interfaces between gossip, the network and the directory.
+"""These interfaces connect gossip with the network and the directory.
 
 `net` and `swarm` implement them for real networks, and `testing` implements them in memory. Nothing in this package
 depends on gRPC or hivemind.
@@ -50,7 +50,7 @@ class FrameStream(Protocol):
         ...
 
     async def close(self) -> None:
-        """End the stream. Either end can do so at any time, and it never raises."""
+        """End the stream. Either end can call this at any time. It never raises an exception."""
         ...
 
 
@@ -70,7 +70,10 @@ class Transport(Protocol):
 
 
 class Service(Protocol):
-    """Answers calls from other peers. A transport's server calls it, and returns Refused and Unreachable to callers."""
+    """Answers calls from other peers.
+
+    A transport's server calls it and reports Refused and Unreachable to the caller.
+    """
 
     def admit(self, hello: Hello) -> None:
         """Raise Refused if this peer does not serve the caller."""

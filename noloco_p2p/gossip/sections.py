@@ -1,4 +1,4 @@
-"""The sections of a swap, the encoding of their chunks, and the half-differences between two partners."""
+"""This module defines the sections of a swap, the encoding of their chunks, and the half-differences of partners."""
 
 from __future__ import annotations
 
@@ -102,8 +102,8 @@ class Coding:
     def half_difference(self, own: Kept, partner: Payload, index: int, *, scratch: Scratch | None = None) -> Tensor:
         """Return h = (Q(partner) - Q(own)) / 2 of chunk `index`, in fp32 on the CPU.
 
-        If `own` is a ModuloCodec, `partner` holds the differences of the grid's integers. The result is a new tensor,
-        unless `scratch` is given. Then it is valid only until the next half-difference that uses the same `scratch`.
+        If `own` is a ModuloCodec, `partner` holds the differences of the grid's integers. If `scratch` is
+        given, the result is valid only until the next half-difference that uses it. Otherwise it is a new tensor.
         """
         size = self.num_elements(index)
         if isinstance(own, ModuloCodec):

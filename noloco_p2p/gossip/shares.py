@@ -1,4 +1,4 @@
-"""Accounts that limit each peer to its fair share of this peer's swaps.
+"""Accounts limit each other peer to its fair share of this peer's swaps.
 
 Without a limit, a peer that makes offers to everybody all the time would be the partner in most rounds. So this peer
 keeps an account for each authenticated peer id. A swap costs one credit, regardless of who made the offer, and each
@@ -30,7 +30,7 @@ class Shares:
         self._accounts: dict[str, float] = {}
 
     def open_round(self, live: Iterable[str], *, num_live: int) -> None:
-        """Begin a round of this peer, which adds to every account.
+        """Begin a round of this peer and credit every account.
 
         `live` holds the peers with a live record, as far as they are known. `num_live` is the number of all live peers,
         including this one.

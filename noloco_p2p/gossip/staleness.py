@@ -1,7 +1,7 @@
-"""Rules for partners at different positions in the run.
+"""These rules decide how to treat partners at different positions in the run.
 
-They compare progress instead of round counters. A peer with longer rounds, or one that was paused for a while, has a
-smaller counter, but it may have progressed as far as the others.
+The rules compare progress instead of round counters. A peer with longer rounds, or one that was paused for a while, has
+a smaller counter, but it may have progressed as far as the others.
 
     age up to FRESH_ROUNDS     a partner's vectors have full weight
     age up to STALE_ROUNDS     both partners give the vectors less weight, by a factor of FRESH_ROUNDS / age
@@ -17,13 +17,13 @@ from noloco_p2p.gossip.frames import Boundary, Refuse, RefuseCode
 from noloco_p2p.gossip.pairing import too_far_s
 from noloco_p2p.optim.mixing import agreed_inner_steps
 
-FRESH_ROUNDS = 4.0  # the age in a run in which one peer is four times as fast and rounds have a fixed length
+FRESH_ROUNDS = 4.0  # the age that occurs if one peer is four times as fast and rounds have a fixed length
 STALE_ROUNDS = 32.0
 STALE_RETRY_S = 30.0  # long enough for a peer with a small model to catch up
 
 
 def told_lengths(mine: Boundary, theirs: Boundary) -> tuple[int, int]:
-    """Return the inner steps of both rounds. If one peer announces none, both count with the other's number.
+    """Return the inner steps of both rounds. If only one peer announces a number, it is used for both.
 
     So a peer cannot hide its age by announcing nothing.
     """
@@ -48,7 +48,7 @@ def too_long(told: Boundary, longest_round: int) -> str:
     """
     if told.inner_steps <= longest_round:
         return ""
-    return f"a round of {told.inner_steps} inner steps, but the longest of this run has {longest_round}"
+    return f"a round of {told.inner_steps} inner steps, but this run allows at most {longest_round}"
 
 
 def refuse_stale(mine: Boundary, theirs: Boundary, *, total_steps: int) -> Refuse | None:
@@ -68,7 +68,7 @@ def refuse_distant(mine: Boundary, theirs: Boundary, *, total_steps: int, longes
     """Return a refusal if the other peer's round does not match this peer's, and None otherwise."""
     far_s = too_far_s(mine, theirs)
     if far_s > 0:
-        sentence = f"our boundaries are {far_s:.2f} s further apart than 0.6 of a round"
+        sentence = f"our boundaries are {far_s:.2f} s too far apart: the limit is 0.6 of a round"
         return Refuse(RefuseCode.TOO_FAR, sentence, far_s)
     if wrong := too_long(theirs, longest_round):
         return Refuse(RefuseCode.MALFORMED, wrong)

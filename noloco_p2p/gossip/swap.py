@@ -1,4 +1,6 @@
-"""One swap with one partner, after an offer was accepted. Both directions use the same stream at the same time.
+"""This module runs one swap with one partner, after an offer was accepted.
+
+Both directions use the same stream at the same time.
 
 Each part goes through three steps: stage, verify and commit. A peer verifies the order, length, digest and finiteness
 of all sections of the part. Then it sends Ready, and once it has also received Ready, it commits the part. Nothing is
@@ -55,13 +57,13 @@ class Ledger:
         self.has_ended = False  # nothing is committed from now on
 
     def state(self) -> SwapState:
-        """Return the state for the partner. If the swap has ended, a verified but uncommitted part does not count."""
+        """Return the state to report to the partner. If the swap has ended, only committed parts count as verified."""
         verified = self.committed if self.has_ended else self.verified
         return SwapState(known=True, verified=tuple(verified), committed=tuple(self.committed))
 
 
 class Swap:
-    """A swap, which `run` carries out. It calls `on_commit` on the event loop at the moment a part is committed."""
+    """A swap with one partner. `run` calls `on_commit` on the event loop at the moment when a part is committed."""
 
     def __init__(
         self,
@@ -124,9 +126,9 @@ class Swap:
         self._timer = asyncio.timeout(None)
 
     def pair(self, name: SectionName) -> SectionPair:
-        """Return both partners' encoded vectors of a section, whose part must be committed. Call it once per section.
+        """Return both partners' encoded vectors of a section. Call this once, after its part was committed.
 
-        The swap drops its references to the vectors. It may outlive its round, and the next swap needs the memory.
+        The swap drops its references to the vectors. A swap can outlive its round, but the next swap needs the memory.
         """
         assert self._plan(name).part in self.ledger.committed, (name, self.ledger.committed)
         for slabs in (self._own_slabs, self._their_slabs):
@@ -138,12 +140,12 @@ class Swap:
         return {plan.name: self.pair(plan.name) for plan in self._plans if plan.part in self.ledger.committed}
 
     def num_bytes(self, part: Part) -> int:
-        """Return the bytes of a part in each direction, as far as known. Repeated chunks count once they are sent."""
+        """Return the known size of a part in each direction. Chunks that are sent again are added at that time."""
         return sum(self._num_bytes[plan.name] for plan in self._plans if plan.part is part)
 
     @property
     def waits(self) -> bool:
-        """Whether the early part is committed and neither partner has begun its late part."""
+        """Return whether the early part is committed and neither partner has begun its late part."""
         has_begun = self.partner_staged_s is not None or bool(self._staged.chunks)
         return Part.EARLY in self.ledger.committed and not has_begun
 
@@ -250,7 +252,10 @@ class Swap:
         return code_ahead(coding, indices, source, executor=self._executor, slab=slab, squares=squares)
 
     async def _each(self, batches: AsyncIterator[list[Chunk]], coding: Coding) -> AsyncIterator[Chunk]:
-        """Yield the chunks, and keep the early payloads, which the half-differences need. Late ones are staged."""
+        """Yield the chunks, and keep the early payloads, which the half-differences need.
+
+        Late payloads are already staged.
+        """
         name, own = coding.plan.name, self._own.get(coding.plan.name)
         try:
             async for batch in batches:
@@ -300,7 +305,7 @@ class Swap:
         self._codings[name].set_result(coding)
 
     async def _repair(self, broken: Sequence[Again]) -> None:
-        """Repeat the chunks in which modulo coding failed, which are the same for both partners.
+        """Repeat the chunks in which modulo coding failed. They are the same for both partners.
 
         At first only further bits are sent. Chunks that keep failing are sent again without modulo coding.
         """

@@ -1,4 +1,4 @@
-"""Measures the bytes, the rates and the remaining time of the running swap, for `noloco status` and the event log."""
+"""This module measures the progress and the rate of the running swap for `noloco status` and the event log."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from noloco_p2p.gossip.swap import Swap
 from noloco_p2p.telemetry.progress import Meter
 
 SAMPLE_S = 0.5
-LONG_S = 10.0  # a swap is reported each time that it has lasted for another interval of this length
+LONG_S = 10.0  # a swap is reported each time it has run for another interval of this length
 
 
 @dataclass(frozen=True, slots=True)
 class SwapProgress:
     """The progress of a swap in payload bytes.
 
-    `part` is "early", "late" or "waiting". A swap is waiting if its early part is committed, but no partner has reached
-    its boundary. `total_bytes` is the number of bytes that each peer has sent when the current part is complete.
+    `part` is "early", "late" or "waiting". A swap is waiting if its early part is committed, but neither partner has
+    reached its boundary. `total_bytes` is the number of bytes that each peer has sent when the current part is
+    complete.
     """
 
     partner: str

@@ -1,4 +1,4 @@
-"""Serves the run spec, the layout of the model, and the newest saved state in chunks to newcomers.
+"""A donor serves the run spec, the layout of its model, and the newest saved state in chunks to newcomers.
 
 The state is read from a file, never from live tensors. `slots.py` limits the number of newcomers served at a time.
 """
@@ -45,7 +45,7 @@ class SavedState:
 
 
 def describe_state(path: Path, *, layout: str, num_elements: int, round_index: int, progress: float) -> SavedState:
-    """Describe a state file by the digests of its chunks, at 4 GB/s. Raises OSError if it cannot be read."""
+    """Compute the manifest of a state file at 4 GB/s. Raises OSError if the file cannot be read."""
     with path.open("rb") as file:
         digests = tuple(blake3(chunk).digest() for chunk in iter(lambda: file.read(STATE_CHUNK_BYTES), b""))
     num_bytes = path.stat().st_size
@@ -53,7 +53,7 @@ def describe_state(path: Path, *, layout: str, num_elements: int, round_index: i
 
 
 class StateServer:
-    """Serves newcomers. `saved` must be replaced whenever a newer state is written."""
+    """Serves the spec, the layout and the newest saved state. Set `saved` whenever a newer state is written."""
 
     def __init__(self, spec: Spec) -> None:
         self.saved: SavedState | None = None

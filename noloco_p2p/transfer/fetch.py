@@ -1,4 +1,4 @@
-"""Fetches the run spec and the newest saved state of a live peer, chunk by chunk, from one or more donors.
+"""A newcomer fetches the run spec and the newest saved state of a live peer, chunk by chunk, from one or more donors.
 
 The manifest of a donor has a digest of each chunk. If a donor or this program dies, the verified chunks are kept, and
 another donor sends the rest. The result then combines chunks of different replicas.
@@ -68,9 +68,9 @@ INTERNET = FetchLimits()
 
 
 class Admission(Protocol):
-    """The checks that a state must pass before it is used. Digests only prove that it arrived intact.
+    """The checks that a state must pass before it is used. Digests only prove that a state arrived intact.
 
-    A check that fails raises CheckpointError with the reason. The next donor is asked then.
+    A check that fails raises CheckpointError with the reason, and the next donor is asked.
     """
 
     async def check_position(self, donor: Candidate, manifest: StateManifest) -> None:
@@ -171,7 +171,7 @@ class DonorRate:
         self._received = 0
 
     def too_slow_s(self, num_bytes: int, now_s: float) -> float | None:
-        """Record a chunk, and return the seconds that the whole state would take if the donor is too slow, or None."""
+        """Record a chunk. If the donor is too slow, return the seconds that the whole state would take."""
         if self._began_s is None:  # the time at which the first chunk was requested is unknown
             self._began_s = now_s
             return None
@@ -244,7 +244,7 @@ class _Fetch:
         self.known |= {donor.peer_id for donor in donors}
 
     async def _next(self) -> Candidate | None:
-        """Return the next donor, and wait while all are busy. Return None if at most slow ones are left."""
+        """Return the next donor, waiting while all are busy, or None if no donor is left except slow ones."""
         while not self.to_ask:
             self._add([peer for peer in self.live() if can_give(peer)])
             if self.to_ask or not self.busy:

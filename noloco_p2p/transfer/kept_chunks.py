@@ -1,6 +1,6 @@
-"""Keeps a file that arrives chunk by chunk, and a record of its verified chunks, across restarts of this program.
+"""A file that arrives chunk by chunk, and a record of its verified chunks, are kept across restarts of this program.
 
-FILE.digests, next to the file, has 32 bytes per chunk. These are the digest of a verified chunk, or zeros for a missing
+FILE.digests, next to the file, has 32 bytes per chunk. They hold the digest of a verified chunk, or zeros for a missing
 one. When the file is opened again, all chunks are hashed to find those that a crash has damaged, so nothing needs to
 reach the disk in order.
 """

@@ -1,4 +1,4 @@
-"""The upload slots of a donor. It serves two newcomers at a time, and refuses others as BUSY with a time to ask again.
+"""A donor serves two newcomers at a time, and refuses others as BUSY with a time to ask again.
 
 Use this module only on the event loop.
 """
@@ -28,7 +28,10 @@ class Upload:
 
 
 class UploadSlots:
-    """The upload slots. Use `with slots.take(num_chunks) as upload`, and call `took(upload)` after each chunk."""
+    """The upload slots of a donor.
+
+    Use `with slots.take(num_chunks) as upload`, and call `took(upload)` after each chunk.
+    """
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
