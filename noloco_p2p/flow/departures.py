@@ -7,7 +7,7 @@ For each microbatch, the node asks for a slot, sends the payload and receives TA
        +--DROP---+        +--Lost, or the stream closed--> lost
 
 If a microbatch is refused, or its receiver dies before TAKEN, it is offered to another peer. If its receiver dies after
-TAKEN, it is lost.
+TAKEN, the microbatch is lost.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Departure:
     peer: str = ""  # the peer that it was sent to
     has_left: bool = False  # whether it was ever sent, successfully or not
     asked: set[str] = field(default_factory=set)  # the peers asked in this pass over the neighbours
-    # the asked peers of all passes that may still send a Credit
+    # peers asked in any pass that may still send a Credit
     waiting: set[str] = field(default_factory=set)
     last: str = ""  # the peer that was asked last
     since_s: float = 0.0  # when the last Want, or the Forward, was sent
@@ -48,9 +48,10 @@ class Departure:
 class Departures:
     """The microbatches that a node is sending to the next stage.
 
-    `candidates` returns the peers to ask for a microbatch. `returns` is true at the last stage, which sends to the head
-    without asking. If `gives_up` is true, a microbatch that all neighbours refuse is dropped to free its slot. A head
-    keeps such a microbatch and asks again, because no other microbatch is waiting for that slot.
+    `candidates` returns the peers to ask for a microbatch. `returns` is true at the last stage, which sends
+    microbatches to the head without asking. If `gives_up` is true, a microbatch that all neighbours refuse is dropped
+    to free its slot. A head keeps such a microbatch and asks again, because no other microbatch is waiting for that
+    slot.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class Departures:
         return actions
 
     def end(self, id: MicrobatchId) -> list[Action]:
-        """Forget a microbatch, and cancel the requests for slots for it."""
+        """Forget a microbatch and cancel its requests for slots."""
         departure = self._departures.pop(id, None)
         return [Send(peer, Lost(id)) for peer in sorted(departure.waiting)] if departure else []
 
@@ -139,7 +140,7 @@ class Departures:
         return []
 
     def lost_there(self, peer: str, id: MicrobatchId, now_s: float) -> list[Action]:
-        """Handle a neighbour's report that there will be no Backward. Its TAKEN may have been lost."""
+        """Handle a neighbour's report that there will be no Backward. The neighbour's TAKEN may have been lost."""
         departure = self._departures.get(id)
         if departure is None:
             return []
@@ -160,7 +161,7 @@ class Departures:
         return actions
 
     def look_again(self, now_s: float) -> list[Action]:
-        """Ask other peers if the ones that were asked do not answer or have no free slot.
+        """If the peers that were asked do not answer or have no free slot, ask others.
 
         Call this method when time has passed or the neighbours have changed.
         """

@@ -32,7 +32,7 @@ class MicrobatchTicket:
     """The description of a microbatch, signed by its head. No replica on the path can change it.
 
     `mark` is the head's progress at launch, from 0 to 1. `num_tokens` is the number of tokens in the loss, and
-    gradients are of the sum over these tokens. If `is_training` is false, the microbatch is an evaluation: nothing is
+    gradients are sums over these tokens. If `is_training` is false, the microbatch is an evaluation: nothing is
     kept for a backward pass, and the mark does not count. `signature` is the head's signature of all other fields. The
     driver signs and verifies it.
     """
@@ -93,7 +93,7 @@ class Backward:
 class Answer:
     """The answer to a Forward, TAKEN if `is_taken` is true and DROP otherwise.
 
-    A Want is only ever answered with DROP.
+    As an answer to a Want, it is always DROP.
     """
 
     id: MicrobatchId

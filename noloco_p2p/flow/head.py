@@ -99,7 +99,7 @@ class Window:
             self.size, self._num_good = min(self.size + 1, self._largest), 0
 
     def lost(self, sent_s: float, now_s: float) -> None:
-        """Record a loss and halve the window.
+        """Record a lost microbatch and halve the window.
 
         If the microbatch was sent before the last halving, its loss has the same cause and does not count.
         """
@@ -192,7 +192,10 @@ class Head(Machine):
         return self._settle(self.departures.look_again(now_s), now_s)
 
     def can_launch(self, now_s: float, *, is_training: bool = True) -> bool:
-        """Return whether the next microbatch is due. Call this after each event, because each one can change it."""
+        """Return whether the next microbatch is due.
+
+        Call this after each event, because any event can change the result.
+        """
         if self._is_leaving or (is_training and self.progress >= FINAL_MARK):
             return False
         if isinstance(self.tasks.running, CloseStep) or not self._sinks:
@@ -213,7 +216,7 @@ class Head(Machine):
         return id, self._settle([], now_s)
 
     def received(self, peer: str, frame: Frame, now_s: float) -> list[Action]:
-        """Handle a frame from a neighbour. It must be complete and have the size that the spec implies."""
+        """Handle a frame from a neighbour. The frame must be complete and have the size that the spec implies."""
         actions: list[Action] = []
         match frame:
             case Forward():
@@ -233,7 +236,7 @@ class Head(Machine):
         return self._settle(actions, now_s)
 
     def stream_closed(self, peer: str, now_s: float) -> list[Action]:
-        """Handle a neighbour that is gone or cannot be reached.
+        """Handle a closed stream to a neighbour, or a neighbour that cannot be reached.
 
         The driver reports this before any frames of a new stream.
         """
@@ -259,7 +262,7 @@ class Head(Machine):
         return self._settle(actions, now_s)
 
     def compute_failed(self, task: Compute, now_s: float) -> list[Action]:
-        """Give up a microbatch because memory ran out, or a gate refused the input or the output of its task.
+        """Give up a microbatch whose task failed, because memory ran out or a gate refused its input or output.
 
         Only this microbatch loses its gradients.
         """

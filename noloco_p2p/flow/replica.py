@@ -136,7 +136,7 @@ class Replica(Machine):
         return self._settle(actions, now_s)
 
     def stream_closed(self, peer: str, now_s: float) -> list[Action]:
-        """Handle a neighbour that is gone or cannot be reached.
+        """Handle a closed stream to a neighbour, or a neighbour that cannot be reached.
 
         The driver reports this before any frames of a new stream.
         """
@@ -171,7 +171,7 @@ class Replica(Machine):
         return self._settle(actions, now_s)
 
     def compute_failed(self, task: Compute, now_s: float) -> list[Action]:
-        """Give up a microbatch because memory ran out, or a gate refused the input or the output of its task.
+        """Give up a microbatch whose task failed, because memory ran out or a gate refused its input or output.
 
         Only this microbatch loses its gradients.
         """

@@ -1,4 +1,4 @@
-"""This module has the task queue of a head or an inner replica, and the base class of both state machines."""
+"""This module contains the task queue of a head or an inner replica, and the base class of both state machines."""
 
 from __future__ import annotations
 
@@ -77,7 +77,10 @@ class Machine:
         return self.tasks.peek(self._task)
 
     def hold_steps(self) -> None:
-        """Close no step until `release_steps` is called. Tasks still run, and gradients count for the next step."""
+        """Close no step until `release_steps` is called.
+
+        Tasks still run, and their gradients count for the next step.
+        """
         self._holds_steps = True
 
     def release_steps(self, now_s: float) -> list[Action]:

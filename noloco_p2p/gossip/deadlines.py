@@ -12,7 +12,7 @@ class Deadlines:
     dial_s: float = 5.0
     offer_s: float = 5.0  # from the offer to its answer
     status_s: float = 3.0  # for a request for the state of a swap
-    progress_s: float = 10.0  # for one chunk, as a sign of life; measured rates decide whether a partner is too slow
+    progress_s: float = 10.0  # for one chunk; this detects dead partners, and measured rates detect slow ones
     farewell_s: float = 1.0  # for sending the partner an Abort with the reason
 
 

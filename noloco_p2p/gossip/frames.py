@@ -31,8 +31,8 @@ Payload = bytes | memoryview  # a payload from the network is a view of the mess
 def chunk_digest(payload: Payload) -> bytes:
     """Return a 16-byte digest that detects transmission errors: XXH3-128 with seed 0, big-endian.
 
-    It is needed because the checksums of Ethernet and TCP miss some errors. A cryptographic digest would be ten times
-    slower and would not help against a malicious sender, which can compute a matching digest of any kind.
+    The digest is needed because the checksums of Ethernet and TCP miss some errors. A cryptographic digest would be ten
+    times slower and would not help against a malicious sender, which can compute a matching digest of any kind.
     """
     return xxhash.xxh3_128_digest(payload)
 

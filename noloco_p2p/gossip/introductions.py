@@ -1,6 +1,6 @@
 """This module checks whether a caller has a live record.
 
-Lookups are limited, so that strangers cannot cause a flood.
+Lookups are rate-limited, so that strangers cannot cause a flood of them.
 """
 
 from __future__ import annotations

@@ -15,9 +15,9 @@ from noloco_p2p.optim.mixing import Agreement
 class Received:
     """The result of a swap: one pair of encoded vectors per section, and the cost of the swap.
 
-    The vectors are kept until they are applied. `lateness_s` is how long after this peer its partner reached the
-    boundary, or 0 if the partner was first. `transfer_s` is the time from when both had reached the boundary until the
-    late part was committed or the round ended without it.
+    The vectors are kept until they are applied. `lateness_s` is the time that this peer waited for its partner to reach
+    the boundary, or 0 if the partner was first. `transfer_s` is the time from when both had reached the boundary until
+    the late part was committed or the round ended without it.
     """
 
     partner: str
@@ -87,7 +87,7 @@ class Correction:
 
 @dataclass(slots=True)
 class Traffic:
-    """Counters over all swaps of this peer, including failed ones. `telemetry.metrics` describes each of them."""
+    """Counters for all swaps of this peer, including failed ones. `telemetry.metrics` describes each of them."""
 
     bytes_sent: int = 0
     bytes_received: int = 0

@@ -378,7 +378,7 @@ class RoundDriver:
     async def _send(self, stream: FrameStream, frame: Frame) -> None:
         """Send an offer or an answer. Raises PeerError.
 
-        These frames are small, so a peer that does not accept one in time is frozen.
+        These frames are small, so a peer that does not accept one in time must be frozen.
         """
         try:
             await asyncio.wait_for(stream.send(frame), self._deadlines.offer_s)

@@ -1,6 +1,6 @@
 """If `outer.inner_steps` is "auto", this module chooses the number of inner steps of each round.
 
-The length should give the lowest loss in equal time on this link. Short rounds come closest to synchronous training,
+The goal is the lowest loss after a given training time on this link. Short rounds come closest to synchronous training,
 but training waits for the late part of each round, and also for the early part if its transfer takes longer than the
 inner steps. `best_inner_steps` weighs the first wait against the loss, and `FILL` avoids the second wait.
 
@@ -38,7 +38,7 @@ LENGTH_EXPONENT = 0.09
 CURVE_START = 1.0
 
 MAX_CHANGE = 1.5  # largest factor between one round's length and the next
-STILL = 1.25  # a smaller factor changes nothing, so that noise alone does not change the length
+STILL = 1.25  # changes by a smaller factor are skipped, so that noise alone does not change the length
 
 # This replaces STILL if partners wait for each other. If their rounds differ by a quarter, one waits for that quarter.
 STILL_WAITING = 1.04
@@ -84,10 +84,12 @@ def measure_link(
 
 
 def best_inner_steps(wait_steps: float) -> float:
-    """Return the round length H with the lowest loss in equal time if each round ends with a wait of w inner steps.
+    """Return the round length H with the lowest loss after a given time.
 
-    Because of the wait, an inner step takes 1 + w / H times as long, and fewer steps fit into the time. The loss in
-    equal time is then proportional to (c + H)^a (1 + w / H)^p, where a is LENGTH_EXPONENT, p is STEPS_EXPONENT and c is
+    Each round is assumed to end with a wait of w inner steps.
+
+    Because of the wait, an inner step takes 1 + w / H times as long, and fewer steps fit into the time. The loss is
+    then proportional to (c + H)^a (1 + w / H)^p, where a is LENGTH_EXPONENT, p is STEPS_EXPONENT and c is
     CURVE_START. Its derivative is zero where a H^2 - (p - a) w H - p c w = 0. For long waits, H approaches
     (p / a - 1) w, independently of c.
     """
@@ -112,7 +114,7 @@ class RoundLength:
         self._max_wait_s = outer.max_wait_s if max_wait_s is None else max_wait_s
         self._beside_s: deque[float] = deque(maxlen=WINDOW_SWAPS)  # durations of transfers during the inner steps
         self._waits_s: deque[float] = deque(maxlen=WINDOW_SWAPS)  # waits at the boundary
-        self._given_up_s: deque[float] = deque(maxlen=2)  # the same for swaps given up since the last complete one
+        self._given_up_s: deque[float] = deque(maxlen=2)  # the same, for swaps given up since the last complete one
 
     def resume(self, inner_steps: int) -> None:
         """Continue with the length from a checkpoint. Measurements are not restored."""
@@ -132,7 +134,7 @@ class RoundLength:
                 self._given_up_s.append(beside_s)
 
     def next(self, seconds_per_step: float | None, *, others_s: Sequence[float] = ()) -> int:
-        """Return the length of the round that begins now. It does not change until something is measured.
+        """Return the length of the round that begins now. The length does not change until something is measured.
 
         `others_s` holds the durations of the shortest rounds that other peers have announced (see `told_s`).
         """
@@ -175,7 +177,7 @@ class RoundLength:
 
 
 def usual_s(shortest_s: Sequence[float]) -> float:
-    """Return the duration that all rounds should have, given the shortest one that each peer can keep up with.
+    """Return the duration that all rounds should have, given the shortest round that each peer can keep up with.
 
     `shortest_s` includes this peer's own value. The actual durations are not an input. Otherwise rounds that are too
     long for everybody would never become shorter.

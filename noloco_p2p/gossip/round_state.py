@@ -91,7 +91,7 @@ class RoundState:
         self.goodput = Goodput()
         self.corrections: deque[Correction] = deque(maxlen=2)
         self.trailing: ActiveSwap | None = None
-        self.unreachable: set[str] = set()  # each is reported only once, until a swap with it begins
+        self.unreachable: set[str] = set()  # peers already reported, until a swap with them begins
         self._hello = hello
         self._live = live
         self._num_live = num_live
@@ -309,7 +309,7 @@ class RoundState:
         return [Report(f"offer to {named(peer_id)} failed: {error}", error, level)]
 
     def _latest_offer_s(self, now_s: float) -> float:
-        """Return the latest time for an offer, so that the early part can still arrive within the round."""
+        """Return the latest time at which an offer leaves enough time for the early part to arrive within the round."""
         early_s = self.goodput.seconds_for(part_bytes(self.plans, Part.EARLY)) or 0.0
         if self._patient_until_s > now_s:
             return self._patient_until_s - early_s

@@ -90,14 +90,14 @@ class Directory(Protocol):
     """The live peers of this run, as far as this peer knows. Only a call shows whether a listed peer still answers."""
 
     def live(self) -> Sequence[Candidate]:
-        """Return the peers to draw a partner from, without this one. The call never blocks.
+        """Return the peers from which a partner can be drawn, excluding this one. The call never blocks.
 
         These are all live peers of a small run, or a changing sample of a large one.
         """
         ...
 
     def num_live(self) -> int:
-        """Return the number of live peers, including this one. It is an estimate if `live` is a sample.
+        """Return the number of live peers, including this one. It is an estimate if `live` returns a sample.
 
         The call never blocks.
         """

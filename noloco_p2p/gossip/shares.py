@@ -32,7 +32,7 @@ class Shares:
     def open_round(self, live: Iterable[str], *, num_live: int) -> None:
         """Begin a round of this peer and credit every account.
 
-        `live` holds the peers with a live record, as far as they are known. `num_live` is the number of all live peers,
+        `live` holds the known peers with a live record. `num_live` is the number of all live peers,
         including this one.
         """
         earned, here = FAIR_SHARES / max(1, num_live - 1), set(live)

@@ -43,7 +43,7 @@ from noloco_p2p.gossip.pipeline import Beside, CheckBehind, Staged, code_ahead
 from noloco_p2p.gossip.seams import FrameStream
 from noloco_p2p.gossip.sections import Coding, Kept, SectionPair, SectionPlan, Squares
 
-ALIVE_PER_PROGRESS = 4  # signs of life per `progress_s`, the silence after which a swap ends
+ALIVE_PER_PROGRESS = 4  # signs of life in `progress_s`, after which silence ends a swap
 Again = tuple[Coding, Sequence[int]]  # the indices of chunks that failed or are sent again, and their encoding
 RECEIVE_TIMEOUT_S = 86_400.0  # the progress timer or the owner of the swap ends it long before
 
@@ -165,7 +165,10 @@ class Swap:
             self._abandoned.exception()  # retrieved here, because `run` may already have returned
 
     async def run(self) -> None:
-        """Return when all parts are committed. Raises PeerError if the swap fails; the ledger shows its progress."""
+        """Run the swap until all parts are committed.
+
+        Raises PeerError if the swap fails; the ledger shows its progress.
+        """
         sender = asyncio.create_task(self._send_parts())
         receiver = asyncio.create_task(self._receive_parts())
         alive = asyncio.create_task(self._keep_alive())
@@ -270,7 +273,7 @@ class Swap:
 
     async def _send(self, frame: Frame) -> None:
         async with self._send_lock:  # two tasks send sections and Ready, but a stream supports only one writer
-            with self._of_partner():  # a decode error also surfaces in send()
+            with self._of_partner():  # send() also raises decode errors
                 await self._stream.send(frame)
 
     # receiving

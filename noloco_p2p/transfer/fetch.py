@@ -128,9 +128,9 @@ async def fetch_state(
     """Fetch the state of a live peer and write it to `target`.
 
     The donors are asked in the given order, followed by the peers that `live` lists by then. Busy donors are asked
-    again until one has a free slot. Slow donors are left, and the fastest of them is used only if no other donor can
-    serve the state. If a donor dies, the verified chunks are kept. If this program dies, they are kept in `target` for
-    an hour. A state that fails `admission` is discarded.
+    again until one has a free slot. Slow donors are abandoned, and the fastest of them is used only if no other donor
+    can serve the state. If a donor dies, the verified chunks are kept. If this program dies, they are kept in `target`
+    for an hour. A state that fails `admission` is discarded.
 
     `layout`, `num_elements` and `num_bytes` describe this peer's own state file. A state that differs is refused before
     a chunk is fetched. A donor serves the last state that it saved, whose progress must exceed `newer_than`. If

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from noloco_p2p.errors import Refused
 from noloco_p2p.gossip.frames import RefuseCode
 
-NUM_SLOTS = 2  # more uploads would slow down each other and the donor's swaps
+NUM_SLOTS = 2  # each further upload would slow down the others and the donor's swaps
 STALLED_S = 30.0  # an upload that accepts no chunk for this long loses its slot to the next caller
 FIRST_RETRY_S = 5.0  # while the duration of a chunk is unknown
 RETRY_S = (1.0, 60.0)  # bounds of the retry time that a caller gets
