@@ -1,6 +1,6 @@
-"""What a run needs of a machine, reported before it trains: memory, disk, and megabytes per hour.
+"""Estimate what a run needs of a machine before it trains: memory, disk space, and megabytes per hour.
 
-A run that a machine can never hold is refused before its model is built.
+A run that can never fit on a machine is refused before its model is built.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PROBE_TOKENS = 2048  # enough to keep a small machine busy, and quick enough to 
 class Needs:
     num_parameters: int
     model_bytes: int  # on an accelerator, without activations
-    outer_bytes: int  # in main memory: outer state, offloaded moments, one coded payload per direction and section
+    outer_bytes: int  # in main memory: outer state, offloaded moments, one encoded payload per direction and section
     disk_bytes: int
     round_bytes: int  # each way
     hour_bytes: int  # each way, at the speed measured on this machine; with inner_steps = "auto" an upper bound
@@ -48,7 +48,7 @@ class Needs:
     is_on_host: bool  # the model is in main memory, too
 
     def lines(self) -> list[str]:
-        """For people."""
+        """Format the needs for the user, one line for each topic."""
         about = "about" if self.has_fixed_rounds else "depending on the link, at most"
         return [
             f"model: {count(self.num_parameters)} trainable parameters, {self.step_s:.2f} s per inner step here",
@@ -81,7 +81,11 @@ def estimate(
     device: torch.device = CPU,
     keep_checkpoints: int = 2,
 ) -> Needs:
-    """`num_parameters`: trainable ones; `frozen_bytes`: of the others; `step_s`: seconds per inner step here."""
+    """Estimate the needs of a run on this machine.
+
+    `num_parameters` counts the trainable parameters, and `frozen_bytes` is the size of all others. `step_s` is the
+    duration of an inner step on this machine in seconds.
+    """
     compute = compute or Compute()
     moments = MOMENT_BYTES if compute.offload_optimizer else 0
     round_bytes = _round_bytes(spec, num_parameters)
@@ -112,9 +116,9 @@ def check_memory(
     compute: Compute,
     device: torch.device,
 ) -> None:
-    """Raise SettingsError, with numbers, when this machine has less memory in total than the run needs at least.
+    """Raise SettingsError, with numbers, if this machine has less memory in total than the run needs at least.
 
-    The minimum excludes activations and other programs.
+    The minimum does not include activations and other programs.
     """
     moments = MOMENT_BYTES if spec.train.inner_optimizer == "adamw" else MOMENT_BYTES // 2  # of most parameters
     offloaded = moments if compute.offload_optimizer else 0
@@ -129,14 +133,14 @@ def check_memory(
 
 
 def memory_limit(settings: PeerSettings) -> int:
-    """Bytes of main memory and swap space that this peer may use: those of the machine, or `max_memory`."""
+    """Return the bytes of main memory and swap space that this peer may use, which `max_memory` can limit."""
     return min(total_memory(), settings.max_memory_bytes or total_memory())
 
 
 def training_bytes(spec: TrainerSpec, *, num_parameters: int, num_matrix_parameters: int) -> int:
-    """Count what training keeps between two steps, on any device: weights, gradients, moments and outer state.
+    """Return the bytes that training keeps between two steps: weights, gradients, moments and outer state.
 
-    num_matrix_parameters: those that Muon takes, for which it keeps one moment instead of two.
+    Muon keeps one moment instead of two for each of the `num_matrix_parameters` that it optimizes.
     """
     moments = MOMENT_BYTES * num_parameters
     if spec.train.inner_optimizer == "muon":
@@ -154,7 +158,7 @@ def _must_fit(least_bytes: int, total_bytes: int, spec: Spec, num_parameters: in
 
 
 def _outer_bytes(spec: Spec, num_parameters: int) -> int:
-    """The size of the outer state, and of one coded payload per direction and section."""
+    """Return the size of the outer state and of one encoded payload per direction and section."""
     return _state_bytes(spec, num_parameters) + 2 * _round_bytes(spec, num_parameters)
 
 
@@ -168,7 +172,10 @@ def _round_bytes(spec: Spec, num_parameters: int) -> int:
 
 
 def probe_step_s(backward: Callable[[Tensor], Tensor], batch: Tensor) -> float:
-    """Seconds of forward and backward of a batch, extrapolated from a few sequences; `backward` returns their loss."""
+    """Return the duration of a batch's forward and backward pass in seconds, extrapolated from a few sequences.
+
+    `backward` computes both passes and returns the loss.
+    """
     sample = batch[: max(1, PROBE_TOKENS // batch.shape[1])]
     durations_s = []
     for _ in range(1 + PROBE_STEPS):  # the first one warms up

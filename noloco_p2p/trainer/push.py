@@ -1,7 +1,7 @@
-"""Uploading a checkpoint or an exported model to the Hugging Face hub, with the token of this user.
+"""Upload a checkpoint or an exported model to the Hugging Face hub with the user's token.
 
-A failure is an error of the client's HTTP library (it has had three), of its upload threads, or of the disk; each
-becomes a PushError with its first line.
+An upload can fail in the client's HTTP library, which has been replaced twice, in its upload threads, or on the disk.
+Every such error becomes a PushError with the first line of its message.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from noloco_p2p.errors import PushError
 
 
 def claim(repo: str) -> None:
-    """Create the private repository, or find it, before long work. Raises PushError."""
+    """Create the private repository unless it exists. Call this before long work. Raises PushError if it fails."""
     try:
         HfApi().create_repo(repo, private=True, exist_ok=True)
     except Exception as error:  # noqa: BLE001 - see above
@@ -25,9 +25,9 @@ def claim(repo: str) -> None:
 
 
 def push(folder: Path, repo: str) -> str:
-    """Upload the new files in `folder`; files of the same name are replaced. Returns the address of the repository.
+    """Upload the new files in `folder`, and return the address of the repository.
 
-    Raises PushError; the folder is not changed.
+    Files with the same name are replaced. `folder` is never changed. Raises PushError if the upload fails.
     """
     try:
         HfApi().upload_folder(repo_id=repo, folder_path=folder, commit_message=f"{folder.name}, by noloco_p2p")

@@ -1,4 +1,4 @@
-"""How `noloco init` cuts a model into stages, and what a peer of each stage needs."""
+"""Cut a model into stages for `noloco init`, and compute what a peer of each stage needs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ class StageNeeds:
 
     @classmethod
     def of(cls, spec: TrainerSpec, num_stages: int, *, folders: Mapping[str, str] | None = None) -> StageNeeds:
-        """Cut the model of a spec; of a model by name, only the config is read. Raises SpecError and ModelError."""
+        """Cut the model of a spec into `num_stages` stages. If the model is given by name, only its config is read.
+
+        Raises SpecError if there are more stages than blocks, and ModelError if the model cannot be cut.
+        """
         staged = spec.with_changes(
             {"pipeline.stages": num_stages, "pipeline.cut": "auto", "model.parameter_seeds": True}, origin="--stages"
         )
@@ -40,7 +43,10 @@ class StageNeeds:
 
     @classmethod
     def as_cut(cls, spec: TrainerSpec, *, folders: Mapping[str, str] | None = None) -> StageNeeds:
-        """As `of`, for a spec that already has its cut. Raises SpecError and ModelError."""
+        """Use the cut that a spec already contains.
+
+        Raises SpecError if it does not contain one, and ModelError if the model cannot be cut.
+        """
         cut_of(spec)
         return cls(spec, _measured(spec, folders))
 
@@ -48,14 +54,14 @@ class StageNeeds:
         return self.sizes.stage(cut_of(self.spec), stage)
 
     def memory(self, stage: int) -> int:
-        """The bytes that a peer of that stage keeps between two steps, without activations and swaps."""
+        """Return the bytes that a peer of that stage keeps between two steps, without activations and swaps."""
         part = self.part(stage)
         return training_bytes(
             self.spec, num_parameters=part.num_parameters, num_matrix_parameters=part.num_matrix_parameters
         )
 
     def lines(self) -> list[str]:
-        """Format the needs for people."""
+        """Format the needs for the user."""
         return [*self._stages(), *self._links(), self._heads()]
 
     def _stages(self) -> list[str]:
