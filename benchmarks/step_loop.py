@@ -100,7 +100,7 @@ class Ours:
         """Measure how long a due checkpoint blocks training, which is the time of the copy."""
         began_s = time.monotonic()
         trainer = self.trainer
-        trainer.outer.save_in_background(trainer._meta())
+        trainer.outer.save_in_background()
         self.saving_s = time.monotonic() - began_s
 
 

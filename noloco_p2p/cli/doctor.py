@@ -35,14 +35,16 @@ def doctor(
     examined = entry.opened(entry.ticket_in(run)) if run else None
     import uvloop
 
-    from noloco_p2p.doctor.check import is_healthy, report
+    from noloco_p2p.doctor.check import is_healthy, report, verdict
 
     checks = uvloop.run(_examine(examined, settings, tell=not as_json))
     if as_json:
         print_json(report(checks))
-    elif not isinstance(examined, Ticket):
-        needs = "" if examined else ", needs of the model"
-        print(f"to check the clock, reachability and bandwidth{needs} too, run: noloco doctor TICKET")
+    else:
+        print(verdict(checks))
+        if not isinstance(examined, Ticket):
+            needs = "" if examined else ", needs of the model"
+            print(f"to check the clock, reachability and bandwidth{needs} too, run: noloco doctor TICKET")
     if not is_healthy(checks):
         raise typer.Exit(1)
 

@@ -67,7 +67,8 @@ def join(
 
 
 def _train(run: str, settings: PeerSettings, ticket_file: Path | None, own: OwnRank | None) -> None:
-    """Raises Left when the peer is asked to leave while it enters."""
+    """Train until the run is done or somebody asks the peer to leave. Raises Left if that happens while it enters."""
+    from noloco_p2p.devices import describe
     from noloco_p2p.peer.peer import Peer
     from noloco_p2p.spec import TrainerSpec
     from noloco_p2p.swarm.addresses import any_public
@@ -87,6 +88,7 @@ def _train(run: str, settings: PeerSettings, ticket_file: Path | None, own: OwnR
     ):
         spec = TrainerSpec.of(peer.spec)
         _say(f"peer {peer.peer_id} of run {spec.name} ({spec.digest()[:16]}), announces {peer.address}")
+        _say(f"training on {describe(here)} ({here})")
         if peer.metrics_address:
             _say(f"metrics at http://{peer.metrics_address}/metrics")
         for warning in [*spec.warnings(), *unused_data(spec, settings), *unknown_name(settings)]:

@@ -75,8 +75,9 @@ def ways(neighbours: dict[str, str]) -> str:
 def contribution(reply: dict[str, Any]) -> str:
     """`2 h 5 min of training, 3.41M tokens, 41 swaps`; a script of one's own may not count its tokens."""
     tokens = "" if reply["tokens"] is None else f"{count(reply['tokens'])} tokens, "
+    swaps = "swap" if reply["swaps"] == 1 else "swaps"
     hidden = " (hours and tokens are hidden)" if reply["settings"]["hide_contribution"]["value"] else ""
-    return f"{duration(reply['trained_s'])} of training, {tokens}{reply['swaps']} swaps{hidden}"
+    return f"{duration(reply['trained_s'])} of training, {tokens}{reply['swaps']} {swaps}{hidden}"
 
 
 def stage_lines(reply: dict[str, Any]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from collections import Counter
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
@@ -35,6 +36,19 @@ def report(checks: list[Check]) -> dict[str, Any]:
 
 def is_healthy(checks: list[Check]) -> bool:
     return not any(check.level == "failed" for check in checks)
+
+
+def verdict(checks: list[Check]) -> str:
+    """Sum up the checks in a sentence."""
+    counts = Counter(check.level for check in checks)
+    if counts["failed"]:
+        return f"{_numbered(counts['failed'], 'problem')} would prevent training: follow the arrows above"
+    warnings = f", with {_numbered(counts['warning'], 'warning')}" if counts["warning"] else ""
+    return f"nothing here would prevent training{warnings}"
+
+
+def _numbered(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def versions() -> Check:

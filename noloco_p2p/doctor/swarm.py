@@ -20,7 +20,7 @@ from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.net import probe
 from noloco_p2p.net.client import GrpcTransport
 from noloco_p2p.net.session import Session
-from noloco_p2p.peer.ports import Ports
+from noloco_p2p.peer.ports import remembered_ports
 from noloco_p2p.settings import PeerSettings
 from noloco_p2p.spec import Spec, TrainerSpec
 from noloco_p2p.swarm.clock import MAX_OFFSET_S
@@ -151,9 +151,8 @@ def reachability(probed: probe.Probed, peer: Candidate) -> Check:
 @asynccontextmanager
 async def _listening(settings: PeerSettings) -> AsyncIterator[list[int]]:
     """Yield the two ports of the peer that runs here, or of listeners in its place."""
-    own = Ports(settings)
-    if ask(settings.state_dir, "status") and own.grpc and own.libp2p:
-        yield [own.grpc, own.libp2p]
+    if ask(settings.state_dir, "status"):
+        yield [*remembered_ports(settings.state_dir).values()]
         return
     servers: list[asyncio.Server] = []
 

@@ -126,6 +126,8 @@ class NoLoCo:
         save_every_rounds: Rounds between two checkpoints, which are also served to newcomers. With 0 the caller calls
             `save`; newcomers keep their own weights until then.
         checkpoints: None keeps the last two, in the peer's folder of the run.
+        meta: Called for each checkpoint. It returns JSON values of the caller, such as the state of a scheduler, which
+            `resumed.meta` holds after a restart.
         on_round: Called with the result at the end of each round, within `optimizer.step()` or `step()`.
         end_at: No round opens at or above this `progress`.
         loss_check: Undoes swaps that raise the loss; None turns it off.
@@ -148,6 +150,7 @@ class NoLoCo:
         resume: bool | Mapping[str, Any] = True,
         save_every_rounds: int = 10,
         checkpoints: Checkpoints | None = None,
+        meta: Callable[[], Mapping[str, Any]] = dict,
         on_round: Callable[[RoundResult], None] | None = None,
         end_at: float = math.inf,
         loss_check: LossCheck | None = None,
@@ -166,6 +169,7 @@ class NoLoCo:
         self._rounds = Rounds(self.spec, self._exchange, self._state, update_filter, follows_caller=follows_caller)
         self._save_every_rounds = save_every_rounds
         self._checkpoints = checkpoints or Checkpoints(peer.run_folder / "checkpoints")
+        self._meta = meta
         self._saver = Saver()
         self._saved_round = -1  # the round whose start was written last
         self._on_round = on_round
@@ -323,22 +327,20 @@ class NoLoCo:
         end = self._rounds.withdraw()
         return self._count(end) if end else None
 
-    def save(self, meta: Mapping[str, Any] | None = None) -> Path:
+    def save(self) -> Path:
         """Write a checkpoint, and serve it to newcomers. Raises CheckpointError; the last good one is then intact.
 
-        It holds the outer state, the state of the inner optimizer, and within a round the model's weights. `meta`: JSON
-        values of the caller, which `resumed.meta` returns.
+        A checkpoint holds the outer state, the state of the inner optimizer, the values of `meta`, and within a round
+        the model's weights.
         """
         self._saver.wait()  # there is only one writer
-        files, meta = self._content(meta)
+        files, meta = self._content()
         folder = self._checkpoints.save(self.round, files=files, meta=meta)
         self._serve(folder, meta["outer"])
         return folder
 
-    def save_in_background(
-        self, meta: Mapping[str, Any] | None = None, *, done: Callable[[Path], None] | None = None
-    ) -> bool:
-        """As `save`, for the current state, while training continues. Returns False while the last one is unfinished.
+    def save_in_background(self, *, done: Callable[[Path], None] | None = None) -> bool:
+        """Like `save`, for the current state, while training continues. Returns False while the last one is unfinished.
 
         `done` is called with the folder, on the thread that wrote it. A failure is logged.
         """
@@ -349,7 +351,7 @@ class NoLoCo:
             if done:
                 done(folder)
 
-        return self._saver.begin(self._checkpoints, self.round, content=lambda: self._content(meta), done=written)
+        return self._saver.begin(self._checkpoints, self.round, content=self._content, done=written)
 
     def state_dict(self) -> dict[str, Any]:
         """Return slow weights and outer momentum (not copied), and the position in the run, for a checkpoint of the
@@ -385,12 +387,12 @@ class NoLoCo:
             "tensors": self._state.parameters.model_layout.as_json().decode(),
         }
 
-    def _content(self, meta: Mapping[str, Any] | None) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
-        """The files and the meta of a checkpoint."""
+    def _content(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+        """Return the files and the meta of a checkpoint."""
         files = saved_state.tensors_of(self._state, self._model, is_within_round=not self.is_between_rounds)
         if self._inner:
             files[saved_state.INNER_FILE] = self._inner.state()
-        return files, {**(meta or {}), "outer": self._position()}
+        return files, {**self._meta(), "outer": self._position()}
 
     # entering
 

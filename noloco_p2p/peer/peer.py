@@ -75,10 +75,12 @@ NEAR_S = 4.0  # for a peer in the local network to answer
 DIAL_BACK_S = 12.0  # for one peer to report whether it gets through; it tries for 4 s
 
 
-def resolve(target: Spec | Ticket | Path | str) -> Spec | Ticket:
-    """Load what is named by a spec, a spec file or a ticket. Raises SpecError, TicketError."""
+def resolve(target: Spec | Ticket | Path | str | None) -> Spec | Ticket:
+    """Return the spec or the ticket that `target` names. Raises SpecError, TicketError, and SettingsError for None."""
     if isinstance(target, Spec | Ticket):
         return target
+    if target is None:  # an optional argument of a script, passed on
+        raise SettingsError("Peer.join needs a spec, the path of a spec file, or a ticket; it got None")
     if isinstance(target, str) and is_ticket(target):
         return Ticket.decode(target)
     return Spec.load(target)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any, TypeVar
 
 from noloco_p2p.atomic_file import write_atomically
@@ -13,6 +14,7 @@ from noloco_p2p.settings import PeerSettings
 from noloco_p2p.swarm.daemon import probe_port
 
 log = logging.getLogger(__name__)
+FILE = "ports.json"
 T = TypeVar("T")
 
 
@@ -22,10 +24,10 @@ class Ports:
     """
 
     def __init__(self, settings: PeerSettings) -> None:
-        self._file = settings.state_dir / "ports.json"
+        self._file = settings.state_dir / FILE
         self._host = settings.listen_host
         self._fixed = settings.listen_port != 0
-        remembered = self._read()
+        remembered = remembered_ports(settings.state_dir)
         self.grpc = settings.listen_port if self._fixed else remembered.get("grpc", 0)
         self.libp2p = settings.libp2p_port if self._fixed else remembered.get("libp2p", 0)
 
@@ -49,12 +51,14 @@ class Ports:
         except OSError as error:
             log.warning("the ports could not be saved for the next start: %s", error)
 
-    def _read(self) -> dict[str, int]:
-        try:
-            ports = json.loads(self._file.read_text())
-            return {name: int(ports[name]) for name in ("grpc", "libp2p")}
-        except (OSError, ValueError, KeyError, TypeError):
-            return {}
+
+def remembered_ports(state_dir: Path) -> dict[str, int]:
+    """Return the ports `grpc` and `libp2p` of the peer that runs in this folder, or ran there last; {} if unknown."""
+    try:
+        ports = json.loads((state_dir / FILE).read_text())
+        return {name: int(ports[name]) for name in ("grpc", "libp2p")}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
 
 
 def check_free(host: str, *ports: int) -> None:

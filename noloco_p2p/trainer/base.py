@@ -139,7 +139,7 @@ class TrainerBase:
         # the first checkpoint is early, because newcomers need a donor
         if metrics.rounds_here == 1 or result.round % every == every - 1:
             step = metrics.step
-            self.outer.save_in_background(self._meta(), done=lambda folder: self._saved(folder, step))
+            self.outer.save_in_background(done=lambda folder: self._saved(folder, step))
 
     def _evaluated(self, loss: float) -> None:
         metrics = self.peer.metrics
@@ -233,17 +233,14 @@ class TrainerBase:
             self._save()
 
     def _save(self) -> Path | None:
-        """Write a checkpoint and return its folder. If that fails, for example on a full disk, log the error and return
-        None.
-        """
-        meta = self._meta()
+        """Write a checkpoint and return its folder. Log an error and return None if that fails, as on a full disk."""
         try:
             with self.peer.progress.task("writing a checkpoint"):
-                folder = self.outer.save(meta)
+                folder = self.outer.save()
         except CheckpointError as error:
             log.error("%s", error)
             return None
-        self._saved(folder, meta["metrics"]["step"])
+        self._saved(folder, self.peer.metrics.step)
         return folder
 
     def _saved(self, folder: Path, step: int) -> None:

@@ -139,7 +139,7 @@ class InnerStep:
     # optimizer state
 
     def state(self) -> dict[str, Tensor]:
-        """Return the state of the optimizers as named tensors, without copying them (see `outer/optimizer_state.py`)."""
+        """Return the state of the optimizers as named tensors, not as copies (see `outer/optimizer_state.py`)."""
         return flatten_optimizers(self.optimizers, self.trainable)
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:

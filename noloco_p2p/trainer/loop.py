@@ -79,6 +79,7 @@ class Trainer(TrainerBase):
             peer,
             save_every_rounds=0,
             checkpoints=Checkpoints(peer.run_folder / "checkpoints", keep=settings.keep_checkpoints),
+            meta=self._meta,
             end_at=1.0,
             loss_check=check,
             parameters=parameters,

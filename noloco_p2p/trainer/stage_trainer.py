@@ -93,6 +93,7 @@ class StageTrainer(TrainerBase):
             peer,
             save_every_rounds=0,
             checkpoints=checkpoints,
+            meta=self._meta,
             end_at=1.0,
             follows_caller=not built.is_head,
         )

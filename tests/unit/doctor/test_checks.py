@@ -13,7 +13,7 @@ import torch
 from harness.patience import PATIENCE_S
 
 from noloco_p2p.doctor import machine
-from noloco_p2p.doctor.check import Check, is_healthy, report, versions
+from noloco_p2p.doctor.check import Check, is_healthy, report, verdict, versions
 from noloco_p2p.doctor.swarm import _model, clock, model, needs, reachability, stages
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.net.probe import Probed
@@ -40,6 +40,9 @@ def test_a_warning_is_healthy_a_failure_is_not_and_both_are_told_with_their_fix(
             {"name": "c", "level": "failed", "found": "z", "fix": "mend"},
         ],
     }
+    assert verdict([fine]) == "nothing here would prevent training"
+    assert verdict([fine, odd]) == "nothing here would prevent training, with 1 warning"
+    assert verdict([fine, odd, bad, bad]).startswith("2 problems would prevent training")
     assert len(fine.lines()) == 1
     assert "-> mend" in bad.lines()[1]
 

@@ -25,7 +25,7 @@ from noloco_p2p.gossip.round_events import RoundPhase
 from noloco_p2p.gossip.round_state import LAST_LOOK_S
 from noloco_p2p.gossip.staleness import FRESH_ROUNDS
 from noloco_p2p.optim.mixing import Agreement
-from noloco_p2p.outer.checkpoint import Checkpoints
+from noloco_p2p.outer.checkpoint import Checkpoint, Checkpoints
 from noloco_p2p.outer.noloco import NoLoCo, RoundResult
 from noloco_p2p.outer.outer_state import OuterState
 from noloco_p2p.spec import CodecSpec, OuterSpec, TrainerSpec, TrainSpec
@@ -408,6 +408,24 @@ def test_a_checkpoint_within_a_round_goes_on_with_the_same_bits(tmp_path: Path) 
                     assert (outer.round, outer.is_between_rounds, outer.num_steps) == (1, False, 6)
             ends.append(flat(model))
     assert torch.equal(ends[0], ends[1])
+
+
+def test_each_checkpoint_holds_the_values_of_the_caller(tmp_path: Path) -> None:
+    with MemorySwarm(make_spec(inner_steps=2)) as swarm:
+        model, seen = make_model(3), []
+        peer = swarm.peer("a", run_folder=tmp_path)
+        outer = NoLoCo(model, None, peer, save_every_rounds=1, meta=lambda: {"seen": len(seen)})
+        for step in range(2):
+            seen.append(step)
+            outer.step()
+        outer.save()  # waits for the checkpoint that the round began in the background
+        found = [Checkpoint(path).meta["seen"] for path in (tmp_path / "checkpoints").glob("*-round-*")]
+        assert len(found) == 2  # one of them began in the background, after a step
+        assert set(found) <= {1, 2}
+        swarm.kill(peer)
+        resumed = NoLoCo(make_model(4), None, swarm.peer("a2", run_folder=tmp_path)).resumed
+        assert resumed
+        assert resumed.meta["seen"] == 2
 
 
 # rounds with lengths of their own

@@ -38,7 +38,12 @@ def test_the_honest_replica_is_never_broken(attack: Attack, material: Material) 
         assert (result.refused, result.alone) == (3, 3)
     elif attack is Attack.NAN:
         assert (result.swapped, result.alone) == (0, 3)
-    elif attack in ADAPTIVE:  # the liar leaves before the last late part
-        assert result.swapped + result.half >= 2, "most of what it sends passes the gates"
-    else:
+    elif attack not in ADAPTIVE:
         assert result.swapped == 3
+
+
+@pytest.mark.parametrize("attack", ADAPTIVE)
+def test_an_adaptive_liar_passes_the_gates_now_and_then(attack: Attack) -> None:
+    """How often depends on the arithmetic of the processor, so the run has ten rounds."""
+    result = swarm_with(attack, Material.of(SPEC.with_changes({"train.total_steps": 20}), {}))
+    assert result.swapped >= 2
