@@ -71,7 +71,7 @@ class Feed:
         if not self._found:
             last = self._faults.last
             why = f"; the last fault of {self._faults.count}: {last}" if last else ""
-            raise DataError(f"data source {self.name!r} holds no document to train on{why}")
+            raise DataError(f"data source {self.name!r} contains no document to train on{why}")
         self.epoch += 1
         self._found = False
         self._open(START)
@@ -153,7 +153,7 @@ def make_encoder(data: DataSpec, tokenizer: PreTrainedTokenizerBase, faults: Fau
         if not len(ids) or 0 <= int(ids.min()) <= int(ids.max()) < num_ids:
             return ids
         reason = (
-            f"token ids from {ids.min()} to {ids.max()} do not fit the {num_ids} of tokenizer "
+            f"token ids from {ids.min()} to {ids.max()} do not fit the {num_ids} ids of tokenizer "
             f"{data.tokenizer!r} (data.tokenizer)"
         )
         faults.note(Fault(document.origin, document.line, reason))

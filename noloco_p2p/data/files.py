@@ -41,7 +41,9 @@ def file_piece(path: Path, text_field: str) -> Piece:
     packed = path.suffix == ".gz"
     read = KINDS.get((path.with_suffix("").suffix if packed else path.suffix).lower())
     if read is None or (packed and read is _parquet_rows):
-        raise DataError(f"{path}: unknown kind of file; readable are .txt, .json, .jsonl (all also .gz) and .parquet")
+        raise DataError(
+            f"{path}: unsupported kind of file; supported are .txt, .json and .jsonl, also as .gz, and .parquet"
+        )
     return Piece(path.name, lambda start: _guarded(path, read, start, text_field))
 
 
@@ -132,7 +134,7 @@ def _json_row(line: bytes | None, file: str, number: int, text_field: str) -> Ro
     except ValueError as error:
         return Fault(file, number, f"not JSON: {first_line(error)}")
     except RecursionError:
-        return Fault(file, number, "not JSON: nested too deep")
+        return Fault(file, number, "not JSON: nested too deeply")
     return _document(item, file, number, text_field)
 
 
@@ -164,7 +166,7 @@ def _ids_document(ids: Any, mask: Any, file: str, number: int) -> Row:
     if mask is not None:
         mask = _integers(mask, kinds="iub")
         if mask is None:
-            return Fault(file, number, f"field {MASK_FIELD!r} does not hold a list of 0 and 1")
+            return Fault(file, number, f"field {MASK_FIELD!r} does not hold a list of zeros and ones")
         if len(mask) != len(ids):
             return Fault(file, number, f"{MASK_FIELD} has {len(mask)} entries, but {TOKENS_FIELD} has {len(ids)}")
         ids = ids[mask != 0]

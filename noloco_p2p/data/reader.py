@@ -173,7 +173,7 @@ class Reader:
         at = self.place
         self._failures[at.index] += self._tries == 0  # without a row in between, the network is at fault, not the piece
         if self._failures[at.index] > MAX_FAILURES:
-            reason = f"could not be read {MAX_FAILURES} times, though other files could: {error}"
+            reason = f"reading failed {MAX_FAILURES} times, while other files could be read: {error}"
             self._faults.note(Fault(piece.name, at.row + 1, reason, rest=True))
             self._go_to(at.next_piece())
             return

@@ -148,7 +148,7 @@ class TokenStream:
         known = [feed.load_state_dict(own) for feed, own in zip(self._feeds, feeds, strict=True)]
         if version == OLDER_VERSION and all(known) and state["position"]:
             if any(state["detours"]):
-                log.warning("files failed before this older checkpoint: some text may be read twice, or left out")
+                log.warning("files failed before this older checkpoint: some text may be read twice or left out")
             self._rest = self._make_block()[int(state["position"]) :]
 
     def _feed(self, part: SourceSpec, bindings: Mapping[str, str], encode: Encode, index: int) -> Feed:
@@ -223,7 +223,7 @@ def validation_batches(
     sequences = np.concatenate(chosen)[:num_sequences]
     if len(sequences) < num_sequences:
         log.warning(
-            "validation uses %d sequences: there are fewer than evaluate.num_sequences = %d",
+            "validation uses only %d sequences, because there are fewer than evaluate.num_sequences = %d",
             len(sequences),
             num_sequences,
         )

@@ -66,7 +66,7 @@ class NoLoCoCallback(TrainerCallback):
     @property
     def _begun(self) -> TrainingSession:
         if self._session is None:
-            raise SettingsError("the Trainer has not begun to train, so there is no NoLoCo yet")
+            raise SettingsError("the Trainer has not started training, so there is no NoLoCo object yet")
         return self._session
 
     def on_train_begin(
@@ -78,7 +78,7 @@ class NoLoCoCallback(TrainerCallback):
             optimizer = optimizer.optimizer
         if not isinstance(optimizer, Optimizer):
             raise SettingsError(
-                f"NoLoCo counts the steps of a torch optimizer, and {type(optimizer).__name__} is not one"
+                f"NoLoCo counts the steps of a torch optimizer, but {type(optimizer).__name__} is not one"
             )
         saved = None
         if state.global_step and "resume" not in self._options:
@@ -120,7 +120,7 @@ def check_whole(args: TrainingArguments, state: TrainerState) -> None:
     if args.n_gpu > 1:
         raise refuse("Trainer", f"DataParallel on {args.n_gpu} GPUs")
     if args.parallel_mode is not ParallelMode.NOT_PARALLEL:
-        raise refuse("Trainer", f"the parallel mode {args.parallel_mode.value}, of torchrun or `accelerate launch`")
+        raise refuse("Trainer", f"the parallel mode {args.parallel_mode.value} of torchrun or `accelerate launch`")
     if "lomo" in args.optim:
         raise SettingsError(f"--optim {args.optim} takes no optimizer steps that NoLoCo could count")
     if state.is_hyper_param_search:
@@ -154,8 +154,8 @@ def load_outer_state(folder: Path, model: nn.Module) -> dict[str, Any]:
         raise no_outer_state(str(folder))
     if saved.meta["weights"] != weights_digest(model):
         raise CheckpointError(
-            f"the Trainer did not resume from {folder}, as its weights differ: NoLoCo looks for its state in "
-            "output_dir only, so move the checkpoint there"
+            f"the Trainer did not resume from {folder}, because its weights differ: NoLoCo looks for its state only "
+            "in output_dir, so move the checkpoint there"
         )
     return {**saved.load(STATE_FILE), "place": saved.meta["place"]}
 

@@ -59,7 +59,7 @@ class NoLoCoCallback(Callback):
     @property
     def _begun(self) -> TrainingSession:
         if self._session is None:
-            raise SettingsError("the Trainer has not begun to train, so there is no NoLoCo yet")
+            raise SettingsError("the Trainer has not started training, so there is no NoLoCo object yet")
         return self._session
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

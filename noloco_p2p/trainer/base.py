@@ -227,7 +227,7 @@ class TrainerBase:
         if not (is_revived or has_start(start, state_dir=state_dir)):
             raise ModelError(
                 f"the run {self.spec.name} starts from the state {start}, which is not on this machine, and no "
-                "live peer gave its state; join with a ticket of a live peer, or make it again with `noloco fork`"
+                "live peer sent it; join with the ticket of a live peer, or create the state again with `noloco fork`"
             )
         if start:
             self._save()

@@ -30,7 +30,7 @@ def choose_device(name: str, gpu: int | None = None) -> torch.device:
         return torch.device("mps" if gpu is None and torch.backends.mps.is_available() else "cpu")
     if name != "cpu" and gpu is not None:
         if name not in ("auto", "cuda"):
-            raise SettingsError(f"--device {name} is one GPU; with several processes use auto or cpu")
+            raise SettingsError(f"--device {name} names one GPU; with several processes, use auto or cpu")
         name = f"cuda:{gpu}"
     device = torch.device("cuda" if name == "auto" else name)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
@@ -65,7 +65,7 @@ class Compute:
     def of(cls, settings: PeerSettings, *, rank: int = 0, num_ranks: int = 1) -> Compute:
         """Create the settings from the settings of the peer. Raises SettingsError if two of them exclude each other."""
         if settings.offload_optimizer and num_ranks > 1:
-            raise SettingsError("--offload-optimizer is for one GPU: with several, each holds only its part already")
+            raise SettingsError("--offload-optimizer is for one GPU: with several, each already holds only its part")
         return cls(
             precision=settings.precision,
             micro_batch=settings.micro_batch,
@@ -93,17 +93,15 @@ class Compute:
         """Return warnings about settings that are slow or ignored on this machine."""
         warnings = []
         if self.offload_optimizer and not has_own_memory(device):
-            warnings.append(f"--offload-optimizer is ignored: the memory of {device} is main memory already")
+            warnings.append(f"--offload-optimizer is ignored: the memory of {device} is already main memory")
         if device.type == "mps" or has_fast_bf16(device):  # unknown for MPS
             return warnings
-        cost = (
-            "computes 3 to 20 times as long as in fp32" if device.type == "cpu" else "emulates them, slower than fp32"
-        )
+        cost = "needs 3 to 20 times as long as with fp32" if device.type == "cpu" else "emulates them, which is slow"
         slow = f"{device} has no bf16 instructions, and {cost}:"
         if self.is_bf16(device):
             warnings.append(f"{slow} --precision fp32 is faster here")
         if spec.model.lora.rank and spec.model.lora.base_dtype == "bf16":
-            warnings.append(f"{slow} the model uses bf16, by model.lora.base_dtype")
+            warnings.append(f"{slow} model.lora.base_dtype makes the model use bf16")
         return warnings
 
 

@@ -196,10 +196,10 @@ class InnerStep:
             offload = " or --offload-optimizer" if has_own_memory(self.device) else ""
             raise ModelError(
                 f"the accelerator is out of memory with {at_once} sequences at a time: try --micro-batch 1, "
-                f"--activation-checkpointing{offload}, or free memory on it"
+                f"--activation-checkpointing{offload}, or free some of its memory"
             ) from error
         self.micro_batch = -(-at_once // 2)
         self._forget()  # they come from only a part of the batch
         error.__traceback__ = None  # it would keep the activations in memory
         empty_cache(self.device)
-        log.warning("out of memory with %d sequences at a time; from now on %d", at_once, self.micro_batch)
+        log.warning("out of memory with %d sequences at a time; using %d from now on", at_once, self.micro_batch)

@@ -331,6 +331,6 @@ def _check_room(folder: Path, num_bytes: int, *, num_peers: int) -> None:
     free = shutil.disk_usage(folder).free
     if num_bytes > free:
         raise CheckpointError(
-            f"{num_peers} states take {num_bytes / 1e9:.3g} GB, and {folder.parent} has {free / 1e9:.3g} GB; "
-            "set TMPDIR to a folder with more room, or take fewer peers with `export --sample`"
+            f"{num_peers} states take {num_bytes / 1e9:.3g} GB, but {folder.parent} has {free / 1e9:.3g} GB; "
+            "set TMPDIR to a folder with more space, or take fewer peers with `export --sample`"
         )

@@ -33,8 +33,8 @@ DIVISIBLE = ("gemma", "gemma2", "gemma3_text", "llama", "mistral", "qwen2", "qwe
 PIPELINE_PARTS = {"embed_tokens", "layers", "norm"}
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 HUB_ADVICE = (
-    "Check the name, the revision, the network, and `hf auth login` if the owner asks for consent; "
-    "or bind a folder of this machine with --model NAME=FOLDER"
+    "Check the name, the revision and the network, and log in with `hf auth login` if access is restricted; "
+    "or bind a folder on this machine with --model NAME=FOLDER"
 )
 
 
@@ -118,7 +118,7 @@ def _for_training(model: PreTrainedModel, spec: ModelSpec, sequence_length: int)
     """Set the model up for training. Raises ModelError if the sequences are longer than the model allows."""
     limit = getattr(model.config, "max_position_embeddings", None)
     if isinstance(limit, int) and limit < sequence_length:
-        raise ModelError(f"data.sequence_length {sequence_length} is over the {limit} positions of {spec.pretrained!r}")
+        raise ModelError(f"data.sequence_length {sequence_length} exceeds the {limit} positions of {spec.pretrained!r}")
     model.config.use_cache = False  # training does not use a key-value cache; export switches it on again
     return model.train()
 

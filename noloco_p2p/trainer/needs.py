@@ -52,7 +52,7 @@ class Needs:
         about = "about" if self.has_fixed_rounds else "depending on the link, at most"
         return [
             f"model: {count(self.num_parameters)} trainable parameters, {self.step_s:.2f} s per inner step here",
-            f"needs: {mib(self.model_bytes)} to train (activations on top), {mib(self.outer_bytes)} for the outer step,"
+            f"needs: {mib(self.model_bytes)} to train (plus activations), {mib(self.outer_bytes)} for the outer step,"
             f" {mib(self.disk_bytes)} of disk",
             f"sends and receives: {mib(self.round_bytes)} per round, {about} {mib(self.hour_bytes)} per hour, each way",
             f"this machine has: {mib(self.memory_free_bytes)} of memory and {mib(self.disk_free_bytes)} of disk free",
@@ -63,7 +63,7 @@ class Needs:
         if self.outer_bytes + (self.model_bytes if self.is_on_host else 0) > self.memory_free_bytes:
             warnings.append("this run needs more memory than this machine has free; it may be killed")
         if self.disk_bytes > self.disk_free_bytes:
-            warnings.append("checkpoints need more disk than is free; free some space, or use another --state-dir")
+            warnings.append("checkpoints need more disk space than is free; free some, or use another --state-dir")
         return warnings
 
     def as_dict(self) -> dict[str, Any]:
@@ -152,8 +152,8 @@ def _must_fit(least_bytes: int, total_bytes: int, spec: Spec, num_parameters: in
     if least_bytes > total_bytes:
         raise SettingsError(
             f"the run {spec.name} trains {count(num_parameters)} parameters and needs at least {mib(least_bytes)} of "
-            f"{what}, before any activations; this machine has {mib(total_bytes)}: join a smaller run, split the model "
-            "over several GPUs (--gpus), or with one GPU --offload-optimizer"
+            f"{what}, not counting activations; this machine has {mib(total_bytes)}: join a smaller run, split the "
+            "model over several GPUs (--gpus), or use --offload-optimizer with one GPU"
         )
 
 

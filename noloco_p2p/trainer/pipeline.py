@@ -100,7 +100,7 @@ class StageLoop:
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            log.warning("a microbatch is lost, as the accelerator is out of memory")
+            log.warning("a microbatch is lost, because the accelerator is out of memory")
             error.__traceback__ = None  # it would keep the activations in memory
             empty_cache(self._work.stage.device)
             self._flow.failed(handed.task)

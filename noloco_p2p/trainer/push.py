@@ -1,7 +1,7 @@
 """Upload a checkpoint or an exported model to the Hugging Face hub with the user's token.
 
-An upload can fail in the client's HTTP library, which has been replaced twice, in its upload threads, or on the disk.
-Every such error becomes a PushError with the first line of its message.
+An upload can fail in the client's HTTP library, in its upload threads, or on the disk. Every such error becomes a
+PushError with the first line of its message.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def claim(repo: str) -> None:
     except Exception as error:  # noqa: BLE001 - see above
         raise PushError(
             f"--push-to-hub {repo}: {_first_line(error)}. "
-            "Log in with `hf auth login`, or set HF_TOKEN, with a token that may write"
+            "Log in with `hf auth login`, or set HF_TOKEN; the token needs write access"
         ) from None
 
 

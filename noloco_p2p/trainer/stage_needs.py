@@ -72,7 +72,7 @@ class StageNeeds:
             name = f"{index} (head)" if index == 0 else str(index)
             places = f"{blocks[0]}-{blocks[-1]}" if len(blocks) > 1 else str(blocks[0])
             rows.append((name, places, count(self.part(index).num_parameters), mib(self.memory(index))))
-        about = "memory is for weights, gradients, moments and slow weights; activations and swaps are not included"
+        about = "memory includes weights, gradients, moments and slow weights, but not activations and swaps"
         return [*aligned(rows, num_left=1), about]
 
     def _links(self) -> list[str]:
@@ -89,17 +89,19 @@ class StageNeeds:
         return [
             f"per token, a stage sends {forward} to the next stage and {back} back",
             *aligned(rows, num_left=1),
-            f"the smallest batch per replica and step keeps links 60 to 70 % busy; this spec has {own:,} tokens",
-            "use links of at least 1 Gbit/s and 5 ms: on slower ones, stages learn less per token (docs/stages.md)",
+            f"the smallest batch per replica and step keeps links 60 to 70 % busy; this spec has a batch of {own:,} "
+            "tokens",
+            "use links of at least 1 Gbit/s and at most 5 ms: on slower links, stages learn less per token "
+            "(docs/stages.md)",
         ]
 
     def _heads(self) -> str:
         sources = " or ".join(repr(part.source) for part, _ in self.spec.data.parts())
         num_stages = self.spec.pipeline.stages
         return (
-            f"a head needs the memory of stage 0 and data ({sources}); every other peer can hold stage 1 or higher. "
-            f"Training begins when each of the {num_stages} stages has a peer. One machine can run all of them, "
-            "each as a process with its own --state-dir"
+            f"a head needs the memory for stage 0 and the data ({sources}); every other peer can hold stage 1 or "
+            f"higher. Training begins when each of the {num_stages} stages has a peer. One machine can run all of "
+            "them, each as a process with its own --state-dir"
         )
 
 

@@ -172,7 +172,7 @@ class StageTrainer(TrainerBase):
                 return True
             if not told:
                 told = True
-                self.say(f"{why} (the operator of the run can give one with --revive-from)")
+                self.say(f"{why} (the operator of the run can provide one with --revive-from)")
             if peer.leave_requested.wait(self._look_s):
                 raise Left("asked to leave before it began to train")
         return False
@@ -417,7 +417,7 @@ class StageTrainer(TrainerBase):
         self._evaluate()
         while self._evaluates_until_s is not None and not self.peer.leave_requested.is_set():
             if time.monotonic() > self._evaluates_until_s:
-                log.warning("the last evaluation was given up, because other stages do not answer")
+                log.warning("the last evaluation was given up, because other stages did not answer")
                 return
             self._loop.turn()
             self._look_at_evaluation()

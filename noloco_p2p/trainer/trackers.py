@@ -62,7 +62,7 @@ class Trackers:
             try:
                 tracker.log(values, step=int(metrics["step"]))
             except Exception as error:  # noqa: BLE001 - network, disk, service: a tracker must not stop training
-                log.error("%s failed and gets no more metrics of this run: %s", name, error)
+                log.error("%s failed and receives no more metrics of this run: %s", name, error)
                 del self._trackers[name]
 
     def close(self) -> None:
