@@ -57,7 +57,7 @@ def check_data(
 ) -> DataReport:
     """Read the start of every file, pack some batches as a peer would, and read the held-out sequences.
 
-    If `full` is true, every row of every file is read; otherwise, only a few shards of a hub data set are read. Raises
+    If `full` is true, all rows of all files are read. Otherwise, only a few shards of a hub data set are read. Raises
     DataError if the run could not train on this machine at all.
     """
     report, progress = DataReport(), progress or Progress()

@@ -1,8 +1,8 @@
 """Represent the rows of a source, which are documents or faults.
 
-A hash decides which documents are held out, because all machines must agree on them without communication. The split of
-`datasets` depends on a seed and the number of rows. If one machine has one more document, four in five of its held-out
-documents differ (benchmarks/data_library.py).
+A hash decides which documents are held out, because all machines must agree on them without communicating. `datasets`
+splits by a seed and the number of rows instead. If one machine had one more document than the others, four in five of
+its held-out documents would differ (benchmarks/data_library.py).
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """An unusable line of a file, or row of a table, counted from 1. If `rest` is true, so is the rest of the file."""
+    """An unusable line of a file, or row of a table, counted from 1. If `rest` is true, the rest is unusable as
+    well.
+    """
 
     file: str
     line: int | None
@@ -56,7 +58,7 @@ Row = Document | Fault | None  # None is a row without a document
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One file or shard. `rows(start)` reads its rows, beginning with row `start`. It raises Unavailable."""
+    """One file or shard. `rows(start)` yields the rows from row `start` on, and raises Unavailable."""
 
     name: str
     rows: Callable[[int], Iterator[Row]]
@@ -65,7 +67,7 @@ class Piece:
 def is_held_out(document: Document, share: float) -> bool:
     """Return whether a document belongs to the `share` that is held out for validation.
 
-    The hash of the document decides, so that all machines agree.
+    A hash of the document decides, so that all machines agree.
     """
     if document.name:
         key = document.name.encode()
@@ -77,7 +79,7 @@ def is_held_out(document: Document, share: float) -> bool:
 
 
 class Faults:
-    """A log that counts and reports each fault once. `on_fault` is called for it, on the thread that reads."""
+    """A log that counts and reports each fault once. It calls `on_fault` for each fault, on the thread that reads."""
 
     def __init__(self, on_fault: Callable[[Fault], None] | None = None) -> None:
         self.on_fault = on_fault

@@ -1,4 +1,4 @@
-"""Feed one peer with the token ids of one source, epoch after epoch, without the held-out documents."""
+"""Provide a peer with the token ids of one source, epoch after epoch, without the held-out documents."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ Encode = Callable[[Sequence[Document]], list[np.ndarray]]
 
 
 class Feed:
-    """An endless stream of documents. `read` returns a few at a time, and `state_dict` is the position of the next
-    one.
+    """An endless stream of the documents of one source.
+
+    `read` returns a few documents at a time, and `state_dict` returns the position of the next one.
     """
 
     def __init__(
@@ -60,8 +61,8 @@ class Feed:
     def read(self) -> list[np.ndarray]:
         """Return the token ids of the next documents, one array each. An empty list marks the end of an epoch.
 
-        The next call begins the next epoch. Raises DataError if a whole epoch had no document, or if none could be read
-        for a long time.
+        After an empty list, the next call begins a new epoch. Raises DataError if a whole epoch had no document, or if
+        no document could be read for a long time.
         """
         while documents := self._next_documents():
             if arrays := self._encode(documents):
@@ -87,9 +88,9 @@ class Feed:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
-        """Continue from `state`. Return False, with a warning, if files were added or removed since it was saved.
+        """Continue from `state`. If files were added or removed since it was saved, log a warning and return False.
 
-        The order of the files has then changed, and a new epoch begins. Raises KeyError, TypeError or ValueError for a
+        The order of the files has then changed, so a new epoch begins. Raises KeyError, TypeError or ValueError for a
         state that `state_dict` cannot have returned.
         """
         self.epoch, self.taken_tokens = int(state["epoch"]), int(state["taken_tokens"])
@@ -122,12 +123,12 @@ class Feed:
 def make_encoder(data: DataSpec, tokenizer: PreTrainedTokenizerBase, faults: Faults) -> Encode:
     """Return a function that turns documents into token ids (int32), each document ending with the end-of-text token.
 
-    It encodes several texts at once, because a hub tokenizer spreads them over the cores. Bytes are computed directly.
-    The tokenizer for bytes is not used, because it works in Python, one letter at a time, and would treat a "</s>" in a
-    text as the end of the text.
+    The function encodes several texts at once, because a hub tokenizer spreads them over the cores. For the tokenizer
+    `bytes`, it computes the ids directly. The tokenizer's own code runs in Python, one letter at a time, and would
+    treat a "</s>" in a text as the end of the text.
 
-    Token ids that do not fit the tokenizer are left out and reported as a fault. Raises DataError if the tokenizer has
-    no end-of-text token.
+    If the token ids of a document do not fit the tokenizer, the document is reported as a fault and left out. Raises
+    DataError if the tokenizer has no end-of-text token.
     """
     end, num_ids = tokenizer.eos_token_id, len(tokenizer)
     if not isinstance(end, int):

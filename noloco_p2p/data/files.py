@@ -1,12 +1,11 @@
-"""Read files of this machine row by row: text, JSON lines (both also as .gz) and Parquet.
+"""Read local files row by row: text, JSON lines (both also as .gz) and Parquet.
 
-A row is a document, a fault with its line and reason, or None, for example for an empty line. Rows are numbered in file
-order, so that reading can start at any of them. An error that may be temporary, such as one from a network file system,
-raises Unavailable.
+A row is a document, a fault with its line and reason, or None if it is empty. Rows are numbered in file order, so that
+reading can start at any row. Errors that may be temporary, for example on a network file system, raise Unavailable.
 
-The builders of `datasets` cannot do this. Their errors do not name the file. They also stop reading, including all
-later files, at a line that is not JSON or has other fields, at a damaged row group, or at a truncated file. In
-addition, they use 330 MiB more memory per process, and read .json.gz at half the speed (benchmarks/data_library.py).
+The builders of `datasets` cannot replace this module. Their errors do not name the file. A line that is not JSON or has
+other fields, a damaged row group, or a truncated file ends reading, even for all later files. They also use 330 MiB
+more memory per process, and read .json.gz at half the speed (benchmarks/data_library.py).
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ GONE = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryErro
 
 
 def file_piece(path: Path, text_field: str) -> Piece:
-    """Return a file as a piece. Raises DataError if its format is not supported."""
+    """Return the piece for a file. Raises DataError if the kind of file is not supported."""
     packed = path.suffix == ".gz"
     read = KINDS.get((path.with_suffix("").suffix if packed else path.suffix).lower())
     if read is None or (packed and read is _parquet_rows):
@@ -48,7 +47,7 @@ def file_piece(path: Path, text_field: str) -> Piece:
 
 
 def _guarded(path: Path, read: Read, start: int, text_field: str) -> Iterator[Row]:
-    """Yield the rows of a file. If the file cannot be read any further, the last row is a fault."""
+    """Yield the rows of a file. If the rest of the file cannot be read, the last row is a fault."""
     number = start
     try:
         for row in read(path, start, text_field):
@@ -84,7 +83,7 @@ def _text_rows(path: Path, start: int, text_field: str) -> Iterator[Row]:
 
 
 def _text_documents(path: Path) -> Iterator[Row]:
-    """Yield documents of about 64 Ki characters each. A damaged line is skipped, but its document is kept."""
+    """Yield documents of about 64 Ki characters each. A damaged line is left out of its document."""
     lines: list[str] = []
     num_chars = 0
     with _opened(path) as file:
@@ -157,7 +156,7 @@ def _text_document(text: Any, file: str, number: int, text_field: str) -> Row:
 
 
 def _ids_document(ids: Any, mask: Any, file: str, number: int) -> Row:
-    """Return a document of token ids, without the positions that the attention mask marks as padding."""
+    """Return a document from token ids, without the positions that the attention mask marks as padding."""
     if ids is None:
         return None
     ids = _integers(ids)
@@ -194,7 +193,10 @@ def _no_field(text_field: str, fields: list[str]) -> str:
 
 
 def _parquet_rows(path: Path, start: int, text_field: str) -> Iterator[Row]:
-    """Yield rows, one row group after the other. If a group is damaged, report a fault and go on to the next group."""
+    """Yield the rows of all row groups in order.
+
+    A damaged group is reported as a fault, and reading continues with the next group.
+    """
     import pyarrow.parquet as pq
 
     if not path.stat().st_size:
@@ -215,7 +217,7 @@ def _parquet_rows(path: Path, start: int, text_field: str) -> Iterator[Row]:
 
 
 def _group_rows(batches: Iterator[Any], path: str, first: int, num_rows: int, text_field: str) -> Iterator[Row]:
-    """Yield the `num_rows` rows of one group. `first` is the number of its first row in the file, counted from 0."""
+    """Yield the `num_rows` rows of one group. `first` is the number of its first row in the file, from 0."""
     number = 0
     try:
         for table in batches:

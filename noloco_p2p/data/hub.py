@@ -1,7 +1,7 @@
-"""Read data sets of the Hugging Face hub. `datasets` finds them and streams their shards, without a copy in a cache.
+"""Read data sets of the Hugging Face hub. `datasets` finds them and streams their shards without caching them.
 
 Each shard is a separate stream, so that an error in the library affects only one shard. If the network may be the
-cause, the shard is set aside. Otherwise the rest of the shard is lost, and a fault names the row.
+cause, the shard is set aside for a while. Otherwise the rest of the shard is skipped, and a fault reports the row.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Pause = Callable[[float], object]
 
 
 def hub_source(part: SourceSpec, split: str, *, pause: Pause = time.sleep) -> Source:
-    """Open a data set. If the network may be the cause of a failure, it is tried again a few times.
+    """Open a data set, with a few retries if the network may be the cause of a failure.
 
     Raises DataError if the data set cannot be opened, and SpecError if it would read something from this machine or
     from a third party.
@@ -105,7 +105,7 @@ def is_lasting(error: BaseException) -> bool:
 
 
 def _is_refusal(error: BaseException) -> bool:
-    """Return whether the hub has refused the request and would refuse it again, as with a missing file."""
+    """Return whether the hub has refused a request and would refuse it again, for example for a missing file."""
     status = getattr(getattr(error, "response", None), "status_code", 0)
     return 400 <= status < 500 and status not in BUSY
 

@@ -1,8 +1,8 @@
-"""Read one epoch of a source in an order that a hash defines. Reading can resume at any document.
+"""Read one epoch of a source in an order that a hash determines. Reading can resume at any document.
 
-A source is a list of pieces, which are files or shards of a hub data set. If a piece cannot be read for a while, for
-example because of the network, it is set aside at its current row. Another piece is then read, and the first one is
-resumed when that piece has ended.
+A source is a list of pieces, which are files or shards of a hub data set. A piece that cannot be read for the moment,
+for example because of the network, is set aside at its current row. Another piece is read in the meantime. When that
+piece ends, reading returns to the first one.
 
 An `IterableDataset` of `datasets` ends at the first unreadable file. Its retries wait for the same file, and its
 `shuffle` draws from a buffer that a restart does not restore (benchmarks/data_library.py).
@@ -41,7 +41,7 @@ class Place:
     """The position of the next document.
 
     `index` is the current piece in the order of the pass, and `fresh` is the first piece that has not been started.
-    `aside` has the index and row of each piece that was set aside.
+    `aside` lists the index and row of each piece that was set aside.
     """
 
     number: int = 0  # the number of the pass
@@ -51,14 +51,17 @@ class Place:
     aside: tuple[tuple[int, int], ...] = ()
 
     def next_piece(self) -> Place:
-        """Move to the piece that was set aside first, or to a fresh one if there is none."""
+        """Return the position in the piece that was set aside first, or in a fresh piece if there is none."""
         if not self.aside:
             return replace(self, index=self.fresh, fresh=self.fresh + 1, row=0)
         (index, row), *others = self.aside
         return replace(self, index=index, row=row, aside=tuple(others))
 
     def set_aside(self, num_pieces: int) -> Place:
-        """Set the current piece aside, and move to another one. If there is no other piece, return to the same one."""
+        """Set the current piece aside, and return the position in another piece.
+
+        If there is no other piece, this is the position in the same piece.
+        """
         aside = (*self.aside, (self.index, self.row))
         if len(aside) > MAX_ASIDE or self.fresh >= num_pieces:
             return replace(self, aside=aside).next_piece()
@@ -70,9 +73,9 @@ class Place:
 
     @classmethod
     def from_list(cls, values: Sequence[object]) -> Place:
-        """Restore a position from the values of `as_list`. Lists of older versions also contain failure counts.
+        """Create a position from the values that `as_list` has returned. Older lists also contain failure counts.
 
-        Raises ValueError or TypeError for values that `as_list` cannot have returned.
+        Raises ValueError or TypeError for any other values.
         """
         *numbers, aside = values
         number, fresh, index, row = (int(value) for value in numbers[:4])  # pyright: ignore
@@ -85,10 +88,10 @@ START = Place()
 class Source:
     """A list of pieces that can be read in any number of orders.
 
-    Peers that start with the same large file would train on the same text at the same time. A source with few pieces is
-    therefore read in eight passes per epoch. Each pass yields another eighth of the documents, which the order selects.
-    The additional passes cost time for parsing (about 200,000 rows per second), but no memory. `thin` is false for a
-    source that would have to be downloaded again in each pass.
+    If all peers read a single large file from its start, they would train on the same text at the same time. A source
+    with few pieces is therefore read in eight passes per epoch. Each pass yields a different eighth of the documents,
+    which depends on the order. The additional passes take time for parsing (about 200,000 rows per second), but no
+    memory. `thin` is false if reading a source again means downloading it again.
     """
 
     def __init__(self, pieces: Sequence[Piece], *, thin: bool = True) -> None:
@@ -104,21 +107,22 @@ class Source:
         faults: Faults | None = None,
         stop: threading.Event | None = None,
     ) -> Reader:
-        """Read one epoch in the given order, starting at `place`. An order is any string; "" is the plain order.
+        """Read one epoch in `order`, starting at `place`. An order is any string, or "" for the plain order of the
+        pieces.
 
-        If `stop` is set while it waits for a piece, reading raises DataError.
+        If `stop` is set while the reader waits for a piece, it raises DataError.
         """
         passes = self._passes if order else 1
         return Reader(self.pieces, order, passes, place, faults or Faults(), stop or threading.Event())
 
     @cached_property
     def fingerprint(self) -> str:
-        """A digest that changes if a piece is added, removed or renamed. It does not depend on folders."""
+        """A digest of the names of the pieces. It does not change if files move to another folder."""
         return blake3("\n".join(piece.name for piece in self.pieces).encode()).hexdigest(16)
 
 
 class Reader:
-    """The iterator that `Source.read` returns. It yields the documents of one epoch."""
+    """An iterator over the documents of one epoch, created by `Source.read`."""
 
     def __init__(
         self, pieces: Sequence[Piece], order: str, passes: int, place: Place, faults: Faults, stop: threading.Event
@@ -181,9 +185,9 @@ class Reader:
         self._wait(error, go_on_with="the same file" if self._at.index == at.index else "another file")
 
     def _wait(self, error: Unavailable, *, go_on_with: str) -> None:
-        """Wait after a failure. The waits grow from 1 s to 2 s, 4 s and so on, up to 60 s.
+        """Wait after a failure. The waiting time doubles with each failure, from 1 s to at most 60 s.
 
-        There is no wait after the first failure if another file can be read.
+        After the first failure, there is no wait if another file can be read.
         """
         self._tries += 1
         at_once = self._tries == 1 and go_on_with == "another file"

@@ -1,6 +1,4 @@
-"""Open the sources that a run spec names: the built-in corpus, files bound with `--data NAME=GLOB`, and hub data
-sets.
-"""
+"""Open the sources that a run spec names: the built-in corpus, files of `--data NAME=GLOB`, and hub data sets."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ SKIPPED_FOLDERS = frozenset(
 def open_source(part: SourceSpec, bindings: Mapping[str, str]) -> Source:
     """Open the source of a run, including the documents that are held out by hash.
 
-    Raises DataError, with the name of the flag or file that is wrong, if that fails.
+    Raises DataError if that fails. The message names the flag or file that is wrong.
     """
     if part.source == "stdlib":
         return builtin_corpus()
@@ -38,9 +36,9 @@ def open_source(part: SourceSpec, bindings: Mapping[str, str]) -> Source:
 
 
 def open_validation(part: SourceSpec, bindings: Mapping[str, str]) -> tuple[Source, bool]:
-    """Return the source of the held-out documents, and whether all of its documents are held out.
+    """Return the source of the held-out documents, and whether it contains only held-out documents.
 
-    If not, a hash selects the ones that are.
+    If it does not, a hash selects the held-out ones.
     """
     if part.source.startswith("hub:") and part.validation_split:
         return hub_source(part, part.validation_split), True
@@ -50,10 +48,10 @@ def open_validation(part: SourceSpec, bindings: Mapping[str, str]) -> tuple[Sour
 
 
 def has_own_validation(part: SourceSpec) -> bool:
-    """Return whether the spec itself separates the validation data.
+    """Return whether the spec itself provides separate validation data.
 
-    A validation file that is bound on one machine does not count. The other peers still hold out by hash, and no peer
-    may train on documents that another peer validates on.
+    A validation file that is bound on one machine does not count. The other peers still hold out documents by hash, and
+    no peer may train on documents that another peer uses for validation.
     """
     return part.source.startswith("hub:") and bool(part.validation_split)
 
@@ -102,10 +100,10 @@ def _file_source(paths: list[Path], part: SourceSpec) -> Source:
 
 
 def builtin_corpus() -> Source:
-    """Return the source code of Python's standard library as a source. It has about 11 MB and needs no download.
+    """Return a source with the Python files of the standard library. These are about 11 MB and need no download.
 
     Held-out files are chosen by path, so that peers with different versions of Python hold out the same ones. Raises
-    DataError if Python was installed without its source code.
+    DataError if Python was installed without these files.
     """
     folder = Path(sysconfig.get_path("stdlib"))
     paths = sorted(_python_files(folder), key=lambda path: path.relative_to(folder).as_posix())

@@ -1,14 +1,15 @@
 """Turn documents into packed batches of token ids, in an order that is unique to each peer.
 
-Tokens are taken in blocks. The documents of a block, in the peer's order, are joined by the end-of-text token and cut
-into sequences. The remaining tokens go to the next block, so no token is lost. The sequences of a block are shuffled,
-so that a batch mixes many documents. A mixture takes its next documents from the source that is furthest behind its
-share of the tokens.
+Tokens are processed in blocks. The documents of a block, in the peer's order, are joined by the end-of-text token and
+cut into sequences. The remaining tokens go to the next block, so no token is lost. The sequences of a block are
+shuffled, so that a batch mixes many documents. A mixture takes its next documents from the source that is furthest
+behind its share of the tokens.
 
-A restart continues the order exactly. The saved state consists of the rest of the block, at most half a million tokens,
-and the start of the next block. A restart therefore reads nothing again, and need not know which files have failed
-meanwhile. `datasets` cannot do this. Its `interleave_datasets` counts documents instead of tokens, and the state of its
-`shuffle` does not include the buffer, so that other documents follow (benchmarks/data_library.py).
+A restart continues in exactly the same order. The saved state consists of the rest of the block, which has at most half
+a million tokens, and the start of the next block. A restart therefore reads nothing twice, and does not depend on which
+files have failed in the meantime. `datasets` cannot do this. Its `interleave_datasets` counts documents instead of
+tokens, and the state of its `shuffle` does not include the buffer, so that other documents follow
+(benchmarks/data_library.py).
 """
 
 from __future__ import annotations
@@ -54,14 +55,14 @@ class Position:
     rest: np.ndarray  # the sequences of this block that were not returned yet, (num, sequence_length), int32
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the position as JSON values. A whole block takes about 40 ms and 0.6 to 1.1 MB."""
+        """Return the position as JSON values. For a whole block, this takes about 40 ms and 0.6 to 1.1 MB."""
         packed = base64.b64encode(zlib.compress(self.rest.astype("<i4").tobytes(), level=1)).decode()
         carry = self.carry.tolist()
         return {"version": STATE_VERSION, "feeds": self.feeds, "carry": carry, "block": self.block, "rest": packed}
 
 
 class TokenStream:
-    """The endless batches of one peer. Each is a LongTensor (batch_size, sequence_length) on the CPU.
+    """An endless iterator over the batches of one peer, which are LongTensors (batch_size, sequence_length) on the CPU.
 
     Raises DataError if a source cannot be opened, at the start or later. The message names the flag or the file.
     Unusable rows of a file are skipped and reported to `faults`. If `stop` is set while the stream waits for the
@@ -103,7 +104,10 @@ class TokenStream:
 
     @property
     def position(self) -> Position:
-        """The position, not yet packed, because one is made for each batch that is read ahead and few are saved."""
+        """The current position.
+
+        It is not packed yet, because one is made for each batch that is read ahead, and few of them are saved.
+        """
         return Position([feed.state_dict() for feed in self._feeds], self._carry, self._block, self._rest)
 
     def __iter__(self) -> TokenStream:
@@ -123,15 +127,15 @@ class TokenStream:
     def state_dict(self) -> dict[str, Any]:
         """Return the position as JSON values.
 
-        After `load_state_dict`, even in another process, the same batches follow as after this call.
+        A stream that loads them, even in another process, continues with the same batches as this one.
         """
         return self.position.as_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state`. Raises DataError if it does not fit a TokenStream of this mixture.
 
-        If files were added or removed since it was saved, their order has changed. After the current block, a new epoch
-        then begins, with a warning.
+        If files were added or removed since the state was saved, their order has changed. In that case, a new epoch
+        begins after the current block, with a warning.
         """
         try:
             self._load(state)
@@ -163,7 +167,7 @@ class TokenStream:
         )
 
     def _make_block(self) -> np.ndarray:
-        """Return the next block, shuffled, with the shape (number of sequences, sequence_length)."""
+        """Return the next block in shuffled order, with the shape (number of sequences, sequence_length)."""
         order = f"{self._peer_id}/{self._feeds[0].epoch}/{self._block}"
         with self._progress.task("reading data", unit="tokens") as report:
             sequences, self._carry = cut(self._read_tokens(report), self.sequence_length)
@@ -173,7 +177,7 @@ class TokenStream:
     def _read_tokens(self, report: Report = ignore) -> list[np.ndarray]:
         """Read documents until the block is full.
 
-        With a single source, the end of an epoch also ends the block, unless it would have no sequence.
+        If there is a single source, the block also ends with the epoch, unless it does not have a whole sequence yet.
         """
         arrays, num_tokens = [self._carry], len(self._carry)
         while num_tokens < self.block_tokens:
@@ -201,12 +205,11 @@ def validation_batches(
     progress: Progress | None = None,
     faults: Faults | None = None,
 ) -> list[Tensor]:
-    """Return held-out sequences, (batch_size or fewer, sequence_length) each. Peers with the same data get the same
-    ones.
+    """Return batches of held-out sequences, (batch_size or fewer, sequence_length) each.
 
-    They are spread evenly over a pool that is 16 times as large, in the plain order of the source. Each source of a
-    mixture contributes its share. If there are fewer than `num_sequences`, all of them are returned, with a warning.
-    Raises DataError if there are none.
+    Peers with the same data get the same sequences. They are spread evenly over a pool that is 16 times as large, in
+    the plain order of the source. Each source of a mixture contributes its share. If there are fewer than
+    `num_sequences`, all of them are returned, with a warning. Raises DataError if there are none.
     """
     faults = faults or Faults()
     encode = make_encoder(data, tokenizer, faults)
@@ -261,7 +264,7 @@ def _validation_pool(
 
 
 def cut(arrays: list[np.ndarray], sequence_length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return sequences of `sequence_length` tokens, and the tokens that are left over."""
+    """Cut tokens into sequences of `sequence_length`. Return the sequences and the tokens that are left over."""
     tokens = np.concatenate(arrays)
     num_used = len(tokens) // sequence_length * sequence_length
     return tokens[:num_used].reshape(-1, sequence_length), tokens[num_used:].copy()

@@ -1,6 +1,6 @@
 """Use NoLoCo in the `Trainer` of transformers.
 
-A script only has to start a peer and pass the callback to its Trainer.
+A script only has to start a peer and pass a callback to its Trainer.
 
     Trainer(model, arguments, train_dataset=data, callbacks=[NoLoCoCallback(peer)]).train()
 """
@@ -36,21 +36,21 @@ FOLDER = "noloco"  # the subfolder of a Trainer checkpoint
 
 
 class NoLoCoCallback(TrainerCallback):
-    """A callback that counts the Trainer's optimizer steps as inner steps, and takes the outer step on its model.
+    """A callback that counts the optimizer steps of the Trainer as inner steps, and takes the outer steps.
 
-    `peer` is a running `Peer`, and `options` are passed to `NoLoCo`, for example `save_every_rounds` and `on_round`.
-    The outer step changes the model in place.
+    `peer` is a running `Peer`, and `options` are passed to `NoLoCo`, for example `save_every_rounds` and `on_round`. An
+    outer step changes the Trainer's model in place.
 
     Each checkpoint of the Trainer also contains the outer state, in its subfolder `noloco`. With
-    `resume_from_checkpoint`, for a checkpoint in `output_dir`, the run continues from there. Without it, NoLoCo resumes
-    from the newest checkpoint in the peer's folder. This restores the weights, the moments and the position in the run,
-    while the Trainer's schedule, data and step count start from scratch. With `resume=False`, this machine enters the
-    run as a new peer.
+    `resume_from_checkpoint`, the run continues from such a checkpoint, which must be in `output_dir`. Without it,
+    NoLoCo resumes from the newest checkpoint in the peer's folder. This restores the weights, the moments and the
+    position in the run, while the Trainer's schedule, data and step count start from scratch. With `resume=False`, this
+    machine enters the run as a new peer.
 
     `noloco leave` ends training after the current step. The Trainer then writes a checkpoint, unless its settings
     disable checkpoints.
 
-    Raises SettingsError for DeepSpeed, FSDP, DDP and DataParallel, and ModelError for a model on several devices.
+    Raises SettingsError for DeepSpeed, FSDP, DDP and DataParallel, and ModelError if the model is on several devices.
     """
 
     def __init__(self, peer: Host, **options: Any) -> None:
@@ -60,7 +60,7 @@ class NoLoCoCallback(TrainerCallback):
 
     @property
     def outer(self) -> NoLoCo:
-        """The `NoLoCo` of the current training, or of the last one."""
+        """The `NoLoCo` object of the current training run, or of the last one."""
         return self._begun.outer
 
     @property
@@ -128,9 +128,9 @@ def check_whole(args: TrainingArguments, state: TrainerState) -> None:
 
 
 def checkpoint_folder(args: TrainingArguments, state: TrainerState) -> Path:
-    """Return the folder of the Trainer's checkpoint of this step.
+    """Return the folder of the Trainer's checkpoint for this step.
 
-    After a resume this is an assumption, because the Trainer does not say from which folder it has resumed.
+    The Trainer does not say from which folder it has resumed, so this assumes `output_dir`.
     """
     return Path(str(args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
 
@@ -146,8 +146,8 @@ def save_outer_state(folder: Path, outer: NoLoCo, model: nn.Module) -> None:
 def load_outer_state(folder: Path, model: nn.Module) -> dict[str, Any]:
     """Load the outer state that `save_outer_state` has written.
 
-    Raises CheckpointError if there is none, or if the weights that it was saved with differ from the weights of
-    `model`. In the second case, the Trainer has resumed from a checkpoint of the same step in another folder.
+    Raises CheckpointError if there is none, or if it was saved with weights that differ from the weights of `model`. In
+    the second case, the Trainer has resumed from a checkpoint of the same step in another folder.
     """
     saved: Checkpoint | None = Checkpoints(folder / FOLDER, keep=1).newest()
     if saved is None:

@@ -1,6 +1,6 @@
 """Use NoLoCo in the `Trainer` of Lightning (the package `lightning`).
 
-A script only has to start a peer and pass the callback to its Trainer.
+A script only has to start a peer and pass a callback to its Trainer.
 
     Trainer(devices=1, callbacks=[NoLoCoCallback(peer)]).fit(module, data)
 """
@@ -27,10 +27,10 @@ from noloco_p2p.outer.noloco import NoLoCo, RoundResult
 
 
 class NoLoCoCallback(Callback):
-    """A callback that counts the Trainer's optimizer steps as inner steps, and takes the outer step on its module.
+    """A callback that counts the optimizer steps of the Trainer as inner steps, and takes the outer steps.
 
-    `peer` is a running `Peer`, and `options` are passed to `NoLoCo`, for example `save_every_rounds` and `on_round`.
-    The outer step changes the module in place. With several optimizers, each step of the last one in
+    `peer` is a running `Peer`, and `options` are passed to `NoLoCo`, for example `save_every_rounds` and `on_round`. An
+    outer step changes the Trainer's module in place. If there are several optimizers, each step of the last one in
     `configure_optimizers` is an inner step.
 
     Lightning's checkpoints contain the outer state, and `fit(ckpt_path=...)` continues from it. Without `ckpt_path`,
@@ -40,7 +40,7 @@ class NoLoCoCallback(Callback):
 
     `noloco leave` ends training after the current batch, regardless of `min_steps` and `min_epochs`.
 
-    Raises SettingsError for a strategy with several devices, and ModelError for a model on several devices.
+    Raises SettingsError for a strategy with several devices, and ModelError if the model is on several devices.
     """
 
     def __init__(self, peer: Host, **options: Any) -> None:
@@ -53,7 +53,7 @@ class NoLoCoCallback(Callback):
 
     @property
     def outer(self) -> NoLoCo:
-        """The `NoLoCo` of the current training, or of the last one."""
+        """The `NoLoCo` object of the current training run, or of the last one."""
         return self._begun.outer
 
     @property

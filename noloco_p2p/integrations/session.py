@@ -1,4 +1,4 @@
-"""Run NoLoCo for one training, from its first step to its last. The callbacks of all trainers share this code."""
+"""Run NoLoCo in a training run of another library, from its first step to its last. All callbacks share this code."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class Host(Swarm, Protocol):
 
 
 class TrainingSession:
-    """One training. Each round is logged, and its result is passed to `told` and to the user's `on_round`.
+    """One training run. Each round is logged, and its result is passed to `told` and to the user's `on_round`.
 
-    `options` are the user's options for `NoLoCo`, and take precedence over `saved`, which is the outer state in the
-    checkpoint that the trainer resumes from, or None. Raises ModelError if the model is on several devices, and the
+    `options` are the user's options for `NoLoCo`. `saved` is the outer state in the checkpoint from which the trainer
+    resumes, or None. The options take precedence over it. Raises ModelError if the model is on several devices, and the
     errors of `NoLoCo`.
     """
 
@@ -72,7 +72,7 @@ class TrainingSession:
         log.info("asked to leave" if self._peer.leave_requested.is_set() else "resumed")
 
     def end(self) -> None:
-        """End the round after the last step, and save the current state for newcomers and for a restart."""
+        """End the last round after the last step, and save the state for newcomers and for a restart."""
         self._withdraw()
         self._save()
         self.outer.detach()

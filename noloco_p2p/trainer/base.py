@@ -91,7 +91,7 @@ class TrainerBase:
         return Prefetcher(stream, pin_memory=pin_memory), validation
 
     def _data_fault(self, fault: Fault) -> None:
-        """Count a fault and write it to the event log. The thread that reads the data calls this."""
+        """Count a fault and write it to the event log. This is called on the thread that reads the data."""
         self.peer.metrics.data_faults += 1
         self.events.write("data_fault", **asdict(fault))
 
@@ -102,9 +102,7 @@ class TrainerBase:
         raise NotImplementedError
 
     def _round_loss(self) -> float | None:
-        """Return the mean loss of the round that just ended, in nats per token, and reset it. Without a loss, return
-        None.
-        """
+        """Return the mean loss of the last round in nats per token, and reset it. Return None if there is no loss."""
         raise NotImplementedError
 
     def _take_gauges(self) -> None:
@@ -171,7 +169,7 @@ class TrainerBase:
     def _close(self) -> None:
         """After training, swap weights for a few more rounds, so that this peer gets close to the mean of the swarm.
 
-        It stops early if no other peer is left, or if this peer is asked to leave.
+        The rounds stop early if no other peer is left, or if this peer is asked to leave.
         """
         others = self._num_mates()
         num_rounds = closing_rounds(self.spec.outer, others + 1) if others else 0
@@ -203,9 +201,7 @@ class TrainerBase:
         self.events.write("resumed", step=self.peer.metrics.step)
 
     def _finish(self) -> Path | None:
-        """Write the final checkpoint and report the end. Return the checkpoint's folder, or None if it could not be
-        written.
-        """
+        """Write the final checkpoint and report the end. Return the checkpoint, or None if it could not be written."""
         folder = self._save()
         self.trackers.close()
         metrics = self.peer.metrics
@@ -219,9 +215,9 @@ class TrainerBase:
     def _begin_fork(self, *, is_revived: bool = False) -> None:
         """Check that the start state of a forked run is on this machine, and write a checkpoint of it.
 
-        The checkpoint is needed because newcomers may have no other peer to fetch the start state from. If `is_revived`
-        is true, the weights come from a checkpoint of the operator instead. Raises ModelError if the start state is
-        missing.
+        Newcomers need the checkpoint, because this may be the only peer that can give them the start state. If
+        `is_revived` is true, the weights come from a checkpoint of the operator instead. Raises ModelError if the start
+        state is missing.
         """
         start, state_dir = self.spec.model.start, self.peer.settings.state_dir
         if not (is_revived or has_start(start, state_dir=state_dir)):

@@ -20,9 +20,9 @@ from noloco_p2p.spec import TrainerSpec
 def choose_device(name: str, gpu: int | None = None) -> torch.device:
     """Return the torch device for `name`, which is auto, cpu, mps, cuda or cuda:N.
 
-    With auto it is a CUDA or ROCm device if there is one, else Apple's MPS if a single process trains the model, else
-    the CPU. If several processes share a model, `gpu` is the index of this process's GPU. Raises SettingsError if there
-    is no such device.
+    For "auto", this is a CUDA or ROCm device if there is one. Otherwise it is Apple's MPS if a single process trains
+    the model, or the CPU. If several processes share a model, `gpu` is the index of this process's GPU. Raises
+    SettingsError if the device does not exist.
     """
     if not DEVICE.fullmatch(name):
         raise SettingsError(f"--device {name!r} must be {DEVICES}")
@@ -45,12 +45,12 @@ def choose_device(name: str, gpu: int | None = None) -> torch.device:
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """The settings of this machine for an inner step. The defaults give the plain step.
+    """The settings with which this machine computes an inner step.
 
-    `precision` is "bf16" (autocast over fp32 weights), "fp32" or "auto", which means bf16 on a CUDA or ROCm device that
-    is fast at it. `micro_batch` is the number of sequences per forward and backward pass, whose gradients are summed; 0
-    means the whole batch, or as many as fit into memory. `rank` is the index of this process among the `num_ranks`
-    processes that share a model. Each of them computes its part of the rows of a batch.
+    `precision` is "bf16" (autocast over fp32 weights), "fp32" or "auto", which selects bf16 on a CUDA or ROCm device
+    that is fast at it. `micro_batch` is the number of sequences per forward and backward pass, whose gradients are
+    summed. If it is 0, a pass has the whole batch, or as many sequences as fit into memory. `rank` is the index of this
+    process among the `num_ranks` processes that share a model. Each process computes its share of the rows of a batch.
     """
 
     precision: str = "auto"
@@ -63,7 +63,7 @@ class Compute:
 
     @classmethod
     def of(cls, settings: PeerSettings, *, rank: int = 0, num_ranks: int = 1) -> Compute:
-        """Create the settings from the settings of the peer. Raises SettingsError if two of them exclude each other."""
+        """Create an instance from the settings of the peer. Raises SettingsError if two of them exclude each other."""
         if settings.offload_optimizer and num_ranks > 1:
             raise SettingsError("--offload-optimizer is for one GPU: with several, each already holds only its part")
         return cls(
@@ -79,8 +79,8 @@ class Compute:
     def is_bf16(self, device: torch.device) -> bool:
         """Return whether the forward and backward passes use bf16.
 
-        All ranks get the same answer, because they exchange tensors of one dtype. With "auto" their slowest GPU
-        decides.
+        All ranks get the same answer, because they exchange tensors of one dtype. If `precision` is "auto", the slowest
+        GPU of all ranks decides.
         """
         if self.precision != "auto":
             return self.precision == "bf16"
@@ -123,7 +123,7 @@ def switch_on(model: nn.Module, compute: Compute, *, by_block: bool = False) -> 
 
 
 def local(values: Tensor) -> Tensor:
-    """Return this rank's part of a tensor, which may be sharded."""
+    """Return this rank's part of a tensor. If the tensor is not sharded, return all of it."""
     return values.to_local() if isinstance(values, DTensor) else values
 
 
@@ -141,8 +141,8 @@ def micro_batches(
     """Yield the rows of each forward and backward pass of `rank`, with their share of the batch.
 
     Each pass is collective, so all ranks run the same number of passes. A rank that has no rows left computes the first
-    row of the batch with a share of 0. `at_once` is the largest number of rows per pass, or 0 for no limit. Each row
-    counts in exactly one micro-batch.
+    row of the batch with a share of 0. `at_once` is the largest number of rows per pass, or 0 for no limit. Every row
+    of the batch counts in exactly one pass.
     """
     first, last = _cut(num_sequences, num_ranks, rank), _cut(num_sequences, num_ranks, rank + 1)
     most = -(-num_sequences // num_ranks)

@@ -1,4 +1,7 @@
-"""Decide where a model is cut into stages, and compute how much the stages send. This needs only counts."""
+"""Decide where a model is cut into stages, and compute how much data the stages send.
+
+This needs only the sizes of the model, not the model itself.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +75,7 @@ def auto_cut(sizes: Sizes, num_stages: int) -> tuple[int, ...]:
 
 
 def cut_of(spec: TrainerSpec) -> tuple[int, ...]:
-    """Return the number of blocks of each stage. Raises SpecError if the spec does not contain them yet."""
+    """Return the number of blocks of each stage. Raises SpecError if the spec does not contain the numbers yet."""
     if spec.pipeline.cut == "auto":
         raise SpecError(
             "pipeline.cut is 'auto', and all peers need the same numbers: "
@@ -119,7 +122,7 @@ def filling_tokens(pipeline: PipelineSpec, hidden_size: int, *, sequence_length:
 
 
 def check_stages(spec: TrainerSpec, settings: PeerSettings) -> None:
-    """Raise SettingsError or SpecError if the settings do not fit a run with stages, or a run without them."""
+    """Raise SettingsError or SpecError if the settings and the spec do not fit together with regard to stages."""
     if spec.pipeline.stages == 1:
         if settings.stage is not None:
             raise SettingsError(f"--stage {settings.stage}: the run {spec.name} has no stages")

@@ -25,15 +25,16 @@ def evaluate_loss(
     logits: Callable[[nn.Module, Tensor], Tensor] = causal_lm_logits,
     logits_bytes: int = LOGITS_BYTES,
 ) -> float:
-    """Return the mean cross-entropy in nats per predicted token. A batch holds token ids, (batch, sequence).
+    """Return the mean cross-entropy in nats per predicted token of `batches` with token ids, (batch, sequence) each.
 
-    Each token counts once, regardless of the size of its batch. The first token of a sequence is not predicted. With a
-    large vocabulary, most of the memory is used for logits. A batch is therefore split until the logits of one pass
-    take at most `logits_bytes`, or belong to a single sequence. `logits` returns logits of shape (batch, sequence,
-    vocabulary).
+    Each token counts once, regardless of the size of its batch. The first token of a sequence is not predicted.
 
-    This function draws no random numbers and leaves the model unchanged. It synchronises with the device once, at the
-    end.
+    With a large vocabulary, logits need most of the memory. A batch is therefore split until the logits of one pass
+    take at most `logits_bytes`, or belong to a single sequence. `logits` is a function that returns logits of shape
+    (batch, sequence, vocabulary).
+
+    This function draws no random numbers and leaves the model unchanged. It synchronises with the device only once, at
+    the end.
     """
     assert batches, "nothing to evaluate on"
     device = next(model.parameters()).device
@@ -52,7 +53,7 @@ def evaluate_loss(
 
 
 def _rows_at_once(model: nn.Module, sequence_length: int, logits_bytes: int) -> int:
-    """Return the number of sequences per pass. It depends only on sizes, so that all ranks of a sharded model agree."""
+    """Return the number of sequences per pass. It depends only on sizes, so that all ranks get the same number."""
     vocabulary = max((each.num_embeddings for each in model.modules() if isinstance(each, nn.Embedding)), default=1)
     return max(1, logits_bytes // (4 * sequence_length * vocabulary))
 

@@ -1,4 +1,4 @@
-"""Export a trained model as a Hugging Face folder, which any program can load."""
+"""Export a trained model as a Hugging Face folder that any program can load."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def export_model(
 ) -> Path:
     """Write the model and its tokenizer so that `AutoModelForCausalLM` and `AutoTokenizer` can load them offline.
 
-    LoRA adapters are merged into the weights. If `adapters_of` is given (the spec of the model), only the adapters are
-    written, in peft's format. The folder appears atomically. Raises SettingsError if `folder` exists and is not empty,
-    and CheckpointError if it cannot be written.
+    LoRA adapters are merged into the weights. If the spec of the model is passed as `adapters_of`, only the adapters
+    are written, in peft's format. The folder appears atomically. Raises SettingsError if `folder` exists and is not
+    empty, and CheckpointError if it cannot be written.
     """
     with new_folder(folder) as partial:
         _write(model, tokenizer, partial, adapters_of)
@@ -39,7 +39,7 @@ def export_model(
 
 
 class StageShards:
-    """A writer that exports a model to `folder` one stage at a time, each to its own file.
+    """A writer that exports a model to `folder` one stage at a time, with one file per stage.
 
     Only one stage has to be in memory at any time.
     """
@@ -51,7 +51,10 @@ class StageShards:
         self._num_bytes = 0
 
     def write(self, stage: int, tensors: Mapping[str, Tensor]) -> None:
-        """Write one stage. `tensors` have their names in the whole model; a tied tensor appears only once."""
+        """Write the file of one stage.
+
+        `tensors` maps the names that tensors have in the whole model to their values. A tied tensor appears only once.
+        """
         name = f"model-{stage + 1:05d}-of-{self._spec.pipeline.stages:05d}.safetensors"
         save_file(dict(tensors), self._folder / name, metadata={"format": "pt"})
         self._file_of |= dict.fromkeys(tensors, name)
@@ -140,7 +143,7 @@ def _for_export(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
 def _letters() -> list[str]:
     """Return the character that `ByteLevel` writes for each byte.
 
-    It is the byte itself if that is printable in Latin-1, and the next unused character from 256 on otherwise.
+    A byte that is printable in Latin-1 stands for itself. The other bytes get the characters from 256 on, in order.
     """
     seen = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(256, 512))

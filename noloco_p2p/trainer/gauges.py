@@ -39,7 +39,10 @@ SHORTEST_S = 1.0  # the shortest time over which a speed is measured
 
 
 class Gauges:
-    """The gauges of a model on one device, or sharded over several. `take` writes them to the metrics, once a round."""
+    """The gauges of a model on one device, or of a model that is sharded over several devices.
+
+    `take` writes them to the metrics once per round.
+    """
 
     def __init__(self, model: nn.Module, device: torch.device, *, sequence_length: int, num_devices: int = 1) -> None:
         self._device = device
@@ -64,7 +67,7 @@ class Gauges:
 
 
 class RecentSpeed:
-    """The rate at which counters have grown over the last RECENT_S seconds. All times must come from the same clock."""
+    """The rate at which counters have grown over the last RECENT_S seconds. All times must be from one clock."""
 
     def __init__(self, now_s: float, *counts: int) -> None:
         self._samples: deque[tuple[float, tuple[int, ...]]] = deque([(now_s, counts)])
@@ -83,10 +86,10 @@ class RecentSpeed:
 def flops_per_token(model: nn.Module, *, sequence_length: int) -> float:
     """Return the number of flops per token of a forward and a backward pass.
 
-    A weight that is multiplied counts as 6 if it is trained, and as 4 if it is frozen, because it has no gradient.
-    Causal attention adds 6 x layers x width x tokens, which leaves out the masked half of the square. Input embeddings
-    are looked up, not multiplied, so they do not count; a tied embedding counts as the head. Recomputation by
-    activation checkpointing is not counted.
+    Every weight of a matrix product counts as 6 flops if it is trained. It counts as 4 if it is frozen, because its
+    gradient is not computed. Causal attention adds 6 x layers x width x tokens, because the masked half of its matrix
+    is not counted. Input embeddings do not count, because they are looked up, not multiplied. A tied embedding counts
+    as the head. Recomputation by activation checkpointing is not counted.
     """
     embedded = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     multiplied = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)}

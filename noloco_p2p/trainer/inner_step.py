@@ -27,8 +27,8 @@ log = logging.getLogger(__name__)
 class InnerStep:
     """The inner optimization of one model, on the device of its parameters.
 
-    A step consists of any number of `backward` calls and one `update`. `loss` returns the mean loss over the sequences
-    of a batch, with its graph; the batch is on the model's device.
+    A step consists of any number of `backward` calls and one `update`. `loss` is a function that returns the mean loss
+    over the sequences of a batch, with its autograd graph. It gets batches that are already on the model's device.
 
     `micro_batch` is the number of sequences per forward and backward pass, or 0 for a whole batch. Gradients are summed
     over the passes, so the result of a step does not depend on it.
@@ -67,9 +67,9 @@ class InnerStep:
     def backward(self, batch: Tensor, *, seed: int | None = None) -> Tensor:
         """Add the gradients of one batch to the existing ones, and return its loss on the device.
 
-        If this raises, the gradients of earlier batches are unchanged. For that purpose, the gradients of this batch
-        are first computed in separate memory. `seed` seeds the model's random draws (dropout), so that a step is the
-        same after a restart.
+        If this method raises an exception, the gradients of earlier batches are unchanged. To ensure this, the
+        gradients of the batch are first computed in separate memory. `seed` seeds the model's random draws (dropout),
+        so that a step is the same after a restart.
 
         If an accelerator runs out of memory, the number of sequences per pass is halved from then on. Raises ModelError
         if a single sequence does not fit.
@@ -88,7 +88,7 @@ class InnerStep:
     def update(self, *, progress: float) -> None:
         """Complete the step: clip the gradients, step with the learning rate at `progress`, and drop the gradients.
 
-        Without any gradients, the parameters and the state of the optimizers stay unchanged.
+        If there are no gradients, the parameters and the state of the optimizers stay unchanged.
         """
         self.gradient_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.train.clip_norm)
         for optimizer, stepper in zip(self.optimizers, self._steppers, strict=True):
@@ -110,7 +110,7 @@ class InnerStep:
         return self.backward(batch)
 
     def loss(self, batch: Tensor) -> Tensor:
-        """Return the loss with its graph. `batch` must be on the device of the model."""
+        """Return the loss with its autograd graph. `batch` must be on the device of the model."""
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self._is_bf16):
             return self._loss(self.model, batch)
 
@@ -119,9 +119,9 @@ class InnerStep:
         return evaluate_loss(self.model, batches, progress=progress)
 
     def fit(self, batch: Tensor) -> int:
-        """Return how many sequences of such a batch fit into memory at a time, and use that number from now on.
+        """Return how many sequences of `batch` fit into memory at a time, and use that number in later steps.
 
-        Unless the settings of the machine fix the number, it is measured with one sequence. Gradients are dropped. Call
+        The number is measured with one sequence, unless the settings of the machine fix it. Gradients are dropped. Call
         this before the first step.
         """
         if not self.compute.micro_batch:
@@ -133,17 +133,17 @@ class InnerStep:
         return min(self.micro_batch, self._largest(batch))
 
     def gradients(self) -> Sequence[Tensor]:
-        """Return the gradients that `backward` has added up, in the order of `trainable`."""
+        """Return the gradients that `backward` has accumulated, in the order of `trainable`."""
         return [param.grad for param in self.trainable.values() if param.grad is not None]
 
     # optimizer state
 
     def state(self) -> dict[str, Tensor]:
-        """Return the state of the optimizers as named tensors, not as copies (see `outer/optimizer_state.py`)."""
+        """Return the state of the optimizers as named tensors (see `outer/optimizer_state.py`). They are not copies."""
         return flatten_optimizers(self.optimizers, self.trainable)
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load the state that `state` has returned. Without tensors, the optimizers are reset.
+        """Load an optimizer state that `state` has returned. If there are no tensors, reset the optimizers.
 
         Raises CheckpointError if a tensor does not fit the model.
         """
@@ -183,7 +183,7 @@ class InnerStep:
         return -(-len(batch) // self.compute.num_ranks)
 
     def _agree(self, number: int) -> int:
-        """Return the smallest number over all ranks."""
+        """Return the minimum of `number` over all ranks."""
         if self.compute.num_ranks == 1:
             return number
         smallest = torch.tensor(number, device=self.device)

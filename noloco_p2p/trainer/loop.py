@@ -37,11 +37,11 @@ REFRESH_S = 1.0  # between two refreshes of the loss within a round; each one sy
 
 
 class Trainer(TrainerBase):
-    """A training peer: the model, data, optimizers, outer step and checkpoints of one run spec.
+    """A training peer, with the model, data, optimizers, outer step and checkpoints that its run spec defines.
 
     It resumes from the newest checkpoint on this machine, or else from the state of a live peer. If there is neither,
     it starts from the initial weights that the spec defines. `say` prints a line for the user. If `ranks` is given,
-    this process leads the processes that train the same model on the other GPUs of this machine.
+    this process leads the other processes, which train the same model on the other GPUs of this machine.
     """
 
     def __init__(self, peer: Peer, *, say: Callable[[str], None], ranks: Ranks | None = None) -> None:
@@ -113,8 +113,8 @@ class Trainer(TrainerBase):
     def needs(self) -> Needs:
         """Estimate the memory, disk space and traffic that this run needs on this machine.
 
-        A few forward and backward passes are computed to measure the speed. This also finds out how many sequences fit
-        into memory at a time.
+        The speed is measured with a few forward and backward passes. This also finds out how many sequences fit into
+        memory at a time.
         """
         self.model.train()
         batch_size, batch = self.spec.train.batch_size, self.validation[0]
@@ -178,7 +178,7 @@ class Trainer(TrainerBase):
         return self._finish()
 
     def serve(self) -> None:
-        """After the end of the run, serve the state to newcomers until this peer is asked to leave."""
+        """Serve the state to newcomers after the end of the run, until this peer is asked to leave."""
         self.peer.leave_requested.wait()
 
     def _pause_if_asked(self) -> None:
@@ -236,7 +236,7 @@ class Trainer(TrainerBase):
 
 
 def draw(next_batch: Callable[[], Tensor | None]) -> Tensor | None:
-    """Return the next batch. Raises DataError if there is no memory for it; the run can be resumed later."""
+    """Return the next batch. Raises DataError if there is no memory for it; a restart can resume the run."""
     try:
         return next_batch()
     except MemoryError:

@@ -66,7 +66,7 @@ def merged_weights(model: nn.Module) -> dict[str, Tensor]:
 def save_adapters(model: nn.Module, lora: LoraSpec, folder: Path, *, base: str) -> None:
     """Write only the adapters, in the format that `PeftModel.from_pretrained(model, folder)` reads.
 
-    `base` is the name of the base model that is recorded with them.
+    `base` is the name that is recorded for the base model.
     """
     config = _config(lora)
     config.base_model_name_or_path = base
@@ -81,7 +81,7 @@ def save_adapters(model: nn.Module, lora: LoraSpec, folder: Path, *, base: str) 
 
 
 def base_dtype(lora: LoraSpec) -> torch.dtype:
-    """Return the dtype of the model's own weights, which is fp32 unless they are frozen and the spec asks for bf16."""
+    """Return the dtype of the model's own weights. It is fp32 unless they are frozen and the spec asks for bf16."""
     return torch.bfloat16 if lora.rank and lora.base_dtype == "bf16" else torch.float32
 
 

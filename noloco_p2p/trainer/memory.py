@@ -17,7 +17,7 @@ TEMPORARY = 1.5
 
 
 def free_bytes(device: torch.device, *, num_parameters: int, has_moments: bool) -> int:
-    """Return the free bytes of `device` for activations once its optimizer has allocated its moments.
+    """Return the bytes of `device` that remain free for activations after the optimizer has allocated its moments.
 
     `has_moments` says whether the moments are on that device.
     """
@@ -31,10 +31,10 @@ def free_bytes(device: torch.device, *, num_parameters: int, has_moments: bool) 
 
 
 def sequence_bytes(backward: Callable[[Tensor], object], sequence: Tensor, device: torch.device) -> int:
-    """Return the memory that one sequence, (1, tokens), needs for its forward and backward pass.
+    """Return the memory that the forward and backward pass of one sequence, (1, tokens), needs.
 
-    Weights and gradients are not included. On an accelerator, the result is the peak that it has counted. The CPU and
-    MPS do not count a peak, so the result is 1.5 times the memory that autograd keeps between the two passes.
+    Weights and gradients are not included. On an accelerator, the result is the measured peak. The CPU and MPS do not
+    measure a peak, so the result is 1.5 times the memory that autograd keeps between the two passes.
     """
     if not has_own_memory(device):
         with torch.compiler.set_stance("force_eager"):
@@ -48,7 +48,7 @@ def sequence_bytes(backward: Callable[[Tensor], object], sequence: Tensor, devic
 
 
 def fitting(free_bytes: int, sequence_bytes: int, *, largest: int) -> int:
-    """Return the number of sequences that fit at a time, from 1 to `largest`."""
+    """Return the number of sequences that fit into memory at a time, from 1 to `largest`."""
     return max(1, min(largest, int(USED_SHARE * free_bytes) // sequence_bytes))
 
 

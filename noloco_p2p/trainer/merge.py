@@ -3,7 +3,7 @@
 In a run with stages, each stage has its own state, and the states of all stages form a whole model.
 
 Peers are strangers. Every state passes `peer/state_admission.py`, and the states of several peers are compared with
-each other (`outer/robust_mean.py`). They are kept on disk meanwhile, so that memory holds only the mean and a chunk of
+each other (`outer/robust_mean.py`). The states are stored on disk, so that memory holds only the mean and a chunk of
 each state.
 """
 
@@ -54,7 +54,7 @@ COMPARED = 5  # states from which a fork picks the one in the middle; two of the
 
 @dataclass(frozen=True, slots=True)
 class TakenState:
-    """The slow weights (flat, fp32) of one peer, or the mean of several, with the model or stage that they belong to.
+    """The slow weights (flat, fp32) of one peer, or the mean of several, with their model or stage.
 
     The model of a stage has no memory for its weights. `left_out` maps each rejected peer to the reason. `shortened`
     maps each peer whose state was clipped to the distance of that state from the others, relative to the norm.
@@ -159,19 +159,19 @@ class LiveRun:
         self._shuffle = shuffle
 
     def stages(self) -> Sequence[int | None]:
-        """Return the stages that form a whole model together. The list is [None] if each peer holds the whole model."""
+        """Return the stages that together form a whole model, or [None] if each peer holds the whole model."""
         num_stages = self.spec.pipeline.stages
         return range(num_stages) if num_stages > 1 else [None]
 
     def check_stages(self) -> None:
-        """Raise Unreachable if no reachable peer holds one of the stages, before anything is fetched."""
+        """Raise Unreachable if there is a stage that no reachable peer holds. Call this before any download."""
         held = {peer.stage for peer in self._live() if peer.can_be_called}
         for stage in range(self.spec.pipeline.stages):
             if stage not in held:
                 raise Unreachable(_nobody(self.spec, stage))
 
     async def mean(self, stage: int | None, *, sample: int | None) -> TakenState:
-        """Return the mean over all live peers, or over `sample` of them drawn at random, without forged states.
+        """Return the mean over all live peers, or over `sample` peers drawn at random, without outlying states.
 
         In a run with stages, only the peers of `stage` count. Raises Unreachable if no peer serves a state, and
         CheckpointError if it cannot be decided which states are wrong.
@@ -181,9 +181,9 @@ class LiveRun:
             return fetched.take(mean.weights, len(mean.admitted), far=mean.left_out, shortened=mean.shortened)
 
     async def state_in_the_middle(self, stage: int | None) -> TakenState:
-        """Return the state of one live peer. Of COMPARED states, it is the nearest to their coordinate-wise median.
+        """Return the state of one live peer: among COMPARED states, the nearest to their coordinate-wise median.
 
-        It raises the same errors as `mean`.
+        This raises the same errors as `mean`.
         """
         async with self._fetched(stage, sample=COMPARED) as fetched:
             distances, far = await asyncio.to_thread(leave_out_far, fetched.states)
@@ -192,7 +192,7 @@ class LiveRun:
 
     @asynccontextmanager
     async def _fetched(self, stage: int | None, *, sample: int | None) -> AsyncIterator[_Fetched]:
-        """Fetch the states of `sample` live peers, or of all of them. Raises Unreachable if there is none."""
+        """Fetch the states of `sample` live peers, or of all. Raises Unreachable if no peer provides one."""
 
         def live() -> list[Candidate]:
             return [peer for peer in self._live() if stage is None or peer.stage == stage]
@@ -327,7 +327,7 @@ async def _fetch(
 
 
 def _check_room(folder: Path, num_bytes: int, *, num_peers: int) -> None:
-    """Raise CheckpointError if the states do not fit on the disk. This is checked before gigabytes are transferred."""
+    """Raise CheckpointError if the states do not fit on the disk. Call this before gigabytes are transferred."""
     free = shutil.disk_usage(folder).free
     if num_bytes > free:
         raise CheckpointError(

@@ -66,7 +66,7 @@ def build_on_meta(
 ) -> PreTrainedModel:
     """Build the model without memory for its weights, to be cut into stages or drawn parameter by parameter.
 
-    Raises ModelError for a model that cannot be cut, before anything but its config is read.
+    Raises ModelError if the model cannot be cut. Only its config has been read by then.
     """
     with quiet(), torch.device("meta"):
         if not spec.pretrained:
@@ -82,7 +82,7 @@ def build_on_meta(
 
 
 def give_weights(model: PreTrainedModel, spec: ModelSpec, *, folders: Mapping[str, str] | None = None) -> None:
-    """Draw or read the start weights of a model from `build_on_meta`, or of a part of it, in place.
+    """Draw or read the start weights of a model from `build_on_meta`, or of a part of one, in place.
 
     Raises ModelError if the weights cannot be read.
     """
@@ -129,7 +129,7 @@ def count_parameters(
     """Return the number of trainable parameters and the bytes of the frozen ones in the model of `build_model`.
 
     No memory is used for the weights. If the spec gives the model by name, only its config is read. Raises ModelError
-    if it cannot be read.
+    if the config cannot be read.
     """
     with torch.device("meta"):
         model = build_model(
@@ -172,7 +172,7 @@ def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
 
 
 def hidden_matrices(model: nn.Module) -> list[Tensor]:
-    """Return the weights of all linear layers except the output head. These are the weights that Muon optimizes.
+    """Return the weights that Muon optimizes. They are the weights of all linear layers except the output head.
 
     Embeddings are not linear layers.
     """
@@ -186,12 +186,15 @@ def hidden_matrices(model: nn.Module) -> list[Tensor]:
 
 
 def causal_lm_loss(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Return the mean cross-entropy of the next token in nats, with its graph. `tokens` is (sequences, tokens)."""
+    """Return the mean cross-entropy of the next token in nats, with its autograd graph.
+
+    `tokens` has the shape (sequences, tokens).
+    """
     return model(input_ids=tokens, labels=tokens).loss
 
 
 def causal_lm_logits(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Return the logits, (sequences, tokens, vocabulary), for `tokens`, (sequences, tokens)."""
+    """Return the logits, (sequences, tokens, vocabulary), of `tokens`, (sequences, tokens)."""
     return model(input_ids=tokens).logits
 
 
@@ -203,7 +206,7 @@ def attention_size(model: nn.Module) -> tuple[int, int]:
 
 @contextmanager
 def configured_for_export(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
-    """Set the model's config up for other programs, inside a `with` block.
+    """Configure the model for other programs inside a `with` block.
 
     The key-value cache, which training disables, is switched on, and the ids of the tokenizer are set.
     """
@@ -218,7 +221,10 @@ def configured_for_export(model: PreTrainedModel, tokenizer: PreTrainedTokenizer
 
 
 def save_config(model: PreTrainedModel, folder: Path) -> None:
-    """Write everything that `save_pretrained` writes besides the weights. These are written elsewhere, in fp32."""
+    """Write everything that `save_pretrained` writes, except for the weights.
+
+    The weights are written elsewhere, in fp32.
+    """
     model.config.dtype = "float32"
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
@@ -259,7 +265,7 @@ def _llama(spec: ModelSpec, sequence_length: int) -> PreTrainedModel:
 
 
 def _named(spec: ModelSpec, source: ModelSource) -> PreTrainedModel:
-    """Load a model by name. Its attention is sdpa, or eager for the few models without sdpa (Gemma2)."""
+    """Load a model by name. It uses sdpa attention, or eager attention if the model lacks sdpa (Gemma2)."""
     try:
         if spec.random_weights:
             config = AutoConfig.from_pretrained(source.folder(CONFIG), trust_remote_code=False)

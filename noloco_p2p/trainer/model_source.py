@@ -1,9 +1,9 @@
-"""Find the models and tokenizers that a spec names, in a folder that is bound on this machine or on the hub.
+"""Find the models and tokenizers that a spec names, on the hub or in folders that are bound on this machine.
 
-A spec may come from a stranger, so it can only name the folders of this machine that its user has bound with --model
-NAME=FOLDER. The hub's own libraries would not ensure that. They read a folder in the current directory if it has the
-right name, and they follow an adapter to another model. For this reason, the files of a hub name are first fetched into
-the hub's cache and then read from there.
+A spec may come from a stranger. It must therefore only be able to name folders that the user of this machine has bound
+with --model NAME=FOLDER. The hub's own libraries do not ensure this. They read a folder in the current directory if it
+has the given name, and follow an adapter to another model. For this reason, the files of a model on the hub are first
+fetched into the hub's cache, and then read from there.
 """
 
 from __future__ import annotations
@@ -27,14 +27,17 @@ NEVER = ("adapter_*", "*/*")
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """A model or tokenizer. It is in the folder `bound`, or on the hub at `revision` if `bound` is None."""
+    """A model or tokenizer that a spec names.
+
+    It is in the folder `bound`, or on the hub at `revision` if `bound` is None.
+    """
 
     name: str
     revision: str
     bound: Path | None
 
     def folder(self, files: tuple[str, ...]) -> Path:
-        """Return a folder that contains `files`, which are patterns. Errors of the hub's client are passed on."""
+        """Return a folder with all files that match the patterns `files`. Errors of the hub's client are passed on."""
         if self.bound:
             return self.bound
         fetched = snapshot_download(
@@ -61,9 +64,9 @@ class ModelSource:
 def find_source(field: str, name: str, *, revision: str = "", folders: Mapping[str, str] | None = None) -> ModelSource:
     """Find the source of a name without opening a file or using the network.
 
-    `field` is the dotted name of the spec's field, for the message. `folders` maps the names that are bound here to
-    their folders. Raises SpecError if the name is neither bound nor a valid hub name, and ModelError if a bound folder
-    is missing or holds an adapter without its model.
+    `field` is the name of the spec's field in error messages. `folders` maps the names that are bound here to their
+    folders. Raises SpecError if the name is neither bound nor a valid hub name, and ModelError if a bound folder is
+    missing or holds an adapter without its model.
     """
     bound = (folders or {}).get(name)
     if bound is None:

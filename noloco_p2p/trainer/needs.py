@@ -1,6 +1,6 @@
-"""Estimate what a run needs of a machine before it trains: memory, disk space, and megabytes per hour.
+"""Estimate how much memory, disk space and traffic a run needs on a machine before it trains.
 
-A run that can never fit on a machine is refused before its model is built.
+A run that can never fit on the machine is refused before its model is built.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Needs:
     is_on_host: bool  # the model is in main memory, too
 
     def lines(self) -> list[str]:
-        """Format the needs for the user, one line for each topic."""
+        """Format the needs for the user."""
         about = "about" if self.has_fixed_rounds else "depending on the link, at most"
         return [
             f"model: {count(self.num_parameters)} trainable parameters, {self.step_s:.2f} s per inner step here",
@@ -116,9 +116,9 @@ def check_memory(
     compute: Compute,
     device: torch.device,
 ) -> None:
-    """Raise SettingsError, with numbers, if this machine has less memory in total than the run needs at least.
+    """Raise SettingsError if the total memory of this machine is less than the minimum that the run needs.
 
-    The minimum does not include activations and other programs.
+    The minimum does not include activations and other programs. The message contains both numbers.
     """
     moments = MOMENT_BYTES if spec.train.inner_optimizer == "adamw" else MOMENT_BYTES // 2  # of most parameters
     offloaded = moments if compute.offload_optimizer else 0
@@ -133,7 +133,10 @@ def check_memory(
 
 
 def memory_limit(settings: PeerSettings) -> int:
-    """Return the bytes of main memory and swap space that this peer may use, which `max_memory` can limit."""
+    """Return the bytes of main memory and swap space that this peer may use.
+
+    This is all of the machine's memory and swap space, or `max_memory` if that is less.
+    """
     return min(total_memory(), settings.max_memory_bytes or total_memory())
 
 
@@ -158,7 +161,7 @@ def _must_fit(least_bytes: int, total_bytes: int, spec: Spec, num_parameters: in
 
 
 def _outer_bytes(spec: Spec, num_parameters: int) -> int:
-    """Return the size of the outer state and of one encoded payload per direction and section."""
+    """Return the size of the outer state plus one encoded payload per direction and section."""
     return _state_bytes(spec, num_parameters) + 2 * _round_bytes(spec, num_parameters)
 
 
@@ -172,7 +175,7 @@ def _round_bytes(spec: Spec, num_parameters: int) -> int:
 
 
 def probe_step_s(backward: Callable[[Tensor], Tensor], batch: Tensor) -> float:
-    """Return the duration of a batch's forward and backward pass in seconds, extrapolated from a few sequences.
+    """Return the seconds that the forward and backward pass of a batch take, extrapolated from a few sequences.
 
     `backward` computes both passes and returns the loss.
     """

@@ -1,4 +1,4 @@
-"""Keep the moments of the optimizer in main memory, for accelerators that can hold only weights and gradients."""
+"""Keep the moments of an optimizer in main memory, for accelerators that can hold only weights and gradients."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ BUCKET_BYTES = 64 << 20
 
 
 class OffloadedOptimizer:
-    """An optimizer whose moments are in main memory. It takes its steps bucket by bucket.
+    """An optimizer whose moments are in main memory. A step processes the parameters bucket by bucket.
 
     For each bucket, the moments are copied to the device of the weights, used, and copied back. The arithmetic runs on
-    the same device as without offloading, and its results have the same bits. Between steps, the state is on the CPU
-    (pinned), where checkpoints read it. Each step moves 16 bytes per parameter over the bus.
+    the same device as without offloading, and gives the same bits. Between steps, the state is in pinned CPU memory,
+    where checkpoints read it. Each step moves 16 bytes per parameter over the bus.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, bucket_bytes: int = BUCKET_BYTES) -> None:

@@ -1,7 +1,7 @@
-"""Run the loop of a peer that holds one stage: it computes tasks from its neighbours, and completes steps and rounds.
+"""Run the loop of a peer that holds one stage. It computes tasks from its neighbours, and completes steps and rounds.
 
-Only the thread of this loop touches weights. The pipeline never stops for a swap. Between the end of a round's inner
-steps and its outer step, tasks continue with unchanged weights, and only the next inner step has to wait.
+Only the thread of this loop touches weights. The pipeline never stops for a swap. After the last inner step of a round,
+tasks continue with unchanged weights, and only the next inner step waits for the outer step.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ SMOOTHING = 0.1  # weight of a new measurement of the duration of a task
 class StageLoop:
     """The loop of one stage.
 
-    `outer` swaps with replicas of the same stage. In a head, it advances with the head's own steps. In an inner
-    replica, it follows the progress of the heads. `on_round` is called with the result of each round.
+    `outer` swaps with replicas of the same stage. The progress of a head follows from its own steps, while an inner
+    replica follows the progress of the heads. `on_round` is called with the result of each round.
     """
 
     def __init__(
@@ -58,11 +58,11 @@ class StageLoop:
 
     @property
     def microbatch_s(self) -> float | None:
-        """The seconds that this stage spends on one microbatch, or None until it has computed one."""
+        """The seconds that this stage computes for one microbatch, or None before the first one."""
         return sum(self._task_s.values()) if Kind.BACKWARD in self._task_s else None
 
     def run(self, leaving: threading.Event) -> None:
-        """Run until no head trains any more and the last round has ended, or until `leaving` is set.
+        """Run until no head is training and the last round has ended, or until `leaving` is set.
 
         Errors of a head's data source are passed on.
         """
@@ -72,8 +72,8 @@ class StageLoop:
     def turn(self) -> bool:
         """Compute the next task, or wait for one for a moment.
 
-        Returns False once no head trains any more and the last round has ended. A peer may go on calling this to serve
-        heads that still evaluate. Errors of a head's data source are passed on.
+        Returns False once no head is training and the last round has ended. A peer can continue to call this after
+        that, to serve heads that still evaluate. Errors of a head's data source are passed on.
         """
         if self.is_at_boundary:
             self._poll_round()
@@ -124,7 +124,7 @@ class StageLoop:
         self._flow.step_closed(outer.progress)
 
     def _advance(self, progress: float | None) -> None:
-        """Advance the outer step by one inner step, and set its progress to `progress` if this peer follows the heads.
+        """Count one inner step, and set the progress to `progress` if this peer follows the heads.
 
         The progress is set last. A replica that was away must first notice that it is behind and fetch the state of
         another replica.
@@ -143,7 +143,7 @@ class StageLoop:
             self._flow.hold_steps()
 
     def _poll_round(self) -> None:
-        """Take the outer step between two tasks once the round has ended."""
+        """Take the outer step, between two tasks, once the round has ended."""
         now_s = time.monotonic()
         if now_s - self._polled_s < self._poll_s:
             return
@@ -153,7 +153,7 @@ class StageLoop:
             self._on_round(result)
 
     def end_round(self) -> None:
-        """Let inner steps continue after the outer step was taken or the round was given up."""
+        """Let inner steps continue, because the outer step was taken or the round was given up."""
         self.is_at_boundary = False
         if not self._has_finished:
             self._flow.release_steps(self._outer.progress)

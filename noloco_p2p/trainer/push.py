@@ -14,7 +14,7 @@ from noloco_p2p.errors import PushError
 
 
 def claim(repo: str) -> None:
-    """Create the private repository unless it exists. Call this before long work. Raises PushError if it fails."""
+    """Create the private repository if it does not exist. Call this before long work. Raises PushError."""
     try:
         HfApi().create_repo(repo, private=True, exist_ok=True)
     except Exception as error:  # noqa: BLE001 - see above

@@ -1,11 +1,11 @@
 """Run one peer as several processes, one per GPU. All processes hold the same objects and repeat the calls of rank 0.
 
 Rank 0 owns the network, the data, the outer step and the checkpoints. Every method that works on the sharded model
-begins with `tell`, with which rank 0 broadcasts the call to the other ranks. The environment that `torchrun` sets
+begins with `tell`, which broadcasts the call from rank 0 to the other ranks. The environment that `torchrun` sets
 identifies each rank.
 
-If a rank dies, its connections close, and the other ranks notice that at once. If a rank hangs, they notice it when a
-collective operation misses its deadline. Both cases raise a RankError.
+If a rank dies, its connections close, and the other ranks notice that at once. If a rank hangs, the others notice it
+when a collective operation misses its deadline. Both cases raise a RankError.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CALL_TIMEOUT_S = 7 * 24 * 3600.0  # rank 0 may fetch a state for hours; its deat
 
 
 class Ranks:
-    """This process as a rank of its peer. `device` is the device of this rank."""
+    """One of the processes that form a peer. `device` is the device of this rank."""
 
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
         """Connect to the other ranks, and return when all are connected. Raises RankError if that fails."""
@@ -54,7 +54,7 @@ class Ranks:
     def share(self, value: object = None) -> Any:
         """Return rank 0's value on every rank. The other ranks wait for it, and get None if rank 0 has ended.
 
-        The value consists of tensors on the CPU and JSON values, so that reading it runs no code.
+        The value may consist of CPU tensors and JSON values, so that reading it runs no code.
         """
         size, content = torch.zeros(1, dtype=torch.int64), torch.empty(0, dtype=torch.uint8)
         if self.rank == 0:

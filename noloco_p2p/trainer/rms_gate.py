@@ -1,4 +1,4 @@
-"""Refuse a frame from a neighbour in the pipeline if its root mean square (RMS) is far from the usual one.
+"""Refuse a frame from a pipeline neighbour if its root mean square (RMS) is far from the usual value.
 
 This bounds the damage that a single frame can do. A dishonest stage can still bias its frames within the limits.
 """
@@ -23,7 +23,7 @@ FIRST_TIMES = 100.0
 
 
 class RmsGate:
-    """The gate of one boundary and direction. Its median includes all frames, so that it follows a real change."""
+    """The gate of one boundary and direction. All frames count for its median, so that it follows real changes."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -31,7 +31,8 @@ class RmsGate:
         self._num_frames = 0
 
     def admit(self, values: Tensor) -> None:
-        """Raise CorruptPayload if the RMS of a frame is more than ten times, or less than a tenth of, the usual one.
+        """Raise CorruptPayload if the RMS of a frame is more than ten times the usual value, or less than a tenth of
+        it.
 
         The limits are wider for the first frames.
         """

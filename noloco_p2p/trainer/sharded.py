@@ -29,7 +29,7 @@ from noloco_p2p.trainer.start import load_start
 
 
 def follow(ranks: Ranks, settings: PeerSettings) -> None:
-    """Run a rank other than rank 0: build the same model as rank 0, and repeat its calls."""
+    """Run a rank other than rank 0. It builds the same model as rank 0 and repeats its calls."""
     if settings.threads:
         torch.set_num_threads(settings.threads)
     if (told := ranks.share()) is None:
@@ -46,9 +46,9 @@ def follow(ranks: Ranks, settings: PeerSettings) -> None:
 def shard(model: nn.Module, ranks: Ranks, compute: Compute) -> None:
     """Shard all parameters over the ranks in place, block by block, each along its first dimension.
 
-    Every rank must call this with the same model. The weights are fp32. With bf16, they are gathered and used in bf16,
-    and gradients are summed in fp32. Blocks are resharded after each forward pass, so that writes to the shards take
-    effect.
+    Every rank must call this with the same model. The shards are fp32. If bf16 is enabled, weights are gathered and
+    used in bf16, and gradients are summed in fp32. Blocks are resharded after each forward pass, so that writes to the
+    shards take effect.
     """
     mesh = init_device_mesh(ranks.device.type, (ranks.size,))
     bf16 = compute.is_bf16(ranks.device)
@@ -117,9 +117,9 @@ class ShardedStep(InnerStep):
                 self.scatter(key, tensor)
 
     def make_room(self, held: Mapping[str, float | None]) -> None:
-        """Allocate the state of the optimizers with the numbers in `held`.
+        """Allocate the state of the optimizers. `held` maps each key to a number or to None.
 
-        Where `held` has None, zeros are set, and the tensor follows later.
+        None stands for a tensor, which is zero until `scatter` writes it.
         """
         self._ranks.tell("make_room", held)
         tensors = {
@@ -136,10 +136,11 @@ class ShardedStep(InnerStep):
 
 
 class ShardedParameters(FlatParameters):
-    """Rank 0's view of all trainable parameters. Writes take effect by the next `flush` at the latest.
+    """Rank 0's view of all trainable parameters. `flush` completes all writes.
 
-    At most one parameter is gathered for reading and one for writing at any time. `layout` is the layout of the model
-    before it was sharded, because all ranks would be needed to compute the digest of the frozen weights later.
+    At any time, at most one parameter is gathered for reading and one for writing. `layout` is the layout of the model
+    before it was sharded. It is passed in because computing it later would take all ranks, for the digest of frozen
+    weights.
     """
 
     def __init__(self, step: ShardedStep, *, layout: ModelLayout) -> None:
@@ -159,7 +160,7 @@ class ShardedParameters(FlatParameters):
         self._read = None
 
     def named_values(self) -> dict[str, Tensor]:
-        """Return all parameters as new tensors on the CPU, which need as much memory as the model."""
+        """Return all parameters as new tensors on the CPU. They need as much memory as the model."""
         return {name: self._step.gather(name).cpu() for name, _ in self.named}
 
     def _values(self, index: int, *, is_written: bool) -> Tensor:

@@ -1,6 +1,6 @@
 """Compute one stage of a model: its own blocks and, in the head (stage 0), the embedding, final norm and LM head.
 
-Every part uses the model's own forward code, and its parameters keep the names that they have in the whole model. A
+All parts run the model's own forward code, and parameters keep the names that they have in the whole model. A
 microbatch travels from its head through the inner stages and back to the same head.
 
     hidden = head.forward(tokens)
@@ -9,9 +9,9 @@ microbatch travels from its head through the inner stages and back to the same h
     gradient = inner.backward(inputs, gradient)  # the inner stages in the reverse order
     head.backward(tokens, gradient)
 
-Gradients add up in the parameters. They are the gradients of the sum of losses over tokens, so that a replica can
+Gradients accumulate in the parameters. They are the gradients of the sum of losses over tokens, so that a replica can
 divide them by the number of tokens that it has counted. `backward` computes the forward pass again from `inputs`, with
-the weights that the stage has by then. Only the caller's thread may use a stage.
+the current weights. Only one thread may use a stage.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class SummedLoss:
 
 
 class Stage:
-    """Stage `index` of a model that was cut. Stage 0 is the head.
+    """Stage `index` of a model that was cut into stages. Stage 0 is the head.
 
     `model` contains only the parts of this stage, and is moved, trained, swapped and saved like any other model.
     """
@@ -75,10 +75,10 @@ class Stage:
         return _base(self.model).config.hidden_size
 
     def forward(self, inputs: Tensor, *, seed: int | None = None) -> Tensor:
-        """Compute the input of the next stage, (sequences, tokens, hidden), without a graph.
+        """Compute the input of the next stage, (sequences, tokens, hidden), without building an autograd graph.
 
-        `inputs` are token ids, (sequences, tokens), for the head, and the output of the previous stage otherwise.
-        `seed` seeds dropout.
+        For the head, `inputs` are token ids, (sequences, tokens). For other stages, they are the output of the previous
+        stage. `seed` is the seed for dropout.
         """
         with torch.no_grad():
             return self._blocks(inputs, seed)
@@ -86,8 +86,8 @@ class Stage:
     def backward(self, inputs: Tensor, gradient: Tensor, *, seed: int | None = None) -> Tensor | None:
         """Compute `forward(inputs)` again, and add the gradients of the parameters to the existing ones.
 
-        `gradient` is the gradient with respect to the output of `forward`, and `seed` must be the one that was passed
-        to `forward`. Returns the gradient with respect to `inputs`, or None for the head, whose inputs are token ids.
+        `gradient` is the gradient with respect to the output of `forward`. `seed` must be the seed that was passed to
+        `forward`. Returns the gradient with respect to `inputs`, or None for the head, whose inputs are token ids.
         """
         inputs = inputs.detach().requires_grad_(not self.is_head)
         with torch.enable_grad():
@@ -98,9 +98,9 @@ class Stage:
     def loss_backward(self, hidden: Tensor, tokens: Tensor, *, chunk_tokens: int | None = None) -> SummedLoss:
         """Compute the final norm, the LM head and the loss, and add their gradients to the existing ones.
 
-        `hidden` is the output of the last stage for `tokens`. `chunk_tokens` is the number of tokens that have logits
-        at the same time; the default is as many as LOGITS_BYTES can hold. With a single chunk, the numbers are those of
-        the whole model. With several chunks, the same terms are summed in a different order.
+        `hidden` is the output of the last stage for `tokens`. `chunk_tokens` is the number of tokens whose logits are
+        in memory at the same time. By default, LOGITS_BYTES limits it. A single chunk gives the same
+        numbers as the whole model. Several chunks sum the same terms in a different order.
         """
         gradients: list[Tensor] = []
         losses: list[Tensor] = []
@@ -116,7 +116,7 @@ class Stage:
         return SummedLoss(_sum(losses), tokens[:, 1:].numel(), gradient)
 
     def loss(self, hidden: Tensor, tokens: Tensor, *, chunk_tokens: int | None = None) -> Tensor:
-        """Compute only the sum of losses, without gradients, for an evaluation."""
+        """Compute the sum of losses for an evaluation, without gradients."""
         with torch.no_grad():
             return _sum([self._tail(*chunk) for chunk in self._chunks(hidden, tokens, chunk_tokens)])
 
@@ -129,7 +129,7 @@ class Stage:
             return base(**{name: inputs}).last_hidden_state
 
     def _tail(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        """Compute the sum of losses, with its graph, for `hidden` (1, tokens, hidden) and `labels` (1, tokens)."""
+        """Compute the sum of losses, with its autograd graph. Both arguments have one row: (1, tokens, ...)."""
         final = _Final(_base(self.model).norm)
         with _replaced(self.model, **{self.model.base_model_prefix: final}), self._autocast():
             # transformers divides the sum of losses by num_items_in_batch
@@ -159,7 +159,7 @@ def build_stage(
 ) -> Stage:
     """Build stage `index` at the start of the run, in fp32, on the CPU, in training mode.
 
-    Memory is allocated only for the parts of this stage. `cut` has the number of blocks of each stage. Raises
+    Memory is allocated only for the parts of this stage. `cut` lists the number of blocks of each stage. Raises
     ModelError if the model cannot be cut or loaded.
     """
     model = build_part(spec, cut, index=index, sequence_length=sequence_length, folders=folders)
@@ -239,7 +239,7 @@ def measure(model: PreTrainedModel, *, sequence_length: int) -> Sizes:
 def dropout_seed(microbatch: str, stage: int) -> int:
     """Derive the dropout seed that a stage uses in both forward passes of one microbatch.
 
-    `microbatch` is a name that the head has chosen for it.
+    `microbatch` is the name that its head has given it.
     """
     return seed_of(f"{microbatch}/{stage}")
 
@@ -275,7 +275,7 @@ def _replaced(module: nn.Module, **children: nn.Module) -> Iterator[None]:
 
 
 def _seed(seed: int, device: torch.device) -> None:
-    """Seed the generator from which a module on this device draws.
+    """Seed the random number generator that modules on this device use.
 
     If an accelerator's library is installed but unused, torch.manual_seed keeps a stack trace for each call. That costs
     a millisecond, and memory that is never freed.

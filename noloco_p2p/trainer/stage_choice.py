@@ -1,4 +1,4 @@
-"""Decide which stages a machine can hold, which one of them its peer takes, and when the peer switches to another.
+"""Decide which stages a machine can hold, which one its peer takes, and when the peer switches to another stage.
 
 A newcomer draws its stage at random, weighted by need, so that peers that arrive together do not all take the same one.
 A peer switches only if that helps the whole run a lot, because it then has to fetch the state of the other stage.
@@ -42,7 +42,7 @@ def capacities(members: Sequence[Candidate], num_stages: int) -> list[float]:
 
 
 def missing_stages(members: Sequence[Candidate], *, own: int | None, num_stages: int) -> list[int]:
-    """Return the stages that no peer holds. This peer itself holds the stage `own`."""
+    """Return the stages that no peer holds. `own` is the stage of this peer."""
     held = {peer.stage for peer in members if peer.state in SERVING}
     return [stage for stage in range(num_stages) if stage not in held and stage != own]
 
@@ -50,7 +50,8 @@ def missing_stages(members: Sequence[Candidate], *, own: int | None, num_stages:
 def draw_stage(members: Sequence[Candidate], fitting: Collection[int], *, num_stages: int, rng: random.Random) -> int:
     """Draw one of the stages in `fitting` at random.
 
-    A stage with half the capacity is four times as likely. An empty stage counts as if it had half an average peer.
+    A stage with half the capacity is four times as likely to be drawn. An empty stage counts as if it had half the
+    capacity of an average peer.
     """
     assert fitting, "no stage fits"
     found = capacities(members, num_stages)
@@ -66,8 +67,8 @@ def needier_stage(
 ) -> int | None:
     """Return the stage to which the peer `own` should switch, or None if it should stay.
 
-    `members` are the other peers. `epoch` is a number that all peers share and that changes from time to time. In each
-    epoch only one peer of a stage may switch, so that two peers that see the same need do not both leave.
+    `members` are the other peers. `epoch` is a number that is the same for all peers and changes from time to time.
+    Only one peer of a stage may switch in each epoch. Otherwise two peers that see the same need could both leave.
     """
     mates = [peer.peer_id for peer in members if peer.stage == own.stage and peer.state in SERVING]
     if len(mates) < LEFT_BEHIND:
@@ -85,7 +86,7 @@ def needier_stage(
 
 
 class Fitting(list[int]):
-    """The stages that this machine can hold. `reasons` says in one sentence each why it cannot hold the others."""
+    """The stages that this machine can hold. `reasons` explains for each other stage why it cannot hold that one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +94,7 @@ class Fitting(list[int]):
 
     @classmethod
     def of(cls, needs: StageNeeds, settings: PeerSettings) -> Fitting:
-        """Select the stages that fit into memory. The head is selected only if its data is also available."""
+        """Select the stages that fit into memory. The head also requires that its data is available."""
         fitting, limit = cls(), memory_limit(settings)
         for stage in range(len(cut_of(needs.spec))):
             needed = needs.memory(stage)

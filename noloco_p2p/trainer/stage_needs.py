@@ -31,7 +31,8 @@ class StageNeeds:
 
     @classmethod
     def of(cls, spec: TrainerSpec, num_stages: int, *, folders: Mapping[str, str] | None = None) -> StageNeeds:
-        """Cut the model of a spec into `num_stages` stages. If the model is given by name, only its config is read.
+        """Cut the model of a spec into `num_stages` stages. If the spec gives the model by name, only its config is
+        read.
 
         Raises SpecError if there are more stages than blocks, and ModelError if the model cannot be cut.
         """
@@ -43,9 +44,9 @@ class StageNeeds:
 
     @classmethod
     def as_cut(cls, spec: TrainerSpec, *, folders: Mapping[str, str] | None = None) -> StageNeeds:
-        """Use the cut that a spec already contains.
+        """Create an instance for a spec that already contains its cut.
 
-        Raises SpecError if it does not contain one, and ModelError if the model cannot be cut.
+        Raises SpecError if the cut is missing, and ModelError if the model cannot be cut.
         """
         cut_of(spec)
         return cls(spec, _measured(spec, folders))
@@ -54,7 +55,7 @@ class StageNeeds:
         return self.sizes.stage(cut_of(self.spec), stage)
 
     def memory(self, stage: int) -> int:
-        """Return the bytes that a peer of that stage keeps between two steps, without activations and swaps."""
+        """Return the bytes that a peer of `stage` keeps between two steps, without activations and swaps."""
         part = self.part(stage)
         return training_bytes(
             self.spec, num_parameters=part.num_parameters, num_matrix_parameters=part.num_matrix_parameters

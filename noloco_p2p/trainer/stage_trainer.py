@@ -55,10 +55,10 @@ ROOM_SHARE = 0.25  # of the free main memory may be used for microbatches
 class StageTrainer(TrainerBase):
     """One peer of a run with stages.
 
-    It holds the stage that the settings name, or else the stage of its newest checkpoint. If there is neither, it draws
-    a stage by need from those that fit into its memory. A stage that has trained never restarts from its initial
-    weights: if no peer holds it, a newcomer without a checkpoint waits. Raises the errors of `Trainer`, and Left if the
-    peer is asked to leave while it waits.
+    The peer holds the stage that the settings name, or else the stage of its newest checkpoint. Without either, it
+    draws a stage by need from the stages that fit into its memory. A stage that has trained never restarts from its
+    initial weights. If no peer holds it, a newcomer without a checkpoint waits. Raises the errors of `Trainer`, and
+    Left if the peer is asked to leave while it waits.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class StageTrainer(TrainerBase):
         return stage
 
     def _read_data(self, built: Stage) -> None:
-        """On a head, open the training data in microbatches, and read the held-out sequences as whole microbatches."""
+        """On a head, open the training data as microbatches, and read the held-out sequences as whole microbatches."""
         microbatch = self.spec.pipeline.microbatch
         tokenizer = build_tokenizer(self.spec.data, folders=self.peer.settings.models)
         check_vocabulary(built.model, tokenizer)
@@ -162,9 +162,9 @@ class StageTrainer(TrainerBase):
     def _wait_for_state(self) -> bool:
         """Wait for a peer of this stage if this peer cannot start the stage itself.
 
-        It cannot if the run has already begun, because only peers of the stage know what it has learned, or if the
-        start state of the run is not on this machine. Returns True if no peer of the stage answers and the weights come
-        from `settings.revive_from` instead. Raises Left if the peer is asked to leave.
+        If the run has begun, a peer cannot start a stage, because only peers of the stage know what it has learned. The
+        same is true if the start state of the run is not on this machine. Returns True if no peer of the stage answers
+        and the weights come from `settings.revive_from` instead. Raises Left if the peer is asked to leave.
         """
         peer, told = self.peer, False
         while (why := self._lacks_state()) and not peer.stages.answering():
@@ -178,10 +178,7 @@ class StageTrainer(TrainerBase):
         return False
 
     def _lacks_state(self) -> str:
-        """Return the reason why this peer cannot start its stage without another peer of that stage.
-
-        The string is empty if it can.
-        """
+        """Return why this peer cannot start its stage without another peer of it, or an empty string if it can."""
         spec, settings = self.spec, self.peer.settings
         if any(other.progress > 0 for other in self.peer.stages.members()):
             return (
@@ -200,7 +197,7 @@ class StageTrainer(TrainerBase):
     def needs(self) -> Needs:
         """Estimate the memory, disk space and swap traffic that the run needs on this machine.
 
-        A few microbatches are computed to measure the speed.
+        The speed is measured with a few microbatches.
         """
         settings, spec = self.peer.settings, self.spec
         microbatches = -(-spec.train.batch_size // spec.pipeline.microbatch)
@@ -263,7 +260,7 @@ class StageTrainer(TrainerBase):
         return self.peer.leave_requested.is_set() or self.switches_to is not None
 
     def serve(self) -> None:
-        """After the end of the run, compute what other peers still send, until this peer is asked to leave."""
+        """Compute what other peers still send after the end of the run, until this peer is asked to leave."""
         while not self.peer.leave_requested.is_set():
             self._loop.turn()
 
@@ -314,7 +311,7 @@ class StageTrainer(TrainerBase):
         )
 
     def _look(self) -> None:
-        """Update the counters, look for missing stages, and check for the end of an evaluation, once a second."""
+        """About once a second, update the counters, look for missing stages, and check on a running evaluation."""
         now_s = time.monotonic()
         if now_s - self._looked_s < self._look_s:
             return
@@ -386,7 +383,7 @@ class StageTrainer(TrainerBase):
         self._count(self._flow.counts)
 
     def _note_speed(self, *, aside_s: float = 0.0) -> None:
-        """Update the speed. This also happens during a round, because no round ends while the pipeline stalls."""
+        """Update the speed, also during a round, because a round does not end while the pipeline stalls."""
         steps, done = self._speed.at(time.monotonic(), self._loop.steps, self._flow.counts.done)
         self.peer.metrics.inner_steps_per_s, self.peer.metrics.tokens_per_s = steps, done * self._microbatch_tokens
 
@@ -431,7 +428,7 @@ class StageTrainer(TrainerBase):
         self._flow.rejoin()
 
     def _settle(self) -> None:
-        """Accept no new tasks, and finish the tasks at hand if they end soon.
+        """Accept no new tasks, and finish the current tasks if that does not take long.
 
         The gradients of an unfinished step are dropped.
         """

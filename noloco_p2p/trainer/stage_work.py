@@ -1,8 +1,8 @@
-"""Compute the tasks of one stage in a pipeline, and encode and decode the tensors that travel.
+"""Compute the tasks of one stage in a pipeline, and encode and decode the tensors that travel between stages.
 
 One thread computes, and only that thread touches weights. Other threads may call `check`, `decoded` and `encoded` at
-the same time, because these touch no weights. A caller with a single thread uses `run`, which does all of it for one
-task.
+the same time, because these do not touch weights. A caller with a single thread can use `run`, which decodes, computes
+and encodes.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ CODABLE = LARGEST / (2 * BLOCK_CHANNELS)  # the largest magnitude that every cod
 
 
 class StageWork:
-    """The work of one stage. Gradients accumulate in the parameters until `close`.
+    """The computations of one stage. Gradients accumulate in the parameters until `close`.
 
-    If a task raises, the gradients of other tasks are unchanged.
+    If a task raises an exception, the gradients of other tasks are unchanged.
     """
 
     def __init__(self, stage: Stage, spec: TrainerSpec) -> None:
@@ -57,9 +57,9 @@ class StageWork:
         return None if result is None else self.encoded(task.kind, result)
 
     def probe(self) -> float:
-        """Return the seconds that this machine needs for one microbatch, as the better of two measurements.
+        """Measure the time for one microbatch on this machine twice, and return the better result in seconds.
 
-        The caller must drop its gradients.
+        The caller must drop the gradients that this leaves behind.
         """
         stage, shape = self.stage, self._shape
         hidden = torch.randn(shape, device=stage.device)
@@ -94,7 +94,7 @@ class StageWork:
         return replace(task, data=data, received=received)
 
     def compute(self, task: Compute) -> Tensor | None:
-        """Compute the content of the next frame, (sequences, tokens, hidden).
+        """Compute the content of the next frame, with the shape (sequences, tokens, hidden).
 
         Returns None for a BACKWARD task of the head, and for a LOSS task that is only evaluated. Raises ValueError if
         the result is not finite, or larger than a codec can represent.
@@ -144,7 +144,7 @@ class StageWork:
 
     @contextmanager
     def _gradients_apart(self) -> Iterator[None]:
-        """Add the gradients that are computed inside to the earlier ones, or drop them if the body raises."""
+        """Add the gradients of the `with` block to the earlier gradients. If the block raises, drop them."""
         params = list(self.stage.model.parameters())
         earlier = [param.grad for param in params]
         for param in params:

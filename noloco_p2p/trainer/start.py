@@ -1,9 +1,9 @@
 """Store and load start states, which are the initial weights of forked runs.
 
-A start state is a folder, stored under the digest that the spec of its run names. It contains the parameters by name,
-and the file DIGESTS with the digest of each parameter. The digest of that file is the digest of the state. A peer of a
-stage therefore reads and checks only its own part, however the forked run is cut. Older start states are a single file
-with the flat vector of a whole model.
+A start state is a folder, named by the digest in the spec of its run. It contains the parameters by name, and the file
+DIGESTS with the digest of each parameter. The digest of the file DIGESTS identifies the whole state. A peer of a stage
+therefore reads and checks only its own part, however the forked run is cut. Older start states are a single file with
+the flat vector of a whole model.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DIGESTS = "digests.json"
 class NewStart:
     """A start state that is written part by part.
 
-    Once the state is complete and stored in `folder`, `digest` is the "blake3:<hex>" for `model.start`.
+    Once the state is complete and stored in `folder`, `digest` is the value for `model.start`, "blake3:<hex>".
     """
 
     def __init__(self, folder: Path) -> None:
@@ -76,7 +76,7 @@ def new_start(state_dir: Path) -> Iterator[NewStart]:
 
 
 def has_start(start: str, *, state_dir: Path) -> bool:
-    """Return whether the start state that a spec names is on this machine. This is true if the spec names none."""
+    """Return whether the start state that a spec names is on this machine, or the spec names none."""
     return not start or _folder(start, state_dir).exists() or _file(start, state_dir).exists()
 
 

@@ -76,7 +76,7 @@ def evaluate_each(
     models: Mapping[str, str],
     progress: Progress | None = None,
 ) -> SwarmEvaluation:
-    """Evaluate each checkpoint, and the mean of all.
+    """Evaluate each checkpoint separately, and then the mean of all checkpoints.
 
     Raises CheckpointError if one of them cannot be loaded, or if they belong to different runs.
     """

@@ -1,7 +1,7 @@
 """Send the metrics of a run to TensorBoard or Weights & Biases (extras `tensorboard` and `wandb`).
 
-The names of the metrics are defined in `telemetry/metrics.py`. If a tracker fails, this is reported once, the tracker
-is dropped, and training continues. Metrics are written to JSONL in any case.
+The names of the metrics are defined in `telemetry/metrics.py`. A tracker that fails is dropped with one error message,
+and training continues. Metrics are also written to a JSONL file, with or without trackers.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ class Tracker(Protocol):
 
 
 class Trackers:
-    """All requested trackers. They can raise a SettingsError at the start, but no error after that."""
+    """The trackers that the user has requested. Errors after the start are logged, not raised."""
 
     def __init__(self, trackers: Mapping[str, Tracker]) -> None:
         self._trackers = dict(trackers)
 
     @classmethod
     def of(cls, names: Sequence[str], *, folder: Path, run: str, peer_id: str, config: Mapping[str, Any]) -> Trackers:
-        """Start the trackers, which also show `config`. Raises SettingsError if one of them cannot start."""
+        """Start the trackers. They display `config` with the run. Raises SettingsError if one of them cannot start."""
         made: dict[str, Tracker] = {}
         for name in names:
             try:

@@ -75,7 +75,7 @@ def seed_of(name: str) -> int:
 
 
 def _places(model: nn.Module) -> dict[str, Places]:
-    """Find the modules that use each parameter, by its name in `named_parameters()`."""
+    """Map the name of each parameter in `named_parameters()` to the modules that use it."""
     found: dict[int, tuple[str, Places]] = {}
     for path, module in model.named_modules():
         for key, param in module.named_parameters(recurse=False):
@@ -105,7 +105,7 @@ def _fill_buffers(model: PreTrainedModel) -> None:
 
 
 def _files(source: ModelSource, names: list[str]) -> dict[Path, list[str]]:
-    """Map each file to those of `names` that it holds."""
+    """Map each file to the tensors among `names` that it contains."""
     try:
         index = source.file(SAFE_WEIGHTS_INDEX_NAME)
     except FileNotFoundError:  # a model in one file has no index
