@@ -39,7 +39,7 @@ def hub_source(part: SourceSpec, split: str, *, pause: Pause = time.sleep) -> So
     from a third party.
     """
     name = part.source.removeprefix("hub:")
-    if Path(name).exists():  # `datasets` would read it
+    if Path(name).exists():  # `datasets` would read that folder
         raise SpecError(f"data.source 'hub:{name}' is also a folder here: start this peer in another folder")
     datasets = import_datasets()
     for number in range(1, OPEN_TRIES + 1):

@@ -29,11 +29,11 @@ log = logging.getLogger(__name__)
 
 FEW_PIECES = 16
 THINNED_PASSES = 8
-MAX_ASIDE = 4  # pieces; if more cannot be read, the network is at fault, and the first one is retried
-MAX_FAILURES = 8  # of one piece, while others can be read; after that, the rest of it is left out
+MAX_ASIDE = 4  # pieces set aside; if more cannot be read, the network is at fault, and the first one is retried
+MAX_FAILURES = 8  # of one piece while others can be read; after that, the rest of the piece is left out
 MAX_PAUSE_S = 60.0
-GIVE_UP_S = 3600.0  # of waiting without a single row
-MAX_BAD_START = 1000  # rows; a file that begins with more faults has another format
+GIVE_UP_S = 3600.0  # waiting time without a single row
+MAX_BAD_START = 1000  # a file that begins with more faults than this has another format
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,7 @@ class Reader:
         self._row = place.row
         self._failures: Counter[int] = Counter()  # by index in the order of this pass; a restart resets it
         self._tries = 0  # failures since the last row
-        self._waited_s = 0.0  # since the last row
+        self._waited_s = 0.0  # waiting time since the last row
 
     @property
     def place(self) -> Place:

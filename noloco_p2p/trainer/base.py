@@ -95,7 +95,7 @@ class TrainerBase:
         self.peer.metrics.data_faults += 1
         self.events.write("data_fault", **asdict(fault))
 
-    # of each trainer
+    # for subclasses
 
     def _data(self) -> Prefetcher | None:
         """Return the reader whose position goes into a checkpoint, or None if this peer reads no data."""
@@ -159,7 +159,7 @@ class TrainerBase:
         metrics.inner_steps_per_s = self._timed_steps / (time.monotonic() - self._timed_from_s - aside_s)
         metrics.tokens_per_s = metrics.inner_steps_per_s * self.spec.train.batch_size * self.spec.data.sequence_length
 
-    # the end
+    # the end of a run
 
     @property
     def finished(self) -> bool:

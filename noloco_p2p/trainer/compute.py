@@ -94,7 +94,7 @@ class Compute:
         warnings = []
         if self.offload_optimizer and not has_own_memory(device):
             warnings.append(f"--offload-optimizer is ignored: the memory of {device} is already main memory")
-        if device.type == "mps" or has_fast_bf16(device):  # unknown for MPS
+        if device.type == "mps" or has_fast_bf16(device):  # it is unknown whether MPS is fast
             return warnings
         cost = "needs 3 to 20 times as long as with fp32" if device.type == "cpu" else "emulates them, which is slow"
         slow = f"{device} has no bf16 instructions, and {cost}:"

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from noloco_p2p.telemetry.progress import Progress
 from noloco_p2p.trainer.model import causal_lm_logits
 
-LOGITS_BYTES = 512 << 20  # of fp32 logits per pass; the loss needs as much memory again
+LOGITS_BYTES = 512 << 20  # limit for the fp32 logits of one pass; the loss needs as much memory again
 IGNORED = -100  # the target of a token that does not count
 
 

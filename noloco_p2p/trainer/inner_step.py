@@ -49,7 +49,7 @@ class InnerStep:
         self.trainable = {name: param for name, param in model.named_parameters() if param.requires_grad}
         self.optimizers = make_inner_optimizers(self.trainable.values(), train, matrices=hidden_matrices(model))
         self.device = next(iter(self.trainable.values())).device
-        self.gradient_norm: Tensor | None = None  # in the last step, before clipping; on the device
+        self.gradient_norm: Tensor | None = None  # of the last step, before clipping; it stays on the device
         self.micro_batch = self.compute.micro_batch
         self._is_bf16 = self.compute.is_bf16(self.device)
         self._is_offloaded = self.compute.offload_optimizer and has_own_memory(self.device)
@@ -79,7 +79,7 @@ class InnerStep:
         try:
             return self._backward_alone(batch, seed=seed)
         except BaseException:
-            self._forget()  # they come from only a part of the batch
+            self._forget()  # drop the gradients of a part of the batch
             raise
         finally:
             for param, gradient in earlier:
@@ -199,7 +199,7 @@ class InnerStep:
                 f"--activation-checkpointing{offload}, or free some of its memory"
             ) from error
         self.micro_batch = -(-at_once // 2)
-        self._forget()  # they come from only a part of the batch
+        self._forget()  # drop the gradients of a part of the batch
         error.__traceback__ = None  # it would keep the activations in memory
         empty_cache(self.device)
         log.warning("out of memory with %d sequences at a time; using %d from now on", at_once, self.micro_batch)

@@ -33,7 +33,7 @@ from noloco_p2p.trainer.start import load_start
 log = logging.getLogger(__name__)
 
 SEED_BYTES = 6  # 2 ** 48 seeds
-REFRESH_S = 1.0  # between two refreshes of the loss within a round; each one syncs the accelerator
+REFRESH_S = 1.0  # shortest time between two refreshes of the loss within a round; each one syncs the accelerator
 
 
 class Trainer(TrainerBase):

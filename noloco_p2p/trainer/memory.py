@@ -9,7 +9,7 @@ from torch import Tensor
 
 from noloco_p2p.devices import free_and_total_bytes, free_memory, has_own_memory
 
-USED_SHARE = 0.8  # of free memory, since allocators lose some to fragmentation
+USED_SHARE = 0.8  # share of the free memory that is used, because allocators lose some to fragmentation
 MOMENT_BYTES = 8  # per trainable parameter; the optimizer allocates them at its first step
 # The peak of a forward and backward pass, relative to the memory that is kept between the two. It is used where nothing
 # counts the peak.

@@ -26,9 +26,9 @@ from noloco_p2p.trainer.compute import Compute
 from noloco_p2p.trainer.memory import MOMENT_BYTES
 
 CPU = torch.device("cpu")
-WEIGHT_BYTES = 8  # per parameter: fp32 weights and gradients; without the moments of AdamW
+WEIGHT_BYTES = 8  # per parameter: fp32 weights and gradients, without the moments of AdamW
 VECTOR_BYTES = 4  # per parameter and vector: slow weights, and outer momentum if there is any, are fp32 on the CPU
-CHECKPOINT_BYTES = 12  # per parameter: moments, and the fast weights within a round; without the outer state
+CHECKPOINT_BYTES = 12  # per parameter: moments, and the fast weights within a round, without the outer state
 PROBE_STEPS = 2
 PROBE_TOKENS = 2048  # enough to keep a small machine busy, and quick enough to wait for
 
@@ -40,12 +40,12 @@ class Needs:
     outer_bytes: int  # in main memory: outer state, offloaded moments, one encoded payload per direction and section
     disk_bytes: int
     round_bytes: int  # each way
-    hour_bytes: int  # each way, at the speed measured on this machine; with inner_steps = "auto" an upper bound
+    hour_bytes: int  # each way, at the speed of this machine; an upper bound if inner_steps is "auto"
     has_fixed_rounds: bool
     step_s: float
     memory_free_bytes: int
     disk_free_bytes: int
-    is_on_host: bool  # the model is in main memory, too
+    is_on_host: bool  # whether the model is in main memory as well
 
     def lines(self) -> list[str]:
         """Format the needs for the user."""
@@ -120,7 +120,7 @@ def check_memory(
 
     The minimum does not include activations and other programs. The message contains both numbers.
     """
-    moments = MOMENT_BYTES if spec.train.inner_optimizer == "adamw" else MOMENT_BYTES // 2  # of most parameters
+    moments = MOMENT_BYTES if spec.train.inner_optimizer == "adamw" else MOMENT_BYTES // 2  # Muon mostly keeps one
     offloaded = moments if compute.offload_optimizer else 0
     model_bytes = frozen_bytes + (WEIGHT_BYTES + moments - offloaded) * num_parameters
     host_bytes = offloaded * num_parameters + _outer_bytes(spec, num_parameters)

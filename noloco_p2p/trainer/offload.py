@@ -9,7 +9,7 @@ from torch import Tensor
 
 from noloco_p2p.devices import has_own_memory
 
-# of parameters that are stepped together; the accelerator holds two or three times as many bytes of moments
+# Bytes of parameters that are stepped together. The accelerator holds two or three times as many bytes of moments.
 BUCKET_BYTES = 64 << 20
 
 

@@ -23,7 +23,7 @@ from noloco_p2p.trainer.stage_work import StageWork
 log = logging.getLogger(__name__)
 
 LOOK_S = 0.1  # the longest wait for a task
-POLL_S = 0.02  # the time between two checks at a boundary whether the round has ended
+POLL_S = 0.02  # pause between two checks, at a boundary, whether the round has ended
 SMOOTHING = 0.1  # weight of a new measurement of the duration of a task
 
 

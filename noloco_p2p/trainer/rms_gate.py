@@ -14,8 +14,8 @@ from torch import Tensor
 from noloco_p2p.errors import CorruptPayload
 
 HISTORY_FRAMES = 64
-LEAST_FRAMES = 8  # frames that are always admitted before one can be refused
-MOST_TIMES = 10.0  # largest ratio to the median, and the inverse of the smallest
+LEAST_FRAMES = 8  # the first frames are always admitted
+MOST_TIMES = 10.0  # limit for the ratio of a frame's RMS to the median, in either direction
 # The RMS changes most at the start. The limit is therefore wide at first, falls in inverse proportion to the number of
 # frames, and reaches MOST_TIMES with the 640th frame. It drops 5 of 134,000 honest frames. A limit of MOST_TIMES from
 # the start would drop 20 (benchmarks/rms_gate.py).

@@ -155,7 +155,7 @@ class ShardedParameters(FlatParameters):
 
     def flush(self) -> None:
         """Scatter the last write to the ranks, and forget what was read, because inner steps will change it."""
-        super().flush()  # because the values may have been written on another stream than the one that sends
+        super().flush()  # the values may have been written on a stream other than the sending one
         self._put_back()
         self._read = None
 

@@ -35,7 +35,7 @@ from noloco_p2p.trainer.cut import Part, Sizes, block_range
 from noloco_p2p.trainer.model import build_on_meta, give_weights, hidden_matrices
 from noloco_p2p.trainer.weights import seed_of
 
-LOGITS_BYTES = 256 << 20  # of fp32 logits per chunk of tokens; the loss and its gradient each need as much memory again
+LOGITS_BYTES = 256 << 20  # limit for the fp32 logits of one chunk; the loss and its gradient each need as much again
 IGNORED = -100  # the label of a token that does not count
 
 
@@ -45,7 +45,7 @@ class SummedLoss:
 
     # sum of the cross-entropy over tokens, in nats; it stays on the device, because reading it syncs an accelerator
     loss: Tensor
-    num_tokens: int  # predicted ones: all but the first of each sequence
+    num_tokens: int  # predicted tokens: all but the first of each sequence
     gradient: Tensor  # of the sum with respect to `hidden`, in the same shape
 
 
@@ -99,8 +99,8 @@ class Stage:
         """Compute the final norm, the LM head and the loss, and add their gradients to the existing ones.
 
         `hidden` is the output of the last stage for `tokens`. `chunk_tokens` is the number of tokens whose logits are
-        in memory at the same time. By default, LOGITS_BYTES limits it. A single chunk gives the same
-        numbers as the whole model. Several chunks sum the same terms in a different order.
+        in memory at the same time. By default, LOGITS_BYTES limits this number. A single chunk gives the same numbers
+        as the whole model. Several chunks sum the same terms in a different order.
         """
         gradients: list[Tensor] = []
         losses: list[Tensor] = []

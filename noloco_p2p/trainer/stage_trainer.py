@@ -45,11 +45,11 @@ from noloco_p2p.trainer.start import has_start, load_start
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 1.0  # the time between two calls of `_look` that do something
+LOOK_S = 1.0  # shortest time between two looks at everything besides the tasks
 LEAVE_S = 15.0  # the time to finish the tasks at hand before the peer leaves or pauses
 LAST_EVALUATION_S = 120.0
 SWITCH_EPOCH_S = 120.0  # in each such period, one peer of a stage, drawn at random, may switch to another stage
-ROOM_SHARE = 0.25  # of the free main memory may be used for microbatches
+ROOM_SHARE = 0.25  # share of the free main memory that microbatches may use
 
 
 class StageTrainer(TrainerBase):
@@ -113,7 +113,7 @@ class StageTrainer(TrainerBase):
         self._missing: list[int] = []
         self._switch: tuple[int | None, float] = None, 0.0  # the stage that needs this peer more, and when to switch
 
-    # what it holds
+    # choosing and building the stage
 
     def _choose(self) -> int:
         spec, settings = self.spec, self.peer.settings
@@ -192,7 +192,7 @@ class StageTrainer(TrainerBase):
             )
         return ""
 
-    # what the run needs of this machine
+    # the needs of the run
 
     def needs(self) -> Needs:
         """Estimate the memory, disk space and swap traffic that the run needs on this machine.

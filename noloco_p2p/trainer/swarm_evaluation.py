@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class SwarmEvaluation:
     spec: TrainerSpec
     model: PreTrainedModel  # with the mean of the slow weights
-    losses: dict[Path, float]  # of each peer's slow weights, in nats per token; empty after `evaluate_swarm`
+    losses: dict[Path, float]  # in nats per token, for each peer's slow weights; empty after `evaluate_swarm`
     merged_loss: float  # in nats per token, on the held-out sequences
     spread: float  # root mean square distance of a replica from the mean, relative to the norm of the mean
     num_sequences: int

@@ -62,7 +62,7 @@ def load(model: PreTrainedModel, source: ModelSource) -> None:
                 shape = list(model.get_parameter(name).shape)
                 if name not in held or file.get_slice(name).get_shape() != shape:
                     raise ModelError(f"{path} has no tensor {name} of shape {shape}")
-                # A copy, because the tensor is in the mapped file and would change with it.
+                # The tensor is copied, because it is in the mapped file and would change with it.
                 _put(places[name], file.get_tensor(name).to(torch.float32, copy=True))
     for param in model.parameters():
         setattr(param, KEPT, True)
