@@ -1,4 +1,4 @@
-"""Represent the rows of a source, which are documents or faults.
+"""Define the rows of a source, which are documents or faults.
 
 A hash decides which documents are held out, because all machines must agree on them without communicating. `datasets`
 splits by a seed and the number of rows instead. If one machine had one more document than the others, four in five of
@@ -39,8 +39,9 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """An unusable line of a file, or row of a table, counted from 1. If `rest` is true, the rest is unusable as
-    well.
+    """An unusable line of a file, or row of a table, counted from 1.
+
+    If `rest` is true, the rest of the file is unusable as well.
     """
 
     file: str

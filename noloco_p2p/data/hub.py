@@ -65,7 +65,7 @@ def hub_source(part: SourceSpec, split: str, *, pause: Pause = time.sleep) -> So
 def _check_files(files: Mapping[str, Sequence[str]], name: str) -> None:
     """Raise SpecError if a data set lists files that are not its own.
 
-    A data set can list any paths and addresses in its description. None of them has been opened yet.
+    A data set can list any paths and addresses in its description. This check runs before any of them is opened.
     """
     for file in (file for split in files.values() for file in split):
         if not file.startswith(f"hf://datasets/{name}@"):

@@ -107,8 +107,7 @@ class Source:
         faults: Faults | None = None,
         stop: threading.Event | None = None,
     ) -> Reader:
-        """Read one epoch in `order`, starting at `place`. An order is any string, or "" for the plain order of the
-        pieces.
+        """Read one epoch, starting at `place`. `order` is any string, or "" for the plain order of the pieces.
 
         If `stop` is set while the reader waits for a piece, it raises DataError.
         """

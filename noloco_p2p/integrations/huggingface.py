@@ -42,10 +42,10 @@ class NoLoCoCallback(TrainerCallback):
     outer step changes the Trainer's model in place.
 
     Each checkpoint of the Trainer also contains the outer state, in its subfolder `noloco`. With
-    `resume_from_checkpoint`, the run continues from such a checkpoint, which must be in `output_dir`. Without it,
-    NoLoCo resumes from the newest checkpoint in the peer's folder. This restores the weights, the moments and the
-    position in the run, while the Trainer's schedule, data and step count start from scratch. With `resume=False`, this
-    machine enters the run as a new peer.
+    `resume_from_checkpoint`, the run continues from such a checkpoint, which must be in `output_dir`. Without this
+    argument, NoLoCo resumes from the newest checkpoint in the peer's folder. This restores the weights, the moments and
+    the position in the run, while the Trainer's schedule, data and step count start from scratch. With `resume=False`,
+    this machine enters the run as a new peer.
 
     `noloco leave` ends training after the current step. The Trainer then writes a checkpoint, unless its settings
     disable checkpoints.

@@ -31,8 +31,8 @@ class TrainingSession:
     """One training run. Each round is logged, and its result is passed to `told` and to the user's `on_round`.
 
     `options` are the user's options for `NoLoCo`. `saved` is the outer state in the checkpoint from which the trainer
-    resumes, or None. The options take precedence over it. Raises ModelError if the model is on several devices, and the
-    errors of `NoLoCo`.
+    resumes, or None. The options take precedence over the saved state. Raises ModelError if the model is on several
+    devices. Errors of `NoLoCo` propagate to the caller.
     """
 
     def __init__(

@@ -49,8 +49,9 @@ class Compute:
 
     `precision` is "bf16" (autocast over fp32 weights), "fp32" or "auto", which selects bf16 on a CUDA or ROCm device
     that is fast at it. `micro_batch` is the number of sequences per forward and backward pass, whose gradients are
-    summed. If it is 0, a pass has the whole batch, or as many sequences as fit into memory. `rank` is the index of this
-    process among the `num_ranks` processes that share a model. Each process computes its share of the rows of a batch.
+    summed. If it is 0, a pass processes the whole batch, or as many sequences as fit into memory. `rank` is the index
+    of this process among the `num_ranks` processes that share a model. Each process computes its share of the rows of a
+    batch.
     """
 
     precision: str = "auto"
@@ -63,7 +64,7 @@ class Compute:
 
     @classmethod
     def of(cls, settings: PeerSettings, *, rank: int = 0, num_ranks: int = 1) -> Compute:
-        """Create an instance from the settings of the peer. Raises SettingsError if two of them exclude each other."""
+        """Create an instance from the settings of the peer. Raises SettingsError if two of them conflict."""
         if settings.offload_optimizer and num_ranks > 1:
             raise SettingsError("--offload-optimizer is for one GPU: with several, each already holds only its part")
         return cls(

@@ -122,7 +122,7 @@ def filling_tokens(pipeline: PipelineSpec, hidden_size: int, *, sequence_length:
 
 
 def check_stages(spec: TrainerSpec, settings: PeerSettings) -> None:
-    """Raise SettingsError or SpecError if the settings and the spec do not fit together with regard to stages."""
+    """Check the settings that concern stages. Raises SettingsError or SpecError if they do not fit the run."""
     if spec.pipeline.stages == 1:
         if settings.stage is not None:
             raise SettingsError(f"--stage {settings.stage}: the run {spec.name} has no stages")

@@ -25,9 +25,10 @@ def evaluate_loss(
     logits: Callable[[nn.Module, Tensor], Tensor] = causal_lm_logits,
     logits_bytes: int = LOGITS_BYTES,
 ) -> float:
-    """Return the mean cross-entropy in nats per predicted token of `batches` with token ids, (batch, sequence) each.
+    """Return the mean cross-entropy in nats per predicted token.
 
-    Each token counts once, regardless of the size of its batch. The first token of a sequence is not predicted.
+    Each of the `batches` holds token ids of shape (batch, sequence). A token counts once, regardless of the size of its
+    batch. The first token of a sequence is not predicted.
 
     With a large vocabulary, logits need most of the memory. A batch is therefore split until the logits of one pass
     take at most `logits_bytes`, or belong to a single sequence. `logits` is a function that returns logits of shape

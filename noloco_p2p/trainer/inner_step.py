@@ -28,7 +28,7 @@ class InnerStep:
     """The inner optimization of one model, on the device of its parameters.
 
     A step consists of any number of `backward` calls and one `update`. `loss` is a function that returns the mean loss
-    over the sequences of a batch, with its autograd graph. It gets batches that are already on the model's device.
+    over the sequences of a batch on the model's device, with its autograd graph.
 
     `micro_batch` is the number of sequences per forward and backward pass, or 0 for a whole batch. Gradients are summed
     over the passes, so the result of a step does not depend on it.
@@ -139,7 +139,9 @@ class InnerStep:
     # optimizer state
 
     def state(self) -> dict[str, Tensor]:
-        """Return the state of the optimizers as named tensors (see `outer/optimizer_state.py`). They are not copies."""
+        """Return the optimizers' state as named tensors (see `outer/optimizer_state.py`). The tensors are not
+        copies.
+        """
         return flatten_optimizers(self.optimizers, self.trainable)
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:

@@ -247,5 +247,5 @@ def draw(next_batch: Callable[[], Tensor | None]) -> Tensor | None:
 
 
 def step_seed(peer_id: str, step: int) -> int:
-    """Return a seed for the random draws (dropout) of one step of one peer. It is the same after a restart."""
+    """Return a seed for the random draws (dropout) of a peer's step. The seed is the same after a restart."""
     return int.from_bytes(blake3(f"{peer_id}/{step}".encode()).digest(length=SEED_BYTES), "little")

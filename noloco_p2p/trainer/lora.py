@@ -81,7 +81,10 @@ def save_adapters(model: nn.Module, lora: LoraSpec, folder: Path, *, base: str) 
 
 
 def base_dtype(lora: LoraSpec) -> torch.dtype:
-    """Return the dtype of the model's own weights. It is fp32 unless they are frozen and the spec asks for bf16."""
+    """Return the dtype of the model's own weights.
+
+    It is bf16 if the weights are frozen and the spec asks for bf16, and fp32 otherwise.
+    """
     return torch.bfloat16 if lora.rank and lora.base_dtype == "bf16" else torch.float32
 
 

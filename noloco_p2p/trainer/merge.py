@@ -56,8 +56,9 @@ COMPARED = 5  # states from which a fork picks the one in the middle; two of the
 class TakenState:
     """The slow weights (flat, fp32) of one peer, or the mean of several, with their model or stage.
 
-    The model of a stage has no memory for its weights. `left_out` maps each rejected peer to the reason. `shortened`
-    maps each peer whose state was clipped to the distance of that state from the others, relative to the norm.
+    The model of a stage has no memory for its weights. `left_out` maps each rejected peer to the reason for the
+    rejection. `shortened` maps each peer whose state was clipped to the distance of that state from the others,
+    relative to the norm.
     """
 
     spec: TrainerSpec

@@ -208,7 +208,7 @@ def attention_size(model: nn.Module) -> tuple[int, int]:
 def configured_for_export(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
     """Configure the model for other programs inside a `with` block.
 
-    The key-value cache, which training disables, is switched on, and the ids of the tokenizer are set.
+    The key-value cache, which training disables, is switched on, and the token ids of the tokenizer are set.
     """
     use_cache = model.config.use_cache
     model.config.use_cache = True

@@ -1,9 +1,9 @@
 """Find the models and tokenizers that a spec names, on the hub or in folders that are bound on this machine.
 
-A spec may come from a stranger. It must therefore only be able to name folders that the user of this machine has bound
-with --model NAME=FOLDER. The hub's own libraries do not ensure this. They read a folder in the current directory if it
-has the given name, and follow an adapter to another model. For this reason, the files of a model on the hub are first
-fetched into the hub's cache, and then read from there.
+A spec may come from a stranger. It can therefore name only folders that the user of this machine has bound with --model
+NAME=FOLDER. The hub's own libraries do not ensure this. They read a folder in the current directory if it has the given
+name, and follow an adapter to another model. For this reason, the files of a model on the hub are first fetched into
+the hub's cache, and then read from there.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ModelSource:
     bound: Path | None
 
     def folder(self, files: tuple[str, ...]) -> Path:
-        """Return a folder with all files that match the patterns `files`. Errors of the hub's client are passed on."""
+        """Return a folder with the files that match the patterns `files`. Errors of the hub's client propagate."""
         if self.bound:
             return self.bound
         fetched = snapshot_download(
@@ -48,7 +48,7 @@ class ModelSource:
     def file(self, name: str) -> Path:
         """Return the path of one file.
 
-        Raises FileNotFoundError if there is no such file. Errors of the hub's client are passed on.
+        Raises FileNotFoundError if there is no such file. Errors of the hub's client propagate to the caller.
         """
         if self.bound is None:
             try:

@@ -1,4 +1,4 @@
-"""Run the loop of a peer that holds one stage. It computes tasks from its neighbours, and completes steps and rounds.
+"""Run the loop of a peer that holds one stage. The loop computes tasks from neighbours, and completes steps and rounds.
 
 Only the thread of this loop touches weights. The pipeline never stops for a swap. After the last inner step of a round,
 tasks continue with unchanged weights, and only the next inner step waits for the outer step.
@@ -64,7 +64,7 @@ class StageLoop:
     def run(self, leaving: threading.Event) -> None:
         """Run until no head is training and the last round has ended, or until `leaving` is set.
 
-        Errors of a head's data source are passed on.
+        Errors of a head's data source propagate to the caller.
         """
         while not leaving.is_set() and self.turn():
             pass
@@ -72,8 +72,8 @@ class StageLoop:
     def turn(self) -> bool:
         """Compute the next task, or wait for one for a moment.
 
-        Returns False once no head is training and the last round has ended. A peer can continue to call this after
-        that, to serve heads that still evaluate. Errors of a head's data source are passed on.
+        Returns False once no head is training and the last round has ended. After that, a peer can still call this
+        method to serve heads that evaluate. Errors of a head's data source propagate to the caller.
         """
         if self.is_at_boundary:
             self._poll_round()
@@ -126,8 +126,8 @@ class StageLoop:
     def _advance(self, progress: float | None) -> None:
         """Count one inner step, and set the progress to `progress` if this peer follows the heads.
 
-        The progress is set last. A replica that was away must first notice that it is behind and fetch the state of
-        another replica.
+        The progress is set last, because a replica that was away must first notice that it is behind and fetch the
+        state of another replica.
         """
         outer = self._outer
         self.is_at_boundary = outer.advance()
@@ -153,7 +153,7 @@ class StageLoop:
             self._on_round(result)
 
     def end_round(self) -> None:
-        """Let inner steps continue, because the outer step was taken or the round was given up."""
+        """Resume inner steps after the outer step was taken or the round was given up."""
         self.is_at_boundary = False
         if not self._has_finished:
             self._flow.release_steps(self._outer.progress)

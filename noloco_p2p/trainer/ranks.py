@@ -68,7 +68,7 @@ class Ranks:
         return torch.load(io.BytesIO(content.numpy().tobytes()), weights_only=True) if self.rank else value
 
     def tell(self, method: str, *args: object, **kwargs: object) -> None:
-        """On rank 0, make the other ranks call this method of the object that they `follow`. Elsewhere, do nothing."""
+        """On rank 0, make the others call this method of the object that they `follow`. On other ranks, do nothing."""
         if self.rank == 0:
             self.share((method, args, kwargs))
 

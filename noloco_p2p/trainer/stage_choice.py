@@ -86,7 +86,7 @@ def needier_stage(
 
 
 class Fitting(list[int]):
-    """The stages that this machine can hold. `reasons` explains for each other stage why it cannot hold that one."""
+    """The stages that this machine can hold. `reasons` explains why it cannot hold the other stages."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -57,8 +57,8 @@ class StageTrainer(TrainerBase):
 
     The peer holds the stage that the settings name, or else the stage of its newest checkpoint. Without either, it
     draws a stage by need from the stages that fit into its memory. A stage that has trained never restarts from its
-    initial weights. If no peer holds it, a newcomer without a checkpoint waits. Raises the errors of `Trainer`, and
-    Left if the peer is asked to leave while it waits.
+    initial weights. If no peer holds such a stage, a newcomer without a checkpoint has to wait. Raises the same errors
+    as `Trainer`, and Left if the peer is asked to leave while it waits.
     """
 
     def __init__(
@@ -383,7 +383,7 @@ class StageTrainer(TrainerBase):
         self._count(self._flow.counts)
 
     def _note_speed(self, *, aside_s: float = 0.0) -> None:
-        """Update the speed, also during a round, because a round does not end while the pipeline stalls."""
+        """Update the speed. This also happens during a round, because rounds do not end while the pipeline stalls."""
         steps, done = self._speed.at(time.monotonic(), self._loop.steps, self._flow.counts.done)
         self.peer.metrics.inner_steps_per_s, self.peer.metrics.tokens_per_s = steps, done * self._microbatch_tokens
 

@@ -144,7 +144,10 @@ class StageWork:
 
     @contextmanager
     def _gradients_apart(self) -> Iterator[None]:
-        """Add the gradients of the `with` block to the earlier gradients. If the block raises, drop them."""
+        """Add the gradients of the `with` block to the earlier gradients.
+
+        If the block raises an exception, its gradients are dropped.
+        """
         params = list(self.stage.model.parameters())
         earlier = [param.grad for param in params]
         for param in params:

@@ -1,9 +1,9 @@
 """Store and load start states, which are the initial weights of forked runs.
 
-A start state is a folder, named by the digest in the spec of its run. It contains the parameters by name, and the file
-DIGESTS with the digest of each parameter. The digest of the file DIGESTS identifies the whole state. A peer of a stage
-therefore reads and checks only its own part, however the forked run is cut. Older start states are a single file with
-the flat vector of a whole model.
+A start state is a folder, named after the digest in the spec of its run. It contains the parameters by name, and the
+file DIGESTS with the digest of each parameter. The digest of the file DIGESTS identifies the whole state. A peer of a
+stage therefore reads and checks only its own part, however the forked run is cut. Older start states are a single file
+with the flat vector of a whole model.
 """
 
 from __future__ import annotations

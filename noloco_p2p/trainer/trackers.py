@@ -35,7 +35,7 @@ class Trackers:
 
     @classmethod
     def of(cls, names: Sequence[str], *, folder: Path, run: str, peer_id: str, config: Mapping[str, Any]) -> Trackers:
-        """Start the trackers. They display `config` with the run. Raises SettingsError if one of them cannot start."""
+        """Start the trackers, which display `config` with the run. Raises SettingsError if a tracker cannot start."""
         made: dict[str, Tracker] = {}
         for name in names:
             try:
@@ -75,7 +75,7 @@ class Trackers:
 
 
 class TensorBoard:
-    """A tracker that writes event files to `folder`. A resumed run appends to them."""
+    """A tracker that writes event files to `folder`, where a resumed run appends to them."""
 
     def __init__(self, folder: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter

@@ -52,7 +52,8 @@ def draw(model: PreTrainedModel, *, seed: int) -> None:
 def load(model: PreTrainedModel, source: ModelSource) -> None:
     """Read each parameter from the safetensors of a source as fp32, opening only the files that hold one of them.
 
-    Raises ModelError if a parameter is missing or has another shape. Errors of the hub's client are passed on.
+    Raises ModelError if a parameter is missing or has another shape. Errors of the hub's client propagate to the
+    caller.
     """
     places = _places(model)
     for path, names in _files(source, list(places)).items():
