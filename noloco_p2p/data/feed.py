@@ -88,7 +88,8 @@ class Feed:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
-        """Continue from `state`. If files were added or removed since it was saved, log a warning and return False.
+        """Continue from the position in `state`. Return False, with a warning, if files were added or removed since
+        then.
 
         The order of the files has then changed, so a new epoch begins. Raises KeyError, TypeError or ValueError for a
         state that `state_dict` cannot have returned.

@@ -72,7 +72,7 @@ class Prefetcher:
         return self._position.as_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state`. Call this only before the first batch."""
+        """Continue from the position in `state`. Call this only before the first batch."""
         assert self._thread is None, "a stream that is being read cannot be moved"
         self._stream.load_state_dict(state)
         self._position = self._stream.position

@@ -132,7 +132,7 @@ class TokenStream:
         return self.position.as_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state`. Raises DataError if it does not fit a TokenStream of this mixture.
+        """Continue from the position in `state`. Raises DataError if it does not fit a TokenStream of this mixture.
 
         If files were added or removed since the state was saved, their order has changed. In that case, a new epoch
         begins after the current block, with a warning.

@@ -37,7 +37,10 @@ class ModelSource:
     bound: Path | None
 
     def folder(self, files: tuple[str, ...]) -> Path:
-        """Return a folder with the files that match the patterns `files`. Errors of the hub's client propagate."""
+        """Return a folder with the files that match the patterns `files`.
+
+        Errors of the hub's client propagate to the caller.
+        """
         if self.bound:
             return self.bound
         fetched = snapshot_download(
