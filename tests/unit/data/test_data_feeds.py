@@ -181,7 +181,7 @@ def test_an_error_comes_where_its_batch_would_have(tmp_path: Path) -> None:
     ahead = Prefetcher(make_stream({"a": f"{tmp_path}/a.jsonl"}, data, block_tokens=500))
     next(ahead)
     (tmp_path / "a.jsonl").unlink()
-    with pytest.raises(DataError, match="holds no document to train on"):
+    with pytest.raises(DataError, match="contains no document to train on"):
         take(ahead, 2000)
     ahead.close()
 
