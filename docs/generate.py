@@ -33,7 +33,7 @@ METRICS_HEAD = """# Metrics
 
 Written by `docs/generate.py` from `telemetry/metrics.py` and `telemetry/prometheus.py`: change those, not this page.
 
-Counters only rise, over restarts too. A loss that is not known yet is left out.
+A counter only rises, also over restarts. A loss that is not known yet is missing.
 """
 
 

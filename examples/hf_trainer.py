@@ -1,9 +1,9 @@
-"""Use NoLoCo in a Hugging Face `Trainer`: add one callback, and leave the rest of the script as it is.
+"""Use NoLoCo in a Hugging Face `Trainer`. Add one callback, and leave the rest of your script as it is.
 
-    python examples/hf_trainer.py                # the first peer; prints a ticket
-    python examples/hf_trainer.py noloco1...     # another one, on any machine
+    python examples/hf_trainer.py                # start the first peer, which prints a ticket
+    python examples/hf_trainer.py noloco1...     # start another peer, on any machine
 
-Needs `pip install 'noloco_p2p[hf]'`.
+Install the dependencies with `pip install 'noloco_p2p[hf]'`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from noloco_p2p.integrations.huggingface import NoLoCoCallback
 
 
 class Counting(torch.utils.data.Dataset):
-    """Your data here: these are rows of numbers that count up."""
+    """A data set with rows of numbers that count up. Replace it with your own."""
 
     def __len__(self) -> int:
         return 100_000
@@ -32,13 +32,13 @@ class Counting(torch.utils.data.Dataset):
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("ticket", nargs="?", help="of a peer that runs this script")
+    parser.add_argument("ticket", nargs="?", help="the ticket of a peer that runs this script")
     parser.add_argument("--state-dir", type=Path, default=Path("example-peer"))
     parser.add_argument("--listen", default="0.0.0.0:0")
     parser.add_argument("--steps", type=int, default=500)
     args = parser.parse_args(arguments)
 
-    torch.manual_seed(0)  # peers that start separately need equal weights
+    torch.manual_seed(0)  # peers that start separately need the same weights
     sizes = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 172, "num_hidden_layers": 2}
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4))
     spec = RunSpec(name="hf-trainer", outer=OuterSpec(inner_steps=20))
@@ -49,11 +49,11 @@ def main(arguments: list[str] | None = None) -> None:
             max_steps=args.steps,
             per_device_train_batch_size=8,
             learning_rate=1e-3,
-            seed=zlib.crc32(peer.peer_id.encode()),  # a different order of the data on every peer
+            seed=zlib.crc32(peer.peer_id.encode()),  # each peer has its own order of the data
             save_strategy="no",
             report_to=[],
             disable_tqdm=True,
-            logging_steps=20,  # log lines also show the round and the spread of the peers
+            logging_steps=20,  # the log also shows the round and the spread of the peers
         )
         Trainer(model, settings, train_dataset=Counting(), callbacks=[NoLoCoCallback(peer)]).train()
 

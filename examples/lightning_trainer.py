@@ -1,6 +1,9 @@
-"""Use NoLoCo in the `Trainer` of Lightning by one callback. Needs `pip install 'noloco_p2p[lightning]'`.
+"""Use NoLoCo in the `Trainer` of Lightning. Add one callback, and leave the rest of your script as it is.
 
-python examples/lightning_trainer.py [TICKET]       # the first peer prints a ticket for the others
+    python examples/lightning_trainer.py                # start the first peer, which prints a ticket
+    python examples/lightning_trainer.py noloco1...     # start another peer, on any machine
+
+Install the dependencies with `pip install 'noloco_p2p[lightning]'`.
 """
 
 import argparse
@@ -26,12 +29,12 @@ class Wave(LightningModule):
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("ticket", nargs="?", help="of a peer that runs this script")
+    parser.add_argument("ticket", nargs="?", help="the ticket of a peer that runs this script")
     parser.add_argument("--state-dir", default="example-peer")
     parser.add_argument("--listen", default="0.0.0.0:0")
     parser.add_argument("--steps", type=int, default=2000)
     args = parser.parse_args(arguments)
-    torch.manual_seed(0)  # peers that start separately need equal weights
+    torch.manual_seed(0)  # peers that start separately need the same weights
     module, spec = Wave(), RunSpec(name="lightning", outer=OuterSpec(inner_steps=50))
     torch.seed()  # each peer draws different data
     data = torch.utils.data.DataLoader(torch.randn(100_000, 8), batch_size=256, shuffle=True)

@@ -1,9 +1,10 @@
-"""Fine-tune together a model that is too large to swap: only LoRA adapters travel.
+"""Fine-tune a model together that is too large to swap. Peers exchange only their LoRA adapters.
 
-    python examples/lora.py MODEL                       # a folder or a hub name; the first peer, prints a ticket
-    python examples/lora.py MODEL --ticket noloco1...   # another one, on any machine with the same MODEL
+    python examples/lora.py MODEL                       # start the first peer, which prints a ticket
+    python examples/lora.py MODEL --ticket noloco1...   # start another peer, on any machine with the same MODEL
 
-The trainer does the same from a run spec: [model.lora] rank = 16. Needs `pip install 'noloco_p2p[lora]'`.
+MODEL is a folder or a name on the hub. `noloco join` does the same if the run spec sets `rank = 16` in `[model.lora]`.
+Install the dependencies with `pip install 'noloco_p2p[lora]'`.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from noloco_p2p import NoLoCo, OuterSpec, Peer, RunSpec
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("model")
-    parser.add_argument("--ticket", help="of a peer that runs this script")
+    parser.add_argument("--ticket", help="the ticket of a peer that runs this script")
     parser.add_argument("--state-dir", type=Path, default=Path("example-peer"))
     parser.add_argument("--listen", default="0.0.0.0:0")
     parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--save", type=Path, help="write the adapters there")
+    parser.add_argument("--save", type=Path, help="the folder to write the adapters to")
     args = parser.parse_args(arguments)
 
     base = AutoModelForCausalLM.from_pretrained(args.model)
-    torch.manual_seed(0)  # peers that start separately need equal adapters
+    torch.manual_seed(0)  # peers that start separately need the same adapters
     model = get_peft_model(base, LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM"))
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-3)
     model.print_trainable_parameters()
@@ -38,9 +39,9 @@ def main(arguments: list[str] | None = None) -> None:
     with Peer.join(args.ticket or spec, state_dir=args.state_dir, listen=args.listen) as peer:
         print(f"others join with: python {__file__} {args.model} --ticket {peer.ticket}", flush=True)
         outer = NoLoCo(model, optimizer, peer)  # frozen weights are compared, but never sent
-        torch.seed()  # from here on each peer draws different data
+        torch.seed()  # from here on, each peer draws different data
         for _ in range(outer.num_steps, args.steps):
-            start = torch.randint(3, 200, (16, 1))  # your text here: these are rows of numbers that count up
+            start = torch.randint(3, 200, (16, 1))  # rows of numbers that count up; use your text instead
             batch = start + torch.arange(16)
             loss = model(input_ids=batch, labels=batch).loss
             loss.backward()

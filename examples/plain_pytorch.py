@@ -1,9 +1,10 @@
 """Use NoLoCo in your own training script, with any model, any data and your own loop.
 
-    python examples/plain_pytorch.py --steps 500000              # the first peer; prints a ticket
-    python examples/plain_pytorch.py noloco1... --steps 500000   # another one; here too: --state-dir other
+    python examples/plain_pytorch.py --steps 500000              # start the first peer, which prints a ticket
+    python examples/plain_pytorch.py noloco1... --steps 500000   # start another peer
 
-NoLoCo adds two lines: `Peer.join` and `NoLoCo`. A script that is started again with the same folder resumes by itself.
+On the same machine, start the other peer with `--state-dir other`. The script needs only two lines for NoLoCo, which
+call `Peer.join` and `NoLoCo`. If you start it again with the same folder, it resumes.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from noloco_p2p import NoLoCo, OuterSpec, Peer, RunSpec
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("ticket", nargs="?", help="of a peer that runs this script")
+    parser.add_argument("ticket", nargs="?", help="the ticket of a peer that runs this script")
     parser.add_argument("--state-dir", type=Path, default=Path("example-peer"))
     parser.add_argument("--listen", default="0.0.0.0:0")
     parser.add_argument("--steps", type=int, default=2000)
     args = parser.parse_args(arguments)
 
-    torch.manual_seed(0)  # peers that start separately need equal weights
+    torch.manual_seed(0)  # peers that start separately need the same weights
     model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
@@ -33,7 +34,7 @@ def main(arguments: list[str] | None = None) -> None:
     with Peer.join(args.ticket or spec, state_dir=args.state_dir, listen=args.listen) as peer:
         print(f"others join with: python {__file__} {peer.ticket}", flush=True)
         outer = NoLoCo(model, optimizer, peer)
-        torch.seed()  # from here on each peer draws different data
+        torch.seed()  # from here on, each peer draws different data
         for _ in range(outer.num_steps, args.steps):
             inputs = torch.randn(256, 8)
             loss = (model(inputs) - inputs.sin().sum(1, keepdim=True)).square().mean()

@@ -1,11 +1,11 @@
-"""noloco_p2p trains one model together over the internet, without a data centre, a coordinator or an all-reduce.
+"""Train one model together over the internet, without a data centre, a coordinator or an all-reduce.
 
     with Peer.join(ticket_or_spec) as peer:
         NoLoCo(model, optimizer, peer)
         for batch in data:
             ...                      # forward, backward, optimizer.step(), optimizer.zero_grad()
 
-The names below are loaded on first use: `import noloco_p2p` itself loads neither torch nor hivemind.
+The names below are loaded on first use, so `import noloco_p2p` itself loads neither torch nor hivemind.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""A small file that another process may read at any moment, also after a power cut: it is complete or absent."""
+"""Write small files that other processes may read at any moment.
+
+A reader finds the old content or the new content, never a part of it. This holds after a power failure, too.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,11 @@ from pathlib import Path
 
 
 def write_atomically(path: Path, data: bytes, *, mode: int = 0o666) -> None:
-    """Write a draft beside `path`, and rename it to `path`. `mode`: its permissions, less the umask.
+    """Write `data` to a temporary file next to `path`, then rename it to `path`.
 
-    Raises OSError; `path` is then unchanged, and the draft is removed.
+    `mode` sets the permissions of the file, which the umask may restrict.
+
+    Raises OSError if the file cannot be written. In that case, `path` is unchanged and the temporary file is removed.
     """
     draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
@@ -28,7 +33,7 @@ def write_atomically(path: Path, data: bytes, *, mode: int = 0o666) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Sync the folder, so that the new name is on the disk, where the file system supports that."""
+    """Sync the folder, if the file system supports it, so that the new name is on disk."""
     with suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:

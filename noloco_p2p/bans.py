@@ -1,7 +1,7 @@
-"""Peers that this one refuses for a time: named by its owner, or because of what they did.
+"""Keep a list of peers that this peer refuses for a while, because its owner banned them or because they misbehaved.
 
-A ban is local and expires. Strikes fade: a peer with STRIKES of them within a few minutes is banned for an hour.
-`noloco ban` may change the file while a peer runs.
+A ban is local and expires. A peer that collects STRIKES strikes within a few minutes is banned for an hour. Strikes
+fade over time. `noloco ban` can change the file while a peer is running.
 """
 
 from __future__ import annotations
@@ -29,35 +29,44 @@ LOOK_AGAIN_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Ban:
+    """A temporary ban of one peer."""
+
     reason: str
     until_s: float  # Unix
 
 
 class BanList:
-    """The bans of this peer. Ask `why`; there is no `in`. A change of the file is noticed within a second."""
+    """The bans of this peer.
+
+    To find out whether a peer is banned, call `why`; the `in` operator is not supported. The list picks up a change of
+    the file within a second.
+    """
 
     def __init__(self, path: Path, *, clock: Callable[[], float] = time.time) -> None:
         self._path = path
         self._clock = clock
         self._bans: dict[str, Ban] = {}
-        self._strikes: dict[str, tuple[float, float]] = {}  # peer id -> (strikes, when they were counted)
+        self._strikes: dict[str, tuple[float, float]] = {}  # peer id -> (strikes, time of the last one)
         self._stamp: tuple[int, int] | None = None
         self._looked_at_s = -LOOK_AGAIN_S
 
     def why(self, peer_id: str) -> str:
-        """Return the reason of a ban, for the peer and for the log; empty when there is no ban."""
+        """Return the reason for a ban, worded for the banned peer and for the log, or "" if there is no ban."""
         ban = self.all().get(peer_id)
         return f"banned here for {max(1, round((ban.until_s - self._clock()) / 60))} min: {ban.reason}" if ban else ""
 
     def all(self) -> dict[str, Ban]:
-        """Return the current bans."""
+        """Return the bans that are in effect now, by peer id."""
         self._look()
         now_s = self._clock()
         self._bans = {peer_id: ban for peer_id, ban in self._bans.items() if ban.until_s > now_s}
         return self._bans
 
     def ban(self, peer_id: str, reason: str, *, for_s: float) -> None:
-        """Raises SettingsError when `peer_id` is not a peer id, or when the file cannot be written."""
+        """Ban a peer for `for_s` seconds.
+
+        Raises SettingsError if `peer_id` is not a valid peer id, or if the file cannot be written.
+        """
         try:
             public_key_of(peer_id)
         except ValueError:
@@ -68,21 +77,24 @@ class BanList:
         self._save()
 
     def lift(self, peer_id: str) -> bool:
-        """Return False when the peer was not banned."""
+        """Lift a ban, and return whether the peer was banned."""
         was_banned = self.all().pop(peer_id, None) is not None
         self._strikes.pop(peer_id, None)
         self._save()
         return was_banned
 
     def strike(self, peer_id: str, reason: str) -> None:
-        """Count an act that no honest peer commits. Never raises."""
+        """Count an action that no honest peer takes, and ban the peer if it has too many strikes.
+
+        This never raises an error.
+        """
         now_s = self._clock()
         strikes, counted_s = self._strikes.pop(peer_id, (0.0, now_s))
         strikes = strikes * 0.5 ** ((now_s - counted_s) / STRIKE_HALF_LIFE_S) + 1.0
         self._strikes[peer_id] = (strikes, now_s)
         while len(self._strikes) > MAX_BANS:
             del self._strikes[next(iter(self._strikes))]
-        if strikes > STRIKES - 0.5:  # three strikes within minutes, not within hours
+        if strikes > STRIKES - 0.5:  # three strikes within minutes are enough, but not three within hours
             del self._strikes[peer_id]
             log.warning("..%s is banned for an hour: %s", short_id(peer_id), reason)
             self._bans = dict(

@@ -1,6 +1,6 @@
-"""The local control socket of a running peer, for `noloco status`, `noloco leave` and the like.
+"""Talk to a running peer through its local control socket, as `noloco status`, `noloco leave` and similar commands do.
 
-Requests and answers are one line of JSON each. The socket is in the state folder, and only its owner can open it.
+Each request and each answer is one line of JSON. The socket is in the state folder, and only its owner can open it.
 """
 
 from __future__ import annotations
@@ -21,14 +21,17 @@ from blake3 import blake3
 from noloco_p2p.errors import SettingsError
 
 MAX_LINE_BYTES = 64 * 1024
-LONGEST_SOCKET_PATH = 100  # bytes; Linux takes 107, macOS 103
+LONGEST_SOCKET_PATH = 100  # bytes; Linux allows 107, macOS 103
 ANSWER_TIMEOUT_S = 5.0
 
 Handler = Callable[[], Mapping[str, Any]]
 
 
 def socket_path(state_dir: Path) -> Path:
-    """Return the path in the state folder, or in the temporary folder if the former is too long for a socket."""
+    """Return the path of the control socket.
+
+    It is in the state folder, or in the temporary folder if the state folder's path is too long for a socket.
+    """
     path = state_dir / "control.sock"
     if fits_socket(path):
         return path
@@ -36,7 +39,7 @@ def socket_path(state_dir: Path) -> Path:
 
 
 def temporary_socket(name: str) -> Path:
-    """Return a path in the temporary folder, or in /tmp if the former is too long for a socket."""
+    """Return a path in the temporary folder, or in /tmp if the temporary folder's path is too long for a socket."""
     path = Path(tempfile.gettempdir(), name)
     return path if fits_socket(path) else Path("/tmp", name)
 
@@ -46,14 +49,14 @@ def fits_socket(path: Path) -> bool:
 
 
 def _check_owner(path: Path) -> None:
-    """Raise SettingsError if the socket belongs to another user: anybody may create files in the temporary folder."""
+    """Raise SettingsError if the socket belongs to another user. Anybody can create files in the temporary folder."""
     with suppress(FileNotFoundError):
         if path.lstat().st_uid not in (os.getuid(), 0):
             raise SettingsError(f"{path}: this control socket belongs to another user")
 
 
 class ControlServer:
-    """Answers the given verbs, on the event loop of the network thread."""
+    """A server that answers the given verbs on the event loop of the network thread."""
 
     def __init__(self, state_dir: Path, verbs: Mapping[str, Handler]) -> None:
         self._path = socket_path(state_dir)
@@ -61,14 +64,14 @@ class ControlServer:
         self._server: asyncio.Server | None = None
 
     async def start(self) -> None:
-        """Raises SettingsError when the folder cannot hold a socket."""
+        """Create the socket and listen on it. Raises SettingsError if the folder cannot hold a socket."""
         try:
-            self._path.unlink(missing_ok=True)  # left by a killed peer; a living one would hold the lock on the folder
+            self._path.unlink(missing_ok=True)  # left by a killed peer; a live one would hold the lock on the folder
             self._server = await asyncio.start_unix_server(self._answer, path=self._path, limit=MAX_LINE_BYTES)
             self._path.chmod(0o600)
         except OSError as error:
             raise SettingsError(
-                f"{self._path}: the control socket cannot be made: {error}; use another --state-dir"
+                f"{self._path}: cannot create the control socket: {error}; use another --state-dir"
             ) from None
 
     async def stop(self) -> None:
@@ -85,14 +88,16 @@ class ControlServer:
                 writer.write(json.dumps(reply).encode() + b"\n")
                 await writer.drain()
         except (TimeoutError, ValueError, AttributeError, ConnectionError):
-            pass  # the client sent a malformed request, or has closed the connection
+            pass  # the client sent a malformed request, or closed the connection
         finally:
             writer.close()
 
 
 def ask(state_dir: Path, verb: str, *, timeout_s: float = ANSWER_TIMEOUT_S) -> dict[str, Any] | None:
-    """Ask the peer that runs in `state_dir`. Returns None when none runs; raises SettingsError when it does not
-    answer.
+    """Send a verb to the peer that is running in `state_dir`, and return its answer, or None if no peer is running
+    there.
+
+    Raises SettingsError if the peer does not answer.
     """
     path = socket_path(state_dir)
     _check_owner(path)
@@ -114,8 +119,9 @@ def ask(state_dir: Path, verb: str, *, timeout_s: float = ANSWER_TIMEOUT_S) -> d
 
 
 class FolderLock:
-    """At most one peer per state folder, and so per identity on this machine. The kernel frees it when the process
-    dies.
+    """A lock that allows one peer per state folder, and thus one peer per identity on this machine.
+
+    The kernel releases it when the process dies.
     """
 
     def __init__(self, state_dir: Path) -> None:
@@ -123,12 +129,12 @@ class FolderLock:
         self._file: int | None = None
 
     def acquire(self) -> None:
-        """Raises SettingsError when another peer holds the lock."""
+        """Acquire the lock. Raises SettingsError if another peer holds it."""
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
-            raise SettingsError(f"{self._path.parent} cannot be used as state folder: {error}") from None
+            raise SettingsError(f"{self._path.parent} cannot be used as the state folder: {error}") from None
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -144,12 +150,12 @@ class FolderLock:
             self._file = None
 
     def check(self) -> None:
-        """Raise SettingsError when `acquire` would, to report it before the slow imports."""
+        """Raise SettingsError if `acquire` would raise it, so that the error is reported before the slow imports."""
         self.acquire()
         self.release()
 
     def is_held(self) -> bool:
-        """Whether a peer, in this or another process, holds the lock now."""
+        """Return whether any process, including this one, holds the lock now."""
         try:
             probe = os.open(self._path, os.O_RDWR)
         except OSError:

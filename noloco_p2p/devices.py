@@ -1,6 +1,6 @@
-"""The differences between torch's devices: CUDA, ROCm (whose devices are also called cuda), Apple's MPS and the CPU.
+"""Hide the differences between torch's devices: CUDA, ROCm (also called cuda), Apple's MPS and the CPU.
 
-The MPS code follows torch's sources and is tested with doubles only; it has not been run on a Mac.
+The MPS code follows torch's sources. It is tested only with test doubles, and has not been run on a Mac.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import torch
 
-# MPS has no error class of its own. The second text is raised for a single tensor larger than any Metal buffer.
+# MPS has no error class of its own. It reports the second text for a single tensor that exceeds any Metal buffer.
 MPS_OUT_OF_MEMORY = ("MPS backend out of memory", "Invalid buffer size")
 CGROUP = Path("/sys/fs/cgroup")
 CACHES = ("inactive_file ", "active_file ")  # file caches count as used, but the kernel frees them on demand
@@ -18,9 +18,9 @@ BF16_INSTRUCTIONS = frozenset({"avx512_bf16", "amx_bf16", "bf16", "sve_bf16"})  
 
 
 def has_own_memory(device: torch.device) -> bool:
-    """Whether the device has memory of its own, and streams and pinned memory to copy while it computes.
+    """Return whether the device has its own memory, with streams and pinned memory for copying while it computes.
 
-    MPS shares main memory, so it would gain nothing from copying.
+    MPS shares main memory, so copying would gain nothing there.
     """
     return device.type not in ("cpu", "mps")
 
@@ -34,21 +34,24 @@ def synchronize(device: torch.device) -> None:
 
 
 def empty_cache(device: torch.device) -> None:
-    """Return cached memory of torch to the device."""
+    """Give memory that torch has cached back to the device."""
     if device.type != "cpu":
         torch.get_device_module(device).empty_cache()
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether an accelerator ran out of memory. Main memory is not covered: there the system kills a process."""
+    """Return whether an accelerator ran out of memory.
+
+    Main memory is not covered, because the system kills a process when it runs out.
+    """
     return isinstance(error, torch.OutOfMemoryError) or str(error).startswith(MPS_OUT_OF_MEMORY)
 
 
 def free_and_total_bytes(device: torch.device) -> tuple[int, int]:
-    """(free, total) bytes of an accelerator for this process. Memory that torch caches counts as free.
+    """Return the (free, total) bytes of an accelerator for this process. Memory that torch has cached counts as free.
 
-    On MPS the total is what Metal recommends; by default torch refuses at 1.7 times that, when the machine is
-    already slow.
+    On MPS, the total is the amount that Metal recommends. By default, torch raises an error only at 1.7 times that
+    amount, when the machine is already slow.
     """
     if device.type == "mps":
         total = torch.mps.recommended_max_memory()
@@ -59,19 +62,23 @@ def free_and_total_bytes(device: torch.device) -> tuple[int, int]:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The peak memory of tensors since the start. MPS does not count it, so there it is what the allocator holds."""
+    """Return the peak memory of tensors since the start, in bytes.
+
+    MPS does not record a peak, so the result there is the memory that the allocator holds now.
+    """
     if device.type == "mps":
         return torch.mps.driver_allocated_memory()
     return torch.get_device_module(device).max_memory_allocated(device)
 
 
 def has_fast_bf16(device: torch.device) -> bool:
-    """Whether the device has instructions for bf16 products that are at least as fast as fp32.
+    """Return whether bf16 matrix products are at least as fast as fp32 ones on this device.
 
-    CUDA: Ampere and newer. ROCm: torch says yes for every card. MPS: no, since it has not been measured.
+    CUDA devices qualify if they are Ampere or newer. On ROCm, torch says yes for every card. MPS does not qualify,
+    because it has not been measured.
     """
     if device.type == "cuda":
-        with torch.cuda.device(device):  # the check concerns the current device
+        with torch.cuda.device(device):  # torch checks the current device
             return torch.cuda.is_bf16_supported(including_emulation=False)
     if device.type == "cpu":
         if not hasattr(torch.cpu, "get_capabilities"):  # missing in torch 2.9
@@ -81,7 +88,7 @@ def has_fast_bf16(device: torch.device) -> bool:
 
 
 def describe(device: torch.device) -> str:
-    """The device's name as given by its maker."""
+    """Return the manufacturer's name for the device."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     if device.type == "mps":
@@ -90,7 +97,7 @@ def describe(device: torch.device) -> str:
 
 
 def free_memory() -> int:
-    """Bytes of free main memory of the machine, or of the container if that is less."""
+    """Return the free main memory of the machine, or of the container if that is less, in bytes."""
     free = psutil.virtual_memory().available
     try:
         limit = container_limit()
@@ -103,14 +110,14 @@ def free_memory() -> int:
 
 
 def total_memory() -> int:
-    """Bytes of main memory and swap of the machine, or of main memory of the container if that is less."""
+    """Return the main memory and swap of the machine, or the container's memory limit if that is less, in bytes."""
     total = psutil.virtual_memory().total + psutil.swap_memory().total
     limit = container_limit()
     return total if limit is None else min(total, limit)
 
 
 def container_limit() -> int | None:
-    """Bytes of main memory that the container may use; None if it has no limit."""
+    """Return the container's memory limit in bytes, or None if there is no limit."""
     try:
         return int((CGROUP / "memory.max").read_text())
     except (OSError, ValueError):  # the file says "max"

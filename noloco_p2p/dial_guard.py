@@ -1,4 +1,7 @@
-"""Limits on what strangers can make this peer dial: no private addresses from outside, and no host again and again."""
+"""Limit what strangers can make this peer dial.
+
+Outsiders cannot make it dial private addresses, and nobody can make it dial the same host again and again.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +15,16 @@ from noloco_p2p.errors import Unreachable
 from noloco_p2p.hosts import ip_of, is_public
 from noloco_p2p.rates import Rates
 
-FAILURES_A_MINUTE = 20  # failed dials of one host in a minute, and at the same time
+FAILURES_A_MINUTE = 20  # failed dials of one host per minute, and at once
 MAX_REACHED = 4096
 RESOLVE_S = 5.0
 
 
 class DialGuard:
-    """One guard for all dials of a peer.
+    """The guard for all dials of a peer.
 
-    only_public: refuse private addresses that strangers name. It is set when this peer entered the swarm over a public
-    address, where a private one would belong to its own network.
+    If `only_public` is true, private addresses that strangers name are refused. It is set when this peer entered the
+    swarm over a public address, because a private address would then belong to this peer's own network.
     """
 
     def __init__(self, *, only_public: bool = False, clock: Callable[[], float] = time.monotonic) -> None:
@@ -30,14 +33,14 @@ class DialGuard:
         self._reached: OrderedDict[tuple[str, str], None] = OrderedDict()  # (peer id, IP address)
 
     async def way(self, peer_id: str, host: str) -> str:
-        """Resolve a peer's host to the IP address to dial now. Raises Unreachable if it must not be dialled."""
+        """Return the IP address to dial now for a peer's host. Raises Unreachable if the host must not be dialled."""
         address = await self._resolved(peer_id, host)
         if (peer_id, address) not in self._reached and not self._failures.take(address):
-            raise Unreachable(f"{FAILURES_A_MINUTE} dials of {address} in a minute led to no peer", peer=peer_id)
+            raise Unreachable(f"{FAILURES_A_MINUTE} dials to {address} within a minute reached no peer", peer=peer_id)
         return address
 
     def reached(self, peer_id: str, address: str) -> None:
-        """The peer at this address has authenticated itself: dials of it are no longer counted."""
+        """Record that the peer at this address has authenticated itself, so that dials to it are no longer counted."""
         if (peer_id, address) not in self._reached:
             self._failures.give_back(address)
         self._reached.pop((peer_id, address), None)
@@ -46,7 +49,10 @@ class DialGuard:
             self._reached.popitem(last=False)
 
     async def _resolved(self, peer_id: str, host: str) -> str:
-        """Return an IP address as it is, and resolve a name once: a moment later it may resolve to another address."""
+        """Return an IP address unchanged, or resolve a name.
+
+        The name is resolved only once, because it could resolve to another address a moment later.
+        """
         try:
             return str(ip_of(host))
         except ValueError:
@@ -59,5 +65,5 @@ class DialGuard:
         addresses = [str(ip_of(str(each[4][0]))) for each in found]
         usable = [address for address in addresses if is_public(address)] if self.only_public else addresses
         if not usable:
-            raise Unreachable(f"{host} is a private address, named by a peer of another network", peer=peer_id)
+            raise Unreachable(f"{host} is a private address, which a peer in another network named", peer=peer_id)
         return usable[0]

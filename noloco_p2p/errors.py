@@ -1,4 +1,4 @@
-"""Every error that a user of noloco_p2p can meet.
+"""Define every error that a user of noloco_p2p can encounter.
 
 NolocoError
 +-- SpecError            a run spec is wrong or cannot be read
@@ -6,36 +6,37 @@ NolocoError
 +-- IdentityError        the key of this peer cannot be read, created or used
 +-- TicketError          a string is not a ticket
 +-- DirectoryError       the DHT or its daemon cannot be started or used
-+-- PeerError            a fault of one other peer; `peer` names it
++-- PeerError            another peer is at fault; `peer` is its id
 |    +-- Unreachable     no connection could be made
-|    +-- TimedOut        it is connected, but too slow or frozen
-|    +-- Refused         it refused: `code`, a sentence, `retry_after_s`
-|    +-- CorruptPayload  what it sent is damaged, of the wrong size or not finite
-|         +-- NotFinite  its data is intact, and holds NaN or infinity
+|    +-- TimedOut        the peer is connected, but too slow or frozen
+|    +-- Refused         the peer refused, with a `code`, a sentence and `retry_after_s`
+|    +-- CorruptPayload  the peer sent data that is damaged, of the wrong size or non-finite
+|         +-- NotFinite  the data arrived intact, but holds NaN or infinity
 +-- CheckpointError      a checkpoint cannot be written or read
++-- PushError            the hub refused a checkpoint or a model
 +-- ModelError           the model named by the spec cannot be built or loaded
 +-- DataError            the data named by the spec is missing or unusable
 +-- RankError            another process of this peer (one per GPU) has ended
-+-- Left                 not a fault: this peer was asked to leave before it began to train
++-- Left                 this peer was asked to leave before it began to train, which is not a fault
 
-Each message says what happened, with whom, and what to do next.
+Each message says what happened, which peer was involved, and what to do next.
 """
 
 from __future__ import annotations
 
-MAX_SENTENCE = 500  # characters of a message about another peer, which may have chosen some of its words
+MAX_SENTENCE = 500  # characters of a message about another peer, because that peer may have written part of it
 
 
 class NolocoError(Exception):
-    """Base class of all errors that noloco_p2p raises for a user to read."""
+    """The base class of all errors that noloco_p2p raises for a user to read."""
 
 
 class SpecError(NolocoError, ValueError):
-    """A run spec is wrong; the message names the dotted field."""
+    """A run spec is wrong. The message contains the dotted name of the field."""
 
 
 class SettingsError(NolocoError, ValueError):
-    """A setting of this machine is wrong; the message names the flag or field."""
+    """A setting of this machine is wrong. The message names the flag or field."""
 
 
 class IdentityError(NolocoError):
@@ -51,7 +52,10 @@ class DirectoryError(NolocoError):
 
 
 class PeerError(NolocoError):
-    """A fault of one other peer. It never reaches the training loop, because a round turns it into an outcome."""
+    """Another peer is at fault.
+
+    The error never reaches the training loop, because the round turns it into an outcome.
+    """
 
     advice = "training continues; if it happens with many peers, run `noloco doctor TICKET`"  # what to do about it
 
@@ -70,13 +74,13 @@ class Unreachable(PeerError):
 
 
 class TimedOut(PeerError):
-    """The peer is connected but too slow, or frozen."""
+    """The peer is connected, but it is too slow or frozen."""
 
     advice = "if it is one peer, do nothing; if it is all of them, check this machine's uplink and load"
 
 
 class Refused(PeerError):
-    """The peer refused. `code` is for programs, the message for people."""
+    """The peer refused. `code` is meant for programs, and the message for people."""
 
     advice = "if it says that the run, spec or version differs: use the same ticket and the same noloco_p2p everywhere"
 
@@ -87,16 +91,16 @@ class Refused(PeerError):
 
 
 class CorruptPayload(PeerError):
-    """What the peer sent is damaged, of another size than announced, or not finite."""
+    """The peer sent data that is damaged, non-finite, or not of the announced size."""
 
     advice = (
-        "nothing of it was applied; if it comes from many peers, test this machine's memory and network; if it says "
+        "none of it was applied; if it happens with many peers, test this machine's memory and network; if it says "
         "that this peer's own gradient is not finite, lower the learning rate"
     )
 
 
 class NotFinite(CorruptPayload):
-    """What the peer sent arrived intact, but holds NaN, infinity, or values that would overflow when decoded."""
+    """The data arrived intact, but it holds NaN, infinity, or values that would overflow when decoded."""
 
 
 class CheckpointError(NolocoError):
@@ -116,8 +120,8 @@ class DataError(NolocoError):
 
 
 class RankError(NolocoError):
-    """Another process of this peer, with which it shares its model, has ended or hangs."""
+    """Another process of this peer, which holds a part of its model, has ended or hangs."""
 
 
 class Left(NolocoError):
-    """This peer was asked to leave before it began to train. What it fetched so far is kept."""
+    """This peer was asked to leave before it began to train. It keeps what it has fetched so far."""

@@ -1,4 +1,4 @@
-"""Hosts of other machines: which network they belong to, and whether machines elsewhere can dial them."""
+"""Classify hosts: which network a host belongs to, and whether machines elsewhere can dial it."""
 
 from __future__ import annotations
 
@@ -11,27 +11,31 @@ _NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_])?\.?")
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
-# Global unicast, all that IANA has allocated. It excludes site-local, IPv4-compatible and translated addresses.
+# All global unicast addresses that IANA has allocated. Site-local, IPv4-compatible and translated ones are not in it.
 _GLOBAL = ipaddress.IPv6Network("2000::/3")
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 
 
 def ip_of(host: str) -> Address:
-    """Parse an IP address, with or without brackets; IPv4-mapped IPv6 becomes IPv4. Raises ValueError for anything
-    else.
+    """Parse an IP address, with or without brackets. An IPv4-mapped IPv6 address becomes an IPv4 address.
+
+    Raises ValueError for anything else.
     """
     address = ipaddress.ip_address(host.strip("[]").partition("%")[0])
     return getattr(address, "ipv4_mapped", None) or address
 
 
 def network_of(host: str) -> str:
-    """192.0.2.7 -> 192.0.2.0/24, 2001:db8::1 -> 2001:db8::/48. Raises ValueError if `host` is no IP address."""
+    """Return the network of an IP address: 192.0.2.0/24 for 192.0.2.7, and 2001:db8::/48 for 2001:db8::1.
+
+    Raises ValueError if `host` is not an IP address.
+    """
     address = ip_of(host)
     return str(ipaddress.ip_network((address, 24 if address.version == 4 else 48), strict=False))
 
 
 def is_wildcard(host: str) -> bool:
-    """0.0.0.0 or ::, that is, every address of this machine."""
+    """Return whether the host is 0.0.0.0 or ::, which stand for every address of this machine."""
     try:
         return ip_of(host).is_unspecified
     except ValueError:
@@ -39,8 +43,9 @@ def is_wildcard(host: str) -> bool:
 
 
 def is_public(host: str) -> bool:
-    """Whether machines of other networks may be able to dial the host: a public IP address, or a name that is not
-    local.
+    """Return whether machines in other networks may be able to dial the host.
+
+    This holds for a public IP address and for any name that is not local.
     """
     try:
         address = ip_of(host)
@@ -54,22 +59,26 @@ def is_public(host: str) -> bool:
 
 
 def is_home(host: str) -> bool:
-    """Whether the host is a private IP address that belongs to more than this machine. Raises ValueError for a name."""
+    """Return whether the host is a private IP address that other machines of the local network can reach.
+
+    Raises ValueError for a name.
+    """
     address = ip_of(host)
     return address.is_private and not (address.is_loopback or address.is_multicast or address.is_unspecified)
 
 
 def _embedded(address: Address) -> ipaddress.IPv4Address | None:
-    """The IPv4 address inside a 6to4 or NAT64 address, to which a router forwards."""
+    """Return the IPv4 address inside a 6to4 or NAT64 address. A router forwards packets to it."""
     if not isinstance(address, ipaddress.IPv6Address):
         return None
     return ipaddress.IPv4Address(address.packed[-4:]) if address in _NAT64 else address.sixtofour
 
 
 def is_host(text: str) -> bool:
-    """Whether `text` is an IP address that can be dialled (IPv6 with or without brackets), or a host name.
+    """Return whether `text` is an IP address that can be dialled (IPv6 with or without brackets) or a host name.
 
-    A name has letters, digits, dots and hyphens. 127.1 and 0x7f000001 are neither, although resolvers accept them.
+    A name consists of letters, digits, dots, hyphens and underscores. 127.1 and 0x7f000001 are rejected, although
+    resolvers accept them.
     """
     try:
         address = ip_of(text)

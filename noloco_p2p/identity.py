@@ -1,8 +1,8 @@
-"""The Ed25519 key of this peer. It is also the libp2p key, so gRPC, the DHT and the logs share one peer id.
+"""Manage the Ed25519 key of this peer. It is also the libp2p key, so gRPC, the DHT and the logs share one peer id.
 
-The file holds libp2p's protobuf `PrivateKey {Type = 1; Data = 2}` with 64 bytes, private then public, and can be given
-to the libp2p daemon as it is. A peer id is the identity multihash of the protobuf `PublicKey`, in base58. The public
-key can be read back from it, so a signature is checked with the id alone. Format:
+The file holds libp2p's protobuf `PrivateKey {Type = 1; Data = 2}` with 64 bytes, private key first, then public key.
+The libp2p daemon can read it unchanged. A peer id is the identity multihash of the protobuf `PublicKey`, in base58. It
+contains the public key, so the id is enough to verify a signature. The format is described in
 https://github.com/libp2p/specs/blob/master/peer-ids/peer-ids.md
 """
 
@@ -24,7 +24,7 @@ PRIVATE_PREFIX = bytes((0x08, 0x01, 0x12, 0x40))  # field 1: type Ed25519 (1); f
 PUBLIC_PREFIX = bytes((0x08, 0x01, 0x12, 0x20))  # field 1: type Ed25519 (1); field 2: 32 bytes follow
 MULTIHASH_PREFIX = bytes((0x00, 0x24))  # identity "hash" of 36 bytes
 KEY_BYTES = 32
-MAX_ID_CHARS = 64  # an Ed25519 id has 52; the time to decode base58 grows with the square of the length
+MAX_ID_CHARS = 64  # an Ed25519 id has 52; decoding base58 takes quadratic time
 FILE_BYTES = len(PRIVATE_PREFIX) + 2 * KEY_BYTES
 
 
@@ -37,19 +37,19 @@ class Identity:
     _private_key: Ed25519PrivateKey = field(repr=False)
 
     def sign(self, data: bytes) -> bytes:
-        """Return 64 bytes that `verify(peer_id, data, ...)` accepts."""
+        """Return a 64-byte signature that `verify(peer_id, data, ...)` accepts."""
         return self._private_key.sign(data)
 
     @classmethod
     def from_seed(cls, seed: bytes) -> Identity:
-        """Derive the key from 32 bytes, always the same one."""
+        """Derive an identity from a 32-byte seed. The same seed always gives the same identity."""
         private_key = Ed25519PrivateKey.from_private_bytes(seed)
         public_key = private_key.public_key().public_bytes_raw()
         return cls(peer_id_of(public_key), public_key, private_key)
 
     @classmethod
     def load(cls, path: Path) -> Identity:
-        """Read a key file. Raises IdentityError when it is missing, unreadable, damaged or of another key type."""
+        """Read a key file. Raises IdentityError if it is missing, unreadable, damaged or of another key type."""
         try:
             data = path.read_bytes()
         except FileNotFoundError:
@@ -62,8 +62,9 @@ class Identity:
 
     @classmethod
     def load_or_create(cls, path: Path) -> Identity:
-        """Read the key file, or write one atomically with mode 0600. Two processes that create it at once get the same
-        key.
+        """Read the key file, or create it atomically with mode 0600.
+
+        If two processes create it at the same time, both get the same key.
         """
         if not path.exists():
             try:
@@ -76,7 +77,10 @@ class Identity:
 
 
 def verify(peer_id: str, data: bytes, signature: bytes) -> bool:
-    """Whether `signature` over `data` was made with the key of `peer_id`. False for invalid ids too."""
+    """Return whether `signature` was made over `data` with the key of `peer_id`.
+
+    An invalid id gives False, too.
+    """
     try:
         _public_key(peer_id).verify(signature, data)
     except (ValueError, InvalidSignature):
@@ -85,24 +89,24 @@ def verify(peer_id: str, data: bytes, signature: bytes) -> bool:
 
 
 def public_key_of(peer_id: str) -> bytes:
-    """Return the 32-byte public key inside an Ed25519 peer id. Raises ValueError if it is not one."""
+    """Return the 32-byte public key in an Ed25519 peer id. Raises ValueError if it is not an Ed25519 peer id."""
     if len(peer_id) > MAX_ID_CHARS:
         raise ValueError(f"{len(peer_id)} characters are not an Ed25519 peer id")
     raw = base58.b58decode(peer_id)
     prefix = MULTIHASH_PREFIX + PUBLIC_PREFIX
-    # The decoder ignores blanks, so a peer could have many names.
+    # The decoder ignores blanks, so without the last condition a peer could have many ids.
     if len(raw) != len(prefix) + KEY_BYTES or not raw.startswith(prefix) or base58.b58encode(raw).decode() != peer_id:
         raise ValueError(f"{peer_id!r} is not an Ed25519 peer id")
     return raw[len(prefix) :]
 
 
 def peer_id_of(public_key: bytes) -> str:
-    """12D3Koo..., the libp2p id of an Ed25519 public key of 32 bytes."""
+    """Return the libp2p id (12D3Koo...) of a 32-byte Ed25519 public key."""
     return base58.b58encode(MULTIHASH_PREFIX + PUBLIC_PREFIX + public_key).decode()
 
 
 def short_id(peer_id: str) -> str:
-    """The last six characters, as shown in logs. The first ones are the same for all peers."""
+    """Return the last six characters, which logs show. The first ones are the same for all peers."""
     return peer_id[-6:]
 
 
@@ -123,9 +127,7 @@ def _decode(data: bytes, path: Path) -> Identity:
     private_key = Ed25519PrivateKey.from_private_bytes(body[:KEY_BYTES])
     public_key = private_key.public_key().public_bytes_raw()
     if public_key != body[KEY_BYTES:]:
-        raise IdentityError(
-            f"{path}: the key is damaged: its two halves do not belong together; restore it from your backup"
-        )
+        raise IdentityError(f"{path}: the key is damaged: its two halves do not match; restore it from your backup")
     return Identity(peer_id_of(public_key), public_key, private_key)
 
 

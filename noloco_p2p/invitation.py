@@ -1,13 +1,14 @@
-"""Private runs, which only peers with a valid invitation may enter.
+"""Restrict a private run to peers with a valid invitation.
 
-The run spec names the run key (Ed25519, in a file of the founder), which signs invitations. An invitation is a key of
-its own with an expiry, and travels in a ticket. Anyone with the ticket is invited, and can pass it on. A peer shows
-others its membership instead of the invitation: the invitation's public half, and its signature over this peer id. So
-an invitation cannot be taken from the network traffic.
+The run spec names the run key, an Ed25519 key that the founder keeps in a file. The run key signs invitations. An
+invitation is a separate key with an expiry date, and it is part of a ticket. Anyone who has the ticket is invited and
+can pass it on. A peer never shows its invitation to others. It shows its membership instead, which consists of the
+invitation's public key and the invitation's signature over the peer id. So nobody can steal an invitation from network
+traffic.
 
-All members also share one secret. Two keys are derived from it. One is the key that TLS asks of callers
-(`net/session.py`). The other lists members in the directory: their records lie under its public half, which does not
-reveal the run, and its private half marks each record, which every DHT node checks.
+All members also share a secret, from which two keys are derived. TLS requires the first key from callers
+(`net/session.py`). The second key lists members in the directory. Their records are stored under its public half, which
+does not reveal the run. Its private half signs a mark in each record, which every DHT node checks.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ MARK_BYTES = SIGNATURE_BYTES
 INVITES, MEMBER = b"noloco_p2p invitation 1\x00", b"noloco_p2p member 1\x00"
 SECRET, MARK = b"noloco_p2p run secret 1\x00", b"noloco_p2p mark 2\x00"
 TLS, LISTING = "noloco_p2p tls key of members 1", "noloco_p2p listing of members 1"
-PRIVATE = "p"  # before the public half of the key, where a public run has the digest of its spec
+PRIVATE = "p"  # prefix of the public half of the key, which a private run uses in place of the digest of its spec
 
 
 class NotInvited(TicketError):
@@ -43,9 +44,9 @@ class Invitation:
 
     run_key: str  # encoded as a peer id, as in the run spec
     expires_at_s: int  # Unix
-    seed: bytes  # private half of the key of this invitation
+    seed: bytes  # the private half of this invitation's key
     secret: bytes  # shared by all members of the run
-    signature: bytes  # of the run key
+    signature: bytes  # made with the run key
 
     def encode(self) -> bytes:
         expires = self.expires_at_s.to_bytes(TIME_BYTES, "big")
@@ -53,7 +54,10 @@ class Invitation:
 
     @classmethod
     def decode(cls, data: bytes) -> Invitation:
-        """Raises TicketError when `data` is no invitation, or is not signed by the run key that it names."""
+        """Decode and verify an invitation.
+
+        Raises TicketError if `data` is not an invitation, or is not signed by the run key that it names.
+        """
         if len(data) != INVITATION_BYTES:
             raise TicketError(
                 f"the invitation has {len(data)} bytes instead of {INVITATION_BYTES}: ask for a new ticket"
@@ -67,18 +71,18 @@ class Invitation:
         return found
 
     def check_time(self, now_s: float) -> None:
-        """Raises NotInvited when the invitation has expired."""
+        """Raise NotInvited if the invitation has expired."""
         if now_s > self.expires_at_s:
             raise NotInvited(f"the invitation expired on {date(self.expires_at_s)}; ask for a new ticket")
 
     def membership(self, peer_id: str) -> bytes:
-        """Return what this peer shows to others."""
+        """Return the membership that a peer with this invitation shows to others."""
         key = Identity.from_seed(self.seed)
         expires = self.expires_at_s.to_bytes(TIME_BYTES, "big")
         return key.public_key + expires + self.signature + key.sign(MEMBER + peer_id.encode())
 
     def check(self, membership: bytes, *, peer_id: str, now_s: float) -> None:
-        """Check that another peer is invited to the same run. Raises NotInvited with a reason."""
+        """Check that another peer is invited to the same run. Raises NotInvited with the reason if it is not."""
         if len(membership) != MEMBERSHIP_BYTES:
             raise NotInvited("this run is private, and the caller shows no invitation")
         sizes = (KEY_BYTES, TIME_BYTES, SIGNATURE_BYTES, SIGNATURE_BYTES)
@@ -96,29 +100,32 @@ class Invitation:
         return Listing(Identity.from_seed(seed))
 
     def tls_seed(self) -> bytes:
-        """Return 32 bytes, the seed of the key that TLS asks of callers."""
+        """Return the 32-byte seed of the key that TLS requires from callers."""
         return blake3(self.secret, derive_key_context=TLS).digest()
 
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """The listing key of a private run; it is as secret as an invitation."""
+    """The listing key of a private run. It is as secret as an invitation."""
 
     key: Identity
 
     @property
     def view(self) -> str:
-        """The name of the run in the directory, in place of the digest of the spec."""
+        """Return the name of the run in the directory, which replaces the digest of the spec."""
         return PRIVATE + self.key.public_key.hex()
 
     def mark(self, peer_id: str) -> str:
-        """The proof in a record that a member wrote it."""
+        """Return the proof that a member wrote the record of this peer."""
         return base64.urlsafe_b64encode(self.key.sign(MARK + peer_id.encode())).decode().rstrip("=")
 
 
 @lru_cache(maxsize=4096)
 def is_marked(view: str, peer_id: str, mark: str) -> bool:
-    """Whether a member marked the record of a peer in this view. In the view of a public run every record counts."""
+    """Return whether a member marked a peer's record in this view.
+
+    In the view of a public run, every record counts as marked.
+    """
     if not view.startswith(PRIVATE):
         return True
     try:
@@ -130,7 +137,7 @@ def is_marked(view: str, peer_id: str, mark: str) -> bool:
 
 
 def invite(run_key: Identity, *, expires_at_s: float, seed: bytes) -> Invitation:
-    """Create an invitation. `run_key`: the founder's; `seed`: 32 random bytes."""
+    """Create an invitation. `run_key` is the founder's key, and `seed` is 32 random bytes."""
     expires = int(expires_at_s).to_bytes(TIME_BYTES, "big")
     signature = run_key.sign(INVITES + expires + Identity.from_seed(seed).public_key)
     secret = blake3(run_key.sign(SECRET)).digest()  # Ed25519 signatures are deterministic

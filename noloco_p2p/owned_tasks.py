@@ -1,4 +1,4 @@
-"""Tasks of an event loop that end with their owner."""
+"""Run tasks of an event loop that end with their owner."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ log = logging.getLogger(__name__)
 
 
 class OwnedTasks:
-    """Tasks that end with their owner. An unexpected error in one is logged, and ends no other task.
+    """A set of tasks that end with their owner.
 
-    what: names the task in that log record.
+    An unexpected error in one task is logged and does not affect the others. `what` describes the tasks in the log.
     """
 
     def __init__(self, what: str) -> None:
@@ -27,7 +27,7 @@ class OwnedTasks:
         return task
 
     async def stop(self, *, grace_s: float) -> None:
-        """Give the tasks `grace_s` to end, cancel the rest, and wait for them."""
+        """Give the tasks `grace_s` seconds to end, then cancel the rest and wait for them."""
         tasks = list(self._tasks)
         if tasks:
             await asyncio.wait(tasks, timeout=grace_s)

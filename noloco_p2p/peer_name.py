@@ -1,7 +1,8 @@
-"""The name of a peer: which names are valid, and what is shown of a name that another peer sent.
+"""Validate the name of a peer, and sanitize a name that another peer sent before it is shown.
 
-As for nicknames in RFC 8266, a name is normalised by NFKC and has single spaces. It holds nothing that is invisible,
-that turns the direction of text or that controls a terminal. It proves nothing: any peer may take any name.
+Like nicknames in RFC 8266, a name is normalized with NFKC and contains no consecutive spaces. It contains no invisible
+characters, and none that change the direction of text or control a terminal. A name proves nothing, because any peer
+can choose any name.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ from __future__ import annotations
 import unicodedata
 
 MAX_CHARS = 24
-MAX_MARKS = 2  # in a row: more of them run over the lines above and below
-# Printable according to Python, but invisible: fillers, joiners, the empty Braille cell, variation selectors.
+MAX_MARKS = 2  # combining marks in a row; more of them would cover the lines above and below
+# Python considers these characters printable, but they are invisible.
+# They are fillers, joiners, the empty Braille cell and variation selectors.
 INVISIBLE = frozenset(
     "\u034f\u115f\u1160\u17b4\u17b5\u180b\u180c\u180d\u180f\u2800\u3164\uffa0"
     + "".join(map(chr, (*range(0xFE00, 0xFE10), *range(0xE0100, 0xE01F0))))
@@ -18,19 +20,26 @@ INVISIBLE = frozenset(
 
 
 def check(text: str) -> str:
-    """Return the name to announce, empty where `text` is blank. Raises ValueError; its message is safe to print."""
+    """Return the normalized name, which is empty if `text` is blank.
+
+    Raises ValueError if the name is not allowed. The message is safe to print.
+    """
     name = _normalised(text)
     if refused := next((char for char in name if not char.isprintable() or char in INVISIBLE), None):
-        raise ValueError(f"{text!a} must not hold control or invisible characters such as U+{ord(refused):04X}")
+        raise ValueError(
+            f"{text!a} must not contain control characters or invisible characters such as U+{ord(refused):04X}"
+        )
     if len(name) > MAX_CHARS:
         raise ValueError(f"{text!a} must have at most {MAX_CHARS} characters; it has {len(name)}")
     if _marks_too_much(name):
-        raise ValueError(f"{text!a} must have at most {MAX_MARKS} marks on a character, and none before the first")
+        raise ValueError(
+            f"{text!a} must have at most {MAX_MARKS} combining marks per character, and must not begin with one"
+        )
     return name
 
 
 def shown(value: object) -> str:
-    """Return what is shown of a name in a peer's record: its first `MAX_CHARS`, or nothing where it is invalid."""
+    """Return the first `MAX_CHARS` characters of a name from a peer's record, or "" if the name is invalid."""
     if not isinstance(value, str):
         return ""
     try:
@@ -40,12 +49,12 @@ def shown(value: object) -> str:
 
 
 def _normalised(text: str) -> str:
-    # Spaces of other widths have become plain ones. Tabs and line ends have not, and are refused.
+    # NFKC turns spaces of other widths into plain ones. Tabs and line breaks remain, and `check` refuses them.
     return " ".join(word for word in unicodedata.normalize("NFKC", text).split(" ") if word)
 
 
 def _marks_too_much(name: str) -> bool:
-    run = MAX_MARKS  # so that the first character may not be one
+    run = MAX_MARKS  # the first character must not be a combining mark
     for char in name:
         run = run + 1 if unicodedata.category(char).startswith("M") else 0
         if run > MAX_MARKS:

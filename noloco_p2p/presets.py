@@ -1,13 +1,14 @@
-"""Run specs to start from, and their rendering as commented TOML. Imports no torch.
+"""Define run specs to start from, and render them as commented TOML. This module does not import torch.
 
-tiny: learns visibly within minutes on two cores, and needs no download. small, medium, large: the sizes of the NoLoCo
-paper (arXiv 2506.10911), with its data and schedule: Llama blocks, C4, sequence 1024, no weight decay, clip 1.0, 1,000
-warm-up steps, cosine to a tenth, 25,000 steps. The paper counts tokens per step over the whole swarm: half a million,
-one and two million, here divided by 8, 16 and 16 peers. All four have the settings that did best in docs/results.md:
-Muon as the inner optimizer, rounds as short as the link carries, modulo-coded state and int2 gradients.
+`tiny` learns visibly within minutes on two cores and needs no download. `small`, `medium` and `large` have the model
+sizes of the NoLoCo paper (arXiv 2506.10911), and its data and schedule: Llama blocks, C4, sequence length 1,024, no
+weight decay, gradient clipping at 1.0, 1,000 warm-up steps, and a cosine decay to a tenth over 25,000 steps. The paper
+counts tokens per step over the whole swarm (half a million, one million and two million). Here they are divided among
+8, 16 and 16 peers. All four presets use the settings that did best in docs/results.md: Muon as the inner optimizer,
+rounds as short as the link allows, modulo coding for the state and int2 for gradients.
 
-paper: as small, with the paper's exact rule: Adam, 50 inner steps, alpha 0.5, beta = gamma = 0.7, outer momentum not
-swapped, everything uncoded, no closing rounds.
+`paper` is like `small`, but uses the paper's exact rule: Adam, 50 inner steps, alpha 0.5, beta = gamma = 0.7, no
+swapping of outer momentum, no compression and no closing rounds.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pydantic.fields import FieldInfo
 
 from noloco_p2p.spec import CodecSpec, DataSpec, EvaluateSpec, ModelSpec, OuterSpec, Section, TrainerSpec, TrainSpec
 
-# The tokenizer of Llama 3 (128,256 entries), from a copy that needs no account.
+# A copy of the Llama 3 tokenizer (128,256 entries) that can be downloaded without an account.
 LLAMA3_TOKENIZER = "NousResearch/Meta-Llama-3-8B"
 LLAMA3_VOCABULARY = 128_256
 PAPER_SEQUENCE_LENGTH = 1024
@@ -31,7 +32,10 @@ BEST_CODEC = CodecSpec(slow_weights="modulo", outer_momentum="modulo8", outer_gr
 def _paper_preset(
     name: str, *, model: ModelSpec, learning_rate: float, swarm_tokens: int, num_peers: int, max_wait_s: float
 ) -> TrainerSpec:
-    """`swarm_tokens`: tokens per inner step of all `num_peers` peers together."""
+    """Build a preset with one of the paper's model sizes.
+
+    `swarm_tokens` is the number of tokens per inner step of all `num_peers` peers together.
+    """
     return TrainerSpec(
         name=name,
         model=model,
@@ -62,7 +66,7 @@ def _paper_model(*, hidden_size: int, num_layers: int, mlp_size: int, num_heads:
 PRESETS: dict[str, TrainerSpec] = {
     "tiny": TrainerSpec(
         name="tiny",
-        # About 12,000 tokens per second on one core, so 12 steps: `total_steps` take 85 minutes.
+        # One core trains about 12,000 tokens, or 12 steps, per second, so `total_steps` take 85 minutes.
         model=ModelSpec(hidden_size=160, num_layers=3, mlp_size=432, num_heads=5),
         data=DataSpec(sequence_length=128),
         train=TrainSpec(total_steps=60_000, batch_size=8, learning_rate=6e-3, warmup_steps=100, inner_optimizer="muon"),
@@ -112,13 +116,13 @@ PRESETS["paper"] = PRESETS["small"].with_changes(
     }
 )
 
-FIRST_SECTIONS = ("model", "data", "train")  # of a file; the other sections follow in the order of the fields
+FIRST_SECTIONS = ("model", "data", "train")  # first in a file; the other sections follow in the order of the fields
 
 
 def render(spec: TrainerSpec) -> str:
-    """Return TOML that loads back to an equal spec. The comment of a key is the description of its field.
+    """Render a spec as TOML that loads back to an equal spec. The description of each field becomes a comment.
 
-    Keys begin at column 0. An unset optional key is a comment, since TOML has no null.
+    Keys begin at column 0. An optional key that is not set becomes a comment, because TOML has no null.
     """
     lines = [*_header(spec), *_assignments(spec)]
     for name, about, _ in sections():
@@ -141,7 +145,7 @@ def is_section(field: FieldInfo) -> bool:
 
 
 def describe_size(spec: TrainerSpec) -> str:
-    """Describe the true number of parameters."""
+    """Describe the number of parameters of the model."""
     num_parameters = spec.model.num_parameters()
     if not num_parameters:
         return f"the parameters of {spec.model.pretrained!r}"
@@ -154,10 +158,10 @@ def _header(spec: TrainerSpec) -> list[str]:
     shortest = spec.outer.min_inner_steps if spec.outer.inner_steps == "auto" else spec.outer.inner_steps
     a_round = f"{tokens * shortest:,}{' or more' if spec.outer.is_auto else ''} per round"
     return [
-        "# Run spec of noloco_p2p: what all peers of one run share.",
+        "# This is a run spec of noloco_p2p, which all peers of one run share.",
         f"# Model: {describe_size(spec)}.",
         f"# One peer reads {tokens:,} tokens per inner step, {a_round}.",
-        "# Start the run with `noloco join FILE`. Any change makes another run; `noloco fork` carries weights over.",
+        "# Start the run with `noloco join FILE`. Any change makes a new run; `noloco fork` carries weights over.",
         "",
     ]
 

@@ -1,4 +1,7 @@
-"""Token buckets: an allowance that starts full and refills with time, for one caller or for each of many keys."""
+"""Limit rates with token buckets, for one caller or for each of many keys.
+
+A bucket starts full and refills over time.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,12 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-MAX_KEYS = 4096  # hosts, networks or peers; the least recently used bucket is dropped
+MAX_KEYS = 4096  # hosts, networks or peers; beyond that, the least recently used bucket is dropped
 
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """Units per second in the long run, and the most units at once."""
+    """The number of units per second in the long run, and the most units at once."""
 
     per_s: float
     burst: float
@@ -20,7 +23,10 @@ class Rate:
 
 @dataclass(slots=True)
 class TokenBucket:
-    """`left` may fall below zero by one charge, because some costs are known only after the work."""
+    """A token bucket.
+
+    `left` can fall below zero by one charge, because some costs are known only after the work is done.
+    """
 
     rate: Rate
     left: float
@@ -31,14 +37,14 @@ class TokenBucket:
         return cls(rate, rate.burst, now_s)
 
     def refill(self, now_s: float) -> float:
-        """The number of units left now."""
+        """Refill the bucket and return the number of units left now."""
         self.left = min(self.left + max(now_s - self.at_s, 0.0) * self.rate.per_s, self.rate.burst)
         self.at_s = now_s
         return self.left
 
 
 class Buckets:
-    """A token bucket for each of the `max_keys` most recently used keys. Pure: callers pass the time."""
+    """A token bucket for each of the `max_keys` most recently used keys. Callers pass the time."""
 
     def __init__(self, rate: Rate, *, max_keys: int = MAX_KEYS) -> None:
         self._rate = rate
@@ -49,7 +55,7 @@ class Buckets:
         return len(self._buckets)
 
     def of(self, key: str, now_s: float) -> TokenBucket:
-        """Return the refilled bucket of this key."""
+        """Refill the bucket of this key and return it."""
         bucket = self._buckets.setdefault(key, TokenBucket.full(self._rate, now_s))
         self._buckets.move_to_end(key)
         if len(self._buckets) > self._max_keys:
@@ -59,7 +65,9 @@ class Buckets:
 
 
 class Rates:
-    """How often each of many keys may act: `at_once` at first, and `per_s` in the long run."""
+    """A limit on how often each of many keys may act: `at_once` times at first, and `per_s` times per second in the
+    long run.
+    """
 
     def __init__(self, *, per_s: float, at_once: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._buckets = Buckets(Rate(per_s, at_once))
@@ -67,14 +75,14 @@ class Rates:
 
     @classmethod
     def a_minute(cls, most: float, *, clock: Callable[[], float] = time.monotonic) -> Rates:
-        """Allow at most `most` in any minute: half of them at once, and the other half as time passes."""
+        """Allow at most `most` units in any minute, half of them at once and the other half as time passes."""
         return cls(per_s=most / 120, at_once=most / 2, clock=clock)
 
     def __len__(self) -> int:
         return len(self._buckets)
 
     def take(self, key: str, cost: float = 1.0) -> bool:
-        """Take `cost` units from this key's bucket. Returns False, and takes nothing, if it has fewer."""
+        """Take `cost` units from this key's bucket. If there are fewer, take nothing and return False."""
         bucket = self._buckets.of(key, self._clock())
         has_enough = bucket.left >= cost
         if has_enough:

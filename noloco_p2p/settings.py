@@ -1,4 +1,7 @@
-"""The settings of one machine: flags > NOLOCO_* environment > user file > defaults. Shared settings are in the spec."""
+"""Load the settings of one machine. Flags override NOLOCO_* variables, which override the user's file and the defaults.
+
+The spec holds the settings that all peers of a run share.
+"""
 
 from __future__ import annotations
 
@@ -26,29 +29,32 @@ RATE = re.compile(r"(\d+(?:\.\d+)?) ?(?:([kmgKMG])bit(?:/s)?|([kMG])B/s)")
 HOURS = re.compile(r"([01]\d|2[0-3]):([0-5]\d)-([01]\d|2[0-3]):([0-5]\d)")
 MEMORY = re.compile(r"(\d+(?:\.\d+)?) ?([MGTmgt])(i)?B")
 RATE_UNITS = {"k": 1e3, "m": 1e6, "g": 1e9}
-MIN_RATE_BYTES_PER_S = 250_000  # 2 Mbit/s: below it, two swaps and two newcomers cannot each get a chunk in 15 s
+MIN_RATE_BYTES_PER_S = 250_000  # 2 Mbit/s; below that, two swaps and two newcomers cannot each get a chunk in 15 s
 ENVIRONMENT_PREFIX = "NOLOCO_"
 DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d+)?")
 DEVICES = "auto, cpu, cuda:N (NVIDIA, AMD) or mps (Apple)"
 
 
 def default_state_dir() -> Path:
-    """The folder of identity, checkpoints and logs: $XDG_STATE_HOME/noloco or ~/.local/state/noloco."""
+    """Return the default state folder: $XDG_STATE_HOME/noloco or ~/.local/state/noloco."""
     return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "noloco"
 
 
 def user_file() -> Path:
-    """The settings file of this user, which may be missing."""
+    """Return the path of the user's settings file, which may not exist."""
     return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "noloco" / "settings.toml"
 
 
 def parse_bindings(pairs: list[str]) -> dict[str, str]:
-    """Parse `--data NAME=GLOB` flags into {name: glob}. Raises SettingsError."""
+    """Parse `--data NAME=GLOB` flags into {name: glob}. Raises SettingsError for a malformed pair."""
     return _parse_pairs(pairs, "--data", "NAME=GLOB, for example --data c4='/data/c4/*.json.gz'")
 
 
 def parse_folders(pairs: list[str]) -> dict[str, str]:
-    """Parse `--model NAME=FOLDER` flags into {name: folder}. Raises SettingsError."""
+    """Parse `--model NAME=FOLDER` flags into {name: folder}.
+
+    Raises SettingsError for a malformed pair, or if a folder does not exist.
+    """
     folders = _parse_pairs(pairs, "--model", "NAME=FOLDER, for example --model llama=/models/llama")
     for name, folder in folders.items():
         if not Path(folder).expanduser().is_dir():
@@ -71,17 +77,17 @@ Count = Annotated[int, Field(gt=0)]
 
 @dataclass(frozen=True)
 class Flag:
-    """The properties of a setting's flag, beyond the type, default and description of its field."""
+    """The properties of a setting's flag, in addition to the type, default and description of its field."""
 
-    name: str = ""  # for one value, where the field holds several: --model for `models`
+    name: str = ""  # a singular name for a field that holds several values, such as --model for `models`
     metavar: str | None = None
-    default: str = ""  # in words, where the value does not explain itself
+    default: str = ""  # in words, if the value does not explain itself
     parse: Callable[[list[str]], Any] = tuple  # for lists and tables; also applied to environment variables
-    takes_file: bool = False  # @FILE on the command line stands for the line in that file
+    takes_file: bool = False  # on the command line, @FILE is replaced by the line in that file
 
     @classmethod
     def of(cls, name: str, field: FieldInfo) -> Flag:
-        """Return the flag of a setting, completed from its field."""
+        """Return the flag of a setting, with defaults taken from its field."""
         own = next((item for item in field.metadata if isinstance(item, cls)), cls())
         default = own.default or str(field.get_default(call_default_factory=True) or "")
         return replace(own, name=f"--{(own.name or name).replace('_', '-')}", default=default)
@@ -101,79 +107,82 @@ AlwaysOrNever = Annotated[Literal["always", "never"], Flag(metavar="always|never
 
 
 class PeerSettings(BaseModel):
-    """The settings of this machine. `load` merges the sources; messages name the field and its source.
+    """The settings of this machine.
 
-    Each field is also a flag (`cli/options.py`), a NOLOCO_* variable, a key of the user file and a row of
-    docs/settings.md.
+    `load` merges the sources. Error messages name the field and its source. Each field is also a flag
+    (`cli/options.py`), a NOLOCO_* variable, a key in the user's file and a row in docs/settings.md.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    listen: Annotated[str, about("HOST:PORT; PORT is for gRPC, PORT+1 for libp2p; 0 takes two free ports.")] = (
-        f"0.0.0.0:{DEFAULT_PORT}"
-    )
+    listen: Annotated[
+        str, about("HOST:PORT to listen on. gRPC uses PORT and libp2p PORT+1. Port 0 picks two free ports.")
+    ] = f"0.0.0.0:{DEFAULT_PORT}"
     announce: Annotated[str, about("HOST[:PORT] that others dial, if it differs from --listen.")] = ""
     map_ports: Annotated[
         AlwaysOrNever, about("Ask the router to forward the two ports (NAT-PMP, UPnP), unless --announce is given.")
     ] = "always"
     search_lan: Annotated[
-        AlwaysOrNever, about("Find peers of the run in the local network by mDNS, and let them find this one.")
+        AlwaysOrNever, about("Find peers of the run on the local network by mDNS, and let them find this one.")
     ] = "always"
-    device: Annotated[str, about(f"{DEVICES}.")] = "auto"
-    threads: Annotated[int, Field(ge=0), about("Torch threads."), Flag(default="torch decides")] = 0
+    device: Annotated[str, about(f"Device to train on: {DEVICES}.")] = "auto"
+    threads: Annotated[int, Field(ge=0), about("Number of torch threads."), Flag(default="torch decides")] = 0
     max_steps: Annotated[Count | None, about("Leave after this many inner steps.")] = None
-    gpus: Annotated[Count, about("GPUs that share the model of this peer.")] = 1
+    gpus: Annotated[Count, about("Number of GPUs that share this peer's model.")] = 1
     precision: Annotated[
         Literal["auto", "bf16", "fp32"],
-        about("bf16 or fp32 for forward and backward; auto: bf16 on devices that are fast at it."),
+        about("Precision of the forward and backward passes; auto uses bf16 on devices that are fast at it."),
     ] = "auto"
     micro_batch: Annotated[
-        int, Field(ge=0), about("Sequences per forward and backward."), Flag(default="as many as fit")
+        int, Field(ge=0), about("Number of sequences per forward and backward pass."), Flag(default="as many as fit")
     ] = 0
     compile: Annotated[bool, about("Compile the model (torch.compile).")] = False
-    activation_checkpointing: Annotated[bool, about("Use less memory, for a third more compute.")] = False
+    activation_checkpointing: Annotated[bool, about("Use less memory, at the cost of a third more compute.")] = False
     offload_optimizer: Annotated[bool, about("Keep optimizer moments in main memory, for small GPUs.")] = False
-    keep_checkpoints: Annotated[Count, about("Checkpoints kept.")] = 2
-    save_every_rounds: Annotated[Count, about("Rounds between checkpoints.")] = 10
+    keep_checkpoints: Annotated[Count, about("Number of checkpoints to keep.")] = 2
+    save_every_rounds: Annotated[Count, about("Number of rounds between checkpoints.")] = 10
     max_upload: Annotated[
         str,
-        about("Limit on what swaps and fetches send together, for example 40mbit or 5MB/s."),
+        about("Limit on the total upload rate of swaps and fetches, for example 40mbit or 5MB/s."),
         Flag(default="none"),
     ] = ""
-    max_download: Annotated[str, about("Limit on what they receive, for example 100mbit."), Flag(default="none")] = ""
+    max_download: Annotated[
+        str, about("Limit on the total download rate of swaps and fetches, for example 100mbit."), Flag(default="none")
+    ] = ""
     name: Annotated[
         str,
-        about(f"A name that everybody can read, up to {peer_name.MAX_CHARS} characters; it proves nothing."),
+        about(f"A public name of up to {peer_name.MAX_CHARS} characters. It does not prove who you are."),
         Flag(default="none"),
     ] = ""
-    hide_contribution: Annotated[bool, about("Leave hours and tokens out of what others can read.")] = False
+    hide_contribution: Annotated[bool, about("Hide this peer's hours and tokens from others.")] = False
     when: Annotated[
         str,
         about(
-            "Train always, while the machine is idle (other programs hardly use its processor and GPU), or between "
-            "two times of the day, for example 22:00-07:00."
+            "When to train: always, while the machine is idle (other programs hardly use its processor and GPU), or "
+            "between two times of day, for example 22:00-07:00."
         ),
         Flag(metavar="always|idle|HH:MM-HH:MM"),
     ] = "always"
-    on_battery: Annotated[AlwaysOrNever, about("never = pause while the machine runs on its battery.")] = "always"
+    on_battery: Annotated[AlwaysOrNever, about("With never, pause while the machine runs on battery.")] = "always"
     on_busy_gpu: Annotated[
-        AlwaysOrNever, about("never = pause while another program computes on the GPU of this peer (NVIDIA).")
+        AlwaysOrNever, about("With never, pause while another program computes on this peer's GPU (NVIDIA).")
     ] = "always"
     max_loss_rise: Annotated[
         Annotated[float, Field(gt=0, allow_inf_nan=False)] | None,
         about(
-            "Undo a swap that raises the loss on a private batch by more than this; costs two forward passes per round."
+            "Undo a swap that raises the loss on a private batch by more than this. The check costs two forward passes "
+            "per round."
         ),
         Flag(metavar="NATS", default="no check"),
     ] = None
     push_to_hub: Annotated[
         str,
-        about("Upload the last checkpoint to the Hugging Face hub when this peer leaves; private if new."),
+        about("Upload the last checkpoint to the Hugging Face hub when this peer leaves. A new repository is private."),
         Flag(metavar="OWNER/NAME", default="none"),
     ] = ""
     state_dir: Annotated[
         Path,
-        about("Folder of identity, checkpoints and logs."),
+        about("Folder for the identity, the checkpoints and the logs."),
         Flag(default="~/.local/state/noloco"),
     ] = Field(default_factory=default_state_dir)
     data: Annotated[
@@ -188,15 +197,15 @@ class PeerSettings(BaseModel):
     ] = {}
     trackers: Annotated[
         tuple[Literal["tensorboard", "wandb"], ...],
-        about("tensorboard or wandb, in addition to the JSONL file; may be repeated."),
+        about("Log to tensorboard or wandb, in addition to the JSONL file; can be repeated."),
         Flag(name="tracker"),
     ] = ()
     bootstrap: Annotated[
         tuple[str, ...],
-        about("Address of a peer to enter through (/ip4/../tcp/../p2p/.., or @FILE with one); may be repeated."),
+        about("Address of a peer to enter through: /ip4/../tcp/../p2p/.., or @FILE with such a line; can be repeated."),
         Flag(takes_file=True),
     ] = ()
-    metrics: Annotated[str, about("Serve /metrics for Prometheus."), Flag(metavar="HOST:PORT")] = ""
+    metrics: Annotated[str, about("Serve /metrics for Prometheus at this address."), Flag(metavar="HOST:PORT")] = ""
     stage: Annotated[
         Annotated[int, Field(ge=0)] | None,
         about("Hold this stage of a run with stages; stage 0 reads the data."),
@@ -204,7 +213,7 @@ class PeerSettings(BaseModel):
     ] = None
     revive_from: Annotated[
         Path | None,
-        about("With --stage: start from these weights if no peer holds that stage any more."),
+        about("With --stage, start from these weights if no peer holds that stage any more."),
         Flag(metavar="CHECKPOINT|EXPORT"),
     ] = None
     max_memory: Annotated[
@@ -212,7 +221,9 @@ class PeerSettings(BaseModel):
         about("Main memory that this peer may use, for example 8GB."),
         Flag(metavar="SIZE", default="all of it"),
     ] = ""
-    run_key: Annotated[Path | None, about("The key of a private run, written by `noloco init --private`.")] = None
+    run_key: Annotated[
+        Path | None, about("File with the key of a private run, written by `noloco init --private`.")
+    ] = None
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)
 
     @field_validator("listen")
@@ -225,7 +236,7 @@ class PeerSettings(BaseModel):
             ipaddress.ip_address(host.strip("[]"))
         except ValueError:
             raise ValueError(
-                f"{listen!r} must begin with an IP address of this machine; 0.0.0.0 is all of them"
+                f"{listen!r} must begin with an IP address of this machine; 0.0.0.0 stands for all of them"
             ) from None
         return listen
 
@@ -303,7 +314,7 @@ class PeerSettings(BaseModel):
 
     @classmethod
     def load(cls, flags: Mapping[str, Any] | None = None) -> PeerSettings:
-        """Merge all sources; None means that a flag was not given. Raises SettingsError."""
+        """Merge all sources. A flag with the value None was not given. Raises SettingsError for a wrong value."""
         given = {name: value for name, value in (flags or {}).items() if value is not None}
         settings, values, origins = cls(), dict[str, Any](), dict[str, str]()
         for origin, prefix, found in (
@@ -321,54 +332,60 @@ class PeerSettings(BaseModel):
         return settings
 
     def origins(self) -> dict[str, str]:
-        """The source of each setting: "flag", "environment", the path of the user file, or "default"."""
+        """Return the source of each setting: "flag", "environment", the path of the user's file, or "default"."""
         return {name: self._origins.get(name, "default") for name in type(self).model_fields}
 
     @property
     def upload_bytes_per_s(self) -> float | None:
-        """The limit on what all swaps and fetches of this peer send together; None = no limit."""
+        """Return the limit on what all swaps and fetches of this peer send, or None if there is no limit."""
         return parse_rate(self.max_upload) if self.max_upload else None
 
     @property
     def download_bytes_per_s(self) -> float | None:
-        """The limit on what they receive; None = no limit."""
+        """Return the limit on what all swaps and fetches of this peer receive, or None if there is no limit."""
         return parse_rate(self.max_download) if self.max_download else None
 
     @property
     def hours(self) -> tuple[int, int] | None:
-        """First minute of the day to train in, and first minute not to; None = any minute."""
+        """Return the first minute of the day to train in, and the first minute not to train in.
+
+        None means that the peer can train at any time of day.
+        """
         return None if self.when in ("always", "idle") else parse_hours(self.when)
 
     @property
     def max_memory_bytes(self) -> int | None:
-        """Bytes of `max_memory`; None = no limit."""
+        """Return `max_memory` in bytes, or None if there is no limit."""
         return parse_memory(self.max_memory) if self.max_memory else None
 
     @property
     def listen_host(self) -> str:
-        """The IP address that gRPC and libp2p listen on."""
+        """Return the IP address that gRPC and libp2p listen on."""
         return split_address(self.listen)[0]
 
     @property
     def listen_port(self) -> int:
-        """The gRPC port; 0 = any two free ports."""
+        """Return the gRPC port, or 0 for any two free ports."""
         return split_address(self.listen)[1]
 
     @property
     def libp2p_port(self) -> int:
-        """The port after the gRPC port; 0 = any free port."""
+        """Return the libp2p port, which follows the gRPC port, or 0 for any free port."""
         return self.listen_port + 1 if self.listen_port else 0
 
     @property
     def announced(self) -> tuple[str, int]:
-        """Host and gRPC port of `announce`; "" = not set, port 0 = the listening port."""
+        """Return the host and gRPC port in `announce`.
+
+        The host is "" if `announce` is not set. Port 0 stands for the listening port.
+        """
         if _has_port(self.announce):
             return split_address(self.announce)
         return self.announce.strip("[]"), 0
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """HOST:PORT -> (host, port). Raises ValueError with a message for the user."""
+    """Split HOST:PORT into the host and the port. Raises ValueError with a message for the user."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or int(port) > LAST_PORT:
         raise ValueError(f"{address!r} must be HOST:PORT, for example 0.0.0.0:{DEFAULT_PORT}")
@@ -376,12 +393,15 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def _has_port(address: str) -> bool:
-    """Whether the address is HOST:PORT or [IPV6]:PORT; an IPv6 address without brackets has no port."""
+    """Return whether the address is HOST:PORT or [IPV6]:PORT. An IPv6 address without brackets has no port."""
     return address.count(":") == 1 or "]:" in address
 
 
 def parse_rate(rate: str) -> float:
-    """40mbit, 2.5 Mbit/s, 500kB/s, 5MB/s -> bytes a second (k, M and G are powers of 1000). Raises ValueError."""
+    """Convert a rate such as 40mbit, 2.5 Mbit/s, 500kB/s or 5MB/s to bytes per second.
+
+    The prefixes k, M and G are powers of 1,000. Raises ValueError for anything else.
+    """
     match = RATE.fullmatch(rate.strip())
     if not match:  # "5mb" could mean either
         raise ValueError(f"{rate!r} must be a rate in bits or bytes: 2500kbit, 40mbit, 1gbit, 500kB/s or 5MB/s")
@@ -393,7 +413,7 @@ def parse_rate(rate: str) -> float:
 
 
 def parse_hours(text: str) -> tuple[int, int]:
-    """22:00-07:00 -> the two times as minutes of the day. Raises ValueError."""
+    """Convert a time range such as 22:00-07:00 to two minutes of the day. Raises ValueError for anything else."""
     match = HOURS.fullmatch(text.strip())
     if not match or match.group(1, 2) == match.group(3, 4):
         raise ValueError(f"{text!r} must be always, idle, or two different times such as 22:00-07:00")
@@ -402,7 +422,7 @@ def parse_hours(text: str) -> tuple[int, int]:
 
 
 def parse_memory(memory: str) -> int:
-    """8GB, 512MB or 7.5GiB -> bytes. Raises ValueError."""
+    """Convert an amount of memory such as 8GB, 512MB or 7.5GiB to bytes. Raises ValueError for anything else."""
     match = MEMORY.fullmatch(memory.strip())
     if not match:
         raise ValueError(f"{memory!r} must be an amount of memory such as 512MB, 8GB or 7.5GiB")

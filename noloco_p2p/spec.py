@@ -1,9 +1,9 @@
-"""The run spec: everything that the peers of one run share.
+"""Define the run spec, which holds everything that the peers of a run share.
 
 A spec is frozen. The digest of its canonical JSON names the run: peers with the same digest train the same model on the
-same data with the same outer step. What belongs to one machine is in `settings.py`.
+same data with the same outer step. Settings that belong to one machine are in `settings.py`.
 
-Imports no torch, so that `noloco init` and `noloco status` start fast.
+This module does not import torch, so `noloco init` and `noloco status` start fast.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import reprlib
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, cast, get_args
@@ -24,28 +25,28 @@ SPEC_VERSION = 1
 MAX_SPEC_BYTES = 64 * 1024  # a larger spec from the network is refused
 
 CodecName = Literal["fp32", "bf16", "int8", "int4"]
-# coarse: for outer gradients only, since the coding error stays between partners, and slow weights mix it away
+# Coarse codecs are for outer gradients only, because mixing slow weights removes the difference that their errors make.
 CoarseName = Literal["int2", "sign1"]
 GradientCodecName = Literal[CodecName, CoarseName, "none"]
-# modulo: for vectors in which partners nearly agree
+# Modulo codecs are for vectors in which partners nearly agree.
 ModuloName = Literal["modulo8", "modulo4", "modulo"]
 StateCodecName = Literal[CodecName, ModuloName]
 CODECS, COARSE_CODECS, STATE_CODECS = (", ".join(get_args(names)) for names in (CodecName, CoarseName, ModuloName))
 MAX_STAGES = 64
-MAX_LAYERS = 4096  # because counting the parameters of a model iterates over its layers
+MAX_LAYERS = 4096  # bounded because counting the parameters of a model iterates over its layers
 
 
 def about(text: str) -> Any:
-    """The meaning of a field in one line: its comment in a spec file, its row in docs/ and the help of its flag."""
+    """Describe a field in one line, for its comment in a spec file, its row in docs/ and the help of its flag."""
     return Field(description=text)
 
 
 Positive = Annotated[int, Field(gt=0, le=10**12)]  # a stranger's spec must not overflow a number
-Size = Annotated[int, Field(gt=0, le=2**22)]  # size of a tensor or a batch
+Size = Annotated[int, Field(gt=0, le=2**22)]  # the size of a tensor or a batch
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
-# Fields younger than version 1. At their defaults they are left out, so that runs without them keep their digest.
+# Fields that were added after version 1. At their defaults, they are not part of the digest, so older runs keep theirs.
 YOUNG = (
     "model.random_weights",
     "model.parameter_seeds",
@@ -54,15 +55,15 @@ YOUNG = (
     "outer.weigh_tokens",
     "pipeline",
 )
-RUN_SPEC_FIELD = "total_steps"  # at the top level in the spec of a script, and in `train` in that of the trainer
+RUN_SPEC_FIELD = "total_steps"  # at the top level of a RunSpec, but in the `train` section of a TrainerSpec
 OTHER_KIND = {
     "RunSpec": "this run is trained by a script: start that script with the same spec or ticket",
     "TrainerSpec": "this run is trained by `noloco join`, and a RunSpec has no model, data, train or evaluate section",
 }
 PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-# The hub's libraries take a name without an owner for a packaged builder, or for a folder of this machine.
+# Without an owner, the hub's libraries would look for a packaged builder or for a folder on this machine.
 HUB_NAME = re.compile(rf"{PLAIN_NAME.pattern}/{PLAIN_NAME.pattern}")
-MIXTURE = "mix"  # the source of a DataSpec that mixes several
+MIXTURE = "mix"  # the `source` of a DataSpec that mixes several sources
 
 
 class Section(BaseModel):
@@ -70,43 +71,56 @@ class Section(BaseModel):
 
 
 class LoraSpec(Section):
-    """Low-rank adapters (arXiv 2106.09685). With a `rank` above 0 only they are trained and sent."""
+    """Low-rank adapters (arXiv 2106.09685). With a `rank` above 0, only the adapters are trained and sent."""
 
-    rank: Annotated[int, Field(ge=0), about("0 = no adapters: all weights are trained")] = 0
+    rank: Annotated[
+        int, Field(ge=0), about("rank of the adapters; 0 means no adapters, so all weights are trained")
+    ] = 0
     alpha: Annotated[PositiveFloat, about("adapters are scaled by alpha / rank")] = 16.0
-    dropout: Annotated[float, Field(ge=0, lt=1), about("dropout on the input of an adapter")] = 0.0
-    targets: Annotated[str, about("'all-linear', or comma-separated names of modules: 'q_proj,v_proj'")] = "all-linear"
-    base_dtype: Annotated[Literal["fp32", "bf16"], about("dtype of the frozen weights; bf16 takes half the memory")] = (
+    dropout: Annotated[float, Field(ge=0, lt=1), about("dropout on the input of each adapter")] = 0.0
+    targets: Annotated[str, about("'all-linear', or comma-separated module names such as 'q_proj,v_proj'")] = (
+        "all-linear"
+    )
+    base_dtype: Annotated[Literal["fp32", "bf16"], about("dtype of the frozen weights; bf16 halves their memory")] = (
         "fp32"
     )
 
 
 class ModelSpec(Section):
-    """A Llama built from sizes, or any causal language model by name (`pretrained`, with a `revision`)."""
+    """A Llama of given sizes, or any causal language model by name (`pretrained`, with a `revision`)."""
 
     pretrained: Annotated[
-        str, about('OWNER/NAME on the hub, or a name that --model NAME=FOLDER binds; "" = use the sizes below')
+        str, about("OWNER/NAME on the hub, or a name that --model NAME=FOLDER binds; if empty, the sizes below apply")
     ] = ""
-    revision: Annotated[str, about("commit or tag of `pretrained`; set it, so that all peers start equal")] = ""
+    revision: Annotated[
+        str, about("commit or tag of `pretrained`; set it so that all peers start with the same weights")
+    ] = ""
     random_weights: Annotated[
-        bool, about("true = use only the architecture of `pretrained`, with random weights from seed")
+        bool, about("if true, use only the architecture of `pretrained`, with random weights drawn from `seed`")
     ] = False
-    vocab_size: Annotated[Size, about("size of the vocabulary; at least that of data.tokenizer (bytes: 384)")] = 384
-    hidden_size: Annotated[Size, about("hidden width; a multiple of num_heads")] = 128
-    num_layers: Annotated[int, Field(gt=0, le=MAX_LAYERS), about("blocks")] = 4
-    num_heads: Annotated[Size, about("attention heads, each 32 to 128 wide")] = 4
-    num_kv_heads: Annotated[Size | None, about("key-value heads; fewer use less memory; unset = num_heads")] = None
+    vocab_size: Annotated[
+        Size, about("number of token ids; at least as many as data.tokenizer has (384 for bytes)")
+    ] = 384
+    hidden_size: Annotated[Size, about("hidden width, a multiple of num_heads")] = 128
+    num_layers: Annotated[int, Field(gt=0, le=MAX_LAYERS), about("number of transformer blocks")] = 4
+    num_heads: Annotated[Size, about("number of attention heads, each 32 to 128 wide")] = 4
+    num_kv_heads: Annotated[
+        Size | None, about("number of key-value heads, by default num_heads; fewer heads use less memory")
+    ] = None
     mlp_size: Annotated[Size, about("inner width of the MLP, 8/3 to 4 times hidden_size")] = 344
-    tied_embeddings: Annotated[bool, about("one matrix for input and output, so that fewer parameters are sent")] = True
-    seed: Annotated[int, about("seed of the start weights")] = 0
+    tied_embeddings: Annotated[
+        bool, about("share one matrix between input and output, so that fewer parameters are sent")
+    ] = True
+    seed: Annotated[int, about("seed of the initial weights")] = 0
     parameter_seeds: Annotated[
-        bool, about("true = each parameter has its own seed, from `seed` and its name; required for stages")
+        bool, about("if true, each parameter has its own seed, derived from `seed` and its name; required for stages")
     ] = False
     start: Annotated[
-        str, Field(pattern=r"^(blake3:[0-9a-f]{64})?$"), about("digest of a start state; `noloco fork` writes it")
+        str, Field(pattern=r"^(blake3:[0-9a-f]{64})?$"), about("digest of an initial state, written by `noloco fork`")
     ] = ""
     lora: Annotated[
-        LoraSpec, about("Adapters: with a rank above 0 the model is frozen, and only they are trained and sent.")
+        LoraSpec,
+        about("Low-rank adapters. With a rank above 0, the model is frozen, and only they are trained and sent."),
     ] = LoraSpec()
 
     @field_validator("pretrained")
@@ -133,8 +147,9 @@ class ModelSpec(Section):
         return self
 
     def num_parameters(self) -> int:
-        """The exact count for a Llama built from sizes (rotary positions have no parameters); 0 when `pretrained` is
-        set.
+        """Return the exact number of parameters of a Llama of these sizes, or 0 if `pretrained` is set.
+
+        Rotary position embeddings have no parameters.
         """
         if self.pretrained:
             return 0
@@ -149,17 +164,17 @@ class SourceSpec(Section):
     """A source of text: the built-in corpus, the hub, or a name that `--data NAME=GLOB` binds on each machine."""
 
     source: Annotated[
-        str, about("'stdlib' (built in), 'hub:OWNER/NAME' (streamed), a NAME that --data NAME=GLOB binds, or 'mix'")
+        str, about("'stdlib' (built in), 'hub:OWNER/NAME' (streamed), a name that --data NAME=GLOB binds, or 'mix'")
     ] = "stdlib"
     subset: Annotated[str, about("subset of a hub data set")] = ""
     revision: Annotated[str, about("commit or tag of a hub data set")] = ""
     split: Annotated[str, about("split of a hub data set to train on")] = "train"
     validation_split: Annotated[
-        str, about('split of a hub data set to validate on; "" = hold out documents of `split`')
+        str, about("split of a hub data set to validate on; if empty, documents of `split` are held out")
     ] = "validation"
-    text_field: Annotated[str, about("text field of JSON lines or Parquet; token ids in `input_ids` are read too")] = (
-        "text"
-    )
+    text_field: Annotated[
+        str, about("text field of JSON Lines or Parquet files; token ids in `input_ids` also work")
+    ] = "text"
 
     @field_validator("source")
     @classmethod
@@ -176,10 +191,11 @@ class SourceSpec(Section):
 
 
 class MixSpec(SourceSpec):
-    """One source of a mixture. Its share of the tokens is `weight` over the sum of all weights."""
+    """One source of a mixture. Its share of the tokens is its `weight` divided by the sum of all weights."""
 
     weight: Annotated[
-        PositiveFloat, about("weight of this source; its share of the tokens is weight over the sum of all weights")
+        PositiveFloat,
+        about("weight of this source; its share of the tokens is its weight divided by the sum of all weights"),
     ] = 1.0
 
     @field_validator("source")
@@ -191,15 +207,15 @@ class MixSpec(SourceSpec):
 
 
 class DataSpec(SourceSpec):
-    """What is read, and how it becomes tokens: one source, or with source = "mix" those of `mix`."""
+    """The training data and its tokenizer. There is one source, or several in `mix` if `source` is "mix"."""
 
     tokenizer: Annotated[
         str, about("'bytes' (no download), OWNER/NAME on the hub, or a name that --model NAME=FOLDER binds")
     ] = "bytes"
     tokenizer_revision: Annotated[
-        str, about("commit or tag of the tokenizer; set it, so that all peers use the same one")
+        str, about("commit or tag of the tokenizer; set it so that all peers use the same one")
     ] = ""
-    sequence_length: Annotated[Size, about("tokens a sequence")] = 256
+    sequence_length: Annotated[Size, about("tokens per sequence")] = 256
     holdout: Annotated[
         float,
         Field(gt=0, lt=0.5),
@@ -208,7 +224,7 @@ class DataSpec(SourceSpec):
     mix: Annotated[
         tuple[MixSpec, ...],
         Field(max_length=64),
-        about("for source = 'mix': one [[data.mix]] per source, with source, weight and the other fields of a source"),
+        about("sources of a 'mix': each [[data.mix]] has a source, a weight and the other fields of a source"),
     ] = ()
 
     @field_validator("tokenizer")
@@ -219,11 +235,11 @@ class DataSpec(SourceSpec):
     @model_validator(mode="after")
     def _mixture_is_named(self) -> DataSpec:
         if (self.source == MIXTURE) != bool(self.mix):
-            raise ValueError("source must be 'mix' if [[data.mix]] lists sources, and only then")
+            raise ValueError("source must be 'mix' if and only if [[data.mix]] lists sources")
         return self
 
     def parts(self) -> tuple[tuple[SourceSpec, float], ...]:
-        """Return every source with its share of the tokens; the shares sum to 1."""
+        """Return every source with its share of the tokens. The shares sum to 1."""
         if not self.mix:
             return ((self, 1.0),)
         total = sum(part.weight for part in self.mix)
@@ -231,24 +247,26 @@ class DataSpec(SourceSpec):
 
 
 class TrainSpec(Section):
-    """The inner optimization: AdamW or Muon with clipping, and warm-up and cosine over the run's progress."""
+    """The inner optimization: AdamW or Muon with gradient clipping, warm-up and a cosine schedule over the run's
+    progress.
+    """
 
-    total_steps: Annotated[Positive, about("inner steps of one peer, over which the learning rate is scheduled")] = (
-        60_000
-    )
+    total_steps: Annotated[Positive, about("inner steps of one peer over the whole learning rate schedule")] = 60_000
     batch_size: Annotated[Size, about("sequences per inner step of one peer")] = 16
     learning_rate: Annotated[
-        PositiveFloat, about("peak of the schedule; a higher one increases the spread of the replicas")
+        PositiveFloat, about("peak of the schedule; a higher peak increases the spread of the replicas")
     ] = 1e-3
-    min_learning_rate: Annotated[float, Field(ge=0, le=1), about("share of the peak at the end of the cosine")] = 0.1
+    min_learning_rate: Annotated[float, Field(ge=0, le=1), about("final learning rate, as a fraction of the peak")] = (
+        0.1
+    )
     warmup_steps: Annotated[int, Field(ge=0), about("inner steps of linear warm-up")] = 100
     weight_decay: Annotated[NonNegative, about("weight decay of matrices; the paper uses none")] = 0.0
-    clip_norm: Annotated[PositiveFloat, about("largest norm of a gradient; larger ones are clipped")] = 1.0
-    adam_beta1: Annotated[float, Field(ge=0, lt=1), about("decay of the first moment")] = 0.9
-    adam_beta2: Annotated[float, Field(ge=0, lt=1), about("decay of the second moment")] = 0.95
+    clip_norm: Annotated[PositiveFloat, about("largest norm of a gradient; larger gradients are clipped to it")] = 1.0
+    adam_beta1: Annotated[float, Field(ge=0, lt=1), about("decay rate of the first moment")] = 0.9
+    adam_beta2: Annotated[float, Field(ge=0, lt=1), about("decay rate of the second moment")] = 0.95
     inner_optimizer: Annotated[
         Literal["adamw", "muon"],
-        about("adamw; muon = Muon for hidden matrices, AdamW for embeddings, head and vectors"),
+        about("adamw, or muon (Muon for hidden matrices, AdamW for embeddings, head and vectors)"),
     ] = "adamw"
     muon_momentum: Annotated[float, Field(ge=0, lt=1), about("momentum of Muon")] = 0.95
 
@@ -260,63 +278,77 @@ class TrainSpec(Section):
 
 
 class OuterSpec(Section):
-    """The NoLoCo outer step (arXiv 2506.10911): what is mixed, how strongly, and how long a peer waits for its
-    partner.
+    """The NoLoCo outer step (arXiv 2506.10911).
+
+    It defines what is mixed, how strongly, and how long a peer waits for its partner.
     """
 
     inner_steps: Annotated[
         Positive | Literal["auto"],
-        about('inner steps per round; fewer mix better and send more; "auto" = the best length for the link'),
+        about('inner steps per round; fewer steps mix better but send more; "auto" picks the best length for the link'),
     ] = 50
-    min_inner_steps: Annotated[Positive, about('shortest round of "auto"')] = 5
-    max_inner_steps: Annotated[Positive, about('longest round of "auto", however slow the link is')] = 200
+    min_inner_steps: Annotated[Positive, about('fewest inner steps per round with "auto"')] = 5
+    max_inner_steps: Annotated[Positive, about('most inner steps per round with "auto", even if the link is slow')] = (
+        200
+    )
     alpha: Annotated[
-        float, Field(ge=0, lt=1), about("share of the outer momentum that is kept each round; 0 did best, paper: 0.5")
+        float,
+        Field(ge=0, lt=1),
+        about("fraction of the outer momentum that is kept each round; 0 did best, and the paper uses 0.5"),
     ] = 0.0
-    beta: Annotated[PositiveFloat, about("strength of the outer gradient; paper: 0.7")] = 1.0
+    beta: Annotated[PositiveFloat, about("strength of the outer gradient; the paper uses 0.7")] = 1.0
     gamma: Annotated[
         PositiveFloat,
-        about("pull towards the partner's weights; choose about 1 - alpha^2 (an upper bound is checked); paper: 0.7"),
+        about(
+            "strength of the pull towards the partner's weights; choose about 1 - alpha^2 (an upper bound is checked); "
+            "the paper uses 0.7"
+        ),
     ] = 1.0
-    swap_momentum: Annotated[bool, about("average the outer momentum too; false = the paper's exact rule")] = True
+    swap_momentum: Annotated[bool, about("also average the outer momentum; false is the paper's exact rule")] = True
     weigh_tokens: Annotated[
-        bool, about("true = weigh each of the two outer gradients by the tokens behind it; paper: false")
+        bool, about("weight each of the two outer gradients by its number of tokens; the paper does not")
     ] = False
     max_wait_s: Annotated[
         NonNegative, about("longest wait for a partner's outer gradient at the end of a round, in seconds")
     ] = 60.0
     closing_rounds: Annotated[
         Annotated[int, Field(ge=0, le=64)] | Literal["auto"],
-        about('rounds of mixing without training at the end of the run; "auto" = log2 of the peers, plus 3'),
+        about(
+            'rounds of mixing without training at the end of the run; "auto" means log2 of the number of peers, plus 3'
+        ),
     ] = "auto"
 
     @property
     def is_auto(self) -> bool:
-        """Whether round lengths are chosen during training (`gossip/round_length.py`)."""
+        """Return whether round lengths are chosen during training (`gossip/round_length.py`)."""
         return self.inner_steps == "auto"
 
     @property
     def keeps_momentum(self) -> bool:
-        """Whether the outer momentum is carried over. With alpha 0 it is neither in memory, in checkpoints nor on the
-        wire.
+        """Return whether the outer momentum is carried over.
+
+        With alpha 0, it is neither kept in memory, nor saved in checkpoints, nor sent.
         """
         return self.alpha > 0
 
     @property
     def sends_momentum(self) -> bool:
-        """Whether the outer momentum is a section of every swap."""
+        """Return whether the outer momentum is a section of every swap."""
         return self.swap_momentum and self.keeps_momentum
 
     @property
     def first_inner_steps(self) -> int:
-        """Length of a peer's first round, before anything is measured; with "auto" the middle of its bounds."""
+        """Return the length of a peer's first round, before anything is measured.
+
+        With "auto", it is the geometric mean of the bounds.
+        """
         if self.inner_steps == "auto":
             return round(math.sqrt(self.min_inner_steps * self.max_inner_steps))
         return self.inner_steps
 
     @property
     def longest_round(self) -> int:
-        """The longest round of any peer of the run, in inner steps."""
+        """Return the length of the longest possible round of any peer, in inner steps."""
         return self.max_inner_steps if self.inner_steps == "auto" else self.inner_steps
 
     @field_validator("inner_steps", mode="before")
@@ -335,7 +367,10 @@ class OuterSpec(Section):
         return self
 
     def gamma_bound(self) -> float:
-        """The mixing strength at which the spread of randomly paired replicas stops shrinking (exact, mean square)."""
+        """Return the mixing strength at which the spread of randomly paired replicas stops shrinking.
+
+        The bound is exact for the mean square.
+        """
         if self.swap_momentum:
             return 2 * (2 - self.alpha**2) / (2 + self.alpha)
         return 2 * (1 - self.alpha**2)
@@ -364,23 +399,27 @@ class OuterSpec(Section):
 
 
 class CodecSpec(Section):
-    """How each section of a swap is coded."""
+    """The codec of each section of a swap."""
 
     slow_weights: Annotated[
         StateCodecName,
         about(
-            "int8 or better; modulo8 is as large as int8 and far more exact; modulo takes half while partners are near"
+            "int8 or better; modulo8 is as large as int8 and far more exact; "
+            "modulo is half as large while the partners are close"
         ),
     ] = "bf16"
-    outer_momentum: Annotated[StateCodecName, about("bf16 or modulo8 recommended")] = "bf16"
+    outer_momentum: Annotated[StateCodecName, about("bf16 or modulo8 is recommended")] = "bf16"
     outer_gradient: Annotated[
         GradientCodecName,
-        about('int8 loses nothing in published runs, int4 hardly anything; "none" = not sent and not waited for'),
+        about(
+            "int8 cost nothing in published runs, and int4 hardly anything; "
+            'with "none", outer gradients are neither sent nor waited for'
+        ),
     ] = "int8"
 
     @property
     def has_late_part(self) -> bool:
-        """Whether outer gradients travel, at the end of each round."""
+        """Return whether outer gradients are sent at the end of each round."""
         return self.outer_gradient != "none"
 
     @model_validator(mode="after")
@@ -398,21 +437,26 @@ class EvaluateSpec(Section):
 
 
 class PipelineSpec(Section):
-    """A model that is larger than a peer. Each peer holds one of `stages` runs of blocks; with 1 it holds all."""
+    """A pipeline, for a model that is larger than a peer.
 
-    stages: Annotated[int, Field(ge=1, le=MAX_STAGES), about("1 = every peer holds the whole model")] = 1
+    Each peer holds one of `stages` runs of consecutive blocks. With one stage, each peer holds all blocks.
+    """
+
+    stages: Annotated[
+        int, Field(ge=1, le=MAX_STAGES), about("number of stages; with 1, every peer holds the whole model")
+    ] = 1
     cut: Annotated[
         tuple[int, ...] | Literal["auto"],
-        about('number of blocks of each stage; stage 0 also holds the vocabulary; "auto" = not cut yet'),
+        about('number of blocks in each stage; stage 0 also holds the vocabulary; "auto" means not cut yet'),
     ] = "auto"
     microbatch: Annotated[Size, about("sequences that travel through the stages together")] = 1
     activations: Annotated[
         CodecName, about(f"codec of the activations that a stage sends to the next one: {CODECS}")
     ] = "int8"
-    gradients: Annotated[CodecName, about("codec of the gradients of activations, which travel backward")] = "int8"
+    gradients: Annotated[CodecName, about("codec of the gradients of activations, which are sent backward")] = "int8"
     routing: Annotated[
         Literal["random", "fast"],
-        about("how the replica for a microbatch is chosen: at random, or by measured rate (fast)"),
+        about("how to choose the replica for a microbatch: at random, or by its measured rate (fast)"),
     ] = "random"
 
     @field_validator("cut", mode="before")
@@ -428,28 +472,29 @@ class PipelineSpec(Section):
     @model_validator(mode="after")
     def _cut_is_of_the_stages(self) -> PipelineSpec:
         if self.cut != "auto" and len(self.cut) != self.stages:
-            raise ValueError(f"cut has {len(self.cut)} numbers of blocks, and stages is {self.stages}")
+            raise ValueError(f"cut lists {len(self.cut)} stages, but stages is {self.stages}")
         return self
 
 
 class Spec(Section):
-    """What the peers of any run share.
+    """The settings that the peers of any run share.
 
-    `digest()` names the run, `load()` and `from_json()` check what they read, and `canonical_json()` travels between
-    peers. `RunSpec` is the spec of a training script, `TrainerSpec` that of `noloco join`.
+    `digest()` names the run, `load()` and `from_json()` check what they read, and peers send each other
+    `canonical_json()`. `RunSpec` is the spec of a training script, and `TrainerSpec` is the spec of `noloco join`.
     """
 
-    version: Annotated[Literal[1], about("format of this file")] = SPEC_VERSION
+    version: Annotated[Literal[1], about("format version of this file")] = SPEC_VERSION
     name: Annotated[
         str,
         Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$"),
-        about("letters, digits, . _ -; this name and the digest of all settings identify the run"),
+        about("letters, digits, '.', '_' and '-'; the name and the digest of all settings identify the run"),
     ]
     run_key: Annotated[
         str,
         Field(pattern=r"^(12D3KooW[1-9A-HJ-NP-Za-km-z]{44})?$"),
         about(
-            'key that signs invitations to a private run, written by `noloco init --private`; "" = everybody may enter'
+            "key that signs invitations to a private run, written by `noloco init --private`; "
+            "if empty, everybody can enter"
         ),
     ] = ""
     outer: Annotated[
@@ -458,19 +503,22 @@ class Spec(Section):
     codec: Annotated[
         CodecSpec,
         about(
-            f"How vectors travel: {CODECS}; slow weights and momentum also {STATE_CODECS}, "
-            f"outer gradients {COARSE_CODECS}."
+            f"How vectors are encoded: {CODECS}. Slow weights and momentum can also use {STATE_CODECS}, "
+            f"and outer gradients {COARSE_CODECS}."
         ),
     ] = CodecSpec()
 
     @property
     def schedule_steps(self) -> int:
-        """Inner steps of the whole run; `progress` is counted in shares of them."""
+        """Return the number of inner steps of the whole run. `progress` is a fraction of them."""
         raise NotImplementedError
 
     @property
     def boundary_wait_s(self) -> float:
-        """The longest wait of training at the end of a round, in seconds; 0 if swaps have no late part."""
+        """Return the longest time that training waits at the end of a round, in seconds.
+
+        It is 0 if swaps have no late part.
+        """
         return self.outer.max_wait_s if self.codec.has_late_part else 0.0
 
     def warnings(self) -> list[str]:
@@ -485,9 +533,9 @@ class Spec(Section):
         return warnings
 
     def canonical_json(self) -> bytes:
-        """The one byte string of a spec: sorted keys, no spaces, and all fields including defaults.
+        """Return the canonical bytes of a spec: sorted keys, no spaces, and all fields including defaults.
 
-        Fields in YOUNG are left out at their defaults; so is the run key of an open run.
+        Fields in YOUNG are omitted if they have their defaults, and so is the run key of an open run.
         """
         values = self.model_dump(mode="json", exclude=None if self.run_key else {"run_key"})
         for dotted in YOUNG:
@@ -499,12 +547,15 @@ class Spec(Section):
         return json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
 
     def digest(self) -> str:
-        """The digest: 64 hexadecimal digits (blake3 of the canonical JSON)."""
+        """Return the digest of the spec: 64 hexadecimal digits (BLAKE3 of the canonical JSON)."""
         return blake3(self.canonical_json()).hexdigest()
 
     @property
     def first_inner_steps(self) -> int:
-        """Length of a peer's first round; with "auto" at most a fifth of the run, if the bounds allow that."""
+        """Return the length of a peer's first round.
+
+        With "auto", it is at most a fifth of the run, if the bounds allow that.
+        """
         first, total_steps = self.outer.first_inner_steps, self.schedule_steps
         if not self.outer.is_auto:
             return first
@@ -512,14 +563,17 @@ class Spec(Section):
 
     @property
     def run_id(self) -> str:
-        """The name and the first eight digits of the digest: short enough for folders and log lines."""
+        """Return the run's name and the first eight digits of its digest.
+
+        It is short enough for folders and log lines.
+        """
         return f"{self.name}-{self.digest()[:8]}"
 
     @classmethod
     def from_dict(cls, values: dict[str, Any], *, origin: str) -> Self:
-        """Check `values`. Raises SpecError, which names every wrong dotted field and `origin`.
+        """Check `values` and return the spec. Raises SpecError, which names every wrong dotted field and `origin`.
 
-        `Spec.from_dict` returns a RunSpec or a TrainerSpec; each of the two refuses values of the other kind.
+        `Spec.from_dict` returns a RunSpec or a TrainerSpec. The two subclasses refuse values of the other kind.
         """
         kind = RunSpec if RUN_SPEC_FIELD in values else TrainerSpec
         if not issubclass(kind, cls):
@@ -531,7 +585,10 @@ class Spec(Section):
 
     @classmethod
     def load(cls, path: Path | str) -> Self:
-        """Read a TOML file. Raises SpecError when it is missing, is not TOML, or holds a wrong value."""
+        """Read a spec from a TOML file.
+
+        Raises SpecError if the file is missing, is not TOML, or holds a wrong value.
+        """
         path = Path(path)
         try:
             values = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -545,7 +602,9 @@ class Spec(Section):
 
     @classmethod
     def from_json(cls, data: bytes, *, expected_digest: str, origin: str) -> Self:
-        """Read what another peer sent, and check that it has the digest of the ticket. Raises SpecError."""
+        """Read a spec that another peer sent. Raises SpecError if it is wrong or does not have the digest of the
+        ticket.
+        """
         if len(data) > MAX_SPEC_BYTES:
             raise SpecError(f"{origin}: a spec of {len(data)} bytes is over the limit of {MAX_SPEC_BYTES}")
         try:
@@ -561,7 +620,10 @@ class Spec(Section):
         return spec
 
     def with_changes(self, changes: dict[str, Any], *, origin: str = "change") -> Self:
-        """Return a new spec with dotted fields replaced, for example `{"outer.alpha": 0.3}`. Raises SpecError."""
+        """Return a new spec with some dotted fields replaced, for example `{"outer.alpha": 0.3}`.
+
+        Raises SpecError for an unknown field or a wrong value.
+        """
         values = self.model_dump(mode="json")
         for dotted, value in changes.items():
             *sections, key = dotted.split(".")
@@ -577,9 +639,9 @@ class Spec(Section):
 
 
 class RunSpec(Spec):
-    """The run of a training script, which has its own model, data and inner optimizer outside the spec."""
+    """The spec of a training script, which defines its model, data and inner optimizer outside the spec."""
 
-    total_steps: Annotated[Positive, about("inner steps of one peer, over which progress goes from 0 to 1")] = 60_000
+    total_steps: Annotated[Positive, about("inner steps of one peer in which progress goes from 0 to 1")] = 60_000
 
     @property
     def schedule_steps(self) -> int:
@@ -587,12 +649,12 @@ class RunSpec(Spec):
 
 
 class TrainerSpec(Spec):
-    """The run of a language model that `noloco join` trains."""
+    """The spec of a language model that `noloco join` trains."""
 
     model: Annotated[ModelSpec, about("A Llama built from sizes, or any causal language model by name.")] = ModelSpec()
     data: Annotated[
         DataSpec,
-        about("The training data. A spec names data and never holds a path, since paths belong to one machine."),
+        about("The training data. A spec names data and never holds a path, because paths belong to one machine."),
     ] = DataSpec()
     train: Annotated[TrainSpec, about("The inner optimization of each peer.")] = TrainSpec()
     evaluate: Annotated[EvaluateSpec, about("Perplexity on the same held-out sequences for all peers.")] = (
@@ -600,18 +662,20 @@ class TrainerSpec(Spec):
     )
     pipeline: Annotated[
         PipelineSpec,
-        about("Stages, for a model that is too large for one peer; `noloco init --stages N` writes this section."),
+        about("Stages, for a model that is too large for one peer. `noloco init --stages N` writes this section."),
     ] = PipelineSpec()
 
     @model_validator(mode="after")
     def _stages_fit_the_model(self) -> TrainerSpec:
         cut, num_layers = self.pipeline.cut, self.model.num_layers
         if cut != "auto" and not self.model.pretrained and sum(cut) != num_layers:
-            raise ValueError(f"pipeline.cut has {sum(cut)} blocks in all, and model.num_layers is {num_layers}")
+            raise ValueError(f"pipeline.cut has {sum(cut)} blocks in all, but model.num_layers is {num_layers}")
         if self.pipeline.stages == 1:
             return self
         if not self.model.parameter_seeds:
-            raise ValueError("model.parameter_seeds must be true in a run with stages: a peer draws only its own part")
+            raise ValueError(
+                "model.parameter_seeds must be true in a run with stages: a peer initializes only its own part"
+            )
         if self.model.lora.rank:
             raise ValueError("model.lora.rank must be 0 in a run with stages: adapters cannot be cut yet")
         if self.pipeline.microbatch > self.train.batch_size:
@@ -623,7 +687,7 @@ class TrainerSpec(Spec):
 
     @classmethod
     def of(cls, spec: Spec) -> TrainerSpec:
-        """Return the same spec, typed. Raises SpecError when it is the spec of a script."""
+        """Return the same spec, typed as a TrainerSpec. Raises SpecError if it is the spec of a script."""
         if not isinstance(spec, TrainerSpec):
             raise SpecError(f"{spec.name}: {OTHER_KIND['RunSpec']}")
         return spec
@@ -634,7 +698,10 @@ class TrainerSpec(Spec):
 
 
 def _name(name: str) -> str:
-    """A name on the hub, or one that a machine binds. With a path, a stranger could choose a place on each machine."""
+    """Check that `name` is a name on the hub or one that a machine can bind.
+
+    A path would let a stranger choose a place on each machine.
+    """
     if name and not (HUB_NAME.fullmatch(name) or PLAIN_NAME.fullmatch(name)):
         raise ValueError(
             f"{name!r} must be OWNER/NAME on the hub, or a plain name that is bound with --model NAME=FOLDER; "
@@ -644,15 +711,21 @@ def _name(name: str) -> str:
 
 
 def describe(error: ValidationError) -> str:
-    """Format one line per wrong field, with its dotted name: `outer.gamma must be < ...`."""
+    """Describe each wrong field with its dotted name, for example `outer.gamma must be < ...`."""
     lines = []
     for item in error.errors():
         dotted = ".".join(str(part) for part in item["loc"])
         message = item["msg"].removeprefix("Value error, ")
         first_word = message.split(" ", 1)[0]
-        if item["type"] == "value_error" and first_word.isidentifier():  # our own check names its field itself
-            dotted, message = f"{dotted}.{first_word}" if dotted else first_word, message.partition(" ")[2]
+        if item["type"] == "value_error":
+            if first_word.isidentifier():  # our own checks name the field themselves
+                dotted, message = f"{dotted}.{first_word}" if dotted else first_word, message.partition(" ")[2]
         elif item["type"] == "extra_forbidden":
             message = "is not a known field"
-        lines.append(f"{dotted}: {message}" if item["type"] != "value_error" else f"{dotted} {message}".lstrip())
+        elif message.startswith("Input should "):
+            given = f"; it is {reprlib.repr(item['input'])}" if isinstance(item["input"], str | int | float) else ""
+            message = f"must {message.removeprefix('Input should ')}{given}"
+        else:
+            dotted += ":"
+        lines.append(f"{dotted} {message}".lstrip())
     return "; ".join(lines)

@@ -1,4 +1,4 @@
-"""Copies bytes between two sockets in both directions, holding at most one block per direction."""
+"""Copy bytes between two sockets in both directions, holding at most one block per direction."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from pathlib import Path
 
 BLOCK_BYTES = 256 * 1024
 
-_block = memoryview(bytearray(BLOCK_BYTES))  # shared by all splices: it holds nothing between two callbacks of the loop
+# All splices share it, because it holds nothing between two callbacks of the event loop.
+_block = memoryview(bytearray(BLOCK_BYTES))
 
 
 class OneWay:
-    """Copies from `source` to `sink`. Reads only while nothing is held; `on_end` is called once, with whether it was
-    clean.
+    """A copy in one direction, from `source` to `sink`.
 
-    `may_take`: how many more bytes may be read; 0 ends the copy.
+    It reads only while it holds no unsent data. `may_take` returns how many more bytes may be read, and 0 ends the
+    copy. `on_end` is called once, with true if the source ended cleanly.
     """
 
     def __init__(
@@ -40,7 +41,7 @@ class OneWay:
         self._is_reading = True
 
     def stop(self) -> None:
-        """Stop, before its sockets are closed."""
+        """Stop copying. Call this before the sockets are closed."""
         if self._is_reading:
             self._loop.remove_reader(self._source)
         if self._is_writing:
@@ -77,7 +78,7 @@ class OneWay:
             self.start()
 
     def _send(self, data: memoryview | bytes) -> int | None:
-        """Return how much was sent; None when the copy has ended."""
+        """Send data and return the number of bytes sent, or None if the copy has ended."""
         try:
             return self._sink.send(data)
         except (BlockingIOError, InterruptedError):
@@ -92,9 +93,10 @@ class OneWay:
 
 
 class Splice:
-    """A caller's socket `near`, and `far`, that of a connection to whom it calls; owns both.
+    """A connection between a caller's socket `near` and a socket `far`, which leads to the server. It owns both
+    sockets.
 
-    may_take: how many more bytes of the caller may pass. `on_end` is called once, when both are closed.
+    `may_take` returns how many more bytes the caller may send. `on_end` is called once, when both sockets are closed.
     """
 
     def __init__(
@@ -122,7 +124,7 @@ class Splice:
         return self._out.passed_bytes
 
     def stop_taking(self) -> None:
-        """Copy only from the server from now on."""
+        """Stop reading from the caller. Data from the server is still copied."""
         self._in.stop()
 
     def close(self) -> None:
@@ -147,8 +149,11 @@ class Splice:
 
 
 def connected(server: Path, *, own_path: Path) -> socket.socket:
-    """A connection to the server on the Unix socket `server`. own_path: where it comes from, by which the server knows
-    it; nothing is left there. Raises OSError when the server takes no connection."""
+    """Connect to the server on the Unix socket `server`, and return the connection.
+
+    The connection is bound to `own_path`, by which the server identifies it. The file at `own_path` is removed right
+    away. Raises OSError if the server does not accept the connection.
+    """
     connection = socket.socket(socket.AF_UNIX)
     try:
         connection.setblocking(False)

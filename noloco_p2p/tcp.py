@@ -1,7 +1,7 @@
-"""TCP sockets: their options in this protocol, and how a caller learns the address at which others see it.
+"""Tune TCP sockets, and let a caller find out which address others see it at.
 
-The answer to a connection that begins with ASK is the address and port it comes from; then it is closed. TLS begins
-with another byte.
+A connection that begins with ASK is answered with the address and port that it comes from, and is then closed. TLS
+begins with a different byte.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from noloco_p2p.hosts import ip_of, is_port
 
 ASK = b"?"
 MAX_ANSWER_BYTES = 64
-# Data that was sent and not acknowledged may fill the link; data waiting behind it would delay a ping.
+# Sent data that is not yet acknowledged may fill the link. More data queued behind it would delay a ping.
 UNSENT_BYTES = 256 * 1024
-UNACKNOWLEDGED_MS = 5_000  # then the other machine is gone; gRPC sets the same for its own connections
+UNACKNOWLEDGED_MS = 5_000  # then the other machine counts as gone; gRPC uses the same value for its own connections
 FIRST_BYTE_S = 5.0
 MAX_ASKING = 256
 
@@ -23,29 +23,32 @@ Endpoint = tuple[str, int]  # IP address and port
 
 
 def tune(connection: socket.socket) -> None:
-    """Set a socket: small messages leave at once, little data waits before a slow link, a dead machine is noticed."""
+    """Set the options of a socket.
+
+    Small messages are sent at once, little data is queued in front of a slow link, and a dead machine is noticed.
+    """
     connection.setblocking(False)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     for name, value in (("TCP_NOTSENT_LOWAT", UNSENT_BYTES), ("TCP_USER_TIMEOUT", UNACKNOWLEDGED_MS)):
-        if hasattr(socket, name):  # macOS has not all of them
+        if hasattr(socket, name):  # macOS does not have all of them
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def endpoint(host: object, port: object) -> Endpoint:
-    """Validate an address and a port; an IPv4 address in the form of IPv6 becomes IPv4. Raises ValueError."""
+    """Validate an address and a port. An IPv4-mapped IPv6 address becomes an IPv4 address. Raises ValueError."""
     if not isinstance(host, str) or not isinstance(port, int) or not is_port(str(port)):
         raise ValueError(f"{host!r} and {port!r} are not an address and a port")
     return str(ip_of(host)), port
 
 
 def seen_from(connection: socket.socket) -> bytes:
-    """Return the answer to a connection that asks: `192.0.2.7 31337` and a newline."""
+    """Return the answer to a connection that asks where it comes from, such as `192.0.2.7 31337` and a newline."""
     host, port = connection.getpeername()[:2]
     return "{} {}\n".format(*endpoint(host, port)).encode()
 
 
 async def ask_from_where(connection: socket.socket) -> Endpoint:
-    """Ask the other end of a connection how it sees this one. Raises OSError, ValueError."""
+    """Ask the other end of a connection which address it sees. Raises OSError or ValueError."""
     loop = asyncio.get_running_loop()
     await loop.sock_sendall(connection, ASK)
     answer = b""
@@ -59,14 +62,17 @@ async def ask_from_where(connection: socket.socket) -> Endpoint:
 
 
 class Mirror:
-    """Tells callers the address at which it sees them, on its own port, for a node that has no gRPC server."""
+    """A server that tells callers which address it sees them at.
+
+    A node without a gRPC server runs it on its own port.
+    """
 
     def __init__(self) -> None:
         self._server: asyncio.Server | None = None
         self._num_asking = 0
 
     async def start(self, host: str, port: int) -> int:
-        """Listen, and return the real port. Raises OSError when it is taken."""
+        """Listen on the port, and return the actual port. Raises OSError if it is in use."""
         self._server = await asyncio.start_server(self._answer, host.strip("[]"), port)
         return self._server.sockets[0].getsockname()[1]
 

@@ -1,9 +1,9 @@
-"""A ticket: one string that names a run and where to enter it.
+"""Encode and decode tickets. A ticket is one string that names a run and tells where to enter it.
 
     noloco1 + base32( length:2 | fields.. | checksum:4 )      lower case, no padding, one line
 
-A field is `id:1 | length:2 | bytes`. Readers skip unknown ids, so newer tickets can carry more. The length
-distinguishes a truncated ticket from a mistyped one. Numbers are big-endian.
+A field is `id:1 | length:2 | bytes`. Readers skip unknown ids, so newer tickets can carry more. The length makes it
+possible to tell a truncated ticket from a mistyped one. Numbers are big-endian.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ _ALPHABET = frozenset(string.ascii_lowercase + "234567")
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """`addresses` are libp2p multiaddrs of peers to dial first, each ending in /p2p/PEER_ID.
+    """A ticket to a run.
 
-    With an `invitation` to a private run, the ticket is a secret.
+    `addresses` are libp2p multiaddrs of the peers to dial first, each ending in /p2p/PEER_ID. If there is an
+    `invitation` to a private run, the ticket is a secret.
     """
 
     run_name: str
@@ -51,7 +52,9 @@ class Ticket:
         if not _DIGEST.fullmatch(self.spec_digest):
             raise TicketError(f"{self.spec_digest!r} is not the digest of a run spec (64 hexadecimal digits)")
         if len(self.addresses) > MAX_ADDRESSES:
-            raise TicketError(f"{len(self.addresses)} addresses are too many for a ticket; it holds {MAX_ADDRESSES}")
+            raise TicketError(
+                f"{len(self.addresses)} addresses are too many for a ticket, which has space for {MAX_ADDRESSES}"
+            )
         for address in self.addresses:
             if not _MULTIADDR.fullmatch(address):
                 raise TicketError(
@@ -60,11 +63,11 @@ class Ticket:
 
     @property
     def run_id(self) -> str:
-        """The same as `Spec.run_id`."""
+        """Return the short name of the run, as `Spec.run_id` does."""
         return f"{self.run_name}-{self.spec_digest[:8]}"
 
     def encode(self) -> str:
-        """Return the ticket as one line. Raises TicketError when it would be longer than 4 KiB."""
+        """Return the ticket as one line. Raises TicketError if it would exceed 4,096 characters."""
         fields = _field(RUN_NAME, self.run_name.encode()) + _field(SPEC_DIGEST, bytes.fromhex(self.spec_digest))
         fields += b"".join(_field(ADDRESS, address.encode()) for address in self.addresses)
         if self.invitation:
@@ -73,13 +76,16 @@ class Ticket:
         text = PREFIX + base64.b32encode(data).decode().rstrip("=").lower()
         if len(text) > MAX_TICKET_CHARS:
             raise TicketError(
-                f"the ticket would have {len(text)} characters, the limit is {MAX_TICKET_CHARS}: use fewer addresses"
+                f"the ticket would have {len(text)} characters; the limit is {MAX_TICKET_CHARS}, so use fewer addresses"
             )
         return text
 
     @classmethod
     def decode(cls, text: str) -> Ticket:
-        """Read a ticket. Raises TicketError with the reason: not a ticket, too new, truncated or mistyped."""
+        """Decode a ticket.
+
+        Raises TicketError with the reason if it is not a ticket, needs a newer version, is truncated or is mistyped.
+        """
         fields = _open(_unarmour(text.strip().lower()))
         name, digest, addresses, invitation = "", "", [], None
         for number, value in _split(fields):
@@ -95,7 +101,7 @@ class Ticket:
 
 
 def is_ticket(text: str) -> bool:
-    """Whether `text` is meant as a ticket (of any version, perhaps damaged), and not as the name of a file."""
+    """Return whether `text` is meant to be a ticket (of any version, possibly damaged) rather than a file name."""
     return _LOOKS_LIKE.fullmatch(text.strip()) is not None
 
 
@@ -109,7 +115,7 @@ def _checksum(fields: bytes) -> bytes:
 
 def _unarmour(text: str) -> bytes:
     if len(text) > MAX_TICKET_CHARS:
-        raise TicketError(f"not a ticket: {len(text)} characters, and a ticket has at most {MAX_TICKET_CHARS}")
+        raise TicketError(f"not a ticket: it has {len(text)} characters, but a ticket has at most {MAX_TICKET_CHARS}")
     if not text.startswith(PREFIX):
         if text[:6] == PREFIX[:6] and text[6:7] in set("23456789"):
             raise TicketError(

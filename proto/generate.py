@@ -1,9 +1,10 @@
-"""Regenerate noloco_p2p/net/wire/v1 from peer.proto, or with --check report whether it is up to date.
+"""Regenerate noloco_p2p/net/wire/v1 from peer.proto, or check with --check whether it is up to date.
 
     python proto/generate.py [--check]
 
-The generator is deliberately older than the runtime: its code works with every protobuf from 5.29 to 7. It needs
-another protobuf than the package, so it has an environment of its own (.proto-venv, made on first use).
+The generator is deliberately older than the runtime, because its code works with every protobuf from 5.29 to 7. It
+needs a different version of protobuf than the package, so it has its own environment (.proto-venv), which is created on
+first use.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ FILES = ("peer_pb2.py", "peer_pb2.pyi", "peer_pb2_grpc.py")
 
 
 def generator_python() -> Path:
-    """Return the interpreter of the generator's own environment, which is made if it is missing."""
+    """Return the interpreter of the generator's own environment. The environment is created if it does not exist."""
     python = ENVIRONMENT / "bin" / "python"
     if not python.exists():
         venv.create(ENVIRONMENT, with_pip=True)

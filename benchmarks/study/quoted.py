@@ -713,20 +713,20 @@ def faults() -> list[Phrase]:
         phrase("after {:.0f} of 600 kills", claim("kills_and_flips", "kills")),
         phrase("{:,.0f} of 10,000 flips", claim("kills_and_flips", "wrong bits")),
         phrase(
-            "| {:+.2f}, {:+.2f} and {:+.2f} % (one of 8) |",
+            "| loss {:+.2f}, {:+.2f} and {:+.2f} % (one liar of 8) |",
             *(one(name) for name in ("scaled", "scaled-state", "noise")),
         ),
         phrase(
-            "{:+.1f} and {:+.1f} %; from a greedy liar {:+.1f} and {:+.1f} % |",
+            "{:+.1f} and {:+.1f} %; with a greedy liar {:+.1f} and {:+.1f} % |",
             *(one("sign-flipped"), one("flipped-gradient-x9")),
             *(of_greedy("sign-flipped"), of_greedy("flipped-gradient-x9")),
         ),
         phrase(
-            "by a copy of {:.0f} ms; {:.2f} % at one checkpoint in ten rounds",
+            "by a copy of {:.0f} ms, which is {:.2f} % at one checkpoint in ten rounds",
             claim("step_cpu", "a checkpoint holds"),
             claim("step_cpu", "which is, one in ten"),
         ),
-        phrase("after 10,000 refusals under 0.1 MB held"),  # the bound of the test
+        phrase("after 10,000 refusals, less than 0.1 MB is held"),  # the bound of the test
         phrase("by more than 1 % of its norm"),  # the bound of the test
         phrase(
             "at most {:.0f} % of the norm from the median",
@@ -734,8 +734,8 @@ def faults() -> list[Phrase]:
         ),
         phrase("and 75 % is the limit"),
         phrase(
-            "{:.1f} MB/s for a minute: swaps keep {:.2f} of their rate, the longest turn of the network thread is"
-            " {:.0f} ms of CPU, memory grows by {:.0f} MiB",
+            "{:.1f} MB/s for a minute: swaps keep {:.2f} of their rate, the longest turn of the network thread takes"
+            " {:.0f} ms of CPU time, and memory grows by {:.0f} MiB",
             claim("dht_flood", "flood"),
             claim("dht_flood", "share of the rate"),
             claim("dht_flood", "longest turn while flooded"),
@@ -744,23 +744,23 @@ def faults() -> list[Phrase]:
         phrase("{:.1f}, {:.1f}, {:.1f} and {:.1f} / live after 20, 40, 100 and 300 rounds", *greedy),
         phrase("it costs {:.1f} % of loss at most", worst),
         phrase(
-            "from a greedy liar {:+.1f} and {:+.1f} % (without that gate {:+.0f} and {:+.0f} %)",
+            "with a greedy liar, loss {:+.1f} and {:+.1f} % (without that gate {:+.0f} and {:+.0f} %)",
             *(of_greedy("stale"), of_greedy("noise"), without_distance("stale"), without_distance("noise")),
         ),
         phrase(
-            "beside 8 peers {:+.0f} and {:+.1f} % (asked: 3 %;",
+            "next to 8 peers changes the loss by {:+.0f} and {:+.1f} % (target: 3 %;",
             *(of_greedy("adaptive-back"), of_greedy("adaptive-uphill")),
         ),
-        phrase("over 90 % of the tokens/s of equal links"),  # the bound of the test
-        phrase("| cosine | below -0.1 between"),
-        phrase("in an honest swarm {:.1f} % of the length", line("attacks.txt", r"cut off honest offsets: ([\d.]+) %")),
+        phrase("over 90 % of the tokens/s with equal links"),  # the bound of the test
+        phrase("| cosine | if the cosine of the two outer gradients is below -0.1"),
+        phrase("in an honest swarm {:.1f} % of the norm", line("attacks.txt", r"cut off honest offsets: ([\d.]+) %")),
         phrase("8 replicas, 0.12M parameters"),
         phrase("and 1.5 shares of its rounds"),
-        phrase("with AdamW, fp32 and 0.5 0.7 0.7, so not"),
+        phrase("with AdamW, fp32, and 0.5, 0.7 and 0.7 for alpha, beta and gamma"),
         phrase(
-            "An honest swarm: {:+.2f} % in loss, mean of 3 seeds (noise from seed to seed {:.2f} %). One liar of eight,"
-            " one seed: at worst {:+.2f} %** (asked: within 3 %); without gates {:+.0f} % for a flipped sign, {:+.0f} %"
-            " for noise",
+            "the gates change the loss by {:+.2f} % (mean of 3 seeds; the noise from seed to seed is {:.2f} %). One"
+            " liar of eight raises the loss by {:.2f} % at worst** (one seed; the target was 3 %). Without gates, the"
+            " loss rises by {:.0f} % for a flipped sign and by {:.0f} % for noise",
             line("attacks.txt", r"mean of 3 seeds: ([-+\d.]+) %"),
             line("attacks.txt", r"noise from seed to seed: ([\d.]+) %"),
             line("attacks.txt", r"worst attack: .*, \+([\d.]+) %"),
@@ -768,10 +768,11 @@ def faults() -> list[Phrase]:
             line("attacks.txt", r"^noise +open .*\+([\d.]+) %"),
         ),
         phrase(
-            "an honest swarm {:+.2f} % in loss (one seed", line("attacks_none.txt", r"^honest +on .* ([-+][\d.]+) %")
+            "the loss of an honest swarm by {:+.2f} % (one seed",
+            line("attacks_none.txt", r"^honest +on .* ([-+][\d.]+) %"),
         ),
         phrase(
-            "One liar of eight: at worst {:+.1f} %, except that of row 52 ({:+.0f} %)",
+            "One liar of eight raises the loss by {:.1f} % at worst, except the liar of row 52 ({:.0f} %)",
             max(one(attack, "attacks_none") for attack in _NAIVE),
             one("adaptive-back", "attacks_none"),
         ),
@@ -787,9 +788,9 @@ def faults() -> list[Phrase]:
             sum(each["value"] for each in result("rms_gate") if each["claim"].endswith("honest frames")),
         ),
         phrase(
-            "with {:.1f} % of all swaps committed by one side only: the mean of the swarm ends {:.3f} away from that of"
-            " whole swaps, where another seed of the noise ends {:.2f} away; the distance does not grow (ratio of the"
-            " last quarter to the third: {:.2f}); the spread is {:.0f} % larger",
+            "with {:.1f} % of all swaps committed by one peer only. The mean of the swarm ends {:.3f} away from the"
+            " mean with complete swaps, while a run with another noise seed ends {:.2f} away. The distance does not"
+            " grow (ratio of the last quarter to the third: {:.2f}). The spread is {:.0f} % larger",
             100 * claim("half_commits", "swaps committed by one side"),
             claim("half_commits", "mean of the swarm"),
             claim("half_commits", "the same, from another seed"),
@@ -801,21 +802,23 @@ def faults() -> list[Phrase]:
         ),
         phrase("around the minimum, is {:.1f} % higher", claim("half_commits", "loss, here all noise")),
         phrase(
-            "{:.0f} kills, {:.0f} frozen, {:.0f} SIGTERM, {:.0f} times kill -9 of p2pd, {:.0f} restarts)",
+            "{:.0f} kills, {:.0f} freezes, {:.0f} SIGTERM, and kill -9 of p2pd {:.0f} times; there were {:.0f}"
+            " restarts",
             *(soak["faults"][name] for name in ("kill", "freeze", "terminate", "kill p2pd")),
             soak["restarts"],
         ),
         phrase(
-            "{:.0f} of 12 checkpoints were readable after a kill, peers left within {:.1f} s, and over the"
-            " life of a peer memory changed by {:.1f} to {:+.1f} MiB",
+            "After the kills, {:.0f} of 12 checkpoints were readable. Peers left within {:.1f} s. Over the life of a"
+            " peer, memory changed by {:.1f} to {:+.1f} MiB",
             soak["checkpoints_read_after_kill"],
             soak["slowest_farewell_s"],
             *(min(soak["growth_rss_mib"]), max(soak["growth_rss_mib"])),
         ),
         phrase(
-            "{:.0f} % of {:,.0f} rounds were swapped; of {:.0f} solo ones {:.0f}",
+            "Of {:,.0f} rounds, {:.0f} % were swapped. Of {:.0f} solo rounds, {:.0f}",
+            soak["rounds"]["rounds_here"],
             100 * soak["swapped_share"],
-            *(soak["rounds"][name] for name in ("rounds_here", "alone", "alone_refused")),
+            *(soak["rounds"][name] for name in ("alone", "alone_refused")),
         ),
         phrase("was not frozen was {:.1f} s", soak["longest_pause_s"]),
     ]
@@ -847,13 +850,13 @@ def scale() -> list[Phrase]:
         for num_peers in (100, 1_000, 10_000, 100_000, 1_000_000)
     ]
     swarms = {
-        "2 in lock step": "2 peers in lock step",
-        "3 in lock step (only two can pair in a round)": "3 peers in lock step",
-        "8 in lock step": "8 peers in lock step",
-        "8 at 1x-4x, beginning at random": "8 peers at 1x-4x",
-        "64 in lock step": "64 peers in lock step",
-        "64 at 1x-4x, beginning at random": "64 peers at 1x-4x",
-        "1,024 in lock step": "1024 peers in lock step",
+        "2 peers in lock step": "2 peers in lock step",
+        "3 peers in lock step (only two can pair in a round)": "3 peers in lock step",
+        "8 peers in lock step": "8 peers in lock step",
+        "8 peers with speeds of 1x to 4x, random starts": "8 peers at 1x-4x",
+        "64 peers in lock step": "64 peers in lock step",
+        "64 peers with speeds of 1x to 4x, random starts": "64 peers at 1x-4x",
+        "1,024 peers in lock step": "1024 peers in lock step",
     }
     pairs = [
         phrase(
@@ -871,7 +874,7 @@ def scale() -> list[Phrase]:
         *pairs,
         phrase("a signed record ({:.1f} KB when full", claim("directory", "a record") / 1e3),
         phrase(
-            "{:.2f} (unluckiest) and {:.2f} (luckiest) at 1,000; {:.2f} and {:.2f} at 100,000",
+            "is {:.2f} and {:.2f} at 1,000 peers, and {:.2f} and {:.2f} at 100,000 peers",
             *(
                 of(num_peers, f"chance of the {which}")
                 for num_peers in (1_000, 100_000)
@@ -879,7 +882,7 @@ def scale() -> list[Phrase]:
             ),
         ),
         phrase("The goal, 95 % within 5 offers each"),
-        phrase("which is about 200 reads per minute of {:.0f} KB", claim("directory", "a bucket of 32") / 1e3),
+        phrase("about 200 reads per minute of {:.0f} KB", claim("directory", "a bucket of 32") / 1e3),
         phrase("nearly 6 MB per minute (0.8 Mbit/s) of upload"),  # 200 times 29 KB
     ]
 
@@ -957,13 +960,13 @@ def _stage_settings() -> list[Phrase]:
         phrase("can train 1.8B parameters alone"),
         phrase("within 1 % of their loss"),
         phrase("reaches 70 % of the predicted speed"),
-        phrase("5 % of the microbatches lost, and 4 whole-model"),
+        phrase("5 % of the microbatches are lost."),
         phrase("The model has 0.22M parameters"),
-        phrase("(0.008 to 0.024). The pipeline had 0.024 at 32 sequences"),
-        phrase("and 0.016 below"),
+        phrase("(0.008 to 0.024). The pipeline used a rate of 0.024 at 32 sequences"),
+        phrase("and 0.016 with fewer sequences"),
         phrase("match a single machine within 1e-5"),
         phrase("3 stages of 4, 0.84M parameters"),
-        phrase("The target was 70 % for both lines"),
+        phrase("The target was 70 % for both links"),
         *(
             phrase(
                 f"| {words} | {{:,.0f}} | {{:.{max(0, len(digits) - 2)}f}} |",
@@ -979,7 +982,7 @@ def _stage_settings() -> list[Phrase]:
             *of_demo("demo_stages.txt"),
         ),
         phrase(
-            "it drops {:.0f} of {:,.0f} honest payloads, where ten times from the start drops {:.0f}",
+            "it drops {:.0f} of {:,.0f} honest payloads, while a limit of ten times from the start would drop {:.0f}",
             *(
                 sum(each["value"] for each in result("rms_gate") if each["claim"].endswith(what))
                 for what in ("dropped by the gate", "honest frames", "dropped by a tenfold limit")
@@ -1068,19 +1071,19 @@ def _ablations() -> list[Phrase]:
     base = stage_loss("ablations", "3 stages x 4")
     narrow, lossy = lateness("ablations", "4-2-4 replicas"), lateness("ablations", "20 % lost")
     return [
-        phrase("| random paths, swaps, nothing lost | {:.4f} |", base),
+        phrase("| base run: random paths, swaps, nothing lost | {:.4f} |", base),
         *(
             phrase(f"| {words} | {{:.4f}} | {{:+.1f}} % |", *(mine, above(mine, base)))
             for words, case in ABLATIONS.items()
             for mine in [stage_loss("ablations", case)]
         ),
         phrase(
-            "A loss of 20 % slows the run to {:.0f} % of the arithmetic, and as fewer microbatches are then in flight,"
-            " gradients come earlier ({:.2f} steps late instead of {:.2f})",
+            "A loss of 20 % slows the run to {:.0f} % of the predicted tokens/s. Because fewer microbatches are then in"
+            " flight, gradients come earlier ({:.2f} steps late instead of {:.2f})",
             *(speed("ablations", "20 % lost"), lossy[0], lateness("ablations", "3 stages x 4")[0]),
         ),
         phrase("gradients come earlier ({:.2f}, {:.2f} and {:.2f} steps late)", *narrow),
-        phrase("reaches {:.0f} % of the arithmetic of its narrower", speed("ablations", "4-2-4 replicas")),
+        phrase("reaches {:.0f} % of the tokens/s predicted for its narrower", speed("ablations", "4-2-4 replicas")),
     ]
 
 
@@ -1122,7 +1125,7 @@ def _lateness() -> list[Phrase]:
             )
         ),
         phrase(
-            "| 20 % lost, so that fewer are in flight | | {:.2f}, {:.2f}, {:.2f} | {:.1f} % against",
+            "| 20 % of the microbatches lost, so fewer are in flight | | {:.2f}, {:.2f}, {:.2f} | {:.1f} % compared",
             *lateness("ablations", "20 % lost"),
             above(stage_loss("ablations", "20 % lost"), base),
         ),
@@ -1140,12 +1143,12 @@ def _flow() -> list[Phrase]:
     both = [share("20", 16), share("100", 16)]
     late = [each["value"] for each in result("flow") if "in flight: at least an inner step late" in each["claim"]]
     return [
-        phrase("A link carries {:.0f} to {:.0f} % of these", min(both), max(both)),
+        phrase("a link carries {:.0f} to {:.0f} % of these", min(both), max(both)),
         *(
             phrase(f"| {name} Mbit/s | {{:.0f}} %{unit} | {{:.0f}} % |", *(share(name, 8), share(name, 16)))
-            for name, unit in (("20", " of the arithmetic"), ("100", ""))
+            for name, unit in (("20", " of the predicted tokens/s"), ("100", ""))
         ),
-        phrase("{:.0f} to {:.0f} % of the backwards came an inner step late", min(late), max(late)),
+        phrase("{:.0f} to {:.0f} % of the backwards came at least one inner step late", min(late), max(late)),
         phrase("cost {:.0f} % of the tokens/s", 100 * (1 - claim("flow", "100 Mbit/s with swaps: tokens / without"))),
         phrase(
             "keep **{:.0f} %** of their tokens/s", 100 * claim("flow", "churn, 4 stages x 6: tokens/s / undisturbed")

@@ -6,7 +6,7 @@ import sys
 
 
 def main() -> None:
-    """Entry point of the `noloco` script."""
+    """Run the `noloco` script."""
     from noloco_p2p.cli.app import run
 
     sys.exit(run(sys.argv[1:]))

@@ -99,7 +99,7 @@ async def _serve(settings: PeerSettings, identity: Identity, *, address_file: Pa
 
 
 def _stop_or_exit(stop: asyncio.Event, signum: int) -> None:
-    """The first signal stops the node in order; the second exits at once."""
+    """Stop the node in order at the first signal, and exit at once at the second."""
     if stop.is_set():
         os._exit(128 + signum)
     stop.set()

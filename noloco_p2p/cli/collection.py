@@ -1,4 +1,4 @@
-"""Garbage collection in long-running commands. Python has one collector for the whole process."""
+"""Tuning of Python's garbage collector in long-running commands. There is one collector for the whole process."""
 
 from __future__ import annotations
 

@@ -181,7 +181,7 @@ def _drawn(view: View) -> Group:
     from rich.table import Table
 
     bar = Table.grid(padding=(0, 1))
-    # Without a total the bar pulses, since the remaining time is unknown.
+    # Without a total, the remaining time is unknown, so the bar pulses.
     bar.add_row(ProgressBar(total=view.total or None, completed=view.done, width=30, pulse=not view.done), _told(view))
     if not view.rows:
         return Group(bar)

@@ -1,4 +1,4 @@
-"""Passing a ticket or an address from one process to another on the same machine, in a file."""
+"""Files that pass a ticket or an address from one process to another on the same machine."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ MAX_FILE_BYTES = 64 * 1024
 
 
 def resolve(text: str, *, timeout_s: float = FILE_TIMEOUT_S) -> str:
-    """Return the line in FILE for `@FILE`, waiting until the file exists; return any other text as it is.
+    """Return the line in FILE for `@FILE`, waiting until the file exists; return any other text unchanged.
 
-    Raises SettingsError.
+    Raises SettingsError if nobody writes the file in time.
     """
     if not text.startswith("@"):
         return text
@@ -46,7 +46,7 @@ def opened(run: str) -> TrainerSpec | Ticket:
 
 
 def ticket_in(run: str) -> str:
-    """Return the ticket in FILE for `@FILE`, without waiting; return any other text as it is. Raises TicketError."""
+    """Return the ticket in FILE for `@FILE`, without waiting; return any other text unchanged. Raises TicketError."""
     from noloco_p2p.ticket import Ticket
 
     if not run.startswith("@"):
@@ -65,7 +65,7 @@ def check_writable(path: Path | None, *, flag: str) -> None:
 def write(path: Path | None, line: str, *, flag: str, is_secret: bool = False) -> None:
     """Write the file atomically, as other processes may read it at any moment.
 
-    A secret is readable by this user alone. Raises SettingsError.
+    Only this user can read a secret. Raises SettingsError if the file cannot be written.
     """
     if path is None:
         return

@@ -30,8 +30,8 @@ def fork(
 ) -> None:
     """Start a new run from the weights of another one, with changed settings.
 
-    With a spec file it starts from the newest checkpoint on this machine, with a ticket from the state of a live peer:
-    the middle one of five. With a ticket of a run with stages, it takes one state per stage.
+    With a spec file, the fork starts from the newest checkpoint on this machine. With a ticket, it starts from the
+    state of a live peer, which is the middle one of five. For a run with stages, it takes one state per stage.
     """
     from noloco_p2p.spec import TrainerSpec
     from noloco_p2p.ticket import Ticket, is_ticket
@@ -77,7 +77,7 @@ def _take_kept(
     values: dict[str, Any],
     settings: PeerSettings,
 ) -> tuple[TrainerSpec, TrainerSpec]:
-    """Fork from a checkpoint on this machine. Returns the specs of the old and the new run."""
+    """Fork from a checkpoint on this machine. It returns the specs of the old and the new run."""
     from noloco_p2p.peer.run_folder import folder_of
     from noloco_p2p.spec import TrainerSpec
     from noloco_p2p.trainer.merge import from_checkpoint
@@ -100,7 +100,7 @@ def _take_kept(
 async def _take_live(
     ticket: Ticket, start: NewStart, values: dict[str, Any], folders: dict[str, str]
 ) -> tuple[TrainerSpec, TrainerSpec]:
-    """Fork from live peers, with one stage in memory at a time. Returns the specs of the old and the new run."""
+    """Fork from live peers, with one stage in memory at a time. It returns the specs of the old and the new run."""
     import asyncio
 
     from noloco_p2p.telemetry.bars import drawing
@@ -120,7 +120,7 @@ async def _take_live(
 
 
 def _changed(old: TrainerSpec, values: dict[str, Any]) -> TrainerSpec:
-    """Return the spec of the fork; if the number of stages changes, its cut is still missing. Raises SpecError."""
+    """Return the spec of the fork. If the number of stages changes, it has no cut yet. Raises SpecError."""
     automatic: dict[str, Any] = {"name": f"{old.name}-fork"}
     if "pipeline.stages" in values:
         automatic["pipeline.cut"] = "auto"

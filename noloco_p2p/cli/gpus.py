@@ -1,7 +1,7 @@
 """`noloco join --gpus N` runs the same command N times, one process per GPU. Rank 0 is the peer.
 
 This does what `torchrun` does, for one machine, with two differences: no rank is killed while rank 0 leaves cleanly,
-and the exit code is that of rank 0.
+and the launcher returns the exit code of rank 0.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class OwnRank:
 
 
 def own_rank() -> OwnRank | None:
-    """Return None in a process that trains alone.
+    """Return the rank of this process; None if it is the only one.
 
-    Raises SettingsError when torchrun started several machines, since a peer is one machine.
+    Raises SettingsError if torchrun started several machines, because a peer is one machine.
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
@@ -79,7 +79,7 @@ def launch(arguments: Sequence[str], num_ranks: int) -> int:
         subprocess.Popen(
             [sys.executable, "-m", "noloco_p2p", *arguments],
             env=threads | os.environ | shared | address | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            start_new_session=True,  # the terminal sends Ctrl-C to this process alone, which passes it on
+            start_new_session=True,  # the terminal sends Ctrl-C only to this process, which passes it on
         )
         for rank in range(num_ranks)
     ]

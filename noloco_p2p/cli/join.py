@@ -6,7 +6,7 @@ import logging
 import os
 import signal
 import sys
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from noloco_p2p.ticket import Ticket
 
 log = logging.getLogger(__name__)
+
+STDOUT = 1
+ASKED = b"leaving after this inner step (a second Ctrl-C ends at once, without a checkpoint)\n"
 
 
 @takes_settings()
@@ -52,7 +55,7 @@ def join(
     entry.check_writable(ticket_file, flag="--ticket-file")
     if settings.gpus > 1 and own is None:
         raise typer.Exit(gpus_of_peer.launch(sys.argv[1:], settings.gpus))
-    # Before training there is nothing to save, so SIGTERM ends the program at once, as Ctrl-C does.
+    # Before training there is nothing to save, so SIGTERM ends the program at once, like Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     _say("starting (loading torch and hivemind takes some seconds)")
     from noloco_p2p.trainer.compute import choose_device
@@ -149,7 +152,7 @@ def _follow(own: OwnRank, settings: PeerSettings) -> None:
 
 
 def _check(run: str, settings: PeerSettings) -> Ticket | None:
-    """Report wrong, missing or occupied settings before the slow imports. Returns the ticket, if `run` is one."""
+    """Report wrong, missing or occupied settings before the slow imports. It returns the ticket, if `run` is one."""
     from noloco_p2p.control import FolderLock
     from noloco_p2p.peer.ports import Ports
     from noloco_p2p.ticket import Ticket
@@ -193,7 +196,7 @@ def unknown_name(settings: PeerSettings) -> list[str]:
 
 
 def _leave_on_signals(peer: Peer) -> None:
-    """The first SIGINT or SIGTERM leaves cleanly, the second exits at once; `noloco leave` does not count as one."""
+    """Leave cleanly at the first SIGINT or SIGTERM, and exit at once at the second. `noloco leave` does not count."""
     is_signalled = False
 
     def leave(signum: int, frame: FrameType | None) -> None:
@@ -201,6 +204,8 @@ def _leave_on_signals(peer: Peer) -> None:
         if is_signalled:
             os._exit(128 + signum)
         is_signalled = True
+        with suppress(OSError):
+            os.write(STDOUT, ASKED)  # print is not safe in a signal handler
         peer.request_leave()
 
     for signum in (signal.SIGINT, signal.SIGTERM):

@@ -107,7 +107,7 @@ async def _watch(entry: Ticket, choice: Choice, interval_s: float, *, as_json: b
 
 
 async def _draw(console: Any, choice: Choice, interval_s: float, look: Any) -> None:
-    """Draw full screen, again after each read and each change of the window size, until the first signal."""
+    """Draw on the whole screen, after each read and each change of the window size, until the first signal."""
     from rich.live import Live
 
     from noloco_p2p.monitor.terminal import headline, view

@@ -44,7 +44,7 @@ def resume(settings: PeerSettings, timeout_s: Timeout = 120.0) -> None:
 
 
 def _ask(folder: Path, verb: str) -> tuple[Path, dict[str, Any]]:
-    """Return (state folder, answer). The exit code is 1 when there is no peer to ask."""
+    """Return the state folder and the answer. The exit code is 1 if there is no peer to ask."""
     from noloco_p2p.control import FolderLock, ask
 
     reply = ask(folder, verb)

@@ -68,12 +68,12 @@ def lines(reply: dict[str, Any]) -> list[str]:
 
 
 def ways(neighbours: dict[str, str]) -> str:
-    """Format how many of them are reached in each way, as `3 direct, 1 punched`."""
+    """Format how many neighbours are reached in each way, like `3 direct, 1 punched`."""
     return ", ".join(f"{number} {way}" for way, number in Counter(neighbours.values()).most_common())
 
 
 def contribution(reply: dict[str, Any]) -> str:
-    """`2 h 5 min of training, 3.41M tokens, 41 swaps`; a script of one's own may not count its tokens."""
+    """Format the contribution: `2 h 5 min of training, 3.41M tokens, 41 swaps`. Scripts need not count tokens."""
     tokens = "" if reply["tokens"] is None else f"{count(reply['tokens'])} tokens, "
     swaps = "swap" if reply["swaps"] == 1 else "swaps"
     hidden = " (hours and tokens are hidden)" if reply["settings"]["hide_contribution"]["value"] else ""
@@ -122,7 +122,7 @@ def fault_lines(reply: dict[str, Any]) -> list[str]:
 
 
 def settings_lines(settings: dict[str, dict[str, Any]]) -> list[str]:
-    """List the settings that were changed, and where; `--json` also has the defaults."""
+    """List the settings that somebody changed, and their sources. `--json` also lists the defaults."""
     made = {name: setting for name, setting in sorted(settings.items()) if setting["origin"] != "default"}
     width = max(map(len, made), default=0)
     lines = [f"{name.ljust(width)}  {_shown(row['value'])}  ({row['origin']})" for name, row in made.items()]

@@ -41,7 +41,7 @@ def ticket(
 
 
 def _opens(run_key: Path | None, ticket: Ticket) -> bool:
-    """Whether the run key of the settings belongs to this run. The run may be open, or have another key."""
+    """Return whether the run key of the settings belongs to this run. The run may be open, or have another key."""
     from noloco_p2p.identity import Identity
 
     if run_key is None or ticket.invitation is None:

@@ -1,8 +1,8 @@
-"""Coding vectors as bytes, chunk by chunk. Pure: tensors in, bytes out, and back.
+"""Encode vectors as bytes, chunk by chunk, and decode them. This package does no I/O.
 
-A section of a swap is one vector cut into chunks of CHUNK_ELEMENTS (the last one is shorter). Each chunk is coded
-separately, so neither side ever holds a second fp32 copy of the vector. All sizes follow from the codec and the number
-of elements, before a byte is read.
+Each section of a swap is one vector. It is cut into chunks of CHUNK_ELEMENTS elements, of which the last may be
+shorter. Each chunk is encoded separately, so neither partner ever holds a second fp32 copy of the vector. The codec and
+the number of elements determine all sizes before any byte is read.
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ CODEC_NAMES = tuple(CODECS)
 
 
 def get_codec(name: str) -> Codec:
-    """Return the codec that a run spec calls `name`. Raises ValueError, which lists the known names."""
+    """Return the codec that a run spec calls `name`. Raises ValueError for an unknown name."""
     if name not in CODECS:
-        raise ValueError(f"unknown codec {name!r}; known are {', '.join(CODEC_NAMES)}")
+        raise ValueError(f"unknown codec {name!r}; the known codecs are {', '.join(CODEC_NAMES)}")
     return CODECS[name]
 
 
 def num_chunks(num_elements: int) -> int:
-    """The number of chunks of a section of `num_elements`; 0 for an empty one."""
+    """Return the number of chunks in a section of `num_elements` elements. An empty section has no chunks."""
     if num_elements < 0:
         raise ValueError(f"a section cannot have {num_elements} elements")
     return -(-num_elements // CHUNK_ELEMENTS)
 
 
 def chunk_range(num_elements: int, index: int) -> tuple[int, int]:
-    """The (start, stop) of one chunk of a section."""
+    """Return the range (start, stop) of elements in chunk `index` of a section."""
     start = index * CHUNK_ELEMENTS
     return start, min(start + CHUNK_ELEMENTS, num_elements)
 
 
 def chunk_bounds(num_elements: int) -> list[tuple[int, int]]:
-    """The (start, stop) of each chunk, in order and without gaps; all but the last have CHUNK_ELEMENTS."""
+    """Return the (start, stop) of each chunk, in order and without gaps."""
     return [chunk_range(num_elements, index) for index in range(num_chunks(num_elements))]
 
 
 def section_bytes(codec: Sized, num_elements: int) -> int:
-    """The total size of the payloads of all chunks of a section."""
+    """Return the total size of the payloads of all chunks in a section."""
     whole, rest = divmod(num_elements, CHUNK_ELEMENTS)
     num_chunks(num_elements)  # raises for a negative number
     return whole * codec.num_bytes(CHUNK_ELEMENTS) + (codec.num_bytes(rest) if rest else 0)

@@ -1,27 +1,27 @@
-"""Coding of activations and their gradients, which travel between the stages of a pipeline.
+"""Encode activations and their gradients, which travel between the stages of a pipeline.
 
 A tensor has shape (..., hidden), where the last axis is the hidden axis of one token. The payload holds the bytes of
-each token in turn, so its size follows from the shape alone. Unlike the codecs of a swap, which code a flat vector in
-chunks, these codecs never let two tokens share a scale.
+each token in turn, so its size depends only on the shape. The codecs of a swap encode a flat vector in chunks. By
+contrast, these codecs never let two tokens share a scale.
 
-int8 and int4 cut the channels of a token into blocks of BLOCK_CHANNELS; the last block may be shorter. A token has one
-scale (bf16) for each block, followed by the codes of each block.
+int8 and int4 cut the channels of a token into blocks of BLOCK_CHANNELS; the last block may be shorter. The bytes of a
+token hold one bf16 scale for each block, followed by the codes of each block.
 
-* int8: a value is `code * scale`. Its error is at most half of the scale, and the scale is at most
-  max|x| / 127 * (1 + 2^-7) over the block.
-* int4: a block x of n values is rotated first (`hadamard.py`), and the rotated block y is coded. A short last block is
-  padded with zeros to a power of two, at least 2, and the codes of all n rotated values travel. Byte i of a block is
-  code i + 16 * code (i + n / 2). The values are `signs * (codes H) * scale`. The Euclidean norm of the error of a block
-  is at most n / 2 times the scale, and the scale is at most max|y| / (7 n) * (1 + 2^-7). As max|y| <= sqrt(n) |x|, the
-  norm of the block bounds it, too.
+* int8: A decoded value is `code * scale`. Its error is at most half the scale, and the scale is at most max|x| / 127 *
+  (1 + 2^-7) over the block.
+* int4: A block x of n values is first rotated (see `hadamard.py`), and the rotated block y is encoded. A short last
+  block is padded with zeros to a power of two that is at least 2, and the codes of all n rotated values are sent. Byte
+  i of a block holds code i + 16 * code (i + n / 2). The decoded values are `signs * (codes H) * scale`. The Euclidean
+  norm of a block's error is at most n / 2 times the scale, and the scale is at most max|y| / (7 n) * (1 + 2^-7).
+  Because max|y| <= sqrt(n) |x|, the norm of the block also bounds the scale.
 
-Both bounds hold for each block of each token, so a channel that is far larger than the rest costs precision only in its
-own block. To both, rounding in fp32 adds at most 2^-13 of the norm of the block; a scale is at least 2^-126. Decoding
-to fp32 is exact, as codes are small integers, so every machine decodes the same numbers.
+These error bounds hold for each block of each token, so a channel that is far larger than the others costs precision
+only in its own block. Rounding in fp32 adds at most 2^-13 of the block's norm to either error. A scale is never below
+2^-126. Codes are small integers, so decoding to fp32 is exact and every machine decodes the same numbers.
 
-Values and gradients round to nearest. Stochastic rounding has no bias, but leaves a larger error in a weight gradient,
-because the signs of gradients already vary from token to token and keep the errors of tokens apart
-(benchmarks/activation_codecs.py).
+Activations and gradients are rounded to the nearest code. Stochastic rounding would have no bias, but it leaves a
+larger error in a weight gradient: the signs of gradients already vary from token to token, which keeps the errors of
+tokens from adding up (see benchmarks/activation_codecs.py).
 """
 
 from __future__ import annotations
@@ -40,51 +40,53 @@ from noloco_p2p.codec.hadamard import LARGEST_ORDER, hadamard, signs
 from noloco_p2p.errors import CorruptPayload, NotFinite
 
 BLOCK_CHANNELS = LARGEST_ORDER
-LARGEST = torch.finfo(torch.bfloat16).max  # of a decoded value, so that both fp32 and bf16 can hold it
+LARGEST = torch.finfo(torch.bfloat16).max  # the largest decoded value, which both fp32 and bf16 can represent
 
-# On a CPU the working set stays in a core's cache; an accelerator wants few and large kernels.
+# On a CPU, small chunks keep the working set in a core's cache. An accelerator is faster with few, large kernels.
 CPU_CHUNK_ELEMENTS, ACCELERATOR_CHUNK_ELEMENTS = 1 << 18, 1 << 24
 
 
 class ActivationCodec(Protocol):
-    """A codec of activations. It is stateless and deterministic in both directions."""
+    """A stateless codec for activations that is deterministic in both directions."""
 
     @property
     def name(self) -> str:
-        """The name in a run spec."""
+        """Return the name of this codec in a run spec."""
         ...
 
     def num_bytes(self, shape: Sequence[int]) -> int:
-        """The exact size of the payload of a tensor of that shape. Raises ValueError unless it is (..., hidden)."""
+        """Return the exact size of a tensor's payload in bytes. Raises ValueError if `shape` is not (..., hidden)."""
         ...
 
     def encode(self, values: Tensor) -> memoryview:
-        """Return the payload, in new memory, of a tensor (..., hidden) in any floating dtype, on any device.
+        """Return the payload of a tensor of shape (..., hidden) in new memory.
 
-        The work is done on the device of `values`, and only coded bytes are copied to the CPU (one synchronisation).
-        `values` is not changed. Raises ValueError for another kind of tensor, and for a value that is not finite or too
-        large for the codec. The sender checks this before sending, because a receiver blames it for a bad frame.
+        The tensor may have any floating-point dtype and be on any device; it is not changed. The work is done on its
+        device, and only the encoded bytes are copied to the CPU, with one synchronization. Raises ValueError for any
+        other kind of tensor, and for a value that is non-finite or too large for the codec. These checks protect the
+        sender, because a receiver blames the sender for a bad frame.
         """
         ...
 
     def check(self, payload: bytes | memoryview, *, shape: Sequence[int]) -> None:
-        """Raise what `decode` would raise, without decoding: for a frame that is kept coded."""
+        """Raise the errors that `decode` would raise, without decoding. Use this for a frame that stays encoded."""
         ...
 
     def decode(
         self, payload: bytes | memoryview, *, shape: Sequence[int], dtype: torch.dtype, device: torch.device = CPU
     ) -> Tensor:
-        """Decode to a new tensor of that shape, dtype and device. Every value is finite; fp16 saturates at its largest.
+        """Decode a payload to a new tensor with the given shape, dtype and device.
 
-        Raises CorruptPayload for a wrong length and NotFinite for bytes that no encoder writes. The caller, who knows
-        the sender, adds its name.
+        Every value is finite; in fp16, values that are too large are clamped to the largest finite value. Raises
+        CorruptPayload for a wrong length, and NotFinite for bytes that no encoder writes. The caller knows the sender
+        and adds its name to the error.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class RawActivationCodec:
-    """Elements in `dtype`, rounded to nearest even, little-endian."""
+    """A codec that stores each element in `dtype`, little-endian and rounded to nearest even."""
 
     name: str
     dtype: torch.dtype
@@ -113,13 +115,15 @@ class RawActivationCodec:
     def _checked(self, payload: bytes | memoryview, *, shape: Sequence[int]) -> Tensor:
         coded = _payload_bytes(payload, codec=self, shape=shape).view(self.dtype)
         if not within(coded, lowest=-LARGEST, highest=LARGEST):
-            raise NotFinite(f"{self.name} activations hold NaN, infinity or more than {LARGEST:.3g}; discard them")
+            raise NotFinite(
+                f"{self.name} activations contain NaN, infinity or a value above {LARGEST:.3g}; discard them"
+            )
         return coded
 
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """Adjacent blocks of one width in each token: their channels, and their positions in the bytes of a token."""
+    """Adjacent blocks of equal width in each token, with their channels and their positions in the token's bytes."""
 
     channels: slice  # fewer than num_blocks * width if the last block is padded
     num_blocks: int
@@ -130,8 +134,9 @@ class _Span:
 
 @dataclass(frozen=True, slots=True)
 class BlockActivationCodec:
-    """Codes -max_code..max_code with one bf16 scale per block. `is_rotated`: rotate first, and put two codes in a
-    byte.
+    """A codec with integer codes from -max_code to max_code and one bf16 scale per block.
+
+    If `is_rotated` is true, each block is rotated first, and two codes share a byte.
     """
 
     name: str
@@ -151,7 +156,7 @@ class BlockActivationCodec:
                 self._encode_span(tokens, coded, span=span, chunk=chunk)
         coded = coded.cpu()
         if not self._scales_valid(coded, hidden=hidden):
-            # NaN and infinity show up in the scale of their block
+            # a NaN or infinity makes the scale of its block invalid
             raise refused_value(tokens.flatten(), name=self.name)
         return coded.flatten().numpy().data
 
@@ -170,7 +175,7 @@ class BlockActivationCodec:
         return values.view(*shape)
 
     def _encode_span(self, tokens: Tensor, coded: Tensor, *, span: _Span, chunk: range) -> None:
-        """Code a chunk of `tokens` (tokens, hidden) into its places in `coded` (tokens, bytes per token)."""
+        """Encode a chunk of `tokens` (tokens, hidden) into its place in `coded` (tokens, bytes per token)."""
         blocks = torch.empty(len(chunk), span.num_blocks, span.width, dtype=torch.float32, device=tokens.device)
         num_channels, flat = span.channels.stop - span.channels.start, blocks.flatten(1)
         flat[:, :num_channels].copy_(tokens[chunk.start : chunk.stop, span.channels])
@@ -182,12 +187,12 @@ class BlockActivationCodec:
         blocks.mul_((scales * order).reciprocal()[:, :, None]).round_()
         if self.is_rotated:
             low, high = blocks.chunk(2, dim=2)
-            blocks = low.add_(high, alpha=16)  # at most 7 + 16 * 7 = 119: fits a signed byte
+            blocks = low.add_(high, alpha=16)  # at most 7 + 16 * 7 = 119, which fits in a signed byte
         coded[chunk.start : chunk.stop, span.scale_bytes].copy_(scales.to(torch.bfloat16).view(torch.uint8))
         _codes(coded, span=span, chunk=chunk).copy_(blocks)
 
     def _decode_span(self, coded: Tensor, values: Tensor, *, span: _Span, chunk: range) -> None:
-        """The inverse of `_encode_span`: writes a chunk of `values` (tokens, hidden)."""
+        """Decode a chunk of `coded` into `values` (tokens, hidden)."""
         codes = _codes(coded, span=span, chunk=chunk)
         blocks = torch.empty(len(chunk), span.num_blocks, span.width, dtype=torch.float32, device=coded.device)
         if self.is_rotated:
@@ -202,7 +207,7 @@ class BlockActivationCodec:
         out.copy_(_saturated(blocks.flatten(1)[:, : out.shape[1]], dtype=values.dtype))
 
     def _checked(self, payload: bytes | memoryview, *, shape: Sequence[int]) -> Tensor:
-        """Return the checked payload on the CPU, shape (tokens, bytes per token)."""
+        """Check a payload, and return it on the CPU with shape (tokens, bytes per token)."""
         num_tokens, hidden = _num_tokens_and_hidden(shape)
         coded = _payload_bytes(payload, codec=self, shape=shape).view(num_tokens, self._token_bytes(hidden))
         if not self._scales_valid(coded, hidden=hidden):
@@ -212,8 +217,9 @@ class BlockActivationCodec:
         return coded
 
     def _scales_valid(self, coded: Tensor, *, hidden: int) -> bool:
-        """Whether scales are normal, positive, and keep decoded values within LARGEST for any code (up to max_code +
-        1).
+        """Return whether all scales are normal, positive, and small enough to keep decoded values within LARGEST.
+
+        Decoded values must stay within it for every code that fits in the payload, up to max_code + 1.
         """
         return all(
             within(_scales(coded, span=span), lowest=FLOAT32.tiny, highest=self._largest_scale(span))
@@ -224,7 +230,7 @@ class BlockActivationCodec:
         return LARGEST / (self.max_code + 1) / self._order(span)
 
     def _spans(self, hidden: int) -> list[_Span]:
-        """The blocks of BLOCK_CHANNELS, and the last one if it is shorter."""
+        """Return one span for all blocks of BLOCK_CHANNELS, and another one for the last block if it is shorter."""
         num_whole, rest = divmod(hidden, BLOCK_CHANNELS)
         scales_end = SCALE_BYTES * (num_whole + bool(rest))
         whole_channels, whole_scales = num_whole * BLOCK_CHANNELS, num_whole * SCALE_BYTES
@@ -243,14 +249,14 @@ class BlockActivationCodec:
         return self._spans(hidden)[-1].code_bytes.stop if hidden else 0
 
     def _width(self, channels: int) -> int:
-        """The number of codes of a block of that many channels."""
+        """Return the number of codes in a block with this many channels."""
         return max(2, 1 << (channels - 1).bit_length()) if self.is_rotated else channels
 
     def _code_bytes(self, width: int) -> int:
         return width // 2 if self.is_rotated else width
 
     def _order(self, span: _Span) -> int:
-        """The factor that rotating twice multiplies by."""
+        """Return the factor by which two rotations multiply a block."""
         return span.width if self.is_rotated else 1
 
 
@@ -267,62 +273,65 @@ ACTIVATION_CODEC_NAMES = tuple(ACTIVATION_CODECS)
 
 
 def get_activation_codec(name: str) -> ActivationCodec:
-    """Return the codec that a run spec calls `name`. Raises ValueError, which lists the known names."""
+    """Return the codec that a run spec calls `name`. Raises ValueError for an unknown name."""
     if name not in ACTIVATION_CODECS:
-        raise ValueError(f"unknown activation codec {name!r}; known are {', '.join(ACTIVATION_CODEC_NAMES)}")
+        raise ValueError(f"unknown activation codec {name!r}; the known codecs are {', '.join(ACTIVATION_CODEC_NAMES)}")
     return ACTIVATION_CODECS[name]
 
 
 def _num_tokens_and_hidden(shape: Sequence[int]) -> tuple[int, int]:
     if not shape or min(shape) < 0:
-        raise ValueError(f"activations have the shape (..., hidden), not {tuple(shape)}")
+        raise ValueError(f"activations must have the shape (..., hidden), not {tuple(shape)}")
     return math.prod(shape[:-1]), shape[-1]
 
 
 def _as_tokens(values: Tensor) -> Tensor:
-    """Shape (tokens, hidden), detached; a view where possible."""
+    """Return `values` detached and with shape (tokens, hidden). The result is a view if possible."""
     num_tokens, hidden = _num_tokens_and_hidden(values.shape)
     if not values.is_floating_point():
-        raise ValueError(f"activations are floating-point numbers, not {values.dtype}")
+        raise ValueError(f"activations must be floating-point numbers, not {values.dtype}")
     return values.detach().reshape(num_tokens, hidden)
 
 
 def _payload_bytes(payload: bytes | memoryview, *, codec: ActivationCodec, shape: Sequence[int]) -> Tensor:
-    """The payload as a read-only uint8 tensor. Raises CorruptPayload when its length is wrong."""
+    """Return the payload as a uint8 tensor, which must not be changed. Raises CorruptPayload if its length is wrong."""
     view, expected = memoryview(payload), codec.num_bytes(shape)
     if view.nbytes != expected:
         raise CorruptPayload(
-            f"{codec.name} activations of shape {tuple(shape)} must have {expected} bytes, they have {view.nbytes}; "
-            "discard them"
+            f"{codec.name} activations of shape {tuple(shape)} must have {expected} bytes, "
+            f"but they have {view.nbytes}; discard them"
         )
     if not expected:
         return torch.empty(0, dtype=torch.uint8)
-    # Read-only memory is copied, because torch warns about it.
+    # Read-only memory is copied because torch warns about it.
     return torch.frombuffer(bytearray(view) if view.readonly else view, dtype=torch.uint8)
 
 
 def _chunks(num_tokens: int, width: int, *, device: torch.device) -> Iterator[range]:
-    """Yield ranges of tokens, `width` elements per token, as chunks of work."""
+    """Yield ranges of tokens that are processed together. Each token has `width` elements."""
     num_elements = CPU_CHUNK_ELEMENTS if device.type == "cpu" else ACCELERATOR_CHUNK_ELEMENTS
     step = max(1, num_elements // width)
     return (range(start, min(start + step, num_tokens)) for start in range(0, num_tokens, step))
 
 
 def _codes(coded: Tensor, *, span: _Span, chunk: range) -> Tensor:
-    """A view of the codes, int8, shape (tokens of the chunk, num_blocks of the span, bytes per block)."""
+    """Return a view of the int8 codes, with shape (tokens of the chunk, blocks of the span, bytes per block)."""
     code_bytes = coded[chunk.start : chunk.stop, span.code_bytes].view(torch.int8)
     return code_bytes.unflatten(1, (span.num_blocks, -1))
 
 
 def _scales(coded: Tensor, *, span: _Span) -> Tensor:
-    """The scales in fp32, shape (tokens, num_blocks of the span). A copy, since scales may start at an odd address."""
+    """Return the scales in fp32, with shape (tokens, blocks of the span).
+
+    They are copied because they may start at an odd address.
+    """
     return coded[:, span.scale_bytes].clone(memory_format=torch.contiguous_format).view(torch.bfloat16).float()
 
 
 def _times_hadamard(blocks: Tensor) -> Tensor:
-    """Multiply by the Hadamard matrix in fp32, also under autocast. Shape (tokens, blocks, width).
+    """Multiply `blocks` (tokens, blocks, width) by the Hadamard matrix in fp32, even under autocast.
 
-    Autocast does not affect calls with `out`.
+    Autocast does not affect calls that pass `out`.
     """
     out = torch.empty_like(blocks)
     torch.mm(blocks.flatten(0, 1), hadamard(blocks.shape[2], blocks.device), out=out.flatten(0, 1))
@@ -330,6 +339,6 @@ def _times_hadamard(blocks: Tensor) -> Tensor:
 
 
 def _saturated(values: Tensor, *, dtype: torch.dtype) -> Tensor:
-    """Clamp what would be infinite in `dtype`. All values are within LARGEST, so only fp16 needs it."""
+    """Clamp values that would be infinite in `dtype`. All values are within LARGEST, so only fp16 needs this."""
     largest = torch.finfo(dtype).max
     return values.float().clamp(-largest, largest) if largest < LARGEST else values  # bf16 cannot represent 65504

@@ -1,4 +1,4 @@
-"""The interface of every codec, and the checks that they share."""
+"""Define the interface of all codecs and the checks that they share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from noloco_p2p.errors import CorruptPayload
 
-CHUNK_ELEMENTS = 262_144  # 1 MiB of fp32: fits a core's cache, and a coded chunk is a well-sized gRPC message
+CHUNK_ELEMENTS = 262_144  # 1 MiB of fp32 fits in a core's cache, and an encoded chunk is a well-sized gRPC message
 
 CPU = torch.device("cpu")
 
@@ -20,14 +20,17 @@ assert sys.byteorder == "little", "payloads are little-endian and are read as na
 class Scratch:
     """Memory for intermediate values that is reused from chunk to chunk, by one thread at a time.
 
-    Memory that is new to the process costs more than the arithmetic on it.
+    Reusing memory is worthwhile because the first use of fresh memory takes longer than the arithmetic on it.
     """
 
     def __init__(self) -> None:
         self._tensors: dict[tuple[str, torch.device], Tensor] = {}
 
     def take(self, name: str, num_elements: int, *, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
-        """Return memory of shape (num_elements,), at most a chunk. The same name returns the same memory."""
+        """Return memory of shape (num_elements,), which is at most one chunk.
+
+        Calls with the same name and device return the same memory.
+        """
         key = (name, device)
         if key not in self._tensors:
             self._tensors[key] = torch.empty(CHUNK_ELEMENTS, dtype=dtype, device=device)
@@ -35,38 +38,41 @@ class Scratch:
 
 
 class Sized(Protocol):
-    """What is known of a codec before a byte is read."""
+    """The properties of a codec that are known before any byte is read."""
 
     @property
     def name(self) -> str:
-        """The name in a run spec."""
+        """Return the name of this codec in a run spec."""
         ...
 
     def num_bytes(self, num_elements: int) -> int:
-        """The exact size of the payload of a chunk. Raises ValueError unless 0 <= num_elements <= CHUNK_ELEMENTS."""
+        """Return the exact size in bytes of a chunk's payload.
+
+        Raises ValueError unless 0 <= num_elements <= CHUNK_ELEMENTS.
+        """
         ...
 
 
 class Codec(Sized, Protocol):
-    """Codes one chunk of a vector as bytes, and back. It is stateless and deterministic."""
+    """A stateless and deterministic codec for the chunks of a vector."""
 
     def encode_into(self, values: Tensor, out: Tensor, *, scratch: Scratch) -> None:
-        """Code a chunk: 1-D, contiguous, any floating dtype, any device, at most CHUNK_ELEMENTS.
+        """Encode a chunk into `out`.
 
-        out: uint8 on the CPU, shape (num_bytes,). The work is done on the device of `values`; only coded bytes are
-        copied to
-        the CPU (one synchronisation). `values` is not changed. Raises ValueError for another shape and for a value
-        that is
-        not finite or too large for the codec; the content of `out` is then undefined.
+        `values` is a contiguous 1-D tensor of at most CHUNK_ELEMENTS elements, in any floating-point dtype and on any
+        device; it is not changed. `out` is a uint8 tensor of shape (num_bytes,) on the CPU. The work is done on the
+        device of `values`, and only the encoded bytes are copied to the CPU, with one synchronization. Raises
+        ValueError for any other shape, and for a value that is non-finite or too large for the codec. After an error,
+        the content of `out` is undefined.
         """
         ...
 
     def encode(self, values: Tensor) -> bytes:
-        """Return what `encode_into` writes, in new memory."""
+        """Return the bytes that `encode_into` writes, in new memory."""
         ...
 
     def check(self, payload: bytes | memoryview, *, num_elements: int) -> None:
-        """Raise what `decode` would raise, without decoding: for a chunk that is kept coded."""
+        """Raise the errors that `decode` would raise, without decoding. Use this for a chunk that stays encoded."""
         ...
 
     def decode(
@@ -77,44 +83,47 @@ class Codec(Sized, Protocol):
         out: Tensor | None = None,
         scratch: Scratch | None = None,
     ) -> Tensor:
-        """Decode to fp32 on the CPU, shape (num_elements,), every value finite, into `out` or a new tensor.
+        """Decode a payload to fp32 on the CPU, either into `out` or to a new tensor.
 
-        Raises CorruptPayload for a wrong length and for values that are not finite once decoded; the caller, who knows
-        the sender, adds its name. Raises ValueError for a `num_elements` that no chunk can have.
+        The result has shape (num_elements,), and all its values are finite. Raises CorruptPayload for a wrong length
+        and for values that are non-finite once decoded. The caller knows the sender and adds its name to the error.
+        Raises ValueError for a `num_elements` that no chunk can have.
         """
         ...
 
 
 def check_num_elements(num_elements: int) -> None:
     if not 0 <= num_elements <= CHUNK_ELEMENTS:
-        raise ValueError(f"a chunk has 0 to {CHUNK_ELEMENTS} elements, not {num_elements}; split with chunk_bounds()")
+        raise ValueError(
+            f"a chunk must have 0 to {CHUNK_ELEMENTS} elements, not {num_elements}; split with chunk_bounds()"
+        )
 
 
 def check_values(values: Tensor) -> None:
-    """Raise ValueError when `values` is not a chunk. Checks the shape and dtype only, never the elements."""
+    """Raise ValueError if `values` is not a chunk. This checks the layout and the dtype, but not the elements."""
     if values.ndim != 1 or not values.is_contiguous() or not values.is_floating_point():
         shape = tuple(values.shape)
-        raise ValueError(f"a chunk is a contiguous 1-D floating tensor, not {values.dtype} of shape {shape}")
+        raise ValueError(f"a chunk must be a contiguous 1-D floating tensor, not {values.dtype} of shape {shape}")
     check_num_elements(values.numel())
 
 
 def check_length(payload: bytes | memoryview, *, codec: Sized, num_elements: int) -> None:
-    """Raise CorruptPayload for a chunk of the wrong length."""
+    """Raise CorruptPayload if the payload of a chunk has the wrong length."""
     expected, received = codec.num_bytes(num_elements), memoryview(payload).nbytes
     if received != expected:
         raise CorruptPayload(
-            f"{codec.name} chunk of {num_elements} elements must have {expected} bytes, it has {received}; "
+            f"{codec.name} chunk of {num_elements} elements must have {expected} bytes, but it has {received}; "
             "discard the part"
         )
 
 
 def payload_bytes(payload: bytes | memoryview, *, codec: Codec, num_elements: int) -> Tensor:
-    """The payload as a read-only uint8 tensor. Raises CorruptPayload when its length is wrong."""
+    """Return the payload as a uint8 tensor, which must not be changed. Raises CorruptPayload if its length is wrong."""
     check_length(payload, codec=codec, num_elements=num_elements)
     if not memoryview(payload).nbytes:
         return torch.empty(0, dtype=torch.uint8)
     view = memoryview(payload)
-    # The copy costs 11 us for bf16; torch warns about read-only memory.
+    # Read-only memory is copied because torch warns about it. For bf16, the copy takes 11 us.
     return torch.frombuffer(bytearray(view) if view.readonly else view, dtype=torch.uint8)
 
 
@@ -126,7 +135,10 @@ def encoded(values: Tensor, *, codec: Codec) -> bytes:
 
 
 def within(values: Tensor, *, lowest: float, highest: float) -> bool:
-    """Whether all `values` lie in [lowest, highest]; NaN does not. One pass, 7 times as fast as isfinite().all()."""
+    """Return whether all `values` are in [lowest, highest]. NaN counts as outside.
+
+    This takes one pass and is seven times as fast as isfinite().all().
+    """
     if not values.numel():
         return True
     smallest, largest = torch.aminmax(values)
@@ -134,9 +146,9 @@ def within(values: Tensor, *, lowest: float, highest: float) -> bool:
 
 
 def refused_value(values: Tensor, *, name: str) -> ValueError:
-    """Return the error for a flat tensor that cannot be coded.
+    """Return the error for a flat tensor that cannot be encoded.
 
-    It names the first element that is not finite, or the largest one.
+    The error names the first non-finite element, or the largest element if all are finite.
     """
     bad = torch.nonzero(~torch.isfinite(values.detach()))
     index = int(bad[0]) if len(bad) else int(values.detach().abs().argmax())

@@ -1,20 +1,22 @@
-"""int8, int4, int2 and sign1: blocks of elements that share a scale.
+"""Encode vectors in blocks of elements that share a scale, with the codecs int8, int4, int2 and sign1.
 
-The payload of a chunk of n elements is ceil(n / block) scales (bf16), then the codes. An element is `code * scale`.
+The payload of a chunk of n elements consists of ceil(n / block) bf16 scales, followed by the codes. A decoded element
+is `code * scale`.
 
-* int8, int4: a scale is (largest magnitude of the block) / max_code, rounded *up* to bf16. No code is ever above
-  max_code, so nothing clips and no clamp is needed.
-* int2, sign1: the codes are odd (-3, -1, 1, 3 and -1, 1), and larger elements clip. The scale of int2 is 0.4979 times
-  the root mean square of the block: with that step four equidistant levels have the least mean squared error for a
-  Gaussian, 0.1188 (J. Max, "Quantizing for minimum distortion", IRE Trans. Inf. Theory 6, 1960, table II; levels that
-  are not equidistant reach 0.1175). The scale of sign1 is the mean magnitude, which is optimal for signs.
-* A scale is at least the smallest normal number (also for a block of zeros), so its reciprocal is finite and flushed
-  subnormals change nothing.
-* The product of a code of up to 8 bits and a bf16 of 8 significant bits is exact in fp32, so every machine decodes the
-  same numbers.
-* Codes that share a byte are not adjacent: int4 packs element i of the first half of the chunk with element i of the
-  second half, `low + 16 * high`, int2 packs four quarters and sign1 eight eighths. Each part is then contiguous in
-  memory, which suits vector units.
+* int8 and int4: The scale is the largest magnitude in the block divided by max_code, rounded *up* to bf16. No code can
+  exceed max_code, so nothing is clipped.
+* int2 and sign1: The codes are odd (-3, -1, 1, 3 for int2 and -1, 1 for sign1), and larger elements are clipped. The
+  scale of int2 is 0.4979 times the root mean square of the block. With that step, four equidistant levels have the
+  smallest mean squared error for a Gaussian, which is 0.1188 (J. Max, "Quantizing for minimum distortion", IRE Trans.
+  Inf. Theory 6, 1960, table II). Levels that are not equidistant reach 0.1175. The scale of sign1 is the mean
+  magnitude, which is optimal for signs.
+* A scale is never smaller than the smallest normal number, not even for a block of zeros. Its reciprocal is therefore
+  finite, and machines that flush subnormal numbers to zero get the same result.
+* The product of a code of up to 8 bits and a bf16 with 8 significant bits is exact in fp32, so every machine decodes
+  the same numbers.
+* Codes that share a byte are not adjacent. int4 packs element i of the first half of the chunk with element i of the
+  second half, as `low + 16 * high`. In the same way, int2 packs the four quarters of the chunk, and sign1 packs its
+  eight eighths. Each of these parts is contiguous in memory, which suits vector units.
 """
 
 from __future__ import annotations
@@ -40,20 +42,21 @@ from noloco_p2p.errors import NotFinite
 
 FLOAT32 = torch.finfo(torch.float32)
 SCALE_BYTES = 2
-GAUSSIAN_SCALE = 0.9957 / 2  # of int2: half a step, for a root mean square of 1
-# For the fields of a byte: the weight of each but the lowest, and the factor that moves each to the top.
+GAUSSIAN_SCALE = 0.9957 / 2  # the scale of int2, which is half a step, for a root mean square of 1
+# PLACES has the weight of each field of a byte except the lowest one.
+# TO_THE_TOP has the factor that moves each field to the top of the byte.
 PLACES = {bits: torch.tensor([float(1 << j) for j in range(bits, 8, bits)]) for bits in (1, 2)}
 TO_THE_TOP = {bits: torch.tensor([1 << 8 - bits - j for j in range(0, 8, bits)]).to(torch.int8) for bits in (1, 2)}
 
 
 @dataclass(frozen=True, slots=True)
 class BlockCodec:
-    """Symmetric codes -max_code..max_code, `codes_a_byte` of them per byte, with one bf16 scale per `block_elements`.
+    """A codec with symmetric codes from -max_code to max_code and one bf16 scale per `block_elements` elements.
 
-    quantize: takes blocks of shape (num_blocks, block_elements), of which the last is padded with zeros beyond
-    num_elements, and memory of that shape. It writes integers there, which `pack` takes and may overwrite, and
-    returns the
-    scales: bf16 values in fp32, invalid where a block is not finite.
+    Each byte holds `codes_a_byte` codes. `quantize` is called with blocks of shape (num_blocks, block_elements), the
+    number of elements, and a workspace of the same shape as the blocks. The last block is padded with zeros beyond the
+    last element. `quantize` writes integers to the workspace, which `pack` reads and may overwrite. It returns the
+    scales, which are bf16 values in fp32. The scale of a block with a non-finite value is invalid.
     """
 
     name: str
@@ -79,12 +82,12 @@ class BlockCodec:
         scales = self.quantize(blocks, num_elements, workspace)
         coded = out if values.device == out.device else torch.empty_like(out, device=values.device)
         scale_bytes, code_bytes = self._parts(coded, num_elements=num_elements)
-        scale_bytes.copy_(scales)  # exact: they are already bf16 values
+        scale_bytes.copy_(scales)  # exact because they are already bf16 values
         self.pack(workspace.view(-1), code_bytes)
         if coded is not out:
             out.copy_(coded)
         if not self._scales_valid(self._parts(out, num_elements=num_elements)[0]):
-            raise refused_value(values, name=self.name)  # NaN and infinity show up in the scale of their block
+            raise refused_value(values, name=self.name)  # a NaN or infinity makes the scale of its block invalid
 
     def check(self, payload: bytes | memoryview, *, num_elements: int) -> None:
         self._checked(payload, num_elements=num_elements)  # any code is valid, so only the scales are checked
@@ -102,7 +105,7 @@ class BlockCodec:
         self.unpack(code_bytes, values, scratch or Scratch())
         whole = num_elements // self.block_elements
         values[: whole * self.block_elements].view(whole, self.block_elements).mul_(scales[:whole, None])
-        values[whole * self.block_elements :].mul_(scales[whole:])  # the short last block: one scale, or nothing
+        values[whole * self.block_elements :].mul_(scales[whole:])  # the last block, if it is short
         return values
 
     def _checked(self, payload: bytes | memoryview, *, num_elements: int) -> tuple[Tensor, Tensor]:
@@ -119,26 +122,30 @@ class BlockCodec:
         return -(-num_elements // self.block_elements)
 
     def _as_blocks(self, values: Tensor) -> Tensor:
-        """Shape (num_blocks, block_elements); a view, unless the last block is short and needs padding."""
+        """Return `values` with shape (num_blocks, block_elements), as a view unless the last block needs padding."""
         missing = -values.numel() % self.block_elements
         return (pad(values, (0, missing)) if missing else values).view(-1, self.block_elements)
 
     def _scales_valid(self, scales: Tensor) -> bool:
-        """Whether scales are normal, positive, and `code * scale` is finite for any code in a byte (up to max_code +
-        1).
+        """Return whether all scales are normal, positive, and small enough to keep decoded values finite.
+
+        Decoded values must be finite for every code that fits in a byte, up to max_code + 1.
         """
         return within(scales.float(), lowest=FLOAT32.tiny, highest=FLOAT32.max / (self.max_code + 1))
 
     def _parts(self, coded: Tensor, *, num_elements: int) -> tuple[Tensor, Tensor]:
-        """Views of a payload: scales (bf16) and code bytes (int8)."""
+        """Return views of the scales (bf16) and the code bytes (int8) in a payload."""
         num_scale_bytes = SCALE_BYTES * self._num_blocks(num_elements)
         return coded[:num_scale_bytes].view(torch.bfloat16), coded[num_scale_bytes:].view(torch.int8)
 
 
 def block_scales(largest: Tensor, *, max_code: int) -> Tensor:
-    """Scales from the largest magnitude of each block: bf16 values in fp32, invalid if the magnitude is not finite."""
+    """Return the scale of each block, given the largest magnitude in the block.
+
+    The scales are bf16 values in fp32. The scale of a block whose magnitude is not finite is invalid.
+    """
     scales = (largest / max_code).clamp_min_(FLOAT32.tiny)
-    # round up to the next bf16, whose bits are the upper 16
+    # Round up to the next bf16 value. Its bits are the upper 16 bits of the fp32 value.
     scales.view(torch.int32).add_(0xFFFF).bitwise_and_(~0xFFFF)
     return scales
 
@@ -150,7 +157,7 @@ def quantize_largest(blocks: Tensor, num_elements: int, workspace: Tensor, *, ma
 
 
 def quantize_rms(blocks: Tensor, num_elements: int, workspace: Tensor) -> Tensor:
-    """Write c of the nearest code 2 c + 1, within -2..1."""
+    """Round each element to the nearest code 2 c + 1, write its c (-2 to 1), and return the scales."""
     block_elements = blocks.shape[1]
     scales = torch.linalg.vector_norm(blocks, dim=1).mul_(GAUSSIAN_SCALE * block_elements**-0.5)
     if rest := num_elements % block_elements:
@@ -161,7 +168,10 @@ def quantize_rms(blocks: Tensor, num_elements: int, workspace: Tensor) -> Tensor
 
 
 def quantize_signs(blocks: Tensor, num_elements: int, workspace: Tensor) -> Tensor:
-    """Write c of the code 2 c + 1: -1 for negative values, else 0."""
+    """Write -1 for each negative element and 0 for all others, and return the scales.
+
+    The numbers that are written are the c of the codes 2 c + 1.
+    """
     block_elements = blocks.shape[1]
     scales = torch.abs(blocks, out=workspace).sum(dim=1).mul_(1 / block_elements)
     if rest := num_elements % block_elements:
@@ -183,33 +193,33 @@ def unpack_bytes(code_bytes: Tensor, codes: Tensor, scratch: Scratch) -> None:
 
 
 def pack_nibbles(codes: Tensor, code_bytes: Tensor) -> None:
-    """Pack two codes per byte. With an odd number of codes, the high code of the last byte is 0."""
+    """Pack two codes into each byte. If the number of codes is odd, the high code of the last byte is 0."""
     half = code_bytes.numel()
-    packed = codes[:half].add_(codes[half : 2 * half], alpha=16)  # at most 7 + 16 * 7 = 119, which fits a signed byte
+    packed = codes[:half].add_(codes[half : 2 * half], alpha=16)  # at most 7 + 16 * 7 = 119: fits in a signed byte
     code_bytes.copy_(packed)
 
 
 def unpack_nibbles(code_bytes: Tensor, codes: Tensor, scratch: Scratch) -> None:
     half = code_bytes.numel()
     nibbles = scratch.take("nibbles", half, dtype=torch.int8)
-    torch.bitwise_left_shift(code_bytes, 4, out=nibbles).bitwise_right_shift_(4)  # extend the sign of the low four bits
+    torch.bitwise_left_shift(code_bytes, 4, out=nibbles).bitwise_right_shift_(4)  # sign-extend the low four bits
     codes[:half].copy_(nibbles)
     torch.sub(code_bytes, nibbles, out=nibbles).bitwise_right_shift_(4)
     codes[half:].copy_(nibbles[: codes.numel() - half])
 
 
 def pack_odd(codes: Tensor, code_bytes: Tensor, *, bits: int) -> None:
-    """Pack odd codes. `codes` holds c of each code 2 c + 1.
+    """Pack codes of the form 2 c + 1. `codes` holds the c of each code.
 
-    c of element i + j * len(code_bytes) is the signed field of `bits` bits of byte i, starting at bit `bits * j`.
-    Fields beyond the last element are 0.
+    Byte i stores the c of element i + j * len(code_bytes) in a signed field of `bits` bits, which starts at bit `bits *
+    j`. Fields beyond the last element are 0.
     """
     size, num_fields, half = code_bytes.numel(), 8 // bits, 1 << bits - 1
-    # One product is faster than a sum per field, and exact: these are whole numbers below 256.
+    # One matrix product is faster than a sum for each field. It is exact because these are whole numbers below 256.
     others = codes[size : num_fields * size].view(num_fields - 1, size)
     packed = codes[:size].addmv_(others.t(), PLACES[bits].to(codes.device))
-    # With `half` added to every c, the sum is the byte of these unsigned fields. Minus 128 it is a signed byte with the
-    # topmost bit flipped. Flipping the top bits of the other fields, too, subtracts `half` again.
+    # Adding `half` to every c makes all fields unsigned, and the sum is then their byte. Subtracting 128 gives a signed
+    # byte whose topmost bit is flipped. Flipping the top bits of the other fields as well subtracts `half` again.
     lift = half * 255 // ((1 << bits) - 1) - 128
     code_bytes.copy_(packed.add_(lift)).bitwise_xor_(lift)
 
@@ -217,8 +227,8 @@ def pack_odd(codes: Tensor, code_bytes: Tensor, *, bits: int) -> None:
 def unpack_odd(code_bytes: Tensor, codes: Tensor, scratch: Scratch, *, bits: int) -> None:
     size, num_fields = code_bytes.numel(), 8 // bits
     fields = scratch.take("fields", num_fields * size, dtype=torch.int8).view(num_fields, size)
-    # Each field moves to the top of its byte, and down again to all but one bit: 2 c, and a bit below it that becomes
-    # 1. A product of signed bytes keeps the low eight bits, and is faster than a shift.
+    # Each field is moved to the top of its byte and then back down, but one bit less far. This leaves 2 c plus an
+    # unused low bit, which is set to 1. A product of signed bytes keeps the low eight bits and is faster than a shift.
     torch.mul(code_bytes, TO_THE_TOP[bits][:, None], out=fields)
     codes.copy_(fields.bitwise_right_shift_(7 - bits).bitwise_or_(1).view(-1)[: codes.numel()])
 

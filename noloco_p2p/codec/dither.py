@@ -1,13 +1,15 @@
-"""The dither that two peers share in a swap: the same bits on every machine, from a seed and a position in the vector.
+"""Compute the dither that two partners share in a swap.
 
-WORDS are DITHER_ELEMENTS fixed 32-bit numbers (the output stream of blake3 of WORDS_KEY, little-endian). Block `b` of a
-section derives two 32-bit numbers from the seed, an odd `a` and any `c`; element i of the block gets
+Every machine computes the same bits from a seed and a position in the vector. WORDS are DITHER_ELEMENTS fixed 32-bit
+numbers: the output stream of blake3 of WORDS_KEY, read as little-endian. For block `b` of a section, two 32-bit numbers
+are derived from the seed. The first, `a`, is always odd; the second, `c`, can have any value. Element i of the block
+gets the dither
 
     dither = int32(a * WORDS[i] + c, wrapped) / 2**32          in [-0.5, 0.5]
 
-Over the seeds each element is uniform, because c is, and two elements are nearly independent, because the difference of
-their words is multiplied by a random odd number. This is four times as fast as a hash of each element, and uses
-integers only, so no two machines round it differently.
+Over all seeds, each element is uniformly distributed because c is. Two elements are nearly independent, because the
+difference of their words is multiplied by a random odd number. This method is four times as fast as hashing each
+element. It uses only integers, so all machines get the same result.
 """
 
 from __future__ import annotations
@@ -19,22 +21,25 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
-DITHER_ELEMENTS = 65_536  # 256 KiB of words, which fit a core's cache
+DITHER_ELEMENTS = 65_536  # 256 KiB of words, which fit in a core's cache
 WORDS_KEY = b"noloco_p2p shared dither 1"
 
 
 def dither_seed(swap_id: bytes, section: int) -> int:
-    """The seed of one section of one swap: the first 8 bytes of blake3(swap id, section as a byte), little-endian."""
+    """Return the seed of one section of one swap.
+
+    The seed is the first 8 bytes, as a little-endian number, of the blake3 hash of the swap ID and the section (one
+    byte).
+    """
     return int.from_bytes(blake3(swap_id + bytes([section])).digest(8), "little")
 
 
 def fill_dither(out: Tensor, *, scratch: Tensor, seed: int, block_index: int) -> None:
-    """Write the dither of the first elements of a block into `out` (fp32, at most DITHER_ELEMENTS).
+    """Write the dither of a block's first elements into `out`, an fp32 tensor of at most DITHER_ELEMENTS elements.
 
-    scratch: int32, as long as `out` and on its device; overwritten. seed: 64 bits. block_index: the position of the
-    block
-    in its section, in units of DITHER_ELEMENTS. Allocates nothing, because memory that is new to the process costs more
-    than the arithmetic.
+    `scratch` is an int32 tensor with the same size and device as `out`; it is overwritten. `seed` has 64 bits.
+    `block_index` is the position of the block in its section, in units of DITHER_ELEMENTS. The function does not
+    allocate memory for the elements, because the first use of fresh memory takes longer than the arithmetic.
     """
     factor, offset = block_numbers(seed, block_index)
     words = _words(out.device)[: out.numel()]
@@ -43,13 +48,19 @@ def fill_dither(out: Tensor, *, scratch: Tensor, seed: int, block_index: int) ->
 
 
 def block_numbers(seed: int, block_index: int) -> tuple[int, int]:
-    """Return a (odd) and c, int32, of a block, from blake3 of seed and block index (8 bytes each, little-endian)."""
+    """Return the int32 numbers a (always odd) and c of a block.
+
+    They come from the blake3 hash of the seed and the block index, which are 8 bytes each, little-endian.
+    """
     a, c = struct.unpack("<ii", blake3(struct.pack("<QQ", seed, block_index)).digest(8))
     return a | 1, c
 
 
 @lru_cache(maxsize=8)
 def _words(device: torch.device) -> Tensor:
-    """The words, int32, shape (DITHER_ELEMENTS,), never changed. Computed in 0.3 ms, once per device."""
+    """Return the words as an int32 tensor of shape (DITHER_ELEMENTS,), which must not be changed.
+
+    They are computed once per device, which takes 0.3 ms.
+    """
     words = blake3(WORDS_KEY).digest(4 * DITHER_ELEMENTS)
     return torch.frombuffer(bytearray(words), dtype=torch.int32).to(device)

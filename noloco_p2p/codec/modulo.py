@@ -1,25 +1,28 @@
-"""Modulo coding: two peers are close to each other, so the low-order bits of their numbers determine the difference.
+"""Implement modulo coding, which sends only the low-order bits of numbers.
 
-Both sides use the same grid for a section: a power-of-two step for each block of BLOCK_ELEMENTS, and a shared dither.
-An element x is the grid integer k = round(x / step + dither); it travels as its residue, k mod 2**bits. The dither
-cancels in a difference, so Q(x) = (k - dither) * step and
+The vectors of two partners are close to each other, so the low-order bits of their numbers determine the difference.
+Both partners use the same grid for a section, which has a power-of-two step for each block of BLOCK_ELEMENTS, and a
+shared dither. An element x corresponds to the grid integer k = round(x / step + dither), and it is sent as a residue, k
+mod 2**bits. With Q(x) = (k - dither) * step, the dither cancels in a difference, and
 
     h = (Q(partner) - Q(own)) / 2 = (k_partner - k_own) * step / 2
 
-follows from the residues as long as the integers differ by less than half of 2**bits. Residues cannot show whether they
-do. So a payload ends with a digest of the sender's full integers, and the receiver reconstructs them from its own ones.
-Both sides detect a failure in the same chunk, and code that chunk again without modulo. (Moniqua, arXiv 2002.11787, has
-the modulo and the shared dither; the grid, its bounds and the digest are new here.)
+follows from the residues as long as the integers differ by less than half of 2**bits. The residues alone do not show
+whether the integers are that close. Each payload therefore ends with a digest of the sender's full integers, which the
+receiver reconstructs from its own integers and compares. Both partners detect a failure in the same chunk, and they
+send that chunk again without modulo coding. The modulo and the shared dither come from Moniqua (arXiv 2002.11787); the
+grid, its bounds and the digest are new here.
 
-Codec `modulo` sends the lowest 4 bits. If a chunk fails, bits 4 and 5 of each integer follow, and then bits 6 and 7. So
-the number of bits follows from the actual distance instead of a predicted one, and the grid need not be coarse for a
-distance that it may have to span.
+The codec `modulo` first sends the lowest 4 bits of each integer. If a chunk fails, bits 4 and 5 follow, and if it fails
+again, bits 6 and 7 follow. The number of bits therefore depends on the actual distance and not on a prediction, and the
+grid need not be coarse just in case a distance is large.
 
-The payload of a chunk of n elements: residues, then the first 16 bytes of blake3 over the seed (8 bytes), the exponents
-of the chunk (a byte each) and the n integers as int32, all little-endian. So the digest also detects different grids.
-8 bits: one byte per element. 4 bits: byte i is residue i + 16 * residue (i + ceil(n / 2)), as in `blocks.py`. 2 bits:
-byte i has the residues i, i + q, i + 2 q and i + 3 q, q = ceil(n / 4), the first in its lowest bits. If earlier
-payloads carried b bits together, the residues are those of k // 2**b; the digest is the same.
+The payload of a chunk of n elements consists of the residues, followed by the first 16 bytes of a blake3 hash. The hash
+covers the seed (8 bytes), the exponents of the chunk (one byte each) and the n integers as int32, all little-endian.
+The digest therefore also reveals differences between the two grids. With 8 bits, each residue takes one byte. With 4
+bits, byte i holds residue i + 16 * residue (i + ceil(n / 2)), as in `blocks.py`. With 2 bits, byte i holds the residues
+i, i + q, i + 2 q and i + 3 q, where q = ceil(n / 4); the first one is in the lowest bits. If earlier payloads carried b
+bits in total, the residues are those of k // 2**b, and the digest stays the same.
 """
 
 from __future__ import annotations
@@ -39,36 +42,38 @@ from noloco_p2p.errors import CorruptPayload
 BLOCK_ELEMENTS = DITHER_ELEMENTS
 BLOCKS_A_CHUNK = CHUNK_ELEMENTS // BLOCK_ELEMENTS
 DIGEST_BYTES = 16
-OFF_GRID = bytes(DIGEST_BYTES)  # in place of the digest: this chunk is not on the grid
-MAX_INTEGER = 2.0**30  # in magnitude, so that an own integer plus a difference fits int32
+OFF_GRID = bytes(DIGEST_BYTES)  # replaces the digest of a chunk that is not on the grid
+MAX_INTEGER = 2.0**30  # the largest magnitude, so that the sum of an integer and a difference fits in an int32
 
-UNKNOWN = 127  # as an exponent: nothing is known of this block, so its chunk is not coded modulo
-LOWEST_EXPONENT, HIGHEST_EXPONENT = -100, 100  # steps, their reciprocals and all h are then normal fp32 numbers
-FINEST = 24  # a step is at least 2**-24 of the largest value of its block, since fp32 itself has no finer one
-REMEMBERED = 4  # swaps of which the largest distance is kept
-# By need: the ratio of a step to the root mean square of the last distance, before rounding up to a power of two.
-# Above a ratio of 2.4 the error of a swap (step**2 / 6 per number) is longer than the distance, and replicas diverge.
+UNKNOWN = 127  # the exponent of a block without recorded distances; its chunk cannot use modulo coding
+LOWEST_EXPONENT, HIGHEST_EXPONENT = -100, 100  # keep steps, their reciprocals and every h normal fp32 numbers
+FINEST = 24  # a step is at least 2**-24 of the largest value in its block, because fp32 itself is no finer
+REMEMBERED = 4  # number of recent swaps whose largest distances are kept
+# For a codec that sends bits as needed, this is the ratio of a step to the root mean square of the last distance. The
+# step is then rounded up to a power of two. Above a ratio of 2.4, the error of a swap (step**2 / 6 per number) exceeds
+# the distance, and replicas diverge.
 STEP_OVER_DISTANCE = 0.75
-MOST_HALVINGS = 2  # of a step, one for each round without a partner since the last swap
+MOST_HALVINGS = 2  # limit for halving a step, which is done once per round without a partner since the last swap
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """The grid of one section in one swap; equal on both sides.
+    """The grid of one section in one swap, which is the same for both partners.
 
-    exponents: one signed byte per block, from `agree`. seed: 64 bits, from `dither_seed`.
+    `exponents` has one signed byte per block and comes from `agree`. `seed` has 64 bits and comes from `dither_seed`.
     """
 
     exponents: bytes
     seed: int
 
     def covers(self, chunk_index: int) -> bool:
-        """Whether the chunk can be coded modulo; False if a bound of it is not known."""
+        """Return whether the chunk can use modulo coding. Every block of the chunk must have a known exponent."""
         return UNKNOWN not in self._of_chunk(chunk_index)
 
     def blocks(self, chunk_index: int, *, num_elements: int) -> Iterator[tuple[slice, int]]:
-        """Yield (slice of the chunk, exponent) of each block of a chunk of `num_elements`. Raises ValueError without a
-        grid.
+        """Yield (slice of the chunk, exponent) for each block of a chunk with `num_elements` elements.
+
+        Raises ValueError if the chunk has no grid.
         """
         exponents = self._of_chunk(chunk_index)
         if UNKNOWN in exponents or len(exponents) != num_blocks(num_elements):
@@ -78,7 +83,7 @@ class Grid:
             yield slice(start, min(start + BLOCK_ELEMENTS, num_elements)), exponent
 
     def digest(self, chunk_index: int) -> blake3:
-        """Return a hash that already covers the grid of the chunk; the caller adds its integers."""
+        """Return a hash that already covers the grid of the chunk. The caller adds the integers of the chunk to it."""
         start = chunk_index * BLOCKS_A_CHUNK
         return blake3(struct.pack("<Q", self.seed) + self.exponents[start : start + BLOCKS_A_CHUNK])
 
@@ -89,11 +94,11 @@ class Grid:
 
 @dataclass(frozen=True, slots=True)
 class ModuloCodec:
-    """Codes the `bits` low-order bits of each grid integer, or those above what `after` carries, whose chunk failed.
+    """A codec that sends `bits` low-order bits of each grid integer.
 
-    margin: ratio of the bound to the largest recent distance; None for a codec by need, whose step follows from the
-    error
-    alone.
+    If `after` is set, a chunk has failed with that codec, and this one sends the next higher bits. `margin` is the
+    ratio of the bound to the largest recent distance. It is None for a codec that sends more bits as needed, because
+    the step of such a codec depends only on the acceptable error.
     """
 
     name: str
@@ -103,17 +108,17 @@ class ModuloCodec:
 
     @property
     def is_by_need(self) -> bool:
-        """Whether more bits follow when these do not suffice, so that the grid need not be coarse."""
+        """Return whether more bits are sent if these do not suffice. In that case, the grid need not be coarse."""
         return self.margin is None
 
     @property
     def below(self) -> int:
-        """The bits of each integer that earlier payloads carried."""
+        """Return how many bits of each integer the earlier payloads carried."""
         return self.after.known_bits if self.after else 0
 
     @property
     def known_bits(self) -> int:
-        """The bits of each integer that are known with this payload and earlier ones."""
+        """Return how many bits of each integer are known after this payload and the earlier ones."""
         return self.below + self.bits
 
     @property
@@ -122,24 +127,26 @@ class ModuloCodec:
 
     @property
     def half_range(self) -> int:
-        """Grid integers must differ by less than this."""
+        """Return the limit below which the difference of two grid integers must stay."""
         return 1 << (self.known_bits - 1)
 
     def num_bytes(self, num_elements: int) -> int:
-        """The exact size of a payload."""
+        """Return the exact size of a payload in bytes."""
         check_num_elements(num_elements)
         return -(-num_elements * self.bits // 8) + DIGEST_BYTES
 
     def num_difference_bytes(self, num_elements: int) -> int:
-        """The exact size of what `differences` returns."""
+        """Return the exact size in bytes of the result of `differences`."""
         check_num_elements(num_elements)
         return -(-num_elements * self._difference_bits // 8)
 
     def encode(self, values: Tensor, *, grid: Grid, chunk_index: int) -> bytes:
-        """Code chunk `chunk_index`: 1-D, contiguous, any floating dtype, any device, at most CHUNK_ELEMENTS.
+        """Encode chunk `chunk_index`.
 
-        Values too large for the grid (MAX_INTEGER steps) give a payload that fails on both sides. `values` is not
-        changed. Raises ValueError for another shape, for a value that is not finite, and where the grid has no step.
+        `values` is a contiguous 1-D tensor of at most CHUNK_ELEMENTS elements, in any floating-point dtype and on any
+        device; it is not changed. If a value is too large for the grid (more than MAX_INTEGER steps), the result is a
+        payload that fails for both partners. Raises ValueError for any other shape, for a non-finite value, and for a
+        chunk without a grid.
         """
         check_values(values)
         residues = torch.empty(values.numel(), dtype=torch.uint8, device=values.device)
@@ -147,7 +154,7 @@ class ModuloCodec:
         for place, integers in _grid_integers(values, grid=grid, chunk_index=chunk_index):
             if integers is None:
                 return bytes(self.num_bytes(values.numel()) - DIGEST_BYTES) + OFF_GRID
-            residues[place].copy_(integers >> self.below if self.below else integers)  # the lowest byte of each
+            residues[place].copy_(integers >> self.below if self.below else integers)  # keeps the lowest byte
             digest.update(_little_endian(integers))
         return _packed(residues, bits=self.bits) + digest.digest(DIGEST_BYTES)
 
@@ -160,14 +167,11 @@ class ModuloCodec:
         chunk_index: int,
         earlier: bytes | memoryview = b"",
     ) -> bytes | None:
-        """Return k_partner - k_own of a chunk in `num_difference_bytes`, for `half_difference`; None when the chunk
-        failed.
+        """Return k_partner - k_own for a chunk, packed for `half_difference`, or None if the chunk failed.
 
-        values: the own chunk, as passed to `encode`. partner: its payload. earlier: the payloads before,
-        concatenated, which
-        `after` has checked. Either both sides get None or neither does. Raises ValueError as `encode` does, and
-        CorruptPayload
-        for a wrong length.
+        `values` is this peer's own chunk, as it was passed to `encode`, and `partner` is the partner's payload.
+        `earlier` holds the concatenated payloads before that one, which `after` has checked. Either both partners get
+        None or neither does. Raises ValueError in the same cases as `encode`, and CorruptPayload for a wrong length.
         """
         check_values(values)
         self.check(partner, num_elements=values.numel())
@@ -180,20 +184,23 @@ class ModuloCodec:
                 return None
             centred = self._centred(residues[place].sub_(integers.to(torch.uint8)))
             if not within(centred, lowest=1 - self.half_range, highest=self.half_range - 1):
-                return None  # exactly half: either side could be the larger one
+                return None  # at exactly half the range, either partner's integer could be the larger one
             digest.update(_little_endian(integers.add_(centred)))
         if digest.digest(DIGEST_BYTES) != memoryview(partner)[-DIGEST_BYTES:]:
             return None
         return _packed(residues, bits=self._difference_bits)
 
     def check(self, payload: bytes | memoryview, *, num_elements: int) -> None:
-        """Raise CorruptPayload for a payload of the wrong length; any residues of the right length are valid."""
+        """Raise CorruptPayload if the payload has the wrong length. Any residues of the right length are valid."""
         check_length(payload, codec=self, num_elements=num_elements)
 
     def half_difference(
         self, differences: bytes | memoryview, *, num_elements: int, grid: Grid, chunk_index: int
     ) -> Tensor:
-        """Return h of a chunk, fp32 on the CPU: exactly the negative of what the partner gets, element by element."""
+        """Return the half-difference h of a chunk in fp32 on the CPU.
+
+        The partner computes exactly the negative of it, element by element.
+        """
         if len(differences) != self.num_difference_bytes(num_elements):
             raise ValueError(f"{len(differences)} bytes are not the differences of {num_elements} elements")
         residues = _unpacked(differences, num_elements, bits=self._difference_bits)
@@ -203,7 +210,7 @@ class ModuloCodec:
         return half
 
     def _residues(self, payload: bytes | memoryview, earlier: bytes | memoryview, num_elements: int) -> Tensor:
-        """The partner's residues with all known bits; the bits above are undefined."""
+        """Return the partner's residues with all known bits. The bits above those are undefined."""
         residues = _unpacked(memoryview(payload)[:-DIGEST_BYTES], num_elements, bits=self.bits)
         if self.after is None:
             return residues
@@ -212,37 +219,44 @@ class ModuloCodec:
         return residues.bitwise_left_shift_(self.below).bitwise_or_(lower.bitwise_and_((1 << self.below) - 1))
 
     def _centred(self, residues: Tensor) -> Tensor:
-        """Map uint8 to the congruent int8 in [-half_range, half_range - 1]; bits above `known_bits` are dropped."""
+        """Map each uint8 residue to the congruent int8 in [-half_range, half_range - 1].
+
+        Bits above `known_bits` are dropped.
+        """
         unused = 8 - self.known_bits
         return (residues << unused).view(torch.int8) >> unused if unused else residues.view(torch.int8)
 
 
 MODULO8 = ModuloCodec(name="modulo8", bits=8, margin=2.0)  # 1.0001 bytes per parameter
-# 0.5001 bytes per parameter. There are seven steps from 0 to the bound, so an error is as large as a typical
-# difference. A tight bound suits it, although it fails a little more often. With gamma 0.7 replicas did not converge.
+# 0.5001 bytes per parameter. Only seven steps lie between 0 and the bound, so an error is as large as a typical
+# difference. A tight bound is therefore better, although chunks fail a little more often. Replicas did not converge
+# with gamma 0.7.
 MODULO4 = ModuloCodec(name="modulo4", bits=4, margin=1.0)
-# 0.5001 bytes per parameter for a chunk whose largest distance is below 7 steps, 0.7502 up to 31, 1.0002 up to 127.
+# A chunk takes 0.5001 bytes per parameter if its largest distance is below 7 steps, 0.7502 bytes up to 31 steps, and
+# 1.0002 bytes up to 127 steps.
 FOUR_BITS = ModuloCodec(name="modulo", bits=4)
 SIX_BITS = ModuloCodec(name="modulo", bits=2, after=FOUR_BITS)
 EIGHT_BITS = ModuloCodec(name="modulo", bits=2, after=SIX_BITS)
 
-# By the name in a run spec: the codec of a chunk, and the ones that follow when it fails.
+# Maps a name in a run spec to the codec of a chunk, followed by the codecs for the bits that are sent if the chunk
+# fails.
 MODULO_CODECS = {"modulo8": (MODULO8,), "modulo4": (MODULO4,), "modulo": (FOUR_BITS, SIX_BITS, EIGHT_BITS)}
 
 
 def num_blocks(num_elements: int) -> int:
-    """The number of exponents of the grid of a section."""
+    """Return the number of exponents in the grid of a section."""
     return -(-num_elements // BLOCK_ELEMENTS)
 
 
 def agree(own: bytes, partner: bytes, *, by_need: bool = False) -> bytes:
-    """Combine the proposals of both peers: the coarser step of each block, UNKNOWN if either side knows none.
+    """Combine the proposals of two partners into the exponents of their grid.
 
-    by_need: the finer step instead, UNKNOWN only if neither side knows one. Raises CorruptPayload when the partner's
+    Each block gets the coarser of the two steps, or UNKNOWN if either partner does not know one. If `by_need` is true,
+    each block gets the finer step, or UNKNOWN if neither partner knows one. Raises CorruptPayload if the partner's
     proposal has the wrong length or an exponent that no peer proposes.
     """
     if len(partner) != len(own):
-        raise CorruptPayload(f"it proposes a grid of {len(partner)} blocks, the section has {len(own)}")
+        raise CorruptPayload(f"it proposes a grid of {len(partner)} blocks, but the section has {len(own)}")
     if not own:
         return own
     mine, theirs = (torch.frombuffer(bytearray(exponents), dtype=torch.int8) for exponents in (own, partner))
@@ -253,9 +267,10 @@ def agree(own: bytes, partner: bytes, *, by_need: bool = False) -> bytes:
 
 
 class Bounds:
-    """Recent distances between partners, per block, from which the next grid of a section is proposed.
+    """Recent distances between partners, from which a peer proposes the next grid of a section.
 
-    Keeps at most REMEMBERED + 1 numbers per block. One thread at a time updates a chunk; chunks are independent.
+    At most REMEMBERED + 1 numbers are kept per block. Only one thread at a time may update a chunk, but chunks are
+    independent of each other.
     """
 
     def __init__(self, num_elements: int, *, codec: ModuloCodec) -> None:
@@ -267,14 +282,21 @@ class Bounds:
             self._measure, self._distance_to_step = _largest, codec.margin / (codec.half_range - 1)  # rounding adds < 1
         num_swaps = 1 if codec.is_by_need else REMEMBERED
         self._distances = torch.zeros(num_swaps, num_blocks(num_elements))  # newest first
-        self._magnitudes = torch.zeros(num_blocks(num_elements))  # of the values in the last swap
+        self._magnitudes = torch.zeros(num_blocks(num_elements))  # largest values in the last swap
 
     def begin_swap(self, round_index: int) -> None:
-        """Rounds since the last swap that received anything count as rounds without a partner."""
+        """Begin the swap of a round.
+
+        All rounds since the last swap that received anything count as rounds without a partner.
+        """
         self._round = round_index
 
     def update(self, chunk_index: int, *, half_difference: Tensor, values: Tensor) -> None:
-        """Record a received chunk, of any codec: its h and this peer's values, all finite."""
+        """Record a received chunk, whichever codec encoded it.
+
+        `half_difference` is the h of the chunk, and `values` are this peer's own values. All of these numbers are
+        finite.
+        """
         self._round_of_swap = self._round
         first = chunk_index * BLOCKS_A_CHUNK
         parts = zip(half_difference.split(BLOCK_ELEMENTS), values.split(BLOCK_ELEMENTS), strict=True)
@@ -284,9 +306,11 @@ class Bounds:
             self._magnitudes[block] = _largest(own)
 
     def propose(self) -> bytes:
-        """Return one exponent per block; UNKNOWN if no distance, or only 0, was seen, which predicts nothing.
+        """Return a proposal with one exponent per block.
 
-        By need it is lower after rounds without a partner: mixing is rarer then, so errors persist longer.
+        The exponent is UNKNOWN if no distance was seen, or only 0, because neither predicts anything. If the codec
+        sends bits as needed, the exponents are lower after rounds without a partner, because errors persist longer when
+        peers mix less often.
         """
         largest = self._distances.amax(dim=0)
         wanted = _above(largest * self._distance_to_step)
@@ -304,7 +328,7 @@ def _root_mean_square(values: Tensor) -> Tensor:
 
 
 def _packed(residues: Tensor, *, bits: int) -> bytes:
-    """Pack `residues` (n,) uint8, of which the low `bits` count; they are overwritten."""
+    """Pack the low `bits` of each of the uint8 `residues`, which are overwritten."""
     packed, *others = residues.split(max(1, -(-len(residues) * bits // 8)))
     if bits < 8:
         packed.bitwise_and_((1 << bits) - 1)
@@ -314,7 +338,10 @@ def _packed(residues: Tensor, *, bits: int) -> bytes:
 
 
 def _unpacked(packed: bytes | memoryview, num_elements: int, *, bits: int) -> Tensor:
-    """Unpack to (n,) uint8 on the CPU, in new memory; the bits above `bits` are undefined."""
+    """Unpack to new uint8 memory of shape (num_elements,) on the CPU.
+
+    In each residue, only the lowest `bits` are defined.
+    """
     if not num_elements:
         return torch.empty(0, dtype=torch.uint8)
     residues = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
@@ -322,22 +349,22 @@ def _unpacked(packed: bytes | memoryview, num_elements: int, *, bits: int) -> Te
 
 
 def _above(values: Tensor) -> Tensor:
-    """The exponent of the smallest power of two above each non-negative value; LOWEST_EXPONENT for 0."""
+    """Return the exponent of the smallest power of two above each non-negative value, or LOWEST_EXPONENT for 0."""
     return torch.frexp(values).exponent.masked_fill_(values == 0, LOWEST_EXPONENT)
 
 
 def _largest(values: Tensor) -> Tensor:
-    smallest, largest = torch.aminmax(values)  # one pass and no temporary
+    smallest, largest = torch.aminmax(values)  # takes one pass and no extra memory
     return torch.maximum(-smallest, largest)
 
 
 def _grid_integers(values: Tensor, *, grid: Grid, chunk_index: int) -> Iterator[tuple[slice, Tensor | None]]:
-    """Yield (slice of the chunk, int32 grid integers) of each block; None, as the last item, if one exceeds
-    MAX_INTEGER.
+    """Yield (slice of the chunk, int32 grid integers) for each block.
 
-    It reuses two buffers block by block, so that the working set stays in a core's cache: the integers of a block are
-    overwritten by the next one. x / step is exact and adding the dither rounds to fp32, so Q(x) is within step / 2 +
-    2**-24 |x| of x.
+    If an integer exceeds MAX_INTEGER, None takes the place of that block's integers, and the iterator ends. Two buffers
+    are reused from block to block to keep the working set in a core's cache, so each block overwrites the integers of
+    the previous block. Computing x / step is exact, and adding the dither rounds to fp32. Q(x) is therefore within step
+    / 2 + 2**-24 |x| of x.
     """
     values = values.detach()
     steps = torch.empty(min(len(values), BLOCK_ELEMENTS), dtype=torch.float32, device=values.device)

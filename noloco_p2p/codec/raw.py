@@ -1,4 +1,4 @@
-"""fp32 (exact) and bf16 (rounded to nearest even): the elements themselves, little-endian."""
+"""Encode vectors as fp32 (exact) or bf16 (rounded to nearest even), in little-endian byte order."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from noloco_p2p.errors import NotFinite
 
 @dataclass(frozen=True, slots=True)
 class RawCodec:
-    """Elements in `dtype`, without scale or header: `dtype.itemsize` bytes per parameter."""
+    """A codec that stores elements in `dtype` without a scale or header, at `dtype.itemsize` bytes per parameter."""
 
     name: str
     dtype: torch.dtype
@@ -36,9 +36,9 @@ class RawCodec:
     def encode_into(self, values: Tensor, out: Tensor, *, scratch: Scratch) -> None:
         check_values(values)
         values = values.detach()
-        # Rounded on the device, so that fewer bytes are copied; on the CPU directly into place.
+        # Values are rounded on their device so that fewer bytes are copied. On the CPU, they are rounded into `out`.
         coded = out.view(self.dtype).copy_(values if values.device.type == "cpu" else values.to(self.dtype))
-        if not self._all_finite(coded):  # checked after rounding, since the largest fp32 values become infinite in bf16
+        if not self._all_finite(coded):  # checked after rounding: the largest fp32 values become infinite in bf16
             raise refused_value(values, name=self.name)
 
     def check(self, payload: bytes | memoryview, *, num_elements: int) -> None:
@@ -58,7 +58,7 @@ class RawCodec:
     def _checked(self, payload: bytes | memoryview, *, num_elements: int) -> Tensor:
         coded = payload_bytes(payload, codec=self, num_elements=num_elements).view(self.dtype)
         if not self._all_finite(coded):
-            raise NotFinite(f"{self.name} chunk of {num_elements} elements holds NaN or infinity; discard the part")
+            raise NotFinite(f"{self.name} chunk of {num_elements} elements contains NaN or infinity; discard the part")
         return coded
 
     def _all_finite(self, coded: Tensor) -> bool:

@@ -1,17 +1,19 @@
-"""A count sketch: a linear map from a flat vector to 64 numbers, the same for all peers of a run at one mark.
+"""Compute count sketches, which are linear maps from a flat vector to 64 numbers.
 
-Element i goes with a sign into one of SKETCH_SIZE buckets; a hash of (run, mark, i) gives sign and bucket. The squared
-norm of a sketch is, in the mean over hashes, that of the vector, with a relative standard deviation of sqrt(2 /
-SKETCH_SIZE) = 18 %. As the map is linear, that also holds for distances between peers. Charikar, Chen, Farach-Colton:
-Finding frequent items in data streams (2002). Each mark has its own map, so the errors at two marks are independent and
-their mean is better than either. Sketches of different marks cannot be compared.
+At each mark, all peers of a run use the same map. The map adds element i, with a sign, to one of SKETCH_SIZE buckets; a
+hash of (run, mark, i) determines the sign and the bucket. On average over all hashes, the squared norm of a sketch
+equals that of the vector, with a relative standard deviation of sqrt(2 / SKETCH_SIZE) = 18 %. Because the map is
+linear, the same holds for distances between peers. See Charikar, Chen, Farach-Colton: Finding frequent items in data
+streams (2002). Each mark has its own map, so the errors at two marks are independent, and their mean is more accurate
+than either of them. Sketches made at different marks cannot be compared.
 
-A mark is a fraction of the schedule in units of 1 / MARKS. AT_REST stands for its end: it marks the final weights of a
-peer that has stopped training.
+A mark is a fraction of the schedule, in units of 1 / MARKS. AT_REST stands for the end of the schedule: it marks the
+final weights of a peer that has stopped training.
 
-The hash is a table of 2 x BLOCK_ELEMENTS bytes (the output stream of blake3 of KEY, mark and run). Six bits of each
-byte are the bucket, the highest one is the sign. Block b of the vector reads the table from its own offset, with its
-own sign, both from blake3 of KEY, mark, run and b. It takes 2 to 3 ns per element on one core; sums are in fp64.
+The hash is a table of 2 x BLOCK_ELEMENTS bytes (the output stream of blake3 of KEY, mark and run). The lowest six bits
+of each byte are the bucket, and the highest bit is the sign. Each block b of the vector starts at its own offset in the
+table and has its own sign; both come from blake3 of KEY, mark, run and b. A sketch takes 2 to 3 ns per element on one
+core. Sums are computed in fp64.
 """
 
 from __future__ import annotations
@@ -30,20 +32,20 @@ SKETCH_SIZE = 64
 MARKS = 1 << 24
 LARGEST_MARK = 1 << 31  # for a peer that keeps training long after the end of its schedule
 AT_REST = 0xFFFFFFFF
-BLOCK_ELEMENTS = 32_768  # torch splits larger tensors among threads, which belong to training
+BLOCK_ELEMENTS = 32_768  # torch splits larger tensors among threads, which training needs
 KEY = b"noloco_p2p sketch 2"
-LARGEST = 32_767  # of the 16-bit integers that travel
-LARGEST_STEP = 1e30  # so that squares and their sums stay finite
+LARGEST = 32_767  # the largest of the 16-bit integers that are sent
+LARGEST_STEP = 1e30  # keeps squares and their sums finite
 
 _PACKED = struct.Struct(f"<Iff{SKETCH_SIZE}h")
 
 
 @dataclass(frozen=True, slots=True)
 class Sketch:
-    """What a peer publishes.
+    """A sketch as a peer publishes it.
 
-    norm: Euclidean norm of the vector. Each number is off by up to half a `step`, uniformly: step^2 / 12 in mean
-    square.
+    `norm` is the Euclidean norm of the vector. The error of each number is uniformly distributed and at most half a
+    `step`, so its mean square is step^2 / 12.
     """
 
     mark: int
@@ -53,9 +55,9 @@ class Sketch:
 
 
 def sketch(vector: Tensor, *, run: str, mark: int) -> Tensor:
-    """Sketch a flat fp32 vector on the CPU: fp64, shape (SKETCH_SIZE,). `run`: the digest of the run's spec.
+    """Sketch a flat fp32 vector on the CPU, and return fp64 numbers of shape (SKETCH_SIZE,).
 
-    The vector is read block by block, and no copy of its size is made.
+    `run` is the digest of the run's spec. The vector is read block by block, and no copy of its size is made.
     """
     key = KEY + struct.pack("<I", mark) + run.encode()
     buckets, signs = _table(key)
@@ -68,15 +70,16 @@ def sketch(vector: Tensor, *, run: str, mark: int) -> Tensor:
 
 
 def norm(vector: Tensor) -> float:
-    """The Euclidean norm of a flat fp32 vector, summed in fp64 over blocks."""
+    """Return the Euclidean norm of a flat fp32 vector, adding the sums of its blocks in fp64."""
     return math.sqrt(sum(float(values.square().sum()) for values in vector.split(BLOCK_ELEMENTS)))
 
 
 def pack(values: Tensor, *, mark: int, norm: float) -> str:
-    """Pack a sketch into 175 characters; empty when it is not finite or all zeros.
+    """Pack a sketch into 175 characters, or return an empty string if the vector is non-finite or all zeros.
 
-    They are Base85 of the mark, the norm, the step between two 16-bit integers, and the integers. The error is at most
-    half a step, 1.5e-5 of the largest number, so that distances of 1e-4 of the norm survive.
+    The characters are the Base85 encoding of the mark, the norm, the step between two 16-bit integers, and the
+    integers. The error is at most half a step, which is 1.5e-5 of the largest number, so distances of 1e-4 of the norm
+    are preserved.
     """
     largest = float(values.abs().max())
     if not (largest < LARGEST_STEP and 0 < norm < LARGEST_STEP):
@@ -87,7 +90,7 @@ def pack(values: Tensor, *, mark: int, norm: float) -> str:
 
 
 def unpack(text: str) -> Sketch | None:
-    """Unpack a sketch. Returns None for invalid text, because strangers write records."""
+    """Unpack a sketch. Returns None for invalid text, which strangers can put in their records."""
     try:
         mark, norm, step, *integers = _PACKED.unpack(b85decode(text))
     except (ValueError, struct.error):
@@ -99,12 +102,12 @@ def unpack(text: str) -> Sketch | None:
 
 @lru_cache(maxsize=4)
 def _table(key: bytes) -> tuple[Tensor, Tensor]:
-    """Buckets (int64) and signs (fp32), shape (2 * BLOCK_ELEMENTS,), never changed."""
+    """Return the buckets (int64) and signs (fp32), each of shape (2 * BLOCK_ELEMENTS,), which must not be changed."""
     data = torch.frombuffer(bytearray(blake3(key).digest(2 * BLOCK_ELEMENTS)), dtype=torch.uint8)
     return (data & (SKETCH_SIZE - 1)).long(), 1.0 - 2.0 * (data >> 7).float()
 
 
 def _place(key: bytes, block: int) -> tuple[int, float]:
-    """The offset of block `block` in the table, and its sign."""
+    """Return the offset of a block in the table, and the block's sign."""
     shift, sign = struct.unpack("<HB", blake3(key + struct.pack("<Q", block)).digest(3))
     return shift % BLOCK_ELEMENTS, 1.0 - 2.0 * (sign & 1)

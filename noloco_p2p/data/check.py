@@ -1,4 +1,4 @@
-"""Checks the data of a run on this machine: files, samples, speed, and faults."""
+"""Check the data of a run on this machine: files, samples, speed, and faults."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from noloco_p2p.telemetry.progress import Progress
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-ROWS_OF_A_FILE = 200  # read from each file, unless all of it is read
-HUB_SHARDS = 3  # read from a hub data set, because each is a download
+ROWS_OF_A_FILE = 200  # rows read from each file, unless all of them are requested
+HUB_SHARDS = 3  # shards read from a hub data set, because each one is downloaded
 SAMPLES = 3
 READ_TOKENS = 1 << 20
 READ_S = 20.0
@@ -55,9 +55,10 @@ def check_data(
     full: bool = False,
     progress: Progress | None = None,
 ) -> DataReport:
-    """Read every file (`full`: every row), pack some batches as a peer would, and read the held-out sequences.
+    """Read the start of every file, pack some batches as a peer would, and read the held-out sequences.
 
-    Raises DataError when the run could not train here at all.
+    If `full` is true, all rows of all files are read. Otherwise, only a few shards of a hub data set are read. Raises
+    DataError if the run could not train on this machine at all.
     """
     report, progress = DataReport(), progress or Progress()
     faults = Faults(lambda fault: report.faults.extend([fault] if len(report.faults) < KEPT_FAULTS else []))

@@ -1,8 +1,8 @@
-"""The rows of a source: documents, or faults.
+"""Define the rows of a source, which are documents or faults.
 
-Documents are held out by hash, because all machines must agree on them without communication. `datasets` splits by a
-seed and the number of rows: with one more document on a machine, four in five of its held-out documents differ
-(benchmarks/data_library.py).
+A hash decides which documents are held out, because all machines must agree on them without communicating. `datasets`
+splits by a seed and the number of rows instead. If one machine had one more document than the others, four in five of
+its held-out documents would differ (benchmarks/data_library.py).
 """
 
 from __future__ import annotations
@@ -19,27 +19,30 @@ from noloco_p2p.errors import DataError
 
 log = logging.getLogger(__name__)
 
-REMEMBERED = 100_000  # places of faults; some of those beyond are counted once per epoch
-LOGGED_OF_A_FILE = 5  # individually; after that, each time their number has grown tenfold
+REMEMBERED = 100_000  # faults whose places are stored; a fault beyond these can count again in each epoch
+LOGGED_OF_A_FILE = 5  # faults logged one by one; after that, each time their number has grown tenfold
 
 
 class Unavailable(DataError):
-    """A piece cannot be read now, but may be readable later."""
+    """Raised if a piece cannot be read now, but may be readable later."""
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A text, or the token ids of one (1-D integers). `name`: identifies a text by its name rather than its content."""
+    """A text, or its token ids (1-D integers). If `name` is set, a hash of the name decides whether it is held out."""
 
     content: str | np.ndarray
-    origin: str  # for messages: the file or data set it comes from
+    origin: str  # the file or data set that it comes from, for messages
     name: str = ""
     line: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """An unusable line (from 1; a row in a table). `rest`: the rest of its file is unusable, too."""
+    """An unusable line of a file, or row of a table, counted from 1.
+
+    If `rest` is true, the rest of the file is unusable as well.
+    """
 
     file: str
     line: int | None
@@ -51,20 +54,21 @@ class Fault:
         return f"{place}: {self.reason}" + ("; the rest of the file is left out" if self.rest else "")
 
 
-Row = Document | Fault | None  # None: a row without a document
+Row = Document | Fault | None  # None is a row without a document
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One file or shard. `rows(start)` reads from row `start`; raises Unavailable."""
+    """One file or shard. `rows(start)` yields the rows from row `start` on, and raises Unavailable."""
 
     name: str
     rows: Callable[[int], Iterator[Row]]
 
 
 def is_held_out(document: Document, share: float) -> bool:
-    """Whether a document belongs to the `share` held out for validation, decided by its hash so that all machines
-    agree.
+    """Return whether a document belongs to the `share` that is held out for validation.
+
+    A hash of the document decides, so that all machines agree.
     """
     if document.name:
         key = document.name.encode()
@@ -76,7 +80,7 @@ def is_held_out(document: Document, share: float) -> bool:
 
 
 class Faults:
-    """Counts and logs each fault once; none is fatal. `on_fault` is called for it, on the thread that reads."""
+    """A log that counts and reports each fault once. It calls `on_fault` for each fault, on the thread that reads."""
 
     def __init__(self, on_fault: Callable[[Fault], None] | None = None) -> None:
         self.on_fault = on_fault

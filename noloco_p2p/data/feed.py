@@ -1,4 +1,4 @@
-"""The endless token ids of one source for one peer: epoch after epoch, without the held-out documents."""
+"""Provide a peer with the token ids of one source, epoch after epoch, without the held-out documents."""
 
 from __future__ import annotations
 
@@ -20,14 +20,17 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 BYTE_OFFSET = 3  # ByT5: 0 pad, 1 end of text, 2 unknown, then the 256 bytes
-MAX_DOCUMENTS = 64  # encoded together
+MAX_DOCUMENTS = 64  # documents encoded together
 MAX_CHARS = 1 << 16
 
 Encode = Callable[[Sequence[Document]], list[np.ndarray]]
 
 
 class Feed:
-    """`read` returns a few documents at a time. `state_dict` is the position of the next one."""
+    """An endless stream of the documents of one source.
+
+    `read` returns a few documents at a time, and `state_dict` returns the position of the next one.
+    """
 
     def __init__(
         self,
@@ -40,7 +43,7 @@ class Feed:
         faults: Faults,
         stop: threading.Event,
     ) -> None:
-        """`holdout`: the share of documents to leave out; 0 = the source has none that others validate on."""
+        """Open the source at its start. `holdout` is the share of documents to leave out, or 0 to use all of them."""
         self.name = part.source
         self.taken_tokens = 0
         self.epoch = 0
@@ -56,10 +59,10 @@ class Feed:
         self._open(START)
 
     def read(self) -> list[np.ndarray]:
-        """Return the token ids of the next documents, one array each; an empty list ends an epoch, and the next one
-        begins.
+        """Return the token ids of the next documents, one array each. An empty list marks the end of an epoch.
 
-        Raises DataError when a whole epoch had no document, or none could be read for a long time.
+        After an empty list, the next call begins a new epoch. Raises DataError if a whole epoch had no document, or if
+        no document could be read for a long time.
         """
         while documents := self._next_documents():
             if arrays := self._encode(documents):
@@ -69,14 +72,14 @@ class Feed:
         if not self._found:
             last = self._faults.last
             why = f"; the last fault of {self._faults.count}: {last}" if last else ""
-            raise DataError(f"data source {self.name!r} holds no document to train on{why}")
+            raise DataError(f"data source {self.name!r} contains no document to train on{why}")
         self.epoch += 1
         self._found = False
         self._open(START)
         return []
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position as values of JSON."""
+        """Return the position as JSON values."""
         return {
             "epoch": self.epoch,
             "place": self._reader.place.as_list(),
@@ -85,10 +88,11 @@ class Feed:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
-        """Return False, with a warning, if files were added or removed: their order has changed, and a new epoch
-        begins.
+        """Continue from the position in `state`. Return False, with a warning, if files were added or removed since
+        then.
 
-        Raises KeyError, TypeError or ValueError for anything that `state_dict` does not return.
+        The order of the files has then changed, so a new epoch begins. Raises KeyError, TypeError or ValueError for a
+        state that `state_dict` cannot have returned.
         """
         self.epoch, self.taken_tokens = int(state["epoch"]), int(state["taken_tokens"])
         place, known = Place.from_list(state["place"]), state["source"] == self._source.fingerprint
@@ -118,12 +122,14 @@ class Feed:
 
 
 def make_encoder(data: DataSpec, tokenizer: PreTrainedTokenizerBase, faults: Faults) -> Encode:
-    """Return a function from documents to the token ids (int32) of each, followed by the end-of-text token.
+    """Return a function that turns documents into token ids (int32), each document ending with the end-of-text token.
 
-    It encodes several texts at once, because a hub tokenizer spreads them over the cores. Bytes are computed
-    directly: the
-    tokenizer's own path runs in Python, one letter at a time, and would read a "</s>" in a text as the end of the text.
-    Token ids that do not fit the tokenizer are a fault, and left out. Raises DataError for an unusable tokenizer.
+    The function encodes several texts at once, because a hub tokenizer spreads them over the cores. For the tokenizer
+    `bytes`, it computes the ids directly. The tokenizer's own code runs in Python, one letter at a time, and would
+    treat a "</s>" in a text as the end of the text.
+
+    If the token ids of a document do not fit the tokenizer, the document is reported as a fault and left out. Raises
+    DataError if the tokenizer has no end-of-text token.
     """
     end, num_ids = tokenizer.eos_token_id, len(tokenizer)
     if not isinstance(end, int):
@@ -141,7 +147,7 @@ def make_encoder(data: DataSpec, tokenizer: PreTrainedTokenizerBase, faults: Fau
     def encode_texts(texts: list[str]) -> Sequence[np.ndarray]:
         if not texts:
             return []
-        clean = [text.encode("utf-8", "replace").decode() for text in texts]  # lone surrogates are refused
+        clean = [text.encode("utf-8", "replace").decode() for text in texts]  # the tokenizer refuses lone surrogates
         rows = tokenizer(clean, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
         return [np.asarray(ids, np.int32) for ids in rows]
 
@@ -149,7 +155,7 @@ def make_encoder(data: DataSpec, tokenizer: PreTrainedTokenizerBase, faults: Fau
         if not len(ids) or 0 <= int(ids.min()) <= int(ids.max()) < num_ids:
             return ids
         reason = (
-            f"token ids from {ids.min()} to {ids.max()} do not fit the {num_ids} of tokenizer "
+            f"token ids from {ids.min()} to {ids.max()} do not fit the {num_ids} ids of tokenizer "
             f"{data.tokenizer!r} (data.tokenizer)"
         )
         faults.note(Fault(document.origin, document.line, reason))

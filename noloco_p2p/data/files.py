@@ -1,11 +1,11 @@
-"""Files of this machine, row by row: text, JSON lines (both also .gz) and Parquet.
+"""Read local files row by row: text, JSON lines (both also as .gz) and Parquet.
 
-A row is a document, nothing (an empty line), or a fault with its line and reason. Rows are numbered in file order, so
-that reading can start at any of them. An error that may be temporary (a network file system) raises Unavailable.
+A row is a document, a fault with its line and reason, or None if it is empty. Rows are numbered in file order, so that
+reading can start at any row. Errors that may be temporary, for example on a network file system, raise Unavailable.
 
-The builders of `datasets` break two of these promises: their errors name no file, and reading ends, for all later files
-too, at a line that is not JSON or has other fields, at a damaged row group, and at a truncated file. With them a
-process also uses 330 MiB more, and reads .json.gz at half the speed (benchmarks/data_library.py).
+The builders of `datasets` cannot replace this module. Their errors do not name the file. A line that is not JSON or has
+other fields, a damaged row group, or a truncated file ends reading, even for all later files. They also use 330 MiB
+more memory per process, and read .json.gz at half the speed (benchmarks/data_library.py).
 """
 
 from __future__ import annotations
@@ -36,16 +36,18 @@ GONE = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryErro
 
 
 def file_piece(path: Path, text_field: str) -> Piece:
-    """Raises DataError for an unsupported kind of file."""
+    """Return the piece for a file. Raises DataError if the kind of file is not supported."""
     packed = path.suffix == ".gz"
     read = KINDS.get((path.with_suffix("").suffix if packed else path.suffix).lower())
     if read is None or (packed and read is _parquet_rows):
-        raise DataError(f"{path}: unknown kind of file; readable are .txt, .json, .jsonl (all also .gz) and .parquet")
+        raise DataError(
+            f"{path}: unsupported kind of file; supported are .txt, .json and .jsonl, also as .gz, and .parquet"
+        )
     return Piece(path.name, lambda start: _guarded(path, read, start, text_field))
 
 
 def _guarded(path: Path, read: Read, start: int, text_field: str) -> Iterator[Row]:
-    """Yield rows; an error of the file ends them with a fault."""
+    """Yield the rows of a file. If the rest of the file cannot be read, the last row is a fault."""
     number = start
     try:
         for row in read(path, start, text_field):
@@ -63,7 +65,7 @@ def _opened(path: Path) -> IO[bytes]:
 
 
 def _lines(file: IO[bytes]) -> Iterator[bytes | None]:
-    """Yield lines; None stands for a line over the limit."""
+    """Yield the lines of a file, with None in place of a line that is over the limit."""
     while line := file.readline(MAX_LINE_BYTES):
         if len(line) < MAX_LINE_BYTES or line.endswith(b"\n"):
             yield line
@@ -81,7 +83,7 @@ def _text_rows(path: Path, start: int, text_field: str) -> Iterator[Row]:
 
 
 def _text_documents(path: Path) -> Iterator[Row]:
-    """Documents of about 64 Ki characters each. Around a damaged line the rest of its document is kept."""
+    """Yield documents of about 64 Ki characters each. A damaged line is left out of its document."""
     lines: list[str] = []
     num_chars = 0
     with _opened(path) as file:
@@ -131,7 +133,7 @@ def _json_row(line: bytes | None, file: str, number: int, text_field: str) -> Ro
     except ValueError as error:
         return Fault(file, number, f"not JSON: {first_line(error)}")
     except RecursionError:
-        return Fault(file, number, "not JSON: nested too deep")
+        return Fault(file, number, "not JSON: nested too deeply")
     return _document(item, file, number, text_field)
 
 
@@ -154,7 +156,7 @@ def _text_document(text: Any, file: str, number: int, text_field: str) -> Row:
 
 
 def _ids_document(ids: Any, mask: Any, file: str, number: int) -> Row:
-    """Positions that the attention mask marks as padding are left out."""
+    """Return a document from token ids, without the positions that the attention mask marks as padding."""
     if ids is None:
         return None
     ids = _integers(ids)
@@ -163,7 +165,7 @@ def _ids_document(ids: Any, mask: Any, file: str, number: int) -> Row:
     if mask is not None:
         mask = _integers(mask, kinds="iub")
         if mask is None:
-            return Fault(file, number, f"field {MASK_FIELD!r} does not hold a list of 0 and 1")
+            return Fault(file, number, f"field {MASK_FIELD!r} does not hold a list of zeros and ones")
         if len(mask) != len(ids):
             return Fault(file, number, f"{MASK_FIELD} has {len(mask)} entries, but {TOKENS_FIELD} has {len(ids)}")
         ids = ids[mask != 0]
@@ -171,7 +173,7 @@ def _ids_document(ids: Any, mask: Any, file: str, number: int) -> Row:
 
 
 def _integers(values: Any, *, kinds: str = "iu") -> np.ndarray | None:
-    """Convert a list of integers, which may be empty; None for anything else."""
+    """Convert a list of integers, which may be empty, to an array. Return None for anything else."""
     try:
         array = np.asarray(values)
     except (ValueError, OverflowError):  # lists of different lengths
@@ -191,7 +193,10 @@ def _no_field(text_field: str, fields: list[str]) -> str:
 
 
 def _parquet_rows(path: Path, start: int, text_field: str) -> Iterator[Row]:
-    """Row group by row group: a damaged one is a fault, and reading continues with the next one."""
+    """Yield the rows of all row groups in order.
+
+    A damaged group is reported as a fault, and reading continues with the next group.
+    """
     import pyarrow.parquet as pq
 
     if not path.stat().st_size:
@@ -212,7 +217,7 @@ def _parquet_rows(path: Path, start: int, text_field: str) -> Iterator[Row]:
 
 
 def _group_rows(batches: Iterator[Any], path: str, first: int, num_rows: int, text_field: str) -> Iterator[Row]:
-    """Yield the `num_rows` rows of one group; `first`: the number of its first row in the file, from 0."""
+    """Yield the `num_rows` rows of one group. `first` is the number of its first row in the file, from 0."""
     number = 0
     try:
         for table in batches:
@@ -224,11 +229,11 @@ def _group_rows(batches: Iterator[Any], path: str, first: int, num_rows: int, te
     except (OSError, ValueError, NotImplementedError) as error:  # pyarrow also raises OSError for damaged pages
         reason = f"rows {first + number + 1} to {first + num_rows} cannot be read: {first_line(error)}"
         yield Fault(path, first + number + 1, reason)
-        yield from [None] * (num_rows - number - 1)  # row numbers stay those of the file
+        yield from [None] * (num_rows - number - 1)  # so that rows keep their numbers in the file
 
 
 def table_rows(table: Table, origin: str, first: int, text_field: str) -> Iterator[Row]:
-    """Yield one item per row; `first`: the number of the first one, from 0."""
+    """Yield one item per row. `first` is the number of the first row, counted from 0."""
     names = table.schema.names
     if text_field in names:
         for number, scalar in enumerate(table.column(text_field), start=first + 1):

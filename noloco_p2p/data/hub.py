@@ -1,7 +1,7 @@
-"""Data sets of the Hugging Face hub, which `datasets` finds and streams shard by shard, without a copy in a cache.
+"""Read data sets of the Hugging Face hub. `datasets` finds them and streams their shards without caching them.
 
-Each shard is a separate stream, so an error of the library costs the rest of one shard (a fault with its row), or sets
-it aside if the network may be the cause.
+Each shard is a separate stream, so that an error in the library affects only one shard. If the network may be the
+cause, the shard is set aside for a while. Otherwise the rest of the shard is skipped, and a fault reports the row.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from datasets import IterableDataset
 
 OPEN_TRIES = 5
-LIBRARY_RETRIES = 2  # by the library, 1 s apart; then another shard is read, which the library cannot do
-# Faults of the content are permanent. All others (timeouts, resets, 5xx) may be the network.
+LIBRARY_RETRIES = 2  # by the library, 1 s apart; then we read another shard, which the library cannot do
+# Errors in the content are permanent. All others (timeouts, resets, 5xx) may be due to the network.
 LASTING = (ValueError, TypeError, KeyError, EOFError, zlib.error, gzip.BadGzipFile, FileNotFoundError, PermissionError)
 BUSY = (408, 429)  # HTTP: too slow, too many requests
 
@@ -33,12 +33,13 @@ Pause = Callable[[float], object]
 
 
 def hub_source(part: SourceSpec, split: str, *, pause: Pause = time.sleep) -> Source:
-    """Open a data set. Raises DataError when that fails, after retries if the network may be the cause.
+    """Open a data set, with a few retries if the network may be the cause of a failure.
 
-    Raises SpecError when the data set would read something of this machine, or of a third party.
+    Raises DataError if the data set cannot be opened, and SpecError if it would read something from this machine or
+    from a third party.
     """
     name = part.source.removeprefix("hub:")
-    if Path(name).exists():  # `datasets` would read it
+    if Path(name).exists():  # `datasets` would read that folder
         raise SpecError(f"data.source 'hub:{name}' is also a folder here: start this peer in another folder")
     datasets = import_datasets()
     for number in range(1, OPEN_TRIES + 1):
@@ -62,14 +63,17 @@ def hub_source(part: SourceSpec, split: str, *, pause: Pause = time.sleep) -> So
 
 
 def _check_files(files: Mapping[str, Sequence[str]], name: str) -> None:
-    """A data set's own description may list any paths and addresses. None of them has been opened yet."""
+    """Raise SpecError if a data set lists files that are not its own.
+
+    A data set can list any paths and addresses in its description. This check runs before any of them is opened.
+    """
     for file in (file for split in files.values() for file in split):
         if not file.startswith(f"hf://datasets/{name}@"):
             raise SpecError(f"data.source 'hub:{name}' lists the file {file!r}, which is not its own")
 
 
 def shard_source(stream: IterableDataset, *, name: str, text_field: str) -> Source:
-    """The shards of a streamed data set as pieces, which a peer reads in its own order."""
+    """Return a source whose pieces are the shards of a streamed data set. Each peer reads them in its own order."""
     shards = {
         f"{name}#{index}": stream.shard(num_shards=stream.num_shards, index=index) for index in range(stream.num_shards)
     }
@@ -91,7 +95,7 @@ def _shard_rows(shard: IterableDataset, name: str, text_field: str, start: int) 
 
 
 def is_lasting(error: BaseException) -> bool:
-    """Whether retrying is useless. The library wraps errors, so their causes count."""
+    """Return whether a retry would be useless. The library wraps errors, so their causes are also examined."""
     causes = [error]
     while causes[-1].__cause__ is not None:
         causes.append(causes[-1].__cause__)
@@ -101,7 +105,7 @@ def is_lasting(error: BaseException) -> bool:
 
 
 def _is_refusal(error: BaseException) -> bool:
-    """Whether the hub has answered, and would answer the same again: not found, not allowed."""
+    """Return whether the hub has refused a request and would refuse it again, for example for a missing file."""
     status = getattr(getattr(error, "response", None), "status_code", 0)
     return 400 <= status < 500 and status not in BUSY
 
@@ -111,7 +115,7 @@ def import_datasets() -> Any:
     import datasets.config
 
     datasets.disable_progress_bars()
-    datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)  # its log lines are contained in our messages
+    datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)  # our messages include its log lines
     for what in ("OPEN", "READ"):
         setattr(datasets.config, f"STREAMING_{what}_MAX_RETRIES", LIBRARY_RETRIES)
     for name in ("OPEN_RETRY", "READ_RETRY", "READ_RATE_LIMIT_RETRY", "READ_SERVER_UNAVAILABLE_RETRY"):

@@ -1,4 +1,4 @@
-"""A worker that reads and packs ahead of training, so that training waits for neither a disk nor a tokenizer."""
+"""Read and pack batches in a thread, so that training does not have to wait for the disk or the tokenizer."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from torch import Tensor
 from noloco_p2p.data.stream import Position, TokenStream
 
 MIN_AHEAD = 4  # batches
-AHEAD_TOKENS = 1 << 19  # batches for this many tokens: 4 MB, and a block is made while the last one is used
+AHEAD_TOKENS = 1 << 19  # 4 MB; a block is made while the previous one is used
 POLL_S = 0.2
 JOIN_S = 5.0
 
 
 class Prefetcher:
-    """The batches of a TokenStream, in order, made in a thread that starts with the first one.
+    """An iterator over the batches of a TokenStream. A thread reads ahead as soon as the first batch is requested.
 
-    `state_dict` is that of the batches given out, regardless of what was read ahead. An error of the stream is raised
-    in place of its batch. `close` ends the thread, even while it waits for the network.
+    `state_dict` returns the position after the last batch that was returned, no matter how far the thread has read. An
+    error of the stream is raised in place of its batch. `close` ends the thread, even if it is waiting for the network.
 
     torch's DataLoader has no state. torchdata's `nodes.Prefetcher` has one, but its `next` has no timeout, and a peer
-    must be able to leave.
+    must be able to leave at any time.
     """
 
     def __init__(self, stream: TokenStream, *, pin_memory: bool = False) -> None:
@@ -42,14 +42,14 @@ class Prefetcher:
         return self
 
     def __next__(self) -> Tensor:
-        """Raises StopIteration after `close`."""
+        """Return the next batch. Raises StopIteration after `close`."""
         batch = self.get()
         if batch is None:
             raise StopIteration
         return batch
 
     def get(self, *, until: Callable[[], bool] = lambda: False) -> Tensor | None:
-        """Return the next batch; None if it was not ready and `until` became true, and after `close`."""
+        """Return the next batch, or None after `close` or if `until` becomes true before the batch is ready."""
         if self._thread is None and not self._closed.is_set():
             self._thread = threading.Thread(target=self._main, name="noloco-data", daemon=True)
             self._thread.start()
@@ -72,13 +72,13 @@ class Prefetcher:
         return self._position.as_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Call it only before the first batch."""
+        """Continue from the position in `state`. Call this only before the first batch."""
         assert self._thread is None, "a stream that is being read cannot be moved"
         self._stream.load_state_dict(state)
         self._position = self._stream.position
 
     def close(self) -> None:
-        """Safe to call twice and from any thread."""
+        """End the thread. This can be called twice, and from any thread."""
         self._closed.set()
         self._stream.stop.set()
         if self._thread is not None and self._thread is not threading.current_thread():

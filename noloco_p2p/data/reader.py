@@ -1,10 +1,13 @@
-"""One epoch of a source in an order drawn by a hash, resumable at any document. Imports neither torch nor datasets.
+"""Read one epoch of a source in an order that a hash determines. Reading can resume at any document.
 
-A source is a list of pieces (files, or shards of a hub data set). A piece that is temporarily unreadable (network) is
-set aside at its row, and another one is read meanwhile; it is resumed when a piece has ended.
+A source is a list of pieces, which are files or shards of a hub data set. A piece that cannot be read for the moment,
+for example because of the network, is set aside at its current row. Another piece is read in the meantime. When that
+piece ends, reading returns to the first one.
 
 An `IterableDataset` of `datasets` ends at the first unreadable file. Its retries wait for the same file, and its
 `shuffle` draws from a buffer that a restart does not restore (benchmarks/data_library.py).
+
+This module imports neither torch nor datasets.
 """
 
 from __future__ import annotations
@@ -26,49 +29,53 @@ log = logging.getLogger(__name__)
 
 FEW_PIECES = 16
 THINNED_PASSES = 8
-MAX_ASIDE = 4  # pieces; when this many cannot be read the network is at fault, and the first of them is retried
-MAX_FAILURES = 8  # of one piece, while others could be read: then the rest of it is left out
+MAX_ASIDE = 4  # pieces set aside; if more cannot be read, the network is at fault, and the first one is retried
+MAX_FAILURES = 8  # of one piece while others can be read; after that, the rest of the piece is left out
 MAX_PAUSE_S = 60.0
-GIVE_UP_S = 3600.0  # of waiting without one document
-MAX_BAD_START = 1000  # rows: a file that begins with this many faults is of another kind
+GIVE_UP_S = 3600.0  # waiting time without a single row
+MAX_BAD_START = 1000  # a file that begins with more faults than this has another format
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
     """The position of the next document.
 
-    `index`: a piece in the order of the pass; `fresh`: the first one not begun; `aside`: index and row of those set
-    aside.
+    `index` is the current piece in the order of the pass, and `fresh` is the first piece that has not been started.
+    `aside` lists the index and row of each piece that was set aside.
     """
 
-    number: int = 0  # of the pass
+    number: int = 0  # the number of the pass
     fresh: int = 1
     index: int = 0
     row: int = 0
     aside: tuple[tuple[int, int], ...] = ()
 
     def next_piece(self) -> Place:
-        """Move to the piece that was set aside first, else to a fresh one."""
+        """Return the position in the piece that was set aside first, or in a fresh piece if there is none."""
         if not self.aside:
             return replace(self, index=self.fresh, fresh=self.fresh + 1, row=0)
         (index, row), *others = self.aside
         return replace(self, index=index, row=row, aside=tuple(others))
 
     def set_aside(self, num_pieces: int) -> Place:
-        """Move to another piece, or the same one when there is no other."""
+        """Set the current piece aside, and return the position in another piece.
+
+        If there is no other piece, this is the position in the same piece.
+        """
         aside = (*self.aside, (self.index, self.row))
         if len(aside) > MAX_ASIDE or self.fresh >= num_pieces:
             return replace(self, aside=aside).next_piece()
         return replace(self, index=self.fresh, fresh=self.fresh + 1, row=0, aside=aside)
 
     def as_list(self) -> list[object]:
-        """Return the position as values of JSON."""
+        """Return the position as JSON values."""
         return [self.number, self.fresh, self.index, self.row, [list(entry) for entry in self.aside]]
 
     @classmethod
     def from_list(cls, values: Sequence[object]) -> Place:
-        """Raises ValueError or TypeError for anything that `as_list` does not return. Older lists also counted
-        failures.
+        """Create a position from the values that `as_list` has returned. Older lists also contain failure counts.
+
+        Raises ValueError or TypeError for any other values.
         """
         *numbers, aside = values
         number, fresh, index, row = (int(value) for value in numbers[:4])  # pyright: ignore
@@ -79,12 +86,12 @@ START = Place()
 
 
 class Source:
-    """Pieces, read in any number of orders.
+    """A list of pieces that can be read in any number of orders.
 
-    Peers that walk through one large file side by side would train on the same text at the same time. So a source of
-    few pieces is read in eight passes per epoch, each with another eighth of the documents, selected by the order: that
-    costs parsing (about 200,000 rows per second), not memory. `thin` is off where reading again means downloading
-    again.
+    If all peers read a single large file from its start, they would train on the same text at the same time. A source
+    with few pieces is therefore read in eight passes per epoch. Each pass yields a different eighth of the documents,
+    which depends on the order. The additional passes take time for parsing (about 200,000 rows per second), but no
+    memory. `thin` is false if reading a source again means downloading it again.
     """
 
     def __init__(self, pieces: Sequence[Piece], *, thin: bool = True) -> None:
@@ -100,21 +107,21 @@ class Source:
         faults: Faults | None = None,
         stop: threading.Event | None = None,
     ) -> Reader:
-        """Read one epoch in `order` (any string; empty = the plain order), starting at `place`.
+        """Read one epoch, starting at `place`. `order` is any string, or "" for the plain order of the pieces.
 
-        `stop` ends a wait for a piece; reading then raises DataError.
+        If `stop` is set while the reader waits for a piece, it raises DataError.
         """
         passes = self._passes if order else 1
         return Reader(self.pieces, order, passes, place, faults or Faults(), stop or threading.Event())
 
     @cached_property
     def fingerprint(self) -> str:
-        """Changes when a piece is added, removed or renamed; folders do not matter."""
+        """A digest of the names of the pieces. It does not change if files move to another folder."""
         return blake3("\n".join(piece.name for piece in self.pieces).encode()).hexdigest(16)
 
 
 class Reader:
-    """One epoch of a source: the iterator that `Source.read` gives."""
+    """An iterator over the documents of one epoch, created by `Source.read`."""
 
     def __init__(
         self, pieces: Sequence[Piece], order: str, passes: int, place: Place, faults: Faults, stop: threading.Event
@@ -128,11 +135,11 @@ class Reader:
         self._row = place.row
         self._failures: Counter[int] = Counter()  # by index in the order of this pass; a restart resets it
         self._tries = 0  # failures since the last row
-        self._waited_s = 0.0  # since the last row
+        self._waited_s = 0.0  # waiting time since the last row
 
     @property
     def place(self) -> Place:
-        """The position after the last yielded document."""
+        """The position after the last document that was yielded."""
         return replace(self._at, row=self._row)
 
     def __iter__(self) -> Iterator[Document]:
@@ -169,7 +176,7 @@ class Reader:
         at = self.place
         self._failures[at.index] += self._tries == 0  # without a row in between, the network is at fault, not the piece
         if self._failures[at.index] > MAX_FAILURES:
-            reason = f"could not be read {MAX_FAILURES} times, though other files could: {error}"
+            reason = f"reading failed {MAX_FAILURES} times, while other files could be read: {error}"
             self._faults.note(Fault(piece.name, at.row + 1, reason, rest=True))
             self._go_to(at.next_piece())
             return
@@ -177,7 +184,10 @@ class Reader:
         self._wait(error, go_on_with="the same file" if self._at.index == at.index else "another file")
 
     def _wait(self, error: Unavailable, *, go_on_with: str) -> None:
-        """Wait: not at the first failure if there is another file, then 1, 2, 4 .. 60 s."""
+        """Wait after a failure. The waiting time doubles with each failure, from 1 s to at most 60 s.
+
+        After the first failure, there is no wait if another file can be read.
+        """
         self._tries += 1
         at_once = self._tries == 1 and go_on_with == "another file"
         pause_s = 0.0 if at_once else min(MAX_PAUSE_S, 2.0 ** (self._tries - 2))
@@ -201,6 +211,6 @@ class Reader:
 
 
 def permutation(seed: str, length: int) -> Sequence[int]:
-    """Return 0 .. length - 1 in an order drawn from `seed` alone."""
+    """Return the numbers from 0 to length - 1 in an order that depends only on `seed`."""
     generator = np.random.default_rng(int.from_bytes(blake3(seed.encode()).digest()))
     return generator.permutation(length).tolist()

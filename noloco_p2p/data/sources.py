@@ -1,4 +1,4 @@
-"""The sources that a run spec names: the built-in corpus, files bound with `--data NAME=GLOB`, and hub data sets."""
+"""Open the sources that a run spec names: the built-in corpus, files of `--data NAME=GLOB`, and hub data sets."""
 
 from __future__ import annotations
 
@@ -15,14 +15,17 @@ from noloco_p2p.data.reader import Source
 from noloco_p2p.errors import DataError
 from noloco_p2p.spec import DataSpec, SourceSpec
 
-# encodings/ contains tables of code points, tests are not typical text, the rest is not the standard library
+# encodings/ contains tables of code points, tests are not typical text, and the rest is not the standard library
 SKIPPED_FOLDERS = frozenset(
     {"__pycache__", "dist-packages", "encodings", "idle_test", "site-packages", "test", "tests", "lib-dynload"}
 )
 
 
 def open_source(part: SourceSpec, bindings: Mapping[str, str]) -> Source:
-    """Open the source of a run, including held-out documents. Raises DataError, which names the wrong flag or file."""
+    """Open the source of a run, including the documents that are held out by hash.
+
+    Raises DataError if that fails. The message names the flag or file that is wrong.
+    """
     if part.source == "stdlib":
         return builtin_corpus()
     if part.source.startswith("hub:"):
@@ -33,7 +36,10 @@ def open_source(part: SourceSpec, bindings: Mapping[str, str]) -> Source:
 
 
 def open_validation(part: SourceSpec, bindings: Mapping[str, str]) -> tuple[Source, bool]:
-    """Return the source of held-out documents, and whether all its documents are held out or a hash selects them."""
+    """Return the source of the held-out documents, and whether it contains only held-out documents.
+
+    If it does not, a hash selects the held-out ones.
+    """
     if part.source.startswith("hub:") and part.validation_split:
         return hub_source(part, part.validation_split), True
     if paths := _validation_files(part, bindings):
@@ -42,29 +48,29 @@ def open_validation(part: SourceSpec, bindings: Mapping[str, str]) -> tuple[Sour
 
 
 def has_own_validation(part: SourceSpec) -> bool:
-    """Whether the spec itself separates validation data.
+    """Return whether the spec itself provides separate validation data.
 
-    A file bound on one machine does not count: the other peers then hold out by hash, and no peer may train on what
-    another one validates on.
+    A validation file that is bound on one machine does not count. The other peers still hold out documents by hash, and
+    no peer may train on documents that another peer uses for validation.
     """
     return part.source.startswith("hub:") and bool(part.validation_split)
 
 
 def check_bindings(data: DataSpec, bindings: Mapping[str, str]) -> None:
-    """Raise DataError when the files of a run are not bound here, or cannot be read. Does not contact the hub."""
+    """Raise DataError if the files of a run are not bound here, or cannot be read. The hub is not contacted."""
     for part, _ in data.parts():
         if not part.source.startswith("hub:"):
             open_source(part, bindings)
 
 
 def unused_bindings(data: DataSpec, bindings: Mapping[str, str]) -> list[str]:
-    """Bound names that the run does not read."""
+    """Return the bound names that the run does not read."""
     names = {part.source for part, _ in data.parts()}
     return [name for name in bindings if name.removesuffix(".validation") not in names]
 
 
 def bound_files(name: str, bindings: Mapping[str, str]) -> list[Path]:
-    """The files that a binding names, sorted by file name. Raises DataError."""
+    """Return the files that a binding names, sorted by file name. Raises DataError if there are none."""
     pattern = bindings.get(name)
     if pattern is None:
         raise DataError(
@@ -94,10 +100,10 @@ def _file_source(paths: list[Path], part: SourceSpec) -> Source:
 
 
 def builtin_corpus() -> Source:
-    """The sources of Python's standard library, about 11 MB, without a download.
+    """Return a source with the Python files of the standard library, which are about 11 MB and need no download.
 
     Held-out files are chosen by path, so that peers with different versions of Python hold out the same ones. Raises
-    DataError when Python was installed without its sources.
+    DataError if Python was installed without these files.
     """
     folder = Path(sysconfig.get_path("stdlib"))
     paths = sorted(_python_files(folder), key=lambda path: path.relative_to(folder).as_posix())

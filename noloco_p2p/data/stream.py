@@ -1,13 +1,15 @@
-"""Documents -> token ids -> packed batches, in an order that is unique to each peer and that a restart continues
-exactly.
+"""Turn documents into packed batches of token ids, in an order that is unique to each peer.
 
-Tokens are taken in blocks: documents in the peer's order, joined by the end-of-text token and cut into sequences; the
-rest of a cut goes to the next block, so no token is lost. The sequences of a block are shuffled, so that a batch mixes
-many documents. A mixture takes its next documents from the source that is furthest behind its share of the tokens.
+Tokens are processed in blocks. The documents of a block, in the peer's order, are joined by the end-of-text token and
+cut into sequences. The remaining tokens go to the next block, so no token is lost. The sequences of a block are
+shuffled, so that a batch mixes many documents. A mixture takes its next documents from the source that is furthest
+behind its share of the tokens.
 
-The state is the rest of the block, half a million tokens at most, and the start of the next block. So a restart reads
-nothing again, and need not know which files failed meanwhile. Of `datasets`, `interleave_datasets` counts documents,
-not tokens, and the state of `shuffle` has no buffer, so that other documents follow (benchmarks/data_library.py).
+A restart continues in exactly the same order. The saved state consists of the rest of the block, which has at most half
+a million tokens, and the start of the next block. A restart therefore reads nothing twice, and does not depend on which
+files have failed in the meantime. `datasets` cannot do this. Its `interleave_datasets` counts documents instead of
+tokens, and the state of its `shuffle` does not include the buffer, so that other documents follow
+(benchmarks/data_library.py).
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ log = logging.getLogger(__name__)
 BLOCK_TOKENS = 1 << 19  # 2 MB at most; about 30 files of the built-in corpus
 VALIDATION_POOL = 16  # sequences read for each evaluated one, so that they do not all come from one document
 STATE_VERSION = 3
-OLDER_VERSION = 2  # it holds the start of the block and the number of sequences given out, so the block is read again
+OLDER_VERSION = 2  # it has the start of the block and the number of returned sequences, so the block is read again
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,21 +51,22 @@ class Position:
 
     feeds: list[dict[str, Any]]  # the start of the next block in each source
     carry: np.ndarray  # tokens for the next block
-    block: int  # number of the next one
-    rest: np.ndarray  # the sequences of this block that are not given out, (num, sequence_length), int32
+    block: int  # the number of the next block
+    rest: np.ndarray  # the sequences of this block that were not returned yet, (num, sequence_length), int32
 
     def as_dict(self) -> dict[str, Any]:
-        """Return JSON values; a whole block takes about 40 ms and 0.6 to 1.1 MB."""
+        """Return the position as JSON values. For a whole block, this takes about 40 ms and 0.6 to 1.1 MB."""
         packed = base64.b64encode(zlib.compress(self.rest.astype("<i4").tobytes(), level=1)).decode()
         carry = self.carry.tolist()
         return {"version": STATE_VERSION, "feeds": self.feeds, "carry": carry, "block": self.block, "rest": packed}
 
 
 class TokenStream:
-    """Endless batches for one peer: LongTensor (batch_size, sequence_length), on the CPU.
+    """An endless iterator over the batches of one peer, which are LongTensors (batch_size, sequence_length) on the CPU.
 
-    Raises DataError when a source cannot be opened, at the start or later; the message names flag or file. Unusable
-    rows of a file are skipped, and reported to `faults`. `stop` ends a wait for the network; reading then raises.
+    Raises DataError if a source cannot be opened, at the start or later. The message names the flag or the file.
+    Unusable rows of a file are skipped and reported to `faults`. If `stop` is set while the stream waits for the
+    network, reading raises DataError.
     """
 
     def __init__(
@@ -96,12 +99,15 @@ class TokenStream:
 
     @property
     def epoch(self) -> int:
-        """The epoch of the source that was read most often."""
+        """The highest epoch that any of the sources has reached."""
         return max(feed.epoch for feed in self._feeds)
 
     @property
     def position(self) -> Position:
-        """The position, without packing: one is made for every batch that is read ahead, and few become a state."""
+        """The current position.
+
+        It is not packed yet, because one is made for each batch that is read ahead, and few of them are saved.
+        """
         return Position([feed.state_dict() for feed in self._feeds], self._carry, self._block, self._rest)
 
     def __iter__(self) -> TokenStream:
@@ -119,13 +125,17 @@ class TokenStream:
         return torch.from_numpy(np.concatenate(rows).astype(np.int64))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return JSON values. The batches after `load_state_dict` in another process equal those after this call."""
+        """Return the position as JSON values.
+
+        A stream that loads them, even in another process, continues with the same batches as this one.
+        """
         return self.position.as_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state` was taken. Raises DataError when it does not fit a TokenStream of this mixture.
+        """Continue from the position in `state`. Raises DataError if it does not fit a TokenStream of this mixture.
 
-        If files were added or removed since, their order has changed: a new epoch follows the block, with a warning.
+        If files were added or removed since the state was saved, their order has changed. In that case, a new epoch
+        begins after the current block, with a warning.
         """
         try:
             self._load(state)
@@ -142,7 +152,7 @@ class TokenStream:
         known = [feed.load_state_dict(own) for feed, own in zip(self._feeds, feeds, strict=True)]
         if version == OLDER_VERSION and all(known) and state["position"]:
             if any(state["detours"]):
-                log.warning("files failed before this older checkpoint: some text may be read twice, or left out")
+                log.warning("files failed before this older checkpoint: some text may be read twice or left out")
             self._rest = self._make_block()[int(state["position"]) :]
 
     def _feed(self, part: SourceSpec, bindings: Mapping[str, str], encode: Encode, index: int) -> Feed:
@@ -157,7 +167,7 @@ class TokenStream:
         )
 
     def _make_block(self) -> np.ndarray:
-        """The next block, shuffled: (number of sequences, sequence_length)."""
+        """Return the next block in shuffled order, with the shape (number of sequences, sequence_length)."""
         order = f"{self._peer_id}/{self._feeds[0].epoch}/{self._block}"
         with self._progress.task("reading data", unit="tokens") as report:
             sequences, self._carry = cut(self._read_tokens(report), self.sequence_length)
@@ -165,7 +175,10 @@ class TokenStream:
         return sequences[permutation(order, len(sequences))]
 
     def _read_tokens(self, report: Report = ignore) -> list[np.ndarray]:
-        """Read documents until the block is full or the epoch ends, but at least one sequence."""
+        """Read documents until the block is full.
+
+        If there is a single source, the block also ends with the epoch, unless it does not have a whole sequence yet.
+        """
         arrays, num_tokens = [self._carry], len(self._carry)
         while num_tokens < self.block_tokens:
             read = self._hungriest().read()
@@ -192,11 +205,11 @@ def validation_batches(
     progress: Progress | None = None,
     faults: Faults | None = None,
 ) -> list[Tensor]:
-    """Held-out sequences, (batch_size or fewer, sequence_length) each: the same for every peer with the same data.
+    """Return batches of held-out sequences, (batch_size or fewer, sequence_length) each.
 
-    They are spread evenly over 16 times as many, in the plain order of the source; each source of a mixture contributes
-    its share. If there are fewer than `num_sequences`, all are returned, with a warning. Raises DataError when there is
-    none.
+    Peers with the same data get the same sequences. They are spread evenly over a pool that is 16 times as large, in
+    the plain order of the source. Each source of a mixture contributes its share. If there are fewer than
+    `num_sequences`, all of them are returned, with a warning. Raises DataError if there are none.
     """
     faults = faults or Faults()
     encode = make_encoder(data, tokenizer, faults)
@@ -213,7 +226,7 @@ def validation_batches(
     sequences = np.concatenate(chosen)[:num_sequences]
     if len(sequences) < num_sequences:
         log.warning(
-            "validation uses %d sequences: there are fewer than evaluate.num_sequences = %d",
+            "validation uses only %d sequences, because there are fewer than evaluate.num_sequences = %d",
             len(sequences),
             num_sequences,
         )
@@ -251,7 +264,7 @@ def _validation_pool(
 
 
 def cut(arrays: list[np.ndarray], sequence_length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return (sequences of `sequence_length`, the tokens that are left over)."""
+    """Cut tokens into sequences of `sequence_length`. Return the sequences and the tokens that are left over."""
     tokens = np.concatenate(arrays)
     num_used = len(tokens) // sequence_length * sequence_length
     return tokens[:num_used].reshape(-1, sequence_length), tokens[num_used:].copy()

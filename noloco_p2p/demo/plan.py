@@ -20,14 +20,14 @@ UPKEEP = 1.35  # time of a step with swaps, evaluation and the network thread, o
 START_AND_END_S = 12.0  # for joining, closing rounds, leaving and merging, without the steps below
 START_AND_END_STEPS = 30  # as long as the evaluations at start and end and the measurements of each peer
 MICROBATCH = 2  # sequences; with 1 the streams would cost as much as the compute, with 4 stages would wait
-PIPELINE_UPKEEP = 2.4  # as UPKEEP, for a pipeline, which also has codecs and streams between stages
+PIPELINE_UPKEEP = 2.4  # the UPKEEP of a pipeline, which also has codecs and streams between stages
 
 
 @dataclass(frozen=True, slots=True)
 class DemoPlan:
-    """`folder` holds everything: the spec, a folder per peer with its log, and the exported model.
+    """What a demo does, and where. `folder` holds the spec, a folder per peer with its log, and the exported model.
 
-    num_steps: None = as many as fit into `minutes` on this machine.
+    If `num_steps` is None, the demo takes as many steps as fit into `minutes` on this machine.
     """
 
     folder: Path
@@ -84,7 +84,8 @@ class DemoPlan:
 def step_s_of_all(plan: DemoPlan, spec: TrainerSpec, *, step_s: float, num_cores: int) -> float:
     """Return the seconds in which each peer, or each head of a pipeline, takes an inner step.
 
-    step_s: of an inner step with one thread while every core is busy; for a pipeline, the sum over its stages.
+    `step_s` is the time of an inner step with one thread while every core is busy. For a pipeline, it is the sum over
+    the stages.
     """
     if plan.num_stages == 1:
         return step_s * UPKEEP * max(1.0, plan.num_peers / num_cores)
@@ -94,13 +95,13 @@ def step_s_of_all(plan: DemoPlan, spec: TrainerSpec, *, step_s: float, num_cores
 
 
 def steps_that_fit(seconds: float, *, each_s: float) -> int:
-    """Return the inner steps that each peer can take in that time, start and end included; a multiple of ten."""
+    """Return how many inner steps each peer can take in that time, including start and end. It is a multiple of ten."""
     fitting = (seconds - START_AND_END_S) / each_s - START_AND_END_STEPS
     return max(FEWEST_STEPS, int(fitting) // 10 * 10)
 
 
 def measure_step_s(spec: TrainerSpec) -> float:
-    """Measure the seconds of an inner step of `spec` on random tokens with one thread. Needs a process of its own."""
+    """Measure the seconds of an inner step of `spec` on random tokens with one thread. It needs a separate process."""
     import torch
 
     from noloco_p2p.trainer.inner_step import InnerStep
@@ -121,7 +122,7 @@ def measure_step_s(spec: TrainerSpec) -> float:
 
 
 def measure_pipeline_s(spec: TrainerSpec) -> float:
-    """Measure as `measure_step_s` does, for one head's batch: the sum over all stages, one after the other."""
+    """Measure like `measure_step_s`, but one head's batch: the sum over all stages, one after the other."""
     import torch
 
     from noloco_p2p.trainer.cut import cut_of
@@ -138,7 +139,7 @@ def measure_pipeline_s(spec: TrainerSpec) -> float:
 
 
 def _lower_quartile_s(measure: Callable[[], float]) -> float:
-    """Return the lower quartile of many measurements, since other programs slow some of the steps down."""
+    """Return the lower quartile of many measurements, because other programs slow some of the steps down."""
     durations_s: list[float] = []
     while sum(durations_s) < MEASURED_S or len(durations_s) < MEASURED_STEPS:
         durations_s.append(measure())

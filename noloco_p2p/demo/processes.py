@@ -42,7 +42,9 @@ def fork_server() -> Any:
 
 
 def start_fork_server() -> None:
-    """Start the server with SIGINT blocked: Ctrl-C also reaches the server, which ignores it only after its imports."""
+    """Start the server with SIGINT blocked, because Ctrl-C also reaches it, and it ignores SIGINT only after its
+    imports.
+    """
     resource_tracker.ensure_running()  # before blocking, because its start unblocks SIGINT
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -80,7 +82,7 @@ def _begin_worker() -> None:
 
 
 def run_peer(main: Callable[[list[str]], int], arguments: list[str], log: Path) -> None:
-    """Run a peer in a process of the fork server. Its own session keeps Ctrl-C away from it.
+    """Run a peer in a process of the fork server. It has its own session, so Ctrl-C does not reach it.
 
     The peer ends when the demo does, even if the demo is killed.
     """
@@ -103,7 +105,7 @@ def _end_with_parent() -> None:
 
 
 class DemoPeer:
-    """One `noloco join` in a process. `status` is its last answer, as of `noloco status --json`, or None."""
+    """One `noloco join` in a process. `status` is its last answer to `noloco status --json`, or None."""
 
     def __init__(self, index: int, *, plan: DemoPlan, main: Callable[[list[str]], int]) -> None:
         self.index = index
@@ -131,7 +133,7 @@ class DemoPeer:
             "always",
             "--on-busy-gpu",
             "always",
-        ]  # whatever the user's file
+        ]  # regardless of the user's file
         if self.stage is not None:
             arguments += ["--stage", str(self.stage)]
         if self._plan.chaos_seed is not None:
@@ -159,7 +161,7 @@ class DemoPeer:
 
     @property
     def ending(self) -> str:
-        """Describe how a failed peer ended: by itself, or by a signal."""
+        """Describe whether a failed peer ended by itself or by a signal."""
         code = self.exit_code or 0
         return f"was killed (signal {-code})" if code < 0 else f"failed (exit code {code})"
 
@@ -167,7 +169,7 @@ class DemoPeer:
         return self.exit_code is not None or (self.status or {}).get("state") == "done"
 
     def is_back(self) -> bool:
-        """Whether it trains again after its last kill."""
+        """Whether the peer trains again after its last kill."""
         return (self.status or {}).get("state", "entering") != "entering"
 
     def kill(self) -> None:

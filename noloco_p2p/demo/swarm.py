@@ -1,4 +1,4 @@
-"""The peers of a demo from start to end: their processes, the view of them, and which ones are killed."""
+"""The peers of a demo from start to end: their processes, what the demo shows of them, and which ones it kills."""
 
 from __future__ import annotations
 
@@ -41,8 +41,9 @@ COLUMNS = ("peer", "state", "step", "round", "loss", "tokens/s", "last swap with
 class View:
     """The current state that the demo shows.
 
-    done, total: inner steps of the slowest peer, or head of a pipeline; both 0 before training begins. columns: the
-    names of the columns of `rows`. left_s: seconds until training is done; None while unknown.
+    `done` and `total` count inner steps of the slowest peer (or head of a pipeline); both are 0 before training begins.
+    `columns` are the names of the columns of `rows`. `left_s` are the seconds until training is done; None while
+    unknown.
     """
 
     doing: str
@@ -54,9 +55,9 @@ class View:
 
 
 class Demo:
-    """Call `run`, which yields a `View` twice a second until all peers are done, then `stop`, then `report`.
+    """A demo. Call `run`, which yields a `View` twice a second until all peers are done, then `stop`, then `report`.
 
-    Always call `stop`. main: runs `noloco` with the given arguments and returns its exit code.
+    Always call `stop`. `main` runs `noloco` with the given arguments and returns its exit code.
     """
 
     def __init__(self, plan: DemoPlan, main: Callable[[list[str]], int]) -> None:
@@ -69,7 +70,9 @@ class Demo:
         self._spec: TrainerSpec | None = None
         self._num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self._began_s = time.monotonic()
-        self._trains_since: tuple[float, int] | None = None  # when all had begun, and the steps done by then
+        self._trains_since: tuple[float, int] | None = (
+            None  # when all peers had begun, and the steps that they had done then
+        )
 
     @property
     def spec(self) -> TrainerSpec:
@@ -77,7 +80,7 @@ class Demo:
         return self._spec
 
     def run(self) -> Iterator[View]:
-        """Raises NolocoError when the first peer does not start."""
+        """Run all peers to the end of training. Raises NolocoError if the first peer does not start."""
         self._make_folder()
         yield from self._load()
         cut = self._cut()
@@ -117,7 +120,7 @@ class Demo:
             raise SettingsError(f"{folder} cannot be used: {error}") from None
 
     def _load(self) -> Iterator[View]:
-        """Wait for the fork server, since the first process that it forks waits for it anyway."""
+        """Wait for the fork server. The first process that it forks would wait for it anyway."""
         start_fork_server()
         first = fork_server().Process(target=int)
         loading = threading.Thread(target=first.start, daemon=True)
@@ -191,7 +194,7 @@ class Demo:
     def report(self, draw: Draw) -> dict[str, Any]:
         """Evaluate the swarm from the files of the peers that left cleanly. Call it after `stop`.
 
-        Raises NolocoError when no peer left cleanly.
+        Raises NolocoError if no peer left cleanly.
         """
         left = [peer for peer in self.peers if peer.exit_code == 0]
         if not left:
@@ -256,7 +259,9 @@ class Chaos:
         return self._dead is not None
 
     def step(self, now_s: float) -> None:
-        """Call often. Kills begin once all peers train, and at most one peer is down at a time."""
+        """Kill or restart a peer if it is time. Kills begin once all peers train, and at most one peer is down at a
+        time.
+        """
         if self._dead and now_s >= self._dead[1]:
             self._dead[0].start(self._ticket)
             self._dead = None

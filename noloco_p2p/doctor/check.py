@@ -17,7 +17,7 @@ MARKS: dict[str, str] = {"ok": "ok     ", "warning": "warning", "failed": "FAILE
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One result. `found` says what was seen; `fix` says what to do, and is set for warnings and failures."""
+    """One result. `found` says what the check found. Warnings and failures also have a `fix`, which says what to do."""
 
     name: str
     level: Level

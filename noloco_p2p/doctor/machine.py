@@ -50,7 +50,7 @@ def ports(settings: PeerSettings) -> Check:
 
 
 async def p2pd() -> Check:
-    """Check that the libp2p daemon starts, with a temporary identity."""
+    """Check that the libp2p daemon starts, using a temporary identity."""
     await asyncio.to_thread(kademlia.load)
     began_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="noloco-doctor-") as folder:
@@ -109,7 +109,7 @@ def free_time() -> Check:
 
 
 def codec_speed(name: str = "int8") -> Check:
-    """Measure coding and decoding of one vector in preallocated memory, as in a swap.
+    """Measure encoding and decoding of one vector in preallocated memory, like in a swap.
 
     The result is the best of three, in bytes of fp32 per second.
     """
@@ -124,7 +124,7 @@ def codec_speed(name: str = "int8") -> Check:
             codec.decode(coded.numpy().data, num_elements=CHUNK_ELEMENTS, out=decoded, scratch=scratch)
         seconds.append(time.perf_counter() - began_s)
     speed = CODEC_CHUNKS * 4 * CHUNK_ELEMENTS / min(seconds)
-    text = f"{name}: {mib(speed)}/s of fp32, coding and decoding"
+    text = f"{name}: {mib(speed)}/s of fp32, encoding and decoding"
     if speed < SLOW_CODEC_BYTES_PER_S:
         return Check("codec", "warning", text, "the processor is slow or busy: swaps of large models will wait for it")
     return Check("codec", "ok", text)

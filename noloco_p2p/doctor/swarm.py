@@ -44,7 +44,7 @@ USUAL_BYTES_PER_S = 12.5e6  # assumed for a link of unknown speed: 100 Mbit/s
 
 
 async def examine(ticket: Ticket, settings: PeerSettings) -> list[Check]:
-    """Run every check that needs the run. If no peer is found, there is one check, which failed."""
+    """Run every check that needs the run. If no peer is found, the result is a single failed check."""
     async with reader(ticket) as directory:
         try:
             await find_somebody(ticket, directory)
@@ -89,7 +89,7 @@ async def _model(
 
 
 def ways(directory: SwarmDirectory, settings: PeerSettings) -> Check:
-    """Report how the local peer reaches its neighbours or, without one, how peers are reached by their records."""
+    """Report how the local peer reaches its neighbours. If no peer runs here, report what the records of peers say."""
     reply = ask(settings.state_dir, "status") or {}
     own = reply.get("neighbours") or {}
     found = Counter(own.values() if own else (record.reachability for record, _ in directory.records()))
@@ -150,7 +150,7 @@ def reachability(probed: probe.Probed, peer: Candidate) -> Check:
 
 @asynccontextmanager
 async def _listening(settings: PeerSettings) -> AsyncIterator[list[int]]:
-    """Yield the two ports of the peer that runs here, or of listeners in its place."""
+    """Yield the two ports of the peer that runs here. If none runs, listen on its ports meanwhile."""
     if ask(settings.state_dir, "status"):
         yield [*remembered_ports(settings.state_dir).values()]
         return
@@ -172,9 +172,9 @@ async def _listening(settings: PeerSettings) -> AsyncIterator[list[int]]:
 
 
 async def _download(peers: Sequence[Candidate], transport: GrpcTransport) -> tuple[StateManifest | None, float, Check]:
-    """Download a few chunks of a state and discard them. Returns its manifest, and bytes per second.
+    """Download a few chunks from the first peer that serves its state, and discard them.
 
-    The first peer that serves its state is used.
+    The result has the manifest of the state and the speed in bytes per second.
     """
     faults = []
     for peer in peers[:ASKED_PEERS]:
@@ -205,7 +205,7 @@ async def _speed(transport: GrpcTransport, peer: Candidate, manifest: StateManif
 
 
 def model(spec: TrainerSpec, settings: PeerSettings) -> list[Check]:
-    """Check what a run would need here, from its spec alone. Raises ModelError."""
+    """Check what a run would need here, using only its spec. Raises ModelError."""
     if spec.pipeline.stages > 1:
         return stages(spec, settings)
     num_parameters, _ = count_parameters(spec.model, sequence_length=spec.data.sequence_length, folders=settings.models)
@@ -228,9 +228,10 @@ def needs(spec: Spec, num_parameters: int, settings: PeerSettings) -> Check:
 
 
 def stages(spec: TrainerSpec, settings: PeerSettings, *, download_bytes_per_s: float | None = None) -> list[Check]:
-    """Check what each stage would cost on this machine, and the tokens that its link carries. Fails if no stage fits.
+    """Check what each stage would cost on this machine, and the tokens that its link carries. It fails if no stage
+    fits.
 
-    download_bytes_per_s: as measured, or None.
+    `download_bytes_per_s` is the measured speed, or None.
     """
     try:
         needs = StageNeeds.as_cut(spec, folders=settings.models)

@@ -1,4 +1,4 @@
-"""The actions that `replica.py` and `head.py` return for their driver, in order."""
+"""`replica.py` and `head.py` return these actions to their driver, which performs them in order."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from noloco_p2p.flow.frames import Frame, MicrobatchId
 
 
 class Kind(IntEnum):
-    """Tasks of the one thread that touches weights, the most urgent first. Backwards free room."""
+    """The tasks of the only thread that touches the weights, in order of urgency.
+
+    Backward passes precede forward passes because they free slots.
+    """
 
     CLOSE_STEP = 0
     BACKWARD = 1
-    LOSS = 2  # on a head: from the returned activations to their gradient
+    LOSS = 2  # at a head, from the returned activations to their gradient
     FORWARD = 3
 
 
@@ -21,8 +24,8 @@ class Kind(IntEnum):
 class Send:
     """Send a frame to a neighbour, over a stream that is opened on demand.
 
-    A peer that cannot be reached is reported with `stream_closed`. The driver subtracts the time that the frame waits
-    in its own queue from `remaining_s`, and sends backwards first.
+    If the peer cannot be reached, the driver calls `stream_closed`. The driver subtracts the time that the frame waits
+    in its queue from `remaining_s`, and it sends Backward frames first.
     """
 
     to: str
@@ -31,7 +34,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Broadcast:
-    """Send a frame over all open streams except the one to `but`."""
+    """Send a frame over all open streams except the stream to peer `but`."""
 
     frame: Frame
     but: str = ""
@@ -39,13 +42,11 @@ class Broadcast:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Compute:
-    """Run this task, and report `computed` or `compute_failed`. At most one task is running, including `CloseStep`.
+    """Run this task, and report `computed` or `compute_failed`. At most one task runs at a time, including `CloseStep`.
 
-    data: encoded input of a replica, or the microbatch as a head received it. received: the encoded gradient
-    (BACKWARD) or
-    activations (LOSS). The result is the payload of the next frame; BACKWARD at the head has none. The driver must
-    discard
-    the gradients of a task that is reported with `compute_failed`, and no others.
+    `data` is the encoded input of a replica, or the microbatch as the head received it. `received` is the encoded
+    gradient for BACKWARD and the encoded activations for LOSS. The result is the payload of the next frame, except for
+    BACKWARD at the head, which has no result. If a task fails, the driver must discard its gradients and no others.
     """
 
     kind: Kind
@@ -59,7 +60,8 @@ class Compute:
 class CloseStep:
     """Divide the accumulated gradients by `num_tokens`, take an inner step, and report `step_closed`.
 
-    progress: the median mark, to which this step advances an inner replica; None at a head, which advances by itself.
+    `progress` is the median mark, to which this step advances an inner replica. It is None at a head, which determines
+    its progress itself.
     """
 
     num_tokens: int

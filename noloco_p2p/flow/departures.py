@@ -1,10 +1,13 @@
-"""How the microbatches of one node reach the next stage: the node asks for room, sends, and gets TAKEN.
+"""This module sends the microbatches of one node to the next stage.
+
+For each microbatch, the node asks for a slot, sends the payload and receives TAKEN:
 
     ASKING -> SENT -> TAKEN -> (Backward)
        ^         |        |
        +--DROP---+        +--Lost, or the stream closed--> lost
 
-Before TAKEN, a microbatch that is refused, or whose receiver dies, is offered to another peer. After TAKEN it is lost.
+If a microbatch is refused, or its receiver dies before TAKEN, it is offered to another peer. If its receiver dies after
+TAKEN, the microbatch is lost.
 """
 
 from __future__ import annotations
@@ -28,14 +31,14 @@ class Place(Enum):
 @dataclass(slots=True, eq=False)
 class Departure:
     ticket: MicrobatchTicket
-    payload: object  # until TAKEN
+    payload: object  # None after TAKEN
     sinks: tuple[str, ...]
     deadline_s: float
     place: Place = Place.ASKING
-    peer: str = ""  # the peer it was sent to
-    has_left: bool = False  # whether it was ever sent, even in vain
-    asked: set[str] = field(default_factory=set)  # in this pass over the neighbours
-    # of the peers that were ever asked, those that may still give a Credit
+    peer: str = ""  # the peer that it was sent to
+    has_left: bool = False  # whether it was ever sent, successfully or not
+    asked: set[str] = field(default_factory=set)  # the peers asked in this pass over the neighbours
+    # peers asked in any pass that may still send a Credit
     waiting: set[str] = field(default_factory=set)
     last: str = ""  # the peer that was asked last
     since_s: float = 0.0  # when the last Want, or the Forward, was sent
@@ -43,11 +46,12 @@ class Departure:
 
 
 class Departures:
-    """candidates: the peers to ask for a microbatch. returns: True at the last stage, which sends to the head unasked.
+    """The microbatches that a node is sending to the next stage.
 
-    gives_up: drop a microbatch that all neighbours refuse, so that its room is free for others. A head keeps it and
-    asks
-    again, because no other microbatch waits for its room.
+    `candidates` returns the peers to ask for a microbatch. `returns` is true at the last stage, which sends
+    microbatches to the head without asking. If `gives_up` is true, a microbatch that all neighbours refuse is dropped
+    to free its slot. A head keeps such a microbatch and asks again, because no other microbatch is waiting for that
+    slot.
     """
 
     def __init__(
@@ -58,7 +62,7 @@ class Departures:
         returns: bool = False,
         gives_up: bool = True,
     ) -> None:
-        # they found no way, or their Backward will not come; the owner clears the list
+        # Microbatches that no peer accepted, or whose Backward will not come. The owner clears the list.
         self.lost: list[MicrobatchId] = []
         self._routing = routing
         self._candidates = candidates
@@ -74,20 +78,20 @@ class Departures:
         return departure.place if departure else None
 
     def peer(self, id: MicrobatchId) -> str:
-        """The only peer from which a Backward is accepted; "" while no peer has it."""
+        """Return the only peer from which a Backward is accepted, or "" while no peer has the microbatch."""
         departure = self._departures.get(id)
         return departure.peer if departure else ""
 
     def begin(
         self, ticket: MicrobatchTicket, payload: object, *, sinks: tuple[str, ...], deadline_s: float, now_s: float
     ) -> list[Action]:
-        """The last stage sends at once; all others ask in `start`."""
+        """Add a microbatch. The last stage sends it at once, and all other stages ask for a slot in `start`."""
         departure = Departure(ticket, payload, sinks, deadline_s)
         self._departures[ticket.id] = departure
         return self._send(departure, ticket.id.head, now_s) if self._returns else []
 
     def start(self, now_s: float) -> list[Action]:
-        """Ask for room for the next ones, in order. Call it after each event."""
+        """Ask for slots for the next microbatches, in order. Call this method after each event."""
         departures = self._departures.values()
         num_under_way = sum(bool(other.waiting) or other.place is Place.SENT for other in departures)
         actions: list[Action] = []
@@ -102,7 +106,7 @@ class Departures:
         return actions
 
     def end(self, id: MicrobatchId) -> list[Action]:
-        """Forget a microbatch, and release the room that was requested for it."""
+        """Forget a microbatch and cancel its requests for slots."""
         departure = self._departures.pop(id, None)
         return [Send(peer, Lost(id)) for peer in sorted(departure.waiting)] if departure else []
 
@@ -136,7 +140,7 @@ class Departures:
         return []
 
     def lost_there(self, peer: str, id: MicrobatchId, now_s: float) -> list[Action]:
-        """The neighbour reports that there will be no Backward. Its TAKEN may have been lost."""
+        """Handle a neighbour's report that there will be no Backward. The neighbour's TAKEN may have been lost."""
         departure = self._departures.get(id)
         if departure is None:
             return []
@@ -157,7 +161,10 @@ class Departures:
         return actions
 
     def look_again(self, now_s: float) -> list[Action]:
-        """Time has passed, or the neighbours have changed: the peers that were asked do not answer, or have no room."""
+        """If the peers that were asked do not answer or have no free slot, ask others.
+
+        Call this method when time has passed or the neighbours have changed.
+        """
         actions: list[Action] = []
         for departure in list(self._departures.values()):
             is_asking = departure.place is Place.ASKING and departure.asked
@@ -169,7 +176,7 @@ class Departures:
         return actions
 
     def offer_sinks(self, sinks: tuple[str, ...]) -> None:
-        """Set the sinks at a head, whose streams change while a microbatch waits."""
+        """Set the sinks of all microbatches. A head needs this because its streams change while a microbatch waits."""
         for departure in self._departures.values():
             departure.sinks = sinks
 

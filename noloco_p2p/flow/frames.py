@@ -1,17 +1,17 @@
-"""The frames that neighbours in the pipeline exchange about microbatches. `Forward` and `Backward` carry payloads.
+"""Neighbours in the pipeline exchange these frames. `Forward` and `Backward` carry payloads.
 
 upstream, stage s                downstream, stage s + 1
-Want(ticket, ...)       ->                                this microbatch waits for room with you
-                        <-     Credit(id, has_room)       room is reserved; or it is not, and the want is queued
-Lost(id)                ->                                the want, or the room reserved for it, is not needed
+Want(ticket, ...)       ->                                asks for a slot for this microbatch
+                        <-     Credit(id, has_room)       a slot is reserved, or the Want is queued
+Lost(id)                ->                                the Want or the reserved slot is no longer needed
 Forward(id, payload)    ->
                         <-     Answer(id, is_taken)       TAKEN: the sender may forget it; DROP: try another peer
-                        <-     Backward(id, payload)      there is no answer: nothing would depend on it
-                        <-     Lost(id)                   the Backward will not come
-Mark(ticket)           <-->    Mark(ticket)               a head launches no more; each peer forwards it once
+                        <-     Backward(id, payload)      has no answer, because nothing depends on one
+                        <-     Lost(id)                   there will be no Backward
+Mark(ticket)           <-->    Mark(ticket)               a head has stopped launching; each peer forwards it once
 
-The last stage returns its Forward to the head without a Want: the head reserved room for it at launch. The answer to a
-Want is a Credit, or DROP.
+The last stage returns its Forward to the head without a Want, because the head reserved a slot for it at launch. The
+reply to a Want is a Credit or a DROP.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 
 class MicrobatchId(NamedTuple):
-    """`number` increases with each microbatch of a head, also across restarts of the head."""
+    """The identifier of a microbatch. `number` increases with each microbatch of a head, even across restarts."""
 
     head: str  # peer id
     number: int
@@ -29,13 +29,12 @@ class MicrobatchId(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchTicket:
-    """What a head states about one of its microbatches, under its signature. No replica on the path can change it.
+    """The description of a microbatch, signed by its head. No replica on the path can change it.
 
-    mark: progress of the head at launch, 0 to 1. num_tokens: in the loss; gradients are of the sum over them.
-    is_training:
-    False = evaluation: nothing is kept for a backward, and the mark does not count. signature: by the head over all
-    other
-    fields; the driver signs and verifies.
+    `mark` is the head's progress at launch, from 0 to 1. `num_tokens` is the number of tokens in the loss, and
+    gradients are sums over these tokens. If `is_training` is false, the microbatch is an evaluation: nothing is
+    kept for a backward pass, and the mark does not count. `signature` is the head's signature of all other fields. The
+    driver signs and verifies it.
     """
 
     id: MicrobatchId
@@ -47,9 +46,11 @@ class MicrobatchTicket:
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """sinks: the replicas of the last stage to which the head has streams. The stage before the last draws among them.
+    """A request for a slot for one microbatch.
 
-    remaining_s: until the deadline of the microbatch. Wall clocks differ, so each hop subtracts the time it held it.
+    `sinks` lists the replicas of the last stage to which the head has streams. A replica of the second-to-last stage
+    draws one of them. `remaining_s` is the time until the deadline of the microbatch. Wall clocks differ, so each hop
+    subtracts the time for which it held the microbatch.
     """
 
     ticket: MicrobatchTicket
@@ -59,7 +60,10 @@ class Want:
 
 @dataclass(frozen=True, slots=True)
 class Credit:
-    """A reservation for one microbatch. Without room it is queued, and a second Credit may follow."""
+    """The reservation of a slot for one microbatch.
+
+    If no slot is free, the Want is queued, and a second Credit may follow.
+    """
 
     id: MicrobatchId
     has_room: bool
@@ -67,7 +71,7 @@ class Credit:
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """payload: encoded activations, as received. None = they arrived damaged, or a gate refused them."""
+    """The encoded activations of a microbatch. `payload` is None if they arrived damaged or a gate refused them."""
 
     id: MicrobatchId
     remaining_s: float
@@ -76,7 +80,10 @@ class Forward:
 
 @dataclass(frozen=True, slots=True)
 class Backward:
-    """payload: encoded gradient of the sum over tokens. None = it arrived damaged, or a gate refused it."""
+    """The encoded gradient of the loss, summed over tokens.
+
+    `payload` is None if it arrived damaged or a gate refused it.
+    """
 
     id: MicrobatchId
     payload: object
@@ -84,7 +91,10 @@ class Backward:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The answer to a Forward: True = TAKEN, False = DROP. To a Want it is always False."""
+    """The answer to a Forward, TAKEN if `is_taken` is true and DROP otherwise.
+
+    As an answer to a Want, it is always DROP.
+    """
 
     id: MicrobatchId
     is_taken: bool
@@ -97,9 +107,10 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """The head of this ticket launches nothing any more.
+    """A notice that the head of this ticket has stopped launching microbatches.
 
-    At the mark 1 it has finished. Below 1, with 0 tokens, it pauses or leaves, and has no vote until it launches again.
+    With a mark of 1, the head has finished. With a lower mark and 0 tokens, it has paused or left, and it has no vote
+    until it launches again.
     """
 
     ticket: MicrobatchTicket

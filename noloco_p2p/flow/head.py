@@ -1,12 +1,12 @@
-"""A head of the pipeline, stage 0, as a state machine: it launches microbatches and drives all other stages. Pure.
+"""This pure state machine is a head of the pipeline (stage 0). It launches microbatches and drives all other stages.
 
     FORWARD -> AWAY -> LOSS -> BEHIND -> BACKWARD -> done
     front     other   tail    gradient  front
     computed  stages  computed  returns  computed
 
 The window of microbatches in flight doubles until the first losses, grows by one from then on, and halves when losses
-come close together. A microbatch that finds no room waits here, and no further one is launched meanwhile, so that a
-full pipeline holds back the data and does not use it up.
+come close together. A microbatch that finds no free slot waits here, and no other one is launched meanwhile, so that a
+full pipeline does not waste training data.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ from noloco_p2p.flow.tasks import Machine
 
 class HeadPhase(Enum):
     FORWARD = auto()
-    AWAY = auto()  # no loss yet, from here on or
+    AWAY = auto()  # sent to the other stages; no loss yet
     LOSS = auto()
-    BEHIND = auto()  # the loss is counted, from here on
+    BEHIND = auto()  # the loss is counted from here on
     BACKWARD = auto()
 
 
@@ -59,30 +59,30 @@ class HeadPhase(Enum):
 class InFlight:
     ticket: MicrobatchTicket
     microbatch: object
-    sent_s: float  # or was not sent yet then
+    sent_s: float  # when it was sent, or the last tick at which it was still unsent
     deadline_s: float
     phase: HeadPhase = HeadPhase.FORWARD
-    step: int = 0  # in which its forward was computed
-    is_lost_upstream: bool = False  # no gradient will come for the front
-    returned_by: str = ""  # the replica of the last stage
+    step: int = 0  # the step in which its forward was computed
+    is_lost_upstream: bool = False  # whether no gradient will come for the front
+    returned_by: str = ""  # the replica of the last stage that returned it
     received: object = None  # returned activations, then the gradient for the front
 
 
 class Window:
-    """How many microbatches may be in flight: the window doubles after each window without losses, and halves after
-    losses.
+    """The number of microbatches that may be in flight, controlled as in TCP (RFC 5681).
 
-    Once it was halved, it grows by one per window: slow start and congestion avoidance of TCP (RFC 5681).
+    The window doubles after each window without losses, and halves after losses. Once it has been halved, it grows by
+    one per window.
 
-    A loss after a whole window without any changes nothing. On links that lose 5 % of the microbatches at random,
-    halving at each loss would cost a sixth of the speed.
+    A loss that follows a whole window without losses has no effect. On links that lose 5 % of the microbatches at
+    random, halving at each loss would reduce the speed by a sixth.
     """
 
     def __init__(self, largest: int) -> None:
         self.size = 1
         self._largest = largest
-        self._is_starting = True  # until it is halved
-        self._num_good = 0  # since the last change
+        self._is_starting = True  # until the first halving
+        self._num_good = 0  # since the size last changed
         self._num_good_in_a_row = 0
         self._halved_s = -1.0
         self._pause_s = FIRST_PAUSE_S
@@ -99,7 +99,10 @@ class Window:
             self.size, self._num_good = min(self.size + 1, self._largest), 0
 
     def lost(self, sent_s: float, now_s: float) -> None:
-        """Halve the window. Further losses among microbatches sent before that do not count: the cause is the same."""
+        """Record a lost microbatch and halve the window.
+
+        If the microbatch was sent before the last halving, its loss has the same cause and does not count.
+        """
         is_alone, self._num_good_in_a_row = self._num_good_in_a_row >= self.size, 0
         if is_alone or sent_s <= self._halved_s:
             return
@@ -109,8 +112,9 @@ class Window:
 
 
 class HeadDeadlines:
-    """Deadlines are a multiple of the median latency. A missed one counts as a latency, so that they grow with the
-    path.
+    """The deadline of a microbatch, which is a multiple of the median latency.
+
+    A missed deadline counts as a latency, so that deadlines grow if the path becomes slower.
     """
 
     def __init__(self) -> None:
@@ -127,9 +131,10 @@ class HeadDeadlines:
 
 
 class Head(Machine):
-    """A head. max_in_flight: from `limits.num_rooms`. `rng` draws the path. Methods are events, and return actions.
+    """The state machine of a head. Its methods handle events and return actions.
 
-    first_number: larger than any that this head has used, also before a restart; Unix milliseconds are.
+    `max_in_flight` comes from `limits.num_rooms`, and `rng` draws the path. `first_number` must be larger than every
+    number that this head has used, even before a restart. Unix time in milliseconds meets this condition.
     """
 
     def __init__(
@@ -164,38 +169,45 @@ class Head(Machine):
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is in flight, so a head that is leaving may stop."""
+        """Return whether nothing is in flight, so that a head that is leaving can stop."""
         return not self.in_flight and self.tasks.running is None
 
     @property
     def is_over(self) -> bool:
-        """The head has finished. Evaluations may still be in flight."""
+        """Return whether the head has finished training. Evaluations may still be in flight."""
         trains = any(flying.ticket.is_training for flying in self.in_flight.values())
         return self.progress >= FINAL_MARK and not trains and self.tasks.running is None
 
     # events
 
     def neighbours_changed(self, downstream: Collection[str], sinks: Collection[str], now_s: float) -> list[Action]:
-        """downstream: replicas of stage 1. sinks: those of the last stage to which this head has streams."""
+        """Set the neighbours.
+
+        `downstream` holds the replicas of stage 1. `sinks` holds the replicas of the last stage to which this head has
+        streams.
+        """
         self._neighbours = frozenset(downstream)
         self._sinks = tuple(self._rng.sample(sorted(sinks), min(MAX_SINKS, len(sinks))))
         self.departures.offer_sinks(self._sinks)
         return self._settle(self.departures.look_again(now_s), now_s)
 
     def can_launch(self, now_s: float, *, is_training: bool = True) -> bool:
-        """Whether the next microbatch is due. Call it after each event, because it depends on all of them."""
+        """Return whether the next microbatch is due.
+
+        Call this after each event, because any event can change the result.
+        """
         if self._is_leaving or (is_training and self.progress >= FINAL_MARK):
             return False
         if isinstance(self.tasks.running, CloseStep) or not self._sinks:
             return False
         if self._holds_steps and self.steps.is_due:
-            return False  # what is launched now would make the next step larger than a batch
+            return False  # another microbatch would make the next step larger than a batch
         return not any(map(self._is_unsent, self.in_flight)) and self.window.is_open(len(self.in_flight), now_s)
 
     def launch(
         self, microbatch: object, num_tokens: int, now_s: float, *, is_training: bool = True
     ) -> tuple[MicrobatchId, list[Action]]:
-        """Launch a microbatch. num_tokens: in its loss."""
+        """Launch a microbatch whose loss has `num_tokens` tokens. Return its id and the actions."""
         assert self.can_launch(now_s, is_training=is_training)
         id = self._new_id()
         ticket = MicrobatchTicket(id, min(self.progress, FINAL_MARK), num_tokens, is_training)
@@ -204,7 +216,7 @@ class Head(Machine):
         return id, self._settle([], now_s)
 
     def received(self, peer: str, frame: Frame, now_s: float) -> list[Action]:
-        """Handle a frame of a neighbour: complete, and of a size known from the spec."""
+        """Handle a frame from a neighbour. The frame must be complete and have the size that the spec implies."""
         actions: list[Action] = []
         match frame:
             case Forward():
@@ -218,20 +230,23 @@ class Head(Machine):
             case Lost(id):
                 actions = self.departures.lost_there(peer, id, now_s)
             case Want(ticket):
-                actions = [Send(peer, Answer(ticket.id, is_taken=False))]  # a head accepts only what it has launched
+                actions = [Send(peer, Answer(ticket.id, is_taken=False))]  # it accepts only its own microbatches
             case Mark():
-                pass  # of another head
+                pass  # from another head
         return self._settle(actions, now_s)
 
     def stream_closed(self, peer: str, now_s: float) -> list[Action]:
-        """A neighbour is gone, or cannot be reached. The driver reports it before frames of a new stream."""
+        """Handle a closed stream to a neighbour, or a neighbour that cannot be reached.
+
+        The driver reports this before any frames of a new stream.
+        """
         return self._settle(self.departures.closed(peer, now_s), now_s)
 
     def computed(self, task: Compute, result: object, now_s: float) -> list[Action]:
         if not self.tasks.end(task):
             return []
         flying = self.in_flight.get(task.id)
-        if flying is None:  # given up meanwhile
+        if flying is None:  # it was given up in the meantime
             return self._settle([], now_s)
         actions: list[Action] = []
         if task.kind is Kind.FORWARD:
@@ -247,13 +262,19 @@ class Head(Machine):
         return self._settle(actions, now_s)
 
     def compute_failed(self, task: Compute, now_s: float) -> list[Action]:
-        """Out of memory, or a gate refused the input or the output. Only this microbatch loses its gradients."""
+        """Give up a microbatch whose task failed, because memory ran out or a gate refused its input or output.
+
+        Only this microbatch loses its gradients.
+        """
         if not self.tasks.end(task):
             return []
         return self._settle(self._lose(task.id, now_s), now_s)
 
     def step_closed(self, progress: float, now_s: float) -> list[Action]:
-        """progress: of this head after its step, which the next microbatches carry. At 1 it has finished."""
+        """Record the end of a step and the new progress of this head. At a progress of 1, the head has finished.
+
+        The next microbatches carry this progress as their mark.
+        """
         assert isinstance(self.tasks.running, CloseStep)
         self.tasks.end()
         self._num_steps += 1
@@ -261,15 +282,15 @@ class Head(Machine):
         return self._settle([Broadcast(self._last_mark())] if progress >= FINAL_MARK else [], now_s)
 
     def stream_opened(self, peer: str, now_s: float) -> list[Action]:
-        """A neighbour that was absent when this head finished is notified now, and forwards it."""
+        """Notify a neighbour that was absent when this head finished. The neighbour forwards the notice."""
         return self._settle([Send(peer, self._last_mark())] if self.progress >= FINAL_MARK else [], now_s)
 
     def tick(self, now_s: float) -> list[Action]:
-        """Call it every TICK_S: deadlines pass, and neighbours are asked again."""
+        """Give up microbatches whose deadline has passed, and ask neighbours again. Call this every TICK_S."""
         actions: list[Action] = []
         for id, flying in list(self.in_flight.items()):
             if flying.phase is HeadPhase.AWAY and not self.departures.has_left(id):
-                # Its time starts with its first Forward, so one that is always refused does not stay forever.
+                # The deadline counts from the first Forward, so that repeated refusals cannot extend it forever.
                 flying.sent_s, flying.deadline_s = now_s, now_s + self.deadlines.seconds
                 self.departures.postpone(id, flying.deadline_s)
             elif flying.deadline_s <= now_s and flying.phase in (HeadPhase.AWAY, HeadPhase.BEHIND):
@@ -278,9 +299,9 @@ class Head(Machine):
         return self._settle(actions + self.departures.look_again(now_s), now_s)
 
     def leave(self, now_s: float) -> list[Action]:
-        """Launch nothing from now on; finish what is in flight, and give up what has not left.
+        """Launch nothing from now on, finish the microbatches that were sent, and give up all others.
 
-        All replicas are notified, because the mark of this head must not hold up the median.
+        All replicas are notified, because this head's mark must not hold up the median.
         """
         self._is_leaving = True
         actions: list[Action] = [] if self.progress >= FINAL_MARK else [Broadcast(self._last_mark())]
@@ -302,8 +323,9 @@ class Head(Machine):
     # frames
 
     def _returned(self, peer: str, forward: Forward) -> list[Action]:
-        """Handle a returned microbatch. Its room was reserved at launch, so it is refused only if it was given up, or
-        came from another path.
+        """Handle a microbatch that the last stage returns.
+
+        Its slot was reserved at launch, so it is refused only if it was given up, is damaged or took another path.
         """
         flying = self.in_flight.get(forward.id)
         if flying is not None and flying.returned_by == peer:  # repeated
@@ -339,7 +361,7 @@ class Head(Machine):
     def _done(self, flying: InFlight, now_s: float) -> list[Action]:
         self.num_done += 1
         self.window.ended_well()
-        if flying.ticket.is_training:  # an evaluation takes less time, and would shorten the deadlines
+        if flying.ticket.is_training:  # an evaluation takes less time and would shorten the deadlines
             self.num_late += flying.step < self._num_steps
             self.deadlines.measured(now_s - flying.sent_s)
             self.steps.count_done(flying.ticket.num_tokens)
@@ -363,7 +385,7 @@ class Head(Machine):
             self.steps.count_done(flying.ticket.num_tokens)
             return actions
         if flying.phase is HeadPhase.LOSS:
-            actions.append(Send(flying.returned_by, Lost(id)))  # the path frees its rooms
+            actions.append(Send(flying.returned_by, Lost(id)))  # so that the replicas on the path free their slots
         return [*actions, GaveUp(id, flying.microbatch, flying.ticket.is_training)]
 
     def _release(self, id: MicrobatchId) -> list[Action]:
@@ -372,7 +394,7 @@ class Head(Machine):
         return self.departures.end(id)
 
     def _settle(self, actions: list[Action], now_s: float) -> list[Action]:
-        """The end of each event: add what has become possible."""
+        """Complete an event by adding the actions that have become possible."""
         while self.departures.lost:
             actions += self._path_lost(self.departures.lost.pop(), now_s)
         actions += self.departures.start(now_s)

@@ -1,51 +1,51 @@
-"""The bounds and times of the pipeline, each with its reason. Sizes follow from the run spec."""
+"""This module defines the limits and deadlines of the pipeline, with their reasons. Sizes follow from the run spec."""
 
 from __future__ import annotations
 
-# Lateness is harmful: a gradient three inner steps late costs more loss than a lost one. With a quarter of a batch in
-# flight, gradients are at most a quarter of a step late in the mean.
+# Late gradients are harmful. A gradient that is three inner steps late increases the loss more than a lost one does.
+# With a quarter of a batch in flight, gradients are at most a quarter of a step late on average.
 IN_FLIGHT_SHARE = 0.25
-# A step on less than half a batch is noise; its gradients count towards the next step instead.
+# A step on less than half a batch is mostly noise. Its gradients count toward the next step instead.
 SMALLEST_STEP_BATCHES = 0.5
-# A replica with this many batches in one step makes the heads that are ahead of the median wait for the others.
+# When a step of a replica has this many batches, heads that are ahead of the median must wait for the others.
 LARGEST_STEP_BATCHES = 4.0
 
-# A head that is silent for this long has no vote, because dead heads must not hold up the median. The time is a
-# multiple of the usual interval between two of its microbatches here, as a stage may have few replicas or a hundred.
+# A head that is silent for too long has no vote, because dead heads must not hold up the median. The limit is a
+# multiple of the usual interval between two of its microbatches at this replica, which depends on the stage's size.
 VOTE_INTERVALS = 8.0
-SHORTEST_VOTE_S = 15.0  # a head at the boundary of a round waits for some seconds
-VOTE_S = 120.0  # the longest, and that of a head that was heard from once
+SHORTEST_VOTE_S = 15.0  # because a head at the boundary of a round waits for some seconds
+VOTE_S = 120.0  # the longest time, which also applies to a head that was heard from only once
 
-# A microbatch is given up after this multiple of the head's median latency: queues vary latencies by two or three.
+# A microbatch is given up after this multiple of the head's median latency. Queues alone can double or triple it.
 DEADLINE_LATENCIES = 4.0
-NUM_LATENCIES = 32  # in the median: some steps of the head
-FIRST_DEADLINE_S = 120.0  # before a latency is measured: the first tasks compile and allocate
-SHORTEST_DEADLINE_S = 10.0  # a loopback swarm must not lose microbatches to a pause of the machine
-LONGEST_DEADLINE_S = 600.0  # bounds how long a forged Want can hold room
+NUM_LATENCIES = 32  # latencies in the median, from a few steps of the head
+FIRST_DEADLINE_S = 120.0  # until a latency is measured; it is long because the first tasks compile and allocate
+SHORTEST_DEADLINE_S = 10.0  # so that swarms on one machine lose no microbatches when the machine pauses
+LONGEST_DEADLINE_S = 600.0  # limits how long a forged Want can hold a slot
 
-# A head that lost a microbatch pauses, twice as long after each further loss, so that it does not waste its data.
+# A head that loses a microbatch pauses so that it does not waste its data. The pause doubles with each further loss.
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 32.0
 
 TICK_S = 0.25  # how often the driver calls `tick`
-# after this, a neighbour that does not answer a Want is no longer waited for, and the next one is asked
+# If a neighbour does not answer a Want for this long, the next one is asked.
 ASK_PATIENCE_S = 1.0
-ASK_AGAIN_S = 5.0  # after this, all neighbours are asked again: one may have room, or a frame was lost
+ASK_AGAIN_S = 5.0  # then all neighbours are asked again, since one may have a slot now, or a frame may be lost
 
-# The forwards of one node in flight at a time. Room is requested for one while others travel to different neighbours,
-# because a single one rarely fills the uplink. With many, reserved room would wait for the uplink of this node.
+# The number of Forwards that a node requests slots for or sends at a time. A single one rarely saturates the uplink, so
+# slots are requested while others are being sent. With many, reserved slots would wait for the uplink of this node.
 MAX_UNDER_WAY = 4
-MAX_SINKS = 8  # in a Want: enough to choose from, and 400 bytes
-MAX_WANTS_PER_PEER = 8  # queued for one neighbour, which asks for MAX_UNDER_WAY at a time, and may have lost others
-FAIR_SHARES = 2.0  # of the room of a step that a head gets while others wait
-MAX_HEADS = 1024  # remembered by a replica; those silent for longest are forgotten
-SEEN_NUMBERS = 1024  # of each head: more than it launches within the longest deadline
+MAX_SINKS = 8  # sinks in a Want; they are enough to choose from and need only 400 bytes
+MAX_WANTS_PER_PEER = 8  # a neighbour sends MAX_UNDER_WAY Wants at a time, but earlier ones may still be queued
+FAIR_SHARES = 2.0  # limit of a head while others wait, relative to its fair share of a step's slots
+MAX_HEADS = 1024  # heads that a replica remembers; it forgets those that have been silent for longest
+SEEN_NUMBERS = 1024  # remembered per head; it launches fewer microbatches within the longest deadline
 
 
 def num_rooms(*, memory_bytes: int, microbatch_bytes: int, batch_tokens: int, microbatch_tokens: int) -> int:
-    """The microbatches that a replica may hold, or a head have in flight; at least 1.
+    """Return the number of slots of a replica, or of microbatches that a head may have in flight. It is at least 1.
 
-    microbatch_bytes: of one room, that is, the encoded input, the encoded output and the encoded gradient.
+    `microbatch_bytes` is the size of one slot, which holds the encoded input, output and gradient of a microbatch.
     """
     in_flight = int(IN_FLIGHT_SHARE * batch_tokens / microbatch_tokens)
     return max(1, min(in_flight, memory_bytes // microbatch_bytes))

@@ -1,14 +1,15 @@
-"""An inner replica of the pipeline as a state machine. Pure: events and their times go in, actions come out.
+"""This pure state machine is an inner replica of the pipeline. Events and their times go in, and actions come out.
 
-A microbatch holds one room from its Credit until its backward is computed here:
+A microbatch holds one slot from its Credit until its backward pass is computed here:
 
     RESERVED -> FORWARD -> AWAY -> BACKWARD -> counted
-    room       computed   further   computed
-    promised   here       stages    here
+    slot       computed   later     computed
+    reserved   here       stages    here
 
-Rooms are taken in order of stages, and a backward needs none, so that full replicas never wait for each other. Until
-its backward is here, a microbatch ends early with its deadline, with the stream to either neighbour, or with Lost. Then
-this replica and those before it lose it; those behind, whose backward is through, keep their valid gradients.
+Slots are reserved in the order of the stages, and a backward pass needs no further slot, so full replicas never wait
+for each other. Until its Backward arrives, a microbatch is lost if its deadline passes, the stream to a neighbour
+closes or a Lost arrives. It is then lost at this replica and at all earlier stages. Later stages that have finished
+their backward pass keep their gradients, which are valid.
 """
 
 from __future__ import annotations
@@ -49,8 +50,10 @@ class ReplicaPhase(Enum):
 
 @dataclass(slots=True, eq=False)
 class Stashed:
-    """data: the encoded input, exactly as received, from which the backward recomputes. gradient: the encoded
-    gradient.
+    """A microbatch that a replica holds.
+
+    `data` is the encoded input exactly as received, from which the backward pass recomputes the activations. `gradient`
+    is the encoded gradient.
     """
 
     ticket: MicrobatchTicket
@@ -64,7 +67,10 @@ class Stashed:
 
 
 class Replica(Machine):
-    """num_rooms: from `limits.num_rooms`. `rng` draws the path. Methods are events, and return actions."""
+    """The state machine of an inner replica. Its methods handle events and return actions.
+
+    `num_rooms` is the number of slots, from `limits.num_rooms`. `rng` draws the path.
+    """
 
     def __init__(
         self,
@@ -96,22 +102,22 @@ class Replica(Machine):
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is held, so a replica that is leaving may stop."""
+        """Return whether nothing is held, so that a replica that is leaving can stop."""
         return not self.stash and self.tasks.running is None
 
     def is_over(self, now_s: float) -> bool:
-        """No head trains any more, and the last step is closed."""
+        """Return whether no head is training any more and the last step is closed."""
         return self.is_idle and self.steps.is_over(now_s)
 
     # events
 
     def neighbours_changed(self, downstream: Collection[str], now_s: float) -> list[Action]:
-        """Set the peers to ask for room from now on. What others hold is not affected."""
+        """Set the peers to ask for slots from now on. Microbatches that other peers already hold are not affected."""
         self._neighbours = frozenset(downstream)
         return self._settle(self.departures.look_again(now_s), now_s)
 
     def received(self, peer: str, frame: Frame, now_s: float) -> list[Action]:
-        """Handle a frame of a neighbour: complete, of a size known from the spec, its ticket verified."""
+        """Handle a complete frame from a neighbour, whose size matches the spec and whose ticket is verified."""
         match frame:
             case Want():
                 actions = self._want(peer, frame, now_s)
@@ -130,7 +136,10 @@ class Replica(Machine):
         return self._settle(actions, now_s)
 
     def stream_closed(self, peer: str, now_s: float) -> list[Action]:
-        """A neighbour is gone, or cannot be reached. The driver reports it before frames of a new stream."""
+        """Handle a closed stream to a neighbour, or a neighbour that cannot be reached.
+
+        The driver reports this before any frames of a new stream.
+        """
         self.wants.remove_peer(peer)
         actions = self.departures.closed(peer, now_s)
         for id, held in list(self.stash.items()):
@@ -138,14 +147,14 @@ class Replica(Machine):
                 continue
             held.upstream = ""
             if self.departures.place(id) is not Place.TAKEN and held.phase is not ReplicaPhase.BACKWARD:
-                actions += self._lose(id)  # it is no further than here, and all before give it up
+                actions += self._lose(id)  # no later stage has it, and all earlier ones give it up
         return self._settle(actions, now_s)
 
     def computed(self, task: Compute, result: object, now_s: float) -> list[Action]:
         if not self.tasks.end(task):
             return []
         held = self.stash.get(task.id)
-        if held is None:  # lost while its forward was computed
+        if held is None:  # it was lost while its forward pass was computed
             return self._settle([], now_s)
         if task.kind is Kind.BACKWARD:
             self.steps.count(held.ticket.num_tokens)
@@ -162,7 +171,10 @@ class Replica(Machine):
         return self._settle(actions, now_s)
 
     def compute_failed(self, task: Compute, now_s: float) -> list[Action]:
-        """Out of memory, or a gate refused the input or the output. Only this microbatch loses its gradients."""
+        """Give up a microbatch whose task failed, because memory ran out or a gate refused its input or output.
+
+        Only this microbatch loses its gradients.
+        """
         if not self.tasks.end(task):
             return []
         return self._settle(self._lose(task.id), now_s)
@@ -174,7 +186,7 @@ class Replica(Machine):
         return self._settle([], now_s)
 
     def tick(self, now_s: float) -> list[Action]:
-        """Call it every TICK_S: deadlines pass, and neighbours are asked again."""
+        """Give up microbatches whose deadline has passed, and ask neighbours again. Call this every TICK_S."""
         self.wants.expire(now_s)
         actions: list[Action] = []
         for id, held in list(self.stash.items()):
@@ -183,7 +195,7 @@ class Replica(Machine):
         return self._settle(actions + self.departures.look_again(now_s), now_s)
 
     def leave(self, now_s: float) -> list[Action]:
-        """Accept no Want from now on; finish what is promised or held."""
+        """Accept no Want from now on, but finish the microbatches that hold a slot."""
         self._is_leaving = True
         refused = self.wants.take_all()
         return self._settle([_drop(waiting.peer, waiting.want.ticket.id) for waiting in refused], now_s)
@@ -207,8 +219,8 @@ class Replica(Machine):
 
     def _grant(self, now_s: float) -> list[Action]:
         actions: list[Action] = []
-        # Only stage 1 makes heads wait that are ahead, as their microbatches hold no room yet. Behind it, they would
-        # wait in rooms that the slower heads need.
+        # Only stage 1 delays heads that are ahead, because their microbatches hold no slots yet. In later stages they
+        # would wait in slots that the slower heads need.
         barred = {head for head in self.wants.heads if self.steps.is_ahead(head, now_s)} if self._is_first else set()
         while len(self.stash) < self._num_rooms and (waiting := self.wants.next(barred)):
             want, id = waiting.want, waiting.want.ticket.id
@@ -233,7 +245,7 @@ class Replica(Machine):
 
     def _backward(self, peer: str, backward: Backward) -> list[Action]:
         held = self.stash.get(backward.id)
-        # Checked with the departure, which ends here: a Backward that is repeated, or from another peer, has no effect.
+        # The departure ends here, so a Backward that is repeated or comes from another peer has no effect.
         if held is None or self.departures.peer(backward.id) != peer or not held.ticket.is_training:
             return []
         if backward.payload is None:
@@ -259,7 +271,7 @@ class Replica(Machine):
 
     def _mark(self, peer: str, mark: Mark, now_s: float) -> list[Action]:
         ticket, has_finished = mark.ticket, mark.ticket.mark >= FINAL_MARK
-        # Below 1, a Mark with tokens is the ticket of a microbatch, which its head sent only as a Want.
+        # A ticket with tokens and a mark below 1 belongs to a microbatch. Its head sent it in a Want, never as a Mark.
         is_news = (has_finished or ticket.num_tokens == 0) and self.steps.vote(ticket, now_s, is_away=not has_finished)
         return [Broadcast(mark, but=peer)] if is_news else []
 
@@ -279,7 +291,7 @@ class Replica(Machine):
         return [*self._release(id), *upstream]
 
     def _settle(self, actions: list[Action], now_s: float) -> list[Action]:
-        """The end of each event: add what has become possible."""
+        """Complete an event by adding the actions that have become possible."""
         while self.departures.lost:
             actions += self._lose(self.departures.lost.pop())
         actions += self.departures.start(now_s)
@@ -300,14 +312,14 @@ def _drop(peer: str, id: MicrobatchId) -> Send:
 
 
 class SeenForwards:
-    """The forwards that a replica has taken, because it processes each at most once: a sliding window per head.
+    """The Forwards that a replica has accepted, in a sliding window per head. Each is processed at most once.
 
-    A number below the window counts as seen. Backwards need no window, because each uses up the stash entry of its
-    forward.
+    A number below the window counts as seen. Backwards need no window, because each one consumes the stash entry of its
+    Forward.
     """
 
     def __init__(self) -> None:
-        self._windows: OrderedDict[str, tuple[int, int]] = OrderedDict()  # head -> highest number, bits of those below
+        self._windows: OrderedDict[str, tuple[int, int]] = OrderedDict()  # by head: highest number, bits of those seen
 
     def __contains__(self, id: MicrobatchId) -> bool:
         if id.head not in self._windows:
@@ -319,7 +331,7 @@ class SeenForwards:
     def add(self, id: MicrobatchId) -> None:
         highest, bits = self._windows.get(id.head, (id.number, 0))
         if id.number > highest:
-            # Not shifted by the whole distance: numbers jump when a head restarts with a new clock value.
+            # The shift is limited, because numbers jump when a head restarts with a new clock value.
             distance = min(id.number - highest, SEEN_NUMBERS)
             highest, bits = id.number, (bits << distance) & ((1 << SEEN_NUMBERS) - 1)
         if highest - id.number < SEEN_NUMBERS:

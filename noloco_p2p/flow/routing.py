@@ -1,4 +1,7 @@
-"""The order in which the neighbours of the next stage are asked for room. Pure: callers pass the random generator."""
+"""This module decides in which order neighbours of the next stage are asked for a slot.
+
+Callers pass the random generator.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,11 @@ Rule = Literal["random", "fast"]
 
 
 class Routing:
-    """`random`: each order is equally likely, so the first with room is a random one among those that have room.
+    """Draws the order of the neighbours by one of two rules.
 
-    `fast`: the probability that a neighbour is first is proportional to its measured rate, so slow ones are still
-    measured.
+    With `random`, all orders are equally likely, so each neighbour with a free slot is equally likely to get the
+    microbatch. With `fast`, the probability that a neighbour comes first is proportional to its measured rate, so slow
+    neighbours are still measured.
     """
 
     def __init__(self, rng: random.Random, rule: Rule = "random") -> None:
@@ -29,9 +33,12 @@ class Routing:
         self._seconds: dict[str, float] = {}  # from sending a Forward to TAKEN
 
     def order(self, candidates: Iterable[str], ticket: MicrobatchTicket) -> list[str]:
-        """Return the order; for an evaluation only one candidate, so that all evaluations of a head take one path."""
-        names = sorted(candidates)  # sets have no order that a seed determines
-        if not ticket.is_training:  # rendezvous hash: the path changes only where a neighbour leaves
+        """Return the candidates in the order in which to ask them.
+
+        For an evaluation, the result has only one candidate, so that all evaluations of a head take the same path.
+        """
+        names = sorted(candidates)  # because a seed does not determine the order of a set
+        if not ticket.is_training:  # rendezvous hashing: the path changes only where neighbours come or go
             return sorted(names, key=lambda peer: blake3(f"{ticket.id.head} {peer}".encode()).digest())[:1]
         self._rng.shuffle(names)
         if self._rule == "fast" and self._seconds:

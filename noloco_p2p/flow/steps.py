@@ -1,4 +1,7 @@
-"""When an inner step closes: at an inner replica by the median mark of the heads, at a head by its own batch."""
+"""This module decides when an inner step closes.
+
+An inner replica follows the median mark of the heads, and a head follows its own batches.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from noloco_p2p.flow.limits import (
     VOTE_S,
 )
 
-FINAL_MARK = 1.0  # of a head that has finished
+FINAL_MARK = 1.0  # the mark of a head that has finished
 SMOOTHING = 0.2  # weight of a new interval between two microbatches of a head
 
 
@@ -24,11 +27,11 @@ class _Vote:
     number: int
     mark: float
     heard_s: float
-    usual_s: float | None = None  # between two of its microbatches here, smoothed
-    is_away: bool = False  # it announced that, with this number
+    usual_s: float | None = None  # smoothed interval between two of its microbatches
+    is_away: bool = False  # whether the head announced with this number that it is away
 
     def after(self, number: int, mark: float, now_s: float) -> _Vote:
-        """The next vote of the same head."""
+        """Return the next vote of the same head."""
         passed_s, usual_s = now_s - self.heard_s, self.usual_s
         if not self.is_away:
             usual_s = passed_s if usual_s is None else usual_s + SMOOTHING * (passed_s - usual_s)
@@ -44,10 +47,11 @@ class _Vote:
 
 
 class MedianSteps:
-    """Progress of an inner replica: the lower median over the last marks of live heads, each with one vote.
+    """The progress of an inner replica, which is the lower median of the last marks of all live heads.
 
-    Each rise of the median closes at most one step, so a stage with few replicas takes larger steps, not more. The
-    median falls when slow heads are heard again; progress does not, and the steps follow the median from there.
+    Each live head has one vote. Each rise of the median closes at most one step, so a stage with few replicas takes
+    larger steps instead of more steps. The median falls when slow heads are heard from again. The progress does not
+    fall, and the next rise of the median closes a step.
     """
 
     def __init__(self, *, batch_tokens: int, progress: float = 0.0) -> None:
@@ -58,13 +62,13 @@ class MedianSteps:
         self._votes: OrderedDict[str, _Vote] = OrderedDict()  # the most recent last
 
     def vote(self, ticket: MicrobatchTicket, now_s: float, *, is_away: bool = False) -> bool:
-        """Record a vote. Returns True if the ticket is newer than what was known of its head.
+        """Record the vote of a head. Return True if the ticket is newer than the last one from this head.
 
-        is_away: the head has no vote until a newer ticket arrives.
+        If `is_away` is true, the head has no vote until a newer ticket arrives.
         """
         before = self._votes.get(ticket.id.head)
         if before is not None and ticket.id.number <= before.number:
-            return False  # outdated, or repeated by a peer that wants a dead head to have a vote
+            return False  # outdated, or repeated by a peer that wants to keep the vote of a dead head alive
         make = before.after if before else _Vote
         vote = make(ticket.id.number, ticket.mark, now_s)
         self._votes[ticket.id.head] = replace(vote, is_away=is_away)
@@ -81,7 +85,10 @@ class MedianSteps:
         return marks[(len(marks) - 1) // 2] if marks else None
 
     def take_step(self, now_s: float) -> int:
-        """Return the tokens of the step that closes now, or 0. A rise on less than half a batch closes none."""
+        """Return the number of tokens in the step that closes now, or 0 if none does.
+
+        Except at the end, a rise of the median does not close a step of less than half a batch.
+        """
         before, median = self._last_median, self.median(now_s)
         if median is None:
             return 0
@@ -95,10 +102,10 @@ class MedianSteps:
         return num_tokens
 
     def is_ahead(self, head: str, now_s: float) -> bool:
-        """Whether a head waits: at four batches, those ahead of the median do. The others go on, since only they can
-        move it.
+        """Return whether a head must wait, because the step has four batches and the head is ahead of the median.
 
-        Refusing all heads would deadlock a stage with less than a quarter as many replicas as there are heads.
+        The other heads continue, because only they can move the median. Refusing all heads would deadlock a stage that
+        has less than one replica for every four heads.
         """
         if self.num_tokens < LARGEST_STEP_BATCHES * self._batch_tokens or head not in self._votes:
             return False
@@ -106,7 +113,7 @@ class MedianSteps:
         return median is not None and self._votes[head].mark > median
 
     def is_over(self, now_s: float) -> bool:
-        """Whether this replica has finished, and so have all live heads."""
+        """Return whether this replica and all live heads have finished."""
         votes = [vote for vote in self._votes.values() if vote.counts(now_s)]
         return self.progress >= FINAL_MARK and all(vote.mark >= FINAL_MARK for vote in votes)
 
@@ -115,10 +122,12 @@ class MedianSteps:
 
 
 class BatchSteps:
-    """A head closes a step when a batch of its own is done, and divides by the tokens in its losses.
+    """The token counts of a head, which closes a step when one of its own batches is done.
 
-    With one microbatch in flight the two are the same. With more, the tail is ahead of the front by those in flight, at
-    both ends of the step alike. A lost backward of the front counts as zero.
+    The gradients are divided by the number of tokens in the losses. With one microbatch in flight, that number equals
+    the number of tokens that are done. With more, the tail of the model is ahead of the front by the microbatches in
+    flight, both at the beginning and at the end of the step. If a Backward for the front is lost, its gradient counts
+    as zero.
     """
 
     def __init__(self, *, batch_tokens: int) -> None:
@@ -130,7 +139,7 @@ class BatchSteps:
         self.loss_tokens += num_tokens
 
     def count_done(self, num_tokens: int) -> None:
-        """The backward of a microbatch with a loss has passed the front, or is lost."""
+        """Count a microbatch whose loss was counted, and whose backward pass at the front is done or lost."""
         self.done_tokens += num_tokens
 
     @property
@@ -138,7 +147,7 @@ class BatchSteps:
         return self.done_tokens >= self._batch_tokens
 
     def take_step(self) -> int:
-        """Return the tokens of the step that closes now; 0 = none does."""
+        """Return the number of tokens in the step that closes now, or 0 if none does."""
         if not self.is_due:
             return 0
         num_tokens, self.loss_tokens, self.done_tokens = self.loss_tokens, 0, 0

@@ -1,4 +1,4 @@
-"""The tasks of one machine, a head or an inner replica, and what the two machines have in common."""
+"""This module contains the task queue of a head or an inner replica, and the base class of both state machines."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from noloco_p2p.flow.frames import MicrobatchId
 
 
 class Tasks:
-    """One task runs at a time: the most urgent kind first, each kind in order of arrival.
+    """A queue of tasks, of which one runs at a time.
 
-    `take` returns the next one when none is running. A step closes first, and no task runs meanwhile.
+    The most urgent kind comes first, and tasks of the same kind run in order of arrival. `take` returns the next task
+    if none is running. Closing a step has priority, and no task runs meanwhile.
     """
 
     def __init__(self) -> None:
@@ -37,7 +38,7 @@ class Tasks:
         return [task]
 
     def peek(self, make: Callable[[Kind, MicrobatchId], Compute]) -> Compute | None:
-        """Return the task that comes next, unless a more urgent one arrives, so that its input can be prepared."""
+        """Return the task that will run next unless a more urgent one arrives, so that its input can be prepared."""
         if not self._queue:
             return None
         id = min(self._queue, key=self._queue.__getitem__)  # min takes the first of equals
@@ -49,7 +50,7 @@ class Tasks:
         return [step]
 
     def end(self, task: Compute | CloseStep | None = None) -> bool:
-        """End the running task. Returns False if it is another one: its end was reported twice."""
+        """End the running task. Return False if `task` is not running, because its end was already reported."""
         if self.running is None or (task is not None and task is not self.running):
             return False
         self.running = None
@@ -57,9 +58,10 @@ class Tasks:
 
 
 class Machine:
-    """One stage of a peer. Methods are events, and return actions.
+    """The state machine of a peer's stage. Its methods handle events and return actions.
 
-    num_done: microbatches with a backward here. num_late: those of them whose forward was in an earlier step.
+    `num_done` counts the microbatches whose backward pass was computed here. `num_late` counts the ones among them
+    whose forward pass was part of an earlier step.
     """
 
     def __init__(self) -> None:
@@ -71,20 +73,23 @@ class Machine:
 
     @property
     def next_task(self) -> Compute | None:
-        """What is computed next, unless something more urgent arrives."""
+        """The task that will run next unless a more urgent one arrives."""
         return self.tasks.peek(self._task)
 
     def hold_steps(self) -> None:
-        """Close no step until `release_steps`. Tasks continue, and their gradients count towards the next step."""
+        """Close no step until `release_steps` is called.
+
+        Tasks still run, and their gradients count for the next step.
+        """
         self._holds_steps = True
 
     def release_steps(self, now_s: float) -> list[Action]:
-        """The outer step is done: steps may close again."""
+        """Allow steps to close again, because the outer step is complete."""
         self._holds_steps = False
         return self._settle([], now_s)
 
     def rejoin(self, now_s: float) -> list[Action]:
-        """Take part again, after leaving."""
+        """Participate again after leaving."""
         self._is_leaving = False
         return self._settle([], now_s)
 
@@ -92,5 +97,5 @@ class Machine:
         raise NotImplementedError
 
     def _settle(self, actions: list[Action], now_s: float) -> list[Action]:
-        """Return the actions, and those that have become possible."""
+        """Return these actions and all others that have become possible."""
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""The microbatches that wait for room at a replica, and the order in which they get it."""
+"""This module queues the microbatches that wait for a slot at a replica, and decides which one is next."""
 
 from __future__ import annotations
 
@@ -16,22 +16,23 @@ class Waiting:
 
 
 class Wants:
-    """Room goes to waiting heads in turn, but while others wait, not to one that had twice its fair share of this step.
+    """The queue of Wants at a replica. Waiting heads get slots in turn.
 
-    `new_step` resets the counts.
+    A head that has had more than twice its fair share of slots in this step must wait for the others. `new_step` resets
+    the counts.
     """
 
     def __init__(self) -> None:
         self._waiting: dict[MicrobatchId, Waiting] = {}  # in order of arrival
-        self._num_served: dict[str, int] = {}  # by head, the most recently served last
+        self._num_served: dict[str, int] = {}  # slots per head, the most recently served head last
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def add(self, waiting: Waiting) -> bool:
-        """Queue a want. Returns False if another neighbour waits with this microbatch, or this one waits with too many.
+        """Queue a Want. A repeated Want keeps its place.
 
-        A repeated want keeps its place.
+        Return False if another neighbour waits with the same microbatch, or if this one waits with too many.
         """
         id = waiting.want.ticket.id
         before = self._waiting.get(id)
@@ -45,7 +46,7 @@ class Wants:
         return True
 
     def next(self, barred: set[str]) -> Waiting | None:
-        """Return the next want. barred: heads that must wait."""
+        """Remove and return the next Want. Heads in `barred` must wait."""
         heads = [head for head in self.heads if head not in barred]
         if not heads:
             return None

@@ -1,6 +1,6 @@
-"""One swap as its round sees it: the positions of both partners, when each part was committed, and estimates from that.
+"""This module tracks the swap of a round: both positions, the times of commits, and estimates derived from them.
 
-Pure: it reads the counters of the swap, and callers pass times.
+It reads the swap's counters, but it does not read a clock. Callers pass the current time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from noloco_p2p.optim.mixing import Agreement, agreed_inner_steps
 
 
 class SwapHandle(Protocol):
-    """What a round reads of a swap, and what its actions may do with it; `gossip.swap.Swap` implements it."""
+    """The interface through which a round reads or abandons its swap. `gossip.swap.Swap` implements it."""
 
     bytes_sent: int
     bytes_received: int
@@ -39,14 +39,16 @@ class SwapHandle(Protocol):
 
 @dataclass(slots=True, eq=False)
 class ActiveSwap:
-    """mine, theirs: the positions of both partners at `began_s`. boundary_s: when this peer reached its boundary.
+    """A swap that a round has begun.
 
-    early_s, late_s: when the part was committed. total_steps: of the run.
+    `mine` and `theirs` are the positions of both partners when the swap began, at `began_s`. `boundary_s` is the time
+    at which this peer reached its boundary. `early_s` and `late_s` are the times at which the early and the late
+    part were committed.
     """
 
     partner: str
     round: int
-    total_steps: int
+    total_steps: int  # of the whole run
     mine: Boundary  # as sent to the partner
     theirs: Boundary
     swap: SwapHandle
@@ -72,12 +74,12 @@ class ActiveSwap:
             self.late_s = now_s
 
     def broken_off(self, now_s: float, goodput: Goodput) -> None:
-        """Record a failed early part as a measurement, too; otherwise a link that became slow would go unnoticed."""
+        """Record the rate of an early part that failed. Otherwise a link that has become slow would go unnoticed."""
         if self.early_s is None:
             goodput.note(self.swap.bytes_moved, now_s - self.began_s)
 
     def link(self, now_s: float) -> LinkMeasure:
-        """Return what the swap of a round that ends now measured, for the controller of the round length."""
+        """Return this swap's measurement of the link for `RoundLength`, assuming that the round ends now."""
         early_bytes, late_bytes = (self.swap.num_bytes(part) for part in Part)
         return measure_link(
             early_bytes=early_bytes,
@@ -89,9 +91,9 @@ class ActiveSwap:
         )
 
     def misses(self, boundary_s: float, now_s: float, goodput: Goodput) -> bool:
-        """Whether the early part will miss `boundary_s`, while one with another partner would still make it.
+        """Return whether the early part will miss `boundary_s` while there is still time for another partner.
 
-        True only after the early part took longer than a whole one should, by earlier measurements.
+        The result is true only if the early part has already taken longer than a whole one usually does.
         """
         total = self.swap.num_bytes(Part.EARLY)
         usual_s = goodput.seconds_for(total)
@@ -101,9 +103,10 @@ class ActiveSwap:
         return moved == 0 or now_s + (total - moved) * elapsed_s / moved > boundary_s
 
     def expected_s(self, now_s: float, goodput: Goodput) -> float:
-        """When the late part should be here: after the rest of the early part, the partner's boundary and the transfer.
+        """Return the estimated time at which the last part arrives.
 
-        Unknown times count as 0. Without a late part: when the early part should be here.
+        The late part starts only after the early part has arrived and the partner has reached its boundary. Unknown
+        durations count as 0.
         """
         early, late = (self.swap.num_bytes(part) for part in Part)
         early_left, late_left = max(0, early - self.swap.bytes_moved), min(late, early + late - self.swap.bytes_moved)
@@ -115,21 +118,21 @@ class ActiveSwap:
         return ready_s + (goodput.seconds_for(max(0, late_left)) or 0.0)
 
     def lateness_s(self, now_s: float) -> float:
-        """How long this peer waited at its boundary before the partner's late part began to arrive."""
+        """Return how many seconds this peer waited at its boundary before the partner's late part began to arrive."""
         if self.boundary_s is None or not self.swap.num_bytes(Part.LATE):
             return 0.0
         there_s = self.swap.partner_staged_s
         return max(0.0, (now_s if there_s is None else there_s) - self.boundary_s)
 
     def transfer_s(self, now_s: float) -> float:
-        """The time from when both were at their boundaries to the commit of the late part, or to now."""
+        """Return the seconds from the later of the two boundaries until the late part was committed, or until now."""
         there_s = self.swap.partner_staged_s
         if self.boundary_s is None or there_s is None:
             return 0.0
         return max(0.0, (now_s if self.late_s is None else self.late_s) - max(self.boundary_s, there_s))
 
     def received(self, now_s: float) -> Received:
-        """Return what the swap brought to its round, which ends now. Takes the sections out of the swap."""
+        """Return the result of the swap for its round, which ends now. This removes the sections from the swap."""
         return Received(
             partner=self.partner,
             partner_round=self.theirs.round,

@@ -1,4 +1,4 @@
-"""How long a peer waits for another one, phase by phase. The wait at a boundary is in the run spec instead."""
+"""These deadlines limit each wait for another peer during a swap. The run spec sets the wait at a boundary."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ class Deadlines:
 
     dial_s: float = 5.0
     offer_s: float = 5.0  # from the offer to its answer
-    status_s: float = 3.0  # for a question about the state of a swap
-    progress_s: float = 10.0  # for one chunk: a sign of life; measured rates decide whether a slow partner is too slow
-    farewell_s: float = 1.0  # for the Abort that gives the partner the reason
+    status_s: float = 3.0  # for a request for the state of a swap
+    progress_s: float = 10.0  # for one chunk; this detects dead partners, and measured rates detect slow ones
+    farewell_s: float = 1.0  # for sending the partner an Abort with the reason
 
 
 INTERNET = Deadlines()

@@ -1,8 +1,10 @@
-"""The interface between training and the network: four calls per round, none of which raises for a partner's fault.
+"""This module is the interface between training and the network.
+
+A round makes four calls, and none of them raises an exception if a partner fails.
 
 open(state)  ->  inner steps, polling late()  ->  stage(gradient)  ->  poll() or collect()  ->  apply  ->  open(...)
 
-`LoopExchange` is for training on the event loop of the network, `ThreadedExchange` for training on another thread.
+Use `LoopExchange` to train on the network's event loop, and `ThreadedExchange` to train on another thread.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ NETWORK_ANSWER_S = 5.0  # extra time for the network thread to answer, beyond th
 
 
 class Exchange(Protocol):
-    """What a round needs of the network. No method waits for a partner, and none raises for a partner's fault."""
+    """The network interface for training. No method waits for a partner or raises an exception if a partner fails."""
 
     @property
     def step_rate(self) -> StepRate: ...
@@ -51,55 +53,56 @@ class Exchange(Protocol):
         shortest_round_s: float | None = None,
         patience_s: float = 0.0,
     ) -> None:
-        """Begin a round: start matchmaking, and send the early part in the background.
+        """Begin a round: start matchmaking, and send the early part in the background. The call does not block.
 
-        `steps_done`: its inner steps that were taken before a restart. `inner_steps`: its length; None = as the last
-        one. `shortest_round_s`: the shortest round that this peer can keep up with, which others are told.
-        `patience_s`: for a closing round, see `Opening`. `state`: slow weights, and momentum if it is swapped, flat
-        fp32 vectors on the CPU that do not change until the round ends, except by a correction from `late`. Sections
-        are coded as they are sent. Returns at once.
+        `state` holds the slow weights, and the outer momentum if it is swapped, as flat fp32 vectors on the CPU. They
+        must not change until the round ends, except by a correction from `late`. Sections are encoded as they are sent.
+
+        `steps_done` is the number of inner steps of this round that were taken before a restart. `inner_steps` is the
+        length of the round; None keeps the last length. `shortest_round_s` is the duration of the shortest round that
+        this peer can keep up with, and is announced to other peers. `patience_s` is for closing rounds; see `Opening`.
         """
         ...
 
     def stage(self, chunks: Callable[[], Iterable[Tensor]]) -> None:
-        """At the boundary: code the outer gradient chunk by chunk on its device, and hand it over.
+        """Encode the outer gradient at the boundary, chunk by chunk on its device, and pass it to the network.
 
-        `chunks()` yields it in order. It is not called when no partner can be found in this round, or when swaps have
-        no late part. A gradient that is not finite is not sent: the swap stays half.
+        `chunks()` yields the chunks in order. It is not called if no partner can be found in this round or if swaps
+        have no late part. A gradient with non-finite values is not sent, so the round keeps at most its early part.
         """
         ...
 
     def poll(self, *, wait_s: float) -> Outcome | None:
-        """After `stage`: return the outcome, which ends the round, once nothing more can arrive within `wait_s` from
-        now.
+        """End the round and return its outcome, or return None if something may still arrive within `wait_s` seconds.
 
-        None = ask again, with less of `wait_s` left. With 0 it always ends the round.
+        Call it after `stage`. If it returns None, call it again with the rest of `wait_s`. If `wait_s` is 0, the round
+        always ends.
         """
         ...
 
     def withdraw(self) -> Outcome:
-        """End the round before its boundary, as `poll` does at it. Parts that are not committed now never will be."""
+        """End the round before its boundary and return its outcome. Parts that are not committed yet are discarded."""
         ...
 
     def late(self, round_index: int) -> Correction | None:
-        """Return a late part of a round before `round_index` that arrived after its boundary; cheap to call.
+        """Return a late part that arrived after its boundary, from a round before `round_index`. The call is cheap.
 
-        Returns None while slow weights and momentum travel, because they must not change then. Call `corrected` once it
-        is applied.
+        It returns None while the slow weights and momentum are being sent, because they must not change then. Call
+        `corrected` after applying the correction.
         """
         ...
 
     def corrected(self) -> None:
-        """The correction from `late` has been applied: the vectors may be sent again."""
+        """Report that the correction from `late` has been applied, so that the vectors can be sent again."""
         ...
 
     def forget(self) -> None:
-        """Between rounds: the vectors were replaced. Late parts for the old ones are no longer applied."""
+        """Report, between rounds, that the vectors were replaced. Late parts for the old vectors are then dropped."""
         ...
 
 
 class LoopExchange:
-    """An `Exchange` whose caller runs on the event loop of `driver`."""
+    """An `Exchange` for callers on the event loop of `driver`."""
 
     def __init__(self, spec: Spec, driver: RoundDriver) -> None:
         self._spec = spec
@@ -169,9 +172,9 @@ class LoopExchange:
 
 
 class ThreadedExchange(LoopExchange):
-    """The training thread's side. No method blocks past its deadline, even if the network thread hangs."""
+    """An `Exchange` for a training thread. No method blocks past its deadline, even if the network thread hangs."""
 
-    owner: object = None  # the caller that trains with it; another one may take it over
+    owner: object = None  # the caller that trains with it; another caller can take over
 
     def __init__(self, spec: Spec, driver: RoundDriver, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(spec, driver)
@@ -179,11 +182,11 @@ class ThreadedExchange(LoopExchange):
 
     @property
     def is_closed(self) -> bool:
-        """Whether the network thread has ended, because the peer was closed."""
+        """Return whether the network thread has ended because the peer was closed."""
         return self._loop.is_closed()
 
     def collect(self, wait_s: float) -> Outcome:
-        """`poll`, and wait: block while there is a swap, or a chance of one, but never longer than `wait_s`."""
+        """End the round and return its outcome, after waiting up to `wait_s` seconds for a swap to finish."""
         given_up = threading.Event()
 
         async def collect() -> Outcome:
@@ -197,11 +200,10 @@ class ThreadedExchange(LoopExchange):
             self._loop.call_soon_threadsafe(function, *arguments)
 
     def _ask(self, function: Callable[[], T], otherwise: T, *, even_late: bool = False) -> T:
-        """Call a function on the network thread, which answers at once; `otherwise` when it has stopped or hangs.
+        """Call a function on the network thread, and return `otherwise` if that thread has stopped or hangs.
 
-        even_late: run the call even if a hanging thread answers later. Any other call would then act on a round
-        that has moved
-        on without it; `open` finds the round unended, and ends it.
+        If `even_late` is true, the function is called even if a hanging thread resumes later. Most calls must not run
+        that late, because training has already continued without them.
         """
         given_up = threading.Event()
 
@@ -213,8 +215,9 @@ class ThreadedExchange(LoopExchange):
     def _wait_for(
         self, coroutine: Coroutine[Any, Any, T], otherwise: T, given_up: threading.Event, *, wait_s: float = 0.0
     ) -> T:
-        """Run on the network thread; `otherwise` when it has stopped or hangs, because training must continue without
-        it.
+        """Run a coroutine on the network thread, and return `otherwise` if that thread has stopped or hangs.
+
+        Training must continue without the network.
         """
         try:
             future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
@@ -224,7 +227,7 @@ class ThreadedExchange(LoopExchange):
         try:
             return future.result(wait_s + NETWORK_ANSWER_S)
         except (concurrent.futures.TimeoutError, concurrent.futures.CancelledError):
-            given_up.set()  # first: a task that is cancelled before it has begun still runs its first step
+            given_up.set()  # set first, because a task that is cancelled before it begins still runs its first step
             future.cancel()
-            log.error("the network thread does not answer; training continues alone")
+            log.error("the network thread does not answer; training continues without it")
             return otherwise

@@ -1,15 +1,16 @@
-"""The frames that two peers exchange during a swap. `net` puts them on the wire; `testing` passes them in memory.
+"""Two peers exchange these frames during a swap. `net` sends them over gRPC, and `testing` passes them in memory.
 
 initiator                     acceptor
 Offer(hello, ...)    ->
                      <-     Accept(hello, ...) | Refuse(code, sentence, retry_after_s)
-Grid                  <->   Grid                     for each section that is coded modulo
+Grid                  <->   Grid                     for each section with modulo coding
 Header, Chunk.., End  <->   Header, Chunk.., End     for each section of the early part
-Header, Chunk.., End  <->   Header, Chunk.., End     again, for chunks that modulo coding could not carry, if any
+Header, Chunk.., End  <->   Header, Chunk.., End     again, for chunks in which modulo coding failed
 Ready(EARLY)         <->    Ready(EARLY)
 Header, Chunk.., End  <->   Header, Chunk.., End     for each section of the late part
 Ready(LATE)          <->    Ready(LATE)
-Abort(code, sentence) may end it from either side at any time
+
+Either peer can end the swap at any time by sending Abort(code, sentence).
 """
 
 from __future__ import annotations
@@ -20,24 +21,27 @@ from enum import IntEnum
 import xxhash
 from blake3 import blake3
 
-PROTOCOL_VERSION = "1.0"  # peers with the same major number can talk
+PROTOCOL_VERSION = "1.0"  # peers with the same major version are compatible
 STATE_CHUNK_BYTES = 1 << 20
-MAX_CHUNKS_PER_REQUEST = 16_384  # 16 GiB, named in 48 KiB; more chunks of a larger state take further calls
+MAX_CHUNKS_PER_REQUEST = 16_384  # 16 GiB of state, listed in 48 KiB; a larger state needs several requests
 
 Payload = bytes | memoryview  # a payload from the network is a view of the message
 
 
 def chunk_digest(payload: Payload) -> bytes:
-    """A 16-byte digest that detects damage: XXH3-128, big-endian, seed 0.
+    """Return a 16-byte digest that detects transmission errors: XXH3-128 with seed 0, big-endian.
 
-    It is needed because the checksums of Ethernet and TCP miss some errors. Against a lying sender no digest of its own
-    would help, so a cryptographic one (a tenth of the speed) would gain nothing.
+    The digest is needed because the checksums of Ethernet and TCP miss some errors. A cryptographic digest would be ten
+    times slower and would not help against a malicious sender, which can compute a matching digest of any kind.
     """
     return xxhash.xxh3_128_digest(payload)
 
 
 class Part(IntEnum):
-    """The early part: slow weights and outer momentum. The late part: the outer gradient. Each commits separately."""
+    """A part of a swap. Each part is committed separately.
+
+    The early part holds the slow weights and the outer momentum, and the late part holds the outer gradient.
+    """
 
     EARLY = 1
     LATE = 2
@@ -50,25 +54,28 @@ class SectionName(IntEnum):
 
 
 class RefuseCode(IntEnum):
-    """Why an offer is refused. The three groups pass soon, last for this round, and are permanent."""
+    """The reason why an offer is refused.
+
+    The reasons in PASSING end soon, those in FINAL are permanent, and all others last for the current round.
+    """
 
     BUSY = 1  # I have made an offer, or am answering another one
     BETWEEN_ROUNDS = 2  # my round is not open
-    CROSSED = 3  # we offered to each other; the stream of the higher peer id is used, and that is mine
+    CROSSED = 3  # we made offers to each other, and mine is used because my peer id is higher
     TAKEN = 4  # I have a partner for this round
     TOO_FAR = 5  # our boundaries are more than 0.6 of the shorter round apart
-    NOT_TRAINING = 6  # paused, leaving or done
+    NOT_TRAINING = 6  # I am paused, leaving or done
     OTHER_RUN = 7
     OTHER_SPEC = 8
     OTHER_VERSION = 9
     OTHER_MODEL = 10
     MALFORMED = 11
-    NOT_PROVEN = 12  # the caller has not authenticated itself as its peer id
-    NOT_INVITED = 13  # not invited to a private run
-    BANNED = 14  # banned here, for a time
+    NOT_PROVEN = 12  # you have not proven that your peer id is yours
+    NOT_INVITED = 13  # you are not invited to my private run
+    BANNED = 14  # I have banned you temporarily
     STALE = 15  # our positions in the run are too far apart
     OVER_SHARE = 16  # you have had your share of my swaps; I prefer another peer
-    UNLISTED = 17  # I know no live record of you yet
+    UNLISTED = 17  # I have no live record of you yet
 
 
 PASSED_ON = frozenset({RefuseCode.OVER_SHARE, RefuseCode.UNLISTED})  # another peer is drawn instead
@@ -86,9 +93,9 @@ FINAL = frozenset(
 
 
 class AbortCode(IntEnum):
-    CORRUPT = 1  # length, digest or value of a payload is wrong
+    CORRUPT = 1  # a payload has a wrong length, digest or value
     TIMED_OUT = 2
-    ABANDONED = 3  # the round went on without the rest
+    ABANDONED = 3  # the round ended without the rest of the swap
     LEAVING = 4
     INTERNAL = 5
 
@@ -97,7 +104,7 @@ class AbortCode(IntEnum):
 class Hello:
     """The identity of a peer and of its run.
 
-    `layout` digests the parameters of the model, see `gossip.layout` ("" = not known yet).
+    `layout` is the digest of the model's layout (see `gossip.layout`), or "" while that is unknown.
     """
 
     peer_id: str
@@ -110,15 +117,15 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """The position of a peer in its round, which decides whether two peers fit."""
+    """A peer's position in its round. The positions of two peers determine whether they can swap."""
 
     round: int
-    seconds_to_boundary: float | None  # None = not measured yet (first round)
+    seconds_to_boundary: float | None  # None until it is measured in the first round
     seconds_per_round: float | None
-    progress: float  # fraction of the run's schedule at the opening of the round
-    # length of this round; progress and age are counted in the mean of both lengths (0 = same as yours)
+    progress: float  # completed fraction of the run's schedule when the round opened
+    # the length of this round, or 0 if it equals the partner's
     inner_steps: int = 0
-    # the shortest that the peer can keep up with; None = not measured, or of fixed length
+    # the shortest round that the peer can keep up with; None if it is not measured or the length is fixed
     shortest_round_s: float | None = None
 
 
@@ -143,7 +150,7 @@ class Refuse:
 
 
 def other_kind(ours: Hello, theirs: Hello) -> Refuse | None:
-    """Return why these two peers can never swap: another protocol version, run, spec or model; None when they can."""
+    """Return a refusal if two peers can never swap, because their protocol versions, runs, specs or models differ."""
     versions = [hello.protocol_version.split(".")[0] for hello in (ours, theirs)]
     if versions[0] != versions[1]:
         what = f"protocol version {PROTOCOL_VERSION} here, {theirs.protocol_version or 'none'} there"
@@ -160,7 +167,7 @@ def other_kind(ours: Hello, theirs: Hello) -> Refuse | None:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """The grid that this side proposes for a section: `codec.modulo.Bounds.propose()`, one exponent per block."""
+    """The grid that a peer proposes for a section. `codec.modulo.Bounds.propose` returns one exponent per block."""
 
     section: SectionName
     exponents: bytes
@@ -168,9 +175,9 @@ class Grid:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """Announces a section, or those of its chunks that are sent again.
+    """The announcement of a section, or of the chunks of a section that are sent again.
 
-    It must equal what the receiver computed from the spec and the grid, or the part is aborted.
+    The receiver aborts the swap if the header differs from the one that it computes from the spec and the grid.
     """
 
     section: SectionName
@@ -210,7 +217,7 @@ Frame = Offer | Accept | Refuse | Grid | Header | Chunk | End | Ready | Abort
 
 @dataclass(frozen=True, slots=True)
 class SwapState:
-    """The answer to a question about a swap: which parts the peer has verified, and which it has committed."""
+    """The parts of a swap that a peer has verified and committed, as reported in its status."""
 
     known: bool = False
     verified: tuple[Part, ...] = ()
@@ -219,7 +226,7 @@ class SwapState:
 
 @dataclass(frozen=True, slots=True)
 class PeerStatus:
-    """The answer to a status question."""
+    """The response to a status request."""
 
     hello: Hello
     state: str
@@ -230,10 +237,11 @@ class PeerStatus:
 
 @dataclass(frozen=True, slots=True)
 class StateManifest:
-    """The newest saved state of a donor: slow weights and outer momentum as one file, in chunks with a digest each.
+    """The manifest of a donor's newest saved state, a file of chunks with one digest each.
 
-    A newcomer takes `round` and `progress` from it. `layout` must equal its own. Chunks have STATE_CHUNK_BYTES except
-    for the last; their number and the size of the file follow from the spec.
+    The file contains the slow weights and, if the run uses it, the outer momentum. A newcomer adopts `round` and
+    `progress` from the manifest, whose `layout` must equal its own. Each chunk except the last has STATE_CHUNK_BYTES
+    bytes. The number of chunks and the size of the file follow from the spec.
     """
 
     layout: str
@@ -244,11 +252,11 @@ class StateManifest:
     chunk_digests: tuple[bytes, ...]
 
     def digest(self) -> bytes:
-        """Identifies this state: blake3 over the digests of its chunks."""
+        """Return the BLAKE3 digest of all chunk digests, which identifies this state."""
         return blake3(b"".join(self.chunk_digests)).digest()
 
     def chunk_range(self, index: int) -> tuple[int, int]:
-        """The first byte of a chunk in the file, and the one after its last."""
+        """Return the byte range (start, stop) of a chunk in the file; `stop` is exclusive."""
         return index * STATE_CHUNK_BYTES, min((index + 1) * STATE_CHUNK_BYTES, self.num_bytes)
 
 
@@ -264,7 +272,7 @@ class WantManifest:
 
 @dataclass(frozen=True, slots=True)
 class WantLayout:
-    """A request for the tensors of the peer's model, sent when the digests of two layouts differ."""
+    """A request for the layout of the peer's model, sent when the digests of two layouts differ."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,7 @@
-"""Checks that a caller has a live record. Lookups of unknown callers are limited, so none can cause a flood."""
+"""This module checks whether a caller has a live record.
+
+Lookups are rate-limited, so that strangers cannot cause a flood of them.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,15 @@ from noloco_p2p.rates import Rates
 
 LOOKS_AT_ONCE = 4  # for unknown callers
 LOOKS_PER_S = 0.5
-EVERYBODY = ""  # the one key: all callers share the lookups
-LOOK_S = 2.0  # for one lookup; shorter than any offer's deadline
+EVERYBODY = ""  # the only key, because all callers share one limit
+LOOK_S = 2.0  # for one lookup; shorter than the deadline of any offer
 
 
 class Introductions:
-    """Answers from what was read of the directory, and with at most 30 lookups per minute for all callers together.
+    """Checks whether callers have a live record, from a local copy of the directory or by a lookup.
 
-    When these are used up, a newcomer is known after the next regular read of the directory. `clock` gives seconds.
+    All callers together cause at most 30 lookups per minute. Beyond that, a newcomer is recognized only after the next
+    regular read of the directory. `clock` returns seconds.
     """
 
     def __init__(self, directory: Directory, *, clock: Callable[[], float]) -> None:
@@ -25,7 +29,7 @@ class Introductions:
         self._looks = Rates(per_s=LOOKS_PER_S, at_once=LOOKS_AT_ONCE, clock=clock)
 
     async def is_listed(self, peer_id: str) -> bool:
-        """Return within LOOK_S whether a live record of the peer is known. Never raises, except for cancellation."""
+        """Return within LOOK_S whether the peer has a live record. It raises nothing except CancelledError."""
         if self._directory.knows(peer_id):
             return True
         if not self._looks.take(EVERYBODY):

@@ -1,4 +1,4 @@
-"""The tensors of a model: what two peers must have in common before they can swap."""
+"""The layout of a model describes its tensors. Two peers can swap only if their layouts are equal."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import Any
 from blake3 import blake3
 
 MAX_LAYOUT_BYTES = 1 << 20  # about 10,000 tensors; a larger list from the network is refused
-MAX_NAME = 200  # the most characters of a name that are shown
+MAX_NAME = 200  # longer tensor names are truncated in messages
 
 
 @dataclass(frozen=True, slots=True)
 class ModelLayout:
-    """Trainable tensors by name and shape, and frozen ones, which do not travel, by name, shape and content.
+    """The trainable tensors of a model by name and shape, and its frozen tensors by name, shape and content.
 
-    Buffers such as running statistics belong to each peer and are not part of it.
+    Frozen tensors are never sent. Buffers, such as running statistics, may differ between peers and are not included.
     """
 
     trainable: tuple[tuple[str, tuple[int, ...]], ...]
-    frozen: tuple[tuple[str, tuple[int, ...], str], ...] = ()  # the last field: blake3 of the bytes
+    frozen: tuple[tuple[str, tuple[int, ...], str], ...] = ()  # name, shape, BLAKE3 digest of the bytes
 
     @property
     def num_elements(self) -> int:
@@ -30,16 +30,16 @@ class ModelLayout:
         return sum(math.prod(shape) for _, shape in self.trainable)
 
     def as_json(self) -> bytes:
-        """The canonical byte string of a layout."""
+        """Return the canonical JSON encoding of the layout."""
         return json.dumps({"trainable": self.trainable, "frozen": self.frozen}, separators=(",", ":")).encode()
 
     def digest(self) -> str:
-        """64 hexadecimal digits. Two peers can swap only if they are equal."""
+        """Return the digest as 64 hexadecimal digits. Two peers can swap only if their digests are equal."""
         return blake3(self.as_json()).hexdigest()
 
     @classmethod
     def from_json(cls, data: bytes | str) -> ModelLayout:
-        """Raises ValueError for anything that `as_json` does not produce."""
+        """Parse the output of `as_json`. Raises ValueError for any other data."""
         if len(data) > MAX_LAYOUT_BYTES:
             raise ValueError(f"a list of tensors of {len(data)} bytes is over the limit of {MAX_LAYOUT_BYTES}")
         try:
@@ -51,7 +51,7 @@ class ModelLayout:
         return cls(trainable, frozen)
 
     def first_difference(self, other: ModelLayout) -> str:
-        """Describe the first tensor, trainable ones first, that differs there; empty when there is none."""
+        """Describe the first tensor that differs in `other`, trainable ones first, or return "" if none does."""
         for what, ours, theirs in (
             ("trainable", self.trainable, other.trainable),
             ("frozen", self.frozen, other.frozen),

@@ -1,4 +1,4 @@
-"""What a round got from the network: values for the training loop, never exceptions."""
+"""Each round has one of these outcomes. The training loop receives them as values, never as exceptions."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from noloco_p2p.optim.mixing import Agreement
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """What a swap brought: one pair of coded vectors per section (until they are applied), and what it cost.
+    """The result of a swap: one pair of encoded vectors per section, and the cost of the swap.
 
-    lateness_s: how long after this peer the partner reached its boundary; 0 when it was first. transfer_s: from
-    when both
-    had reached it until the late part was committed, or the round ended without it.
+    The vectors are kept until they are applied. `lateness_s` is the time that this peer waited for its partner to reach
+    the boundary, or 0 if the partner was first. `transfer_s` is the time from when both had reached the boundary until
+    the late part was committed or the round ended without it.
     """
 
     partner: str
     partner_round: int
     partner_progress: float
-    agreed: Agreement  # what both sides mix by, computed from what they announced
+    agreed: Agreement  # mixing parameters, which both partners compute from their announcements
     sections: dict[SectionName, SectionPair]
     link: LinkMeasure
     bytes_sent: int
@@ -35,35 +35,36 @@ class Received:
 
 @dataclass(frozen=True, slots=True)
 class Swapped:
-    """Both parts were committed."""
+    """The outcome of a round in which all parts were committed."""
 
     received: Received
 
 
 @dataclass(frozen=True, slots=True)
 class Half:
-    """Slow weights and momentum were committed; the partner's outer gradient was not (yet)."""
+    """The outcome of a round in which only the early part was committed. The late part may arrive afterwards."""
 
     received: Received
     reason: str
 
 
 class LonelyCause(StrEnum):
-    """Why a round had no partner, for counting. Append new causes, since records list the counts in this order."""
+    """The reason why a round had no partner. Append new causes, because records list their counts in this order."""
 
     NOBODY = "nobody"  # no other live peer was known
-    REFUSED = "refused"  # the peer asked was busy, paused, or too far from its boundary
-    NO_ANSWER = "no_answer"  # the peer asked could not be reached, or had not answered at the boundary
-    FAILED = "failed"  # a swap began and broke before its early part was committed
-    SLOW = "slow"  # a swap was running, but its early part was not here at the boundary
-    REFUSED_STATE = "refused_state"  # what a partner sent arrived, but the update filter refused it
+    REFUSED = "refused"  # the drawn peer was busy or paused, or its boundary was too far away
+    NO_ANSWER = "no_answer"  # the drawn peer could not be reached, or had not answered by the boundary
+    FAILED = "failed"  # a swap began, but failed before its early part was committed
+    SLOW = "slow"  # a swap was running, but its early part had not arrived by the boundary
+    REFUSED_STATE = "refused_state"  # the partner's vectors arrived, but the update filter refused them
 
 
 @dataclass(frozen=True, slots=True)
 class Alone:
-    """No partner in this round; `reason` is a sentence for people.
+    """The outcome of a round without a partner. `reason` is a human-readable sentence.
 
-    `link` is set when a swap was running and a boundary, here or there, came before its early part was committed.
+    `link` is set if a swap was running, but one of the partners reached its boundary before the early part was
+    committed.
     """
 
     reason: str
@@ -76,17 +77,17 @@ Outcome = Swapped | Half | Alone
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """A late part that arrived after its boundary: `beta h` has yet to be added to weights and momentum."""
+    """A late part that arrived after its boundary. `beta h` must still be added to the weights and the momentum."""
 
     gradient: SectionPair
     partner: str
-    round: int  # which it belongs to
-    agreed: Agreement  # by both partners of its swap
+    round: int  # the round that it belongs to
+    agreed: Agreement  # mixing parameters of its swap
 
 
 @dataclass(slots=True)
 class Traffic:
-    """What all swaps of this peer moved, including failed ones; names and meanings are those of `telemetry.metrics`."""
+    """Counters for all swaps of this peer, including failed ones. `telemetry.metrics` describes each of them."""
 
     bytes_sent: int = 0
     bytes_received: int = 0
@@ -99,6 +100,6 @@ class Traffic:
     refused_unlisted: int = 0
 
     def note_refusal(self, code: RefuseCode) -> None:
-        """Count a refused offer of another peer."""
+        """Count an offer that this peer refused."""
         self.refused_over_share += code is RefuseCode.OVER_SHARE
         self.refused_unlisted += code is RefuseCode.UNLISTED

@@ -1,5 +1,6 @@
-"""Matchmaking: which peer to ask for a swap, and when again. Pure: callers pass candidates, times and a random
-generator.
+"""Matchmaking decides which peer to ask for a swap, and when to ask it again.
+
+Callers pass the candidates, the time and a random generator.
 """
 
 from __future__ import annotations
@@ -15,24 +16,24 @@ from noloco_p2p.gossip.frames import FINAL, PASSED_ON, PASSING, Boundary, Refuse
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.gossip.shares import Shares
 
-FAR_SHARE = 0.6  # of the shorter round; peers of one speed are at most half a round apart, and measure it with noise
-FAILED_RETRY_S = 10.0  # a peer that could not be reached is asked again after this
-PASSING_RETRY_S = 0.05  # added, with jitter of half, to the wait after a temporary refusal
-LONGEST_PASSING_RETRY_S = 0.4  # it doubles from one such refusal to the next
-PASSING_TRIES = 10  # after this many temporary refusals in one round, a peer is no longer waited for
-MAX_PARTNERS = 1024  # the most that are remembered
-PASSED_OVER_S = 10.0  # until it may be asked again
+FAR_SHARE = 0.6  # of the shorter round; equally fast peers are at most half a round apart, plus measurement noise
+FAILED_RETRY_S = 10.0  # before an unreachable peer is asked again
+PASSING_RETRY_S = 0.05  # added, with 50 % jitter, to the wait after a temporary refusal
+LONGEST_PASSING_RETRY_S = 0.4  # that wait doubles with each such refusal, up to this limit
+PASSING_TRIES = 10  # after this many temporary refusals in one round, a peer is passed over
+MAX_PARTNERS = 1024  # the number of former partners that are remembered
+PASSED_OVER_S = 10.0  # before a peer that was passed over is asked again
 
 
 def lateness_s(mine: Boundary, theirs: Boundary) -> float:
-    """How long the earlier of two peers would wait for the other at its boundary; 0 while one has no measurement."""
+    """Return the seconds that the earlier peer would wait at its boundary for the other, or 0 if that is unknown."""
     if mine.seconds_to_boundary is None or theirs.seconds_to_boundary is None:
         return 0.0
     return abs(mine.seconds_to_boundary - theirs.seconds_to_boundary)
 
 
 def too_far_s(mine: Boundary, theirs: Boundary) -> float:
-    """Seconds by which two boundaries are too far apart for a swap; 0 = they fit."""
+    """Return by how many seconds two boundaries are too far apart for a swap, or 0 if they are close enough."""
     rounds_s = [b.seconds_per_round for b in (mine, theirs) if b.seconds_per_round is not None]
     if not rounds_s:
         return 0.0
@@ -42,7 +43,7 @@ def too_far_s(mine: Boundary, theirs: Boundary) -> float:
 class _Answer(Enum):
     PASSING = auto()  # no, for the moment
     NO = auto()  # no, for this round
-    NONE = auto()  # could not be reached, or a swap with it failed
+    NONE = auto()  # it could not be reached, or a swap with it failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +54,14 @@ class _Memory:
 
 
 class Pairing:
-    """What this peer remembers of the answers of others, from offer to offer."""
+    """Chooses the peers to ask for a swap, and remembers their answers."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
         self._target = ""
         self._is_patient = False
-        self._turned_away: set[str] = set()  # in this round, because this peer had a partner
-        self._waiting: set[str] = set()  # turned away in the last round: they may have waited for this one
+        self._turned_away: set[str] = set()  # peers refused in this round because this one had a partner
+        self._waiting: set[str] = set()  # peers turned away in the last round, which may be waiting for this one
         self._last_partner = ""
         self._shares = Shares()
         self._partners: OrderedDict[str, None] = OrderedDict()  # peers that this one swapped with, the most recent last
@@ -68,11 +69,12 @@ class Pairing:
         self._incompatible: dict[str, str] = {}
 
     def open_round(self, live: Sequence[Candidate], *, num_live: int, is_patient: bool = False) -> None:
-        """Begin a round. All peers may be asked again, except those of another run or that were unreachable recently.
+        """Begin a round.
 
-        num_live: peers of the run, including this one. is_patient: the last partner is asked only if no other peer
-        is live,
-        even if the others are busy.
+        All peers may be asked again, except incompatible ones and those that were recently unreachable.
+
+        `num_live` is the number of live peers in the run, including this one. If `is_patient` is true, the last partner
+        is asked only if no other peer is live, even if all others are busy.
         """
         self._target, self._is_patient = "", is_patient
         num_real = round(1 + (num_live - 1) * self._share_of_real(live))
@@ -81,7 +83,7 @@ class Pairing:
         self._memory = {peer: memory for peer, memory in self._memory.items() if memory.answer is _Answer.NONE}
 
     def began(self, peer_id: str) -> None:
-        """Record that a swap with this peer begins."""
+        """Record the start of a swap with this peer."""
         self._shares.swapped(peer_id)
         self._partners.pop(peer_id, None)
         self._partners[peer_id] = None
@@ -89,7 +91,7 @@ class Pairing:
             self._partners.popitem(last=False)
 
     def has_had_its_share(self, peer_id: str) -> bool:
-        """Whether offers of this peer are refused for the moment."""
+        """Return whether this peer's offers are refused for now because it has had its share of swaps."""
         return self._shares.has_had(peer_id)
 
     def met(self, peer_id: str) -> None:
@@ -97,9 +99,9 @@ class Pairing:
         self._last_partner = peer_id
 
     def turned_away(self, peer_id: str, *, mine: Boundary, theirs: Boundary) -> None:
-        """Note a peer that drew this one while this one had a partner.
+        """Record a peer whose offer was refused because this peer already had a partner.
 
-        If the next round here opens within that peer's round, that peer is asked first.
+        If this peer's next round opens before that peer's current round ends, that peer is asked first.
         """
         if mine.seconds_to_boundary is None or theirs.seconds_to_boundary is None:
             return
@@ -107,14 +109,15 @@ class Pairing:
             self._turned_away.add(peer_id)
 
     def choose(self, live: Sequence[Candidate], now_s: float, *, latest_s: float) -> Candidate | None:
-        """Return the peer to make an offer to now; None if there is none, or while the drawn one is waited for.
+        """Return the peer to ask now, or None if there is no suitable peer or the drawn one is not free yet.
 
-        One peer is drawn uniformly, and kept: when it has a partner, its next round is waited for if that comes before
-        `latest_s`. Taking any free peer at once would pair the same two again and again, because they begin each round
-        together while all others are in the middle of one. For the same reason the last partner is drawn only when
-        there is no other peer, and so is a peer that has had more than its share of swaps. A peer that drew this one in
-        its last round and was turned away goes first: it may be waiting for this very round, and would otherwise be
-        late again.
+        One peer is drawn uniformly and kept. If it has a partner, this peer waits for its next round, provided that the
+        round begins before `latest_s`. Asking any free peer at once would pair the same two peers again and again,
+        because they begin each round together while all others are in the middle of theirs.
+
+        The last partner, and any peer that has had more than its share of swaps, is drawn only if there is no other
+        peer. A peer that was turned away in the last round is preferred, because it may be waiting for this round and
+        would otherwise be late again.
         """
         reachable = {peer.peer_id: peer for peer in self._eligible(live) if self._in_time(peer, now_s, latest_s)}
         if self._target not in reachable:
@@ -125,16 +128,19 @@ class Pairing:
         return target if target and self._may_ask(target, now_s) else None
 
     def wait_s(self, now_s: float) -> float:
-        """After `choose` returned None: the time until the drawn peer may be asked; infinite when none is drawn."""
+        """Return the seconds until the drawn peer may be asked again, or infinity if there is no such peer."""
         memory = self._memory.get(self._target)
         return memory.retry_at_s - now_s if memory and memory.retry_at_s > now_s else math.inf
 
     def hopeful(self, live: Sequence[Candidate], now_s: float, *, latest_s: float) -> bool:
-        """Whether any peer could still accept within moments, or by `latest_s`. If False, stepping alone is right."""
+        """Return whether any peer could still accept an offer, now or by `latest_s`.
+
+        If not, the round should be solo.
+        """
         return any(self._in_time(candidate, now_s, latest_s) for candidate in self._eligible(live))
 
     def refused(self, peer_id: str, *, code: RefuseCode, retry_after_s: float, now_s: float) -> None:
-        if peer_id in self._waiting:  # it has found another partner, so it is no longer waited for
+        if peer_id in self._waiting:  # it has found another partner, so this peer stops waiting for it
             self._waiting.remove(peer_id)
             self._target = ""
         if code in PASSED_ON:
@@ -142,7 +148,7 @@ class Pairing:
         if code in FINAL:
             self._incompatible[peer_id] = code.name
             return
-        # TAKEN by a peer that waits at its boundary comes with 0 s; taken literally, it would be asked without a pause.
+        # A peer that waits at its boundary answers TAKEN with a retry time of 0 s, which would cause a busy loop.
         if code in PASSING or retry_after_s < PASSING_RETRY_S:
             before = self._memory.get(peer_id)
             tries = before.tries + 1 if before and before.answer is _Answer.PASSING else 1
@@ -165,9 +171,10 @@ class Pairing:
         self._memory[peer_id] = _Memory(_Answer.NONE, now_s + FAILED_RETRY_S)
 
     def _share_of_real(self, live: Sequence[Candidate]) -> float:
-        """The share of peers with a live record that were partners or may still be reached.
+        """Return the fraction of listed peers that have been partners or may still be reachable.
 
-        Records cost nothing. Without this, fake ones would make the share of each honest peer too small to pair.
+        Anyone can create records for free. If fake records counted, the fair share of each honest peer would become too
+        small for any swap.
         """
         real = [peer for peer in live if peer.peer_id in self._partners or self._may_be_reached(peer)]
         return len(real) / len(live) if live else 1.0
@@ -187,7 +194,7 @@ class Pairing:
         return memory is None or memory.retry_at_s <= now_s
 
     def _in_time(self, candidate: Candidate, now_s: float, latest_s: float) -> bool:
-        """Whether a peer may be asked now, or will be free before `latest_s`; False if it could not be reached."""
+        """Return whether a peer may be asked now or will be free by `latest_s`. Unreachable peers do not count."""
         memory = self._memory.get(candidate.peer_id)
         if memory is None or memory.retry_at_s <= now_s:
             return True

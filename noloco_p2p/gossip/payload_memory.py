@@ -1,10 +1,10 @@
-"""A pool of memory for the coded sections of swaps.
+"""This module provides a pool of memory for the encoded sections of swaps.
 
-A swap needs as much memory as half the model, every round. A fresh allocation costs more than coding: the kernel fills
-each page with zeros first (0.1 to 2 ns per byte; bf16 coding takes 0.1).
+Each swap needs half as much memory as the model. A fresh allocation would take longer than encoding, because the kernel
+first fills each page with zeros (0.1 to 2 ns per byte, while bf16 encoding takes 0.1 ns).
 
-A piece returns to the pool with its last view, not by a call: gRPC may still read a payload after its swap has ended,
-and memory that was released too early would change under it.
+A block returns to the pool when its last view is gone, not by an explicit call. gRPC may still read a payload after its
+swap has ended, so a block that was released earlier could be overwritten while gRPC sends it.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from noloco_p2p.gossip.frames import Payload
 
 Memory = NDArray[np.uint8]
 
-MAX_KEPT_BLOCK_BYTES = (32 << 20) - (64 << 10)  # glibc raises its threshold to at most 32 MiB
+MAX_KEPT_BLOCK_BYTES = (32 << 20) - (64 << 10)  # glibc raises its mmap threshold to at most 32 MiB
 
 
 class PayloadMemory:
-    """Lends memory by size. Any thread may call it.
+    """A thread-safe pool of memory blocks, grouped by size.
 
-    The sections of a run have one size each, so the pool holds no more than was in use at once.
+    Each section of a run has a fixed size, so the pool never holds more memory than was in use at one time.
     """
 
     def __init__(self) -> None:
@@ -42,16 +42,17 @@ class PayloadMemory:
 
 
 def _keep_freed_blocks() -> None:
-    """Make glibc reuse blocks of up to 32 MiB instead of returning each to the kernel, as gRPC copies every message.
+    """Make glibc reuse blocks of up to 32 MiB instead of returning them to the kernel.
 
-    glibc raises that threshold to the size of the largest block that was freed (mallopt(3)). The block here is never
-    written, so it takes address space only. Other C libraries ignore it.
+    This matters because gRPC copies every message. glibc raises its mmap threshold to the size of the largest block
+    that was freed, as mallopt(3) describes. The block here is never written to, so it uses only address space. Other C
+    libraries are not affected.
     """
     np.empty(MAX_KEPT_BLOCK_BYTES, dtype=np.uint8)
 
 
 class Slab:
-    """The memory of one section, filled from the front, chunk by chunk, by one thread at a time."""
+    """The memory of one section. Only one thread at a time may fill it, chunk by chunk from the front."""
 
     def __init__(self, memory: memoryview) -> None:
         self._memory = memory
@@ -59,15 +60,15 @@ class Slab:
         self._scratch = Scratch()
 
     def code(self, codec: Codec, values: Tensor) -> memoryview:
-        """Return the payload of a chunk. Raises ValueError as `Codec.encode_into` does."""
+        """Encode a chunk and return its payload. Raises ValueError like `Codec.encode_into`."""
         payload = self._cut(codec.num_bytes(values.numel()))
         codec.encode_into(values, torch.frombuffer(payload, dtype=torch.uint8), scratch=self._scratch)
         return payload
 
     def keep(self, payload: Payload) -> memoryview:
-        """Return a copy of a payload, so that its message can be freed."""
+        """Copy a payload, so that its message can be freed, and return the copy."""
         kept = self._cut(len(payload))
-        # numpy lets other threads run meanwhile, and unlike torch it accepts read-only memory
+        # numpy lets other threads run while it copies, and unlike torch it accepts read-only memory
         np.copyto(np.frombuffer(kept, dtype=np.uint8), np.frombuffer(payload, dtype=np.uint8))
         return kept
 
@@ -78,7 +79,7 @@ class Slab:
 
 
 class _Lease:
-    """All views of a piece of memory refer to it; when the last view is gone, the memory is free."""
+    """The owner of a memory block. When the last view of the block is gone, the block returns to the pool."""
 
     def __init__(self, memory: Memory, free: list[Memory]) -> None:
         self.__array_interface__ = memory.__array_interface__

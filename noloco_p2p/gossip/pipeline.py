@@ -1,7 +1,7 @@
-"""Coding ahead and checking behind: what a swap does with payloads besides moving them, off the event loop.
+"""A swap encodes chunks ahead of sending and checks received chunks while others arrive, both off the event loop.
 
-Both work in batches of a few chunks. A hop to another thread and back costs more than coding a chunk, because the event
-loop, the codec thread and the training thread share one interpreter lock.
+Both tasks work in batches of a few chunks. Switching to another thread and back costs more than encoding one chunk,
+because the event loop, the codec thread and the training thread share one interpreter lock.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from noloco_p2p.gossip.sections import Coding, Squares
 
 BATCH_CHUNKS = 4  # 4 MiB of fp32; at most two batches are in flight in each direction
 
-# what is kept of a chunk, and whether it is intact; False = modulo coding could not carry it
+# the payload that is kept of a chunk, and whether the chunk is intact; False if modulo coding failed
 Checked = tuple[Payload, bool]
 
 
 class Staged:
-    """The coded outer gradient of this round, filled chunk by chunk at the boundary, on the network thread."""
+    """The encoded outer gradient of this round. The network thread fills it chunk by chunk at the boundary."""
 
     def __init__(self) -> None:
         self.chunks: list[Payload | None] = []
@@ -38,8 +38,9 @@ class Staged:
         self._grown.set()
 
     async def get(self, indices: Sequence[int]) -> list[Payload]:
-        """Wait until these chunks are staged. Only cancellation ends the wait, because the boundary may be minutes
-        away.
+        """Wait until these chunks are staged, and return them.
+
+        The wait has no timeout, because the boundary may be minutes away.
         """
         while len(self.chunks) <= indices[-1]:
             self._grown.clear()
@@ -56,10 +57,10 @@ async def code_ahead(
     slab: Slab,
     squares: Squares,
 ) -> AsyncGenerator[list[Chunk]]:
-    """Yield these chunks of a section in batches; the next batch is coded while the caller sends this one.
+    """Yield these chunks of a section in batches. The next batch is encoded while the caller sends the current one.
 
-    `source`: a flat vector to code, or payloads that the training thread codes, whose squares are added to
-    `squares.own`. Raises ValueError for a vector that is not finite.
+    `source` is a flat vector to encode, or payloads that the training thread encodes. The squared norms of such
+    payloads are added to `squares.own`. Raises ValueError if the vector has non-finite values.
     """
     batches, scratch = _batches(indices), Scratch()
 
@@ -84,9 +85,9 @@ async def code_ahead(
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """What modulo coding needs on the receiving side: the own vector, unchanged since it was coded, and its bounds.
+    """The receiver's data for modulo decoding: its own vector, unchanged since it was encoded, and the bounds.
 
-    earlier: what was kept of the partner's chunks whose further bits arrive now.
+    If further bits of failed chunks are arriving, `earlier` holds the partner's previous payloads of these chunks.
     """
 
     values: Tensor
@@ -95,12 +96,13 @@ class Beside:
 
 
 class CheckBehind:
-    """Checks chunks in batches while the next ones arrive. A later `add`, or `finish`, raises the error.
+    """Checks chunks in batches while the next ones arrive. Errors are raised by a later `add` or by `finish`.
 
-    kept: what `Coding.half_difference` takes as the partner's side, in order, in memory of `slab`. broken: chunks whose
-    bound did not hold; `kept` has all their payloads so far if more bits follow, and nothing if they are sent again
-    without
-    modulo. With `squares`, the squares of all are added to `squares.partner`.
+    `kept` lists the partner's payloads for `Coding.half_difference`, in the order of the chunks and in memory of
+    `slab`. `broken` lists the chunks in which modulo coding failed. If more bits follow, `kept` has all payloads of
+    such a chunk so far. If the chunk is sent again without modulo coding, `kept` has an empty payload for it.
+
+    If `squares` is given, the squared norms of all chunks are added to `squares.partner`.
     """
 
     def __init__(
@@ -125,13 +127,13 @@ class CheckBehind:
         self._indices: list[int] = []
 
     async def add(self, chunk: Chunk) -> None:
-        """Add a chunk. Raises CorruptPayload for it or an earlier one. Waits when checking falls two batches behind."""
+        """Add a chunk, and wait if checking falls two batches behind. Raises CorruptPayload if a chunk is invalid."""
         self._batch.append(chunk)
         if len(self._batch) >= BATCH_CHUNKS:
             await self._flush()
 
     async def finish(self) -> None:
-        """Wait until all chunks are checked. Raises CorruptPayload."""
+        """Wait until all chunks are checked. Raises CorruptPayload if one of them is invalid."""
         await self._flush()
         await self._settle()
 
@@ -142,7 +144,6 @@ class CheckBehind:
         self._checking = asyncio.get_running_loop().run_in_executor(self._executor, self._check, batch)
 
     def _check(self, chunks: list[Chunk]) -> list[Checked]:
-        """Raises CorruptPayload."""
         checked = [_checked(self._coding, chunk, self._slab, self._beside) for chunk in chunks]
         if self._squares is not None:
             for chunk, (payload, _) in zip(chunks, checked, strict=True):
@@ -169,7 +170,7 @@ def _code(coding: Coding, indices: Sequence[int], source: Tensor, slab: Slab) ->
 
 
 def _coded(coding: Coding, index: int, values: Tensor, slab: Slab) -> Payload:
-    """Code a chunk. Modulo payloads are dropped when they are sent; the half-differences are made from the others."""
+    """Encode a chunk. The slab stores only payloads without modulo coding, because half-differences need them later."""
     if on_grid := coding.modulo(index):
         codec, grid = on_grid
         return codec.encode(values, grid=grid, chunk_index=index)
@@ -206,7 +207,7 @@ def _checked(coding: Coding, chunk: Chunk, slab: Slab, beside: Beside | None) ->
         kept = _kept(coding, chunk, slab)
         half = coding.plan.codec.decode(kept, num_elements=own.numel()).sub_(own).mul_(0.5)
         if coding.plan.codec.encode(own) == kept:
-            half.zero_()  # what is left is the error of the codec, not a distance
+            half.zero_()  # the remaining difference is the codec's error, not a distance
     beside.bounds.update(chunk.index, half_difference=half, values=own)
     return kept, True
 
@@ -215,5 +216,5 @@ def _kept(coding: Coding, chunk: Chunk, slab: Slab) -> Payload:
     codec, num_elements = coding.plan.codec, coding.num_elements(chunk.index)
     fits = len(chunk.payload) == codec.num_bytes(num_elements)
     payload = slab.keep(chunk.payload) if fits else chunk.payload
-    codec.check(payload, num_elements=num_elements)  # of the copy, because torch needs writable memory
+    codec.check(payload, num_elements=num_elements)  # checks the copy, because torch needs writable memory
     return payload

@@ -1,4 +1,4 @@
-"""Questions to another peer that have a one-item answer: its run spec, its manifest, its layout."""
+"""This module requests single items from other peers, such as a run spec, a manifest or a layout."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ log = logging.getLogger(__name__)
 T = TypeVar("T", bound=FetchItem)
 
 MESSAGE_TIMEOUT_S = 15.0  # for one chunk, or one part of a manifest
-ANSWER_S = 60.0  # for a whole spec, layout or manifest; the manifest of 64 GiB has 2 MiB
+ANSWER_S = 60.0  # for a whole spec, layout or manifest; the manifest of a 64 GiB state has 2 MiB
 
 
 async def ask(transport: Transport, peer: Candidate, want: FetchWant, kind: type[T]) -> T:
-    """The answer of `peer` to `want`. Raises PeerError."""
+    """Send the request `want` to `peer` and return the response. Raises PeerError if no `kind` arrives."""
     try:
         async with (
             asyncio.timeout(ANSWER_S),
@@ -36,7 +36,10 @@ async def ask(transport: Transport, peer: Candidate, want: FetchWant, kind: type
 
 
 async def find_difference(transport: Transport, peer: Candidate, ours: ModelLayout) -> str:
-    """Describe the first tensor in which the model of `peer` differs; "" if none does or the peer does not answer."""
+    """Describe the first tensor that differs in the model of `peer`.
+
+    The result is empty if no tensor differs or the peer does not answer.
+    """
     try:
         layout = await ask(transport, peer, WantLayout(), LayoutJson)
         return ours.first_difference(ModelLayout.from_json(layout.data))

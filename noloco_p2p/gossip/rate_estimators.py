@@ -1,4 +1,4 @@
-"""Rate estimators: how long the steps of this peer take, and how fast swaps move bytes. Pure: callers pass times."""
+"""These estimators measure how long inner steps take and how fast swaps transfer data. Callers pass the time."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from statistics import median
 from noloco_p2p.gossip.frames import Boundary
 
 WINDOW_STEPS = 32
-HEARD_FOR_ROUNDS = 20  # rounds of this peer after which announcements of others are forgotten: they may be gone
+HEARD_FOR_ROUNDS = 20  # rounds of this peer after which an announcement expires, because its sender may be gone
 HEARD_PEERS = 64
-REMEMBERED = 8  # transfers; a change of the link shows after half as many
+REMEMBERED = 8  # transfers; a change in the link takes effect after half as many
 
 
 class StepRate:
-    """Seconds of an inner step (median of the last 32, so that evaluations do not count) and of a round.
+    """Measures how many seconds an inner step and a round of this peer take.
 
-    The main thread writes it, the network thread reads it. `inner_steps` is the length of the rounds until `open_round`
-    changes it.
+    The duration of a step is the median of the last 32, so that evaluations have no effect. The main thread writes to
+    this object, and the network thread reads it. `inner_steps` is the length of a round until `open_round` changes it.
     """
 
     def __init__(self, inner_steps: int) -> None:
@@ -28,11 +28,11 @@ class StepRate:
         self._last_step_s: float | None = None
         self._steps_left = inner_steps
         self.seconds_per_step: float | None = None
-        self.shortest_round_s: float | None = None  # that this peer can keep up with, as announced to others
-        self._heard: dict[str, tuple[float, float]] = {}  # oldest first: what was announced, and when
+        self.shortest_round_s: float | None = None  # the shortest that this peer can keep up with, as announced
+        self._heard: dict[str, tuple[float, float]] = {}  # by peer, oldest first: the announced seconds, and when
 
     def hear(self, peer_id: str, boundary: Boundary, *, now_s: float) -> None:
-        """Record what another peer announced, whether or not they swapped. Runs on the network thread."""
+        """Record what another peer announced, whether or not the two swapped. The network thread calls this."""
         if boundary.shortest_round_s is not None:
             self._heard.pop(peer_id, None)
             self._heard[peer_id] = (boundary.shortest_round_s, now_s)
@@ -40,7 +40,7 @@ class StepRate:
                 del self._heard[next(iter(self._heard))]
 
     def others_s(self, now_s: float) -> list[float]:
-        """The shortest rounds that other peers announced recently."""
+        """Return the shortest rounds, in seconds, that other peers have announced recently."""
         long_s = HEARD_FOR_ROUNDS * (self.seconds_per_round() or math.inf)
         return [shortest_s for shortest_s, heard_s in list(self._heard.values()) if now_s - heard_s <= long_s]
 
@@ -58,7 +58,7 @@ class StepRate:
         self._last_step_s = now_s
 
     def step(self, now_s: float) -> None:
-        """One inner step ended at `now_s` (monotonic)."""
+        """Record that an inner step ended at `now_s`, in monotonic time."""
         if self._last_step_s is not None:
             self._durations_s.append(now_s - self._last_step_s)
             self.seconds_per_step = median(self._durations_s)
@@ -85,20 +85,24 @@ class StepRate:
 
 
 class Goodput:
-    """Seconds per byte of the last transfers, of the slower direction, with partner and coding included."""
+    """Estimates the duration of a transfer from the rates of the last transfers.
+
+    The rates apply to the slower direction, and include the time for encoding and for waiting for the partner.
+    """
 
     def __init__(self) -> None:
         self._seconds_per_byte: deque[float] = deque(maxlen=REMEMBERED)
 
     def note(self, num_bytes: int, seconds: float) -> None:
-        """Record a transfer of `num_bytes` in one direction, complete or not; one that moved nothing says nothing."""
+        """Record a complete or incomplete transfer of `num_bytes` in one direction. Empty transfers are ignored."""
         if num_bytes > 0 and seconds > 0:
             self._seconds_per_byte.append(seconds / num_bytes)
 
     def seconds_for(self, num_bytes: int) -> float | None:
-        """A cautious estimate of the duration of a transfer: median plus spread; None before the first one.
+        """Return a cautious estimate of the duration of a transfer in seconds, or None before the first transfer.
 
-        With one or two transfers the spread is unknown, and counts as large as the median.
+        The estimate is the median plus the spread. After only one or two transfers the spread is unknown, and the
+        median is used in its place.
         """
         samples = self._seconds_per_byte
         if not samples:
@@ -107,7 +111,7 @@ class Goodput:
 
 
 def cautious(values: Iterable[float]) -> float:
-    """Median plus spread (median absolute deviation), which exceeds most of `values`; 0 when there are none."""
+    """Return the median plus the median absolute deviation, which exceeds most of `values`, or 0 if there are none."""
     known = list(values)
     if not known:
         return 0.0

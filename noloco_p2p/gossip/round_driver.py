@@ -1,7 +1,7 @@
-"""Drives the rounds of one peer on the network thread: feeds `RoundState` with events and performs its actions.
+"""The round driver feeds events to `RoundState` on the network thread, and performs the resulting actions.
 
-It owns what takes time: offers, streams, swaps and timers. It makes no decisions. All methods run on the event loop;
-`exchange.py` connects them with the training thread.
+It handles everything that takes time, such as offers, streams, swaps and timers, but makes no decisions. All
+methods run on the event loop. `exchange.py` connects them to the training thread.
 """
 
 from __future__ import annotations
@@ -64,16 +64,16 @@ from noloco_p2p.telemetry.console import named
 
 log = logging.getLogger(__name__)
 
-HOLD_S = 2.0  # the longest time an offer is held; shorter than any offer's deadline
-WATCH_S = 0.5  # how often a running early part is judged
-FAREWELL_S = 2.0  # for the Aborts of swaps that are broken off
+HOLD_S = 2.0  # the longest time for which an offer is held; shorter than the deadline of any offer
+WATCH_S = 0.5  # how often the progress of an early part is checked
+FAREWELL_S = 2.0  # for sending the Aborts of swaps when this peer stops
 SWAP_ID_BYTES = 16
 REMEMBERED_SWAPS = 16
 
 
 @dataclass(slots=True)
 class LastFault:
-    """The last fault of another peer: in words, what to do about it, and when (Unix time)."""
+    """The last fault of another peer: a description, advice on what to do about it, and the Unix time."""
 
     text: str = ""
     advice: str = ""
@@ -85,9 +85,11 @@ class LastFault:
 
 
 class RoundDriver:
-    """`rng` draws partners and the ids of swaps, which must be unpredictable. `clock`: seconds, as in `step_rate`.
+    """The driver of a peer's rounds.
 
-    on_corrupt: called with a partner that sent what no honest peer sends, and a description.
+    `rng` draws partners and the ids of swaps, both of which must be unpredictable. `clock` returns seconds and must be
+    the clock that `step_rate` uses. If a partner sends data that no honest peer would send, `on_corrupt` is called with
+    the partner's id and a description.
     """
 
     def __init__(
@@ -134,12 +136,12 @@ class RoundDriver:
         self._ledgers: OrderedDict[bytes, Ledger] = OrderedDict()
 
     def now_s(self) -> float:
-        """Seconds by the clock of this driver. Callable from any thread if the clock is."""
+        """Return the time of this driver's clock in seconds. The call is thread-safe if the clock is."""
         return self._clock()
 
     @property
     def layout(self) -> ModelLayout | None:
-        """The layout of the model that trains here, once known. A new model discards the distances of the old one."""
+        """The layout of this peer's model, once it is known. Setting it discards the bounds of the previous model."""
         return self._layout
 
     @layout.setter
@@ -153,12 +155,12 @@ class RoundDriver:
 
     @property
     def partner(self) -> str:
-        """The partner of the current round; "" while there is none."""
+        """The partner in the current round, or "" while there is none."""
         return self.round.partner
 
     @property
     def peer_state(self) -> str:
-        """training, paused, leaving or done, as announced to the swarm."""
+        """The state that is announced to the swarm: "training", "paused", "leaving" or "done"."""
         return self.round.peer_state
 
     @peer_state.setter
@@ -174,16 +176,19 @@ class RoundDriver:
         return self.fault.text
 
     def take_refused_as_stale(self) -> bool:
-        """Whether a peer has refused this one as too far away in the run since the last call. Thread-safe."""
+        """Return whether, since the last call, a peer has refused this one as stale. The call is thread-safe."""
         refused, self.round.was_refused_as_stale = self.round.was_refused_as_stale, False
         return refused
 
     def hurry(self) -> None:
-        """This peer was asked to leave, so no boundary waits any more. Safe in a signal handler and from any thread."""
+        """Stop waiting at boundaries, because this peer was asked to leave.
+
+        The call is safe in a signal handler and on any thread.
+        """
         self.round.is_leaving = True
 
     def swap_now(self) -> tuple[Swap, float] | None:
-        """The current swap, or the trailing one, and when it began (by the clock)."""
+        """Return the current swap, or else the trailing one, and its start time on the driver's clock."""
         active = self.round.active or self.round.trailing
         return (_swap_of(active), active.began_s) if active else None
 
@@ -198,15 +203,16 @@ class RoundDriver:
         self._changed.set()
 
     def reach_boundary(self) -> bool:
-        """Note the boundary. Returns False when no partner can be found in this round, so that nothing needs to be
-        coded.
+        """Record that this peer has reached its boundary. Return False if no partner can be found in this round.
+
+        The outer gradient then does not need to be encoded.
         """
         self._do(self.round.reach_boundary(self._clock()))
         self._changed.set()
         return self.phase is not RoundPhase.CLOSED
 
     def stage(self, payload: Payload) -> None:
-        """Stage the next coded chunk of this peer's outer gradient."""
+        """Stage the next encoded chunk of this peer's outer gradient."""
         self._staged.put(payload)
 
     def cannot_stage(self, reason: str) -> None:
@@ -214,9 +220,9 @@ class RoundDriver:
         self._do(self.round.cannot_stage(reason, self._clock()))
 
     def poll(self, wait_s: float) -> Outcome | None:
-        """After the boundary: end the round if it is over, or if nothing more can arrive within `wait_s` from now.
+        """End the round after its boundary if it is over or nothing more can arrive within `wait_s` seconds.
 
-        Returns None if waiting may help: a partner may still be found, or a part arrive.
+        It returns None if waiting may help, because a partner may still be found or a part may still arrive.
         """
         now_s = self._clock()
         if wait_s > 0 and not self.round.is_over(now_s, until_s=now_s + wait_s):
@@ -224,7 +230,7 @@ class RoundDriver:
         return self._end()
 
     async def wait_until_over(self, wait_s: float) -> None:
-        """Wait until `poll` would end the round, and `wait_s` at most."""
+        """Wait until `poll` would end the round, but for at most `wait_s` seconds."""
         until_s = self._clock() + wait_s
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
@@ -232,7 +238,7 @@ class RoundDriver:
                     await self._wait_for_change(POLL_S)
 
     async def collect(self, wait_s: float) -> Outcome:
-        """Call `poll` repeatedly, for `wait_s` at most."""
+        """Wait until the round is over, but for at most `wait_s` seconds, and end it."""
         await self.wait_until_over(wait_s)
         return self._end()
 
@@ -245,7 +251,7 @@ class RoundDriver:
         return outcome
 
     def take_correction(self, before: int) -> Correction | None:
-        """See `RoundState.take_correction`; call `corrected` once it is applied."""
+        """Return the result of `RoundState.take_correction`. Call `corrected` after applying the correction."""
         return self.round.take_correction(before)
 
     def corrected(self) -> None:
@@ -253,11 +259,11 @@ class RoundDriver:
         self._changed.set()
 
     def forget(self) -> None:
-        """Report that the vectors of earlier rounds were replaced."""
+        """Drop the late parts of earlier rounds, because the vectors that they belong to were replaced."""
         self._do(self.round.forget())
 
     async def stop(self) -> None:
-        """Abandon what is running and wait until all tasks have ended."""
+        """Abandon all swaps and wait until all tasks have ended."""
         self._do(self.round.stop(self._clock()))
         self._end_matchmaking()
         await self._tasks.stop(grace_s=FAREWELL_S)
@@ -273,20 +279,20 @@ class RoundDriver:
         if self._matchmaking:
             self._matchmaking.cancel()
 
-    # what other peers ask
+    # calls from other peers
 
     def admit(self, hello: Hello) -> None:
-        """Raises Refused when the caller has another protocol version, run, spec or model."""
+        """Raise Refused if the caller has another protocol version, run, spec or model."""
         if refuse := other_kind(self._hello(), hello):
             raise Refused(refuse.sentence, peer=hello.peer_id, code=refuse.code.name)
 
     def swap_state(self, swap_id: bytes) -> SwapState:
-        """Return what became of a swap, for the partner that asks."""
+        """Return the state of a swap, in reply to a request from the partner."""
         ledger = self._ledgers.get(swap_id)
         return ledger.state() if ledger else SwapState()
 
     async def on_swap(self, stream: FrameStream) -> None:
-        """Answer one offer; returns when its swap has ended."""
+        """Answer one offer and, if it is accepted, run the swap to its end."""
         try:
             offer = await stream.receive(self._deadlines.offer_s)
             if not isinstance(offer, Offer) or len(offer.swap_id) != SWAP_ID_BYTES or not offer.hello.peer_id:
@@ -304,7 +310,7 @@ class RoundDriver:
                 self._swap_ended(decision, error)
                 return
             except BaseException:
-                self._swap_ended(decision, Unreachable("this peer broke it off", peer=decision.partner))
+                self._swap_ended(decision, Unreachable("this peer broke off the swap", peer=decision.partner))
                 raise
             await self._run_swap(decision)
         except PeerError as error:
@@ -313,7 +319,7 @@ class RoundDriver:
             await stream.close()
 
     async def _decide(self, stream: FrameStream, incoming: Incoming) -> Refuse | ActiveSwap:
-        """Return the decision of the state machine: at once, or after HOLD_S at most."""
+        """Return the state machine's decision on an offer, after at most HOLD_S seconds."""
         decision: asyncio.Future[Refuse | ActiveSwap] = asyncio.get_running_loop().create_future()
         self._streams[incoming] = stream, incoming.offer.swap_id
         self._decisions[incoming] = decision
@@ -327,7 +333,7 @@ class RoundDriver:
         except asyncio.CancelledError:
             self.round.offer_gone(incoming)
             if decision.done() and isinstance(active := decision.result(), ActiveSwap):
-                self._swap_ended(active, Unreachable("this peer broke it off", peer=active.partner))
+                self._swap_ended(active, Unreachable("this peer broke off the swap", peer=active.partner))
             raise
         finally:
             del self._streams[incoming], self._decisions[incoming]
@@ -335,9 +341,9 @@ class RoundDriver:
     # matchmaking
 
     async def _seek(self, opening: Opening) -> None:
-        """Do the matchmaking until the round ends: a swap may fail, so that another partner is needed.
+        """Look for partners until the round ends, because another partner is needed whenever a swap fails.
 
-        It also checks the opening, because before Python 3.12 `wait_for` may swallow the cancellation of this task.
+        The loop also checks `opening`, because before Python 3.12 `wait_for` can swallow the cancellation of this task.
         """
         while self.round.opening is opening and (step := self.round.seek(self._clock())) is not None:
             if isinstance(step, Wait):
@@ -346,7 +352,7 @@ class RoundDriver:
                 await self._offer(step)
 
     async def _offer(self, ask: Ask) -> None:
-        """Make one offer and report the answer; if it is accepted, the swap runs in its own task."""
+        """Make one offer and report the answer. If the offer is accepted, the swap runs in its own task."""
         stream: FrameStream | None = None
         is_bound = False
         mine = self.round.standing(self._clock())
@@ -358,7 +364,7 @@ class RoundDriver:
                 await self._send(stream, Offer(self._hello(), swap_id, mine))
                 answer = await stream.receive(self._deadlines.offer_s)
             except PeerError as error:
-                answer = error.with_traceback(None)  # the traceback holds this frame, and with it the stream
+                answer = error.with_traceback(None)  # its traceback would keep this frame and the stream alive
             actions = self.round.offer_answered(ask, answer, mine=mine, now_s=self._clock())
             is_bound = any(isinstance(action, Bind) and action.via is ask for action in actions)
             self._do(actions)
@@ -370,7 +376,10 @@ class RoundDriver:
                 await stream.close()
 
     async def _send(self, stream: FrameStream, frame: Frame) -> None:
-        """Send an offer or its answer: one small frame, which only a frozen peer does not take. Raises PeerError."""
+        """Send an offer or an answer. Raises PeerError.
+
+        These frames are small, so a peer that does not accept one in time must be frozen.
+        """
         try:
             await asyncio.wait_for(stream.send(frame), self._deadlines.offer_s)
         except TimeoutError:
@@ -442,7 +451,7 @@ class RoundDriver:
         )
 
     def _bounds_of(self, plans: Iterable[SectionPlan], round_index: int) -> dict[SectionName, Bounds]:
-        """The bounds of each section that is coded modulo; they learn from swap to swap."""
+        """Return the bounds of each section with modulo coding. They adapt from swap to swap."""
         for plan in plans:
             if plan.modulo and plan.name not in self._bounds:
                 self._bounds[plan.name] = Bounds(plan.num_elements, codec=plan.modulo[0])
@@ -456,11 +465,11 @@ class RoundDriver:
             await _swap_of(active).run()
         except PeerError as error:
             self._swap_ended(active, error)
-            # Its frames and the swap refer to each other: payloads as large as the model would otherwise wait for the
-            # garbage collector.
+            # The traceback and the swap refer to each other. Without this line, payloads as large as the model would
+            # stay in memory until the garbage collector runs.
             error.__traceback__ = error.__context__ = None
-        except BaseException:  # cancelled, or a bug here: the round must not wait for it
-            self._swap_ended(active, Unreachable("this peer broke it off", peer=active.partner))
+        except BaseException:  # cancellation or a bug, and the round must not wait for this swap
+            self._swap_ended(active, Unreachable("this peer broke off the swap", peer=active.partner))
             raise
         finally:
             watch.cancel()
@@ -471,7 +480,7 @@ class RoundDriver:
             self._do(self.round.swap_watched(active, self._clock()))
 
     def _committed(self, swap: Swap, part: Part) -> None:
-        """Called by the swap at the moment of the commit."""
+        """Report a committed part. The swap calls this at the moment of the commit."""
         self.round.committed(swap, part, self._clock())
         self._changed.set()
 
@@ -480,7 +489,7 @@ class RoundDriver:
         self._changed.set()
 
     async def _ask_partner(self, partner: str, swap_id: bytes) -> SwapState:
-        """Ask what the partner knows of a swap; the answer is empty when it cannot be reached."""
+        """Request the state of a swap from the partner. The result is empty if the partner cannot be reached."""
         candidate = await self._directory.find(partner, timeout_s=self._deadlines.status_s)
         if candidate is None:
             return SwapState()

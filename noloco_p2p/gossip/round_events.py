@@ -1,4 +1,4 @@
-"""The vocabulary of `round_state.py`: phases, the opening of a round, and the actions that the driver performs."""
+"""This module defines the types of `round_state.py`: phases, the opening of a round, and actions for the driver."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from noloco_p2p.gossip.seams import Candidate
 
 
 class RoundPhase(Enum):
-    SEEKING = auto()  # no partner, and no offer made
+    SEEKING = auto()  # this peer has no partner and has made no offer
     OFFERING = auto()  # this peer has made an offer
-    SWAPPING = auto()  # a partner is found, and the early part travels
+    SWAPPING = auto()  # a partner was found, and the early part is being transferred
     EARLY = auto()  # the early part is committed
     DONE = auto()  # all parts are committed
-    HALF = auto()  # the early part is committed, and the late part will never be
+    HALF = auto()  # the early part is committed, but the late part has failed
     CLOSED = auto()
 
 
@@ -28,38 +28,37 @@ class RoundPhase(Enum):
 class Opening:
     """The state of a peer when it opens a round. The tensors must not change until the round ends.
 
-    patience_s: for a closing round, in which nobody trains. For this long, peers in the middle of a round are
-    waited for,
-    and the last partner is asked only when no other peer is alive.
+    `patience_s` is for closing rounds, in which nobody trains. For this long, the peer waits for others that are in the
+    middle of a round, and asks its last partner only if no other peer is live.
     """
 
     round: int
     progress: float
-    total_steps: int  # of the run, which progress is a share of
-    longest_round: int  # inner steps of the longest round of this run
+    total_steps: int  # all inner steps of the run; `progress` is a fraction of them
+    longest_round: int  # the maximum length of a round in this run, in inner steps
     early_state: dict[SectionName, Tensor]  # flat, fp32, on the CPU
     patience_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ask:
-    """Make this peer an offer, and report the answer with `offer_answered`."""
+    """Make an offer to the candidate, and report the answer with `offer_answered`."""
 
     candidate: Candidate
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Call `seek` again when something changes, or after this time."""
+    """Call `seek` again when something changes, or after `at_most_s` seconds."""
 
     at_most_s: float
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Incoming:
-    """An offer of another peer. Each is answered by one `Bind` or `Reply`, possibly after it was held for a while.
+    """An offer from another peer. Each is answered by one `Bind` or `Reply`, possibly after it was held for a while.
 
-    is_listed: whether a live record of its caller is known.
+    `is_listed` says whether a live record of the caller is known.
     """
 
     offer: Offer
@@ -68,7 +67,7 @@ class Incoming:
 
 @dataclass(frozen=True, slots=True)
 class Bind:
-    """The round has its partner: start the swap over the stream of that offer, and report `swap_began`."""
+    """Start a swap with the round's new partner over the stream of the offer, and report `swap_began`."""
 
     via: Ask | Incoming
     partner: str
@@ -90,7 +89,7 @@ class Abandon:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Report a fault of another peer to people."""
+    """Report another peer's fault to the user."""
 
     text: str
     error: PeerError
@@ -99,7 +98,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Strike:
-    """This peer sent what no honest peer sends."""
+    """Record that a peer sent data that no honest peer would send."""
 
     peer_id: str
     reason: str
@@ -107,7 +106,7 @@ class Strike:
 
 @dataclass(frozen=True, slots=True)
 class CompareModels:
-    """This peer trains another model: find out how it differs."""
+    """Find out how the candidate's model differs from this peer's."""
 
     candidate: Candidate
     error: Refused

@@ -1,11 +1,12 @@
-"""The number of inner steps of the next round with `outer.inner_steps = "auto"`: the one with the lowest loss in equal
-time on this link.
+"""If `outer.inner_steps` is "auto", this module chooses the number of inner steps of each round.
 
-Pure: no clock, no network. Callers pass what each round measured and how long an inner step takes. Short rounds come
-closest to synchronous training, but training waits for the late part of each round, and also for the early part if it
-does not fit into the inner steps. `best_inner_steps` weighs the first wait against the loss, and `FILL` avoids the
-second one. The rounds of all peers converge to about the same duration: each peer announces the shortest round that it
-can keep up with, and a faster peer takes more steps.
+The goal is the lowest loss after a given training time on this link. Short rounds come closest to synchronous training,
+but training waits for the late part of each round, and also for the early part if its transfer takes longer than the
+inner steps. `best_inner_steps` weighs the first wait against the loss, and `FILL` avoids the second wait.
+
+The rounds of all peers converge to about the same duration, because each peer announces the shortest round that it can
+keep up with, and a faster peer takes more steps. Callers pass the measurements of each round and the duration of an
+inner step.
 """
 
 from __future__ import annotations
@@ -19,43 +20,45 @@ from statistics import median_low
 from noloco_p2p.gossip.rate_estimators import cautious
 from noloco_p2p.spec import OuterSpec
 
-WINDOW_SWAPS = 7  # swaps in the window; a change of the link counts once it shows in four of them
+WINDOW_SWAPS = 7  # swaps in the window; a change in the link takes effect once four of them show it
 
-# The share of a round for transfers during its inner steps: the early part, and the rest of the late part after the
-# longest wait. Partners' boundaries may be 0.6 rounds apart (pairing.FAR_SHARE), so 0.4 of a round is common to both.
-# With more, training also waits for partners and for early parts, and solo rounds begin
-# (benchmarks/results/round_lengths.txt). Peers that never wait drift apart, and have more solo rounds.
+# FILL is the fraction of a round that transfers may take during its inner steps. These transfers are the early part,
+# and the rest of the late part after the longest wait. Partners' boundaries can be 0.6 rounds apart
+# (pairing.FAR_SHARE), so the partners' rounds overlap by 0.4 of a round. With a larger fraction, training also waits
+# for partners and early parts, and solo rounds appear (benchmarks/results/round_lengths.txt). Peers that never wait
+# drift apart and have more solo rounds, so their fraction is smaller.
 FILL = 0.4
 FILL_UNWAITED = 1 / 3
 
-# The loss of the toy: a schedule of n inner steps in rounds of H ends at a loss that is proportional to
-# n^-STEPS_EXPONENT (CURVE_START + H)^LENGTH_EXPONENT. benchmarks/study/round_lengths.py fits it to 8 replicas with
-# Muon, modulo8 and int4; the error of the fit is in benchmarks/results/round_lengths.txt.
+# This is a fit of the toy model's loss: n inner steps in rounds of H steps end at a loss that is proportional to
+# n^-STEPS_EXPONENT (CURVE_START + H)^LENGTH_EXPONENT. benchmarks/study/round_lengths.py fits it to runs of 8 replicas
+# with Muon, modulo8 and int4, and benchmarks/results/round_lengths.txt has the error of the fit.
 STEPS_EXPONENT = 0.24
 LENGTH_EXPONENT = 0.09
 CURVE_START = 1.0
 
-MAX_CHANGE = 1.5  # factor from one round to the next
-STILL = 1.25  # a smaller factor is not worth a change: noise alone must not move the length
+MAX_CHANGE = 1.5  # largest factor between one round's length and the next
+STILL = 1.25  # changes by a smaller factor are skipped, so that noise alone does not change the length
 
-STILL_WAITING = 1.04  # if partners wait for each other, rounds that differ by a quarter cost the shorter one a quarter
+# This replaces STILL if partners wait for each other. If their rounds differ by a quarter, one waits for that quarter.
+STILL_WAITING = 1.04
 
-# All peers follow the slowest one that is not far slower than the others, because peers whose rounds last about as long
-# find each other without waiting. A far slower peer delays nobody; two peers, or a third of all, are never outliers.
+# All peers adapt to the slowest one that is not an outlier, because peers whose rounds have similar durations find each
+# other without waiting. A far slower peer delays nobody. Outliers are never more than a third of all peers.
 SLOWEST = 4.0  # times the median
 MAJORITY = 2 / 3
 
-# a swap that moved nothing until it was given up would have taken at least this many times longer
+# A swap that is given up before it transfers anything is assumed to need this many times the elapsed time.
 GIVEN_UP_FACTOR = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class LinkMeasure:
-    """What the swap of one round measured of the link."""
+    """The link measurements of one round's swap."""
 
-    early_s: float  # for the early part, at the rate at which it moved
-    late_s: float  # for the late part, once both sides were sending it
-    is_whole: bool  # False: the boundary came before the early part was committed
+    early_s: float  # duration of the early part at its measured rate
+    late_s: float  # duration of the late part, once both partners were sending it
+    is_whole: bool  # False if the boundary came before the early part was committed
 
 
 def measure_link(
@@ -67,11 +70,12 @@ def measure_link(
     late_s: float | None,
     is_whole: bool,
 ) -> LinkMeasure:
-    """Convert counters to seconds.
+    """Convert the counters of a swap to seconds.
 
-    early_bytes, late_bytes: payload of both parts, one way. moved_bytes, elapsed_s: what this peer moved while the
-    early part travelled, in the slower direction and in all of its swaps together, and how long that took. late_s:
-    measured, or None when the late part was not committed; then it follows from its bytes and the rate.
+    `early_bytes` and `late_bytes` are the payload sizes of the two parts in one direction. `moved_bytes` is the number
+    of bytes transferred in the slower direction during the early part, which lasted `elapsed_s` seconds. `late_s` is
+    the measured duration of the late part. If it is None, because the late part was not committed, the duration is
+    estimated from the part's size and the rate of the early part.
     """
     early_s = elapsed_s * (early_bytes / moved_bytes if moved_bytes else GIVEN_UP_FACTOR)
     if late_s is None:
@@ -80,11 +84,12 @@ def measure_link(
 
 
 def best_inner_steps(wait_steps: float) -> float:
-    """The round length H with the lowest loss in equal time, if each round ends with a wait of w inner steps.
+    """Return the round length H with the lowest loss after a given time.
 
-    An inner step takes 1 + w / H times as long, so fewer of them fit, and the loss in equal time is proportional to
-    (c + H)^a (1 + w / H)^p. Its derivative is zero where a H^2 - (p - a) w H - p c w = 0. a, p, c: LENGTH_EXPONENT,
-    STEPS_EXPONENT, CURVE_START. For long waits H approaches (p / a - 1) w, independently of c.
+    Each round is assumed to end with a wait of w inner steps. Because of the wait, an inner step takes 1 + w / H times
+    as long, and fewer steps fit into the time. The loss is then proportional to (c + H)^a (1 + w / H)^p, where a is
+    LENGTH_EXPONENT, p is STEPS_EXPONENT and c is CURVE_START. Its derivative is zero where a H^2 - (p - a) w H - p c w
+    = 0. For long waits, H approaches (p / a - 1) w, independently of c.
     """
     gain = (STEPS_EXPONENT - LENGTH_EXPONENT) * wait_steps
     root = math.sqrt(gain**2 + 4 * LENGTH_EXPONENT * STEPS_EXPONENT * CURVE_START * wait_steps)
@@ -92,29 +97,30 @@ def best_inner_steps(wait_steps: float) -> float:
 
 
 class RoundLength:
-    """Chooses the length of each round; `inner_steps` is that of the current one. A fixed length never changes."""
+    """Chooses the length of each round. `inner_steps` is the current length. A fixed length never changes."""
 
     def __init__(
         self, outer: OuterSpec, *, first_inner_steps: int | None = None, max_wait_s: float | None = None
     ) -> None:
-        """first_inner_steps: None = `outer.first_inner_steps`, regardless of the length of the run.
+        """Set the length of the first round and the longest wait at a boundary.
 
-        max_wait_s: of a boundary; None = `outer.max_wait_s`, as in a run whose swaps have a late part.
+        If `first_inner_steps` is None, `outer.first_inner_steps` is used, regardless of the length of the run. If
+        `max_wait_s` is None, `outer.max_wait_s` is used, which applies to swaps with a late part.
         """
         self.inner_steps = first_inner_steps or outer.first_inner_steps
         self._outer = outer
         self._max_wait_s = outer.max_wait_s if max_wait_s is None else max_wait_s
-        self._beside_s: deque[float] = deque(maxlen=WINDOW_SWAPS)  # transfers during the inner steps
-        self._waits_s: deque[float] = deque(maxlen=WINDOW_SWAPS)  # at the boundary
-        self._given_up_s: deque[float] = deque(maxlen=2)  # since the last complete swap
+        self._beside_s: deque[float] = deque(maxlen=WINDOW_SWAPS)  # durations of transfers during the inner steps
+        self._waits_s: deque[float] = deque(maxlen=WINDOW_SWAPS)  # waits at the boundary
+        self._given_up_s: deque[float] = deque(maxlen=2)  # the same, for swaps given up since the last complete one
 
     def resume(self, inner_steps: int) -> None:
-        """Continue with the length in a checkpoint; earlier measurements are not kept."""
+        """Continue with the length from a checkpoint. Measurements are not restored."""
         if self._outer.is_auto:
             self.inner_steps = self._bounded(inner_steps)
 
     def note(self, link: LinkMeasure) -> None:
-        """Record the measurement of a round. A swap that was given up only gives a lower bound."""
+        """Record the measurement of a round. A swap that was given up provides only a lower bound."""
         wait_s = min(link.late_s, self._max_wait_s)
         beside_s = link.early_s + link.late_s - wait_s
         if link.is_whole:
@@ -126,9 +132,9 @@ class RoundLength:
                 self._given_up_s.append(beside_s)
 
     def next(self, seconds_per_step: float | None, *, others_s: Sequence[float] = ()) -> int:
-        """The length of the round that begins now; the last one while nothing is measured.
+        """Return the length of the round that begins now. The length does not change until something is measured.
 
-        others_s: the shortest rounds that other peers announced (their `shortest_s`).
+        `others_s` holds the durations of the shortest rounds that other peers have announced (see `told_s`).
         """
         if self._outer.is_auto and seconds_per_step and (self._beside_s or others_s):
             own_s = self.shortest_s(seconds_per_step)
@@ -140,25 +146,25 @@ class RoundLength:
         return self.inner_steps
 
     def told_s(self, seconds_per_step: float | None) -> float | None:
-        """The value announced to other peers; None while it is not measured, and for rounds of a fixed length."""
+        """Return the duration to announce to other peers, or None if it is not measured or the length is fixed."""
         return self.shortest_s(seconds_per_step) if self._outer.is_auto and seconds_per_step else None
 
     def shortest_s(self, seconds_per_step: float) -> float:
-        """The shortest round that suits this peer's link and speed."""
+        """Return the duration of the shortest round that suits this peer's link and speed, in seconds."""
         best = best_inner_steps(cautious(self._waits_s) / seconds_per_step)
         return max(self.needed_s(), max(best, self._outer.min_inner_steps) * seconds_per_step)
 
     def needed_s(self) -> float:
-        """The shortest round into which the transfers fit; 0 while nothing is measured.
+        """Return the duration of the shortest round into which the transfers fit, or 0 while nothing is measured.
 
-        Two swaps in a row that were given up count at once, because each has cost a round.
+        Two swaps in a row that were given up take effect at once, because each of them has cost a round.
         """
         is_too_short = len(self._given_up_s) == self._given_up_s.maxlen
         beside_s = max(cautious(self._beside_s), min(self._given_up_s) if is_too_short else 0.0)
         return beside_s / (FILL if self._max_wait_s else FILL_UNWAITED)
 
     def _nearer_to(self, wanted: int) -> int:
-        """Move towards `wanted`, by at most MAX_CHANGE, but at least one step."""
+        """Return a length closer to `wanted`, changed by a factor of at most MAX_CHANGE, but by at least one step."""
         now = self.inner_steps
         if wanted > now:
             return min(wanted, max(now + 1, math.floor(now * MAX_CHANGE)))
@@ -169,9 +175,10 @@ class RoundLength:
 
 
 def usual_s(shortest_s: Sequence[float]) -> float:
-    """How long rounds should last in a swarm whose peers, including this one, can keep up with these at the shortest.
+    """Return the duration that all rounds should have, given the shortest round that each peer can keep up with.
 
-    Actual rounds are not an input, so that rounds which are too long for everybody do not perpetuate themselves.
+    `shortest_s` includes this peer's own value. The actual durations are not an input. Otherwise rounds that are too
+    long for everybody would never become shorter.
     """
     ordered = sorted(shortest_s)
     most = ordered[math.ceil(MAJORITY * len(ordered)) - 1]

@@ -1,4 +1,4 @@
-"""What a peer needs for its rounds, built in one place: the driver, and the answers to other peers."""
+"""This module builds what a peer needs for its rounds: the driver, and the service that answers other peers."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from noloco_p2p.gossip.round_driver import RoundDriver
 from noloco_p2p.gossip.seams import Directory, FrameStream, Transport
 from noloco_p2p.spec import Spec
 
-Standing = tuple[Hello, str, int, float]  # introduction, state (training, paused, ..), round, progress
+Standing = tuple[Hello, str, int, float]  # hello, state (such as training or paused), round, progress
 Serve = Callable[[FetchWant], AsyncGenerator[FetchItem]]
 
 
 async def serve_nothing(want: FetchWant) -> AsyncGenerator[FetchItem]:
-    """The answer of peers that have no state to serve."""
+    """Refuse every request. Peers that have no state to serve use this function."""
     raise Refused("this peer serves no state", code=RefuseCode.BETWEEN_ROUNDS.name)
     yield
 
 
 class PeerService:
-    """What a peer answers to others: the `gossip.seams.Service` that a transport's server calls."""
+    """Answers the calls of other peers. It implements `gossip.seams.Service`, which a transport's server calls."""
 
     def __init__(self, *, driver: RoundDriver, serve: Serve, status: Callable[[], Standing]) -> None:
         self._driver = driver
         self._serve = serve
         self._status = status
-        self.num_calls = 0  # calls of other peers that got through, whatever the answer was
+        self.num_calls = 0  # calls that arrived from other peers, even if they were refused
 
     def admit(self, hello: Hello) -> None:
         self.num_calls += 1
@@ -71,9 +71,10 @@ def build_round_stack(
     clock: Callable[[], float] = time.monotonic,
     on_corrupt: Callable[[str, str], None] = lambda peer_id, reason: None,
 ) -> RoundStack:
-    """See `RoundDriver` for the arguments. Call it on the event loop.
+    """Build the driver and the service. Call it on the event loop.
 
-    serve: answers the fetches of newcomers, from a `StateServer`. status: None = what the driver knows itself.
+    `serve` answers the requests of newcomers, usually from a `StateServer`. If `status` is None, the driver's own state
+    is reported. `RoundDriver` describes the other arguments.
     """
     driver = RoundDriver(
         hello=hello,

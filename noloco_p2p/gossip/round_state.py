@@ -1,15 +1,17 @@
-"""The rounds of one peer as a state machine. Pure: events and their times go in, actions for the driver come out.
+"""This pure state machine runs the rounds of one peer.
+
+Events and their times go in, and actions for the driver come out.
 
     SEEKING -> OFFERING -> SWAPPING -> EARLY -> DONE
        ^          |           |          |
        +--refused-+--failed---+          +--late part failed--> HALF
     any -> CLOSED when the round ends
 
-In a run whose swaps have no late part: SWAPPING -> DONE, as there is only the early part.
+If the swaps of a run have no late part, SWAPPING leads directly to DONE.
 
-A round has at most one partner whose early part is committed. Nothing is reserved before an offer is accepted. When a
-round ends before its late part is committed, its swap trails into the next round, and the late part becomes a
-correction. `round_driver.py` performs the actions.
+A round has at most one partner whose early part is committed. Nothing is reserved before an offer is accepted. If a
+round ends before its late part is committed, its swap continues in the next round as the trailing swap, and the late
+part becomes a correction. `round_driver.py` performs the actions.
 """
 
 from __future__ import annotations
@@ -57,21 +59,21 @@ from noloco_p2p.gossip.staleness import refuse_distant, too_long
 from noloco_p2p.gossip.swap import Ended
 from noloco_p2p.telemetry.console import named
 
-POLL_S = 0.1  # newcomers and retry times are not announced, so matchmaking polls
-LAST_LOOK_S = 1.0  # how long a peer without a partner keeps asking at its boundary
+POLL_S = 0.1  # matchmaking polls, because no event announces newcomers and retry times
+LAST_LOOK_S = 1.0  # how long a peer without a partner keeps looking for one at its boundary
 TRAILING_RETRY_S = 1.0
-TRAILING_SHARE = 1 / 3  # of a round, during which the trailing swap has the link to itself
+TRAILING_SHARE = 1 / 3  # the fraction of a round during which the trailing swap has the link to itself
 NOT_TRAINING_RETRY_S = 60.0
 UNLISTED_RETRY_S = 1.0
 OTHER_KINDS = (RefuseCode.OTHER_VERSION, RefuseCode.OTHER_SPEC, RefuseCode.OTHER_RUN, RefuseCode.OTHER_MODEL)
 
 
 class RoundState:
-    """The current round of one peer, and what remains of the one before.
+    """The current round of one peer, and the trailing swap and corrections of earlier rounds.
 
-    `hello`, `live` and `num_live` return this peer's introduction, the membership view, and the number of live peers
-    including this one; `step_rate` is read, `pairing` remembers answers. Methods are events: each changes the state at
-    once and returns what the driver has to do, in order.
+    `hello`, `live` and `num_live` return this peer's Hello, the membership view, and the number of live peers including
+    this one. `step_rate` holds the measured speeds, and `pairing` remembers the answers of peers. Each method handles
+    an event. It changes the state at once and returns the actions that the driver must perform, in order.
     """
 
     def __init__(
@@ -84,18 +86,18 @@ class RoundState:
         pairing: Pairing,
     ) -> None:
         self.peer_state = "training"  # or paused, leaving, done; offers are accepted only while training
-        self.is_leaving = False  # no boundary waits any more
-        self.was_refused_as_stale = False  # another peer is too far away in the run
+        self.is_leaving = False  # whether this peer no longer waits at boundaries
+        self.was_refused_as_stale = False  # whether another peer refused this one as stale
         self.goodput = Goodput()
         self.corrections: deque[Correction] = deque(maxlen=2)
         self.trailing: ActiveSwap | None = None
-        self.unreachable: set[str] = set()  # reported once, until a swap with the peer begins
+        self.unreachable: set[str] = set()  # peers already reported, until a swap with them begins
         self._hello = hello
         self._live = live
         self._num_live = num_live
         self._step_rate = step_rate
         self._pairing = pairing
-        self._held: deque[Incoming] = deque()  # waiting for the answer to an offer of this peer
+        self._held: deque[Incoming] = deque()  # offers that wait until this peer's own offer is answered
         self._is_correcting = False
         self._begin(None, (), 0.0)
         self.phase = RoundPhase.CLOSED
@@ -107,9 +109,9 @@ class RoundState:
         self.index, self.progress = (opening.round, opening.progress) if opening else (0, 0.0)
         self.partner = ""
         self.active: ActiveSwap | None = None  # the swap of this round
-        self.asked: Ask | None = None  # an offer of this peer that is not answered yet
+        self.asked: Ask | None = None  # this peer's offer that is not answered yet
         self.reason, self.cause = "", LonelyCause.NO_ANSWER  # why there is no partner yet
-        self._failed_link: LinkMeasure | None = None  # of a swap that failed before its early part was committed
+        self._failed_link: LinkMeasure | None = None  # measured by a swap whose early part failed
         self._opened_s = now_s
         self._patient_until_s = now_s + (opening.patience_s if opening else 0.0)
         self._boundary_s: float | None = None  # when this peer reached its boundary
@@ -117,7 +119,7 @@ class RoundState:
     # the phases of a round, as training goes through them
 
     def open(self, opening: Opening, plans: tuple[SectionPlan, ...], now_s: float) -> list[Action]:
-        """Begin a round. A round whose outcome was never fetched, because the network thread hung, ends here."""
+        """Begin a round. If the last round was never ended, because the network thread hung, end it first."""
         actions: list[Action] = []
         if self.phase is not RoundPhase.CLOSED:
             actions += self._drop_trailing() + self.end(now_s)[1] + self._drop_trailing()
@@ -128,17 +130,17 @@ class RoundState:
         return actions + self._release(now_s)
 
     def reach_boundary(self, now_s: float) -> list[Action]:
-        """Drop the trailing swap. The phase is CLOSED afterwards if no partner can be found in this round."""
+        """Drop the trailing swap, and close the round if no partner can be found in it."""
         actions = self._drop_trailing()
         self._boundary_s = now_s
         if self.active:
             self.active.boundary_s = now_s
         if self.is_hopeless(now_s):
-            self.phase = RoundPhase.CLOSED  # no peer may join a round whose gradient is not coded
+            self.phase = RoundPhase.CLOSED  # no peer may join a round whose gradient is not encoded
         return actions
 
     def cannot_stage(self, reason: str, now_s: float) -> list[Action]:
-        """This peer's outer gradient cannot be sent: a committed early part stays a half; anything else ends here."""
+        """Abandon the swap because this peer's outer gradient cannot be sent. Only a committed early part is kept."""
         actions: list[Action] = []
         if self.active:
             error = CorruptPayload(f"this peer's outer gradient cannot be sent: {reason}")
@@ -148,7 +150,7 @@ class RoundState:
         return actions + self._release(now_s)
 
     def is_over(self, now_s: float, *, until_s: float) -> bool:
-        """At the boundary: whether the round has all it can get, or nothing more can arrive until `until_s`."""
+        """Return whether the round, at its boundary, is complete or cannot receive anything more by `until_s`."""
         if (
             self.phase in (RoundPhase.DONE, RoundPhase.HALF, RoundPhase.CLOSED)
             or self.is_leaving
@@ -160,14 +162,17 @@ class RoundState:
         return self.active.expected_s(now_s, self.goodput) > until_s
 
     def end(self, now_s: float) -> tuple[Outcome, list[Action]]:
-        """End the round with what it has so far; a late part in flight trails into the next one."""
+        """End the round with what it has so far.
+
+        If the late part is in flight, its swap continues as the trailing swap.
+        """
         outcome, actions = self._outcome(now_s)
         self._close()
         self.opening = None
         return outcome, actions + self._release(now_s)
 
     def withdraw(self, now_s: float) -> tuple[Outcome, list[Action]]:
-        """End the round before its boundary: no partner waits for this peer, whose outer gradient is never sent."""
+        """End the round before its boundary. The swap is dropped, because the outer gradient will never be sent."""
         actions = self._drop_trailing() if self.has_early_part else []
         outcome, more = self.end(now_s)
         actions += more
@@ -176,9 +181,9 @@ class RoundState:
         return outcome, actions
 
     def take_correction(self, before: int) -> Correction | None:
-        """Return a late part of a round before `before`, to be applied at once and reported with `corrected`.
+        """Return a late part from a round before `before`. Apply it at once, then call `corrected`.
 
-        None while the vectors that it changes are being sent to a partner, or may be in a moment.
+        The result is None while the vectors that it changes are being sent to a partner or are about to be.
         """
         is_sending = self.phase in (RoundPhase.OFFERING, RoundPhase.SWAPPING)
         if not self.corrections or self.corrections[0].round >= before or is_sending:
@@ -190,33 +195,34 @@ class RoundState:
         self._is_correcting = False
 
     def forget(self) -> list[Action]:
-        """The vectors of earlier rounds were replaced, so late parts for them are dropped."""
+        """Drop the late parts of earlier rounds, because the vectors that they belong to were replaced."""
         self.corrections.clear()
         return self._drop_trailing()
 
     def stop(self, now_s: float) -> list[Action]:
-        """End the round and its swaps, because this peer ends."""
+        """End the round and its swaps, because this peer is shutting down."""
         self._close()
         actions = self._drop_trailing()
         if self.active:
-            actions.append(Abandon(self.active.swap, Unreachable("this peer leaves")))
+            actions.append(Abandon(self.active.swap, Unreachable("this peer is leaving")))
         return actions + self._release(now_s)
 
-    # what holds now
+    # the current state
 
     @property
     def has_early_part(self) -> bool:
         return self.phase in (RoundPhase.EARLY, RoundPhase.DONE, RoundPhase.HALF)
 
     def standing(self, now_s: float) -> Boundary:
-        """The position of this peer in its round, as its partner will read it."""
+        """Return this peer's position in its round, as it is announced to a partner."""
         return self._step_rate.boundary(round_index=self.index, progress=self.progress, now_s=now_s)
 
     def waits_for_trailing(self, now_s: float) -> bool:
-        """Whether matchmaking waits: the trailing swap has the link first, and its correction the vectors.
+        """Return whether matchmaking must wait for the trailing swap, or for its correction to be applied.
 
-        So the last partner's gradient arrives early, and what this round sends does not change any more. A late part
-        that takes long has to share the link; its correction then waits until the early part is here.
+        Meanwhile the trailing swap has the link to itself, so that the last partner's gradient arrives early. The
+        correction comes first because the vectors must not change once this round sends them. If the late part takes
+        too long, it has to share the link, and its correction waits until this round's early part has arrived.
         """
         if self._is_correcting:
             return True
@@ -225,31 +231,31 @@ class RoundState:
         return not is_long and (self.trailing is not None or bool(self.corrections))
 
     def is_hopeless(self, now_s: float) -> bool:
-        """Whether no live peer can still become the partner of this round."""
+        """Return whether no live peer can still become the partner of this round."""
         if self.phase is not RoundPhase.SEEKING:
             return False
         if self._boundary_s is not None and now_s > max(self._boundary_s + LAST_LOOK_S, self._patient_until_s):
             return True
         return not self._pairing.hopeful(self._live(), now_s, latest_s=max(now_s, self._patient_until_s))
 
-    # matchmaking: own offers
+    # matchmaking: offers of this peer
 
     def seek(self, now_s: float) -> Ask | Wait | None:
-        """Return the next step of matchmaking; None = this round needs no partner any more."""
+        """Return the next step of matchmaking, or None if this round no longer needs a partner."""
         if self.phase is RoundPhase.CLOSED:
             return None
         if self.phase is not RoundPhase.SEEKING or self.waits_for_trailing(now_s):
             return Wait(POLL_S)
         candidate = self._pairing.choose(self._live(), now_s, latest_s=self._latest_offer_s(now_s))
         if candidate is None:
-            # If peers asked as soon as the drawn peer may be asked, instead of at the next poll, two that refuse each
-            # other because both have made an offer would ask again at the same moment, and refuse each other again.
+            # The wait ends as soon as the drawn peer may be asked again. If it always lasted until the next poll, two
+            # peers that refuse each other because both have made an offer would ask again at the same moment.
             return Wait(min(POLL_S, self._pairing.wait_s(now_s)))
         self.phase, self.asked = RoundPhase.OFFERING, Ask(candidate)
         return self.asked
 
     def offer_answered(self, ask: Ask, answer: Frame | PeerError, *, mine: Boundary, now_s: float) -> list[Action]:
-        """Handle the answer to an offer that announced `mine`: a frame of the peer, or why there is none."""
+        """Handle the answer to an offer that announced `mine`. The answer is a frame or an error."""
         fault = answer if isinstance(answer, PeerError) else self._fault_of(ask.candidate, answer)
         if fault is None and isinstance(answer, Accept):
             self._step_rate.hear(ask.candidate.peer_id, answer.boundary, now_s=now_s)
@@ -262,7 +268,7 @@ class RoundState:
         return actions + self.offer_dropped(ask, now_s)
 
     def offer_dropped(self, ask: Ask, now_s: float) -> list[Action]:
-        """An offer of this peer is no longer pending."""
+        """Record that this peer's offer is no longer pending."""
         if self.asked is ask:
             self.phase, self.asked = RoundPhase.SEEKING, None
         return self._release(now_s)
@@ -297,13 +303,13 @@ class RoundState:
     def _failed(self, ask: Ask, error: PeerError, now_s: float) -> list[Action]:
         peer_id = ask.candidate.peer_id
         level = logging.DEBUG if peer_id in self.unreachable else logging.WARNING
-        self.unreachable &= {peer.peer_id for peer in self._live()}  # it is listed until its record expires
+        self.unreachable &= {peer.peer_id for peer in self._live()}  # a dead peer is listed until its record expires
         self.unreachable.add(peer_id)
         self._pairing.failed(peer_id, now_s=now_s)
         return [Report(f"offer to {named(peer_id)} failed: {error}", error, level)]
 
     def _latest_offer_s(self, now_s: float) -> float:
-        """The latest time at which an offer still lets the early part arrive within the round."""
+        """Return the latest time at which an offer leaves enough time for the early part to arrive within the round."""
         early_s = self.goodput.seconds_for(part_bytes(self.plans, Part.EARLY)) or 0.0
         if self._patient_until_s > now_s:
             return self._patient_until_s - early_s
@@ -313,39 +319,42 @@ class RoundState:
     # matchmaking: offers of other peers
 
     def offer_came(self, incoming: Incoming, now_s: float) -> list[Action]:
-        """Answer an offer now, or hold it until an own offer is answered."""
+        """Answer an offer now, or hold it until this peer's own offer is answered."""
         if self._holds(incoming.offer):
             self._held.append(incoming)
             return []
         return [self._answer(incoming, now_s)]
 
     def hold_expired(self, incoming: Incoming, now_s: float) -> list[Action]:
-        """An offer was held for as long as its caller can be expected to wait."""
+        """Answer an offer that was held for as long as its caller can be expected to wait."""
         if incoming not in self._held:
             return []
         self._held.remove(incoming)
         return [self._answer(incoming, now_s)]
 
     def offer_gone(self, incoming: Incoming) -> None:
-        """The stream of an offer ended before it was answered."""
+        """Forget an offer whose stream ended before it was answered."""
         if incoming in self._held:
             self._held.remove(incoming)
 
     def _holds(self, offer: Offer) -> bool:
-        """Whether an offer waits while one of this peer is pending, instead of a BUSY.
+        """Return whether an offer is held, instead of refused as BUSY, while this peer's own offer is pending.
 
-        Only offers of higher ids wait, so that no cycle of peers waits for itself.
+        Only offers from higher peer ids are held, so that peers never wait for each other in a cycle.
         """
         caller, own_id = offer.hello.peer_id, self._hello().peer_id
         return self.asked is not None and self.asked.candidate.peer_id != caller and caller > own_id
 
     def _release(self, now_s: float) -> list[Action]:
-        """Answer the held offers in order, once no own one is pending. The driver reports `swap_began` in between."""
+        """Answer the held offers in order, unless an offer of this peer is pending.
+
+        If one is accepted, the driver reports `swap_began` before the others are answered.
+        """
         actions: list[Action] = []
         while self._held and self.phase is not RoundPhase.OFFERING:
             actions.append(self._answer(self._held.popleft(), now_s))
             if isinstance(actions[-1], Bind):
-                break  # the others are answered once its swap has begun
+                break
         return actions
 
     def _answer(self, incoming: Incoming, now_s: float) -> Bind | Reply:
@@ -356,7 +365,7 @@ class RoundState:
         return self._bind(incoming, offer.hello.peer_id, self.standing(now_s), offer.boundary)
 
     def _refusal(self, incoming: Incoming, now_s: float) -> Refuse | None:
-        """None = accept."""
+        """Return the refusal of an offer, or None to accept it."""
         offer = incoming.offer
         ours, caller = self._hello(), offer.hello.peer_id
         if refuse := other_kind(ours, offer.hello):
@@ -364,13 +373,13 @@ class RoundState:
         if caller == ours.peer_id:
             return Refuse(RefuseCode.MALFORMED, "this is my own peer id: a key must not be used on two machines")
         if not incoming.is_listed:
-            return Refuse(RefuseCode.UNLISTED, "I know no live record of you yet", UNLISTED_RETRY_S)
-        self._step_rate.hear(caller, offer.boundary, now_s=now_s)  # also of peers that are refused
+            return Refuse(RefuseCode.UNLISTED, "I have no live record of you yet", UNLISTED_RETRY_S)
+        self._step_rate.hear(caller, offer.boundary, now_s=now_s)  # even if the offer is refused
         if self.peer_state != "training":
             return Refuse(RefuseCode.NOT_TRAINING, f"I am {self.peer_state}", NOT_TRAINING_RETRY_S)
         if self.phase is RoundPhase.SEEKING and self.waits_for_trailing(now_s):
             wait_s = self._trailing_left_s(now_s)
-            return Refuse(RefuseCode.BUSY, "the late part of my last round is still travelling", wait_s)
+            return Refuse(RefuseCode.BUSY, "the late part of my last round is still being sent", wait_s)
         mine = self.standing(now_s)
         if refuse := self._refusal_in_phase(offer, mine, now_s):
             return refuse
@@ -380,7 +389,7 @@ class RoundState:
         return distant or self._refusal_of_share(caller, mine)
 
     def _refusal_of_share(self, caller: str, mine: Boundary) -> Refuse | None:
-        """Refuse a peer that has had its share until a later round, unless this peer has asked it itself."""
+        """Return a refusal if the caller has had its share of swaps, unless this peer itself has asked the caller."""
         is_asked = self.asked is not None and self.asked.candidate.peer_id == caller
         if is_asked or not self._pairing.has_had_its_share(caller):
             return None
@@ -404,12 +413,12 @@ class RoundState:
             case _:
                 self._pairing.turned_away(caller, mine=mine, theirs=offer.boundary)
                 wait_s = mine.seconds_to_boundary if mine.seconds_to_boundary is not None else 1.0
-                if self.active:  # at its boundary a peer may wait for its partner, and opens its next round after that
+                if self.active:  # this peer may first have to wait for its partner at the boundary
                     wait_s = max(wait_s, self.active.expected_s(now_s, self.goodput) - now_s)
                 return Refuse(RefuseCode.TAKEN, f"I have a partner for round {self.index}", wait_s)
 
     def _trailing_left_s(self, now_s: float) -> float:
-        """How much longer matchmaking waits for the trailing swap, as far as known."""
+        """Return an estimate of how many more seconds matchmaking waits for the trailing swap."""
         round_s = self._step_rate.seconds_per_round()
         if self.trailing is None or round_s is None:
             return TRAILING_RETRY_S
@@ -426,7 +435,7 @@ class RoundState:
         return Bind(via, partner, mine, theirs)
 
     def swap_began(self, bind: Bind, swap: SwapHandle, now_s: float) -> tuple[ActiveSwap, list[Action]]:
-        """Reported at the same moment as its `Bind` is performed."""
+        """Record the start of a swap. The driver calls this while it performs the `Bind`."""
         assert self.opening is not None
         self.active = ActiveSwap(
             bind.partner,
@@ -441,18 +450,18 @@ class RoundState:
         return self.active, self._release(now_s)
 
     def watches(self, active: ActiveSwap) -> bool:
-        """Whether this swap may still have to give way to another: call `swap_watched` from time to time."""
+        """Return whether this swap may still be abandoned for another, so that `swap_watched` must be called."""
         return self.phase is RoundPhase.SWAPPING and active is self.active and self._boundary_s is None
 
     def swap_watched(self, active: ActiveSwap, now_s: float) -> list[Action]:
-        """Abandon an early part that will miss the boundary, while there is time for another partner."""
+        """Abandon an early part that will miss the boundary while there is still time for another partner."""
         left_s = self._step_rate.seconds_to_boundary(now_s) if self.watches(active) else None
         if left_s is None or not active.misses(now_s + left_s, now_s, self.goodput):
             return []
         return [Abandon(active.swap, TimedOut("too slow for this round", peer=active.partner))]
 
     def committed(self, swap: SwapHandle, part: Part, now_s: float) -> None:
-        """A part was received and verified on both sides: the round advances, or a late part becomes a correction."""
+        """Record a part that both partners have verified. The round advances, or a late part becomes a correction."""
         if self.active and swap is self.active.swap:
             self.active.committed(part, now_s, self.goodput)
             if part is Part.EARLY:
@@ -469,7 +478,7 @@ class RoundState:
             self.corrections.append(Correction(gradient, trailing.partner, trailing.round, trailing.agreed))
 
     def swap_ended(self, active: ActiveSwap, error: PeerError, now_s: float) -> list[Action]:
-        """A swap failed. If its early part was not committed, the round looks for another partner."""
+        """Handle a failed swap. If its early part was not committed, the round looks for another partner."""
         is_trailing, is_active = active is self.trailing, active is self.active
         actions: list[Action] = []
         if is_trailing or (is_active and self.phase is not RoundPhase.CLOSED):
@@ -487,7 +496,7 @@ class RoundState:
     def _lose_partner(self, active: ActiveSwap, error: PeerError, now_s: float) -> None:
         active.broken_off(now_s, self.goodput)
         if isinstance(error, Ended) and error.code is AbortCode.ABANDONED:
-            # Not a fault: its boundary came first, and its next round may fit.
+            # This is not a fault. The partner's boundary came first, and its next round may match.
             between = RefuseCode.BETWEEN_ROUNDS
             self._pairing.refused(active.partner, code=between, retry_after_s=POLL_S, now_s=now_s)
         else:
@@ -518,7 +527,7 @@ class RoundState:
                 return Swapped(received), []
             if self.phase is RoundPhase.EARLY:
                 self.trailing = active
-                return Half(received, "its outer gradient is not here yet"), []
+                return Half(received, "its outer gradient has not arrived yet"), []
             return Half(received, self.reason), []
         if self.phase is RoundPhase.SWAPPING and active is not None:
             self.active = None

@@ -1,6 +1,7 @@
-"""The interfaces of gossip: what it needs from a network and from a directory, and what it offers to both.
+"""These interfaces connect gossip with the network and the directory.
 
-`net` and `swarm` implement them for real, `testing` in memory. Nothing here knows gRPC or hivemind.
+`net` and `swarm` implement them for real networks, and `testing` implements them in memory. Nothing in this package
+depends on gRPC or hivemind.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from noloco_p2p.gossip.frames import FetchItem, FetchWant, Frame, Hello, PeerSta
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A live peer as the directory knows it: enough to dial it and to decide whether to make it an offer."""
+    """A live peer as listed in the directory, with everything that is needed to dial it and to make it an offer."""
 
     peer_id: str
     address: str  # HOST:PORT of its gRPC server
@@ -22,33 +23,34 @@ class Candidate:
     round: int = 0
     progress: float = 0.0
     session_key: bytes = b""  # identifies its gRPC server, from its signed record
-    sketch: str = ""  # of its slow weights, packed, from its record
-    can_be_called: bool = True  # False: it cannot be called from here, but makes offers itself
-    stage: int = 0  # in a run with stages: the one that it holds
-    capacity: float = 0.0  # tokens/s that it can compute there; 0 = not measured yet
+    sketch: str = ""  # packed sketch of its slow weights, from its record
+    can_be_called: bool = True  # False if this peer cannot call it; it still makes offers itself
+    stage: int = 0  # the stage that it holds, in a run with stages
+    capacity: float = 0.0  # tokens/s that it can compute in its stage; 0 = not measured yet
 
 
 class FrameStream(Protocol):
-    """One side of a bidirectional stream of frames. Raises only PeerError and its subclasses."""
+    """One end of a bidirectional stream of frames. Its methods raise only PeerError and its subclasses."""
 
     @property
     def peer(self) -> str:
-        """The peer id (initiator's side) or network address (acceptor's side, before the Offer) of the other end."""
+        """The partner's peer id if this peer opened the stream, and otherwise the partner's network address."""
         ...
 
     async def send(self, frame: Frame) -> None:
-        """Hand the frame to the network; waits under back-pressure. Raises Unreachable."""
+        """Send a frame, and wait under back-pressure. Raises Unreachable if the partner is gone."""
         ...
 
     async def receive(self, timeout_s: float) -> Frame:
         """Return the next frame.
 
-        Raises TimedOut, Unreachable when the other side is gone, and CorruptPayload when it is not a frame.
+        Raises TimedOut if none arrives in time, Unreachable if the partner is gone, and CorruptPayload if the message
+        is not a frame.
         """
         ...
 
     async def close(self) -> None:
-        """End the stream, from either side, at any time. Never raises."""
+        """End the stream. Either end can call this at any time. It never raises an exception."""
         ...
 
 
@@ -60,17 +62,21 @@ class Transport(Protocol):
     async def status(self, candidate: Candidate, *, swap_id: bytes = b"", timeout_s: float) -> PeerStatus: ...
 
     def fetch(self, candidate: Candidate, want: FetchWant, *, timeout_s: float) -> AsyncGenerator[FetchItem]:
-        """Yield the spec (one item), the manifest (one item), or chunks in the requested order; `timeout_s` is per
-        item.
+        """Yield the requested item (spec, manifest or layout), or the requested chunks in order.
+
+        `timeout_s` applies to each item.
         """
         ...
 
 
 class Service(Protocol):
-    """What a peer answers. A transport's server calls it; Refused and Unreachable are sent back as messages."""
+    """Answers calls from other peers.
+
+    A transport's server calls it and reports Refused and Unreachable to the caller.
+    """
 
     def admit(self, hello: Hello) -> None:
-        """Raises Refused when the caller may not ask anything here."""
+        """Raise Refused if this peer does not serve the caller."""
         ...
 
     async def on_swap(self, stream: FrameStream) -> None: ...
@@ -81,22 +87,26 @@ class Service(Protocol):
 
 
 class Directory(Protocol):
-    """The live peers of this run, as far as this peer knows. Advisory: only a call shows whether a peer answers."""
+    """The live peers of this run, as far as this peer knows. Only a call shows whether a listed peer still answers."""
 
     def live(self) -> Sequence[Candidate]:
-        """Peers to draw a partner from, without this one: all of a small run, a changing sample of a large one. Never
-        waits.
+        """Return the peers from which a partner can be drawn, excluding this one. The call never blocks.
+
+        These are all live peers of a small run, or a changing sample of a large one.
         """
         ...
 
     def num_live(self) -> int:
-        """The number of live peers, including this one: an estimate if `live` is a sample. Never waits."""
+        """Return the number of live peers, including this one. It is an estimate if `live` returns a sample.
+
+        The call never blocks.
+        """
         ...
 
     def knows(self, peer_id: str) -> bool:
-        """Whether a live record of this peer was read, whether or not it is in `live` now. Never waits."""
+        """Return whether a live record of this peer was read, even if `live` does not list it. It never blocks."""
         ...
 
     async def find(self, peer_id: str, *, timeout_s: float) -> Candidate | None:
-        """Find one particular peer, also when `live` does not have it now; None when it is unknown."""
+        """Look up one particular peer, even if `live` does not list it now. Return None if it is unknown."""
         ...

@@ -1,6 +1,4 @@
-"""The named vectors of a swap: which there are, how each chunk of them is coded, and the half-differences of two
-sides.
-"""
+"""This module defines the sections of a swap, the encoding of their chunks, and the half-differences of partners."""
 
 from __future__ import annotations
 
@@ -16,16 +14,16 @@ from noloco_p2p.gossip.frames import Part, Payload, SectionName
 from noloco_p2p.optim.halves import half_difference_
 from noloco_p2p.spec import CodecSpec
 
-BESIDE_MODULO = "int8"  # for a chunk whose bounds are not known yet, or did not hold
+BESIDE_MODULO = "int8"  # for a chunk whose bounds are not known yet or did not hold
 
 
 @dataclass(frozen=True, slots=True)
 class SectionPlan:
-    """One named vector of a swap, as both sides must see it.
+    """The encoding of one named vector of a swap, on which both partners must agree.
 
-    codec: for every chunk; with `modulo` only for the chunks that cannot be coded modulo. modulo: the codec of all
-    other
-    chunks, then those of the bits that follow, one after another, while a chunk fails; () without.
+    Without modulo coding, `modulo` is empty and `codec` encodes every chunk. With modulo coding, `codec` encodes only
+    the chunks for which modulo coding is impossible. The first codec in `modulo` encodes all other chunks, and the next
+    ones encode further bits of a chunk, one after another, while the chunk fails.
     """
 
     name: SectionName
@@ -40,12 +38,12 @@ class SectionPlan:
 
     @property
     def num_bytes(self) -> int:
-        """The total size of the payloads; with modulo, if every bound is known and holds."""
+        """The total size of the payloads. With modulo coding, this assumes that every bound is known and holds."""
         return section_bytes(self.modulo[0] if self.modulo else self.codec, self.num_elements)
 
 
 def section_plans(codecs: CodecSpec, *, swap_momentum: bool, num_elements: int) -> tuple[SectionPlan, ...]:
-    """The sections of every swap of a run, in the order in which they travel.
+    """Return the sections of every swap of a run, in the order in which they are sent.
 
     Without a codec for the outer gradient there is no late part.
     """
@@ -56,7 +54,7 @@ def section_plans(codecs: CodecSpec, *, swap_momentum: bool, num_elements: int) 
 
 
 def part_bytes(plans: Iterable[SectionPlan], part: Part) -> int:
-    """The bytes of a part in each direction, see `SectionPlan.num_bytes`."""
+    """Return the size of a part in each direction, as defined by `SectionPlan.num_bytes`."""
     return sum(plan.num_bytes for plan in plans if plan.part is part)
 
 
@@ -67,10 +65,10 @@ def _plan(name: SectionName, part: Part, codec: str, num_elements: int) -> Secti
 
 @dataclass(frozen=True, slots=True)
 class Coding:
-    """How the chunks of a section are coded in one swap, equal on both sides.
+    """The encoding of a section's chunks in one swap, which is the same for both partners.
 
-    grid: the agreed grid; None for a section, or a repair of one, without modulo. times_broken: how often the chunks of
-    this coding have failed.
+    `grid` is the agreed grid, or None if this section, or this repair of it, does not use modulo coding. `times_broken`
+    counts how often these chunks have failed.
     """
 
     plan: SectionPlan
@@ -79,12 +77,12 @@ class Coding:
 
     @property
     def follows(self) -> Coding | None:
-        """The coding of the further bits of failed chunks; None if they are sent again without modulo."""
+        """The encoding of the further bits of failed chunks, or None if they are sent again without modulo coding."""
         is_last = self.times_broken + 1 >= len(self.plan.modulo)
         return None if is_last else replace(self, times_broken=self.times_broken + 1)
 
     def modulo(self, index: int) -> tuple[ModuloCodec, Grid] | None:
-        """The codec and grid of a chunk; None when the plan's plain codec codes it."""
+        """Return the modulo codec and the grid of a chunk, or None if the plan's plain codec encodes it."""
         if not self.plan.modulo or self.grid is None or not self.grid.covers(index):
             return None
         return self.plan.modulo[self.times_broken], self.grid
@@ -94,7 +92,7 @@ class Coding:
         return stop - start
 
     def num_bytes(self, indices: Sequence[int]) -> int:
-        """The total size of the payloads of these chunks."""
+        """Return the total size of the payloads of these chunks."""
         return sum(self._chunk_bytes(index) for index in indices)
 
     def _chunk_bytes(self, index: int) -> int:
@@ -102,10 +100,10 @@ class Coding:
         return (on_grid[0] if on_grid else self.plan.codec).num_bytes(self.num_elements(index))
 
     def half_difference(self, own: Kept, partner: Payload, index: int, *, scratch: Scratch | None = None) -> Tensor:
-        """Return h of chunk `index`, fp32 on the CPU: (Q(partner) - Q(own)) / 2.
+        """Return h = (Q(partner) - Q(own)) / 2 of chunk `index`, in fp32 on the CPU.
 
-        If `own` is a ModuloCodec, `partner` holds the differences of the grid's integers. The result is new memory;
-        with `scratch` it is valid only until the next half-difference that uses it.
+        If `own` is a ModuloCodec, `partner` holds the differences of the grid's integers. If `scratch` is
+        given, the result is valid only until the next half-difference that uses it. Otherwise it is a new tensor.
         """
         size = self.num_elements(index)
         if isinstance(own, ModuloCodec):
@@ -114,8 +112,9 @@ class Coding:
         return half_difference_(*self.decoded(own, partner, index, scratch=scratch or Scratch()))
 
     def decoded(self, own: Payload, partner: Payload, index: int, *, scratch: Scratch) -> tuple[Tensor, Tensor]:
-        """Return Q(own), Q(partner) of a chunk that was not coded modulo, fp32 on the CPU, valid until `scratch` is
-        reused.
+        """Return Q(own) and Q(partner) of a chunk without modulo coding.
+
+        Both are fp32 tensors on the CPU that are valid until `scratch` is reused.
         """
         size, decode = self.num_elements(index), self.plan.codec.decode
         mine, theirs = (
@@ -125,7 +124,7 @@ class Coding:
         return mine, theirs
 
     def square(self, payload: Payload, index: int, *, scratch: Scratch) -> float:
-        """Return the squared norm of a chunk that was not coded modulo, as both sides decode it."""
+        """Return the squared norm of a chunk without modulo coding, as both partners decode it."""
         size = self.num_elements(index)
         out = scratch.take("square", size, dtype=torch.float32)
         values = self.plan.codec.decode(payload, num_elements=size, out=out, scratch=scratch)
@@ -134,20 +133,20 @@ class Coding:
 
 @dataclass(slots=True)
 class Squares:
-    """Squared norms of both sides' coded vectors, summed in the order of the chunks: equal on both sides."""
+    """The squared norms of both partners' encoded vectors, summed in the order of the chunks, so that both agree."""
 
     own: float = 0.0
     partner: float = 0.0
 
 
-Kept = Payload | ModuloCodec  # what is kept of an own chunk: its payload, or the codec that carried it modulo
+Kept = Payload | ModuloCodec  # what a peer keeps of its own chunk: the payload, or the modulo codec that encoded it
 
 
 @dataclass(frozen=True, slots=True)
 class SectionPair:
-    """Both sides' coded vectors in a committed section, chunk by chunk, in the form that `Coding` takes.
+    """Both partners' encoded vectors in a committed section, chunk by chunk, in the form that `Coding` accepts.
 
-    squares: of the outer gradient, whose length is judged before it is used.
+    `squares` holds the squared norms of the outer gradients, which are checked before the gradients are used.
     """
 
     coding: Coding
@@ -156,13 +155,13 @@ class SectionPair:
     squares: Squares
 
     def half_difference(self, index: int, *, scratch: Scratch | None = None) -> Tensor:
-        """Return h of chunk `index`, see `Coding.half_difference`."""
+        """Return h of chunk `index`, as described in `Coding.half_difference`."""
         own = self.own[index]
         assert own is not None, index
         return self.coding.half_difference(own, self.partner[index], index, scratch=scratch)
 
     def decoded(self, index: int, *, scratch: Scratch) -> tuple[Tensor, Tensor]:
-        """Return both sides' vectors of chunk `index`, see `Coding.decoded`."""
+        """Return both partners' vectors of chunk `index`, as described in `Coding.decoded`."""
         own = self.own[index]
         assert own is not None, index
         assert not isinstance(own, ModuloCodec), "coded modulo"

@@ -1,36 +1,39 @@
-"""How many swaps each other peer has had with this one, compared to its fair share. Pure.
+"""Accounts limit each other peer to its fair share of this peer's swaps.
 
-Without a bound, a peer that offers to everybody all the time would be the partner in most rounds. So this peer keeps an
-account for each proven peer id. A swap costs one, regardless of who offered it, and each round of this peer adds
-1.5 / (live - 1). Offers of a peer whose account is below one are refused. This peer itself draws every peer with the
-same chance, but one whose account is below zero only when there is no other: a peer that is always free would otherwise
-be found more often than the others.
+Without a limit, a peer that makes offers to everybody all the time would be the partner in most rounds. So this peer
+keeps an account for each authenticated peer id. A swap costs one credit, regardless of who made the offer, and each
+round of this peer adds 1.5 / (live - 1). Offers from a peer with less than one credit are refused.
+
+This peer draws all other peers with equal probability, except that it draws one with a negative balance only if there
+is no other. Otherwise a peer that is always free would be found more often than the others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-FAIR_SHARES = 1.5  # the most that a peer may have: pairs of an honest swarm are random, so some meet more often
-START = 2.0  # initial value of an account, in swaps
+FAIR_SHARES = 1.5  # the limit is above one because pairs are random, so some honest peers meet more often
+START = 2.0  # initial balance of an account, in swaps
 MOST = 4.0
 LEAST = -2.0
 MAX_ACCOUNTS = 4096  # in addition to those of the live peers
 
 
 class Shares:
-    """The accounts. For a peer without a live record the account is kept while it is below START.
+    """The accounts of all other peers.
 
-    So leaving and coming back gains nothing.
+    The account of a peer without a live record is kept while it is below START, so that a peer gains nothing by leaving
+    and coming back.
     """
 
     def __init__(self) -> None:
         self._accounts: dict[str, float] = {}
 
     def open_round(self, live: Iterable[str], *, num_live: int) -> None:
-        """Begin a round of this peer.
+        """Begin a round of this peer and credit every account.
 
-        live: peers with a live record, or the known ones among them. num_live: how many there are, including this one.
+        `live` holds the known peers with a live record. `num_live` is the number of all live peers,
+        including this one.
         """
         earned, here = FAIR_SHARES / max(1, num_live - 1), set(live)
         grown = {peer: min(MOST, self._account(peer) + earned) for peer in here | self._accounts.keys()}
@@ -39,15 +42,15 @@ class Shares:
         self._accounts = {peer: account for peer, account in grown.items() if peer in kept}
 
     def swapped(self, peer_id: str) -> None:
-        """A swap with this peer begins; one that fails costs as much."""
+        """Charge a peer for a swap that begins. A swap that fails costs as much."""
         self._accounts[peer_id] = max(LEAST, self._account(peer_id) - 1.0)
 
     def has_had(self, peer_id: str) -> bool:
-        """Whether this peer has had its share."""
+        """Return whether a peer has had its share of swaps."""
         return self._account(peer_id) < 1.0 - 1e-9  # tolerance for sums of fractions
 
     def owes(self, peer_id: str) -> bool:
-        """Whether this peer has had more than its share."""
+        """Return whether a peer has had more than its share of swaps."""
         return self._account(peer_id) < 0.0
 
     def _account(self, peer_id: str) -> float:

@@ -1,11 +1,11 @@
-"""How far apart two peers are in the run, and what follows from it. Pure.
+"""These rules decide how to treat partners at different positions in the run.
 
-Progress is compared, not the round counters: a peer with longer rounds, or one that was paused for a while, has a
-smaller counter and may be as far as the others.
+The rules compare progress instead of round counters. A peer with longer rounds, or one that was paused for a while, has
+a smaller counter, but it may have progressed as far as the others.
 
-    up to FRESH_ROUNDS     a partner counts fully
-    up to STALE_ROUNDS     its vectors have less weight, by the same factor on both sides: FRESH_ROUNDS / age
-    beyond                 the offer is refused; a peer that is this far behind most others fetches a live state
+    age up to FRESH_ROUNDS     a partner's vectors have full weight
+    age up to STALE_ROUNDS     both partners give the vectors less weight, by a factor of FRESH_ROUNDS / age
+    beyond STALE_ROUNDS        the offer is refused; a peer this far behind most others fetches the state of a live peer
 """
 
 from __future__ import annotations
@@ -17,55 +17,58 @@ from noloco_p2p.gossip.frames import Boundary, Refuse, RefuseCode
 from noloco_p2p.gossip.pairing import too_far_s
 from noloco_p2p.optim.mixing import agreed_inner_steps
 
-FRESH_ROUNDS = 4.0  # the difference in one run when one peer is four times faster, and rounds have a fixed length
+FRESH_ROUNDS = 4.0  # the age that occurs if one peer is four times as fast and rounds have a fixed length
 STALE_ROUNDS = 32.0
-STALE_RETRY_S = 30.0  # long enough to have caught up with a small model
+STALE_RETRY_S = 30.0  # long enough for a peer with a small model to catch up
 
 
 def told_lengths(mine: Boundary, theirs: Boundary) -> tuple[int, int]:
-    """The inner steps of both rounds. A peer that announces none counts with the other's, so silence hides no age."""
+    """Return the inner steps of both rounds. If only one peer announces a number, it is used for both.
+
+    So a peer cannot hide its age by announcing nothing.
+    """
     return mine.inner_steps or theirs.inner_steps, theirs.inner_steps or mine.inner_steps
 
 
 def rounds_apart(mine: Boundary, theirs: Boundary, *, total_steps: int) -> float:
-    """The age of the older one, in rounds of the agreed length: the same for both. 0 = no length is announced."""
+    """Return how many rounds of the agreed length the peers are apart, or 0 if neither has announced a length."""
     agreed = agreed_inner_steps(*told_lengths(mine, theirs))
     return abs(mine.progress - theirs.progress) * total_steps / agreed if agreed else 0.0
 
 
 def age_weight(age_rounds: float) -> float:
-    """The factor of the half-differences of a swap, on both sides; 1 for most swaps."""
+    """Return the factor by which both partners scale their half-differences. It is 1 for most swaps."""
     return min(1.0, FRESH_ROUNDS / age_rounds) if age_rounds else 1.0
 
 
 def too_long(told: Boundary, longest_round: int) -> str:
     """Describe a round that is longer than the run allows, or return "".
 
-    With such a length the partner would gain weight, and pass for being near.
+    By announcing such a length, a partner would gain weight and seem closer than it is.
     """
     if told.inner_steps <= longest_round:
         return ""
-    return f"a round of {told.inner_steps} inner steps, but the longest of this run has {longest_round}"
+    return f"a round of {told.inner_steps} inner steps, but this run allows at most {longest_round}"
 
 
 def refuse_stale(mine: Boundary, theirs: Boundary, *, total_steps: int) -> Refuse | None:
-    """The answer to an offer from a peer that is too far behind, or ahead; None when it is neither."""
+    """Return a refusal if the other peer is too far behind or ahead, and None otherwise."""
     age = rounds_apart(mine, theirs, total_steps=total_steps)
     if age <= STALE_ROUNDS:
         return None
     here, there = (f"round {each.round} ({100 * each.progress:.2f} % of the run)" for each in (mine, theirs))
     if theirs.progress < mine.progress:
-        advice = "you are too far behind: take the state of a live peer"
+        advice = "you are too far behind: fetch the state of a live peer"
     else:
-        advice = "I am too far behind, and have to catch up"
+        advice = "I am too far behind and must catch up"
     return Refuse(RefuseCode.STALE, f"I am in {here}, you are in {there}; {advice}", STALE_RETRY_S)
 
 
 def refuse_distant(mine: Boundary, theirs: Boundary, *, total_steps: int, longest_round: int) -> Refuse | None:
-    """The answer to an offer whose round does not fit this peer's; None when it fits."""
+    """Return a refusal if the other peer's round does not match this peer's, and None otherwise."""
     far_s = too_far_s(mine, theirs)
     if far_s > 0:
-        sentence = f"our boundaries are {far_s:.2f} s further apart than 0.6 of a round"
+        sentence = f"our boundaries are {far_s:.2f} s too far apart: the limit is 0.6 of a round"
         return Refuse(RefuseCode.TOO_FAR, sentence, far_s)
     if wrong := too_long(theirs, longest_round):
         return Refuse(RefuseCode.MALFORMED, wrong)
@@ -73,5 +76,5 @@ def refuse_distant(mine: Boundary, theirs: Boundary, *, total_steps: int, longes
 
 
 def is_left_behind(progress: float, others: Sequence[float], *, round_progress: float) -> bool:
-    """Whether most other peers are too far ahead for a swap. A single peer that claims to be ahead has no effect."""
+    """Return whether most other peers are too far ahead for a swap. The median decides, so a minority has no effect."""
     return bool(others) and median(others) - progress > STALE_ROUNDS * round_progress

@@ -1,8 +1,10 @@
-"""One swap with one partner, after its offer was accepted: both directions at once over one stream.
+"""This module runs one swap with one partner, after an offer was accepted.
 
-Each part goes stage -> verify -> commit. Its sections arrive completely and are checked (order, length, digest,
-finite), both sides send Ready, and a side that has sent and received Ready commits. Nothing is applied here; received
-sections stay coded.
+Both directions use the same stream at the same time.
+
+Each part goes through three steps: stage, verify and commit. A peer verifies the order, length, digest and finiteness
+of all sections of the part. Then it sends Ready, and once it has also received Ready, it commits the part. Nothing is
+applied here, and received sections stay encoded.
 """
 
 from __future__ import annotations
@@ -41,13 +43,13 @@ from noloco_p2p.gossip.pipeline import Beside, CheckBehind, Staged, code_ahead
 from noloco_p2p.gossip.seams import FrameStream
 from noloco_p2p.gossip.sections import Coding, Kept, SectionPair, SectionPlan, Squares
 
-ALIVE_PER_PROGRESS = 4  # signs of life per interval whose silence ends a swap
-Again = tuple[Coding, Sequence[int]]  # chunks that failed or are sent again, and how
-RECEIVE_TIMEOUT_S = 86_400.0  # `_progress` and the owner of the swap end it long before
+ALIVE_PER_PROGRESS = 4  # signs of life in `progress_s`, after which silence ends a swap
+Again = tuple[Coding, Sequence[int]]  # the indices of chunks that failed or are sent again, and their encoding
+RECEIVE_TIMEOUT_S = 86_400.0  # the progress timer or the owner of the swap ends it long before
 
 
 class Ledger:
-    """How far a swap came. It is small, and kept after the swap and its payloads are gone."""
+    """The progress of a swap. It is small, and it is kept after the swap and its payloads are gone."""
 
     def __init__(self) -> None:
         self.verified: set[Part] = set()
@@ -55,13 +57,13 @@ class Ledger:
         self.has_ended = False  # nothing is committed from now on
 
     def state(self) -> SwapState:
-        """The answer for the partner. A part that was verified but given up counts as not verified."""
+        """Return the state to report to the partner. If the swap has ended, only committed parts count as verified."""
         verified = self.committed if self.has_ended else self.verified
         return SwapState(known=True, verified=tuple(verified), committed=tuple(self.committed))
 
 
 class Swap:
-    """`run` carries it out; `on_commit(part)` is called, on the loop, at the moment a part is committed."""
+    """A swap with one partner. `run` calls `on_commit` on the event loop at the moment when a part is committed."""
 
     def __init__(
         self,
@@ -85,7 +87,7 @@ class Swap:
         self.ledger = Ledger()
         self.bytes_sent = 0
         self.bytes_received = 0
-        self.partner_staged_s: float | None = None  # when its late part began to arrive (the loop's clock)
+        self.partner_staged_s: float | None = None  # when its late part began to arrive, on the loop's clock
         self._stream = stream
         self._plans = plans
         self._early_state = early_state
@@ -98,15 +100,15 @@ class Swap:
         self._ask_partner = ask_partner
         self._deadlines = deadlines
         self._codings: dict[SectionName, asyncio.Future[Coding]] = {}
-        self._own: dict[SectionName, list[Kept | None]] = {  # of the early part; None: not coded yet
+        self._own: dict[SectionName, list[Kept | None]] = {  # sections of the early part; None = not encoded yet
             plan.name: [None] * num_chunks(plan.num_elements) for plan in plans if plan.part is Part.EARLY
         }
         self._theirs: dict[SectionName, list[Payload]] = {}
-        # For first payloads. Exact once the grids are agreed.
+        # The expected sizes. They become exact once the grids are agreed, and grow if chunks are sent again.
         self._num_bytes = {plan.name: plan.num_bytes for plan in plans}
         self._squares = Squares()  # of the outer gradients
         sizes = {plan.name: section_bytes(plan.codec, plan.num_elements) for plan in plans}
-        # The outer gradient is staged already.
+        # The outer gradient needs no memory here, because it is already staged.
         self._own_slabs = {name: memory.take(size if name in early_state else 0) for name, size in sizes.items()}
         self._their_slabs = {name: memory.take(size) for name, size in sizes.items()}
         self._partner_ready: set[Part] = set()
@@ -124,9 +126,9 @@ class Swap:
         self._timer = asyncio.timeout(None)
 
     def pair(self, name: SectionName) -> SectionPair:
-        """Return the coded vectors of both sides, once; the part that `name` belongs to must be committed.
+        """Return both partners' encoded vectors of a section. Call this once, after its part was committed.
 
-        They then belong to the caller: a swap ends some time after its round, and the next one needs the memory.
+        The swap drops its references to the vectors. A swap can outlive its round, but the next swap needs the memory.
         """
         assert self._plan(name).part in self.ledger.committed, (name, self.ledger.committed)
         for slabs in (self._own_slabs, self._their_slabs):
@@ -138,29 +140,35 @@ class Swap:
         return {plan.name: self.pair(plan.name) for plan in self._plans if plan.part in self.ledger.committed}
 
     def num_bytes(self, part: Part) -> int:
-        """The bytes of a part in each direction, as far as known: chunks that are sent again count from then on."""
+        """Return the known size of a part in each direction. Chunks that are sent again are added at that time."""
         return sum(self._num_bytes[plan.name] for plan in self._plans if plan.part is part)
 
     @property
     def waits(self) -> bool:
-        """Whether the early part is committed, and neither side has begun its late part."""
+        """Return whether the early part is committed and neither partner has begun its late part."""
         has_begun = self.partner_staged_s is not None or bool(self._staged.chunks)
         return Part.EARLY in self.ledger.committed and not has_begun
 
     @property
     def bytes_moved(self) -> int:
-        """Payload bytes so far, in the slower direction."""
+        """The payload bytes transferred so far in the slower direction."""
         return min(self.bytes_sent, self.bytes_received)
 
     def abandon(self, reason: PeerError) -> None:
-        """End the swap from outside: nothing more is committed, and `run` raises `reason`. Harmless after its end."""
+        """End the swap from outside, so that nothing more is committed and `run` raises `reason`.
+
+        The call has no effect after the swap has ended.
+        """
         self.ledger.has_ended = True
         if not self._abandoned.done():
             self._abandoned.set_exception(reason)
             self._abandoned.exception()  # retrieved here, because `run` may already have returned
 
     async def run(self) -> None:
-        """Return when all parts are committed. Raises PeerError otherwise; the ledger shows how far it came."""
+        """Run the swap until all parts are committed.
+
+        Raises PeerError if the swap fails; the ledger shows its progress.
+        """
         sender = asyncio.create_task(self._send_parts())
         receiver = asyncio.create_task(self._receive_parts())
         alive = asyncio.create_task(self._keep_alive())
@@ -182,7 +190,7 @@ class Swap:
             await self._farewell(AbortCode.ABANDONED, error.reason)
             raise error.reason from None
         finally:
-            # Only now, after the Abort: a cancelled read or write may end the whole stream.
+            # This must come after the Abort, because a cancelled read or write may end the whole stream.
             self.ledger.has_ended = True
             for task in (sender, receiver, alive):
                 task.cancel()
@@ -199,7 +207,7 @@ class Swap:
                 raise _Abandoned(reason)
             pending -= done
             if sender in done and isinstance(sender.exception(), Unreachable):
-                # The receiver may hold the partner's Abort, which says more than a broken connection.
+                # The receiver may have the partner's Abort, which is more informative than a broken connection.
                 await asyncio.wait({receiver}, timeout=self._deadlines.farewell_s)
                 if receiver.done():
                     receiver.result()
@@ -222,7 +230,7 @@ class Swap:
             self._sent[part].set()
             self._progress()
             if part is Part.EARLY:
-                await self._early_done.wait()  # keeps the frames of the two parts separate on the wire
+                await self._early_done.wait()  # so that frames of the two parts are not mixed on the stream
                 self._progress()
 
     async def _send_section(self, coding: Coding, indices: Sequence[int]) -> None:
@@ -247,7 +255,10 @@ class Swap:
         return code_ahead(coding, indices, source, executor=self._executor, slab=slab, squares=squares)
 
     async def _each(self, batches: AsyncIterator[list[Chunk]], coding: Coding) -> AsyncIterator[Chunk]:
-        """Yield the chunks; what the half-differences need of early payloads is kept (the staged ones are)."""
+        """Yield the chunks, and keep the early payloads, which the half-differences need.
+
+        Late payloads are already staged.
+        """
         name, own = coding.plan.name, self._own.get(coding.plan.name)
         try:
             async for batch in batches:
@@ -257,12 +268,12 @@ class Swap:
                         own[chunk.index] = on_grid[0] if on_grid else chunk.payload
                     yield chunk
         except ValueError as error:
-            # not the partner's fault
-            raise CorruptPayload(f"own {name.name.lower()} cannot be sent: {error}") from None
+            # This is not the partner's fault.
+            raise CorruptPayload(f"this peer's {name.name.lower()} cannot be sent: {error}") from None
 
     async def _send(self, frame: Frame) -> None:
-        async with self._send_lock:  # sections and Ready come from two tasks, but a stream takes one writer
-            with self._of_partner():  # a decode error also surfaces in send()
+        async with self._send_lock:  # two tasks send sections and Ready, but a stream supports only one writer
+            with self._of_partner():  # send() also raises decode errors
                 await self._stream.send(frame)
 
     # receiving
@@ -280,10 +291,10 @@ class Swap:
                 await self._repair([(coding, indices) for coding, indices in broken if indices])
             self.ledger.verified.add(part)
             self._progress()
-            with contextlib.suppress(Unreachable):  # the partner may still be heard, or asked
+            with contextlib.suppress(Unreachable):  # the partner may still send data or answer a status request
                 await self._send(Ready(part))
             await self._hear_ready(part)
-            await self._sent[part].wait()  # a partner may claim to have what was never sent to it
+            await self._sent[part].wait()  # a partner may claim to have data that was never sent to it
             self._commit(part)
             self._progress()
 
@@ -297,7 +308,10 @@ class Swap:
         self._codings[name].set_result(coding)
 
     async def _repair(self, broken: Sequence[Again]) -> None:
-        """Both sides saw the same chunks fail: more bits of them travel, and in the end all of them without modulo."""
+        """Repeat the chunks in which modulo coding failed. They are the same for both partners.
+
+        At first only further bits are sent. Chunks that keep failing are sent again without modulo coding.
+        """
         while broken:
             again = [(coding.follows or Coding(coding.plan), indices) for coding, indices in broken]
             self._again.put_nowait(again)
@@ -307,7 +321,7 @@ class Swap:
         self._again.put_nowait([])
 
     async def _receive_again(self, coding: Coding, indices: Sequence[int]) -> Sequence[int]:
-        """Return which of these chunks still fail."""
+        """Receive these chunks again and return the ones that still fail."""
         name = coding.plan.name
         self._num_bytes[name] += coding.num_bytes(indices)
         check = await self._receive_chunks(coding, indices)
@@ -328,7 +342,7 @@ class Swap:
             self._early_done.set()
 
     async def _committed_after_silence(self) -> bool:
-        """Only a Ready may be missing: ask for it before giving up. Returns True if all parts are committed now."""
+        """Ask the partner about parts that lack only its Ready. Return True if all parts are committed now."""
         for part in self._parts:
             if part not in self.ledger.verified - self.ledger.committed or not self._sent[part].is_set():
                 continue
@@ -337,7 +351,7 @@ class Swap:
         return self.ledger.committed.issuperset(self._parts)
 
     async def _receive_section(self, plan: SectionPlan) -> Again:
-        """Return how the section was coded, and the chunks that modulo coding could not carry."""
+        """Receive a section. Return its encoding and the chunks in which modulo coding failed."""
         indices = range(num_chunks(plan.num_elements))
         coding = await self._codings[plan.name]
         check = await self._receive_chunks(coding, indices)
@@ -372,7 +386,7 @@ class Swap:
             self._traffic.bytes_received += len(chunk.payload)
             self._progress()
         if await self._receive() != End(plan.name, digests.digest()):
-            raise CorruptPayload(f"{plan.name.name.lower()} has no end, or one with another digest")
+            raise CorruptPayload(f"{plan.name.name.lower()} does not end with the expected digest")
         await check.finish()
         return check
 
@@ -384,18 +398,21 @@ class Swap:
             try:
                 frame = await self._receive(until_ready=True)
             except Ended:
-                raise  # it announced that it will not commit
+                raise  # the partner announced that it will not commit
             except (Unreachable, TimedOut):
-                # The Ready may be lost: ask once what the partner has; unknown counts as not committed.
+                # The Ready may be lost, so ask the partner once. Without an answer the part is not committed.
                 if part not in (await self._ask_partner(self.partner, self.swap_id)).verified:
-                    self.ledger.has_ended = True  # from now on, because the partner may be asking, too
+                    self.ledger.has_ended = True  # set before the error is handled, because the partner may ask now
                     raise
                 return
             if frame is not None:
                 raise CorruptPayload(f"expected Ready, got {_show(frame)}")
 
     async def _receive(self, *, until_ready: bool = False) -> Frame | None:
-        """Return the next frame that is not a Ready (those are recorded); with `until_ready` a Ready returns None."""
+        """Return the next frame that is not a Ready, and record every Ready before it.
+
+        If `until_ready` is true, return None after the first Ready.
+        """
         while True:
             frame = await self._stream.receive(RECEIVE_TIMEOUT_S)
             if isinstance(frame, Abort):
@@ -408,11 +425,11 @@ class Swap:
             if until_ready:
                 return None
 
-    # both
+    # both directions
 
     @contextlib.contextmanager
     def _of_partner(self) -> Iterator[None]:
-        """Name the partner in errors found here: the code that finds one knows no name, or only an address."""
+        """Add the partner's peer id to CorruptPayload errors, because the code that raises them may not know it."""
         try:
             yield
         except CorruptPayload as error:
@@ -426,27 +443,28 @@ class Swap:
         return [plan for plan in self._plans if plan.part is part]
 
     async def _keep_alive(self) -> None:
-        """Repeat Ready while both sides wait for a boundary and nothing moves, so that a frozen partner is noticed.
+        """Repeat Ready while both partners wait for a boundary and send no data, so that each detects a frozen partner.
 
-        gRPC's keepalive would have to tolerate a ping that waits behind megabytes on a slow link.
+        gRPC's keepalive is not used, because on a slow link its pings would wait behind megabytes of data.
         """
         await self._early_done.wait()
-        with contextlib.suppress(Unreachable):  # reported to the receiver, too
+        with contextlib.suppress(Unreachable):  # the receiver reports it as well
             while True:
                 await asyncio.sleep(self._deadlines.progress_s / ALIVE_PER_PROGRESS)
                 await self._send(Ready(Part.EARLY))
 
     def _waits_for_boundary(self) -> bool:
-        """Whether one side trains on, so that nothing has to move.
+        """Return whether one of the partners is still training, so that no data needs to arrive.
 
-        That is the partner, if it has sent nothing of its late part, or this peer, if it has all of the partner's.
+        The partner is training if it has sent nothing of its late part. This peer is training if it has the partner's
+        whole late part, but has not staged its own.
         """
         if Part.EARLY not in self.ledger.committed:
             return False
         return self.partner_staged_s is None or (Part.LATE in self.ledger.verified and not self._staged.chunks)
 
     def _progress(self) -> None:
-        """Restart the progress timer, because something moved."""
+        """Restart the progress timer, because the swap has made progress."""
         if not (self.ledger.has_ended or self._timer.expired()):
             self._timer.reschedule(self._loop.time() + self._deadlines.progress_s)
 
@@ -457,7 +475,7 @@ class Swap:
 
 
 class Ended(Unreachable):
-    """The partner sent Abort: it will never commit what it has not committed."""
+    """The partner sent Abort and will not commit anything more."""
 
     def __init__(self, abort: Abort, *, peer: str) -> None:
         super().__init__(f"the partner ended the swap ({abort.code.name}): {abort.sentence}", peer=peer)
@@ -476,7 +494,7 @@ def _header(coding: Coding, indices: Sequence[int]) -> Header:
 
 
 def _show(frame: Frame | None) -> str:
-    """Describe a frame in a log line, without what a stranger can make long."""
+    """Describe a frame for a log line, without any field that a stranger can make long."""
     if isinstance(frame, Chunk):
         return f"chunk {frame.index} of {frame.section.name.lower()} ({len(frame.payload)} bytes)"
     if isinstance(frame, Header):

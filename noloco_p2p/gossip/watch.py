@@ -1,4 +1,4 @@
-"""Watches the running swap: bytes each way, rate and time left, for `noloco status` and the event log."""
+"""This module measures the progress and the rate of the running swap for `noloco status` and the event log."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from noloco_p2p.gossip.swap import Swap
 from noloco_p2p.telemetry.progress import Meter
 
 SAMPLE_S = 0.5
-LONG_S = 10.0  # a longer swap is reported, and again after each such interval
+LONG_S = 10.0  # a swap is reported each time it has run for another interval of this length
 
 
 @dataclass(frozen=True, slots=True)
 class SwapProgress:
-    """The progress of a swap. Bytes are payload; `total_bytes` is what the current part needs each way in total.
+    """The progress of a swap in payload bytes.
 
-    `part`: "early", "late", or "waiting": the early part is committed and a boundary has not been reached yet.
+    `part` is "early", "late" or "waiting". A swap is waiting if its early part is committed, but neither partner has
+    reached its boundary. `total_bytes` is the number of bytes that each peer has sent when the current part is
+    complete.
     """
 
     partner: str
@@ -31,11 +33,11 @@ class SwapProgress:
     total_bytes: int
     sent_bytes_per_s: float
     received_bytes_per_s: float
-    left_s: float | None  # of this part, the slower direction; None while nothing moves
+    left_s: float | None  # for this part, in the slower direction; None while no data is transferred
 
 
 class SwapWatch:
-    """`run` samples the driver's swap until it is cancelled; `now` returns its progress at any moment, on the loop."""
+    """Samples the driver's swap while `run` is running. `now` returns the progress; call it on the event loop."""
 
     def __init__(self, driver: RoundDriver) -> None:
         self.on_long: Callable[[SwapProgress], None] | None = None
@@ -67,7 +69,7 @@ class SwapWatch:
                 self.on_long(progress)
 
     def now(self, *, now_s: float) -> SwapProgress | None:
-        """Return None when no swap is running."""
+        """Return the progress of the running swap, or None if there is none."""
         swap = self._swap
         if swap is None:
             return None
@@ -75,7 +77,7 @@ class SwapWatch:
         all_bytes = early_bytes + swap.num_bytes(Part.LATE)
         if Part.EARLY not in swap.ledger.committed:
             part, total = "early", early_bytes
-        elif swap.waits:  # bytes do not show it: modulo sections may need fewer than planned
+        elif swap.waits:  # byte counts do not show this, because modulo sections may need fewer bytes than planned
             part, total = "waiting", early_bytes
         else:
             part, total = "late", all_bytes

@@ -1,6 +1,7 @@
-"""Callbacks that add NoLoCo to other trainers: `huggingface` for transformers, `lightning` for Lightning.
+"""Add NoLoCo to another trainer with a callback: `huggingface` is for transformers, `lightning` is for Lightning.
 
-    from noloco_p2p.integrations.huggingface import NoLoCoCallback Trainer(..., callbacks=[NoLoCoCallback(peer)])
+    from noloco_p2p.integrations.huggingface import NoLoCoCallback
+    trainer = Trainer(..., callbacks=[NoLoCoCallback(peer)])
 
-Import the module of your trainer: this package itself imports neither torch nor any trainer.
+Import the module for your trainer. This package itself imports neither torch nor any trainer.
 """

@@ -1,6 +1,8 @@
-"""NoLoCo in the `Trainer` of transformers.
+"""Use NoLoCo in the `Trainer` of transformers.
 
-Trainer(model, arguments, train_dataset=data, callbacks=[NoLoCoCallback(peer)]).train()
+A script only has to start a peer and pass a callback to its Trainer.
+
+    Trainer(model, arguments, train_dataset=data, callbacks=[NoLoCoCallback(peer)]).train()
 """
 
 from __future__ import annotations
@@ -30,22 +32,25 @@ from noloco_p2p.outer.saved_state import STATE_FILE
 
 log = logging.getLogger(__name__)
 
-FOLDER = "noloco"  # in the folder of a checkpoint of the Trainer
+FOLDER = "noloco"  # the subfolder of a Trainer checkpoint
 
 
 class NoLoCoCallback(TrainerCallback):
-    """Counts the optimizer steps of the Trainer as inner steps, and takes the outer step in place on its model.
+    """A callback that counts the optimizer steps of the Trainer as inner steps, and takes the outer steps.
 
-    peer: a running `Peer`. options: of `NoLoCo`, such as `save_every_rounds` and `on_round`.
+    `peer` is a running `Peer`, and `options` are passed to `NoLoCo`, for example `save_every_rounds` and `on_round`. An
+    outer step changes the Trainer's model in place.
 
-    Each checkpoint of the Trainer also holds the outer state, in its subfolder `noloco`. With `resume_from_checkpoint`,
-    for a checkpoint in `output_dir`, the run continues from there. Without it, NoLoCo resumes from the newest
-    checkpoint in the folder of the peer (weights, moments and position in the run), while schedule, data and step count
-    of the Trainer start from scratch; `resume=False` enters the run as a new peer.
+    Each checkpoint of the Trainer also contains the outer state, in its subfolder `noloco`. With
+    `resume_from_checkpoint`, the run continues from such a checkpoint, which must be in `output_dir`. Without this
+    argument, NoLoCo resumes from the newest checkpoint in the peer's folder. This restores the weights, the moments and
+    the position in the run, while the Trainer's schedule, data and step count start from scratch. With `resume=False`,
+    this machine enters the run as a new peer.
 
-    `noloco leave` ends the training after the current step, with a checkpoint of the Trainer unless it saves none.
+    `noloco leave` ends training after the current step. The Trainer then writes a checkpoint, unless its settings
+    disable checkpoints.
 
-    Raises SettingsError for DeepSpeed, FSDP, DDP and DataParallel, ModelError for a model on several devices.
+    Raises SettingsError for DeepSpeed, FSDP, DDP and DataParallel, and ModelError if the model is on several devices.
     """
 
     def __init__(self, peer: Host, **options: Any) -> None:
@@ -55,13 +60,13 @@ class NoLoCoCallback(TrainerCallback):
 
     @property
     def outer(self) -> NoLoCo:
-        """The NoLoCo of the current training, or of the last one."""
+        """The `NoLoCo` object of the current training run, or of the last one."""
         return self._begun.outer
 
     @property
     def _begun(self) -> TrainingSession:
         if self._session is None:
-            raise SettingsError("the Trainer has not begun to train, so there is no NoLoCo yet")
+            raise SettingsError("the Trainer has not started training, so there is no NoLoCo object yet")
         return self._session
 
     def on_train_begin(
@@ -73,7 +78,7 @@ class NoLoCoCallback(TrainerCallback):
             optimizer = optimizer.optimizer
         if not isinstance(optimizer, Optimizer):
             raise SettingsError(
-                f"NoLoCo counts the steps of a torch optimizer, and {type(optimizer).__name__} is not one"
+                f"NoLoCo counts the steps of a torch optimizer, but {type(optimizer).__name__} is not one"
             )
         saved = None
         if state.global_step and "resume" not in self._options:
@@ -87,7 +92,7 @@ class NoLoCoCallback(TrainerCallback):
             control.should_save = args.save_strategy != SaveStrategy.NO
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Add the values of NoLoCo to the history of the Trainer and to the callbacks after this one."""
+        """Add the values of NoLoCo to the Trainer's history, and to the logs that later callbacks get."""
         logs, metrics = kwargs["logs"], self.peer.metrics
         metrics.loss = logs.get("loss", metrics.loss)
         metrics.validation_loss = logs.get("eval_loss", metrics.validation_loss)
@@ -111,11 +116,11 @@ class NoLoCoCallback(TrainerCallback):
 
 
 def check_whole(args: TrainingArguments, state: TrainerState) -> None:
-    """Raise SettingsError for a Trainer configuration that NoLoCo does not support."""
+    """Raise SettingsError if NoLoCo does not support the configuration of the Trainer."""
     if args.n_gpu > 1:
         raise refuse("Trainer", f"DataParallel on {args.n_gpu} GPUs")
     if args.parallel_mode is not ParallelMode.NOT_PARALLEL:
-        raise refuse("Trainer", f"the parallel mode {args.parallel_mode.value}, of torchrun or `accelerate launch`")
+        raise refuse("Trainer", f"the parallel mode {args.parallel_mode.value} of torchrun or `accelerate launch`")
     if "lomo" in args.optim:
         raise SettingsError(f"--optim {args.optim} takes no optimizer steps that NoLoCo could count")
     if state.is_hyper_param_search:
@@ -123,12 +128,15 @@ def check_whole(args: TrainingArguments, state: TrainerState) -> None:
 
 
 def checkpoint_folder(args: TrainingArguments, state: TrainerState) -> Path:
-    """The folder of the Trainer's checkpoint of this step; the Trainer does not say from where it has resumed."""
+    """Return the folder of the Trainer's checkpoint for this step.
+
+    The Trainer does not say from which folder it has resumed, so this assumes `output_dir`.
+    """
     return Path(str(args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
 
 
 def save_outer_state(folder: Path, outer: NoLoCo, model: nn.Module) -> None:
-    """Add the outer state to a checkpoint of the Trainer, atomically. Raises CheckpointError."""
+    """Add the outer state to a checkpoint of the Trainer, atomically. Raises CheckpointError if that fails."""
     state = outer.state_dict()
     place = state.pop("place")
     meta = {"place": place, "weights": weights_digest(model)}
@@ -136,18 +144,18 @@ def save_outer_state(folder: Path, outer: NoLoCo, model: nn.Module) -> None:
 
 
 def load_outer_state(folder: Path, model: nn.Module) -> dict[str, Any]:
-    """The inverse of `save_outer_state`.
+    """Load the outer state that `save_outer_state` has written.
 
-    Raises CheckpointError when there is none, or when it was saved with other weights than those of `model`: then the
-    Trainer has resumed from a checkpoint of the same step in another folder.
+    Raises CheckpointError if there is none, or if it was saved with weights that differ from the weights of `model`. In
+    the second case, the Trainer has resumed from a checkpoint of the same step in another folder.
     """
     saved: Checkpoint | None = Checkpoints(folder / FOLDER, keep=1).newest()
     if saved is None:
         raise no_outer_state(str(folder))
     if saved.meta["weights"] != weights_digest(model):
         raise CheckpointError(
-            f"the Trainer did not resume from {folder}, as its weights differ: NoLoCo looks for its state in "
-            "output_dir only, so move the checkpoint there"
+            f"the Trainer did not resume from {folder}, because its weights differ: NoLoCo looks for its state only "
+            "in output_dir, so move the checkpoint there"
         )
     return {**saved.load(STATE_FILE), "place": saved.meta["place"]}
 

@@ -1,6 +1,8 @@
-"""NoLoCo in the `Trainer` of Lightning, the package `lightning`.
+"""Use NoLoCo in the `Trainer` of Lightning (the package `lightning`).
 
-Trainer(devices=1, callbacks=[NoLoCoCallback(peer)]).fit(module, data)
+A script only has to start a peer and pass a callback to its Trainer.
+
+    Trainer(devices=1, callbacks=[NoLoCoCallback(peer)]).fit(module, data)
 """
 
 from __future__ import annotations
@@ -25,36 +27,39 @@ from noloco_p2p.outer.noloco import NoLoCo, RoundResult
 
 
 class NoLoCoCallback(Callback):
-    """Counts the optimizer steps of the Trainer as inner steps, and takes the outer step in place on its module.
+    """A callback that counts the optimizer steps of the Trainer as inner steps, and takes the outer steps.
 
-    peer: a running `Peer`. options: of `NoLoCo`, such as `save_every_rounds` and `on_round`.
+    `peer` is a running `Peer`, and `options` are passed to `NoLoCo`, for example `save_every_rounds` and `on_round`. An
+    outer step changes the Trainer's module in place. If there are several optimizers, each step of the last one in
+    `configure_optimizers` is an inner step.
 
-    With several optimizers, a step of the last one in `configure_optimizers` is an inner step. Checkpoints of Lightning
-    hold the outer state, and `fit(ckpt_path=...)` continues from it. Without `ckpt_path`, NoLoCo resumes from the
-    newest checkpoint in the folder of the peer (weights, moments and position in the run), while epochs, schedule and
-    step count of the Trainer start from scratch; `resume=False` enters the run as a new peer.
+    Lightning's checkpoints contain the outer state, and `fit(ckpt_path=...)` continues from it. Without `ckpt_path`,
+    NoLoCo resumes from the newest checkpoint in the peer's folder. This restores the weights, the moments and the
+    position in the run, while the Trainer's epochs, schedule and step count start from scratch. With `resume=False`,
+    this machine enters the run as a new peer.
 
-    `noloco leave` ends the training after the current batch, regardless of `min_steps` and `min_epochs`. Raises
-    SettingsError for a strategy with several devices, ModelError for a model on several devices.
+    `noloco leave` ends training after the current batch, regardless of `min_steps` and `min_epochs`.
+
+    Raises SettingsError for a strategy with several devices, and ModelError if the model is on several devices.
     """
 
     def __init__(self, peer: Host, **options: Any) -> None:
         self.peer = peer
         self._options = options
         self._session: TrainingSession | None = None
-        self._saved: dict[str, Any] | None = None  # loaded by Lightning, used when training begins
+        self._saved: dict[str, Any] | None = None  # Lightning loads it, and it is used when training begins
         self._losses: list[Tensor] = []
-        self._num_steps = 0  # when this callback last checked
+        self._num_steps = 0  # at the last check of this callback
 
     @property
     def outer(self) -> NoLoCo:
-        """The NoLoCo of the current training, or of the last one."""
+        """The `NoLoCo` object of the current training run, or of the last one."""
         return self._begun.outer
 
     @property
     def _begun(self) -> TrainingSession:
         if self._session is None:
-            raise SettingsError("the Trainer has not begun to train, so there is no NoLoCo yet")
+            raise SettingsError("the Trainer has not started training, so there is no NoLoCo object yet")
         return self._session
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -103,7 +108,10 @@ class NoLoCoCallback(Callback):
         self._saved = state_dict
 
     def _round_ended(self, trainer: Trainer) -> None:
-        """Runs within the step of the optimizer, so the loss of the current batch belongs to the next round."""
+        """Update the loss and log the values of NoLoCo.
+
+        This runs within the step of the optimizer, so the loss of the current batch belongs to the next round.
+        """
         if self._losses:
             self.peer.metrics.loss = float(torch.stack(self._losses).mean())  # waits for the GPU, once per round
             self._losses.clear()

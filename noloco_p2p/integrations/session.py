@@ -1,4 +1,4 @@
-"""What the callbacks of all trainers have in common: NoLoCo for one training, from its first step to its last."""
+"""Run NoLoCo in a training run of another library, from its first step to its last. All callbacks share this code."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 class Host(Swarm, Protocol):
-    """What a callback needs of a peer; `noloco_p2p.Peer` implements it."""
+    """The part of a peer that a callback needs. `noloco_p2p.Peer` implements it."""
 
     leave_requested: threading.Event
     pause_requested: threading.Event
@@ -28,12 +28,11 @@ class Host(Swarm, Protocol):
 
 
 class TrainingSession:
-    """One training. It logs a line for each round and passes the result to `told` and to the user's `on_round`.
+    """One training run. Each round is logged, and its result is passed to `told` and to the user's `on_round`.
 
-    options: of `NoLoCo`, as the user gave them. They take precedence over `saved`. saved: the outer state in the
-    checkpoint
-    that the trainer resumes from, or None. Raises ModelError when the model is not on one device, and what `NoLoCo`
-    raises.
+    `options` are the user's options for `NoLoCo`. `saved` is the outer state in the checkpoint from which the trainer
+    resumes, or None. The options take precedence over the saved state. Raises ModelError if the model is on several
+    devices. Errors of `NoLoCo` propagate to the caller.
     """
 
     def __init__(
@@ -60,19 +59,20 @@ class TrainingSession:
             )
 
     def pause_if_asked(self) -> None:
-        """Between two steps: write a checkpoint and wait until this peer is resumed or asked to leave, if it is
-        paused.
+        """If this peer is paused, write a checkpoint, and wait until it is resumed or asked to leave.
+
+        Call this only between two steps.
         """
         if not self._peer.pause_requested.is_set():
             return
         self._withdraw()
         self._save()
-        log.info("paused; `noloco status` says why, and how it ends")
+        log.info("paused; `noloco status` shows why, and how training resumes")
         self._peer.wait_while_paused()
         log.info("asked to leave" if self._peer.leave_requested.is_set() else "resumed")
 
     def end(self) -> None:
-        """End the round after the last step, and save the current state for newcomers and a restart."""
+        """End the last round after the last step, and save the state for newcomers and for a restart."""
         self._withdraw()
         self._save()
         self.outer.detach()
@@ -97,7 +97,7 @@ class TrainingSession:
 
 
 def logged_values(metrics: Metrics) -> dict[str, float]:
-    """The values of NoLoCo for a trainer's own logs."""
+    """Return the values of NoLoCo for a trainer's own logs."""
     values = {
         "noloco/round": metrics.round,
         "noloco/progress": metrics.progress,
@@ -117,7 +117,7 @@ def check_one_device(model: nn.Module) -> None:
 
 
 def refuse(trainer: str, what: str) -> SettingsError:
-    """The error for a trainer that spreads a model over several devices."""
+    """Return the error for a trainer that spreads a model over several devices."""
     return SettingsError(
         f"NoLoCo needs the whole model in one process on one device, but this {trainer} uses {what}: start one process "
         "per GPU, each with CUDA_VISIBLE_DEVICES and its own peer"
@@ -125,7 +125,7 @@ def refuse(trainer: str, what: str) -> SettingsError:
 
 
 def no_outer_state(where: str) -> CheckpointError:
-    """The error for a checkpoint of a trainer that was written without NoLoCo."""
+    """Return the error for a trainer's checkpoint that was written without NoLoCo."""
     return CheckpointError(
         f"{where} has no state of NoLoCo, so the position in the run is unknown: resume from a checkpoint that was "
         "written with NoLoCoCallback, or pass NoLoCoCallback(peer, resume=False) to enter the run with these weights"

@@ -1,4 +1,4 @@
-"""The swarm as seen from outside, by the records of its peers in the DHT alone.
+"""What a swarm looks like from outside, according to the records of its peers in the DHT.
 
 `Watcher` keeps the records that were read; `summary` is the JSON that docs/monitoring.md describes.
 """
@@ -24,7 +24,7 @@ from noloco_p2p.telemetry.totals import Peers, totals
 from noloco_p2p.ticket import Ticket
 
 SUMMARY_VERSION = 1
-SETTLE_S = 2.0  # after the first record: the others arrive with the same read or the next one
+SETTLE_S = 2.0  # after the first record; the others arrive with the same read or the next one
 COMMON_MARK_S = TTL_S / 4 + 5.0  # until every peer has announced itself again, and its record was read
 MOST = 2 / 3  # share of the peers that publish a sketch
 LOOK_AGAIN_S = 1.0
@@ -33,7 +33,7 @@ SHOWN = tuple(name for name in RECORDED if not name.startswith("alone_"))
 
 
 class Watcher:
-    """Observes one run: each `look` takes in what the directory holds at that moment."""
+    """Observes one run. Each `look` reads what the directory holds at that moment."""
 
     def __init__(self, ticket: Ticket) -> None:
         self.ticket = ticket
@@ -61,12 +61,12 @@ class Watcher:
         self.spreads = {stage: spread for stage, spread in measured.items() if spread}
 
     def living(self) -> list[Member]:
-        """The members that are alive or silent."""
+        """Return the members that are alive or silent."""
         members = self.roster.members.values()
         return [member for member in members if member.health(self.now_s) in (Health.ALIVE, Health.SILENT)]
 
     def summary(self) -> dict[str, Any]:
-        """Return all that is known as JSON values, with the peers ordered by id."""
+        """Return everything that is known as JSON values. The peers are ordered by id."""
         members = sorted(self.roster.members.items())
         stages = stage_rows([member.record for member in self.living()], self.spreads)
         told = notices(
@@ -91,14 +91,14 @@ class Watcher:
         }
 
     def estimate(self) -> int | None:
-        """The estimated number of live peers while only some were read; None once all were read."""
+        """The estimated number of live peers. It is None once all peers were read."""
         return self.headcount.others if self.headcount and self.headcount.is_estimate else None
 
     def totals(self) -> dict[str, Any]:
         """Return totals of the swarm: speed, loss and progress of living peers that train, and counters of all members.
 
-        In a run with stages the speed is that of the heads, since each token passes through all stages, and the spread
-        is the largest of any stage.
+        In a run with stages, only the heads count for the speed, because each token passes through all stages. The
+        spread is the largest spread of any stage.
         """
         health = Counter(member.health(self.now_s) for member in self.roster.members.values())
         records = [member.record for member in self.roster.members.values()]
@@ -120,7 +120,7 @@ class Watcher:
         }
 
     def has_common_marks(self) -> bool:
-        """Whether most of the peers that publish a sketch can be compared, in each stage with at least two of them."""
+        """Whether most sketches can be compared, in each stage with at least two peers that publish one."""
         return all(
             stage in self.spreads and self.spreads[stage].num_peers >= MOST * sketches.num_peers
             for stage, sketches in self.sketches.items()
@@ -135,9 +135,9 @@ class Watcher:
 
 
 async def snapshot(ticket: Ticket) -> dict[str, Any]:
-    """Read the swarm once. Raises Unreachable when no record of the run is found.
+    """Read the swarm once. Raises Unreachable if there is no record of the run.
 
-    While few peers have a sketch of the same mark, it keeps reading until every peer has announced itself again.
+    If too few peers have sketches that can be compared, it keeps reading until every peer has announced itself again.
     """
     async with reader(ticket) as directory:
         await find_somebody(ticket, directory)

@@ -1,8 +1,8 @@
-"""The curves of a swarm in SQLite, fine for recent times, coarser for older ones, and bounded in size.
+"""The curves of a swarm in SQLite. Recent times are fine, older ones are coarser, and the size is bounded.
 
 A sample taken at tick k (one tick every SAMPLE_S) is kept at an age of a ticks if k is a multiple of 2^j, the largest
-power of two not above a / FINE_TICKS (at least 1). Each doubling of the age costs FINE_TICKS rows per series, however
-long the run is.
+power of two not above a / FINE_TICKS (at least 1). Each doubling of the age costs FINE_TICKS rows per series, no matter
+how long the run is.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class History:
     """The curves of one run in one file, usable from any thread. A write error is logged once."""
 
     def __init__(self, path: Path | str, *, max_peer_rows: int = MAX_PEER_ROWS) -> None:
-        """Raises SettingsError if the file cannot be used."""
+        """Open or create the file. Raises SettingsError if that fails."""
         try:
             if isinstance(path, Path):
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -94,7 +94,7 @@ class History:
         return True
 
     def swarm(self) -> dict[str, list[Any]]:
-        """Return columns: time_s, alive and the totals."""
+        """Return the curves of the swarm as columns: time_s, alive and the totals."""
         with self._using:
             rows = self._db.execute(f"SELECT tick, alive, {', '.join(NAMES)} FROM swarm ORDER BY tick").fetchall()
         columns = [list(column) for column in zip(*rows, strict=True)] or [[] for _ in range(2 + len(NAMES))]
@@ -125,7 +125,7 @@ class History:
 
     def _insert(self, tick: int, summary: dict[str, Any], meetings: Sequence[Meeting]) -> None:
         totals = summary["totals"]
-        # SQLite's integers end at 2^63, which a sum of counts may exceed.
+        # A sum of counts may exceed SQLite's integers, which end at 2^63.
         sums = [None if totals[name] is None else float(totals[name]) for name in NAMES]
         values = (tick, totals[Health.ALIVE] + totals[Health.SILENT], *sums)
         self._db.execute(f"INSERT OR REPLACE INTO swarm VALUES ({', '.join('?' * len(values))})", values)

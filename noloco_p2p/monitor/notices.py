@@ -1,4 +1,4 @@
-"""Sentences about what an operator of a swarm should look at first. Pure."""
+"""Sentences about what an operator of a swarm should look at first. The functions are pure."""
 
 from __future__ import annotations
 
@@ -46,9 +46,10 @@ def notices(
     now_s: float,
     num_estimated: int | None = None,
 ) -> list[Notice]:
-    """Return notices, the worst first; none if all is well.
+    """Return the notices, with the worst first. There is none if all is well.
 
-    spreads: one per stage. num_estimated: estimated number of peers of a swarm that was not read completely.
+    `spreads` has one spread per stage. `num_estimated` is the estimated number of peers of a swarm that was not read
+    completely.
     """
     found: list[Notice] = []
     health = {peer: member.health(now_s) for peer, member in roster.members.items()}
@@ -99,7 +100,7 @@ def _lost(roster: Roster, health: dict[str, Health], now_s: float) -> list[Notic
 
 
 def _solo(roster: Roster, nobody: str) -> list[Notice]:
-    """Return notices about solo rounds. nobody: the text for the cause `nobody`."""
+    """Return notices about solo rounds. `nobody` is the text for the cause of this name."""
     lately = roster.lately()
     rounds = lately["swaps"] + lately["halves"] + lately["alone"]
     if rounds < ENOUGH_ROUNDS or lately["alone"] < SOLO_SHARE * rounds:

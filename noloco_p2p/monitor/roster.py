@@ -1,6 +1,7 @@
-"""The members that a monitor knows: alive, silent, left or gone, and who swapped with whom. Pure.
+"""The members that a monitor knows: alive, silent, left or gone, and who swapped with whom.
 
-The directory forgets a peer when its record expires, but an operator wants to know which peers were lost, and when.
+The directory forgets a peer when its record expires, but an operator wants to know which peers were lost, and when. The
+code is pure.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ ROUNDS = ("swaps", "halves", "alone", *LonelyCause)  # counted over the window
 
 
 class Health(StrEnum):
-    """The monitor's judgement of a peer, from its last record and its age, in display order."""
+    """How a peer is, judged by the age of its last record, in the order in which monitors show it."""
 
     ALIVE = "alive"
     SILENT = "silent"  # it should have announced itself twice since
@@ -44,7 +45,7 @@ class Meeting:
 
 @dataclass(slots=True)
 class Member:
-    """A peer, its newest record, and when the record was made (on the clock given to `Roster.take`)."""
+    """A peer, its newest record, and when the record was made, by the clock that `Roster.take` gets."""
 
     record: PeerRecord
     made_at_s: float
@@ -63,7 +64,9 @@ class Member:
 
 @dataclass(slots=True)
 class Roster:
-    """Call `take` with each read of the directory. All times are Unix seconds of this machine."""
+    """All peers that were ever seen. Call `take` after each read of the directory. Times are Unix seconds of this
+    machine.
+    """
 
     members: dict[str, Member] = field(default_factory=dict)
     meetings: deque[Meeting] = field(default_factory=lambda: deque(maxlen=MAX_MEETINGS))
@@ -71,7 +74,7 @@ class Roster:
     _window: deque[tuple[float, dict[str, int]]] = field(default_factory=deque)
 
     def take(self, records: Iterable[tuple[PeerRecord, float]], *, now_s: float) -> None:
-        """Take in (record, age in seconds) pairs of the directory, including those of known peers."""
+        """Add what the directory returned: pairs of a record and its age in seconds, of new and of known peers."""
         for record, age_s in records:
             known = self.members.get(record.peer_id)
             if known is not None and record.sequence <= known.record.sequence:
@@ -86,7 +89,7 @@ class Roster:
             self._window.popleft()
 
     def lately(self) -> dict[str, int]:
-        """Count the rounds of the last ten minutes by outcome, and solo ones by cause, while this roster watched."""
+        """Count the rounds of the last ten minutes by outcome, and solo rounds by cause. Only observed rounds count."""
         begun = self._window[0][1] if self._window else dict.fromkeys(ROUNDS, 0)
         return {name: self._counts[name] - begun[name] for name in ROUNDS}
 

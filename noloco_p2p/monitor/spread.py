@@ -1,13 +1,14 @@
-"""How far apart the replicas are, computed from the sketches in their records, so that no weights travel. Pure.
+"""How far apart the replicas are. The sketches in their records suffice for that, so no weights travel.
 
 spread = sqrt(mean_i |phi_i - mean|^2) / |mean|, where phi_i is the slow weights of peer i: the same quantity that
 `trainer.swarm_evaluation` measures on checkpoints. Distances come from the sketches, norms are published exactly, and
 |mean|^2 = mean_i |phi_i|^2 - mean_i |phi_i - mean|^2.
 
-Only sketches of the same mark of the schedule are compared (`peer/sketcher.py`). A record holds one sketch, and peers
-reach a mark and announce it at different times. So the last few sketches of each peer are kept, and the newest mark is
-used that nearly as many peers have as any other mark. If the same peers share more marks close to it, their mean is
-used, since the sketches of different marks are independent. With n peers whose deviations are independent, one mark
+Peers make sketches at marks, which are fixed points of the schedule (`peer/sketcher.py`), and only sketches of the same
+mark can be compared. A record holds one sketch, and peers reach a mark and announce it at different times. For this
+reason, the monitor keeps the last few sketches of each peer. It uses the newest mark that nearly as many peers have as
+any other mark. If the same peers share more marks close to it, the monitor averages over them, because the sketches of
+different marks are independent. With n peers whose deviations are independent, one mark
 gives the spread with a relative standard deviation of 1 / sqrt(2 * SKETCH_SIZE * (n - 1)), 9 % for two peers, and k
 marks divide this by sqrt(k). Two peers that have just swapped with each other count as one.
 """
@@ -24,7 +25,7 @@ import numpy as np
 from noloco_p2p.codec.sketch import AT_REST, MARKS, SKETCH_SIZE, Sketch, unpack
 from noloco_p2p.swarm.records import PeerRecord
 
-NEAR = MARKS // 32  # two marks within this distance: the spread changes by a few per cent between them
+NEAR = MARKS // 32  # the spread changes by a few per cent between two marks within this distance
 KEPT = 4  # sketches per peer
 NEARLY = 0.9
 
@@ -33,8 +34,8 @@ NEARLY = 0.9
 class Spread:
     """The spread of the replicas.
 
-    of_all: relative to the norm of the mean. of_each: distance of each peer from the mean, relative to that norm.
-    progress: the place in the schedule where the peers had these weights; 1 at rest.
+    `of_all` is relative to the norm of the mean. `of_each` is the distance of each peer from the mean, relative to the
+    same norm. `progress` is the point of the schedule at which the peers had these weights; it is 1 for peers at rest.
     """
 
     of_all: float
@@ -48,7 +49,7 @@ class Spread:
 
 @dataclass(slots=True)
 class _Kept:
-    text: str = ""  # the last packed sketch; most reads bring the same one again
+    text: str = ""  # the last packed sketch, because most reads return the same one again
     by_mark: dict[int, Sketch] = field(default_factory=dict)  # the newest is last
 
     def take(self, text: str) -> None:
@@ -70,11 +71,11 @@ class Sketches:
 
     @property
     def num_peers(self) -> int:
-        """Number of peers with a readable sketch."""
+        """The number of peers with a readable sketch."""
         return len(self._by_peer)
 
     def take(self, records: Iterable[PeerRecord]) -> None:
-        """Take in what the peers publish now, and forget peers that are not among them."""
+        """Add what the peers publish now, and forget all other peers."""
         before, self._by_peer = self._by_peer, {}
         for record in records:
             kept = before.get(record.peer_id) or _Kept()

@@ -1,4 +1,4 @@
-"""The stages of a run with a cut model: what the peers of each stage do together, according to their records. Pure."""
+"""What the peers of each stage do together, according to their records, in a run whose model is cut into stages."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ COUNTED = ("queue", "microbatches", "lost_microbatches", "late_microbatches")
 
 
 def stage_rows(living: Sequence[PeerRecord], spreads: Mapping[int, Spread]) -> list[Stage]:
-    """Return one object per stage, with the least capacity first; an empty list where peers hold whole models.
+    """Return one object per stage, with the least capacity first. The list is empty if peers hold whole models.
 
-    living: records of peers that are alive or silent. A stage that none of them serves is empty.
+    `living` has the records of peers that are alive or silent. A stage that none of them serves is empty.
     """
     rows = [
         _row(stage, [record for record in living if record.stage == stage and record.state in SERVING], spreads)
@@ -27,7 +27,7 @@ def stage_rows(living: Sequence[PeerRecord], spreads: Mapping[int, Spread]) -> l
 
 
 def _num_stages(records: Sequence[PeerRecord]) -> int:
-    """Return the number that most peers report, so that one peer cannot invent stages.
+    """Return the number of stages that most peers report, so that one peer cannot invent stages.
 
     A peer reports 0 before it enters the pipeline.
     """

@@ -1,4 +1,4 @@
-"""The swarm as text: drawn by rich on a terminal of any size, and as plain lines elsewhere."""
+"""The swarm as text. rich draws it on a terminal of any size; elsewhere it is plain lines."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ GAP = 2  # between two columns
 class Column:
     """A column of the tables of peers and of stages.
 
-    `show` formats the cell and `key` sorts the rows (None comes last); stages keep their own order. A narrow terminal
-    drops the columns of the highest `rank` first.
+    `show` formats a cell. `key` sorts the rows, with None last; stages keep their own order. On a narrow terminal, the
+    columns of the highest `rank` are left out first.
     """
 
     name: str
@@ -165,7 +165,7 @@ def rounds_line(swarm: dict[str, Any]) -> str:
 
 
 def view(swarm: dict[str, Any], choice: Choice, *, width: int, height: int) -> Group:
-    """Draw a page that fits `width` x `height`: headline, notices, stages, and as many peers as fit."""
+    """Draw a page of `width` x `height`, with the headline, notices, stages, and as many peers as fit."""
     from rich.console import Group
     from rich.text import Text
 
@@ -218,7 +218,7 @@ def _drawn(
 
 
 def columns_of(swarm: dict[str, Any]) -> tuple[Column, ...]:
-    """Return the columns of the table of peers: with the stage in a run with stages, and with names if there are any.
+    """Return the columns of the table of peers. Stages and names are shown only if there are any.
 
     The name comes before the state, whose letters separate a right-to-left name from the numbers.
     """

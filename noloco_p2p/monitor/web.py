@@ -1,4 +1,4 @@
-"""The swarm as a web page: read-only, without secrets or addresses, and without external resources.
+"""The swarm as a read-only web page, without secrets, addresses or external resources.
 
     /                 the page             /api/status          the swarm as JSON (docs/monitoring.md)
     /api/history      curves of the swarm  /api/history/peers   curves of some peers, ?id=..&id=..
@@ -52,7 +52,7 @@ HEADERS = {
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
 }
-ROW = (  # the fields of a peer that the page knows, in order; made_at_s replaces an age, so that only changes travel
+ROW = (  # the fields of a peer that the page knows, in order; made_at_s instead of an age, so that only changes travel
     *(
         "peer_id",
         "name",
@@ -82,7 +82,7 @@ COLUMNS = [  # the columns of metrics; page.js has the others
 
 
 class SwarmFeed:
-    """The newest state of a watcher and the changes of each read, for any number of readers."""
+    """Passes the newest state of a watcher, and the changes of each read, to any number of readers."""
 
     def __init__(self, watcher: Watcher, history: History) -> None:
         self.watcher = watcher
@@ -100,7 +100,7 @@ class SwarmFeed:
             self._meetings.append(meeting)
 
     async def look(self, take: Callable[[], None]) -> None:
-        """Take in a new read, store a sample, and wake the readers."""
+        """Add a new read, store a sample, and wake the readers."""
         before = len(self.watcher.roster.meetings)
         last = self.watcher.roster.meetings[-1] if before else None
         take()
@@ -127,7 +127,7 @@ class SwarmFeed:
             self._changed.notify_all()
 
     def whole(self) -> bytes:
-        """The first event for a new reader."""
+        """Return the first event for a new reader."""
         since_s = time.time() - MEETINGS_SHOWN_S
         recent = [meeting for meeting in self._meetings if meeting.at_s >= since_s]
         state = {
@@ -140,7 +140,7 @@ class SwarmFeed:
         return _event("whole", state)
 
     async def read(self) -> AsyncGenerator[bytes]:
-        """Yield server-sent events. A reader that is too slow for an update gets the whole state again."""
+        """Yield server-sent events. A reader that is too slow for updates gets the whole state again."""
         self.num_readers += 1
         try:
             number, first = self._number, True
@@ -161,7 +161,7 @@ class SwarmFeed:
             self.num_readers -= 1
 
     def status(self) -> dict[str, Any]:
-        """/api/status: the summary without addresses, which stay private."""
+        """Return the answer to /api/status: the summary without addresses, which stay private."""
         peers = [{name: value for name, value in peer.items() if name != "addresses"} for peer in self._peers()]
         return {**self.summary, "peers": peers}
 
@@ -262,7 +262,7 @@ async def _until(stop: asyncio.Event, look: Callable[[], Awaitable[None]]) -> No
     while not stop.is_set():
         try:
             await look()
-        except Exception:  # a page that shows old values, and says so, is better than none
+        except Exception:  # showing old values and saying so is better than showing nothing
             log.exception("reading the swarm failed")
         with suppress(TimeoutError):
             await asyncio.wait_for(stop.wait(), LOOK_S)

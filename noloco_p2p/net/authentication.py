@@ -1,9 +1,9 @@
-"""Authentication of callers: the identity of a caller, whether its call may continue, and how many it may have.
+"""Authenticate callers, decide whether their calls may continue, and limit the number of calls that a caller has open.
 
-An unauthenticated caller gets a connection for seconds, one of few of its network (`proxy.py`), with at most two
-greetings and one refused call, after which the connection ends. The open calls of an authenticated peer are counted by
-its id. `proxy.py` and `options.py` bound the sizes of messages, and the connections of an accepted swap bound their
-number.
+An unauthenticated caller gets a connection for a few seconds. The number of such connections per network is small
+(`proxy.py`). Such a connection allows at most two greetings, and it is closed after one refused call. Once a peer has
+authenticated itself, its open calls are counted by peer id. `proxy.py` and `options.py` limit the sizes of messages. An
+accepted swap limits the number of its connections itself.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 
 log = logging.getLogger(__name__)
 
-MAX_CALLS_PER_PEER = MAX_CONNECTIONS + 4  # a swap; besides it an offer, a question, a fetch and one more
-MAX_FETCHES_PER_PEER = 2  # of chunks: the current one, and one before it
+MAX_CALLS_PER_PEER = MAX_CONNECTIONS + 4  # for a swap, and for an offer, a status request, a fetch and one more call
+MAX_FETCHES_PER_PEER = 2  # fetches of chunks: the current one and the previous one
 TELL_EVERY_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The caller of a call.
+    """The peer that makes a call.
 
-    `peer_id` is authenticated, and empty if there is no authentication; `address` is gRPC's name; `accepted` is called
-    once something is accepted that takes long or transfers much.
+    `peer_id` is authenticated, or empty if there is no authentication. `address` is gRPC's name for the connection.
+    Call `accepted` once a request is accepted that takes long or transfers much data.
     """
 
     peer_id: str
@@ -51,7 +51,10 @@ class Caller:
 
 
 class Authenticator:
-    """Without a session every caller is accepted, under any name: for measurements and tests on one machine."""
+    """A gate that authenticates the callers of a server.
+
+    Without a session, every caller is accepted under any name. This is for measurements and tests on one machine.
+    """
 
     def __init__(
         self,
@@ -65,7 +68,7 @@ class Authenticator:
         self._why_banned = why_banned
         self._challenges = Challenges(session, clock=clock) if session else None
         self._open = Counter[str]()
-        self._fetches: dict[str, list[object]] = {}  # by caller, the newest last
+        self._fetches: dict[str, list[object]] = {}  # by caller, with the newest fetch last
         self._turned_away = TurnedAway(clock)
 
     async def greet(self, request: pb.GreetRequest, context: Any) -> pb.GreetReply:
@@ -81,7 +84,7 @@ class Authenticator:
 
     @contextlib.asynccontextmanager
     async def visit(self, context: Any) -> AsyncIterator[Caller]:
-        """Yield the caller for the duration of one call. Ends the call when it may not continue."""
+        """Yield the caller for the duration of one call. If the call may not continue, end it."""
         connection, address = context.peer(), ""
         try:
             address = self._proxy.address(connection)
@@ -108,13 +111,13 @@ class Authenticator:
 
     @contextlib.contextmanager
     def fetching(self, caller: str) -> Iterator[Callable[[], None]]:
-        """Account for one fetch of chunks.
+        """Account for one fetch of chunks, and yield a function that checks whether it may continue.
 
-        The function that it yields raises Refused once the same peer has begun another fetch: the newer one counts,
-        because the older may hang in a dead connection. Raises Refused for a third one, because each may hold a slot of
-        the donor until it ends.
+        That function raises Refused once the same peer has begun another fetch. The newer fetch counts, because the
+        older one may hang in a dead connection. A third fetch raises Refused at once, because each one can hold a slot
+        of the donor until it ends.
         """
-        busy = Refused("you are fetching here in another call", code=frames.RefuseCode.BUSY.name, retry_after_s=5.0)
+        busy = Refused("you are already fetching in another call", code=frames.RefuseCode.BUSY.name, retry_after_s=5.0)
         mine, fetches = object(), self._fetches.setdefault(caller, [])
         if caller and len(fetches) >= MAX_FETCHES_PER_PEER:
             raise busy
@@ -143,7 +146,7 @@ class Authenticator:
         )
 
     async def _turn_away(self, context: Any, address: str, error: PeerError) -> NoReturn:
-        """End the call with a refusal, and then its connection."""
+        """End the call with a refusal, and then close its connection."""
         self._turned_away.note(address or context.peer(), error)
         self._proxy.turned_away(context.peer())
         refuse = refuse_to_wire(error)
@@ -152,7 +155,7 @@ class Authenticator:
 
 
 class TurnedAway:
-    """Logs refused calls, at most one line per minute."""
+    """A log of refused calls, with at most one line per minute."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -163,7 +166,7 @@ class TurnedAway:
         self._count += 1
         if self._clock() - self._told_at_s >= TELL_EVERY_S:
             who = f"..{short_id(error.peer)} at {address}" if error.peer else address
-            log.warning("turned away %d calls; the last one, of %s: %s", self._count, who, error)
+            log.warning("turned away %d calls, most recently a call from %s: %s", self._count, who, error)
             self._count, self._told_at_s = 0, self._clock()
 
 

@@ -1,4 +1,4 @@
-"""The caller's side of a swap: its first connection, and further ones that it opens while they pay."""
+"""Implement the caller's side of a swap: its first connection, and further ones as long as they make it faster."""
 
 from __future__ import annotations
 
@@ -26,17 +26,18 @@ from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 
 log = logging.getLogger(__name__)
 
-# Called with bytes: framing.py encodes and decodes the messages.
+# These methods are called with bytes, because framing.py encodes and decodes the messages.
 SWAP_METHOD = "/noloco_p2p.wire.v1.Peer/Swap"
 CONNECTION_METHOD = "/noloco_p2p.wire.v1.Peer/Lane"
-OPEN_CONNECTION_S = 5.0  # to connect, and again for the answer
+OPEN_CONNECTION_S = 5.0  # to connect, and as much again for the answer
 
 
 class CallerWire:
     """A call on its own connection.
 
-    The connection ends with the last reference to the call. So `close` drops it, and no error raised here has the call
-    in its traceback: keeping the error would keep the connection until a garbage collection.
+    The connection ends when the last reference to the call is dropped. So `close` drops its reference, and errors that
+    are raised here do not have the call in their tracebacks. Otherwise, keeping an error would keep the connection open
+    until a garbage collection.
     """
 
     def __init__(self, peer: str, connection: Connection, call: Any, limits: Limits) -> None:
@@ -68,14 +69,14 @@ class CallerWire:
             await channel.close()
 
     async def _do(self, action: Callable[[Any], Awaitable[Any]]) -> Any:
-        """Raises PeerError when the call has ended."""
+        """Perform an action on the call. Raises PeerError if the call has ended."""
         fault: PeerError | asyncio.CancelledError = Unreachable("the stream is closed", peer=self._peer)
         if self._call is not None:
             try:
                 return await action(self._call)
             except grpc.aio.AioRpcError as error:
                 fault = translate(error, self._peer)
-            except (grpc.aio.UsageError, asyncio.InvalidStateError):  # raised by a write after the end of the call
+            except (grpc.aio.UsageError, asyncio.InvalidStateError):  # a write after the end of the call raises these
                 pass
             except asyncio.CancelledError:
                 fault = call_cancelled(self._peer)
@@ -83,7 +84,7 @@ class CallerWire:
 
 
 class CallerStream(SwapStream):
-    """Opens as many connections as its tuner wants."""
+    """The caller's stream of a swap. It opens as many connections as its tuner wants."""
 
     def __init__(
         self,
@@ -118,7 +119,7 @@ class CallerStream(SwapStream):
                 self._decided.set()
 
     async def _grow(self, offer: Offer) -> None:
-        """Adjust the number of connections to what the tuner wants, until it has settled."""
+        """Adjust the number of connections to the number that the tuner wants, until the tuner has settled."""
         while True:
             self._decided.clear()
             wanted = self._tuner.wanted
@@ -131,7 +132,7 @@ class CallerStream(SwapStream):
             await self._decided.wait()
 
     async def _open_connection(self, offer: Offer) -> None:
-        """Open a connection. The swap continues unchanged if that fails."""
+        """Open another connection. If that fails, the swap continues unchanged."""
         try:
             wire = await connect(
                 self._connector, self._candidate, CONNECTION_METHOD, timeout_s=OPEN_CONNECTION_S, limits=self._limits
@@ -142,12 +143,12 @@ class CallerStream(SwapStream):
                 await wire.close()
                 raise
         except (PeerError, TimeoutError) as error:
-            log.debug("%s takes no further connection: %s", self._candidate.address, error)
+            log.debug("%s accepts no further connection: %s", self._candidate.address, error)
             return
         self.add(SwapConnection(wire))
 
     async def _join(self, wire: CallerWire, offer: Offer) -> None:
-        """Raises Refused, or another PeerError."""
+        """Join the swap on a new connection. Raises Refused or another PeerError."""
         join = pb.Join(hello=convert.hello_to_wire(self._hello()), swap_id=offer.swap_id)
         await wire.write(pb.Frame(join=join).SerializeToString())
         try:
@@ -160,7 +161,7 @@ class CallerStream(SwapStream):
             raise CorruptPayload("the answer to a further connection was neither yes nor no", peer=self._peer)
 
     async def _leave(self, connection: SwapConnection) -> None:
-        """Use a connection no more; the other side receives all that was sent, and ends the call."""
+        """Stop using a connection. The partner receives everything that was sent, and ends the call."""
         connection.leaving = True
         await self._written(connection)
         if connection is not self._first:
@@ -175,7 +176,7 @@ class CallerStream(SwapStream):
         await asyncio.gather(*(self._leave(connection) for connection in connections))
         for connection in connections:
             if connection.reading:
-                await asyncio.wait({connection.reading})  # until the other side has closed the stream, too
+                await asyncio.wait({connection.reading})  # until the partner has closed the stream, too
 
     async def _end(self) -> None:
         if self._growing:
@@ -188,7 +189,7 @@ class CallerStream(SwapStream):
 async def connect(
     connector: Connector, candidate: Candidate, method: str, *, timeout_s: float, limits: Limits
 ) -> CallerWire:
-    """Call `method` on a new connection. Raises PeerError; a refused connection fails at once."""
+    """Call `method` on a new connection. Raises PeerError, and fails at once if the connection is refused."""
     connection = await connector.dial(candidate, timeout_s=timeout_s)
     call = connection.channel.stream_stream(method)(metadata=connection.metadata)
     return CallerWire(candidate.peer_id, connection, call, limits)

@@ -1,4 +1,7 @@
-"""The Transport on gRPC: this peer's calls to others. It raises only PeerError and its subclasses."""
+"""Implement the Transport, with which this peer calls others, on gRPC.
+
+It raises only PeerError and its subclasses.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +26,16 @@ from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 from noloco_p2p.net.wire.v1.peer_pb2_grpc import PeerStub
 
 POLICY = ConnectionPolicy()
-SETTLE_ROUND_TRIPS = 40  # in which a new TCP stream finds its rate
-MAX_MANIFEST_CHUNKS = 1 << 20  # 1 TiB of state; a larger manifest is refused
+SETTLE_ROUND_TRIPS = 40  # the time that a new TCP stream needs to find its rate
+MAX_MANIFEST_CHUNKS = 1 << 20  # enough for 1 TiB of state; a larger manifest is refused
 
 
 class GrpcTransport:
-    """Dials other peers, with one connection per call: a swap may use the whole link for minutes.
+    """A transport that dials other peers.
 
-    A swap opens further connections while they make it faster; what helped is remembered per address.
+    Each call has its own connection, because a swap can use the whole link for minutes. A swap opens further
+    connections as long as they make it faster. The best number of connections is remembered
+    for each address.
     """
 
     def __init__(
@@ -52,7 +57,7 @@ class GrpcTransport:
     async def open_swap(self, candidate: Candidate, *, timeout_s: float) -> CallerStream:
         """Connect, and open a swap stream. Raises Unreachable or TimedOut."""
         wire = await connect(self._connector, candidate, SWAP_METHOD, timeout_s=timeout_s, limits=self._limits)
-        # The time of connecting is no measure of a round trip: for a hole it includes the help of the relay.
+        # The time to connect does not measure a round trip. If a hole is punched, it includes the relay's help.
         settle_s = max(self._connections.window_s / 2, SETTLE_ROUND_TRIPS * wire.round_trip_s)
         return CallerStream(
             candidate,
@@ -83,7 +88,7 @@ class GrpcTransport:
         request = _fetch_request(want)
         request.hello.CopyFrom(convert.hello_to_wire(self._hello()))
         if isinstance(want, frames.WantLayout):
-            request.hello.layout = ""  # a peer with another layout would refuse
+            request.hello.layout = ""  # a peer with another layout would refuse the request
         async with self._connector.dialled(candidate, timeout_s=timeout_s) as connection:
             call = PeerStub(connection.channel).Fetch(request, metadata=connection.metadata)
             manifest: frames.StateManifest | None = None
@@ -109,8 +114,8 @@ class GrpcTransport:
                             manifest = manifest or part
                             digests += part.chunk_digests
                             if len(digests) > MAX_MANIFEST_CHUNKS:
-                                raise CorruptPayload("a manifest without end", peer=candidate.peer_id)
-                        case _:  # an earlier version sends a position in a queue
+                                raise CorruptPayload("the manifest does not end", peer=candidate.peer_id)
+                        case _:  # an earlier version sends its position in a queue
                             sentence = "the kind of the answer is unknown to this version"
                             raise Refused(sentence, code=frames.RefuseCode.BUSY.name, peer=candidate.peer_id)
                 if manifest:

@@ -1,4 +1,4 @@
-"""The caller's connections: dialling, authenticating the called peer, and describing failures."""
+"""Make connections to other peers: dial them, authenticate them, and describe failures."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def nobody_is_banned(peer_id: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """`metadata` is sent with the one call that is made on it; `round_trip_s` is that of the greeting."""
+    """A connection for one call. `metadata` is sent with that call. `round_trip_s` is the duration of the greeting."""
 
     channel: grpc.aio.Channel
     metadata: Metadata = ()
@@ -41,9 +41,9 @@ class Connection:
 
 
 class Connector:
-    """Makes connections, each for one call.
+    """A dialler of connections, each of which serves one call.
 
-    Without a session they are plain and unauthenticated: for measurements and tests on one machine.
+    Without a session, connections are plain and unauthenticated. This is for measurements and tests on one machine.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Connector:
         self._options = [*options.CLIENT, *limits.options()]
 
     async def dial(self, candidate: Candidate, *, timeout_s: float) -> Connection:
-        """Connect, and greet. The caller closes the channel of the connection. Raises PeerError."""
+        """Connect to a peer and greet it. The caller must close the connection's channel. Raises PeerError."""
         if why := self._why_banned(candidate.peer_id):
             code = RefuseCode.BANNED.name
             raise Refused(f"it is {why}", peer=candidate.peer_id, code=code, retry_after_s=60.0)
@@ -85,7 +85,7 @@ class Connector:
 
     @contextlib.asynccontextmanager
     async def dialled(self, candidate: Candidate, *, timeout_s: float) -> AsyncIterator[Connection]:
-        """`dial`, with the channel closed at the end."""
+        """Connect like `dial`, and close the channel at the end."""
         connection = await self.dial(candidate, timeout_s=timeout_s)
         try:
             yield connection
@@ -102,22 +102,26 @@ class Connector:
         )
 
     async def _connected(self, channel: grpc.aio.Channel, candidate: Candidate) -> None:
-        """Wait until the channel is connected. A refused connection fails at once, to try another candidate."""
+        """Wait until the channel is connected. A refused connection fails at once, so that another candidate can be
+        tried.
+        """
         ready, failing = grpc.ChannelConnectivity.READY, grpc.ChannelConnectivity.TRANSIENT_FAILURE
         state = channel.get_state(try_to_connect=True)
         while state is not ready:
             if state is failing:
-                sentence = f"{candidate.address} cannot be connected to: no peer is there{self._perhaps()}"
+                sentence = f"no connection to {candidate.address}: no peer listens there{self._perhaps()}"
                 raise Unreachable(sentence, peer=candidate.peer_id)
             await channel.wait_for_state_change(state)
             state = channel.get_state(try_to_connect=True)
 
     def _perhaps(self) -> str:
-        """Name other possible causes, because TLS does not say why it failed."""
+        """Name other possible causes of a failure, because TLS does not say why it failed."""
         if self._session is None:
             return ""
-        private = "one of the two is not invited to this private run" if self._session.invitation else "it is private"
-        return f", or another session key than its record names, or {private}"
+        private = (
+            "one of the two is not invited to this private run" if self._session.invitation else "its run is private"
+        )
+        return f", or its session key is not the one in its record, or {private}"
 
     async def _greet(self, channel: grpc.aio.Channel, candidate: Candidate) -> Metadata:
         if self._session is None:
@@ -127,7 +131,7 @@ class Connector:
             reply = await PeerStub(channel).Greet(greeting.request())
         except grpc.aio.AioRpcError as error:
             fault = translate(error, candidate.peer_id)
-            if isinstance(fault, Unreachable):  # all that TLS 1.3 reports of a refused certificate
+            if isinstance(fault, Unreachable):  # TLS 1.3 reports nothing else if a certificate is refused
                 fault = Unreachable(f"{fault}{self._perhaps()}", peer=fault.peer)
             raise fault from None
         check_parsed(reply, candidate.peer_id)
@@ -135,7 +139,7 @@ class Connector:
 
 
 def split_address(candidate: Candidate) -> tuple[str, str]:
-    """The (host, port) at which the candidate claims to be. Raises Unreachable."""
+    """Return the (host, port) at which the candidate claims to be. Raises Unreachable if it is not a valid address."""
     host, _, port = candidate.address.rpartition(":")
     if not is_host(host) or not is_port(port):
         raise Unreachable(f"{candidate.address!r} is not the address of a peer", peer=candidate.peer_id)
@@ -143,18 +147,21 @@ def split_address(candidate: Candidate) -> tuple[str, str]:
 
 
 def grpc_target(address: str, port: str) -> str:
-    """Format a target for gRPC, which would accept many other forms, and resolve names by itself."""
+    """Format an IP address and a port as a gRPC target.
+
+    gRPC would also accept many other forms, and resolve names itself.
+    """
     return f"ipv6:[{address}]:{port}" if ":" in address else f"ipv4:{address}:{port}"
 
 
 def check_parsed(message: object, peer: str) -> None:
-    """Raise CorruptPayload for None, which gRPC passes for bytes that it cannot parse."""
+    """Raise CorruptPayload if the message is None, which gRPC returns for bytes that it cannot parse."""
     if message is None:
         raise CorruptPayload("it sent something that is not a message of this protocol", peer=peer)
 
 
 def translate(error: grpc.aio.AioRpcError, peer: str) -> PeerError:
-    """Convert a gRPC status to an error of this project."""
+    """Convert a gRPC error to an error of this project."""
     for key, value in error.trailing_metadata() or ():
         if key == REFUSE_KEY and isinstance(value, bytes):
             return _refused_in(value, peer)

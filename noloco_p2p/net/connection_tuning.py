@@ -1,9 +1,9 @@
-"""The number of connections of a swap, by hill climbing on its throughput: no constant here is about a link.
+"""Tune the number of connections of a swap by hill climbing on its throughput. No constant here depends on the link.
 
-The number doubles while that pays. If loss limits a TCP stream, two streams carry nearly twice as much; a saturated
-link carries no more, whatever the number. Each direction is judged separately. The frames of a new connection wait for
-the backlog of the others, so a trial that makes one direction faster and the other one slower is measured once more.
-The result is remembered for the next swap with the same peer.
+The number doubles while that pays. If packet loss limits a TCP stream, two streams carry nearly twice as much. A
+saturated link carries no more, however many there are. Each direction is judged separately. Because the frames of a new
+connection wait behind the backlog of the others, a trial that makes one direction faster and the other slower is
+measured once more. The result is remembered for the next swap with the same peer.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 
-GAIN = 1.2  # a trial pays if it makes a direction this much faster, and the other not as much slower
-FRAMES_PER_CONNECTION = 2  # per direction in a window, at least; a connection of 2 Mbit/s needs two seconds for them
+GAIN = 1.2  # a trial pays if one direction gets this much faster, and the other does not get this much slower
+FRAMES_PER_CONNECTION = 2  # fewest frames per direction in a window; at 2 Mbit/s, they take a connection two seconds
 MAX_SETTLE_S = 5.0
 REMEMBERED_PEERS = 256
-QUIET_SWAPS = 8  # this many swaps use the result before it is tried again
+QUIET_SWAPS = 8  # the number of swaps that use a result before another trial
 
 
 class Direction(IntEnum):
@@ -27,14 +27,20 @@ class Direction(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class ConnectionPolicy:
-    """max_connections: of one swap, 1 = never a second one. window_s: the least time over which a rate is measured."""
+    """The limits of the tuning.
+
+    `max_connections` is the maximum number of connections of one swap. With 1, there is never a second one. `window_s`
+    is the shortest time over which a rate is measured.
+    """
 
     max_connections: int = 8
     window_s: float = 1.5
 
 
 class _Meter:
-    """The rate of one direction in a window. Times between sections, when nothing has to move, do not count."""
+    """A meter for the rate of one direction in a window. Times between sections do not count, because nothing has to
+    move then.
+    """
 
     def __init__(self) -> None:
         self.num_bytes = self.num_frames = 0
@@ -70,12 +76,12 @@ class Measured:
 
 
 class ConnectionTuner:
-    """The number of connections of one swap: `wanted`. Pure: callers pass the time.
+    """A tuner for the number of connections of one swap. Callers pass the time.
 
-    The caller opens or closes some until there are `wanted`, and calls `in_place`; `moved` returns whether that
-    changes.
-    settle_s: how long new TCP streams take to find their rate, many round trips, which are not measured. before: the
-    measurement before the trial with `start` connections, in an earlier swap.
+    The caller opens or closes connections until there are `wanted`, and then calls `in_place`. `moved` returns whether
+    `wanted` has changed. A new TCP stream needs `settle_s`, which is many round trips, to find its rate, so that time
+    is not measured. `before` is the measurement before the trial with `start` connections, if an earlier swap began
+    that trial.
     """
 
     def __init__(
@@ -94,7 +100,9 @@ class ConnectionTuner:
         self._is_repeated = False
 
     def in_place(self, num_connections: int, now_s: float) -> None:
-        """This many connections are open now; fewer than wanted if the other side has refused some."""
+        """Report how many connections are open now. There can be fewer than wanted, because the partner may have
+        refused some.
+        """
         if num_connections < self.wanted:
             self.wanted = num_connections
             self.is_settled = self.is_settled or self.before is None or num_connections <= self.before.num_connections
@@ -104,12 +112,13 @@ class ConnectionTuner:
         self._begin_window(now_s + self._settle_s)
 
     def pause(self, direction: Direction) -> None:
-        """A section of this direction begins or has ended."""
+        """Report that a section of this direction begins or has ended."""
         self._meters[direction].pause()
 
     def moved(self, direction: Direction, num_bytes: int, now_s: float, *, connection: int) -> bool:
-        """A frame has passed, on the connection with this number. Returns whether `wanted` or `is_settled` has
-        changed.
+        """Report that a frame has passed on the connection with this number.
+
+        The result is whether `wanted` or `is_settled` has changed.
         """
         if not self._is_measuring:
             return False
@@ -147,8 +156,8 @@ class ConnectionTuner:
     def _window_is_full(self, now_s: float) -> bool:
         if not any(self._knows(direction) for direction in Direction):
             return False
-        # A slower direction, or one whose frames do not use the new connections yet, gets some more time. One without
-        # anything to send, or with a slow sender, is not waited for.
+        # A direction gets more time if it is slower, or if its frames do not use the new connections yet. There is no
+        # waiting for a direction that has nothing to send or whose sender is slow.
         is_late = now_s - self._window_begins_s > 3 * self._policy.window_s
         return is_late or all(
             (self._knows(way) and self._is_spread(way)) or not self._meters[way].is_moving for way in Direction
@@ -178,36 +187,39 @@ def _disagree(gains: list[float]) -> bool:
 @dataclass(slots=True)
 class _Known:
     num_connections: int
-    quiet_swaps: int = 0  # how many more swaps use it unchanged
+    quiet_swaps: int = 0  # the number of further swaps that use it unchanged
     is_settled: bool = False
-    before: Measured | None = None  # a trial of more was interrupted: the next swap begins with it
+    before: Measured | None = None  # set if a trial with more connections was interrupted, which the next swap repeats
 
 
 class ConnectionMemory:
-    """How many connections the last swaps with each address needed. It fades: every ninth swap starts from half."""
+    """A memory of how many connections the last swaps with each address needed.
+
+    It fades, because every ninth swap starts from half that number.
+    """
 
     def __init__(self, policy: ConnectionPolicy) -> None:
         self._policy = policy
         self._known: OrderedDict[str, _Known] = OrderedDict()
 
     def tuner(self, address: str, *, settle_s: float) -> ConnectionTuner:
-        """Return the tuner of a swap that begins now."""
+        """Return the tuner for a swap that begins now."""
         known = self._known.get(address, _Known(1))
         start, is_trying, before = known.num_connections, not known.quiet_swaps, known.before
         if known.quiet_swaps:
             known.quiet_swaps -= 1
-        elif known.is_settled:  # a link may have become better, or worse
+        elif known.is_settled:  # the link may have become better or worse
             start, known.quiet_swaps = max(1, start // 2), QUIET_SWAPS
         elif before:
-            start, known.before = 2 * start, None  # once, because this swap may be too short, too
+            start, known.before = 2 * start, None  # only once, because this swap may also be too short
         return ConnectionTuner(self._policy, start=start, is_trying=is_trying, settle_s=settle_s, before=before)
 
     def num_connections(self, address: str) -> int:
-        """The number of connections with which the next swap begins, unless a trial is due."""
+        """Return the number of connections with which the next swap begins, unless a trial is due."""
         return self._known[address].num_connections if address in self._known else 1
 
     def learn(self, address: str, tuner: ConnectionTuner) -> None:
-        """Record the result of a swap."""
+        """Remember the result of a swap."""
         if not tuner.has_measured:
             return
         if tuner.is_settled:

@@ -1,7 +1,7 @@
-"""Frames <-> protobuf messages, one table each way.
+"""Convert frames to protobuf messages and back, with one table for each direction.
 
-Network input is checked here for form: a missing or unknown variant, an unknown enum value or a number out of range
-becomes CorruptPayload. gossip decides whether it makes sense.
+Network input is checked for form here. A missing or unknown variant, an unknown enum value or a number out of range
+raises CorruptPayload. `gossip/` decides whether the content makes sense.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from noloco_p2p.gossip import frames
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 from noloco_p2p.transfer.kept_chunks import DIGEST_BYTES
 
-MAX_TEXT = 1000  # of any name or sentence that another peer sends
-MAX_ROUND = 2**53  # beyond any run, and below the limit of a counter on the wire
+MAX_TEXT = 1000  # characters of any name or sentence that another peer sends
+MAX_ROUND = 2**53  # more than any run has, and less than a counter in a message can hold
 
 
 def hello_to_wire(hello: frames.Hello) -> pb.Hello:
@@ -56,7 +56,7 @@ def frame_to_wire(frame: frames.Frame) -> pb.Frame:
 
 
 def frame_from_wire(message: pb.Frame) -> frames.Frame:
-    """Raises CorruptPayload when the message is not a frame of this protocol version."""
+    """Convert a message to a frame. Raises CorruptPayload if it is not a frame of this protocol version."""
     name = message.WhichOneof("frame")
     if name not in _FROM_WIRE:
         raise CorruptPayload("a frame of an unknown kind arrived; the other peer may speak a newer protocol")
@@ -75,7 +75,10 @@ def manifest_to_wire(manifest: frames.StateManifest, digests: tuple[bytes, ...])
 
 
 def manifest_from_wire(message: pb.Manifest) -> frames.StateManifest:
-    """A manifest, or a part of one. Parts without digests, or with others, could repeat forever."""
+    """Convert a message to a manifest or a part of one.
+
+    Raises CorruptPayload for a part without valid digests, because such parts could repeat forever.
+    """
     digests = tuple(message.chunk_digests)
     if not digests or any(len(digest) != DIGEST_BYTES for digest in digests):
         raise CorruptPayload(f"a manifest arrived without digests of {DIGEST_BYTES} bytes")
@@ -108,7 +111,9 @@ def status_from_wire(message: pb.StatusReply) -> frames.PeerStatus:
 
 
 def text(value: str) -> str:
-    """Text of another peer, bounded, and without control characters that could manipulate a terminal."""
+    """Return text from another peer, cut to MAX_TEXT characters and without characters that could manipulate a
+    terminal.
+    """
     return "".join(char for char in value[:MAX_TEXT] if char.isprintable())
 
 
@@ -119,14 +124,19 @@ def finite(value: float) -> float:
 
 
 def run_position(round_index: int, progress: float) -> tuple[int, float]:
-    """The announced position of a peer. Newcomers adopt both values, so those out of range are rejected."""
+    """Return a peer's position in the run. Raises CorruptPayload if it is out of range, because newcomers adopt both
+    values.
+    """
     if round_index > MAX_ROUND or not 0 <= progress < math.inf:
         raise CorruptPayload(f"round {round_index} at progress {progress:g} is not a position in a run")
     return round_index, progress
 
 
 def _enum(value: int) -> Any:
-    """Convert an enum value. Protobuf's stubs want their own types; ours have the same numbers (a test verifies it)."""
+    """Convert an enum value.
+
+    Protobuf's stubs require their own types, but ours have the same numbers, which a test verifies.
+    """
     return int(value)
 
 

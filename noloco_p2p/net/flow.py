@@ -1,8 +1,8 @@
-"""The streams of a peer to its neighbours in a pipeline: one per pair, dialled by either side, kept open.
+"""Manage the streams of a peer to its neighbours in a pipeline. Each pair has one stream, which either peer can dial.
 
-When both dial at once, the call of the higher peer id is used, and the other is refused CROSSED. A later call of the
-same peer replaces its stream: the caller was the first to notice that the old one is lost. Belongs to the network
-thread.
+If both dial at once, the call of the peer with the higher id is used, and the other call is refused with CROSSED. A
+later call of the same peer replaces its stream, because the caller was the first to notice that the old stream is lost.
+All of this belongs to the network thread.
 """
 
 from __future__ import annotations
@@ -32,46 +32,52 @@ from noloco_p2p.owned_tasks import OwnedTasks
 log = logging.getLogger(__name__)
 
 FLOW_METHOD = "/noloco_p2p.wire.v1.Peer/Flow"
-OPEN_S = 10.0  # to find, connect and get an answer, and again for a call that crossed this one
+OPEN_S = 10.0  # to find and call a peer and get its answer, and as much again for a call that crossed this one
 FIRST_WORDS_S = 5.0  # from a call to its FlowHello
 PROVEN_S = 3600.0  # the age at which the caller ends a stream, to authenticate itself again
-LATEST_S = 1.1 * PROVEN_S  # and at which the other side does: an invitation may have expired
-MAX_DIALLED = 32  # streams; the least recently used one is closed for another
-MAX_ACCEPTED = 32  # the one without payload for longest makes room, unless it carried some within `stuck_s`
+LATEST_S = 1.1 * PROVEN_S  # the age at which the called peer ends it, because an invitation may have expired
+MAX_DIALLED = 32  # streams; beyond that, the least recently used one is closed
+MAX_ACCEPTED = 32  # streams; beyond that, the longest idle one is closed, if it has been idle for `stuck_s`
 
 
 class Neighbourhood(Protocol):
-    """What a driver does with its neighbours. All methods are called on the event loop."""
+    """The interface through which a driver deals with its neighbours. All methods are called on the event loop."""
 
     def opened(self, peer: str, stage: int) -> None: ...
 
     def closed(self, peer: str) -> None:
-        """The stream has ended, or could not be opened. Called before a new one opens."""
+        """Report that the stream has ended or could not be opened. This is called before a new stream opens."""
         ...
 
     async def checked(self, peer: str, frame: Frame) -> Frame:
-        """Return the frame as it may be used. Raises CorruptPayload for what no honest peer sends."""
+        """Check a frame and return it, without its payload if that cannot be used.
+
+        Raises CorruptPayload for a frame that no honest peer sends.
+        """
         ...
 
     def received(self, peer: str, frame: Frame) -> None: ...
 
 
 class Find(Protocol):
-    """As `gossip.seams.Directory.find`."""
+    """A function like `gossip.seams.Directory.find`."""
 
     async def __call__(self, peer_id: str, *, timeout_s: float) -> Candidate | None: ...
 
 
 @dataclass(slots=True, eq=False)
 class Dial:
+    """A stream that is being opened."""
+
     task: asyncio.Task[None]
-    frames: list[tuple[Frame, float]] = field(default_factory=list)  # waiting for the stream, and since when
+    frames: list[tuple[Frame, float]] = field(default_factory=list)  # frames that wait for the stream, and since when
 
 
 class FlowLinks:
-    """hello: of this peer; its layout is left out. neighbourhood: set before the first stream opens.
+    """The streams of a peer to its neighbours.
 
-    strike: called with a peer, and what it did that no honest peer does.
+    `hello` returns the Hello of this peer, which is sent without its layout. `neighbourhood` must be set before the
+    first stream opens. `strike` is called with a peer that misbehaved and a description of what it did.
     """
 
     neighbourhood: Neighbourhood
@@ -108,13 +114,15 @@ class FlowLinks:
 
     @property
     def stages(self) -> dict[str, int]:
-        """The stages of the peers with an open stream."""
+        """Return the stage of each peer with an open stream."""
         return {peer: link.stage for peer, link in self._links.items()}
 
     def send(self, to: str, frame: Frame, *, since_s: float | None = None) -> None:
-        """Send over the stream to that peer, which is opened on demand. Never waits, never raises.
+        """Send a frame over the stream to a peer, and open the stream if necessary. This never waits and never raises
+        an error.
 
-        since_s: when the frame was ready, on the clock of the loop; None = now. Its remaining time counts from there.
+        `since_s` is the time on the event loop's clock at which the frame was ready, or None for now. The frame's
+        remaining time counts from then.
         """
         since_s = asyncio.get_running_loop().time() if since_s is None else since_s
         if link := self._links.get(to):
@@ -126,12 +134,12 @@ class FlowLinks:
             dial.frames.append((frame, since_s))
 
     def broadcast(self, frame: Frame, *, but: str = "") -> None:
-        """Send over all open streams but one."""
+        """Send a frame over all open streams except the stream to `but`."""
         for peer in [peer for peer in self._links if peer != but]:
             self.send(peer, frame)
 
     def open(self, peer: str) -> None:
-        """Open a stream if there is none, and report the result to the driver."""
+        """Open a stream to a peer if there is none, and report the result to the driver."""
         if peer not in self._links and peer not in self._dials and not self._is_leaving:
             self._dials[peer] = Dial(self._tasks.start(self._dial(peer)))
 
@@ -141,9 +149,9 @@ class FlowLinks:
             self._drop(link, fault)
 
     def look(self) -> None:
-        """Call it every second or so: it ends the streams of banned peers, and an old one.
+        """End the streams of banned peers, and the oldest stream if it is too old. Call this about once per second.
 
-        The caller of an old stream opens another one, and authenticates itself again.
+        If a stream is too old, its caller opens another one and authenticates itself again.
         """
         now_s = asyncio.get_running_loop().time()
         for link in list(self._links.values()):
@@ -154,7 +162,7 @@ class FlowLinks:
             self._drop(oldest, Unreachable("its proof is too old", peer=oldest.peer))
 
     async def stop(self) -> None:
-        """End all streams immediately; none is opened or accepted from now on."""
+        """End all streams immediately. No stream is opened or accepted from now on."""
         self._is_leaving = True
         for link in self._links.values():
             link.stop(Unreachable("this peer leaves", peer=link.peer))
@@ -163,7 +171,7 @@ class FlowLinks:
             dial.task.cancel()
         await self._tasks.stop(grace_s=1.0)
 
-    # a call of this peer
+    # calls by this peer
 
     async def _dial(self, peer: str) -> None:
         try:
@@ -177,7 +185,7 @@ class FlowLinks:
         self._add(self._link(peer, stage, wire, is_dialled=True))
 
     async def _called(self, peer: str) -> tuple[CallerWire, int]:
-        """Raises PeerError and DirectoryError. It is cancelled when the other side has called meanwhile."""
+        """Call a peer. The task is cancelled if that peer calls meanwhile. Raises PeerError or DirectoryError."""
         try:
             async with asyncio.timeout(OPEN_S):
                 return await self._call(peer)
@@ -204,13 +212,13 @@ class FlowLinks:
             await wire.close()
             raise
 
-    # a call of another peer
+    # calls by other peers
 
     async def serve(self, wire: ServerWire, caller: str, admit: Callable[[Hello], None]) -> None:
-        """Run until the stream has ended.
+        """Serve a stream until it has ended.
 
-        caller: authenticated, or "". admit: raises PeerError for a caller that may not enter; called once there is
-        a place.
+        `caller` is the authenticated peer id, or "". `admit` is called once there is space for the stream. It raises
+        PeerError for a caller that may not enter.
         """
         try:
             async with asyncio.timeout(FIRST_WORDS_S):
@@ -221,9 +229,9 @@ class FlowLinks:
             idle = self._place_for(peer)
             admit(replace(first.hello, layout=""))
         except (PeerError, TimeoutError) as error:
-            fault = error if isinstance(error, PeerError) else TimedOut("no FlowHello came")
+            fault = error if isinstance(error, PeerError) else TimedOut("no FlowHello arrived")
             refuse = convert.refuse_from_wire(refuse_to_wire(fault))
-            with contextlib.suppress(PeerError, TimeoutError):  # it did not wait for the answer
+            with contextlib.suppress(PeerError, TimeoutError):  # the caller did not wait for the answer
                 async with asyncio.timeout(FIRST_WORDS_S):
                     await wire.write(flow_wire.encode(refuse))
             return
@@ -238,9 +246,9 @@ class FlowLinks:
                 self._drop(link, Unreachable("the connection was lost", peer=peer))
 
     def _place_for(self, peer: str) -> FlowLink | None:
-        """The stream that makes room, if necessary.
+        """Return the stream to close for a new one, or None if there is space.
 
-        Raises Refused when this peer's own call is used instead, when all streams are busy, or when this peer leaves.
+        Raises Refused if this peer's own call is used instead, if all streams are busy, or if this peer leaves.
         """
         if self._is_leaving:
             raise Refused("this peer leaves", peer=peer, code=RefuseCode.NOT_TRAINING.name)
@@ -248,7 +256,7 @@ class FlowLinks:
         now_s, link = asyncio.get_running_loop().time(), self._links.get(peer)
         has_just_called = link is not None and link.is_dialled and now_s - link.opened_s < OPEN_S
         if is_ours_first and (peer in self._dials or has_just_called):
-            raise Refused("my own call to you is used", peer=peer, code=RefuseCode.CROSSED.name)
+            raise Refused("my own call to you is used instead", peer=peer, code=RefuseCode.CROSSED.name)
         others = [other for other in self._links.values() if other is not link and not other.is_dialled]
         if len(others) < self._max_accepted:
             return None
@@ -264,12 +272,12 @@ class FlowLinks:
         return flow_wire.encode(FlowHello(replace(self._hello(), layout=""), self._stage))
 
     def _stage_in(self, frame: object) -> int:
-        """Raises PeerError unless it is the FlowHello of a neighbour."""
+        """Return the stage in a FlowHello. Raises PeerError if the frame is not the FlowHello of a neighbour."""
         if not isinstance(frame, FlowHello):
             raise CorruptPayload("a stream of a pipeline begins with a FlowHello")
         distance = abs(frame.stage - self._stage)
         if frame.stage >= self._num_stages or distance not in (1, self._num_stages - 1):
-            sentence = f"stage {self._stage} here and stage {frame.stage} there are not neighbours"
+            sentence = f"your stage {frame.stage} is not a neighbour of my stage {self._stage}"
             raise Refused(sentence, peer=frame.hello.peer_id, code=RefuseCode.OTHER_MODEL.name)
         return frame.stage
 
@@ -302,7 +310,7 @@ class FlowLinks:
 
     def _add(self, link: FlowLink) -> None:
         if before := self._links.get(link.peer):
-            link.worked_s = before.worked_s  # otherwise a peer that calls repeatedly would never make room
+            link.worked_s = before.worked_s  # otherwise, a peer that calls repeatedly would never be idle
             self._drop(before, Unreachable("a new stream replaces it", peer=link.peer))
         dial = self._dials.pop(link.peer, None)
         self._links[link.peer] = link

@@ -1,8 +1,9 @@
-"""One stream between two neighbours in a pipeline.
+"""Carry frames over one stream between two neighbours in a pipeline.
 
-Outgoing: frames without payload first, then backwards, then forwards; a more urgent frame may be sent between two
-pieces of a less urgent one. Incoming: at most one payload per direction is held, of a size known from the spec, and
-nothing more is read while it is checked or while answers wait to be taken. So a flood slows down its sender.
+Frames without a payload are sent first, then backward frames, then forward frames. A more urgent frame can be sent
+between two pieces of a less urgent one. On the receiving end, at most one payload per direction is held, and its size
+is known from the spec. Nothing more is read while a payload is checked or while answers wait to be sent, so a flood
+slows down its sender.
 """
 
 from __future__ import annotations
@@ -20,24 +21,24 @@ from noloco_p2p.net import flow_wire
 from noloco_p2p.net.flow_wire import PIECE_BYTES, BackwardAnnounced, FlowHello, ForwardAnnounced, Piece, WireFrame
 from noloco_p2p.net.swap_stream import Wire
 
-STUCK_S = 30.0  # for a message to be taken, or for the next one while a payload is incomplete: 1 MiB at 0.3 Mbit/s
-MAX_QUEUED = 1024  # frames without payload; a neighbour that lets the queue fill up is stuck
-PAUSE_QUEUED = 256  # from here on nothing is read, because each frame that is read is answered
+STUCK_S = 30.0  # longest wait to send a message, or for the next piece of a payload; enough for 1 MiB at 0.3 Mbit/s
+MAX_QUEUED = 1024  # frames without a payload; a neighbour that lets the queue fill up is stuck
+PAUSE_QUEUED = 256  # with a longer queue, nothing is read, because each frame that is read is answered
 
 
 @dataclass(frozen=True, slots=True)
 class PayloadSizes:
-    """The payload sizes of a microbatch in the codecs of the spec."""
+    """The sizes of a microbatch's payloads in the codecs of the spec."""
 
     forward_bytes: int
     backward_bytes: int
 
 
 class Outbound:
-    """Payloads of one direction, one after the other. The rooms of both sides bound their number."""
+    """A queue of payloads in one direction. The memory limits of both peers bound its length."""
 
     def __init__(self) -> None:
-        self._waiting: deque[tuple[Forward | Backward, float]] = deque()  # with the time since which they wait
+        self._waiting: deque[tuple[Forward | Backward, float]] = deque()  # with the time at which each began to wait
         self._pieces: Iterator[Piece] = iter(())
 
     def add(self, frame: Forward | Backward, since_s: float) -> None:
@@ -57,7 +58,7 @@ class Outbound:
 
 
 class ArrivingPayload:
-    """A payload that is arriving. `frame`: its announcement."""
+    """A payload that is arriving. `frame` is its announcement."""
 
     def __init__(self, frame: ForwardAnnounced | BackwardAnnounced, now_s: float) -> None:
         self._frame = frame
@@ -67,8 +68,9 @@ class ArrivingPayload:
         self._is_whole = True
 
     def take(self, piece: Piece, now_s: float) -> Forward | Backward | None:
-        """Return the frame once the payload is complete; its payload is None if a digest is wrong. Raises
-        CorruptPayload.
+        """Add a piece, and return the frame once the payload is complete. Its payload is None if a digest was wrong.
+
+        Raises CorruptPayload for a piece of the wrong size.
         """
         begin, expected = self._num_bytes, min(PIECE_BYTES, self._frame.num_bytes - self._num_bytes)
         if len(piece.payload) != expected:
@@ -85,11 +87,10 @@ class ArrivingPayload:
 
 
 class FlowLink:
-    """A stream. Its creator runs `run`, the only task that uses the wire.
+    """A stream to one neighbour. Its creator runs `run`, which is the only user of the connection.
 
-    checked: returns a frame as it may be used, or raises CorruptPayload; awaited before the next frame is read.
-    received:
-    called with each frame, in order, and no longer once the link was stopped.
+    `checked` checks a frame and returns it, or raises CorruptPayload. It is awaited before the next frame is read.
+    `received` is called with each frame, in order, until the link is stopped.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class FlowLink:
         self.peer, self.stage, self.is_dialled = peer, stage, is_dialled
         self._clock = asyncio.get_running_loop().time
         self.opened_s = self.used_s = self._clock()
-        self.worked_s = self.opened_s  # when a payload went either way; an idle stream has none
+        self.worked_s = self.opened_s  # the time of the last payload in either direction; an idle stream has none
         self._wire = wire
         self._sizes = sizes
         self._checked, self._received = checked, received
@@ -116,7 +117,7 @@ class FlowLink:
         self._stuck_s = stuck_s
         self._control: deque[tuple[Frame, float]] = deque()
         self._backwards, self._forwards = Outbound(), Outbound()
-        self._inbound: dict[bool, ArrivingPayload] = {}  # by: is it a Backward
+        self._inbound: dict[bool, ArrivingPayload] = {}  # keyed by whether it is a Backward
         self._something_to_send = asyncio.Event()
         self._few_queued = asyncio.Event()
         self._few_queued.set()
@@ -127,7 +128,10 @@ class FlowLink:
         return self._stopped.done()
 
     def send(self, frame: Frame, since_s: float) -> None:
-        """since_s: when it was ready, on the clock of the event loop. Never waits, never raises."""
+        """Queue a frame for sending. `since_s` is the time on the event loop's clock at which it was ready.
+
+        This never waits and never raises an error.
+        """
         self.used_s = self._clock()
         self._note_work(frame)
         if isinstance(frame, Backward):
@@ -137,7 +141,7 @@ class FlowLink:
         elif len(self._control) < MAX_QUEUED:
             self._control.append((frame, since_s))
         else:
-            self.stop(TimedOut(f"{MAX_QUEUED} frames wait to be taken", peer=self.peer))
+            self.stop(TimedOut(f"{MAX_QUEUED} frames wait to be sent", peer=self.peer))
         if len(self._control) >= PAUSE_QUEUED:
             self._few_queued.clear()
         self._something_to_send.set()
@@ -147,12 +151,12 @@ class FlowLink:
             self.worked_s = self._clock()
 
     def stop(self, fault: PeerError) -> None:
-        """Receive nothing from now on, and end `run`."""
+        """Stop receiving, and end `run`."""
         if not self._stopped.done():
             self._stopped.set_result(fault)
 
     async def run(self) -> PeerError:
-        """Carry frames both ways until the stream ends, and close it. Returns why it has ended."""
+        """Carry frames in both directions until the stream ends, close it, and return the reason for its end."""
         tasks = [asyncio.create_task(self._until_fault(way)) for way in (self._read_all, self._write_all)]
         try:
             return await self._stopped
@@ -169,7 +173,7 @@ class FlowLink:
         except PeerError as error:
             fault = error
         except TimeoutError:
-            fault = TimedOut(f"the neighbour has sent or taken nothing for {self._stuck_s:g} s", peer=self.peer)
+            fault = TimedOut(f"the neighbour has sent or accepted nothing for {self._stuck_s:g} s", peer=self.peer)
         self.stop(fault)
 
     # out
@@ -220,7 +224,7 @@ class FlowLink:
             await self._few_queued.wait()  # until `_write` continues
 
     def _taken(self, frame: WireFrame) -> Frame | None:
-        """A complete frame; None while its payload is incomplete. Raises CorruptPayload."""
+        """Return a complete frame, or None while its payload is incomplete. Raises CorruptPayload."""
         match frame:
             case ForwardAnnounced():
                 self._announced(frame, self._sizes.forward_bytes)

@@ -1,8 +1,8 @@
-"""Frames of a pipeline <-> the bytes of a protobuf `FlowFrame` message.
+"""Convert frames of a pipeline to the bytes of a protobuf `FlowFrame` message, and back.
 
-A payload travels separately from the frame that announces it, in pieces, so that more urgent frames can go in between.
-Network input is checked here for form: a missing or unknown variant, or a number out of range, becomes CorruptPayload.
-`flow/` decides whether it makes sense.
+A payload is sent in pieces, separately from the frame that announces it, so that more urgent frames can be sent in
+between. Network input is checked for form here. A missing or unknown variant or a number out of range raises
+CorruptPayload. `flow/` decides whether the content makes sense.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from noloco_p2p.gossip.frames import Hello, Refuse
 from noloco_p2p.net import convert
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 
-PIECE_BYTES = 1 << 18  # 0.1 s at 20 Mbit/s: the wait of a more urgent frame
-MAX_NUMBER = 2**63 - 1  # of a microbatch
+PIECE_BYTES = 1 << 18  # 0.1 s at 20 Mbit/s, for which a more urgent frame may have to wait
+MAX_NUMBER = 2**63 - 1  # the largest number of a microbatch
 SIGNATURE_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True)
 class FlowHello:
-    """hello: without a layout, since each stage has a different one."""
+    """The first frame of a stream. `hello` has no layout, because each stage has a different one."""
 
     hello: Hello
     stage: int
@@ -35,7 +35,7 @@ class FlowHello:
 
 @dataclass(frozen=True, slots=True)
 class ForwardAnnounced:
-    """`flow.frames.Forward` without its payload, which follows in pieces, as for BackwardAnnounced."""
+    """A `flow.frames.Forward` without its payload, which follows in pieces."""
 
     id: MicrobatchId
     remaining_s: float
@@ -44,13 +44,18 @@ class ForwardAnnounced:
 
 @dataclass(frozen=True, slots=True)
 class BackwardAnnounced:
+    """A `flow.frames.Backward` without its payload, which follows in pieces."""
+
     id: MicrobatchId
     num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """PIECE_BYTES of the payload of the last Backward or Forward, or the rest of it. digest: from `chunk_digest`."""
+    """The next PIECE_BYTES of the payload of the last Backward or Forward, or the rest of it.
+
+    `digest` comes from `chunk_digest`.
+    """
 
     is_backward: bool
     payload: bytes
@@ -67,7 +72,7 @@ def encode(frame: WireFrame) -> bytes:
 
 
 def decode(data: bytes) -> WireFrame:
-    """Raises CorruptPayload when `data` is not a frame of this protocol version."""
+    """Decode a frame. Raises CorruptPayload if `data` is not a frame of this protocol version."""
     try:
         message = pb.FlowFrame.FromString(data)
     except DecodeError:

@@ -1,10 +1,11 @@
-"""Frames <-> the bytes of a protobuf `Frame` message.
+"""Convert frames to the bytes of a protobuf `Frame` message, and back.
 
-Nearly all bytes of a swap are payloads of chunks. protobuf would copy each three times on sending and receiving; here a
-chunk is written by hand, with one copy, and read without any. On the wire it is the same message (a test compares
-them).
+Nearly all bytes of a swap are payloads of chunks. protobuf would copy each payload three times when sending and
+receiving. Here, a chunk is written by hand with one copy, and read without any. The bytes are the same as protobuf's,
+which a test verifies.
 
-A swap on several connections numbers its frames (swap_stream.py); the number is the last field, 0 = not numbered.
+If a swap uses several connections, its frames are numbered (`swap_stream.py`). The number is the last field, and 0
+means that the frame is not numbered.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ def encode(frame: Frame, *, sequence: int = 0) -> bytes:
 
 
 def decode(data: bytes) -> tuple[Frame, int]:
-    """Return a frame and its sequence number. A chunk's payload is a view of `data`.
+    """Return a frame and its sequence number. The payload of a chunk is a view of `data`.
 
-    Raises CorruptPayload when `data` is not a frame of this protocol version.
+    Raises CorruptPayload if `data` is not a frame of this protocol version.
     """
     chunk = _decode_chunk(data) if data[:1] == b"\x2a" else None
     if chunk is not None:
@@ -49,7 +50,7 @@ def decode(data: bytes) -> tuple[Frame, int]:
 
 
 def _decode_chunk(data: bytes) -> tuple[Chunk, int] | None:
-    """None when the chunk is not written as `encode` writes it; then protobuf reads it."""
+    """Decode a chunk in the form that `encode` writes. Any other form gives None, and protobuf then reads it."""
     try:
         length, at = _varint(data, 1)
         end, sequence = at + length, 0
@@ -72,13 +73,13 @@ def _decode_chunk(data: bytes) -> tuple[Chunk, int] | None:
         digest_size, digest_at = _varint(data, at + 1)
         if digest_at + digest_size != end or section not in SECTIONS:
             return None
-    except IndexError:  # it ends too early
+    except IndexError:  # the data ends too early
         return None
     return Chunk(SectionName(section), index, memoryview(data)[start:at], data[digest_at:end]), sequence
 
 
 def _tagged(tag: int, value: int) -> bytes:
-    """A tag and a varint."""
+    """Encode a tag and a varint."""
     out = bytearray((tag,))
     while value > 0x7F:
         out.append(value & 0x7F | 0x80)
@@ -88,7 +89,10 @@ def _tagged(tag: int, value: int) -> bytes:
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """Return (value, its end). At most ten bytes, as in protobuf; IndexError when `data` ends too early."""
+    """Return the value of a varint and its end. A varint has at most ten bytes, as in protobuf.
+
+    Raises IndexError if `data` ends too early.
+    """
     value = 0
     for position in range(10):
         byte = data[at + position]

@@ -1,12 +1,14 @@
-"""Mutual authentication: both sides sign what only this call, on this connection, to this session can contain.
+"""Authenticate both peers of a call.
+
+Each peer signs data that only this call, on this connection, to this session can contain:
 
     caller   -> Greet(nonce)
     answerer -> challenge, signature over (ANSWERER, nonce, challenge, session key, answerer)
     caller   -> the call; in its metadata a Proof: signature over (CALLER, nonce, challenge, session key, both ids)
 
-A proof is valid for one call: the challenge is bound to the network address of the connection, is accepted once, and
-expires by the monotonic clock of its creator. As the session key of the answerer is signed, the answerer cannot forward
-the proof to another peer and pass for the caller. From then on, TLS protects the call.
+A proof is valid for one call. The challenge is bound to the network address of the connection, is accepted once, and
+expires according to the monotonic clock of the peer that created it. The proof also covers the answerer's session key,
+so the answerer cannot forward the proof to another peer and pose as the caller. From then on, TLS protects the call.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 PROOF_KEY = "noloco-proof-bin"
 NONCE_BYTES = 16
 CHALLENGE_S = 10.0
-# when it was issued, in ms; random bytes; and a tag that shows that it was issued here
+# The time of issue in ms, random bytes, and a tag that shows that the challenge was issued here.
 CHALLENGE_BYTES = 8 + NONCE_BYTES + 16
 CALLER, ANSWERER = b"noloco_p2p caller 1\x00", b"noloco_p2p answerer 1\x00"
 
@@ -38,7 +40,7 @@ Metadata = tuple[tuple[str, bytes], ...]
 
 @dataclass(frozen=True, slots=True)
 class Greeting:
-    """What the caller keeps between Greet and its call."""
+    """The data that a caller keeps between Greet and its call."""
 
     nonce: bytes
     peer_id: str  # of the called peer
@@ -52,7 +54,7 @@ class Greeting:
         return pb.GreetRequest(nonce=self.nonce)
 
     def prove(self, reply: pb.GreetReply, session: Session) -> Metadata:
-        """Return the metadata of the call. Raises PeerError when another peer has answered."""
+        """Return the metadata of the call. Raises PeerError if another peer has answered."""
         if len(reply.challenge) != CHALLENGE_BYTES:
             raise CorruptPayload("its greeting has no challenge", peer=self.peer_id)
         words = _words(ANSWERER, self.nonce, reply.challenge, self.session_key, self.peer_id)
@@ -72,7 +74,7 @@ class Greeting:
 
 
 class Challenges:
-    """The answering side. It stores nothing about callers except accepted challenges, until they expire."""
+    """The challenges of the answering peer. All it stores about callers are accepted challenges, until they expire."""
 
     def __init__(self, session: Session, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._session = session
@@ -81,7 +83,9 @@ class Challenges:
         self._taken: dict[bytes, float] = {}  # challenge -> when it was accepted, in that order
 
     def answer(self, request: pb.GreetRequest, address: str) -> pb.GreetReply:
-        """`address`: of the connection, as gRPC names it. Raises CorruptPayload."""
+        """Answer a greeting. `address` is gRPC's name for the connection. Raises CorruptPayload for a nonce of the
+        wrong size.
+        """
         if len(request.nonce) != NONCE_BYTES:
             raise CorruptPayload(f"the nonce of a greeting must have {NONCE_BYTES} bytes")
         given = int(self._clock() * 1000).to_bytes(8, "big") + secrets.token_bytes(NONCE_BYTES)
@@ -92,7 +96,7 @@ class Challenges:
         return pb.GreetReply(challenge=challenge, signature=signature, membership=self._session.membership)
 
     def check(self, proof: pb.Proof, address: str) -> str:
-        """The peer id of the caller. Raises Refused when authentication fails."""
+        """Return the peer id of the caller. Raises Refused if authentication fails."""
         challenge, now_s = proof.challenge, self._clock()
         given, mark = challenge[:-16], challenge[-16:]
         if len(challenge) != CHALLENGE_BYTES or not secrets.compare_digest(
@@ -103,11 +107,11 @@ class Challenges:
             raise not_proven(f"the challenge is older than {CHALLENGE_S:g} s")
         if challenge in self._taken:
             raise not_proven("the challenge was used before: a proof is valid for one call")
-        self._take(challenge, now_s)  # a failed proof uses it up, too
+        self._take(challenge, now_s)  # a failed proof also uses up the challenge
         own = self._session
         words = _words(CALLER, proof.nonce, challenge, own.key, own.identity.peer_id + proof.peer_id)
         if not verify(proof.peer_id, words, proof.signature):
-            raise not_proven(f"the signature is not that of ..{short_id(text(proof.peer_id))}, made for this peer")
+            raise not_proven(f"the signature was not made by ..{short_id(text(proof.peer_id))} for this peer")
         check_membership(own, proof.membership, proof.peer_id)
         return proof.peer_id
 
@@ -121,7 +125,7 @@ class Challenges:
 
 
 def check_membership(session: Session, membership: bytes, peer_id: str) -> None:
-    """Raise Refused when the run is private and the peer is not invited."""
+    """Raise Refused if the run is private and the peer is not invited."""
     if session.invitation:
         try:
             session.invitation.check(membership, peer_id=peer_id, now_s=time.time())
@@ -130,7 +134,9 @@ def check_membership(session: Session, membership: bytes, peer_id: str) -> None:
 
 
 def _words(role: bytes, nonce: bytes, challenge: bytes, session_key: bytes, ids: str) -> bytes:
-    """Join the signed parts. Each but the last has a fixed length (peer ids do too), so the result is unambiguous."""
+    """Join the parts to sign. The result is unambiguous because all parts but the last have a fixed length, as peer ids
+    do.
+    """
     return role + nonce + challenge + session_key + ids.encode()
 
 

@@ -1,4 +1,4 @@
-"""gRPC options, each with its reason. docs/operations.md has measured effects."""
+"""Define the gRPC options, each with its reason. docs/operations.md shows their measured effects."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ _ALIVE = [
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
-    # Keepalive alone does not notice a frozen process, because its kernel still acknowledges. A ping and its answer
-    # wait behind data sent before: 1 MB each way at 2 Mbit/s takes 8 s, and a timeout of 5 s broke swaps.
+    # Keepalive alone does not notice a frozen process, because its kernel still acknowledges data. A ping and its
+    # answer wait behind data that was sent before. With 1 MB in each direction at 2 Mbit/s, this takes 8 s, and a
+    # timeout of 5 s broke swaps.
     ("grpc.http2.ping_timeout_ms", 15_000),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    # Nothing is ever decompressed: a compressed message is refused, so that none can grow. Payloads are coded.
+    # Compressed messages are refused, so that none can grow when it is decompressed. Payloads are already encoded.
     ("grpc.compression_enabled_algorithms_bitset", 1),
 ]
 
@@ -30,11 +31,11 @@ SERVER = [
     # Without these two a long call with keepalive ends with "too_many_pings".
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
     ("grpc.http2.max_ping_strikes", 0),
-    # A connection is for one call, which is made at once. So strangers cannot keep one: TLS within 5 s, a call within
-    # 8 s, and no further call after 10 s; a running call continues (the grace is infinite).
+    # A connection serves one call, which is made at once. So that strangers cannot keep one, the TLS handshake must end
+    # within 5 s and a call must begin within 8 s. After 10 s, no further call is accepted, but a running one continues.
     ("grpc.server_handshake_timeout_ms", 5_000),
     ("grpc.max_connection_idle_ms", 8_000),
     ("grpc.max_connection_age_ms", 10_000),
     ("grpc.max_concurrent_streams", 4),
-    ("grpc.max_allowed_incoming_connections", 512),  # never reached, because `proxy.py` counts
+    ("grpc.max_allowed_incoming_connections", 512),  # never reached, because `proxy.py` limits connections
 ]

@@ -1,6 +1,7 @@
-"""Dialling back: a peer asks another one whether it can be reached from there, and what time it is there.
+"""Ask another peer to dial back, to learn whether this peer can be reached from there and how far the clocks differ.
 
-Nobody can make a peer dial a stranger: it tries only the address that the call came from, a few ports, a few times.
+Nobody can make a peer dial a stranger. A peer dials only the address that the call came from, on a few ports, and only
+a few times per minute.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from noloco_p2p.rates import Rates
 
 MAX_PORTS = 4
 DIAL_S = 4.0
-PORTS_A_MINUTE_OF_ONE = 16  # peer; it has two
-PORTS_A_MINUTE = 48  # of all peers of one network
+PORTS_A_MINUTE_OF_ONE = 16  # for one peer, which has two ports
+PORTS_A_MINUTE = 48  # for all peers of one network
 
 
 async def _dial(host: str, port: int) -> str:
-    """Return an empty string if a connection could be made, else one sentence for every reason."""
+    """Return "" if a connection could be made, and otherwise the same sentence for every reason."""
     try:
         async with asyncio.timeout(DIAL_S):
             _, writer = await asyncio.open_connection(host, port)
@@ -45,7 +46,10 @@ async def _dial(host: str, port: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """What another peer saw of this one. `reached`: port -> "" or why it cannot be reached."""
+    """The result of a probe by another peer.
+
+    `reached` maps each port to "", or to the reason why it cannot be reached.
+    """
 
     observed_host: str
     reached: dict[int, str]
@@ -54,9 +58,9 @@ class Probed:
 
 
 class Prober:
-    """The answering side. `tunnelled` and `only_public` are those of `GrpcServer`.
+    """The peer that answers probes. `tunnelled` and `only_public` have the same meaning as in `GrpcServer`.
 
-    dial: tries one port of a host, and returns why it cannot be reached, or "".
+    `dial` tries one port of a host, and returns "", or the reason why the port cannot be reached.
     """
 
     def __init__(
@@ -74,10 +78,11 @@ class Prober:
         self._of_network = Rates.a_minute(PORTS_A_MINUTE, clock=clock)
 
     async def probe(self, request: pb.ProbeRequest, caller: str, peer_id: str) -> pb.ProbeReply:
-        """`caller`: the network address as gRPC names it. Raises CorruptPayload, and Refused for too frequent
-        requests.
+        """Answer a probe. `caller` is gRPC's name for the network address.
+
+        Raises CorruptPayload for an invalid request, and Refused if requests are too frequent.
         """
-        if not request.ports:  # only the clock is requested
+        if not request.ports:  # the caller only asks for the time
             return pb.ProbeReply(observed_host=caller_host(caller), time_s=time.time())
         if caller.rpartition(":")[2] in map(str, self._tunnelled):
             raise CorruptPayload("a caller behind a tunnel cannot be dialled")
@@ -109,9 +114,9 @@ async def ask(
     session: Session | None = None,
     guard: DialGuard | None = None,
 ) -> Probed:
-    """Ask a peer to dial back. Raises PeerError; Refused with code UNIMPLEMENTED from an older peer."""
+    """Ask a peer to dial back. Raises PeerError, and Refused with the code UNIMPLEMENTED if the peer is too old."""
     request = pb.ProbeRequest(hello=convert.hello_to_wire(hello), ports=ports)
-    # A reply comes only after the dials, so an empty request before it measures the clock.
+    # A reply arrives only after the dials. So an empty request is sent first, to compare the clocks.
     empty = pb.ProbeRequest(hello=convert.hello_to_wire(hello))
     connector = Connector(session, guard=guard)
     clock, began_wall_s, round_trip_s = await _asked(connector, candidate, empty, timeout_s)
@@ -133,7 +138,7 @@ def _reason(sentence: str) -> str:
 async def _asked(
     connector: Connector, candidate: Candidate, request: pb.ProbeRequest, timeout_s: float
 ) -> tuple[pb.ProbeReply, float, float]:
-    """Return (the answer, when it was requested, and how long it took).
+    """Return the answer, when it was requested, and how long it took.
 
     Each request has its own connection, because a proof is valid for one call.
     """
@@ -151,7 +156,10 @@ async def _asked(
 
 
 def caller_host(caller: str) -> str:
-    """ipv4:1.2.3.4:5 or ipv6:[::1]:5 (or %5B::1%5D) -> the host. Raises CorruptPayload for anything else."""
+    """Return the host in gRPC's name of a caller, such as ipv4:1.2.3.4:5, ipv6:[::1]:5 or ipv6:%5B::1%5D:5.
+
+    Raises CorruptPayload for anything else.
+    """
     kind, _, rest = unquote(caller).partition(":")
     host = rest.rpartition(":")[0].strip("[]")
     if kind not in ("ipv4", "ipv6") or not host:

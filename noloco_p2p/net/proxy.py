@@ -1,14 +1,15 @@
-"""A proxy in front of the gRPC server, to which strangers connect; the server listens on a Unix socket of this user.
+"""Run a proxy in front of the gRPC server, which listens on a Unix socket. Strangers connect to the proxy.
 
-gRPC alone accepts connections in order of arrival, and reads 1 MiB at a time before the caller is authenticated. Here a
-connection costs only a socket until its first byte arrives. Until the caller has authenticated, the connections of
-its network are limited, and after that those of the caller, except while the server has accepted something; the oldest
-one makes room. Until something is accepted, the bytes that a connection may send are limited. A refused call ends its
-connection.
-A connection that asks where it comes from (tcp.py) is answered here, and ends.
+gRPC itself accepts connections in order of arrival, and reads 1 MiB at a time before the caller is authenticated. With
+the proxy, a connection costs only a socket until its first byte arrives. Until the caller has authenticated itself, the
+number of connections from its network is limited. After that, the caller's number of connections is limited, except for
+those on which the server has accepted something. If there are too many connections, the oldest one is closed. Until
+something is accepted, the number of bytes that a connection can send is limited, too. A refused call ends its
+connection. If a connection asks where it comes from (`tcp.py`), the proxy answers it and closes it.
 
-The socket behind the proxy is a Unix socket because the kernel holds little for it: 0.2 MB each way. Over TCP on this
-machine it takes some 4 MB that a slow line has not carried, and gRPC believes that they are sent.
+The proxy connects to gRPC through a Unix socket because the kernel buffers little data there, only 0.2 MB in each
+direction. A TCP connection on this machine would buffer about 4 MB that a slow link has not carried yet, and gRPC would
+consider that data sent.
 """
 
 from __future__ import annotations
@@ -32,20 +33,20 @@ from noloco_p2p.tcp import ASK, seen_from, tune
 
 log = logging.getLogger(__name__)
 
-UNPROVEN_OF_ONE, UNPROVEN_IN_ALL = 16, 64  # of one network: a /24 of IPv4, a /48 of IPv6, or one relay
+UNPROVEN_OF_ONE, UNPROVEN_IN_ALL = 16, 64  # per network (an IPv4 /24, an IPv6 /48 or one relay), and in all
 UNPROVEN_S = 15.0  # the greeting takes three or four round trips
-WAITING_OF_ONE, WAITING_IN_ALL = 16, 64  # of one authenticated caller whose offer or question is not answered yet
-UNACCEPTED_BYTES = 64 * 1024  # that a connection may send until the server has accepted something
-ANSWERED_SHARE = 16  # one more byte may come in for each 16 bytes sent, because HTTP/2 acknowledges a long download
-GREETINGS_OF_ONE = 2  # on one connection, which is for one call
-LAST_WORDS_S = 2.0  # for a refusal to reach its caller, before the connection is closed
+WAITING_OF_ONE, WAITING_IN_ALL = 16, 64  # per authenticated caller whose request is not answered yet, and in all
+UNACCEPTED_BYTES = 64 * 1024  # the bytes that a connection may send until the server has accepted something
+ANSWERED_SHARE = 16  # one more byte is allowed for each 16 bytes sent, because HTTP/2 acknowledges a long download
+GREETINGS_OF_ONE = 2  # per connection, which serves one call
+LAST_WORDS_S = 2.0  # the time for a refusal to reach its caller before the connection is closed
 BACKLOG = 1024
-TAKEN_AT_ONCE = 64  # connections, before other callbacks of the loop run
-RETRY_S = 0.3  # when this process has no file descriptor left
+TAKEN_AT_ONCE = 64  # connections that are accepted before other callbacks of the event loop run
+RETRY_S = 0.3  # the pause when this process has no file descriptor left
 
 
 class Inbound:
-    """One connection, from its first byte to its end."""
+    """A connection, from its first byte to its end."""
 
     def __init__(self, near: socket.socket, address: str) -> None:
         self.near = near
@@ -57,16 +58,16 @@ class Inbound:
         self.deadline: asyncio.TimerHandle | None = None
 
     def may_take(self) -> int:
-        """Bytes."""
+        """Return how many more bytes the connection may send."""
         if self.is_accepted or self.splice is None:
             return BLOCK_BYTES
         return UNACCEPTED_BYTES + self.splice.given_bytes // ANSWERED_SHARE - self.splice.taken_bytes
 
 
 class Quota:
-    """Members by number, each in a group: at most `of_one` per group and `in_all` in total.
+    """A quota for numbered members in groups: at most `of_one` members per group, and at most `in_all` in total.
 
-    If there are too many, the oldest of the largest group is removed.
+    If there are too many, the oldest member of the largest group is removed.
     """
 
     def __init__(self, *, of_one: int, in_all: int) -> None:
@@ -82,7 +83,7 @@ class Quota:
         return member in self._group_of
 
     def enter(self, member: int, group: str) -> list[int]:
-        """Add a member. Returns those that are removed for it."""
+        """Add a member to a group, and return the members that are removed to make space."""
         self._group_of[member] = group
         self._groups.setdefault(group, OrderedDict())[member] = None
         gone = [next(iter(self._groups[group]))] if len(self._groups[group]) > self._of_one else []
@@ -93,7 +94,7 @@ class Quota:
         return gone
 
     def leave(self, member: int) -> None:
-        """Remove a member; does nothing if it is not one."""
+        """Remove a member, if it is one."""
         group = self._group_of.pop(member, None)
         if group is not None:
             del self._groups[group][member]
@@ -106,9 +107,10 @@ class Quota:
 
 
 class Proxy:
-    """`asks`: whether callers have to prove who they are; if not, all are accepted as they come, for measurements.
+    """A proxy for incoming connections.
 
-    `tunnelled`: ports of this machine from which calls come by a tunnel -> the relay they come from.
+    If `asks` is true, callers have to prove who they are. Otherwise, all callers are accepted, for measurements.
+    `tunnelled` maps each local port from which tunnelled calls arrive to the relay that they come from.
     """
 
     def __init__(self, *, asks: bool, tunnelled: Mapping[int, str]) -> None:
@@ -116,26 +118,29 @@ class Proxy:
         self._tunnelled = tunnelled
         self._listener: socket.socket | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._folder: Path | None = None  # of the Unix sockets
+        self._folder: Path | None = None  # contains the Unix sockets
         self._inbound: dict[int, Inbound] = {}  # by number
         self._num_came = 0
         self._unproven = Quota(of_one=UNPROVEN_OF_ONE, in_all=UNPROVEN_IN_ALL)
         self._waiting = Quota(of_one=WAITING_OF_ONE, in_all=WAITING_IN_ALL)
 
     def listen(self, host: str, port: int) -> int:
-        """Return the actual port. Raises OSError when it is taken, or the host is not an address of this machine."""
+        """Listen on the port, and return the actual port.
+
+        Raises OSError if the port is in use, or if the host is not an address of this machine.
+        """
         self._listener = _listening(host, port)
         self._folder = Path(tempfile.mkdtemp(prefix="noloco-"))  # nobody else may enter
         return self._listener.getsockname()[1]
 
     @property
     def behind(self) -> Path:
-        """The Unix socket on which gRPC listens."""
+        """Return the path of the Unix socket on which gRPC listens."""
         assert self._folder is not None
         return self._folder / "grpc"
 
     def open(self) -> None:
-        """Accept connections from now on; called on the event loop once gRPC listens."""
+        """Accept connections from now on. Call this on the event loop once gRPC listens."""
         assert self._listener is not None
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._listener, self._take)
@@ -165,12 +170,13 @@ class Proxy:
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    # reports of the server, by gRPC's name of the connection
+    # reports of the server, where `peer` is gRPC's name for the connection
 
     def address(self, peer: str) -> str:
-        """The real address of the caller, in gRPC's form.
+        """Return the real address of the caller, in gRPC's form.
 
-        Raises CorruptPayload for a caller that bypassed the proxy, and Refused for one that was already turned away.
+        Raises CorruptPayload for a caller that bypassed the proxy, and Refused for a caller that was already turned
+        away.
         """
         inbound = self._inbound_of(peer)
         if inbound.is_turned_away:
@@ -178,14 +184,16 @@ class Proxy:
         return inbound.address
 
     def greeted(self, peer: str) -> None:
-        """Raises Refused when a connection greets too often."""
+        """Count a greeting. Raises Refused if there were too many on this connection."""
         inbound = self._inbound_of(peer)
         inbound.num_greetings += 1
         if inbound.num_greetings > GREETINGS_OF_ONE:
             raise not_proven(f"more than {GREETINGS_OF_ONE} greetings arrived on one connection")
 
     def proven(self, peer: str, caller: str) -> None:
-        """The caller is authenticated. Raises Refused when another peer was authenticated on the same connection."""
+        """Record that the caller is authenticated. Raises Refused if another peer was authenticated on the same
+        connection.
+        """
         inbound, number = self._inbound_of(peer), _number(peer)
         if inbound.caller not in ("", caller):
             raise not_proven("this connection belongs to another peer")
@@ -196,7 +204,10 @@ class Proxy:
             self._wait(number, caller)
 
     def turned_away(self, peer: str) -> None:
-        """A call was refused: read nothing more, and close the connection once the caller could read the reason."""
+        """Record that a call was refused.
+
+        Nothing more is read, and the connection closes once the caller has had time to read the reason.
+        """
         number = _number(peer)
         inbound = self._inbound.get(number)
         if inbound is None or inbound.is_turned_away or not self._asks:
@@ -209,7 +220,9 @@ class Proxy:
         inbound.deadline = self._loop.call_later(LAST_WORDS_S, self._drop, number)
 
     def accepted(self, peer: str) -> None:
-        """An offer, a connection or an upload was accepted: the call is no longer limited or dropped."""
+        """Record that an offer, a connection or an upload was accepted, so that the call is no longer limited or
+        dropped.
+        """
         number = _number(peer)
         if number in self._inbound and not self._inbound[number].is_turned_away:
             self._unproven.leave(number)
@@ -218,7 +231,7 @@ class Proxy:
             self._end_deadline(number)
 
     def ended(self, peer: str) -> None:
-        """A call of an authenticated peer is over: its connection is limited again, as if nothing had been accepted."""
+        """Record that a call of an authenticated peer is over, so that its connection is limited again."""
         number = _number(peer)
         inbound = self._inbound.get(number)
         if inbound is None or not self._asks:
@@ -246,7 +259,7 @@ class Proxy:
             except ConnectionError:  # it is already closed
                 continue
             except OSError as error:
-                log.debug("a connection could not be taken: %s", error)
+                log.debug("a connection could not be accepted: %s", error)
                 self._pause(self._listener)
                 return
             try:
@@ -281,7 +294,7 @@ class Proxy:
             self._drop(each)
 
     def _first_byte(self, number: int) -> None:
-        """Open its connection to the server."""
+        """Open a connection to the server once the first byte has arrived."""
         assert self._loop is not None
         inbound = self._inbound[number]
         self._loop.remove_reader(inbound.near)
@@ -327,30 +340,30 @@ class Proxy:
 
 
 def named(host: str, port: int) -> str:
-    """The address in gRPC's form: ipv4:192.0.2.7:29500."""
+    """Return the address in gRPC's form, such as ipv4:192.0.2.7:29500."""
     address = ip_of(host)
     return f"ipv4:{address}:{port}" if address.version == 4 else f"ipv6:[{host}]:{port}"
 
 
 def _answers(near: socket.socket) -> bool:
-    """Answer a connection that asks where it comes from, and return whether it did."""
-    with suppress(OSError):  # it has ended: the next read of it fails
+    """Answer a connection that asks where it comes from, and return whether it did ask."""
+    with suppress(OSError):  # the connection has ended, so the next read fails
         if near.recv(1, socket.MSG_PEEK) == ASK:
-            near.recv(1)  # with an unread byte, closing would reset it and lose the answer
+            near.recv(1)  # with an unread byte, closing would reset the connection and lose the answer
             near.send(seen_from(near))
             return True
     return False
 
 
 def _number(peer: str) -> int:
-    """Of a connection that gRPC names unix:FOLDER/NUMBER; -1 for any other name."""
+    """Return the number of a connection that gRPC names unix:FOLDER/NUMBER, or -1 for any other name."""
     kind, _, path = peer.partition(":")
     number = path.rpartition("/")[2]
     return int(number) if kind == "unix" and number.isdecimal() else -1
 
 
 def _is_own(near: socket.socket) -> bool:
-    """Whether both ends are on this machine."""
+    """Return whether both ends of a connection are on this machine."""
     return near.getpeername()[0] == near.getsockname()[0]
 
 

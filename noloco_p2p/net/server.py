@@ -1,4 +1,4 @@
-"""The gRPC server of a peer: maps calls to gossip's Service, and errors to refusals."""
+"""Run the gRPC server of a peer. It maps calls to gossip's Service, and errors to refusals."""
 
 from __future__ import annotations
 
@@ -35,19 +35,18 @@ from noloco_p2p.owned_tasks import OwnedTasks
 log = logging.getLogger(__name__)
 
 SERVICE = "noloco_p2p.wire.v1.Peer"
-JOIN_S = 5.0  # from the call of a connection to its Join
+JOIN_S = 5.0  # from the call of a further connection to its Join
 FIRST_WORDS_S = 5.0  # from any other call to its request
-TAKE_S = 20.0  # for one answer, of at most 1 MiB: a slower reader would hold an upload forever
+TAKE_S = 20.0  # for one answer of at most 1 MiB, because a slower reader would hold an upload slot forever
 MANIFEST_DIGESTS_PER_REPLY = 16_384
 
 
 class GrpcServer:
-    """`port` is the actual port once `start` has returned.
+    """The gRPC server. `port` is the actual port once `start` has returned.
 
-    serve_flow: on a peer with a stage, `FlowLinks.serve`; None until it holds one. tunnelled: ports of this machine
-    from
-    which calls arrive through a tunnel -> the relay they come from; it may change at any time. only_public: as in
-    `DialGuard`.
+    `serve_flow` is `FlowLinks.serve` on a peer that holds a stage, and None otherwise. `tunnelled` maps each local port
+    from which tunnelled calls arrive to the relay that they come from, and it can change at any time. `only_public` has
+    the same meaning as in `DialGuard`.
     """
 
     def __init__(
@@ -71,7 +70,7 @@ class GrpcServer:
         self.port = 0
 
     async def start(self, host: str, port: int) -> None:
-        """Raises SettingsError when the port is taken."""
+        """Start to listen. Raises SettingsError if the port is in use."""
         try:
             self.port = self._proxy.listen(host, port)
             behind = f"unix:{self._proxy.behind}"
@@ -108,7 +107,7 @@ class GrpcServer:
 
 
 class ServerWire:
-    """A call by another peer; its handler returns when the wire is closed."""
+    """A call by another peer. Its handler returns when this object is closed."""
 
     def __init__(self, requests: AsyncIterator[bytes], context: Any, address: str, limits: Limits = UNLIMITED) -> None:
         self._limits = limits
@@ -147,7 +146,7 @@ class ServerWire:
         self._closed.set()
 
     async def closed(self) -> None:
-        """Wait until this side has closed it."""
+        """Wait until this peer has closed the call."""
         await self._closed.wait()
 
 
@@ -155,13 +154,13 @@ ServeFlow = Callable[[ServerWire, str, Callable[[frames.Hello], None]], Awaitabl
 
 
 class ServerStream(SwapStream):
-    """The acceptor's side of a swap. Once it has accepted, its caller may join further connections."""
+    """The acceptor's side of a swap. Once the swap is accepted, its caller can join more connections to it."""
 
     def __init__(self, first: ServerWire, running: dict[bytes, ServerStream], *, visitor: Caller) -> None:
         self._running = running
         self._visitor = visitor
         self._swap_id = b""
-        self.caller = ""  # peer id; empty until the swap accepts connections
+        self.caller = ""  # a peer id; empty until the swap accepts more connections
         super().__init__(first.peer, first)
 
     def _agreed(self, offer: Offer) -> None:
@@ -180,7 +179,7 @@ class ServerStream(SwapStream):
             self._visitor.accepted()
 
     def join(self, wire: ServerWire, answer: bytes) -> None:
-        """Raises Refused when the swap already has the maximum of connections."""
+        """Add a connection. Raises Refused if the swap already has the maximum number of connections."""
         if self.num_connections >= MAX_CONNECTIONS:
             raise _no_connection(f"this swap has {MAX_CONNECTIONS} connections already")
         self.add(SwapConnection(wire), first_words=answer)
@@ -195,13 +194,13 @@ class ServerStream(SwapStream):
         await super()._end()
 
     def _check_end(self, connection: SwapConnection) -> None:
-        # What a lost connection looks like from here. The first one has always ended so.
+        # This is how a lost connection looks from here. The first connection always ends this way, so it is no failure.
         if connection is not self._first:
             raise Unreachable("a connection of the swap was lost", peer=self._peer)
 
 
 def check_name(proven: str, hello: frames.Hello) -> None:
-    """Raise CorruptPayload when a caller names another peer than the one that it authenticated as."""
+    """Raise CorruptPayload if the peer id in a caller's Hello is not the one that the caller has proven."""
     if proven and hello.peer_id != proven:
         raise CorruptPayload(f"the caller is ..{short_id(proven)} but claims to be another peer", peer=proven)
 
@@ -211,7 +210,7 @@ def _no_connection(sentence: str) -> Refused:
 
 
 def _handlers(servicer: _Servicer) -> grpc.GenericRpcHandler:
-    """The methods of the service. All are streams of bytes, because gRPC itself would wait for a request forever."""
+    """Return the handlers of all methods. They stream bytes, because gRPC itself would wait for a request forever."""
     methods = {
         "Greet": _Asked(servicer.Greet, pb.GreetRequest, enter=contextlib.nullcontext).handler(),
         "Swap": grpc.stream_stream_rpc_method_handler(servicer.Swap),
@@ -225,10 +224,10 @@ def _handlers(servicer: _Servicer) -> grpc.GenericRpcHandler:
 
 
 class _Asked:
-    """A method with one request, which must arrive soon, and one or more answers, which must be taken.
+    """A method with one request, which must arrive soon, and one or more answers, which must be read soon.
 
-    `enter` yields the caller, and ends the call of one that may not enter, before a byte of the request is read. The
-    method gets the request and the result of `enter`.
+    `enter` yields the caller before any byte of the request is read, and ends the call of a caller that may not enter.
+    The method gets the request and the result of `enter`.
     """
 
     def __init__(
@@ -275,7 +274,7 @@ class _Asked:
             async with asyncio.timeout(self._take_s):
                 await context.write(answer.SerializeToString())
         except TimeoutError:
-            sentence = f"no message was taken for {self._take_s:g} s"
+            sentence = f"no message was accepted for {self._take_s:g} s"
             raise await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, sentence) from None
 
 
@@ -306,7 +305,7 @@ class _Servicer:
             swap = self._swaps.start(self._swap(stream))
             closed = asyncio.create_task(wire.closed())
             try:
-                # gRPC cancels this handler when the caller is gone; the swap is notified and ends by its own rules.
+                # gRPC cancels this handler when the caller is gone. The swap is notified, and ends by its own rules.
                 await asyncio.wait({swap, closed}, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 closed.cancel()
@@ -328,7 +327,7 @@ class _Servicer:
                 caller.accepted()
                 stream.join(wire, pb.Frame(join=pb.Join()).SerializeToString())
             except (PeerError, TimeoutError) as error:
-                refuse = refuse_to_wire(error if isinstance(error, PeerError) else _no_connection("no Join came"))
+                refuse = refuse_to_wire(error if isinstance(error, PeerError) else _no_connection("no Join arrived"))
                 with contextlib.suppress(PeerError):  # it did not wait for the answer
                     await wire.write(pb.Frame(refuse=refuse).SerializeToString())
                 return
@@ -339,7 +338,7 @@ class _Servicer:
                     stream.lose(Unreachable("a connection of the swap was lost", peer=stream.peer))
 
     def _joined(self, data: bytes, caller: Caller) -> ServerStream:
-        """The swap that a connection belongs to. Raises PeerError when there is none that the caller may join."""
+        """Return the swap to which a connection belongs. Raises PeerError if there is none that the caller can join."""
         try:
             message = pb.Frame.FromString(data)
         except DecodeError:
@@ -349,7 +348,7 @@ class _Servicer:
         hello = self._admitted(message.join.hello, caller)
         stream = self._joinable.get(message.join.swap_id)
         if stream is None or stream.caller != hello.peer_id:
-            raise _no_connection("no swap with this id runs here with you")
+            raise _no_connection("no swap with this id is running here with you")
         return stream
 
     async def Flow(self, request_iterator: AsyncIterator[bytes], context: Any) -> None:  # noqa: N802
@@ -375,7 +374,7 @@ class _Servicer:
                 async with aclosing(self._service.on_fetch(want)) as items:
                     async for item in items:
                         check()
-                        if is_upload:  # it has a slot
+                        if is_upload:  # it holds an upload slot
                             caller.accepted()
                         for reply in _replies(item):
                             await self._limits.sending(reply.ByteSize())
@@ -398,7 +397,10 @@ class _Servicer:
             return pb.ProbeReply(refuse=refuse_to_wire(error))
 
     def _admitted(self, message: pb.Hello, caller: Caller) -> frames.Hello:
-        """Raises PeerError when the caller is not the peer that it claims to be, or is of another run."""
+        """Check and return the caller's Hello.
+
+        Raises PeerError if the caller is not the peer that it claims to be, or belongs to another run.
+        """
         hello = convert.hello_from_wire(message)
         self._admit(hello, caller)
         return hello

@@ -1,11 +1,12 @@
-"""The TLS side of a peer: a P-256 session key, new at every start, which its signed directory record names.
+"""Provide the TLS keys of a peer. Its P-256 session key is new at every start, and its signed record contains that key.
 
-gRPC's TLS accepts no Ed25519 certificates, and its Python API has no fingerprint check. So the caller creates the only
-certificate authority that it trusts in a call, with the session key of the record. The server's certificate is issued
-by its session key, so the handshake pins that key without fetching it first.
+gRPC's TLS does not accept Ed25519 certificates, and its Python API cannot check fingerprints. So for each call, the
+caller creates a certificate authority from the session key in the record, and trusts no other authority. The server's
+certificate is issued by its session key, so the handshake pins that key without fetching it first.
 
-In a private run callers have a certificate, too, issued by a key derived from the members' secret. Without it the TLS
-handshake fails. `handshake.py` checks which peer calls, and until when it is invited.
+In a private run, callers also have a certificate. Its issuer is a key that is derived from the members' secret. Without
+such a certificate, the TLS handshake fails. `handshake.py` checks which peer calls, and whether its invitation is
+valid.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ from noloco_p2p.identity import Identity
 from noloco_p2p.invitation import Invitation
 
 KEY_BYTES = 33  # a compressed point of P-256
-SERVER_NAME = "noloco"  # in every certificate; its key identifies a peer
-# Certificates have no time limits: a session key lives as long as its process, and clocks of strangers differ.
+SERVER_NAME = "noloco"  # the same in every certificate, because a peer is identified by its key
+# Certificates do not expire. A session key lives as long as its process, and the clocks of strangers differ.
 FROM, UNTIL = datetime(2020, 1, 1), datetime(2120, 1, 1)
 
 _CURVE = ec.SECP256R1()
-_ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551  # of P-256: SEC 2, version 2, 2.4.2
+_ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551  # of P-256 (SEC 2, version 2, 2.4.2)
 _anyone = ec.generate_private_key(_CURVE)  # the signature of a directly trusted certificate is never checked
 
 
 class Session:
-    """The keys of one start of a peer. `key`: 33 bytes, public, named in the record."""
+    """The keys of a peer from its start to its end. `key` is a 33-byte public key, which the peer's record contains."""
 
     def __init__(self, identity: Identity, invitation: Invitation | None = None) -> None:
         self.identity = identity
@@ -53,7 +54,7 @@ class Session:
 
     @property
     def key_text(self) -> str:
-        """The key in the form of the record."""
+        """Return the key in the form of the record."""
         return b64encode(self.key).decode()
 
     def server_credentials(self) -> grpc.ServerCredentials:
@@ -64,8 +65,9 @@ class Session:
         return grpc.ssl_server_credentials([pair], root_certificates=members, require_client_auth=True)
 
     def channel_credentials(self, candidate: Candidate) -> grpc.ChannelCredentials:
-        """Credentials for a connection that only the holder of the candidate's session key can answer. Raises
-        Unreachable.
+        """Return credentials for a connection that only the holder of the candidate's session key can answer.
+
+        Raises Unreachable if the candidate's record has no valid session key.
         """
         try:
             server = authority(candidate.session_key)
@@ -88,7 +90,7 @@ class Session:
 
 @lru_cache(maxsize=1024)
 def authority(key: bytes) -> bytes:
-    """Return the certificate (PEM) of an authority with this session key; it takes 0.7 ms.
+    """Return the certificate (PEM) of an authority with this session key. Creating it takes 0.7 ms.
 
     Raises ValueError for an invalid key.
     """
@@ -120,12 +122,12 @@ def _certificate(
 
 
 def _members_key(invitation: Invitation) -> ec.EllipticCurvePrivateKey:
-    """The key shared by all members of the run."""
+    """Return the key that all members of the run share."""
     return ec.derive_private_key(int.from_bytes(invitation.tls_seed(), "big") % (_ORDER - 1) + 1, _CURVE)
 
 
 def _issuer(key: bytes) -> str:
-    """A name per key: among many authorities only the right one is tried."""
+    """Return a distinct name for each key, so that TLS tries only the right one of many authorities."""
     return f"{SERVER_NAME} {key[:20].hex()}"
 
 

@@ -1,13 +1,14 @@
-"""The stream of frames of one swap, over one or more connections: distributed over them, and reordered.
+"""Carry the frames of one swap over one or more connections, and restore their order.
 
-Each connection carries one gRPC call. The sender numbers its frames and puts each on the connection that is free first;
-a connection is free when it has taken its last frame. The receiver holds early frames until their turn, and stops
-reading from a connection that is too far ahead. So each side holds, per connection, WINDOW_FRAMES plus one that is read
-and one that is written, of 1 MiB at most: with eight connections 48 MiB, mostly payloads that a swap keeps anyway.
+Each connection carries one gRPC call. The sender numbers its frames, and writes each one to the first connection that
+is free, which means that gRPC has accepted the connection's previous frame. The receiver holds frames that arrive
+early, and stops reading from a connection that is too far ahead. So each peer holds, per connection, WINDOW_FRAMES
+frames, one that is being read and one that is being written, each of 1 MiB at most. With eight connections, this makes
+48 MiB, most of it payloads that the swap keeps anyway.
 
-Only the caller of a swap, which knows an address, opens further connections and closes them; both sides send on all.
-A broken connection ends the swap, because nobody keeps what it took; closing one loses nothing. On the wire a further
-connection is the call `Lane`, and the feature is named "lanes".
+Only the caller of a swap opens and closes further connections, because only it knows an address. Both partners send on
+all of them. A broken connection ends the swap, because nobody keeps the frames that it carried. Closing a connection
+loses nothing. In the protocol, a further connection is the call `Lane`, and the feature is named "lanes".
 """
 
 from __future__ import annotations
@@ -23,22 +24,24 @@ from noloco_p2p.net import framing
 from noloco_p2p.net.connection_tuning import Direction
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 
-FEATURE = "lanes"  # in Hello: this peer joins connections to a swap
+FEATURE = "lanes"  # in Hello, it says that this peer can use several connections for a swap
 MAX_CONNECTIONS = 8
 WINDOW_FRAMES = 4  # per connection
 LEAVE = pb.Frame(leave=pb.Leave()).SerializeToString()
-LAST_WORDS_S = 0.5  # from the last message sent to the end of the stream
+LAST_WORDS_S = 0.5  # from the last message to the end of the stream
 
 
 class Wire(Protocol):
-    """One gRPC call, from either side: ordered messages both ways. Raises PeerError and its subclasses."""
+    """A gRPC call, as seen by either peer. It carries ordered messages in both directions. Raises PeerError and its
+    subclasses.
+    """
 
     async def write(self, data: bytes) -> None:
-        """Return when gRPC has room for more."""
+        """Write a message, and return when gRPC can accept more."""
         ...
 
     async def read(self) -> bytes | None:
-        """Return None when the other side has finished in order."""
+        """Read a message. The result is None if the partner has finished properly."""
         ...
 
     async def finish(self) -> None:
@@ -46,12 +49,15 @@ class Wire(Protocol):
         ...
 
     async def close(self) -> None:
-        """End the call, and drop what is in flight."""
+        """End the call, and drop data that is in flight."""
         ...
 
 
 class Order:
-    """Frames in the order of their numbers, from 1. Holds less than `window` frames more than can be taken."""
+    """A buffer that puts frames into the order of their numbers, which begin at 1.
+
+    A frame is accepted if its number is less than `window` ahead of the next frame to take.
+    """
 
     def __init__(self) -> None:
         self._next = 1
@@ -64,13 +70,13 @@ class Order:
         return sequence < self._next + window
 
     def put(self, sequence: int, frame: Frame) -> None:
-        """Raises CorruptPayload for a number that has been used."""
+        """Add a frame. Raises CorruptPayload if its number has been used."""
         if sequence < self._next or sequence in self._early:
-            raise CorruptPayload(f"frame {sequence} came twice")
+            raise CorruptPayload(f"frame {sequence} arrived twice")
         self._early[sequence] = frame
 
     def take(self) -> Frame | None:
-        """Return the next one, if it is here."""
+        """Return the next frame, or None if it has not arrived."""
         frame = self._early.pop(self._next, None)
         if frame is not None:
             self._next += 1
@@ -78,14 +84,14 @@ class Order:
 
 
 class SwapConnection:
-    """A wire, and what a stream knows of it."""
+    """A connection of a swap, with its state."""
 
     def __init__(self, wire: Wire) -> None:
         self.wire = wire
         self.number = 0
         self.writing: asyncio.Task[PeerError | None] | None = None
         self.reading: asyncio.Task[None] | None = None
-        self.leaving = False  # it takes no more frames; those that it has taken still arrive
+        self.leaving = False  # accepts no more frames, but frames that it has accepted still arrive
         self.last_received = 0
 
     @property
@@ -94,7 +100,7 @@ class SwapConnection:
 
 
 class SwapStream:
-    """A FrameStream over one or more connections, for both sides of a swap. Its tasks end in `close` or `lose`."""
+    """A FrameStream over one or more connections, for both partners of a swap. Its tasks end in `close` or `lose`."""
 
     def __init__(self, peer: str, first: Wire) -> None:
         self._peer = peer
@@ -117,11 +123,11 @@ class SwapStream:
 
     @property
     def num_connections(self) -> int:
-        """The number of connections, without those that are closing."""
+        """Return the number of connections, without those that are closing."""
         return sum(not connection.leaving for connection in self._connections)
 
     async def send(self, frame: Frame) -> None:
-        """Wait until a connection is free; with one connection, until it has taken the frame."""
+        """Send a frame as soon as a connection is free. If there is only one, wait until it has accepted the frame."""
         connection = await self._free_connection()
         self._num_sent += 1
         frame = _with_feature(frame)
@@ -129,7 +135,7 @@ class SwapStream:
         data = framing.encode(frame, sequence=self._num_sent if self._is_numbered else 0)
         writing = self._write(connection, data, frame)
         if len(self._connections) == 1:
-            # A cancelled write would end the call, and with it the Abort that is to follow.
+            # Cancelling a write would end the call, and the Abort that follows could not be sent.
             fault = await asyncio.shield(writing)
             if fault:
                 raise fault
@@ -146,8 +152,9 @@ class SwapStream:
         return frame
 
     async def close(self) -> None:
-        """Close the stream. The other side receives everything sent before, such as a last Ready or Abort, if it reads
-        it now.
+        """Close the stream.
+
+        If the partner is reading, it still receives everything that was sent before, such as a last Ready or Abort.
         """
         if self._is_closing:
             return
@@ -161,18 +168,18 @@ class SwapStream:
             await self._end()
 
     def lose(self, fault: PeerError) -> None:
-        """Fail waiting readers with `fault`, after the frames that are already here."""
+        """Let waiting readers fail with `fault` after they have read the frames that have arrived."""
         self._gone = self._gone or fault
         for event in (self._freed, self._arrived, self._taken):
             event.set()
 
-    # what differs between the two sides
+    # the differences between the two partners
 
     def _agreed(self, offer: Offer) -> None:
-        """The offer is accepted, and both sides support several connections."""
+        """Handle the acceptance of an offer, if both partners support several connections."""
 
     def _moved(self, direction: Direction, frame: Frame, *, connection: int) -> None:
-        """A frame has passed."""
+        """Handle the passing of a frame."""
 
     async def _last_words(self) -> None:
         """Wait at least until everything is sent."""
@@ -194,7 +201,7 @@ class SwapStream:
             if task and not task.done()
         ]
         if tasks:
-            # They end with their call; none is cancelled inside gRPC unnecessarily.
+            # They end with their call, so none is cancelled inside gRPC unnecessarily.
             await asyncio.wait(tasks, timeout=LAST_WORDS_S)
         for task in tasks:
             task.cancel()
@@ -203,7 +210,7 @@ class SwapStream:
     # connections
 
     def add(self, connection: SwapConnection, *, first_words: bytes = b"") -> None:
-        """Number frames from now on, and use this connection."""
+        """Use another connection, and number all frames from now on."""
         self._connections.append(connection)
         connection.number = self._num_added = self._num_added + 1
         self._is_numbered = len(self._connections) > 1 or self._is_numbered
@@ -213,14 +220,14 @@ class SwapStream:
         self._freed.set()
 
     def _left(self, connection: SwapConnection) -> None:
-        """The connection takes nothing more in either direction."""
+        """Remove a connection that no longer carries frames in either direction."""
         if connection in self._connections:
             self._connections.remove(connection)
         if not self._connections:
-            self.lose(Unreachable("the other side closed the stream", peer=self._peer))
+            self.lose(Unreachable("the partner closed the stream", peer=self._peer))
 
     async def _written(self, connection: SwapConnection) -> None:
-        """Wait until the connection has taken what it was given."""
+        """Wait until gRPC has accepted the connection's last message."""
         if connection.writing:
             await asyncio.wait({connection.writing})
 
@@ -243,7 +250,7 @@ class SwapStream:
             try:
                 await connection.wire.write(data)
             except PeerError as fault:
-                connection.leaving = True  # the stream ends when its reader finds the end, after what has arrived
+                connection.leaving = True  # the stream ends when its reader has read all data that has arrived
                 return fault
             finally:
                 self._freed.set()
@@ -265,7 +272,7 @@ class SwapStream:
         return frame
 
     async def _read(self, connection: SwapConnection) -> None:
-        """Read for the life of a connection. A broken connection ends the stream."""
+        """Read from a connection until its end. A broken connection ends the stream."""
         try:
             while (data := await connection.wire.read()) is not None:
                 if data == LEAVE:
@@ -284,7 +291,7 @@ class SwapStream:
     async def _put(self, connection: SwapConnection, frame: Frame, sequence: int) -> None:
         sequence = sequence or connection.last_received + 1
         if sequence <= connection.last_received:
-            raise CorruptPayload(f"frame {sequence} came after frame {connection.last_received}", peer=self._peer)
+            raise CorruptPayload(f"frame {sequence} arrived after frame {connection.last_received}", peer=self._peer)
         connection.last_received = sequence
         self._moved(Direction.RECEIVED, frame, connection=connection.number)
         while (
@@ -299,7 +306,7 @@ class SwapStream:
         self._arrived.set()
 
     def _heed(self, frame: Frame, direction: Direction) -> None:
-        """Watch for an offer and its answer, which decide whether there may be several connections."""
+        """Watch for an offer and its answer, which decide whether several connections are allowed."""
         if isinstance(frame, Offer) and self._offer is None:
             self._offer = frame, direction
         elif isinstance(frame, Accept) and self._offer and self._offer[1] is not direction and not self._is_answered:
@@ -310,9 +317,10 @@ class SwapStream:
 
 
 def call_cancelled(peer: str) -> Unreachable | asyncio.CancelledError:
-    """Return what to raise: a gRPC call that has ended may raise CancelledError in its user, as a cancelled task does.
+    """Return the error to raise after a CancelledError in a gRPC call.
 
-    It is a new exception, because the traceback of the original one refers to the call.
+    Both a cancelled task and a gRPC call that has ended raise CancelledError. The result is a new exception, because
+    the traceback of the original one refers to the call.
     """
     task = asyncio.current_task()
     return asyncio.CancelledError() if task and task.cancelling() else Unreachable("the stream is closed", peer=peer)

@@ -1,8 +1,9 @@
-"""`--max-upload` and `--max-download`: one token bucket per direction for all streams of a peer, swaps and fetches.
+"""Implement `--max-upload` and `--max-download` with one token bucket per direction for all swaps and fetches of a
+peer.
 
-Upload waits before a message is written, download before the next one is read: HTTP/2 flow control then slows the
-sender. Messages are counted; TCP and IP headers (about 4 %) and the small DHT traffic are not. Belongs to the
-network thread.
+An upload waits before a message is written. A download waits before the next message is read, so that HTTP/2 flow
+control slows down the sender. Only messages are counted, but not TCP and IP headers (about 4 %) and the small traffic
+of the DHT. All of this belongs to the network thread.
 """
 
 from __future__ import annotations
@@ -10,22 +11,24 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-DEPTH_S = 0.05  # of unused time that may be caught up; more would be a burst
-SMALL_BYTES = 4096  # an offer, a Ready or an Abort is charged, but does not wait behind chunks
-READ_AHEAD_S = 0.5  # of the limit: what may be in flight unread; a longer round trip would slow the link
+DEPTH_S = 0.05  # unused time that a sender can make up for; more would cause a burst
+SMALL_BYTES = 4096  # a message of up to this size, such as an offer, a Ready or an Abort, is charged but does not wait
+READ_AHEAD_S = 0.5  # data that may be in flight, in seconds at the limit; a longer round-trip time would slow the link
 MIN_WINDOW_BYTES = 64 * 1024  # the initial window of HTTP/2
 MAX_WINDOW_BYTES = 16 << 20
 
 
 class Throttle:
-    """A token bucket, empty at first and DEPTH_S deep, served in order of arrival."""
+    """A token bucket that is empty at first and DEPTH_S deep. It serves messages in order of arrival."""
 
     def __init__(self, bytes_per_s: float) -> None:
         self.bytes_per_s = bytes_per_s
         self._paid_until_s = asyncio.get_running_loop().time()
 
     async def take(self, num_bytes: int) -> None:
-        """Wait until a message of this size may pass. A caller that is cancelled meanwhile is still charged."""
+        """Wait until a message of this size may pass. If the task is cancelled while it waits, the message is still
+        charged.
+        """
         now_s = asyncio.get_running_loop().time()
         self._paid_until_s = max(self._paid_until_s, now_s - DEPTH_S) + num_bytes / self.bytes_per_s
         if num_bytes > SMALL_BYTES and self._paid_until_s > now_s:
@@ -34,34 +37,34 @@ class Throttle:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Both directions of one peer; None = unlimited."""
+    """The limits of a peer in both directions, where None means unlimited."""
 
     upload: Throttle | None = None
     download: Throttle | None = None
 
     @classmethod
     def of(cls, *, upload_bytes_per_s: float | None, download_bytes_per_s: float | None) -> Limits:
-        """Call it on the network thread, once per peer."""
+        """Create the limits of a peer. Call this once per peer, on the network thread."""
         return cls(
             Throttle(upload_bytes_per_s) if upload_bytes_per_s else None,
             Throttle(download_bytes_per_s) if download_bytes_per_s else None,
         )
 
     async def sending(self, num_bytes: int) -> None:
-        """Await it before a message is written."""
+        """Wait before a message is written, as long as the upload limit requires."""
         if self.upload:
             await self.upload.take(num_bytes)
 
     async def receiving(self, num_bytes: int) -> None:
-        """Await it after a message was read, before the next one is."""
+        """Wait after a message was read and before the next one is read, as long as the download limit requires."""
         if self.download:
             await self.download.take(num_bytes)
 
     def options(self) -> list[tuple[str, int]]:
-        """gRPC options of every channel and of the server.
+        """Return gRPC options for every channel and for the server.
 
-        gRPC reads ahead of its caller by a window that it widens as the link allows, to many seconds of a low limit;
-        with these options it stays at READ_AHEAD_S.
+        gRPC reads ahead of its caller, in a window that it widens as far as the link allows. With a low limit, such a
+        window would hold data for many seconds. With these options, it stays at READ_AHEAD_S.
         """
         if self.download is None:
             return []

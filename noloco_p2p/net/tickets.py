@@ -1,4 +1,4 @@
-"""Tickets of microbatches: signed by the head that launches them, and checked by each replica on the path."""
+"""Sign and check the tickets of microbatches. The head that launches a microbatch signs, and each replica checks."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ TICKET = b"noloco_p2p ticket 1\0"
 
 
 class Tickets:
-    """The tickets of one run, and of this peer if it is a head.
+    """The tickets of one run, and the signer of this peer's tickets if it is a head.
 
-    max_tokens: in the loss of a microbatch, from the spec. A ticket with more would count for more than its gradient.
+    `max_tokens` is the number of tokens in the loss of a microbatch, from the spec. A ticket with more tokens would
+    give its gradient too much weight.
     """
 
     def __init__(self, identity: Identity, *, spec_digest: str, max_tokens: int) -> None:
@@ -24,13 +25,15 @@ class Tickets:
         self._max_tokens = max_tokens
 
     def signed(self, ticket: MicrobatchTicket) -> MicrobatchTicket:
-        """Return a ticket of this peer with its signature. Those of others, and signed ones, are unchanged."""
+        """Return the ticket with a signature if it is this peer's own. Other tickets and signed tickets are returned
+        unchanged.
+        """
         if ticket.signature or ticket.id.head != self._identity.peer_id:
             return ticket
         return replace(ticket, signature=self._identity.sign(self._words(ticket)))
 
     def check(self, ticket: MicrobatchTicket) -> None:
-        """Raise CorruptPayload for a ticket that its head has not signed, or that no head of this run would sign."""
+        """Raise CorruptPayload if the head has not signed the ticket, or if no head of this run would sign it."""
         if ticket.num_tokens > self._max_tokens or not 0 <= ticket.mark <= 1:
             raise CorruptPayload(
                 f"a ticket has {ticket.num_tokens} tokens at progress {ticket.mark:g}, which no microbatch has"
@@ -39,7 +42,7 @@ class Tickets:
             raise CorruptPayload(f"a ticket is not signed by its head, ..{short_id(ticket.id.head)}")
 
     def _words(self, ticket: MicrobatchTicket) -> bytes:
-        """Join the signed parts. Each but the last has a fixed length, so the result is unambiguous."""
+        """Join the parts to sign. The result is unambiguous because all parts but the last have a fixed length."""
         number, head = ticket.id.number, ticket.id.head
         numbers = struct.pack(">QdQ?", number, ticket.mark, ticket.num_tokens, ticket.is_training)
         return TICKET + self._spec_digest + numbers + head.encode()

@@ -1,1 +1,1 @@
-"""The mathematics of the inner and the outer step. Pure: no network, no clock, no files."""
+"""Implement the mathematics of the inner and outer steps. This package uses no network, no clock and no files."""

@@ -1,4 +1,4 @@
-"""A ring all-reduce, for comparison with a swap: its bytes, its time, and the effect of coding its messages."""
+"""Model a ring all-reduce, to compare its traffic, its duration and its encoding errors with those of a swap."""
 
 from __future__ import annotations
 
@@ -10,32 +10,39 @@ from torch import Tensor
 
 
 def ring_bytes(num_bytes: float, num_replicas: int) -> float:
-    """The bytes that each replica sends to all-reduce a vector of `num_bytes`: 2 (N - 1) / N times its size."""
+    """Return the bytes that each replica sends in an all-reduce of a vector of `num_bytes`.
+
+    With N replicas, this is 2 (N - 1) / N times the size of the vector.
+    """
     return 2 * (num_replicas - 1) / num_replicas * num_bytes
 
 
 def ring_s(num_bytes: float, num_replicas: int, *, bytes_per_s: float, delay_s: float) -> float:
-    """The duration over the slowest link: each replica sends `num_bytes`, in 2 (N - 1) dependent messages."""
+    """Return how many seconds an all-reduce takes over the slowest link.
+
+    Each replica sends `num_bytes` in 2 (N - 1) messages, each of which depends on the previous one.
+    """
     return num_bytes / bytes_per_s + 2 * (num_replicas - 1) * delay_s
 
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """A ring all-reduce of fp32 vectors whose messages are coded.
+    """A ring all-reduce of fp32 vectors with encoded messages.
 
-    coded: applies encode and decode to a vector; None = lossless. bytes_per_element: of a message.
+    `coded` is a function that encodes and decodes a vector; if it is None, messages are lossless. `bytes_per_element`
+    is the size of an encoded message per element.
 
-    Each replica owns a segment of the vector. The N - 1 hops of the reduce-scatter code a partial sum again, and its
-    receiver adds its own segment in fp32. The owner codes the mean once, and every replica, including the owner, uses
-    the coded mean. So errors accumulate with N, and all replicas end with the same bits. PRIME does the same
-    (`ring_allreduce` of PrimeIntellect-ai/prime at 5cc57a0).
+    Each replica owns a segment of the vector. Each of the N - 1 hops of the reduce-scatter encodes a partial sum again,
+    and its receiver adds its own segment in fp32. The owner encodes the mean once, and every replica, including the
+    owner, uses the encoded mean. Errors therefore accumulate with N, and all replicas end with the same bits. PRIME
+    works in the same way (see `ring_allreduce` in PrimeIntellect-ai/prime at 5cc57a0).
     """
 
     coded: Callable[[Tensor], Tensor] | None = None
     bytes_per_element: float = 4.0
 
     def mean(self, vectors: Tensor) -> Tensor:
-        """The mean: (replicas, elements) -> (elements,)."""
+        """Return the mean of `vectors` (replicas, elements), with shape (elements,)."""
         num_replicas = len(vectors)
         if self.coded is None or num_replicas == 1:
             return vectors.mean(0)
@@ -48,5 +55,5 @@ class Ring:
         return torch.cat(means)
 
     def sent_bytes(self, num_elements: int, num_replicas: int) -> float:
-        """The bytes that each replica sends."""
+        """Return the bytes that each replica sends in one all-reduce."""
         return ring_bytes(self.bytes_per_element * num_elements, num_replicas)

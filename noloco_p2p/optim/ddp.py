@@ -1,4 +1,4 @@
-"""Synchronous data-parallel training: gradients are averaged at every step, as DDP and FSDP do. For simulation only."""
+"""Simulate synchronous data-parallel training, which averages gradients at every step, like DDP and FSDP."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ from noloco_p2p.optim.allreduce import Ring
 
 
 class DataParallel:
-    """Replicas that start equal stay equal, bit for bit: one model trained with the batches of all."""
+    """Synchronous data-parallel training as an outer rule.
+
+    Replicas that start out equal stay equal, bit for bit. Together they train one model with the batches of all
+    replicas.
+    """
 
     is_collective = True
 

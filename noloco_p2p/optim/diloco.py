@@ -1,13 +1,14 @@
-"""DiLoCo: one outer optimizer on the mean outer gradient of all replicas. For simulation only.
+"""Simulate DiLoCo, which applies one outer optimizer to the mean outer gradient of all replicas.
 
-With outer gradient g (it points downhill), momentum m, alpha and beta of the spec:
+With the outer gradient g (which points downhill), the momentum m, and alpha and beta from the spec, the steps are
 
     heavy ball                m <- alpha m + beta g       slow weights += m
     Nesterov                  m <- alpha m + beta g       slow weights += beta g + alpha m
 
-These are `torch.optim.SGD` with lr = beta and momentum = alpha, without and with `nesterov=True`. DiLoCo (arXiv
-2311.08105) publishes Nesterov with 0.9 and 0.7. The heavy ball with 0.3 and 0.7 is the baseline of NoLoCo's reference
-code; it is NoLoCo with everybody in one group, so that the mixing term vanishes.
+They are the steps of `torch.optim.SGD` with lr = beta and momentum = alpha, without and with `nesterov=True`. DiLoCo
+(arXiv 2311.08105) uses Nesterov momentum with alpha = 0.9 and beta = 0.7. NoLoCo's reference code uses the heavy ball
+with alpha = 0.3 and beta = 0.7 as its baseline. This baseline is NoLoCo with all replicas in one group, where the
+mixing term vanishes.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class DiLoCo:
         self._momentum: Tensor | None = None
 
     def mix_gradients(self, gradients: Tensor) -> None:
-        """Do nothing: replicas train independently within a round."""
+        """Do nothing, because replicas train independently within a round."""
 
     def outer_step(self, slow_weights: Tensor, fast_weights: Tensor) -> None:
         if self._momentum is None:

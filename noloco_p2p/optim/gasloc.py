@@ -1,6 +1,7 @@
-"""GASLoC (arXiv 2606.11081): gossip, with momentum on the iterates after the update. For simulation only.
+"""Simulate GASLoC (arXiv 2606.11081), a gossip method that applies momentum to the iterates after the update.
 
-With y_t = slow + eta * outer gradient (post_update), L the averaging of random pairs and gamma the momentum:
+Let y_t = slow + eta * outer gradient (post_update), let L be the averaging of random pairs, and let gamma be the
+momentum. The step is
 
     slow <- L y_t + gamma (y_t - y_{t-1})
 """
@@ -15,7 +16,7 @@ from noloco_p2p.optim.pair_averaging import average_pairs
 
 
 class GASLoC:
-    """Each replica sends one vector to one neighbour per round."""
+    """GASLoC as an outer rule. Each replica sends one vector to one neighbour per round."""
 
     is_collective = False
 
@@ -26,7 +27,7 @@ class GASLoC:
         self._last_update: Tensor | None = None
 
     def mix_gradients(self, gradients: Tensor) -> None:
-        """Do nothing: replicas train independently within a round."""
+        """Do nothing, because replicas train independently within a round."""
 
     def outer_step(self, slow_weights: Tensor, fast_weights: Tensor) -> None:
         updated = slow_weights + self._outer_rate * (fast_weights - slow_weights)

@@ -1,37 +1,41 @@
-"""What is applied of a partner's vectors: decisions on norms, and the scaling that follows. Pure.
+"""Decide how much of a partner's vectors is applied, and scale them accordingly. This module does no I/O.
 
-A partner is a stranger. What it sends has arrived intact and is finite, but may otherwise be anything. Several gates
-stand between it and the weights; all compare it with what this peer itself has done and seen.
+A partner is a stranger. The vectors that it sends have arrived intact and are finite, but they can otherwise be
+anything. Several gates protect the weights, and all of them compare the vectors with what this peer has computed and
+seen itself.
 
-* finite     A norm that is not a number refuses the whole swap (a chunk that is not finite never gets here).
-* gradient   A partner whose outer gradient is ten times the median of this peer's recent ones is refused entirely.
-             Otherwise the longer of the two outer gradients is scaled down to twice the shorter, and then in each
-             tensor to four times the shorter, before the half-difference is made. Both sides know both coded vectors,
-             so both use the same factors and their half-differences stay opposite: nothing needs to be negotiated,
-             and the mean of the pair does not move.
-* cosine     A partner whose outer gradient points against this peer's one is refused entirely. The cosine is estimated
-             on at most 16 chunks that this peer draws in secret, so that a liar cannot keep just those clean. Honest
-             gradients of one run agree or are unrelated: the limit is well below 0.
-* distance   A partner whose slow weights are three times as far away as those of most recent partners is refused
-             entirely, if that is also further than this peer's outer gradient allows. Each partner counts once, so a
-             liar that is met often does not make distant weights usual. When islands merge, distant partners are
-             refused until as many of them were met as close ones.
+* finite     If a norm is non-finite, the whole swap is refused. Chunks with non-finite values never get this far.
+* gradient   A partner is refused entirely if its outer gradient has ten times the median norm of this peer's recent
+             ones. Otherwise, the longer of the two outer gradients is scaled down to twice the norm of the shorter one.
+             Then the longer one in each tensor is scaled down to four times the norm of the shorter one, before the
+             half-difference is computed. Both partners know both decoded vectors, so they use the same factors and
+             their half-differences stay opposite. They do not have to negotiate, and the mean of the pair does not
+             move.
+* cosine     A partner is refused entirely if its outer gradient points against this peer's outer gradient. The cosine
+             is estimated on at most 16 chunks that this peer draws in secret, so that a liar cannot keep only those
+             chunks clean. Honest gradients of one run either agree or are unrelated, so the limit is well below 0.
+* distance   A partner is refused entirely if its slow weights are three times as far away as those of most recent
+             partners, and also further away than this peer's outer gradient allows. Each partner counts once, so a liar
+             that this peer meets often does not make large distances normal. When islands merge, distant partners are
+             refused until this peer has met as many distant partners as close ones.
 * offset     The half-differences of slow weights and outer momentum are clipped to a radius around this peer
-             (ClippedGossip, arXiv 2202.01545), for each tensor separately: twice the median of the last ones, bounded
-             by half and twice this peer's outer gradient there. Each side has its own radius.
-* loss       `outer/update_filter.py` compares the loss on a private batch, before and after. Off by default.
+             (ClippedGossip, arXiv 2202.01545), separately for each tensor. The radius is twice the median norm of
+             recent offsets, but at least half and at most twice the norm of this peer's outer gradient in the tensor.
+             Each partner computes its own radius.
+* loss       `outer/update_filter.py` compares the loss on a private batch before and after the step. This gate is off
+             by default.
 
-Outer gradients are compared after decoding, because only the decoded ones are known to both sides. A coarse code
-changes lengths and angles. A normal vector becomes 0.94 times as long with int2 and 0.80 times with sign1; real outer
-gradients of the toy in benchmarks/study become 0.90 to 1.10 and 0.75 to 0.95 times as long. No vector becomes more than
-1.5 times as long with int2, or longer at all with sign1. So a partner is refused for a gradient that decodes to ten
-times the median of this peer's exact ones. For two normal vectors with cosine c, the decoded ones have 0.89 c (int2)
-or 2 / pi asin(c) (sign1): the limit of -0.1 corresponds to -0.11 or -0.16 of the exact ones. So honest partners are
-refused less often, and what a liar may send is bounded as before. A run whose outer gradients do not travel has only
-the gates on weights and the loss. Its offsets are as long as outer gradients, so clipping begins later
-(`WITHOUT_LATE_PART`).
+Outer gradients are compared after decoding, because both partners know only the decoded ones. A coarse codec changes
+norms and angles. int2 multiplies the norm of a normally distributed vector by 0.94, and sign1 multiplies it by 0.80.
+For real outer gradients of the toy model in benchmarks/study, the factor is 0.90 to 1.10 with int2 and 0.75 to 0.95
+with sign1. The factor never exceeds 1.5 with int2 or 1 with sign1. The limit of ten times the median compares the
+decoded norm of the partner with the exact norms of this peer. For two normally distributed vectors with cosine c, the
+decoded vectors have a cosine of 0.89 c (int2) or 2 / pi asin(c) (sign1), so the limit of -0.1 corresponds to a cosine
+of -0.11 or -0.16 of the exact vectors. Coarse codecs therefore make it less likely that an honest partner is refused,
+and liars remain bounded as before. In a run without a late part, only the gates on the weights and on the loss remain.
+The offsets of such a run are as long as outer gradients, so clipping begins later (`WITHOUT_LATE_PART`).
 
-Slow weights have no cosine gate: islands that merge may differ in either direction.
+Slow weights have no cosine gate, because islands that merge may differ in any direction.
 """
 
 from __future__ import annotations
@@ -54,46 +58,46 @@ LEAST_PARTNERS = 3  # needed to identify a majority
 
 @dataclass(frozen=True, slots=True)
 class GateLimits:
-    """The limits of the gates. benchmarks/attacks.py measures what the defaults achieve, and what they cost."""
+    """The limits of the gates. benchmarks/attacks.py measures how well the defaults work and what they cost."""
 
-    clip_above: float = 2.0  # times the shorter outer gradient of a swap
-    clip_piece_above: float = 4.0  # times the shorter one, of each piece of the two
-    refuse_above: float = 10.0  # times the median of the own outer gradients
-    least_cosine: float = -0.1  # of the two outer gradients of a swap
+    clip_above: float = 2.0  # times the norm of the shorter outer gradient of a swap
+    clip_piece_above: float = 4.0  # times the norm of the shorter one in each piece
+    refuse_above: float = 10.0  # times the median norm of this peer's outer gradients
+    least_cosine: float = -0.1  # between the two outer gradients of a swap
     far_above: float = 3.0  # times the median distance of recent partners
-    offset_radius: float = 2.0  # times the median of the last offsets
-    offset_least: float = 0.5  # times the own outer gradient
-    offset_most: float = 2.0
+    offset_radius: float = 2.0  # times the median norm of recent offsets
+    offset_least: float = 0.5  # times the norm of this peer's outer gradient
+    offset_most: float = 2.0  # times the norm of this peer's outer gradient
 
 
 LIMITS = GateLimits()
-# If outer gradients do not travel, partners differ by whole ones, and only the slow weights bring them together.
+# Without a late part, partners differ by whole outer gradients, and only swaps of slow weights bring them together.
 WITHOUT_LATE_PART = replace(LIMITS, offset_least=1.0)
-# For measurements: nothing is clipped or refused.
+# With these limits, which are meant for measurements, nothing is clipped or refused.
 OPEN = GateLimits(1e30, 1e30, 1e30, -2.0, 1e30, 1e30, 1e30, 1e30)
 
 
 def gate_limits(codecs: CodecSpec) -> GateLimits:
-    """Return the limits of a run."""
+    """Return the limits of the gates for a run with these codecs."""
     return LIMITS if codecs.has_late_part else WITHOUT_LATE_PART
 
 
 @dataclass(frozen=True, slots=True)
 class GradientScales:
-    """Factors of the two coded outer gradients of a swap; at most one of them is below 1."""
+    """The factors of the two decoded outer gradients of a swap. At most one of them is below 1."""
 
     own: float
     partner: float
 
 
 def gradient_scales(own_norm: float, partner_norm: float, *, limits: GateLimits = LIMITS) -> GradientScales:
-    """Return the factors. The partner's call returns the same two numbers, exchanged."""
+    """Return the factors of both outer gradients. The partner's call returns the same two numbers in reverse order."""
     limit = limits.clip_above * min(own_norm, partner_norm)
     return GradientScales(*(limit / norm if norm > limit else 1.0 for norm in (own_norm, partner_norm)))
 
 
 class GradientHistory:
-    """Norms of this peer's recent outer gradients, against which a partner's is compared."""
+    """The norms of this peer's recent outer gradients, which limit the norm of a partner's outer gradient."""
 
     def __init__(self, limits: GateLimits = LIMITS) -> None:
         self._limits = limits
@@ -103,13 +107,14 @@ class GradientHistory:
         self._norms.append(own_norm)
 
     def usual(self) -> float:
-        """The median of the recent rounds; 0 before the first one."""
+        """Return the median norm of recent rounds, or 0 before the first round."""
         return median(self._norms) if self._norms else 0.0
 
     def refusal(self, own_norm: float, partner_norm: float, *, times_longer: float = 1.0) -> str:
-        """Return why a partner is refused; "" = it is not.
+        """Return why the partner is refused, or an empty string if it is not.
 
-        own_norm: of this round, not yet recorded. times_longer: the ratio of the partner's inner steps to this peer's.
+        `own_norm` is the norm of this peer's outer gradient in this round, which has not been recorded yet.
+        `times_longer` is the ratio of the partner's inner steps to this peer's inner steps.
         """
         if not math.isfinite(partner_norm):
             return "the norm of its outer gradient is not finite"
@@ -120,11 +125,11 @@ class GradientHistory:
 
 
 def cosine_refusal(*, dot: float, own_norm: float, partner_norm: float, limits: GateLimits = LIMITS) -> str:
-    """Return why a partner is refused; "" = it is not. All arguments are of the same chunks of the two outer
-    gradients.
+    """Return why the partner is refused, or an empty string if it is not.
 
-    A norm can be 0 where `dot` is not: int2 and sign1 have no code for 0, so zeros are decoded to numbers whose
-    squares underflow. Such a gradient has no direction.
+    All arguments refer to the same chunks of the two outer gradients. A norm can be 0 even if `dot` is not, because
+    int2 and sign1 have no code for 0 and decode zeros to numbers whose squares underflow. Such a gradient has no
+    direction, so it is not refused.
     """
     product = own_norm * partner_norm
     if product == 0.0 or dot >= limits.least_cosine * product:
@@ -133,7 +138,7 @@ def cosine_refusal(*, dot: float, own_norm: float, partner_norm: float, limits: 
 
 
 class DistanceHistory:
-    """How far away the slow weights of the last `HISTORY_ROUNDS` different partners were, admitted or not.
+    """The distances of the slow weights of the last `HISTORY_ROUNDS` different partners, including refused ones.
 
     Distances are norms of half-differences.
     """
@@ -143,9 +148,9 @@ class DistanceHistory:
         self._distances: OrderedDict[str, float] = OrderedDict()
 
     def refusal(self, partner: str, distance: float, *, own_gradient: float) -> str:
-        """Record this distance, and return why the partner is refused; "" = it is not.
+        """Record a distance, and return why the partner is refused, or an empty string if it is not.
 
-        own_gradient: the norm of this peer's outer gradient, or the usual one if that is larger.
+        `own_gradient` is the norm of this peer's outer gradient, or its usual norm if that is larger.
         """
         self._distances.pop(partner, None)
         self._distances[partner] = distance
@@ -160,9 +165,9 @@ class DistanceHistory:
 
 
 class PieceNorms:
-    """Norms of one vector in recent rounds, piece by piece.
+    """The norms of one vector in recent rounds, piece by piece.
 
-    Pieces are the tensors of the model, cut at chunk boundaries, so that a vector is gated in one pass.
+    Pieces are the tensors of the model, cut at chunk boundaries, so that the gates need only one pass over a vector.
     """
 
     def __init__(self, num_pieces: int) -> None:
@@ -170,29 +175,31 @@ class PieceNorms:
         self._rounds = 0
 
     def usual(self) -> list[float]:
-        """The median of recent norms; 0 where none is known."""
+        """Return the median of the recent norms of each piece, or 0 if none is known."""
         return self._norms.nanmedian(dim=0).values.nan_to_num_(0.0).tolist()
 
     def note(self, norms: Sequence[float]) -> None:
-        """Record one round; for offsets after clipping, since a liar must not widen its own gate."""
+        """Record the norms of one round. Offsets are recorded after clipping, so a liar cannot widen its own gate."""
         self._norms[self._rounds % HISTORY_ROUNDS] = torch.tensor(norms, dtype=torch.float64)
         self._rounds += 1
 
 
 def offset_radius(*, usual: float, own_gradient: float, limits: GateLimits = LIMITS) -> float:
-    """How far a partner may pull one piece. All are norms: usual of its offsets, own_gradient of this peer's gradient.
+    """Return the largest norm by which a partner may pull one piece.
 
-    The bounds by the own gradient admit the first swaps, and stop a liar that is met again and again, because the
-    median is computed from clipped offsets.
+    `usual` is the usual norm of the piece's offsets, and `own_gradient` is the norm of this peer's outer gradient in
+    the piece. The lower bound, which depends on this gradient, admits the first swaps, for which there is no history.
+    The upper bound stops a liar that this peer meets again and again, whose clipped offsets would otherwise keep
+    raising the median.
     """
     most, least = limits.offset_most * own_gradient, limits.offset_least * own_gradient
     return min(max(limits.offset_radius * usual, least), most)
 
 
 def shorten_longer_(own: Tensor, partner: Tensor, *, limits: GateLimits = LIMITS) -> None:
-    """Clip one piece of two outer gradients, in place: the longer one to `clip_piece_above` times the shorter one.
+    """Scale the longer of two pieces down to `clip_piece_above` times the norm of the shorter one, in place.
 
-    The partner does the same to the same two vectors.
+    The pieces belong to the two outer gradients of a swap. The partner does the same with the same two vectors.
     """
     norms = [float(torch.linalg.vector_norm(vector)) for vector in (own, partner)]
     limit = limits.clip_piece_above * min(norms)
@@ -202,16 +209,16 @@ def shorten_longer_(own: Tensor, partner: Tensor, *, limits: GateLimits = LIMITS
 
 
 def clip_offset_(offset: Tensor, radius: float) -> tuple[float, float]:
-    """Clip one piece of a half-difference, in place. Returns its norm before and after."""
+    """Clip one piece of a half-difference in place, and return its norm before and after."""
     norm = float(torch.linalg.vector_norm(offset))
     if norm <= radius:
         return norm, norm
-    offset.mul_(radius / norm)  # to 0 when the norm is infinite: every element is finite
+    offset.mul_(radius / norm)  # sets it to 0 if the norm is infinite
     return norm, radius
 
 
 class Pieces:
-    """The pieces: the tensors of a flat vector, cut at the boundaries of its chunks."""
+    """The tensors of a flat vector, cut into pieces at the boundaries of its chunks."""
 
     def __init__(self, tensor_sizes: Sequence[int], chunks: Sequence[tuple[int, int]]) -> None:
         ends: list[int] = []

@@ -1,7 +1,7 @@
-"""NoLoCo with groups of more than two (n in arXiv 2506.10911): all-reduce within a random group. For simulation only.
+"""Simulate NoLoCo with groups of more than two replicas, which all-reduce within a random group.
 
-With groups of two it is what peers do, uncoded and with momentum averaged in the group; with one group of all it is
-DiLoCo.
+The size of a group is n in arXiv 2506.10911. With groups of two, this rule does what peers do, but without encoding and
+with momentum averaged within the group. With all replicas in one group, it is DiLoCo.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SIZE = 4
 
 
 class Groups:
-    """If the number of replicas is not a multiple, the remainder forms a smaller group."""
+    """NoLoCo in groups of `size` replicas, as an outer rule. Any remaining replicas form a smaller group."""
 
     is_collective = False
 
@@ -29,7 +29,7 @@ class Groups:
         self._momentum: Tensor | None = None
 
     def mix_gradients(self, gradients: Tensor) -> None:
-        """Do nothing: replicas train independently within a round."""
+        """Do nothing, because replicas train independently within a round."""
 
     def outer_step(self, slow_weights: Tensor, fast_weights: Tensor) -> None:
         momentum = torch.zeros_like(slow_weights) if self._momentum is None else self._momentum
@@ -47,5 +47,5 @@ class Groups:
         self._momentum = momentum
 
     def sent_bytes(self, num_elements: int, num_replicas: int) -> tuple[float, float]:
-        num_vectors = 3 if self._strengths["alpha"] else 2  # slow weights, outer gradient, and momentum if there is one
+        num_vectors = 3 if self._strengths["alpha"] else 2  # slow weights, outer gradient, and any momentum
         return 0.0, num_vectors * ring_bytes(4.0 * num_elements, min(self._size, num_replicas))

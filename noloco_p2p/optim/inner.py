@@ -1,4 +1,4 @@
-"""The inner optimizer on the fast weights: AdamW, or Muon for the matrices with AdamW for the rest."""
+"""Create the inner optimizer of the fast weights: AdamW, or Muon for matrices and AdamW for the rest."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from torch.nn import Parameter
 from noloco_p2p.optim.muon import Muon
 from noloco_p2p.spec import TrainSpec
 
-FUSED_DEVICES = frozenset({"cpu", "cuda"})  # 1.1 ms, against 3.2 ms (plain) and 4.5 ms (foreach): 1.3M parameters, CPU
+# For 1.3M parameters on a CPU, a fused step takes 1.1 ms, a plain one 3.2 ms and a foreach one 4.5 ms.
+FUSED_DEVICES = frozenset({"cpu", "cuda"})
 
 
 def make_inner_optimizers(
     parameters: Iterable[Parameter], train: TrainSpec, *, matrices: Collection[Tensor]
 ) -> list[torch.optim.Optimizer]:
-    """Return the optimizers of `train.inner_optimizer`, with each parameter in exactly one of them.
+    """Return the optimizers for `train.inner_optimizer`. Each parameter belongs to exactly one of them.
 
-    matrices: parameters that Muon may take, 2-D and neither embedding nor head (`train.model.hidden_matrices`).
-
-    Muon's step is scaled to the size of an AdamW step (0.2 sqrt(longer side), arXiv 2502.16982), so that one learning
-    rate serves both. The rest is as in `make_inner_optimizer`.
+    `matrices` are the parameters that Muon may train. They are 2-D and neither the embedding nor the head (see
+    `trainer.model.hidden_matrices`). Muon's step is scaled to the size of an AdamW step (0.2 sqrt(longer side), arXiv
+    2502.16982), so that one learning rate suits both. Everything else is the same as in `make_inner_optimizer`.
     """
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
     if train.inner_optimizer == "adamw":
@@ -43,10 +43,11 @@ def make_inner_optimizers(
 
 
 def make_inner_optimizer(parameters: Iterable[Parameter], train: TrainSpec) -> torch.optim.Optimizer:
-    """AdamW over the trainable ones of `parameters`; vectors (norms, biases) never decay.
+    """Return an AdamW optimizer for the trainable `parameters`. Vectors (norms and biases) have no weight decay.
 
-    The learning rate is the peak of the schedule until the caller sets `group["lr"]`, before every step, to
-    `learning_rate(train, progress)`. The caller clips gradients. Raises ValueError when nothing is trainable.
+    The learning rate is the peak of the schedule until the caller sets `group["lr"]` to `learning_rate(train,
+    progress)`, which it must do before every step. The caller also clips gradients. Raises ValueError if no parameter
+    is trainable.
     """
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
     if not trainable:
@@ -60,7 +61,7 @@ def make_inner_optimizer(parameters: Iterable[Parameter], train: TrainSpec) -> t
 
 
 def _groups(parameters: list[Parameter], *, weight_decay: float) -> list[dict[str, object]]:
-    """One group, or two if matrices decay and vectors do not."""
+    """Return one group of parameters, or two if matrices have weight decay and vectors do not."""
     if not weight_decay:
         return [{"params": parameters, "weight_decay": 0.0}]
     matrices = [parameter for parameter in parameters if parameter.ndim >= 2]

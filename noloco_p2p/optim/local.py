@@ -1,4 +1,4 @@
-"""Replicas that never mix: the floor of every comparison."""
+"""Simulate replicas that never mix, as a baseline for all comparisons."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ class Local:
     is_collective = False
 
     def mix_gradients(self, gradients: Tensor) -> None:
-        """Do nothing: replicas train independently."""
+        """Do nothing, because replicas train independently."""
 
     def outer_step(self, slow_weights: Tensor, fast_weights: Tensor) -> None:
         slow_weights.copy_(fast_weights)

@@ -1,4 +1,4 @@
-"""What two partners agree on before they mix, and how a run ends. Pure, and no torch."""
+"""Compute the terms on which two partners mix, and the closing rounds of a run. This module does not use torch."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ from dataclasses import dataclass
 
 from noloco_p2p.spec import OuterSpec
 
-# For a closing round, in which nobody trains: both partners move to the midpoint.
+# In a closing round nobody trains, and both partners move to the midpoint.
 CLOSING = OuterSpec(alpha=0.0, beta=1.0, gamma=1.0)
-CLOSING_MORE = 3  # rounds in addition to log2 of the peers
-# for a partner in a closing round: at least and at most; in between the duration of a round
+CLOSING_MORE = 3  # closing rounds in addition to log2 of the number of peers
+# The shortest and the longest wait in a closing round. Between these limits, the wait is as long as a round.
 CLOSING_WAIT_S = (10.0, 600.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """What two partners agree on. Each computes it from what both announced, with the same result.
+    """The terms on which two partners mix. Both compute the same terms from what they announced to each other.
 
-    inner_steps: length of a round. weight: of all half-differences, below 1 between peers that are many rounds apart.
-    partner_share: of the inner steps of both rounds; the shares of the two partners add up to 1.
+    `inner_steps` is the length of a round. `weight` is a factor of all half-differences, which is below 1 between peers
+    that are many rounds apart. `partner_share` is the partner's share of the inner steps of both rounds. The shares of
+    the two partners add up to 1.
     """
 
     inner_steps: float
@@ -28,27 +29,29 @@ class Agreement:
 
 
 def gradient_weight(outer: OuterSpec, agreed: Agreement) -> float:
-    """The factor of the half-difference of the outer gradients.
+    """Return the factor by which a peer multiplies the half-difference h of the outer gradients.
 
-    It is used as own gradient + weight x h. With `outer.weigh_tokens` a gradient counts by the tokens behind it:
-    own + 2 share h is the weighted mean of the two, and the sum of the vectors, each times its tokens, is preserved.
+    The peer adds the product to its own outer gradient. With `outer.weigh_tokens`, each gradient counts in proportion
+    to the tokens behind it: own + 2 * share * h is the weighted mean of the two gradients. The sum of the two partners'
+    vectors, each multiplied by its number of tokens, is preserved.
     """
     return agreed.weight * (2 * agreed.partner_share if outer.weigh_tokens else 1.0)
 
 
 def agreed_inner_steps(one: int, other: int) -> float:
-    """The round length of two partners: the geometric mean, with the same bits on both sides.
+    """Return the round length of two partners: the geometric mean, with the same bits for both.
 
-    It is a product of integers and a square root, which every machine rounds in the same way.
+    It is the square root of a product of integers, which every machine rounds in the same way.
     """
     return math.sqrt(one * other)
 
 
 def closing_rounds(outer: OuterSpec, num_peers: int) -> int:
-    """The number of closing rounds.
+    """Return the number of closing rounds.
 
-    Each halves the squared spread of randomly paired peers. So log2 N rounds leave a share of 1 / N of it, and three
-    more an eighth of that: every peer then ends close to the mean of all.
+    Each closing round halves the squared spread of randomly paired peers. After log2 N rounds, 1 / N of the squared
+    spread is left, and three more rounds reduce it to an eighth of that. Every peer then ends close to the mean of all
+    peers.
     """
     if outer.closing_rounds == "auto":
         return math.ceil(math.log2(num_peers)) + CLOSING_MORE if num_peers > 1 else 0
@@ -56,6 +59,9 @@ def closing_rounds(outer: OuterSpec, num_peers: int) -> int:
 
 
 def closing_wait_s(outer: OuterSpec, round_s: float | None) -> float:
-    """How long a closing round may take, in seconds: peers that train for one more round are waited for."""
+    """Return how many seconds a closing round may take.
+
+    This is long enough to wait for peers that train for one more round.
+    """
     least_s, most_s = CLOSING_WAIT_S
     return min(max(outer.max_wait_s, round_s or 0.0, least_s), most_s)

@@ -1,20 +1,22 @@
-"""Muon (Jordan et al. 2024) for hidden matrices: `torch.optim.Muon` with faster orthogonalization.
+"""Implement Muon (Jordan et al. 2024) for hidden matrices: `torch.optim.Muon` with faster orthogonalization.
 
-An update is the momentum of a matrix with all of its singular values moved close to 1, by a Newton-Schulz iteration.
-`torch.optim.Muon` computes that in bf16 on every device, one matrix after another and in five iterations. A processor
-without bf16 instructions takes eight times as long for such a product as in fp32. This class therefore
+An update is the momentum of a matrix after a Newton-Schulz iteration has moved all its singular values close to 1.
+`torch.optim.Muon` computes this in bf16 on every device, one matrix after another, with five iterations. On a processor
+without bf16 instructions, such a product takes eight times as long as in fp32. This class therefore differs in three
+ways:
 
-* computes in fp32, and in bf16 only on an accelerator that supports it: all CPUs follow one rule, so that two machines
-  of a run and a simulation agree;
-* computes matrices of one shape in one batched product;
-* needs three iterations. The rows of a matrix are first scaled so that its largest singular value is at most 1
-  (almost-orthogonal layers, Prach and Lampert 2022, as in Turbo-Muon, arXiv 2512.04632), and each iteration has the
-  optimal coefficients given the one before (Polar Express, arXiv 2505.16932). benchmarks/study has the losses.
+* It computes in fp32, except on an accelerator that supports bf16. All CPUs follow this rule, so that two machines of a
+  run, or a simulation of it, get the same results.
+* It computes matrices of the same shape in one batched product.
+* It needs only three iterations. It first scales the rows of a matrix so that its largest singular value is at most 1
+  (almost-orthogonal layers, Prach and Lampert 2022, as in Turbo-Muon, arXiv 2512.04632). Each iteration then uses the
+  coefficients that are optimal after the previous iteration (Polar Express, arXiv 2505.16932). benchmarks/study
+  compares the losses.
 
-Hyperparameters, state and checkpoints are those of `torch.optim.Muon`.
+The hyperparameters, the state and the checkpoints are the same as for `torch.optim.Muon`.
 """
 
-# torch's own optimizers step by `torch._foreach_*`, which its stubs do not export.
+# This file uses `torch._foreach_*`, like torch's own optimizers. The stubs of torch do not export these functions.
 # pyright: reportPrivateImportUsage=false
 
 from __future__ import annotations
@@ -29,23 +31,23 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from noloco_p2p.devices import has_fast_bf16
 
-# x -> a x + b x^3 + c x^5, three times: the odd polynomials nearest to 1 (minimax) on the image of [0.01, 1] under the
-# previous ones. Together they move that interval into [0.73, 1.27], and raise smaller singular values 78 times.
+# Each row maps x to a x + b x^3 + c x^5. These odd polynomials are closest to 1 (minimax) on the interval to which the
+# previous rows map [0.01, 1]. Together they map [0.01, 1] into [0.73, 1.27] and raise smaller values by a factor of 78.
 COEFFICIENTS = (
     (8.0934, -23.6204, 17.4462),
     (3.6366, -2.7219, 0.5365),
     (2.6613, -1.9772, 0.4526),
 )
-MARGIN = 1.02  # rounding must not take a singular value beyond 1, where the first quintic is steep
-LONG = 1.5  # ratio of the longer side to the shorter one from which iterating on Gram matrices pays
-BATCH_ELEMENTS = 1 << 24  # of the matrices in one product, which is copied a few times
+MARGIN = 1.02  # keeps rounding from moving a singular value above 1, where the first quintic is steep
+LONG = 1.5  # ratio of the longer side to the shorter one above which iterating on Gram matrices is faster
+BATCH_ELEMENTS = 1 << 24  # largest size of the matrices in one product, which is copied a few times
 
 
 class Muon(torch.optim.Muon):
-    """`torch.optim.Muon` with `adjust_lr_fn="match_rms_adamw"` and Nesterov momentum; see the module.
+    """`torch.optim.Muon` with `adjust_lr_fn="match_rms_adamw"`, Nesterov momentum and faster orthogonalization.
 
-    The step is scaled to the size of an AdamW step, 0.2 sqrt(longer side) (arXiv 2502.16982). Sharded parameters
-    (DTensor) are gathered for the product, on every rank.
+    The step is scaled to the size of an AdamW step, which is 0.2 sqrt(longer side) (arXiv 2502.16982). Sharded
+    parameters (DTensor) are gathered on every rank for the product.
     """
 
     @torch.no_grad()
@@ -60,7 +62,7 @@ class Muon(torch.optim.Muon):
         return loss
 
     def _step_batch(self, params: list[Tensor], *, lr: float, decay: float, momentum: float) -> None:
-        """Take one step of parameters that have one shape."""
+        """Take one step for parameters that have the same shape."""
         gradients = [param.grad for param in params if param.grad is not None]
         for param, gradient in zip(params, gradients, strict=True):
             if "momentum_buffer" not in self.state[param]:
@@ -78,10 +80,13 @@ class Muon(torch.optim.Muon):
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:
-    """Map matrices U S V^T, (num, rows, cols), to approximately U V^T, with singular values near 1, in their dtype."""
+    """Map matrices U S V^T to approximately U V^T, with singular values near 1.
+
+    `matrices` has shape (num, rows, cols). The result has the same shape and dtype.
+    """
     is_tall = matrices.size(-2) > matrices.size(-1)
     gram = torch.bmm(matrices.mT, matrices) if is_tall else torch.bmm(matrices, matrices.mT)  # of the shorter side
-    # With the rows divided by the roots of these sums, no singular value is above 1 (Prach and Lampert 2022).
+    # Dividing the rows by the roots of these sums makes all singular values at most 1 (Prach and Lampert 2022).
     scale = gram.abs().sum(-1, keepdim=True).clamp_(min=torch.finfo(torch.float32).tiny).rsqrt_().div_(MARGIN)
     matrices = matrices * (scale.mT if is_tall else scale)
     gram.mul_(scale).mul_(scale.mT)
@@ -89,7 +94,7 @@ def orthogonalize(matrices: Tensor) -> Tensor:
     if is_long and matrices.dtype is torch.float32:
         factor = _whole_factor(gram)
         return torch.bmm(matrices, factor) if is_tall else torch.bmm(factor, matrices)
-    polynomial, spare = torch.empty_like(gram), torch.empty_like(matrices)  # new memory for each product is slow
+    polynomial, spare = torch.empty_like(gram), torch.empty_like(matrices)  # allocating per product is slow
     for iteration, (a, b, c) in enumerate(COEFFICIENTS):
         if iteration:
             torch.bmm(*((matrices.mT, matrices) if is_tall else (matrices, matrices.mT)), out=gram)
@@ -101,10 +106,10 @@ def orthogonalize(matrices: Tensor) -> Tensor:
 
 
 def _whole_factor(gram: Tensor) -> Tensor:
-    """The matrix by which all iterations together multiply, from the Gram matrices, which are overwritten.
+    """Return the matrix that applies all iterations at once. The Gram matrices in `gram` are overwritten.
 
-    All products have the size of the shorter side, and commute: a quarter less work if one side is 2.7 times as long.
-    In bf16 the rounding errors of a Gram matrix would grow.
+    All products have the size of the shorter side, and they commute. If one side is 2.7 times as long as the other,
+    this takes a quarter less work. It is not used in bf16, where the rounding errors of a Gram matrix would grow.
     """
     polynomial, product = torch.empty_like(gram), torch.empty_like(gram)
     factor: Tensor | None = None
@@ -123,12 +128,12 @@ def _whole_factor(gram: Tensor) -> Tensor:
 
 
 def product_dtype(device: torch.device) -> torch.dtype:
-    """bf16 if the accelerator computes in it, and fp32 elsewhere, including all CPUs."""
+    """Return bf16 for an accelerator that computes in bf16, and fp32 for all other devices, including all CPUs."""
     return torch.bfloat16 if device.type == "cuda" and has_fast_bf16(device) else torch.float32
 
 
 def _batches(params: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield parameters of one shape and device, as many as go through a product together."""
+    """Yield batches of parameters with the same shape and device, each small enough for one product."""
     alike: defaultdict[tuple[torch.Size, torch.device], list[Tensor]] = defaultdict(list)
     for param in params:
         alike[param.shape, param.device].append(param)
@@ -142,7 +147,7 @@ def _whole(values: Tensor) -> Tensor:
 
 
 def _placed_as(param: Tensor, values: Tensor) -> Tensor:
-    """This rank's part of `values`, which all ranks have, if `param` is sharded."""
+    """Return `values`, or only this rank's part of them if `param` is sharded. All ranks have the same `values`."""
     if not isinstance(param, DTensor):
         return values
     return distribute_tensor(values, param.device_mesh, param.placements, src_data_rank=None)

@@ -1,16 +1,17 @@
-"""The NoLoCo outer step (arXiv 2506.10911), as pure in-place arithmetic on one vector or a slice of it.
+"""Take the NoLoCo outer step (arXiv 2506.10911), in place on one vector or a slice of it.
 
-Paper -> code, for peer i in its group (itself and one partner j, or itself alone):
+The table maps the symbols of the paper to the names in the code. Peer i forms a group with one partner j. In a solo
+step, it is alone in its group.
 
     phi_i                     slow_weights            weights at the start of the round
-    theta_i                   fast_weights            weights at its end; here only inside the outer gradient
+    theta_i                   fast_weights            weights at its end; used here only in the outer gradient
     Delta_i = theta_i - phi_i outer gradient          points downhill
-    mean_j Delta_j            mean_outer_gradient     over the group: own + h, alone: own
-    mean_j phi_j - phi_i      mean_slow_offset        h of the slow weights, alone: None
-    delta_i                   outer_momentum          carried from round to round; with alpha 0 there is none
+    mean_j Delta_j            mean_outer_gradient     own + h in a group, own in a solo step
+    mean_j phi_j - phi_i      mean_slow_offset        h of the slow weights in a group, None in a solo step
+    delta_i                   outer_momentum          carried from round to round; None if alpha is 0
     alpha, beta, gamma        momentum kept, outer learning rate, mixing strength (the run spec checks their bound)
 
-h is a half-difference, see `halves.py`.
+The half-difference h is explained in `halves.py`.
 """
 
 from __future__ import annotations
@@ -21,20 +22,20 @@ from torch import Tensor
 
 def outer_step(
     slow_weights: Tensor,  # fp32, updated in place
-    outer_momentum: Tensor | None,  # fp32, same shape, updated in place; None where alpha is 0
+    outer_momentum: Tensor | None,  # fp32, same shape, updated in place; None if alpha is 0
     mean_outer_gradient: Tensor,  # fp32, same shape
-    mean_slow_offset: Tensor | None,  # fp32, same shape; None = 0, for a solo step
+    mean_slow_offset: Tensor | None,  # fp32, same shape; None in a solo step, where it is 0
     *,
     alpha: float,
     beta: float,
     gamma: float,
 ) -> None:
-    """Update momentum, then slow weights, in place; the new fast weights are a copy of the new slow weights.
+    """Update the momentum and then the slow weights in place. The new fast weights are a copy of the new slow weights.
 
-    Elements are independent, so a vector may be updated slice by slice with the same result. Nothing is allocated. If
-    momenta are swapped too, add their half-difference to `outer_momentum` first. The sign of beta is that of the proof
-    (eq. 32) and of the published code: eq. 2 of the paper prints a minus although Delta points downhill. Raises
-    ValueError, before anything changes, when dtypes, shapes or devices do not match, or when alpha is set without a
+    Elements are independent, so a vector can be updated slice by slice with the same result. Nothing is allocated. If
+    momenta are swapped as well, add their half-difference to `outer_momentum` before the call. The sign of beta agrees
+    with the proof (eq. 32) and the published code: eq. 2 of the paper has a minus, although Delta points downhill.
+    Raises ValueError, before anything changes, if dtypes, shapes or devices do not match, or if alpha is set without a
     momentum.
     """
     _check(slow_weights, outer_momentum, mean_outer_gradient, mean_slow_offset)
@@ -64,7 +65,7 @@ def _check(
         if tensor is None:
             continue
         if tensor.dtype != torch.float32:
-            raise ValueError(f"{name} must be torch.float32, it is {tensor.dtype}")
+            raise ValueError(f"{name} must be torch.float32, but it is {tensor.dtype}")
         if tensor.shape != slow_weights.shape or tensor.device != slow_weights.device:
             raise ValueError(
                 f"{name} must have the shape and device of slow_weights, {tuple(slow_weights.shape)} on "

@@ -1,4 +1,4 @@
-"""Plain averaging of random pairs, as AD-PSGD (arXiv 1710.06952) does after every step. For simulation only."""
+"""Simulate plain averaging of random pairs, which AD-PSGD (arXiv 1710.06952) does after every step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class PairAveraging:
         self._rng = rng
 
     def mix_gradients(self, gradients: Tensor) -> None:
-        """Do nothing: replicas train independently within a round."""
+        """Do nothing, because replicas train independently within a round."""
 
     def outer_step(self, slow_weights: Tensor, fast_weights: Tensor) -> None:
         slow_weights.copy_(fast_weights)
@@ -25,7 +25,10 @@ class PairAveraging:
 
 
 def average_pairs(vectors: Tensor, rng: random.Random) -> None:
-    """Average random pairs of rows of (replicas, elements), in place. With an odd number, one row is unchanged."""
+    """Average random pairs of rows of `vectors` (replicas, elements) in place.
+
+    If the number of rows is odd, one row stays unchanged.
+    """
     order = list(range(len(vectors)))
     rng.shuffle(order)
     for one, other in zip(order[::2], order[1::2], strict=False):

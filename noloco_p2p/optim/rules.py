@@ -1,4 +1,7 @@
-"""Other outer rules, to measure NoLoCo against. They see all replicas at once: no peer of a swarm could run them."""
+"""Define the other outer rules with which NoLoCo is compared.
+
+These rules see all replicas at once, so no peer of a swarm could run them.
+"""
 
 from __future__ import annotations
 
@@ -17,29 +20,29 @@ from noloco_p2p.optim.local import Local
 from noloco_p2p.optim.pair_averaging import PairAveraging
 from noloco_p2p.spec import OuterSpec
 
-NOLOCO = "noloco"  # not a rule of this kind: replicas run it as peers do
+NOLOCO = "noloco"  # not one of `RULES`, because replicas run it in the same way as peers
 
 
 class Rule(Protocol):
-    """An outer rule. All tensors are fp32 of shape (replicas, parameters), changed in place."""
+    """An outer rule. All tensors are fp32, have shape (replicas, parameters) and are changed in place."""
 
-    # decides how its time is counted: as a ring all-reduce, or as one exchange with one other replica
+    # Whether communication takes as long as a ring all-reduce, rather than as long as an exchange with one replica.
     is_collective: bool
 
     def mix_gradients(self, gradients: Tensor) -> None:
-        """Called after each backward, before clipping and the inner optimizer."""
+        """Mix the gradients after each backward pass, before clipping and the inner optimizer."""
         ...
 
     def outer_step(self, slow_weights: Tensor, fast_weights: Tensor) -> None:
-        """Called at the end of a round. On entry `slow_weights` is the start of the round, on return that of the next
-        one.
+        """Take the outer step at the end of a round.
 
-        The caller copies it to the fast weights; what a rule does to `fast_weights` is lost.
+        On entry, `slow_weights` holds the weights at the start of the round. On return, it holds the slow weights of
+        the next round, which the caller copies to the fast weights. Changes to `fast_weights` are lost.
         """
         ...
 
     def sent_bytes(self, num_elements: int, num_replicas: int) -> tuple[float, float]:
-        """The bytes that one replica sends, (per inner step, per round)."""
+        """Return the bytes that one replica sends as (per inner step, per round)."""
         ...
 
 

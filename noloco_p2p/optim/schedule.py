@@ -1,4 +1,7 @@
-"""The learning rate as a function of a peer's place in the run: linear warm-up, then cosine. No torch."""
+"""Compute the learning rate from a peer's progress in the run, with linear warm-up and cosine decay.
+
+This module does not use torch.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,14 @@ from noloco_p2p.spec import TrainSpec
 
 
 def learning_rate(train: TrainSpec, progress: float) -> float:
-    """The learning rate of the inner step that starts at `progress`, a fraction of the run's schedule.
+    """Return the learning rate of the inner step that starts at `progress`, a fraction of the run's schedule.
 
-    0 is the first step, 1 the end; beyond it the minimum stays. The warm-up covers warmup_steps / total_steps; its
-    first step gets 1 / warmup_steps of the peak rather than 0. Raises ValueError below 0 and for NaN.
+    The first step has progress 0, and the schedule ends at 1. After that, the learning rate stays at the minimum. The
+    warm-up covers warmup_steps / total_steps, and its first step gets 1 / warmup_steps of the peak rather than 0.
+    Raises ValueError if `progress` is negative or NaN.
     """
     if not progress >= 0:
-        raise ValueError(f"progress is a fraction of the schedule, 0 or more; it is {progress}")
+        raise ValueError(f"progress is a fraction of the schedule and must be 0 or more, but it is {progress}")
     warmup = train.warmup_steps / train.total_steps
     if progress < warmup:
         return train.learning_rate * min(1.0, progress / warmup + 1 / train.warmup_steps)

@@ -1,12 +1,12 @@
-"""Checkpoints on disk: complete or absent, and verified before use.
+"""Write checkpoints to disk, and verify and read them.
 
-    FOLDER/00000007-round-41/          number of the checkpoint, and the round it was taken in
-        manifest.json                  size and blake3 of every other file; written last
+    FOLDER/00000007-round-41/          number of the checkpoint, and the round in which it was taken
+        manifest.json                  size and blake3 digest of every other file; written last
         meta.json
         STEM.safetensors ...
 
-A checkpoint is written into `.partial-*`, every file is synced, the folder renamed, and its parent synced. So after a
-crash at any moment it is either complete or absent. Nothing is pickled.
+A checkpoint is written to a `.partial-*` folder. Every file in it is synced, the folder is renamed, and its parent is
+synced. A checkpoint is therefore either complete or absent, even after a crash. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _LOCK = ".writer.lock"
 
 
 class Checkpoint:
-    """One checkpoint. Raises CheckpointError when `path` is not one."""
+    """One checkpoint on disk. Raises CheckpointError if `path` is not a checkpoint."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -51,11 +51,11 @@ class Checkpoint:
         self.round = int(self._read_json(MANIFEST)["round"])
 
     def has(self, stem: str) -> bool:
-        """Whether the checkpoint holds STEM.safetensors."""
+        """Return whether the checkpoint has a file STEM.safetensors."""
         return f"{stem}.safetensors" in self._files
 
     def file(self, stem: str) -> Path:
-        """The path of STEM.safetensors. Raises CheckpointError when the checkpoint has no such file."""
+        """Return the path of STEM.safetensors. Raises CheckpointError if the checkpoint has no such file."""
         name = f"{stem}.safetensors"
         if name not in self._files:
             raise CheckpointError(
@@ -64,7 +64,11 @@ class Checkpoint:
         return self.path / name
 
     def load(self, stem: str) -> dict[str, Tensor]:
-        """Load the tensors of one file on the CPU, mapped copy-on-write: nothing written to them reaches the disk."""
+        """Load the tensors of STEM.safetensors on the CPU.
+
+        The file is mapped copy-on-write, so changes to the tensors do not reach the disk. Raises CheckpointError if the
+        file cannot be read.
+        """
         path = self.file(stem)
         try:
             return load_file(path)
@@ -72,7 +76,10 @@ class Checkpoint:
             raise CheckpointError(f"{path} cannot be read: {error}") from None
 
     def verify(self) -> None:
-        """Read every file (about 4 GB/s from the page cache). Raises CheckpointError for the first damaged one."""
+        """Verify every file, at about 4 GB/s if it is in the page cache.
+
+        Raises CheckpointError for the first damaged file.
+        """
         for name, expected in self._files.items():
             path = self.path / name
             try:
@@ -109,24 +116,24 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """The last `keep` checkpoints in `folder`. One process writes; any number may read.
+    """The last `keep` checkpoints in `folder`. Only one process at a time may write, but any number may read.
 
-    Leftovers of a killed writer are removed at the start, unless another process is writing.
+    The constructor removes files that a killed writer has left behind, unless another process is writing.
     """
 
     def __init__(self, folder: Path, *, keep: int = 2) -> None:
-        assert keep >= 1, f"keep {keep}: at least one checkpoint must stay"
+        assert keep >= 1, f"keep is {keep}, but at least one checkpoint must be kept"
         self.folder = folder
         self._keep = keep
         if any(folder.glob(f"{_PARTIAL}*")):
             self._remove_leftovers()
 
     def save(self, round: int, *, files: Mapping[str, Mapping[str, Tensor]], meta: Mapping[str, Any]) -> Path:
-        """Write STEM.safetensors for every stem of `files`, and `meta` as JSON. Returns the folder.
+        """Write a checkpoint with a file STEM.safetensors for every stem of `files`, and return its folder.
 
-        Tensors may be on any device; they must be contiguous and must not overlap in memory (disjoint views of one
-        vector may be saved). On failure, for example with a full disk, the older checkpoints stay and CheckpointError
-        is raised.
+        `meta` is written as JSON. Tensors may be on any device. They must be contiguous and must not overlap in memory,
+        but disjoint views of one vector are allowed. If writing fails, for example because the disk is full,
+        CheckpointError is raised and the older checkpoints are kept.
         """
         for tensors in files.values():
             _check_tensors(tensors)
@@ -143,7 +150,10 @@ class Checkpoints:
         return path
 
     def newest(self) -> Checkpoint | None:
-        """Return the newest checkpoint that verifies. Damaged ones are skipped with a warning."""
+        """Return the newest checkpoint that passes verification, or None.
+
+        Damaged checkpoints are skipped with a warning.
+        """
         for path in reversed(self._list()):
             try:
                 checkpoint = Checkpoint(path)
@@ -173,7 +183,7 @@ class Checkpoints:
             _sync(partial)
             final = self.folder / f"{number:08d}-round-{round}"
             partial.rename(final)
-        except BaseException:  # Ctrl-C too: a partial checkpoint must not stay and fill the disk
+        except BaseException:  # even after Ctrl-C, a partial checkpoint must not stay and fill the disk
             shutil.rmtree(partial, ignore_errors=True)
             raise
         _sync(self.folder)
@@ -181,7 +191,7 @@ class Checkpoints:
 
     def _prune(self) -> None:
         for path in self._list()[: -self._keep]:
-            # a half-removed checkpoint must not look like a damaged one
+            # The checkpoint is renamed first, so that it does not look damaged when it is only half removed.
             doomed = path.with_name(f"{_PARTIAL}{path.name}")
             path.rename(doomed)
             shutil.rmtree(doomed, ignore_errors=True)
@@ -196,28 +206,29 @@ class Checkpoints:
             with self._writing():
                 for path in self.folder.glob(f"{_PARTIAL}*"):
                     shutil.rmtree(path, ignore_errors=True)
-        except OSError as error:  # the folder is read-only, or a writer is at work: do not clean up
-            log.debug("leftovers in %s stay: %s", self.folder, error)
+        except OSError as error:  # the folder is read-only, or another process is writing
+            log.debug("partial checkpoints in %s are not removed: %s", self.folder, error)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Hold the lock of the only writer, which the kernel frees when the process dies. Raises OSError if it is
-        taken.
+        """Hold the lock that admits only one writer. Raises OSError if another process holds it.
+
+        The kernel releases the lock when the process dies.
         """
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # the weights of a private run are private too
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # a private run has private weights
         with (self.folder / _LOCK).open("w") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise OSError("another process is writing a checkpoint there") from None
+                raise OSError("another process is writing a checkpoint to this folder") from None
             yield
 
 
 def _check_tensors(tensors: Mapping[str, Tensor]) -> None:
-    """Report mistakes of our own callers before safetensors refuses them in the middle of a write."""
+    """Report a caller's mistake before safetensors refuses the tensors in the middle of a write."""
     areas = []
     for name, tensor in tensors.items():
-        assert tensor.is_contiguous(), f"{name} is not contiguous: save .contiguous() of it"
+        assert tensor.is_contiguous(), f"{name} is not contiguous: call .contiguous() on it before saving"
         if tensor.numel():
             areas.append((str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, name))
     areas.sort()
@@ -238,7 +249,7 @@ def _describe(path: Path) -> dict[str, Any]:
 
 
 def _sync(path: Path) -> None:
-    """Flush data and names to the disk; syncing a folder flushes the names in it."""
+    """Flush a file to the disk. For a folder, this flushes the names in it."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

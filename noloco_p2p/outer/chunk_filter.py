@@ -1,4 +1,4 @@
-"""The gates of `optim/gates.py` applied to what a swap brought, chunk by chunk, during the outer step."""
+"""Apply the gates of `optim/gates.py` to the vectors of a swap, chunk by chunk, during the outer step."""
 
 from __future__ import annotations
 
@@ -31,14 +31,18 @@ from noloco_p2p.optim.gates import (
 from noloco_p2p.optim.halves import half_difference_
 
 UNSCALED = GradientScales(1.0, 1.0)
-ESTIMATE_CHUNKS = 16  # of 1 MiB in fp32: this takes milliseconds
+ESTIMATE_CHUNKS = 16  # chunks of 1 MiB in fp32, which take milliseconds
 SECRET = random.SystemRandom()
 OFFSETS = (SectionName.SLOW_WEIGHTS, SectionName.OUTER_MOMENTUM)
 
 
 @dataclass(frozen=True, slots=True)
 class FilterVerdict:
-    """The verdict of the gates on a whole swap. refusal: why nothing of it is applied; "" = it may be applied."""
+    """The verdict of the gates on a whole swap.
+
+    `refusal` says why nothing of the swap is applied, or is empty if it may be applied. `scales` are the factors of the
+    outer gradients.
+    """
 
     refusal: str = ""
     scales: GradientScales = UNSCALED
@@ -46,19 +50,23 @@ class FilterVerdict:
 
 @dataclass(frozen=True, slots=True)
 class Clipped:
-    """What one outer step clipped, in pieces of the offsets that the swap brought.
+    """Statistics about the clipping in one outer step.
 
-    num_lost: chunks of this peer's outer gradient that were not finite, and became 0.
+    `num_clipped` and `num_pieces` count pieces of the offsets that the swap brought. `num_lost` is the number of chunks
+    of this peer's outer gradient that were non-finite and became 0.
     """
 
     num_clipped: int = 0
     num_pieces: int = 0
-    cut_share: float = 0.0  # length of what was cut off, over the length of all offsets
+    cut_share: float = 0.0  # norm of what was cut off, relative to the norm of all offsets
     num_lost: int = 0
 
 
 class ChunkFilter:
-    """The history of one replica. It is not kept over a restart, but learned again in a few rounds."""
+    """The gates of one replica and their history.
+
+    The history is not saved. After a restart, the gates learn it again within a few rounds.
+    """
 
     def __init__(self, tensor_sizes: Sequence[int], limits: GateLimits = LIMITS) -> None:
         self.limits = limits
@@ -69,8 +77,9 @@ class ChunkFilter:
         self.own = PieceNorms(self.pieces.num_pieces)
 
     def judge_weights(self, partner: str, weights: SectionPair, gradient: SectionPair | None) -> str:
-        """Return why the slow weights of a partner refuse the whole swap; "" = they do not. They are recorded either
-        way.
+        """Return why the whole swap is refused because of the partner's slow weights, or an empty string if it is not.
+
+        The distance of the slow weights is recorded in both cases.
         """
         own_gradient = max(self.gradients.usual(), math.sqrt(gradient.squares.own) if gradient else 0.0)
         scratch, square, num_chunks = Scratch(), 0.0, len(weights.partner)
@@ -81,7 +90,7 @@ class ChunkFilter:
         return self.distances.refusal(partner, distance, own_gradient=own_gradient)
 
     def judge(self, gradient: SectionPair | None, *, times_longer: float = 1.0) -> FilterVerdict:
-        """Judge a whole swap. `times_longer`: see `GradientHistory.refusal`."""
+        """Judge a whole swap by its outer gradient. For `times_longer`, see `GradientHistory.refusal`."""
         if gradient is None:
             return FilterVerdict()
         own_norm, partner_norm = math.sqrt(gradient.squares.own), math.sqrt(gradient.squares.partner)
@@ -103,9 +112,10 @@ class ChunkFilter:
         )
 
     def half_gradient(self, pair: SectionPair, index: int, scales: GradientScales, *, scratch: Scratch) -> Tensor:
-        """Return the half-difference of a chunk of the scaled outer gradients. Scaling is of the whole, then per piece.
+        """Return the half-difference of one chunk of the scaled outer gradients.
 
-        It is the opposite of the partner's half-difference, which uses the same factors in exchanged order.
+        The gradients are scaled as a whole first, and then piece by piece. The result is the opposite of the partner's
+        half-difference, because the partner uses the same factors in reverse order.
         """
         own, partner = pair.decoded(index, scratch=scratch)
         for vector, scale in ((own, scales.own), (partner, scales.partner)):
@@ -118,10 +128,10 @@ class ChunkFilter:
     def late_steps(
         self, gradient: SectionPair, *, beta: float, scales: GradientScales = UNSCALED
     ) -> Iterator[tuple[int, Tensor]]:
-        """Yield (index of the first element, `beta h`) of each chunk of a partner's gradient that came after the
-        boundary.
+        """Yield (index of the first element, `beta h`) for each chunk of a late outer gradient.
 
-        fp32 on the CPU; each chunk reuses the memory of the one before.
+        It came from a partner after the boundary. The chunks are in fp32 on the CPU, and each one reuses the memory of
+        the previous one.
         """
         scratch = Scratch()
         for index, (start, _) in enumerate(chunk_bounds(gradient.coding.plan.num_elements)):
@@ -132,12 +142,15 @@ class ChunkFilter:
 
 
 def _drawn(num_chunks: int) -> list[int]:
-    """Draw chunks in secret, on which a norm or a cosine is estimated."""
+    """Draw the chunks on which a norm or a cosine is estimated, in a way that partners cannot predict."""
     return SECRET.sample(range(num_chunks), min(num_chunks, ESTIMATE_CHUNKS))
 
 
 class FilteredStep:
-    """One outer step. Ask for the chunks in order, `own_gradient` first, then call `close`."""
+    """One outer step that passes through the gates.
+
+    Request the chunks in order, and call `own_gradient` first for each of them. At the end, call `close`.
+    """
 
     def __init__(self, gating: ChunkFilter, received: Received | None, scales: GradientScales) -> None:
         self._filter = gating
@@ -151,13 +164,13 @@ class FilteredStep:
         self._num_lost = 0
         self._squares = self._cut_squares = 0.0
         self._usual_own = gating.own.usual()
-        self._own_norms: list[float] = []  # of the pieces of the current chunk
+        self._own_norms: list[float] = []  # for the pieces of the current chunk
         self._all_own_norms: list[float] = []
 
     def own_gradient(self, index: int, gradient: Tensor) -> None:
-        """Set the exact outer gradient of this peer for a chunk, against which offsets of that chunk are measured.
+        """Record this peer's exact outer gradient for a chunk, which limits the offsets of that chunk.
 
-        A chunk that is not finite becomes 0: its weights return to the slow weights, and the other chunks are
+        If the chunk is non-finite, it becomes 0. Its weights then return to the slow weights, and the other chunks are
         unaffected.
         """
         places = self._filter.pieces.in_chunk[index]
@@ -169,12 +182,18 @@ class FilteredStep:
         self._all_own_norms += self._own_norms
 
     def gradient(self, index: int) -> Tensor | None:
-        """Return the half-difference of the outer gradients, valid until the next chunk."""
+        """Return the half-difference of the outer gradients, or None if the swap brought none.
+
+        It is valid until the next chunk.
+        """
         pair = self._sections.get(SectionName.OUTER_GRADIENT)
         return self._filter.half_gradient(pair, index, self._scales, scratch=self._scratch) if pair else None
 
     def offset(self, name: SectionName, index: int) -> Tensor | None:
-        """Return the clipped half-difference of slow weights or momentum, valid until the next chunk."""
+        """Return the clipped half-difference of slow weights or momentum, or None if the swap brought none.
+
+        The result is valid until the next chunk.
+        """
         if name not in self._offsets:
             return None
         limits = self._filter.limits
@@ -190,8 +209,8 @@ class FilteredStep:
         return offset
 
     def close(self) -> Clipped:
-        """Record the round in the history."""
-        if any(self._all_own_norms):  # nobody trains in rounds of pure mixing
+        """Record the round in the history, and return what was clipped."""
+        if any(self._all_own_norms):  # all norms are 0 in a closing round
             self._filter.gradients.note(math.hypot(*self._all_own_norms))
             self._filter.own.note(self._all_own_norms)
         for name, norms in self._norms.items():

@@ -1,4 +1,4 @@
-"""The trainable parameters of a model as one flat vector in a fixed order of names, without storing that vector."""
+"""Read and write a model's trainable parameters as one flat vector, without storing that vector."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from noloco_p2p.devices import has_own_memory, synchronize
 from noloco_p2p.errors import ModelError
 from noloco_p2p.gossip.layout import ModelLayout
 
-HASHED_AT_ONCE = 1 << 22  # numbers that are copied for a digest
+HASHED_AT_ONCE = 1 << 22  # number of elements that are copied at once to compute a digest
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,12 @@ class _Piece:
 
 
 class FlatParameters:
-    """`read(start, stop)` and `write(start, values)` by position in the vector. Tied parameters appear once."""
+    """The trainable parameters of a model as one flat vector, in the order of `named_parameters()`.
+
+    `read(start, stop)` and `write(start, values)` access elements by their position in the vector. Tied parameters
+    appear once. Raises ModelError if no parameter is trainable, or if a parameter is sharded or not contiguous in
+    memory.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
@@ -53,12 +58,15 @@ class FlatParameters:
 
     @cached_property
     def model_layout(self) -> ModelLayout:
-        """What partners must have in common. Frozen parameters do not travel, so their content is hashed (4 GB/s)."""
+        """Return the layout that the models of partners must have in common.
+
+        Frozen parameters are not sent, so the layout contains digests of their content (computed at 4 GB/s).
+        """
         trainable = tuple((name, tuple(param.shape)) for name, param in self.named)
         return ModelLayout(trainable, tuple((name, tuple(p.shape), content_digest(p)) for name, p in self._frozen))
 
     def layout(self) -> str:
-        """The digest of `model_layout`: two peers can swap only if it is the same."""
+        """Return the digest of `model_layout`. Two peers can swap only if their digests are equal."""
         return self.model_layout.digest()
 
     def read(self, start: int, stop: int) -> Tensor:
@@ -66,9 +74,10 @@ class FlatParameters:
         return torch.cat([piece.values.float() for piece in self._pieces(start, stop)])
 
     def minus(self, start: int, values: Tensor, *, out: Tensor) -> Tensor:
-        """Write parameters minus `values` (1-D, any device), for elements [start, start + len), to the start of `out`.
+        """Write the parameters minus `values` to the start of `out`, and return that part of it.
 
-        `out`: fp32, on the device of the parameters, at least as long as `values`.
+        The parameters are elements [start, start + len) of the vector. `values` is 1-D and may be on any device. `out`
+        is an fp32 tensor on the device of the parameters, at least as long as `values`.
         """
         for piece in self._pieces(start, start + values.numel()):
             place = slice(piece.start, piece.stop)
@@ -79,26 +88,27 @@ class FlatParameters:
     def write(self, start: int, values: Tensor) -> None:
         """Copy `values` (1-D, any device) over elements [start, start + len).
 
-        From pinned memory it may return early; `values` must then not change until `flush`.
+        If `values` is in pinned memory, this call may return before the copy is complete. In that case, `values` must
+        not change until `flush` has returned.
         """
         for piece in self._pieces(start, start + values.numel(), is_written=True):
             piece.values.copy_(values[piece.start : piece.stop], non_blocking=self._is_async)
 
     def add(self, start: int, values: Tensor) -> None:
-        """Add `values` (1-D, any device) to elements [start, start + len), in place."""
+        """Add `values` (1-D, any device) to elements [start, start + len) in place."""
         for piece in self._pieces(start, start + values.numel(), is_written=True):
             piece.values.add_(values[piece.start : piece.stop].to(piece.values.device))
 
     def flush(self) -> None:
-        """Wait until all that was written is in the model."""
+        """Wait until all writes have reached the model."""
         synchronize(self.device)
 
     def named_values(self) -> dict[str, Tensor]:
-        """The parameters by name, which must not be written to."""
+        """Return the parameters by name. They must not be written to."""
         return {name: param.detach() for name, param in self.named}
 
     def by_name(self, vector: Tensor) -> dict[str, Tensor]:
-        """Views of a flat vector with the names and shapes of the parameters."""
+        """Return views of a flat vector with the names and shapes of the parameters."""
         stops = [*self._offsets[1:], self.num_elements]
         return {
             name: vector[start:stop].view(param.shape)
@@ -106,7 +116,7 @@ class FlatParameters:
         }
 
     def take(self, values: Mapping[str, Tensor]) -> None:
-        """The inverse of `named_values`; the values may be on any device."""
+        """Set the parameters to `values`, which may be on any device. This is the inverse of `named_values`."""
         for offset, (name, _) in zip(self._offsets, self.named, strict=True):
             flat = values[name].reshape(-1)
             for start, stop in chunk_bounds(flat.numel()):
@@ -124,12 +134,15 @@ class FlatParameters:
                 yield _Piece(values[first - offset : last - offset], first - start, last - start)
 
     def _values(self, index: int, *, is_written: bool) -> Tensor:
-        """The whole parameter at that index of `named`. If `is_written`, what the caller writes takes effect."""
+        """Return the whole parameter at this index of `named`.
+
+        If `is_written` is true, writes to it must reach the model.
+        """
         return self.named[index][1].detach()
 
 
 def content_digest(values: Tensor) -> str:
-    """The blake3 of the bytes of a tensor in its own dtype, on any device."""
+    """Return the blake3 digest of the bytes of a tensor in its own dtype. The tensor may be on any device."""
     hasher = blake3()
     for chunk in values.detach().reshape(-1).split(HASHED_AT_ONCE):
         hasher.update(chunk.cpu().contiguous().view(torch.uint8).numpy().tobytes())

@@ -1,8 +1,9 @@
-"""NoLoCo in any training loop: it counts the steps of the inner optimizer, and needs no other call.
+"""Add NoLoCo to any training loop.
 
-Every `outer.inner_steps` steps, or with "auto" as often as this peer's link allows, it takes the outer step
-(arXiv 2506.10911) with what one random live peer has sent, in place on the model. In between, the swap of slow weights
-and momentum runs in the background.
+NoLoCo counts the steps of the inner optimizer, so the loop needs no other call. Every `outer.inner_steps` steps, it
+takes the outer step (arXiv 2506.10911) in place on the model, with the vectors that one random live peer has sent. With
+"auto", it does so as often as this peer's link allows. Between outer steps, slow weights and momentum are swapped in
+the background.
 """
 
 from __future__ import annotations
@@ -44,16 +45,20 @@ FETCHED_FILE = "fetched.safetensors"  # holds the state of a live peer until it 
 
 
 class Membership(Protocol):
-    """What the outer step needs from the network besides swaps."""
+    """The network services that the outer step needs in addition to swaps."""
 
     def enter(self, *, layout: ModelLayout, target: Path | None) -> StateManifest | None:
-        """Announce which model trains here; with `target`, fetch the state of a live peer into that file."""
+        """Announce which model this peer trains.
+
+        If `target` is given, fetch the state of a live peer into that file.
+        """
         ...
 
     def catch_up(self, *, progress: float, inner_steps: int, target: Path) -> StateManifest | None:
-        """Fetch the state of a live peer into that file if most of the swarm is far ahead of `progress`.
+        """Fetch the state of a live peer into `target` if most of the swarm is far ahead of `progress`.
 
-        inner_steps: length of this peer's rounds. Returns None if it is not behind, or no peer serves a newer state.
+        `inner_steps` is the length of this peer's rounds. Returns None if this peer is not behind, or if no peer serves
+        a newer state.
         """
         ...
 
@@ -62,19 +67,20 @@ class Membership(Protocol):
         ...
 
     def sketch(self, slow_weights: Tensor, *, progress: float, at_rest: bool) -> None:
-        """Note an outer step: if a sketch of these weights is due, make it in the background and publish it.
+        """Report an outer step. If a sketch of these weights is due, compute and publish it in the background.
 
-        progress: of the step, the same for both partners of a swap. at_rest: the weights will not be trained any more.
+        `progress` is the progress of the step, which is the same for both partners of a swap. If `at_rest` is true, the
+        weights will not be trained any more.
         """
         ...
 
     def weights_change(self) -> None:
-        """The slow weights are about to change: a sketch that is still reading them becomes useless."""
+        """Announce that the slow weights are about to change. This invalidates a sketch that is still reading them."""
         ...
 
 
 class Swarm(Protocol):
-    """What the outer step needs of a peer; `noloco_p2p.Peer` implements it."""
+    """The interface of a peer that the outer step uses. `noloco_p2p.Peer` implements it."""
 
     @property
     def spec(self) -> Spec: ...
@@ -94,51 +100,56 @@ class Swarm(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RoundResult:
-    """The result of one round. `outcome` says with whom this peer swapped."""
+    """The result of one round. `outcome` says whether this peer swapped, and with whom."""
 
     round: int  # the round that ended
     outcome: Outcome
     progress: float
-    blocked_s: float  # duration of the boundary; `step` waits for it
-    diverged: bool = False  # this peer's weights were not finite, and were reset to the start of the round
+    blocked_s: float  # duration of the boundary, during which `step` blocks
+    diverged: bool = False  # this peer's weights were non-finite and were reset to those at the start of the round
 
 
 class NoLoCo:
     """The outer optimizer of one peer.
 
-    The slow weights and the outer momentum are fp32 on the CPU: 4 bytes per parameter for each. Raises ModelError when
-    the optimizers train parameters that do not belong to the model.
+    The slow weights and the outer momentum are fp32 vectors on the CPU, which take 4 bytes per parameter each. Raises
+    ModelError if the optimizers train parameters that do not belong to the model.
 
     Args:
-        model: Its trainable parameters form one flat vector, in the order of `named_parameters()`. They are on one
-            device, and have any floating dtype. Frozen parameters never travel and must be the same on all peers, which
-            compare their content. Each peer keeps its own buffers; a checkpoint holds the persistent ones.
+        model: The model to train. Its trainable parameters form one flat vector, in the order of `named_parameters()`.
+            They must all be on one device and can have any floating-point dtype. Frozen parameters are never sent. They
+            must be the same on all peers, which compare their content. Each peer keeps its own buffers, and a
+            checkpoint contains the persistent ones.
         optimizer: One optimizer, or several in the order in which they step. A step of the last one is an inner step,
-            unless a GradScaler skipped it: batches whose gradients are accumulated count once. With None, or an
-            `InnerState` that is no torch optimizer, call `step` after each inner step. Checkpoints keep the state of
-            all optimizers, and a round whose weights are not finite resets it.
-        peer: A running `Peer`. It trains the model of the last NoLoCo that was made for it. When the peer enters a
-            swarm that is already training, the model takes the state of the swarm. Otherwise training starts from the
-            model's own weights. Peers that start at the same time must have equal weights: seed the model.
-        resume: True resumes from the newest of `checkpoints`, if there is one: the model, the inner optimizer and the
-            position in the round. A mapping from `state_dict` restores the outer state and the position in the run;
-            the caller loads the model and the inner optimizer. False starts afresh.
-        save_every_rounds: Rounds between two checkpoints, which are also served to newcomers. With 0 the caller calls
-            `save`; newcomers keep their own weights until then.
-        checkpoints: None keeps the last two, in the peer's folder of the run.
-        meta: Called for each checkpoint. It returns JSON values of the caller, such as the state of a scheduler, which
-            `resumed.meta` holds after a restart.
-        on_round: Called with the result at the end of each round, within `optimizer.step()` or `step()`.
-        end_at: No round opens at or above this `progress`.
-        loss_check: Undoes swaps that raise the loss; None turns it off.
-        parameters: Reads and writes the parameters of a model that is not on one device as a whole.
-        follows_caller: True leaves `progress`, the position in the schedule, to the caller: steps and swaps do not
-            change it.
+            unless a GradScaler skipped it, so batches whose gradients are accumulated count once. If this is None or an
+            `InnerState` that is not a torch optimizer, call `step` after each inner step. Checkpoints contain the state
+            of all optimizers. After a round with non-finite weights, that state is reset.
+        peer: A running `Peer`. It trains the model of the latest NoLoCo that was created for it. If the peer enters a
+            swarm that is already training, the model takes over the state of the swarm. Otherwise, training starts from
+            the model's own weights. Peers that start at the same time must have equal weights, so set a seed before you
+            create the model.
+        resume: If True, training resumes from the newest of `checkpoints`, if there is one. This restores the model,
+            the inner optimizer and the position in the round. A mapping from `state_dict` restores the outer state and
+            the position in the run; the caller loads the model and the inner optimizer. If False, training starts
+            afresh.
+        save_every_rounds: The number of rounds between two checkpoints, which are also served to newcomers. If 0, the
+            caller must call `save`, and newcomers keep their own weights until it does.
+        checkpoints: The checkpoints to write and to resume from. If None, the last two are kept in the peer's folder
+            for the run.
+        meta: A function that is called for each checkpoint. It returns JSON values of the caller, such as the state of
+            a scheduler, which `resumed.meta` holds after a restart.
+        on_round: A function that is called with the result at the end of each round, within `optimizer.step()` or
+            `step()`.
+        end_at: The `progress` from which on no new round opens.
+        loss_check: A check that undoes swaps that raise the loss. If None, there is no such check.
+        parameters: An object that reads and writes the parameters of a model that is not entirely on one device.
+        follows_caller: If True, the caller sets `progress`, the position in the schedule. Steps and swaps do not change
+            it.
 
     Attributes:
         spec: The run spec of the peer.
-        entered: Whether the model took the state of a live peer.
-        resumed: The checkpoint that it resumed from, or None.
+        entered: Whether the model took over the state of a live peer.
+        resumed: The checkpoint from which training resumed, or None.
     """
 
     def __init__(
@@ -171,7 +182,7 @@ class NoLoCo:
         self._checkpoints = checkpoints or Checkpoints(peer.run_folder / "checkpoints")
         self._meta = meta
         self._saver = Saver()
-        self._saved_round = -1  # the round whose start was written last
+        self._saved_round = -1  # the round that was last saved at its start
         self._on_round = on_round
         self._end_at = end_at
         self._trainable = _trainable(model) if parameters is None else None  # FSDP temporarily replaces them
@@ -182,14 +193,14 @@ class NoLoCo:
         self._hook = self._hooked.register_step_post_hook(self._optimizer_stepped) if self._hooked else None
 
     def detach(self) -> None:
-        """Stop counting the steps of the optimizer, which continues on its own. Safe to call twice."""
+        """Stop counting the steps of the optimizer, which can still be used. It is safe to call this method twice."""
         if self._hook:
             self._hook.remove()
             self._hook = None
 
     @property
     def progress(self) -> float:
-        """The fraction of the run's schedule that is done; the learning rate follows it."""
+        """Return the fraction of the run's schedule that is done. It determines the learning rate."""
         return self._rounds.progress
 
     @progress.setter
@@ -197,43 +208,50 @@ class NoLoCo:
         self._rounds.progress = progress
 
     def hold_progress(self) -> None:
-        """From now on the caller sets `progress`: steps and swaps do not change it."""
+        """Let the caller set `progress` from now on. Steps and swaps no longer change it."""
         self._rounds.follows_caller = True
 
     @property
     def round(self) -> int:
-        """The number of outer steps of this replica, including those before the state that it took over."""
+        """Return the number of outer steps of this replica, including those that led to a state that it took over."""
         return self._rounds.round
 
     @property
     def inner_steps(self) -> int:
-        """The length of the current round."""
+        """Return the length of the current round in inner steps."""
         return self._rounds.inner_steps
 
     @property
     def is_between_rounds(self) -> bool:
-        """Whether no inner step was taken since the last outer step: the model then equals its slow weights."""
+        """Return whether no inner step has been taken since the last outer step.
+
+        The model then equals its slow weights.
+        """
         return self._rounds.steps == 0
 
     @property
     def num_steps(self) -> int:
-        """The number of inner steps on this machine, including those before a restart: the position in its own data."""
+        """Return the number of inner steps on this machine, including those before a restart.
+
+        This is also the position in this peer's own data.
+        """
         return self._peer.metrics.step
 
     def step(self) -> RoundResult | None:
-        """Call after every inner step, unless the steps of the optimizer are counted.
+        """Count an inner step.
 
-        Returns the result at the end of a round, and None in between. Never raises for a fault of another peer. Blocks
-        at most `outer.max_wait_s`, and only at the end of a round. Raises SettingsError when another NoLoCo was made
-        for this peer, when a boundary is being polled, or when the optimizer's steps are counted, and ModelError when
-        the trainable parameters have changed.
+        Call this after every inner step, unless NoLoCo counts the steps of the optimizer itself. Returns the result at
+        the end of a round, and None otherwise. This call blocks only at the end of a round, for at most
+        `outer.max_wait_s`. It never raises an error because of another peer. It raises SettingsError if another NoLoCo
+        was created for this peer, if a boundary is being polled, or if the steps of the optimizer are counted. It
+        raises ModelError if the set of trainable parameters has changed.
         """
         self._check_is_callers()
         return self._close_step()
 
     def _optimizer_stepped(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        """Run after a step of the last optimizer, before the caller sees the new weights."""
-        # after the end of `with Peer.join(...)`, a script may continue to train on its own
+        """Handle a step of the last optimizer, before the caller sees the new weights."""
+        # After `with Peer.join(...)` has ended, a script may continue to train on its own.
         if self._exchange.is_closed:
             self.detach()
         elif not is_skipped(optimizer):
@@ -245,22 +263,23 @@ class NoLoCo:
             if not self._take_step():
                 return None
             end = self._finish_waiting()
-        except BaseException:  # an interrupt, or a failed loss check: the next step reaches the boundary again
+        except BaseException:  # after an interrupt or a failed loss check, the next step reaches the boundary again
             self._rounds.give_up()
             raise
         return self._ended(end)
 
     def advance(self) -> bool:
-        """As `step`, without waiting. Returns True at the boundary: then call `poll` until it returns the result.
+        """Count an inner step like `step`, but without waiting.
 
-        Until then gradients may be computed, since the weights do not change, but no optimizer step may be taken.
+        Returns True at the boundary. In that case, call `poll` until it returns the result. Until then, gradients may
+        be computed because the weights do not change, but no optimizer step may be taken.
         """
         self._check_is_callers()
         self._check_step()
         return self._take_step()
 
     def reach_boundary(self) -> None:
-        """End the round before its last inner step; then call `poll` until it returns the result."""
+        """End the round before its last inner step. Afterwards, call `poll` until it returns the result."""
         self._check_is_callers()
         self._check_step()
         self._rounds.reach_boundary()
@@ -274,10 +293,11 @@ class NoLoCo:
     def _check_step(self) -> None:
         if self._exchange.owner is not self:
             raise SettingsError(
-                "another NoLoCo was made for this peer, which trains one model: put several into one nn.ModuleDict"
+                "another NoLoCo was created for this peer, but a peer trains one model: "
+                "put several models into one nn.ModuleDict"
             )
         if self._rounds.is_at_boundary:
-            raise SettingsError("the round is at its boundary: call `poll` until it has ended before the next step")
+            raise SettingsError("the round is at its boundary: before the next step, call `poll` until it has ended")
 
     def _take_step(self) -> bool:
         self._peer.metrics.step += 1
@@ -292,9 +312,10 @@ class NoLoCo:
         return self._rounds.finish(self._exchange.collect(self._rounds.wait_left_s))
 
     def poll(self) -> RoundResult | None:
-        """Return the result of the round once it is over, within `outer.max_wait_s` of the boundary; None until then.
+        """Return the result of the round if it is over, or None if it is not. This call never waits.
 
-        When it returns a result, the outer step is done and the next round is open. Never waits.
+        The round is over at most `outer.max_wait_s` after the boundary. When this call returns a result, the outer step
+        has been taken and the next round is open.
         """
         if not self._rounds.is_at_boundary:
             return None
@@ -302,11 +323,11 @@ class NoLoCo:
         return self._ended(end) if end else None
 
     def closing_round(self, *, wait_s: float) -> RoundResult:
-        """Run a round without inner steps, after training: both partners move to the midpoint between them.
+        """Run a round without inner steps after training. Both partners move to the midpoint between them.
 
-        After log2 of the number of peers plus about three rounds, each peer is close to the mean of all, without
-        knowing the others. Blocks at most `wait_s`, mainly for peers that still train. The last partner is met again
-        only if no other peer is alive. The progress of this peer does not change.
+        After about log2(N) + 3 of these rounds with N peers, each peer is close to the mean of all peers, without
+        knowing the others. This call blocks for at most `wait_s`, mainly to wait for peers that are still training. The
+        last partner is chosen again only if no other peer is alive. The progress of this peer does not change.
         """
         assert self.is_between_rounds, "inner steps were taken since the last outer step"
         try:
@@ -319,28 +340,28 @@ class NoLoCo:
         return self._count(end, is_closing=True)
 
     def withdraw(self) -> RoundResult | None:
-        """Prepare for a pause: no partner waits for this peer any more; the next `step` starts matchmaking again.
+        """Prepare for a pause. No partner waits for this peer any more, and the next `step` starts matchmaking again.
 
         A round with a partner ends here, with fewer inner steps and without the outer gradients, and its result is
-        returned. Any other round continues after the pause.
+        returned. Any other round continues after the pause, and None is returned.
         """
         end = self._rounds.withdraw()
         return self._count(end) if end else None
 
     def save(self) -> Path:
-        """Write a checkpoint, and serve it to newcomers. Raises CheckpointError; the last good one is then intact.
+        """Write a checkpoint, serve it to newcomers, and return its folder.
 
-        A checkpoint holds the outer state, the state of the inner optimizer, the values of `meta`, and within a round
-        the model's weights.
+        The checkpoint contains the outer state, the state of the inner optimizer, the values of `meta` and, within a
+        round, the model's weights. Raises CheckpointError if writing fails; the last good checkpoint is then intact.
         """
-        self._saver.wait()  # there is only one writer
+        self._saver.wait()  # only one checkpoint can be written at a time
         files, meta = self._content()
         folder = self._checkpoints.save(self.round, files=files, meta=meta)
         self._serve(folder, meta["outer"])
         return folder
 
     def save_in_background(self, *, done: Callable[[Path], None] | None = None) -> bool:
-        """Like `save`, for the current state, while training continues. Returns False while the last one is unfinished.
+        """Save the current state like `save`, while training continues. Returns False if the last save is unfinished.
 
         `done` is called with the folder, on the thread that wrote it. A failure is logged.
         """
@@ -354,17 +375,16 @@ class NoLoCo:
         return self._saver.begin(self._checkpoints, self.round, content=self._content, done=written)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return slow weights and outer momentum (not copied), and the position in the run, for a checkpoint of the
-        caller.
+        """Return the slow weights, the outer momentum and the position in the run, for the caller's own checkpoint.
 
-        The model and the inner optimizer are not part of it.
+        The vectors are not copied. The model and the inner optimizer are not included.
         """
         return {**self._state.tensors(), "place": self._position()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse of `state_dict`, before the first step. The caller loads the model and the inner optimizer.
+        """Restore a state from `state_dict` before the first step. The caller loads the model and the inner optimizer.
 
-        Raises CheckpointError when the state belongs to another model.
+        Raises CheckpointError if the state belongs to another model, and SettingsError if a round is open.
         """
         if self._rounds.is_open or self._rounds.is_at_boundary:
             raise SettingsError("a round is open: load the state before the first step, or pass it as `resume`")
@@ -376,7 +396,7 @@ class NoLoCo:
         self._go_on_from(state["place"])
 
     def _position(self) -> dict[str, Any]:
-        """The position of this peer in the run, as JSON values."""
+        """Return this peer's position in the run as JSON values."""
         return {
             "round": self.round,
             "progress": self.progress,
@@ -388,7 +408,7 @@ class NoLoCo:
         }
 
     def _content(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
-        """Return the files and the meta of a checkpoint."""
+        """Return the files and the metadata of a checkpoint."""
         files = saved_state.tensors_of(self._state, self._model, is_within_round=not self.is_between_rounds)
         if self._inner:
             files[saved_state.INNER_FILE] = self._inner.state()
@@ -410,9 +430,9 @@ class NoLoCo:
         self._peer.metrics.round, self._peer.metrics.progress = self.round, self.progress
 
     def _catch_up(self) -> None:
-        """Take the swarm's state if this peer is far behind, since its partners would be dragged back.
+        """Take over the swarm's state if this peer is far behind, because it would drag its partners back.
 
-        The steps of a round that was begun are discarded with it. The inner optimizer keeps its moments.
+        If a round has begun, its steps are discarded. The inner optimizer keeps its moments.
         """
         target = self._peer.run_folder / FETCHED_FILE
         manifest = self._peer.membership.catch_up(progress=self.progress, inner_steps=self.inner_steps, target=target)
@@ -423,9 +443,9 @@ class NoLoCo:
             self._peer.metrics.catch_ups += 1
 
     def _take_fetched(self, target: Path) -> bool:
-        """Load a fetched state. Return False and log an error if the file is not a valid state.
+        """Load a fetched state. If the file is not a valid state, log an error and return False.
 
-        The digests of a donor only prove that the file arrived intact.
+        A donor's digests prove only that the file arrived intact.
         """
         self._peer.membership.weights_change()
         try:
@@ -448,15 +468,15 @@ class NoLoCo:
 
     def _go_on_from(self, position: Mapping[str, Any]) -> None:
         self._rounds.restart(round_index=position["round"], progress=position["progress"], steps=position["steps"])
-        if "inner_steps" in position:  # older ones belong to runs with a fixed length
+        if "inner_steps" in position:  # older checkpoints lack it and belong to runs with a fixed round length
             self._rounds.length.resume(position["inner_steps"])
         self._peer.metrics.step = position.get("num_steps", 0)
 
     def _open(self, *, patience_s: float = 0.0, is_closing: bool = False) -> None:
         if self._trainable is not None and _trainable(self._model) != self._trainable:
             raise ModelError(
-                "parameters of the model were replaced, frozen or unfrozen after this NoLoCo was made: "
-                "make a new one, because this one would swap the old parameters"
+                "parameters of the model were replaced, frozen or unfrozen after this NoLoCo was created: "
+                "create a new one, because this one would swap the old parameters"
             )
         self._catch_up()
         self._rounds.open(patience_s=patience_s, is_closing=is_closing)
@@ -478,7 +498,7 @@ class NoLoCo:
     def _ended(self, end: RoundEnd) -> RoundResult:
         result = self._count(end)
         if self.progress < self._end_at:
-            self._open()  # now, not at the next step: the early part travels while the caller reads its next batch
+            self._open()  # now, so that the early part is sent while the caller reads its next batch
         if self._on_round:
             self._on_round(result)
         return result
@@ -492,9 +512,9 @@ class NoLoCo:
         metrics.rounds_here += 1
         if result.diverged:
             metrics.diverged += 1
-            log.error("round %d | own weights were not finite: they are reset to the round's start", result.round)
+            log.error("round %d | this peer's weights were not finite; reset to the round's start", result.round)
             if self._inner:
-                self._inner.restore({})  # its moments are not finite either
+                self._inner.restore({})  # its moments are non-finite as well
         metrics.blocked_s = result.blocked_s
         metrics.last_outcome = describe_outcome(result.outcome)
         match result.outcome:
@@ -506,7 +526,7 @@ class NoLoCo:
                 metrics.alone += 1
                 metrics.count_solo(cause)
                 if cause is LonelyCause.REFUSED_STATE:
-                    log.warning("round %d | %s | own weights kept", result.round, reason)
+                    log.warning("round %d | %s | this peer keeps its own weights", result.round, reason)
                 return result
         received = result.outcome.received
         metrics.swap_hidden_s = max(0.0, received.seconds - result.blocked_s)
@@ -517,7 +537,7 @@ class NoLoCo:
 
 
 def _trainable(model: nn.Module) -> list[int]:
-    """The identities of the trainable parameters, whatever their values are."""
+    """Return the identities of the trainable parameters, regardless of their values."""
     return [id(param) for param in model.parameters() if param.requires_grad]
 
 

@@ -1,4 +1,4 @@
-"""The state of the inner optimizer as named tensors, so that a checkpoint needs no pickle."""
+"""Represent the state of the inner optimizer as named tensors, so that a checkpoint needs no pickle."""
 
 from __future__ import annotations
 
@@ -16,52 +16,57 @@ log = logging.getLogger(__name__)
 
 
 class InnerState(Protocol):
-    """What a checkpoint keeps of an inner optimizer."""
+    """The state of an inner optimizer that a checkpoint keeps."""
 
     def state(self) -> dict[str, Tensor]:
-        """The moments by name; not copies."""
+        """Return the moments by name, without copying them."""
         ...
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """The inverse of `state`; without tensors the optimizer is reset. Raises CheckpointError."""
+        """Restore what `state` returned. If `tensors` is empty, reset the optimizer.
+
+        Raises CheckpointError if the tensors do not fit the model.
+        """
         ...
 
 
 def inner_state(
     optimizer: Optimizer | Sequence[Optimizer] | InnerState | None, model: nn.Module
 ) -> tuple[InnerState | None, Optimizer | None]:
-    """Return what is kept of an inner optimizer, and the torch optimizer whose step ends an inner step.
+    """Return the inner optimizer's `InnerState` and the torch optimizer whose step ends an inner step.
 
-    Raises ModelError when the optimizer trains parameters that do not belong to the model, which would not be swapped.
+    Raises ModelError if the optimizer trains parameters that do not belong to the model, because they would not be
+    swapped.
     """
     if isinstance(optimizer, Optimizer):
         optimizer = [optimizer]
     if optimizer is None or not isinstance(optimizer, Sequence):
         return optimizer, None
     if not optimizer:
-        raise ModelError("there is no optimizer in the list")
+        raise ModelError("the list of optimizers is empty")
     return TorchOptimizers(optimizer, dict(model.named_parameters())), optimizer[-1]
 
 
 class TorchOptimizers:
-    """The `InnerState` of torch optimizers, each with parameters of its own."""
+    """The `InnerState` of torch optimizers, each of which has its own parameters."""
 
     def __init__(self, optimizers: Sequence[Optimizer], names: Mapping[str, Tensor]) -> None:
-        """`names`: maps names to the parameters of the model."""
+        """Wrap these optimizers. `names` maps names to the parameters of the model."""
         own = {id(parameter) for parameter in names.values()}
         num_foreign = sum(id(parameter) not in own for one in optimizers for parameter in _parameters(one))
         if num_foreign:
             raise ModelError(
-                f"the optimizer trains {num_foreign} parameters that are not the model's, and they would not be "
-                "swapped: put all that is trained into one model, such as an nn.ModuleDict"
+                f"the optimizer trains {num_foreign} parameters that do not belong to the model and would not be "
+                "swapped: put everything that is trained into one model, such as an nn.ModuleDict"
             )
         self._optimizers = optimizers
         self._names = names
         self._is_warned = False
 
     def state(self) -> dict[str, Tensor]:
-        """Return the state; empty, with a warning, if a field is not a tensor, since training must not end for a
-        checkpoint.
+        """Return the state. If a field is not a tensor, log a warning and return an empty state.
+
+        A checkpoint that cannot be saved must not end training.
         """
         try:
             return flatten_optimizers(self._optimizers, self._names)
@@ -76,16 +81,17 @@ class TorchOptimizers:
 
 
 def is_skipped(optimizer: Optimizer) -> bool:
-    """Whether gradients overflowed within a step that a GradScaler started, so that the step changes nothing.
+    """Return whether the gradients of a step overflowed, so that the step changes nothing.
 
-    A scaler skips such a step itself, unless a fused optimizer handles the overflow.
+    This can be the case only in a step that a GradScaler started. A scaler skips such a step itself, unless a fused
+    optimizer handles the overflow.
     """
     found = getattr(optimizer, "found_inf", None)
     return isinstance(found, Tensor) and bool(found.item())
 
 
 def flatten_optimizers(optimizers: Sequence[torch.optim.Optimizer], names: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """`flatten_optimizer` of several optimizers, each with its own parameters."""
+    """Return the combined result of `flatten_optimizer` for optimizers that each have their own parameters."""
     return {key: value for optimizer in optimizers for key, value in flatten_optimizer(optimizer, names).items()}
 
 
@@ -96,17 +102,21 @@ def restore_optimizers(
     *,
     keep_on_cpu: bool = False,
 ) -> None:
-    """The inverse of `flatten_optimizers`; each takes the state of its parameters. Raises CheckpointError."""
+    """Restore what `flatten_optimizers` returned. Each optimizer takes the state of its own parameters.
+
+    Raises CheckpointError if names or shapes do not match the model.
+    """
     for optimizer in optimizers:
         restore_optimizer(optimizer, names, tensors, keep_on_cpu=keep_on_cpu)
 
 
 def flatten_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the state of each parameter as `field/parameter name`; empty before the first step.
+    """Return the state of each parameter as `field/parameter name`. The result is empty before the first step.
 
     The fields are step, exp_avg and exp_avg_sq for AdamW, and momentum_buffer for Muon. `names` maps names to the
-    parameters of the optimizer, as `dict(model.named_parameters())` does, so that the order of its groups does not
-    matter. The tensors are not copied. Hyperparameters are left out, since they belong to the spec.
+    parameters of the optimizer, as `dict(model.named_parameters())` does, so the order of the optimizer's groups does
+    not matter. The tensors are not copied. Hyperparameters are left out because they belong to the spec. Raises
+    CheckpointError if a field is not a tensor.
     """
     name_of = {id(parameter): name for name, parameter in names.items()}
     flat: dict[str, Tensor] = {}
@@ -125,10 +135,11 @@ def restore_optimizer(
     *,
     keep_on_cpu: bool = False,
 ) -> None:
-    """The inverse of `flatten_optimizer`. Copies to each parameter's device, or with `keep_on_cpu` to pinned memory.
+    """Restore what `flatten_optimizer` returned, by copying it to the device of each parameter.
 
-    The optimizer keeps its learning rate and other hyperparameters. A parameter without saved state is reset. Raises
-    CheckpointError when names or shapes do not match this model.
+    If `keep_on_cpu` is true, moments are copied to pinned memory instead. The optimizer keeps its learning rate and
+    other hyperparameters. A parameter without saved state is reset. Raises CheckpointError if names or shapes do not
+    match the model.
     """
     fields: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
@@ -138,12 +149,12 @@ def restore_optimizer(
         fields.setdefault(name, {})[field] = tensor.clone()  # the checkpoint may be a mapped file
     name_of = {id(parameter): name for name, parameter in names.items()}
     state: dict[int, dict[str, Tensor]] = {}
-    for index, parameter in enumerate(_parameters(optimizer)):  # torch numbers them in this order
+    for index, parameter in enumerate(_parameters(optimizer)):  # torch numbers parameters in this order
         name = name_of[id(parameter)]
         if name in fields:
             state[index] = fields[name]
     moments: dict[int, dict[str, Tensor]] = {}
-    if keep_on_cpu:  # only the step counts go where the optimizer wants them
+    if keep_on_cpu:  # load_state_dict then restores only the step counts
         moments = {index: {field: v for field, v in fields.items() if v.ndim} for index, fields in state.items()}
         state = {index: {field: v for field, v in fields.items() if not v.ndim} for index, fields in state.items()}
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
@@ -154,7 +165,10 @@ def restore_optimizer(
 
 
 def _fits(value: Tensor, parameter: Tensor) -> bool:
-    """Whether a value is as large as the parameter, a scalar, or a row or column, as Adafactor keeps."""
+    """Return whether a value can belong to a parameter.
+
+    It must be a scalar, have the parameter's shape, or be a row or column, which Adafactor keeps.
+    """
     if value.ndim == parameter.ndim:
         return all(mine in (1, whole) for mine, whole in zip(value.shape, parameter.shape, strict=True))
     return not value.ndim

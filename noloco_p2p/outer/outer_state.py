@@ -1,4 +1,7 @@
-"""The slow weights and outer momentum of one replica, and how a round changes them and the model. Knows no network."""
+"""Keep the slow weights and the outer momentum of one replica, and take outer steps with them and the model.
+
+This module does not use the network.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +25,13 @@ from noloco_p2p.outer.staging import Staging, pin
 from noloco_p2p.outer.state_checks import OUTER_MOMENTUM, SLOW_WEIGHTS, check_vectors
 from noloco_p2p.spec import OuterSpec, Spec
 
-ROUNDING = 1e-9  # progress is a sum of fractions: within this of 1 it counts as 1
-SPREAD_CHUNKS = 16  # sampled slow-weight chunks (or up to twice as many): this takes milliseconds, all chunks would not
+ROUNDING = 1e-9  # progress is a sum of fractions, and counts as 1 if it is this close to 1
+SPREAD_CHUNKS = 16  # fewer than twice this many chunks are sampled to estimate the spread, which takes milliseconds
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A copy of all that an outer step changes."""
+    """A copy of everything that an outer step changes."""
 
     vectors: Mapping[str, Tensor]
     fast_weights: Tensor
@@ -37,10 +40,10 @@ class Kept:
 
 
 class OuterState:
-    """`slow_weights`, and with alpha above 0 `outer_momentum`: flat fp32 vectors on the CPU.
+    """The slow weights of one replica and, if alpha is above 0, its outer momentum, as flat fp32 vectors on the CPU.
 
-    The model may be on any one device and of any floating dtype; its weights are the initial slow weights. All steps
-    work chunk by chunk, so there is never a second vector of the model's size.
+    The model may be on any one device and have any floating-point dtype. Its weights become the first slow weights. All
+    steps work chunk by chunk, so they never allocate another vector of the model's size.
     """
 
     def __init__(self, model: nn.Module | FlatParameters, outer: OuterSpec, *, limits: GateLimits = LIMITS) -> None:
@@ -49,7 +52,7 @@ class OuterState:
         self.num_elements = self.parameters.num_elements
         self.slow_weights = torch.empty(self.num_elements)
         self.outer_momentum = torch.zeros(self.num_elements) if outer.keeps_momentum else None
-        self.spread: float | None = None  # distance to the last partner over 2^0.5, relative to the own norm
+        self.spread: float | None = None  # distance to the last partner over 2^0.5, relative to this peer's norm
         self._outer = outer
         self._bounds = chunk_bounds(self.num_elements)
         self.gating = ChunkFilter([param.numel() for _, param in self.parameters.named], limits)
@@ -61,32 +64,36 @@ class OuterState:
             pin(vector, self.parameters.device)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The vectors that a newcomer takes over (`take`); not copies."""
+        """Return the vectors that a newcomer takes over with `take`, without copying them."""
         momentum = {} if self.outer_momentum is None else {OUTER_MOMENTUM: self.outer_momentum}
         return {SLOW_WEIGHTS: self.slow_weights, **momentum}
 
     def sections(self) -> dict[SectionName, Tensor]:
-        """The vectors that travel during a round."""
+        """Return the vectors that are sent during a round."""
         return {SectionName[name.upper()]: vector for name, vector in self.tensors().items()}
 
     def take(self, tensors: Mapping[str, Tensor]) -> None:
-        """As `take_vectors`, and set the model's weights to the slow weights."""
+        """Set the vectors like `take_vectors`, and set the model's weights to the slow weights."""
         self.take_vectors(tensors)
         for start, stop in self._bounds:
             self.parameters.write(start, self.slow_weights[start:stop])
         self.parameters.flush()
 
     def take_vectors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Set slow weights and momentum from `tensors`; other entries are ignored.
+        """Set the slow weights and the momentum from `tensors`. Other entries are ignored.
 
-        Raises CheckpointError, before anything changes, for another model's state or numbers that are not finite.
+        Raises CheckpointError, before anything changes, if the state belongs to another model or contains non-finite
+        numbers.
         """
         check_vectors(tensors, {name: own.numel() for name, own in self.tensors().items()})
         for name, own in self.tensors().items():
             own.copy_(tensors[name])
 
     def copy(self) -> Kept:
-        """Copy slow weights, momentum and the model's weights to the CPU: 4 bytes per parameter and vector."""
+        """Copy the slow weights, the momentum and the model's weights to the CPU.
+
+        Each of these vectors takes 4 bytes per parameter.
+        """
         vectors = {name: vector.clone() for name, vector in self.tensors().items()}
         fast_weights = torch.empty(self.num_elements)
         for start, stop in self._bounds:
@@ -96,7 +103,7 @@ class OuterState:
 
     @torch.no_grad()
     def restore(self, kept: Kept) -> None:
-        """Restore a `copy`, bit for bit; the gates also forget what they saw since."""
+        """Restore a `copy`, bit for bit. The gates also forget what they have recorded since the copy was made."""
         for name, vector in self.tensors().items():
             vector.copy_(kept.vectors[name])
         for start, stop in self._bounds:
@@ -105,22 +112,28 @@ class OuterState:
         self.gating, self.spread = kept.gating, kept.spread
 
     def outer_gradient(self) -> Iterator[Tensor]:
-        """Yield fast - slow, chunk by chunk, on the model's device; each chunk reuses the memory of the one before."""
+        """Yield fast - slow, chunk by chunk, on the model's device.
+
+        Each chunk reuses the memory of the previous one.
+        """
         gradient = torch.empty(CHUNK_ELEMENTS, device=self.parameters.device)
         for start, stop in self._bounds:
             yield self.parameters.minus(start, self.slow_weights[start:stop], out=gradient)
         self.parameters.flush()
 
     def judge(self, gradient: SectionPair | None, agreed: Agreement) -> FilterVerdict:
-        """Judge whether what a partner sent may be applied, and how its outer gradient is scaled. Changes nothing.
+        """Judge whether a partner's outer gradient may be applied, and how it is scaled. This changes nothing.
 
-        gradient: None = it has not arrived. agreed: the agreement of the swap.
+        `gradient` is None if it has not arrived. `agreed` is the agreement of the swap.
         """
         return self.gating.judge(gradient, times_longer=agreed.partner_share / max(1e-6, 1 - agreed.partner_share))
 
     @torch.no_grad()
     def judge_swap(self, received: Received) -> FilterVerdict:
-        """As `judge`, for all that a swap brought; changes only what the gates remember."""
+        """Judge everything that a swap brought, in the same way as `judge`.
+
+        This changes only the history of the gates.
+        """
         gradient = received.sections.get(SectionName.OUTER_GRADIENT)
         weights = received.sections.get(SectionName.SLOW_WEIGHTS)
         refusal = self.gating.judge_weights(received.partner, weights, gradient) if weights else ""
@@ -130,12 +143,13 @@ class OuterState:
     def step(
         self, received: Received | None, *, scales: GradientScales = UNSCALED, is_closing: bool = False
     ) -> Clipped:
-        """Take the outer step; None = solo. The model's weights become the new slow weights.
+        """Take the outer step, and set the model's weights to the new slow weights. Returns what was clipped.
 
-        It adds half-differences to exact own vectors, so that coding errors cannot move the mean of a pair. scales: of
-        the outer gradients, from `judge`. is_closing: nobody trains, and both partners move to the midpoint. Offsets
-        are clipped on the way; returns what was clipped. On an accelerator, copies of the next and the last chunk
-        overlap with the work of the CPU on this one.
+        If `received` is None, this is a solo step. Otherwise, half-differences are added to the peer's own exact
+        vectors, so encoding errors cannot move the mean of a pair. `scales` are the factors of the outer gradients,
+        which come from `judge`. The gates clip offsets before they are applied. If `is_closing` is true, nobody trains,
+        and both partners move to the midpoint. On an accelerator, the next and the previous chunk are copied while the
+        CPU works on the current one.
         """
         outer = CLOSING if is_closing else self._outer
         weight = received.agreed.weight if received else 1.0
@@ -160,14 +174,15 @@ class OuterState:
                 self.parameters.write(start, slow)
         self.parameters.flush()
         if length:
-            # With replicas scattered by s around their mean, two of them are 2^0.5 s apart, and `offset` is half that.
+            # If replicas are at a distance s from their mean, two of them are 2^0.5 s apart. `offset` is half of that.
             self.spread = (2 * apart / length) ** 0.5
         return gated.close()
 
     @torch.no_grad()
     def correct(self, correction: Correction, *, scales: GradientScales = UNSCALED) -> None:
-        """Apply a partner's gradient that came after the boundary: add `beta h` to slow weights, fast weights and
-        momentum.
+        """Apply a partner's outer gradient that came after the boundary.
+
+        This adds `beta h` to the slow weights, the fast weights and the momentum.
         """
         beta = self._outer.beta * gradient_weight(self._outer, correction.agreed)
         vectors = [*self.tensors().values()]
@@ -183,17 +198,16 @@ class OuterState:
 
 
 def next_progress(progress: float, total_steps: int) -> float:
-    """The progress after one more inner step."""
+    """Return the progress after one more inner step."""
     return _settled(progress + 1 / total_steps)
 
 
 def progress_after(progress: float, received: Received, *, inner_steps: int, spec: Spec) -> float:
-    """The progress of a peer after a swap.
+    """Return the progress of a peer after a swap.
 
-    progress: of this peer, at the end of a round of `inner_steps`. Both partners move by the same amount: at most
-    one round
-    of the agreed length, and less if the partner's vectors have less weight. The partner's claims are bounded by
-    the spec.
+    `progress` is this peer's progress at the end of a round of `inner_steps`. Both partners move by the same amount. It
+    is at most one round of the agreed length, and less if the agreed weight is below 1. The spec limits what the
+    partner can claim.
     """
     outer, total = spec.outer, spec.schedule_steps
     agreed = min(received.agreed.inner_steps, outer.max_inner_steps) if outer.is_auto else inner_steps
@@ -202,12 +216,11 @@ def progress_after(progress: float, received: Received, *, inner_steps: int, spe
 
 
 def swap_progress(progress: float, received: Received, *, inner_steps: int, spec: Spec) -> float:
-    """The progress of a swap: the same number for both partners.
+    """Return the progress of a swap, which is the same number for both partners.
 
-    progress: of this peer, at the end of a round of `inner_steps`. The result is the midpoint between the progress
-    at which
-    the two opened their rounds, plus a round of the agreed length. Partners that are further apart each stay within one
-    round of their own opening.
+    `progress` is this peer's progress at the end of a round of `inner_steps`. The result is the midpoint between the
+    points at which the partners opened their rounds, plus one round of the agreed length. If the partners are too far
+    apart, the midpoint is limited to one round from this peer's own opening.
     """
     total = spec.schedule_steps
     agreed = min(received.agreed.inner_steps, spec.outer.longest_round) / total
@@ -217,11 +230,10 @@ def swap_progress(progress: float, received: Received, *, inner_steps: int, spec
 
 
 def met_progress(progress: float, partner_progress: float, *, round_progress: float, at_most: float) -> float:
-    """Move partners towards each other.
+    """Return this peer's progress after it has moved towards its partner's progress.
 
-    progress: of this peer, at the end of a round of `round_progress`. partner_progress: the partner's, when it
-    opened its
-    round.
+    `progress` is this peer's progress at the end of a round of `round_progress`. `partner_progress` is the partner's
+    progress when it opened its round. `at_most` limits the move.
     """
     apart = (partner_progress - (progress - round_progress)) / 2
     return _settled(progress + max(-at_most, min(at_most, apart)))

@@ -1,14 +1,15 @@
-"""The mean of the states of several peers, some of which may lie.
+"""Compute the mean of the states of several peers, some of which may lie.
 
-The centre is the coordinate-wise median, which liars cannot move beyond the honest peers while they are fewer than half
-(Yin, Chen, Ramchandran, Bartlett: Byzantine-robust distributed learning, 2018). A state that is further from it than
-any honest one is left out. Every other state contributes its deviation from the centre, shortened to a radius (centred
-clipping; Karimireddy, He, Jaggi: Learning from history for Byzantine robust optimization, 2021), so that no single
-state moves the mean by more than a share of its norm.
+The centre is the coordinate-wise median, which liars cannot move outside the range of the honest states if fewer than
+half of the peers lie (Yin, Chen, Ramchandran, Bartlett: Byzantine-robust distributed learning, 2018). A state is left
+out if it is further from the centre than any honest state would be. Every other state contributes its deviation from
+the centre, clipped to a radius, so that no single state moves the mean by more than a small share of its norm (centred
+clipping; Karimireddy, He, Jaggi: Learning from history for Byzantine robust optimization, 2021).
 
-Both limits come from honest swarms of eight (`benchmarks/honest_states.py`): states of the same moment were up to 0.037
-of the norm from the centre, and none of them is shortened. States that were saved up to seven rounds apart were up to
-0.33 from it, and a peer that a partition had separated from the seven others for the whole run 0.48.
+Both limits come from honest swarms of eight peers (`benchmarks/honest_states.py`). States of the same moment were up to
+0.037 of the norm from the centre, and none of them is clipped. States that were saved up to seven rounds apart were up
+to 0.33 of the norm from it. One peer, which a partition had separated from the seven others for the whole run, was 0.48
+of the norm from it.
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ from torch import Tensor
 from noloco_p2p.codec import chunk_bounds
 from noloco_p2p.errors import CheckpointError
 
-FURTHEST = 0.75  # from the centre, relative to its norm; states further away are left out
-MOST_MOVED = 0.008  # of the norm, by one state; the median also moves a little, and together they stay below 1 %
+FURTHEST = 0.75  # distance from the centre, relative to its norm, above which a state is left out
+# How far one state can move the mean, relative to the norm. The median also moves a little, but the sum is below 1 %.
+MOST_MOVED = 0.008
 
 
 @dataclass(frozen=True, slots=True)
 class Distances:
-    """The distance `of_each` state from the coordinate-wise median, relative to `norm`, the norm of the median."""
+    """The distance of each state from the coordinate-wise median, relative to `norm`, the norm of the median."""
 
     of_each: Mapping[str, float]
     norm: float
@@ -36,8 +38,10 @@ class Distances:
 
 @dataclass(frozen=True, slots=True)
 class RobustMean:
-    """The mean. `left_out`: distances of the states that do not count. `shortened`: distances of those that were
-    clipped.
+    """A mean of states, with the peers whose states it contains.
+
+    `left_out` maps peers to the distances of the states that do not count, and `shortened` maps peers to the distances
+    of the states that were clipped.
     """
 
     weights: Tensor
@@ -47,9 +51,10 @@ class RobustMean:
 
 
 def robust_mean(states: Mapping[str, Tensor]) -> RobustMean:
-    """Compute the mean of `states`: by peer, flat fp32 vectors of one size, all finite. Mapped files are read by chunk.
+    """Compute the robust mean of `states`, which maps peers to flat, finite fp32 vectors of the same size.
 
-    Raises CheckpointError when the states are too far apart to decide which ones are wrong.
+    Mapped files are read chunk by chunk. Raises CheckpointError if the states are too far apart to decide which ones
+    are wrong.
     """
     distances, left_out = leave_out_far(states)
     admitted = {peer: states[peer] for peer in distances.of_each}
@@ -67,9 +72,9 @@ def robust_mean(states: Mapping[str, Tensor]) -> RobustMean:
 
 
 def leave_out_far(states: Mapping[str, Tensor]) -> tuple[Distances, dict[str, float]]:
-    """Return the distances of the states that are close to each other, and those of the others.
+    """Return the distances of the states that are close to each other, and the distances of the other states.
 
-    Raises CheckpointError when none is left.
+    Raises CheckpointError if no state is left.
     """
     left_out: dict[str, float] = {}
     while near := {peer: state for peer, state in states.items() if peer not in left_out}:
@@ -90,18 +95,21 @@ def _distances(states: Mapping[str, Tensor]) -> Distances:
         centre = _median(chunk)
         squares += (chunk.double() - centre).square().sum(1)
         length += float(centre.double().square().sum())
-    norm = max(length**0.5, 1e-30)  # of zeros, every other state is far
+    norm = max(length**0.5, 1e-30)  # if the median is zero, all other states are far away
     return Distances(dict(zip(states, (squares.sqrt() / norm).tolist(), strict=True)), norm)
 
 
 def _chunks(states: Mapping[str, Tensor]) -> Iterator[tuple[tuple[int, int], Tensor]]:
-    """Yield ((start, stop), fp32 of shape (states, stop - start)). Only one chunk of each state is in memory."""
+    """Yield ((start, stop), fp32 values of shape (states, stop - start)). Only one chunk of each state is in memory."""
     vectors = list(states.values())
     for start, stop in chunk_bounds(vectors[0].numel()):
         yield (start, stop), torch.stack([vector[start:stop] for vector in vectors])
 
 
 def _median(chunk: Tensor) -> Tensor:
-    """The median over the states. An even number has the midpoint of the middle two, so no state is preferred."""
+    """Return the median over the states.
+
+    For an even number of states, it is the midpoint of the middle two, so that no state is preferred.
+    """
     ordered = chunk.sort(0).values
     return ordered[(len(chunk) - 1) // 2].lerp(ordered[len(chunk) // 2], 0.5)

@@ -1,8 +1,10 @@
-"""The rounds of one replica, without a network and without waiting: the only place that knows their sequence.
+"""Run the rounds of one replica. This module uses no network and never waits.
 
-open  ->  step_taken, once per inner step  ->  when it returns True: reach_boundary  ->  poll until the end  ->  open
+The methods of `Rounds` are called in this order:
 
-`NoLoCo` blocks between polls; a simulated replica sleeps on its virtual clock.
+    open  ->  step_taken after each step until it returns True  ->  reach_boundary  ->  poll until the end  ->  open
+
+`NoLoCo` blocks between polls, and a simulated replica sleeps on its virtual clock.
 """
 
 from __future__ import annotations
@@ -23,36 +25,39 @@ from noloco_p2p.spec import Spec
 
 
 class Vectors(Protocol):
-    """What a round sends; `OuterState` implements it."""
+    """The vectors that a round sends. `OuterState` implements them."""
 
     def sections(self) -> dict[SectionName, Tensor]:
-        """Flat fp32 vectors on the CPU, of one size, which do not change during a round."""
+        """Return flat fp32 vectors on the CPU, which have the same size and do not change during a round."""
         ...
 
     def outer_gradient(self) -> Iterable[Tensor]:
-        """Yield fast - slow, chunk by chunk."""
+        """Yield the outer gradient, fast - slow, chunk by chunk."""
         ...
 
 
 class OuterStep(Protocol):
-    """What a round does with its outcome; `UpdateFilter` implements it."""
+    """The outer step that a round takes with its outcome. `UpdateFilter` implements it."""
 
     def step(self, outcome: Outcome, *, is_closing: bool) -> tuple[Outcome, bool]:
-        """Take the outer step. Returns what was applied of the outcome, and whether own weights were not finite."""
+        """Take the outer step.
+
+        Returns the outcome that was applied, and whether this peer's weights were non-finite.
+        """
         ...
 
     def correct(self, correction: Correction) -> None:
-        """Apply a late part after its boundary."""
+        """Apply a late part that came after its boundary."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class RoundEnd:
-    """The end of a round.
+    """The end of one round.
 
-    round: its index. swap_progress: the progress of the swap, the same number for both partners, or else of this
-    replica.
-    boundary_s: duration of the boundary. diverged: own weights were not finite.
+    `round` is the index of the round. `swap_progress` is the progress of the swap, which is the same for both partners.
+    Without a swap, it is the progress of this replica. `boundary_s` is the duration of the boundary. `diverged` says
+    whether this replica's weights were non-finite.
     """
 
     round: int
@@ -63,9 +68,10 @@ class RoundEnd:
 
 
 class Rounds:
-    """The sequence of rounds. `steps`: inner steps taken in the current round.
+    """The sequence of rounds of one replica.
 
-    follows_caller: the caller sets `progress`; inner steps and swaps do not change it. clock: seconds, the clock of the
+    `steps` is the number of inner steps taken in the current round. If `follows_caller` is true, the caller sets
+    `progress`, and inner steps and swaps do not change it. `clock` returns seconds and must be the clock of the
     exchange's step rate.
     """
 
@@ -83,7 +89,7 @@ class Rounds:
         self.exchange = exchange
         self.length = RoundLength(spec.outer, first_inner_steps=spec.first_inner_steps, max_wait_s=spec.boundary_wait_s)
         self.follows_caller = follows_caller
-        self.progress = 0.0  # fraction of the run's schedule; the learning rate follows it
+        self.progress = 0.0  # fraction of the run's schedule, which determines the learning rate
         self.round = 0
         self.steps = 0
         self.is_open = False
@@ -91,29 +97,29 @@ class Rounds:
         self._vectors = vectors
         self._outer_step = outer_step
         self._clock = clock
-        self._boundary_s: float | None = None  # when the boundary was reached; None before
+        self._boundary_s: float | None = None  # when the boundary was reached; None before that
         self._until_s = 0.0
 
     @property
     def inner_steps(self) -> int:
-        """The length of the current round."""
+        """Return the length of the current round in inner steps."""
         return self.length.inner_steps
 
     @property
     def is_at_boundary(self) -> bool:
-        """Whether the round waits for `poll`; no inner step may be closed until it has ended."""
+        """Return whether the round waits for `poll`. No inner step may be completed until the round has ended."""
         return self._boundary_s is not None
 
     def open(self, *, patience_s: float = 0.0, is_closing: bool = False) -> None:
-        """Begin a round. is_closing: it has no inner steps, and its partners move to the midpoint.
+        """Begin a round. If `is_closing` is true, it has no inner steps, and both partners move to the midpoint.
 
-        patience_s: for a closing round, see `Opening`.
+        `patience_s` is used only in a closing round (see `Opening`).
         """
-        self.apply_late()  # one that came after the last outer step would keep partners waiting
+        self.apply_late()  # a late part that came after the last outer step would keep partners waiting
         self._is_closing = is_closing
         self.is_open = True
         step_rate = self.exchange.step_rate
-        if not self.steps:  # a round that was begun before a restart keeps its length
+        if not self.steps:  # a round that began before a restart keeps its length
             self.length.next(step_rate.seconds_per_step, others_s=step_rate.others_s(self._clock()))
         self.exchange.open(
             self.round,
@@ -126,7 +132,7 @@ class Rounds:
         )
 
     def step_taken(self) -> bool:
-        """Note an inner step. Returns True after the last one of the round: call `reach_boundary` next."""
+        """Record an inner step. Returns True after the last step of the round; call `reach_boundary` next."""
         assert not self.is_at_boundary, "poll until the round has ended"
         self.steps += 1
         if not self.follows_caller:
@@ -136,18 +142,21 @@ class Rounds:
         return self.steps >= self.inner_steps
 
     def reach_boundary(self, *, wait_s: float | None = None) -> None:
-        """Stage the outer gradient. `poll` gives up after `wait_s`; None = `Spec.boundary_wait_s`."""
+        """Stage the outer gradient. `poll` then gives up after `wait_s`, which is `Spec.boundary_wait_s` by default."""
         self._boundary_s = self._clock()
         self.exchange.stage(self._vectors.outer_gradient)
         self._until_s = self._clock() + (self.spec.boundary_wait_s if wait_s is None else wait_s)
 
     @property
     def wait_left_s(self) -> float:
-        """How much longer the boundary may last."""
+        """Return how many seconds the boundary may still last."""
         return max(0.0, self._until_s - self._clock())
 
     def poll(self) -> RoundEnd | None:
-        """After the boundary: take the outer step once the round is over. Returns None until then."""
+        """Take the outer step if the round is over, and return its end. Returns None if it is not over.
+
+        This method may be called only at the boundary.
+        """
         outcome = self.exchange.poll(wait_s=self.wait_left_s)
         return None if outcome is None else self.finish(outcome)
 
@@ -157,7 +166,7 @@ class Rounds:
         link = outcome.link if isinstance(outcome, Alone) else outcome.received.link
         if link:
             self.length.note(link)
-        self.apply_late()  # one that waited for the early part of this round
+        self.apply_late()  # a late part may have waited for the early part of this round
         outcome, diverged = self._outer_step.step(outcome, is_closing=self._is_closing)
         swapped_at = self.progress
         if not isinstance(outcome, Alone):
@@ -165,7 +174,7 @@ class Rounds:
                 received, steps = outcome.received, self.steps
                 swapped_at = swap_progress(self.progress, received, inner_steps=steps, spec=self.spec)
                 self.progress = progress_after(self.progress, received, inner_steps=steps, spec=self.spec)
-            outcome.received.sections.clear()  # the payloads are as large as the model, and callers may keep results
+            outcome.received.sections.clear()  # payloads are as large as the model, and callers may keep results
         end = RoundEnd(self.round, outcome, swapped_at, boundary_s, diverged)
         self.round += 1
         self.steps = 0
@@ -174,9 +183,10 @@ class Rounds:
         return end
 
     def withdraw(self) -> RoundEnd | None:
-        """Make sure that no partner waits for this peer. A round that has a partner, or is at its boundary, ends here.
+        """Make sure that no partner waits for this peer.
 
-        Returns None if there is no partner: the round continues when it is opened again.
+        A round that has a partner, or is at its boundary, ends here. Otherwise, None is returned, and the round
+        continues when it is opened again.
         """
         if not self.is_open:
             return None
@@ -188,18 +198,24 @@ class Rounds:
         return self.finish(outcome)
 
     def give_up(self) -> None:
-        """The caller was interrupted at the boundary. The next step reaches it again; what arrived is not applied."""
+        """Leave the boundary after the caller was interrupted.
+
+        The next step reaches the boundary again. Vectors that have arrived are not applied.
+        """
         if self.is_at_boundary:
             self.exchange.poll(wait_s=0.0)
         self.is_open = self._is_closing = False
         self._boundary_s = None
 
     def restart(self, *, round_index: int, progress: float, steps: int = 0) -> None:
-        """The vectors were replaced by those of another time or another peer, at this position."""
+        """Continue from a new position in the run, after the vectors were replaced.
+
+        The new vectors come from a checkpoint or from another peer.
+        """
         self.round, self.progress, self.steps = round_index, progress, steps
 
     def apply_late(self) -> None:
-        """Apply a late part that came after its boundary, if there is one and the vectors are not travelling."""
+        """Apply a late part that came after its boundary, if there is one and the vectors are not being sent."""
         correction = self.exchange.late(self.round)
         if correction:
             self._outer_step.correct(correction)

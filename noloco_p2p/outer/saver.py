@@ -1,4 +1,4 @@
-"""Checkpoints off the training thread: the content is copied, and training continues while it is written."""
+"""Write checkpoints outside the training thread. Their content is copied, so training continues during the write."""
 
 from __future__ import annotations
 
@@ -16,13 +16,16 @@ from noloco_p2p.outer.checkpoint import Checkpoints
 
 log = logging.getLogger(__name__)
 
-USED_SHARE = 0.5  # of free memory for the copy; if it needs more, training waits for the disk
+USED_SHARE = 0.5  # share of free memory that the copy may use; if it needs more, training waits for the disk
 
 Files = Mapping[str, Mapping[str, Tensor]]
 
 
 class Saver:
-    """Writes at most one checkpoint at a time; a request made meanwhile is refused, and training continues."""
+    """A background writer of checkpoints, which writes at most one at a time.
+
+    A request is refused while another checkpoint is being written, and training continues.
+    """
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
@@ -39,12 +42,11 @@ class Saver:
         content: Callable[[], tuple[Files, Mapping[str, Any]]],
         done: Callable[[Path], None],
     ) -> bool:
-        """Copy `content()` (files and meta) and write it in the background. Returns False while the last one is
-        unfinished.
+        """Copy `content()` (files and metadata), and write it in the background.
 
-        `done` is called with the folder by the thread that wrote it. A failure is logged, and the last good checkpoint
-        stays. A program that exits meanwhile ends after the write. If memory is too short for a copy, it returns after
-        the write.
+        Returns False if the last checkpoint is unfinished. `done` is called with the folder, on the thread that wrote
+        it. A failure is logged, and the last good checkpoint is kept. If the program exits during a write, the process
+        ends after the write. If there is too little memory for a copy, this call returns after the write.
         """
         if self.is_busy:
             log.warning("the checkpoint of round %d is skipped: the last one is still being written", round)
@@ -70,7 +72,7 @@ class Saver:
         return True
 
     def wait(self) -> None:
-        """Wait until nothing is being written."""
+        """Wait until no checkpoint is being written."""
         if self._thread:
             self._thread.join()
             self._thread = None

@@ -1,4 +1,7 @@
-"""Copies chunks between an accelerator and main memory while both compute, through pinned memory and own streams."""
+"""Copy chunks between an accelerator and main memory while both compute.
+
+The copies use pinned memory and their own streams.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,17 @@ from noloco_p2p.devices import has_own_memory
 
 log = logging.getLogger(__name__)
 
-Chunk = Callable[[int, Tensor], Tensor]  # (index of the chunk, memory on the device for it) -> the chunk in it
+Chunk = Callable[[int, Tensor], Tensor]  # (index of the chunk, device memory for it) -> the chunk in this memory
 
 
 class Staging:
-    """Two streams of one device, one per direction, because a bus carries both directions at once."""
+    """Two streams of one device, one per direction, because a bus can carry both directions at once."""
 
     def __init__(self, device: torch.device, *, is_overlapped: bool | None = None) -> None:
-        """`is_overlapped`: None = if the device has its own memory and streams; the CPU has them in name only."""
+        """Create the streams if `is_overlapped` is true. By default, it is true if the device has its own memory.
+
+        A CPU has streams in name only.
+        """
         self.device = device
         self._api = torch.get_device_module(device)
         if is_overlapped is None:
@@ -30,13 +36,13 @@ class Staging:
         self._down, self._up = (self._stream(), self._stream()) if is_overlapped else (None, None)
 
     def _stream(self) -> Any:
-        """A stream of the model's device, which need not be the current one."""
+        """Return a new stream of the model's device, which need not be the current device."""
         return self._api.Stream() if self.device.type == "cpu" else self._api.Stream(device=self.device)
 
     def chunks(self, chunk: Chunk, sizes: Sequence[int]) -> Iterator[Tensor]:
-        """Yield each chunk on the CPU, made on the device and copied while the one before it is used.
+        """Yield each chunk on the CPU. It is computed on the device and copied while the previous chunk is in use.
 
-        A chunk is valid until the next one is asked for.
+        A chunk is valid until the next one is requested.
         """
         if self._down is None:
             there = torch.empty(max(sizes), device=self.device)
@@ -55,11 +61,14 @@ class Staging:
                 yield slots[(index - 1) % 2].end(sizes[index - 1])
 
     def going_up(self) -> AbstractContextManager[object]:
-        """Copies to the device that start inside do not wait for its computation; `FlatParameters.flush` waits."""
+        """Return a context in which copies to the device do not wait for the device's computation.
+
+        `FlatParameters.flush` waits for these copies.
+        """
         return nullcontext() if self._up is None else self._api.stream(self._up)
 
     def begin(self) -> None:
-        """Order later copies to the device after all computation that was queued until now."""
+        """Make later copies to the device wait for all computation that is already queued."""
         if self._up is not None:
             self._up.wait_stream(self._api.current_stream(self.device))
 
@@ -81,9 +90,10 @@ class _Slot:
 
 
 def pin(values: Tensor, device: torch.device) -> None:
-    """Pin a tensor of main memory in place, so that a CUDA device can copy it directly; no copy, no rounding up.
+    """Pin a tensor of main memory in place, so that a CUDA device can copy it directly.
 
-    If the system does not allow it, copies are slower and a warning is logged.
+    The tensor is not copied, and no memory is lost to rounding up its size. If the system does not allow pinning,
+    copies are slower and a warning is logged.
     """
     if device.type != "cuda" or not values.numel():
         return

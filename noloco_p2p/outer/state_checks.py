@@ -1,12 +1,12 @@
-"""Checks of a stranger's state before it is used: by a newcomer, when catching up, for a merge or a fork.
+"""Check a stranger's state before a newcomer, a peer that catches up, a merge or a fork uses it.
 
-The functions are pure: they take tensors, positions in the run and what peers publish, and raise CheckpointError with a
-sentence. `peer/state_admission.py` asks the swarm for what they compare with; `robust_mean.py` compares states with
-each other.
+The functions compare tensors, positions in the run and the sketches that peers publish. They raise CheckpointError with
+a message that explains the problem. They do not use the network. `peer/state_admission.py` asks the swarm for the
+values that they need, and `robust_mean.py` compares states with each other.
 
-The limits come from honest swarms (`benchmarks/honest_states.py`) with a schedule of 40 rounds, far shorter than that
-of a real run, so that weights move further in a round. States that are 32 rounds apart were at most 0.75 of their norm
-apart, and their norms differed by a factor of up to 1.6.
+The limits come from honest swarms (`benchmarks/honest_states.py`) with a schedule of 40 rounds. Real runs have far
+longer schedules, so their weights move less in a round. States that were 32 rounds apart differed by up to 0.75 of
+their norm, and their norms differed by a factor of up to 1.6.
 """
 
 from __future__ import annotations
@@ -28,23 +28,24 @@ from noloco_p2p.gossip.staleness import FRESH_ROUNDS, STALE_ROUNDS
 from noloco_p2p.spec import OuterSpec, Spec
 
 SLOW_WEIGHTS, OUTER_MOMENTUM = "slow_weights", "outer_momentum"
-MIN_POSITIONS = 3  # with fewer, it cannot be decided which one is wrong
-MIN_SKETCHES = 2  # of other peers: a single one cannot refuse a state
-MARKS_COMPARED = 2  # each costs a pass over the state, 3 ns per number
-LARGEST_DISTANCE = 1.0  # relative to the norm: 0.75, and three standard deviations of a sketch (9 % of a distance)
+MIN_POSITIONS = 3  # with fewer positions, it is unclear which one is wrong
+MIN_SKETCHES = 2  # sketches of other peers; a single one is not enough to refuse a state
+MARKS_COMPARED = 2  # each mark takes one pass over the state, at 3 ns per number
+LARGEST_DISTANCE = 1.0  # relative to the norm: 0.75 plus three standard deviations of a sketch (9 % of a distance)
 LARGEST_NORM_RATIO = 1.75  # 1.6 in honest swarms
 
 
 def vectors_of(outer: OuterSpec, num_elements: int) -> dict[str, int]:
-    """The flat vectors of a state of this run, and how many numbers each has."""
+    """Return the flat vectors of a state of this run, as a mapping from their names to their sizes."""
     names = (SLOW_WEIGHTS, OUTER_MOMENTUM) if outer.keeps_momentum else (SLOW_WEIGHTS,)
     return dict.fromkeys(names, num_elements)
 
 
 def read_state(path: Path, expected: Mapping[str, int]) -> dict[str, Tensor]:
-    """Return the vectors of a state file, mapped and not copied, once they have passed `check_vectors`.
+    """Return the vectors of a state file after `check_vectors` has accepted them.
 
-    Raises OSError, and CheckpointError for an invalid state or another file format.
+    They are mapped from the file and not copied. Raises OSError if the file cannot be read, and CheckpointError for an
+    invalid state or another file format.
     """
     try:
         tensors = load_file(path)
@@ -55,9 +56,9 @@ def read_state(path: Path, expected: Mapping[str, int]) -> dict[str, Tensor]:
 
 
 def check_vectors(tensors: Mapping[str, object], expected: Mapping[str, int]) -> None:
-    """Raise CheckpointError for another model's state, another dtype, or numbers that are not finite.
+    """Raise CheckpointError if a vector has the wrong size or dtype, or contains non-finite numbers.
 
-    expected: the size of each flat vector; other entries are ignored.
+    `expected` maps the name of each flat vector to its size. Other entries are ignored.
     """
     for name, num_elements in expected.items():
         vector = tensors.get(name)
@@ -66,15 +67,14 @@ def check_vectors(tensors: Mapping[str, object], expected: Mapping[str, int]) ->
         if vector.dtype is not torch.float32:
             raise CheckpointError(f"the state has {name} in {vector.dtype}, not float32")
         if not all(bool(torch.isfinite(chunk).all()) for chunk in vector.split(CHUNK_ELEMENTS)):
-            raise CheckpointError(f"{name} of the state has values that are not finite")
+            raise CheckpointError(f"{name} in the state has values that are not finite")
 
 
 def check_position(round_index: int, progress: float, others: Sequence[tuple[int, float]], spec: Spec) -> None:
-    """Raise CheckpointError for a position in the run that is far from the swarm's.
+    """Raise CheckpointError if a position in the run is far from the positions of the swarm.
 
-    others: round and progress of each live peer, including the donor. The round counters of honest peers differ
-    with their
-    speed and round lengths, so only a counter far beyond that is refused.
+    `others` holds the round and the progress of each live peer, including the donor. The round counters of honest peers
+    differ with their speed and their round lengths, so a counter is refused only if it is far beyond that.
     """
     if len(others) < MIN_POSITIONS:
         return
@@ -90,12 +90,11 @@ def check_position(round_index: int, progress: float, others: Sequence[tuple[int
 
 
 def check_sketches(slow_weights: Tensor, published: Sequence[str], *, progress: float, spec: Spec) -> None:
-    """Raise CheckpointError for weights that are far from what most of the other peers publish.
+    """Raise CheckpointError if the weights are far from the sketches that most of the other peers publish.
 
-    published: the packed sketches of the others. The state is sketched at the same marks; marks further from `progress`
-    than the staleness limit are left out. Anyone can compute these sketches, and make up weights that pass. So this
-    check
-    finds faults and simple lies, and a comparison with other donors finds more.
+    `published` holds the packed sketches of the other peers. The state is sketched at the same marks, except for marks
+    that are further from `progress` than the staleness limit. Anyone can compute these sketches and make up weights
+    that pass. This check therefore finds only faults and simple lies, and a comparison with other donors finds more.
     """
     reach = STALE_ROUNDS * spec.outer.longest_round / spec.schedule_steps
     read = [found for text in published if (found := unpack(text)) and abs(_progress_of(found) - progress) <= reach]

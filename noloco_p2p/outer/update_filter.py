@@ -1,4 +1,4 @@
-"""Update filtering: the gates check the numbers of a swap, and a loss check evaluates the model itself."""
+"""Filter updates: the gates check the numbers of a swap, and a loss check evaluates the model itself."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LossCheck:
-    """The gate that evaluates the model: a swap that raises the loss on a private batch too much is undone.
+    """The gate that evaluates the model and undoes a swap that raises the loss on a private batch too much.
 
-    During a checked step, slow weights, momentum and the model's weights are held twice: 12 bytes per parameter. A
-    gradient that comes after its boundary is not checked.
+    During a checked step, the slow weights, the momentum and the model's weights are kept twice, which takes up to 12
+    more bytes per parameter. A gradient that comes after its boundary is not checked.
 
     Args:
-        measure: Returns the current loss of the model, in nats per token, on a batch that no partner knows. It is
-        called
-            twice per swap.
-        max_rise: By how much a swap may raise the loss.
+        measure: A function that returns the current loss of the model, in nats per token, on a batch that no partner
+            knows. It is called twice per swap.
+        max_rise: The largest rise in the loss that a swap may cause.
     """
 
     measure: Callable[[], float]
@@ -34,9 +33,9 @@ class LossCheck:
 
 
 class UpdateFilter:
-    """Takes the outer steps of one peer with what its gates admit, and counts what they refuse or clip.
+    """The filter through which one peer takes its outer steps. It counts what the gates refuse or clip.
 
-    on_change: called before slow weights or momentum change.
+    `on_change` is called before the slow weights or the momentum change.
     """
 
     def __init__(
@@ -51,12 +50,13 @@ class UpdateFilter:
         self._on_change = on_change
         self._metrics = metrics
         self._loss_check = loss_check
-        self.clipped = Clipped()  # by the last outer step
-        self.scales = UNSCALED  # of the outer gradients in it
+        self.clipped = Clipped()  # in the last outer step
+        self.scales = UNSCALED  # factors of the outer gradients in the last outer step
 
     def step(self, outcome: Outcome, *, is_closing: bool) -> tuple[Outcome, bool]:
-        """Take the outer step of a round. Returns what is left of its outcome, and whether own weights were not
-        finite.
+        """Take the outer step of a round.
+
+        Returns the outcome that was applied, and whether this peer's weights were non-finite.
         """
         self._on_change()
         admitted_outcome, verdict = admitted(outcome, self._state)
@@ -74,11 +74,11 @@ class UpdateFilter:
             return admitted_outcome, False
         self._state.restore(before)
         self._metrics.refused_losses += 1
-        alone = _refused(admitted_outcome.received, f"it raised the loss on a private batch by {rise:.3g} nats a token")
+        alone = _refused(admitted_outcome.received, f"it raised the loss on a private batch by {rise:.3g} nats/token")
         return alone, self._apply(alone, FilterVerdict(), is_closing=is_closing)
 
     def correct(self, correction: Correction) -> None:
-        """Apply a late part after its boundary."""
+        """Apply a late part that came after its boundary."""
         metrics, verdict = self._metrics, self._state.judge(correction.gradient, correction.agreed)
         if verdict.refusal:
             metrics.refused_gradients += 1
@@ -101,7 +101,7 @@ class UpdateFilter:
 
 
 def admitted(outcome: Outcome, state: OuterState) -> tuple[Outcome, FilterVerdict]:
-    """Apply the gates that may refuse a whole swap; the round is then a solo round."""
+    """Apply the gates that can refuse a whole swap. After a refusal, the outcome is a solo round."""
     if isinstance(outcome, Alone):
         return outcome, FilterVerdict()
     received = outcome.received

@@ -1,4 +1,7 @@
-"""What a peer gets from live peers: the spec, the state at its start, and a newer state if it is far behind."""
+"""Fetch the spec, the initial state, and later states from live peers.
+
+A later state is fetched if this peer is far behind the swarm.
+"""
 
 from __future__ import annotations
 
@@ -36,25 +39,28 @@ from noloco_p2p.transfer.kept_chunks import forget
 
 log = logging.getLogger(__name__)
 
-ENTER_TIMEOUT_S = 30.0  # to find a live peer of the run that a ticket names
-LOOK_AROUND_S = 10.0  # the same for a spec file with bootstraps or known peers: there may be no live peer
-ASK_AGAIN_S = 1.0  # for the spec
-ANSWER_S = 120.0  # for fast questions, on a slow machine
-FETCH_STATE_TIMEOUT_S = 24 * 3600.0  # a starting peer has nothing else to do
-CATCH_UP_TIMEOUT_S = 600.0  # training waits: what arrived is kept, and the next try continues with it
-CATCH_UP_AGAIN_S = 60.0  # after the last try, and at least as long as it took
-DONORS_ASKED = 3  # for their tensors, when none of them had a state that fits
+ENTER_TIMEOUT_S = 30.0  # for finding a live peer of the run that a ticket names
+LOOK_AROUND_S = 10.0  # the same without a ticket, where there may be no live peer
+ASK_AGAIN_S = 1.0  # between two requests for the spec
+ANSWER_S = 120.0  # for quick requests, on a slow machine
+FETCH_STATE_TIMEOUT_S = 24 * 3600.0  # long, because a starting peer has nothing else to do
+CATCH_UP_TIMEOUT_S = 600.0  # shorter, because training waits; the next attempt continues with the data that arrived
+CATCH_UP_AGAIN_S = 60.0  # pause after an attempt, which is at least as long as the attempt took
+DONORS_ASKED = 3  # donors that are asked for their tensors if none of them had a state that fits
 
 
 async def find_spec(
     ticket: Ticket, *, state_dir: Path, directory: SwarmDirectory, transport: GrpcTransport, live_peers: LivePeers
 ) -> Spec:
-    """Return the spec that this machine has kept, or that a live peer serves. Raises Unreachable."""
+    """Return the spec that this machine has kept or that a live peer serves.
+
+    Raises Unreachable if no live peer serves it in time.
+    """
     if kept := read_spec(ticket, state_dir):
         return kept
     await find_somebody(ticket, directory, timeout_s=ENTER_TIMEOUT_S)
     until_s = time.monotonic() + ENTER_TIMEOUT_S
-    while True:  # a relay to the live peers may be found in a moment
+    while True:  # a relay to the live peers may be found soon
         donors = [candidate for candidate in live_peers.live() if candidate.can_be_called]  # of any stage
         try:
             return await fetch_spec(transport, donors, expected_digest=ticket.spec_digest)
@@ -65,13 +71,14 @@ async def find_spec(
 
 
 class Entering:
-    """`enter` and `catch_up` belong to the main thread; everything that they ask of others runs on the network thread.
+    """A client that fetches states from live peers, when this peer enters the swarm and when it is far behind.
 
-    is_told_stale: whether a peer has refused this one as too far away in the run since the last call. ticket: the
-    one that
-    this peer enters with. expects_others: it has other ways to enter, and waits briefly for a live peer. leaving:
-    set when
-    this peer must end, which also ends long work here (`Left`).
+    `enter` and `catch_up` are called on the main thread. They send their requests on the network thread.
+
+    `is_told_stale` returns whether, since its last call, a peer has refused this one because it is too far away in the
+    run. `ticket` is the ticket that this peer enters with. If `expects_others` is true, the peer can enter without a
+    ticket, and waits briefly for a live peer. `leaving` is set when this peer must end, and then any long work here
+    ends with Left.
     """
 
     def __init__(
@@ -110,17 +117,19 @@ class Entering:
     def look_around(self) -> None:
         """Wait until a live peer is known, if one is expected.
 
-        Raises Left, and Unreachable when this peer has a ticket and no peer is live.
+        Raises Left, or Unreachable if this peer has a ticket and no peer is live.
         """
         with self._progress.task("looking for live peers"):
             self._thread.call(self._look_around(), ANSWER_S, leaving=self._leaving)
 
     def enter(self, layout: ModelLayout, *, target: Path) -> StateManifest | None:
-        """Fetch the state of a live peer into `target`; None when no peer has one.
+        """Fetch the state of a live peer into `target`, and return its manifest, or None if no peer has a state.
 
-        Waits while all listed peers are silent: they may have died, and their records outlive them. Raises Left,
-        Unreachable (a ticket, and no live peer), TimedOut, CheckpointError (the disk), and ModelError, with the first
-        tensor that differs, when live peers train another model.
+        If no listed peer answers, this waits until one does or until all records have expired, because the records of
+        dead peers remain for a while.
+
+        Raises Left, TimedOut, Unreachable if there is a ticket but no live peer, CheckpointError if the state cannot be
+        written, and ModelError if live peers train another model. The ModelError names the first tensor that differs.
         """
         donors, told = self._look_for_donors(), False
         while donors:
@@ -137,7 +146,7 @@ class Entering:
                 break
             if not told:
                 told = True
-                log.warning("no peer of the run answers: this peer waits until one does, or all records have expired")
+                log.warning("no peer of the run answers; waiting until one does or until all records have expired")
             if self._leaving.wait(self._pause_s):
                 raise Left("asked to leave before a peer of the run answered")
             donors = self._look_for_donors()
@@ -146,33 +155,32 @@ class Entering:
         return None
 
     def answering(self) -> Sequence[Candidate]:
-        """Some of the peers that this one swaps with, with current values. Dead peers do not answer, but their records
-        remain.
+        """Return some of the peers that this one swaps with, with their current values.
 
-        Raises Left.
+        Dead peers are left out, because they do not answer, although their records remain. Raises Left.
         """
         return self._thread.call(self._ask_for_positions(), ANSWER_S, leaving=self._leaving)
 
     def catch_up(
         self, layout: ModelLayout, *, progress: float, round_progress: float, target: Path
     ) -> StateManifest | None:
-        """Fetch the state of a live peer into `target` if most of the swarm is far ahead; None if it is not.
+        """Fetch the state of a live peer into `target` if most of the swarm is far ahead, and return its manifest.
 
-        progress: of this peer, in the schedule. round_progress: of one round. It is cheap to call, except after a
-        refusal. Also
-        None when no peer serves a newer state: then it is tried again after a while.
+        `progress` is this peer's position in the schedule, and `round_progress` is the length of one round in the same
+        unit. Calling this is cheap, except after a refusal. The result is None if the swarm is not far ahead. It is
+        also None if no peer serves a newer state, which a call some time later tries again.
         """
         if time.monotonic() < self._catch_up_again_s:
             return None
         try:
             ahead = self._far_ahead(progress, round_progress=round_progress)
-        except (Left, TimeoutError):  # asked to leave, or the network thread hangs
+        except (Left, TimeoutError):  # this peer was asked to leave, or the network thread hangs
             return None
         if not ahead:
             return None
         began_s = time.monotonic()
         log.warning(
-            "this peer is at %.1f %% of the schedule and most of the swarm at %.1f %% or beyond: catching up",
+            "this peer is at %.1f %% of the schedule, and most of the swarm is at %.1f %% or beyond: catching up",
             100 * progress,
             100 * min(donor.progress for donor in ahead),
         )
@@ -195,10 +203,11 @@ class Entering:
         return manifest
 
     def _far_ahead(self, progress: float, *, round_progress: float) -> list[Candidate]:
-        """Peers at the position of the swarm, shuffled; none while this peer is there, too. Raises Left.
+        """Return the peers at the position of the swarm, shuffled, or an empty list if this peer is not far behind.
 
-        Records are up to a heartbeat old, which can be more short rounds than partners may be apart. So a peer that was
-        refused for its position asks some others for theirs; not often, because anybody can refuse, and training waits.
+        Records can be as old as one heartbeat. If rounds are short, the swarm can advance in that time by more rounds
+        than two partners may be apart. So a peer that was refused because of its position asks some others for theirs.
+        It does so rarely, because anybody can send such a refusal, and training waits meanwhile. Raises Left.
         """
         live = self._live_peers.mates()
         if time.monotonic() >= self._ask_again_s and self._is_told_stale():
@@ -221,23 +230,28 @@ class Entering:
         return await ask_for_positions(self._transport, self._live_peers.live())
 
     async def _reached(self, live: Sequence[Candidate]) -> Sequence[Candidate]:
-        """The same peers, with tunnels to those that cannot be dialled."""
+        """Return the same peers, with tunnels to those that cannot be dialled."""
         return self._live_peers.reached(live)
 
     async def _look_around(self) -> None:
-        """Wait until a live peer is known, if one is expected. Raises Unreachable for a ticket without live peers."""
+        """Wait until a live peer is known, if one is expected. Raises Unreachable if there is a ticket but no live
+        peer.
+        """
         if self._ticket:
             await find_somebody(self._ticket, self._directory, timeout_s=ENTER_TIMEOUT_S)
         elif self._expects_others:
             await self._directory.wait_for_peers(LOOK_AROUND_S)
 
     async def _find_donors(self) -> Sequence[Candidate]:
-        """Live peers that may have a state, in any order; none if this peer is the first. Raises Unreachable."""
+        """Return the live peers that may have a state, or an empty list if this peer is the first.
+
+        Raises Unreachable.
+        """
         await self._look_around()
         donors = [peer for peer in self._live_peers.live() if can_give(peer)]
         random.shuffle(donors)
         middle = median(donor.progress for donor in donors) if donors else 0.0
-        return sorted(donors, key=lambda donor: donor.progress < middle)  # peers that are behind are asked last
+        return sorted(donors, key=lambda donor: donor.progress < middle)  # ask peers that are behind last
 
     def _fetch_state(
         self,
@@ -285,7 +299,7 @@ class Entering:
         return manifest
 
     def _check_model(self, donors: Sequence[Candidate], layout: ModelLayout) -> None:
-        """Raise ModelError when the swarm trains another model than this peer, which would always be refused."""
+        """Raise ModelError if the swarm trains a different model. It would then always refuse this peer."""
         for donor in donors[:DONORS_ASKED]:
             difference = self._thread.call(
                 find_difference(self._transport, donor, layout), ANSWER_S, leaving=self._leaving

@@ -1,8 +1,9 @@
-"""Drives the state machine of a pipeline over the streams to its neighbours, in parallel to the thread that computes.
+"""Drive the state machine of a pipeline stage over the streams to its neighbours, in parallel with the computing
+thread.
 
-It feeds `flow/` with events and their times, and performs its actions on the network thread. Tasks go to the one thread
-that touches weights (`threaded_flow.py`), one at a time. While it computes, other threads decode the payload of the
-next task and encode the result of the one before, so that it waits for neither.
+The driver feeds `flow/` with events and their times, and performs the resulting actions on the network thread. It
+passes tasks one at a time to the only thread that touches weights (`threaded_flow.py`). While that thread computes,
+other threads decode the payload of the next task and encode the result of the previous one, so it waits for neither.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ from noloco_p2p.owned_tasks import OwnedTasks
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-DIAL_AGAIN_S = 5.0  # to a neighbour with which a stream is kept
-MAX_DROPPED = 16  # consecutive forwards of one neighbour; an honest one sends only after a Credit
+DIAL_AGAIN_S = 5.0  # between two dials of a neighbour to which a stream is kept open
+MAX_DROPPED = 16  # consecutive forwards of one neighbour, because an honest one sends only after a Credit
 
 
 class Work(Protocol):
-    """What other threads may do while one computes: see `trainer.stage_work.StageWork`."""
+    """The work that other threads may do while one thread computes, as in `trainer.stage_work.StageWork`."""
 
     def check(self, payload: memoryview, *, is_backward: bool) -> None: ...
 
@@ -46,18 +47,18 @@ class Work(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Handed:
-    """A task for the thread that computes. inputs: a Compute with tensors in place of payloads."""
+    """A task for the computing thread. `inputs` is the task with tensors in place of payloads."""
 
     task: Compute | CloseStep
     inputs: Compute | CloseStep
 
 
 class FlowDriver:
-    """Belongs to the network thread. `tasks` is what the computing thread takes, including an exception of its data.
+    """The driver of a pipeline stage, which belongs to the network thread.
 
-    batches: microbatches of a head; the next one is read on another thread before it is due. microbatch_tokens: in
-    the loss
-    of each.
+    The computing thread reads `tasks`, which can also contain an exception that was raised while reading data. A head
+    has `batches`, from which another thread reads the next microbatch before it is due. `microbatch_tokens` is the
+    number of tokens in the loss of each microbatch.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class FlowDriver:
     ) -> None:
         self.machine = machine
         self.tasks: queue.SimpleQueue[Handed | Exception] = queue.SimpleQueue()
-        self.is_over = False  # no head trains any more, and nothing is left to do
+        self.is_over = False  # no head is training any more, and nothing is left to do
         self._links = links
         self._work = work
         self._tickets = tickets
@@ -87,9 +88,9 @@ class FlowDriver:
         self._microbatch_tokens = microbatch_tokens
         self._loop = asyncio.get_running_loop()
         self._downstream: frozenset[str] = frozenset()
-        self._kept: dict[str, float] = {}  # neighbours to which a stream is kept -> when they were last dialled
+        self._kept: dict[str, float] = {}  # neighbour to which a stream is kept open -> time of the last dial
         self._num_dropped = Counter[str]()
-        # the payload that is being decoded for the next task
+        # the next task, and its payload while it is being decoded
         self._ahead: tuple[Compute, asyncio.Future[Compute]] | None = None
         self._given_up: deque[object] = deque()
         self._to_evaluate: deque[object] = deque()
@@ -101,9 +102,10 @@ class FlowDriver:
         self._running.start(self._tick())
 
     def meet(self, downstream: Collection[str], ring: Collection[str] = ()) -> None:
-        """downstream: replicas of the next stage. ring: peers to which a stream is kept where the path closes.
+        """Set the neighbours of this peer.
 
-        For a head these are replicas of the last stage; for those, heads.
+        `downstream` are the replicas of the next stage. `ring` are the peers to which a stream is kept open where the
+        pipeline closes: a head keeps streams to replicas of the last stage, and these replicas keep streams to heads.
         """
         self._downstream = frozenset(downstream)
         self._kept = dict.fromkeys(ring, -DIAL_AGAIN_S)
@@ -111,20 +113,23 @@ class FlowDriver:
         self._neighbours_changed()
 
     def leave(self) -> None:
-        """Launch and accept nothing; finish what is held."""
+        """Stop launching and accepting microbatches, but finish the ones that are held."""
         self._do(self.machine.leave(self._now_s()))
 
     def rejoin(self) -> None:
-        """Take part again, after `leave`."""
+        """Take part again after `leave`."""
         self._do(self.machine.rejoin(self._now_s()))
 
     def evaluate(self, microbatches: Collection[object]) -> None:
-        """On a head: send these around the ring before others, without gradients, replacing earlier ones."""
+        """Send these microbatches of a head through the pipeline before any others, without gradients.
+
+        They replace the microbatches of an earlier call.
+        """
         self._to_evaluate = deque(microbatches)
         self._do([])
 
     async def stop(self) -> None:
-        """Stop. The owner has ended the streams before."""
+        """Stop the driver. The owner ends the streams first."""
         await self._running.stop(grace_s=0.0)
 
     # neighbours
@@ -141,7 +146,11 @@ class FlowDriver:
         self._neighbours_changed()
 
     async def checked(self, peer: str, frame: Frame) -> Frame:
-        """Raises CorruptPayload for damage that the network cannot cause. A value that is not finite is a strike."""
+        """Check a frame and return it. The payload is removed if it contains non-finite values, which also counts as a
+        strike.
+
+        Raises CorruptPayload for damage that the network cannot cause.
+        """
         if isinstance(frame, Want | Mark):
             self._tickets.check(frame.ticket)
         if not isinstance(frame, Forward | Backward) or frame.payload is None:
@@ -194,10 +203,10 @@ class FlowDriver:
                 self.is_over = self.machine.is_over(self._now_s())
             await asyncio.sleep(TICK_S)
 
-    # what the computing thread reports
+    # reports of the computing thread
 
     def computed(self, task: Compute, result: object) -> None:
-        """result: a tensor, or None if nothing is to be sent."""
+        """Report the result of a task, which is a tensor, or None if nothing is to be sent."""
         payload = None if result is None else self._elsewhere(lambda: self._work.encoded(task.kind, result))
         self._do(self.machine.computed(task, payload, self._now_s()))
 
@@ -213,7 +222,10 @@ class FlowDriver:
         self.machine.hold_steps()
 
     def release_steps(self, progress: float) -> None:
-        """progress: after the outer step, which moves a head's progress. Only its own inner step finishes a head."""
+        """Let inner steps close again after an outer step. `progress` is the progress of a head after that step.
+
+        An outer step cannot finish a head, because only the head's own inner step can.
+        """
         machine = self.machine
         if isinstance(machine, Head) and progress < FINAL_MARK:
             machine.progress = progress
@@ -269,14 +281,14 @@ class FlowDriver:
         self._look_ahead()
 
     def _look_ahead(self) -> None:
-        """Decode the payload of the next task, unless that is already being done."""
+        """Start to decode the payload of the next task, unless that is already happening."""
         if not isinstance(self.machine.tasks.running, Compute):
             return
         task = self.machine.next_task
         if task is None or (self._ahead and (self._ahead[0].kind, self._ahead[0].id) == (task.kind, task.id)):
             return
         decoding = self._elsewhere(lambda: self._work.decoded(task))
-        decoding.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # it may not be needed
+        decoding.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # the result may not be needed
         self._ahead = (task, decoding)
 
     # data
@@ -297,13 +309,13 @@ class FlowDriver:
             self._perform(actions)
 
     def _next_microbatch(self) -> object:
-        """Return the next microbatch; None if it is not read yet: `_launch` is called again once it is."""
+        """Return the next microbatch, or None if it has not been read yet. `_launch` is called again once it has."""
         ready, self._microbatch = self._microbatch, None
         if ready and not ready.done():
             self._microbatch = ready
             return None
         if ready and (ready.exception() or ready.result() is None):
-            self._microbatch = ready  # nothing more is launched; the computing thread gets the error
+            self._microbatch = ready  # launch nothing more; the computing thread gets the error
             return None
         self._microbatch = self._elsewhere(lambda: next(self._batches, None))
         self._microbatch.add_done_callback(self._has_read)

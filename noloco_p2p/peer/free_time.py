@@ -1,4 +1,7 @@
-"""When a peer trains on a machine that has other work, too. Pure: `peer/machine_use.py` observes the machine."""
+"""Decide when a peer trains on a machine that also has other work to do.
+
+This module does no I/O. `peer/machine_use.py` observes the machine.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +10,18 @@ from dataclasses import dataclass
 from noloco_p2p.settings import PeerSettings
 from noloco_p2p.swarm.records import PausedBy
 
-BUSY_SHARE = 0.25  # of all cores, by other programs
-GPU_BUSY_SHARE = 0.1  # of the GPU's time; an idle desktop takes less
-QUIET_S = 120.0  # since other programs were last busy, before training goes on
+BUSY_SHARE = 0.25  # the share of all cores that other programs may use
+GPU_BUSY_SHARE = 0.1  # the share of the GPU's time that other programs may use; an idle desktop uses less
+QUIET_S = 120.0  # how long other programs must not be busy before training continues
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """The use of the machine at one moment; None = unknown.
+    """The use of the machine at one moment, where None means unknown.
 
-    minute: of the day, local time. others_share: of all cores, that other programs used since the last look.
-    gpu_others_share: of the time of the GPUs that this peer computes on, the same.
+    `minute` is the minute of the day in local time. `others_share` is the share of all cores that other programs used
+    since the last observation. `gpu_others_share` is the corresponding share of the time of the GPUs that this peer
+    computes on.
     """
 
     minute: int
@@ -28,7 +32,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Why a peer pauses: a word for its record, and a sentence for its user."""
+    """The reason why a peer pauses: a word for its record, and a sentence for its user."""
 
     word: PausedBy
     sentence: str
@@ -45,8 +49,9 @@ GPU_IN_USE = Reason(
 
 
 class FreeTime:
-    """Decides whether the settings allow training. It remembers when other programs were last busy,
-    so that training does not start and stop in quick succession.
+    """A policy that decides whether the settings allow training now.
+
+    It remembers when other programs were last busy, so that training does not start and stop in quick succession.
     """
 
     def __init__(self, settings: PeerSettings) -> None:
@@ -59,11 +64,14 @@ class FreeTime:
 
     @property
     def is_limited(self) -> bool:
-        """Whether the settings depend on the use of the machine."""
+        """Return whether the settings depend on the use of the machine."""
         return bool(self._hours or self._spares_battery or self.spares_gpu)
 
     def why_not(self, seen: Seen, *, now_s: float) -> Reason | None:
-        """Why not to train now; None = train. `now_s`: of a clock that never goes back."""
+        """Return why this peer must not train now, or None if it can train.
+
+        `now_s` is the time of a monotonic clock.
+        """
         if (seen.others_share or 0.0) > BUSY_SHARE:
             self._busy_s = now_s
         if (seen.gpu_others_share or 0.0) > GPU_BUSY_SHARE:
@@ -80,5 +88,8 @@ class FreeTime:
 
 
 def _is_within(minute: int, first: int, end: int) -> bool:
-    """Over midnight, too, where `end` comes before `first`."""
+    """Return whether a minute lies in a period of the day.
+
+    The period includes midnight if `end` is less than `first`.
+    """
     return first <= minute < end if first < end else minute >= first or minute < end

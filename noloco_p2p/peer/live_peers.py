@@ -1,4 +1,7 @@
-"""The live peers that this one may call: from the directory, at home or by tunnel if needed, and of its stage."""
+"""Provide the live peers that this peer can call, from the directory, through the local network or through tunnels.
+
+A peer of a pipeline gets only the live peers of its own stage.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,11 @@ from noloco_p2p.swarm.tunnel import Tunnels
 
 
 class LivePeers:
-    """Implements `gossip.seams.Directory`. `stage`: that of this peer, in a run with stages.
+    """The live peers that this one can call. It implements `gossip.seams.Directory`.
 
-    Once it is set, the interface returns only peers of that stage. `live`, `reached` and `find` belong to the network
-    thread, because they may open a tunnel; the rest is thread-safe.
+    In a run with stages, `stage` is the stage of this peer. Once it is set, the interface returns only peers of that
+    stage. `live`, `reached` and `find` belong to the network thread, because they may open a tunnel. The rest is
+    thread-safe.
     """
 
     def __init__(self, directory: SwarmDirectory, tunnels: Tunnels, household: Household) -> None:
@@ -41,15 +45,17 @@ class LivePeers:
         return self.reached([found])[0] if found else None
 
     def everyone(self) -> Sequence[Candidate]:
-        """Live peers of all stages, from their records. Never waits."""
+        """Return the live peers of all stages from their records, without waiting."""
         return self._directory.live()
 
     def mates(self) -> Sequence[Candidate]:
-        """The same, restricted to the stage of this peer once it holds one."""
+        """Return the live peers of this peer's stage, or of all stages if it does not hold one yet."""
         return self._of_own_stage(self.everyone())
 
     def reached(self, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-        """The same peers, with their address in the local network, or that of a tunnel where there is no other."""
+        """Return the same peers, with their address on the local network, or with a tunnel's address if there is no
+        other.
+        """
         return self._tunnels.reached(self._household.reached(candidates))
 
     def _of_own_stage(self, peers: Sequence[Candidate]) -> Sequence[Candidate]:

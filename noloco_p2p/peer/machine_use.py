@@ -1,4 +1,4 @@
-"""How this machine is used apart from this peer: its battery, its processor, and NVIDIA's GPUs as NVML reports them."""
+"""Measure how other programs use this machine: its battery, its processor, and NVIDIA GPUs as reported by NVML."""
 
 from __future__ import annotations
 
@@ -12,11 +12,15 @@ import psutil
 
 from noloco_p2p.peer.free_time import Seen
 
-BUSY = ("user", "nice", "system", "irq", "softirq")  # processor times; the other fields count waiting
+BUSY = ("user", "nice", "system", "irq", "softirq")  # processor times spent working; the other fields count waiting
 
 
 class MachineUse:
-    """Observes the machine. root_pid: the process that, with its children, is this peer. gpu: None = none."""
+    """An observer of this machine.
+
+    `root_pid` is the process that, together with its children, makes up this peer. `gpu` is None if GPUs are not
+    observed.
+    """
 
     def __init__(self, *, root_pid: int | None = None, gpu: GpuUse | None = None) -> None:
         self._root = psutil.Process(own_root() if root_pid is None else root_pid)
@@ -24,7 +28,7 @@ class MachineUse:
         self._before: tuple[float, float, float] | None = None
 
     def look(self) -> Seen:
-        """Observe the machine, which takes some milliseconds. `others_share` is known from the second call on."""
+        """Observe the machine, which takes a few milliseconds. `others_share` is known from the second call on."""
         own = self._own_processes()
         local = time.localtime()
         return Seen(
@@ -40,7 +44,10 @@ class MachineUse:
         return []
 
     def _others_share(self, own: list[psutil.Process]) -> float | None:
-        """Of all cores. What a child used is counted with its parent once it has ended."""
+        """Return the share of all cores that other programs used since the last call.
+
+        The time that a child used is added to its parent's time once the child has ended.
+        """
         times = psutil.cpu_times()
         busy_s = sum(getattr(times, name, 0.0) for name in BUSY)
         now = time.monotonic(), busy_s, sum(map(_used_s, own))
@@ -52,15 +59,16 @@ class MachineUse:
 
 
 class GpuUse:
-    """NVIDIA's GPUs by NVML. Those count on which this peer computes itself; it has to find itself there.
+    """An observer of NVIDIA GPUs, based on NVML.
 
-    why_unknown: in words; empty when NVML answers.
+    It considers only GPUs on which it finds this peer's own processes. `why_unknown` says why there are no
+    observations, and is empty if NVML works.
     """
 
     def __init__(self) -> None:
         self.why_unknown = ""
         self._nvml: Any = None
-        self._since: dict[int, int] = {}  # time of the newest sample read from each GPU, on NVML's clock
+        self._since: dict[int, int] = {}  # the time of the newest sample read from each GPU, on NVML's clock
         try:
             pynvml = import_module("pynvml")
         except ModuleNotFoundError:
@@ -74,15 +82,15 @@ class GpuUse:
         self._nvml = pynvml
 
     def others_share(self, own: set[int]) -> float | None:
-        """The busiest of these GPUs, as a share of its time that other processes computed or drew; None = not known.
+        """Return the share of time in which other processes used the busiest of these GPUs, or None if it is unknown.
 
-        Within a container NVML gives the process ids of the host, and the own ones are not found among them.
+        In a container, NVML reports the process ids of the host, so this peer's processes are not found among them.
         """
         if self._nvml is None:
             return None
         try:
             shares = [self._share(index, own) for index in range(self._nvml.nvmlDeviceGetCount())]
-        except self._nvml.NVMLError:  # the card does not count them, or the driver was replaced
+        except self._nvml.NVMLError:  # the card has no such counter, or the driver was replaced
             return None
         return max((share for share in shares if share is not None), default=None)
 
@@ -100,12 +108,15 @@ class GpuUse:
 
 
 def own_root() -> int:
-    """The process whose children are this peer: of several GPUs, the one that started their processes."""
+    """Return the id of the process whose children make up this peer.
+
+    With several GPUs, this is the process that started one process per GPU.
+    """
     return os.getppid() if "LOCAL_RANK" in os.environ else os.getpid()
 
 
 def on_battery() -> bool | None:
-    """None where there is no battery, or the system does not report it."""
+    """Return whether the machine runs on battery, or None if it has no battery or the system does not report it."""
     try:
         battery = psutil.sensors_battery()
     except (AttributeError, OSError):  # the system has no such call
@@ -116,6 +127,6 @@ def on_battery() -> bool | None:
 def _used_s(process: psutil.Process) -> float:
     try:
         times = process.cpu_times()
-    except psutil.Error:  # it has just ended
+    except psutil.Error:  # the process has just ended
         return 0.0
     return times.user + times.system + times.children_user + times.children_system

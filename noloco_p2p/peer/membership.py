@@ -1,4 +1,7 @@
-"""What the outer step of a running peer asks of the network besides swaps: entering, catching up, serving, sketches."""
+"""Provide the network services that the outer step uses besides swaps.
+
+They let a peer enter and catch up, serve its state, and publish sketches.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +19,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 START_TIMEOUT_S = 120.0  # including the import of hivemind from a slow disk
-CHECK_CLOCK_S = 6.0  # to try the peers that this one enters through once
+CHECK_CLOCK_S = 6.0  # for one attempt with each of the peers that this one enters through
 
 
 class Membership:
-    """Used by `NoLoCo` on the main thread; see the protocol of the same name in `outer/noloco.py`.
+    """The network services that `NoLoCo` uses on the main thread. `outer/noloco.py` has the protocol of the same name.
 
-    network: the running network; raises SettingsError once the peer is closed. call: runs a coroutine on its thread.
-    announce: changes the state that others see.
+    `network` returns the running network, and raises SettingsError once the peer is closed. `call` runs a coroutine on
+    the network's thread. `announce` changes the state that others see.
     """
 
     def __init__(
@@ -42,10 +45,10 @@ class Membership:
         self._announce = announce
 
     def enter(self, *, layout: ModelLayout, target: Path | None) -> StateManifest | None:
-        """Announce which model trains here; with `target`, fetch the state of a live peer into that file.
+        """Announce which model this peer trains. If `target` is given, fetch the state of a live peer into that file.
 
-        Raises Left when this peer is asked to leave meanwhile, and ModelError, with the first tensor that differs, when
-        live peers train another model.
+        Raises Left if this peer is asked to leave meanwhile, and ModelError if live peers train another model. The
+        ModelError names the first tensor that differs.
         """
         network = self._network()
         self._status.layout = network.driver.layout = network.states.layout = layout
@@ -59,9 +62,10 @@ class Membership:
         return manifest
 
     def catch_up(self, *, progress: float, inner_steps: int, target: Path) -> StateManifest | None:
-        """Fetch the state of a live peer into `target` if most of the swarm is far ahead; None if it is not.
+        """Fetch the state of a live peer into `target` if most of the swarm is far ahead, and return its manifest.
 
-        It is cheap to call. Also None when no peer serves a newer state: then it is tried again after a while.
+        Calling this is cheap. The result is None if the swarm is not far ahead. It is also None if no peer serves a
+        newer state, which a call some time later tries again.
         """
         assert self._status.layout, "call `enter` first"
         return self._network().entering.catch_up(
@@ -69,18 +73,17 @@ class Membership:
         )
 
     def serve_state(self, saved: SavedState) -> None:
-        """Serve this state to newcomers from now on. A closed peer serves nothing."""
+        """Serve this state to newcomers from now on. If the peer is closed, this does nothing."""
         if network := self._status.network:
             network.states.saved = saved
 
     def sketch(self, slow_weights: Tensor, *, progress: float, at_rest: bool) -> None:
-        """After an outer step: sketch these weights in the background if `progress` reached a mark that all peers
-        share.
+        """Sketch the weights after an outer step, in the background, if `progress` reached a mark that all peers share.
 
-        at_rest: training is over, and the final weights are sketched.
+        If `at_rest` is true, training is over, and the final weights are sketched.
         """
         self._status.sketcher.sketch(slow_weights, progress=progress, at_rest=at_rest)
 
     def weights_change(self) -> None:
-        """Call it before the slow weights change: an unfinished sketch of them is discarded."""
+        """Discard an unfinished sketch of the slow weights. Call this before they change."""
         self._status.sketcher.weights_change()

@@ -1,4 +1,4 @@
-"""The parts of a peer that live on its network thread."""
+"""Define the parts of a peer that live on its network thread."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ from noloco_p2p.transfer.donor import StateServer
 
 @dataclass(slots=True)
 class Network:
-    """All of them, once they have started. watching: the tasks that watch the swap and the machine. stage_flow: set
-    once this peer holds a stage.
+    """The parts of a peer that live on its network thread, after all of them have started.
+
+    `watching` are the tasks that watch the swap and the machine. `stage_flow` is set while this peer holds a stage.
     """
 
     directory: SwarmDirectory

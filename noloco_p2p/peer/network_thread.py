@@ -1,4 +1,4 @@
-"""The network thread of a peer: one event loop (uvloop) besides the thread that trains."""
+"""Run the network of a peer on its own thread with one event loop (uvloop), next to the thread that trains."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LOOK_S = 0.1  # how often a long call checks whether this peer must leave
 
 
 class NetworkThread:
-    """One event loop (uvloop) in one thread; `call` runs a coroutine there and waits for its result."""
+    """A thread with an event loop (uvloop). `call` runs a coroutine there and waits for its result."""
 
     def __init__(self) -> None:
         self.loop: asyncio.AbstractEventLoop
@@ -30,7 +30,10 @@ class NetworkThread:
         self._started.wait()
 
     def call(self, coroutine: Coroutine[Any, Any, T], timeout_s: float, *, leaving: threading.Event | None = None) -> T:
-        """Raises what the coroutine raises, TimeoutError, and Left soon after `leaving` is set."""
+        """Run a coroutine on the thread and return its result.
+
+        Raises any error of the coroutine, TimeoutError after `timeout_s`, and Left soon after `leaving` is set.
+        """
         future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
         until_s = time.monotonic() + timeout_s
         try:

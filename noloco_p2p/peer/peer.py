@@ -1,7 +1,7 @@
-"""One peer: the composition root. Builds the parts, owns the network thread, starts and stops them in order.
+"""Build a peer from its parts. This is the composition root, which starts and stops the parts in order.
 
-start   lock, identity -> network thread -> directory -> spec (from the swarm, for a ticket) -> server -> announced
-stop    announced as leaving -> swaps abandoned -> server -> network thread -> lock
+start   lock, identity -> network thread -> directory -> spec (from the swarm, for a ticket) -> server -> announcement
+stop    announcement of leaving -> end of swaps -> server -> network thread -> lock
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ T = TypeVar("T")
 
 POLL_S = 0.05
 NOT_RUNNING = "this peer is not running: it was closed, for example at the end of its `with` block"
-NEAR_S = 4.0  # for a peer in the local network to answer
-DIAL_BACK_S = 12.0  # for one peer to report whether it gets through; it tries for 4 s
+NEAR_S = 4.0  # time for a peer in the local network to answer
+DIAL_BACK_S = 12.0  # time for one peer to report whether it can reach this one, which it tries for 4 s
 
 
 def resolve(target: Spec | Ticket | Path | str | None) -> Spec | Ticket:
@@ -87,24 +87,25 @@ def resolve(target: Spec | Ticket | Path | str | None) -> Spec | Ticket:
 
 
 class Peer:
-    """A running peer. Use `Peer.join(...)` as a context manager; at its end the peer announces that it leaves.
+    """A running peer. Use `Peer.join(...)` as a context manager, so that the peer announces at the end that it leaves.
 
     Attributes:
-        spec: What all peers of the run share.
+        spec: The settings that all peers of the run share.
         settings: The settings of this machine.
-        metrics: The metrics of this peer; other peers see `metrics.loss`, which the script sets.
-        leave_requested: An event: `noloco leave` asks the script to stop after the inner step.
-        pause_requested: An event: `noloco pause`, or the use of this machine, asks it to pause after the inner step.
-        pausing: Why it has to pause.
-        fault: Why this peer has to leave although nobody asked for it, or None.
+        metrics: The metrics of this peer. Other peers see `metrics.loss`, which the script sets.
+        leave_requested: An event. `noloco leave` sets it to ask the script to stop after the inner step.
+        pause_requested: An event. `noloco pause` or the use of this machine sets it to request a pause after the inner
+            step.
+        pausing: The reason for a pause.
+        fault: The reason why this peer has to leave although nobody asked it to, or None.
     """
 
     def __init__(self, target: Spec | Ticket, settings: PeerSettings, *, progress: Progress | None = None) -> None:
         self.settings = settings
-        self.progress = progress or Progress()  # long work, as shown by `noloco status`
+        self.progress = progress or Progress()  # of long work, as `noloco status` shows it
         self.metrics = Metrics()
         self.leave_requested = threading.Event()
-        self.fault: NolocoError | None = None  # why this peer has to leave, if nobody asked it to
+        self.fault: NolocoError | None = None  # why this peer has to leave although nobody asked it to
         self.pause_requested = threading.Event()  # checked after each inner step
         self.pausing = Pausing(self.pause_requested)
         self.spec: Spec
@@ -112,7 +113,7 @@ class Peer:
         self.membership: Membership
         self.stages: Stages
         self._target = target
-        # Name and digest of the run: known before the spec, if that comes from the swarm.
+        # The name and digest of the run, which are known even before the spec arrives from the swarm.
         self._run = (
             (target.name, target.digest()) if isinstance(target, Spec) else (target.run_name, target.spec_digest)
         )
@@ -145,25 +146,27 @@ class Peer:
         metrics: str | None = None,
         progress: Progress | None = None,
     ) -> Self:
-        """Start a peer of the run that `target` (spec, spec file or ticket) names.
+        """Start a peer of the run that `target` (a spec, a spec file or a ticket) names.
 
-        Returns when the peer answers others; with a ticket, it has fetched the spec from a live peer by then. Raises
-        SpecError, TicketError, SettingsError (a port or a folder is in use), DirectoryError, and Unreachable when no
-        peer of the ticket's run answers.
+        The call returns once the peer answers others. With a ticket, the peer has fetched the spec from a live peer by
+        then.
+
+        Raises SpecError, TicketError, SettingsError if a port or a folder is in use, DirectoryError, and Unreachable if
+        no peer of the ticket's run answers.
 
         Args:
             target: A spec, the path of a spec file, or a ticket.
-            settings: All settings of this machine. With None, the arguments below apply; those that are None come from
-                the NOLOCO_* environment, the user's file, or the defaults.
-            state_dir: The folder of the identity and the checkpoints. Each peer of a machine needs its own.
-            listen: IP:PORT of gRPC; libp2p takes the next port. Port 0 takes any two free ports.
-            announce: HOST[:PORT] at which others reach this machine, if it differs.
-            bootstrap: Multiaddrs of peers to enter the DHT through, in addition to those of the ticket.
-            max_upload: The limit on what swaps and fetches send together, such as "40mbit" or "5MB/s".
-            max_download: The limit on what they receive.
+            settings: All settings of this machine. If this is None, the arguments below apply. Those that are None come
+                from the NOLOCO_* environment variables, the user's file, or the defaults.
+            state_dir: The folder of the identity and the checkpoints. Each peer on a machine needs its own.
+            listen: The IP:PORT of gRPC. libp2p uses the next port. With port 0, any two free ports are used.
+            announce: The HOST[:PORT] at which others reach this machine, if it differs.
+            bootstrap: Multiaddrs of peers through which to enter the DHT, in addition to those in the ticket.
+            max_upload: The limit on the total upload rate of swaps and fetches, such as "40mbit" or "5MB/s".
+            max_download: The limit on the total download rate of swaps and fetches.
             run_key: The file with the key of a private run that this peer starts or opens to others.
-            metrics: HOST:PORT of /metrics for Prometheus.
-            progress: Shows long work.
+            metrics: The HOST:PORT at which to serve /metrics for Prometheus.
+            progress: An object that shows the progress of long work.
         """
         if settings is None:
             settings = PeerSettings.load(
@@ -190,47 +193,50 @@ class Peer:
 
     @property
     def peer_id(self) -> str:
-        """The libp2p id of this peer's key: 12D3KooW..."""
+        """Return the libp2p id of this peer's key, such as 12D3KooW..."""
         return self._identity.peer_id
 
     @property
     def run_folder(self) -> Path:
-        """The folder in which this machine keeps the spec, checkpoints and events of this run."""
+        """Return the folder in which this machine keeps the spec, checkpoints and events of this run."""
         return folder_of(self.settings.state_dir, self.spec.run_id)
 
     @property
     def ticket(self) -> str:
-        """The ticket to share: anyone with it can enter the run through this peer, its bootstraps, and other live
-        peers.
+        """Return the ticket to share. Anyone who has it can enter the run through this peer, its bootstraps, or other
+        live peers.
         """
         return self._status.ticket()
 
     @property
     def state(self) -> str:
-        """The state that others see in the record: training, paused, leaving or done."""
+        """Return the state that others see in the record: training, paused, leaving or done."""
         return self._status.state
 
     @property
     def has_entered(self) -> bool:
-        """Whether the peer has a model and has announced itself."""
+        """Return whether the peer has a model and has announced itself."""
         return self._status.has_entered
 
     @property
     def metrics_address(self) -> str:
-        """HOST:PORT of /metrics; empty when it is not served."""
+        """Return the HOST:PORT of /metrics, or "" if it is not served."""
         return self._status.metrics_address
 
     @property
     def address(self) -> str:
-        """HOST:PORT that others dial."""
+        """Return the HOST:PORT that others dial."""
         return self._net.reachability.address
 
     def live_peers(self) -> int:
-        """How many other peers are alive, as far as known: an estimate in a swarm of more than 48."""
+        """Return how many other peers are known to be alive. In a swarm of more than 48, this is an estimate."""
         return self._net.directory.headcount().others
 
     def wait_for_peers(self, num_peers: int, *, timeout_s: float) -> bool:
-        """Wait for `num_peers` others, as `live_peers` counts them. False after a timeout or a request to leave."""
+        """Wait until there are `num_peers` other peers, as counted by `live_peers`.
+
+        The result is False after a timeout or a request to leave.
+        """
         until_s = time.monotonic() + timeout_s
         while self.live_peers() < num_peers:
             if time.monotonic() > until_s or self.leave_requested.wait(POLL_S):
@@ -238,15 +244,15 @@ class Peer:
         return True
 
     def request_leave(self) -> None:
-        """Ask the training loop to end cleanly; safe in a signal handler and from any thread."""
+        """Ask the training loop to end cleanly. This is safe in a signal handler and on any thread."""
         self.leave_requested.set()
         if self._network:
             self._network.driver.hurry()
 
     def wait_while_paused(self) -> None:
-        """Wait until the reason for the pause ends, or for a request to leave; both ends are announced to the swarm.
+        """Wait until the reason for the pause ends or this peer is asked to leave.
 
-        Call `NoLoCo.withdraw` before it, so that no partner waits.
+        The swarm sees the peer as paused meanwhile. Call `NoLoCo.withdraw` first, so that no partner waits.
         """
         self.announce("paused")
         while self.pause_requested.is_set() and not self.leave_requested.wait(POLL_S):
@@ -255,7 +261,9 @@ class Peer:
             self.announce("training")
 
     def announce(self, state: str) -> None:
-        """Change the state that others see: training, paused, leaving or done. Only "training" allows swaps."""
+        """Change the state that others see to training, paused, leaving or done. Swaps happen only in the state
+        "training".
+        """
         self._status.change_state(state)
         self._net.driver.peer_state = state
         try:
@@ -264,15 +272,15 @@ class Peer:
             log.warning("the state %s could not be announced to the swarm: %s", state, error)
 
     def last_fault(self) -> str:
-        """Describe the last fault of another peer; empty when there was none."""
+        """Return a description of the last fault of another peer, or "" if there was none."""
         return self._net.driver.last_fault
 
     def tell_long_swaps(self, tell: Callable[[SwapProgress], None]) -> None:
-        """Call `tell` on the network thread repeatedly during a long swap."""
+        """Call `tell` repeatedly on the network thread while a long swap is running."""
         self._net.watch.on_long = tell
 
     def reach(self) -> Verdict:
-        """Whether other peers can dial this one, as far as they have reported."""
+        """Return the verdict on whether other peers can dial this one, based on their reports."""
         return self._net.reachability.verdict()
 
     async def _ask_to_dial_back(self, candidate: Candidate, ports: Sequence[int]) -> DialBack:
@@ -288,9 +296,9 @@ class Peer:
         return DialBack(probed.observed_host, probed.reached)
 
     def wait_for_router(self) -> None:
-        """Wait until the router has answered whether it forwards ports, so that the ticket names them.
+        """Wait until the router has answered whether it forwards ports, so that the ticket can contain them.
 
-        Returns after a few seconds at most, and at once when no router is asked.
+        This takes a few seconds at most, and no time if no router is asked.
         """
         self._call(self._net.reachability.wait_for_router(), START_TIMEOUT_S)
 
@@ -299,11 +307,11 @@ class Peer:
         self._status.count()
 
     def restore_metrics(self, values: dict[str, Any]) -> None:
-        """Continue the counters of a checkpoint; unknown names are ignored."""
+        """Continue the counters of a checkpoint. Unknown names are ignored."""
         self._status.restore_metrics(values)
 
     def status(self) -> dict[str, Any]:
-        """The content of `noloco status`; docs/monitoring.md explains each key."""
+        """Return the content of `noloco status`. docs/monitoring.md explains each key."""
         return self._status.as_dict()
 
     # starting and stopping
@@ -336,7 +344,10 @@ class Peer:
             raise
 
     def close(self) -> None:
-        """Announce leaving and stop everything; returns when no thread and no process is left. Safe to call twice."""
+        """Announce that this peer leaves, and stop everything. It is safe to call this twice.
+
+        When it returns, none of the peer's threads and processes is left.
+        """
         if self._thread:
             try:
                 self._call(self._stop_network(), STOP_TIMEOUT_S)
@@ -397,7 +408,7 @@ class Peer:
             transport=transport,
             directory=live_peers,
             executor=self._executor,
-            rng=random.SystemRandom(),  # ids of swaps must be unpredictable
+            rng=random.SystemRandom(),  # swap ids must be unpredictable
             serve=states.serve,
             status=self._status.standing,
             on_corrupt=self.bans.strike,
@@ -489,7 +500,7 @@ class Peer:
 
     @property
     def _view(self) -> str:
-        """What identifies the place of the run's records in the DHT."""
+        """Return the key under which the DHT stores the run's records."""
         return self._invitation.listing(self._run[1]).view if self._invitation else self._run[1]
 
     def _ignores(self, record: PeerRecord) -> bool:
@@ -510,7 +521,7 @@ class Peer:
         if self._reachability:
             await self._reachability.stop()
         if self._directory:
-            # The leaving record of a copy would be taken for that of the other.
+            # If a copy announced that it leaves, others would think that the other copy leaves.
             await self._directory.stop(farewell=self.has_entered and self.fault is None)
         if self._network:
             await self._network.driver.stop()

@@ -1,4 +1,4 @@
-"""The two ports of a peer, which it reuses at its next start."""
+"""Choose the two ports of a peer, and reuse them at its next start."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ T = TypeVar("T")
 
 
 class Ports:
-    """`--listen HOST:PORT`: PORT is for gRPC, PORT+1 for libp2p. Port 0 takes the last two if they are free, or any
-    two.
+    """The ports of `--listen HOST:PORT`: PORT is for gRPC, and PORT+1 is for libp2p.
+
+    Port 0 stands for the two ports of the last start if they are free, and for any two free ports otherwise.
     """
 
     def __init__(self, settings: PeerSettings) -> None:
@@ -32,12 +33,12 @@ class Ports:
         self.libp2p = settings.libp2p_port if self._fixed else remembered.get("libp2p", 0)
 
     def check(self) -> None:
-        """Raise SettingsError when a port that the user named is taken, before anything is started."""
+        """Raise SettingsError if a port that the user named is in use. Call this before anything is started."""
         if self._fixed:
             check_free(self._host, self.grpc, self.libp2p)
 
     async def try_both(self, port: int, start: Callable[[int], Coroutine[Any, Any, T]]) -> T:
-        """Start on `port`; if a remembered port is taken now, any free one is used."""
+        """Start on `port`. If it is a remembered port that is now in use, start on any free port instead."""
         try:
             return await start(port)
         except (SettingsError, DirectoryError):
@@ -62,7 +63,7 @@ def remembered_ports(state_dir: Path) -> dict[str, int]:
 
 
 def check_free(host: str, *ports: int) -> None:
-    """Raise SettingsError when a port is taken, or the host is not an address of this machine."""
+    """Raise SettingsError if a port is in use, or if the host is not an address of this machine."""
     try:
         for port in ports:
             probe_port(host, port)

@@ -1,4 +1,4 @@
-"""Reachability: whether others can dial this peer, the addresses it publishes, and tunnels around a closed port."""
+"""Manage how others reach this peer: whether they can dial it, which addresses it publishes, and its tunnels."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from noloco_p2p.swarm.tunnel import Tunnels
 
 log = logging.getLogger(__name__)
 
-OWN_DOORS = 4  # of this peer in its ticket; the rest is for other live peers and bootstraps
-OTHER_DOORS = 6  # live peers in a ticket, which is valid while one of them is alive
+OWN_DOORS = 4  # addresses of this peer in its ticket; the rest is for other live peers and bootstraps
+OTHER_DOORS = 6  # other live peers in a ticket, which remains usable while one of them is alive
 FIRST_DIAL_BACK_S = 6.0  # how long a newcomer waits for the first answer before it announces itself
 ROUTER_S = 6.0
 LOOK_S = 1.0  # how often changes of the published addresses are checked
@@ -34,9 +34,10 @@ Ask = Callable[[Candidate, Sequence[int]], Awaitable[DialBack]]
 
 
 class Reachability:
-    """Create it once the directory exists, and `start` it once the server listens; `tunnels` work from the beginning.
+    """The part of a peer that determines and publishes how others can reach it.
 
-    `entrances` are the multiaddrs that this peer was given to enter through; `ask` raises PeerError.
+    Create it once the directory exists, and `start` it once the server listens. `tunnels` work from the beginning.
+    `entrances` are the multiaddrs through which this peer was configured to enter. `ask` raises PeerError.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class Reachability:
         self._settings = settings
         self._book = book
         self._entrances: dict[str, str] = {}
-        for door in entrances:  # the first one of each, which is its best
+        for door in entrances:  # keep the first address of each peer, which is its best
             self._entrances.setdefault(split_peer_id(door)[1], door)
         self._ask = ask
         self._server: GrpcServer | None = None
@@ -81,7 +82,7 @@ class Reachability:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self, server: GrpcServer, *, num_calls: Callable[[], int]) -> None:
-        """`num_calls`: the number of incoming calls of other peers."""
+        """Start all tasks. `num_calls` returns the number of incoming calls from other peers."""
         self._server, self._num_calls = server, num_calls
         self._directory.mirror(self._ports()[0])
         self._household.announce(grpc_port=self._port, libp2p_port=self._directory.port)
@@ -101,25 +102,25 @@ class Reachability:
         await self.tunnels.stop()
 
     async def wait_for_router(self) -> None:
-        """Wait until the router has answered whether it forwards ports; a few seconds at most."""
+        """Wait for the router to answer whether it forwards ports, but only for a few seconds."""
         await self._port_mapping.wait(ROUTER_S)
 
     async def wait_for_dial_back(self) -> None:
-        """Wait until the first peer has reported whether it gets through; a few seconds at most."""
+        """Wait for the first peer to report whether it can dial this one, but only for a few seconds."""
         await self._dial_backs.wait(FIRST_DIAL_BACK_S)
 
-    # what this peer publishes
+    # the data that this peer publishes
 
     @property
     def address(self) -> str:
-        """HOST:PORT of gRPC."""
+        """Return the HOST:PORT of gRPC."""
         if mapped := self._mapped():
             return host_port(mapped.host, mapped.ports[0])
         host, port = self._settings.announced
         return host_port(host or routable_host(self._settings.listen_host), port or self._port)
 
     def verdict(self) -> Verdict:
-        """Whether other peers can dial this one, as far as they have reported."""
+        """Return the verdict on whether other peers can dial this one, based on their reports."""
         mapped = self._mapped()
         return assess(
             self.address,
@@ -133,7 +134,7 @@ class Reachability:
         )
 
     def neighbours(self) -> dict[str, Reach]:
-        """Return how each live peer that is known now is reached, by its peer id."""
+        """Return, by peer id, how each known live peer is reached."""
         is_closed, ways = self.is_closed(), self.tunnels.last_ways
         return {
             record.peer_id: (
@@ -146,16 +147,18 @@ class Reachability:
         }
 
     def addresses(self) -> tuple[str, ...]:
-        """gRPC addresses for the record. In a public swarm private ones are left out."""
+        """Return the gRPC addresses for the record. In a public swarm, private addresses are left out."""
         leads_nowhere = self._directory.is_abroad() and not is_public(host_of(self.address))
         return () if leads_nowhere else (self.address,)
 
     def ways_in(self) -> tuple[str, ...]:
-        """Multiaddrs for the record. Those by relays come first, because they work if there are any."""
+        """Return the multiaddrs for the record. Addresses through relays come first, because they are known to work."""
         return (*self._reservations.circuits(), *self._outside(self._mapped()), *self._directory.multiaddrs())
 
     def doors(self) -> list[str]:
-        """Multiaddrs for a ticket: of this peer, of live peers that others reach, and those that it was given."""
+        """Return the multiaddrs for a ticket: those of this peer, of live peers that others reach, and of its
+        entrances.
+        """
         alive = {candidate.peer_id for candidate in self._directory.live() if candidate.can_be_called}
         others = sorted((peer, addresses[0]) for peer, addresses in self._book.addresses().items() if peer in alive)
         met = [address for _, address in others[:OTHER_DOORS]]
@@ -163,7 +166,7 @@ class Reachability:
         return list(dict.fromkeys([*own, *met, *self._entrances.values()]))
 
     async def _announce_changes(self) -> None:
-        """Announce changed addresses: until others read them, they offer in vain, or not at all."""
+        """Announce changed addresses, because others cannot call this peer until they have read them."""
         announced = ("", ())
         while True:
             now = (self.verdict().state, self._reservations.circuits())
@@ -175,23 +178,24 @@ class Reachability:
                     log.debug("a change of addresses is not announced yet: %s", error)
             await asyncio.sleep(LOOK_S)
 
-    # how it is found out
+    # how reachability is determined
 
     @property
     def _port(self) -> int:
         return self._server.port if self._server else 0
 
     def _ports(self) -> tuple[int, int]:
-        """The gRPC and libp2p ports that others see: a router may map other ports to ours."""
+        """Return the gRPC and libp2p ports that others see. A router may map other ports to this peer's ports."""
         if self._port_mapping.mapped:
             return self._port_mapping.mapped.ports
         announced_port = self._settings.announced[1]
         return (announced_port, announced_port + 1) if announced_port else (self._port, self._directory.port)
 
     def _mapped(self) -> MappedPorts | None:
-        """The mapping of the router, unless peers have dialled back and none of them got through to it.
+        """Return the router's port mapping, unless peers have dialled back and none of them got through.
 
-        A run that begins behind a router has nobody to ask, and others can enter only by what the router says.
+        If a run begins behind a router, there is nobody to ask, and others can enter only if this peer trusts the
+        router.
         """
         mapped, seen = self._port_mapping.mapped, self._dial_backs.seen()
         is_real = mapped and any(
@@ -200,11 +204,11 @@ class Reachability:
         return mapped if is_real or not seen else None
 
     def _outside(self, mapped: MappedPorts | None) -> tuple[str, ...]:
-        """The multiaddr of libp2p behind a mapping."""
+        """Return the libp2p multiaddr behind a mapping."""
         return (f"/ip4/{mapped.host}/tcp/{mapped.ports[1]}/p2p/{self._directory.peer_id}",) if mapped else ()
 
     def is_closed(self) -> bool:
-        """Whether no other peer can dial this one, as far as they have reported."""
+        """Return whether no other peer can dial this one, according to their reports."""
         return self._server is not None and self.verdict().state in CLOSED
 
     def _take(self, connection: socket.socket) -> None:
@@ -212,17 +216,17 @@ class Reachability:
         self._server.take(connection)
 
     def _needs_tunnels(self) -> bool:
-        """Whether to call by tunnels: this peer is unreachable, or knows no reachable peer."""
+        """Return whether calls need tunnels, because this peer is unreachable or knows no reachable peer."""
         return self.is_closed() or not any(candidate.can_be_called for candidate in self._directory.live())
 
     def _relays(self) -> Mapping[str, Sequence[str]]:
-        """Nodes that may relay calls: live peers that others reach, and those that this peer entered through."""
+        """Return the nodes that may relay calls: live peers that others reach, and this peer's entrances."""
         records = self._directory.records()
         peers = {record.peer_id: record.multiaddrs for record, _ in records if record.reachability in OPEN}
         return {peer: (door,) for peer, door in self._entrances.items()} | peers
 
     def _to_ask(self) -> list[Candidate]:
-        """Live peers; with fewer than three, also entrances that are not peers, whose DHT node can dial back."""
+        """Return the live peers, and the entrances that are not peers but have a DHT node that can dial back."""
         live = list(self._directory.live())
         known = {candidate.peer_id for candidate in live}
         near = self._directory.neighbours()

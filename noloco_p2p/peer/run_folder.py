@@ -1,4 +1,4 @@
-"""What a machine keeps of a run between starts: its folder, the spec, and the invitation to a private run."""
+"""Keep the data of a run on this machine between starts: its folder, the spec, and the invitation to a private run."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ log = logging.getLogger(__name__)
 
 SPEC_FILE = "spec.json"
 INVITATION_FILE = "invitation"  # a secret
-OWN_INVITATION_S = 365 * 86400.0  # that the holder of the run key issues to itself at every start
+OWN_INVITATION_S = 365 * 86400.0  # validity of the invitation that the holder of the run key issues to itself
 
 
 def folder_of(state_dir: Path, run_id: str) -> Path:
-    """The folder in which this machine keeps the spec, checkpoints and events of one run."""
+    """Return the folder in which this machine keeps the spec, checkpoints and events of a run."""
     return state_dir / "runs" / run_id
 
 
 def stage_folder(run_folder: Path, stage: int) -> Path:
-    """The folder of a peer's checkpoints of one stage."""
+    """Return the folder of a peer's checkpoints of one stage."""
     return run_folder / f"stage-{stage}"
 
 
 def check_checkpoint_folder(folder: Path) -> None:
-    """Fail fast, before the slow imports. Raises CheckpointError."""
+    """Raise CheckpointError if a checkpoint does not exist. This fails fast, before the slow imports."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder} does not exist; a peer prints the path of its checkpoint when it leaves")
 
 
 def write_run(spec: Spec, invitation: Invitation | None, folder: Path) -> None:
-    """Store both for the next start. Raises SettingsError when the folder cannot be written."""
+    """Store the spec and the invitation for the next start. Raises SettingsError if the folder cannot be written."""
     path = folder / SPEC_FILE
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -51,21 +51,22 @@ def write_run(spec: Spec, invitation: Invitation | None, folder: Path) -> None:
 
 
 def read_spec(ticket: Ticket, state_dir: Path) -> Spec | None:
-    """The spec of the ticket's run, if this machine has it complete."""
+    """Return the spec of the ticket's run, or None if this machine does not have it in full."""
     path = folder_of(state_dir, ticket.run_id) / SPEC_FILE
     if not path.exists():
         return None
     try:
         return Spec.from_json(path.read_bytes(), expected_digest=ticket.spec_digest, origin=str(path))
-    except (SpecError, OSError) as error:  # incomplete because the disk was full, for example
+    except (SpecError, OSError) as error:  # the file is incomplete, for example because the disk was full
         log.warning("the spec will be fetched again: %s", error)
         return None
 
 
 def find_invitation(target: Spec | Ticket, settings: PeerSettings) -> Invitation | None:
-    """Find the invitation to a private run: the ticket's, one made with the run key, or a stored one.
+    """Return the invitation to a private run, or None for a public run.
 
-    Raises SettingsError, TicketError, IdentityError.
+    The invitation comes from the ticket, is made with the run key, or was stored earlier. Raises SettingsError,
+    TicketError or IdentityError.
     """
     if isinstance(target, Ticket):
         found = target.invitation

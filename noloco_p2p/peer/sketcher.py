@@ -1,18 +1,19 @@
-"""Sketches of the slow weights for the record of a peer, made in the background at common marks of the schedule.
+"""Sketch the slow weights for the record of a peer, in the background, at marks of the schedule that all peers share.
 
-Weights at different times are further apart than weights of different peers: from one round to the next the mean of all
-peers moves by about as much as the spread. So a monitor compares only sketches of the same mark, a fraction of the
-schedule, and a peer sketches the slow weights after the first outer step that reaches a mark. Both partners of a swap
-compute its position in the schedule from the same numbers (`outer.outer_state.swap_progress`), and so find that the
-same swap reached a mark. Weights are not interpolated to the exact mark: the difference between peers changes from
-round to round, so the midpoint between two states has up to 30 % less spread than either (measured on four peers).
+Weights at different times differ more than weights of different peers: from one round to the next, the mean of all
+peers moves by about as much as the spread. So a monitor compares only sketches of the same mark, which is a fixed
+fraction of the schedule. A peer sketches its slow weights after the first outer step that reaches a mark. Both partners
+of a swap compute its position in the schedule from the same numbers (`outer.outer_state.swap_progress`), so they agree
+which swap reached a mark. Weights are not interpolated to the exact mark. The difference between two peers changes from
+round to round, so the midpoint between two states has up to 30 % less spread than either state (measured on four
+peers).
 
-The spacing of marks is a power of two of the schedule, the smallest that lasts at least MARK_EVERY_S and a round at the
-speed of this peer. Peers of other speeds have other spacings, but the wider marks are among the narrower ones. A record
-has room for one sketch. It is renewed more often than marks are reached, so a monitor that keeps the last few sketches
-of every peer (`monitor/spread.py`) misses none.
+The spacing of marks is the schedule divided by a power of two. A peer chooses the smallest spacing that lasts at least
+MARK_EVERY_S and at least one round at its speed. Peers with other speeds choose other spacings, but wide spacings use a
+subset of the marks of narrow ones. A record has space for one sketch. It is renewed more often than marks are reached,
+so a monitor that keeps the last few sketches of every peer (`monitor/spread.py`) misses none.
 
-A peer that has stopped training sketches its newest weights, after each closing round too, under the mark AT_REST.
+A peer that has stopped training sketches its newest weights under the mark AT_REST, and again after each closing round.
 """
 
 from __future__ import annotations
@@ -33,29 +34,31 @@ from noloco_p2p.swarm.records import TTL_S
 if TYPE_CHECKING:
     from torch import Tensor
 
-MARK_EVERY_S = TTL_S / 3  # an announcement (TTL_S / 4) and the time until it is read
-FINEST = 24  # the narrowest spacing is 2^-24 of the schedule: the unit of marks
-LAST_ROUNDS = 32  # from which the speed is computed
+MARK_EVERY_S = TTL_S / 3  # enough for an announcement (every TTL_S / 4) and for reading it
+FINEST = 24  # the narrowest spacing is 2^-24 of the schedule, which is the unit of marks
+LAST_ROUNDS = 32  # the number of rounds from which the speed is computed
 MIN_ROUNDS = 3
-LONGEST_JUMP = 2.0  # rounds: the weights of a peer that jumped further say nothing about the marks in between
+LONGEST_JUMP = 2.0  # in rounds; if a peer jumps further, its weights say nothing about the marks in between
 
 
 class Sketcher:
-    """`latest`: the packed sketch of the newest mark, "" before there is one."""
+    """A background worker that sketches slow weights. `latest` is the packed sketch of the newest mark, or "" if there
+    is none.
+    """
 
     def __init__(self, run: str, *, clock: Callable[[], float] = time.monotonic) -> None:
-        """`run`: the digest of the spec, from which all peers derive the same sketches."""
+        """Create a sketcher. `run` is the digest of the spec, from which all peers derive the same sketches."""
         self.latest = ""
         self._run = run
         self._clock = clock
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="noloco-sketch")
         self._step_rate: deque[tuple[float, float]] = deque(maxlen=LAST_ROUNDS)  # (seconds, progress) of outer steps
-        self._reached = 0.0  # progress up to which marks have passed
+        self._reached = 0.0  # the progress up to which marks have passed
         self._lock = threading.Lock()
         self._state = 0  # increases with every change of the slow weights
 
     def sketch(self, slow_weights: Tensor, *, progress: float, at_rest: bool) -> None:
-        """An outer step was taken: begin a sketch in the background if it reached a mark, or if training is over."""
+        """Begin a sketch in the background after an outer step, if the step reached a mark or if training is over."""
         self._step_rate.append((self._clock(), progress))
         mark, state = self._mark(progress, at_rest=at_rest), self._state
         self._reached = max(self._reached, progress)
@@ -64,9 +67,9 @@ class Sketcher:
                 self._executor.submit(self._make, slow_weights, state, mark)
 
     def weights_change(self) -> None:
-        """Call it before the slow weights change. An unfinished sketch is discarded, and this mark has none.
+        """Discard an unfinished sketch, so that its mark stays without one. Call this before the slow weights change.
 
-        It would mix two states, and a sketch after the next outer step would be a round late.
+        An unfinished sketch would mix two states, and a sketch after the next outer step would be one round late.
         """
         with self._lock:
             self._state += 1
@@ -92,7 +95,7 @@ class Sketcher:
     def _make(self, slow_weights: Tensor, state: int, mark: int) -> None:
         from noloco_p2p.codec import sketch
 
-        if state != self._state:  # it waited behind another one
+        if state != self._state:  # the sketch waited behind another one
             return
         values, norm = sketch.sketch(slow_weights, run=self._run, mark=mark), sketch.norm(slow_weights)
         with self._lock:
@@ -101,9 +104,9 @@ class Sketcher:
 
 
 def finest_level(*, round_s: float, round_progress: float) -> int | None:
-    """L of the mark spacing 2^-L for a peer whose rounds last `round_s` and advance it by `round_progress`.
+    """Return L such that 2^-L is the spacing of marks for a peer with rounds of this duration and progress.
 
-    None if even the whole schedule is shorter.
+    The result is None if even the whole schedule is shorter than that.
     """
     if round_progress <= 0:
         return None
@@ -112,9 +115,10 @@ def finest_level(*, round_s: float, round_progress: float) -> int | None:
 
 
 def roundest(after: float, until: float, *, level: int) -> int | None:
-    """The multiple of 2^-LEVEL in (after, until] that is a multiple of the largest power of two, in units of 2^-FINEST.
+    """Return the multiple of 2^-LEVEL in (after, until] that most other peers have as a mark, in units of 2^-FINEST.
 
-    Of several marks it is the one that most other peers have. None if there is none, or far past the end.
+    This is the multiple of the largest power of two. The result is None if there is no multiple in the interval, or if
+    `until` is far past the end.
     """
     if not 0 <= until < 1 << (32 - FINEST - 1):
         return None

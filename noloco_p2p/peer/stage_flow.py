@@ -1,8 +1,8 @@
-"""The pipeline of a peer that holds a stage: its streams, the driver of its state machine, and its neighbours.
+"""Build the pipeline of a peer that holds a stage: its streams, the driver of its state machine, and its neighbours.
 
 A replica sends to a few replicas of the next stage, and redraws one of them from time to time. A head keeps streams to
-replicas of the last stage, on which its microbatches return, and each of those keeps streams to some heads: with few
-neighbours on both sides, the two sets might not intersect. Belongs to the network thread.
+replicas of the last stage, through which its microbatches return. Each of those replicas also keeps streams to some
+heads, because the two sets are small and might not intersect otherwise. All of this belongs to the network thread.
 """
 
 from __future__ import annotations
@@ -31,16 +31,19 @@ from noloco_p2p.peer.flow_driver import FlowDriver, Work
 from noloco_p2p.peer.threaded_flow import ThreadedFlow
 from noloco_p2p.swarm.records import SERVING
 
-NUM_NEIGHBOURS = 4  # of the next stage, to which a replica sends
-NUM_HEADS = 2  # to which a replica of the last stage keeps a stream
-LOOK_S = 2.0  # how often it checks the live peers
+NUM_NEIGHBOURS = 4  # replicas of the next stage to which a replica sends
+NUM_HEADS = 2  # heads to which a replica of the last stage keeps a stream
+LOOK_S = 2.0  # how often the live peers are checked
 REDRAW_S = 60.0  # how often one neighbour is redrawn
-CODING_THREADS = 2  # one decodes the next payload while the other one encodes the last
+CODING_THREADS = 2  # one decodes the next payload while the other encodes the previous one
 
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
-    """A peer's part in the pipeline. microbatch_tokens: in the loss of each. batches: on a head."""
+    """The part of a peer in the pipeline.
+
+    `microbatch_tokens` is the number of tokens in the loss of each microbatch. A head has `batches`.
+    """
 
     stage: int
     num_stages: int
@@ -53,10 +56,10 @@ class StagePlan:
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What the pipeline needs of the rest of the peer.
+    """The parts of the peer that the pipeline needs.
 
-    live: reachable peers of all stages. is_closed: whether no peer can dial this one, so that it has to dial all
-    neighbours.
+    `live` returns the reachable peers of all stages. `is_closed` returns whether no peer can dial this one, so that it
+    has to dial all neighbours.
     """
 
     identity: Identity
@@ -72,7 +75,7 @@ class Surroundings:
 
 
 class Neighbours:
-    """The peers that this one sends to: a few random live ones, kept while they live."""
+    """The peers that this one sends to. They are a few random live peers, which are kept while they live."""
 
     def __init__(self, rng: random.Random, most: int) -> None:
         self.chosen: tuple[str, ...] = ()
@@ -86,13 +89,15 @@ class Neighbours:
         self.chosen = (*kept, *self._rng.sample(others, num_new))
 
     def drop_one(self) -> None:
-        """Drop one neighbour; the next `update` draws another one in its place, possibly the same."""
+        """Drop one neighbour. The next `update` draws a replacement, possibly the same peer."""
         if self.chosen:
             left_out = self._rng.choice(self.chosen)
             self.chosen = tuple(peer for peer in self.chosen if peer != left_out)
 
 
 class StageFlow:
+    """The pipeline of a peer that holds a stage."""
+
     def __init__(self, plan: StagePlan, around: Surroundings) -> None:
         self._plan = plan
         self._around = around
@@ -130,7 +135,7 @@ class StageFlow:
 
     @property
     def serve(self) -> ServeFlow:
-        """The handler of the streams that others open."""
+        """Return the handler of streams that others open."""
         return self._links.serve
 
     @property
@@ -139,7 +144,7 @@ class StageFlow:
 
     @property
     def sends_to(self) -> tuple[str, ...]:
-        """The ends of the ids of the replicas to which microbatches are sent next."""
+        """Return the short ids of the replicas to which microbatches are sent next."""
         return tuple(short_id(peer) for peer in self._downstream.chosen)
 
     def start(self) -> None:
@@ -166,7 +171,7 @@ class StageFlow:
             await asyncio.sleep(LOOK_S)
 
     def _draw(self) -> tuple[frozenset[str], frozenset[str]]:
-        """Draw the peers to send to, and those with which a stream is kept where the path closes."""
+        """Return the peers to send to, and the peers to which a stream is kept open where the pipeline closes."""
         stage, last = self._plan.stage, self._plan.num_stages - 1
         of_stage = self._taking_part()
         kept: set[str] = set()
@@ -183,8 +188,9 @@ class StageFlow:
         return frozenset(self._downstream.chosen), frozenset(kept)
 
     def _taking_part(self) -> defaultdict[int, set[str]]:
-        """Live peers of each stage that take part. A peer that cannot be dialled takes part while it has a stream
-        here.
+        """Return, by stage, the live peers that take part in the pipeline.
+
+        A peer that cannot be dialled takes part while it has a stream to this peer.
         """
         streams, found = self._links.stages, defaultdict[int, set[str]](set)
         for peer in self._around.live():

@@ -1,4 +1,7 @@
-"""What the trainer of a stage asks of the network: which peers hold which stage, and a part in the pipeline."""
+"""Provide the network services that the trainer of a stage uses.
+
+They tell which peers hold which stage, and let this peer take part in the pipeline.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +22,10 @@ from noloco_p2p.peer.threaded_flow import ThreadedFlow
 
 
 class Stages:
-    """For the main thread.
+    """The network services that the trainer of a stage uses on the main thread.
 
-    network: the running one; raises SettingsError once the peer is closed. call: runs a coroutine on its thread.
+    `network` returns the running network, and raises SettingsError once the peer is closed. `call` runs a coroutine on
+    the network's thread.
     """
 
     def __init__(
@@ -46,46 +50,52 @@ class Stages:
     def look_around(self) -> None:
         """Wait until a live peer is known, if one is expected.
 
-        Raises Left, and Unreachable when this peer has a ticket and no peer is live.
+        Raises Left, or Unreachable if this peer has a ticket and no peer is live.
         """
         self._network().entering.look_around()
 
     def members(self) -> Sequence[Candidate]:
-        """Other live peers of all stages, from their records."""
+        """Return the other live peers of all stages, from their records."""
         return self._network().live_peers.everyone()
 
     def mates(self) -> Sequence[Candidate]:
-        """Those of them that hold the stage of this peer, with which it swaps."""
+        """Return the other live peers that hold the same stage as this peer, with which it swaps."""
         return self._network().live_peers.mates()
 
     def answering(self) -> Sequence[Candidate]:
-        """Some of these, with current values: dead peers do not answer, but their records remain. Raises Left."""
+        """Return some of the peers with the same stage, with their current values.
+
+        Dead peers are left out, because they do not answer, although their records remain. Raises Left.
+        """
         return self._network().entering.answering()
 
     def num_mates(self) -> int:
-        """The number of mates: an estimate in a swarm of more than 48."""
+        """Return the number of other live peers with the same stage.
+
+        In a swarm of more than 48, this is an estimate.
+        """
         return self._network().live_peers.num_live() - 1
 
     def hold(self, stage: int) -> None:
-        """Hold a stage: swap only with its peers, and fetch their state. Call it before a NoLoCo is made.
+        """Hold a stage, so that this peer swaps only with the peers of that stage, and fetches their state.
 
-        The layout of a stage that was held before is dropped, because peers of the new stage would refuse it as
-        another model.
+        Call this before a NoLoCo is created. The layout of a stage that was held before is dropped, because peers of
+        the new stage would refuse it as another model.
         """
         network = self._network()
         network.live_peers.stage = stage
         self._status.layout = network.driver.layout = network.states.layout = None
 
     def wait_for(self, stages: Sequence[int]) -> None:
-        """Show which stages this peer waits for because no peer holds them; none = it no longer waits."""
+        """Set the stages that this peer waits for because no peer holds them. `noloco status` shows them."""
         self._status.waits_for_stages = tuple(stages)
 
     def start_flow(self, plan: StagePlan) -> ThreadedFlow:
-        """Take part in the pipeline: other peers find this one in the directory, and send it microbatches."""
+        """Take part in the pipeline. Other peers find this one in the directory and send it microbatches."""
         return self._call(self._start_flow(plan), START_TIMEOUT_S)
 
     def stop_flow(self) -> None:
-        """Stop taking part, before this peer holds another stage."""
+        """Stop taking part in the pipeline, before this peer holds another stage."""
         self._call(self._stop_flow(), START_TIMEOUT_S)
 
     async def _start_flow(self, plan: StagePlan) -> ThreadedFlow:

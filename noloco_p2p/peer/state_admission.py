@@ -1,4 +1,4 @@
-"""The admission of another peer's state, used by the first fetch, catch-up, merge and fork."""
+"""Admit or refuse another peer's state. The first fetch, catch-up, merge and fork use this."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ from noloco_p2p.outer.state_checks import (
 )
 from noloco_p2p.spec import Spec
 
-PLACES_ASKED = 5  # peers that are asked for their position
-PLACE_S = 5.0  # for the answer
+PLACES_ASKED = 5  # the number of peers that are asked for their position
+PLACE_S = 5.0  # the time that they have to answer
 
 
 class StateAdmission:
-    """A `transfer.fetch.Admission` that compares a state with what the live peers of the run publish.
+    """A `transfer.fetch.Admission` that compares a state with the data that the live peers of the run publish.
 
-    live: the peers that the directory knows now. refused: why the state of each refused peer was not taken.
+    `live` returns the peers that the directory knows now. `refused` holds, by peer id, the reason why a state was
+    refused.
     """
 
     def __init__(self, spec: Spec, transport: Transport, *, live: Callable[[], Sequence[Candidate]]) -> None:
@@ -38,9 +39,10 @@ class StateAdmission:
         self._live = live
 
     async def check_position(self, donor: Candidate, manifest: StateManifest) -> None:
-        """Check a position against records, and if it does not fit, against the answers of some peers.
+        """Check a position against records. If it does not fit, check it against the answers of some peers.
 
-        Records are up to a heartbeat old, which can be more short rounds than a state may be away from the swarm.
+        Records can be as old as one heartbeat. If rounds are short, the swarm can advance in that time by more rounds
+        than a state may be away from it.
         """
         live = self._live()
         try:
@@ -52,7 +54,7 @@ class StateAdmission:
             check_position(manifest.round, manifest.progress, fresh, self._spec)
 
     async def check_state(self, donor: Candidate, manifest: StateManifest, path: Path) -> None:
-        """Read and check the whole file, off the event loop."""
+        """Read and check the whole file on another thread."""
         published = [each.sketch for each in self._live() if each.sketch and each.peer_id != donor.peer_id]
         await asyncio.to_thread(self._check_state, manifest, path, published)
 
@@ -65,12 +67,12 @@ class StateAdmission:
 
 
 def positions(live: Sequence[Candidate]) -> list[tuple[int, float]]:
-    """Round and progress of the peers at the position of the swarm."""
+    """Return the round and the progress of each peer that is training or done."""
     return [(each.round, each.progress) for each in live if each.state in ("training", "done")]
 
 
 async def ask_for_positions(transport: Transport, live: Sequence[Candidate]) -> Sequence[Candidate]:
-    """Ask a few live peers for their current position; peers that do not answer are left out."""
+    """Ask a few live peers for their current position. Peers that do not answer are left out."""
 
     async def ask(peer: Candidate) -> Candidate | None:
         try:

@@ -1,4 +1,4 @@
-"""What a peer publishes of itself: its record to the swarm, its status to its user, and its metrics to a scraper."""
+"""Publish the status of a peer: a record for the swarm, a status for its user, and metrics for a scraper."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ log = logging.getLogger(__name__)
 
 
 class Stopwatch:
-    """Seconds of a clock that stands still while the machine sleeps; several threads may read it."""
+    """A stopwatch that stands still while the machine sleeps. Several threads can read it."""
 
     def __init__(self) -> None:
-        self._now: tuple[float, float | None] = 0.0, None  # before the last start, and when that was
+        self._now: tuple[float, float | None] = 0.0, None  # the seconds before the last start, and when it was started
 
     def run(self, is_running: bool) -> None:
-        """Start it, or stop it."""
+        """Start or stop the stopwatch."""
         self._now = self.seconds(), time.monotonic() if is_running else None
 
     def add(self, seconds: float) -> None:
@@ -52,10 +52,11 @@ class Stopwatch:
 
 
 class PublishedStatus:
-    """`network` is set once everything has started; until then only `hello` and counters are used.
+    """The status that a peer publishes.
 
-    run: name and digest. `layout`: of the model, once known. `state`: what others see in the record: training, paused,
-    leaving or done. It is published once the peer `has_entered`.
+    `network` is set once everything has started. Until then, only `hello` and the counters are used. `run` is the name
+    and the digest of the run, and `layout` is the model's layout once it is known. `state` is what others see in the
+    record: training, paused, leaving or done. It is published once the peer `has_entered`.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class PublishedStatus:
         self.state = "training"
         self.has_entered = False
         self.metrics_address = ""  # HOST:PORT of /metrics, if it is served
-        self.waits_for_stages: tuple[int, ...] = ()  # that no peer holds now
+        self.waits_for_stages: tuple[int, ...] = ()  # stages that this peer waits for because no peer holds them
         self._run = run
         self._identity = identity
         self._session = session
@@ -92,7 +93,7 @@ class PublishedStatus:
         self._metrics_server: HttpServer | None = None
 
     async def serve_metrics(self) -> None:
-        """Start /metrics if the settings say so. Raises SettingsError when the port is taken."""
+        """Start to serve /metrics if the settings say so. Raises SettingsError if the port is in use."""
         if not self._settings.metrics:
             return
         from noloco_p2p.telemetry.http import HttpServer, metrics_app
@@ -108,7 +109,7 @@ class PublishedStatus:
         self.sketcher.close()
 
     def enter(self) -> None:
-        """Publish from now on."""
+        """Publish the status from now on."""
         self.has_entered, self._state_since_s = True, time.time()
         self._training_time.run(self.state == "training")
 
@@ -118,7 +119,7 @@ class PublishedStatus:
         self.state = state
         self._training_time.run(self.has_entered and state == "training")
 
-    # what is counted
+    # counters
 
     def count(self) -> None:
         """Update the counters of bytes, chunks and time."""
@@ -128,7 +129,7 @@ class PublishedStatus:
         self._metrics.trained_s = self._training_time.seconds()
 
     def restore_metrics(self, values: dict[str, Any]) -> None:
-        """Continue the counters of a checkpoint; unknown names are ignored."""
+        """Continue the counters of a checkpoint. Unknown names are ignored."""
         for name in Metrics.__dataclass_fields__:
             if name in values:
                 setattr(self._metrics, name, values[name])
@@ -137,23 +138,26 @@ class PublishedStatus:
         self._relayed_before = self._metrics.relayed_bytes
         self._training_time.add(self._metrics.trained_s or 0.0)
 
-    # what is published
+    # the data that is published
 
     def hello(self) -> Hello:
-        """The introduction in every call."""
+        """Return the introduction that is part of every call."""
         return Hello(self._identity.peer_id, *self._run, layout=self.layout.digest() if self.layout else "")
 
     def standing(self) -> tuple[Hello, str, int, float]:
-        """The answer to a status question of another peer: hello, state, round, progress."""
+        """Return the answer to a status request of another peer: hello, state, round and progress."""
         return self.hello(), self.state, self._metrics.round, self._metrics.progress
 
     def ticket(self) -> str:
-        """Anyone with this ticket can enter the run through this peer, its bootstraps, and other live peers."""
+        """Return a ticket.
+
+        Anyone who has it can enter the run through this peer, its bootstraps, or other live peers.
+        """
         doors = tuple(self._net.reachability.doors())[:MAX_ADDRESSES]
         return Ticket(*self._run, doors, self._invitation).encode()
 
     def record(self) -> PeerRecord | None:
-        """The record for the directory; None until this peer has a model, because it cannot swap before."""
+        """Return the record for the directory, or None while this peer has no model and so cannot swap."""
         if not self.has_entered:
             return None
         self.count()
@@ -184,7 +188,7 @@ class PublishedStatus:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """The content of `noloco status`; docs/monitoring.md explains each key."""
+        """Return the content of `noloco status`. docs/monitoring.md explains each key."""
         self.count()
         now_s, net = time.time(), self._net
         swap, reach, driver = net.watch.now(now_s=time.monotonic()), net.reachability.verdict(), net.driver
@@ -235,8 +239,9 @@ class PublishedStatus:
 
     @property
     def _num_stages(self) -> int:
-        """The number of stages of the run; 0 = every peer holds the whole model, or this peer is not in a pipeline
-        yet.
+        """Return the number of stages of the run.
+
+        It is 0 if every peer holds the whole model, or if this peer is not in a pipeline yet.
         """
         return self._net.stage_flow.num_stages if self._net.stage_flow else 0
 

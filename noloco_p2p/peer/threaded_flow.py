@@ -1,4 +1,4 @@
-"""The computing thread's side of a pipeline; a sibling of `gossip.exchange.ThreadedExchange`."""
+"""Give the computing thread access to a pipeline, as `gossip.exchange.ThreadedExchange` does for swaps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ As = TypeVarTuple("As")
 
 
 class FlowCounts(NamedTuple):
-    """late: those of `done` whose forward pass was in an earlier inner step. held: now."""
+    """Counts of microbatches.
+
+    `late` counts the microbatches of `done` whose forward pass was in an earlier inner step. `held` is the number that
+    is held now.
+    """
 
     done: int
     lost: int
@@ -25,7 +29,10 @@ class FlowCounts(NamedTuple):
 
 
 class ThreadedFlow:
-    """`take` waits no longer than requested; the reports never wait, and no fault of a neighbour raises here."""
+    """The computing thread's interface to a pipeline.
+
+    `take` waits no longer than requested. The reports never wait, and no fault of a neighbour raises an error here.
+    """
 
     def __init__(self, driver: FlowDriver, loop: asyncio.AbstractEventLoop) -> None:
         self._driver = driver
@@ -33,23 +40,26 @@ class ThreadedFlow:
 
     @property
     def is_over(self) -> bool:
-        """Whether no head trains any more, as far as known, and nothing is left to compute."""
+        """Return whether no head is training any more, as far as known, and nothing is left to compute."""
         return self._driver.is_over
 
     @property
     def is_idle(self) -> bool:
-        """Whether no microbatch is held or in flight."""
+        """Return whether no microbatch is held or in flight."""
         return self._driver.machine.is_idle
 
     @property
     def counts(self) -> FlowCounts:
-        """Counts of microbatches since the start."""
+        """Return the counts of microbatches since the start."""
         machine = self._driver.machine
         held = machine.in_flight if isinstance(machine, Head) else machine.stash
         return FlowCounts(machine.num_done, machine.num_lost, machine.num_late, len(held))
 
     def take(self, wait_s: float) -> Handed | None:
-        """Return the next task; None when there is none within `wait_s`. Raises what the data of a head raised."""
+        """Return the next task, or None if there is none within `wait_s`.
+
+        Raises any error that occurred while reading a head's data.
+        """
         try:
             handed = self._driver.tasks.get(timeout=wait_s)
         except queue.Empty:
@@ -62,29 +72,32 @@ class ThreadedFlow:
         self._tell(self._driver.computed, task, result)
 
     def failed(self, task: Compute) -> None:
-        """Report a failed task: its gradients are discarded, and no others."""
+        """Report a failed task, so that its gradients, and no others, are discarded."""
         self._tell(self._driver.failed, task)
 
     def step_closed(self, progress: float) -> None:
         self._tell(self._driver.step_closed, progress)
 
     def leave(self) -> None:
-        """Launch and accept nothing from now on. What is held is finished; then `is_idle` is true."""
+        """Stop launching and accepting microbatches. Once the held ones are finished, `is_idle` is true."""
         self._tell(self._driver.leave)
 
     def rejoin(self) -> None:
         self._tell(self._driver.rejoin)
 
     def evaluate(self, microbatches: Collection[object]) -> None:
-        """On a head: send these around the ring before others, without gradients, replacing earlier ones."""
+        """Send these microbatches of a head through the pipeline before any others, without gradients.
+
+        They replace the microbatches of an earlier call.
+        """
         self._tell(self._driver.evaluate, microbatches)
 
     def hold_steps(self) -> None:
-        """A round is at its boundary: no inner step closes until `release_steps`, while tasks continue."""
+        """Report that a round is at its boundary. No inner step closes until `release_steps`, but tasks continue."""
         self._tell(self._driver.hold_steps)
 
     def release_steps(self, progress: float) -> None:
-        """The outer step is done. progress: of this peer after it."""
+        """Report that the outer step is done. `progress` is the progress of this peer after it."""
         self._tell(self._driver.release_steps, progress)
 
     def _tell(self, function: Callable[[*As], None], *arguments: *As) -> None:

@@ -1,4 +1,4 @@
-"""The answers of a running peer to `noloco status`, `leave`, `pause` and `resume`."""
+"""Answer the requests of `noloco status`, `leave`, `pause` and `resume` in a running peer."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def verbs(peer: Controlled) -> dict[str, Handler]:
 
 
 def why_no_pause(peer: Controlled) -> str:
-    """Return why `peer` cannot be paused now; empty when it can."""
+    """Return why `peer` cannot be paused now, or "" if it can."""
     if peer.leave_requested.is_set():
         return "it is leaving"
     if not peer.has_entered:

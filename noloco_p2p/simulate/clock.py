@@ -1,4 +1,4 @@
-"""A virtual clock: an event loop without sockets whose time jumps to the next timer; and a threadless executor."""
+"""A virtual clock, which is an event loop whose time jumps to the next timer, and an executor without threads."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ TICK_S = 1e-9  # by which timers are late
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
-    """`time()` begins at 0 and advances only when all coroutines wait: then to the next timer.
+    """An event loop whose `time()` begins at 0, and jumps to the next timer when all coroutines wait.
 
-    Code takes no time except when it sleeps. The same coroutines give the same order of events every time. Raises
-    RuntimeError when all coroutines wait and no timer is left.
+    Code takes no time except when it sleeps. The same coroutines always give the same order of events. Raises
+    RuntimeError if all coroutines wait and no timer is left.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._now_s = 0.0
-        # A timer must not fire early, even slightly: code that finds that its time has not come waits again, and since
+        # A timer must not fire even slightly early: code whose time has not come would wait again, and because
         # nothing else moves the clock, it would wait forever.
         self._clock_resolution = 0.0
         self._selector = self  # `BaseEventLoop` waits by calling its `select`
@@ -44,14 +44,14 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return len(ready) > 0
 
     def _process_events(self, event_list: list[Any]) -> None:
-        """There are no sockets, so there are no events."""
+        """Do nothing: without sockets there are no events."""
 
     def _write_to_self(self) -> None:
-        """No other thread calls, so nothing needs to be woken."""
+        """Do nothing: no other thread calls, so nothing needs to be woken."""
 
 
 class InlineExecutor(Executor):
-    """Runs a call at once, where it is submitted: coding a vector takes no virtual time."""
+    """Runs each call at once, in the thread that submits it, so that encoding a vector takes no virtual time."""
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         future: Future[T] = Future()
@@ -63,6 +63,6 @@ class InlineExecutor(Executor):
 
 
 def run_virtual(main: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine as `asyncio.run` does, on a virtual clock."""
+    """Run a coroutine on a virtual clock, like `asyncio.run`."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(main)

@@ -1,4 +1,4 @@
-"""Replicas under a rule that sees all of them at once (`optim/rules.py`): the baselines, on the same text and model."""
+"""Simulates the baselines: rules that see all replicas at once (`optim/rules.py`), with the same text and model."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from noloco_p2p.trainer.inner_step import InnerStep
 def simulate_lockstep(material: Material, plan: Plan, *, rule: str) -> Result:
     """Simulate replicas that take every step together. Broken calls (`churn.lose`) and closing rounds do not apply.
 
-    A replica that is absent from a round of a collective rule contributes nothing to the mean, and receives the mean
-    afterwards as one more coded vector, so that it continues with the weights of the others. No real system loses less
-    by an absence.
+    A replica that is absent from a round of a collective rule contributes nothing to the mean. Afterwards it receives
+    the mean as one more encoded vector, so it continues with the weights of the others. No real system loses less when
+    a replica is absent.
     """
     return _Lockstep(material, plan, rule).run()
 
@@ -31,7 +31,7 @@ def simulate_lockstep(material: Material, plan: Plan, *, rule: str) -> Result:
 def ring_of(rule: str, codec_name: str, *, num_elements: int) -> Ring:
     """Return the ring of a collective rule in a run with this codec of outer gradients.
 
-    DiLoCo uses that codec. ddp sends bf16 gradients as DDP's hook does, whatever the codec, but fp32 with fp32.
+    DiLoCo uses that codec. ddp sends fp32 if the codec is fp32, and otherwise bf16 gradients, like DDP's hook.
     """
     name = "bf16" if rule == "ddp" and codec_name != "fp32" else codec_name
     if name == "fp32":

@@ -1,4 +1,4 @@
-"""A network of links with delay and rate, on the clock of the running loop: the simulated twin of `net`."""
+"""A network of links with a delay and a rate, on the clock of the running loop. It simulates what `net` does."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ class LinkDirection(Protocol):
     """One direction of one peer's link, shared by the frames of all its swaps."""
 
     def carry(self, num_bytes: int, then: Callable[[], None]) -> None:
-        """Call `then` when these bytes, which enter now, have left the link, in order of entry."""
+        """Call `then` when these bytes, which enter now, have left the link. Bytes leave in order of entry."""
         ...
 
     async def drain(self) -> None:
-        """Wait until the link accepts more, as its sender observes it."""
+        """Wait until the link accepts more bytes, like a sender whose buffer is full."""
         ...
 
 
 class ShapedWay:
-    """A `LinkDirection` with one queue."""
+    """One direction of a link, with a single queue."""
 
     def __init__(self, shape: Shape) -> None:
         self._shape = shape
@@ -48,7 +48,7 @@ class ShapedWay:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A peer's link to all others: up from it, down to it."""
+    """The link of a peer to all others. `up` leads away from the peer, `down` leads to it."""
 
     up: LinkDirection
     down: LinkDirection
@@ -65,7 +65,7 @@ class Link:
 class LinkNetwork(MemoryNetwork):
     """The peers that can be reached, and their links.
 
-    lose: share of the calls whose connection breaks, at one of the first `frames_a_swap` frames that the caller sends.
+    `lose` is the share of calls whose connection breaks, at one of the first `frames_a_swap` frames of the caller.
     """
 
     def __init__(self, *, lose: float = 0.0, frames_a_swap: int = 8, seed: int = 0) -> None:
@@ -100,7 +100,7 @@ class LinkNetwork(MemoryNetwork):
 
 
 class LinkTransport:
-    """The calls of one peer over a LinkNetwork. `wrap` is applied to the opened streams."""
+    """Makes the calls of one peer over a LinkNetwork. `wrap` is applied to the streams that it opens."""
 
     def __init__(self, network: LinkNetwork, hello: Callable[[], Hello], *, wrap: Wrap = unchanged) -> None:
         self._network = network
@@ -123,13 +123,13 @@ class LinkTransport:
         return await service.on_status(swap_id)
 
     async def fetch(self, candidate: Candidate, want: FetchWant, *, timeout_s: float) -> AsyncGenerator[FetchItem]:
-        """Not supported: simulated newcomers take their donor's state directly."""
+        """Raise Unreachable: simulated newcomers take their donor's state directly."""
         raise Unreachable("states are not fetched in a simulation", peer=candidate.peer_id)
         yield
 
 
 class LinkStream:
-    """One end of a stream. Its frames pass its up link, then the other end's down link, in order."""
+    """One end of a stream. Its frames pass its own up link and then the down link of the other end, in order."""
 
     def __init__(self, peer: str, up: LinkDirection, down: LinkDirection) -> None:
         self.other: LinkStream | None = None

@@ -1,4 +1,4 @@
-"""A simulated peer's rounds: the stack of a real peer on a virtual network, and counters of the outcomes.
+"""The rounds of a simulated peer: the code of a real peer on a virtual network, and counters of the outcomes.
 
 `Replica` trains a whole model, `StageNode` one stage.
 """
@@ -35,8 +35,8 @@ from noloco_p2p.trainer.inner_step import InnerStep
 class SimulatedPeer:
     """The base of simulated peers. The counters can be read at any time.
 
-    train: for the inner optimizer. absent: share of the rounds in which no peer reaches this one. gates: None = those
-    of the spec. follows_caller: see `Rounds`.
+    `train` configures the inner optimizer. `absent` is the share of the rounds in which no peer can reach this one. If
+    `gates` is None, the limits of the spec apply. `follows_caller` is explained in `Rounds`.
     """
 
     def __init__(
@@ -98,16 +98,16 @@ class SimulatedPeer:
 
     @property
     def refused(self) -> int:
-        """Rounds and late parts in which a gate refused what a partner sent."""
+        """The number of rounds and late parts in which a gate refused what a partner sent."""
         return self._metrics.refused_gradients
 
     @property
     def late(self) -> int:
-        """Late parts that were applied after their boundary."""
+        """The number of late parts that were applied after their boundary."""
         return self._metrics.late
 
     def take(self, donor: SimulatedPeer) -> None:
-        """Take over the state of another peer, as a newcomer does."""
+        """Take over the state of another peer, like a newcomer."""
         self.state.take(donor.state.tensors())
         self._rounds.restart(round_index=donor._rounds.round, progress=donor.progress)
 
@@ -144,7 +144,7 @@ class SimulatedPeer:
             await self.driver.wait_until_over(self._rounds.wait_left_s)
 
     def _poll(self) -> RoundEnd | None:
-        """At the boundary: take the outer step once the round is over."""
+        """Take the outer step once the round is over."""
         end = self._rounds.poll()
         if end is None:
             return None

@@ -30,8 +30,8 @@ class Event:
 class Churn:
     """Faults, and peers that come and go.
 
-    lose: share of calls whose connection breaks; the peers then look for others, as on a real network. absent: share of
-    the rounds in which a replica cannot be reached from the opening to the end, so that it has a solo round.
+    `lose` is the share of calls whose connection breaks. Their peers then look for other partners, like on a real
+    network. `absent` is the share of rounds in which nobody can reach a replica, so that it has a solo round.
     """
 
     events: tuple[Event, ...] = ()
@@ -39,17 +39,17 @@ class Churn:
     absent: float = 0.0
 
     def joins_at_s(self, replica: int, stage: int = 0) -> float | None:
-        """Return None for a replica that is present from the start."""
+        """Return when a replica joins; None if it is present from the start."""
         joins = (event for event in self.events if event.kind == "join")
         return next((event.at_s for event in joins if (event.stage, event.replica) == (stage, replica)), None)
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The input of a simulation. num_replicas: includes those that join later.
+    """The input of a simulation. `num_replicas` includes replicas that join later.
 
-    step_s: virtual seconds of an inner step at speed 1. speeds, links: one per replica, reused from the start if there
-    are fewer.
+    `step_s` is the virtual time of an inner step at speed 1. `speeds` and `links` have one item per replica, and repeat
+    if there are fewer items.
     """
 
     num_replicas: int
@@ -58,7 +58,7 @@ class Plan:
     speeds: tuple[float, ...] = (1.0,)
     links: tuple[LinkProfile, ...] = (IDEAL,)
     churn: Churn = Churn()
-    gates: GateLimits | None = None  # of all replicas; None = those of the spec
+    gates: GateLimits | None = None  # of all replicas; None = the gates of the spec
     evaluations: int = 4  # points of the curve of validation loss
 
     def seconds_per_step(self, replica: int) -> float:
@@ -69,9 +69,10 @@ class Plan:
 
 
 def parse_churn(text: str, *, num_replicas: int | tuple[int, ...]) -> Churn:
-    """Parse comma-separated items, as in EXAMPLE. Raises SettingsError that names the item.
+    """Parse comma-separated items like in EXAMPLE. Raises SettingsError, which names the item.
 
-    num_replicas: per stage in a run with stages, whose events name a replica by its stage, as in `crash:1.2@200`.
+    In a run with stages, `num_replicas` has one number per stage, and events name a replica by its stage:
+    `crash:1.2@200`.
     """
     stages = (num_replicas,) if isinstance(num_replicas, int) else num_replicas
     events: list[Event] = []
@@ -119,7 +120,7 @@ def parse_speeds(text: str) -> tuple[float, ...]:
 
 
 def parse_links(names: Sequence[str]) -> tuple[LinkProfile, ...]:
-    """Parse names of profiles, or a rate each way with the delay between two such peers: `100mbit-50ms`.
+    """Parse names of profiles, or a rate each way with the delay between two such peers, like `100mbit-50ms`.
 
     Raises SettingsError.
     """

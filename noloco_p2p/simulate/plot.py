@@ -11,7 +11,7 @@ from noloco_p2p.simulate.result import Result
 
 
 def check(folder: Path) -> None:
-    """Raise SettingsError when matplotlib is missing, or the folder cannot be created."""
+    """Raise SettingsError if matplotlib is missing or the folder cannot be created."""
     if find_spec("matplotlib") is None:
         raise SettingsError("--plot needs matplotlib: pip install 'noloco_p2p[plot]'")
     try:
@@ -21,7 +21,7 @@ def check(folder: Path) -> None:
 
 
 def draw(results: Sequence[Result], folder: Path) -> Path:
-    """Plot validation loss over virtual time, with a colour per rule and a line per replica, and return the file."""
+    """Plot validation loss over virtual time, with a colour per rule and a line per replica. It returns the file."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""One simulated replica: the life of a peer as one coroutine, with the rounds, swaps and outer step of a real one."""
+"""A simulated replica: the life of a peer as one coroutine, with the rounds, swaps and outer step of a real peer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ AT_POINT = 1e-6  # progress is a sum of fractions
 
 
 class SimulatedReplica(SimulatedPeer):
-    """`run` trains until the schedule is done or `leave` is called; the counters can be read at any time."""
+    """A replica. `run` trains until the schedule is done or somebody calls `leave`."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class SimulatedReplica(SimulatedPeer):
         self._is_leaving = True
 
     async def run(self, *, closing_rounds: int = 0) -> None:
-        """`closing_rounds`: rounds of mixing without training, once the schedule is done."""
+        """Train, and then mix without training for `closing_rounds` rounds."""
         self._enter()
         try:
             while self.progress < 1 and not self._is_leaving:
@@ -86,7 +86,7 @@ class SimulatedReplica(SimulatedPeer):
         self._note_point()
 
     def _note_point(self) -> None:
-        """Evaluate the validation loss when the schedule passes the next of the points."""
+        """Evaluate the validation loss if the schedule has passed the next point."""
         if self.progress * self._num_points >= len(self.curve) + 1 - AT_POINT:
             loss = self._material.loss(self.model)
             self.curve.append(Point(self.number, self.steps, now_s(), loss))

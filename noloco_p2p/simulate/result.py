@@ -31,10 +31,10 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One rule in one simulation. Losses are validation losses of slow weights at the end, in nats per token."""
+    """The result of one rule. Losses are validation losses of slow weights at the end, in nats per token."""
 
     rule: str
-    num_replicas: int  # those present at the end
+    num_replicas: int  # replicas present at the end
     num_parameters: int
     loss: float  # mean over replicas
     worst_loss: float
@@ -46,9 +46,9 @@ class Result:
     swapped: int  # rounds, of all replicas
     half: int
     alone: int
-    refused: int  # rounds that a gate made solo, and late gradients that one refused
+    refused: int  # rounds that a gate turned into solo rounds, and late gradients that a gate refused
     clipped: int  # rounds in which a gate clipped what a partner sent
-    cut_share: float  # of the length of the offsets that was clipped, mean over swaps
+    cut_share: float  # of the norm of the offsets that was clipped, mean over swaps
     late: int  # gradients that arrived after their boundary, and were applied
     modulo_chunks: int
     plain_chunks: int

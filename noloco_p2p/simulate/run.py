@@ -1,4 +1,4 @@
-"""One call for a whole comparison: every rule on the same plan."""
+"""Compares rules: every rule gets the same plan."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BEAR_ABSENCE = (NOLOCO, "diloco", "diloco-nesterov", "ddp", "local")
 
 
 def check_rules(rules: Sequence[str], plan: Plan) -> None:
-    """Raise SettingsError for a rule that does not exist, or a plan that it cannot follow."""
+    """Raise SettingsError if a rule does not exist or cannot follow the plan."""
     for rule in rules:
         if rule not in RULE_NAMES:
             raise SettingsError(f"--rules {rule}: must be one of {', '.join(RULE_NAMES)}")
@@ -42,7 +42,7 @@ def simulate(
     bindings: Mapping[str, str] | None = None,
     device: torch.device = CPU,
 ) -> Iterator[Result]:
-    """Yield one Result per rule, as each is done. The same spec, plan and threads give the same bits (on a CPU)."""
+    """Yield the Result of each rule when it is done. On a CPU, the same spec, plan and threads give the same bits."""
     material = Material.of(seeded(spec, plan.seed), bindings or {}, device=device)
     for rule in rules:
         yield simulate_swarm(material, plan) if rule == NOLOCO else simulate_lockstep(material, plan, rule=rule)
@@ -52,7 +52,7 @@ STAGED_RULES = (NOLOCO, "local")
 
 
 def check_stages(rules: Sequence[str], plan: StagedPlan, spec: TrainerSpec) -> None:
-    """Raise SettingsError for what the simulation of a pipeline does not support."""
+    """Raise SettingsError if the simulation of a pipeline does not support a rule or a setting."""
     for rule in rules:
         if rule not in STAGED_RULES:
             raise SettingsError(f"--rules {rule}: with stages it must be one of {', '.join(STAGED_RULES)}")
@@ -72,14 +72,14 @@ def simulate_stages(
     rules: Sequence[str] = (NOLOCO,),
     bindings: Mapping[str, str] | None = None,
 ) -> Iterator[StagedResult]:
-    """Simulate a model that is cut into the stages of the plan, as `simulate` does. With `local` no replicas mix."""
+    """Simulate a model that is cut into the stages of the plan, like `simulate`. With `local`, replicas never mix."""
     material = Material.of(seeded(staged(spec, plan.num_stages), plan.seed), bindings or {})
     for rule in rules:
         yield run_pipeline(material, replace(plan, gossips=rule == NOLOCO))
 
 
 def seeded(spec: TrainerSpec, seed: int) -> TrainerSpec:
-    """Return a spec whose start weights also depend on the seed; 0 is the spec's own start."""
+    """Return a spec whose start weights also depend on the seed. With 0, they are the start weights of the spec."""
     if not seed:
         return spec
     return spec.with_changes({"model.seed": spec.model.seed + seed}, origin="--seed")

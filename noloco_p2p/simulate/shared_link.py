@@ -1,8 +1,8 @@
-"""A peer's link that the pipeline shares with swaps: backwards go first, then forwards, and swaps last.
+"""A link that the pipeline shares with swaps. Backward frames go first, then forward frames, and swaps last.
 
 A swap gets a fifth of the link while frames of the pipeline wait, and all of it otherwise. A more urgent frame
 interrupts a less urgent one, because frames travel in chunks. Incoming traffic is shared in the same way as outgoing
-traffic, since its senders have ordered it.
+traffic, because its senders have ordered it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DONE_BYTES = 1e-3  # tolerance for rounding
 def patient(deadlines: Deadlines, *, chunk_bytes: int, mbit_s: float) -> Deadlines:
     """Stretch deadlines if a link is so slow that a chunk of a swap takes longer than its partner waits for one.
 
-    A small model on a proportionally slow link has few and long chunks; a real one has many.
+    This happens to a small model on a proportionally slow link, which has few and long chunks. A real model has many.
     """
     chunk_s = chunk_bytes / (SWAP_SHARE * mbit_s * 1e6 / 8)
     factor = max(1.0, CHUNKS_OF_PATIENCE * chunk_s / deadlines.progress_s)
@@ -47,7 +47,7 @@ class Cargo:
 
 
 class SharedWay:
-    """One direction of a link without its delay. busy_s, flow_bytes, swap_bytes: what it carried."""
+    """One direction of a link, without its delay. It counts its busy time, and the bytes of pipeline and swaps."""
 
     def __init__(self, mbit_s: float) -> None:
         self.bytes_per_s = min(mbit_s * 1e6 / 8, FASTEST)
@@ -63,7 +63,7 @@ class SharedWay:
     def carry(
         self, num_bytes: int, urgency: Urgency, then: Callable[[], object], on_begin: Callable[[], None] | None = None
     ) -> None:
-        """Accept a frame of the pipeline. on_begin: called when its first byte leaves."""
+        """Accept a frame of the pipeline. `on_begin` is called when its first byte leaves."""
         self._advance()
         self.flow_bytes += num_bytes
         self._num_entered += 1
@@ -77,11 +77,11 @@ class SharedWay:
         self._plan()
 
     def swap_backlog_s(self) -> float:
-        """Return how long the swaps that have entered would take without the pipeline."""
+        """Return how long the swaps that have entered the link would take without the pipeline."""
         return sum(cargo.left for cargo in self._swaps) / self.bytes_per_s
 
     def _served(self) -> list[tuple[Cargo, float]]:
-        """Return the items that travel now, with their rates."""
+        """Return the items that are being sent now, with their rates."""
         if not self._flow:
             return [(self._swaps[0], self.bytes_per_s)] if self._swaps else []
         flow = self._flow[0][2]
@@ -122,7 +122,7 @@ class SharedWay:
 
 
 class SwapWay:
-    """A `network.LinkDirection` for the swaps on a shared link."""
+    """The `network.LinkDirection` of the swaps on a shared link."""
 
     def __init__(self, way: SharedWay, delay_s: float) -> None:
         self._way = way
@@ -158,9 +158,10 @@ def transfer(
     *,
     on_begin: Callable[[], None],
 ) -> None:
-    """Send a frame of the pipeline from one link to another, at both rates at once: the first byte does not wait.
+    """Send a frame of the pipeline from one link to another. It passes both at once: the second does not wait for the
+    end.
 
-    on_begin: called when its first byte leaves.
+    `on_begin` is called when its first byte leaves.
     """
     loop = asyncio.get_running_loop()
     delay_s = here.delay_s + there.delay_s

@@ -1,6 +1,6 @@
-"""One node of a simulated pipeline: it drives the production `flow` on a virtual clock, and takes part in rounds.
+"""A node of a simulated pipeline. It drives the real `flow` on a virtual clock, and takes part in rounds.
 
-The ring never stops for a swap. From the boundary of a round until its outer step, tasks continue with unchanged
+The pipeline never stops for a swap. From the boundary of a round until its outer step, tasks continue with unchanged
 weights, and only the closing of an inner step waits. The outer step is taken between two tasks.
 """
 
@@ -31,11 +31,11 @@ from noloco_p2p.spec import TrainerSpec
 from noloco_p2p.trainer.stage import train_of_stage
 from noloco_p2p.trainer.stage_work import StageWork
 
-FAILED = object()  # the result of a task whose microbatch is lost there
+FAILED = object()  # the result of a task that loses its microbatch
 
 
 class Pipeline(Protocol):
-    """The rest of the pipeline, as a node sees it."""
+    """What a node needs of the rest of the pipeline."""
 
     def node(self, name: str) -> StageNode: ...
 
@@ -53,10 +53,10 @@ class Pipeline(Protocol):
 
 
 class StageNode(SimulatedPeer):
-    """A node of a pipeline; in stage 0 it is a head.
+    """A node of a pipeline. In stage 0, it is a head.
 
-    `begin` starts it. `has_finished` is set when its schedule is done, or when it has left. gossips: False = no round
-    is ever opened, so that replicas of a stage never mix.
+    `begin` starts it. `has_finished` is set when its schedule is done, or when it has left. If `gossips` is False, it
+    never opens a round, so the replicas of a stage never mix.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class StageNode(SimulatedPeer):
         asyncio.get_running_loop().call_later(TICK_S * self.rng.random(), self._tick)
 
     def weights(self) -> Tensor:
-        """The flat weights to evaluate: slow weights, or without gossip the fast ones."""
+        """Return the flat weights to evaluate: the slow weights, or the fast weights if there is no gossip."""
         if self._gossips:
             return self.state.slow_weights
         return self.fast_weights()
@@ -161,12 +161,12 @@ class StageNode(SimulatedPeer):
             self._do(self.machine.neighbours_changed(self.downstream, now_s()))
 
     def leave(self) -> None:
-        """Accept nothing more, finish what is held, and leave."""
+        """Accept nothing more, finish the microbatches that are here, and leave."""
         self._is_leaving = True
         self._do(self.machine.leave(now_s()))
 
     def vanish(self) -> None:
-        """Crash: each peer with a stream to this one notices in its own time."""
+        """Crash. Each peer with a stream to this node notices it later."""
         self.is_alive = False
         self.has_finished.set()
         self._network.vanish(self.name)
@@ -175,7 +175,7 @@ class StageNode(SimulatedPeer):
             self._later(self.link.delay_s + other.link.delay_s, other.stream_closed, self.name)
 
     def freeze(self) -> None:
-        """End the node's work: no task, no frame and no inner step follows."""
+        """End the work of the node: no task, frame or inner step follows."""
         self._is_frozen = True
         for task in list(self._tasks):
             task.cancel()
@@ -252,7 +252,7 @@ class StageNode(SimulatedPeer):
             other.received(self.name, frame)
 
     def _compute(self, task: Compute) -> None:
-        """Compute the task at once, and report it when its virtual time is over."""
+        """Compute the task at once, and report its result when its virtual time is over."""
         seconds = self.flops.of_kind(task.kind) * self._tokens / self.flops_per_s
         self._is_running = True
         self.busy_s += seconds
@@ -261,7 +261,7 @@ class StageNode(SimulatedPeer):
             try:
                 result = self.work.run(task)
             except (ValueError, CorruptPayload):
-                result = FAILED  # not finite, or far from the usual size
+                result = FAILED  # non-finite, or far from the usual size
         self._later(seconds, self._computed, task, result)
 
     def _computed(self, task: Compute, result: object) -> None:

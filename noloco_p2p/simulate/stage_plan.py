@@ -19,17 +19,18 @@ Paths = Literal["random", "fixed"]
 
 @dataclass(frozen=True, slots=True)
 class StagedPlan:
-    """The input of a simulation of a pipeline. num_replicas: per stage, including those that join later.
+    """The input of a simulation of a pipeline. `num_replicas` has one number per stage, including replicas that join
+    later.
 
-    step_s: virtual seconds in which a peer at speed 1 would take an inner step of the whole model, without
-    recomputation; tasks of a stage take their share of its FLOPs. speeds, links: those of each stage, in turn; the last
-    stage's are used for all that follow.
+    `step_s` is the virtual time in which a peer at speed 1 would take an inner step of the whole model without
+    recomputation. Each task of a stage takes its share of these FLOPs. `speeds` and `links` have the values of each
+    stage in turn; the values of the last stage also apply to all that follow.
 
-    lost_share: share of the microbatches that are lost, each at one of its computations except the first. A replica
-    finds it unusable and reports that, as after a damaged frame or without memory. late_steps: see `LateStageWork`.
-    window: microbatches that a head may have in flight, and a replica hold; None = as many as `flow.limits` allows.
-    paths: fixed = each node sends to one replica of the next stage, if all stages have the same number of replicas.
-    gossips: False = replicas never mix.
+    `lost_share` is the share of microbatches that are lost, each at one of its computations except the first. A replica
+    then reports the microbatch as unusable, like after a damaged frame or without memory. `late_steps` is explained in
+    `LateStageWork`. `window` is the number of microbatches that a head may have in flight, and that a replica may hold;
+    None means as many as `flow.limits` allows. With `paths="fixed"`, each node sends to one replica of the next stage,
+    which needs equal numbers of replicas in all stages. If `gossips` is False, replicas never mix.
     """
 
     num_replicas: tuple[int, ...]
@@ -56,7 +57,7 @@ class StagedPlan:
         return _of(self.links, stage, replica)
 
     def num_rooms(self, spec: TrainerSpec) -> int:
-        """Return the number of microbatches that a head may have in flight, and a replica hold."""
+        """Return the number of microbatches that a head may have in flight, and that a replica may hold."""
         in_flight = int(IN_FLIGHT_SHARE * spec.train.batch_size / spec.pipeline.microbatch)
         return max(1, in_flight) if self.window is None else self.window
 
@@ -67,7 +68,7 @@ def _of(lists: tuple[tuple[T, ...], ...], stage: int, replica: int) -> T:
 
 
 def parse_replicas(text: str, *, num_stages: int) -> tuple[int, ...]:
-    """Parse `8`, or per stage `4,8,4`. Raises SettingsError."""
+    """Parse one number for all stages (`8`) or one per stage (`4,8,4`). Raises SettingsError."""
     parts = text.split(",")
     numbers = tuple(int(part) for part in parts if part.strip().isdigit())
     if len(numbers) != len(parts) or not all(1 <= number <= 256 for number in numbers):
@@ -80,7 +81,7 @@ def parse_replicas(text: str, *, num_stages: int) -> tuple[int, ...]:
 def by_stage(
     text: str, parse: Callable[[str], tuple[T, ...]], *, num_stages: int, flag: str
 ) -> tuple[tuple[T, ...], ...]:
-    """Parse comma-separated lists, with slashes between the stages; the last one is used for all that follow."""
+    """Parse comma-separated lists, with slashes between the stages. The last list also applies to all that follow."""
     lists = tuple(parse(part) for part in text.split("/"))
     if len(lists) > num_stages:
         raise SettingsError(f"{flag} {text} has lists for {len(lists)} stages, but there are {num_stages}")

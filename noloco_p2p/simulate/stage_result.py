@@ -35,8 +35,8 @@ NUM_PATHS = 8  # random paths, over which the loss is averaged
 class Speed:
     """Speeds while the heads train.
 
-    tokens_per_s: of the whole pipeline, from a quarter to three quarters of its tokens, when windows have grown and no
-    head has finished. busy: of each node, the busy shares of compute, up link and down link.
+    `tokens_per_s` is the speed of the whole pipeline from a quarter to three quarters of its tokens, when windows have
+    grown and no head has finished. `busy` has the busy shares of compute, up link and down link of each node.
     """
 
     virtual_s: float
@@ -67,7 +67,9 @@ class Speed:
 
 @dataclass(frozen=True, slots=True)
 class StageResult:
-    """Means are over the replicas present at the end, shares of time over the time in which heads train."""
+    """The result of one stage. Means are over the replicas present at the end. Shares of time refer to the time in
+    which heads train.
+    """
 
     stage: int
     num_replicas: int
@@ -102,16 +104,16 @@ class StageResult:
 
 @dataclass(frozen=True, slots=True)
 class StagedResult:
-    """The result of one rule. Losses are final validation losses of slow weights (without gossip, of fast ones).
+    """The result of one rule.
 
-    They are in nats per token.
+    Losses are final validation losses of the slow weights, or of the fast weights without gossip, in nats per token.
     """
 
     rule: str
     loss: float  # mean over random paths, one replica of each stage
     merged_loss: float  # of the mean of each stage
     tokens: int  # tokens that reached a loss, in all sequences
-    trained_tokens: int  # tokens of these in closed steps of the heads
+    trained_tokens: int  # how many of these tokens are in closed steps of the heads
     virtual_s: float  # until the last head has finished
     tokens_per_s: float
     predicted_tokens_per_s: float  # of the slowest stage
@@ -141,7 +143,7 @@ class StagedResult:
 def simulate_stages(
     material: Material, plan: StagedPlan, *, on_made: Callable[[list[StageNode]], None] | None = None
 ) -> StagedResult:
-    """Run the simulation. material: of a spec from `staged`.
+    """Run the simulation. `material` belongs to a spec from `staged`.
 
     `on_made` gets the nodes before they run, so that the caller can inspect them afterwards.
     """
@@ -184,7 +186,7 @@ def judge_stages(swarm: StagedSwarm, speed: Speed) -> StagedResult:
 
 
 def predicted_tokens_per_s(swarm: StagedSwarm, nodes: Iterable[StageNode]) -> float:
-    """Return the speed of a stage by arithmetic: the lower of what its links carry and what its replicas compute."""
+    """Predict the speed of a stage: the lower of what its links can carry and what its replicas can compute."""
     spec = swarm.spec
     total = 0.0
     for node in nodes:

@@ -48,7 +48,7 @@ class LateBackward:
 
 
 class LateStageWork(StageWork):
-    """Work whose parameter gradients arrive `late_steps` inner steps late; input gradients are on time.
+    """Stage work whose parameter gradients arrive `late_steps` inner steps late. Input gradients are on time.
 
     The gradients of the last steps are never applied.
     """

@@ -1,4 +1,4 @@
-"""A swarm of stages on a virtual clock: which peers are present, where they send, what is lost, and the result."""
+"""A swarm with stages on a virtual clock: which peers are present, where they send, what is lost, and the result."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ STUCK_S = 3600.0  # without one loss in the whole pipeline
 
 
 def staged(spec: TrainerSpec, num_stages: int) -> TrainerSpec:
-    """Return the spec with that many stages. A spec that has them keeps its cut. Raises SpecError."""
+    """Return the spec with that many stages. A spec that already has them keeps its cut. Raises SpecError."""
     if spec.pipeline.stages == num_stages and spec.pipeline.cut != "auto":
         return spec
     meta = build_on_meta(spec.model, sequence_length=spec.data.sequence_length)
@@ -50,7 +50,7 @@ def staged(spec: TrainerSpec, num_stages: int) -> TrainerSpec:
 
 
 class StagedSwarm:
-    """A `stage_node.Pipeline`. material: of a spec from `staged`."""
+    """The `stage_node.Pipeline` of a simulation. `material` belongs to a spec from `staged`."""
 
     def __init__(self, material: Material, plan: StagedPlan) -> None:
         self.material, self.plan, self.spec = material, plan, material.spec
@@ -106,7 +106,7 @@ class StagedSwarm:
             await network.close()
 
     def loss(self, weights: Sequence[Tensor]) -> float:
-        """Return the validation loss of one flat vector per stage, combined to a whole model."""
+        """Return the validation loss of the model that consists of one flat vector per stage."""
         model = self.material.model()
         parts: dict[str, Tensor] = {}
         for stage, vector in enumerate(weights):
@@ -145,7 +145,7 @@ class StagedSwarm:
             node.tell_neighbours(())
 
     def launched(self, id: MicrobatchId) -> None:
-        """Draw whether, and in which of its computations after the head's first one, the microbatch is lost."""
+        """Draw whether the microbatch is lost, and in which of its computations after the first one."""
         if self._losses.random() < self.plan.lost_share:
             stages = range(self.plan.num_stages)
             forwards = [(Kind.FORWARD if stage else Kind.LOSS, stage) for stage in stages]
@@ -158,7 +158,7 @@ class StagedSwarm:
         self.losses_s.append(asyncio.get_running_loop().time())
 
     def step_closed(self, node: StageNode) -> None:
-        """Evaluate the merged model when the first head passes the next of the points."""
+        """Evaluate the merged model if the first head has passed the next point."""
         heads = self.living(0)
         if heads and node is heads[0] and node.progress * self.plan.evaluations >= len(self.curve) + 1 - 1e-6:
             loss = self.merged_loss([[each.fast_weights() for each in self.living(s)] for s in range(len(self.cut))])
@@ -220,7 +220,7 @@ class StagedSwarm:
         return flops * spec.train.batch_size * spec.data.sequence_length / self.plan.step_s
 
     def _draw(self, node: StageNode, drawn: set[str], stage: int, number: int, *, is_new_round: bool) -> None:
-        """Complete `drawn` to `number` live peers of a stage; in a new round replace one of them."""
+        """Fill `drawn` up to `number` live peers of a stage. In a new round, replace one of them."""
         listed = [name for name in self.networks[stage].listed if name not in node.unreachable]
         if self.plan.paths == "fixed":
             drawn.clear()
@@ -278,7 +278,7 @@ class StagedSwarm:
             await self._wait(self.stages[0], STUCK_S)
 
     async def _until_replicas_finish(self) -> None:
-        """Wait for the replicas. One that no mark reaches ends when it forgets the heads."""
+        """Wait for the replicas. A replica that no end mark reaches ends when it forgets the heads."""
         await self._wait([node for stage in range(1, self.plan.num_stages) for node in self.living(stage)], VOTE_S)
 
     async def _wait(self, nodes: Sequence[StageNode], timeout_s: float) -> None:

@@ -36,7 +36,7 @@ def simulate_swarm(
 ) -> Result:
     """Run the simulation. `on_made` gets the replicas before they run, so that the caller can inspect them afterwards.
 
-    liars: creates the replicas with these numbers, instead of `SimulatedReplica`; results do not count them.
+    `liars` has, by number, functions that create a replica instead of `SimulatedReplica`. Results do not count liars.
     """
     return run_virtual(_Swarm(material, plan, liars or {}).run(on_made))
 
@@ -47,7 +47,7 @@ def peer_name(replica: int) -> str:
 
 
 def _late_median(values: Sequence[float]) -> float:
-    """Return the median of the second half, when round lengths have settled; 0 if there are no values."""
+    """Return the median of the second half, in which round lengths have settled; 0 if there are no values."""
     return median(values[len(values) // 2 :]) if values else 0.0
 
 

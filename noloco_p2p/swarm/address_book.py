@@ -1,6 +1,7 @@
-"""Known peers: libp2p addresses in a JSON file, dialled at the next start and when the swarm was lost.
+"""Keeps the libp2p addresses of known peers in a JSON file, the address book.
 
-The file is a convenience: a damaged or missing one counts as empty, and failing to write it is no error.
+A peer dials these addresses when it restarts, and when it has lost contact with the swarm. The file is only a
+convenience. A damaged or missing file counts as empty, and a file that cannot be written causes only a warning.
 """
 
 from __future__ import annotations
@@ -16,23 +17,24 @@ logger = logging.getLogger(__name__)
 
 CIRCUIT = "/p2p-circuit"
 MAX_PEERS = 64
-MAX_ADDRESSES = 4  # of one peer
+MAX_ADDRESSES = 4  # per peer
 MAX_FILE_BYTES = 256 * 1024
 MAX_ADDRESS_CHARS = 320
 
 
 class AddressBook:
-    """Peer id -> multiaddrs, each ending in /p2p/PEER_ID, the most recently heard last. Without `path` it is in
-    memory.
+    """The multiaddrs of known peers, by peer id.
+
+    Each multiaddr ends in /p2p/PEER_ID. Without a `path`, the book is kept only in memory.
     """
 
     def __init__(self, path: Path | None = None) -> None:
         self._path = path
-        self._peers: dict[str, tuple[str, ...]] = _read(path) if path else {}
+        self._peers: dict[str, tuple[str, ...]] = _read(path) if path else {}  # the most recently seen peer is last
         self._changed = False
 
     def remember(self, peer_id: str, multiaddrs: Sequence[str]) -> None:
-        """Store the addresses of a live peer. The least recently heard peer is dropped if there are too many."""
+        """Store the addresses of a live peer. If the book is full, the least recently seen peer is removed."""
         addresses = tuple(address for address in multiaddrs if _belongs(address, peer_id))[:MAX_ADDRESSES]
         if not addresses:
             return
@@ -43,11 +45,11 @@ class AddressBook:
             del self._peers[next(iter(self._peers))]
 
     def addresses(self) -> dict[str, tuple[str, ...]]:
-        """The addresses by peer, the most recently heard first."""
+        """Return the addresses by peer id, with the most recently seen peer first."""
         return dict(reversed(self._peers.items()))
 
     def save(self) -> None:
-        """Write the file atomically if something changed. Blocks on the disk; never raises."""
+        """Write the file atomically if the book has changed. This blocks on the disk and never raises."""
         if self._path is None or not self._changed:
             return
         values = {"version": 1, "peers": list(self._peers.items())}
@@ -66,7 +68,7 @@ def _belongs(address: object, peer_id: str) -> bool:
         isinstance(address, str)
         and len(address) <= MAX_ADDRESS_CHARS
         and address.startswith("/")
-        and CIRCUIT not in address  # usable for calls while a relay keeps it, but not for entering the DHT
+        and CIRCUIT not in address  # works for calls while a relay holds the reservation, but not for entering the DHT
         and address.endswith(f"/p2p/{peer_id}")
     )
 

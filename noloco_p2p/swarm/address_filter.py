@@ -1,4 +1,4 @@
-"""The valid addresses in a stranger's record: those that a peer may have, of one host."""
+"""Filters the addresses in a stranger's record, so that only valid addresses of a single host remain."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ from noloco_p2p.swarm.records import PeerRecord
 
 _ID = "/p2p/[1-9A-HJ-NP-Za-km-z]{40,64}"
 _WAY = re.compile(rf"/[^/]+/[^/]+/tcp/[0-9]+{_ID}({CIRCUIT}{_ID})?")
-MAX_RELAYS = 2  # addresses by relays, each of which has its own host
+MAX_RELAYS = 2  # relay addresses per record; each has the host of its relay
 
 
 def believable(record: PeerRecord, *, only_public: bool) -> PeerRecord:
-    """Return the record without invalid addresses, private ones if `only_public`, and those of a second host."""
+    """Return the record without invalid addresses and without addresses of a second host.
+
+    If `only_public` is true, private addresses are removed as well.
+    """
     addresses = [each for each in record.addresses if _may_be(grpc_host(each), only_public)]
     ways = [each for each in record.multiaddrs if _may_be(dialled_host(each), only_public)]
     direct = [each for each in ways if CIRCUIT not in each]
@@ -31,24 +34,31 @@ def believable(record: PeerRecord, *, only_public: bool) -> PeerRecord:
 
 
 def of_one_host(addresses: Iterable[str], *, only_public: bool) -> list[str]:
-    """The same for addresses that another node sent, without peer id: those of the first host that is left."""
+    """Return the valid addresses that have the same host as the first valid one.
+
+    `addresses` are multiaddrs without a peer id that another node has sent. If `only_public` is true, private addresses
+    do not count as valid.
+    """
     left = [each for each in addresses if _may_be(tcp_host(each), only_public)]
     return [each for each in left if tcp_host(each) == tcp_host(left[0])]
 
 
 def grpc_host(address: str) -> str:
-    """The host of HOST:PORT; empty for any other text."""
+    """Return the host of HOST:PORT, or an empty string for any other text."""
     host, separator, port = address.rpartition(":")
     return host.strip("[]") if separator and is_host(host) and is_port(port) else ""
 
 
 def dialled_host(multiaddr: str) -> str:
-    """The host that is dialled for a multiaddr, which is the relay's if there is one; empty if it is not TCP."""
+    """Return the host to dial for a multiaddr, or an empty string if it is not a TCP address.
+
+    If the multiaddr goes through a relay, this is the host of the relay.
+    """
     return tcp_host(multiaddr.partition("/p2p/")[0]) if _WAY.fullmatch(multiaddr) else ""
 
 
 def tcp_host(address: str) -> str:
-    """The host of a multiaddr without peer id; empty if it is not TCP."""
+    """Return the host of a multiaddr without a peer id, or an empty string if it is not a valid TCP address."""
     target = tcp_target(address)
     return target[0] if target and is_host(target[0]) and is_port(str(target[1])) else ""
 

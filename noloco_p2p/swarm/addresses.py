@@ -1,4 +1,4 @@
-"""libp2p multiaddrs: creating them, removing the peer id, and sorting them by usefulness."""
+"""Provides helpers for libp2p multiaddrs and for HOST:PORT addresses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from noloco_p2p.hosts import is_public, is_wildcard
 
 
 def listen_multiaddr(host: str, port: int) -> str:
-    """Return /ip4/HOST/tcp/PORT. Raises DirectoryError when HOST is not an IP address."""
+    """Return the multiaddr of a host and port, such as /ip4/HOST/tcp/PORT.
+
+    Raises DirectoryError if `host` is not an IP address.
+    """
     try:
         return f"/{_family(host)}/{_plain(host)}/tcp/{port}"
     except ValueError:
@@ -22,7 +25,7 @@ def listen_multiaddr(host: str, port: int) -> str:
 
 
 def announce_multiaddr(host: str, port: int) -> str:
-    """Like `listen_multiaddr`, but HOST may be a name too."""
+    """Return the multiaddr of a host and port. Unlike `listen_multiaddr`, it accepts host names."""
     try:
         return f"/{_family(host)}/{_plain(host)}/tcp/{port}"
     except ValueError:
@@ -30,10 +33,14 @@ def announce_multiaddr(host: str, port: int) -> str:
 
 
 def routable_host(listen_host: str) -> str:
-    """The address that others can dial: the listening one, or for a wildcard that of the default route."""
+    """Return an address of this machine that others can dial.
+
+    This is `listen_host`, or the local address of the default route if `listen_host` is a wildcard.
+    """
     if not is_wildcard(listen_host):
         return _plain(listen_host)
-    # Documentation addresses (RFC 5737, RFC 3849) select a route, and nothing is sent. :: also accepts IPv4 calls.
+    # Connecting a UDP socket to a documentation address (RFC 5737, RFC 3849) selects a route and sends nothing.
+    # A server that listens on :: also accepts IPv4 connections.
     ways = [(socket.AF_INET, "192.0.2.1")]
     if ":" in listen_host:
         ways.insert(0, (socket.AF_INET6, "2001:db8::1"))
@@ -48,18 +55,21 @@ def routable_host(listen_host: str) -> str:
 
 
 def host_port(host: str, port: int) -> str:
-    """HOST:PORT, with an IPv6 address in brackets."""
+    """Return HOST:PORT, with brackets around an IPv6 address."""
     plain = _plain(host)
     return f"[{plain}]:{port}" if ":" in plain else f"{plain}:{port}"
 
 
 def host_of(address: str) -> str:
-    """The host of HOST:PORT, without brackets."""
+    """Return the host of HOST:PORT, without brackets."""
     return address.rpartition(":")[0].strip("[]")
 
 
 def resolves(host: str) -> bool:
-    """Whether `host` is an IP address, or a name that resolves on this machine; resolving may take seconds."""
+    """Return whether `host` is an IP address, or a name that resolves on this machine.
+
+    Resolving a name can take several seconds.
+    """
     try:
         return bool(socket.getaddrinfo(_plain(host), None))
     except (OSError, UnicodeError):
@@ -67,35 +77,38 @@ def resolves(host: str) -> bool:
 
 
 def any_public(multiaddrs: Iterable[str]) -> bool:
-    """Whether one of these (with or without peer id) is a public address or name."""
+    """Return whether any of these multiaddrs, with or without a peer id, has a public address or a host name."""
     targets = (tcp_target(multiaddr.partition("/p2p/")[0]) for multiaddr in multiaddrs)
     return any(is_public(target[0]) for target in targets if target)
 
 
 def only_public(multiaddrs: Iterable[str]) -> list[str]:
-    """Those that machines of other networks may be able to dial."""
+    """Return the multiaddrs that machines in other networks may be able to dial."""
     return [multiaddr for multiaddr in multiaddrs if any_public([multiaddr])]
 
 
 def split_peer_id(multiaddr: str) -> tuple[str, str]:
-    """Split ADDRESS/p2p/ID into (address, peer id). Raises DirectoryError when there is no id."""
+    """Split ADDRESS/p2p/ID into (address, peer id). Raises DirectoryError if there is no peer id."""
     address, separator, peer_id = multiaddr.rpartition("/p2p/")
     if not separator or not address.startswith("/") or not peer_id or "/" in peer_id:
         raise DirectoryError(
-            f"{multiaddr!r} is not an address to dial: it must look like /ip4/203.0.113.5/tcp/4001/p2p/12D3Koo.."
+            f"{multiaddr!r} is not an address to dial; it must look like /ip4/203.0.113.5/tcp/4001/p2p/12D3Koo.."
         )
     return address, peer_id
 
 
 def tcp_target(address: str) -> tuple[str, int] | None:
-    """The (host, port) of /ip4|ip6|dns../HOST/tcp/PORT; None for any other kind of address."""
+    """Return the (host, port) of a TCP multiaddr without a peer id, or None for any other kind of address."""
     parts = address.split("/")
     is_plain = len(parts) == 5 and parts[1] in ("ip4", "ip6", "dns", "dns4", "dns6") and parts[3] == "tcp"
     return (parts[2], int(parts[4])) if is_plain and parts[4].isdecimal() else None
 
 
 async def guarded(guard: DialGuard, peer_id: str, address: str) -> str:
-    """The multiaddr (without peer id) to dial for one that a stranger named. Raises Unreachable."""
+    """Check an address that a stranger sent, and return the multiaddr to dial. Neither has a peer id.
+
+    Raises Unreachable if the address is not a TCP address, or if the guard forbids dialling it.
+    """
     target = tcp_target(address)
     if target is None:
         raise Unreachable(f"{address} is not the address of a peer", peer=peer_id)
@@ -103,13 +116,13 @@ async def guarded(guard: DialGuard, peer_id: str, address: str) -> str:
 
 
 def host_in(address: str) -> str:
-    """The host of a multiaddr; empty if it is not TCP."""
+    """Return the host of a multiaddr without a peer id, or an empty string if it is not a TCP address."""
     target = tcp_target(address)
     return target[0] if target else ""
 
 
 def by_reach(multiaddrs: Iterable[str]) -> list[str]:
-    """Public addresses and names first, private networks next, loopback last, without duplicates."""
+    """Sort multiaddrs and remove duplicates. Public addresses and names come first, loopback addresses last."""
     return sorted(dict.fromkeys(multiaddrs), key=_reach)
 
 

@@ -1,4 +1,4 @@
-"""Announces this peer: stores its record in the DHT periodically, and detects another peer with the same key."""
+"""Announces this peer by storing its record in the DHT periodically, and detects another peer with the same key."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from noloco_p2p.swarm.records import EXPIRY_SLACK_S, TTL_S, PeerRecord, encode_r
 
 
 class Announcer:
-    """Stores the result of `describe`, in the buckets of the membership view.
+    """Stores this peer's record in the buckets of the membership view.
 
-    key: of the view in which the record is stored. describe: returns the current record without the fields of the
-    directory; None until there is something to announce. multiaddrs: where this node can be dialled, if the record
-    does not
-    say. on_copy: called, possibly repeatedly, when a later start with the same key announces itself.
+    `key` is the key of the view in which the record is stored. `describe` returns the current record without the
+    fields that the directory fills in, or None while there is nothing to announce. If the record has no multiaddrs,
+    it gets the addresses of this node that `multiaddrs` returns. `on_copy` is called, possibly
+    repeatedly, when a process that was started later with the same identity key announces itself.
     """
 
     def __init__(
@@ -53,14 +53,20 @@ class Announcer:
         self._announcing = asyncio.Lock()
 
     async def beat(self) -> float:
-        """Announce the record; returns the pause until the next heartbeat. Raises DirectoryError."""
+        """Announce the record, and return the pause until the next heartbeat.
+
+        Raises DirectoryError if the record cannot be stored.
+        """
         with suppress(DirectoryError):
             await self._look_for_copies()
         await self.announce()
         return self._every_s
 
     async def announce(self, state: str | None = None, *, timeout_s: float | None = None) -> None:
-        """Store the record now, with `state` instead of its own. Raises DirectoryError."""
+        """Store the record now. If `state` is given, it replaces the state in the record.
+
+        Raises DirectoryError if the record cannot be stored in one of the buckets.
+        """
         async with self._announcing:
             described = self._describe()
             if described is None:
@@ -86,13 +92,13 @@ class Announcer:
                 self._node.store(key, record.peer_id, value, expires_at_s=expires_at_s, timeout_s=timeout_s)
                 for key in keys
             ),
-            return_exceptions=True,  # try all of them
+            return_exceptions=True,  # a failure must not keep the other buckets from being tried
         )
         for fault in filter(None, results):
             raise fault
 
     async def _look_for_copies(self) -> None:
-        """Check that the record under this peer's id is its own."""
+        """Check that the records stored under this peer's id are its own."""
         own = self._describe()
         if own is None:
             return
@@ -101,16 +107,14 @@ class Announcer:
                 self._on_copy(found)
 
     def _next_sequence(self) -> int:
-        """The next sequence number, which increases over restarts: milliseconds of DHT time, or one more than the
-        last.
-        """
+        """Return the next sequence number, which is based on DHT time, so that it increases across restarts."""
         self._sequence = max(self._sequence + 1, int(CLOCK.now() * 1000))
         return self._sequence
 
     def _next_expiry_s(self) -> float:
-        """The next expiry. A DHT node keeps the record that expires last, so the newest one must."""
+        """Return an expiry that is later than the last one, because DHT nodes keep the record that expires last."""
         expires_at_s = CLOCK.now() + TTL_S
-        # otherwise the clock was ahead, and no node would accept a later expiry
+        # If the clock was far ahead before, no node would accept an even later expiry.
         if self._expires_at_s <= expires_at_s + TTL_S:
             expires_at_s = max(expires_at_s, self._expires_at_s + EXPIRY_SLACK_S)
         self._expires_at_s = expires_at_s
@@ -118,18 +122,22 @@ class Announcer:
 
 
 class CopyWatch:
-    """Detects a key that is used twice, from the records stored under this peer's id. Pure.
+    """Detects whether another process uses the same key, by checking the records under this peer's id.
 
-    A record outlives its peer, so a record of another start does not prove a copy; one that has announced itself twice
-    does. The later of two starts stays, by the clocks of their machines; with equal clocks the session keys decide, so
-    that they never both stop.
+    A record outlives its process, so a single record of another process does not prove that the key was copied, but a
+    second, newer record does. The process that started later continues, according to the clocks of both machines. If
+    the start times are equal, the session keys decide, so that the two processes never both stop. This class does no
+    I/O.
     """
 
     def __init__(self) -> None:
-        self._heard: dict[str, int] = {}  # session key of another start -> its first sequence number
+        self._heard: dict[str, int] = {}  # session key of another process -> the first sequence number that was read
 
     def must_stop(self, own: PeerRecord, found: PeerRecord) -> bool:
-        """`own`: what this start announces; `found`: what was read under its peer id."""
+        """Return whether this process must stop because a process that started later uses the same key.
+
+        `own` is the record that this process announces, and `found` is one that was read under its peer id.
+        """
         if found.peer_id != own.peer_id or found.session_key == own.session_key or found.state == "leaving":
             return False
         if (found.started_at_ms, found.session_key) < (own.started_at_ms, own.session_key):

@@ -1,13 +1,17 @@
-"""The buckets of a run's records in the DHT, by a prefix of the hash of the peer id. Pure.
+"""Divides the records of a run into buckets in the DHT. This module does no I/O.
 
-    depth d   2^d buckets; the bucket of a peer is the first d bits of SHA-256 of its id; at depth 0 there is one
+At depth d there are 2^d buckets. The bucket of a peer is given by the first d bits of the SHA-256 hash of its id. A
+small run has depth 0, with a single bucket.
 
-The depth follows from the size of the swarm, and each peer decides it for itself. It estimates the size from the
-buckets that it reads, and goes deeper above SPLIT_ABOVE records in a bucket, back below MERGE_BELOW. Estimates in
-between differ from peer to peer, so a peer close to a limit is also announced at the next depth, and peers on both
-sides see each other. Peers that settled at different depths (islands that merged) find each other by probing other
-depths. A peer that moves to where others seem to be keeps its old depth, the base, until it finds its peers of there
-again, because the nodes that answered for the other depth may have invented its records.
+The right depth depends on the size of the swarm, and each peer chooses it for itself. A peer estimates the size from
+the buckets that it reads. It moves to a greater depth if they hold more than SPLIT_ABOVE records on average, and to a
+smaller depth if they hold fewer than MERGE_BELOW. Because estimates differ from peer to peer, a peer near a limit
+announces itself at the next depth as well, so that peers on both sides of the limit see each other.
+
+Peers can also settle at very different depths, for example when two separate parts of a swarm merge. They find each
+other by probing other depths. When a peer moves to another depth because of such a probe, it also keeps its old depth,
+called the base. The nodes that answered for the new depth may have invented the records there, so the peer drops the
+base only when it finds its old peers at the new depth.
 """
 
 from __future__ import annotations
@@ -24,21 +28,23 @@ T = TypeVar("T")
 
 MEAN_OCCUPANCY = 32
 SPLIT_ABOVE, MERGE_BELOW = 48, 20  # records in a bucket
-# Wider than two estimates of one size differ in nearly all cases: their standard error is 6 %.
+# The gaps to the limits above exceed almost any difference between two estimates, whose standard error is 6%.
 ALSO_DEEPER_ABOVE, ALSO_SHALLOWER_BELOW = 36, 29
-MAX_DEPTH = 16  # 2 million peers at the mean occupancy; beyond that, buckets grow
-MAX_BUCKET_BYTES = 64 * 1024  # of one that is read; the rest of a larger one is ignored
-WINDOW_READS = 8  # from which the size is estimated
-PRIOR_READS = 4  # weight of what was known before the depth changed
-LINGER_S = 120.0  # after a change of depth a peer can also be found at the old one: two TTL
-FAR_DEPTHS = 2  # a neighbour at a depth this far from one's own is a hint: a limit between the two does not explain it
-EVIDENCE = 5  # records in a bucket of another depth that count as evidence
-LOOKS_THAT_AGREE = 3  # buckets of another depth with that evidence
-NUM_DRAWN = 2  # buckets from which a partner is drawn
+MAX_DEPTH = 16  # enough for 2 million peers at the mean occupancy; beyond that, buckets grow
+MAX_BUCKET_BYTES = 64 * 1024  # the part of a larger bucket beyond this size is ignored
+WINDOW_READS = 8  # the number of reads from which the size is estimated
+PRIOR_READS = 4  # the weight of the old estimate after a change of depth, in reads
+LINGER_S = 120.0  # how long a peer is still announced at its old depth after a change: two TTLs
+# If another peer reads at a depth this far from this peer's own, that depth is probed. Two peers near a limit differ by
+# only one depth.
+FAR_DEPTHS = 2
+EVIDENCE = 5  # records in a bucket at another depth that count as evidence of peers there
+LOOKS_THAT_AGREE = 3  # buckets at another depth that must show this evidence
+NUM_DRAWN = 2  # the number of buckets from which a partner is drawn
 
 
 def run_key(spec_digest: str) -> str:
-    """The DHT key for the records of all peers of a run."""
+    """Return the DHT key for the records of all peers of a run."""
     return f"noloco_p2p/1/{spec_digest}"
 
 
@@ -53,7 +59,7 @@ class Bucket:
         return bucket_of(peer_id, self.depth) == self
 
     def key(self, view_key: str) -> str:
-        """The DHT key of this bucket. `view_key`: the key of the view, as `run_key` returns it."""
+        """Return the DHT key of this bucket. `view_key` is the key of the view, as returned by `run_key`."""
         return f"{view_key}/{self.depth}/{self.index}" if self.depth else view_key
 
 
@@ -70,7 +76,7 @@ def buckets_at(depth: int) -> list[Bucket]:
 
 
 def random_bucket(depth: int, rng: random.Random, *, but: Collection[Bucket] = ()) -> Bucket:
-    """A uniform choice of the buckets of this depth that are not in `but`, or of all if none is left."""
+    """Choose uniformly among the buckets at this depth that are not in `but`, or among all if none is left."""
     left = (1 << depth) - sum(bucket.depth == depth for bucket in but)
     while True:
         bucket = Bucket(depth, rng.randrange(1 << depth))
@@ -79,12 +85,12 @@ def random_bucket(depth: int, rng: random.Random, *, but: Collection[Bucket] = (
 
 
 def best_depth(size: float) -> int:
-    """The depth at which a bucket comes closest to MEAN_OCCUPANCY."""
+    """Return the depth at which the mean number of records per bucket comes closest to MEAN_OCCUPANCY."""
     return min(max(round(math.log2(max(size, 1.0) / MEAN_OCCUPANCY)), 0), MAX_DEPTH)
 
 
 def within_limit(entries: Mapping[str, tuple[bytes, T]], rng: random.Random) -> dict[str, tuple[bytes, T]]:
-    """As many entries of a bucket as fit into MAX_BUCKET_BYTES: all, or a random choice."""
+    """Return all entries of a bucket, or a random selection that fits into MAX_BUCKET_BYTES."""
     total_bytes = sum(len(value) for value, _ in entries.values())
     if total_bytes <= MAX_BUCKET_BYTES:
         return dict(entries)
@@ -98,22 +104,22 @@ def within_limit(entries: Mapping[str, tuple[bytes, T]], rng: random.Random) -> 
 
 
 class Census:
-    """A peer's knowledge of the size of its swarm, and the depth at which it reads and is announced."""
+    """A peer's estimate of the size of its swarm, and the depths at which it reads and is announced."""
 
     def __init__(self, rng: random.Random) -> None:
         self.depth = 0
         self._rng = rng
-        self._counts: deque[float] = deque([0.0], maxlen=WINDOW_READS)  # live records of each bucket that was read
-        self.base: int | None = None  # the depth before the last move, at which this peer still reads and is announced
-        self.witness: str | None = None  # a peer at the base
-        self._num_along = 0
-        self._before = (0, -math.inf)  # the last depth, and until when this peer is announced there
-        self._asides: list[int] = []  # other depths that are still to be probed
+        self._counts: deque[float] = deque([0.0], maxlen=WINDOW_READS)  # live records in each bucket that was read
+        self.base: int | None = None  # the old depth, at which this peer also reads and is announced
+        self.witness: str | None = None  # a peer from the base, to be looked for at the current depth
+        self._num_along = 0  # witnesses in a row that were found at the current depth
+        self._before = (0, -math.inf)  # the previous depth, and the time until which this peer is announced there
+        self._asides: list[int] = []  # depths that remain to be probed
         self._hint: int | None = None
 
     @property
     def size(self) -> float:
-        """The number of peers of the run, including this one; exact at depth 0."""
+        """The estimated number of peers in the run, including this one. It is exact at depth 0."""
         return self._occupancy() * 2.0**self.depth
 
     @property
@@ -122,7 +128,10 @@ class Census:
         return (self.depth,) if self.base is None else (self.depth, self.base)
 
     def depths(self, now_s: float) -> tuple[int, ...]:
-        """The depths at which this peer is to be announced: where it reads first, then where it may be looked for."""
+        """Return the depths at which this peer must be announced at the time `now_s`.
+
+        The depth at which it reads comes first. At the other depths, peers with another estimate may look for it.
+        """
         occupancy, lingering = self._occupancy(), self._before
         depths = {self.depth: None}
         if occupancy > ALSO_DEEPER_ABOVE and self.depth < MAX_DEPTH:
@@ -136,9 +145,12 @@ class Census:
         return tuple(depths)
 
     def note(self, num_live: float, *, homes: Iterable[int] = (), now_s: float) -> None:
-        """Record the read of a bucket at the current depth. `homes`: the depth at which each of its peers reads."""
+        """Record that a bucket at the current depth was read.
+
+        `num_live` is the number of live peers in it, and `homes` lists the depth at which each of them reads.
+        """
         if self.depth == 0:
-            self._counts.clear()  # one bucket has all of them, so there is nothing to average
+            self._counts.clear()  # a single bucket holds all peers, so there is nothing to average
         self._counts.append(num_live)
         afar = Counter(home for home in homes if abs(home - self.depth) >= FAR_DEPTHS)
         self._hint = max(afar, key=lambda home: afar[home]) if afar else None
@@ -147,22 +159,31 @@ class Census:
             self._move(self._size_below() if occupancy < MERGE_BELOW else self.size, now_s)
 
     def note_base(self, others: Sequence[str]) -> None:
-        """Record the read of a bucket at the base with these peers. One of them becomes the witness at the current
-        depth.
+        """Record that a bucket at the base held the peers `others`.
+
+        One of them becomes the witness, which is then looked for at the current depth. If there are none, the base is
+        dropped.
         """
         self.witness = self._rng.choice(others) if others else None
         if not others:
             self.base = None
 
     def note_witness(self, is_there: bool) -> None:
-        """Record whether the witness was in its bucket. Many in a row prove that most peers have moved along."""
+        """Record whether the witness was found at the current depth.
+
+        WINDOW_READS witnesses in a row show that most peers have moved to this depth too, so the base is dropped.
+        """
         self.witness = None
         self._num_along = self._num_along + 1 if is_there else 0
         if self._num_along >= WINDOW_READS:
             self.base = None
 
     def aside(self) -> int:
-        """The next depth to probe: one that a neighbour reads at, or else the next of all others in random order."""
+        """Return the next depth to probe.
+
+        If some peers in the last bucket read at a distant depth, it is the most common of these depths. Otherwise, all
+        other depths take turns in random order.
+        """
         if self._hint is not None:
             hint, self._hint = self._hint, None
             return hint
@@ -172,9 +193,10 @@ class Census:
         return depth if depth != self.depth else self.aside()
 
     def note_aside(self, depth: int, nums_apart: Sequence[float], *, now_s: float) -> None:
-        """Record a probe of another depth: live peers in each bucket that are not announced at the current depth.
+        """Record a probe of another depth, and move there if there is enough evidence.
 
-        `is_enough` decides how many buckets are read.
+        For each bucket that was read, `nums_apart` gives the number of live peers in it that are not announced at the
+        current depth. `is_enough` decides how many buckets are read.
         """
         total = self.size + sum(nums_apart) / len(nums_apart) * 2.0**depth
         agree = min(nums_apart) >= EVIDENCE and is_enough(depth, nums_apart)
@@ -184,7 +206,10 @@ class Census:
             self.base, self._num_along = base if base != self.depth else None, 0
 
     def _size_below(self) -> float:
-        """The size of a swarm that is smaller than estimated; while others are missing, that of before the move."""
+        """Return the estimated size for a move to a smaller depth.
+
+        While there is a base, it is at most the size that fits the base, because the larger swarm may be invented.
+        """
         return self.size if self.base is None else min(self.size, MEAN_OCCUPANCY * 2.0**self.base)
 
     def _move(self, size: float, now_s: float) -> None:
@@ -203,24 +228,27 @@ class Census:
 
 
 def is_enough(depth: int, nums_apart: Sequence[float]) -> bool:
-    """Whether no more buckets of this depth need to be read: one has no evidence, or enough of them agree."""
+    """Return whether enough buckets at this depth have been read.
+
+    This is the case if the last one has too little evidence, or if enough of them agree.
+    """
     most = min(LOOKS_THAT_AGREE, 1 << depth)
     return bool(nums_apart) and (nums_apart[-1] < EVIDENCE or len(nums_apart) >= most)
 
 
 class BucketSampler:
-    """The buckets from which a partner is drawn: one is read at a time, and replaces the older one."""
+    """The buckets from which a partner is drawn. They are read one at a time, and each new one replaces the oldest."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
         self._drawn: deque[tuple[Bucket, frozenset[str]]] = deque(maxlen=NUM_DRAWN)
 
     def next(self, depth: int) -> Bucket:
-        """The bucket to read now: any except the one that stays."""
+        """Return the bucket to read next: a random one, except the one that was read last."""
         return random_bucket(depth, self._rng, but=[bucket for bucket, _ in list(self._drawn)[-1:]])
 
     def took(self, bucket: Bucket, peer_ids: Iterable[str]) -> None:
-        """Record the peers found there. A bucket that was already drawn is only updated."""
+        """Record the peers that were found in a bucket. If the bucket was already drawn, its peers are replaced."""
         others = [drawn for drawn in self._drawn if drawn[0] != bucket]
         self._drawn = deque([*others, (bucket, frozenset(peer_ids))], maxlen=NUM_DRAWN)
 

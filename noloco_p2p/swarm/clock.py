@@ -1,7 +1,8 @@
-"""DHT time: the clock of record expiry, on which all nodes must agree within 3 s.
+"""Defines DHT time, the clock by which records expire. The clocks of all nodes must agree within 3 s.
 
-It is the wall clock at the time when this peer entered, continued by a clock that is never set. So later jumps of the
-wall clock have no effect; and a wall clock that is wrong at the start is detected from the answers of the first nodes.
+DHT time is the wall clock at the time when this peer entered the DHT, continued by a steady clock that nobody sets.
+Later jumps of the wall clock therefore have no effect. If the wall clock was wrong at the start, the answers of the
+first nodes reveal it.
 """
 
 from __future__ import annotations
@@ -14,16 +15,19 @@ from statistics import median
 from noloco_p2p.errors import DirectoryError
 from noloco_p2p.identity import short_id
 
-MAX_OFFSET_S = 3.0  # hivemind's own limit between two nodes
+MAX_OFFSET_S = 3.0  # hivemind uses the same limit between two nodes
 
 
 def _steady_s() -> float:
-    """A clock that continues during sleep: on macOS that is CLOCK_MONOTONIC, unlike `time.monotonic`."""
+    """Return the time of a clock that keeps running while the machine sleeps.
+
+    On macOS this is CLOCK_MONOTONIC, which differs from `time.monotonic`.
+    """
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 class DhtClock:
-    """Seconds since 1970, as this peer believes that the others count them."""
+    """A clock that returns the seconds since 1970, as the other nodes are expected to count them."""
 
     def __init__(self, wall: Callable[[], float] = time.time, steady: Callable[[], float] = _steady_s) -> None:
         self._wall = wall
@@ -34,24 +38,25 @@ class DhtClock:
         return self._ahead_s + self._steady()
 
     def follow_wall(self) -> None:
-        """Until first contact, follow the wall clock, since NTP may still set it."""
+        """Set DHT time to the wall clock, which NTP may still correct before the first contact."""
         self._ahead_s = self._wall() - self._steady()
 
     def heard(self, offset_s: float) -> None:
-        """Handle another node's clock minus this one: if it agrees with the wall clock and not with this one, adopt
-        it.
+        """Follow the wall clock if another node's clock agrees with it, but not with this clock.
+
+        `offset_s` is the other node's clock minus this one.
         """
         jumped_s = self._wall() - self.now()
         if abs(offset_s) > MAX_OFFSET_S and abs(offset_s - jumped_s) <= MAX_OFFSET_S:
             self.follow_wall()
 
 
-CLOCK = DhtClock()  # one per process, because hivemind has one for all its nodes
+CLOCK = DhtClock()  # one per process, because hivemind uses a single clock for all its nodes
 
 
 @dataclass(frozen=True, slots=True)
 class Offset:
-    """Another node's DHT time minus ours, give or take `unsure_s`."""
+    """Another node's DHT time minus this node's, with an uncertainty of `unsure_s` in either direction."""
 
     seconds: float
     unsure_s: float
@@ -61,7 +66,10 @@ class Offset:
 
 
 def check_clock(offsets: Mapping[str, Offset]) -> None:
-    """`offsets`: peer id -> reported offset. Raises DirectoryError, with a remedy, when half of them or more differ."""
+    """Check this machine's clock. `offsets` has the clock offsets of other nodes by peer id.
+
+    Raises DirectoryError, with a remedy in the message, if at least half of the offsets are too large.
+    """
     wrong = {peer: offset for peer, offset in offsets.items() if offset.is_too_large()}
     if not wrong or 2 * len(wrong) < len(offsets):
         return
@@ -70,6 +78,7 @@ def check_clock(offsets: Mapping[str, Offset]) -> None:
     others = f"..{peer}" if len(wrong) == 1 else f"..{peer} and {len(wrong) - 1} more"
     raise DirectoryError(
         f"the clock of this machine is {abs(offset_s):.1f} s {'behind' if offset_s > 0 else 'ahead of'} that of "
-        f"{others}, and the DHT needs clocks within {MAX_OFFSET_S:.0f} s: set it by NTP (for example `sudo timedatectl "
-        f"set-ntp true`, `sudo chronyc makestep`, or on macOS `sudo sntp -sS time.apple.com`), then start again"
+        f"{others}, and clocks in the DHT must agree within {MAX_OFFSET_S:.0f} s; set it by NTP (for example, "
+        f"`sudo timedatectl set-ntp true`, `sudo chronyc makestep`, or `sudo sntp -sS time.apple.com` on macOS), "
+        f"then try again"
     )

@@ -1,8 +1,8 @@
-"""p2pd, the libp2p daemon from hivemind's wheel, as a child process.
+"""Runs p2pd, the libp2p daemon from hivemind's wheel, as a child process.
 
-hivemind starts it in the terminal's process group, where Ctrl-C kills it before the peer can announce leaving, and
-leaves it behind when the program is killed. Here it has its own session and dies with the thread that started it, or,
-on systems other than Linux, with the process.
+hivemind itself starts p2pd in the terminal's process group, where Ctrl-C kills it before the peer can announce that it
+is leaving. It also leaves p2pd running when the program is killed. Here, p2pd has its own session. On Linux, p2pd
+ends with the thread that started it, and on other systems with the process.
 """
 
 from __future__ import annotations
@@ -32,26 +32,27 @@ from noloco_p2p.swarm.addresses import announce_multiaddr, listen_multiaddr
 
 logger = logging.getLogger(__name__)
 
-START_S = 60.0  # it takes a tenth of a second on an idle machine
+START_S = 60.0  # an idle machine needs a tenth of a second
 STOP_S = 3.0
-EXIT_CODE_S = 1.0  # from the end of the output of p2pd to its exit code
+EXIT_CODE_S = 1.0  # to wait for the exit code of p2pd after the end of its output
 FIRST_CLIENT_S = 30  # p2pd exits after this time without a client
 SOCKET_PREFIX = "noloco-"
 STALE_S = 60.0
-MAX_MESSAGE_BYTES = 256 * 1024  # of one request or answer; p2pd holds it whole, and would accept 4 MiB of each stream
-MEMORY = "128MiB"  # above which p2pd collects garbage continuously
-MAX_MEMORY_BYTES = 512 << 20  # above which it is restarted; an idle one has 60 MiB
+# The longest request or answer. p2pd buffers each of them whole, and would by default accept 4 MiB from every stream.
+MAX_MESSAGE_BYTES = 256 * 1024
+MEMORY = "128MiB"  # Above this, p2pd collects garbage continuously.
+MAX_MEMORY_BYTES = 512 << 20  # Above this, p2pd is restarted. It uses 60 MiB when idle.
 LAUNCHER = Path(__file__).with_name("launch.py")
 
 
 @dataclass(frozen=True, slots=True)
 class ListenOn:
-    """Where the daemon listens, and what it announces. Port 0: the system chooses."""
+    """The address where the daemon listens, and the one that it announces. With port 0, the system chooses the port."""
 
     host: str
     port: int = 0
     announce_host: str | None = None
-    announce_port: int = 0  # if a router maps another port to ours
+    announce_port: int = 0  # set if a router maps another port to this one
 
     def arguments(self) -> list[str]:
         arguments = [f"-hostAddrs={listen_multiaddr(self.host, self.port)}"]
@@ -64,7 +65,7 @@ class ListenOn:
 
 
 class Daemon:
-    """One p2pd process. `start()` it, attach to `control_socket`, wait for `ended()`, and always `stop()` it."""
+    """A p2pd process. Create it with `start()`, attach a client to `control_socket`, and always call `stop()`."""
 
     def __init__(self, process: asyncio.subprocess.Process, control_socket: str) -> None:
         self.control_socket = control_socket
@@ -75,7 +76,10 @@ class Daemon:
 
     @classmethod
     async def start(cls, identity_path: Path, listen_on: ListenOn) -> Daemon:
-        """Raises DirectoryError when the port is taken, the binary is missing, or it does not start in time."""
+        """Start p2pd, and return when it is ready.
+
+        Raises DirectoryError if the port is taken, the binary is missing, or p2pd does not start in time.
+        """
         if listen_on.port:
             probe_port(listen_on.host, listen_on.port)
         _remove_stale_sockets()
@@ -106,14 +110,14 @@ class Daemon:
         return self._process.pid
 
     async def ended(self) -> str:
-        """Wait until the process has ended; returns how."""
+        """Wait until the process has ended, and return a description of how it ended."""
         code = await self._wait()
         if code is None:
             return f"exit code unknown: {self._said()}"
         return f"exit code {code}: {self._said()}" if code >= 0 else f"signal {-code}"
 
     async def stop(self) -> None:
-        """End the process, with SIGTERM for up to STOP_S, and remove its socket."""
+        """End the process with SIGTERM, or with SIGKILL after STOP_S, and remove its socket."""
         try:
             self._signal("terminate")
             try:
@@ -122,17 +126,17 @@ class Daemon:
                 self._signal("kill")
                 await self._wait()
         finally:
-            self._signal("kill")  # when this stop was itself cancelled
+            self._signal("kill")  # in case this call was cancelled
             self._reader.cancel()
             with suppress(FileNotFoundError):
                 os.unlink(self.control_socket)
         await asyncio.wait({self._reader})
 
     async def _wait(self) -> int | None:
-        """Wait until the process has ended. Returns its exit code, or None when the event loop does not notice.
+        """Wait until the process has ended. Returns its exit code, or None if the event loop does not report one.
 
-        libuv learns from SIGCHLD that a child has ended. A library that resets all signal handlers, as Lightning does
-        after a training, breaks that, so the end of the output counts as well.
+        libuv uses SIGCHLD to notice that a child has ended. Some libraries break this by resetting all signal handlers,
+        as Lightning does after training. The end of the output is therefore used as a second sign.
         """
         exits = asyncio.ensure_future(self._process.wait())
         try:
@@ -143,7 +147,7 @@ class Daemon:
             exits.cancel()
 
     def memory_bytes(self) -> int:
-        """Resident memory; 0 when the process has ended."""
+        """Return the resident memory of the process, or 0 if it has ended."""
         try:
             return psutil.Process(self.pid).memory_info().rss
         except psutil.Error:
@@ -176,14 +180,14 @@ class Daemon:
         while True:
             try:
                 line = await self._process.stdout.readline()
-            except ValueError:  # a line longer than the buffer: the rest of it follows
+            except ValueError:  # the line is longer than the buffer, and the rest of it follows
                 continue
             if not line:
                 return
             text = line.decode(errors="replace").rstrip()
             logger.debug("p2pd: %s", text)
             self._last_lines.append(text)
-            if text.startswith("Peer ID:"):  # printed once the control socket is there
+            if text.startswith("Peer ID:"):  # printed after the control socket was created
                 self._ready.set()
 
     def _said(self) -> str:
@@ -191,15 +195,16 @@ class Daemon:
 
 
 def probe_port(host: str, port: int) -> int:
-    """The TCP port, which was free a moment ago (0: any). Raises DirectoryError when it is taken.
+    """Check that a TCP port is free, and return it. If `port` is 0, return any free port.
 
-    p2pd shares its port (SO_REUSEPORT), so two of them would silently take each other's connections. Only a bind
-    without that option detects it.
+    p2pd binds its port with SO_REUSEPORT, so two daemons on the same port would silently take each other's connections.
+    Only a bind without that option detects this. Raises DirectoryError if the port is taken or the host is not an
+    address of this machine.
     """
     plain_host = listen_multiaddr(host, port).split("/")[2]
     try:
         with socket.socket(socket.AF_INET6 if ":" in plain_host else socket.AF_INET) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # lingering connections do not matter
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ignore connections in TIME_WAIT
             probe.bind((plain_host, port))
             return probe.getsockname()[1]
     except OSError as error:
@@ -207,29 +212,29 @@ def probe_port(host: str, port: int) -> int:
             raise DirectoryError(_taken(host, port)) from None
         if error.errno == errno.EADDRNOTAVAIL:
             raise DirectoryError(
-                f"this machine has no address {host}; --listen 0.0.0.0:PORT listens on all its networks"
+                f"this machine has no address {host}; use --listen 0.0.0.0:PORT to listen on all its networks"
             ) from None
         raise DirectoryError(
-            f"cannot listen on {host}, port {port}: {error.strerror}; choose another one with --listen"
+            f"cannot listen on {host}, port {port}: {error.strerror}; choose another address with --listen"
         ) from None
 
 
 def _taken(host: str, port: int) -> str:
     return (
         f"port {port} on {host} is already in use, perhaps by another peer; stop that program, "
-        "or choose another port with --listen HOST:PORT (libp2p takes PORT+1; 0 takes free ones)"
+        "or choose another port with --listen HOST:PORT (libp2p uses PORT+1; with 0, free ports are chosen)"
     )
 
 
 def _remove_stale_sockets() -> None:
-    """Remove stale sockets: p2pd removes its own, but not when it is killed together with its parent."""
+    """Remove stale sockets. p2pd removes its own socket, but not when it is killed together with its parent."""
     for path in glob.glob(os.path.join(tempfile.gettempdir(), f"{SOCKET_PREFIX}*.sock")):
         with suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
             if time.time() - os.stat(path).st_mtime > STALE_S:
-                probe.setblocking(False)  # a socket that accepts no connection would block
+                probe.setblocking(False)  # do not block on a socket that accepts no connections
                 try:
                     probe.connect(path)
-                except ConnectionRefusedError:  # no listener any more; another user's socket: permission denied
+                except ConnectionRefusedError:  # nobody listens any more (another user's socket raises PermissionError)
                     os.unlink(path)
 
 
@@ -247,10 +252,10 @@ def _binary() -> Path:
 
 
 def _arguments(identity_path: Path, listen_on: ListenOn, control_socket: str) -> list[str]:
-    """The flags of p2pd. The project uses only its connections, streams and requests.
+    """Return the flags of p2pd. The project uses only its connections, streams and requests.
 
-    Its own DHT looks up peers at plain hivemind nodes, and serves no requests; AutoNAT and pubsub are off. Its relay
-    stays on regardless of the flags, with libp2p's limits.
+    The DHT of p2pd is a client only: it looks up peers at plain hivemind nodes. AutoNAT and pubsub are off. The relay
+    of p2pd stays on regardless of the flags, with libp2p's limits.
     """
     return [
         f"-listen=/unix{control_socket}",
@@ -259,7 +264,7 @@ def _arguments(identity_path: Path, listen_on: ListenOn, control_socket: str) ->
         "-dhtClient=1",
         f"-persistentConnMaxMsgSize={MAX_MESSAGE_BYTES}",
         f"-idleTimeout={FIRST_CLIENT_S}s",
-        "-b=0",  # with bootstraps given, dead ones would end the daemon: peers are dialled later
+        "-b=0",  # no bootstraps, because unreachable ones would end the daemon; peers are dialled later
         "-connManager=1",
         "-tls=1",
         "-autonat=0",

@@ -1,13 +1,17 @@
-"""The directory of a run: its live peers, from signed records in a DHT that all peers keep together.
+"""The directory of a run. It finds live peers from signed records in a DHT that all peers keep together.
 
-    heartbeat   store this peer's record, every 15 s and after changes; others drop it after 60 s. Before that, read
-                what is stored under this peer's id, which detects a copied key (`announcer.py`)
-    view        read a bucket of records: all of a small run every 5 s, one of many every 10 s; every second at
-                first and while no peer is live (`membership_view.py`)
-    dial        bootstraps and known peers, repeatedly while they are missing (`dialer.py`)
-    freshen     look up a random key every 30 s, which keeps routing tables alive: a bucket of another depth
+It performs four periodic tasks:
 
-Nothing here stops the peer: without any other node the directory is up, and empty.
+    heartbeat   Store this peer's record every 15 s and after changes; others drop it after 60 s. Before storing, read
+                the records under this peer's id to detect a copied key (`announcer.py`).
+    view        Read a bucket of records. A small run has a single bucket, which is read every 5 s. In a large run,
+                one bucket is read every 10 s. At first, and while no peer is live, the pause is only 1 s
+                (`membership_view.py`).
+    dial        Dial bootstraps and known peers, repeatedly while they are missing (`dialer.py`).
+    freshen     Look up a random key every 30 s, which keeps routing tables up to date. In a run, this is the key of a
+                bucket at another depth.
+
+A directory also works without any other node, but it is then empty.
 """
 
 from __future__ import annotations
@@ -38,15 +42,16 @@ from noloco_p2p.swarm.timing import Timing
 
 logger = logging.getLogger(__name__)
 
-FAREWELL_S = 4.0  # longer than hivemind waits for one dead neighbour
+FAREWELL_S = 4.0  # longer than the time that hivemind waits for one dead neighbour
 
 
 class SwarmDirectory:
-    """Implements `gossip.seams.Directory`. Create it with `start()` on a running loop, end it with `stop()`.
+    """An implementation of `gossip.seams.Directory` on top of a DHT node.
 
-    `describe` returns None until there is something to announce. Without `describe`, a directory of a run only reads,
-    and reads all buckets (a monitor, which stays out of routing tables); one without a run is a plain DHT node (a
-    bootstrap).
+    Create it with `start()` on a running event loop, and end it with `stop()`. `describe` returns this peer's record,
+    or None while there is nothing to announce. A directory without `describe` belongs to a monitor. It only reads, it
+    reads all buckets, and it stays out of routing tables. A directory without `spec_digest` belongs to a bootstrap,
+    which is a plain DHT node.
     """
 
     def __init__(
@@ -68,7 +73,8 @@ class SwarmDirectory:
     ) -> None:
         self.guard = guard
         self._announce_host = announce_host
-        self._entrances = [addresses[0] for addresses in _by_peer(bootstraps).values()]  # the best address of each
+        # the first address of each bootstrap, which is its best one
+        self._entrances = [addresses[0] for addresses in _by_peer(bootstraps).values()]
         self._node = node
         self._identity = identity
         self._address_book = address_book
@@ -133,17 +139,18 @@ class SwarmDirectory:
         relays: bool = True,
         key: str | None = None,
     ) -> SwarmDirectory:
-        """Return when this node is up (seconds, for the import); peers are dialled in the background.
+        """Start a directory, and return it when its node is up. Peers are dialled in the background.
 
-        `on_copy` is called, possibly repeatedly, when a later start with the same key announces itself. Records for
-        which `ignores` is true are never seen: those of peers that are not invited, or banned. `relays`: relay calls to
-        peers that cannot be dialled, which counts as traffic of this machine. `key`: of the view that is read and
-        announced in; None = that of the whole run.
+        The first start in a process takes several seconds, because it imports hivemind. `on_copy` is called, possibly
+        repeatedly, when a process that was started later with the same identity key announces itself. Records for which
+        `ignores` returns true are dropped, such as those of peers that are banned or not invited. If `relays` is true,
+        this node relays calls to peers that cannot be dialled, and these bytes count as traffic of this machine. `key`
+        is the key of the view that is read and announced in. If it is None, the view of the whole run is used.
 
-        Raises DirectoryError when the port is taken, the daemon cannot run, or a bootstrap is not an address.
+        Raises DirectoryError if the port is taken, the daemon cannot run, or a bootstrap is not a valid address.
         """
         if describe is not None and spec_digest is None:
-            raise ValueError("a peer that describes itself belongs to a run: spec_digest is missing")
+            raise ValueError("a directory that announces a peer needs the spec_digest of its run")
         _by_peer(bootstraps)  # report a mistyped address before the slow import
         is_monitor = spec_digest is not None and describe is None
         listen_on = ListenOn(listen_host, listen_port, announce_host, announce_port)
@@ -180,7 +187,7 @@ class SwarmDirectory:
 
     @property
     def node(self) -> SwarmNode:
-        """The node, for streams of other protocols over the same daemon."""
+        """The DHT node, which can also open streams of other protocols over the same daemon."""
         return self._node
 
     @property
@@ -189,79 +196,86 @@ class SwarmDirectory:
 
     @property
     def port(self) -> int:
-        """The TCP port of libp2p, also when 0 was requested."""
+        """The TCP port of libp2p. If port 0 was requested, this is the port that the system chose."""
         return self._node.port
 
     @property
     def relayed_bytes(self) -> int:
-        """Bytes that this node has relayed between peers that cannot be dialled."""
+        """The number of bytes that this node has relayed for peers that cannot be dialled."""
         return self._relay.passed_bytes if self._relay else 0
 
     def mirror(self, port: int) -> None:
-        """Relayed peers learn at this port of ours from where they are seen."""
+        """Set the port of this node at which relayed peers can ask for the address that others see."""
         if self._relay:
             self._relay.mirror_port = port
 
     @property
     def daemon_pid(self) -> int | None:
-        """Process id of p2pd; None while it is being restarted."""
+        """The process id of p2pd, or None while it is being restarted."""
         return self._node.daemon_pid
 
     def live(self) -> Sequence[Candidate]:
-        """Peers of the run heard within the TTL and not leaving, without this one. Never waits; thread-safe.
+        """Return the other peers of the run that were seen within the TTL and are not leaving.
 
-        With many buckets, only those in the two that were drawn last; a monitor gets all that were read.
+        In a large run, only the peers in the two buckets that were drawn last are returned. A monitor gets all peers
+        that were read. This method is thread-safe and does not wait.
         """
         return self._view.live()
 
     def knows(self, peer_id: str) -> bool:
-        """Whether a live record of this peer was read, from any bucket. Never waits; thread-safe."""
+        """Return whether a live record of a peer was read from any bucket.
+
+        This method is thread-safe and does not wait.
+        """
         return self._view.knows(peer_id)
 
     async def find(self, peer_id: str, *, timeout_s: float) -> Candidate | None:
-        """Find one particular peer, reading its bucket if it is unknown. None when it cannot be found."""
+        """Find a peer, and read its bucket if the peer is not known yet. Returns None if the peer cannot be found."""
         return await self._view.find(peer_id, timeout_s=timeout_s)
 
     def headcount(self) -> Headcount:
-        """How many other peers are alive. Never waits; thread-safe."""
+        """Return the number of other live peers. This method is thread-safe and does not wait."""
         return self._view.headcount()
 
     def records(self) -> list[tuple[PeerRecord, float]]:
-        """(record, age in seconds) of the run's peers that were read, including leaving ones, without this one."""
+        """Return (record, age in seconds) for each other peer whose record was read, including leaving peers."""
         return self._view.records()
 
     def read_age_s(self) -> float:
-        """Seconds since the directory last answered, or since the start if it never did."""
+        """Return the seconds since the DHT last answered, or since the start if it never has."""
         return self._view.read_age_s()
 
     def multiaddrs(self) -> list[str]:
-        """Where this node can be dialled, the announced host first; each ends in /p2p/PEER_ID.
+        """Return the multiaddrs at which this node can be dialled, with the announced host first.
 
-        A peer in a swarm on public addresses leaves out those of private networks.
+        Each ends in /p2p/PEER_ID. A peer in a swarm on public addresses leaves out private addresses.
         """
         return only_public(self._node.multiaddrs()) if self.is_abroad() else self._node.multiaddrs()
 
     def is_abroad(self) -> bool:
-        """Whether this is a peer of a swarm on public addresses, where private ones are useless."""
+        """Return whether this is a peer in a swarm on public addresses, where private addresses are useless."""
         others = [candidate.address for candidate in self.live()]
         return self._announcer is not None and (is_public(self._announce_host) or is_abroad(self._entrances, others))
 
     def neighbours(self) -> set[str]:
-        """Ids of DHT nodes that answered recently, of any run."""
+        """Return the peer ids of DHT nodes that answered recently. They can belong to any run."""
         return self._node.neighbours()
 
     def dial_nearby(self, peer_id: str, multiaddrs: Sequence[str]) -> None:
-        """Dial a peer at addresses in the local network as well; without addresses, no more."""
+        """Dial a peer at these addresses in the local network as well.
+
+        If `multiaddrs` is empty, the peer is no longer dialled there.
+        """
         self._dialer.dial_nearby(peer_id, multiaddrs)
 
     def dial_failures(self) -> dict[str, str]:
-        """Bootstraps that could not be reached so far: peer id -> why."""
+        """Return the reasons why bootstraps could not be reached on the last attempt, by peer id."""
         return self._dialer.failures()
 
     async def wait_for_peers(self, timeout_s: float) -> bool:
-        """Wait until a live peer of the run is known; False when none was within `timeout_s`.
+        """Wait until a live peer of the run is known. Returns False if there is none within `timeout_s`.
 
-        Raises DirectoryError when the clock of this machine differs from that of the others.
+        Raises DirectoryError if the clock of this machine differs from the clocks of the others.
         """
         self._dialer.check_clock()
         try:
@@ -272,34 +286,44 @@ class SwarmDirectory:
         return True
 
     async def wait_until_whole(self, timeout_s: float) -> bool:
-        """On a monitor: wait until it has read all buckets of the run; False after a timeout."""
+        """Wait until a monitor has read all buckets of the run. Returns False after a timeout."""
         return await self._view.wait_until_whole(timeout_s)
 
     async def check_clock(self, timeout_s: float) -> None:
-        """Wait until the entrances have been tried once. Raises DirectoryError, as `wait_for_peers` does."""
+        """Wait until the bootstraps have been dialled once, then check the clock of this machine.
+
+        Raises DirectoryError if this clock differs from the clocks of the others.
+        """
         await self._dialer.wait_until_tried(timeout_s)
         self._dialer.check_clock()
 
     async def announce_now(self) -> None:
-        """Store this peer's record now, after a change of state. Raises DirectoryError; the next heartbeat retries."""
+        """Store this peer's record now, for example after a change of state.
+
+        Raises DirectoryError if the record cannot be stored. The next heartbeat tries again.
+        """
         if self._announcer:
             await self._announcer.announce()
 
     async def refresh_now(self) -> None:
-        """Read a bucket now (all for a monitor). Raises DirectoryError; the view is then unchanged."""
+        """Read a bucket now, or all buckets on a monitor.
+
+        Raises DirectoryError if the DHT does not answer. The view then stays unchanged.
+        """
         if self._has_run:
             await self._view.refresh()
 
     async def stop(self, *, farewell: bool = True) -> None:
-        """Announce leaving (within FAREWELL_S), then end every task and process. Never raises, except for
-        cancellation.
+        """Announce that this peer is leaving, for at most FAREWELL_S, then end all tasks and processes.
+
+        This method raises nothing, except when it is cancelled.
         """
         try:
             await end_tasks(self._tasks)
             if farewell and self._announcer:
                 await self._announcer.announce("leaving", timeout_s=FAREWELL_S)
         except DirectoryError as error:
-            logger.warning("leaving could not be announced to the swarm: %s", error)
+            logger.warning("could not announce to the swarm that this peer is leaving: %s", error)
         finally:
             await self._node.stop()
             await asyncio.to_thread(self._address_book.save)
@@ -324,7 +348,7 @@ class SwarmDirectory:
         return self._timing.freshen_s
 
     async def _meet(self) -> None:
-        """Handle new neighbours: announce this peer to them, and look for the peers that they know."""
+        """Announce this peer to new neighbours, and look for the peers that they know."""
         await self.announce_now()
         await self.refresh_now()
 
@@ -337,14 +361,14 @@ def _by_peer(multiaddrs: Sequence[str]) -> dict[str, list[str]]:
 
 
 async def _forever(name: str, job: Callable[[], Awaitable[float]]) -> None:
-    """Run `job` again after the pause that it returns, even after an error."""
+    """Run `job` repeatedly, even after errors. `job` returns the seconds to wait before its next run."""
     while True:
         try:
             pause_s = await job()
         except DirectoryError as error:
-            logger.debug("directory %s: %s", name, error)
+            logger.debug("the directory task %s failed: %s", name, error)
             pause_s = 1.0
-        except Exception:  # an error here must not end the membership of a peer that trains well
-            logger.exception("directory %s failed; trying again", name)
+        except Exception:  # a bug here must not end the membership of a peer that trains
+            logger.exception("the directory task %s failed; trying again", name)
             pause_s = 5.0
         await asyncio.sleep(pause_s)

@@ -1,6 +1,6 @@
-"""Whether others can dial this peer: what three of them saw when they dialled back, and what to do about it.
+"""Finds out whether others can dial this peer by asking three of them to dial back, and advises the user.
 
-`Reach` has the words for it, of a peer and of each of its neighbours.
+`Reach` lists the kinds of reachability, both for this peer and for each of its neighbours.
 """
 
 from __future__ import annotations
@@ -22,30 +22,34 @@ from noloco_p2p.swarm.addresses import any_public, host_of
 log = logging.getLogger(__name__)
 
 ASKED_PEERS = 3
-LOOK_S = 0.5  # how often newcomers are checked while fewer than three have answered
-ASK_AGAIN_S = 15.0  # after a peer could not be asked
-RECHECK_S = 60.0  # while not direct, so that opening a port needs no restart
+LOOK_S = 0.5  # how often more peers are asked while fewer than three have dialled back
+ASK_AGAIN_S = 15.0  # the pause after a peer could not be asked
+RECHECK_S = 60.0  # while the peer is not direct, so that a newly opened port is noticed without a restart
 RECHECK_DIRECT_S = 900.0
 
 
 class Reach(StrEnum):
-    """How a peer is reached."""
+    """The way in which a peer is reached."""
 
     DIRECT = "direct"  # other peers reach its gRPC port
-    MAPPED = "mapped"  # the same, at a port that its router forwards as this peer asked it to
-    PUNCHED = "punched"  # through holes in the routers, which a relay helps to punch
-    RELAYED = "relayed"  # through a relay, which carries all bytes
-    OUTBOUND_ONLY = "outbound-only"  # not at all: it makes offers, but gets none
+    MAPPED = "mapped"  # the same, at a port that its router forwards because the peer asked for it
+    PUNCHED = "punched"  # through holes in the routers, punched with the help of a relay
+    RELAYED = "relayed"  # through a relay, which carries all traffic
+    OUTBOUND_ONLY = "outbound-only"  # not at all; the peer makes offers, but gets none
     UNKNOWN = "unknown"  # no peer has dialled back yet
 
 
 OPEN = frozenset({Reach.DIRECT, Reach.MAPPED})
-CLOSED = frozenset({Reach.PUNCHED, Reach.RELAYED, Reach.OUTBOUND_ONLY})  # others cannot simply dial it
+CLOSED = frozenset({Reach.PUNCHED, Reach.RELAYED, Reach.OUTBOUND_ONLY})  # Others cannot simply dial such a peer.
 
 
 def way_to(published: str, last_way: Reach | None, *, is_closed: bool) -> Reach:
-    """How a neighbour is reached. `published`: what it says of itself; `last_way`: of the last call to it, if that was
-    a hole or a relay; `is_closed`: this peer cannot be dialled either, else such a neighbour dials it."""
+    """Return how a neighbour is reached.
+
+    `published` is the reachability in its record. `last_way` is the route of the last call to it, if that went through
+    a hole or a relay. `is_closed` is true if this peer cannot be dialled. Otherwise, a neighbour behind a closed port
+    can dial this peer directly.
+    """
     if published not in CLOSED:
         return Reach.MAPPED if published == Reach.MAPPED else Reach.DIRECT
     if not is_closed:
@@ -57,7 +61,11 @@ def way_to(published: str, last_way: Reach | None, *, is_closed: bool) -> Reach:
 
 @dataclass(frozen=True, slots=True)
 class DialBack:
-    """What one peer saw. `reached`: port -> "" or why it cannot be reached."""
+    """The report of a peer that dialled back.
+
+    `observed_host` is the address at which it sees this peer. `reached` maps each port to the reason why it cannot be
+    reached, or to an empty string if it can.
+    """
 
     observed_host: str
     reached: Mapping[int, str]
@@ -65,14 +73,17 @@ class DialBack:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`sentence` is for people."""
+    """The reachability of this peer, and a sentence that explains it to the user."""
 
     state: Reach
     sentence: str
 
 
 def is_abroad(entrances: Iterable[str], others: Iterable[str]) -> bool:
-    """Whether the swarm is on public addresses. `entrances` are multiaddrs, `others` HOST:PORT of live peers."""
+    """Return whether the swarm is on public addresses.
+
+    `entrances` are the multiaddrs of bootstraps, and `others` are the HOST:PORT addresses of live peers.
+    """
     return any_public(entrances) or any(is_public(host_of(address)) for address in others)
 
 
@@ -89,10 +100,10 @@ def assess(
 ) -> Verdict:
     """Assess the reachability of this peer.
 
-    announced: its HOST:PORT. ports: its gRPC and libp2p ports as others see them. abroad: the swarm is on public
-    addresses. num_calls: how many calls of other peers arrived. relayed: a relay holds a reservation for it.
-    num_holes: through how many holes in routers this peer and others are connected. mapped_by: how the router maps
-    these ports, if others have reached them.
+    `announced` is its HOST:PORT address, and `ports` are its gRPC and libp2p ports as others see them. `abroad` is true
+    if the swarm is on public addresses. `num_calls` is the number of calls that other peers have made to it. `relayed`
+    is true if a relay holds a reservation for it. `num_holes` is the number of connections to other peers through holes
+    in routers. `mapped_by` is the protocol by which the router maps the ports, or an empty string if it maps none.
     """
     host = host_of(announced)
     observed = next((seen.observed_host for seen in dial_backs if is_public(seen.observed_host)), "")
@@ -112,12 +123,12 @@ def assess(
         if mapped_by:
             return Verdict(Reach.MAPPED, f"{told}, which the router maps ({mapped_by})")
         if all(seen.reached.get(ports[1]) for seen in through):
-            told += f"; port {ports[1]} (libp2p) is closed: open it too, so that others can enter through this peer"
+            told += f"; port {ports[1]} (libp2p) is closed; open it too, so that others can join through this peer"
         return Verdict(Reach.DIRECT, told)
     why = next(reason for seen in dial_backs if (reason := seen.reached.get(ports[0], "not asked")))
     told = f"{len(dial_backs) - len(through)} of {len(dial_backs)} peers could not dial port {ports[0]} ({why})"
     effect = {
-        Reach.OUTBOUND_ONLY: "so this peer makes offers and gets none",
+        Reach.OUTBOUND_ONLY: "so this peer makes offers but gets none",
         Reach.RELAYED: "so other peers behind closed ports call it through a relay",
         Reach.PUNCHED: f"so it connects to other such peers through holes in the routers, {num_holes} so far",
     }[closed]
@@ -126,15 +137,16 @@ def assess(
 
 def _advice(ports: tuple[int, int], host: str) -> str:
     return (
-        f"to be reached, forward TCP {ports[0]} and {ports[1]} to this machine in the router, open them in its "
-        f"firewall, and join with --announce {host}"
+        f"to be reachable, forward TCP {ports[0]} and {ports[1]} to this machine in the router, open them in this "
+        f"machine's firewall, and join with --announce {host}"
     )
 
 
 class DialBacks:
-    """Asks up to three live peers to dial back, and again from time to time. Run it as a task of the network thread.
+    """Asks up to three live peers to dial back, and repeats this from time to time.
 
-    `ask` raises PeerError; `live` returns the peers known now.
+    Start `run()` as a task in the network thread. `live` returns the peers that are known now. `ask` asks one of them
+    to dial back, and raises PeerError if the call fails.
     """
 
     def __init__(
@@ -156,13 +168,13 @@ class DialBacks:
         return list(self._seen.values())
 
     def ask_again(self) -> None:
-        """Forget what peers reported, because other ports are asked about now."""
+        """Forget the reports so far and ask again, because the ports have changed."""
         self._seen.clear()
         self._not_before_s.clear()
         self._again.set()
 
     async def wait(self, timeout_s: float) -> None:
-        """Wait until a peer has dialled back; at most `timeout_s`, and not at all while there is no peer to ask."""
+        """Wait until a peer has dialled back, for at most `timeout_s`. Return at once if there is no peer to ask."""
         if any(peer.can_be_called for peer in self._live()):
             try:
                 await asyncio.wait_for(self._first.wait(), timeout_s)
@@ -196,7 +208,7 @@ class DialBacks:
         await asyncio.gather(*(self._ask_one(peer, self._seen) for peer in chosen))
 
     async def _renew(self) -> None:
-        """Ask again; old answers count until there are new ones."""
+        """Ask peers to dial back again. The old reports count until new ones arrive."""
         fresh: dict[str, DialBack] = {}
         peers = [peer for peer in self._live() if peer.can_be_called]
         chosen = random.sample(peers, min(len(peers), ASKED_PEERS))
@@ -210,5 +222,5 @@ class DialBacks:
             self._first.set()
         except PeerError as error:
             log.debug("%s could not be asked to dial back: %s", short_id(peer.peer_id), error)
-        except Exception:  # whatever a stranger answers, the others are still asked
-            log.exception("handling the dial-back answer of %s failed", short_id(peer.peer_id))
+        except Exception:  # an answer of a stranger must not keep the others from being asked
+            log.exception("could not handle the dial-back answer of %s", short_id(peer.peer_id))

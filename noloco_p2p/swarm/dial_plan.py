@@ -1,4 +1,7 @@
-"""Which peers to dial, and when to retry. Pure: callers pass times, and nothing here touches the network."""
+"""Decides which peers to dial, and when to try again.
+
+Nothing here touches the network or reads a clock. Callers pass the time.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 FIRST_PAUSE_S = 1.0
-ENOUGH_NEIGHBOURS = 16  # with this many, only bootstraps and peers that fell silent are dialled
-LOST_PEERS = 8  # of the missing ones, those heard last: they may be alive on the other side of a partition
-LONGEST_PAUSE_LOST_S = 20.0  # for them, however long the partition lasts: it heals within half a minute
+ENOUGH_NEIGHBOURS = 16  # with this many, only bootstraps and lost peers are dialled
+LOST_PEERS = 8  # the missing peers that were seen last; they may be alive on the other side of a partition
+LONGEST_PAUSE_LOST_S = 20.0  # short, so that the swarm is whole again within half a minute after a partition
 
 
 @dataclass(slots=True)
@@ -21,9 +24,11 @@ class _Attempts:
 
 
 class DialPlan:
-    """Bootstraps are tried forever, finally every `longest_pause_s`, and so are the most recently lost peers.
+    """The plan for dialling bootstraps and known peers.
 
-    That merges islands. Other known peers are tried ever more rarely.
+    The pause between two attempts to dial a peer doubles after each failure, up to a limit. Bootstraps are dialled at
+    least every `longest_pause_s`, and the most recently lost peers at least every LONGEST_PAUSE_LOST_S, so that the
+    parts of a divided swarm find each other again. For other known peers, the limit is `longest_pause_remembered_s`.
     """
 
     def __init__(
@@ -50,9 +55,11 @@ class DialPlan:
         now_s: float,
         most: int = 8,
     ) -> dict[str, tuple[str, ...]]:
-        """Peer id -> addresses of those to dial now: missing bootstraps, then known peers, the most recent one first.
+        """Return the addresses of at most `most` peers that must be dialled now, by peer id.
 
-        `heard_of` are peers whose records arrive: while there are many neighbours, they are not missing.
+        Missing bootstraps come first. The missing peers in `remembered` follow in the same order as there. A peer in
+        `neighbours` is not missing. If there are many neighbours, a peer in `heard_of` is not missing either, because
+        its records arrive.
         """
         near = {*neighbours, self._own_peer_id}
         reachable = {*self._bootstraps, *remembered} - near
@@ -66,7 +73,7 @@ class DialPlan:
         return {peer: self._merged(peer, remembered) for peer in due[:most]}
 
     def reached(self, peer_id: str, *, now_s: float) -> None:
-        """The peer answered, which does not always make it a neighbour, so it is not dialled for a while."""
+        """Record that a peer answered. Because it may not become a neighbour, it is not dialled again for a while."""
         self._attempts[peer_id] = _Attempts(next_at_s=now_s + self._longest_pause_s)
 
     def failed(self, peer_id: str, reason: str, *, now_s: float) -> None:
@@ -77,19 +84,19 @@ class DialPlan:
         attempts.reason = reason
 
     def forget_failures(self) -> None:
-        """Dial all at once, because this machine's own network has just come back."""
+        """Make all peers due for dialling, because this machine's network has just come back."""
         self._attempts.clear()
 
     def failures(self) -> dict[str, str]:
-        """Bootstrap -> why it could not be reached the last time."""
+        """Return the reasons why bootstraps could not be reached on the last attempt, by peer id."""
         tried = {peer: self._attempts[peer] for peer in self._bootstraps if peer in self._attempts}
         return {peer: attempts.reason for peer, attempts in tried.items() if attempts.failures}
 
     def _next_at_s(self, peer_id: str) -> float:
-        """The longest pause is computed each time: a peer may have been forgotten since, or met by others."""
         attempts = self._attempts.get(peer_id)
         if attempts is None:
             return -math.inf
+        # The longest pause is computed on each call, because the peer may not have been among the lost ones before.
         if peer_id in self._bootstraps:
             longest_s = self._longest_pause_s
         else:

@@ -1,4 +1,4 @@
-"""Entering the DHT and staying in it: bootstraps and known peers are dialled while they are missing."""
+"""Enters the DHT and keeps this peer in it by dialling bootstraps and known peers while they are missing."""
 
 from __future__ import annotations
 
@@ -19,15 +19,14 @@ from noloco_p2p.swarm.node import SwarmNode
 
 logger = logging.getLogger(__name__)
 
-LONGEST_SLEEP_S = 1.0  # between checks of the plan
+LONGEST_SLEEP_S = 1.0  # the longest pause between two checks of the plan
 
 
 class Dialer:
-    """Carries out a `DialPlan`, and compares the clocks of the peers that answer with this machine's.
+    """Carries out a `DialPlan`, and compares this machine's clock with the clocks of the peers that answer.
 
-    heard_of: peers whose records arrive. on_met: awaited when a peer has answered. on_wrong_clock: called when the
-    clock of
-    this machine differs from that of the others; `check_clock` then raises.
+    `heard_of` returns the peers whose records arrive. `on_met` is awaited when a peer has answered. `on_wrong_clock` is
+    called when this machine's clock differs from the clocks of the others; `check_clock` then raises an error.
     """
 
     def __init__(
@@ -55,11 +54,11 @@ class Dialer:
         self._dial_now = asyncio.Event()
         self._has_dialled = asyncio.Event()
         self._nearby: dict[str, Sequence[str]] = {}  # in the local network: peer id -> multiaddrs
-        self._offsets: dict[str, Offset] = {}  # of the clocks of nodes, until it is known which ones are right
+        self._offsets: dict[str, Offset] = {}  # of nodes, until this machine's clock is known to be right
         self._clock_is_right = False
 
     async def dial(self) -> float:
-        """Dial the peers that are due, then wait until the next one may be; returns 0, the pause after it."""
+        """Dial the peers that are due, then wait until others may be due. Returns 0, because it has already waited."""
         book, near = {**self._nearby, **self._address_book.addresses()}, self._node.neighbours()
         book |= {peer: (*nearby, *book.get(peer, ())) for peer, nearby in self._nearby.items()}
         due = self._plan.due(book, near, heard_of=self._heard_of(), now_s=time.monotonic())
@@ -77,14 +76,14 @@ class Dialer:
         return 0.0
 
     def dial_all_now(self) -> None:
-        """Dial all peers now, because the network of this machine has just come back."""
+        """Dial all peers now, because this machine's network has just come back."""
         self._plan.forget_failures()
         self._dial_now.set()
 
     def dial_nearby(self, peer_id: str, multiaddrs: Sequence[str]) -> None:
-        """Dial a peer at addresses in the local network as well, now and while it is missing.
+        """Dial a peer at these addresses in the local network as well, now and whenever it is missing.
 
-        Without addresses, it is dialled there no more.
+        If `multiaddrs` is empty, the peer is no longer dialled there.
         """
         if not multiaddrs:
             self._nearby.pop(peer_id, None)
@@ -93,15 +92,15 @@ class Dialer:
         self._dial_now.set()
 
     def failures(self) -> dict[str, str]:
-        """Bootstraps that could not be reached so far: peer id -> why."""
+        """Return the reasons why bootstraps could not be reached on the last attempt, by peer id."""
         return self._plan.failures()
 
     def check_clock(self) -> None:
-        """Raise DirectoryError when the clock of this machine differs from that of the others."""
+        """Raise DirectoryError if the clock of this machine differs from the clocks of the others."""
         check_clock(self._offsets)
 
     async def wait_until_tried(self, timeout_s: float) -> None:
-        """Wait until the entrances have been tried once; at most `timeout_s`."""
+        """Wait until the bootstraps have been dialled once, for at most `timeout_s`."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self._has_dialled.wait(), timeout_s)
 
@@ -115,26 +114,28 @@ class Dialer:
             return False
         logger.info("entered the DHT through %s", short_id(peer_id))
         self._plan.reached(peer_id, now_s=time.monotonic())
+        # If libp2p was connected before, it dialled none of these addresses, so they may belong to another machine.
         for host in {host_in(address) for address in ways} & await self._hosts_of(peer_id):
             self._guard.reached(peer_id, host)
         CLOCK.heard(offset.seconds)
         if not self._clock_is_right:
             self._offsets[peer_id] = offset
-        nearby = self._nearby.get(peer_id, ())  # in another network, they would lead to other machines
+        # Do not remember local addresses, which would lead to other machines in another network.
+        nearby = self._nearby.get(peer_id, ())
         self._address_book.remember(peer_id, [address for address in multiaddrs if address not in nearby])
         return True
 
     async def _hosts_of(self, peer_id: str) -> set[str]:
-        """The hosts of a peer. It may have been connected before, so that only a plain socket was dialled."""
         try:
             return await self._node.hosts_of(peer_id)
         except DirectoryError:
             return set()
 
     async def _ways(self, peer_id: str, multiaddrs: Sequence[str]) -> list[str]:
-        """The addresses to dial, without peer id: the user's as they are, those of others as far as the guard allows.
+        """Return the addresses to dial, without peer ids.
 
-        Raises DirectoryError when none may be dialled now.
+        The user's own addresses are always included, and addresses from others only if the guard allows them. Raises
+        DirectoryError if none may be dialled now.
         """
         ways, faults = [], []
         for multiaddr in multiaddrs:
@@ -144,11 +145,11 @@ class Dialer:
             except Unreachable as error:
                 faults.append(str(error))
         if not ways:
-            raise DirectoryError(f"{short_id(peer_id)} is not dialled: {'; '.join(faults) or 'no address'}")
+            raise DirectoryError(f"{short_id(peer_id)} was not dialled: {'; '.join(faults) or 'no address'}")
         return ways
 
     def _look_at_clocks(self) -> None:
-        """Judge the clocks. Once others agree on the time, or there was no answer, this peer never doubts it again."""
+        """Check this machine's clock against the known offsets. Once it proves to be right, they are dropped."""
         try:
             self.check_clock()
         except DirectoryError as error:

@@ -1,9 +1,10 @@
-"""A hole: a TCP connection from one port of this machine through the routers on both sides.
+"""Punches TCP holes, through which two peers behind routers can open a direct connection.
 
-If a router maps a port inside to one port outside for all partners, each machine called from that port sees the
-port outside. Both sides learn it from a relay and then connect to each other's at the same time: to each router, the
-other side's packets look like answers. The port also listens, because one side may be early while its router admits
-everybody. The connection that carries the token in both directions is kept; all others are closed.
+Many routers map an internal port to the same external port, whatever the destination. A relay that is called from the
+internal port sees this external port, so each peer can learn its external port from the relay. Both peers then connect
+to each other's external port at the same time. To each router, the packets from the partner look like answers, so it
+lets them in. Each peer also listens on its port, because the partner may connect first, and some routers admit
+everybody. The first connection that carries the token in both directions is kept, and all others are closed.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from noloco_p2p.swarm.node import end_tasks
 from noloco_p2p.tcp import Endpoint, ask_from_where, tune
 
 TOKEN_BYTES = 16
-MAX_TRIES, AGAIN_S = 8, 0.2  # of one target that refuses the connection: the other side is not there yet
-BACKLOG = MAX_ACCEPTED = 8  # connections, of which one is the partner's
+MAX_TRIES, AGAIN_S = 8, 0.2  # A target may refuse the connection because the partner is not ready yet.
+BACKLOG = MAX_ACCEPTED = 8  # connections, one of which is the partner's
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A port as an observer sees it and as it is on this machine, and the round trip to the observer."""
+    """A port as seen by an observer, the same port on this machine, and the round-trip time to the observer."""
 
     seen: Endpoint
     local: Endpoint
@@ -32,7 +33,7 @@ class View:
 
 
 class Hole:
-    """A hole of one attempt. Call `close` in any case."""
+    """One attempt to punch a hole. Always call `close` at the end."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -42,9 +43,10 @@ class Hole:
         self._listener: socket.socket | None = None
 
     async def look(self, observer: Endpoint) -> View:
-        """Ask an observer how it sees the port, and listen on it. Raises OSError, ValueError.
+        """Ask an observer at which address and port it sees this peer, and listen on the local port.
 
-        The connection to the observer stays open, because routers forget the port when it ends.
+        The connection to the observer stays open, because routers forget the mapping when it ends. Raises OSError or
+        ValueError if the observer does not answer properly.
         """
         self._family = socket.AF_INET6 if ":" in observer[0] else socket.AF_INET
         connection, began_s = self._bound(), self._loop.time()
@@ -56,9 +58,10 @@ class Hole:
         return View(await ask_from_where(connection), (host, self._port), round_trip_s)
 
     async def open(self, targets: Sequence[Endpoint], token: bytes, *, says_first: bool) -> socket.socket:
-        """After `look`: connect to all targets, and accept, until one connection proves to be the partner's.
+        """Connect to all targets and accept connections, until one of them proves to be the partner's.
 
-        The caller sets the time limit and owns the socket that is returned. Raises OSError.
+        Call it after `look`. It has no time limit of its own, so the caller must set one. The caller owns the socket
+        that is returned.
         """
         assert self._listener is not None
         found: asyncio.Future[socket.socket] = self._loop.create_future()
@@ -78,7 +81,7 @@ class Hole:
         self._open.clear()
 
     def _bound(self) -> socket.socket:
-        """Make a socket on the port, once that is known; all of its sockets share the port."""
+        """Create a socket bound to this hole's port. The first socket chooses the port, and the others share it."""
         made = socket.socket(self._family, socket.SOCK_STREAM)
         self._open.add(made)
         made.setblocking(False)
@@ -91,7 +94,7 @@ class Hole:
         self, target: Endpoint, token: bytes, found: asyncio.Future[socket.socket], *, says_first: bool
     ) -> None:
         for _ in range(MAX_TRIES):
-            with suppress(OSError):  # refused, or the same connection came in already
+            with suppress(OSError):  # refused, or the partner's connection between the same ports arrived first
                 connection = self._bound()
                 try:
                     await self._loop.sock_connect(connection, target)
@@ -133,9 +136,12 @@ class Hole:
     async def _greet(
         self, connection: socket.socket, token: bytes, found: asyncio.Future[socket.socket], *, says_first: bool
     ) -> None:
-        """Exchange the token. The side that receives it first answers one connection only, so both keep the same."""
+        """Exchange the token, and complete `found` with this connection if it is the first to prove itself.
+
+        The peer that receives the token first answers on a single connection only, so both peers keep the same one.
+        """
         if says_first:
-            connection.send(token)  # there is room for it in a new connection
+            connection.send(token)  # the send buffer of a new connection has space for it
         if await self._heard(connection) == token and not found.done():
             if not says_first:
                 connection.send(token)

@@ -1,12 +1,13 @@
-"""Peers of the same run in one local network find each other by mDNS (RFC 6762) and call each other there.
+"""Lets peers of the same run find each other in a local network by mDNS (RFC 6762), and call each other there.
 
-They need no address that works from outside, and no router that returns what comes from inside. A service is called
-MARK-PEERID, and its text has the port of gRPC; its own port is that of libp2p. The mark is a digest of the key under
-which members of the run keep their records, so that only they recognise it.
+For this, the peers need no address that works from outside, and no router that supports hairpinning. Each peer
+announces a service with the name MARK-PEERID. The port of the service is the libp2p port, and its text record has the
+gRPC port. The mark is a digest of the key under which the peers of the run store their records, so only they recognise
+it.
 
-What the network says is a hint, and any machine in it can copy a mark. Only private addresses in a subnet of this
-machine are dialled: of 16 peers at a time, and after 16 announcements, of one more a minute. A peer counts as near once
-it has proven its identity there, to the session key in its record.
+Announcements are only hints, because any machine in the network can copy a mark. A peer dials only private addresses in
+a subnet of this machine. It keeps at most 16 peers at a time, and after the first 16 announcements it accepts one more
+per minute. A peer counts as near once it has proven, at its local address, that it owns the session key in its record.
 """
 
 from __future__ import annotations
@@ -42,14 +43,15 @@ from noloco_p2p.swarm.node import end_tasks
 log = logging.getLogger(__name__)
 
 SERVICE = "_noloco._tcp.local."
-GRPC = b"grpc"  # in the text of a service
+GRPC = b"grpc"  # the key of the gRPC port in the text record of a service
 NAME = re.compile(r"([0-9a-f]{8})-([1-9A-HJ-NP-Za-km-z]{40,54})\." + re.escape(SERVICE))
 MARK_CONTEXT = "noloco_p2p 2026 mark of a run in a local network"
 MAX_FOUND = 16
-FOUND_PER_S = 1 / 60  # beyond the first 16: goodbyes must not make room for a scan of the network
-MAX_HOSTS = 4  # of one peer
+# After the first 16. Otherwise, a stranger who keeps announcing services could make this peer scan the network.
+FOUND_PER_S = 1 / 60
+MAX_HOSTS = 4  # per peer
 ANSWER_MS = 3_000
-LOOK_S = 1.0  # how often records of found peers are looked for
+LOOK_S = 1.0  # how often the records of found peers are looked for
 RECHECK_S = 60.0
 
 Interface = ipaddress.IPv4Interface
@@ -57,7 +59,7 @@ Interface = ipaddress.IPv4Interface
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a service says: where a peer may be."""
+    """The addresses at which a peer may be in the local network, according to its mDNS service."""
 
     peer_id: str
     hosts: tuple[str, ...]
@@ -72,12 +74,15 @@ class Found:
 
 
 def mark_of(view: str) -> str:
-    """Return the mark of a run; `view` identifies the place of its records in the DHT."""
+    """Return the mark of a run. `view` is the digest that identifies the records of the run in the DHT."""
     return blake3(view.encode(), derive_key_context=MARK_CONTEXT).hexdigest(length=4)
 
 
 def own_interfaces(listen_host: str) -> list[Interface]:
-    """The private IPv4 addresses of this machine, with their subnets; of a listening address only that one."""
+    """Return the private IPv4 addresses of this machine, with their subnets.
+
+    If `listen_host` is not a wildcard, only that address is returned.
+    """
     found = [
         ipaddress.ip_interface(f"{each.address}/{each.netmask}")
         for addresses in psutil.net_if_addrs().values()
@@ -89,7 +94,7 @@ def own_interfaces(listen_host: str) -> list[Interface]:
 
 
 def nearby(hosts: Iterable[str], interfaces: Sequence[Interface]) -> tuple[str, ...]:
-    """Those of `hosts` that are in a subnet of this machine, and not the machine itself."""
+    """Return up to MAX_HOSTS hosts that are in a subnet of this machine, except the machine itself."""
     own = {each.ip for each in interfaces}
     addresses = [ipaddress.IPv4Address(host) for host in hosts]
     near = [each for each in addresses if each not in own and any(each in one.network for one in interfaces)]
@@ -97,11 +102,12 @@ def nearby(hosts: Iterable[str], interfaces: Sequence[Interface]) -> tuple[str, 
 
 
 class Household:
-    """Create it on the event loop. `look` comes first, `announce` once this peer has a gRPC server.
+    """Finds peers of the run in the local network.
 
-    view: as in `mark_of`. live: the peers whose records were read. on_found: gets the peer id and multiaddrs of a peer
-    that may be in this network, and no multiaddrs once it has left. ask: calls a peer, which then has proven its
-    identity; raises PeerError.
+    Create it on the event loop. Call `look` first, and `announce` once this peer has a gRPC server. `view` is the
+    same as in `mark_of`. `live` returns the peers whose records were read. `on_found` is called with the id and
+    multiaddrs of a peer that may be in this network, and with no multiaddrs once the peer has left. `ask` calls a peer
+    and raises PeerError if the call fails; if it succeeds, the peer has proven its identity.
     """
 
     def __init__(
@@ -122,7 +128,7 @@ class Household:
         self._ask = ask
         self._found: dict[str, Found] = {}
         self._allowance = Rates(per_s=FOUND_PER_S, at_once=MAX_FOUND)
-        self._near: dict[str, str] = {}  # peer id -> HOST:PORT of gRPC
+        self._near: dict[str, str] = {}  # peer id -> HOST:PORT of its gRPC server
         self._check_at_s: dict[str, float] = {}
         self._named: asyncio.Queue[str] = asyncio.Queue(MAX_FOUND)
         self._mdns: AsyncZeroconf | None = None
@@ -130,16 +136,16 @@ class Household:
         self._tasks: list[asyncio.Task[None]] = []
 
     def look(self) -> None:
-        """Begin to look for others. Without multicast, or outside a local network, nothing happens."""
+        """Start looking for other peers. Without multicast, or outside a local network, this does nothing."""
         if not self._interfaces:
             return
-        # zeroconf warns, with a traceback, about each network that is down or goes away.
+        # zeroconf logs a warning with a traceback about every network that is down or disappears.
         logging.getLogger("zeroconf").setLevel(logging.DEBUG if log.isEnabledFor(logging.DEBUG) else logging.CRITICAL)
         hosts = [str(each.ip) for each in self._interfaces]
         try:
             self._mdns = AsyncZeroconf(interfaces=hosts, ip_version=IPVersion.V4Only)
         except OSError as error:
-            log.info("peers in the local network are not looked for: %s", error)
+            log.info("cannot look for peers in the local network: %s", error)
             return
         self._browser = AsyncServiceBrowser(self._mdns.zeroconf, SERVICE, handlers=[self._on_change])
         self._tasks = [asyncio.create_task(self._resolve()), asyncio.create_task(self._check())]
@@ -161,7 +167,7 @@ class Household:
         return peer_id in self._near
 
     def reached(self, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-        """Return the same peers; those in the local network with their address there."""
+        """Return the same peers. Each peer in the local network gets its local address."""
         return [
             replace(each, address=self._near[each.peer_id], can_be_called=True) if self.is_near(each.peer_id) else each
             for each in candidates
@@ -179,7 +185,7 @@ class Household:
             self._named.put_nowait(name)
 
     async def _resolve(self) -> None:
-        """Ask the peers that were named for their addresses, one after the other."""
+        """Ask the announced peers for their addresses, one after the other."""
         while True:
             name = await self._named.get()
             info = AsyncServiceInfo(SERVICE, name)
@@ -187,7 +193,7 @@ class Household:
             try:
                 answered = await info.async_request(self._mdns.zeroconf, ANSWER_MS)
             except (OSError, NotRunningException) as error:
-                log.debug("%s is not asked: %s", name, error)
+                log.debug("could not ask %s for its addresses: %s", name, error)
                 continue
             found = read(info, self._interfaces) if answered else None
             if found and self._may_use(found):
@@ -202,7 +208,7 @@ class Household:
         return found != known and has_room and self._allowance.take("")
 
     async def _check(self) -> None:
-        """Call the peers that were found, once their records are there and then from time to time."""
+        """Call each peer that was found as soon as its record has been read, and again from time to time."""
         loop = asyncio.get_running_loop()
         while True:
             due = [
@@ -220,7 +226,7 @@ class Household:
             try:
                 await self._ask(replace(candidate, address=address))
             except PeerError as error:
-                log.debug("%s is not at %s: %s", short_id(candidate.peer_id), address, error)
+                log.debug("%s was not found at %s: %s", short_id(candidate.peer_id), address, error)
             else:
                 if candidate.peer_id in self._found:
                     self._near[candidate.peer_id] = address
@@ -248,11 +254,11 @@ class Household:
         try:
             await (await mdns.async_register_service(info))
         except (OSError, NonUniqueNameException, BadTypeInNameException) as error:
-            log.info("this peer is not announced in the local network: %s", error or type(error).__name__)
+            log.info("could not announce this peer in the local network: %s", error or type(error).__name__)
 
 
 def read(info: AsyncServiceInfo, interfaces: Sequence[Interface]) -> Found | None:
-    """Return what a service says, as far as it may be used; None when nothing is left."""
+    """Return the usable addresses and ports of a service, or None if it has no usable address or an invalid port."""
     named = NAME.fullmatch(info.name)
     port = (info.properties.get(GRPC) or b"").decode("ascii", "replace")
     hosts = nearby(info.parsed_addresses(IPVersion.V4Only), interfaces)

@@ -1,9 +1,10 @@
-"""Starts p2pd so that it dies with its parent: `python -I -S launch.py PARENT_PID P2PD ARGUMENT ..`.
+"""Starts p2pd so that it ends with its parent: `python -I -S launch.py PARENT_PID P2PD ARGUMENT ..`.
 
-It is a separate script, run by path and without site packages (20 ms). The death signal is set in this process and
-survives the exec, so nothing runs between fork and exec in a program with many threads, where that can deadlock. On
-Linux the kernel watches the *thread* that started this process. Elsewhere a second process watches the parent, and
-sends SIGTERM when it ends; this was written for macOS, but has not been run there.
+This separate script runs by its path and without site packages, so it starts in 20 ms. It sets the death
+signal in its own process, and the signal survives the exec. The parent therefore runs no code between fork and exec,
+where a program with many threads can deadlock. On Linux, the kernel watches the *thread* that started this process. On
+other systems, a second process watches the parent and sends SIGTERM when the parent ends. That part was written for
+macOS, but has not been run there.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ def main(arguments: list[str]) -> None:
             sys.exit(f"prctl failed: {os.strerror(ctypes.get_errno())}")
     else:
         start_watcher(parent_pid)
-    if os.getppid() != parent_pid:  # it died before the line above
+    if os.getppid() != parent_pid:  # the parent died before the death signal was set
         sys.exit("the parent has ended")
-    os.umask(0o077)  # the control socket is for this user alone
+    os.umask(0o077)  # only this user may use the control socket
     try:
         os.execv(command[0], command)
     except OSError as error:
@@ -37,12 +38,12 @@ def main(arguments: list[str]) -> None:
 
 
 def start_watcher(parent_pid: int) -> None:
-    """Fork a process that sends SIGTERM to this one when the parent ends, and that ends when this one has ended."""
+    """Fork a process that sends SIGTERM to this one when the parent ends. The fork exits when either has ended."""
     own_pid = os.getpid()
     if os.fork():
         return
     nowhere = os.open(os.devnull, os.O_RDWR)
-    for stream in range(3):  # readers of p2pd's output must see its end
+    for stream in range(3):  # release p2pd's output, so that its reader sees the end of it
         os.dup2(nowhere, stream)
     if first_to_end(parent_pid, own_pid) == parent_pid:
         with suppress(ProcessLookupError):
@@ -51,7 +52,10 @@ def start_watcher(parent_pid: int) -> None:
 
 
 def first_to_end(*pids: int) -> int:
-    """Wait until one of these processes has ended: with kqueue, or by polling every POLL_S on systems without it."""
+    """Wait until one of these processes has ended, and return its id.
+
+    This uses kqueue where it exists, and otherwise polls every POLL_S.
+    """
     if hasattr(select, "kqueue"):
         queue = select.kqueue()
         for pid in pids:

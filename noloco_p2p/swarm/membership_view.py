@@ -1,7 +1,8 @@
-"""The membership view of a run: buckets of records are read into it, and counted.
+"""Keeps the membership view of a run by reading buckets of records and counting the peers in them.
 
-A small run has one bucket, which holds all records. In a large run this peer reads one bucket at a time, drawn at
-random; a monitor reads all of them. Probes of buckets at another depth find peers that estimated another size.
+A small run has a single bucket, which holds all records. In a large run, a peer reads one bucket at a time, drawn at
+random, and a monitor reads all of them. Peers that have estimated a different size are found by probing buckets at
+other depths.
 """
 
 from __future__ import annotations
@@ -41,25 +42,25 @@ READS_AT_ONCE = 16
 WHOLE_POLL_S = 0.1
 LONGEST_SURVEY_PAUSE_S = 30.0
 
-Read = tuple[Bucket, list[PeerRecord], float]  # a bucket, its records, and their share of all its entries
+Read = tuple[Bucket, list[PeerRecord], float]  # a bucket, its valid records, and the share of its entries that was read
 
 
 @dataclass(frozen=True, slots=True)
 class Headcount:
-    """The number of live peers of a run, excluding this one. It is an estimate if not all of them were read."""
+    """The number of live peers in a run, excluding this one. It is an estimate if not all of them were read."""
 
     others: int
     is_estimate: bool
 
 
 class MembershipView:
-    """`live`, `records` and `headcount` never wait, and are thread-safe; the rest belongs to the loop.
+    """The records of a run that were read from the DHT.
 
-    key: of the view that is read, as `buckets.run_key` returns for a whole run; a peer may read several.
-    spec_digest: of
-    the run; records of other runs are ignored. is_monitor: it reads all buckets, and is not a peer itself. ignores:
-    records
-    that are never seen. only_public: as in `DialGuard`. `somebody` is set while a live peer is known.
+    `live`, `records` and `headcount` are thread-safe and do not wait. Everything else belongs to the event loop. `key`
+    is the key of the view to read; for a whole run, `buckets.run_key` returns it. A peer can have several views.
+    `spec_digest` is the digest of the run, and records of other runs are ignored. If `is_monitor` is true, all buckets
+    are read, and this node is not a peer itself. Records for which `ignores` returns true are dropped. `only_public` is
+    the same as in `DialGuard`. The event `somebody` is set while a live peer is known.
     """
 
     def __init__(
@@ -88,44 +89,47 @@ class MembershipView:
         self._sightings = Sightings(own_peer_id)
         rng = random.SystemRandom()
         self._rng, self._census, self._sampler = rng, Census(rng), BucketSampler(rng)
-        self._whole_depth: int | None = None  # at which all buckets were read
+        self._whole_depth: int | None = None  # the depth at which all buckets were read
         self._survey_at_s, self._survey_pause_s = 0.0, timing.quick_view_s
         self._started_at_s = self._read_at_s = time.monotonic()
 
     # what is known
 
     def live(self) -> Sequence[Candidate]:
-        """Peers heard within the TTL and not leaving; with many buckets, only those in the two that were drawn last."""
+        """Return the peers that were seen within the TTL and are not leaving.
+
+        In a large run, only the peers in the two buckets that were drawn last are returned, except on a monitor.
+        """
         drawn = None if self._is_monitor or self._census.depth == 0 else self._sampler.peers()
         return self._sightings.live(now_s=time.monotonic(), among=drawn)
 
     def knows(self, peer_id: str) -> bool:
-        """Whether a peer was heard within the TTL, from any bucket, and is not leaving."""
+        """Return whether a peer was seen in any bucket within the TTL and is not leaving."""
         return bool(self._sightings.live(now_s=time.monotonic(), among={peer_id}))
 
     def records(self) -> list[tuple[PeerRecord, float]]:
-        """(record, age in seconds) of all that were read, including leaving ones."""
+        """Return (record, age in seconds) for each peer whose record was read, including leaving peers."""
         return self._sightings.records(now_s=time.monotonic())
 
     def headcount(self) -> Headcount:
-        """How many others are alive."""
+        """Return the number of other live peers."""
         num_known = len(self.live())
         if self._census.depth == 0 or (self._is_monitor and self._whole_depth == self._census.depth):
             return Headcount(num_known, is_estimate=False)
         return Headcount(max(num_known, round(self._census.size) - (not self._is_monitor)), is_estimate=True)
 
     def read_age_s(self) -> float:
-        """Seconds since the DHT last answered, or since the start if it never did."""
+        """Return the seconds since the DHT last answered, or since the start if it never has."""
         return time.monotonic() - self._read_at_s
 
     def depths(self) -> tuple[int, ...]:
-        """The depths of the buckets in which this peer's record belongs now; the first is the home."""
+        """Return the depths at which this peer's record must be stored now. The peer reads at the first of them."""
         return self._census.depths(time.monotonic())
 
-    # reading; all raise DirectoryError, and the view then stays as it was
+    # reading; all of these raise DirectoryError, and the view then stays unchanged
 
     async def look(self) -> float:
-        """Read the run once; returns the pause until the next read."""
+        """Refresh the view, probe another depth if needed, and return the pause until the next read."""
         await self.refresh()
         now_s = time.monotonic()
         is_young = now_s - self._started_at_s < self._timing.quick_for_s
@@ -138,7 +142,7 @@ class MembershipView:
         return self._timing.bucket_view_s if self._census.depth else self._timing.view_s
 
     async def refresh(self) -> None:
-        """Read a bucket now (all for a monitor)."""
+        """Read a bucket now, or all buckets on a monitor."""
         depth, base = self._census.depth, self._census.base
         witness = self._census.witness
         drawn = bucket_of(witness, depth) if witness else self._sampler.next(depth)
@@ -150,11 +154,11 @@ class MembershipView:
             for bucket, records, share in await self._read(buckets[start : start + READS_AT_ONCE]):
                 self._count(bucket, records, share)
             if self._census.depth != depth:
-                return  # other buckets are in use
+                return  # the depth has changed, so the remaining buckets are no longer used
         self._whole_depth = depth if self._is_monitor else None
 
     async def look_aside(self, depth: int | None = None) -> None:
-        """Look for peers that settled at another depth: the one that is due next, or `depth`."""
+        """Look for peers at another depth. If `depth` is None, the depth that is due next is probed."""
         depth, nums_apart = self._census.aside() if depth is None else depth, list[float]()
         while not is_enough(depth, nums_apart):
             reads = await self._read([random_bucket(depth, self._rng)])
@@ -167,7 +171,7 @@ class MembershipView:
         self._census.note_aside(depth, nums_apart, now_s=time.monotonic())
 
     async def find(self, peer_id: str, *, timeout_s: float) -> Candidate | None:
-        """Find one particular peer, reading its bucket if it is unknown. None when it cannot be found."""
+        """Find a peer, and read its bucket if the peer is not known yet. Returns None if the peer cannot be found."""
         if known := next((candidate for candidate in self.live() if candidate.peer_id == peer_id), None):
             return known
         try:
@@ -177,14 +181,14 @@ class MembershipView:
         return next(iter(self._sightings.live(now_s=time.monotonic(), among={peer_id})), None)
 
     async def stored_under(self, peer_id: str, *, timeout_s: float) -> list[PeerRecord]:
-        """The records that the current buckets hold under one peer id."""
+        """Return the records that are stored under one peer id at the depths in use."""
         buckets = [bucket_of(peer_id, depth) for depth in self.depths()]
         stored = await self._get(buckets, timeout_s=timeout_s)
         only = [{key: value for key, value in entries.items() if key == peer_id} for entries in stored]
         return [record for both in zip(buckets, only, strict=True) for record in self._readable(*both)]
 
     async def wait_until_whole(self, timeout_s: float) -> bool:
-        """On a monitor: wait until it has read all buckets of the run; False after a timeout."""
+        """Wait until a monitor has read all buckets of the run. Returns False after a timeout."""
         until_s = time.monotonic() + timeout_s
         while self._whole_depth != self._census.depth:
             if time.monotonic() > until_s:
@@ -193,7 +197,10 @@ class MembershipView:
         return True
 
     async def _survey(self) -> None:
-        """Probe all depths until a peer is found, ever more rarely, because a newcomer does not know the depth."""
+        """Probe all depths until this peer moves to one of them, because a newcomer does not know the right depth.
+
+        Surveys become less frequent over time.
+        """
         self._survey_at_s = time.monotonic() + self._survey_pause_s
         self._survey_pause_s = min(2 * self._survey_pause_s, LONGEST_SURVEY_PAUSE_S)
         before = self._census.depth
@@ -205,7 +212,7 @@ class MembershipView:
                 return
 
     async def _read(self, buckets: Iterable[Bucket], *, timeout_s: float = CALL_S) -> list[Read]:
-        """Read buckets in parallel, and merge them into the view. Empty when there is no node to ask."""
+        """Read buckets in parallel, and merge them into the view. Returns an empty list if there is no node to ask."""
         buckets = list(buckets)
         found = await self._get(buckets, timeout_s=timeout_s)
         if not any(found) and not self._node.neighbours():
@@ -230,7 +237,7 @@ class MembershipView:
         return await asyncio.gather(*(self._node.get(key, timeout_s=timeout_s) for key in keys))
 
     def _count(self, bucket: Bucket, records: Sequence[PeerRecord], share: float) -> None:
-        """Count a bucket at the current depth or at the base, of which `share` was read."""
+        """Count the peers in a bucket at the current depth or the base, of which the fraction `share` was read."""
         live = [record for record in records if record.state != "leaving"]
         peer_ids, witness = [record.peer_id for record in live], self._census.witness
         self._sampler.took(bucket, peer_ids)
@@ -243,7 +250,7 @@ class MembershipView:
             self._census.note_base([peer_id for peer_id in peer_ids if peer_id != self._own_peer_id])
 
     def _readable(self, bucket: Bucket, entries: dict[str, tuple[bytes, float]]) -> list[PeerRecord]:
-        """Apply the validator's checks to what was read, and check the remaining fields."""
+        """Return the valid records among the entries. Unlike the validator, it checks all fields of a record."""
         records: list[PeerRecord] = []
         for subkey, (value, expires_at_s) in entries.items():
             try:

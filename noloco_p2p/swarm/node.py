@@ -1,8 +1,8 @@
-"""A DHT node that recovers: p2pd, its client, and hivemind's DHTNode are rebuilt together when one is lost.
+"""Runs a DHT node that recovers from failures. If p2pd is lost, it is restarted with a new client and DHTNode.
 
-A DHTNode does not survive its daemon: calls of its client are never answered again. The new one has the same peer id,
-port and place in the key space; others store their records with it again within one heartbeat. Every call has a
-deadline, and every failure is a DirectoryError, whatever hivemind raised.
+hivemind's DHTNode does not survive its daemon, because the calls of its client are never answered again. The new node
+has the same peer id, port and place in the key space, and other peers store their records on it again within one
+heartbeat. Every call has a deadline, and every failure becomes a DirectoryError, whatever hivemind raised.
 """
 
 from __future__ import annotations
@@ -37,18 +37,19 @@ KNOCK_S = 4.0
 CONNECT_S = 8.0
 CALL_S = 15.0
 CLOSE_S = 2.0
-NOTICE_TURNS = 3  # of the event loop, until connections to an ended daemon are closed on this side, too
-EXIT_S = 0.5  # the closed connection of a dying process is noticed first
+NOTICE_TURNS = 3  # turns of the event loop until this process has closed its connections to an ended daemon
+EXIT_S = 0.5  # The connection of a dying process closes before its exit is noticed.
 PING_S = 2.0
-HUNG_S = 9.0  # without an answer of p2pd; with a restart it is back within 15 s
+HUNG_S = 9.0  # the longest silence of p2pd; including the restart, it is back within 15 s
 RESTART_PAUSES_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0)  # the last one repeats
 CANCEL_AGAIN_S = 0.2
 
 
 class SwarmNode:
-    """One node of the DHT. Create it with `start()`; `stop()` leaves no process, socket or task behind.
+    """A node of the DHT.
 
-    `guard`: for dials of nodes that other nodes report.
+    Create it with `start()`. `stop()` leaves no process, socket or task behind. `guard` limits the dials of nodes that
+    other nodes report.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class SwarmNode:
         self._daemon: Daemon | None = None
         self._p2p: DaemonClient | None = None
         self._dht: BoundedNode | None = None
-        self._listening: list[str] = []  # multiaddrs without peer id, as the daemon reports them
+        self._listening: list[str] = []  # multiaddrs from the daemon, without peer id
         self._watchdog: asyncio.Task[None] | None = None
         self._handlers: dict[str, StreamHandler] = {}
         self.streams = Streams()
@@ -78,11 +79,12 @@ class SwarmNode:
         is_client: bool = False,
         guard: DialGuard | None = None,
     ) -> SwarmNode:
-        """Start without peers; `dial()` connects to some. Raises DirectoryError: port taken, other identity, no
-        daemon.
+        """Start a node without peers; `dial()` connects it to some.
+
+        Raises DirectoryError if the port is taken, the daemon cannot run, or it has loaded another identity.
         """
         await asyncio.to_thread(kademlia.load)
-        if listen_on.announce_host and not listen_on.port:  # the daemon needs the port that it announces
+        if listen_on.announce_host and not listen_on.port:  # the daemon must know the port that it announces
             listen_on = replace(listen_on, port=probe_port(listen_on.host, 0))
         node = cls(identity_path, peer_id, listen_on, is_client=is_client, guard=guard or DialGuard())
         try:
@@ -108,7 +110,10 @@ class SwarmNode:
         return self._daemon.pid if self._daemon else None
 
     def multiaddrs(self) -> list[str]:
-        """Where others can dial this node: the announced host first, then by reach."""
+        """Return the multiaddrs at which others can dial this node.
+
+        The announced host comes first, and the others follow with public addresses before private ones.
+        """
         return [f"{address}/p2p/{self.peer_id}" for address in self._addresses()]
 
     def _addresses(self) -> list[str]:
@@ -120,14 +125,15 @@ class SwarmNode:
         return list(dict.fromkeys(announced + by_reach(self._listening)))
 
     def neighbours(self) -> set[str]:
-        """Peer ids in the routing table: DHT nodes that answered recently."""
+        """Return the peer ids in the routing table, which are DHT nodes that answered recently."""
         return self._dht.neighbours() if self._dht is not None else set()
 
     async def dial(self, peer_id: str, addresses: Sequence[str]) -> Offset:
-        """Connect to a peer and exchange routing table entries; returns its clock offset. Raises DirectoryError.
+        """Connect to a peer, exchange routing table entries, and return the offset of its clock.
 
-        A plain TCP connection is tried first: after each failure of its own, libp2p refuses to dial an address for up
-        to five minutes, during which a bootstrap that is back would not be found.
+        A plain TCP connection is tried first. If libp2p itself fails to dial an address, it refuses to try again for up
+        to five minutes, so it would miss a bootstrap that has come back. Raises DirectoryError if the peer cannot be
+        reached or is not a DHT node.
         """
         what = f"dialling {short_id(peer_id)} at {', '.join(addresses)}"
         answers = await asyncio.gather(*(knock(address) for address in addresses))
@@ -137,46 +143,58 @@ class SwarmNode:
         await _guard(self._running_p2p().connect(peer_id, answering), CONNECT_S, what)
         offset = await _guard(self._running_dht().greet(peer_id), CALL_S, what)
         if offset is None:
-            raise DirectoryError(f"{what}: connected, but no DHT node answers there")
+            raise DirectoryError(f"{what}: connected, but no DHT node answers")
         return offset
 
     async def open_stream(
         self, peer_id: str, addresses: Sequence[str], protocol: str
     ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Open a raw byte stream to a peer, dialling `addresses` if libp2p is not connected. Raises DirectoryError."""
-        what = f"a stream to {short_id(peer_id)}"
+        """Open a raw byte stream to a peer. If libp2p is not connected to it, `addresses` are dialled.
+
+        Raises DirectoryError if the stream cannot be opened.
+        """
+        what = f"opening a stream to {short_id(peer_id)}"
         if addresses:
             await _guard(self._running_p2p().connect(peer_id, addresses), CONNECT_S, what)
         return await _guard(self._running_p2p().open_stream(peer_id, protocol), CONNECT_S, what)
 
     async def remote_address(self, peer_id: str) -> str:
-        """The multiaddr that a connected peer comes from, without its id; empty when it is not connected directly."""
+        """Return a connected peer's multiaddr without its id, or an empty string if it is not directly connected."""
         found = await _guard(self._running_p2p().remote_addresses(), ATTACH_S, "asking p2pd for its peers")
         return next((address for peer, address in found if peer == peer_id and tcp_target(address)), "")
 
     async def hosts_of(self, peer_id: str) -> set[str]:
-        """As `DaemonClient.hosts_of`. Raises DirectoryError."""
+        """Return the hosts of a peer's connections, like `DaemonClient.hosts_of`.
+
+        Raises DirectoryError if p2pd does not answer.
+        """
         return await _guard(self._running_p2p().hosts_of(peer_id), ATTACH_S, "asking p2pd for its peers")
 
     async def handle_streams(self, protocol: str, handler: StreamHandler) -> None:
-        """Pass (peer id, reader, writer) of each stream that others open to `handler`, after a restart too."""
+        """Call `handler` with (peer id, reader, writer) for each stream of this protocol that others open.
+
+        The handler is also used after a restart of p2pd.
+        """
         self._handlers[protocol] = handler
         handling = self._running_p2p().handle_streams(protocol, self.streams.bounded(handler))
-        await _guard(handling, ATTACH_S, "asking p2pd for streams")
+        await _guard(handling, ATTACH_S, "asking p2pd to forward streams")
 
     async def store(
         self, key: str, subkey: str, value: bytes, *, expires_at_s: float, timeout_s: float = CALL_S
     ) -> None:
-        """Store a value until `expires_at_s` (DHT time), on the nodes closest to the key. Raises DirectoryError.
+        """Store a value on the nodes closest to the key, until `expires_at_s` in DHT time.
 
-        hivemind's result is not returned: it is true when only this node stored the value, and false when only the last
-        of five refused it.
+        hivemind's result is not returned because it means little: it is true if only this node stored the value, and
+        false if only the last of five nodes refused it. Raises DirectoryError if the call fails.
         """
         call = self._running_dht().store(key, value, expires_at_s, subkey=subkey)
         await _guard(call, timeout_s, "storing in the DHT")
 
     async def get(self, key: str, *, timeout_s: float = CALL_S) -> dict[str, tuple[bytes, float]]:
-        """subkey -> (value, expiry) from the nodes closest to the key. Raises DirectoryError."""
+        """Read the values of a key from the nodes closest to it. Returns subkey -> (value, expiry).
+
+        Raises DirectoryError if the call fails.
+        """
         found = await _guard(self._running_dht().get(key, latest=True), timeout_s, "reading from the DHT")
         if found is None or not isinstance(found.value, dict):
             return {}
@@ -199,7 +217,7 @@ class SwarmNode:
         self._p2p = await _guard(kademlia.attach(self._daemon.control_socket), ATTACH_S, "attaching to p2pd")
         if str(self._p2p.peer_id) != self.peer_id:
             raise DirectoryError(
-                f"p2pd took the identity {self._p2p.peer_id} from {self._identity_path}, not {self.peer_id}"
+                f"p2pd loaded the identity {self._p2p.peer_id} from {self._identity_path}, not {self.peer_id}"
             )
         addresses = await _guard(self._p2p.get_visible_maddrs(), ATTACH_S, "asking p2pd for its addresses")
         suffix = f"/p2p/{self.peer_id}"
@@ -237,7 +255,7 @@ class SwarmNode:
             self.on_restart()
 
     async def _lost(self) -> str:
-        """Wait until the daemon has ended, has closed its connection, or cannot continue; returns the reason."""
+        """Wait until the daemon has ended, has closed its connection, or must be killed. Returns the reason."""
         assert self._daemon is not None
         ended = asyncio.create_task(self._daemon.ended())
         unfit = asyncio.create_task(self._unfit())
@@ -255,8 +273,9 @@ class SwarmNode:
             unfit.cancel()
 
     async def _unfit(self) -> str:
-        """Wait until the daemon is silent for HUNG_S, though this program was not, or is too large; returns the
-        reason.
+        """Wait until the daemon uses too much memory, or has not answered for HUNG_S. Returns the reason.
+
+        Each check comes after a new request, so the daemon is not blamed for a pause of this program.
         """
         assert self._daemon is not None
         answered_s = time.monotonic()
@@ -265,7 +284,7 @@ class SwarmNode:
                 return f"it used more than {MAX_MEMORY_BYTES >> 20} MiB"
             await asyncio.sleep(PING_S)
             with suppress(DirectoryError):
-                await _guard(self._running_p2p().answers(), PING_S, "asking p2pd")
+                await _guard(self._running_p2p().answers(), PING_S, "pinging p2pd")
                 answered_s = time.monotonic()
         return "it did not answer"
 
@@ -276,7 +295,7 @@ class SwarmNode:
                 await asyncio.sleep(RESTART_PAUSES_S[min(attempt, len(RESTART_PAUSES_S) - 1)])
                 await self._bring_up()
                 return
-            except (DirectoryError, OSError) as error:  # out of file descriptors, for example
+            except (DirectoryError, OSError) as error:  # for example, out of file descriptors
                 logger.warning("p2pd could not be restarted: %s", error)
 
 
@@ -289,7 +308,11 @@ def _port_of(multiaddrs: Sequence[str]) -> int:
 
 
 async def knock(address: str) -> str:
-    """Return why there is no listener at a TCP address; empty when there is one, or for another kind of address."""
+    """Check whether a server listens at a TCP multiaddr.
+
+    If no server listens there, this returns the reason. Otherwise, and for other kinds of addresses, it returns an
+    empty string.
+    """
     target = tcp_target(address)
     if target is None:
         return ""
@@ -304,22 +327,22 @@ async def knock(address: str) -> str:
 
 
 async def _guard(call: Awaitable[T], timeout_s: float, what: str) -> T:
-    """The one place where hivemind's errors become DirectoryErrors."""
+    """Await a call with a time limit, and turn all errors of hivemind into DirectoryErrors."""
     try:
         return await asyncio.wait_for(call, timeout_s)
     except TimeoutError:
         raise DirectoryError(f"{what}: no answer within {timeout_s:.0f} s") from None
     except DirectoryError:
         raise
-    except Exception as error:  # hivemind and its protobuf, msgpack and socket layers raise many kinds of errors
+    except Exception as error:  # hivemind and the layers below it raise many kinds of errors
         raise DirectoryError(f"{what}: {type(error).__name__}: {error}") from error
 
 
 async def end_tasks(tasks: Iterable[asyncio.Task[None]]) -> None:
-    """Cancel tasks, repeatedly if necessary.
+    """Cancel tasks until all of them have ended.
 
-    A call that completes at the moment of a cancellation can swallow it, and its task then continues to sleep
-    (asyncio.wait_for of Python 3.11, and hivemind's own loops).
+    A task can lose a cancellation if the call that it awaits completes at the same moment. This happens with
+    asyncio.wait_for in Python 3.11 and in hivemind's own loops, so the cancellation is repeated.
     """
     pending = set(tasks)
     while pending:

@@ -1,8 +1,8 @@
-"""Ask the router of this network to forward a peer's two ports to it: by NAT-PMP (RFC 6886), else by UPnP.
+"""Asks the router of this network to forward a peer's two ports to this machine, by NAT-PMP (RFC 6886) or else by UPnP.
 
-The address that a router names is a hint: a peer announces it only until others report that it leads nowhere, see
-`peer/reachability.py`. A router is asked for mappings that expire, they are renewed, and removed when the peer leaves.
-A router with PCP alone, and one that has a private address itself, are of no use here.
+The address that a router reports is only a hint. A peer stops announcing it when others report that it leads nowhere
+(see `peer/reachability.py`). The mappings expire, so they are renewed while the peer runs, and they are removed when it
+leaves. Routers that support only PCP, or that have a private address themselves, cannot be used.
 """
 
 from __future__ import annotations
@@ -27,29 +27,32 @@ from noloco_p2p.hosts import ip_of, is_home, is_public
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-LEASE_S = 3600  # of a mapping; a router may grant less
+LEASE_S = 3600  # the requested lifetime of a mapping; a router may grant less
 SHORTEST_LEASE_S = 60
-AGAIN_S = 600.0  # after no router helped
-ANSWER_S = 10.0  # for one router; the answers of UPnP come from a thread
+AGAIN_S = 600.0  # the pause after no router helped
+ANSWER_S = 10.0  # the time limit for one router and protocol
 FAREWELL_S = 2.0
 PMP_PORT = 5351
 PMP_TRIES_S = (0.25, 0.5, 1.0)
 PMP_MAP_TCP = 2
 UPNP_DISCOVERY_MS = 2_000
-UPNP_TRIES = 3  # with other ports, after the first
+UPNP_TRIES = 3  # with random ports, after the desired port was refused
 OTHER_PORTS = range(20_000, 60_000)
 ROUTES = Path("/proc/net/route")
 
-Ports = tuple[int, int]  # of gRPC and of libp2p
+Ports = tuple[int, int]  # the gRPC port and the libp2p port
 
 
 class NoMapping(Exception):
-    """A router that does not help, and why."""
+    """The router does not map the ports. The message gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class MappedPorts:
-    """The address and the ports outside, in the order of the ports inside. by: the protocol."""
+    """The external address and ports of a peer.
+
+    `ports` are in the order of the internal ports, and `by` is the name of the protocol.
+    """
 
     host: str
     ports: Ports
@@ -58,7 +61,7 @@ class MappedPorts:
 
 
 class RouterClient(Protocol):
-    """One way to ask. Both methods raise NoMapping, OSError or TimeoutError."""
+    """A client that asks a router for port mappings. On failure, it raises NoMapping, OSError or TimeoutError."""
 
     async def map(self, ports: Ports) -> MappedPorts: ...
 
@@ -66,9 +69,10 @@ class RouterClient(Protocol):
 
 
 class PortMapping:
-    """The mapping of one peer, kept by the task that `run` is. `mapped` is None while there is none.
+    """The port mapping of one peer.
 
-    ports: those inside. on_change: called when `mapped` changes.
+    `run` keeps the mapping alive, and must run as a task. `mapped` is None while there is no mapping. `ports` returns
+    the internal ports. `on_change` is called when `mapped` changes.
     """
 
     def __init__(
@@ -76,7 +80,7 @@ class PortMapping:
     ) -> None:
         self.mapped: MappedPorts | None = None
         self._clients = clients
-        self._client: RouterClient | None = None  # which made `mapped`
+        self._client: RouterClient | None = None  # the client that made `mapped`
         self._ports = ports
         self._on_change = on_change
         self._has_asked = asyncio.Event()
@@ -91,13 +95,13 @@ class PortMapping:
             await asyncio.sleep(self.mapped.lease_s / 2 if self.mapped else AGAIN_S)
 
     async def wait(self, timeout_s: float) -> None:
-        """Wait until each router was asked once; at most `timeout_s`."""
+        """Wait until the router has been asked for the first time, for at most `timeout_s`."""
         if self._clients:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._has_asked.wait(), timeout_s)
 
     async def close(self) -> None:
-        """Remove the mapping; a router that does not answer is left alone after FAREWELL_S."""
+        """Remove the mapping. If the router does not answer within FAREWELL_S, give up."""
         if self._client and self.mapped:
             with contextlib.suppress(NoMapping, OSError, TimeoutError):
                 await asyncio.wait_for(self._client.unmap(self._ports(), self.mapped), FAREWELL_S)
@@ -125,7 +129,7 @@ class PortMapping:
 
 
 def gateway(routes: Path = ROUTES) -> str:
-    """The private address of the router of the default route; empty where it is unknown."""
+    """Return the private address of the default route's router, or an empty string if it is unknown."""
     try:
         lines = routes.read_text().splitlines()[1:]
         fields = [line.split() for line in lines]
@@ -136,7 +140,7 @@ def gateway(routes: Path = ROUTES) -> str:
 
 
 class NatPmp:
-    """RFC 6886, which most routers with PCP also speak."""
+    """A client for NAT-PMP (RFC 6886), which most routers with PCP also support."""
 
     def __init__(self, router: str, port: int = PMP_PORT) -> None:
         self._router = (router, port)
@@ -152,19 +156,19 @@ class NatPmp:
             await self._map(port, 0, 0)
 
     async def _map(self, inside: int, outside: int, lease_s: int) -> tuple[int, int]:
-        """Return the port outside, and the seconds of the lease."""
+        """Map an internal port. Returns the external port and the lifetime of the mapping in seconds."""
         request = struct.pack("!BBHHHI", 0, PMP_MAP_TCP, 0, inside, outside, lease_s)
         named, found, granted_s = await self._request(request, "!HHI")
         if named != inside or (lease_s and not (found and granted_s)):
-            raise NoMapping("the router's answer is about another port, or grants nothing")
+            raise NoMapping("the router's answer is for another port, or grants no mapping")
         return found, granted_s
 
     async def _request(self, request: bytes, layout: str) -> tuple[Any, ...]:
-        """Send until an answer comes, and return its fields after the header."""
+        """Send a request repeatedly until an answer arrives. Returns the fields of the answer after its header."""
         loop = asyncio.get_running_loop()
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
             udp.setblocking(False)
-            udp.connect(self._router)  # only its answers are received
+            udp.connect(self._router)  # so that only answers from the router are received
             for patience_s in PMP_TRIES_S:
                 udp.send(request)
                 with contextlib.suppress(TimeoutError):
@@ -179,7 +183,7 @@ def _fields(answer: bytes, operation: int, layout: str) -> tuple[Any, ...]:
         raise NoMapping("the router's answer is too short")
     version, answered, result, _ = header.unpack_from(answer)
     if version != 0 or answered != 128 + operation or result != 0:
-        raise NoMapping(f"the router refuses (version {version}, operation {answered}, result {result})")
+        raise NoMapping(f"the router refused the request (version {version}, operation {answered}, result {result})")
     return struct.unpack_from(layout, answer, header.size)
 
 
@@ -187,16 +191,16 @@ def _fields(answer: bytes, operation: int, layout: str) -> tuple[Any, ...]:
 
 
 class Upnp:
-    """Internet Gateway Devices, by miniupnpc, whose calls block.
+    """A client for UPnP Internet Gateway Devices, based on miniupnpc.
 
-    They run in one daemon thread. A router that answers byte by byte holds that thread up, but neither the event loop
-    nor the end of the process. An external port that the router has given to another machine is replaced by a random
-    one.
+    The calls of miniupnpc block, so they run in a daemon thread. A router that answers byte by byte delays this thread,
+    but not the event loop or the exit of the process. If the router has already given the external port to another
+    machine, a random port is used instead.
     """
 
     def __init__(self, local_host: str) -> None:
         self._local_host = local_host
-        self._gateway: Any = None  # of the last mapping
+        self._gateway: Any = None  # the router that made the last mapping
         self._thread: threading.Thread | None = None
 
     async def map(self, ports: Ports) -> MappedPorts:
@@ -207,14 +211,14 @@ class Upnp:
 
     async def _beside(self, ask: Callable[[], T]) -> T:
         if self._thread and self._thread.is_alive():
-            raise NoMapping("UPnP: the router still answers the last request")
+            raise NoMapping("UPnP: the router is still answering the last request")
         answer: Future[T] = Future()
-        answer.set_running_or_notify_cancel()  # a caller that gives up does not cancel it
+        answer.set_running_or_notify_cancel()  # a caller that gives up must not cancel it
 
         def run() -> None:
             try:
                 answer.set_result(ask())
-            except BaseException as error:  # noqa: BLE001 - it belongs to the caller
+            except BaseException as error:  # noqa: BLE001 - it is passed to the caller
                 answer.set_exception(error)
 
         self._thread = threading.Thread(target=run, name="noloco-upnp", daemon=True)
@@ -228,10 +232,10 @@ class Upnp:
         try:
             return MappedPorts(str(ipaddress.IPv4Address(host)), (grpc, libp2p), "UPnP")
         except ValueError:
-            raise NoMapping("the router names no address") from None
+            raise NoMapping("the router reported no valid address") from None
 
     def _map_one(self, router: Any, inside: int) -> int:
-        """Return the port outside."""
+        """Map an internal port, and return the external one."""
         fault = NoMapping(f"the router does not map port {inside}")
         for outside in (inside, *random.sample(OTHER_PORTS, UPNP_TRIES)):
             try:
@@ -246,9 +250,9 @@ class Upnp:
             _asked(self._gateway.deleteportmapping, port, "TCP")
 
     def _router(self) -> Any:
-        """The first gateway that answers."""
+        """Return the first gateway that answers."""
         try:
-            import miniupnpc  # wheels exist for some machines only
+            import miniupnpc  # there are wheels for some platforms only
         except ImportError:
             raise NoMapping("the package miniupnpc is not installed") from None
         router = miniupnpc.UPnP(self._local_host, None, UPNP_DISCOVERY_MS)
@@ -258,7 +262,10 @@ class Upnp:
 
 
 def _asked(ask: Callable[..., Any], *arguments: object) -> Any:
-    """Call miniupnpc, which raises a plain Exception with the words of the router, or "Success" if none answers."""
+    """Call miniupnpc, and turn its errors into NoMapping.
+
+    It raises a plain Exception with the message of the router, or with "Success" if no router answers.
+    """
     try:
         return ask(*arguments)
     except Exception as error:  # noqa: BLE001
@@ -266,7 +273,7 @@ def _asked(ask: Callable[..., Any], *arguments: object) -> Any:
 
 
 def clients_of(local_host: str) -> list[RouterClient]:
-    """The ways to ask for a peer at this address; none if it is public, or on loopback."""
+    """Return the clients to try for a peer at this address. There are none unless it is a private IPv4 address."""
     if ip_of(local_host).version != 4 or not is_home(local_host):
         return []
     router = gateway()

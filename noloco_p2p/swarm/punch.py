@@ -1,13 +1,17 @@
-"""Two peers that nobody can dial agree, through a relay of one of them, to connect to each other at the same moment.
+"""Connects two peers that nobody can dial. Through a relay, they agree to dial each other at the same moment.
 
-    caller                  relay                  called     first, each asks the relay how it is seen (tcp.py)
+    caller                  relay                  called
       | -- seen, token, round trip ------------------> |
-      | <------------------------- seen, (local) ----- |      the caller connects; the called one waits for as long as
-                                                              its line takes, half a round trip, and connects (hole.py)
+      | <------------------------- seen, (local) ----- |
 
-Messages are lines of JSON. Each round trip is the one to the relay; their sum is the one from peer to peer. `local` is
-sent only if both are seen at the same address, so in one household. A message can make this peer dial one public
-address, which the partner claims as its own, and one in its own household; the guard counts each dial.
+Before this, each peer asks the relay for the address and port at which the relay sees it (`tcp.py`), and sends the
+answer as `seen`. The caller connects when it receives the message of the called peer. The called peer connects half a
+round trip after it has sent that message, which is when the message should arrive (`hole.py`).
+
+Messages are lines of JSON. Each peer measures its round-trip time to the relay, and the sum of the two is the
+round-trip time between the peers. `local` is sent only if the relay sees both peers at the same address, because they
+are then probably in the same local network. A message can make a peer dial one public address, which the partner claims
+as its own, and one address in the local network. The guard limits these dials.
 """
 
 from __future__ import annotations
@@ -25,14 +29,14 @@ from noloco_p2p.swarm.relay import Ends
 from noloco_p2p.tcp import Endpoint, endpoint
 
 MAX_LINE_BYTES = 512
-PUNCH_S = 3.5  # for all of it: the call goes by the relay then, and has five seconds to connect
-MAX_WAIT_S = 1.0  # half a round trip at most
+PUNCH_S = 3.5  # for the whole attempt; the caller waits 5 s, so there is time left to connect through the relay
+MAX_WAIT_S = 1.0  # the limit on half a round-trip time
 NO_TOKEN = bytes(TOKEN_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """The message of one side. Fields that a line omits have their defaults."""
+    """The message that one peer sends to the other through the relay."""
 
     seen: Endpoint | None = None
     local: Endpoint | None = None
@@ -45,18 +49,18 @@ class Words:
 
     @classmethod
     def parse(cls, line: bytes) -> Words:
-        """Parse a line. Raises ValueError if it is not a message."""
+        """Parse a line. Raises ValueError if it is not a valid message."""
         if len(line) > MAX_LINE_BYTES or not line.endswith(b"\n"):
-            raise ValueError("the partner's line has no end, or is too long")
+            raise ValueError("the partner's message is incomplete or too long")
         try:
             values = json.loads(line)
             seen, local = (endpoint(*values[name]) if values[name] else None for name in ("seen", "local"))
             token, round_trip_s = bytes.fromhex(values["token"]), values["round_trip_s"]
         except (KeyError, TypeError, RecursionError, AttributeError) as error:
-            raise ValueError(f"the partner's line is not a message: {error}") from None
+            raise ValueError(f"the partner's message is invalid: {error}") from None
         is_time = isinstance(round_trip_s, (int, float)) and 0.0 <= round_trip_s <= PUNCH_S
         if len(token) != TOKEN_BYTES or not is_time:
-            raise ValueError("the partner's line has an invalid token or time")
+            raise ValueError("the partner's message has an invalid token or time")
         return cls(seen, local, token, round_trip_s)
 
 
@@ -65,12 +69,14 @@ def in_one_household(one: Endpoint, other: Endpoint) -> bool:
 
 
 def targets(own: Endpoint, seen: Endpoint | None, local: Endpoint | None, *, only_public: bool) -> list[Endpoint]:
-    """Return the partner's endpoints to connect to. own, seen: where others see this peer and the partner.
+    """Return the endpoints of the partner to connect to.
 
-    only_public: as in `DialGuard`. Raises ValueError if the partner names no endpoint that may be dialled.
+    `own` and `seen` are the endpoints at which the relay sees this peer and the partner. `local` is the partner's
+    endpoint in its local network, if it has sent one. `only_public` is the same as in `DialGuard`. Raises ValueError if
+    the partner has sent no endpoint that may be dialled.
     """
     if seen is None or (only_public and not is_public(seen[0])) or ip_of(seen[0]).version != ip_of(own[0]).version:
-        raise ValueError("the partner names no address that may be dialled")
+        raise ValueError("the partner sent no address that may be dialled")
     if (
         local
         and in_one_household(own, seen)
@@ -82,18 +88,24 @@ def targets(own: Endpoint, seen: Endpoint | None, local: Endpoint | None, *, onl
 
 
 def wait_s(own_round_trip_s: float, callers_s: float) -> float:
-    """Return half a round trip between the peers through the relay: by then, the caller has the answer."""
+    """Return half of the round-trip time between the peers through the relay, but at most MAX_WAIT_S.
+
+    After this time, the caller has received the answer.
+    """
     return min((own_round_trip_s + callers_s) / 2, MAX_WAIT_S)
 
 
 class Puncher:
-    """Both sides of hole punching. Raises OSError, ValueError, TimeoutError, Unreachable if there is no hole."""
+    """Punches holes, as the caller and as the called peer.
+
+    If no hole can be punched, its methods raise OSError, ValueError, TimeoutError or Unreachable.
+    """
 
     def __init__(self, guard: DialGuard) -> None:
         self._guard = guard
 
     async def call(self, peer_id: str, relay: Ends, observer: Endpoint) -> socket.socket:
-        """Open a connection to the peer to which `relay` leads."""
+        """Open a connection to the peer that is called through the stream `relay`."""
         reader, writer = relay
         hole = Hole()
         try:
@@ -107,7 +119,7 @@ class Puncher:
             hole.close()
 
     async def answer(self, relay: Ends, observer: Endpoint) -> socket.socket:
-        """Open a connection to the peer that calls through that relay."""
+        """Open a connection to the peer that calls through the stream `relay`."""
         reader, writer = relay
         hole = Hole()
         try:

@@ -1,4 +1,4 @@
-"""A read-only view of a swarm from outside: a DHT node with a temporary identity."""
+"""Reads a swarm from outside, with a DHT node that has a temporary identity."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from noloco_p2p.telemetry.console import named
 from noloco_p2p.ticket import Ticket
 
 LOOK_TIMEOUT_S = 20.0
-WHOLE_S = 30.0  # to read all buckets of a large run
+WHOLE_S = 30.0  # enough time to read all buckets of a large run
 
 
 @asynccontextmanager
 async def reader(ticket: Ticket) -> AsyncIterator[SwarmDirectory]:
-    """Yield a directory of the run that `ticket` names; it announces nothing, and leaves nothing behind."""
+    """Yield a directory of the ticket's run. It announces nothing, and leaves nothing behind."""
     with tempfile.TemporaryDirectory(prefix="noloco-reader-") as folder:
         key_file = Path(folder) / "identity.key"
         directory = await SwarmDirectory.start(
@@ -37,7 +37,7 @@ async def reader(ticket: Ticket) -> AsyncIterator[SwarmDirectory]:
 
 
 async def find_somebody(ticket: Ticket, directory: SwarmDirectory, *, timeout_s: float = LOOK_TIMEOUT_S) -> None:
-    """Wait for a live peer of the run. Raises Unreachable, with what was tried."""
+    """Wait for a live peer of the run. Raises Unreachable if there is none within `timeout_s`."""
     if await directory.wait_for_peers(timeout_s):
         return
     failures = "; ".join(f"{named(peer)}: {why}" for peer, why in directory.dial_failures().items())

@@ -1,9 +1,10 @@
-"""What a peer announces about itself: a small record, signed with its key.
+"""Defines the records in which peers announce themselves in the DHT. Each record is signed by its peer.
 
     value = signature:64 | canonical JSON       at most MAX_RECORD_BYTES
 
-The signature covers a domain prefix and the JSON. The expiry is part of it, so nobody can prolong the record of a peer
-that is gone. Unknown JSON fields are ignored. Imports no hivemind: the validator has its own file.
+The signature covers a domain prefix and the JSON. The expiry is part of the JSON, so nobody can prolong the record of a
+peer that has gone. Unknown JSON fields are ignored. This module does not import hivemind; the validator, which needs
+it, is in another file.
 """
 
 from __future__ import annotations
@@ -24,50 +25,52 @@ from noloco_p2p.telemetry.metrics import DEFAULTS, LARGEST, METRICS, RECORDED, M
 
 TTL_S = 60.0
 MAX_RECORD_BYTES = 1024
-MAX_TEXT_CHARS = 320  # a host name of 253, and a peer id after it
+MAX_TEXT_CHARS = 320  # enough for a host name of 253 characters, followed by a peer id
 MAX_ADDRESSES = 4  # of each kind
-MAX_COUNTS = 16  # in a list
+MAX_COUNTS = 16  # the longest list of counts
 SIGNATURE_BYTES = 64
-EXPIRY_SLACK_S = 1e-3  # between the expiry in a record and the one given to the DHT
+EXPIRY_SLACK_S = 1e-3  # allowed difference between the expiry in a record and the one that the DHT has
 DOMAIN = b"noloco_p2p record 1\x00"
 STATES = frozenset({"training", "paused", "leaving", "done"})
-PausedBy = Literal["", "asked", "hours", "battery", "in use", "GPU in use"]  # `noloco pause`, or the use of the machine
+# `asked` stands for `noloco pause`; the other reasons concern the use of the machine.
+PausedBy = Literal["", "asked", "hours", "battery", "in use", "GPU in use"]
 PAUSED_BY = get_args(PausedBy)
 SERVING = frozenset({"training", "done"})  # peers that compute for the other stages of a run
 
 
 class RecordError(DirectoryError, ValueError):
-    """A record is oversize, malformed, not signed by its peer, or has an impossible value."""
+    """A record is too large, malformed or not signed by its peer, or it has an impossible value."""
 
 
 @dataclass(frozen=True, slots=True)
 class PeerRecord:
-    """One peer at one moment. The directory fills in `sequence`, `expires_at_s` and `multiaddrs`."""
+    """The state of one peer at one moment. The directory fills in `sequence`, `expires_at_s` and `multiaddrs`."""
 
     peer_id: str
     run_name: str
     spec_digest: str
     addresses: tuple[str, ...] = ()  # gRPC HOST:PORT, most useful first
-    multiaddrs: tuple[str, ...] = ()  # libp2p, each ending in /p2p/PEER_ID of this peer
+    multiaddrs: tuple[str, ...] = ()  # libp2p, each ending in /p2p/ and the id of this peer
     protocol_version: str = PROTOCOL_VERSION
-    sequence: int = 0  # increases with every announcement, over restarts too
+    sequence: int = 0  # increases with every announcement, even across restarts
     expires_at_s: float = 0.0  # DHT time (Unix)
     state: str = "training"
-    metrics: Metrics = field(default_factory=Metrics)  # the record holds those with a key
+    metrics: Metrics = field(default_factory=Metrics)  # the record holds the metrics that have a key
     reachability: str = "unknown"
     software: str = __version__
-    sketch: str = ""  # of the slow weights at a mark of the schedule, `codec.sketch`
-    depths: tuple[int, ...] = ()  # of its buckets, `swarm.buckets`: where it reads, then where else it is; () = (0,)
-    session_key: str = ""  # identifies its gRPC server, base64; a new one at every start
-    started_at_ms: int = 0  # Unix, by its own clock: distinguishes two starts with one key
-    mark: str = ""  # in a private run: the proof that an invited peer wrote it
-    stage: int = 0  # in a run with stages; 0 = the head
-    stages: int = 0  # of the run; 0 = every peer holds the whole model
-    sends_to: tuple[str, ...] = ()  # ends of the ids of the peers that it sends microbatches to
-    name: str = ""  # that it gives itself; it proves nothing
+    sketch: str = ""  # of the slow weights at a mark of the schedule (see `codec.sketch`)
+    depths: tuple[int, ...] = ()  # of its buckets: first where it reads, then where else it is announced; () = (0,)
+    session_key: str = ""  # identifies its gRPC server; base64; new at every start
+    started_at_ms: int = 0  # Unix time by its own clock; tells apart two processes with one key
+    mark: str = ""  # in a private run: the proof that a member wrote the record
+    stage: int = 0  # the stage that it holds in a run with stages; 0 = the head
+    stages: int = 0  # the number of stages of the run; 0 = every peer holds the whole model
+    sends_to: tuple[str, ...] = ()  # the last characters of the ids of the peers to which it sends microbatches
+    name: str = ""  # chosen by the peer; it proves nothing
     paused_by: PausedBy = ""  # why it is paused
 
 
+# The JSON names of the fields of a record and of its metrics.
 KEYS = {
     "peer_id": "id",
     "run_name": "run",
@@ -86,17 +89,19 @@ KEYS = {
     "stages": "of",
     "sends_to": "to",
     "paused_by": "pause",
-} | {name: METRICS[name].key for name in RECORDED}  # of the fields of a record, and of its metrics
-CAUSES = [METRICS[name].key for name in RECORDED if ":" in METRICS[name].key]  # of solo rounds: one list in the record
+} | {name: METRICS[name].key for name in RECORDED}
+# The causes of solo rounds, which form a single list in the record.
+CAUSES = [METRICS[name].key for name in RECORDED if ":" in METRICS[name].key]
 PLAIN: dict[str, Any] = {item.name: item.default for item in fields(PeerRecord) if item.name != "metrics"}
 TYPES = {item.name: str(item.type) for item in (*fields(PeerRecord), *fields(Metrics)) if item.name != "metrics"}
 TYPES["paused_by"] = "str"
 
 
 def encode_record(record: PeerRecord, identity: Identity) -> bytes:
-    """Sign and pack. Until it fits, the least useful addresses are dropped, then `sends_to`, the name, and the sketch.
+    """Pack and sign a record.
 
-    Raises RecordError when even that does not suffice.
+    If the record is too large, the least useful addresses are left out, and then `sends_to`, the name and the sketch,
+    until the record fits. Raises RecordError if it still does not fit.
     """
     if record.peer_id != identity.peer_id:
         raise RecordError(f"a record of {record.peer_id} cannot be signed by {identity.peer_id}")
@@ -109,30 +114,32 @@ def encode_record(record: PeerRecord, identity: Identity) -> bytes:
         elif len(record.addresses) > 1:
             record = replace(record, addresses=record.addresses[:-1])
         elif record.sends_to:
-            record = replace(record, sends_to=())  # it is only for display
+            record = replace(record, sends_to=())  # only used for display
         elif record.name:
             record = replace(record, name="")
         elif record.sketch:
-            record = replace(record, sketch="")  # reachability is worth more than measurement
+            record = replace(record, sketch="")  # being reachable is worth more than being measured
         else:
             raise RecordError(
-                f"the record has {len(body)} bytes, over {MAX_RECORD_BYTES - SIGNATURE_BYTES}: shorten the host names"
+                f"the record has {len(body)} bytes, but the limit is {MAX_RECORD_BYTES - SIGNATURE_BYTES}; "
+                f"use shorter host names"
             )
         body = _pack(record)
     return identity.sign(DOMAIN + body) + body
 
 
 def decode_record(data: bytes) -> PeerRecord:
-    """Check and unpack. Raises RecordError for anything that `encode_record` could not have produced."""
+    """Check and unpack a record. Raises RecordError if `encode_record` could not have produced it."""
     values = open_envelope(data)
-    # the sender may know other causes
+    # a newer sender may know other causes, which are ignored.
     values = {**values, **dict(zip(CAUSES, _counts("why", values.get("why", [])), strict=False))}
     known: dict[str, Any] = {name: values[KEYS.get(name, name)] for name in PLAIN if KEYS.get(name, name) in values}
     for name in ("addresses", "multiaddrs", "sends_to"):
         known[name] = _texts(name, known.get(name, []))
     known["depths"] = _counts("depths", known.get("depths", []))
     known["name"] = peer_name.shown(known.get("name"))
-    known["paused_by"] = known["paused_by"] if known.get("paused_by") in PAUSED_BY else ""  # it may know others
+    # a newer sender may know other reasons
+    known["paused_by"] = known["paused_by"] if known.get("paused_by") in PAUSED_BY else ""
     known["metrics"] = Metrics(**{name: values[KEYS[name]] for name in RECORDED if KEYS[name] in values})
     try:
         record = PeerRecord(**known)
@@ -145,10 +152,10 @@ def decode_record(data: bytes) -> PeerRecord:
 
 @lru_cache(maxsize=4096)
 def open_envelope(data: bytes) -> dict[str, Any]:
-    """The fields of a record with valid size, signature, id, run and expiry; other fields are not checked.
+    """Return the fields of a record after checking its size, signature, id, run and expiry.
 
-    Cached, because a reader sees the same record in every answer, and a check costs 0.1 ms. The result must not be
-    changed.
+    Other fields are not checked. Results are cached because a reader sees the same record in every answer and a check
+    costs 0.1 ms, so callers must not change them. Raises RecordError if a check fails.
     """
     if not SIGNATURE_BYTES < len(data) <= MAX_RECORD_BYTES:
         raise RecordError(f"a record has {len(data)} bytes; the limit is {MAX_RECORD_BYTES}")
@@ -156,32 +163,32 @@ def open_envelope(data: bytes) -> dict[str, Any]:
     try:
         values = json.loads(body, parse_constant=_refuse_constant)
     except (ValueError, RecursionError):
-        raise RecordError("a record is not JSON") from None
+        raise RecordError("a record is not valid JSON") from None
     if not isinstance(values, dict):
         raise RecordError("a record is not a JSON object")
     peer_id, expires_at_s = _text("peer_id", values.get("id")), _number("expires_at_s", values.get("exp"))
     _text("spec_digest", values.get("spec"))
     if not verify(peer_id, DOMAIN + body, signature):
-        raise RecordError(f"a record of {peer_id} is not signed by it")
+        raise RecordError(f"a record of {peer_id} is not signed by that peer")
     return values | {"exp": expires_at_s}
 
 
 def _pack(record: PeerRecord) -> bytes:
-    # Empty values that would be read as empty are left out: addresses and a sketch need the space.
+    # Leave out empty values that are read as empty anyway, because addresses and the sketch need the space.
     values = {KEYS.get(name, name): value for name, value, default in _named(record) if value or value != default}
     if record.state == "training":
         del values["state"]
     values["exp"] = record.expires_at_s
     if any(causes := [values.pop(key, 0) for key in CAUSES]):
         values["why"] = causes
-    suffix = f"/p2p/{record.peer_id}"  # the same for all of them, and 57 bytes each
+    suffix = f"/p2p/{record.peer_id}"  # all multiaddrs end in this suffix, which has 57 bytes
     values["p2p"] = [address.removesuffix(suffix) for address in record.multiaddrs]
     text = json.dumps(values, sort_keys=True, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
-    return text.encode()  # a name in other letters takes two or three bytes a letter, and six if escaped
+    return text.encode()  # non-ASCII letters take two or three bytes each, and would take six if escaped
 
 
 def _named(record: PeerRecord) -> Iterator[tuple[str, Any, Any]]:
-    """Name, value and default of each field of the record, and of each metric in it."""
+    """Yield the name, value and default of each field and each metric in the record."""
     for name, default in PLAIN.items():
         yield name, getattr(record, name), default
     for name in RECORDED:
@@ -193,7 +200,7 @@ def _check(record: PeerRecord) -> None:
         _CHECKS[TYPES[name]](name, value)
     if record.state not in STATES:
         raise RecordError(f"unknown state {record.state!r} in the record of {record.peer_id}")
-    if any(depth > MAX_DEPTH for depth in record.depths):  # a reader looks there
+    if any(depth > MAX_DEPTH for depth in record.depths):  # readers would look for buckets at this depth
         raise RecordError(f"a depth in the record of {record.peer_id} is over {MAX_DEPTH}")
     suffix = f"/p2p/{record.peer_id}"
     if not all(address.startswith("/") and address.endswith(suffix) for address in record.multiaddrs):
@@ -202,7 +209,7 @@ def _check(record: PeerRecord) -> None:
 
 def _text(name: str, value: object) -> str:
     if not isinstance(value, str) or len(value) > MAX_TEXT_CHARS or not value.isprintable():
-        raise RecordError(f"{name} in a record is not a short printable string")  # it is shown in terminals
+        raise RecordError(f"{name} in a record is not a short printable string")  # it is printed to terminals
     return value
 
 
@@ -232,7 +239,7 @@ def _number(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise RecordError(f"{name} in a record is not a number")
     if not abs(value) <= LARGEST:  # this also excludes NaN
-        raise RecordError(f"{name} in a record is not finite, or over 2^53")
+        raise RecordError(f"{name} in a record is non-finite or over 2^53")
     return float(value)
 
 
@@ -241,7 +248,7 @@ def _maybe_number(name: str, value: object) -> float | None:
 
 
 def _refuse_constant(name: str) -> float:
-    raise RecordError(f"{name} in a record")
+    raise RecordError(f"a record contains {name}")
 
 
 _CHECKS: dict[str, Callable[[str, object], object]] = {

@@ -1,8 +1,9 @@
-"""A relay for peers that cannot be dialled: each keeps a stream to it as a reservation, through which calls arrive.
+"""Relays calls to peers that cannot be dialled.
 
-p2pd has relays too, but they carry 128 KiB per call (measured, regardless of its flags). Here the relaying node splices
-two libp2p streams and carries the traffic itself, so that limit does not apply. The bytes are those of gRPC over TLS: a
-relay can interrupt them, but not read them.
+A peer that cannot be dialled keeps a stream to a relay, which is its reservation. p2pd has relays too, but they carry
+at most 128 KiB per call, regardless of its flags (this was measured). Here, the relaying node connects two libp2p
+streams and carries the traffic itself, so this limit does not apply. The streams carry gRPC over TLS, so a relay can
+interrupt a call, but cannot read it.
 """
 
 from __future__ import annotations
@@ -31,41 +32,42 @@ from noloco_p2p.swarm.streams import count_down
 logger = logging.getLogger(__name__)
 
 RESERVE, CALL, DIAL = (f"/noloco_p2p/{name}/1" for name in ("place", "call", "dial"))
-TUNNEL = "/noloco_p2p/tunnel/2"  # version 1 wrapped each connection, and resumed it over another relay
-PUNCH, HOLE = (f"/noloco_p2p/{name}/1" for name in ("punch", "hole"))  # as CALL and TUNNEL, to agree on a hole
+TUNNEL = "/noloco_p2p/tunnel/2"  # version 1 wrapped each connection, and could resume it over another relay
+PUNCH, HOLE = (f"/noloco_p2p/{name}/1" for name in ("punch", "hole"))  # like CALL and TUNNEL, but to agree on a hole
 YES, NO = b"yes\n", b"no\n"
-BEAT_S = 5.0  # of a peer that keeps a reservation
+BEAT_S = 5.0  # between two heartbeats of a peer that keeps a reservation
 SILENT_S = 15.0
 ANSWER_S = 10.0
 MAX_RESERVATIONS = 32
-MAX_STREAMS_OF_A_RESERVATION = 2  # the second one is for a peer that is back before the loss of the first is noticed
-BEATS = Rate(per_s=1.0, burst=5.0)  # of one stream; the first two arrive together
+MAX_STREAMS_OF_A_RESERVATION = 2  # the second is for a peer that returns before the first is found to be lost
+BEATS = Rate(per_s=1.0, burst=5.0)  # heartbeats per stream; the first two arrive together
 MAX_CALLS = 32
-MAX_CALLS_OF_ONE = 9  # a swap has up to eight connections
-MAX_CALL_BYTES = 4 << 30  # each way; then its connection ends
+MAX_CALLS_OF_ONE = 9  # per caller; a swap has up to eight connections
+MAX_CALL_BYTES = 4 << 30  # per direction; then the connection ends
 MAX_CALL_S = 1800.0
 MAX_PORTS = 2
-DIALS_A_MINUTE_OF_ONE, DIALS_A_MINUTE = 4, 12  # requested by one peer; by one network; as many at once
-CALLS_A_MINUTE_OF_ONE = 120  # as many at once
-NUM_RESERVATIONS = 2  # that one peer keeps, so that one remains when the other relay dies
-RETRY_S = 30.0  # after a relay refused or could not be reached
+DIALS_A_MINUTE_OF_ONE, DIALS_A_MINUTE = 4, 12  # per requesting peer, and per dialled network; all may come at once
+CALLS_A_MINUTE_OF_ONE = 120  # per caller; all may come at once
+NUM_RESERVATIONS = 2  # per peer, so that one remains when the other relay dies
+RETRY_S = 30.0  # the pause after a relay refused or was lost
 LOOK_S = 1.0
 BLOCK_BYTES = 256 * 1024
-BROKEN = (OSError, EOFError, ValueError, RuntimeError, DirectoryError)  # how a stream ends; uvloop raises RuntimeError
+BROKEN = (OSError, EOFError, ValueError, RuntimeError, DirectoryError)  # broken streams; uvloop raises RuntimeError
 
 
 Ends = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class Relay:
-    """Serves reservations and calls, on every peer; unreachable peers are never chosen as relays.
+    """Holds reservations for peers that cannot be dialled, and relays calls to them.
 
-    `only_public`: as in `DialGuard`.
+    By default, every peer serves as a relay, but a peer that cannot be dialled is never chosen. `only_public` is the
+    same as in `DialGuard`.
     """
 
     def __init__(self, node: SwarmNode, *, only_public: bool = False) -> None:
-        self.passed_bytes = 0  # from one end of a call to the other
-        self.mirror_port = 0  # tells others how they are seen (tcp.py); 0 = none
+        self.passed_bytes = 0  # total over all calls and both directions
+        self.mirror_port = 0  # the port that tells others how they are seen (tcp.py); 0 = none
         self._node = node
         self._reservations: Counter[str] = Counter()
         self._calls: Counter[str] = Counter()
@@ -102,7 +104,10 @@ class Relay:
             count_down(self._reservations, peer)
 
     async def _on_punch(self, caller: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Tell both ends first which port says how they are seen."""
+        """Relay the messages of two peers that punch a hole.
+
+        First, both peers receive the port at which they can ask for the address that others see.
+        """
         if not self.mirror_port:
             writer.write(NO)
             return
@@ -125,7 +130,7 @@ class Relay:
                 far_writer.write(yes)
             await splice((reader, writer), (far_reader, far_writer), on_passed=self._count)
         except BROKEN as error:
-            logger.debug("a call of %s to %s ended: %s", short_id(caller), short_id(wanted), error)
+            logger.debug("a call from %s to %s ended: %s", short_id(caller), short_id(wanted), error)
         finally:
             count_down(self._calls, caller)
 
@@ -133,8 +138,9 @@ class Relay:
         self.passed_bytes += num_bytes
 
     async def _on_dial(self, peer: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Dial back the address that the stream came from, as net/probe.py does for peers, for nodes that are not
-        peers.
+        """Dial back to the address from which the stream came.
+
+        This serves nodes that are not peers; `net/probe.py` does the same for peers.
         """
         async with asyncio.timeout(ANSWER_S):
             ports = [int(port) for port in (await reader.readline()).split()][:MAX_PORTS]
@@ -145,7 +151,7 @@ class Relay:
             return
         host = target[0]
         found = await asyncio.gather(*(knock(listen_multiaddr(host, port)) for port in ports))
-        answers = ["no connection" if fault else "" for fault in found]  # it does not say which error
+        answers = ["no connection" if fault else "" for fault in found]  # do not reveal the error
         writer.write(json.dumps([host, dict(zip(map(str, ports), answers, strict=True))]).encode() + b"\n")
         await writer.drain()
 
@@ -154,7 +160,10 @@ class Relay:
 
 
 async def ask_to_dial(node: SwarmNode, peer: str, ports: Sequence[int]) -> DialBack:
-    """What a node, which need not be a peer, sees of our ports. Raises DirectoryError."""
+    """Ask a node to dial back to `ports` on this machine, and return its report. The node need not be a peer.
+
+    Raises DirectoryError if it does not answer properly.
+    """
     try:
         reader, writer = await node.open_stream(peer, (), DIAL)
         try:
@@ -166,15 +175,16 @@ async def ask_to_dial(node: SwarmNode, peer: str, ports: Sequence[int]) -> DialB
         host, reached = json.loads(line)
         return DialBack(str(host)[:100], {int(port): str(why)[:200] for port, why in reached.items()})
     except (OSError, EOFError, ValueError, RuntimeError, TypeError, AttributeError) as error:
-        raise DirectoryError(f"{short_id(peer)} does not dial back: {error}") from None
+        raise DirectoryError(f"{short_id(peer)} did not dial back: {error}") from None
 
 
 async def open_stream_to(
     node: SwarmNode, guard: DialGuard, relay: str, address: str, protocol: str
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Open a raw byte stream to a relay that claims to be at `address`. Raises DirectoryError, Unreachable.
+    """Open a raw byte stream to a relay that is said to be at `address`.
 
-    If there is a connection, nothing is dialled, and the address stays unverified.
+    If there already is a connection to it, nothing is dialled, and the address is not verified. Raises DirectoryError,
+    or Unreachable if the guard forbids dialling the address.
     """
     if await node.hosts_of(relay):
         return await node.open_stream(relay, (), protocol)
@@ -190,15 +200,16 @@ async def open_stream_to(
 
 
 async def splice(near: Ends, far: Ends, *, on_passed: Callable[[int], None] = lambda _: None) -> None:
-    """Copy both ways until one side ends, or the limits of a call are reached; then close both. `on_passed` gets
-    bytes.
+    """Copy in both directions until one end closes or a limit of a call is reached, then close both ends.
+
+    `on_passed` is called with the number of bytes after each write.
     """
     ways = ((near[0], far[1]), (far[0], near[1]))
     tasks = [asyncio.create_task(_pass_on(reader, writer, on_passed)) for reader, writer in ways]
     try:
         await asyncio.wait(tasks, timeout=MAX_CALL_S, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        near[1].close()  # before any await, because this may be cancelled again
+        near[1].close()  # before any await, because another cancellation may follow
         far[1].close()
         await end_tasks(tasks)
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -219,7 +230,7 @@ async def _pass_on(
 class Reservations:
     """Keeps reservations at two relays while this peer cannot be dialled.
 
-    `doors` returns possible relays: peer id -> multiaddrs; `wanted` whether a reservation is needed at all.
+    `doors` returns the multiaddrs of possible relays by peer id. `wanted` returns whether reservations are needed.
     """
 
     def __init__(
@@ -239,11 +250,11 @@ class Reservations:
         self._not_before_s: dict[str, float] = {}
 
     def relays(self) -> Collection[str]:
-        """Peer ids of the relays that hold a reservation for this peer now."""
+        """Return the peer ids of the relays that currently hold a reservation for this peer."""
         return self._held.keys()
 
     def circuits(self) -> list[str]:
-        """Multiaddrs at which this peer can be called now, in libp2p's form for relays."""
+        """Return the multiaddrs at which this peer can be called through its relays, in libp2p's format."""
         return [f"{multiaddr}{CIRCUIT}/p2p/{self._node.peer_id}" for multiaddr in self._held.values()]
 
     async def run(self) -> None:
@@ -275,14 +286,14 @@ class Reservations:
                 writer.write(b".")
                 async with asyncio.timeout(ANSWER_S):
                     if await reader.readline() != YES:
-                        raise DirectoryError("it has no free reservation")
+                        raise DirectoryError("the relay has no free reservation")
                 self._held[relay] = multiaddr
                 logger.info("%s relays calls to this peer", short_id(relay))
                 await self._beat(reader, writer)
             finally:
                 writer.close()
         except (*BROKEN, TimeoutError, Unreachable) as error:
-            logger.debug("no reservation at %s: %s", short_id(relay), error)
+            logger.debug("could not get or keep a reservation at %s: %s", short_id(relay), error)
         finally:
             self._held.pop(relay, None)
             self._not_before_s[relay] = time.monotonic() + RETRY_S
@@ -293,17 +304,17 @@ class Reservations:
             await writer.drain()
             async with asyncio.timeout(SILENT_S):
                 _expect(await reader.read(64))
-            with suppress(TimeoutError):  # silence until the next beat; the end of the stream is noticed at once
+            with suppress(TimeoutError):  # until the next heartbeat; the end of the stream is noticed at once
                 async with asyncio.timeout(BEAT_S):
                     _expect(await reader.read(64))
 
 
 def _expect(data: bytes) -> None:
     if not data:
-        raise DirectoryError("its stream has ended")
+        raise DirectoryError("the relay has closed the stream")
 
 
 def relays_of(multiaddrs: Sequence[str]) -> dict[str, str]:
-    """Relay -> its address without peer id, of the relay addresses among these."""
+    """Return the addresses of the relays in these multiaddrs, by the peer id of the relay."""
     ways = [multiaddr.partition(CIRCUIT)[0] for multiaddr in multiaddrs if CIRCUIT in multiaddr]
     return {relay: address for address, relay in map(split_peer_id, ways)}

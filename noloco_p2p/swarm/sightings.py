@@ -1,6 +1,6 @@
-"""What this peer knows about the swarm: the newest record of each peer, and its age. Pure: callers pass times.
+"""Keeps the newest record of each peer, and its age. It reads no clock, so callers pass the time.
 
-There are two clocks: a monotonic one, which measures ages, and DHT time, in which other machines write expiries.
+A monotonic clock measures ages. The expiry in a record is in DHT time, because another machine has set it.
 """
 
 from __future__ import annotations
@@ -18,23 +18,24 @@ MEMORY_S = 2 * TTL_S  # how long a sequence number is remembered, so that an old
 
 @dataclass(frozen=True, slots=True)
 class Sighting:
-    """A record, and when it was made (monotonic), as far as this machine can tell."""
+    """A record, and the monotonic time at which it was made, as far as this machine can tell."""
 
     record: PeerRecord
     made_at_s: float
 
 
 class Sightings:
-    """Copy-on-write: any thread may read while the network thread merges."""
+    """The newest record of each peer. It uses copy-on-write, so any thread may read while the network thread merges."""
 
     def __init__(self, own_peer_id: str) -> None:
         self._own_peer_id = own_peer_id
         self._sightings: dict[str, Sighting] = {}
 
     def merge(self, records: Iterable[PeerRecord], *, now_s: float, dht_now_s: float) -> list[PeerRecord]:
-        """Take in records that were read; returns the new ones. Older sequence numbers and expired records are ignored.
+        """Add records that were read, and return the new ones.
 
-        A record that is seen again does not become younger: replaying the last record of a dead peer prolongs nothing.
+        Expired records and records with older sequence numbers are ignored. A record that is read again does not become
+        younger, so nobody can keep a dead peer alive by replaying its last record.
         """
         sightings = {peer: s for peer, s in self._sightings.items() if now_s - s.made_at_s <= MEMORY_S}
         news: list[PeerRecord] = []
@@ -50,7 +51,10 @@ class Sightings:
         return news
 
     def live(self, *, now_s: float, among: Container[str] | None = None) -> list[Candidate]:
-        """Peers that were heard within the TTL and are not leaving; only those in `among`."""
+        """Return the peers that were seen within the TTL and are not leaving.
+
+        If `among` is given, only the peers in it are returned.
+        """
         return [
             _candidate(record)
             for record, _ in self.records(now_s=now_s)
@@ -58,7 +62,7 @@ class Sightings:
         ]
 
     def records(self, *, now_s: float) -> list[tuple[PeerRecord, float]]:
-        """(record, age in seconds) of every other peer heard within the TTL, including leaving ones."""
+        """Return (record, age in seconds) for each other peer that was seen within the TTL, including leaving peers."""
         aged = [(sighting.record, max(0.0, now_s - sighting.made_at_s)) for sighting in self._sightings.values()]
         return [(record, age_s) for record, age_s in aged if age_s <= TTL_S]
 
@@ -66,7 +70,7 @@ class Sightings:
 def _candidate(record: PeerRecord) -> Candidate:
     try:
         key = b64decode(record.session_key, validate=True)
-    except ValueError:  # the error appears when it is dialled
+    except ValueError:  # the error appears when the peer is dialled
         key = b""
     address = record.addresses[0] if record.addresses else ""
     return Candidate(

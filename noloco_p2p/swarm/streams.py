@@ -1,4 +1,4 @@
-"""Streams that other peers open to this one: their number is bounded, and a fault in one ends only that one."""
+"""Limits the streams that other peers open to this one, so that an error in one does not affect the others."""
 
 from __future__ import annotations
 
@@ -16,21 +16,24 @@ logger = logging.getLogger(__name__)
 K = TypeVar("K")
 StreamHandler = Callable[[str, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
-MAX_STREAMS = 256  # each is a file descriptor
-MAX_STREAMS_OF_ONE = 64  # a relay carries the calls of many
-KEPT_FOR_RELAYS = 64  # of all: reserved for the relays that hold a reservation for this peer
+MAX_STREAMS = 256  # each uses a file descriptor
+MAX_STREAMS_OF_ONE = 64  # per peer; a relay carries the calls of many peers
+KEPT_FOR_RELAYS = 64  # of MAX_STREAMS, for the relays that hold a reservation for this peer
 FAULTS = (OSError, EOFError, RuntimeError, ValueError, NolocoError)  # TimeoutError is an OSError
 
 
 class Streams:
-    """The streams of one node, for any protocol. `relays`: the peers that hold a reservation for this one now."""
+    """The incoming streams of one node, for all protocols.
+
+    `relays` returns the peers that currently hold a reservation for this one.
+    """
 
     def __init__(self) -> None:
         self.relays: Callable[[], Collection[str]] = tuple
         self._open: Counter[str] = Counter()
 
     def bounded(self, handler: StreamHandler) -> StreamHandler:
-        """Wrap a handler: it is not called beyond the limits, and a stranger's input never makes it raise."""
+        """Wrap a handler so that it is called only within the limits, and so that its errors are logged."""
 
         async def on_stream(peer: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             most = MAX_STREAMS if peer in self.relays() else MAX_STREAMS - KEPT_FOR_RELAYS
@@ -40,7 +43,7 @@ class Streams:
             try:
                 await handler(peer, reader, writer)
             except FAULTS as error:
-                logger.debug("a stream of %s ended: %s", short_id(peer), error)
+                logger.debug("a stream from %s ended: %s", short_id(peer), error)
             finally:
                 count_down(self._open, peer)
 

@@ -1,4 +1,4 @@
-"""How often a directory performs its tasks; in tests everything is faster."""
+"""Sets how often a directory performs its tasks. Tests use shorter times."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ from noloco_p2p.swarm.records import TTL_S
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Pauses between the runs of each task; the defaults are the protocol's. `quick_*`: while a node is young."""
+    """The pauses of the periodic tasks of a directory.
+
+    The defaults are the values of the protocol. For the first `quick_for_s` after its start, a node reads records every
+    `quick_view_s`.
+    """
 
     heartbeat_s: float = TTL_S / 4
     view_s: float = 5.0

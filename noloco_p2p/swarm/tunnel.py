@@ -1,11 +1,14 @@
-"""Calls to peers that cannot be dialled, through their relays: gRPC connects to a local port per peer.
+"""Carries calls between peers that cannot be dialled, through tunnels.
+
+A tunnel leads through a hole in the routers or through a relay. For each such peer, there is a local port to which the
+gRPC client connects:
 
     gRPC client -> local port == hole in the routers (punch.py) == gRPC server
                        or     == stream to a relay == stream to the peer == gRPC server
 
-Each connection has a hole of its own, and the relay only helps to make it. With a peer to which none can be made, the
-next ones go by the relay at once. A connection by a relay ends with it. Then the round of a swap is solo, a fetch goes
-on with the chunks that it lacks, and the next call takes another relay.
+Each connection uses its own hole, and the relay only helps to punch it. If this fails for a peer, the following
+connections to that peer use the relay immediately. A connection through a relay is lost when the relay is lost. A swap
+then ends in a solo round, a fetch continues with the missing chunks, and the next call uses another relay.
 """
 
 from __future__ import annotations
@@ -45,9 +48,9 @@ logger = logging.getLogger(__name__)
 
 RETRY_S = 0.3
 MAX_PORTS = 64
-MAX_SERVED = 64  # connections that arrived through relays, until they are closed
-MAX_PUNCHING = 16  # holes at once that others ask for
-AGAIN_S = 300.0  # after a failed hole, until another one to that peer is tried
+MAX_SERVED = 64  # open connections that arrived through relays
+MAX_PUNCHING = 16  # simultaneous attempts to punch holes at the request of others
+AGAIN_S = 300.0  # the pause after a failed attempt to punch a hole to a peer
 FAULTS = (*BROKEN, TimeoutError, Unreachable)
 
 
@@ -64,12 +67,12 @@ class _Port:
 
 
 class Tunnels:
-    """Both sides of a tunnel, and `reached`, which gives candidates the addresses at which tunnels lead to them.
+    """Opens tunnels to other peers, and accepts tunnels from them.
 
-    multiaddrs: those of live peers. wanted: whether this peer cannot be dialled, so that it and peers of its kind make
-    offers to each other only by tunnels. server: HOST and PORT of this peer's gRPC server, once it is there. take: lets
-    that server serve a connection that this peer made. relays: the peers that hold a reservation for this one; only
-    they bring calls of others.
+    `multiaddrs` returns the multiaddrs of live peers by peer id. `wanted` returns whether this peer cannot be dialled;
+    such peers need tunnels to make offers to each other. `server` returns the host and port of this peer's gRPC server,
+    once it runs. `take` lets this server handle a connection that arrived through a hole. `relays` returns the peers
+    that hold a reservation for this one, and only they may forward calls to it.
     """
 
     def __init__(
@@ -83,10 +86,10 @@ class Tunnels:
         relays: Callable[[], Collection[str]],
         guard: DialGuard,
     ) -> None:
-        # local ports of the connections to this peer's server that arrived through a tunnel -> relay
+        # local port of each connection to this peer's server that arrived through a relay -> that relay
         self.local_ports: dict[int, str] = {}
-        self.last_ways: dict[str, Reach] = {}  # peer id -> how the last call to it went, PUNCHED or RELAYED
-        self.num_holes = 0  # punched, by either side
+        self.last_ways: dict[str, Reach] = {}  # peer id -> the route of the last call to it, PUNCHED or RELAYED
+        self.num_holes = 0  # punched in total, by calls in either direction
         self._node = node
         self._multiaddrs = multiaddrs
         self._wanted = wanted
@@ -110,7 +113,7 @@ class Tunnels:
             port.close()
 
     def reached(self, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-        """Return the same peers; a peer that only a tunnel reaches gets the address of a local port."""
+        """Return the same peers. Each peer that only a tunnel can reach gets the address of a local port."""
         if all(candidate.can_be_called for candidate in candidates) or not self._wanted():
             return candidates
         ways = {peer: relays_of(multiaddrs) for peer, multiaddrs in self._multiaddrs().items()}
@@ -133,7 +136,7 @@ class Tunnels:
                 return None
             listener = socket.create_server(("127.0.0.1", 0))
             listener.setblocking(False)
-            # Of its connections: else megabytes would wait on this machine, and each answer behind them.
+            # Accepted connections inherit this size. Otherwise, megabytes would queue up here and delay answers.
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BLOCK_BYTES)
             self._ports[peer_id] = _Port(listener, self._own(self._listen(peer_id, listener)))
         return self._ports[peer_id].listener.getsockname()[1]
@@ -149,28 +152,26 @@ class Tunnels:
         while True:
             try:
                 connection, _ = await loop.sock_accept(listener)
-            except OSError as error:  # out of file descriptors, for example, which passes
+            except OSError as error:  # for example, temporarily out of file descriptors
                 logger.debug("a call to %s could not be accepted: %s", short_id(peer_id), error)
                 await asyncio.sleep(RETRY_S)
                 continue
             calling = self._own(self._call(peer_id, connection))
-            calling.add_done_callback(lambda _, near=connection: near.close())  # also of a task that never began
+            calling.add_done_callback(lambda _, near=connection: near.close())  # even if the task never started
 
     async def _call(self, peer_id: str, near: socket.socket) -> None:
-        """Carry one connection: through a hole, or through the first relay that reaches the peer."""
+        """Carry one connection through a hole, or else through the first relay that reaches the peer."""
         relays = relays_of(self._multiaddrs().get(peer_id, ()))
         if hole := await self._hole(peer_id, relays):
             self.last_ways[peer_id] = Reach.PUNCHED
             await _carry(near, hole)
             return
-        ends = await asyncio.open_connection(sock=near.dup())  # closed by its transport; `near` with this task
+        ends = await asyncio.open_connection(sock=near.dup())  # a copy, because its transport closes it
         for relay, address in relays.items():
             try:
                 way, _ = await self._way(peer_id, relay, address, CALL)
             except FAULTS as error:
-                logger.debug(
-                    "no tunnel to %s through %s could be opened: %s", short_id(peer_id), short_id(relay), error
-                )
+                logger.debug("could not open a tunnel to %s through %s: %s", short_id(peer_id), short_id(relay), error)
                 continue
             self.last_ways[peer_id] = Reach.RELAYED
             await splice(ends, way)
@@ -178,7 +179,7 @@ class Tunnels:
         ends[1].close()
 
     async def _hole(self, peer_id: str, relays: Mapping[str, str]) -> socket.socket | None:
-        """Open a direct connection to the peer. It is tried once, with the help of the first relay that offers it."""
+        """Open a direct connection to the peer. It is tried only once, with the first relay that helps."""
         clock = asyncio.get_running_loop().time
         if clock() < self._no_hole_before_s.get(peer_id, 0.0):
             return None
@@ -186,14 +187,14 @@ class Tunnels:
             try:
                 ends, line = await self._way(peer_id, relay, address, PUNCH)
             except FAULTS as error:
-                logger.debug("%s does not help to reach %s: %s", short_id(relay), short_id(peer_id), error)
+                logger.debug("%s did not help to reach %s: %s", short_id(relay), short_id(peer_id), error)
                 continue
             try:
                 connection = await self._puncher.call(peer_id, ends, await self._mirror(relay, line))
                 self.num_holes += 1
                 return connection
             except FAULTS as error:
-                logger.debug("no hole to %s: %s", short_id(peer_id), error or "there is no time left")
+                logger.debug("could not punch a hole to %s: %s", short_id(peer_id), error or "the time ran out")
             finally:
                 ends[1].close()
             break
@@ -201,9 +202,9 @@ class Tunnels:
         return None
 
     async def _way(self, peer_id: str, relay: str, address: str, protocol: str) -> tuple[Ends, bytes]:
-        """Open a stream to the peer through that relay, and return it with what the relay said.
+        """Open a stream to the peer through a relay. Returns the stream and the relay's first line.
 
-        Raises the errors of a broken stream, TimeoutError and Unreachable.
+        Raises TimeoutError, Unreachable or one of the errors in BROKEN if the stream cannot be opened.
         """
         async with asyncio.timeout(ANSWER_S):
             reader, writer = await open_stream_to(self._node, self._guard, relay, address, protocol)
@@ -211,14 +212,18 @@ class Tunnels:
                 writer.write(peer_id.encode() + b"\n")
                 line = await reader.readline()
                 if line in (NO, b"") or (protocol == CALL and line != YES):
-                    raise DirectoryError("the relay cannot call it")
+                    raise DirectoryError("the relay cannot call the peer")
             except BaseException:
                 writer.close()
                 raise
         return (reader, writer), line
 
     async def _mirror(self, relay: str, line: bytes) -> Endpoint:
-        """Return where a relay says how it sees this peer; `line` has the port. Raises DirectoryError, ValueError."""
+        """Return the endpoint of a relay at which this peer can ask for the address that others see.
+
+        `line` is the relay's answer, which contains the port. Raises DirectoryError if the relay is gone, or ValueError
+        if the port is invalid.
+        """
         hosts = sorted(await self._node.hosts_of(relay), key=lambda host: ":" in host)  # IPv4 first
         if not hosts:
             raise DirectoryError("the relay has left")
@@ -232,7 +237,7 @@ class Tunnels:
         try:
             await splice((reader, writer), await self._connect(relay))
         except OSError as error:
-            logger.debug("a call by %s ended: %s", short_id(relay), error)
+            logger.debug("a call through the relay %s ended: %s", short_id(relay), error)
 
     async def _on_hole(self, relay: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if relay not in self._relays() or self._num_punching >= MAX_PUNCHING:
@@ -283,7 +288,7 @@ class Tunnels:
 
 
 async def _carry(near: socket.socket, far: socket.socket) -> None:
-    """Copy in both directions until both have ended; close both ends."""
+    """Copy in both directions until both have ended, then close both ends."""
     tune(near)
     ended = asyncio.Event()
     splice = Splice(near, far, on_end=ended.set)

@@ -1,4 +1,4 @@
-"""Draws the tasks of a `Progress`: bars on a terminal, an occasional line elsewhere. Short tasks are not shown."""
+"""Shows the tasks of a `Progress`: as bars on a terminal, as an occasional line elsewhere. It hides short tasks."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ REFRESH_S = 0.2
 
 
 def drawing(say: Callable[[str], None]) -> Draw:
-    """Return bars when standard output is a terminal, else lines through `say`."""
+    """Return bars if standard output is a terminal, else lines that are printed by `say`."""
     return Bars(say) if sys.stdout.isatty() else Lines(say)
 
 
 class _Ticking:
-    """One thread per long task redraws it, so that stalled work is visible, too."""
+    """Redraws each long task in a thread, so that stalled work is also visible."""
 
     def __init__(self, say: Callable[[str], None], *, first_s: float, every_s: float) -> None:
         self._say = say
@@ -66,7 +66,7 @@ class _Ticking:
 
 
 class Lines(_Ticking):
-    """For logs and pipes."""
+    """Prints lines, for logs and pipes."""
 
     def __init__(self, say: Callable[[str], None], *, every_s: float = LINE_EVERY_S) -> None:
         super().__init__(say, first_s=every_s, every_s=every_s)
@@ -79,7 +79,7 @@ class Lines(_Ticking):
 
 
 class Bars(_Ticking):
-    """For people at a terminal. All running tasks share one drawing, since rich allows one live display at a time."""
+    """Draws bars on a terminal. All running tasks share one display, because rich allows only one at a time."""
 
     def __init__(self, say: Callable[[str], None], *, console: Console | None = None) -> None:
         super().__init__(say, first_s=SHOW_AFTER_S, every_s=REFRESH_S)

@@ -1,4 +1,4 @@
-"""Formats numbers and rounds for people. Printing is for cli/."""
+"""Formats numbers and rounds for people. Only cli/ prints them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from noloco_p2p.telemetry.metrics import Metrics
 
 
 def mib(num_bytes: float) -> str:
-    """3_400_000 -> '3.2 MiB'."""
+    """Format a number of bytes: 3_400_000 -> '3.2 MiB'."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if abs(num_bytes) < 1024 or unit == "TiB":
             return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
@@ -18,7 +18,7 @@ def mib(num_bytes: float) -> str:
 
 
 def count(number: float) -> str:
-    """1_234_567 -> '1.23M'."""
+    """Format a count: 1_234_567 -> '1.23M'."""
     for limit, suffix in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(number) >= 0.9995 * limit:  # it is rounded to three digits
             return f"{number / limit:.3g}{suffix}"
@@ -26,7 +26,7 @@ def count(number: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """8.4 -> '8 s', 95 -> '1 min 35 s', 7_300 -> '2 h 1 min', 400_000 -> '4 d 15 h'."""
+    """Format seconds: 8.4 -> '8 s', 95 -> '1 min 35 s', 7_300 -> '2 h 1 min', 400_000 -> '4 d 15 h'."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"
@@ -42,7 +42,7 @@ def loss(value: float | None) -> str:
 
 
 def round_line(metrics: Metrics, *, num_live: int) -> str:
-    """`round 41 | swapped with ..7f3a1c | waited 0.4 s | loss 3.412 | 8.1k tokens/s | 8 peers`."""
+    """Format a round: `round 41 | swapped with ..7f3a1c | waited 0.4 s | loss 3.412 | 8.1k tokens/s | 8 peers`."""
     parts = [
         f"round {metrics.round}",
         metrics.last_outcome,
@@ -55,7 +55,7 @@ def round_line(metrics: Metrics, *, num_live: int) -> str:
 
 
 def closing_line(metrics: Metrics, *, number: int, num_rounds: int) -> str:
-    """`closing round 2 of 5 | swapped with ..7f3a1c | 0.31 % apart | waited 0.8 s`."""
+    """Format a closing round: `closing round 2 of 5 | swapped with ..7f3a1c | 0.31 % apart | waited 0.8 s`."""
     parts = [f"closing round {number} of {num_rounds}", metrics.last_outcome]
     if metrics.spread is not None:
         parts.append(f"{100 * metrics.spread:.2g} % apart")
@@ -63,17 +63,17 @@ def closing_line(metrics: Metrics, *, number: int, num_rounds: int) -> str:
 
 
 def named(peer_id: str) -> str:
-    """Show a peer by the end of its id, because all ids begin with the same characters."""
+    """Return the end of a peer id for display, because all ids begin with the same characters."""
     return f"..{peer_id[-6:]}"
 
 
 def numbered_stages(stages: Sequence[int]) -> str:
-    """[2] -> 'stage 2', [1, 2] -> 'stages 1, 2'."""
+    """Format stages: [2] -> 'stage 2', [1, 2] -> 'stages 1, 2'."""
     return f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"
 
 
 def cells(text: str) -> int:
-    """Columns of a terminal that `text` takes: two for wide letters, none for marks."""
+    """Return the columns of a terminal that `text` takes: two for a wide letter, none for a combining mark."""
     if text.isascii():
         return len(text)
     return sum(

@@ -1,4 +1,4 @@
-"""A small HTTP server on an existing event loop: uvicorn, which leaves signals and logging unchanged."""
+"""A small HTTP server on an existing event loop. It is uvicorn, with signals and logging left unchanged."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAX_CONNECTIONS = 256
 class _Quiet(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals are handled in cli/."""
+        """Do nothing, because cli/ handles signals."""
         yield
 
 
@@ -48,7 +48,7 @@ class HttpServer:
         self._listening: socket.socket | None = None
 
     async def start(self, *, flag: str) -> None:
-        """Raises SettingsError, with the name of the flag that chose the address, when it cannot be used."""
+        """Start to serve. Raises SettingsError, which names the flag, if the address cannot be used."""
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
         listening = socket.socket(family)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -73,7 +73,7 @@ class HttpServer:
 
 
 def metrics_app(page: Callable[[], bytes]) -> Starlette:
-    """The /metrics and /healthz of a peer."""
+    """Return an ASGI app that serves /metrics and /healthz of a peer."""
     from starlette.applications import Starlette
     from starlette.requests import Request
     from starlette.responses import PlainTextResponse, Response

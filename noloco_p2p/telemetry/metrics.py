@@ -1,7 +1,7 @@
-"""The one table of what a peer counts: name, kind, unit, meaning, and where it is shown.
+"""The table of everything that a peer counts, with the kind, unit and meaning of each metric, and where it is shown.
 
-Everything that shows a metric is generated from it: the status of a peer, its events and its /metrics, its record in
-the directory, the monitor's JSON, tables, totals, curves and /metrics, and docs/metrics.md.
+Everything that shows a metric is generated from this table: the status of a peer, its events, its /metrics and its
+record in the directory; the monitor's JSON, tables, totals, curves and /metrics; and docs/metrics.md.
 """
 
 from __future__ import annotations
@@ -13,16 +13,15 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """What is known of a metric besides its value.
+    """Describes a metric.
 
-    kind: a counter only increases, also over restarts; a gauge is a current value; a text is not for Prometheus.
-    key: its name in the record that the peer signs, which has little room; "" = it is not in the record; "why:2" = the
-    third number of the list "why".
-    digits: significant digits of a number in the record.
-    column: the head of its column in the monitor's tables of peers; "" = none. rank: the order of the columns; if
-    there is
-    little room, the last ones are dropped first.
-    total: how the monitor aggregates the values of all peers, a key of `telemetry.totals.WAYS`; "" = it does not.
+    `kind` is "counter" (it only increases, also over restarts), "gauge" (a current value) or "text" (not for
+    Prometheus). `key` is the name of the metric in the record that the peer signs, which should be short; with "" it is
+    not in the record, and "why:2" is the third number of the list "why". `digits` are the significant digits of a
+    number in the record. `column` is the head of the metric's column in the monitor's table of peers; "" means that it
+    has no column. `rank` is the order of the columns; on a narrow screen, the last ones are left out first. `total`
+    says how the monitor aggregates the values of all peers: it is a key of `telemetry.totals.WAYS`, or "" if the
+    monitor does not aggregate them.
     """
 
     kind: str
@@ -36,13 +35,13 @@ class About:
 
 
 def _metric(kind: str, unit: str, meaning: str, default: Any, **shown: Any) -> Any:
-    """`shown`: further fields of `About`."""
+    """Return a field of `Metrics`. `shown` has further fields of `About`."""
     return field(default=default, metadata={"about": About(kind, unit, meaning, **shown)})
 
 
 @dataclass(slots=True)
 class Metrics:
-    """The current metrics of one peer. The training thread writes, the network thread reads: each is one assignment."""
+    """The current metrics of one peer. The training thread writes them, and the network thread reads them."""
 
     step: int = _metric("counter", "steps", "inner steps taken in this run, including those before a restart", 0)
     round: int = _metric(
@@ -61,7 +60,7 @@ class Metrics:
     trained_s: float | None = _metric(
         "counter",
         "s",
-        "seconds in the state training, waiting included, and those before a restart, too",
+        "seconds in the state `training`, including waiting and the time before a restart",
         None,
         key="tr",
         column="trained",
@@ -70,7 +69,7 @@ class Metrics:
     tokens: int | None = _metric(
         "counter",
         "tokens",
-        "tokens that this peer trained on, before a restart, too; in a run with stages, those that it computed",
+        "tokens that this peer trained on, including before a restart; in a run with stages, tokens that it computed",
         None,
         key="tk",
         column="tokens",
@@ -78,7 +77,7 @@ class Metrics:
     )
     inner_steps: int = _metric("gauge", "steps", "length of the current round, or of the next one", 0)
     progress: float = _metric(
-        "gauge", "fraction", "place in the schedule of the run, 0 to 1", 0.0, key="prog", digits=9, total="highest"
+        "gauge", "fraction", "position in the schedule of the run, 0 to 1", 0.0, key="prog", digits=9, total="highest"
     )
     swaps: int = _metric(
         "counter",
@@ -123,7 +122,10 @@ class Metrics:
         "counter", "swaps", "swaps ended because a chunk of the partner held NaN or infinity", 0
     )
     refused_over_share: int = _metric(
-        "counter", "offers", "offers refused because the peer had had its share of swaps, and other peers were live", 0
+        "counter",
+        "offers",
+        "offers refused because the peer had already had its share of swaps, and other peers were live",
+        0,
     )
     refused_unlisted: int = _metric(
         "counter", "offers", "offers refused because no live record of the peer was known", 0
@@ -131,7 +133,7 @@ class Metrics:
     refused_gradients: int = _metric(
         "counter",
         "swaps",
-        "outer gradients refused: far too long, or pointing against this peer's own",
+        "outer gradients refused because they were far too large or pointed against this peer's own",
         0,
     )
     refused_losses: int = _metric(
@@ -153,7 +155,7 @@ class Metrics:
     diverged: int = _metric(
         "counter",
         "rounds",
-        "rounds discarded because weights were not finite; training restarted from the round's start",
+        "rounds discarded because of non-finite weights; training restarted from the start of the round",
         0,
     )
     late: int = _metric(
@@ -189,8 +191,8 @@ class Metrics:
     tokens_per_s: float = _metric(
         "gauge",
         "tokens/s",
-        "tokens trained on per second, over the round that the loss covers (with stages: over the last 30 s); "
-        "includes waiting and evaluation",
+        "tokens trained on per second during the round that the loss covers (with stages: during the last 30 s), "
+        "including waiting and evaluation",
         0.0,
         key="tok/s",
         column="tokens/s",
@@ -200,7 +202,7 @@ class Metrics:
     inner_steps_per_s: float = _metric(
         "gauge",
         "steps/s",
-        "inner steps per second, over the rounds of the loss; includes waiting and evaluation",
+        "inner steps per second during the round that the loss covers, including waiting and evaluation",
         0.0,
         key="steps/s",
     )
@@ -208,19 +210,25 @@ class Metrics:
         "gauge", "s", "seconds that training waited for the network at the last boundary", 0.0, key="wait"
     )
     swap_hidden_s: float = _metric(
-        "gauge", "s", "time that the last committed swap ran in parallel to training, without blocked_s", 0.0
+        "gauge", "s", "time that the last committed swap ran in parallel with training, without blocked_s", 0.0
     )
     lateness_s: float = _metric(
-        "gauge", "s", "seconds by which the last partner reached its boundary after this peer; 0 if before", 0.0
+        "gauge",
+        "s",
+        "seconds by which the last partner reached its boundary later than this peer; 0 if it was earlier",
+        0.0,
     )
     transfer_s: float = _metric(
-        "gauge", "s", "time of the late part of the last swap, from when both peers were at their boundaries", 0.0
+        "gauge",
+        "s",
+        "duration of the late part of the last swap, from the moment when both peers were at their boundaries",
+        0.0,
     )
     spread: float | None = _metric(
         "gauge",
         "fraction",
-        "estimated distance of a replica from the mean: distance to the last partner over 2^0.5, relative to the "
-        "norm of the weights; from a sample of the weights, and with coding errors",
+        "estimated distance of a replica from the mean, relative to the norm of the weights: the distance to the last "
+        "partner divided by 2^0.5, computed from a sample of the encoded weights",
         None,
     )
     gradient_norm: float | None = _metric(
@@ -229,25 +237,23 @@ class Metrics:
     mfu: float | None = _metric(
         "gauge",
         "fraction",
-        "model flops of the last round over the dense bf16 peak of the accelerator; waiting and evaluation count as "
-        "time; unknown where the peak is not known",
+        "model flops of the last round over the dense bf16 peak of the accelerator, including the time of waiting and "
+        "evaluation; missing if the peak is unknown",
         None,
     )
     memory_bytes: int = _metric(
         "gauge",
         "bytes",
-        "peak of the tensors on the accelerator since the start; on MPS the current allocation of torch, on a CPU the "
-        "peak of the process",
+        "peak memory of the tensors on the accelerator since the start (on MPS, torch's current allocation; on a CPU, "
+        "the peak of the process)",
         0,
     )
     data_wait_s: float = _metric("gauge", "s", "seconds that training waited for data in the last round", 0.0)
-    data_faults: int = _metric(
-        "counter", "faults", "lines, rows and files of the data that were skipped because they could not be used", 0
-    )
+    data_faults: int = _metric("counter", "faults", "unusable lines, rows and files of the data that were skipped", 0)
     bytes_sent: int = _metric(
         "counter",
         "bytes",
-        "payload of swaps, including failed ones; without headers, DHT and first fetch",
+        "payload of swaps, including failed ones, but without headers, the DHT and the first fetch",
         0,
         key="out",
         column="out",
@@ -257,7 +263,7 @@ class Metrics:
     bytes_received: int = _metric(
         "counter",
         "bytes",
-        "payload of swaps, including failed ones; without headers, DHT and first fetch",
+        "payload of swaps, including failed ones, but without headers, the DHT and the first fetch",
         0,
         key="in",
         column="in",
@@ -267,20 +273,22 @@ class Metrics:
     relayed_bytes: int = _metric(
         "counter", "bytes", "bytes that this relay forwarded between peers that cannot be dialled", 0
     )
-    modulo_chunks: int = _metric("counter", "chunks", "chunks received in modulo coding, including those sent again", 0)
+    modulo_chunks: int = _metric(
+        "counter", "chunks", "chunks received in modulo coding, including chunks that were sent again", 0
+    )
     plain_chunks: int = _metric(
         "counter", "chunks", "chunks of modulo sections received as int8 because no bound was known", 0
     )
     extended_chunks: int = _metric(
         "counter",
         "chunks",
-        "times that two more bits of a chunk of the codec modulo were received, because its bound did not hold",
+        "times that this peer received two more bits of a chunk of the codec `modulo` because its bound did not hold",
         0,
     )
     broken_chunks: int = _metric(
         "counter",
         "chunks",
-        "chunks received in modulo coding whose bound did not hold; they were sent again as int8",
+        "chunks received in modulo coding whose bound did not hold, so that they were sent again as int8",
         0,
     )
     microbatches: int = _metric(
@@ -314,20 +322,20 @@ class Metrics:
     last_outcome: str = _metric("text", "text", "outcome of the last round in one phrase", "")
 
     def count_solo(self, cause: str) -> None:
-        """`cause`: a value of `gossip.outcome.LonelyCause`."""
+        """Count a solo round. `cause` is a value of `gossip.outcome.LonelyCause`."""
         name = f"alone_{cause}"
         setattr(self, name, getattr(self, name) + 1)
 
     @property
     def alone_by_cause(self) -> dict[str, int]:
-        """The counts by values of `gossip.outcome.LonelyCause`."""
+        """Return the number of solo rounds by cause, which is a value of `gossip.outcome.LonelyCause`."""
         return {name.removeprefix("alone_"): getattr(self, name) for name in METRICS if name.startswith("alone_")}
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     def recorded(self, *, hides_contribution: bool = False) -> Metrics:
-        """The metrics in the peer's record, with few digits and without values that are not finite."""
+        """Return the metrics in the peer's record, with few digits and without non-finite values."""
         hidden = CONTRIBUTION if hides_contribution else ()
         return Metrics(**{name: self._short(name) for name in RECORDED if name not in hidden})
 
@@ -341,10 +349,11 @@ class Metrics:
 METRICS: dict[str, About] = {item.name: item.metadata["about"] for item in fields(Metrics)}
 DEFAULTS: dict[str, Any] = {item.name: item.default for item in fields(Metrics)}
 NUMBERS = tuple(name for name, about in METRICS.items() if about.kind != "text")
-CONTRIBUTION = ("trained_s", "tokens")  # what a peer may leave out of its record: swaps tell how well the run goes
+# What a peer may hide. The counts of rounds stay visible, because they show the health of the run.
+CONTRIBUTION = ("trained_s", "tokens")
 RECORDED = tuple(name for name, about in METRICS.items() if about.key)
 IN_COLUMNS = sorted((name for name, about in METRICS.items() if about.column), key=lambda name: METRICS[name].rank)
-LARGEST = 2.0**53  # of any number in a record: integers up to it are exact in a browser, too, and sums are finite
+LARGEST = 2.0**53  # of any number in a record; browsers represent smaller integers exactly, and sums stay finite
 
 
 def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:

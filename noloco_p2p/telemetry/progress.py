@@ -1,7 +1,7 @@
 """The progress of long work: what is done, the rate, and the time left. `bars.py` draws it.
 
 `Progress` is passed to all code that may take seconds. Its tasks nest, any thread may report, and `noloco status` reads
-the innermost task at any moment. rich.progress only draws, because its rate does not fall when work stalls, and a peer
+the innermost task at any moment. rich.progress only draws: its own rate does not fall when work stalls, and a peer
 without a terminal need not import it.
 """
 
@@ -27,14 +27,18 @@ def ignore(done: int, total: int) -> None:
 
 
 class Meter:
-    """Rate and time left from samples of an increasing count. The caller passes times, in seconds of any clock."""
+    """Computes rate and time left from samples of an increasing count. The caller passes times, in seconds of any
+    clock.
+    """
 
     def __init__(self, *, now_s: float) -> None:
         self.done = 0
         self._samples: deque[tuple[float, int]] = deque([(now_s, 0)])
 
     def add(self, done: int, *, now_s: float) -> None:
-        """Add a sample of the total `done` so far. A count that falls, as after a restart, begins a new window."""
+        """Add a sample of the total `done` so far. A count that falls, for example after a restart, begins a new
+        window.
+        """
         if done < self.done:
             self._samples.clear()
         self.done = done
@@ -44,13 +48,13 @@ class Meter:
             self._samples.popleft()
 
     def rate_per_s(self, *, now_s: float) -> float:
-        """The rate over the last WINDOW_S or since the start; it falls towards 0 during a stall."""
+        """Return the rate over the last WINDOW_S or since the start. It falls towards 0 during a stall."""
         began_s, begun = self._samples[0] if self._samples else (now_s, self.done)
         seconds = now_s - began_s
         return (self.done - begun) / seconds if seconds > 0 else 0.0
 
     def left_s(self, total: int, *, now_s: float) -> float | None:
-        """Seconds until `total` at the current rate; None during a stall."""
+        """Return the seconds until `total` at the current rate; None during a stall."""
         rate = self.rate_per_s(now_s=now_s)
         return max(0, total - self.done) / rate if rate > 0 else None
 
@@ -58,7 +62,7 @@ class Meter:
 class Task:
     """One piece of work. `unit` is "bytes" or the plural of what is counted; `total` is None until it is known.
 
-    `what`: a description, or a function that returns the current one.
+    `what` is a description, or a function that returns the current one.
     """
 
     def __init__(self, what: str | Callable[[], str], *, unit: str, now_s: float) -> None:
@@ -73,7 +77,7 @@ class Task:
         return self._what if isinstance(self._what, str) else self._what()
 
     def report(self, done: int, total: int) -> None:
-        """Report progress from any thread: two assignments and a sample."""
+        """Report progress. Any thread may call this."""
         self.total = total
         self.meter.add(done, now_s=time.monotonic())
 
@@ -91,7 +95,7 @@ class Task:
 
 
 class Draw(Protocol):
-    """Shows tasks to a person; called by the thread that does the work."""
+    """Shows tasks to a person. The thread that does the work calls it."""
 
     def begin(self, task: Task) -> None: ...
 
@@ -125,13 +129,13 @@ class Progress:
                 self._draw.end(task)
 
     def now(self) -> dict[str, Any] | None:
-        """The innermost task as JSON values; None when no long task is running."""
+        """Return the innermost task as JSON values; None if no long task is running."""
         with self._lock:
             return self._tasks[-1].as_dict(now_s=time.monotonic()) if self._tasks else None
 
 
 def line(task: dict[str, Any]) -> str:
-    """`fetching the state: 120.0 MiB of 953.7 MiB, 12.3 MiB/s, 68 s left`, from `Task.as_dict`."""
+    """Format a task: `fetching the state: 120.0 MiB of 953.7 MiB, 12.3 MiB/s, 68 s left`, from `Task.as_dict`."""
     show = mib if task["unit"] == "bytes" else count
     unit = "" if task["unit"] in ("bytes", "") else f" {task['unit']}"
     if task["total"] is None:

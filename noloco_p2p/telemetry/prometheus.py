@@ -1,4 +1,4 @@
-"""The metrics of one peer, and of a whole swarm, for Prometheus. Own registries; there are few labels, all bounded."""
+"""The metrics of one peer, and of a whole swarm, for Prometheus. Labels are few, and their values are bounded."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One metric name at /metrics, where counters get `_total`. `labels`: the names of its labels."""
+    """One metric at /metrics, where the names of counters end with `_total`. `labels` are the names of its labels."""
 
     name: str
     kind: str
@@ -84,7 +84,7 @@ DIRECTORY_AGE = Family(
 
 
 def peer_page(metrics: Metrics, *, peer_id: str, run: str, live_peers: int) -> bytes:
-    """The page that a peer serves at /metrics."""
+    """Return the page that a peer serves at /metrics."""
 
     def collect() -> Iterator[Metric]:
         for family in PEER:
@@ -98,7 +98,7 @@ def peer_page(metrics: Metrics, *, peer_id: str, run: str, live_peers: int) -> b
 
 
 def swarm_page(summary: dict[str, Any], *, healths: Iterable[str]) -> bytes:
-    """The page that `noloco monitor --web` serves at /metrics, from `monitor.collect.Watcher.summary`."""
+    """Return the page that `noloco monitor --web` serves at /metrics, from `monitor.collect.Watcher.summary`."""
     totals, stages = summary["totals"], summary["stages"]
 
     def collect() -> Iterator[Metric]:

@@ -1,6 +1,7 @@
-"""How a monitor aggregates one metric over all peers. Pure.
+"""How a monitor aggregates one metric over all peers.
 
-`About.total` names the way; the names of the totals, their units and meanings follow from the metrics.
+`About.total` names one of the WAYS below. The names of the totals, their units and their meanings follow from the
+metrics.
 """
 
 from __future__ import annotations
@@ -17,11 +18,10 @@ Values = Sequence[float]
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """The metrics of the peers that a total counts.
+    """The metrics of the peers that a total can count.
 
-    listed: all known peers. living: alive or silent. training: living peers that train now; in a run with stages
-    only the
-    heads, because each token passes through all stages.
+    `listed` has all known peers, and `living` has the peers that are alive or silent. `training` has the living peers
+    that train now. In a run with stages it has only the heads, because each token passes through all stages.
     """
 
     listed: Sequence[Metrics]
@@ -31,7 +31,7 @@ class Peers:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """ending: of the name of the total. of: the field of `Peers` that is counted."""
+    """A way to aggregate. `ending` ends the name of the total, and `of` is the field of `Peers` that is counted."""
 
     ending: str
     meaning: str
@@ -79,5 +79,5 @@ TOTALS = tuple(Total(name, way) for name, about in METRICS.items() if about.tota
 
 
 def totals(peers: Peers) -> dict[str, Any]:
-    """Return every total by its name; None if no peer has a value."""
+    """Return every total by its name. A total is None if no peer has a value."""
     return {total.name: total.over(peers) for total in TOTALS}

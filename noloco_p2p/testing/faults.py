@@ -1,4 +1,4 @@
-"""Faults at an exact frame of a stream: the same plan gives the same fault, every time.
+"""Faults at an exact frame of a stream. The same plan always gives the same fault.
 
 plan = FaultPlan().fail_at(At(Chunk, section=SectionName.OUTER_GRADIENT, index=1), send=FlipBit(3))
 faults = plan.wrapper()
@@ -22,7 +22,7 @@ from noloco_p2p.errors import TimedOut, Unreachable
 from noloco_p2p.gossip.frames import Chunk, End, Frame, Header, Part, SectionName, chunk_digest
 from noloco_p2p.gossip.seams import FrameStream
 
-# Which digests match a damaged payload: none, that of its chunk, or also that of the whole section.
+# Which digests match a damaged payload: none, only the digest of its chunk, or also the digest of the whole section.
 Digests = Literal["stale", "chunk", "section"]
 
 
@@ -45,32 +45,32 @@ class At:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The connection breaks, both ways; the frame is not delivered."""
+    """Break the connection in both directions. The frame is not delivered."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """From this frame on nothing moves in this direction, without any notice."""
+    """Deliver nothing more in this direction, from this frame on and without any notice."""
 
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """The frame is lost; later ones are delivered."""
+    """Lose the frame, but deliver later ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """The frame is delivered twice."""
+    """Deliver the frame twice."""
 
 
 @dataclass(frozen=True, slots=True)
 class SwapWithNext:
-    """The frame is delivered after the next one."""
+    """Deliver the frame after the next one."""
 
 
 @dataclass(frozen=True, slots=True)
 class FlipBit:
-    """One bit of a chunk's payload is flipped."""
+    """Flip one bit of a chunk's payload."""
 
     bit: int
     digests: Digests = "stale"
@@ -83,7 +83,7 @@ class FlipBit:
 
 @dataclass(frozen=True, slots=True)
 class Truncate:
-    """A chunk's payload ends after `num_bytes`."""
+    """Cut off a chunk's payload after `num_bytes`."""
 
     num_bytes: int
     digests: Digests = "stale"
@@ -94,7 +94,7 @@ class Truncate:
 
 @dataclass(frozen=True, slots=True)
 class Lengthen:
-    """A chunk's payload is longer than announced, by `num_bytes`."""
+    """Make a chunk's payload longer than announced, by `num_bytes`."""
 
     num_bytes: int
     digests: Digests = "section"
@@ -105,7 +105,7 @@ class Lengthen:
 
 @dataclass(frozen=True, slots=True)
 class NotFinite:
-    """All bits of a chunk's payload are set, which is NaN in every codec."""
+    """Set all bits of a chunk's payload, which means NaN in every codec."""
 
     digests: Digests = "section"
 
@@ -115,7 +115,7 @@ class NotFinite:
 
 @dataclass(frozen=True, slots=True)
 class Announce:
-    """A Header announces something else; None = unchanged."""
+    """Change what a Header announces. None leaves a field unchanged."""
 
     codec: str | None = None
     num_elements: int | None = None
@@ -134,7 +134,7 @@ class Announce:
 
 @dataclass(frozen=True, slots=True)
 class Replace:
-    """Another frame is delivered instead."""
+    """Deliver another frame instead."""
 
     frame: Frame
 
@@ -144,13 +144,15 @@ Fault = Cut | Stall | Drop | Repeat | SwapWithNext | FlipBit | Truncate | Length
 
 @dataclass(frozen=True, slots=True)
 class FaultPlan:
-    """Which fault happens at which frame. Frozen: `fail_at` returns a new plan. Each fault fires once per stream."""
+    """An immutable plan of faults and the frames at which they happen. Each fault fires once per stream."""
 
     sending: tuple[tuple[At, Fault], ...] = ()
     receiving: tuple[tuple[At, Fault], ...] = ()
 
     def fail_at(self, at: At, *, send: Fault | None = None, receive: Fault | None = None) -> FaultPlan:
-        """`send`: the fault of a frame that the owner of the stream sends; `receive`: of one that it receives."""
+        """Return a plan with one more fault: `send` for a frame that the owner of the stream sends, `receive` for one
+        that it receives.
+        """
         sending = (*self.sending, (at, send)) if send else self.sending
         receiving = (*self.receiving, (at, receive)) if receive else self.receiving
         return FaultPlan(sending, receiving)
@@ -158,7 +160,7 @@ class FaultPlan:
     def wrapper(
         self, *, first_streams: int | None = None, on_fault: Callable[[], None] = lambda: None
     ) -> FaultyStreams:
-        """The function with which a peer wraps its streams. Only the `first_streams` are faulty (None = all).
+        """Return a function that wraps the streams of a peer. Only the `first_streams` are faulty; with None, all are.
 
         `on_fault` is called at the moment of a fault, for example to let the whole peer vanish.
         """

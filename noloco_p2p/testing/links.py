@@ -1,16 +1,16 @@
-"""Named links of peers, and when bytes leave one: for simulations, and for a proxy that makes loopback slow."""
+"""Named links of peers, for simulations and for a proxy that makes loopback slow."""
 
 from __future__ import annotations
 
 import random
 from dataclasses import dataclass
 
-BUFFER_S = 0.05  # what the link buffers at its full rate before it takes no more, as a modem does
+BUFFER_S = 0.05  # seconds at full rate that the link buffers before it accepts no more, like a modem
 
 
 @dataclass(frozen=True, slots=True)
 class LinkProfile:
-    """The link of one peer. `down` is towards it, `up` away from it; delay and jitter are one way."""
+    """The link of one peer. `down` leads to the peer, `up` away from it. Delay and jitter apply in each direction."""
 
     name: str
     down_mbit_s: float
@@ -28,7 +28,9 @@ PROFILES = {link.name: link for link in (HOME_FIBRE, CABLE, CONGESTED_WIFI, WEAK
 
 
 class Shape:
-    """When bytes leave one direction of a link. Pure: callers pass the time, and the same seed gives the same times."""
+    """Computes when bytes leave one direction of a link. It is pure: callers pass the time, and a seed fixes all
+    delays.
+    """
 
     def __init__(self, *, mbit_s: float, delay_ms: float, jitter_ms: float, seed: int) -> None:
         self._bytes_per_s = mbit_s * 1e6 / 8
@@ -39,12 +41,12 @@ class Shape:
         self._last_due_s = 0.0
 
     def due_s(self, now_s: float, num_bytes: int) -> float:
-        """When `num_bytes` that enter now have left the link; never before what entered earlier."""
+        """Return when `num_bytes` that enter now will have left the link. They never overtake earlier bytes."""
         self._free_s = max(self._free_s, now_s) + num_bytes / self._bytes_per_s
         due_s = self._free_s + self._delay_s + self._rng.uniform(0.0, self._jitter_s)
         self._last_due_s = max(self._last_due_s, due_s)
         return self._last_due_s
 
     def backlog_s(self, now_s: float) -> float:
-        """How long the link will take to send what has entered."""
+        """Return how long the link will take to send what has entered."""
         return max(0.0, self._free_s - now_s)

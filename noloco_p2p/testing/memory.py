@@ -1,4 +1,4 @@
-"""A network and a directory in memory: the shipped twins of `net` and `swarm`. All peers live on one event loop."""
+"""A network and a directory in memory, with the interfaces of `net` and `swarm`. All peers live on one event loop."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def unchanged(stream: FrameStream) -> FrameStream:
 
 
 class MemoryNetwork:
-    """The reachable peers. `add` a service under its peer id; `remove` makes it unreachable.
+    """The reachable peers. `add` registers a service under its peer id, and `remove` makes it unreachable.
 
-    `listed` is what directories show; a peer that is listed and cannot be reached has just died. Peers in `closed` get
-    no offers, because their records say that they take no calls.
+    Directories show the peers in `listed`. A peer that is listed and cannot be reached has just died. Peers in `closed`
+    get no offers, because their records say that nobody can call them.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class MemoryNetwork:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def add(self, peer_id: str, service: Service, *, wrap: Wrap = unchanged) -> None:
-        """`wrap` is applied to the streams that others open to this peer."""
+        """Make a peer reachable. `wrap` is applied to the streams that others open to it."""
         self.services[peer_id] = service
         self.listed[peer_id] = None
         self._wraps[peer_id] = wrap
@@ -134,7 +134,7 @@ class MemoryStream:
 
     @classmethod
     def pair(cls, there: str, here: str) -> tuple[MemoryStream, MemoryStream]:
-        """Return (the initiator's end, the acceptor's end)."""
+        """Return the initiator's end and the acceptor's end of a new stream."""
         forth: asyncio.Queue[Frame | None] = asyncio.Queue(QUEUED_FRAMES)
         back: asyncio.Queue[Frame | None] = asyncio.Queue(QUEUED_FRAMES)
         initiator, acceptor = cls(there, back, forth), cls(here, forth, back)
@@ -154,7 +154,7 @@ class MemoryStream:
         try:
             await asyncio.wait({put, closed}, return_when=asyncio.FIRST_COMPLETED)
             if not put.done():
-                raise Unreachable("the other side closed the stream", peer=self._peer)
+                raise Unreachable("the partner closed the stream", peer=self._peer)
         finally:
             put.cancel()
             closed.cancel()
@@ -164,7 +164,7 @@ class MemoryStream:
         if self._ended.is_set():
             raise Unreachable("the stream is closed", peer=self._peer)
         if self._incoming.empty() and self._other._ended.is_set():
-            raise Unreachable("the other side closed the stream", peer=self._peer)
+            raise Unreachable("the partner closed the stream", peer=self._peer)
         try:
             frame = await asyncio.wait_for(self._incoming.get(), timeout_s)
         except TimeoutError:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 POLL_S = 0.01
-THREAD_S = 300.0  # for calls on the network thread; it only catches a hang
+THREAD_S = 300.0  # the limit of calls on the network thread, which only catches a hang
 
 
 class MemorySwarm:
@@ -68,9 +68,9 @@ class MemorySwarm:
         wrap: Wrap = unchanged,
         wrap_accepted: Wrap = unchanged,
     ) -> MemoryPeer:
-        """Add a live peer. Set `spec` or `protocol_version` for one that does not fit the others.
+        """Add a live peer. A different `spec` or `protocol_version` makes it incompatible with the others.
 
-        `wrap` is applied to the streams that it opens, `wrap_accepted` to those that others open to it.
+        `wrap` is applied to the streams that it opens, and `wrap_accepted` to streams that others open to it.
         """
         making = self._make(peer_id, spec or self.spec, run_folder, protocol_version, wrap, wrap_accepted)
         peer = asyncio.run_coroutine_threadsafe(making, self.loop).result(THREAD_S)
@@ -78,7 +78,7 @@ class MemorySwarm:
         return peer
 
     def kill(self, peer: MemoryPeer) -> None:
-        """Make the peer vanish: it cannot be called any more, and its streams break."""
+        """Make the peer vanish: nobody can call it any more, and its streams break."""
 
         async def vanish() -> None:
             await self._disconnect(peer.peer_id)
@@ -92,7 +92,7 @@ class MemorySwarm:
         return asyncio.new_event_loop()
 
     def _outside(self, peer_id: str, hello: Callable[[], Hello], wrap: Wrap) -> tuple[Transport, Directory]:
-        """How a peer reaches the others, and how it knows of them."""
+        """Return the transport and the directory through which a peer reaches the others."""
         transport = MemoryTransport(self.network, hello, wrap=wrap)
         return transport, MemoryDirectory(self.network, own_id=peer_id)
 
@@ -189,14 +189,14 @@ class MemoryPeer:
         return None
 
     def catch_up(self, *, progress: float, inner_steps: int, target: Path) -> StateManifest | None:
-        """No peer is ever far ahead in memory."""
+        """Return None: in memory, no peer is ever far ahead."""
         return None
 
     def serve_state(self, saved: SavedState) -> None:
         self.states.saved = saved
 
     def sketch(self, slow_weights: Tensor, *, progress: float, at_rest: bool) -> None:
-        """Do nothing: no records are read in memory."""
+        """Do nothing, because nobody reads records in memory."""
 
     def weights_change(self) -> None:
-        """Do nothing: no sketches are made."""
+        """Do nothing, because there are no sketches."""

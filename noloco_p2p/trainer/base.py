@@ -1,4 +1,4 @@
-"""What every trainer does besides its inner steps: it reads data, reports rounds, saves, pauses, and closes the run."""
+"""All trainers share this base class. It reads data, reports rounds, writes checkpoints, pauses, and ends the run."""
 
 from __future__ import annotations
 
@@ -38,9 +38,10 @@ log = logging.getLogger(__name__)
 
 
 class TrainerBase:
-    """peer: has the spec of the run. spec: what the inner steps follow. say: prints a line for a person.
+    """The base class of a trainer.
 
-    Subclasses create `outer`, count `_timed_steps`, and provide the loss of a round.
+    `peer` holds the spec of the run, `spec` holds the settings of the inner steps, and `say` prints a line for the
+    user. A subclass creates `outer`, counts its inner steps in `_timed_steps`, and provides the loss of each round.
     """
 
     outer: NoLoCo
@@ -67,7 +68,7 @@ class TrainerBase:
     def _open_data(
         self, tokenizer: PreTrainedTokenizerBase, *, batch_size: int, pin_memory: bool
     ) -> tuple[Prefetcher, list[Tensor]]:
-        """Return this peer's batches and the held-out ones. Raises DataError."""
+        """Return this peer's batches and the held-out batches. Raises DataError if the data cannot be read."""
         spec, settings, faults = self.spec, self.peer.settings, Faults(self._data_fault)
         stream = TokenStream(
             spec.data,
@@ -90,33 +91,33 @@ class TrainerBase:
         return Prefetcher(stream, pin_memory=pin_memory), validation
 
     def _data_fault(self, fault: Fault) -> None:
-        """Runs on the thread that reads."""
+        """Count a fault and write it to the event log. This is called on the thread that reads the data."""
         self.peer.metrics.data_faults += 1
         self.events.write("data_fault", **asdict(fault))
 
-    # of each trainer
+    # for subclasses
 
     def _data(self) -> Prefetcher | None:
-        """The reader whose position a checkpoint keeps; None = this peer reads no data."""
+        """Return the reader whose position goes into a checkpoint, or None if this peer reads no data."""
         raise NotImplementedError
 
     def _round_loss(self) -> float | None:
-        """Return and reset the mean loss of the round that ended, in nats per token; None if there is none."""
+        """Return the mean loss of the last round in nats per token, and reset it. Return None if there is no loss."""
         raise NotImplementedError
 
     def _take_gauges(self) -> None:
-        """Update the gauges of the machine."""
+        """Update the gauges of this machine."""
 
     def _evaluate(self) -> None:
         """Measure the loss on the held-out sequences."""
         raise NotImplementedError
 
     def _num_mates(self) -> int:
-        """The number of other live peers that this one swaps with."""
+        """Return the number of other live peers that this peer can swap with."""
         return self.peer.live_peers()
 
     def _line_begins(self) -> str:
-        """The prefix of the line of a round."""
+        """Return the prefix of the line that reports a round."""
         return ""
 
     # once a round
@@ -149,7 +150,7 @@ class TrainerBase:
         self.peer.metrics.tokens = (self.peer.metrics.tokens or 0) + number
 
     def _time_steps(self) -> None:
-        """Update the step rate from the steps since the last call. All time since then counts as theirs."""
+        """Update the step rate from the steps and the time since the last call."""
         self._note_speed()
         self._timed_from_s, self._timed_steps = time.monotonic(), 0
 
@@ -158,15 +159,18 @@ class TrainerBase:
         metrics.inner_steps_per_s = self._timed_steps / (time.monotonic() - self._timed_from_s - aside_s)
         metrics.tokens_per_s = metrics.inner_steps_per_s * self.spec.train.batch_size * self.spec.data.sequence_length
 
-    # the end
+    # the end of a run
 
     @property
     def finished(self) -> bool:
-        """Whether the schedule and its last round are done."""
+        """Whether the schedule and its last round are complete."""
         return self.outer.progress >= 1 and self.outer.is_between_rounds
 
     def _close(self) -> None:
-        """After training, mix without training until this peer is near the mean of all, or no other peer is left."""
+        """After training, swap weights for a few more rounds, so that this peer gets close to the mean of the swarm.
+
+        The rounds stop early if no other peer is left, or if this peer is asked to leave.
+        """
         others = self._num_mates()
         num_rounds = closing_rounds(self.spec.outer, others + 1) if others else 0
         wait_s = closing_wait_s(self.spec.outer, self.peer.exchange.step_rate.seconds_per_round())
@@ -182,16 +186,14 @@ class TrainerBase:
                 return
 
     def _wait_while_paused(self) -> None:
-        """Wait until the peer is resumed or asked to leave. The state is also saved, in case the machine is switched
-        off.
-        """
+        """Save the state in case the machine is switched off, and wait until the peer is resumed or asked to leave."""
         result = self.outer.withdraw()
         if result:
             self._round_done(result)
         self._save()
         self.say(f"paused: {self.peer.pausing.sentence}")
         self.events.write("paused", step=self.peer.metrics.step, paused_by=self.peer.pausing.word)
-        empty_cache(self.device)  # the weights stay; what torch keeps for later tensors is of use to other programs
+        empty_cache(self.device)  # keeps the weights, and frees the memory that torch has cached for other programs
         began_s = time.monotonic()
         self.peer.wait_while_paused()
         self._timed_from_s += time.monotonic() - began_s
@@ -199,7 +201,7 @@ class TrainerBase:
         self.events.write("resumed", step=self.peer.metrics.step)
 
     def _finish(self) -> Path | None:
-        """Write the last checkpoint, and report the end."""
+        """Write the final checkpoint and report the end. Return the checkpoint, or None if it could not be written."""
         folder = self._save()
         self.trackers.close()
         metrics = self.peer.metrics
@@ -211,22 +213,23 @@ class TrainerBase:
     # checkpoints
 
     def _begin_fork(self, *, is_revived: bool = False) -> None:
-        """Load the start state of a fork: newcomers may get their weights from this peer only.
+        """Check that the start state of a forked run is on this machine, and write a checkpoint of it.
 
-        is_revived: the weights come from a checkpoint of the operator. Raises ModelError when the start state is
-        missing.
+        Newcomers need the checkpoint, because this may be the only peer that can give them the start state. If
+        `is_revived` is true, the weights come from a checkpoint of the operator instead. Raises ModelError if the start
+        state is missing.
         """
         start, state_dir = self.spec.model.start, self.peer.settings.state_dir
         if not (is_revived or has_start(start, state_dir=state_dir)):
             raise ModelError(
                 f"the run {self.spec.name} starts from the state {start}, which is not on this machine, and no "
-                "live peer gave its state; join with a ticket of a live peer, or make it again with `noloco fork`"
+                "live peer sent it; join with the ticket of a live peer, or create the state again with `noloco fork`"
             )
         if start:
             self._save()
 
     def _save(self) -> Path | None:
-        """Write the last checkpoint. Logs an error and returns None if that fails, for example on a full disk."""
+        """Write a checkpoint and return its folder. Log an error and return None if that fails, as on a full disk."""
         try:
             with self.peer.progress.task("writing a checkpoint"):
                 folder = self.outer.save()
@@ -240,7 +243,7 @@ class TrainerBase:
         self.events.write("saved", step=step, folder=str(folder))
 
     def _meta(self) -> dict[str, Any]:
-        """Return what a checkpoint holds besides the states of the model and the optimizers."""
+        """Return everything that a checkpoint holds besides the state of the model and the optimizers."""
         data = self._data()
         return {
             "spec": self.spec.model_dump(mode="json"),

@@ -1,4 +1,4 @@
-"""How this machine computes an inner step. Nothing here changes the mathematics of a run, except for rounding."""
+"""Choose how this machine computes an inner step. Apart from rounding, these settings do not change the result."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from noloco_p2p.spec import TrainerSpec
 
 
 def choose_device(name: str, gpu: int | None = None) -> torch.device:
-    """auto | cpu | mps | cuda:N -> device. `gpu`: the index for this process, if several share a model.
+    """Return the torch device for `name`, which is auto, cpu, mps, cuda or cuda:N.
 
-    auto is a CUDA or ROCm device, else Apple's MPS if one process trains the model, else the CPU. Raises SettingsError
-    when there is no such device.
+    For "auto", this is a CUDA or ROCm device if there is one. Otherwise it is Apple's MPS if a single process trains
+    the model, or the CPU. If several processes share a model, `gpu` is the index of this process's GPU. Raises
+    SettingsError if the device does not exist.
     """
     if not DEVICE.fullmatch(name):
         raise SettingsError(f"--device {name!r} must be {DEVICES}")
@@ -29,7 +30,7 @@ def choose_device(name: str, gpu: int | None = None) -> torch.device:
         return torch.device("mps" if gpu is None and torch.backends.mps.is_available() else "cpu")
     if name != "cpu" and gpu is not None:
         if name not in ("auto", "cuda"):
-            raise SettingsError(f"--device {name} is one GPU; with several processes use auto or cpu")
+            raise SettingsError(f"--device {name} names one GPU; with several processes, use auto or cpu")
         name = f"cuda:{gpu}"
     device = torch.device("cuda" if name == "auto" else name)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
@@ -44,11 +45,13 @@ def choose_device(name: str, gpu: int | None = None) -> torch.device:
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """Machine settings of the inner step; the defaults are the plain step.
+    """The settings with which this machine computes an inner step.
 
-    precision: bf16 autocast over fp32 weights, or fp32; "auto" is bf16 on a CUDA or ROCm device that is fast at it.
-    micro_batch: sequences per forward and backward, whose gradients are summed; 0 = all, or as many as fit into memory.
-    rank, num_ranks: of the processes that share one model; each takes its part of the rows of a batch.
+    `precision` is "bf16" (autocast over fp32 weights), "fp32" or "auto", which selects bf16 on a CUDA or ROCm device
+    that is fast at it. `micro_batch` is the number of sequences per forward and backward pass, whose gradients are
+    summed. If it is 0, a pass processes the whole batch, or as many sequences as fit into memory. `rank` is the index
+    of this process among the `num_ranks` processes that share a model. Each process computes its share of the rows of a
+    batch.
     """
 
     precision: str = "auto"
@@ -61,9 +64,9 @@ class Compute:
 
     @classmethod
     def of(cls, settings: PeerSettings, *, rank: int = 0, num_ranks: int = 1) -> Compute:
-        """Raises SettingsError for settings that exclude each other."""
+        """Create an instance from the settings of the peer. Raises SettingsError if two of them conflict."""
         if settings.offload_optimizer and num_ranks > 1:
-            raise SettingsError("--offload-optimizer is for one GPU: with several, each holds only its part already")
+            raise SettingsError("--offload-optimizer is for one GPU: with several, each already holds only its part")
         return cls(
             precision=settings.precision,
             micro_batch=settings.micro_batch,
@@ -75,9 +78,10 @@ class Compute:
         )
 
     def is_bf16(self, device: torch.device) -> bool:
-        """Whether forward and backward use bf16. All ranks agree, because they exchange tensors of one dtype.
+        """Return whether the forward and backward passes use bf16.
 
-        With "auto" the slowest of their GPUs decides.
+        All ranks get the same answer, because they exchange tensors of one dtype. If `precision` is "auto", the slowest
+        GPU of all ranks decides.
         """
         if self.precision != "auto":
             return self.precision == "bf16"
@@ -87,27 +91,26 @@ class Compute:
         return all(has_fast_bf16(gpu) for gpu in gpus)
 
     def warnings(self, device: torch.device, spec: TrainerSpec) -> list[str]:
-        """Warn about settings that are slow or ignored on this machine."""
+        """Return warnings about settings that are slow or ignored on this machine."""
         warnings = []
         if self.offload_optimizer and not has_own_memory(device):
-            warnings.append(f"--offload-optimizer is ignored: the memory of {device} is main memory already")
-        if device.type == "mps" or has_fast_bf16(device):  # unknown for MPS
+            warnings.append(f"--offload-optimizer is ignored: the memory of {device} is already main memory")
+        if device.type == "mps" or has_fast_bf16(device):  # it is unknown whether MPS is fast
             return warnings
-        cost = (
-            "computes 3 to 20 times as long as in fp32" if device.type == "cpu" else "emulates them, slower than fp32"
-        )
+        cost = "needs 3 to 20 times as long as with fp32" if device.type == "cpu" else "emulates them, which is slow"
         slow = f"{device} has no bf16 instructions, and {cost}:"
         if self.is_bf16(device):
             warnings.append(f"{slow} --precision fp32 is faster here")
         if spec.model.lora.rank and spec.model.lora.base_dtype == "bf16":
-            warnings.append(f"{slow} the model uses bf16, by model.lora.base_dtype")
+            warnings.append(f"{slow} model.lora.base_dtype makes the model use bf16")
         return warnings
 
 
 def switch_on(model: nn.Module, compute: Compute, *, by_block: bool = False) -> None:
-    """Enable activation checkpointing, then compile the model or each of its blocks. Parameters keep their names.
+    """Enable activation checkpointing and compilation if `compute` asks for them. Parameters keep their names.
 
-    Raises SettingsError when the model has no blocks to checkpoint.
+    The model is compiled as a whole, or block by block if `by_block` is true or several ranks share it. Raises
+    SettingsError if the model has no blocks to checkpoint.
     """
     if compute.activation_checkpointing:
         layers = blocks(model)
@@ -121,12 +124,12 @@ def switch_on(model: nn.Module, compute: Compute, *, by_block: bool = False) -> 
 
 
 def local(values: Tensor) -> Tensor:
-    """This rank's part of a tensor that may be sharded."""
+    """Return this rank's part of a tensor. If the tensor is not sharded, return all of it."""
     return values.to_local() if isinstance(values, DTensor) else values
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """The repeated layers of a model: the members of its outermost module lists."""
+    """Return the repeated layers of a model, which are the members of its outermost module lists."""
     found: list[nn.Module] = []
     for child in model.children():
         found += child if isinstance(child, nn.ModuleList) else blocks(child)
@@ -136,10 +139,11 @@ def blocks(model: nn.Module) -> list[nn.Module]:
 def micro_batches(
     num_sequences: int, *, at_once: int, rank: int = 0, num_ranks: int = 1
 ) -> Iterator[tuple[slice, float]]:
-    """Return (rows, their share of the batch) for each forward and backward that `rank` makes of a batch.
+    """Yield the rows of each forward and backward pass of `rank`, with their share of the batch.
 
-    All ranks run the same number of passes, because each pass is collective; a rank without rows left
-    repeats its first row with share 0. `at_once` bounds the rows; each row belongs to exactly one micro-batch.
+    Each pass is collective, so all ranks run the same number of passes. A rank that has no rows left computes the first
+    row of the batch with a share of 0. `at_once` is the largest number of rows per pass, or 0 for no limit. Every row
+    of the batch counts in exactly one pass.
     """
     first, last = _cut(num_sequences, num_ranks, rank), _cut(num_sequences, num_ranks, rank + 1)
     most = -(-num_sequences // num_ranks)
@@ -151,5 +155,5 @@ def micro_batches(
 
 
 def _cut(num: int, num_parts: int, part: int) -> int:
-    """The index at which part number `part` of `num` items begins, when they are split as evenly as possible."""
+    """Return the index at which part number `part` begins when `num` items are split as evenly as possible."""
     return num * part // num_parts

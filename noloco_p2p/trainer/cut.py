@@ -1,4 +1,7 @@
-"""Where a model is cut into stages, and what the stages send: arithmetic on counts, without the model."""
+"""Decide where a model is cut into stages, and compute how much data the stages send.
+
+This needs only the sizes of the model, not the model itself.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from noloco_p2p.errors import SettingsError, SpecError
 from noloco_p2p.settings import PeerSettings
 from noloco_p2p.spec import PipelineSpec, TrainerSpec
 
-HOP_S = 0.1  # of a microbatch at one stage, besides the transfer: latency and compute (assumed)
+HOP_S = 0.1  # assumed latency and compute time of a microbatch at one stage, without its transfer
 LATE_SHARE = 4  # a quarter of a batch may be in flight
 # Random paths cross, and microbatches wait for each other. With four times as many in flight as a single path holds,
 # links of 20 and 100 Mbit/s carried 72 and 59 % of their capacity (benchmarks/flow.py).
@@ -18,11 +21,11 @@ CROSSING = 4
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One block, or the parts of the head that are not blocks: embedding, final norm and LM head."""
+    """One block, or all parts of the head that are not blocks: embedding, final norm and LM head."""
 
     num_parameters: int
-    num_matrix_parameters: int  # those that Muon takes
-    flops: float  # a token: forward, forward again where a stage recomputes, and backward
+    num_matrix_parameters: int  # the ones that Muon optimizes
+    flops: float  # per token: forward, backward, and a second forward where a stage recomputes it
 
     def times(self, number: int) -> Part:
         return Part(number * self.num_parameters, number * self.num_matrix_parameters, number * self.flops)
@@ -50,11 +53,11 @@ class Sizes:
 
 
 def auto_cut(sizes: Sizes, num_stages: int) -> tuple[int, ...]:
-    """Choose the blocks of each stage so that the largest stage is as small as possible.
+    """Choose the number of blocks of each stage so that the largest stage is as small as possible.
 
-    The size of a stage is its share of the parameters or of the compute, whichever is larger. The inner stages get the
-    same number of blocks, or one more. Of equal cuts, the one with the smallest head is taken, because a head also has
-    logits. Raises SpecError when there are more stages than blocks.
+    The size of a stage is its share of the parameters or of the compute, whichever is larger. The block counts of the
+    inner stages differ by at most one. Among equally good cuts, the one with the smallest head is chosen, because a
+    head also holds logits. Raises SpecError if there are more stages than blocks.
     """
     if num_stages > sizes.num_blocks:
         raise SpecError(f"pipeline.stages {num_stages} must be at most the {sizes.num_blocks} blocks of the model")
@@ -72,7 +75,7 @@ def auto_cut(sizes: Sizes, num_stages: int) -> tuple[int, ...]:
 
 
 def cut_of(spec: TrainerSpec) -> tuple[int, ...]:
-    """Return the number of blocks of each stage. Raises SpecError if the spec does not have them yet."""
+    """Return the number of blocks of each stage. Raises SpecError if the spec does not contain the numbers yet."""
     if spec.pipeline.cut == "auto":
         raise SpecError(
             "pipeline.cut is 'auto', and all peers need the same numbers: "
@@ -82,32 +85,36 @@ def cut_of(spec: TrainerSpec) -> tuple[int, ...]:
 
 
 def block_range(cut: Sequence[int], index: int) -> range:
-    """Return the blocks of one stage, by their indices in the whole model."""
+    """Return the indices of a stage's blocks in the whole model."""
     first = sum(cut[:index])
     return range(first, first + cut[index])
 
 
 def bytes_per_token(codec: str, hidden_size: int) -> int:
-    """Count the bytes of activations or of their gradients between two stages."""
-    from noloco_p2p.codec.activations import get_activation_codec  # torch: `join` checks a spec before it loads that
+    """Return how many bytes the activations of one token, or their gradients, take between two stages."""
+    # This imports torch, which `join` loads only after it has checked the spec.
+    from noloco_p2p.codec.activations import get_activation_codec
 
     return get_activation_codec(codec).num_bytes((1, hidden_size))
 
 
 def link_bytes_per_token(pipeline: PipelineSpec, hidden_size: int) -> int:
-    """Count the bytes per token that a peer sends, and receives: activations one way and gradients the other way."""
+    """Return the number of bytes that a peer sends per token, which is also the number that it receives.
+
+    Activations travel in one direction, and their gradients in the other.
+    """
     return bytes_per_token(pipeline.activations, hidden_size) + bytes_per_token(pipeline.gradients, hidden_size)
 
 
 def link_tokens_per_s(pipeline: PipelineSpec, hidden_size: int, *, mbit_s: float) -> float:
-    """Compute the tokens per second that a link of that rate in each direction carries through a stage."""
+    """Return how many tokens per second a stage can pass on if its link carries `mbit_s` in each direction."""
     return mbit_s * 1e6 / 8 / link_bytes_per_token(pipeline, hidden_size)
 
 
 def filling_tokens(pipeline: PipelineSpec, hidden_size: int, *, sequence_length: int, mbit_s: float) -> int:
-    """Compute the smallest batch of a replica, in tokens, that keeps a link busy most of the time.
+    """Return the smallest batch of a replica, in tokens, that keeps a link busy most of the time.
 
-    A quarter of the batch may be in flight around the ring.
+    A quarter of the batch may be in flight in the pipeline.
     """
     rate = link_tokens_per_s(pipeline, hidden_size, mbit_s=mbit_s)
     in_flight = pipeline.stages * (pipeline.microbatch * sequence_length + 2 * HOP_S * rate)
@@ -115,7 +122,7 @@ def filling_tokens(pipeline: PipelineSpec, hidden_size: int, *, sequence_length:
 
 
 def check_stages(spec: TrainerSpec, settings: PeerSettings) -> None:
-    """Raise SettingsError or SpecError for what a run with stages does not support yet."""
+    """Check the settings that concern stages. Raises SettingsError or SpecError if they do not fit the run."""
     if spec.pipeline.stages == 1:
         if settings.stage is not None:
             raise SettingsError(f"--stage {settings.stage}: the run {spec.name} has no stages")

@@ -1,4 +1,4 @@
-"""Loss and perplexity on held-out batches."""
+"""Compute the loss and the perplexity on held-out batches."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch.nn.functional import cross_entropy
 from noloco_p2p.telemetry.progress import Progress
 from noloco_p2p.trainer.model import causal_lm_logits
 
-LOGITS_BYTES = 512 << 20  # of one pass, in fp32; the loss needs as much again
-IGNORED = -100  # a target that is ignored
+LOGITS_BYTES = 512 << 20  # limit for the fp32 logits of one pass; the loss needs as much memory again
+IGNORED = -100  # the target of a token that does not count
 
 
 def evaluate_loss(
@@ -25,12 +25,17 @@ def evaluate_loss(
     logits: Callable[[nn.Module, Tensor], Tensor] = causal_lm_logits,
     logits_bytes: int = LOGITS_BYTES,
 ) -> float:
-    """Mean cross-entropy in nats per predicted token over `batches` of token ids, (batch, sequence) each.
+    """Return the mean cross-entropy in nats per predicted token.
 
-    Each token counts once, whatever the size of its batch; the first token of a sequence is not predicted. A batch is
-    split so that its logits, which dominate with a large vocabulary, fit: `logits` returns (batch, sequence,
-    vocabulary), and those of one pass take at most `logits_bytes`, or belong to one sequence. Draws no random numbers
-    and leaves the model unchanged. Synchronises with the device once, at the end.
+    Each of the `batches` holds token ids of shape (batch, sequence). A token counts once, regardless of the size of its
+    batch. The first token of a sequence is not predicted.
+
+    With a large vocabulary, logits need most of the memory. A batch is therefore split until the logits of one pass
+    take at most `logits_bytes`, or belong to a single sequence. `logits` is a function that returns logits of shape
+    (batch, sequence, vocabulary).
+
+    This function draws no random numbers and leaves the model unchanged. It synchronises with the device only once, at
+    the end.
     """
     assert batches, "nothing to evaluate on"
     device = next(model.parameters()).device
@@ -49,26 +54,29 @@ def evaluate_loss(
 
 
 def _rows_at_once(model: nn.Module, sequence_length: int, logits_bytes: int) -> int:
-    """The number of sequences per pass, from sizes alone, so that all ranks of a sharded model agree."""
+    """Return the number of sequences per pass. It depends only on sizes, so that all ranks get the same number."""
     vocabulary = max((each.num_embeddings for each in model.modules() if isinstance(each, nn.Embedding)), default=1)
     return max(1, logits_bytes // (4 * sequence_length * vocabulary))
 
 
 def _summed_loss(logits: Tensor, tokens: Tensor) -> Tensor:
-    """The logits are not sliced, as that would copy them: the last token of each row has an ignored target instead."""
+    """Return the sum of the cross-entropy over the predicted tokens.
+
+    Slicing the logits would copy them, so the last token of each row gets an ignored target instead.
+    """
     targets = torch.full_like(tokens, IGNORED)
     targets[:, :-1] = tokens[:, 1:]
     return cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss), or infinity if that exceeds a float."""
+    """Return exp(loss), or infinity if that is too large for a float."""
     return math.exp(loss) if loss < 700 else math.inf
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Use evaluation mode (no dropout) inside; then restore the mode of every module."""
+    """Put the model in evaluation mode (without dropout), and restore the mode of every module afterwards."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:

@@ -1,4 +1,4 @@
-"""A trained model as a Hugging Face folder, which any program can load."""
+"""Export a trained model as a Hugging Face folder that any program can load."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from noloco_p2p.trainer.model import build_on_meta, build_tokenizer, configured_
 def export_model(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, *, adapters_of: ModelSpec | None = None
 ) -> Path:
-    """Write model and tokenizer so that `AutoModelForCausalLM` and `AutoTokenizer` load them without a network.
+    """Write the model and its tokenizer so that `AutoModelForCausalLM` and `AutoTokenizer` can load them offline.
 
-    LoRA adapters are merged into the written weights; with `adapters_of`, the spec of the model, only the adapters are
-    written, in peft's format. The folder appears atomically. Raises SettingsError when `folder` exists and is not
-    empty, CheckpointError when it cannot be written.
+    LoRA adapters are merged into the weights. If the spec of the model is passed as `adapters_of`, only the adapters
+    are written, in peft's format. The folder appears atomically. Raises SettingsError if `folder` exists and is not
+    empty, and CheckpointError if it cannot be written.
     """
     with new_folder(folder) as partial:
         _write(model, tokenizer, partial, adapters_of)
@@ -39,7 +39,10 @@ def export_model(
 
 
 class StageShards:
-    """Writes a model to `folder` stage by stage. Each stage gets its own file, and its memory is then freed."""
+    """A writer that exports a model to `folder` one stage at a time, with one file per stage.
+
+    Only one stage has to be in memory at any time.
+    """
 
     def __init__(self, folder: Path, spec: TrainerSpec) -> None:
         self._folder = folder
@@ -48,14 +51,17 @@ class StageShards:
         self._num_bytes = 0
 
     def write(self, stage: int, tensors: Mapping[str, Tensor]) -> None:
-        """tensors: by their names in the whole model; a tied one appears once."""
+        """Write the file of one stage.
+
+        `tensors` maps the names that tensors have in the whole model to their values. A tied tensor appears only once.
+        """
         name = f"model-{stage + 1:05d}-of-{self._spec.pipeline.stages:05d}.safetensors"
         save_file(dict(tensors), self._folder / name, metadata={"format": "pt"})
         self._file_of |= dict.fromkeys(tensors, name)
         self._num_bytes += sum(tensor.nbytes for tensor in tensors.values())
 
     def finish(self, *, folders: Mapping[str, str] | None = None) -> None:
-        """Write the files that belong to all stages. folders: of models, by name."""
+        """Write the files that belong to the whole model. `folders` maps the names of bound models to their folders."""
         spec = self._spec
         model = build_on_meta(spec.model, sequence_length=spec.data.sequence_length, folders=folders)
         tokenizer = build_tokenizer(spec.data, folders=folders)
@@ -68,9 +74,9 @@ class StageShards:
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """Yield a draft that becomes `folder` at the end, or is removed on failure.
+    """Yield a temporary folder that is renamed to `folder` at the end, or removed on failure.
 
-    Raises SettingsError when `folder` exists and is not empty, CheckpointError when it cannot be written.
+    Raises SettingsError if `folder` exists and is not empty, and CheckpointError if it cannot be written.
     """
     check_export_folder(folder)
     partial: Path | None = None
@@ -92,10 +98,10 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
 
 def check_export_folder(folder: Path) -> None:
-    """Raise SettingsError if an export to `folder` would overwrite something. Call it before long work."""
+    """Raise SettingsError if an export to `folder` would overwrite something. Call this before any long work."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise SettingsError(
-            f"{folder} exists and is not an empty folder; nothing is overwritten; choose another folder"
+            f"{folder} exists and is not an empty folder; nothing is overwritten, so choose another folder"
         )
 
 
@@ -113,8 +119,10 @@ def _write(
 
 
 def _for_export(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """Give a byte tokenizer the ids of ByT5 without its end token, which would close a prompt; return others
-    unchanged.
+    """Return a tokenizer that other programs can load.
+
+    A byte tokenizer keeps the ids of ByT5, but no longer adds an end token, which would close a prompt. Other
+    tokenizers are returned unchanged.
     """
     if not isinstance(tokenizer, ByT5Tokenizer):
         return tokenizer
@@ -133,7 +141,10 @@ def _for_export(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
 
 
 def _letters() -> list[str]:
-    """Return what `ByteLevel` writes for each byte: itself if printable in Latin-1, else the next from 256 on."""
+    """Return the character that `ByteLevel` writes for each byte.
+
+    A byte that is printable in Latin-1 stands for itself. The other bytes get the characters from 256 on, in order.
+    """
     seen = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(256, 512))
     return [chr(byte if byte in seen else next(others)) for byte in range(256)]

@@ -1,4 +1,4 @@
-"""Gauges of the working machine: memory, and the model FLOPs utilisation of the accelerator."""
+"""Measure the machine while it trains: its memory use, and the model FLOPs utilisation (MFU) of its accelerator."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from noloco_p2p.devices import describe, peak_bytes
 from noloco_p2p.telemetry.metrics import Metrics
 from noloco_p2p.trainer.model import attention_size
 
-# Dense bf16 matrix-core peaks from the vendors' data sheets, in flops per second, by a part of the device's name; the
-# first match is used. Without a match there is no MFU, because a guessed peak is not a measurement.
+# Peak rates for dense bf16 on the matrix cores, in flops per second, from the vendors' data sheets. A key is a part of
+# the device's name, and the first match is used. Without a match no MFU is reported, because it would be a guess.
 PEAKS = {
     "H200": 989e12,
     "H100 PCIe": 756e12,
@@ -35,11 +35,14 @@ PEAKS = {
 }
 
 RECENT_S = 30.0
-SHORTEST_S = 1.0  # the shortest time over which a speed is taken
+SHORTEST_S = 1.0  # the shortest time over which a speed is measured
 
 
 class Gauges:
-    """Gauges of one model on one device, or sharded over several. `take` reads them into metrics, once per round."""
+    """The gauges of a model on one device, or of a model that is sharded over several devices.
+
+    `take` writes them to the metrics once per round.
+    """
 
     def __init__(self, model: nn.Module, device: torch.device, *, sequence_length: int, num_devices: int = 1) -> None:
         self._device = device
@@ -49,8 +52,9 @@ class Gauges:
         self._waited_s = 0.0
 
     def take(self, metrics: Metrics, *, gradient_norm: Tensor | None, waited_s: float) -> None:
-        """Update the gauges; `metrics.tokens_per_s` must be current. `waited_s`: total wait for data. Syncs the
-        accelerator.
+        """Update the gauges in `metrics`, whose `tokens_per_s` must be current. This synchronises with the accelerator.
+
+        `waited_s` is the total time that training has waited for data.
         """
         metrics.data_wait_s, self._waited_s = waited_s - self._waited_s, waited_s
         metrics.gradient_norm = None if gradient_norm is None else float(gradient_norm)
@@ -63,13 +67,13 @@ class Gauges:
 
 
 class RecentSpeed:
-    """The growth rate of counters over the last RECENT_S, 0 if there is none. Times are seconds of any one clock."""
+    """The rate at which counters have grown over the last RECENT_S seconds. All times must be from one clock."""
 
     def __init__(self, now_s: float, *counts: int) -> None:
         self._samples: deque[tuple[float, tuple[int, ...]]] = deque([(now_s, counts)])
 
     def at(self, now_s: float, *counts: int) -> tuple[float, ...]:
-        """Return the growth per second of each count."""
+        """Record the counts at `now_s`, and return how much each of them has grown per second."""
         samples = self._samples
         samples.append((now_s, counts))
         while samples[1][0] <= now_s - RECENT_S and len(samples) > 2:
@@ -80,11 +84,12 @@ class RecentSpeed:
 
 
 def flops_per_token(model: nn.Module, *, sequence_length: int) -> float:
-    """Count the flops per token of forward and backward.
+    """Return the number of flops per token of a forward and a backward pass.
 
-    6 per weight that is multiplied and trained, 4 per frozen one (it has no gradient of its own), and causal attention:
-    6 x layers x width x tokens (half of the square is masked, and not counted). Input embeddings are looked up, not
-    multiplied; a tied one counts as the head. Recomputation by activation checkpointing is not counted.
+    Every weight of a matrix product counts as 6 flops if it is trained. It counts as 4 if it is frozen, because its
+    gradient is not computed. Causal attention adds 6 x layers x width x tokens, because the masked half of its matrix
+    is not counted. Input embeddings do not count, because they are looked up, not multiplied. A tied embedding counts
+    as the head. Recomputation by activation checkpointing is not counted.
     """
     embedded = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     multiplied = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)}
@@ -97,5 +102,5 @@ def flops_per_token(model: nn.Module, *, sequence_length: int) -> float:
 
 
 def peak_flops(device_name: str) -> float | None:
-    """The peak of an accelerator by its name; None when it is not in the table."""
+    """Return the peak rate of an accelerator by its name, or None if it is not in the table."""
     return next((peak for part, peak in PEAKS.items() if part in device_name), None)

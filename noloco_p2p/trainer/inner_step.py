@@ -1,4 +1,4 @@
-"""One inner step: forward, backward, clip, optimizer. The trainer and the simulated replicas use it."""
+"""Take one inner step: forward, backward, clip, optimizer. The trainer and the simulated replicas use this code."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ log = logging.getLogger(__name__)
 class InnerStep:
     """The inner optimization of one model, on the device of its parameters.
 
-    loss: of the model on a batch on its device, with its graph; a mean over the sequences. micro_batch: sequences per
-    forward and backward; 0 = a whole batch. Their gradients are summed, so the step is the same.
+    A step consists of any number of `backward` calls and one `update`. `loss` is a function that returns the mean loss
+    over the sequences of a batch on the model's device, with its autograd graph.
 
-    A step consists of any number of `backward`, then one `update`.
+    `micro_batch` is the number of sequences per forward and backward pass, or 0 for a whole batch. Gradients are summed
+    over the passes, so the result of a step does not depend on it.
     """
 
     def __init__(
@@ -48,44 +49,46 @@ class InnerStep:
         self.trainable = {name: param for name, param in model.named_parameters() if param.requires_grad}
         self.optimizers = make_inner_optimizers(self.trainable.values(), train, matrices=hidden_matrices(model))
         self.device = next(iter(self.trainable.values())).device
-        self.gradient_norm: Tensor | None = None  # of the last step, before clipping, on the device
+        self.gradient_norm: Tensor | None = None  # of the last step, before clipping; it stays on the device
         self.micro_batch = self.compute.micro_batch
         self._is_bf16 = self.compute.is_bf16(self.device)
         self._is_offloaded = self.compute.offload_optimizer and has_own_memory(self.device)
         self._steppers = [OffloadedOptimizer(one) if self._is_offloaded else one for one in self.optimizers]
 
     def __call__(self, batch: Tensor, *, progress: float, seed: int | None = None) -> Tensor:
-        """`batch`: token ids, (sequences, tokens), on any device. `progress`: position in the schedule.
+        """Take one step, and return its loss on the device, because reading it would wait for the accelerator.
 
-        Returns the loss on the device, since reading it would wait for the accelerator.
+        `batch` holds token ids, (sequences, tokens), on any device. `progress` is the position in the schedule.
         """
         loss = self.backward(batch, seed=seed)
         self.update(progress=progress)
         return loss
 
     def backward(self, batch: Tensor, *, seed: int | None = None) -> Tensor:
-        """Add the gradients of one batch to the existing ones. Returns its loss, on the device.
+        """Add the gradients of one batch to the existing ones, and return its loss on the device.
 
-        When it raises, the gradients of earlier batches are unchanged; for that, this batch uses separate memory while
-        there are any. seed: of the model's random draws (dropout), so that a step is the same after a restart. When an
-        accelerator runs out of memory, the number of sequences per pass is halved from then on. Raises ModelError when
-        a single one does not fit.
+        If this method raises an exception, the gradients of earlier batches are unchanged. To ensure this, the
+        gradients of the batch are first computed in separate memory. `seed` seeds the model's random draws (dropout),
+        so that a step is the same after a restart.
+
+        If an accelerator runs out of memory, the number of sequences per pass is halved from then on. Raises ModelError
+        if a single sequence does not fit.
         """
         earlier = [(param, param.grad) for param in self.trainable.values() if param.grad is not None]
         self._forget()
         try:
             return self._backward_alone(batch, seed=seed)
         except BaseException:
-            self._forget()  # the gradients of a part of the batch
+            self._forget()  # drop the gradients of a part of the batch
             raise
         finally:
             for param, gradient in earlier:
                 param.grad = gradient if param.grad is None else gradient.add_(param.grad)
 
     def update(self, *, progress: float) -> None:
-        """Close the step: clip, step with the learning rate of `progress`, and drop the gradients.
+        """Complete the step: clip the gradients, step with the learning rate at `progress`, and drop the gradients.
 
-        Without any gradient the parameters and the optimizers' state stay unchanged.
+        If there are no gradients, the parameters and the state of the optimizers stay unchanged.
         """
         self.gradient_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.train.clip_norm)
         for optimizer, stepper in zip(self.optimizers, self._steppers, strict=True):
@@ -99,23 +102,27 @@ class InnerStep:
         self._forget()
 
     def probe(self, batch: Tensor) -> Tensor:
-        """Return the loss of a forward and backward whose gradients are dropped, together with earlier ones."""
+        """Drop all gradients, and return the loss of one forward and backward pass.
+
+        The caller must drop the new gradients with `forget`.
+        """
         self.forget()
         return self.backward(batch)
 
     def loss(self, batch: Tensor) -> Tensor:
-        """Return the loss with its graph; `batch` must be on the device of the model."""
+        """Return the loss with its autograd graph. `batch` must be on the device of the model."""
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self._is_bf16):
             return self._loss(self.model, batch)
 
     def evaluate(self, batches: Sequence[Tensor], *, progress: Progress | None = None) -> float:
-        """Return the loss of a language model on held-out batches (`evaluate_loss`)."""
+        """Return the loss of a language model on held-out batches (see `evaluate_loss`)."""
         return evaluate_loss(self.model, batches, progress=progress)
 
     def fit(self, batch: Tensor) -> int:
-        """Find how many sequences of such a batch fit at a time, unless the machine settings set it, and return it.
+        """Return how many sequences of `batch` fit into memory at a time, and use that number in later steps.
 
-        It is measured with one sequence; gradients are dropped. Call it before the first step.
+        The number is measured with one sequence, unless the settings of the machine fix it. Gradients are dropped. Call
+        this before the first step.
         """
         if not self.compute.micro_batch:
             needed = sequence_bytes(self._backward_alone, batch[:1], self.device)
@@ -126,17 +133,22 @@ class InnerStep:
         return min(self.micro_batch, self._largest(batch))
 
     def gradients(self) -> Sequence[Tensor]:
-        """The gradients of the last `backward`, in the order of `trainable`."""
+        """Return the gradients that `backward` has accumulated, in the order of `trainable`."""
         return [param.grad for param in self.trainable.values() if param.grad is not None]
 
     # optimizer state
 
     def state(self) -> dict[str, Tensor]:
-        """The state of the optimizers as named tensors (`outer/optimizer_state.py`); not copies."""
+        """Return the optimizers' state as named tensors (see `outer/optimizer_state.py`). The tensors are not
+        copies.
+        """
         return flatten_optimizers(self.optimizers, self.trainable)
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """The inverse of `state`; without tensors the optimizers are reset. Raises CheckpointError."""
+        """Load an optimizer state that `state` has returned. If there are no tensors, reset the optimizers.
+
+        Raises CheckpointError if a tensor does not fit the model.
+        """
         restore_optimizers(self.optimizers, self.trainable, tensors, keep_on_cpu=self._is_offloaded)
 
     def _backward_alone(self, batch: Tensor, *, seed: int | None = None) -> Tensor:
@@ -161,7 +173,7 @@ class InnerStep:
             len(batch), at_once=self.micro_batch, rank=compute.rank, num_ranks=compute.num_ranks
         ):
             loss = self.loss(batch[rows].to(self.device, non_blocking=has_own_memory(self.device))) * share
-            (loss * compute.num_ranks).backward()  # ranks average their gradients
+            (loss * compute.num_ranks).backward()  # because ranks average their gradients
             total = loss.detach() if total is None else total + loss.detach()
         assert total is not None, "an empty batch"
         if compute.num_ranks > 1:
@@ -169,11 +181,11 @@ class InnerStep:
         return total
 
     def _largest(self, batch: Tensor) -> int:
-        """The largest number of rows of a batch for this rank."""
+        """Return the largest number of rows of a batch that a rank computes."""
         return -(-len(batch) // self.compute.num_ranks)
 
     def _agree(self, number: int) -> int:
-        """The minimum over the ranks."""
+        """Return the minimum of `number` over all ranks."""
         if self.compute.num_ranks == 1:
             return number
         smallest = torch.tensor(number, device=self.device)
@@ -186,10 +198,10 @@ class InnerStep:
             offload = " or --offload-optimizer" if has_own_memory(self.device) else ""
             raise ModelError(
                 f"the accelerator is out of memory with {at_once} sequences at a time: try --micro-batch 1, "
-                f"--activation-checkpointing{offload}, or free memory on it"
+                f"--activation-checkpointing{offload}, or free some of its memory"
             ) from error
         self.micro_batch = -(-at_once // 2)
-        self._forget()  # the gradients of a part of the batch
-        error.__traceback__ = None  # it refers to the activations
+        self._forget()  # drop the gradients of a part of the batch
+        error.__traceback__ = None  # it would keep the activations in memory
         empty_cache(self.device)
-        log.warning("out of memory with %d sequences at a time; from now on %d", at_once, self.micro_batch)
+        log.warning("out of memory with %d sequences at a time; using %d from now on", at_once, self.micro_batch)

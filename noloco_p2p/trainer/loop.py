@@ -1,4 +1,4 @@
-"""The trainer: a language model on text, with NoLoCo as its outer optimizer. It uses only the public library."""
+"""Train a language model on text, with NoLoCo as its outer optimizer."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ from noloco_p2p.trainer.start import load_start
 log = logging.getLogger(__name__)
 
 SEED_BYTES = 6  # 2 ** 48 seeds
-REFRESH_S = 1.0  # between two refreshes of the loss within a round, each of which syncs the accelerator
+REFRESH_S = 1.0  # shortest time between two refreshes of the loss within a round; each one syncs the accelerator
 
 
 class Trainer(TrainerBase):
-    """One training peer: model, data, optimizer, outer step and checkpoints, built from the run spec.
+    """A training peer, with the model, data, optimizers, outer step and checkpoints that its run spec defines.
 
-    It resumes from the newest checkpoint on this machine, else from the state of a live peer, else it starts from the
-    initial weights that the spec defines. `say` prints a line for a person. `ranks`: this process leads others, which
-    train the same model on the other GPUs of this machine.
+    It resumes from the newest checkpoint on this machine, or else from the state of a live peer. If there is neither,
+    it starts from the initial weights that the spec defines. `say` prints a line for the user. If `ranks` is given,
+    this process leads the other processes, which train the same model on the other GPUs of this machine.
     """
 
     def __init__(self, peer: Peer, *, say: Callable[[str], None], ranks: Ranks | None = None) -> None:
@@ -88,14 +88,14 @@ class Trainer(TrainerBase):
             self._resume(self.outer.resumed)
         elif not self.outer.entered:
             self._begin_fork()
-        self._batch = self.validation[0]  # the current one; no partner knows this peer's order of the data
+        self._batch = self.validation[0]  # the current batch; no partner knows it, because data orders differ
         self.gauges = Gauges(
             self.model,
             self.device,
             sequence_length=spec.data.sequence_length,
             num_devices=ranks.size if ranks else 1,
         )
-        self._aside_s = 0.0  # seconds of this round in which no step was taken
+        self._aside_s = 0.0  # seconds of this round that were not spent on steps
         self._refreshed_s = time.monotonic()
 
     def _place_model(self, ranks: Ranks | None, compute: Compute) -> tuple[InnerStep, FlatParameters]:
@@ -111,9 +111,10 @@ class Trainer(TrainerBase):
         return InnerStep(self.model, self.spec.train, compute), FlatParameters(self.model)
 
     def needs(self) -> Needs:
-        """Memory, disk and traffic of this run on this machine; takes a few inner steps to measure.
+        """Estimate the memory, disk space and traffic that this run needs on this machine.
 
-        It also finds how many sequences fit into memory at a time.
+        The speed is measured with a few forward and backward passes. This also finds out how many sequences fit into
+        memory at a time.
         """
         self.model.train()
         batch_size, batch = self.spec.train.batch_size, self.validation[0]
@@ -121,7 +122,7 @@ class Trainer(TrainerBase):
         at_once = self.inner_step.fit(whole)
         per_gpu = -(-batch_size // self.inner_step.compute.num_ranks)
         if at_once < per_gpu:
-            self.say(f"micro-batches of {at_once}: a step has {per_gpu} sequences per GPU")
+            self.say(f"a step has {per_gpu} sequences per GPU, and runs in micro-batches of {at_once}")
         step_s = probe_step_s(self.inner_step.probe, whole)
         self.inner_step.forget()
         num_parameters = sum(param.numel() for param in self.inner_step.trainable.values())
@@ -138,16 +139,16 @@ class Trainer(TrainerBase):
         )
 
     def train(self) -> Path | None:
-        """Train until the schedule is done, `max_steps` are taken, or the peer is asked to leave.
+        """Train until the schedule is complete, `max_steps` steps are taken, or the peer is asked to leave.
 
-        Returns the checkpoint that was written at the end, or None when it could not be written.
+        Returns the checkpoint that was written at the end, or None if it could not be written.
         """
         metrics, max_steps = self.peer.metrics, self.peer.settings.max_steps
         last_step = None if max_steps is None else metrics.step + max_steps
         rounds_before = metrics.rounds_here
         self.events.write("started", peer_id=self.peer.peer_id, address=self.peer.address, resumed_at=metrics.step)
         if not self.finished:
-            self._pause_if_asked()  # it may have come outside of its hours
+            self._pause_if_asked()  # the peer may have been started outside its hours
         if not self.peer.leave_requested.is_set():
             self._evaluate()
         self.model.train()
@@ -170,14 +171,14 @@ class Trainer(TrainerBase):
             if metrics.step == last_step:
                 break
         self.batches.close()
-        if self.finished and metrics.rounds_here > rounds_before:  # not if it was already done before a restart
+        if self.finished and metrics.rounds_here > rounds_before:  # not if it had finished before a restart
             self._close()
         if not self.peer.leave_requested.is_set():  # a request to leave must not wait for an evaluation
             self._evaluate()
         return self._finish()
 
     def serve(self) -> None:
-        """After the end of the run, serve the state to newcomers until this peer is asked to leave."""
+        """Serve the state to newcomers after the end of the run, until this peer is asked to leave."""
         self.peer.leave_requested.wait()
 
     def _pause_if_asked(self) -> None:
@@ -185,14 +186,14 @@ class Trainer(TrainerBase):
             self._wait_while_paused()
 
     def _next_batch(self) -> Tensor | None:
-        """Return the next batch, or None if the peer was asked to leave while waiting for data."""
+        """Return the next batch, or None if the peer was asked to leave while it waited for data."""
         return self.batches.get(until=self.peer.leave_requested.is_set)
 
     def _data(self) -> Prefetcher:
         return self.batches
 
     def _round_loss(self) -> float | None:
-        """Syncs the accelerator, once per round."""
+        """Return the mean loss of the round. This synchronises with the accelerator, once per round."""
         if not self._losses:  # a pause may end a round before its first step
             return self.peer.metrics.loss
         loss = float(torch.stack(self._losses).mean())
@@ -208,7 +209,7 @@ class Trainer(TrainerBase):
         self._aside_s, self._refreshed_s = 0.0, self._timed_from_s
 
     def _refresh_metrics(self) -> None:
-        """Update loss and speed within a round, for `noloco status`, because a round may take minutes."""
+        """Update the loss and the speed for `noloco status` within a round, because a round may take minutes."""
         self.peer.metrics.loss = float(torch.stack(self._losses).mean())
         self._note_speed(aside_s=self._aside_s)  # a round may begin with an evaluation that takes longer than its steps
         self._refreshed_s = time.monotonic()
@@ -217,7 +218,7 @@ class Trainer(TrainerBase):
         return self.inner_step.evaluate([self._batch])
 
     def _evaluate(self) -> None:
-        """Evaluate perplexity on the held-out sequences, the same for every peer."""
+        """Measure the loss on the held-out sequences, which are the same for every peer."""
         began_s = time.monotonic()
         loss = self.inner_step.evaluate(self.validation, progress=self.peer.progress)
         self._aside_s += time.monotonic() - began_s
@@ -226,7 +227,7 @@ class Trainer(TrainerBase):
     # stopping and resuming
 
     def _meta(self) -> dict[str, Any]:
-        """Add the losses of the current round."""
+        """Return the metadata of a checkpoint, including the losses of the current round."""
         return {**super()._meta(), "losses": [float(loss) for loss in self._losses]}
 
     def _resume(self, checkpoint: Checkpoint) -> None:
@@ -235,16 +236,16 @@ class Trainer(TrainerBase):
 
 
 def draw(next_batch: Callable[[], Tensor | None]) -> Tensor | None:
-    """Return the next batch. Raises DataError when there is no memory for it; a restart resumes."""
+    """Return the next batch. Raises DataError if there is no memory for it; a restart can resume the run."""
     try:
         return next_batch()
     except MemoryError:
         raise DataError(
-            "no memory is left for the next batch; the last checkpoint is intact: free some memory, "
-            "then the same command resumes"
+            "no memory is left for the next batch; the last checkpoint is intact: free some memory, and run the same "
+            "command again to resume"
         ) from None
 
 
 def step_seed(peer_id: str, step: int) -> int:
-    """The seed of a step's random draws (dropout): unique to each peer and step, and the same after a restart."""
+    """Return a seed for the random draws (dropout) of a peer's step. The seed is the same after a restart."""
     return int.from_bytes(blake3(f"{peer_id}/{step}".encode()).digest(length=SEED_BYTES), "little")

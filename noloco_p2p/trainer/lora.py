@@ -1,6 +1,4 @@
-"""LoRA adapters (arXiv 2106.09685) by peft (extra `lora`): the model is frozen, and only adapters are trained and
-sent.
-"""
+"""Train LoRA adapters (arXiv 2106.09685) with peft (extra `lora`). The model is frozen, so only adapters are sent."""
 
 from __future__ import annotations
 
@@ -25,8 +23,8 @@ ALL_LINEAR = "all-linear"
 def add_adapters(model: PreTrainedModel, lora: LoraSpec) -> None:
     """Freeze the model and add fp32 adapters to it, in place.
 
-    They are drawn from torch's generator, and do not change the output at first. Raises ModelError when peft is missing
-    or no module matches `lora.targets`.
+    The adapters are drawn from torch's generator, and do not change the output at first. Raises ModelError if peft is
+    missing, or if no module matches `lora.targets`.
     """
     try:
         from peft import inject_adapter_in_model
@@ -46,8 +44,9 @@ def has_adapters(model: nn.Module) -> bool:
 
 
 def merged_weights(model: nn.Module) -> dict[str, Tensor]:
-    """The state dict of the model without adapters, with their products added to its weights. The model is not
-    changed.
+    """Return the state dict of the model with the adapters merged into its weights.
+
+    The model itself is not changed.
     """
     weights: dict[str, Tensor] = {}
     adapted = {name: module for name, module in model.named_modules() if _is_adapted(module)}
@@ -65,8 +64,9 @@ def merged_weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def save_adapters(model: nn.Module, lora: LoraSpec, folder: Path, *, base: str) -> None:
-    """Write only the adapters, in the format of `PeftModel.from_pretrained(model, folder)`. `base`: the name it
-    records.
+    """Write only the adapters, in the format that `PeftModel.from_pretrained(model, folder)` reads.
+
+    `base` is the name that is recorded for the base model.
     """
     config = _config(lora)
     config.base_model_name_or_path = base
@@ -81,7 +81,10 @@ def save_adapters(model: nn.Module, lora: LoraSpec, folder: Path, *, base: str) 
 
 
 def base_dtype(lora: LoraSpec) -> torch.dtype:
-    """The dtype of the frozen weights; fp32 if all are trained."""
+    """Return the dtype of the model's own weights.
+
+    It is bf16 if the weights are frozen and the spec asks for bf16, and fp32 otherwise.
+    """
     return torch.bfloat16 if lora.rank and lora.base_dtype == "bf16" else torch.float32
 
 

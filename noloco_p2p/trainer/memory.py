@@ -1,4 +1,4 @@
-"""How much memory is free, and how many sequences fit into it at a time: measured with one sequence, not guessed."""
+"""Find out how much memory is free, and how many sequences fit into it at a time, by measuring a single sequence."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from torch import Tensor
 
 from noloco_p2p.devices import free_and_total_bytes, free_memory, has_own_memory
 
-USED_SHARE = 0.8  # of free memory, since allocators lose some to fragmentation
-MOMENT_BYTES = 8  # per trainable parameter: what the optimizer allocates at its first step
-TEMPORARY = (
-    1.5  # where nothing counts the peak: all that forward and backward need, as a multiple of what is kept between them
-)
+USED_SHARE = 0.8  # share of the free memory that is used, because allocators lose some to fragmentation
+MOMENT_BYTES = 8  # per trainable parameter; the optimizer allocates them at its first step
+# The peak of a forward and backward pass, relative to the memory that is kept between the two. It is used where nothing
+# counts the peak.
+TEMPORARY = 1.5
 
 
 def free_bytes(device: torch.device, *, num_parameters: int, has_moments: bool) -> int:
-    """The free bytes of `device` for activations once its optimizer has allocated its moments.
+    """Return the bytes of `device` that remain free for activations after the optimizer has allocated its moments.
 
-    has_moments: the moments are on that device.
+    `has_moments` says whether the moments are on that device.
     """
     moments = MOMENT_BYTES * num_parameters if has_moments else 0
     if device.type == "cpu":
@@ -31,10 +31,10 @@ def free_bytes(device: torch.device, *, num_parameters: int, has_moments: bool) 
 
 
 def sequence_bytes(backward: Callable[[Tensor], object], sequence: Tensor, device: torch.device) -> int:
-    """The memory that forward and backward of one sequence, (1, tokens), take beyond weights and gradients.
+    """Return the memory that the forward and backward pass of one sequence, (1, tokens), needs.
 
-    On an accelerator this is the peak that it counts. The CPU and MPS do not count one: there it is 1.5 times what
-    autograd keeps from forward to backward.
+    Weights and gradients are not included. On an accelerator, the result is the measured peak. The CPU and MPS do not
+    measure a peak, so the result is 1.5 times the memory that autograd keeps between the two passes.
     """
     if not has_own_memory(device):
         with torch.compiler.set_stance("force_eager"):
@@ -48,7 +48,7 @@ def sequence_bytes(backward: Callable[[Tensor], object], sequence: Tensor, devic
 
 
 def fitting(free_bytes: int, sequence_bytes: int, *, largest: int) -> int:
-    """The number of sequences at a time, 1 to `largest`."""
+    """Return the number of sequences that fit into memory at a time, from 1 to `largest`."""
     return max(1, min(largest, int(USED_SHARE * free_bytes) // sequence_bytes))
 
 
@@ -57,7 +57,7 @@ def _kept_bytes(backward: Callable[[Tensor], object], sequence: Tensor) -> int:
 
     def keep(tensor: Tensor) -> Tensor:
         whole = tensor if tensor._base is None else tensor._base
-        if not whole.is_leaf:  # weights and views of them exist anyway, and so do inputs
+        if not whole.is_leaf:  # weights, views of them and inputs exist anyway
             storage = tensor.untyped_storage()
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor

@@ -1,9 +1,10 @@
-"""States taken from a run: of a checkpoint, of a live peer, or the mean over the swarm, as one flat vector.
+"""Take the state of a run, as one flat vector, from a checkpoint, from a live peer, or as the mean over the swarm.
 
 In a run with stages, each stage has its own state, and the states of all stages form a whole model.
 
-Peers are strangers: every state passes `peer/state_admission.py`, and those of several peers are compared with each
-other (`outer/robust_mean.py`). They are on disk meanwhile; memory holds a chunk of each, and the mean.
+Peers are strangers. Every state passes `peer/state_admission.py`, and the states of several peers are compared with
+each other (`outer/robust_mean.py`). The states are stored on disk, so that memory holds only the mean and a chunk of
+each state.
 """
 
 from __future__ import annotations
@@ -48,28 +49,28 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-COMPARED = 5  # states of which a fork takes the middle one: two of them may be lies
+COMPARED = 5  # states from which a fork picks the one in the middle; two of them may be forged
 
 
 @dataclass(frozen=True, slots=True)
 class TakenState:
-    """Slow weights (flat, fp32) of one peer or the mean of several, and their model, or its part of one stage.
+    """The slow weights (flat, fp32) of one peer, or the mean of several, with their model or stage.
 
-    The model has no memory for weights. left_out: peer -> why its state does not count. shortened: peer -> distance
-    of its
-    state from the others, relative to the norm, for a state that was clipped.
+    The model of a stage has no memory for its weights. `left_out` maps each rejected peer to the reason for the
+    rejection. `shortened` maps each peer whose state was clipped to the distance of that state from the others,
+    relative to the norm.
     """
 
     spec: TrainerSpec
     model: PreTrainedModel
     slow_weights: Tensor
     num_peers: int
-    num_silent: int = 0  # live peers that were asked and gave no state: nothing is saved yet, or they are gone
+    num_silent: int = 0  # live peers that were asked but sent no state, because they have saved none yet or are gone
     left_out: Mapping[str, str] = field(default_factory=dict[str, str])
     shortened: Mapping[str, float] = field(default_factory=dict[str, float])
 
     def by_name(self) -> dict[str, Tensor]:
-        """Views of the slow weights, with the names and shapes of the parameters."""
+        """Return views of the slow weights with the names and shapes of the parameters."""
         return FlatParameters(self.model).by_name(self.slow_weights)
 
     def fill_model(self) -> PreTrainedModel:
@@ -77,7 +78,7 @@ class TakenState:
         return self.model
 
     def notices(self) -> list[str]:
-        """Return a sentence for each peer that is left out, and one for all that were clipped."""
+        """Return a sentence for each peer whose state was left out, and one for all states that were clipped."""
         notices = [f"the state of {named(peer)} was left out: {why}" for peer, why in self.left_out.items()]
         if self.shortened:
             peers = ", ".join(f"{named(peer)} ({_percent(share)})" for peer, share in self.shortened.items())
@@ -88,10 +89,13 @@ class TakenState:
 
 
 def from_checkpoint(folder: Path, *, stage: int | None = None, folders: Mapping[str, str] | None = None) -> TakenState:
-    """Load a checkpoint. `folder`: a checkpoint, a folder of checkpoints, or that of a run; the newest one is taken.
+    """Load the slow weights of a checkpoint.
 
-    `stage`: the one that the checkpoint must hold. `folders`: of models, by name. Raises CheckpointError, also when the
-    checkpoint does not match the model of its spec, or holds a stage while a whole model is wanted.
+    `folder` is a checkpoint, a folder of checkpoints, or the folder of a run; the newest checkpoint in it is used.
+    `stage` is the stage that the checkpoint must hold. `folders` maps the names of bound models to their folders.
+
+    Raises CheckpointError if there is no readable checkpoint, if it does not match the model of its spec, or if it
+    holds a stage while a whole model is wanted.
     """
     checkpoint = _newest(folder, stage)
     if "spec" not in checkpoint.meta:
@@ -132,9 +136,10 @@ def _build(spec: TrainerSpec, stage: int | None, folders: Mapping[str, str] | No
 
 
 class LiveRun:
-    """A run seen from outside, while peers train it. folders: of models, by name.
+    """A run that peers are training, as seen from outside.
 
-    shuffle: reorders the peers before they are asked one after the other.
+    `folders` maps the names of bound models to their folders. `shuffle` reorders the peers before they are asked one by
+    one.
     """
 
     def __init__(
@@ -155,30 +160,32 @@ class LiveRun:
         self._shuffle = shuffle
 
     def stages(self) -> Sequence[int | None]:
-        """The stages that form a whole model together; None = a peer holds all of it."""
+        """Return the stages that together form a whole model, or [None] if each peer holds the whole model."""
         num_stages = self.spec.pipeline.stages
         return range(num_stages) if num_stages > 1 else [None]
 
     def check_stages(self) -> None:
-        """Raise Unreachable for a stage that no peer holds, before anything is fetched."""
+        """Raise Unreachable if there is a stage that no reachable peer holds. Call this before any download."""
         held = {peer.stage for peer in self._live() if peer.can_be_called}
         for stage in range(self.spec.pipeline.stages):
             if stage not in held:
                 raise Unreachable(_nobody(self.spec, stage))
 
     async def mean(self, stage: int | None, *, sample: int | None) -> TakenState:
-        """The mean over all live peers, or over `sample` of them drawn at random, without those that lie.
+        """Return the mean over all live peers, or over `sample` peers drawn at random, without outlying states.
 
-        stage: in a run with stages, only its peers count. Raises Unreachable when no peer serves a state,
-        CheckpointError when
-        it cannot be decided which states are wrong.
+        In a run with stages, only the peers of `stage` count. Raises Unreachable if no peer serves a state, and
+        CheckpointError if it cannot be decided which states are wrong.
         """
         async with self._fetched(stage, sample=sample) as fetched:
             mean = await asyncio.to_thread(robust_mean, fetched.states)
             return fetched.take(mean.weights, len(mean.admitted), far=mean.left_out, shortened=mean.shortened)
 
     async def state_in_the_middle(self, stage: int | None) -> TakenState:
-        """The state of one live peer: of COMPARED, the nearest to their coordinate-wise median. Raises as `mean`."""
+        """Return the state of one live peer: among COMPARED states, the nearest to their coordinate-wise median.
+
+        This raises the same errors as `mean`.
+        """
         async with self._fetched(stage, sample=COMPARED) as fetched:
             distances, far = await asyncio.to_thread(leave_out_far, fetched.states)
             nearest = min(distances.of_each, key=distances.of_each.__getitem__)
@@ -186,7 +193,7 @@ class LiveRun:
 
     @asynccontextmanager
     async def _fetched(self, stage: int | None, *, sample: int | None) -> AsyncIterator[_Fetched]:
-        """Fetch the states of `sample` live peers, or of all. Raises Unreachable when there is none."""
+        """Fetch the states of `sample` live peers, or of all. Raises Unreachable if no peer provides one."""
 
         def live() -> list[Candidate]:
             return [peer for peer in self._live() if stage is None or peer.stage == stage]
@@ -208,7 +215,7 @@ class LiveRun:
 
 @asynccontextmanager
 async def live_run(ticket: Ticket, *, progress: Progress, folders: Mapping[str, str] | None) -> AsyncIterator[LiveRun]:
-    """Find the live peers of the run that `ticket` names. Raises Unreachable when there is none."""
+    """Find the live peers of the run that `ticket` names. Raises Unreachable if there are none."""
     async with reader(ticket) as directory:
         with progress.task("looking for live peers"):
             await find_somebody(ticket, directory)
@@ -223,7 +230,7 @@ async def live_run(ticket: Ticket, *, progress: Progress, folders: Mapping[str, 
 
 @dataclass(slots=True)
 class _Fetched:
-    """States as temporary files; `states`: the slow weights of each peer, mapped."""
+    """States in temporary files. `states` maps each peer to its slow weights, which are memory-mapped."""
 
     spec: TrainerSpec
     model: PreTrainedModel
@@ -287,7 +294,10 @@ async def _fetch(
     sample: int | None,
     progress: Progress,
 ) -> None:
-    """Fetch from one peer after the other, until `sample` states were admitted. Raises CheckpointError."""
+    """Fetch states from one peer after another until `sample` of them have been admitted.
+
+    Raises CheckpointError if there is not enough disk space.
+    """
     parameters, wanted = FlatParameters(fetched.model), min(sample or len(peers), len(peers))
     num_bytes = state_file_bytes(parameters.num_elements, fetched.spec.outer)
     _check_room(folder, wanted * num_bytes, num_peers=wanted)
@@ -318,10 +328,10 @@ async def _fetch(
 
 
 def _check_room(folder: Path, num_bytes: int, *, num_peers: int) -> None:
-    """Check the free space before gigabytes travel. Raises CheckpointError."""
+    """Raise CheckpointError if the states do not fit on the disk. Call this before gigabytes are transferred."""
     free = shutil.disk_usage(folder).free
     if num_bytes > free:
         raise CheckpointError(
-            f"{num_peers} states take {num_bytes / 1e9:.3g} GB, and {folder.parent} has {free / 1e9:.3g} GB; "
-            "set TMPDIR to a folder with more room, or take fewer peers with `export --sample`"
+            f"{num_peers} states take {num_bytes / 1e9:.3g} GB, but {folder.parent} has {free / 1e9:.3g} GB; "
+            "set TMPDIR to a folder with more space, or take fewer peers with `export --sample`"
         )

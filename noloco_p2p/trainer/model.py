@@ -1,4 +1,4 @@
-"""The model and the tokenizer that a run spec names. The same spec gives the same bits on every peer."""
+"""Build the model and the tokenizer that a run spec names. The same spec gives the same model on every peer."""
 
 from __future__ import annotations
 
@@ -33,22 +33,23 @@ DIVISIBLE = ("gemma", "gemma2", "gemma3_text", "llama", "mistral", "qwen2", "qwe
 PIPELINE_PARTS = {"embed_tokens", "layers", "norm"}
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 HUB_ADVICE = (
-    "Check the name, the revision, the network, and `hf auth login` if the owner asks for consent; "
-    "or bind a folder of this machine with --model NAME=FOLDER"
+    "Check the name, the revision and the network, and log in with `hf auth login` if access is restricted; "
+    "or bind a folder on this machine with --model NAME=FOLDER"
 )
 
 
 def build_model(spec: ModelSpec, *, sequence_length: int, folders: Mapping[str, str] | None = None) -> PreTrainedModel:
-    """The model at the start of the run: fp32, on the CPU, in training mode. `folders`: names that are bound here.
+    """Build the model at the start of the run, in fp32, on the CPU, in training mode.
 
-    With `lora.rank` the weights are frozen, in `lora.base_dtype`, and the adapters are fp32.
+    `folders` maps the names that are bound on this machine to their folders. With `lora.rank`, the weights are frozen
+    and stored in `lora.base_dtype`, and the adapters are fp32.
 
-    Weights drawn from `spec.seed` have the same bits on machines with the same torch and kind of CPU; elsewhere the
-    last bit may differ, which the first swaps even out. The caller's random state is not changed. No code from the hub
-    runs, and only safetensors files are read. Raises ModelError.
+    Weights that are drawn from `spec.seed` have the same bits on machines with the same torch and kind of CPU.
+    Elsewhere the last bit may differ, which the first swaps even out. The caller's random state is not changed. No code
+    from the hub is run, and only safetensors files are read. Raises ModelError if the model cannot be loaded.
     """
     with quiet(), torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(spec.seed)  # torch.manual_seed would touch the accelerators' state too
+        torch.default_generator.manual_seed(spec.seed)  # torch.manual_seed would also change the accelerators' state
         if spec.parameter_seeds:
             model = build_on_meta(spec, sequence_length=sequence_length, folders=folders)
             give_weights(model, spec, folders=folders)
@@ -65,7 +66,7 @@ def build_on_meta(
 ) -> PreTrainedModel:
     """Build the model without memory for its weights, to be cut into stages or drawn parameter by parameter.
 
-    Raises ModelError for a model that cannot be cut, before anything but its config is read.
+    Raises ModelError if the model cannot be cut. Only its config has been read by then.
     """
     with quiet(), torch.device("meta"):
         if not spec.pretrained:
@@ -81,8 +82,9 @@ def build_on_meta(
 
 
 def give_weights(model: PreTrainedModel, spec: ModelSpec, *, folders: Mapping[str, str] | None = None) -> None:
-    """Draw or read, in place, the start weights of a model from `build_on_meta`, or of a part of it. Raises
-    ModelError.
+    """Draw or read the start weights of a model from `build_on_meta`, or of a part of one, in place.
+
+    Raises ModelError if the weights cannot be read.
     """
     if spec.random_weights or not spec.pretrained:
         return draw(model, seed=spec.seed)
@@ -97,7 +99,7 @@ def give_weights(model: PreTrainedModel, spec: ModelSpec, *, folders: Mapping[st
 
 
 def _check_divisible(config: PreTrainedConfig, name: str) -> None:
-    """Raise ModelError for a model that is not known to give the same numbers in parts."""
+    """Raise ModelError unless the model is known to give the same numbers when it is cut into parts."""
     kind = config.model_type
     if any(getattr(config.get_text_config(), key, None) for key in EXPERTS):
         raise ModelError(
@@ -113,10 +115,10 @@ def _check_divisible(config: PreTrainedConfig, name: str) -> None:
 
 
 def _for_training(model: PreTrainedModel, spec: ModelSpec, sequence_length: int) -> PreTrainedModel:
-    """Set the model up for training. Raises ModelError when the sequences are longer than the model allows."""
+    """Set the model up for training. Raises ModelError if the sequences are longer than the model allows."""
     limit = getattr(model.config, "max_position_embeddings", None)
     if isinstance(limit, int) and limit < sequence_length:
-        raise ModelError(f"data.sequence_length {sequence_length} is over the {limit} positions of {spec.pretrained!r}")
+        raise ModelError(f"data.sequence_length {sequence_length} exceeds the {limit} positions of {spec.pretrained!r}")
     model.config.use_cache = False  # training does not use a key-value cache; export switches it on again
     return model.train()
 
@@ -124,9 +126,10 @@ def _for_training(model: PreTrainedModel, spec: ModelSpec, sequence_length: int)
 def count_parameters(
     spec: ModelSpec, *, sequence_length: int, folders: Mapping[str, str] | None = None
 ) -> tuple[int, int]:
-    """Return (trainable parameters, bytes of the frozen ones) of the model of `build_model`, without memory for them.
+    """Return the number of trainable parameters and the bytes of the frozen ones in the model of `build_model`.
 
-    Of a model by name only the config is read. Raises ModelError.
+    No memory is used for the weights. If the spec gives the model by name, only its config is read. Raises ModelError
+    if the config cannot be read.
     """
     with torch.device("meta"):
         model = build_model(
@@ -143,9 +146,10 @@ def _source(spec: ModelSpec, folders: Mapping[str, str] | None) -> ModelSource:
 
 
 def build_tokenizer(data: DataSpec, *, folders: Mapping[str, str] | None = None) -> PreTrainedTokenizerBase:
-    """Build the tokenizer. `bytes` needs no file and no network; other names are in `folders`, or on the hub.
+    """Build the tokenizer of a run.
 
-    Raises ModelError.
+    The tokenizer `bytes` needs neither files nor a network. Other names are looked up in `folders`, then on the hub.
+    Raises ModelError if the tokenizer cannot be loaded.
     """
     if data.tokenizer == "bytes":
         return ByT5Tokenizer()
@@ -158,7 +162,7 @@ def build_tokenizer(data: DataSpec, *, folders: Mapping[str, str] | None = None)
 
 
 def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise ModelError when the tokenizer has an id for which the model has no embedding."""
+    """Raise ModelError if the tokenizer has an id for which the model has no embedding."""
     vocab_size = model.config.get_text_config().vocab_size
     if len(tokenizer) > vocab_size:
         raise ModelError(
@@ -168,7 +172,10 @@ def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
 
 
 def hidden_matrices(model: nn.Module) -> list[Tensor]:
-    """The weights of linear layers except the output head, which Muon takes. Embeddings are not linear layers."""
+    """Return the weights that Muon optimizes. They are the weights of all linear layers except the output head.
+
+    Embeddings are not linear layers.
+    """
     head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     return [
@@ -179,25 +186,29 @@ def hidden_matrices(model: nn.Module) -> list[Tensor]:
 
 
 def causal_lm_loss(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Mean cross-entropy of the next token, in nats, with its graph; `tokens` is (sequences, tokens)."""
+    """Return the mean cross-entropy of the next token in nats, with its autograd graph.
+
+    `tokens` has the shape (sequences, tokens).
+    """
     return model(input_ids=tokens, labels=tokens).loss
 
 
 def causal_lm_logits(model: nn.Module, tokens: Tensor) -> Tensor:
-    """(sequences, tokens, vocabulary) of `tokens` (sequences, tokens)."""
+    """Return the logits, (sequences, tokens, vocabulary), of `tokens`, (sequences, tokens)."""
     return model(input_ids=tokens).logits
 
 
 def attention_size(model: nn.Module) -> tuple[int, int]:
-    """(Layers, width) of a transformers model, or of a stage of one; zeros for any other model."""
+    """Return the number of layers and the width of a transformers model or stage, or zeros for any other model."""
     config = getattr(getattr(model, "base_model", model), "config", None)
     return getattr(config, "num_hidden_layers", 0), getattr(config, "hidden_size", 0)
 
 
 @contextmanager
 def configured_for_export(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
-    """Set the config for other programs inside: with a key-value cache, which training disables, and the tokenizer's
-    ids.
+    """Configure the model for other programs inside a `with` block.
+
+    The key-value cache, which training disables, is switched on, and the token ids of the tokenizer are set.
     """
     use_cache = model.config.use_cache
     model.config.use_cache = True
@@ -210,7 +221,10 @@ def configured_for_export(model: PreTrainedModel, tokenizer: PreTrainedTokenizer
 
 
 def save_config(model: PreTrainedModel, folder: Path) -> None:
-    """Write what `save_pretrained` writes besides the weights, which are written elsewhere, in fp32."""
+    """Write everything that `save_pretrained` writes, except for the weights.
+
+    The weights are written elsewhere, in fp32.
+    """
     model.config.dtype = "float32"
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
@@ -220,7 +234,7 @@ def save_config(model: PreTrainedModel, folder: Path) -> None:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence transformers' progress bars and messages; its settings are restored afterwards."""
+    """Silence the progress bars and messages of transformers, and restore its settings afterwards."""
     verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
@@ -244,14 +258,14 @@ def _llama(spec: ModelSpec, sequence_length: int) -> PreTrainedModel:
         tie_word_embeddings=spec.tied_embeddings,
         dtype=torch.float32,
         bos_token_id=None,
-        eos_token_id=None,  # set by the tokenizer, on export
+        eos_token_id=None,  # the tokenizer sets it on export
     )
     config._attn_implementation = ATTENTION
     return LlamaForCausalLM(config)
 
 
 def _named(spec: ModelSpec, source: ModelSource) -> PreTrainedModel:
-    """Load a model by name. Attention is sdpa, or eager for the few models without sdpa (Gemma2)."""
+    """Load a model by name. It uses sdpa attention, or eager attention if the model lacks sdpa (Gemma2)."""
     try:
         if spec.random_weights:
             config = AutoConfig.from_pretrained(source.folder(CONFIG), trust_remote_code=False)

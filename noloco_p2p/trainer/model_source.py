@@ -1,8 +1,9 @@
-"""The sources of models and tokenizers that a spec names: a folder that this machine has bound, or the hub.
+"""Find the models and tokenizers that a spec names, on the hub or in folders that are bound on this machine.
 
-A spec may come from a stranger. It can name nothing of this machine except what its user has bound with
---model NAME=FOLDER. The hub's own libraries would take a name for a folder in the current one, and an adapter for a
-reference to another model. So the files of a hub name are fetched first, and then read from the hub's cache.
+A spec may come from a stranger. It can therefore name only folders that the user of this machine has bound with --model
+NAME=FOLDER. The hub's own libraries do not ensure this. They read a folder in the current directory if it has the given
+name, and follow an adapter to another model. For this reason, the files of a model on the hub are first fetched into
+the hub's cache, and then read from there.
 """
 
 from __future__ import annotations
@@ -20,20 +21,26 @@ from noloco_p2p.spec import HUB_NAME
 CONFIG = ("config.json", "generation_config.json")
 WEIGHTS = (*CONFIG, "*.safetensors", "*.safetensors.index.json")
 TOKENIZER = ("*.json", "*.txt", "*.model", "*.jinja")
-# Adapters name a base model, which may be anything; folders hold other formats of the same model.
+# Adapters can name any base model, and subfolders hold other formats of the same model.
 NEVER = ("adapter_*", "*/*")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """bound: a folder of this machine; None = a name on the hub, at `revision`."""
+    """A model or tokenizer that a spec names.
+
+    It is in the folder `bound`, or on the hub at `revision` if `bound` is None.
+    """
 
     name: str
     revision: str
     bound: Path | None
 
     def folder(self, files: tuple[str, ...]) -> Path:
-        """Return a folder that has `files` (patterns). Raises what the hub's client raises."""
+        """Return a folder with the files that match the patterns `files`.
+
+        Errors of the hub's client propagate to the caller.
+        """
         if self.bound:
             return self.bound
         fetched = snapshot_download(
@@ -42,7 +49,10 @@ class ModelSource:
         return Path(fetched)
 
     def file(self, name: str) -> Path:
-        """Return one file. Raises FileNotFoundError, and what the hub's client raises."""
+        """Return the path of one file.
+
+        Raises FileNotFoundError if there is no such file. Errors of the hub's client propagate to the caller.
+        """
         if self.bound is None:
             try:
                 return Path(hf_hub_download(self.name, name, revision=self.revision))
@@ -57,9 +67,9 @@ class ModelSource:
 def find_source(field: str, name: str, *, revision: str = "", folders: Mapping[str, str] | None = None) -> ModelSource:
     """Find the source of a name without opening a file or using the network.
 
-    field: dotted, for the message. folders: names that are bound here. Raises SpecError for a name that is neither
-    bound
-    nor a hub name, and ModelError if a bound folder is missing or holds an adapter without its model.
+    `field` is the name of the spec's field in error messages. `folders` maps the names that are bound here to their
+    folders. Raises SpecError if the name is neither bound nor a valid hub name, and ModelError if a bound folder is
+    missing or holds an adapter without its model.
     """
     bound = (folders or {}).get(name)
     if bound is None:

@@ -1,6 +1,6 @@
-"""What a run needs of a machine, reported before it trains: memory, disk, and megabytes per hour.
+"""Estimate how much memory, disk space and traffic a run needs on a machine before it trains.
 
-A run that a machine can never hold is refused before its model is built.
+A run that can never fit on the machine is refused before its model is built.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from noloco_p2p.trainer.compute import Compute
 from noloco_p2p.trainer.memory import MOMENT_BYTES
 
 CPU = torch.device("cpu")
-WEIGHT_BYTES = 8  # per parameter: fp32 weights and gradients; without the moments of AdamW
+WEIGHT_BYTES = 8  # per parameter: fp32 weights and gradients, without the moments of AdamW
 VECTOR_BYTES = 4  # per parameter and vector: slow weights, and outer momentum if there is any, are fp32 on the CPU
-CHECKPOINT_BYTES = 12  # per parameter: moments, and the fast weights within a round; without the outer state
+CHECKPOINT_BYTES = 12  # per parameter: moments, and the fast weights within a round, without the outer state
 PROBE_STEPS = 2
 PROBE_TOKENS = 2048  # enough to keep a small machine busy, and quick enough to wait for
 
@@ -37,22 +37,22 @@ PROBE_TOKENS = 2048  # enough to keep a small machine busy, and quick enough to 
 class Needs:
     num_parameters: int
     model_bytes: int  # on an accelerator, without activations
-    outer_bytes: int  # in main memory: outer state, offloaded moments, one coded payload per direction and section
+    outer_bytes: int  # in main memory: outer state, offloaded moments, one encoded payload per direction and section
     disk_bytes: int
     round_bytes: int  # each way
-    hour_bytes: int  # each way, at the speed measured on this machine; with inner_steps = "auto" an upper bound
+    hour_bytes: int  # each way, at the speed of this machine; an upper bound if inner_steps is "auto"
     has_fixed_rounds: bool
     step_s: float
     memory_free_bytes: int
     disk_free_bytes: int
-    is_on_host: bool  # the model is in main memory, too
+    is_on_host: bool  # whether the model is in main memory as well
 
     def lines(self) -> list[str]:
-        """For people."""
+        """Format the needs for the user."""
         about = "about" if self.has_fixed_rounds else "depending on the link, at most"
         return [
             f"model: {count(self.num_parameters)} trainable parameters, {self.step_s:.2f} s per inner step here",
-            f"needs: {mib(self.model_bytes)} to train (activations on top), {mib(self.outer_bytes)} for the outer step,"
+            f"needs: {mib(self.model_bytes)} to train (plus activations), {mib(self.outer_bytes)} for the outer step,"
             f" {mib(self.disk_bytes)} of disk",
             f"sends and receives: {mib(self.round_bytes)} per round, {about} {mib(self.hour_bytes)} per hour, each way",
             f"this machine has: {mib(self.memory_free_bytes)} of memory and {mib(self.disk_free_bytes)} of disk free",
@@ -63,7 +63,7 @@ class Needs:
         if self.outer_bytes + (self.model_bytes if self.is_on_host else 0) > self.memory_free_bytes:
             warnings.append("this run needs more memory than this machine has free; it may be killed")
         if self.disk_bytes > self.disk_free_bytes:
-            warnings.append("checkpoints need more disk than is free; free some space, or use another --state-dir")
+            warnings.append("checkpoints need more disk space than is free; free some, or use another --state-dir")
         return warnings
 
     def as_dict(self) -> dict[str, Any]:
@@ -81,7 +81,11 @@ def estimate(
     device: torch.device = CPU,
     keep_checkpoints: int = 2,
 ) -> Needs:
-    """`num_parameters`: trainable ones; `frozen_bytes`: of the others; `step_s`: seconds per inner step here."""
+    """Estimate the needs of a run on this machine.
+
+    `num_parameters` counts the trainable parameters, and `frozen_bytes` is the size of all others. `step_s` is the
+    duration of an inner step on this machine in seconds.
+    """
     compute = compute or Compute()
     moments = MOMENT_BYTES if compute.offload_optimizer else 0
     round_bytes = _round_bytes(spec, num_parameters)
@@ -112,11 +116,11 @@ def check_memory(
     compute: Compute,
     device: torch.device,
 ) -> None:
-    """Raise SettingsError, with numbers, when this machine has less memory in total than the run needs at least.
+    """Raise SettingsError if the total memory of this machine is less than the minimum that the run needs.
 
-    The minimum excludes activations and other programs.
+    The minimum does not include activations and other programs. The message contains both numbers.
     """
-    moments = MOMENT_BYTES if spec.train.inner_optimizer == "adamw" else MOMENT_BYTES // 2  # of most parameters
+    moments = MOMENT_BYTES if spec.train.inner_optimizer == "adamw" else MOMENT_BYTES // 2  # Muon mostly keeps one
     offloaded = moments if compute.offload_optimizer else 0
     model_bytes = frozen_bytes + (WEIGHT_BYTES + moments - offloaded) * num_parameters
     host_bytes = offloaded * num_parameters + _outer_bytes(spec, num_parameters)
@@ -129,14 +133,17 @@ def check_memory(
 
 
 def memory_limit(settings: PeerSettings) -> int:
-    """Bytes of main memory and swap space that this peer may use: those of the machine, or `max_memory`."""
+    """Return the bytes of main memory and swap space that this peer may use.
+
+    This is all of the machine's memory and swap space, or `max_memory` if that is less.
+    """
     return min(total_memory(), settings.max_memory_bytes or total_memory())
 
 
 def training_bytes(spec: TrainerSpec, *, num_parameters: int, num_matrix_parameters: int) -> int:
-    """Count what training keeps between two steps, on any device: weights, gradients, moments and outer state.
+    """Return the bytes that training keeps between two steps: weights, gradients, moments and outer state.
 
-    num_matrix_parameters: those that Muon takes, for which it keeps one moment instead of two.
+    Muon keeps one moment instead of two for each of the `num_matrix_parameters` that it optimizes.
     """
     moments = MOMENT_BYTES * num_parameters
     if spec.train.inner_optimizer == "muon":
@@ -148,13 +155,13 @@ def _must_fit(least_bytes: int, total_bytes: int, spec: Spec, num_parameters: in
     if least_bytes > total_bytes:
         raise SettingsError(
             f"the run {spec.name} trains {count(num_parameters)} parameters and needs at least {mib(least_bytes)} of "
-            f"{what}, before any activations; this machine has {mib(total_bytes)}: join a smaller run, split the model "
-            "over several GPUs (--gpus), or with one GPU --offload-optimizer"
+            f"{what}, not counting activations; this machine has {mib(total_bytes)}: join a smaller run, split the "
+            "model over several GPUs (--gpus), or use --offload-optimizer with one GPU"
         )
 
 
 def _outer_bytes(spec: Spec, num_parameters: int) -> int:
-    """The size of the outer state, and of one coded payload per direction and section."""
+    """Return the size of the outer state plus one encoded payload per direction and section."""
     return _state_bytes(spec, num_parameters) + 2 * _round_bytes(spec, num_parameters)
 
 
@@ -168,7 +175,10 @@ def _round_bytes(spec: Spec, num_parameters: int) -> int:
 
 
 def probe_step_s(backward: Callable[[Tensor], Tensor], batch: Tensor) -> float:
-    """Seconds of forward and backward of a batch, extrapolated from a few sequences; `backward` returns their loss."""
+    """Return the seconds that the forward and backward pass of a batch take, extrapolated from a few sequences.
+
+    `backward` computes both passes and returns the loss.
+    """
     sample = batch[: max(1, PROBE_TOKENS // batch.shape[1])]
     durations_s = []
     for _ in range(1 + PROBE_STEPS):  # the first one warms up

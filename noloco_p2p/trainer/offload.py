@@ -1,4 +1,4 @@
-"""Optimizer moments in main memory, for accelerators that can hold only weights and gradients."""
+"""Keep the moments of an optimizer in main memory, for accelerators that can hold only weights and gradients."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from torch import Tensor
 
 from noloco_p2p.devices import has_own_memory
 
-# parameters stepped together; the accelerator holds two or three times as many bytes of moments
+# Bytes of parameters that are stepped together. The accelerator holds two or three times as many bytes of moments.
 BUCKET_BYTES = 64 << 20
 
 
 class OffloadedOptimizer:
-    """Steps an optimizer bucket by bucket: moments are copied to the device of the weights, used, and copied back.
+    """An optimizer whose moments are in main memory. A step processes the parameters bucket by bucket.
 
-    The optimizer's own arithmetic runs on the same device as without offload, with the same bits. Between steps its
-    state is on the CPU (pinned), where a checkpoint finds it. Each step moves 16 bytes per parameter over the bus.
+    For each bucket, the moments are copied to the device of the weights, used, and copied back. The arithmetic runs on
+    the same device as without offloading, and gives the same bits. Between steps, the state is in pinned CPU memory,
+    where checkpoints read it. Each step moves 16 bytes per parameter over the bus.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, bucket_bytes: int = BUCKET_BYTES) -> None:
@@ -34,7 +35,10 @@ class OffloadedOptimizer:
                 num_bytes += param.nbytes
 
     def step(self) -> None:
-        """Consume the gradients: they become None, so that their memory is free for the next bucket."""
+        """Take a step and drop the gradients.
+
+        Each gradient becomes None as soon as it is used, so that its memory is free for the next bucket.
+        """
         gradients = {param: param.grad for bucket in self._buckets for param in bucket}
         for param in gradients:
             param.grad = None  # an optimizer skips parameters without a gradient

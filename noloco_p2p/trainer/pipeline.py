@@ -1,7 +1,7 @@
-"""The loop of a peer that holds one stage: it computes what its neighbours send, and closes inner steps and rounds.
+"""Run the loop of a peer that holds one stage. The loop computes tasks from neighbours, and completes steps and rounds.
 
-This thread is the only one that touches weights. The ring never stops for a swap: from the boundary of a round until
-its outer step, tasks continue with unchanged weights, and only the closing of an inner step waits.
+Only the thread of this loop touches weights. The pipeline never stops for a swap. After the last inner step of a round,
+tasks continue with unchanged weights, and only the next inner step waits for the outer step.
 """
 
 from __future__ import annotations
@@ -23,16 +23,15 @@ from noloco_p2p.trainer.stage_work import StageWork
 log = logging.getLogger(__name__)
 
 LOOK_S = 0.1  # the longest wait for a task
-POLL_S = 0.02  # how often it checks, at a boundary, whether the round has ended
+POLL_S = 0.02  # pause between two checks, at a boundary, whether the round has ended
 SMOOTHING = 0.1  # weight of a new measurement of the duration of a task
 
 
 class StageLoop:
     """The loop of one stage.
 
-    outer: swaps with replicas of the same stage. For a head it advances by its own steps; for an inner replica it
-    follows
-    its caller, and so the heads. on_round: called with the result of each round.
+    `outer` swaps with replicas of the same stage. The progress of a head follows from its own steps, while an inner
+    replica follows the progress of the heads. `on_round` is called with the result of each round.
     """
 
     def __init__(
@@ -47,7 +46,7 @@ class StageLoop:
     ) -> None:
         self.steps = 0
         self.is_at_boundary = False
-        self._task_s: dict[Kind, float] = {}  # duration of a task of each kind
+        self._task_s: dict[Kind, float] = {}  # smoothed duration of each kind of task
         self._flow = flow
         self._work = work
         self._inner = inner
@@ -59,13 +58,13 @@ class StageLoop:
 
     @property
     def microbatch_s(self) -> float | None:
-        """The seconds that this stage computes for one microbatch; None until it has computed one."""
+        """The seconds that this stage computes for one microbatch, or None before the first one."""
         return sum(self._task_s.values()) if Kind.BACKWARD in self._task_s else None
 
     def run(self, leaving: threading.Event) -> None:
-        """Run until no head trains and the last round has ended, or `leaving` is set.
+        """Run until no head is training and the last round has ended, or until `leaving` is set.
 
-        Raises what the data of a head raises.
+        Errors of a head's data source propagate to the caller.
         """
         while not leaving.is_set() and self.turn():
             pass
@@ -73,8 +72,8 @@ class StageLoop:
     def turn(self) -> bool:
         """Compute the next task, or wait for one for a moment.
 
-        Returns False when no head trains any more, and the last round has ended; a peer that continues serves heads
-        that evaluate. Raises what the data of a head raises.
+        Returns False once no head is training and the last round has ended. After that, a peer can still call this
+        method to serve heads that evaluate. Errors of a head's data source propagate to the caller.
         """
         if self.is_at_boundary:
             self._poll_round()
@@ -82,7 +81,8 @@ class StageLoop:
             self._perform(handed)
             return True
         if self._flow.is_over and not self._has_finished and not self.is_at_boundary:
-            # The heads took their last step, and nothing was counted here since the one before, so no task reports it.
+            # The heads have taken their last step. No task reports it, because nothing was counted here since the
+            # step before.
             self._advance(FINAL_MARK)
         return self.is_at_boundary or not self._flow.is_over
 
@@ -100,8 +100,8 @@ class StageLoop:
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            log.warning("a microbatch is lost, as the accelerator is out of memory")
-            error.__traceback__ = None  # it refers to the activations
+            log.warning("a microbatch is lost, because the accelerator is out of memory")
+            error.__traceback__ = None  # it would keep the activations in memory
             empty_cache(self._work.stage.device)
             self._flow.failed(handed.task)
         else:
@@ -114,7 +114,7 @@ class StageLoop:
 
     def _close_step(self, step: CloseStep) -> None:
         outer = self._outer
-        if self._has_finished:  # a head came late, and this stage is at rest
+        if self._has_finished:  # this stage has finished, and a head is late
             self._inner.forget()
             self._flow.step_closed(outer.progress)
             return
@@ -124,10 +124,10 @@ class StageLoop:
         self._flow.step_closed(outer.progress)
 
     def _advance(self, progress: float | None) -> None:
-        """Advance to `progress`, that of the heads, if this peer follows them.
+        """Count one inner step, and set the progress to `progress` if this peer follows the heads.
 
-        It is set last: a replica that was away has to notice that it is behind, and take the state of another one,
-        before it moves to the progress of the heads.
+        The progress is set last, because a replica that was away must first notice that it is behind and fetch the
+        state of another replica.
         """
         outer = self._outer
         self.is_at_boundary = outer.advance()
@@ -135,7 +135,7 @@ class StageLoop:
             outer.progress = progress
         self._has_finished = outer.progress >= FINAL_MARK
         if self._has_finished:
-            outer.hold_progress()  # a partner that is behind would move a finished head backwards
+            outer.hold_progress()  # otherwise a partner that is behind would move a finished head backwards
         if self._has_finished and not self.is_at_boundary:
             outer.reach_boundary()
             self.is_at_boundary = True
@@ -143,7 +143,7 @@ class StageLoop:
             self._flow.hold_steps()
 
     def _poll_round(self) -> None:
-        """Take the outer step between two tasks, once the round has ended."""
+        """Take the outer step, between two tasks, once the round has ended."""
         now_s = time.monotonic()
         if now_s - self._polled_s < self._poll_s:
             return
@@ -153,7 +153,7 @@ class StageLoop:
             self._on_round(result)
 
     def end_round(self) -> None:
-        """The outer step is taken, or the round was given up: inner steps continue."""
+        """Resume inner steps after the outer step was taken or the round was given up."""
         self.is_at_boundary = False
         if not self._has_finished:
             self._flow.release_steps(self._outer.progress)

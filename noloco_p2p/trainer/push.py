@@ -1,7 +1,7 @@
-"""Uploading a checkpoint or an exported model to the Hugging Face hub, with the token of this user.
+"""Upload a checkpoint or an exported model to the Hugging Face hub with the user's token.
 
-A failure is an error of the client's HTTP library (it has had three), of its upload threads, or of the disk; each
-becomes a PushError with its first line.
+An upload can fail in the client's HTTP library, in its upload threads, or on the disk. Every such error becomes a
+PushError with the first line of its message.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from noloco_p2p.errors import PushError
 
 
 def claim(repo: str) -> None:
-    """Create the private repository, or find it, before long work. Raises PushError."""
+    """Create the private repository if it does not exist. Call this before long work. Raises PushError."""
     try:
         HfApi().create_repo(repo, private=True, exist_ok=True)
     except Exception as error:  # noqa: BLE001 - see above
         raise PushError(
             f"--push-to-hub {repo}: {_first_line(error)}. "
-            "Log in with `hf auth login`, or set HF_TOKEN, with a token that may write"
+            "Log in with `hf auth login`, or set HF_TOKEN; the token needs write access"
         ) from None
 
 
 def push(folder: Path, repo: str) -> str:
-    """Upload the new files in `folder`; files of the same name are replaced. Returns the address of the repository.
+    """Upload the new files in `folder`, and return the address of the repository.
 
-    Raises PushError; the folder is not changed.
+    Files with the same name are replaced. `folder` is never changed. Raises PushError if the upload fails.
     """
     try:
         HfApi().upload_folder(repo_id=repo, folder_path=folder, commit_message=f"{folder.name}, by noloco_p2p")

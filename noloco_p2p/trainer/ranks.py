@@ -1,10 +1,11 @@
-"""The processes of one peer, one per GPU. All hold the same objects, and make the calls that rank 0 makes.
+"""Run one peer as several processes, one per GPU. All processes hold the same objects and repeat the calls of rank 0.
 
-Rank 0 owns network, data, outer step and checkpoints. Every method that works on the sharded model begins with `tell`:
-rank 0 broadcasts the call, and the others make it, too. The environment set by `torchrun` identifies each rank.
+Rank 0 owns the network, the data, the outer step and the checkpoints. Every method that works on the sharded model
+begins with `tell`, which broadcasts the call from rank 0 to the other ranks. The environment that `torchrun` sets
+identifies each rank.
 
-When a rank dies its connections close, which the others notice at once. A rank that hangs is noticed by the deadline of
-their collective work. Both are a RankError.
+If a rank dies, its connections close, and the other ranks notice that at once. If a rank hangs, the others notice it
+when a collective operation misses its deadline. Both cases raise a RankError.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-WORK_TIMEOUT_S = 300.0  # for collective work: a micro-batch, or moving a parameter
+WORK_TIMEOUT_S = 300.0  # for one collective operation, such as a micro-batch or the transfer of a parameter
 CALL_TIMEOUT_S = 7 * 24 * 3600.0  # rank 0 may fetch a state for hours; its death is still noticed at once
 
 
 class Ranks:
-    """This process among those of its peer. `device`: that of this rank."""
+    """One of the processes that form a peer. `device` is the device of this rank."""
 
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
-        """Connect to the other ranks; returns when all are connected. Raises RankError."""
+        """Connect to the other ranks, and return when all are connected. Raises RankError if that fails."""
         self.rank = rank
         self.size = size
         self.device = device
@@ -51,9 +52,9 @@ class Ranks:
         self._is_over = False
 
     def share(self, value: object = None) -> Any:
-        """Return rank 0's value on every rank; the others wait for it. None = rank 0 has ended.
+        """Return rank 0's value on every rank. The other ranks wait for it, and get None if rank 0 has ended.
 
-        It consists of tensors on the CPU and JSON values, so that reading it runs no code.
+        The value may consist of CPU tensors and JSON values, so that reading it runs no code.
         """
         size, content = torch.zeros(1, dtype=torch.int64), torch.empty(0, dtype=torch.uint8)
         if self.rank == 0:
@@ -67,14 +68,12 @@ class Ranks:
         return torch.load(io.BytesIO(content.numpy().tobytes()), weights_only=True) if self.rank else value
 
     def tell(self, method: str, *args: object, **kwargs: object) -> None:
-        """On rank 0: have the others call this method of the object that they `follow`. On other ranks it does
-        nothing.
-        """
+        """On rank 0, make the others call this method of the object that they `follow`. On other ranks, do nothing."""
         if self.rank == 0:
             self.share((method, args, kwargs))
 
     def follow(self, target: object) -> None:
-        """On other ranks: make the calls of rank 0, until it ends."""
+        """On the other ranks, repeat the calls of rank 0 until it ends."""
         while (call := self.share()) is not None:
             method, args, kwargs = call
             getattr(target, method)(*args, **kwargs)
@@ -86,7 +85,7 @@ class Ranks:
         self.stop()
 
     def stop(self) -> None:
-        """On rank 0: let the others end. Safe to call twice, and when some have ended already."""
+        """On rank 0, let the other ranks end. It is safe to call this twice, or after some ranks have already ended."""
         if self._is_over:
             return
         self._is_over = True
@@ -100,7 +99,7 @@ class Ranks:
 
 @contextmanager
 def told() -> Iterator[None]:
-    """Turn torch's error about a rank that has ended or hangs into a RankError with a message."""
+    """Turn torch's error about a rank that has ended or hangs into a RankError with a clear message."""
     try:
         yield
     except RuntimeError as error:

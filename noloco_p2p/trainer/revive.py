@@ -1,4 +1,4 @@
-"""The weights of a stage that no peer holds any more, from a checkpoint or an export that its operator has kept."""
+"""Restore a stage that no peer holds any more, from a checkpoint or an export that the operator has kept."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from noloco_p2p.trainer.weights import load
 
 
 def revive(model: PreTrainedModel, folder: Path) -> None:
-    """Load a stage from `folder`: a checkpoint of this stage, or an exported model.
+    """Load a stage from `folder`, which is a checkpoint of this stage or an exported model.
 
-    Raises CheckpointError when it holds neither, or those of another model.
+    Raises CheckpointError if it is neither, or if it belongs to another model.
     """
     if (folder / "config.json").is_file():
         try:

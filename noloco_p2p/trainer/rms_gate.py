@@ -1,6 +1,6 @@
-"""A gate on what neighbours in a pipeline send: its root mean square must be close to the usual one at that boundary.
+"""Refuse a frame from a pipeline neighbour if its root mean square (RMS) is far from the usual value.
 
-A lying stage can still bias what it sends within the gate. The gate bounds what one frame can do.
+This bounds the damage that a single frame can do. A dishonest stage can still bias its frames within the limits.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from torch import Tensor
 from noloco_p2p.errors import CorruptPayload
 
 HISTORY_FRAMES = 64
-LEAST_FRAMES = 8  # before one may be refused
-MOST_TIMES = 10.0  # the median, or a tenth of it
-# Sizes change most at the start, so the limit falls as one over the number of frames, and is MOST_TIMES from the 640th
-# frame on. Of 134,000 honest frames it drops 5; MOST_TIMES from the start would drop 20 (benchmarks/rms_gate.py).
+LEAST_FRAMES = 8  # the first frames are always admitted
+MOST_TIMES = 10.0  # limit for the ratio of a frame's RMS to the median, in either direction
+# The RMS changes most at the start. The limit is therefore wide at first, falls in inverse proportion to the number of
+# frames, and reaches MOST_TIMES with the 640th frame. It drops 5 of 134,000 honest frames. A limit of MOST_TIMES from
+# the start would drop 20 (benchmarks/rms_gate.py).
 FIRST_TIMES = 100.0
 
 
 class RmsGate:
-    """The gate of one boundary and direction. All frames count for the median, so that it follows a real change."""
+    """The gate of one boundary and direction. All frames count for its median, so that it follows real changes."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -30,9 +31,10 @@ class RmsGate:
         self._num_frames = 0
 
     def admit(self, values: Tensor) -> None:
-        """Raise CorruptPayload for a frame of more than ten times, or less than a tenth of, the usual size.
+        """Raise CorruptPayload if the RMS of a frame is more than ten times the usual value, or less than a tenth of
+        it.
 
-        For the first frames the limit is wider.
+        The limits are wider for the first frames.
         """
         rms = float(torch.linalg.vector_norm(values, dtype=torch.float32)) / values.numel() ** 0.5
         usual = median(self._recent) if len(self._recent) >= LEAST_FRAMES else rms

@@ -1,7 +1,7 @@
-"""A model that is sharded over the ranks of a peer (FSDP2): its inner step, and its parameters as one flat vector.
+"""Train a model that is sharded over the ranks of a peer (FSDP2), and access its parameters as one flat vector.
 
-Every rank holds the same objects. Between steps one parameter at a time is gathered, so there is never a second copy
-of the model on a device.
+Every rank holds the same objects. Between steps, only one parameter is gathered at a time, so that no device ever holds
+a second copy of the model.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from noloco_p2p.trainer.start import load_start
 
 
 def follow(ranks: Ranks, settings: PeerSettings) -> None:
-    """Run every rank but the first: build the model of rank 0, and take part in all its calls."""
+    """Run a rank other than rank 0. It builds the same model as rank 0 and repeats its calls."""
     if settings.threads:
         torch.set_num_threads(settings.threads)
     if (told := ranks.share()) is None:
@@ -44,10 +44,11 @@ def follow(ranks: Ranks, settings: PeerSettings) -> None:
 
 
 def shard(model: nn.Module, ranks: Ranks, compute: Compute) -> None:
-    """Shard all parameters over the ranks, block by block, each along its first dimension, in place.
+    """Shard all parameters over the ranks in place, block by block, each along its first dimension.
 
-    Every rank calls it with the same model. Weights are fp32; with bf16 they are gathered and used in bf16, and
-    gradients are summed in fp32. Blocks are resharded after each forward, so that writes to the shards take effect.
+    Every rank must call this with the same model. The shards are fp32. If bf16 is enabled, weights are gathered and
+    used in bf16, and gradients are summed in fp32. Blocks are resharded after each forward pass, so that writes to the
+    shards take effect.
     """
     mesh = init_device_mesh(ranks.device.type, (ranks.size,))
     bf16 = compute.is_bf16(ranks.device)
@@ -57,10 +58,10 @@ def shard(model: nn.Module, ranks: Ranks, compute: Compute) -> None:
 
 
 class ShardedStep(InnerStep):
-    """The inner step of a sharded model. Every rank has one, and all ranks make the calls of rank 0.
+    """The inner step of a sharded model. Every rank has one, and all ranks repeat the calls of rank 0.
 
-    A batch is for all ranks; each takes its rows. State is saved as whole tensors, so that a checkpoint does not depend
-    on the number of ranks.
+    Each rank gets the whole batch and computes its own rows. State is saved as whole tensors, so that a checkpoint does
+    not depend on the number of ranks.
     """
 
     def __init__(self, model: nn.Module, train: TrainSpec, compute: Compute, ranks: Ranks) -> None:
@@ -88,12 +89,12 @@ class ShardedStep(InnerStep):
         return super().evaluate(batches, progress=progress)
 
     def gather(self, key: str) -> Tensor:
-        """Gather a whole parameter, or a whole tensor of optimizer state."""
+        """Gather a whole parameter, or a whole tensor of the optimizers' state."""
         self._ranks.tell("gather", key)
         return self._sharded(key).full_tensor()
 
     def scatter(self, key: str, values: Tensor | None = None) -> None:
-        """The inverse of `gather`. values: given on rank 0."""
+        """Write a whole tensor back to the shards. Rank 0 passes its `values`, and the other ranks receive them."""
         self._ranks.tell("scatter", key)
         tensor = self._sharded(key)
         values = torch.empty(tensor.shape, device=self.device) if values is None else values.reshape(tensor.shape)
@@ -101,7 +102,7 @@ class ShardedStep(InnerStep):
         tensor.to_local().copy_(distribute_tensor(whole, tensor.device_mesh, tensor.placements).to_local())
 
     def state(self) -> dict[str, Tensor]:
-        """Return whole tensors on the CPU."""
+        """Return the state of the optimizers as whole tensors on the CPU."""
         tensors = super().state().items()
         return {key: self.gather(key).cpu() if isinstance(value, DTensor) else value for key, value in tensors}
 
@@ -116,8 +117,9 @@ class ShardedStep(InnerStep):
                 self.scatter(key, tensor)
 
     def make_room(self, held: Mapping[str, float | None]) -> None:
-        """Allocate optimizer state with the numbers of `held`; where it has None, the tensor follows and zeros are
-        set.
+        """Allocate the state of the optimizers. `held` maps each key to a number or to None.
+
+        None stands for a tensor, which is zero until `scatter` writes it.
         """
         self._ranks.tell("make_room", held)
         tensors = {
@@ -127,37 +129,38 @@ class ShardedStep(InnerStep):
         restore_optimizers(self.optimizers, self.trainable, tensors)
 
     def _sharded(self, key: str) -> DTensor:
-        """Look up by the name of a parameter, or the key of a tensor of `state`."""
+        """Look up a tensor by the name of a parameter, or by its key in `state`."""
         tensor = self.trainable[key].detach() if key in self.trainable else super().state()[key]
         assert isinstance(tensor, DTensor), key
         return tensor
 
 
 class ShardedParameters(FlatParameters):
-    """Rank 0's view of all trainable parameters. Writes take effect with `flush`, at the latest.
+    """Rank 0's view of all trainable parameters. `flush` completes all writes.
 
-    One parameter at a time is gathered while it is read, and one while it is written. layout: of the model before it
-    was sharded, because a digest of frozen weights would need all ranks.
+    At any time, at most one parameter is gathered for reading and one for writing. `layout` is the layout of the model
+    before it was sharded. It is passed in because computing it later would take all ranks, for the digest of frozen
+    weights.
     """
 
     def __init__(self, step: ShardedStep, *, layout: ModelLayout) -> None:
         super().__init__(step.model)
         self.model_layout = layout
         self._step = step
-        self._read: tuple[int, Tensor] | None = None  # index in `named`, and values
+        self._read: tuple[int, Tensor] | None = None  # the index in `named`, and the values
         self._written: tuple[int, Tensor] | None = None
 
     def _check(self, name: str, param: Tensor) -> None:
         assert isinstance(param, DTensor), name
 
     def flush(self) -> None:
-        """Send what was written, and drop what was read, because inner steps will change it."""
-        super().flush()  # it may have been written on another stream than the one that sends
+        """Scatter the last write to the ranks, and forget what was read, because inner steps will change it."""
+        super().flush()  # the values may have been written on a stream other than the sending one
         self._put_back()
         self._read = None
 
     def named_values(self) -> dict[str, Tensor]:
-        """Return new memory on the CPU, which is a second copy of the model."""
+        """Return all parameters as new tensors on the CPU. They need as much memory as the model."""
         return {name: self._step.gather(name).cpu() for name, _ in self.named}
 
     def _values(self, index: int, *, is_written: bool) -> Tensor:

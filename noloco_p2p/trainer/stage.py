@@ -1,15 +1,17 @@
-"""One stage of a model: its own blocks, and in the head (stage 0) the embedding, the final norm and the LM head, too.
+"""Compute one stage of a model: its own blocks and, in the head (stage 0), the embedding, final norm and LM head.
 
-The model's own forward computes every part. The parameters have the names that they have in the whole model. A path is
-a ring: head, inner stages, the same head.
+All parts run the model's own forward code, and parameters keep the names that they have in the whole model. A
+microbatch travels from its head through the inner stages and back to the same head.
 
-    hidden = head.forward(tokens)                   hidden = inner.forward(hidden)      one stage after the other
-    loss = head.loss_backward(hidden, tokens)       gives the gradient of the sum of losses with respect to `hidden`
-    gradient = inner.backward(inputs, gradient)     head.backward(tokens, gradient)     in the reverse order
+    hidden = head.forward(tokens)
+    hidden = inner.forward(hidden)               # one inner stage after the other
+    summed = head.loss_backward(hidden, tokens)  # the loss, and its gradient with respect to `hidden`
+    gradient = inner.backward(inputs, gradient)  # the inner stages in the reverse order
+    head.backward(tokens, gradient)
 
-Gradients add up in the parameters. They are those of the sum of losses over tokens, so that a replica can divide by the
-number of tokens that it counted. `backward` computes its forward pass again from `inputs`, with the weights of that
-time. The caller is the only thread that uses a stage.
+Gradients accumulate in the parameters. They are the gradients of the sum of losses over tokens, so that a replica can
+divide them by the number of tokens that it has counted. `backward` computes the forward pass again from `inputs`, with
+the current weights. Only one thread may use a stage.
 """
 
 from __future__ import annotations
@@ -33,24 +35,24 @@ from noloco_p2p.trainer.cut import Part, Sizes, block_range
 from noloco_p2p.trainer.model import build_on_meta, give_weights, hidden_matrices
 from noloco_p2p.trainer.weights import seed_of
 
-LOGITS_BYTES = 256 << 20  # of one chunk of tokens, in fp32; the loss and its gradient need as much each
-IGNORED = -100  # a label that is ignored
+LOGITS_BYTES = 256 << 20  # limit for the fp32 logits of one chunk; the loss and its gradient each need as much again
+IGNORED = -100  # the label of a token that does not count
 
 
 @dataclass(frozen=True, slots=True)
 class SummedLoss:
-    """The result of the tail of the head for one microbatch."""
+    """The result of the final norm, the LM head and the loss for one microbatch."""
 
-    # sum of the cross-entropy over tokens, in nats, on the device, because reading it syncs an accelerator
+    # sum of the cross-entropy over tokens, in nats; it stays on the device, because reading it syncs an accelerator
     loss: Tensor
-    num_tokens: int  # predicted ones: all but the first of each sequence
-    gradient: Tensor  # of the sum with respect to the input: the shape of `hidden`
+    num_tokens: int  # predicted tokens: all but the first of each sequence
+    gradient: Tensor  # of the sum with respect to `hidden`, in the same shape
 
 
 class Stage:
-    """Stage `index` of a model that was cut; 0 is the head.
+    """Stage `index` of a model that was cut into stages. Stage 0 is the head.
 
-    `model` holds only its parts, and is moved, trained, swapped and saved as any model.
+    `model` contains only the parts of this stage, and is moved, trained, swapped and saved like any other model.
     """
 
     def __init__(self, model: PreTrainedModel, *, index: int, compute: Compute | None = None) -> None:
@@ -69,22 +71,23 @@ class Stage:
 
     @property
     def hidden_size(self) -> int:
-        """The last axis of what travels between stages."""
+        """The size of the last axis of the tensors that travel between stages."""
         return _base(self.model).config.hidden_size
 
     def forward(self, inputs: Tensor, *, seed: int | None = None) -> Tensor:
-        """Compute the input of the next stage, (sequences, tokens, hidden), without a graph.
+        """Compute the input of the next stage, (sequences, tokens, hidden), without building an autograd graph.
 
-        inputs: token ids (sequences, tokens) for the head, else the output of the stage before. seed: of dropout.
+        For the head, `inputs` are token ids, (sequences, tokens). For other stages, they are the output of the previous
+        stage. `seed` is the seed for dropout.
         """
         with torch.no_grad():
             return self._blocks(inputs, seed)
 
     def backward(self, inputs: Tensor, gradient: Tensor, *, seed: int | None = None) -> Tensor | None:
-        """Compute `forward(inputs)` again and add the gradients of the parameters to the existing ones.
+        """Compute `forward(inputs)` again, and add the gradients of the parameters to the existing ones.
 
-        gradient: with respect to the output of `forward`. seed: as in `forward`. Returns the gradient with respect to
-        `inputs`, or None for the head, whose inputs are token ids.
+        `gradient` is the gradient with respect to the output of `forward`. `seed` must be the seed that was passed to
+        `forward`. Returns the gradient with respect to `inputs`, or None for the head, whose inputs are token ids.
         """
         inputs = inputs.detach().requires_grad_(not self.is_head)
         with torch.enable_grad():
@@ -93,11 +96,11 @@ class Stage:
         return inputs.grad
 
     def loss_backward(self, hidden: Tensor, tokens: Tensor, *, chunk_tokens: int | None = None) -> SummedLoss:
-        """Compute final norm, LM head and loss of `hidden`, and add their gradients to the existing ones.
+        """Compute the final norm, the LM head and the loss, and add their gradients to the existing ones.
 
-        hidden: the output of the last stage for `tokens`. chunk_tokens: how many tokens have logits at a time; by
-        default as many as LOGITS_BYTES hold. With one chunk the numbers are those of the whole model; with several
-        chunks the same terms are summed in a different order.
+        `hidden` is the output of the last stage for `tokens`. `chunk_tokens` is the number of tokens whose logits are
+        in memory at the same time. By default, LOGITS_BYTES limits this number. A single chunk gives the same numbers
+        as the whole model. Several chunks sum the same terms in a different order.
         """
         gradients: list[Tensor] = []
         losses: list[Tensor] = []
@@ -113,7 +116,7 @@ class Stage:
         return SummedLoss(_sum(losses), tokens[:, 1:].numel(), gradient)
 
     def loss(self, hidden: Tensor, tokens: Tensor, *, chunk_tokens: int | None = None) -> Tensor:
-        """Compute only the sum of losses, without gradients, for an evaluation."""
+        """Compute the sum of losses for an evaluation, without gradients."""
         with torch.no_grad():
             return _sum([self._tail(*chunk) for chunk in self._chunks(hidden, tokens, chunk_tokens)])
 
@@ -126,7 +129,7 @@ class Stage:
             return base(**{name: inputs}).last_hidden_state
 
     def _tail(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        """Compute the sum of losses, with its graph, of `hidden` (1, tokens, hidden) and `labels` (1, tokens)."""
+        """Compute the sum of losses, with its autograd graph. Both arguments have one row: (1, tokens, ...)."""
         final = _Final(_base(self.model).norm)
         with _replaced(self.model, **{self.model.base_model_prefix: final}), self._autocast():
             # transformers divides the sum of losses by num_items_in_batch
@@ -154,10 +157,10 @@ def build_stage(
     folders: Mapping[str, str] | None = None,
     compute: Compute | None = None,
 ) -> Stage:
-    """Stage `index` at the start of the run: fp32, on the CPU, in training mode. Memory is allocated only for its
-    parts.
+    """Build stage `index` at the start of the run, in fp32, on the CPU, in training mode.
 
-    cut: blocks of each stage. Raises ModelError.
+    Memory is allocated only for the parts of this stage. `cut` lists the number of blocks of each stage. Raises
+    ModelError if the model cannot be cut or loaded.
     """
     model = build_part(spec, cut, index=index, sequence_length=sequence_length, folders=folders)
     give_weights(model, spec, folders=folders)
@@ -172,21 +175,25 @@ def build_part(
     sequence_length: int,
     folders: Mapping[str, str] | None = None,
 ) -> PreTrainedModel:
-    """Build the model of stage `index` without memory for its weights. Raises ModelError."""
+    """Build the model of stage `index` without memory for its weights. Raises ModelError if it cannot be cut."""
     model = build_on_meta(spec, sequence_length=sequence_length, folders=folders)
     keep_part(model, cut, index)
     return model
 
 
 def train_of_stage(spec: TrainerSpec) -> TrainSpec:
-    """The inner-step settings of one stage: the clip norm is scaled so that all stages together clip as the whole
-    model.
+    """Return the inner-step settings of one stage.
+
+    The clip norm is scaled so that all stages together clip like the whole model.
     """
     return spec.train.model_copy(update={"clip_norm": spec.train.clip_norm / spec.pipeline.stages**0.5})
 
 
 def keep_part(model: PreTrainedModel, cut: Sequence[int], index: int) -> None:
-    """Remove from a whole model, in place, what stage `index` does not hold. Names and `model.config` are kept."""
+    """Remove everything that stage `index` does not hold from a whole model, in place.
+
+    Names and `model.config` are kept. Raises ModelError if the cut does not match the model.
+    """
     base = _base(model)
     own = block_range(cut, index)
     if sum(cut) != len(base.layers):
@@ -195,7 +202,8 @@ def keep_part(model: PreTrainedModel, cut: Sequence[int], index: int) -> None:
     for number in own:
         layers.add_module(str(number), base.layers[number])
     base.layers = layers
-    base.config = copy.copy(base.config)  # only of these blocks: some models look up the kind of a block by its index
+    # The copy describes only these blocks, because some models look up the kind of a block by its index.
+    base.config = copy.copy(base.config)
     base.config.num_hidden_layers = len(own)
     if getattr(base.config, "layer_types", None):
         base.config.layer_types = base.config.layer_types[own.start : own.stop]
@@ -205,14 +213,17 @@ def keep_part(model: PreTrainedModel, cut: Sequence[int], index: int) -> None:
 
 
 def measure(model: PreTrainedModel, *, sequence_length: int) -> Sizes:
-    """Count what the parts of a whole model need. It may be on meta, and its blocks are alike."""
+    """Count the parameters and flops of the parts of a whole model, which may be on the meta device.
+
+    All of its blocks must be alike.
+    """
     matrices = {id(matrix) for matrix in hidden_matrices(model)}
     layers = _base(model).layers
     block = list(layers[0].parameters())
     num_blocks, (vocabulary, hidden_size) = len(layers), _base(model).embed_tokens.weight.shape
     of_block = sum(param.numel() for param in block)
     of_vocabulary = sum(param.numel() for param in model.parameters()) - num_blocks * of_block
-    # 2 flops per weight for a forward pass and 4 for a backward pass; half of the square of attention is masked.
+    # A forward pass takes 2 flops per weight, and a backward pass 4. Half of the attention matrix is masked.
     return Sizes(
         num_blocks,
         Part(
@@ -226,17 +237,20 @@ def measure(model: PreTrainedModel, *, sequence_length: int) -> Sizes:
 
 
 def dropout_seed(microbatch: str, stage: int) -> int:
-    """Derive the seed of what a stage draws in both forward passes of one microbatch, which its head names."""
+    """Derive the dropout seed that a stage uses in both forward passes of one microbatch.
+
+    `microbatch` is the name that its head has given it.
+    """
     return seed_of(f"{microbatch}/{stage}")
 
 
 def _base(model: PreTrainedModel) -> Any:
-    """The base of a model from `build_on_meta`: it has `embed_tokens`, `layers`, `norm` and a config."""
+    """Return the base of a model from `build_on_meta`. It has `embed_tokens`, `layers`, `norm` and a config."""
     return model.base_model
 
 
 class _Final(nn.Module):
-    """Replaces the base model, and computes what follows its last block."""
+    """A replacement for the base model that computes only what follows the last block."""
 
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
@@ -261,9 +275,9 @@ def _replaced(module: nn.Module, **children: nn.Module) -> Iterator[None]:
 
 
 def _seed(seed: int, device: torch.device) -> None:
-    """Seed the generator that a module on this device draws from.
+    """Seed the random number generator that modules on this device use.
 
-    If an accelerator's library is installed but unused, torch.manual_seed keeps a stack trace for each call: that costs
+    If an accelerator's library is installed but unused, torch.manual_seed keeps a stack trace for each call. That costs
     a millisecond, and memory that is never freed.
     """
     if device.type == "cpu":

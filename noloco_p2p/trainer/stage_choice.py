@@ -1,7 +1,7 @@
-"""Which stages a machine can hold, which one its peer takes, and when it switches.
+"""Decide which stages a machine can hold, which one its peer takes, and when the peer switches to another stage.
 
-A newcomer draws a stage by need, so that peers that arrive together do not all take the same one. A peer switches only
-if that helps the whole run a lot, because it costs a fetch of the other stage's state.
+A newcomer draws its stage at random, weighted by need, so that peers that arrive together do not all take the same one.
+A peer switches only if that helps the whole run a lot, because it then has to fetch the state of the other stage.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from noloco_p2p.trainer.cut import cut_of
 from noloco_p2p.trainer.needs import memory_limit
 from noloco_p2p.trainer.stage_needs import StageNeeds
 
-WORTH = 1.25  # after a switch, both stages must have this many times the capacity of the poorer one before
+WORTH = 1.25  # after a switch, both stages must have this many times the capacity that the poorer one had before
 LEFT_BEHIND = 2  # the fewest replicas that a switch leaves in its stage
 
 
 def capacities(members: Sequence[Candidate], num_stages: int) -> list[float]:
-    """The capacity of the live peers of each stage together, in tokens/s.
+    """Return the total capacity of the live peers of each stage, in tokens/s.
 
-    A peer that has not measured itself counts as an average one; if none has, each counts as 1.
+    A peer that has not measured its capacity counts as an average one. If no peer has measured it, each counts as 1.
     """
     serving = [peer for peer in members if peer.state in SERVING]
     measured = [peer.capacity for peer in serving if peer.capacity > 0]
@@ -42,15 +42,16 @@ def capacities(members: Sequence[Candidate], num_stages: int) -> list[float]:
 
 
 def missing_stages(members: Sequence[Candidate], *, own: int | None, num_stages: int) -> list[int]:
-    """The stages that no peer holds; `own` is held by this peer."""
+    """Return the stages that no peer holds. `own` is the stage of this peer."""
     held = {peer.stage for peer in members if peer.state in SERVING}
     return [stage for stage in range(num_stages) if stage not in held and stage != own]
 
 
 def draw_stage(members: Sequence[Candidate], fitting: Collection[int], *, num_stages: int, rng: random.Random) -> int:
-    """Draw one of the stages in `fitting`.
+    """Draw one of the stages in `fitting` at random.
 
-    A stage with half the capacity is four times as likely, and an empty one counts as one with half an average peer.
+    A stage with half the capacity is four times as likely to be drawn. An empty stage counts as if it had half the
+    capacity of an average peer.
     """
     assert fitting, "no stage fits"
     found = capacities(members, num_stages)
@@ -64,10 +65,10 @@ def draw_stage(members: Sequence[Candidate], fitting: Collection[int], *, num_st
 def needier_stage(
     members: Sequence[Candidate], own: Candidate, fitting: Collection[int], *, num_stages: int, epoch: int
 ) -> int | None:
-    """Return the stage to which `own` should switch; None = it should stay.
+    """Return the stage to which the peer `own` should switch, or None if it should stay.
 
-    members: the other peers. epoch: a number that all peers share and that changes after a while. In each epoch one
-    peer of a stage may switch, so that two peers that see the same need do not both leave.
+    `members` are the other peers. `epoch` is a number that is the same for all peers and changes from time to time.
+    Only one peer of a stage may switch in each epoch. Otherwise two peers that see the same need could both leave.
     """
     mates = [peer.peer_id for peer in members if peer.stage == own.stage and peer.state in SERVING]
     if len(mates) < LEFT_BEHIND:
@@ -79,13 +80,13 @@ def needier_stage(
     then = list(now)
     then[own.stage] -= own.capacity
     then[target] += own.capacity
-    # Comparing the minimum of all stages would not do: if two stages are equally poor, no single switch raises it.
+    # Comparing the minimum of all stages would not work: if two stages are equally poor, no single switch raises it.
     is_worth_it = min(then[own.stage], then[target]) >= WORTH * now[target]
     return target if target in fitting and target != own.stage and is_worth_it else None
 
 
 class Fitting(list[int]):
-    """Stages that this machine can hold. reasons: why it cannot hold the others, one sentence each."""
+    """The stages that this machine can hold. `reasons` explains why it cannot hold the other stages."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +94,7 @@ class Fitting(list[int]):
 
     @classmethod
     def of(cls, needs: StageNeeds, settings: PeerSettings) -> Fitting:
-        """Select stages by memory, and the head also by its data."""
+        """Select the stages that fit into memory. The head also requires that its data is available."""
         fitting, limit = cls(), memory_limit(settings)
         for stage in range(len(cut_of(needs.spec))):
             needed = needs.memory(stage)

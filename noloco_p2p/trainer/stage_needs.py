@@ -1,4 +1,4 @@
-"""How `noloco init` cuts a model into stages, and what a peer of each stage needs."""
+"""Cut a model into stages for `noloco init`, and compute what a peer of each stage needs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,11 @@ class StageNeeds:
 
     @classmethod
     def of(cls, spec: TrainerSpec, num_stages: int, *, folders: Mapping[str, str] | None = None) -> StageNeeds:
-        """Cut the model of a spec; of a model by name, only the config is read. Raises SpecError and ModelError."""
+        """Cut the model of a spec into `num_stages` stages. If the spec gives the model by name, only its config is
+        read.
+
+        Raises SpecError if there are more stages than blocks, and ModelError if the model cannot be cut.
+        """
         staged = spec.with_changes(
             {"pipeline.stages": num_stages, "pipeline.cut": "auto", "model.parameter_seeds": True}, origin="--stages"
         )
@@ -40,7 +44,10 @@ class StageNeeds:
 
     @classmethod
     def as_cut(cls, spec: TrainerSpec, *, folders: Mapping[str, str] | None = None) -> StageNeeds:
-        """As `of`, for a spec that already has its cut. Raises SpecError and ModelError."""
+        """Create an instance for a spec that already contains its cut.
+
+        Raises SpecError if the cut is missing, and ModelError if the model cannot be cut.
+        """
         cut_of(spec)
         return cls(spec, _measured(spec, folders))
 
@@ -48,14 +55,14 @@ class StageNeeds:
         return self.sizes.stage(cut_of(self.spec), stage)
 
     def memory(self, stage: int) -> int:
-        """The bytes that a peer of that stage keeps between two steps, without activations and swaps."""
+        """Return the bytes that a peer of `stage` keeps between two steps, without activations and swaps."""
         part = self.part(stage)
         return training_bytes(
             self.spec, num_parameters=part.num_parameters, num_matrix_parameters=part.num_matrix_parameters
         )
 
     def lines(self) -> list[str]:
-        """Format the needs for people."""
+        """Format the needs for the user."""
         return [*self._stages(), *self._links(), self._heads()]
 
     def _stages(self) -> list[str]:
@@ -66,7 +73,7 @@ class StageNeeds:
             name = f"{index} (head)" if index == 0 else str(index)
             places = f"{blocks[0]}-{blocks[-1]}" if len(blocks) > 1 else str(blocks[0])
             rows.append((name, places, count(self.part(index).num_parameters), mib(self.memory(index))))
-        about = "memory is for weights, gradients, moments and slow weights; activations and swaps are not included"
+        about = "memory includes weights, gradients, moments and slow weights, but not activations and swaps"
         return [*aligned(rows, num_left=1), about]
 
     def _links(self) -> list[str]:
@@ -83,17 +90,19 @@ class StageNeeds:
         return [
             f"per token, a stage sends {forward} to the next stage and {back} back",
             *aligned(rows, num_left=1),
-            f"the smallest batch per replica and step keeps links 60 to 70 % busy; this spec has {own:,} tokens",
-            "use links of at least 1 Gbit/s and 5 ms: on slower ones, stages learn less per token (docs/stages.md)",
+            f"the smallest batch per replica and step keeps links 60 to 70 % busy; this spec has a batch of {own:,} "
+            "tokens",
+            "use links of at least 1 Gbit/s and at most 5 ms: on slower links, stages learn less per token "
+            "(docs/stages.md)",
         ]
 
     def _heads(self) -> str:
         sources = " or ".join(repr(part.source) for part, _ in self.spec.data.parts())
         num_stages = self.spec.pipeline.stages
         return (
-            f"a head needs the memory of stage 0 and data ({sources}); every other peer can hold stage 1 or higher. "
-            f"Training begins when each of the {num_stages} stages has a peer. One machine can run all of them, "
-            "each as a process with its own --state-dir"
+            f"a head needs the memory for stage 0 and the data ({sources}); every other peer can hold stage 1 or "
+            f"higher. Training begins when each of the {num_stages} stages has a peer. One machine can run all of "
+            "them, each as a process with its own --state-dir"
         )
 
 

@@ -1,4 +1,4 @@
-"""The trainer of a peer that holds one stage of a model: the pipeline, and rounds of swaps within the stage."""
+"""Train one stage of a model: compute its tasks in the pipeline, and swap weights with other peers of the stage."""
 
 from __future__ import annotations
 
@@ -45,19 +45,20 @@ from noloco_p2p.trainer.start import has_start, load_start
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 1.0  # how often it checks what happens besides its tasks
-LEAVE_S = 15.0  # to finish what is held, before the peer leaves or pauses
+LOOK_S = 1.0  # shortest time between two looks at everything besides the tasks
+LEAVE_S = 15.0  # the time to finish the tasks at hand before the peer leaves or pauses
 LAST_EVALUATION_S = 120.0
-SWITCH_EPOCH_S = 120.0  # the time in which one peer of a stage, drawn anew each time, may switch to another stage
-ROOM_SHARE = 0.25  # of the free main memory, for microbatches that are held
+SWITCH_EPOCH_S = 120.0  # in each such period, one peer of a stage, drawn at random, may switch to another stage
+ROOM_SHARE = 0.25  # share of the free main memory that microbatches may use
 
 
 class StageTrainer(TrainerBase):
     """One peer of a run with stages.
 
-    It holds the stage that the settings name, else that of its newest checkpoint, else one that is drawn by need among
-    those that fit into its memory. A stage that has trained never restarts from its first weights: without a peer that
-    has it, or a checkpoint, a newcomer waits. Raises what `Trainer` raises, and Left.
+    The peer holds the stage that the settings name, or else the stage of its newest checkpoint. Without either, it
+    draws a stage by need from the stages that fit into its memory. A stage that has trained never restarts from its
+    initial weights. If no peer holds such a stage, a newcomer without a checkpoint has to wait. Raises the same errors
+    as `Trainer`, and Left if the peer is asked to leave while it waits.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class StageTrainer(TrainerBase):
         peer.stages.look_around()
         self._fitting = Fitting.of(StageNeeds.as_cut(spec, folders=settings.models), settings)
         self.stage = self._choose() if stage is None else stage
-        peer.metrics.loss = peer.metrics.validation_loss = None  # those of the stage before a switch
+        peer.metrics.loss = peer.metrics.validation_loss = None  # they belong to the stage before a switch
         self.switches_to: int | None = None  # another stage, which needs this peer more
         peer.stages.hold(self.stage)
         compute = Compute.of(settings, num_ranks=1)
@@ -112,7 +113,7 @@ class StageTrainer(TrainerBase):
         self._missing: list[int] = []
         self._switch: tuple[int | None, float] = None, 0.0  # the stage that needs this peer more, and when to switch
 
-    # what it holds
+    # choosing and building the stage
 
     def _choose(self) -> int:
         spec, settings = self.spec, self.peer.settings
@@ -150,7 +151,7 @@ class StageTrainer(TrainerBase):
         return stage
 
     def _read_data(self, built: Stage) -> None:
-        """On a head: open the microbatches, and the held-out sequences as whole microbatches."""
+        """On a head, open the training data as microbatches, and read the held-out sequences as whole microbatches."""
         microbatch = self.spec.pipeline.microbatch
         tokenizer = build_tokenizer(self.spec.data, folders=self.peer.settings.models)
         check_vocabulary(built.model, tokenizer)
@@ -159,11 +160,11 @@ class StageTrainer(TrainerBase):
         self.validation = [batch for batch in validation if len(batch) == microbatch]
 
     def _wait_for_state(self) -> bool:
-        """Wait for a peer of this stage, if this peer cannot start the stage itself.
+        """Wait for a peer of this stage if this peer cannot start the stage itself.
 
-        That is so when the run has begun, because only peers of the stage know what it has learned, or when the start
-        state of the run is not on this machine. Returns True if there is none, and the weights are in
-        `settings.revive_from`. Raises Left.
+        If the run has begun, a peer cannot start a stage, because only peers of the stage know what it has learned. The
+        same is true if the start state of the run is not on this machine. Returns True if no peer of the stage answers
+        and the weights come from `settings.revive_from` instead. Raises Left if the peer is asked to leave.
         """
         peer, told = self.peer, False
         while (why := self._lacks_state()) and not peer.stages.answering():
@@ -171,13 +172,13 @@ class StageTrainer(TrainerBase):
                 return True
             if not told:
                 told = True
-                self.say(f"{why} (the operator of the run can give one with --revive-from)")
+                self.say(f"{why} (the operator of the run can provide one with --revive-from)")
             if peer.leave_requested.wait(self._look_s):
                 raise Left("asked to leave before it began to train")
         return False
 
     def _lacks_state(self) -> str:
-        """Return why this peer cannot start its stage without another peer of it; "" = it can."""
+        """Return why this peer cannot start its stage without another peer of it, or an empty string if it can."""
         spec, settings = self.spec, self.peer.settings
         if any(other.progress > 0 for other in self.peer.stages.members()):
             return (
@@ -191,10 +192,13 @@ class StageTrainer(TrainerBase):
             )
         return ""
 
-    # what the run needs of this machine
+    # the needs of the run
 
     def needs(self) -> Needs:
-        """Memory, disk and traffic of swaps on this machine; computes a few microbatches to measure."""
+        """Estimate the memory, disk space and swap traffic that the run needs on this machine.
+
+        The speed is measured with a few microbatches.
+        """
         settings, spec = self.peer.settings, self.spec
         microbatches = -(-spec.train.batch_size // spec.pipeline.microbatch)
         num_parameters = sum(param.numel() for param in self.inner_step.trainable.values())
@@ -218,9 +222,10 @@ class StageTrainer(TrainerBase):
     # training
 
     def train(self) -> Path | None:
-        """Train until the schedule of all heads is done, `max_steps` are taken, or the peer is asked to leave.
+        """Train until the schedule of all heads is complete, `max_steps` steps are taken, or the peer is asked to
+        leave.
 
-        Returns the checkpoint that was written at the end, or None when it could not be written.
+        Returns the checkpoint that was written at the end, or None if it could not be written.
         """
         peer, metrics = self.peer, self.peer.metrics
         max_steps = peer.settings.max_steps
@@ -244,7 +249,7 @@ class StageTrainer(TrainerBase):
         if self.batches:
             self.batches.close()
         if self.switches_to is not None:
-            # an open round would pair with partners of the other stage, for the vectors of this one
+            # otherwise an open round would pair with peers of the other stage, for the vectors of this one
             self.outer.withdraw()
             self.peer.announce("paused")  # no peer sends to it until it has entered the other stage
             self.peer.stages.stop_flow()
@@ -255,7 +260,7 @@ class StageTrainer(TrainerBase):
         return self.peer.leave_requested.is_set() or self.switches_to is not None
 
     def serve(self) -> None:
-        """After the end of the run, compute what others still send, until this peer is asked to leave."""
+        """Compute what other peers still send after the end of the run, until this peer is asked to leave."""
         while not self.peer.leave_requested.is_set():
             self._loop.turn()
 
@@ -306,9 +311,7 @@ class StageTrainer(TrainerBase):
         )
 
     def _look(self) -> None:
-        """Run about once a second besides the tasks: update counters, find missing stages, and check for an ended
-        evaluation.
-        """
+        """About once a second, update the counters, look for missing stages, and check on a running evaluation."""
         now_s = time.monotonic()
         if now_s - self._looked_s < self._look_s:
             return
@@ -369,7 +372,7 @@ class StageTrainer(TrainerBase):
         return loss
 
     def _loss_since(self) -> float | None:
-        """On a head: the mean loss since the round began, or the last known one."""
+        """On a head, return the mean loss since the round began, or the last known loss if there is none."""
         sum_before, tokens_before = self._loss_before
         tokens = self.work.loss_tokens - tokens_before
         return (self.work.loss_sum - sum_before) / tokens if tokens else self.peer.metrics.loss
@@ -380,7 +383,7 @@ class StageTrainer(TrainerBase):
         self._count(self._flow.counts)
 
     def _note_speed(self, *, aside_s: float = 0.0) -> None:
-        """Also called between rounds, which do not end while the pipeline stalls."""
+        """Update the speed. This also happens during a round, because rounds do not end while the pipeline stalls."""
         steps, done = self._speed.at(time.monotonic(), self._loop.steps, self._flow.counts.done)
         self.peer.metrics.inner_steps_per_s, self.peer.metrics.tokens_per_s = steps, done * self._microbatch_tokens
 
@@ -390,7 +393,7 @@ class StageTrainer(TrainerBase):
     # evaluation
 
     def _evaluate(self) -> None:
-        """On a head: send the held-out sequences around the ring while training continues."""
+        """On a head, send the held-out sequences through the pipeline while training continues."""
         if not self.validation or self._evaluates_until_s is not None:
             return
         self.work.evaluated_sum, self.work.evaluated_tokens = 0.0, 0
@@ -406,12 +409,12 @@ class StageTrainer(TrainerBase):
             self._evaluated(self.work.evaluated_sum / self.work.evaluated_tokens)
 
     def _last_evaluation(self) -> None:
-        """Evaluate the final weights; this is given up if the other stages are gone."""
+        """Evaluate the final weights, or give up if the other stages are gone."""
         self._evaluates_until_s = None
         self._evaluate()
         while self._evaluates_until_s is not None and not self.peer.leave_requested.is_set():
             if time.monotonic() > self._evaluates_until_s:
-                log.warning("the last evaluation was given up, because other stages do not answer")
+                log.warning("the last evaluation was given up, because other stages did not answer")
                 return
             self._loop.turn()
             self._look_at_evaluation()
@@ -425,7 +428,10 @@ class StageTrainer(TrainerBase):
         self._flow.rejoin()
 
     def _settle(self) -> None:
-        """Accept nothing more, and finish what is held if it ends soon. Gradients of an unfinished step are dropped."""
+        """Accept no new tasks, and finish the current tasks if that does not take long.
+
+        The gradients of an unfinished step are dropped.
+        """
         self._flow.leave()
         until_s = time.monotonic() + LEAVE_S
         while time.monotonic() < until_s and not (self._flow.is_idle and not self._loop.is_at_boundary):

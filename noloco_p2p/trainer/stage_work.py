@@ -1,7 +1,8 @@
-"""What one peer of a pipeline computes: the tasks of its stage, and the codecs of what travels.
+"""Compute the tasks of one stage in a pipeline, and encode and decode the tensors that travel between stages.
 
-One thread computes, and only it touches weights. `check`, `decoded` and `encoded` touch none, so other threads may call
-them meanwhile. `run` does all for one task, for a caller with one thread.
+One thread computes, and only that thread touches weights. Other threads may call `check`, `decoded` and `encoded` at
+the same time, because these do not touch weights. A caller with a single thread can use `run`, which decodes, computes
+and encodes.
 """
 
 from __future__ import annotations
@@ -23,17 +24,18 @@ from noloco_p2p.trainer.inner_step import InnerStep
 from noloco_p2p.trainer.rms_gate import RmsGate
 from noloco_p2p.trainer.stage import Stage, dropout_seed
 
-CODABLE = LARGEST / (2 * BLOCK_CHANNELS)  # in magnitude: every codec can represent it, also after a rotation
+CODABLE = LARGEST / (2 * BLOCK_CHANNELS)  # the largest magnitude that every codec can represent, even after a rotation
 
 
 class StageWork:
-    """Gradients accumulate in the parameters until `close`. A task that raises leaves the gradients of others
-    unchanged.
+    """The computations of one stage. Gradients accumulate in the parameters until `close`.
+
+    If a task raises an exception, the gradients of other tasks are unchanged.
     """
 
     def __init__(self, stage: Stage, spec: TrainerSpec) -> None:
         self.stage = stage
-        self.loss_sum, self.loss_tokens = 0.0, 0  # of a head
+        self.loss_sum, self.loss_tokens = 0.0, 0  # only in a head
         self.evaluated_sum, self.evaluated_tokens = 0.0, 0
         pipeline = spec.pipeline
         self._activations = get_activation_codec(pipeline.activations)
@@ -50,12 +52,15 @@ class StageWork:
         return self._gradients.num_bytes(self._shape)
 
     def run(self, task: Compute) -> memoryview | None:
-        """Compute a task, and return the payload of the next frame. Raises ValueError for a non-finite result."""
+        """Compute a task, and return the payload of the next frame. Raises ValueError if the result is not finite."""
         result = self.compute(self.decoded(task))
         return None if result is None else self.encoded(task.kind, result)
 
     def probe(self) -> float:
-        """Seconds per microbatch here, the better of two. The caller drops its gradients."""
+        """Measure the time for one microbatch on this machine twice, and return the better result in seconds.
+
+        The caller must drop the gradients that this leaves behind.
+        """
         stage, shape = self.stage, self._shape
         hidden = torch.randn(shape, device=stage.device)
         tokens = torch.zeros(shape[:2], dtype=torch.long, device=stage.device)
@@ -71,13 +76,13 @@ class StageWork:
         return min(seconds)
 
     def check(self, payload: memoryview, *, is_backward: bool) -> None:
-        """Raise CorruptPayload, or its subclass NotFinite, for a payload that cannot be decoded."""
+        """Raise CorruptPayload, or its subclass NotFinite, if a payload cannot be decoded."""
         (self._gradients if is_backward else self._activations).check(payload, shape=self._shape)
 
     def decoded(self, task: Compute) -> Compute:
-        """Return the task with tensors in place of payloads, on the device of the stage.
+        """Return the task with its payloads decoded to tensors on the device of the stage.
 
-        Raises CorruptPayload, also if what arrived for this task is far larger or smaller than usual.
+        Raises CorruptPayload if a payload cannot be decoded, or if its values are far larger or smaller than usual.
         """
         is_backward = task.kind is Kind.BACKWARD
         of_received = self._gradients if is_backward else self._activations
@@ -89,10 +94,10 @@ class StageWork:
         return replace(task, data=data, received=received)
 
     def compute(self, task: Compute) -> Tensor | None:
-        """Compute what the next frame carries, (sequences, tokens, hidden).
+        """Compute the content of the next frame, with the shape (sequences, tokens, hidden).
 
-        Returns None for a BACKWARD of the head, and for a LOSS that is only evaluated. Raises ValueError when the
-        result is not finite, or larger than a codec can represent.
+        Returns None for a BACKWARD task of the head, and for a LOSS task that is only evaluated. Raises ValueError if
+        the result is not finite, or larger than a codec can represent.
         """
         inputs, received = task.data, task.received
         assert isinstance(inputs, Tensor)
@@ -113,7 +118,7 @@ class StageWork:
         return (self._activations if kind is Kind.FORWARD else self._gradients).encode(values)
 
     def close(self, inner: InnerStep, num_tokens: int, *, progress: float) -> None:
-        """Take an inner step with the gradients of the sum over tokens, divided by their number."""
+        """Take an inner step with the accumulated gradients, divided by the number of tokens."""
         for gradient in inner.gradients():
             gradient.div_(num_tokens)
         inner.update(progress=progress)
@@ -139,7 +144,10 @@ class StageWork:
 
     @contextmanager
     def _gradients_apart(self) -> Iterator[None]:
-        """Add the gradients computed inside to earlier ones, or drop them when the body raises."""
+        """Add the gradients of the `with` block to the earlier gradients.
+
+        If the block raises an exception, its gradients are dropped.
+        """
         params = list(self.stage.model.parameters())
         earlier = [param.grad for param in params]
         for param in params:

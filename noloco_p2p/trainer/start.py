@@ -1,8 +1,9 @@
-"""Start states: the initial weights of a forked run, stored under the digest that its spec names.
+"""Store and load start states, which are the initial weights of forked runs.
 
-A start state is a folder: the parameters by name, and the digest of each in DIGESTS, whose own digest is that of the
-state. So a peer of a stage reads and checks only its part, however the forked run is cut. Older start states are one
-file with the flat vector of a whole model.
+A start state is a folder, named after the digest in the spec of its run. It contains the parameters by name, and the
+file DIGESTS with the digest of each parameter. The digest of the file DIGESTS identifies the whole state. A peer of a
+stage therefore reads and checks only its own part, however the forked run is cut. Older start states are a single file
+with the flat vector of a whole model.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ DIGESTS = "digests.json"
 class NewStart:
     """A start state that is written part by part.
 
-    digest: the "blake3:<hex>" for `model.start`, once it is stored in `folder`.
+    Once the state is complete and stored in `folder`, `digest` is the value for `model.start`, "blake3:<hex>".
     """
 
     def __init__(self, folder: Path) -> None:
@@ -39,7 +40,7 @@ class NewStart:
         self._num_files = 0
 
     def add(self, tensors: Mapping[str, Tensor]) -> None:
-        """tensors: fp32, by the names of parameters."""
+        """Write one part of the state. `tensors` maps names of parameters to fp32 values."""
         save_file(dict(tensors), self.folder / f"{self._num_files:05d}.safetensors")
         self._num_files += 1
         self._digests |= {name: content_digest(values) for name, values in tensors.items()}
@@ -52,7 +53,10 @@ class NewStart:
 
 @contextmanager
 def new_start(state_dir: Path) -> Iterator[NewStart]:
-    """Yield a start state that is stored at the end, and removed on failure. Raises CheckpointError."""
+    """Yield a start state that is stored at the end, or removed on failure.
+
+    Raises CheckpointError if it cannot be written.
+    """
     starts = state_dir / "starts"
     partial: Path | None = None
     try:
@@ -72,14 +76,14 @@ def new_start(state_dir: Path) -> Iterator[NewStart]:
 
 
 def has_start(start: str, *, state_dir: Path) -> bool:
-    """Whether the state that a spec names is on this machine, or the spec names none."""
+    """Return whether the start state that a spec names is on this machine, or the spec names none."""
     return not start or _folder(start, state_dir).exists() or _file(start, state_dir).exists()
 
 
 def load_start(model: nn.Module, start: str, *, state_dir: Path) -> None:
-    """Load the start state that the spec names into a model or a stage, if there is one on this machine.
+    """Load the start state that a spec names into a model or a stage, if it is on this machine.
 
-    Raises ModelError when it is damaged or belongs to another model.
+    Raises ModelError if the state is damaged or belongs to another model.
     """
     if not start:
         return

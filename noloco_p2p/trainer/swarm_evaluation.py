@@ -1,4 +1,4 @@
-"""The result of a swarm, from its peers' checkpoints: losses, the merged model, and the spread of the replicas."""
+"""Evaluate a swarm from the checkpoints of its peers: losses, the merged model, and the spread of the replicas."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 class SwarmEvaluation:
     spec: TrainerSpec
     model: PreTrainedModel  # with the mean of the slow weights
-    losses: dict[Path, float]  # of each peer's slow weights, nats per token; empty if only the merge was requested
-    merged_loss: float  # nats per token on the held-out sequences
+    losses: dict[Path, float]  # in nats per token, for each peer's slow weights; empty after `evaluate_swarm`
+    merged_loss: float  # in nats per token, on the held-out sequences
     spread: float  # root mean square distance of a replica from the mean, relative to the norm of the mean
     num_sequences: int
 
@@ -41,10 +41,10 @@ def evaluate_swarm(
     bindings: dict[str, str] | None = None,
     progress: Progress | None = None,
 ) -> SwarmEvaluation:
-    """Evaluate the mean of each stage, put together.
+    """Evaluate the model that consists of the mean weights of each stage.
 
-    `folders`: for each stage, the run folders of its peers; a run without stages has one entry. Raises CheckpointError
-    when a stage has no checkpoint.
+    `folders` lists, for each stage, the run folders of its peers; a run without stages has one entry. Raises
+    CheckpointError if a stage has no checkpoint.
     """
     progress = progress or Progress()
     parts: dict[str, Tensor] = {}
@@ -76,8 +76,9 @@ def evaluate_each(
     models: Mapping[str, str],
     progress: Progress | None = None,
 ) -> SwarmEvaluation:
-    """Evaluate every checkpoint separately, and their mean. Raises CheckpointError, also if they are of different
-    runs.
+    """Evaluate each checkpoint separately, and then the mean of all checkpoints.
+
+    Raises CheckpointError if one of them cannot be loaded, or if they belong to different runs.
     """
     assert folders, "nothing to evaluate"
     weights: dict[Path, Tensor] = {}
@@ -87,7 +88,7 @@ def evaluate_each(
         states = states or [state]  # one model suffices
         if state.spec != states[0].spec:
             ours, theirs = state.spec.run_id, states[0].spec.run_id
-            raise CheckpointError(f"{folder} is of run {ours}, but the first one is of {theirs}")
+            raise CheckpointError(f"{folder} belongs to the run {ours}, but the first one belongs to {theirs}")
         weights[folder] = state.slow_weights
     spec, model = states[0].spec, states[0].model
     torch.nn.Module.to(model, device)
@@ -104,7 +105,7 @@ def evaluate_each(
 
 
 def spread(replicas: Sequence[Tensor], mean: Tensor) -> float:
-    """sqrt(mean_i |phi_i - mean|^2) / |mean|."""
+    """Return sqrt(mean_i |phi_i - mean|^2) / |mean|, where phi_i are the replicas."""
     squares = [float((replica - mean).square().sum()) for replica in replicas]
     return _share((sum(squares) / len(squares)) ** 0.5, float(mean.norm()))
 
@@ -114,7 +115,7 @@ def _share(distance: float, norm: float) -> float:
 
 
 def _read(folders: Sequence[Path], *, stage: int | None) -> list[TakenState]:
-    """The state of each peer that has one. Raises CheckpointError when there is none."""
+    """Return the state of each peer that has a checkpoint. Raises CheckpointError if no peer has one."""
     states: list[TakenState] = []
     for folder in folders:
         try:
@@ -128,7 +129,7 @@ def _read(folders: Sequence[Path], *, stage: int | None) -> list[TakenState]:
 
 def _mean(replicas: Sequence[Tensor]) -> Tensor:
     mean = replicas[0].clone()
-    for replica in replicas[1:]:  # stacking them would hold them twice
+    for replica in replicas[1:]:  # stacking them would use twice the memory
         mean += replica
     return mean.div_(len(replicas))
 

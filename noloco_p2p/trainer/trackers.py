@@ -1,6 +1,7 @@
-"""The metrics of a run for TensorBoard and Weights & Biases (extras `tensorboard`, `wandb`). JSONL is always written.
+"""Send the metrics of a run to TensorBoard or Weights & Biases (extras `tensorboard` and `wandb`).
 
-Names are those of `telemetry/metrics.py`. A tracker that fails is reported once and dropped; training continues.
+The names of the metrics are defined in `telemetry/metrics.py`. A tracker that fails is dropped with one error message,
+and training continues. Metrics are also written to a JSONL file, with or without trackers.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class Tracker(Protocol):
-    """Takes metrics by name at an inner step. May raise whatever its library raises."""
+    """A service that receives metrics by name at an inner step. Its methods may raise any error of its library."""
 
     def log(self, values: Mapping[str, float], *, step: int) -> None: ...
 
@@ -27,14 +28,14 @@ class Tracker(Protocol):
 
 
 class Trackers:
-    """All requested trackers. Only a SettingsError at the start leaves this class."""
+    """The trackers that the user has requested. Errors after the start are logged, not raised."""
 
     def __init__(self, trackers: Mapping[str, Tracker]) -> None:
         self._trackers = dict(trackers)
 
     @classmethod
     def of(cls, names: Sequence[str], *, folder: Path, run: str, peer_id: str, config: Mapping[str, Any]) -> Trackers:
-        """`config`: shown by the tracker besides the curves. Raises SettingsError when one cannot start."""
+        """Start the trackers, which display `config` with the run. Raises SettingsError if a tracker cannot start."""
         made: dict[str, Tracker] = {}
         for name in names:
             try:
@@ -52,13 +53,16 @@ class Trackers:
         return cls(made)
 
     def log(self, metrics: Mapping[str, Any]) -> None:
-        """`metrics`: `Metrics.as_dict()`; values that are not numbers, or are not known yet, are left out."""
+        """Send `metrics`, the result of `Metrics.as_dict()`, to all trackers.
+
+        Values that are not numbers, or are not known yet, are left out.
+        """
         values = numbers(metrics)
         for name, tracker in list(self._trackers.items()):
             try:
                 tracker.log(values, step=int(metrics["step"]))
             except Exception as error:  # noqa: BLE001 - network, disk, service: a tracker must not stop training
-                log.error("%s failed and gets no more metrics of this run: %s", name, error)
+                log.error("%s failed and receives no more metrics of this run: %s", name, error)
                 del self._trackers[name]
 
     def close(self) -> None:
@@ -71,7 +75,7 @@ class Trackers:
 
 
 class TensorBoard:
-    """Event files in `folder`, to which a resumed run appends."""
+    """A tracker that writes event files to `folder`, where a resumed run appends to them."""
 
     def __init__(self, folder: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -88,12 +92,13 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """One W&B run per peer, with all peers of a run in one group. The environment (WANDB_PROJECT, WANDB_MODE, ..)
-    applies.
+    """A tracker that sends metrics to W&B. Each peer has its own W&B run, and all peers of a run share a group.
+
+    Environment variables such as WANDB_PROJECT and WANDB_MODE apply.
     """
 
     def __init__(self, wandb: Any, folder: Path, *, run: str, peer_id: str, config: Mapping[str, Any]) -> None:
-        """`wandb`: the library."""
+        """Start the W&B run. `wandb` is the imported library."""
         self._run = wandb.init(
             dir=str(folder),
             id=f"{run}-{peer_id[-12:]}",

@@ -1,7 +1,7 @@
-"""Weights for a model on the meta device, or for a part of one: drawn or read, parameter by parameter.
+"""Draw or read the weights of a model on the meta device, or of a part of one, parameter by parameter.
 
 Memory is allocated only for the parameters that the model has. Each parameter is drawn or read independently, so a part
-of a model gets the same bits as the whole.
+of a model gets the same bits as the whole model.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from noloco_p2p.errors import ModelError
 from noloco_p2p.trainer.model_source import ModelSource
 
 SEED_BYTES = 6  # 2 ** 48 seeds
-KEPT = "_is_hf_initialized"  # transformers' own mark: `_init_weights` skips a parameter that has it
+KEPT = "_is_hf_initialized"  # an attribute of transformers: `_init_weights` skips a parameter that has it
 CPU = torch.device("cpu")
 
-Places = list[tuple[nn.Module, str]]  # where a parameter is used: a tied one in several modules
+Places = list[tuple[nn.Module, str]]  # the modules that use a parameter; a tied parameter has several
 
 
 def draw(model: PreTrainedModel, *, seed: int) -> None:
-    """Draw each parameter from its own seed, on the CPU, by the model's own rule. The caller's random state is
-    restored.
+    """Draw each parameter on the CPU, from its own seed, with the initialization that the model defines.
+
+    The caller's random state is restored.
     """
     places = _places(model)
     for name in places:
@@ -49,10 +50,10 @@ def draw(model: PreTrainedModel, *, seed: int) -> None:
 
 
 def load(model: PreTrainedModel, source: ModelSource) -> None:
-    """Read each parameter, as fp32, from the safetensors of a source, opening only the files that hold one.
+    """Read each parameter from the safetensors of a source as fp32, opening only the files that hold one of them.
 
-    Raises ModelError for a parameter that is missing or has another shape, and what transformers raises for a name that
-    the hub does not have.
+    Raises ModelError if a parameter is missing or has another shape. Errors of the hub's client propagate to the
+    caller.
     """
     places = _places(model)
     for path, names in _files(source, list(places)).items():
@@ -62,7 +63,7 @@ def load(model: PreTrainedModel, source: ModelSource) -> None:
                 shape = list(model.get_parameter(name).shape)
                 if name not in held or file.get_slice(name).get_shape() != shape:
                     raise ModelError(f"{path} has no tensor {name} of shape {shape}")
-                # A copy, because the tensor is in the mapped file and would change with it.
+                # The tensor is copied, because it is in the mapped file and would change with it.
                 _put(places[name], file.get_tensor(name).to(torch.float32, copy=True))
     for param in model.parameters():
         setattr(param, KEPT, True)
@@ -70,12 +71,12 @@ def load(model: PreTrainedModel, source: ModelSource) -> None:
 
 
 def seed_of(name: str) -> int:
-    """Derive a seed for torch's generator, the same on every machine."""
+    """Derive a seed for torch's generator that is the same on every machine."""
     return int.from_bytes(blake3(name.encode()).digest(length=SEED_BYTES), "little")
 
 
 def _places(model: nn.Module) -> dict[str, Places]:
-    """Find each parameter by its name in `named_parameters()`."""
+    """Map the name of each parameter in `named_parameters()` to the modules that use it."""
     found: dict[int, tuple[str, Places]] = {}
     for path, module in model.named_modules():
         for key, param in module.named_parameters(recurse=False):
@@ -90,7 +91,10 @@ def _put(places: Places, values: Tensor) -> None:
 
 
 def _fill_buffers(model: PreTrainedModel) -> None:
-    """Compute the buffers that no file holds: frequencies of positions, and scales. Parameters are marked meanwhile."""
+    """Compute the buffers that no file holds, such as position frequencies and scales.
+
+    All parameters must have the attribute KEPT, which this function removes at the end.
+    """
     for module in model.modules():
         own = list(module.named_buffers(recurse=False))
         for key, buffer in own:
@@ -102,7 +106,7 @@ def _fill_buffers(model: PreTrainedModel) -> None:
 
 
 def _files(source: ModelSource, names: list[str]) -> dict[Path, list[str]]:
-    """Find which of `names` each file holds."""
+    """Map each file to the tensors among `names` that it contains."""
     try:
         index = source.file(SAFE_WEIGHTS_INDEX_NAME)
     except FileNotFoundError:  # a model in one file has no index
@@ -111,6 +115,6 @@ def _files(source: ModelSource, names: list[str]) -> dict[Path, list[str]]:
     by_file: defaultdict[str, list[str]] = defaultdict(list)
     for name in names:
         if name not in file_of:
-            raise ModelError(f"{index} names no file for the tensor {name}")
+            raise ModelError(f"{index} does not name a file for the tensor {name}")
         by_file[file_of[name]].append(name)
     return {source.file(file): held for file, held in by_file.items()}

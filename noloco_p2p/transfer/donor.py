@@ -1,6 +1,6 @@
-"""What a donor serves: the run spec, the layout of its model, and the newest saved state in chunks.
+"""A donor serves the run spec, the layout of its model, and the newest saved state in chunks to newcomers.
 
-It serves a file, never live tensors. `slots.py` limits how many newcomers it serves at a time.
+The state is read from a file, never from live tensors. `slots.py` limits the number of newcomers served at a time.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class SavedState:
 
 
 def describe_state(path: Path, *, layout: str, num_elements: int, round_index: int, progress: float) -> SavedState:
-    """Digest a state file chunk by chunk (4 GB/s). Raises OSError when it cannot be read."""
+    """Compute the manifest of a state file at 4 GB/s. Raises OSError if the file cannot be read."""
     with path.open("rb") as file:
         digests = tuple(blake3(chunk).digest() for chunk in iter(lambda: file.read(STATE_CHUNK_BYTES), b""))
     num_bytes = path.stat().st_size
@@ -53,16 +53,19 @@ def describe_state(path: Path, *, layout: str, num_elements: int, round_index: i
 
 
 class StateServer:
-    """Serves the newest saved state and the spec. `saved` is replaced whenever a newer one is written."""
+    """Serves the spec, the layout and the newest saved state. Set `saved` whenever a newer state is written."""
 
     def __init__(self, spec: Spec) -> None:
         self.saved: SavedState | None = None
-        self.layout: ModelLayout | None = None  # of the model that trains here
+        self.layout: ModelLayout | None = None  # the layout of this peer's model, once it is known
         self._spec_json = spec.canonical_json()
         self._slots = UploadSlots()
 
     async def serve(self, want: FetchWant) -> AsyncGenerator[FetchItem]:
-        """Serve a request. Close the generator when the caller goes away, which ends its upload. Raises PeerError."""
+        """Yield the response to a request. Raises PeerError if the request cannot be served.
+
+        Close the generator when the caller goes away, so that its upload ends.
+        """
         match want:
             case WantSpec():
                 yield SpecJson(self._spec_json)
@@ -97,7 +100,7 @@ class StateServer:
             raise CorruptPayload(f"chunk {indices[-1]} does not exist")
         try:
             with self._slots.take(len(indices)) as upload, saved.path.open("rb") as file:
-                for index in indices:  # a newer checkpoint may remove the file meanwhile; it stays readable here
+                for index in indices:  # a newer checkpoint may remove the file, but it stays readable here
                     start, stop = saved.manifest.chunk_range(index)
                     yield StateChunk(index, await asyncio.to_thread(os.pread, file.fileno(), stop - start, start))
                     self._slots.took(upload)
@@ -106,7 +109,7 @@ class StateServer:
 
 
 def state_file_bytes(num_elements: int, outer: OuterSpec) -> int:
-    """The size of a state file: its fp32 vectors and the safetensors header (a test verifies it)."""
+    """Return the size of a state file, which consists of the safetensors header and fp32 vectors."""
     names = ("outer_momentum", "slow_weights") if outer.keeps_momentum else ("slow_weights",)
     header = {
         name: {

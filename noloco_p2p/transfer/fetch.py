@@ -1,7 +1,7 @@
-"""The first fetch: the run spec and the newest saved state of a live peer, chunk by chunk, from one or more donors.
+"""A newcomer fetches the run spec and the newest saved state of a live peer, chunk by chunk, from one or more donors.
 
-Every chunk has a digest in the manifest of its donor. When a donor or this program dies, the verified chunks are kept
-and another donor sends the rest: the result is then a point between two replicas.
+The manifest of a donor has a digest of each chunk. If a donor or this program dies, the verified chunks are kept, and
+another donor sends the rest. The result then combines chunks of different replicas.
 """
 
 from __future__ import annotations
@@ -42,19 +42,17 @@ from noloco_p2p.transfer.kept_chunks import KeptChunks
 
 log = logging.getLogger(__name__)
 
-GIVING = ("training", "paused", "done")  # states of peers that may have a state to give
+GIVING = ("training", "paused", "done")  # peers in these states may have a saved state to serve
 
 
 @dataclass(frozen=True, slots=True)
 class FetchLimits:
-    """How a newcomer treats its donors.
+    """The limits that a newcomer applies to its donors.
 
-    least_retry_s, longest_retry_s: bounds of the pause before a busy donor is asked again, whatever it requests.
-    window_s:
-    the window of a rate. A donor is slow when its rate is below `fast_bytes_per_s` and the whole state would take
-    longer
-    than `whole_state_s`. idle_s: time without a chunk while donors are busy, after which it returns to a slow donor, or
-    ends. chunks_per_call: the number requested at once.
+    A busy donor asks for a pause before the next request, and `least_retry_s` and `longest_retry_s` bound that pause.
+    Rates are measured over `window_s`. A donor is slow if its rate is below `fast_bytes_per_s` and the whole state
+    would take longer than `whole_state_s`. If no chunk arrives for `idle_s` because donors are busy, the newcomer
+    returns to a slow donor or gives up. It requests at most `chunks_per_call` chunks at once.
     """
 
     least_retry_s: float = 1.0
@@ -70,26 +68,26 @@ INTERNET = FetchLimits()
 
 
 class Admission(Protocol):
-    """The checks that a state must pass before it is used: a digest only proves that it arrived intact.
+    """The checks that a state must pass before it is used. Digests only prove that a state arrived intact.
 
-    The checks raise CheckpointError with the reason; then the next donor is asked.
+    A check that fails raises CheckpointError with the reason, and the next donor is asked.
     """
 
     async def check_position(self, donor: Candidate, manifest: StateManifest) -> None:
-        """Check the position in the run that the manifest states, before anything of the state is fetched."""
+        """Check the position in the run that the manifest states, before any chunk is fetched."""
         ...
 
     async def check_state(self, donor: Candidate, manifest: StateManifest, path: Path) -> None:
-        """Check the whole file. `donor` sent the last chunk of it."""
+        """Check the whole file, of which `donor` sent the last chunk."""
         ...
 
     def refuse(self, donor: Candidate, why: str) -> None:
-        """The donor sent what no honest peer of the run sends."""
+        """Record that a donor sent data that no honest peer of the run would send."""
         ...
 
 
 async def fetch_spec(transport: Transport, donors: Sequence[Candidate], *, expected_digest: str) -> Spec:
-    """Fetch the run spec from the first donor that has it. Raises Unreachable when none has."""
+    """Fetch the run spec from the first donor that serves it. Raises Unreachable if none does."""
     reasons = []
     for donor in donors:
         try:
@@ -101,12 +99,12 @@ async def fetch_spec(transport: Transport, donors: Sequence[Candidate], *, expec
 
 
 async def fetch_manifest(transport: Transport, donor: Candidate) -> StateManifest:
-    """Fetch the description of the state that a peer serves. Raises PeerError."""
+    """Fetch the manifest of the state that a peer serves. Raises PeerError if the peer does not send it."""
     return await ask(transport, donor, WantManifest(), StateManifest)
 
 
 def can_give(peer: Candidate) -> bool:
-    """Whether a peer may have a state to serve, and can be called."""
+    """Return whether a peer can be called and may have a saved state to serve."""
     return peer.can_be_called and peer.state in GIVING
 
 
@@ -127,21 +125,21 @@ async def fetch_state(
     limits: FetchLimits = INTERNET,
     clock: Callable[[], float] = time.monotonic,
 ) -> StateManifest | None:
-    """Write the state of a live peer to `target`; None when no donor has one that fits.
+    """Fetch the state of a live peer and write it to `target`.
 
-    It asks the donors in this order, then those that `live` lists by then, and busy ones again until one has a free
-    slot. It leaves a slow donor, and returns to the fastest one when no other can serve the state. Verified chunks are
-    kept when their donor dies, and in `target` for an hour when this program does. A state that fails `admission` is
-    discarded.
+    The donors are asked in the given order, followed by the peers that `live` lists by then. Busy donors are asked
+    again until one has a free slot. Slow donors are abandoned, and the fastest of them is used only if no other donor
+    can serve the state. If a donor dies, the verified chunks are kept. If this program dies, they are kept in `target`
+    for an hour. A state that fails `admission` is discarded.
 
-    layout, num_elements, num_bytes: of this peer's own state file; any other is refused before a chunk is fetched.
-    newer_than: the progress that the state must exceed, because a donor serves what it saved last. may_end_busy:
-    False =
-    ask busy donors until the caller's deadline. on_progress: called with the number of verified bytes. on_wait:
-    called with
-    True when all donors are busy, and with False for each chunk.
+    `layout`, `num_elements` and `num_bytes` describe this peer's own state file. A state that differs is refused before
+    a chunk is fetched. A donor serves the last state that it saved, whose progress must exceed `newer_than`. If
+    `may_end_busy` is false, busy donors are asked until the caller's deadline. `on_progress` is called with the number
+    of verified bytes and the total. `on_wait` is called with True when all donors are busy, and with False for each
+    chunk.
 
-    Returns the manifest of the donor of the last chunk. Raises OSError.
+    Returns the manifest of the donor that sent the last chunk, or None if no donor has a state that matches. Raises
+    OSError if `target` cannot be written.
     """
     async with KeptChunks(target, num_bytes=num_bytes) as kept:
         fetch = _Fetch(
@@ -164,16 +162,16 @@ async def fetch_state(
 
 
 class DonorRate:
-    """The rate of one donor over all calls to it. The caller passes the time."""
+    """Measures the rate of one donor over all calls to it. Callers pass the time."""
 
     def __init__(self, num_bytes: int, limits: FetchLimits) -> None:
-        self._num_bytes = num_bytes  # of the whole state
+        self._num_bytes = num_bytes  # the size of the whole state
         self._limits = limits
         self._began_s: float | None = None
         self._received = 0
 
     def too_slow_s(self, num_bytes: int, now_s: float) -> float | None:
-        """After a chunk: return the seconds for the whole state at the rate of the window, if that is too slow."""
+        """Record a chunk. If the donor is too slow, return the seconds that the whole state would take."""
         if self._began_s is None:  # the time at which the first chunk was requested is unknown
             self._began_s = now_s
             return None
@@ -197,7 +195,11 @@ class _Slow(Exception):
 
 @dataclass
 class _Fetch:
-    """One fetch. `busy`: when to ask each busy donor again. `slow`: the seconds that each slow donor needs."""
+    """One fetch of a state.
+
+    `busy` maps each busy donor to the time at which to ask it again. `slow` maps each slow donor to the seconds that it
+    would need for the whole state.
+    """
 
     transport: Transport
     kept: KeptChunks
@@ -242,7 +244,7 @@ class _Fetch:
         self.known |= {donor.peer_id for donor in donors}
 
     async def _next(self) -> Candidate | None:
-        """Return the next donor, waiting while all are busy; None when only slow ones, or none, are left."""
+        """Return the next donor, waiting while all are busy, or None if no donor is left except slow ones."""
         while not self.to_ask:
             self._add([peer for peer in self.live() if can_give(peer)])
             if self.to_ask or not self.busy:
@@ -258,13 +260,13 @@ class _Fetch:
         return self.to_ask.popleft() if self.to_ask else None
 
     async def _try(self, donor: Candidate, *, may_be_slow: bool) -> StateManifest | None:
-        """Return the manifest of `donor` if its chunks completed the state, and the state was admitted."""
+        """Fetch from `donor`, and return its manifest if the state is then complete and admitted."""
         is_whole = not self.kept.done_bytes  # no chunk came from another donor
         try:
             manifest = await self._manifest(donor)
             await self._chunks(donor, manifest, may_be_slow=may_be_slow)
         except _Slow as slow:
-            log.info("%s is left for another donor: %s", donor.address, slow)
+            log.info("leaving %s for another donor: %s", donor.address, slow)
             self.slow[donor] = slow.whole_s
         except (CheckpointError, CorruptPayload) as error:
             self._refuse(donor, error)
@@ -279,7 +281,10 @@ class _Fetch:
         return None
 
     async def _is_admitted(self, donor: Candidate, manifest: StateManifest, *, is_whole: bool) -> bool:
-        """Check the state. A refused state is discarded; if other donors sent part of it, this donor is asked again."""
+        """Return whether the state passes the check, and discard it otherwise.
+
+        If other donors sent parts of a discarded state, this donor is asked again.
+        """
         try:
             await self.admission.check_state(donor, manifest, self.target)
         except CheckpointError as error:
@@ -310,7 +315,7 @@ class _Fetch:
         return manifest
 
     async def _chunks(self, donor: Candidate, manifest: StateManifest, *, may_be_slow: bool) -> None:
-        """Fetch the missing chunks, in as many calls as needed; all of them, unless the donor omits some."""
+        """Fetch the missing chunks, in as many calls as needed. Stop if the donor omits some of them."""
         rate = self.rates.setdefault(donor.peer_id, DonorRate(self.num_bytes, self.limits))
         while wanted := tuple(self.kept.missing[: self.limits.chunks_per_call]):
             want = WantChunks(manifest.digest(), wanted)
@@ -324,7 +329,7 @@ class _Fetch:
                 return
 
     def _keep(self, item: FetchItem, manifest: StateManifest) -> None:
-        """Raises CorruptPayload for an item that is damaged, or is not the one that was requested next."""
+        """Store a chunk. Raises CorruptPayload if the item is damaged or is not the one that was requested next."""
         kept = self.kept
         if not isinstance(item, StateChunk) or not kept.missing or item.index != kept.missing[0]:
             raise CorruptPayload("it sent a chunk that was not requested")

@@ -1,7 +1,8 @@
-"""A file that arrives chunk by chunk, and which of its chunks were verified, kept over a restart of this program.
+"""A file that arrives chunk by chunk, and a record of its verified chunks, are kept across restarts of this program.
 
-FILE.digests beside the file has 32 bytes per chunk: the digest of a verified chunk, zeros for a missing one. Chunks
-damaged by a crash are found by hashing them again, so nothing needs to reach the disk in order.
+FILE.digests, next to the file, has 32 bytes per chunk. They hold the digest of a verified chunk, or zeros for a missing
+one. When the file is opened again, all chunks are hashed to find those that a crash has damaged, so nothing needs to
+reach the disk in order.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from blake3 import blake3
 from noloco_p2p.gossip.frames import STATE_CHUNK_BYTES
 
 DIGEST_BYTES = 32
-KEPT_FOR_S = 3600.0  # after that, older chunks would differ too much from those still to come
+KEPT_FOR_S = 3600.0  # after that, the chunks would be too old to be combined with new ones
 
 
 def forget(path: Path) -> None:
-    """Remove an incomplete file."""
+    """Remove an incomplete file and its digests."""
     for each in (path, _digests_path(path)):
         each.unlink(missing_ok=True)
 
@@ -30,9 +31,10 @@ def _digests_path(path: Path) -> Path:
 
 
 class KeptChunks:
-    """Use as an async context manager, which does slow work off the loop. Raises OSError.
+    """The verified chunks of an incomplete file.
 
-    missing: indices of the missing chunks. done_bytes: size of the chunks that are here.
+    Use it as an async context manager, which does slow work off the event loop. Methods raise OSError if a file cannot
+    be read or written. `missing` lists the indices of the missing chunks, and `done_bytes` is the size of all others.
     """
 
     def __init__(self, path: Path, *, num_bytes: int) -> None:
@@ -45,7 +47,7 @@ class KeptChunks:
         self._is_given_up = False
 
     async def __aenter__(self) -> KeptChunks:
-        opening = asyncio.get_running_loop().run_in_executor(None, self._open)  # hashes all that was kept
+        opening = asyncio.get_running_loop().run_in_executor(None, self._open)  # hashes all chunks that were kept
         try:
             await asyncio.shield(opening)
         except asyncio.CancelledError:
@@ -77,24 +79,24 @@ class KeptChunks:
         self.done_bytes = self._num_bytes - sum(self.size(index) for index in self.missing)
 
     def size(self, index: int) -> int:
-        """The bytes of a chunk; all but the last have STATE_CHUNK_BYTES."""
+        """Return the number of bytes in a chunk, which is STATE_CHUNK_BYTES except for the last chunk."""
         return min(STATE_CHUNK_BYTES, self._num_bytes - index * STATE_CHUNK_BYTES)
 
     def put(self, index: int, payload: bytes, digest: bytes) -> None:
-        """Write a verified chunk."""
+        """Write a verified chunk and its digest."""
         os.pwrite(self._file, payload, index * STATE_CHUNK_BYTES)
         os.pwrite(self._digests, digest, index * DIGEST_BYTES)
         self.missing.remove(index)
         self.done_bytes += len(payload)
 
     def start_over(self) -> None:
-        """Discard everything that arrived: all chunks are missing again."""
+        """Discard everything that has arrived, so that all chunks are missing again."""
         os.ftruncate(self._digests, 0)
         os.ftruncate(self._digests, DIGEST_BYTES * self._num_chunks)
         self.missing, self.done_bytes = list(range(self._num_chunks)), 0
 
     async def finish(self) -> None:
-        """Sync the complete file, and remove its digests."""
+        """Sync the complete file to disk and remove its digests."""
         assert not self.missing
         await asyncio.to_thread(os.fsync, self._file)
         self._digests_path.unlink()

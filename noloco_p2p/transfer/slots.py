@@ -1,6 +1,6 @@
-"""The slots of a donor: it serves two newcomers at a time and refuses others with BUSY and a time to ask again.
+"""A donor serves two newcomers at a time, and refuses others as BUSY with a time to ask again.
 
-It belongs to the event loop.
+Use this module only on the event loop.
 """
 
 from __future__ import annotations
@@ -12,32 +12,35 @@ from contextlib import contextmanager
 from noloco_p2p.errors import Refused
 from noloco_p2p.gossip.frames import RefuseCode
 
-NUM_SLOTS = 2  # each further upload would slow the others and the swaps of the donor
-STALLED_S = 30.0  # an upload that takes no chunk for this long loses its slot to the next caller
-FIRST_RETRY_S = 5.0  # before the time of a chunk is known
-RETRY_S = (1.0, 60.0)  # bounds of the time that a caller is given
+NUM_SLOTS = 2  # each further upload would slow down the others and the donor's swaps
+STALLED_S = 30.0  # an upload that accepts no chunk for this long loses its slot to the next caller
+FIRST_RETRY_S = 5.0  # while the duration of a chunk is unknown
+RETRY_S = (1.0, 60.0)  # bounds of the retry time that a caller gets
 
 
 class Upload:
-    """One newcomer that is being served."""
+    """An upload to one newcomer."""
 
     def __init__(self, num_chunks: int, *, now_s: float) -> None:
         self.num_left = num_chunks
-        self.moved_s = now_s  # when the last chunk was taken
+        self.moved_s = now_s  # when the last chunk was accepted
         self.is_evicted = False
 
 
 class UploadSlots:
-    """`with slots.take(num_chunks) as upload`, then `took(upload)` after each chunk."""
+    """The upload slots of a donor.
+
+    Use `with slots.take(num_chunks) as upload`, and call `took(upload)` after each chunk.
+    """
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._uploads: list[Upload] = []
-        self._chunk_s: float | None = None  # seconds per chunk of one upload, a moving average
+        self._chunk_s: float | None = None  # moving average of the seconds per chunk of one upload
 
     @contextmanager
     def take(self, num_chunks: int) -> Iterator[Upload]:
-        """Raises Refused when no slot is free."""
+        """Occupy a slot for an upload of `num_chunks` chunks. Raises Refused if no slot is free."""
         now_s = self._clock()
         if len(self._uploads) >= NUM_SLOTS:
             self._evict_stalled(now_s)
@@ -52,9 +55,9 @@ class UploadSlots:
                 self._uploads.remove(upload)
 
     def took(self, upload: Upload) -> None:
-        """Note that the newcomer took a chunk. Raises Refused when its slot was given to another one."""
+        """Record that the newcomer accepted a chunk. Raises Refused if another newcomer has been given its slot."""
         if upload.is_evicted:
-            sentence = f"you took no chunk for {STALLED_S:.0f} s, so another newcomer has your slot"
+            sentence = f"you accepted no chunk for {STALLED_S:.0f} s, so another newcomer has your slot"
             raise _busy(sentence, retry_after_s=self._retry_after_s())
         now_s = self._clock()
         chunk_s, upload.moved_s = now_s - upload.moved_s, now_s
@@ -62,13 +65,13 @@ class UploadSlots:
         self._chunk_s = chunk_s if self._chunk_s is None else 0.9 * self._chunk_s + 0.1 * chunk_s
 
     def _evict_stalled(self, now_s: float) -> None:
-        """Take the slot of a stalled upload, which waits in the network and cannot be ended from here."""
+        """Free the slots of stalled uploads, which wait for the network and cannot be ended from here."""
         for upload in [upload for upload in self._uploads if now_s - upload.moved_s > STALLED_S]:
             upload.is_evicted = True
             self._uploads.remove(upload)
 
     def _retry_after_s(self) -> float:
-        """The expected time until the upload with the fewest chunks left ends."""
+        """Return the expected seconds until the upload with the fewest remaining chunks ends."""
         if self._chunk_s is None or not self._uploads:
             return FIRST_RETRY_S
         least, most = RETRY_S

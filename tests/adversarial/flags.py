@@ -92,7 +92,7 @@ FLAGS = {
     "flip-sign-x7": Flag("22", "clipped", lie=gradient(-7)),
     "lost-ready": Flag("31", "clipped", plan=ready(Part.LATE, Drop())),
     "one-way": Flag("32", "nothing", "nothing moved for", FaultPlan().fail_at(At(Header), send=Stall())),
-    "repeat": Flag("35", "nothing", "has no end, or one with another digest", early(Repeat())),
+    "repeat": Flag("35", "nothing", "does not end with the expected digest", early(Repeat())),
     "reorder": Flag("35", "nothing", "is missing", early(SwapWithNext())),
     "longer": Flag("36", "nothing", "must have", early(Lengthen(4000))),
     "longer-late": Flag("36", "early", "must have", late(Lengthen(4000))),

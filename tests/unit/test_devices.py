@@ -68,7 +68,7 @@ def test_auto_is_cuda_then_mps_then_the_cpu(monkeypatch: pytest.MonkeyPatch, mac
 
 
 def test_a_device_that_is_not_here_is_refused_in_words(monkeypatch: pytest.MonkeyPatch, mac: None) -> None:
-    with pytest.raises(SettingsError, match=r"--device mps is one GPU"):
+    with pytest.raises(SettingsError, match=r"--device mps names one GPU"):
         choose_device("mps", gpu=0)
     with pytest.raises(SettingsError, match=r"torch finds 0 CUDA devices here"):
         choose_device("cuda:0")

@@ -115,7 +115,7 @@ def test_every_wrong_field_is_named_at_once() -> None:
 
 def test_an_unknown_field_is_refused(user_file: Path) -> None:
     user_file.write_text("treads = 1\n")
-    with pytest.raises(SettingsError, match=rf"{user_file}: treads: is not a known field"):
+    with pytest.raises(SettingsError, match=rf"{user_file}: treads is not a known field"):
         PeerSettings.load()
 
 

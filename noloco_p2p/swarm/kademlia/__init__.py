@@ -1,9 +1,10 @@
-"""The DHT node on top of hivemind. Only this package imports hivemind, so a new release of it affects only these files.
+"""Provides the DHT node, which is built on hivemind. Only this package imports hivemind.
 
-This file is the interface to the rest of the project. It imports hivemind (seconds, 290 MB) when a node starts, and
-undoes side effects of that import: it changes torch's sharing strategy, installs a log handler that writes to the
-terminal, and renames the level WARNING. hivemind's averagers, optimizers and experts, which nothing here uses, cost
-52 MB and a third of the time, so they are imported on first use.
+A new release of hivemind therefore affects only these files. This module is the interface to the rest of the project.
+It imports hivemind when a node starts, which takes several seconds and 290 MB. It also undoes the side effects of that
+import: hivemind changes torch's sharing strategy, installs a log handler that writes to the terminal, and renames the
+log level WARNING. Its averagers, optimizers and experts are not used here. They would cost 52 MB and a third of the
+time, so their import is deferred until the first use.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def load() -> None:
-    """Import hivemind. Blocks for seconds the first time, so run it in a thread. Idempotent."""
+    """Import hivemind. The first call blocks for several seconds, so run it in a thread. Later calls have no effect."""
     import torch.multiprocessing
 
     _defer_package()
@@ -33,7 +34,7 @@ def load() -> None:
     import hivemind.dht.node  # noqa: F401
     from hivemind.utils.logging import use_hivemind_log_handler
 
-    for name, module in list(sys.modules.items()):  # it uses time.time, which jumps when a machine's clock is set
+    for name, module in list(sys.modules.items()):  # hivemind uses time.time, which jumps when the clock is set
         if name.startswith("hivemind.") and "get_dht_time" in vars(module):
             vars(module)["get_dht_time"] = CLOCK.now
     torch.multiprocessing.set_sharing_strategy(strategy)
@@ -44,7 +45,7 @@ def load() -> None:
 
 
 def _defer_package() -> None:
-    """Let `import hivemind.dht` run without the other imports of hivemind/__init__.py, which wait for a first use."""
+    """Let `import hivemind.dht` skip the other imports in hivemind/__init__.py until they are first used."""
     if "hivemind" in sys.modules:
         return
     spec = importlib.util.find_spec("hivemind")
@@ -53,9 +54,9 @@ def _defer_package() -> None:
     loader, package = spec.loader, importlib.util.module_from_spec(spec)
 
     def on_first_use(name: str) -> Any:
-        if name.startswith("__"):  # requested by the import system or by inspection, not by a user
+        if name.startswith("__"):  # requested by the import system or by introspection, not by a user
             raise AttributeError(name)
-        if submodule := sys.modules.get(f"hivemind.{name}"):  # loaded, or being loaded
+        if submodule := sys.modules.get(f"hivemind.{name}"):  # already loaded, or being loaded
             return submodule
         del package.__dict__["__getattr__"]
         loader.exec_module(package)
@@ -75,8 +76,9 @@ async def attach(control_socket: str) -> DaemonClient:
 async def start_dht(
     p2p: DaemonClient, *, is_client: bool, own_addresses: Callable[[], Sequence[str]], guard: DialGuard
 ) -> BoundedNode:
-    """Start a DHT node on an attached client, without peers. `own_addresses`: where it can be dialled, without peer
-    id.
+    """Start a DHT node without peers on an attached client.
+
+    `own_addresses` returns the multiaddrs at which it can be dialled, without the peer id.
     """
     from noloco_p2p.swarm.kademlia.protocol import BoundedNode
 

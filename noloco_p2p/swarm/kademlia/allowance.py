@@ -1,9 +1,9 @@
-"""How much others may ask of this node: a rate per peer, and one for all of them together. Pure.
+"""Limits the work that other peers may request of this node, with one rate per peer and one rate for all together.
 
-Anybody can create peer ids, and a thousand of them together use up the shared rate. So a node that has answered a
-request of this one also has a small allowance of its own, which no other peer can use up. Peers that only send requests
-never get one. The number of these allowances is limited: while their owners keep answering, others have to wait for a
-free one.
+Anybody can create peer ids, and a thousand of them together can use up the shared rate. A node that has answered a
+request of this one therefore also has a small allowance of its own, which no other peer can use up. Peers that only
+send requests never get one. The number of these allowances is limited, so new nodes have to wait while the owners of
+all allowances keep answering. This module reads no clock, so callers pass the time.
 """
 
 from __future__ import annotations
@@ -12,26 +12,28 @@ from collections import OrderedDict
 
 from noloco_p2p.rates import Buckets, Rate, TokenBucket
 
-MAX_PEERS = 1024  # that are counted
+MAX_PEERS = 1024  # peers whose requests are counted
 MAX_KNOWN = 64  # nodes with their own allowance
-KNOWN_FOR_S = 300.0  # how long a node keeps its place after its last answer, if others want it
+KNOWN_FOR_S = 300.0  # how long a node keeps its allowance after its last answer when others want it
 
 
 class Allowance:
-    """Call `admits` before the work, and `charge` its cost. `now_s` is of any clock that does not go back.
+    """The rates that limit the requests of other peers.
 
-    `of_known`: what each of MAX_KNOWN nodes has for itself when `of_all` is used up.
+    Call `admits` before the work for a request, and `charge` with its cost. `now_s` can come from any monotonic clock.
+    `of_one` is the rate per peer, and `of_all` is the shared rate. `of_known` is the rate that each of up to MAX_KNOWN
+    nodes has for itself when the shared rate is used up.
     """
 
     def __init__(self, *, of_one: Rate, of_all: Rate, of_known: Rate) -> None:
         self._all = TokenBucket.full(of_all, 0.0)
         self._peers = Buckets(of_one, max_keys=MAX_PEERS)
         self._of_known = of_known
-        # When each node last answered, the longest ago first, and its own allowance.
+        # The time of each node's last answer, and its own allowance. The node that answered longest ago comes first.
         self._known: OrderedDict[str, tuple[float, TokenBucket]] = OrderedDict()
 
     def answered(self, peer_id: str, *, now_s: float) -> None:
-        """A node has answered a question of this one."""
+        """Record that a node has answered a request of this one."""
         if peer_id not in self._known and len(self._known) >= MAX_KNOWN:
             oldest, (at_s, _) = next(iter(self._known.items()))
             if now_s - at_s < KNOWN_FOR_S:
@@ -50,7 +52,7 @@ class Allowance:
         self._peers.of(peer_id, now_s).left -= units
 
     def _payer(self, peer_id: str, now_s: float) -> TokenBucket:
-        """The shared bucket, or when that is empty the peer's own one if it has one; refilled."""
+        """Return the refilled bucket to charge: the shared one, or the peer's own one if the shared one is empty."""
         payer = self._all
         if self._all.refill(now_s) <= 0.0 and peer_id in self._known:
             payer = self._known[peer_id][1]

@@ -1,8 +1,9 @@
-"""The connection to p2pd, with bounds: hivemind's client, which answers strangers' requests in small portions.
+"""Connects to p2pd with a client that is based on hivemind's, but limits how much work strangers can cause.
 
-hivemind creates a task for each request that p2pd passes on, without limit, and reads all that have arrived in one turn
-of the event loop. Here most requests are answered as they are read, the rest by a bounded number of tasks, and the loop
-runs other callbacks every TURN_S. p2pd waits when answers are not taken.
+hivemind creates a task for every request that p2pd passes on, without a limit, and reads all requests that have arrived
+in one turn of the event loop. Here, most requests are answered as they are read, and the rest by a limited number of
+tasks. The event loop gets to run other callbacks every TURN_S. If answers pile up, this node reads no more requests,
+and p2pd waits.
 """
 
 from __future__ import annotations
@@ -33,20 +34,20 @@ from noloco_p2p.swarm.streams import StreamHandler
 T = TypeVar("T")
 Handler = Callable[[bytes, PeerID], bytes | Awaitable[bytes]]
 
-TURN_S = 0.002  # of reading, before other callbacks of the loop run
-MAX_ANSWERING, MAX_ANSWERING_OF_ONE = 64, 4  # requests whose answer has to wait; of one peer
-MAX_UNSENT = 256  # messages to p2pd
-MESSAGE_BYTES = 1024  # of a message to p2pd, besides the answer
+TURN_S = 0.002  # the time for reading before other callbacks of the event loop run
+MAX_ANSWERING, MAX_ANSWERING_OF_ONE = 64, 4  # requests whose answers need to wait, in total and per peer
+MAX_UNSENT = 256  # unsent messages to p2pd
+MESSAGE_BYTES = 1024  # space in a message to p2pd for everything except the answer
 
-# The errors of a call to another node: p2pd, sockets, timeouts, and bytes that are not an answer.
+# The errors of a call to another node: from p2pd, sockets, timeouts, and malformed answers.
 ANSWER_FAULTS = (P2PDaemonError, P2PHandlerError, OSError, EOFError, ValueError, DecodeError, DirectoryError)
 
-_opened: ContextVar[list[asyncio.StreamWriter]] = ContextVar("connections to p2pd that a question has opened")
-known_id = lru_cache(maxsize=1024)(PeerID)  # each costs a hash and a base58 text
+_opened: ContextVar[list[asyncio.StreamWriter]] = ContextVar("connections to p2pd that a request has opened")
+known_id = lru_cache(maxsize=1024)(PeerID)  # cached, because each costs a hash and a base58 encoding
 
 
 class NotingConnector(DaemonConnector):
-    """Records the connections that a question opens, because hivemind leaves that of a failed one open."""
+    """Records the connections that a request opens, because hivemind does not close them if the request fails."""
 
     async def open_connection(self) -> Any:
         reader, writer = await super().open_connection()
@@ -58,7 +59,7 @@ class BoundedControl(ControlClient):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._pending_messages = asyncio.Queue(MAX_UNSENT)
-        self._answering: dict[asyncio.Task[None], bytes] = {}  # and the asking peer
+        self._answering: dict[asyncio.Task[None], bytes] = {}  # task -> the peer that sent the request
 
     async def _read_from_persistent_conn(self, reader: asyncio.StreamReader) -> None:
         began_s = time.monotonic()
@@ -77,7 +78,7 @@ class BoundedControl(ControlClient):
                 began_s = time.monotonic()
 
     def _resolve(self, message: Any) -> None:
-        """Handle an answer to a call of this side. If the caller has given up, or never asked, it is dropped."""
+        """Pass an answer to the call that waits for it, or drop the answer if there is no such call."""
         future = self._pending_calls.get(UUID(bytes=message.callId))
         if future is None or future.done():
             return
@@ -91,13 +92,13 @@ class BoundedControl(ControlClient):
             future.set_result(message.callUnaryResponse.response)
 
     async def _answer(self, call_id: bytes, request: Any) -> None:
-        """Run a handler. Bytes are the answer; a handler that has to wait gets a task."""
+        """Answer a request by running its handler. If the handler returns an awaitable, a task waits for the answer."""
         handler: Handler | None = self.unary_handlers.get(request.proto)  # pyright: ignore[reportAssignmentType]
         if handler is None:
             return await self._reply(call_id, error=b"no such handler")
         try:
             answer = handler(request.data, known_id(request.peer))
-        except Exception as error:  # noqa: BLE001 - of a stranger's bytes; it ends this request alone
+        except Exception as error:  # noqa: BLE001 - caused by a stranger's bytes; it must end only this request
             return await self._reply(call_id, error=str(error).encode())
         if isinstance(answer, bytes):
             return await self._reply(call_id, response=answer)
@@ -113,13 +114,13 @@ class BoundedControl(ControlClient):
     async def _answer_later(self, call_id: bytes, answer: Awaitable[bytes]) -> None:
         try:
             response = await answer
-        except Exception as error:  # noqa: BLE001 - the same
+        except Exception as error:  # noqa: BLE001 - as above
             await self._reply(call_id, error=str(error).encode())
         else:
             await self._reply(call_id, response=response)
 
     async def _reply(self, call_id: bytes, **answer: bytes) -> None:
-        """Send an answer. p2pd ends when a message is longer than announced."""
+        """Send an answer, or an error if the answer is too long. A message over the limit would make p2pd exit."""
         if sum(map(len, answer.values())) > MAX_MESSAGE_BYTES - MESSAGE_BYTES:
             answer = {"error": b"the answer is too long"}
         response = vars(p2pd_pb2)["CallUnaryResponse"](**answer)
@@ -139,7 +140,7 @@ class DaemonClient(P2P):
         super().__init__()
         listen = f"{self._UNIX_SOCKET_PREFIX}p2pclient-{secrets.token_urlsafe(8)}.sock"
         self._client_listen_maddr = Multiaddr(listen)
-        self._daemon_listen_maddr = None  # its creator removes its socket
+        self._daemon_listen_maddr = None  # the socket is removed by whoever created it
         self._child, self._alive = None, True
 
     @classmethod
@@ -159,7 +160,10 @@ class DaemonClient(P2P):
         return client
 
     async def detach(self) -> None:
-        """Close the client, even if the daemon is dead, and its tasks, whose exceptions hivemind would log."""
+        """Close the client, even if the daemon is dead, and wait for its tasks.
+
+        Otherwise, the exceptions of these tasks would be logged.
+        """
         tasks = [*self.connection_tasks(), *self._control._answering]
         if self._listen_task is not None:
             tasks.append(self._listen_task)
@@ -172,50 +176,51 @@ class DaemonClient(P2P):
         return control.control
 
     def connection_tasks(self) -> list[asyncio.Task[None]]:
-        """The tasks of the one permanent connection; when the first of them ends, it is lost.
+        """Return the tasks of the permanent connection to p2pd. When one of them ends, the connection is lost.
 
-        hivemind has no public signal for that: afterwards all its calls wait for their timeouts.
+        hivemind has no public signal for this. After the loss, all its calls simply time out.
         """
         control: Any = self._control
         return [control._read_task, control._write_task]
 
     @property
     def own_id(self) -> bytes:
-        """The peer id."""
+        """The peer id of this node as bytes."""
         return self.peer_id.to_bytes() if self.peer_id else b""
 
     async def handle_requests(self, protocol: str, handler: Handler) -> None:
-        """Let `handler` answer the requests of this protocol from now on; its errors are sent to the caller."""
+        """Let `handler` answer the requests of a protocol. Its errors are sent to the caller."""
         await self._control.add_unary_handler(protocol, handler)  # pyright: ignore[reportArgumentType]
 
     async def ask(self, peer: PeerID, protocol: str, request: bytes) -> bytes:
-        """Return the answer of another peer."""
+        """Send a request to another peer, and return the answer."""
         return await self._control.call_unary_handler(peer, protocol, request)
 
     async def connect(self, peer_id: str, addresses: Sequence[str]) -> None:
-        """Connect libp2p to a peer at one of `addresses` (without /p2p/...)."""
+        """Connect libp2p to a peer at one of `addresses`, which have no peer id."""
         multiaddrs = [Multiaddr(address) for address in addresses]
         await _asked(self._control.connect(PeerID.from_base58(peer_id), multiaddrs))
 
     async def open_stream(self, peer_id: str, protocol: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Open a raw byte stream to a peer that libp2p is connected to, or can dial."""
+        """Open a raw byte stream to a peer to which libp2p is connected, or which it can dial."""
         _, reader, writer = await _asked(self.call_binary_stream_handler(PeerID.from_base58(peer_id), protocol))
         return reader, writer
 
     async def remote_addresses(self) -> list[tuple[str, str]]:
-        """(peer id, multiaddr) of every connection."""
+        """Return the (peer id, multiaddr) of every connection."""
         peers = await _asked(self.list_peers())
         return [(str(peer.peer_id), str(address)) for peer in peers for address in peer.addrs]
 
     async def hosts_of(self, peer_id: str) -> set[str]:
-        """The hosts of a peer, by its connections; "" stands for a relay, and an empty set for no connection.
+        """Return the hosts of the connections to a peer.
 
-        If there is a connection, libp2p dials none of the addresses that `connect` gets.
+        The host "" stands for a relay. If there is no connection, the set is empty. If there is one, libp2p does not
+        dial the addresses that are passed to `connect`.
         """
         return {host_in(address) for peer, address in await self.remote_addresses() if peer == peer_id}
 
     async def handle_streams(self, protocol: str, handler: StreamHandler) -> None:
-        """Pass (peer id, reader, writer) of each stream of this protocol to `handler`, which need not close it."""
+        """Call `handler` with (peer id, reader, writer) for each stream of a protocol, then close the stream."""
 
         async def on_stream(info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             try:
@@ -226,12 +231,12 @@ class DaemonClient(P2P):
         await _asked(self.add_binary_stream_handler(protocol, on_stream))
 
     async def answers(self) -> None:
-        """Return when the daemon has answered a question."""
+        """Wait until p2pd has answered a request, which shows that it is alive."""
         await _asked(self.get_visible_maddrs(latest=True))
 
 
 async def _asked(question: Awaitable[T]) -> T:
-    """Return p2pd's answer. hivemind leaves the connection open if a question fails or is cancelled."""
+    """Return p2pd's answer. If the request fails or is cancelled, close its connection, which hivemind leaves open."""
     writers: list[asyncio.StreamWriter] = []
     before = _opened.set(writers)
     try:

@@ -1,8 +1,9 @@
-"""What a DHT node believes of others: one place in the key space each, current answers, and valid records.
+"""Decides what a DHT node believes of other nodes: their places in the key space, and their answers.
 
-hivemind accepts all places that a node claims, so one identity could surround a run's key and be the only one that is
-asked. An answer that claims to be valid forever ends a search, even if it is empty. hivemind also keeps every node that
-it ever heard of, in a list that only grows. Here, a third node is believed only at the place that follows from its id.
+hivemind has three weaknesses here. First, it accepts every place that a node claims, so a single identity could
+surround a run's key and receive all requests for it. Second, it ends a search at an answer that claims to be valid
+forever, even if the answer is empty. Third, it keeps a list of every node that was ever reported to it. This module
+limits that list and rejects such answers. It accepts a reported node only at the place that follows from its peer id.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ MAX_PEER_ID_CHARS = 64
 
 @lru_cache(maxsize=4096)
 def place_of(peer_id: str) -> DHTID:
-    """The place of a peer's node; the same after a restart."""
+    """Return the place of a peer's node, which stays the same after a restart."""
     return DHTID.generate(source=peer_id)
 
 
 def claim(table: RoutingTable, place: DHTID, peer: PeerID) -> PeerID | None:
-    """Add a node that answers to the table, at the place that it claims. Returns a node to ping, if any.
+    """Add a node to the table at the place that it claims. Returns a neighbour to ping, or None.
 
-    A node may claim only one place for itself, the first one (that of a plain hivemind node is random), and none that
-    belongs to another node.
+    A node may claim any place first, because the places of plain hivemind nodes are random. It may not claim a second
+    place, or a place that belongs to another node.
     """
     if table.get(peer_id=peer, default=place) != place or table.get(node_id=place, default=peer) != peer:
         return None
@@ -47,24 +48,27 @@ def claim(table: RoutingTable, place: DHTID, peer: PeerID) -> PeerID | None:
 
 
 def _forget_spare(table: RoutingTable, place: DHTID) -> None:
-    """Bound the spare nodes: hivemind keeps every node for which a full bucket has no place."""
+    """Limit the number of spare nodes. hivemind keeps all nodes that do not fit into a full bucket."""
     bucket = table.buckets[table.get_bucket_index(place)]
     while len(bucket.replacement_nodes) > bucket.size:
-        del table[next(iter(bucket.replacement_nodes))]  # the one heard of longest ago
+        del table[next(iter(bucket.replacement_nodes))]  # the oldest one
 
 
 def placed(nodes: dict[DHTID, PeerID]) -> dict[DHTID, PeerID]:
-    """Return those of the reported `nodes` whose DHT id is the place of their peer id."""
+    """Return the reported nodes whose DHT id is the place that follows from their peer id."""
     return {place: peer for place, peer in nodes.items() if place_of(str(peer)) == place}
 
 
 def is_of_now(expires_at_s: float) -> bool:
-    """Whether an answer expires no later than a record may; hivemind stops a search at one that expires late."""
+    """Return whether an answer expires no later than a record can.
+
+    hivemind would end its search at an answer that expires later.
+    """
     return expires_at_s <= CLOCK.now() + 2 * TTL_S
 
 
 def pack_records(records: Sequence[tuple[str, ValueWithExpiration[bytes]]]) -> tuple[bytes, float]:
-    """Return (a dictionary as hivemind packs it, when the last of its records expires)."""
+    """Pack records in hivemind's format for dictionaries. Returns the bytes and the latest expiry."""
     entries = [[peer_id, record.value, record.expiration_time] for peer_id, record in records]
     last_s = max(record.expiration_time for _, record in records)
     return MSGPackSerializer.dumps(
@@ -73,13 +77,14 @@ def pack_records(records: Sequence[tuple[str, ValueWithExpiration[bytes]]]) -> t
 
 
 def told_records(packed: bytes) -> Iterator[tuple[str, bytes, float]]:
-    """Yield (peer id, packed record, expiry) of a dictionary as another node packed it. Raises ValueError.
+    """Yield the (peer id, packed record, expiry) entries of a dictionary that another node has packed.
 
-    hivemind's own reader would construct anything that a MessagePack of this length can hold.
+    hivemind's own reader has no limits: it constructs any object that a MessagePack of this length can hold. Raises
+    ValueError if the bytes are not a dictionary of records.
     """
     outer = msgpack.unpackb(packed)
     if not isinstance(outer, msgpack.ExtType) or outer.code != DICTIONARY:
-        raise ValueError("an answer is not a dictionary")
+        raise ValueError("the answer is not a dictionary")
     inner: Any = msgpack.unpackb(
         outer.data,
         max_array_len=MAX_RECORDS_PER_KEY,
@@ -93,4 +98,4 @@ def told_records(packed: bytes) -> Iterator[tuple[str, bytes, float]]:
             case [str(peer_id), bytes(record), float(expires_at_s)]:
                 yield peer_id, record, expires_at_s
             case _:
-                raise ValueError("an answer has an entry that is not a record")
+                raise ValueError("the answer has an entry that is not a record")

@@ -1,11 +1,14 @@
-"""A DHT node that strangers cannot overload: hivemind's, with bounds on requests and on answers.
+"""Extends hivemind's DHT node with limits on requests and answers, so that strangers cannot overload it.
 
-request     at most 16 KiB, each key once, at a limited rate per peer and for all together (`allowance.py`)
-answer      128 KiB, for a full bucket a random choice; the same limit for the answers of others, record by record
-store       only records of peers, 8 per request; refused unread if there is no room, or nothing new
-hand-over   none. hivemind sends what it keeps to every unknown node; here each peer stores its record again every
-            15 s, and finds the newcomer
-where       a node reports where its neighbours can be dialled; p2pd's own DHT serves no requests, and keeps nothing
+requests    A request has at most 16 KiB and no duplicate keys. The rate of requests is limited, per peer and for all
+            peers together (`allowance.py`).
+answers     An answer has at most 128 KiB. If a bucket has more records, the node sends a random selection. Answers of
+            other nodes have the same limit, and each record in them is checked.
+storing     Only records of peers are stored, up to 8 per request. A record is refused without a check of its signature
+            if there is no space for it, or if it is not newer than the stored one.
+hand-over   hivemind sends the stored records to every new node, but this node does not. Each peer stores its record
+            again every 15 s, and finds the new node then.
+addresses   A node reports the addresses of its neighbours, because p2pd's own DHT serves no requests and keeps nothing.
 """
 
 from __future__ import annotations
@@ -40,30 +43,30 @@ from noloco_p2p.swarm.records import MAX_RECORD_BYTES
 
 logger = logging.getLogger(__name__)
 
-MAX_CALLS = 1000  # of this node to others at once; its searches make a few each
-WAIT_TIMEOUT_S = 3.0  # hivemind's limit for one call to one other node
+MAX_CALLS = 1000  # simultaneous calls to other nodes; each search makes a few
+WAIT_TIMEOUT_S = 3.0  # hivemind's time limit for a call to another node
 MAX_REQUEST_BYTES = 16 * 1024
 MAX_ANSWER_BYTES = 128 * 1024
-MAX_KEYS = 4  # in one question
+MAX_KEYS = 4  # per request
 MAX_STORED_AT_ONCE = 8
 BUCKET_SIZE, NUM_REPLICAS, DEPTH_MODULO = 20, 5, 5  # hivemind's defaults
 NUM_WORKERS = 4
 BLACKLIST_S, BACKOFF = 5.0, 2.0
 
-# Units are about 50 us of this thread, or 8 KiB of an answer. A peer of a large swarm asks another one less than
-# once per second; a bucket of 32 records costs 4.
+# A unit is about 50 us of this thread's time, or 8 KiB of an answer. A peer in a large swarm sends less than one
+# request per second to another one, and reading a bucket of 32 records costs 4 units.
 OF_ONE, OF_ALL, OF_KNOWN = Rate(50.0, burst=500.0), Rate(150.0, burst=750.0), Rate(2.0, burst=100.0)
 UNIT_BYTES, STORE_UNITS = 8 * 1024, 4.0
-MAX_PINGS = 8  # at once, to check whether a neighbour should make room for a newcomer
-CHECKED_AT_ONCE = 16  # signatures, before the loop runs other callbacks
+MAX_PINGS = 8  # simultaneous pings of neighbours that a newcomer may replace
+CHECKED_AT_ONCE = 16  # signatures to check before the event loop runs other callbacks
 
 
 class RefusedRequest(DirectoryError):
-    """A request that this node does not answer; the sentence is sent to the caller."""
+    """A request that this node refuses to answer. The message is sent to the caller."""
 
 
 class BoundedProtocol(DHTProtocol):
-    """What a node answers, and what it believes of answers. Create it with `start()`."""
+    """A version of hivemind's DHT protocol that limits the requests of other nodes and checks their answers."""
 
     def __init__(
         self,
@@ -92,7 +95,7 @@ class BoundedProtocol(DHTProtocol):
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def serve(self) -> None:
-        """Answer others from now on. A client, which only reads, does not."""
+        """Start answering requests from other nodes. A client does not call this, because it only reads."""
         for name, work in (("Ping", self._pong), ("Find", self._find), ("Store", self._store)):
             answer = partial(self._answer, partial(self._parsed, work, f"{name}Request"))
             await self._client.handle_requests(f"DHTProtocol.rpc_{name.lower()}", answer)
@@ -100,24 +103,27 @@ class BoundedProtocol(DHTProtocol):
 
     @classmethod
     def _get_handle_name(cls, namespace: str | None, method_name: str) -> str:
-        """hivemind's own name, whatever this class is called: other nodes call it so."""
+        """Return hivemind's name for a method, because other nodes use it regardless of the name of this class."""
         return f"{DHTProtocol.__name__}.{method_name}"
 
     def end(self) -> None:
         for task in self._tasks:
             task.cancel()
 
-    # requests of others, which are done when these return, except the few that must ask another node first
+    # Requests from other nodes. Most are complete when these methods return; a few have to await another node.
 
     def _answer(
         self, work: Callable[[bytes, PeerID], bytes | Awaitable[bytes]], data: bytes, peer: PeerID
     ) -> bytes | Awaitable[bytes]:
-        """Raises RefusedRequest before parsing when the request is too long, or exceeds the allowance."""
+        """Answer a request, and charge its sender for the work.
+
+        Raises RefusedRequest before parsing if the request is too long, or exceeds the allowance.
+        """
         peer_id, now_s = str(peer), time.monotonic()
         if len(data) > MAX_REQUEST_BYTES:
-            raise RefusedRequest(f"a request of {len(data)} bytes; the limit is {MAX_REQUEST_BYTES}")
+            raise RefusedRequest(f"a request of {len(data)} bytes is over the limit of {MAX_REQUEST_BYTES}")
         if not self._allowance.admits(peer_id, now_s=now_s):
-            raise RefusedRequest("too many requests; ask again later")
+            raise RefusedRequest("too many requests; try again later")
         self._allowance.charge(peer_id, 1.0, now_s=now_s)
         answer = work(data, peer)
         if isinstance(answer, bytes):
@@ -139,7 +145,7 @@ class BoundedProtocol(DHTProtocol):
         return self._pong_after_ping(pong, request, peer) if request.validate else pong
 
     async def _pong_after_ping(self, pong: Any, request: Any, peer: PeerID) -> bytes:
-        """A plain hivemind node asks whether it can be called."""
+        """Ping a plain hivemind node in return, because it asks whether it can be called."""
         place = await self.call_ping(peer)
         pong.available = place is not None and place.to_bytes() == request.peer.node_id
         return pong.SerializeToString()
@@ -169,7 +175,7 @@ class BoundedProtocol(DHTProtocol):
         columns = (request.keys, request.subkeys, request.values, request.expiration_time, request.in_cache)
         if len({len(column) for column in columns}) > 1 or len(request.keys) > MAX_STORED_AT_ONCE:
             raise RefusedRequest(
-                f"at most {MAX_STORED_AT_ONCE} records are stored at once, each with all that belongs to it"
+                f"a request may store at most {MAX_STORED_AT_ONCE} records, and all its lists must have the same length"
             )
         kept = [
             not in_cache and self._keep(peer, DHTRecord(*record)) for *record, in_cache in zip(*columns, strict=True)
@@ -177,19 +183,19 @@ class BoundedProtocol(DHTProtocol):
         return _message("StoreResponse", store_ok=kept, peer=self.node_info)
 
     def _keep(self, peer: PeerID, record: DHTRecord) -> bool:
-        """Store a record. Signatures are checked last, because most refusals cost less."""
+        """Store a record if it is valid. The signature is checked last, because other reasons to refuse are cheaper."""
         key, owner = _key(record.key), peer_of(record.subkey)
         if owner is None or len(record.value) > MAX_RECORD_BYTES + 3:
             return False
         if why := self.records.refusal(key, owner, record.expiration_time):
-            logger.debug("a record of ..%s is not kept: %s", owner[-6:], why)
+            logger.debug("did not store a record of ..%s: %s", owner[-6:], why)
             return False
         self._allowance.charge(str(peer), STORE_UNITS, now_s=time.monotonic())
         if not self._validator.validate(record):
             return False
         return self.records.store_subkey(key, owner, record.value, record.expiration_time)
 
-    # what this node asks others
+    # Requests to other nodes.
 
     async def call_ping(self, peer: PeerID, validate: bool = False, strict: bool = True) -> DHTID | None:
         await self.whereabouts.make_way_to(peer)
@@ -200,18 +206,21 @@ class BoundedProtocol(DHTProtocol):
         return await super().call_store(peer, *args, **kwargs)
 
     async def call_find(self, peer: PeerID, keys: Iterable[DHTID]) -> Any:
-        """Key -> (what is stored there, neighbours of the key); None when it did not answer as a node does."""
+        """Ask another node for keys. Returns key -> (its records, the nodes near the key).
+
+        Returns None if the node does not answer properly.
+        """
         keys = list(keys)
         request = _message("FindRequest", keys=[key.to_bytes() for key in keys], peer=self.node_info)
         try:
             await self.whereabouts.make_way_to(peer)
             answer: Any = await self.get_stub(peer).rpc_find(request, timeout=self.wait_timeout)
             if len(answer.results) != len(keys):
-                raise ValueError("an answer does not have the keys of the question")
+                raise ValueError("the answer has a different number of keys than the request")
             found = {key: await self._believe(key, result) for key, result in zip(keys, answer.results, strict=True)}
             place = _key(answer.peer.node_id) if answer.peer.node_id else None
         except ANSWER_FAULTS as error:
-            logger.debug("no answer of ..%s: %s", str(peer)[-6:], error)
+            logger.debug("no answer from ..%s: %s", str(peer)[-6:], error)
             place = self.routing_table.peer_id_to_uid.get(peer)
             await self.update_routing_table(place, peer, responded=False)
             return None
@@ -223,7 +232,7 @@ class BoundedProtocol(DHTProtocol):
         return found
 
     async def _believe(self, key: DHTID, result: Any) -> tuple[Any, dict[DHTID, PeerID]]:
-        """Return the valid records of one result, and the nodes at their places."""
+        """Return the valid records in a result, and the nodes in it that are at their proper places."""
         pairs = zip(result.nearest_node_ids[:BUCKET_SIZE], result.nearest_peer_ids[:BUCKET_SIZE], strict=False)
         near = placed({_key(place): known_id(peer) for place, peer in pairs})
         is_dictionary = result.type == dht_pb2.FOUND_DICTIONARY  # pyright: ignore[reportAttributeAccessIssue]
@@ -238,10 +247,10 @@ class BoundedProtocol(DHTProtocol):
                 await asyncio.sleep(0)
         return (ValueWithExpiration(valid, valid.latest_expiration_time) if valid.data else None), near
 
-    # addresses of nodes
+    # The routing table.
 
     async def update_routing_table(self, node_id: DHTID | None, peer_id: PeerID, responded: bool = True) -> None:
-        """Without hivemind's hand-over: a new node gets nothing unasked."""
+        """Add a node that responded, or remove one that did not. A new node is not sent any records."""
         if node_id is None:
             return
         if responded:
@@ -251,18 +260,18 @@ class BoundedProtocol(DHTProtocol):
 
     def _met(self, place: DHTID, peer: PeerID) -> None:
         to_ping = claim(self.routing_table, place, peer)
-        if to_ping is not None and len(self._tasks) < MAX_PINGS:  # it makes room if it does not answer
+        if to_ping is not None and len(self._tasks) < MAX_PINGS:  # the node is removed if it does not answer
             task = asyncio.create_task(self.call_ping(to_ping), name="ping of a neighbour")
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
 
 class BoundedNode(DHTNode):
-    """hivemind's searches over a `BoundedProtocol`.
+    """A version of hivemind's DHT node that uses a `BoundedProtocol`.
 
-    Its place follows from the peer id, so that others need not learn it again after a restart. Caches are off: the view
-    is always read fresh, a cache for others could be filled by strangers, and hivemind's sharing of requests keeps an
-    entry for every key ever requested.
+    Its place follows from the peer id, so other nodes need not learn it again after a restart. All caches are off. The
+    view must always be read afresh, strangers could fill a cache that serves others, and hivemind's sharing of requests
+    keeps an entry for every key that was ever requested.
     """
 
     def __init__(
@@ -282,18 +291,18 @@ class BoundedNode(DHTNode):
         self.protocol = self.bounded
 
     def end(self) -> None:
-        """Do nothing else: its handlers end with the daemon, which is about to end."""
+        """Cancel the tasks of the node. Its handlers end with the daemon, which the caller stops next."""
         self.is_alive = False
         self.bounded.end()
 
     def neighbours(self) -> set[str]:
-        """Known peer ids that answered recently."""
+        """Return the peer ids in the routing table, which are nodes that answered recently."""
         return {str(peer_id) for peer_id in list(self.protocol.routing_table.peer_id_to_uid)}
 
     async def greet(self, peer_id: str) -> Offset | None:
         """Exchange routing table entries with a node, and learn its neighbours.
 
-        Returns the offset of the peer's clock; None when it is not a DHT node.
+        Returns the offset of its clock, or None if it is not a DHT node.
         """
         peer = PeerID.from_base58(peer_id)
         if await self.protocol.call_ping(peer) is None:
@@ -315,5 +324,5 @@ def _message(name: str, **fields: Any) -> Any:
 
 def _key(raw: bytes) -> DHTID:
     if len(raw) != DHTID.HASH_NBYTES:
-        raise RefusedRequest(f"a key has {DHTID.HASH_NBYTES} bytes")
+        raise RefusedRequest(f"a key must have {DHTID.HASH_NBYTES} bytes")
     return DHTID.from_bytes(raw)

@@ -1,8 +1,8 @@
-"""What a DHT node stores for others: the newest record of each peer, and a bounded number of records.
+"""Stores the records of other peers on a DHT node: the newest record of each peer, up to a total limit.
 
-hivemind's own storage drops a newer record when an older one of the same peer is stored again: it does not keep the
-older one, but its expiry, which then also ends the newer one. So anybody could replay an old record of a peer, and make
-the peer vanish. Nor does it know of owners.
+hivemind's own storage has a flaw. If an older record of a peer is stored again, hivemind keeps the newer record, but
+with the expiry of the older one. Anybody could therefore make a peer vanish by replaying an old record. In addition,
+hivemind does not limit the number of records per peer.
 """
 
 from __future__ import annotations
@@ -18,21 +18,22 @@ from hivemind.utils.timed_storage import ValueWithExpiration
 
 from noloco_p2p.swarm.clock import CLOCK
 
-MAX_RECORDS_OF_ONE = 8  # keys under which one peer is announced: two depths, the last one and the base, in two views
-MAX_RECORDS_PER_KEY = 256  # a bucket is split above 48
+# A peer is announced under up to 8 keys: in two views, at two adjacent depths, the previous depth and the base.
+MAX_RECORDS_OF_ONE = 8
+MAX_RECORDS_PER_KEY = 256  # buckets are split above 48 records
 MAX_RECORDS = 10_000
 SWEEP_EVERY_S = 1.0
-ENTRY_BYTES = 80  # of a record in an answer, besides the record: the peer id and the expiry
+ENTRY_BYTES = 80  # the size of the peer id and the expiry that accompany each record in an answer
 
 Record = ValueWithExpiration[bytes]
 
 
 class RecordStorage(DHTLocalStorage):
-    """Key -> peer id -> record. The validator has checked that the key of the peer id signed the record.
+    """The stored records, by key and peer id. The validator has already checked their signatures.
 
-    Expired records make room. If a peer has more than MAX_RECORDS_OF_ONE records, the one that expires first is
-    dropped. Nothing else is: stored records may be renewed, and newcomers are refused while a key or the whole storage
-    is full.
+    Records are removed when they have expired. If a peer stores more than MAX_RECORDS_OF_ONE records, its record that
+    expires first is removed as well. No other records are removed. If a key or the whole storage is full, stored
+    records can still be renewed, but records of new peers are refused.
     """
 
     def __init__(self, *, max_records: int = MAX_RECORDS) -> None:
@@ -40,26 +41,26 @@ class RecordStorage(DHTLocalStorage):
         self._max_records = max_records
         self._kept: dict[DHTID, dict[str, Record]] = {}
         self._keys_of: defaultdict[str, set[DHTID]] = defaultdict(set)
-        self._num_records = 0  # including expired ones, until the next sweep
+        self._num_records = 0  # includes expired ones until the next sweep
         self._swept_at_s = 0.0
 
     def __len__(self) -> int:
         return self._num_records
 
     def refusal(self, key: DHTID, peer_id: str, expires_at_s: float) -> str:
-        """Return why this node would not store such a record; empty when it would."""
+        """Return why this node would refuse to store such a record, or an empty string if it would store it."""
         self._sweep()
         kept = self._kept.get(key, {})
         if known := kept.get(peer_id):
-            return "" if known.expiration_time < expires_at_s else "the stored record is as new"
+            return "" if known.expiration_time < expires_at_s else "the stored record is at least as new"
         if len(kept) >= MAX_RECORDS_PER_KEY:
-            return f"this node keeps {MAX_RECORDS_PER_KEY} records of a key"
+            return f"this node already stores {MAX_RECORDS_PER_KEY} records for this key"
         if len(self._keys_of.get(peer_id, ())) >= MAX_RECORDS_OF_ONE:
-            return ""  # another record of the same peer makes room
-        return f"this node keeps {self._max_records} records" if self._num_records >= self._max_records else ""
+            return ""  # an older record of the same peer is removed
+        return f"this node already stores {self._max_records} records" if self._num_records >= self._max_records else ""
 
     def store_subkey(self, key: DHTID, subkey: Any, value: bytes, expiration_time: float) -> bool:
-        """Store a record. False when it is not newer than the stored one, or there is no room: `refusal` says which."""
+        """Store a record. Returns False if the record is refused; `refusal` returns the reason."""
         if not isinstance(subkey, str) or self.refusal(key, subkey, expiration_time):
             return False
         if subkey not in self._kept.get(key, {}):
@@ -70,18 +71,21 @@ class RecordStorage(DHTLocalStorage):
         return True
 
     def store(self, key: Any, value: bytes, expiration_time: float, subkey: Any = None) -> bool:
-        """Stores only records, since a value without a subkey has no owner."""
+        """Store a record. Returns False for a value without a subkey, because it belongs to no peer."""
         return subkey is not None and self.store_subkey(key, subkey, value, expiration_time)
 
     def get(self, key: Any) -> ValueWithExpiration[Any] | None:
-        """All unexpired records under a key, in a new dictionary."""
+        """Return all unexpired records of a key in a new dictionary, or None if there are none."""
         dictionary = DictionaryDHTValue()
         for peer_id, record in self._live(key):
             dictionary.store(peer_id, record.value, record.expiration_time)
         return ValueWithExpiration(dictionary, dictionary.latest_expiration_time) if dictionary.data else None
 
     def some(self, key: DHTID, *, most_bytes: int) -> list[tuple[str, Record]]:
-        """The same with peer ids, or a random choice that takes at most `most_bytes` in an answer."""
+        """Return the (peer id, record) pairs of the unexpired records of a key.
+
+        If they need more than `most_bytes` in an answer, a random selection that fits is returned.
+        """
         live = self._live(key)
         if sum(len(record.value) + ENTRY_BYTES for _, record in live) <= most_bytes:
             return live
@@ -102,7 +106,7 @@ class RecordStorage(DHTLocalStorage):
             self._forget(min(keys, key=lambda key: self._kept[key][peer_id].expiration_time), peer_id)
 
     def _sweep(self) -> None:
-        """Remove expired records, at most once in SWEEP_EVERY_S: records expire silently."""
+        """Remove expired records, at most once every SWEEP_EVERY_S."""
         if time.monotonic() - self._swept_at_s < SWEEP_EVERY_S:
             return
         self._swept_at_s, now_s = time.monotonic(), CLOCK.now()
@@ -121,7 +125,10 @@ class RecordStorage(DHTLocalStorage):
 
 
 class NoStorage(DHTLocalStorage):
-    """Stores nothing. It replaces hivemind's cache, which anybody may fill, and which is read before the storage."""
+    """A storage that stores nothing.
+
+    It replaces hivemind's cache, which anybody could fill, and which hivemind reads before the storage.
+    """
 
     def store(self, *args: Any, **kwargs: Any) -> bool:
         return False

@@ -1,4 +1,4 @@
-"""The rule that every DHT node applies to records it is asked to store, and to records it receives."""
+"""Validates the records that a DHT node is asked to store, and the records that it receives in answers."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from noloco_p2p.swarm.records import EXPIRY_SLACK_S, MAX_RECORD_BYTES, TTL_S, Re
 
 
 class RecordValidator(RecordValidatorBase):
-    """Accepts what a peer signed about itself, in its own bucket of the run that it names, until the expiry in it.
+    """Accepts a record if its peer has signed it, its key is a bucket of that peer, and it has not expired.
 
-    In a private run, a member must have marked it. Only the envelope is checked: a field that a newer version adds must
-    not make older nodes drop the record, because hivemind drops the whole answer in which one record fails.
+    In a private run, a member must also have marked it. Only the envelope is checked, so that older nodes accept
+    records with new fields. This matters because hivemind drops a whole answer if one of its records fails.
     """
 
     def validate(self, record: DHTRecord) -> bool:
@@ -48,20 +48,24 @@ def _mark(values: dict[str, Any]) -> str:
 
 @lru_cache(maxsize=4096)
 def _keys_of(peer_id: str, spec_digest: str) -> frozenset[bytes]:
-    """The keys under which a peer may announce itself: its own bucket, at any depth."""
+    """Return the keys under which a peer may announce itself, which are the keys of its bucket at every depth."""
     keys = (bucket_of(peer_id, depth).key(run_key(spec_digest)) for depth in range(MAX_DEPTH + 1))
     return frozenset(DHTID.generate(key).to_bytes() for key in keys)
 
 
 def peer_of(packed: bytes) -> str | None:
-    """The peer id in a subkey, a MessagePack str 8; None for anything else."""
+    """Return the peer id in a packed subkey, or None if the subkey is not a MessagePack str 8 of a peer id's length."""
     if not 34 <= len(packed) <= 66 or packed[0] != 0xD9 or packed[1] != len(packed) - 2 or not packed[2:].isascii():
         return None
     return packed[2:].decode()
 
 
 def _unpack(packed: bytes) -> bytes:
-    """The bytes inside a MessagePack bin 8 or bin 16. Only these may be stored, so no general parser reads them."""
+    """Return the bytes inside a MessagePack bin 8 or bin 16.
+
+    Only these two types can be stored, so strangers' bytes never reach a general parser. Raises RecordError for any
+    other type.
+    """
     if len(packed) > MAX_RECORD_BYTES + 3:
         raise RecordError(f"a record has {len(packed)} bytes; the limit is {MAX_RECORD_BYTES + 3}")
     header = {b"\xc4": 2, b"\xc5": 3}.get(packed[:1])

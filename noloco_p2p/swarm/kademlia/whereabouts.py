@@ -1,7 +1,8 @@
-"""The addresses of nodes that others report: the reporting node is asked, as p2pd's own DHT would be.
+"""Finds the addresses of nodes that other nodes report. This replaces p2pd's own DHT.
 
-A node knows where it can be dialled; its neighbours ask it, and report that to others. Reported addresses are dialled
-by libp2p, which authenticates the peer by its key; before that, they are filtered and counted as those of records are.
+A node knows the addresses at which it can be dialled. Its neighbours ask for these addresses, and pass them on to other
+nodes. libp2p dials them and authenticates the node by its key. Before that, the addresses are filtered, and the number
+of dials is limited, in the same way as for the addresses in records.
 """
 
 from __future__ import annotations
@@ -28,17 +29,21 @@ from noloco_p2p.swarm.streams import count_down
 K = TypeVar("K")
 V = TypeVar("V")
 
-LOCATE = "noloco_p2p.locate/1"  # a peer id, or nothing -> addresses, one per line
+LOCATE = "noloco_p2p.locate/1"  # request: a peer id, or nothing; answer: addresses, one per line
 MAX_ADDRESSES, MAX_ADDRESS_CHARS = 8, 200
-MAX_PEERS = 1024  # that are remembered, of each kind
+MAX_PEERS = 1024  # remembered peers in each table
 GOOD_FOR_S = 300.0
-MAX_WAITING = 4  # answers that wait for one neighbour; a silent one cannot block all answers that may wait
-SILENT_FOR_S = 30.0  # after a neighbour did not report its addresses; callers get an empty answer at once meanwhile
+MAX_WAITING = 4  # answers that wait for the same neighbour, so that a silent one cannot use up all waiting answers
+SILENT_FOR_S = 30.0  # after a neighbour did not report its addresses; meanwhile, requests for it get an empty answer
 DIALS = Rate(per_s=2.0, burst=64.0)  # of peers that others reported
 
 
 class Whereabouts:
-    """`table`: of this node. `own_addresses`: where it can be dialled, without peer id. `wait_s`: for one answer."""
+    """The addresses of other nodes, as reported by their neighbours.
+
+    `table` is the routing table of this node. `own_addresses` returns the addresses at which this node can be dialled,
+    without its peer id. `wait_s` is the time limit for one answer.
+    """
 
     def __init__(
         self,
@@ -56,13 +61,16 @@ class Whereabouts:
         self._wait_s = wait_s
         self._dials = TokenBucket.full(DIALS, time.monotonic())
         self._told_by: OrderedDict[PeerID, PeerID] = OrderedDict()
-        # of neighbours, as reported by themselves
+        # the addresses of neighbours as reported by themselves, and the time of the report
         self._addresses: OrderedDict[PeerID, tuple[float, bytes]] = OrderedDict()
         self._tried_s: OrderedDict[PeerID, float] = OrderedDict()
         self._waiting: Counter[PeerID] = Counter()
 
     def tell(self, data: bytes, asker: PeerID) -> bytes | Awaitable[bytes]:
-        """Where a neighbour can be dialled; without a peer id, where this node can. Raises DirectoryError."""
+        """Return the addresses of the neighbour whose peer id is `data`, or of this node if `data` is empty.
+
+        Raises DirectoryError if the peer is not a neighbour, or if too many requests wait for its answer.
+        """
         if not data:
             return pack(self._own_addresses())
         wanted = PeerID(data)
@@ -73,15 +81,16 @@ class Whereabouts:
         return addresses if is_known else self._ask_itself(wanted)
 
     def heard(self, peers: Iterable[PeerID], teller: PeerID) -> None:
-        """Another node reports these."""
+        """Record that the node `teller` has reported these peers."""
         for peer in peers:
             if peer not in self._table.peer_id_to_uid and peer != self._client.peer_id:
                 _put(self._told_by, peer, teller)
 
     async def make_way_to(self, peer: PeerID) -> None:
-        """Connect libp2p to a node that is about to be called, at the address that another one reported. Never raises.
+        """Connect libp2p to a node that is about to be called, at the addresses that another node reports.
 
-        Neighbours, and nodes that none has reported, are left to p2pd, which may know them.
+        For neighbours, and for nodes that nobody has reported, it does nothing, because p2pd may know their addresses.
+        It never raises, because the call that follows reports the error.
         """
         teller, now_s = self._told_by.pop(peer, None), time.monotonic()
         is_tried = now_s - self._tried_s.get(peer, -GOOD_FOR_S) < GOOD_FOR_S
@@ -89,13 +98,13 @@ class Whereabouts:
             return
         self._dials.left -= 1.0
         _put(self._tried_s, peer, now_s)
-        with suppress(*ANSWER_FAULTS, Unreachable):  # the call that follows reports the error
+        with suppress(*ANSWER_FAULTS, Unreachable):
             await self._dial(str(peer), unpack(await self._ask(teller, peer.to_bytes())))
 
     async def _dial(self, peer_id: str, told: Sequence[str]) -> None:
-        """Dial a reported peer. Raises Unreachable if the guard forbids it, and ANSWER_FAULTS."""
+        """Dial a reported peer. Raises Unreachable if the guard forbids it, and one of ANSWER_FAULTS if it fails."""
         if await self._client.hosts_of(peer_id):
-            return  # there is a connection, so nothing needs to be believed
+            return  # already connected, so the addresses do not matter
         believed = of_one_host(told, only_public=self._guard.only_public)
         ways = [await guarded(self._guard, peer_id, address) for address in believed]
         if ways:
@@ -104,9 +113,9 @@ class Whereabouts:
                 self._guard.reached(peer_id, host)
 
     async def _ask_itself(self, peer: PeerID) -> bytes:
-        """Ask a neighbour for its own addresses. Raises DirectoryError when too many answers wait for it."""
+        """Ask a neighbour for its own addresses. Raises DirectoryError if too many requests wait for its answer."""
         if self._waiting[peer] >= MAX_WAITING:
-            raise DirectoryError("too many requests wait for that peer; ask again later")
+            raise DirectoryError("too many requests are waiting for that peer; try again later")
         self._waiting[peer] += 1
         addresses = b""
         try:
@@ -126,13 +135,13 @@ def pack(addresses: Iterable[str]) -> bytes:
 
 
 def unpack(told: bytes) -> list[str]:
-    """The dialable addresses; invalid ones are left out."""
+    """Return the addresses in an answer, without the invalid ones."""
     lines = told[: MAX_ADDRESSES * MAX_ADDRESS_CHARS].decode(errors="replace").split("\n")[:MAX_ADDRESSES]
     return [line for line in lines if len(line) <= MAX_ADDRESS_CHARS and line.isascii() and tcp_target(line)]
 
 
 def _put(table: OrderedDict[K, V], key: K, value: V) -> None:
-    """Insert as the newest of at most MAX_PEERS."""
+    """Insert an entry as the newest one. If there are more than MAX_PEERS, remove the oldest."""
     table[key] = value
     table.move_to_end(key)
     if len(table) > MAX_PEERS:

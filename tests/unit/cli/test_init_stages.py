@@ -17,15 +17,15 @@ stage     blocks  parameters   memory
 0 (head)       0        372k  5.9 MiB
 1              1        310k  4.7 MiB
 2              2        310k  4.7 MiB
-memory is for weights, gradients, moments and slow weights; activations and swaps are not included
+memory includes weights, gradients, moments and slow weights, but not activations and swaps
 per token, a stage sends 164 bytes (int8) to the next stage and 164 bytes (int8) back
 link, each way  tokens/s    smallest batch
 20 Mbit/s          7,622     79,315 tokens
 100 Mbit/s        38,110    371,998 tokens
 1,000 Mbit/s     381,098  3,664,681 tokens
-the smallest batch per replica and step keeps links 60 to 70 % busy; this spec has 1,024 tokens
-use links of at least 1 Gbit/s and 5 ms: on slower ones, stages learn less per token (docs/stages.md)
-a head needs the memory of stage 0 and data ('stdlib'); every other peer can hold stage 1 or higher. Training \
+the smallest batch per replica and step keeps links 60 to 70 % busy; this spec has a batch of 1,024 tokens
+use links of at least 1 Gbit/s and at most 5 ms: on slower links, stages learn less per token (docs/stages.md)
+a head needs the memory for stage 0 and the data ('stdlib'); every other peer can hold stage 1 or higher. Training \
 begins when each of the 3 stages has a peer. One machine can run all of them, each as a process with its own --state-dir
 """
 

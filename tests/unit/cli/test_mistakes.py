@@ -65,7 +65,7 @@ def test_usage_is_2(arguments: list[str], said: str, capsys: pytest.CaptureFixtu
     [
         ("gamma = 1.0", "gamma = 2.5", "outer.gamma must be < 2 (2 - alpha^2) / (2 + alpha) = 2"),
         ('inner_steps = "auto"', 'inner_steps = "few"', "outer.inner_steps"),
-        ("alpha = 0.0", "alfa = 0.5", "outer.alfa: is not a known field"),
+        ("alpha = 0.0", "alfa = 0.5", "outer.alfa is not a known field"),
         ("[outer]", "[outer", "cannot be read as TOML"),
         ('source = "stdlib"', 'source = "/etc/passwd"', "a spec never holds a path"),
     ],
@@ -90,13 +90,13 @@ def test_a_wrong_spec_is_3_and_names_the_field(
         (["--announce", "host:abc"], "announce 'host:abc' must be HOST:PORT"),
         (["--device", "tpu"], "device 'tpu' must be auto, cpu, cuda:N (NVIDIA, AMD) or mps (Apple)"),
         (["--device", "cuda:97"], "--device cuda:97: torch finds"),
-        (["--threads", "-1"], "threads: "),
-        (["--max-steps", "0"], "max_steps: "),
+        (["--threads", "-1"], "threads must be greater than or equal to 0; it is -1"),
+        (["--max-steps", "0"], "max_steps must be greater than 0; it is 0"),
         (["--max-upload", "40mb"], "max_upload '40mb' must be a rate in bits or bytes: 2500kbit, 40mbit"),
         (["--max-download", "1mbit"], "max_download '1mbit' must be at least 2mbit (250kB/s)"),
         (["--data", "c4"], "--data 'c4' must be NAME=GLOB"),
         (["--bootstrap", "somewhere"], "bootstrap 'somewhere' must be an address such as /ip4/"),
-        (["--state-dir", "/proc/nothing"], "cannot be used as state folder"),
+        (["--state-dir", "/proc/nothing"], "cannot be used as the state folder"),
     ],
 )
 def test_a_wrong_setting_is_3_and_names_the_flag(
@@ -162,13 +162,13 @@ def test_settings_in_the_environment_and_in_the_file_name_themselves(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NOLOCO_THREADS", "-3")
-    assert complaint(capsys, "status")[1].startswith("noloco: environment NOLOCO_*: threads: ")
+    assert complaint(capsys, "status")[1].startswith("noloco: environment NOLOCO_*: threads must be ")
     monkeypatch.delenv("NOLOCO_THREADS")
     file = tmp_path / "config" / "noloco" / "settings.toml"
     file.parent.mkdir(parents=True)
     file.write_text("thread = 1\n")
     code, line = complaint(capsys, "status")
-    assert (code, line) == (3, f"noloco: {file}: thread: is not a known field")
+    assert (code, line) == (3, f"noloco: {file}: thread is not a known field")
 
 
 @pytest.mark.parametrize(

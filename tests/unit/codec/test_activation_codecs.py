@@ -149,7 +149,7 @@ def check_bounds(name: str, values: Tensor, decoded: Tensor) -> None:
 
 def test_an_unknown_codec_is_refused_with_the_known_names() -> None:
     assert [get_activation_codec(name).name for name in ACTIVATION_CODEC_NAMES] == ["fp32", "bf16", "int8", "int4"]
-    with pytest.raises(ValueError, match="unknown activation codec 'int3'; known are fp32, bf16, int8, int4"):
+    with pytest.raises(ValueError, match="unknown activation codec 'int3'; the known codecs are fp32, bf16, int8"):
         get_activation_codec("int3")
 
 
@@ -376,7 +376,7 @@ def test_decode_refuses_every_other_length(name: str, hidden: int, length: int) 
     expected = codec.num_bytes((2, hidden))
     length += length == expected
     for call in (codec.check, lambda payload, shape: codec.decode(payload, shape=shape, dtype=torch.float32)):
-        with pytest.raises(CorruptPayload, match=f"must have {expected} bytes, they have {length}"):
+        with pytest.raises(CorruptPayload, match=f"must have {expected} bytes, but they have {length}"):
             call(bytes(length), shape=(2, hidden))
 
 

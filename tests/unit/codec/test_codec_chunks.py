@@ -22,7 +22,7 @@ def test_each_codec_of_the_spec_exists_under_its_name() -> None:
 
 
 def test_an_unknown_codec_is_refused_with_the_known_names() -> None:
-    with pytest.raises(ValueError, match=f"unknown codec 'int3'; known are {', '.join(CODEC_NAMES)}"):
+    with pytest.raises(ValueError, match=f"unknown codec 'int3'; the known codecs are {', '.join(CODEC_NAMES)}"):
         get_codec("int3")
 
 

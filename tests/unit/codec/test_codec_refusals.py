@@ -90,7 +90,7 @@ def test_decode_refuses_every_other_length(name: str, num_elements: int, length:
     expected = codec.num_bytes(num_elements)
     if length == expected:
         length += 1
-    with pytest.raises(CorruptPayload, match=f"must have {expected} bytes, it has {length}"):
+    with pytest.raises(CorruptPayload, match=f"must have {expected} bytes, but it has {length}"):
         codec.decode(bytes(length), num_elements=num_elements)
 
 

@@ -205,7 +205,7 @@ def test_every_other_length_is_refused(codec: ModuloCodec, num_elements: int, ex
         lambda: codec.check(wrong, num_elements=num_elements),
         lambda: codec.differences(own, wrong, grid=grid, chunk_index=0),
     ):
-        with pytest.raises(CorruptPayload, match=f"must have {expected} bytes, it has {len(wrong)}"):
+        with pytest.raises(CorruptPayload, match=f"must have {expected} bytes, but it has {len(wrong)}"):
             refuse()
 
 

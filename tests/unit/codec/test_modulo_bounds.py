@@ -140,7 +140,7 @@ def test_an_exponent_that_no_peer_proposes_is_refused(strange: int) -> None:
 
 
 def test_a_proposal_of_another_length_is_refused() -> None:
-    with pytest.raises(CorruptPayload, match="a grid of 3 blocks, the section has 2"):
+    with pytest.raises(CorruptPayload, match="a grid of 3 blocks, but the section has 2"):
         agree(bytes(2), bytes(3))
 
 

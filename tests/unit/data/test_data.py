@@ -417,7 +417,7 @@ def test_shards_are_read_once_each_in_the_order_of_the_peer_and_from_any_row(cor
         ({}, r"data named 'mine'.*--data mine=GLOB"),
         ({"mine": "{folder}/nothing*"}, r"--data mine=.*nothing\* matches no file"),
         ({"mine": "{folder}"}, "is a folder; name its files"),
-        ({"mine": "{folder}/x.csv"}, r"x\.csv: unknown kind of file; readable are"),
+        ({"mine": "{folder}/x.csv"}, r"x\.csv: unsupported kind of file; supported are"),
         ({"mine": "{folder}/*.jsonl", "mine.validation": "{folder}/*.jsonl"}, "every file of --data mine is also"),
     ],
 )
@@ -430,7 +430,7 @@ def test_a_wrong_binding_is_an_error_in_words(tmp_path: Path, bindings: dict[str
 
 def test_a_source_without_documents_is_an_error_and_no_endless_loop(tmp_path: Path) -> None:
     (tmp_path / "empty.txt").touch()
-    with pytest.raises(DataError, match="holds no document to train on"):
+    with pytest.raises(DataError, match="contains no document to train on"):
         next(make_stream(MINE, bindings={"mine": f"{tmp_path}/*"}))
 
 

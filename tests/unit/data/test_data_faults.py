@@ -187,7 +187,7 @@ def test_training_goes_on_beside_bad_files_and_counts_them_once(tmp_path: Path) 
 
 def test_a_source_of_nothing_but_faults_is_an_error_that_names_the_last(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"body": "a"}\n' * 3000)
-    with pytest.raises(DataError, match=r"holds no document to train on; the last fault of 10\d\d: .*a\.jsonl, line"):
+    with pytest.raises(DataError, match=r"no document to train on; the last fault of 10\d\d: .*a\.jsonl, line"):
         next(make_stream(f"{tmp_path}/*"))
 
 
@@ -259,7 +259,7 @@ def test_a_piece_that_always_fails_while_others_do_not_is_left_out_and_told() ->
     assert flaky.fails[3, 1] == 1000 - MAX_FAILURES - 1
     (fault,) = found
     assert fault.rest
-    assert "3, line 2: could not be read 8 times, though other files could" in str(fault)
+    assert "3, line 2: reading failed 8 times, while other files could be read" in str(fault)
 
 
 def test_a_network_that_never_comes_back_is_an_error_and_a_wait_ends_when_it_is_told_to() -> None:

@@ -98,7 +98,7 @@ def test_a_mixture_is_named_as_such_and_has_no_mixture_within() -> None:
             TrainerSpec.from_dict({"name": "x", "data": data}, origin="run.toml")
         return str(raised.value)
 
-    assert "data.source must be 'mix' if [[data.mix]] lists sources" in refused(mix=[{"source": "a"}])
+    assert "data.source must be 'mix' if and only if [[data.mix]] lists sources" in refused(mix=[{"source": "a"}])
     assert "data.source must be 'mix'" in refused(source="mix")
     assert "'mix' cannot contain itself" in refused(source="mix", mix=[{"source": "mix"}])
     assert "data.mix.0.weight" in refused(source="mix", mix=[{"source": "a", "weight": 0}])
@@ -181,7 +181,7 @@ def test_an_error_comes_where_its_batch_would_have(tmp_path: Path) -> None:
     ahead = Prefetcher(make_stream({"a": f"{tmp_path}/a.jsonl"}, data, block_tokens=500))
     next(ahead)
     (tmp_path / "a.jsonl").unlink()
-    with pytest.raises(DataError, match="holds no document to train on"):
+    with pytest.raises(DataError, match="contains no document to train on"):
         take(ahead, 2000)
     ahead.close()
 

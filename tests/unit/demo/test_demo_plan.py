@@ -13,7 +13,7 @@ from noloco_p2p.demo.report import _half_reasons, report_lines
 from noloco_p2p.errors import SettingsError, SpecError
 
 ALONE = "alone: ..abc123 refused: I have a partner for round 3"
-LATE = "its outer gradient is not here yet"
+LATE = "its outer gradient has not arrived yet"
 
 
 @pytest.mark.parametrize(

@@ -189,7 +189,7 @@ def test_weights_that_are_not_finite_are_not_sent_and_are_no_fault_of_the_partne
         peer.driver.on_corrupt = lambda peer_id, reason: struck.append(peer_id)
     outcomes = one_round([a, b], [broken, B], wait_s=PATIENCE_S)
     assert [type(outcome) for outcome in outcomes] == [Alone, Alone]
-    assert "own slow_weights cannot be sent" in a.driver.last_fault
+    assert "this peer's slow_weights cannot be sent" in a.driver.last_fault
     assert not struck
 
 

@@ -171,10 +171,10 @@ def test_a_partner_that_freezes_at_a_frame_is_given_up_in_time(at: At, allowed: 
 CORRUPT: list[tuple[str, Fault, At, str]] = [
     ("bit-flip", FlipBit(5), At(Chunk), "chunk 0 of {} is damaged"),
     ("truncated", Truncate(40), At(Chunk), "chunk 0 of {} is damaged"),
-    ("truncated-digest-fits", Truncate(40, digests="section"), At(Chunk), "must have 400 bytes, it has 40"),
-    ("bit-flip-digest-fits", FlipBit(5, digests="chunk"), At(Chunk), "{} has no end, or one with another digest"),
-    ("nan", NotFinite(), At(Chunk), "holds NaN or infinity"),
-    ("repeated", Repeat(), At(Chunk), "{} has no end, or one with another digest"),
+    ("truncated-digest-fits", Truncate(40, digests="section"), At(Chunk), "must have 400 bytes, but it has 40"),
+    ("bit-flip-digest-fits", FlipBit(5, digests="chunk"), At(Chunk), "{} does not end with the expected digest"),
+    ("nan", NotFinite(), At(Chunk), "contains NaN or infinity"),
+    ("repeated", Repeat(), At(Chunk), "{} does not end with the expected digest"),
     ("dropped", Drop(), At(Chunk), "chunk 0 of {} is missing: got End"),
     ("after-its-end", SwapWithNext(), At(Chunk), "chunk 0 of {} is missing: got End"),
     ("no-header", Drop(), At(Header), "announced chunk 0 of {}"),
@@ -219,7 +219,7 @@ def test_what_is_damaged_is_refused_in_words_and_not_applied(
 def test_a_section_without_an_end_is_refused() -> None:
     outcomes, last_faults, _ = round_with_fault(FaultPlan().fail_at(At(End), send=Drop()))
     assert [type(outcome) for outcome in outcomes] == [Alone, Alone]
-    assert "slow_weights has no end, or one with another digest" in last_faults[1]
+    assert "slow_weights does not end with the expected digest" in last_faults[1]
 
 
 def test_chunks_in_another_order_are_refused() -> None:

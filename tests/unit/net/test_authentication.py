@@ -97,7 +97,7 @@ def test_a_request_is_answered() -> None:
     [
         ((), True, "no request arrived"),
         ((b"\xff",), True, "not a message of this protocol"),
-        ((b"",), False, "was taken"),
+        ((b"",), False, "was accepted"),
     ],
 )
 def test_who_says_nothing_or_nonsense_or_takes_nothing_is_not_waited_for(

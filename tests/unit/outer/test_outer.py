@@ -631,7 +631,7 @@ def test_weights_that_are_not_finite_go_back_to_the_start_of_their_round(caplog:
         assert (result := outer.step())
         assert not result.diverged
         assert torch.allclose(flat(model), before + 0.5)
-    assert "own weights were not finite" in caplog.text
+    assert "this peer's weights were not finite" in caplog.text
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float8_e4m3fn])

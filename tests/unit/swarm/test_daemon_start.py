@@ -72,7 +72,7 @@ def test_a_node_without_its_relay_is_stopped(tmp_path: Path, monkeypatch: pytest
             return cls()
 
         async def handle_streams(self, *_: object) -> None:
-            raise DirectoryError("asking p2pd for streams: no answer")
+            raise DirectoryError("asking p2pd to forward streams: no answer")
 
         async def stop(self) -> None:
             stopped.append(True)

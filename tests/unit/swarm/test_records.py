@@ -146,7 +146,7 @@ def test_another_peer_cannot_sign() -> None:
         ({"round": -1}, "round"),
         ({"round": 2**53 + 1}, "round"),
         ({"tok/s": 1.7e308}, "tokens_per_s"),
-        ({"loss": math.nan}, "not JSON"),
+        ({"loss": math.nan}, "not valid JSON"),
         ({"loss": "low"}, "loss"),
         ({"prog": 10**30}, "progress"),
         ({"run": "demo\x1b[2J"}, "printable"),

@@ -112,11 +112,16 @@ def test_a_refusal_says_why() -> None:
     storage, now_s = RecordStorage(max_records=MAX_RECORDS_PER_KEY + 1), time.time()
     for number in range(MAX_RECORDS_PER_KEY):
         storage.store_subkey(KEY, f"invented {number}", b"x", now_s + 10)
-    assert storage.refusal(KEY, "invented 1", now_s + 10) == "the stored record is as new"
-    assert storage.refusal(KEY, "newcomer", now_s + 10) == f"this node keeps {MAX_RECORDS_PER_KEY} records of a key"
+    assert storage.refusal(KEY, "invented 1", now_s + 10) == "the stored record is at least as new"
+    assert (
+        storage.refusal(KEY, "newcomer", now_s + 10)
+        == f"this node already stores {MAX_RECORDS_PER_KEY} records for this key"
+    )
     elsewhere = DHTID.generate("elsewhere")
     assert storage.store_subkey(elsewhere, "newcomer", b"x", now_s + 10)
-    assert storage.refusal(elsewhere, "late", now_s + 10) == f"this node keeps {MAX_RECORDS_PER_KEY + 1} records"
+    assert (
+        storage.refusal(elsewhere, "late", now_s + 10) == f"this node already stores {MAX_RECORDS_PER_KEY + 1} records"
+    )
     assert not storage.refusal(elsewhere, "newcomer", now_s + 11)
 
 

@@ -126,8 +126,8 @@ def test_out_of_memory_halves_what_is_done_at_a_time_and_goes_on(
         loss = float(narrow.backward(batch()))
     assert narrow.micro_batch == 2
     assert [record.getMessage() for record in caplog.records] == [
-        "out of memory with 6 sequences at a time; from now on 3",
-        "out of memory with 3 sequences at a time; from now on 2",
+        "out of memory with 6 sequences at a time; using 3 from now on",
+        "out of memory with 3 sequences at a time; using 2 from now on",
     ]
     assert loss == pytest.approx(float(plain.backward(batch())), rel=1e-6)
     assert torch.allclose(gradient(narrow), gradient(plain), atol=1e-6), "nothing of the failed attempts is left"

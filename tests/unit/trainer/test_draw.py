@@ -25,7 +25,7 @@ def test_a_batch_is_drawn() -> None:
 
 
 def test_no_memory_for_a_batch_says_what_to_do() -> None:
-    with pytest.raises(DataError, match=r"no memory.*last checkpoint is intact.*resumes"):
+    with pytest.raises(DataError, match=r"no memory.*last checkpoint is intact.*resume"):
         draw(no_memory)
 
 

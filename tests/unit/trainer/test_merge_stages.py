@@ -228,7 +228,7 @@ def test_a_whole_model_can_be_forked_into_stages(cut: object, tmp_path: Path, mo
     ("change", "said"),
     [
         ("pipeline.stages=9", "pipeline.stages 9 must be at most the 3 blocks of the model"),
-        ("pipeline.cut=[2, 2, 2]", "pipeline.cut has 6 blocks in all, and model.num_layers is 3"),
+        ("pipeline.cut=[2, 2, 2]", "pipeline.cut has 6 blocks in all, but model.num_layers is 3"),
         ("model.num_layers=4", "it keeps its model"),
     ],
 )

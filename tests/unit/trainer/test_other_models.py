@@ -107,7 +107,7 @@ def test_a_checkpoint_of_another_model_is_refused_and_the_tensor_is_named(tmp_pa
         outer = NoLoCo(Net(), None, swarm.peer("one", run_folder=tmp_path), save_every_rounds=0)
         outer.save()
         for other, message in ((Net(5), r"first\.weight \[5, 4\] here"), (Net(frozen_seed=2), r"frozen\.weight")):
-            with pytest.raises(CheckpointError, match=rf"is of another model: .*{message}"):
+            with pytest.raises(CheckpointError, match=rf"belongs to another model: .*{message}"):
                 NoLoCo(other, None, swarm.peer(message, run_folder=tmp_path), save_every_rounds=0)
 
 

@@ -433,7 +433,7 @@ def test_weights_that_are_missing_or_of_another_shape_are_named(
         build_stage(spec, (2, 2), index=1, sequence_length=TOKENS, folders=folders)
     del values["weight_map"]["model.layers.2.mlp.up_proj.weight"]
     index.write_text(json.dumps(values))
-    with pytest.raises(ModelError, match=r"names no file for the tensor model\.layers\.2\.mlp\.up_proj\.weight"):
+    with pytest.raises(ModelError, match=r"does not name a file for the tensor model\.layers\.2\.mlp\.up_proj\.weight"):
         build_stage(spec, (2, 2), index=1, sequence_length=TOKENS, folders=folders)
     index.unlink()
     with pytest.raises(ModelError, match=r"model 'mine' cannot be loaded: .*model\.safetensors"):
@@ -463,7 +463,7 @@ def test_a_cut_of_another_model_and_sequences_too_long_are_refused(tmp_path: Pat
     spec, folders = named(config_of("llama"), tmp_path)
     with pytest.raises(ModelError, match=r"pipeline\.cut has 5 blocks in all, but the model has 4"):
         build_stage(spec, (2, 3), index=0, sequence_length=TOKENS, folders=folders)
-    with pytest.raises(ModelError, match="33 is over the 32 positions"):
+    with pytest.raises(ModelError, match="33 exceeds the 32 positions"):
         build_stage(spec, (2, 2), index=0, sequence_length=33, folders=folders)
 
 

@@ -165,7 +165,7 @@ def test_what_cannot_revive_a_stage_is_refused(tmp_path: Path) -> None:
         head = trainer_of(swarm, tmp_path / "head", stage=0)
         head._save()
         for source, why in (
-            (stage_folder(tmp_path / "head", 0), "is of another model"),
+            (stage_folder(tmp_path / "head", 0), "belongs to another model"),
             (tmp_path, "holds neither a checkpoint of this stage nor an exported model"),
         ):
             with pytest.raises(CheckpointError, match=why):
@@ -189,9 +189,7 @@ def test_a_stage_of_a_fork_begins_from_its_part_of_the_start_state(tmp_path: Pat
         with pytest.raises(Left):
             trainer_of(swarm, tmp_path / "second", stage=2, said=said, leaves=True)
         assert len(said) == 1
-        assert (
-            "no peer holds stage 2 now: this peer waits for one that does (the operator of the run can give" in said[0]
-        )
+        assert "no peer holds stage 2 now: this peer waits for one that does (the operator of the run can" in said[0]
         with pytest.raises(ModelError, match=r"starts from the state blake3:.* which is not on this machine"):
             trainer_of(swarm, tmp_path / "second", stage=2, others=[other(2, 0.0)])
         revived = trainer_of(swarm, tmp_path / "third", stage=2, revive_from=stage_folder(tmp_path / "first", 2))

@@ -75,8 +75,9 @@ class PeerServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Greet(self, request, context):
-        """The first call on every connection: gives the challenge that the proof of the next call answers. The proof travels
-        in the metadata "noloco-proof-bin"; a refusal of either comes back in "noloco-refuse-bin" (a Refuse).
+        """Return a challenge, which the proof of the next call answers. This is the first call on every connection. The proof
+        is sent in the metadata "noloco-proof-bin". If either call is refused, the answer has a Refuse in its metadata
+        "noloco-refuse-bin".
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -90,37 +91,38 @@ class PeerServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Lane(self, request_iterator, context):
-        """One more channel for a swap that runs. Begins with Join each way (or Refuse as the answer); the caller ends it with
-        Leave. Only for partners who both have "lanes" among their features.
+        """Add a connection to a running swap. Both partners begin with Join, but the answer can also be Refuse. The caller
+        ends the connection with Leave. Both partners must have "lanes" among their features.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Flow(self, request_iterator, context):
-        """Microbatches between two neighbours in a pipeline: one stream for each pair, dialled by either side. Begins with
-        FlowHello each way (or Refuse as the answer).
+        """Carry microbatches between two neighbours in a pipeline. There is one stream for each pair, and either peer can
+        dial it. Both begin with FlowHello, but the answer can also be Refuse.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Fetch(self, request, context):
-        """Spec, manifest and chunks of the newest saved state; resumable, as the caller names the chunks it lacks.
+        """Return the spec, or the manifest or chunks of the newest saved state. A fetch can be resumed, because the caller
+        names the chunks that it needs.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Status(self, request, context):
-        """What the peer is doing, and what became of a swap.
+        """Return the state of the peer, and the outcome of a swap.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Probe(self, request, context):
-        """Can the caller be reached from here? Only the address that the call came from is dialled.
+        """Report whether the caller can be reached from here. Only the address that the call came from is dialled.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
