@@ -1168,7 +1168,7 @@ def readme() -> list[Phrase]:
     return [
         phrase("Python 3.11 or newer"),
         phrase("Apache 2.0"),
-        phrase("Then the early part takes {:g} of a round at most", line("round_lengths.txt", r"fill ([\d.]+)")),
+        phrase("The early part then takes at most {:g} of a round", line("round_lengths.txt", r"fill ([\d.]+)")),
         phrase(
             "rounds of 5 steps | {:+.1f} %, for {:.1f} % of the bytes of fp32",
             between("best_8", "5: 0 1 1", "ddp"),
@@ -1176,17 +1176,17 @@ def readme() -> list[Phrase]:
         ),
         phrase("a toy of 0.12M parameters"),
         phrase(
-            "| {:+.1f} % at a tenth of the bytes of ddp, {:+.1f} % at a hundredth |",
+            "| {:+.1f} % with a tenth of the bytes of synchronous training, {:+.1f} % with a hundredth |",
             *(behind_by("DiLoCo", cap) for cap in CAPS),
         ),
         phrase("half applied | {:.0f} of 600", 600 - claim("kills_and_flips", "kills")),
-        phrase("found a partner | {:.0f} %", 100 * claim("pairing", "64 peers at 1x-4x: paired")),
+        phrase("64 peers of four speeds | {:.0f} %", 100 * claim("pairing", "64 peers at 1x-4x: paired")),
         phrase(
-            "two cores | {:.2f} (target 0.98: missed)",
+            "two cores | {:.2f} (missed the target of 0.98)",
             line("overhead_busy.txt", r"^a swap at 100 Mbit/s: training beside it, two cores +([\d.]+)"),
         ),
         phrase(
-            "it learned {:.0f} to {:.0f} % worse per token", percent["small batch"][0], fmean(percent["gate, best"])
+            "a loss {:.0f} to {:.0f} % higher than", percent["small batch"][0], fmean(percent["gate, best"])
         ),
     ]
 
