@@ -139,7 +139,7 @@ class BatchSteps:
         self.loss_tokens += num_tokens
 
     def count_done(self, num_tokens: int) -> None:
-        """Count a microbatch whose loss was counted, and whose backward pass at the front is done or lost."""
+        """Count the tokens of a microbatch with a loss when its backward pass at the front is done or lost."""
         self.done_tokens += num_tokens
 
     @property

@@ -26,7 +26,7 @@ PASSED_OVER_S = 10.0  # before a peer that was passed over is asked again
 
 
 def lateness_s(mine: Boundary, theirs: Boundary) -> float:
-    """Return the seconds that the earlier peer would wait at its boundary for the other, or 0 if that is unknown."""
+    """Return how many seconds the earlier peer would wait at its boundary for the other, or 0 if that is unknown."""
     if mine.seconds_to_boundary is None or theirs.seconds_to_boundary is None:
         return 0.0
     return abs(mine.seconds_to_boundary - theirs.seconds_to_boundary)

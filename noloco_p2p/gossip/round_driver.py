@@ -451,7 +451,7 @@ class RoundDriver:
         )
 
     def _bounds_of(self, plans: Iterable[SectionPlan], round_index: int) -> dict[SectionName, Bounds]:
-        """Return the bounds of each section with modulo coding. They adapt from swap to swap."""
+        """Return the bounds of each section with modulo coding. The bounds adapt from swap to swap."""
         for plan in plans:
             if plan.modulo and plan.name not in self._bounds:
                 self._bounds[plan.name] = Bounds(plan.num_elements, codec=plan.modulo[0])
