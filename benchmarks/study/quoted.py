@@ -1185,9 +1185,7 @@ def readme() -> list[Phrase]:
             "two cores | {:.2f} (missed the target of 0.98)",
             line("overhead_busy.txt", r"^a swap at 100 Mbit/s: training beside it, two cores +([\d.]+)"),
         ),
-        phrase(
-            "a loss {:.0f} to {:.0f} % higher than", percent["small batch"][0], fmean(percent["gate, best"])
-        ),
+        phrase("a loss {:.0f} to {:.0f} % higher than", percent["small batch"][0], fmean(percent["gate, best"])),
     ]
 
 
