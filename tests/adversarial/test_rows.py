@@ -9,8 +9,8 @@ I4  one log line names the peer, what happened, and what was kept
 from __future__ import annotations
 
 import logging
-import re
 import math
+import re
 import time
 
 import pytest
