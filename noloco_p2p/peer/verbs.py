@@ -59,5 +59,5 @@ def why_no_pause(peer: Controlled) -> str:
     if peer.leave_requested.is_set():
         return "it is leaving"
     if not peer.has_entered:
-        return "it has not begun to train yet; try again, or stop it with `noloco leave`"
-    return "the run is done, so it no longer trains" if peer.state == "done" else ""
+        return "it has not started training yet; try again later, or stop it with `noloco leave`"
+    return "the run is done, so the peer is no longer training" if peer.state == "done" else ""
