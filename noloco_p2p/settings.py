@@ -120,10 +120,10 @@ class PeerSettings(BaseModel):
     ] = f"0.0.0.0:{DEFAULT_PORT}"
     announce: Annotated[str, about("HOST[:PORT] that other peers dial, if it differs from --listen.")] = ""
     map_ports: Annotated[
-        AlwaysOrNever, about("Ask the router to forward the two ports (NAT-PMP, UPnP), unless --announce is given.")
+        AlwaysOrNever, about("Ask the router to forward both ports (by NAT-PMP or UPnP), unless --announce is given.")
     ] = "always"
     search_lan: Annotated[
-        AlwaysOrNever, about("Find peers of the run on the local network by mDNS, and let them find this one.")
+        AlwaysOrNever, about("Find peers of the run on the local network by mDNS, and let them find this peer.")
     ] = "always"
     device: Annotated[str, about(f"Device to train on: {DEVICES}.")] = "auto"
     threads: Annotated[int, Field(ge=0), about("Number of torch threads."), Flag(default="chosen by torch")] = 0
@@ -139,9 +139,11 @@ class PeerSettings(BaseModel):
         about("Number of sequences per forward and backward pass."),
         Flag(default="as many as fit in memory"),
     ] = 0
-    compile: Annotated[bool, about("Compile the model (torch.compile).")] = False
+    compile: Annotated[bool, about("Compile the model with torch.compile.")] = False
     activation_checkpointing: Annotated[bool, about("Use less memory at the cost of a third more computation.")] = False
-    offload_optimizer: Annotated[bool, about("Keep the optimizer's moments in main memory, not on the GPU.")] = False
+    offload_optimizer: Annotated[bool, about("Keep the optimizer's moments in main memory instead of GPU memory.")] = (
+        False
+    )
     keep_checkpoints: Annotated[Count, about("Number of checkpoints to keep.")] = 2
     save_every_rounds: Annotated[Count, about("Number of rounds between checkpoints.")] = 10
     max_upload: Annotated[
@@ -154,15 +156,15 @@ class PeerSettings(BaseModel):
     ] = ""
     name: Annotated[
         str,
-        about(f"A public name of up to {peer_name.MAX_CHARS} characters. It does not prove who you are."),
+        about(f"A public name of up to {peer_name.MAX_CHARS} characters. It does not prove your identity."),
         Flag(default="none"),
     ] = ""
     hide_contribution: Annotated[bool, about("Hide this peer's hours and tokens from other peers.")] = False
     when: Annotated[
         str,
         about(
-            "When to train: always, while the machine is idle (other programs hardly use its processor and GPU), or "
-            "between two times of day, for example 22:00-07:00."
+            "When to train: always, idle (only while other programs hardly use the processor and GPU), or between two "
+            "times of day, for example 22:00-07:00."
         ),
         Flag(metavar="always|idle|HH:MM-HH:MM"),
     ] = "always"
@@ -183,7 +185,8 @@ class PeerSettings(BaseModel):
     push_to_hub: Annotated[
         str,
         about(
-            "Upload the last checkpoint to the Hugging Face hub when this peer leaves. New repositories are private."
+            "Upload the last checkpoint to the Hugging Face hub when this peer leaves. If the repository "
+            "does not exist, a private one is created."
         ),
         Flag(metavar="OWNER/NAME", default="none"),
     ] = ""
@@ -226,7 +229,7 @@ class PeerSettings(BaseModel):
     max_memory: Annotated[
         str,
         about("Main memory that this peer may use, for example 8GB."),
-        Flag(metavar="SIZE", default="all of it"),
+        Flag(metavar="SIZE", default="no limit"),
     ] = ""
     run_key: Annotated[
         Path | None, about("File with the key of a private run, written by `noloco init --private`.")

@@ -76,11 +76,11 @@ class LoraSpec(Section):
     rank: Annotated[
         int, Field(ge=0), about("rank of the adapters; 0 means no adapters, so all weights are trained")
     ] = 0
-    alpha: Annotated[PositiveFloat, about("adapters are scaled by alpha / rank")] = 16.0
+    alpha: Annotated[PositiveFloat, about("the output of each adapter is multiplied by alpha / rank")] = 16.0
     dropout: Annotated[float, Field(ge=0, lt=1), about("dropout on the input of each adapter")] = 0.0
-    targets: Annotated[str, about("'all-linear', or comma-separated module names such as 'q_proj,v_proj'")] = (
-        "all-linear"
-    )
+    targets: Annotated[
+        str, about("modules with adapters: 'all-linear', or comma-separated names such as 'q_proj,v_proj'")
+    ] = "all-linear"
     base_dtype: Annotated[Literal["fp32", "bf16"], about("dtype of the frozen weights; bf16 halves their memory")] = (
         "fp32"
     )
@@ -103,11 +103,11 @@ class ModelSpec(Section):
     ] = 384
     hidden_size: Annotated[Size, about("hidden width, a multiple of num_heads")] = 128
     num_layers: Annotated[int, Field(gt=0, le=MAX_LAYERS), about("number of transformer blocks")] = 4
-    num_heads: Annotated[Size, about("number of attention heads, each 32 to 128 wide")] = 4
+    num_heads: Annotated[Size, about("number of attention heads; the usual width of a head is 32 to 128")] = 4
     num_kv_heads: Annotated[
         Size | None, about("number of key-value heads, by default num_heads; fewer heads use less memory")
     ] = None
-    mlp_size: Annotated[Size, about("inner width of the MLP, 8/3 to 4 times hidden_size")] = 344
+    mlp_size: Annotated[Size, about("inner width of the MLP, usually 8/3 to 4 times hidden_size")] = 344
     tied_embeddings: Annotated[
         bool, about("use one matrix for the input and output embeddings, so that fewer parameters are sent")
     ] = True
@@ -141,14 +141,14 @@ class ModelSpec(Section):
     @model_validator(mode="after")
     def _heads_divide(self) -> ModelSpec:
         if self.hidden_size % self.num_heads:
-            raise ValueError(f"hidden_size {self.hidden_size} must be a multiple of num_heads {self.num_heads}")
+            raise ValueError(f"hidden_size ({self.hidden_size}) must be a multiple of num_heads ({self.num_heads})")
         if self.hidden_size // self.num_heads % 2:
             raise ValueError(
-                f"hidden_size {self.hidden_size} / num_heads {self.num_heads} must be even, because of "
+                f"hidden_size / num_heads ({self.hidden_size} / {self.num_heads}) must be even, because of "
                 "rotary position embeddings"
             )
         if self.num_heads % (self.num_kv_heads or self.num_heads):
-            raise ValueError(f"num_heads {self.num_heads} must be a multiple of num_kv_heads {self.num_kv_heads}")
+            raise ValueError(f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})")
         return self
 
     def num_parameters(self) -> int:
@@ -224,7 +224,7 @@ class DataSpec(SourceSpec):
     holdout: Annotated[
         float,
         Field(gt=0, lt=0.5),
-        about("share of documents held out for validation if the source has no validation split"),
+        about("fraction of the documents that is held out for validation if the source has no validation split"),
     ] = 0.02
     mix: Annotated[
         tuple[MixSpec, ...],
@@ -273,14 +273,14 @@ class TrainSpec(Section):
     adam_beta2: Annotated[float, Field(ge=0, lt=1), about("decay rate of the second moment")] = 0.95
     inner_optimizer: Annotated[
         Literal["adamw", "muon"],
-        about("adamw, or muon (Muon for hidden matrices, AdamW for embeddings, head and vectors)"),
+        about("adamw, or muon, which uses Muon for hidden matrices and AdamW for embeddings, head and vectors"),
     ] = "adamw"
     muon_momentum: Annotated[float, Field(ge=0, lt=1), about("momentum of Muon")] = 0.95
 
     @model_validator(mode="after")
     def _warmup_fits(self) -> TrainSpec:
         if self.warmup_steps >= self.total_steps:
-            raise ValueError(f"warmup_steps {self.warmup_steps} must be less than total_steps {self.total_steps}")
+            raise ValueError(f"warmup_steps ({self.warmup_steps}) must be less than total_steps ({self.total_steps})")
         return self
 
 
@@ -319,7 +319,8 @@ class OuterSpec(Section):
     closing_rounds: Annotated[
         Annotated[int, Field(ge=0, le=64)] | Literal["auto"],
         about(
-            'rounds of mixing without training at the end of the run; "auto" means log2 of the number of peers, plus 3'
+            "number of rounds at the end of the run that mix without training; "
+            '"auto" means log2 of the number of peers, plus 3'
         ),
     ] = "auto"
 
@@ -367,7 +368,7 @@ class OuterSpec(Section):
     def _bounds_in_order(self) -> OuterSpec:
         if self.min_inner_steps > self.max_inner_steps:
             raise ValueError(
-                f"min_inner_steps {self.min_inner_steps} must be at most max_inner_steps {self.max_inner_steps}"
+                f"min_inner_steps ({self.min_inner_steps}) must be at most max_inner_steps ({self.max_inner_steps})"
             )
         return self
 
@@ -387,7 +388,7 @@ class OuterSpec(Section):
             formula = "2 (2 - alpha^2) / (2 + alpha)" if self.swap_momentum else "2 (1 - alpha^2)"
             raise ValueError(
                 f"gamma must be < {formula} = {bound:.4g} for alpha {self.alpha:g} and "
-                f"swap_momentum {str(self.swap_momentum).lower()}; it is {self.gamma:g}, which diverges"
+                f"swap_momentum {str(self.swap_momentum).lower()}; with {self.gamma:g}, training diverges"
             )
         return self
 
@@ -399,7 +400,7 @@ class OuterSpec(Section):
         why = "it has an effect only if outer.inner_steps is 'auto'"
         warnings = [f"outer.{name} is ignored: {why}" for name in changed]
         if self.alpha > 0.5:
-            warnings.append(f"outer.alpha {self.alpha:g} is above 0.5: replicas drift further apart between swaps")
+            warnings.append(f"outer.alpha {self.alpha:g} is above 0.5, so replicas drift further apart between swaps")
         return warnings
 
 
@@ -439,7 +440,7 @@ class CodecSpec(Section):
 class EvaluateSpec(Section):
     """Perplexity on the same held-out sequences for every peer."""
 
-    every_rounds: Annotated[Positive, about("rounds between two evaluations")] = 10
+    every_rounds: Annotated[Positive, about("number of rounds between evaluations")] = 10
     num_sequences: Annotated[Size, about("held-out sequences per evaluation")] = 64
 
 
@@ -494,7 +495,7 @@ class Spec(Section):
     `canonical_json()`. `RunSpec` is the spec of a training script, and `TrainerSpec` is the spec of `noloco join`.
     """
 
-    version: Annotated[Literal[1], about("format version of this file")] = SPEC_VERSION
+    version: Annotated[Literal[1], about("version of the spec format")] = SPEC_VERSION
     name: Annotated[
         str,
         Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$"),
@@ -516,7 +517,7 @@ class Spec(Section):
     codec: Annotated[
         CodecSpec,
         about(
-            f"How vectors are encoded: {CODECS}. Slow weights and momentum can also use {STATE_CODECS}, "
+            f"How vectors are encoded for swaps: {CODECS}. Slow weights and momentum can also use {STATE_CODECS}, "
             f"and outer gradients {COARSE_CODECS}."
         ),
     ] = CodecSpec()
@@ -629,7 +630,7 @@ class Spec(Section):
         spec = cls.from_dict(values, origin=origin)
         if spec.digest() != expected_digest:
             got, asked = spec.digest()[:16], expected_digest[:16]
-            raise SpecError(f"{origin}: its spec has the digest {got}.., but the ticket has {asked}..")
+            raise SpecError(f"{origin}: its spec has the digest {got}.., but the digest in the ticket is {asked}..")
         return spec
 
     def with_changes(self, changes: dict[str, Any], *, origin: str = "change") -> Self:
@@ -672,13 +673,14 @@ class TrainerSpec(Spec):
     data: Annotated[
         DataSpec,
         about(
-            "The training data. A spec refers to data by name and contains no paths, because paths differ by machine."
+            "The training data. A spec refers to data by name and contains no paths, because paths "
+            "differ between machines."
         ),
     ] = DataSpec()
-    train: Annotated[TrainSpec, about("The inner optimization, which each peer does by itself.")] = TrainSpec()
-    evaluate: Annotated[EvaluateSpec, about("Perplexity on the same held-out sequences for all peers.")] = (
-        EvaluateSpec()
-    )
+    train: Annotated[TrainSpec, about("The inner optimization, which each peer performs on its own.")] = TrainSpec()
+    evaluate: Annotated[
+        EvaluateSpec, about("The evaluation: perplexity on held-out sequences, which are the same for all peers.")
+    ] = EvaluateSpec()
     pipeline: Annotated[
         PipelineSpec,
         about("The stages of a model that is too large for one peer. `noloco init --stages N` writes this section."),
@@ -699,8 +701,8 @@ class TrainerSpec(Spec):
             raise ValueError("model.lora.rank must be 0 in a run with stages, because adapters cannot be cut yet")
         if self.pipeline.microbatch > self.train.batch_size:
             raise ValueError(
-                f"pipeline.microbatch {self.pipeline.microbatch} must be at most train.batch_size "
-                f"{self.train.batch_size}"
+                f"pipeline.microbatch ({self.pipeline.microbatch}) must be at most train.batch_size "
+                f"({self.train.batch_size})"
             )
         return self
 

@@ -141,14 +141,14 @@ class Entering:
                 break
             if self.answering():
                 log.warning(
-                    "no live peer has a saved state yet; this peer starts from the initial weights, as they did"
+                    "no live peer has a saved state yet; this peer starts from the initial weights, as those peers did"
                 )
                 break
             if not told:
                 told = True
                 log.warning("no peer of the run is answering; waiting until one does or all records have expired")
             if self._leaving.wait(self._pause_s):
-                raise Left("asked to leave before a peer of the run answered")
+                raise Left("asked to leave before any peer of the run answered")
             donors = self._look_for_donors()
         if told and not donors and self._live_peers.stage is not None:
             raise Unreachable("the peers that held this stage are gone; restart this peer to wait for them")

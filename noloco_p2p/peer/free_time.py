@@ -41,9 +41,9 @@ class Reason:
 BATTERY = Reason("battery", "this machine is running on battery power")
 IN_USE = Reason(
     "in use",
-    f"other programs used more than {100 * BUSY_SHARE:.0f} % of the processor within the last {QUIET_S / 60:.0f} min",
+    f"other programs used more than {100 * BUSY_SHARE:.0f} % of the processor in the last {QUIET_S / 60:.0f} min",
 )
-GPU_IN_USE = Reason("GPU in use", f"another program used this peer's GPU within the last {QUIET_S / 60:.0f} min")
+GPU_IN_USE = Reason("GPU in use", f"another program used this peer's GPU in the last {QUIET_S / 60:.0f} min")
 
 
 class FreeTime:

@@ -100,7 +100,7 @@ class Fitting(list[int]):
             needed = needs.memory(stage)
             if needed > limit:
                 fitting.reasons[stage] = (
-                    f"stage {stage} needs at least {mib(needed)} of memory; the limit is {mib(limit)}"
+                    f"stage {stage} needs at least {mib(needed)} of memory, but the limit is {mib(limit)}"
                 )
             elif stage == 0 and (why := _why_no_head(needs, settings)):
                 fitting.reasons[stage] = why

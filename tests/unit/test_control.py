@@ -37,7 +37,9 @@ def test_a_verb_is_answered_and_the_socket_is_gone_afterwards(tmp_path: Path) ->
 
 
 def test_an_unknown_verb_is_told_what_is_known(tmp_path: Path) -> None:
-    assert served(tmp_path, "dance", status={}, leave={}) == {"error": "unknown verb; the known verbs are status, leave"}
+    assert served(tmp_path, "dance", status={}, leave={}) == {
+        "error": "unknown verb; the known verbs are status, leave"
+    }
 
 
 def test_nobody_there(tmp_path: Path) -> None:

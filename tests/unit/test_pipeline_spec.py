@@ -50,7 +50,7 @@ def test_every_field_of_stages_is_in_the_digest() -> None:
         ({"pipeline.cut": []}, "pipeline.cut '[]' must list"),
         ({"pipeline.cut": [2, 2]}, "pipeline.cut lists 2 stages, but pipeline.stages is 3"),
         ({"pipeline.cut": [2, 2, 2]}, "change: pipeline.cut lists 6 blocks in total, but model.num_layers is 4"),
-        ({"pipeline.microbatch": 17}, "pipeline.microbatch 17 must be at most train.batch_size 16"),
+        ({"pipeline.microbatch": 17}, "pipeline.microbatch (17) must be at most train.batch_size (16)"),
         ({"pipeline.activations": "modulo8"}, "pipeline.activations must be "),
         ({"pipeline.routing": "best"}, "pipeline.routing must be "),
         ({"model.parameter_seeds": False}, "model.parameter_seeds must be true in a run with stages"),

@@ -71,7 +71,9 @@ def test_when_to_train(when: str, hours: tuple[int, int] | None) -> None:
 
 @pytest.mark.parametrize("when", ["", "never", "7:00-9:00", "22-7", "24:00-07:00", "10:60-11:00", "08:00-08:00"])
 def test_other_times_are_refused_with_the_forms(when: str) -> None:
-    with pytest.raises(SettingsError, match=f"when '{when}' is not valid; use always, idle, or two different times such as"):
+    with pytest.raises(
+        SettingsError, match=f"when '{when}' is not valid; use always, idle, or two different times such as"
+    ):
         PeerSettings.load({"when": when})
 
 
@@ -109,7 +111,9 @@ def test_caps_come_from_every_source_and_are_off_at_first(user_file: Path, monke
 
 
 def test_every_wrong_field_is_named_at_once() -> None:
-    with pytest.raises(SettingsError, match=r"device 'tpu' is not a known device; use auto, cpu, cuda:N .*; max_steps must be "):
+    with pytest.raises(
+        SettingsError, match=r"device 'tpu' is not a known device; use auto, cpu, cuda:N .*; max_steps must be "
+    ):
         PeerSettings.load({"device": "tpu", "max_steps": 0})
 
 

@@ -32,12 +32,18 @@ def refuse(**values: object) -> str:
         ({"outer": {"inner_steps": 0}}, "outer.inner_steps '0' must be a positive number of inner steps or 'auto'"),
         ({"outer": {"inner_steps": "fast"}}, "outer.inner_steps 'fast' must be"),
         ({"outer": {"inner_steps": True}}, "outer.inner_steps 'True' must be"),
-        ({"outer": {"min_inner_steps": 9, "max_inner_steps": 8}}, "outer.min_inner_steps 9 must be at most max_inner"),
+        (
+            {"outer": {"min_inner_steps": 9, "max_inner_steps": 8}},
+            "outer.min_inner_steps (9) must be at most max_inner",
+        ),
         ({"outer": {"max_inner_steps": 0}}, "outer.max_inner_steps must be "),
         ({"outer": {"beta": float("nan")}}, "outer.beta must be "),
-        ({"train": {"warmup_steps": 9, "total_steps": 9}}, "train.warmup_steps 9 must be less than total_steps 9"),
+        ({"train": {"warmup_steps": 9, "total_steps": 9}}, "train.warmup_steps (9) must be less than total_steps (9)"),
         ({"model": {"hidden_size": 15, "num_heads": 5}}, "model.hidden_size 15 / num_heads 5 must be even"),
-        ({"model": {"hidden_size": 100, "num_heads": 3}}, "model.hidden_size 100 must be a multiple of num_heads 3"),
+        (
+            {"model": {"hidden_size": 100, "num_heads": 3}},
+            "model.hidden_size (100) must be a multiple of num_heads (3)",
+        ),
         ({"model": {"start": "../../etc/passwd"}}, "model.start: "),
         ({"data": {"source": "/etc/passwd"}}, "data.source '/etc/passwd' must be"),
         ({"data": {"source": "../x"}}, "a spec cannot contain a path"),
@@ -80,7 +86,7 @@ def test_the_digest_does_not_change_by_accident() -> None:
 def test_a_spec_from_the_network_must_be_the_one_that_was_asked_for() -> None:
     data = SPEC.canonical_json()
     assert TrainerSpec.from_json(data, expected_digest=SPEC.digest(), origin="peer") == SPEC
-    with pytest.raises(SpecError, match=r"but the ticket has 0000000000000000\.\."):
+    with pytest.raises(SpecError, match=r"but the digest in the ticket is 0000000000000000\.\."):
         TrainerSpec.from_json(data, expected_digest="0" * 64, origin="peer")
     with pytest.raises(SpecError, match="not JSON"):
         TrainerSpec.from_json(b"\xff", expected_digest=SPEC.digest(), origin="peer")

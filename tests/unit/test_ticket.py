@@ -72,7 +72,7 @@ def test_mistyped_names_the_place() -> None:
 
 
 def test_what_is_no_ticket_and_what_is_too_new() -> None:
-    with pytest.raises(TicketError, match="begins with noloco1"):
+    with pytest.raises(TicketError, match="begin with noloco1"):
         Ticket.decode("spec.toml")
     with pytest.raises(TicketError, match=r"version 2.*newer"):
         Ticket.decode(TICKET.encode().replace("noloco1", "noloco2"))

@@ -182,7 +182,7 @@ def test_settings_in_the_environment_and_in_the_file_name_themselves(
         (["export", TICKET, "out"], 3, "--merge needs a ticket"),
         (["export", "--merge", "checkpoint", "out"], 3, "--merge needs a ticket"),
         (["export", "nothing", "out"], 1, "nothing does not exist"),
-        (["export", ".", "."], 3, "nothing is overwritten"),
+        (["export", ".", "."], 3, "files are never overwritten"),
         (["fork", "run.toml", "run.toml"], 3, "run.toml exists"),
         (["fork", "run.toml", "new.toml", "--set", "outer.alpha"], 3, "must be KEY=VALUE"),
         (["fork", "run.toml", "new.toml", "--set", "outer.alfa=1"], 3, "outer.alfa is not a field"),

@@ -51,7 +51,9 @@ def largest_share(sized: Sizes, cut: tuple[int, ...]) -> float:
 def test_no_cut_has_a_smaller_largest_stage(num_blocks: int, num_stages: int, parameters: int, flops: float) -> None:
     sized = sizes(num_blocks, Part(parameters, 0, flops))
     if num_stages > num_blocks:
-        with pytest.raises(SpecError, match=rf"pipeline\.stages is {num_stages}, but the model has only {num_blocks} blocks"):
+        with pytest.raises(
+            SpecError, match=rf"pipeline\.stages is {num_stages}, but the model has only {num_blocks} blocks"
+        ):
             auto_cut(sized, num_stages)
         return
     cut = auto_cut(sized, num_stages)

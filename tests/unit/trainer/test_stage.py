@@ -453,7 +453,9 @@ def test_a_mixture_of_experts_is_refused_by_name(kind: str, tmp_path: Path) -> N
 @pytest.mark.parametrize("kind", ["gpt2", "t5", "gpt_neox", "phi3", "granite", "gemma3", "bert"])
 def test_what_is_not_known_to_be_divisible_is_refused_by_name(kind: str, tmp_path: Path) -> None:
     spec, folders = named(CONFIG_MAPPING[kind](), tmp_path)
-    with pytest.raises(ModelError, match=rf"'mine' is a {kind} model, which cannot be cut into stages; use one of gemma,"):
+    with pytest.raises(
+        ModelError, match=rf"'mine' is a {kind} model, which cannot be cut into stages; use one of gemma,"
+    ):
         build_stage(spec, (6, 6), index=0, sequence_length=TOKENS, folders=folders)
     with pytest.raises(ModelError, match="cannot be cut"):
         build_model(spec, sequence_length=TOKENS, folders=folders)
