@@ -71,9 +71,7 @@ def _tell(report: DataReport) -> None:
         )
     for number, sample in enumerate(report.samples, start=1):
         print(f"sample {number}: {sample[:SHOWN_CHARS]!r}")
-    print(
-        f"reading and packing: {count(report.tokens_per_s)} tokens/s on this machine ({count(report.num_tokens)} tokens)"
-    )
+    print(f"reading and packing: {count(report.tokens_per_s)} tokens/s here ({count(report.num_tokens)} tokens)")
     print(f"held out: {report.num_held_out} sequences")
     print(f"faults: {report.num_faults or 'none'}")
     for fault in report.faults[:SHOWN_FAULTS]:
