@@ -42,8 +42,8 @@ class View:
     """The state of a demo that is shown to the user.
 
     `done` is the number of inner steps that the slowest peer (or head of a pipeline) has taken, and `total` is the
-    number that it will take. Both are 0 before training begins. `columns` has the headers of `rows`. `left_s` is the number of
-    seconds until training is done, or None if it is unknown.
+    number that it will take. Both are 0 before training begins. `columns` has the headers of `rows`. `left_s` is the
+    number of seconds until training is done, or None if it is unknown.
     """
 
     doing: str

@@ -17,7 +17,7 @@ MARKS: dict[str, str] = {"ok": "ok     ", "warning": "warning", "failed": "FAILE
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """The result of a check. `found` says what it found. Warnings and failures also have a `fix` that says what to do."""
+    """The result of a check. `found` says what it found. Warnings and failures have a `fix`, which says what to do."""
 
     name: str
     level: Level
