@@ -80,7 +80,7 @@ def configure_logging(level: int) -> None:
 
 
 class _StandardError(logging.StreamHandler):
-    """A handler that writes to the current `sys.stderr`, because a progress bar replaces it meanwhile."""
+    """A handler that writes to the current `sys.stderr`, which is different while a progress bar is shown."""
 
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stderr

@@ -1,4 +1,4 @@
-"""Files that pass a ticket or an address from one process to another on the same machine."""
+"""Reads and writes files that pass a ticket or an address from one process to another on the same machine."""
 
 from __future__ import annotations
 

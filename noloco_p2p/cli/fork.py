@@ -120,7 +120,7 @@ async def _take_live(
 
 
 def _changed(old: TrainerSpec, values: dict[str, Any]) -> TrainerSpec:
-    """Return the spec of the fork, which has no cut yet if the number of stages changes. Raises SpecError."""
+    """Return the spec of the fork, which has no cut yet if the number of stages changes."""
     automatic: dict[str, Any] = {"name": f"{old.name}-fork"}
     if "pipeline.stages" in values:
         automatic["pipeline.cut"] = "auto"
@@ -129,7 +129,7 @@ def _changed(old: TrainerSpec, values: dict[str, Any]) -> TrainerSpec:
 
 
 def _forked(old: TrainerSpec, values: dict[str, Any], folders: dict[str, str]) -> TrainerSpec:
-    """Return the spec of the fork without its start state. Raises SpecError and ModelError."""
+    """Return the spec of the fork, but without the digest of its initial state."""
     from noloco_p2p.trainer.stage_needs import StageNeeds
 
     spec = _changed(old, values)

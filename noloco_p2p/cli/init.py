@@ -83,7 +83,7 @@ def _in_stages(spec: TrainerSpec, num_stages: int, folders: dict[str, str]) -> t
 
 
 def _run_key(key_file: Path) -> str:
-    """Return the public half of the key in the file, creating the file if it is missing. Raises IdentityError."""
+    """Return the public half of the key in the file, creating the file if it is missing."""
     from noloco_p2p.identity import Identity
 
     return Identity.load_or_create(key_file).peer_id

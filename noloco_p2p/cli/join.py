@@ -184,7 +184,7 @@ def unused_data(spec: TrainerSpec, settings: PeerSettings) -> list[str]:
 
 
 def unknown_name(settings: PeerSettings) -> list[str]:
-    """Return a warning if this machine cannot resolve the host of --announce. Others may be able to."""
+    """Return a warning if this machine cannot resolve the host of --announce. Other machines may be able to resolve it."""
     from noloco_p2p.swarm.addresses import resolves
 
     host = settings.announced[0]
@@ -196,7 +196,10 @@ def unknown_name(settings: PeerSettings) -> list[str]:
 
 
 def _leave_on_signals(peer: Peer) -> None:
-    """Leave cleanly at the first SIGINT or SIGTERM, and exit at once at the second. `noloco leave` is not counted."""
+    """Leave cleanly at the first SIGINT or SIGTERM, and exit at once at the second.
+
+    A `noloco leave` does not count as a signal.
+    """
     is_signalled = False
 
     def leave(signum: int, frame: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""Flags that several subcommands share."""
+"""Defines flags that several subcommands share."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _option(name: str, field: FieldInfo) -> inspect.Parameter:
 
 
 def _given(value: Any, flag: Flag) -> Any:
-    """Convert a value from Typer for its field. None means that the flag was not given. Raises SettingsError."""
+    """Convert a value from Typer for its field. None means that the flag was not given."""
     if not isinstance(value, list):
         return value
     words = [entry.resolve(word) for word in value] if flag.takes_file else value

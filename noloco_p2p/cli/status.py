@@ -35,7 +35,7 @@ def status(settings: PeerSettings, as_json: Json = False) -> None:
 
 
 def lines(reply: dict[str, Any]) -> list[str]:
-    """Return lines that show the status of a training peer to a person."""
+    """Return the lines that show the status of a training peer."""
     others = "1 other live peer" if reply["live_peers"] == 1 else f"{reply['live_peers']} other live peers"
     if reply["live_peers_is_estimate"]:
         others = f"about {others}"
@@ -125,7 +125,7 @@ def fault_lines(reply: dict[str, Any]) -> list[str]:
 
 
 def settings_lines(settings: dict[str, dict[str, Any]]) -> list[str]:
-    """Return lines with the settings that were changed, and where. `--json` also shows the defaults."""
+    """Return lines with the settings that were changed, and their sources. `--json` also shows the defaults."""
     made = {name: setting for name, setting in sorted(settings.items()) if setting["origin"] != "default"}
     width = max(map(len, made), default=0)
     lines = [f"{name.ljust(width)}  {_shown(row['value'])}  ({row['origin']})" for name, row in made.items()]

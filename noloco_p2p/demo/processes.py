@@ -1,6 +1,6 @@
 """Starts processes from a fork server that has imported torch, transformers and hivemind.
 
-Importing them takes about four seconds on one core, which forked peers save.
+Importing them takes about four seconds on one core. A forked peer does not have to import them again.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ class DemoPeer:
         return self.exit_code is not None or (self.status or {}).get("state") == "done"
 
     def is_back(self) -> bool:
-        """Whether the peer trains again after its last kill."""
+        """Return whether the peer is in the run again after its last kill."""
         return (self.status or {}).get("state", "entering") != "entering"
 
     def kill(self) -> None:

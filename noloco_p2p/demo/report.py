@@ -1,4 +1,4 @@
-"""Makes the report of a demo from the files of its peers and the mean of their models."""
+"""Creates the report of a demo from the files of its peers and the mean of their models."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def result_of(peer: DemoPeer) -> dict[str, Any]:
 
 
 def _half_reasons(events: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """Count the reasons of half rounds. The outcome of such a round is `half with ..abc123: REASON`."""
+    """Count the reasons for half rounds. The outcome of such a round is `half with ..abc123: REASON`."""
     outcomes = [event["last_outcome"] for event in events if event["event"] in ("round", "closed")]
     return Counter(outcome.partition(": ")[2] for outcome in outcomes if outcome.startswith("half "))
 

@@ -55,7 +55,7 @@ class View:
 
 
 class Demo:
-    """A demo.
+    """A demo that runs real peers on this machine.
 
     Iterate over `run`, which yields a `View` twice a second until all peers are done. Then call `stop` and `report`.
     Call `stop` even if `run` fails. `main` runs `noloco` with the given arguments and returns its exit code.
@@ -183,7 +183,7 @@ class Demo:
         return View(doing, columns, rows, done, self.num_steps, left_s)
 
     def stop(self) -> None:
-        """Ask all peers to leave, and wait until they have ended. It can be called again."""
+        """Ask all peers to leave, and wait until they have ended. Calling it twice is safe."""
         for peer in self.peers:
             peer.ask_to_leave()
         until_s = time.monotonic() + LEAVE_TIMEOUT_S
@@ -246,7 +246,7 @@ def _state(peer: DemoPeer) -> str:
 
 
 class Chaos:
-    """Kills and restarts peers at random times. The seed determines which peers, and when."""
+    """Kills and restarts peers at random times. The seed determines which peers are killed, and when."""
 
     def __init__(self, peers: Sequence[DemoPeer], *, ticket: str, seed: int, now_s: float) -> None:
         self._peers = peers

@@ -1,4 +1,4 @@
-"""Represents the result of a check, and checks that the packages that the other checks import are installed."""
+"""Defines the result of a check, and checks whether the packages are installed that the other checks need."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ async def _model(
     try:
         spec = await fetch_spec(transport, peers, expected_digest=ticket.spec_digest)
     except NolocoError as error:
-        return [Check("the model", "skipped", f"no peer gave the spec: {error}")]
+        return [Check("the model", "skipped", f"no peer provided the spec: {error}")]
     if isinstance(spec, TrainerSpec) and spec.pipeline.stages > 1:
         return stages(spec, settings, download_bytes_per_s=bytes_per_s)
     return [needs(spec, manifest.num_elements, settings)]

@@ -40,7 +40,7 @@ CREATE TABLE IF NOT EXISTS meeting (at_s REAL, peer TEXT, partner TEXT);
 
 
 def _opened(path: Path | str) -> sqlite3.Connection:
-    """Open the database and create its tables. Raises sqlite3.Error."""
+    """Open the database, and create missing tables and columns. Raises sqlite3.Error if that fails."""
     db = sqlite3.connect(path, check_same_thread=False, timeout=5.0)
     try:
         db.execute("PRAGMA journal_mode=WAL")

@@ -77,7 +77,7 @@ def notices(
     ]
     if unreached and len(alive) > 1:
         found.append(
-            Notice("info", f"{_peers(len(unreached))} never reached by another peer. Are they behind a firewall?")
+            Notice("info", f"No other peer has ever reached {_peers(len(unreached))}. Are they behind a firewall?")
         )
     if num_estimated is not None:
         read = f"{len(alive)} of them have been read so far"
@@ -95,9 +95,7 @@ def _lost(roster: Roster, health: dict[str, Health], now_s: float) -> list[Notic
     if not lately:
         return []
     names = ", ".join(named(peer) for _, peer in lately[:3]) + (" and others" if len(lately) > 3 else "")
-    said = (
-        f"Lost {_peers(len(lately))} that did not announce leaving: {names}, last heard {duration(lately[0][0])} ago."
-    )
+    said = f"Lost {_peers(len(lately))} without notice: {names}, last heard from {duration(lately[0][0])} ago."
     return [Notice("warn", said)]
 
 

@@ -1,7 +1,7 @@
 """Keeps track of the peers that a monitor has seen, their health, and who swapped with whom.
 
 The directory forgets a peer when its record expires, but an operator wants to know which peers were lost, and when. The
-code is pure.
+code does no I/O and reads no clock.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Meeting:
 
 @dataclass(slots=True)
 class Member:
-    """A peer, with its newest record and the time when it was made, on the clock that `Roster.take` is given."""
+    """A peer, its newest record, and the time when that record was made."""
 
     record: PeerRecord
     made_at_s: float

@@ -1,4 +1,4 @@
-"""Estimates how far apart the replicas are from the sketches in their records, without transferring any weights.
+"""Uses the sketches in the records of peers to estimate how far apart their replicas are. No weights are transferred.
 
 spread = sqrt(mean_i |phi_i - mean|^2) / |mean|, where phi_i are the slow weights of peer i. It is the quantity that
 `trainer.swarm_evaluation` measures on checkpoints. The distances follow from the sketches, and the records contain the
@@ -10,7 +10,7 @@ reason, the monitor keeps the last few sketches of each peer. It finds the large
 and uses the newest mark that nearly as many peers share. If the same peers share more marks close to it, the monitor
 averages over them, because the sketches of different marks are independent.
 
-With n peers whose deviations are independent, one mark gives the spread with a relative standard deviation of
+With n peers whose deviations are independent, one mark yields the spread with a relative standard deviation of
 1 / sqrt(2 * SKETCH_SIZE * (n - 1)), which is 9 % for two peers. With k marks, it is smaller by a factor of sqrt(k). Two
 peers that have just swapped with each other count as one.
 """

@@ -1,4 +1,4 @@
-"""A virtual clock, which is an event loop whose time jumps to the next timer, and an executor without threads."""
+"""Provides a virtual clock for coroutines, and an executor without threads."""
 
 from __future__ import annotations
 

@@ -22,16 +22,17 @@ def simulate_lockstep(material: Material, plan: Plan, *, rule: str) -> Result:
     """Simulate replicas that take every step together. Broken calls (`churn.lose`) and closing rounds do not apply.
 
     A replica that is absent from a round of a collective rule contributes nothing to the mean. It then receives the
-    mean as one more encoded vector, so it continues with the weights of the others. No real system could lose less.
+    mean as one more encoded vector, so it continues with the weights of the others. A real system would lose at least
+    as much.
     """
     return _Lockstep(material, plan, rule).run()
 
 
 def ring_of(rule: str, codec_name: str, *, num_elements: int) -> Ring:
-    """Return the ring all-reduce of a collective rule in a run with this codec of outer gradients.
+    """Return the ring all-reduce of a collective rule.
 
-    DiLoCo uses that codec. The rule `ddp` sends fp32 gradients if the codec is fp32, and otherwise bf16 gradients, like
-    the bf16 hook of DDP.
+    DiLoCo uses `codec_name`, which is the codec of outer gradients in the run. The rule `ddp` sends fp32 gradients if
+    the codec is fp32, and otherwise bf16 gradients, like the bf16 hook of DDP.
     """
     name = "bf16" if rule == "ddp" and codec_name != "fp32" else codec_name
     if name == "fp32":

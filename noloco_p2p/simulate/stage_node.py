@@ -1,7 +1,7 @@
 """Simulates a node of a pipeline, which runs the real `flow` on a virtual clock and takes part in rounds.
 
 The pipeline never stops for a swap. From the boundary of a round until its outer step, tasks continue with unchanged
-weights, and only the inner step cannot be closed. The outer step is taken between two tasks.
+weights, but no inner step is closed. The outer step is taken between two tasks.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class StageNode(SimulatedPeer):
         asyncio.get_running_loop().call_later(TICK_S * self.rng.random(), self._tick)
 
     def weights(self) -> Tensor:
-        """Return the flat weights to evaluate, the slow weights, or the fast weights if replicas never mix."""
+        """Return the flat weights to evaluate: the slow weights if replicas mix, and the fast weights otherwise."""
         if self._gossips:
             return self.state.slow_weights
         return self.fast_weights()
@@ -168,7 +168,7 @@ class StageNode(SimulatedPeer):
         self._do(self.machine.leave(now_s()))
 
     def vanish(self) -> None:
-        """Crash. Each peer with a stream to this node notices it after the delay of their links."""
+        """Crash the node. Each peer with a stream to this node notices it after the delay of their links."""
         self.is_alive = False
         self.has_finished.set()
         self._network.vanish(self.name)

@@ -33,7 +33,7 @@ NUM_PATHS = 8  # number of random paths over which the loss is averaged
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Speeds while the heads train.
+    """The speed of a simulated pipeline while the heads train.
 
     `tokens_per_s` is the speed of the whole pipeline between the first and the last quarter of its tokens, when the
     windows have grown and no head has finished. `busy` has, for each node, the fractions of time in which its compute,
@@ -137,7 +137,7 @@ class StagedResult:
             f"{self.tokens_per_s:,.0f} tokens/s, {100 * share:.0f} % of the {self.predicted_tokens_per_s:,.0f} that "
             f"links and compute allow; {self.tokens:,} tokens in {self.virtual_s:,.1f} virtual s",
             f"a microbatch takes {self.latency_s:.2f} s; {100 * lost:.1f} % of {self.num_lost + self.num_done:,} lost; "
-            f"at most {self.num_rooms} in flight for a head",
+            f"at most {self.num_rooms} in flight per head",
             *aligned([COLUMNS, *(stage.row() for stage in self.stages)], num_left=0),
         ]
 

@@ -323,7 +323,7 @@ class Metrics:
     late_microbatches: int = _metric(
         "counter",
         "microbatches",
-        "microbatches whose gradients counted in a later inner step than their forward pass (run with stages)",
+        "microbatches whose gradients were counted in a later inner step than their forward pass (run with stages)",
         0,
         key="mbl",
     )

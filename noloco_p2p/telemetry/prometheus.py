@@ -1,4 +1,4 @@
-"""Exports the metrics of one peer, or of a whole swarm, to Prometheus. Labels are few and have few values."""
+"""Exports the metrics of one peer, or of a whole swarm, to Prometheus. There are only a few labels, with few values."""
 
 from __future__ import annotations
 
@@ -45,7 +45,11 @@ SWARM_PEERS = Family(
     f"{SWARM_PREFIX}_peers", "gauge", "peers", "peers by health, as judged by the monitor", ("health",)
 )
 SWARM_ALONE = Family(
-    f"{SWARM_PREFIX}_alone_rounds", "gauge", "rounds", "solo rounds of all peers listed, by cause", ("cause",)
+    f"{SWARM_PREFIX}_alone_rounds",
+    "gauge",
+    "rounds",
+    "solo rounds of all peers seen in the last hour, by cause",
+    ("cause",),
 )
 SWARM = (
     *(Family(f"{SWARM_PREFIX}_{total.name}", "gauge", total.unit, total.meaning) for total in TOTALS),

@@ -30,7 +30,10 @@ class Peers:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A way to aggregate a metric. `ending` ends the name of the total, and `of` is the field of `Peers` to use."""
+    """A way to aggregate a metric.
+
+    `ending` is appended to the metric's name, and `of` is the field of `Peers` to use.
+    """
 
     ending: str
     meaning: str
@@ -43,7 +46,7 @@ WAYS = {
     "sum": (
         Way(
             "",
-            "sum over listed peers (until an hour after their last record)",
+            "sum over all peers seen in the last hour",
             "listed",
             sum,
             0,

@@ -57,7 +57,7 @@ def test_a_peer_that_vanished_is_remembered_with_its_true_age_and_in_the_end_for
     made.take([(changed(B, sequence=2), 0.0)], now_s=NOW_S + 95.0)
     assert made.members[A.peer_id].age_s(NOW_S + 95.0) == 95.0
     assert told(made, after_s=95.0) == [
-        "warn: Lost 1 peer that did not announce leaving: ..aaaaaa, last heard 1 min 35 s ago.",
+        "warn: Lost 1 peer without notice: ..aaaaaa, last heard from 1 min 35 s ago.",
     ]
     made.take([(changed(B, sequence=3), 0.0)], now_s=NOW_S + FORGET_AFTER_S + 1)
     assert set(made.members) == {B.peer_id}
@@ -122,7 +122,7 @@ def test_what_is_wrong_is_told_the_worst_first() -> None:
     lines = told(old, directory_age_s=40.0)
     assert lines[0] == "bad: The directory has not answered for 40 s, so the values shown are old."
     assert lines[1] == "warn: 2 peers missed two announcements and may be gone."
-    assert "1 peer never reached" in lines[2]
+    assert "No other peer has ever reached 1 peer" in lines[2]
     assert "2 versions" in lines[3]
     assert told(Roster()) == ["bad: No peer is alive."]
 
