@@ -184,7 +184,10 @@ def unused_data(spec: TrainerSpec, settings: PeerSettings) -> list[str]:
 
 
 def unknown_name(settings: PeerSettings) -> list[str]:
-    """Return a warning if this machine cannot resolve the host of --announce. Other machines may be able to resolve it."""
+    """Return a warning if this machine cannot resolve the host of --announce.
+
+    It is not an error, because other machines may be able to resolve it.
+    """
     from noloco_p2p.swarm.addresses import resolves
 
     host = settings.announced[0]

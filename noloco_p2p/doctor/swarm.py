@@ -128,7 +128,7 @@ async def _dialled_back(
 
 def clock(probed: probe.Probed, peer: Candidate) -> Check:
     unsure = f"give or take {probed.round_trip_s / 2:.2f} s"
-    text = f"the clock of {named(peer.peer_id)} is {probed.clock_offset_s:+.1f} s from this one ({unsure})"
+    text = f"the clock of {named(peer.peer_id)} differs by {probed.clock_offset_s:+.1f} s from this one ({unsure})"
     if abs(probed.clock_offset_s) - probed.round_trip_s / 2 > MAX_OFFSET_S:
         fix = "set this machine's clock (start systemd-timesyncd or ntpd): it cannot enter the run with a wrong one"
         return Check("clock", "failed", text, fix)
