@@ -1,4 +1,4 @@
-"""The command `noloco bootstrap`."""
+"""Implements the command `noloco bootstrap`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def bootstrap(
         typer.Option(help="Write this node's address to FILE, for --bootstrap @FILE.", show_default=False),
     ] = None,
 ) -> None:
-    """Run a DHT node through which peers can enter a run. It has no model and no data."""
+    """Run a DHT node through which peers can enter a run. It needs no model and no data."""
     import uvloop
 
     from noloco_p2p.control import FolderLock

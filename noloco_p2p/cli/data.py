@@ -1,4 +1,4 @@
-"""The command `noloco data check`."""
+"""Implements the command `noloco data check`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command `noloco demo`."""
+"""Implements the command `noloco demo`."""
 
 from __future__ import annotations
 

@@ -79,7 +79,10 @@ def write(path: Path | None, line: str, *, flag: str, is_secret: bool = False) -
 
 
 def _read(path: Path) -> str:
-    """Return an empty string while the file is missing or empty. Raises SettingsError if it is not one line of text."""
+    """Return an empty string while the file is missing or empty.
+
+    Raises SettingsError if it is unreadable, too large, or has more than one word.
+    """
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
             raise SettingsError(f"@{path}: {path.stat().st_size} bytes are too many for a ticket or an address")

@@ -1,4 +1,4 @@
-"""The command `noloco export`."""
+"""Implements the command `noloco export`."""
 
 from __future__ import annotations
 

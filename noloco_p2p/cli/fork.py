@@ -1,4 +1,4 @@
-"""The command `noloco fork`."""
+"""Implements the command `noloco fork`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def fork(
     """Start a new run from the weights of another one, with changed settings.
 
     With a spec file, the fork starts from the newest checkpoint on this machine. With a ticket, it fetches the states
-    of five live peers, and starts from the state that is closest to their median. It does so for each stage of a run.
+    of five live peers, and starts from the state that is closest to their median. In a run with stages, it does this
+    for each stage.
     """
     from noloco_p2p.spec import TrainerSpec
     from noloco_p2p.ticket import Ticket, is_ticket

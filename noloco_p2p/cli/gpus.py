@@ -1,7 +1,7 @@
 """The launcher of `noloco join --gpus N`, which runs the same command in N processes, one per GPU. Rank 0 is the peer.
 
-It does what `torchrun` does on one machine, with two differences. No rank is killed while rank 0 leaves cleanly, and
-the launcher returns the exit code of rank 0.
+The launcher works like `torchrun` on one machine, with two differences. No rank is killed while rank 0 leaves cleanly,
+and the launcher returns the exit code of rank 0.
 """
 
 from __future__ import annotations

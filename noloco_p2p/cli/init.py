@@ -1,4 +1,4 @@
-"""The command `noloco init`."""
+"""Implements the command `noloco init`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command `noloco join`."""
+"""Implements the command `noloco join`."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def _train(run: str, settings: PeerSettings, ticket_file: Path | None, own: OwnR
 
 
 def _follow(own: OwnRank, settings: PeerSettings) -> None:
-    """Run a rank other than rank 0, which handles the signals. The other ranks end when it ends."""
+    """Run a rank other than 0. Only rank 0 handles signals, and the other ranks end when it ends."""
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_IGN)
     from noloco_p2p.trainer.compute import choose_device

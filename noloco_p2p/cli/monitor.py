@@ -1,4 +1,4 @@
-"""The command `noloco monitor`."""
+"""Implements the command `noloco monitor`."""
 
 from __future__ import annotations
 

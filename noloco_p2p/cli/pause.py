@@ -1,4 +1,4 @@
-"""The commands `noloco pause` and `noloco resume`."""
+"""Implements the commands `noloco pause` and `noloco resume`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def pause(settings: PeerSettings, timeout_s: Timeout = 120.0) -> None:
 
 @takes_settings("state_dir")
 def resume(settings: PeerSettings, timeout_s: Timeout = 120.0) -> None:
-    """Resume a paused peer. It catches up first if the swarm is far ahead."""
+    """Resume a paused peer. If the swarm is far ahead, the peer catches up first."""
     folder, reply = _ask(settings.state_dir, "resume")
     if reply["stays_because"]:
         print(f"the peer stays paused: {reply['stays_because']}")

@@ -1,4 +1,4 @@
-"""The command `noloco status`."""
+"""Implements the command `noloco status`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command `noloco ticket`."""
+"""Implements the command `noloco ticket`."""
 
 from __future__ import annotations
 

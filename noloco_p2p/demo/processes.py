@@ -163,7 +163,7 @@ class DemoPeer:
 
     @property
     def ending(self) -> str:
-        """A phrase that says how a failed peer ended."""
+        """A phrase that says whether a failed peer was killed or failed by itself."""
         code = self.exit_code or 0
         return f"was killed (signal {-code})" if code < 0 else f"failed (exit code {code})"
 

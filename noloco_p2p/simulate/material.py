@@ -49,7 +49,7 @@ class Material:
         """Return the batches of a replica.
 
         `{replica}` in a binding is replaced by the number of the replica, so that each replica can read different
-        files. The default of `batch_size` is `train.batch_size`. The sequences and their order do not depend on it.
+        files. If `batch_size` is None, it is `train.batch_size`. The sequences and their order do not depend on it.
         """
         return TokenStream(
             self.spec.data,

@@ -84,7 +84,7 @@ def simulate_stages(
 
 
 def seeded(spec: TrainerSpec, seed: int) -> TrainerSpec:
-    """Return a spec whose initial weights also depend on the seed. If it is 0, the spec is returned unchanged."""
+    """Return a spec whose initial weights also depend on the seed. With seed 0, the spec is returned unchanged."""
     if not seed:
         return spec
     return spec.with_changes({"model.seed": spec.model.seed + seed}, origin="--seed")

@@ -27,8 +27,8 @@ DONE_BYTES = 1e-3  # tolerance for rounding
 def patient(deadlines: Deadlines, *, chunk_bytes: int, mbit_s: float) -> Deadlines:
     """Extend deadlines if a link is so slow that one chunk of a swap takes longer than its receiver waits for progress.
 
-    This happens if a small model with only a few chunks is simulated with a proportionally slow link. Real models have
-    many chunks.
+    Simulations of small models need this, because their links are slow in proportion and their vectors have only a few
+    chunks. Real models have many chunks.
     """
     chunk_s = chunk_bytes / (SWAP_SHARE * mbit_s * 1e6 / 8)
     factor = max(1.0, CHUNKS_OF_PATIENCE * chunk_s / deadlines.progress_s)

@@ -28,8 +28,8 @@ class StagedPlan:
 
     `lost_share` is the fraction of microbatches that are lost, each at one of its computations except the first. A
     replica then reports the microbatch as unusable, like after a damaged frame. `LateStageWork` explains `late_steps`.
-    `window` is the number of microbatches that a head may have in flight, and that a replica may hold. None means as
-    many as `flow.limits` allows. With `paths="fixed"`, each node sends to only one replica of the next stage, so all
+    `window` is the number of microbatches that a head may have in flight, and that a replica may hold. If it is None,
+    `flow.limits` determines it. With `paths="fixed"`, each node sends to only one replica of the next stage, so all
     stages need the same number of replicas. If `gossips` is false, replicas never mix.
     """
 

@@ -267,7 +267,7 @@ class StagedSwarm:
         rate = min(self.plan.link(stage, number).down_mbit_s, self.plan.link(stage, donor.number).up_mbit_s)
         await asyncio.sleep(state_file_bytes(donor.state.num_elements, self.spec.outer) / (rate * 1e6 / 8))
         if donor.progress >= 1:
-            return  # training is over, and a head that has no step to close would never finish
+            return  # training is over; a head that has no step to close would never finish
         self.neighbours(self._start(stage, number, donor), is_new_round=False)
 
     # the end

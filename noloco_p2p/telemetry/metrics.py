@@ -1,8 +1,7 @@
 """Defines all metrics of a peer, with their kinds, units and meanings, and where they are shown.
 
-Everything that shows a metric is generated from this table. This includes the status of a peer, its events, its
-/metrics and its record in the directory, the JSON, tables, totals, curves and /metrics of the monitor, and
-docs/metrics.md.
+Everything that shows a metric is generated from this table. It generates the status, events, /metrics and directory
+record of a peer, and the JSON, tables, totals, curves and /metrics of the monitor. It also generates docs/metrics.md.
 """
 
 from __future__ import annotations
@@ -118,22 +117,26 @@ class Metrics:
         total="sum",
     )
     alone_nobody: int = _metric(
-        "counter", "rounds", "solo rounds because no other live peer was training", 0, key="why:0"
+        "counter", "rounds", "rounds that were solo because no other live peer was training", 0, key="why:0"
     )
     alone_refused: int = _metric(
-        "counter", "rounds", "solo rounds because the peers that were asked refused", 0, key="why:1"
+        "counter", "rounds", "rounds that were solo because the peers that were asked refused", 0, key="why:1"
     )
     alone_no_answer: int = _metric(
-        "counter", "rounds", "solo rounds because the peers that were asked did not answer", 0, key="why:2"
+        "counter", "rounds", "rounds that were solo because the peers that were asked did not answer", 0, key="why:2"
     )
     alone_failed: int = _metric(
-        "counter", "rounds", "solo rounds because a swap broke before anything was committed", 0, key="why:3"
+        "counter", "rounds", "rounds that were solo because a swap broke before anything was committed", 0, key="why:3"
     )
     alone_slow: int = _metric(
-        "counter", "rounds", "solo rounds because the swap was not ready at the boundary", 0, key="why:4"
+        "counter", "rounds", "rounds that were solo because the swap was not ready at the boundary", 0, key="why:4"
     )
     alone_refused_state: int = _metric(
-        "counter", "rounds", "solo rounds because the update filter refused what a partner sent", 0, key="why:5"
+        "counter",
+        "rounds",
+        "rounds that were solo because the update filter refused what a partner sent",
+        0,
+        key="why:5",
     )
     refused_not_finite: int = _metric(
         "counter", "swaps", "swaps that ended because a chunk from the partner contained NaN or infinity", 0

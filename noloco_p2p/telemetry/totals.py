@@ -89,5 +89,5 @@ TOTALS = tuple(Total(name, way) for name, about in METRICS.items() if about.tota
 
 
 def totals(peers: Peers) -> dict[str, Any]:
-    """Return all totals by name. A total is None if it is undefined because no peer has a value."""
+    """Return all totals by name. A total may be None if no peer has a value."""
     return {total.name: total.over(peers) for total in TOTALS}
