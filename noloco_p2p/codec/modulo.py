@@ -202,7 +202,7 @@ class ModuloCodec:
         The partner computes exactly the negative of it, element by element.
         """
         if len(differences) != self.num_difference_bytes(num_elements):
-            raise ValueError(f"{len(differences)} bytes are not the differences of {num_elements} elements")
+            raise ValueError(f"the differences of {num_elements} elements cannot have {len(differences)} bytes")
         residues = _unpacked(differences, num_elements, bits=self._difference_bits)
         half = self._centred(residues).to(torch.float32)
         for place, exponent in grid.blocks(chunk_index, num_elements=num_elements):
@@ -262,7 +262,7 @@ def agree(own: bytes, partner: bytes, *, by_need: bool = False) -> bytes:
     mine, theirs = (torch.frombuffer(bytearray(exponents), dtype=torch.int8) for exponents in (own, partner))
     strange = (theirs != UNKNOWN) & ((theirs < LOWEST_EXPONENT) | (theirs > HIGHEST_EXPONENT))
     if strange.any():
-        raise CorruptPayload(f"it proposes the grid step 2**{int(theirs[strange][0])}")
+        raise CorruptPayload(f"it proposes a grid step of 2**{int(theirs[strange][0])}, which is out of range")
     return (torch.minimum if by_need else torch.maximum)(mine, theirs).numpy().tobytes()  # UNKNOWN is the largest
 
 

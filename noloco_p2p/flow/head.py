@@ -149,7 +149,7 @@ class Head(Machine):
         rule: Rule = "random",
         progress: float = 0.0,
     ) -> None:
-        assert num_stages > 1, "one stage is not a pipeline"
+        assert num_stages > 1, "a pipeline must have at least two stages"
         super().__init__()
         self.in_flight: dict[MicrobatchId, InFlight] = {}
         self.steps = BatchSteps(batch_tokens=batch_tokens)

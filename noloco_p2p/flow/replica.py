@@ -83,7 +83,9 @@ class Replica(Machine):
         rule: Rule = "random",
         progress: float = 0.0,
     ) -> None:
-        assert 0 < stage < num_stages, "stage 0 is the head's"
+        assert 0 < stage < num_stages, (
+            "the stage must be at least 1 and less than num_stages: stage 0 belongs to the head"
+        )
         super().__init__()
         self.stash: dict[MicrobatchId, Stashed] = {}
         self.steps = MedianSteps(batch_tokens=batch_tokens, progress=progress)

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 As = TypeVarTuple("As")
 T = TypeVar("T")
 
-SILENT = Alone("the network thread does not answer")
+SILENT = Alone("the network thread is not responding")
 NETWORK_ANSWER_S = 5.0  # extra time for the network thread to answer, beyond the requested wait
 
 
@@ -146,7 +146,7 @@ class LoopExchange:
             for values in chunks():
                 self._tell(self._driver.stage, slab.code(plan.codec, values))
         except ValueError as error:
-            log.error("the outer gradient of this peer cannot be sent: %s", error)
+            log.error("cannot send this peer's outer gradient: %s", error)
             self._tell(self._driver.cannot_stage, str(error))
 
     def poll(self, *, wait_s: float) -> Outcome | None:
@@ -229,5 +229,5 @@ class ThreadedExchange(LoopExchange):
         except (concurrent.futures.TimeoutError, concurrent.futures.CancelledError):
             given_up.set()  # set first, because a task that is cancelled before it begins still runs its first step
             future.cancel()
-            log.error("the network thread does not answer; training continues without it")
+            log.error("the network thread is not responding; training continues without it")
             return otherwise

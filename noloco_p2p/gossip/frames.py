@@ -153,15 +153,17 @@ def other_kind(ours: Hello, theirs: Hello) -> Refuse | None:
     """Return a refusal if two peers can never swap, because their protocol versions, runs, specs or models differ."""
     versions = [hello.protocol_version.split(".")[0] for hello in (ours, theirs)]
     if versions[0] != versions[1]:
-        what = f"protocol version {PROTOCOL_VERSION} here, {theirs.protocol_version or 'none'} there"
+        what = f"the protocol versions differ ({PROTOCOL_VERSION} and {theirs.protocol_version or 'none'})"
         return Refuse(RefuseCode.OTHER_VERSION, what)
     if ours.run_name != theirs.run_name:
-        return Refuse(RefuseCode.OTHER_RUN, f"run {ours.run_name} here, {theirs.run_name!r} there")
+        return Refuse(RefuseCode.OTHER_RUN, f"the run names differ ({ours.run_name!r} and {theirs.run_name!r})")
     if ours.spec_digest != theirs.spec_digest:
-        what = f"spec digest {ours.spec_digest[:16]}.. here, {theirs.spec_digest[:16] or 'none'}.. there"
+        what = f"the spec digests differ ({ours.spec_digest[:16]}.. and {theirs.spec_digest[:16] or 'none'}..)"
         return Refuse(RefuseCode.OTHER_SPEC, what)
     if ours.layout and theirs.layout and ours.layout != theirs.layout:
-        return Refuse(RefuseCode.OTHER_MODEL, f"model layout {ours.layout[:16]}.. here, {theirs.layout[:16]}.. there")
+        return Refuse(
+            RefuseCode.OTHER_MODEL, f"the model layouts differ ({ours.layout[:16]}.. and {theirs.layout[:16]}..)"
+        )
     return None
 
 

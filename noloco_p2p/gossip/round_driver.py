@@ -296,7 +296,7 @@ class RoundDriver:
         try:
             offer = await stream.receive(self._deadlines.offer_s)
             if not isinstance(offer, Offer) or len(offer.swap_id) != SWAP_ID_BYTES or not offer.hello.peer_id:
-                await self._send(stream, Refuse(RefuseCode.MALFORMED, "a swap begins with an offer"))
+                await self._send(stream, Refuse(RefuseCode.MALFORMED, "a swap must begin with a valid offer"))
                 return
             is_listed = await self._introductions.is_listed(offer.hello.peer_id)
             decision = await self._decide(stream, Incoming(offer, is_listed))
@@ -310,11 +310,11 @@ class RoundDriver:
                 self._swap_ended(decision, error)
                 return
             except BaseException:
-                self._swap_ended(decision, Unreachable("this peer broke off the swap", peer=decision.partner))
+                self._swap_ended(decision, Unreachable("this peer aborted the swap", peer=decision.partner))
                 raise
             await self._run_swap(decision)
         except PeerError as error:
-            log.debug("an offer from %s came to nothing: %s", stream.peer, error)
+            log.debug("an offer from %s failed: %s", stream.peer, error)
         finally:
             await stream.close()
 
@@ -333,7 +333,7 @@ class RoundDriver:
         except asyncio.CancelledError:
             self.round.offer_gone(incoming)
             if decision.done() and isinstance(active := decision.result(), ActiveSwap):
-                self._swap_ended(active, Unreachable("this peer broke off the swap", peer=active.partner))
+                self._swap_ended(active, Unreachable("this peer aborted the swap", peer=active.partner))
             raise
         finally:
             del self._streams[incoming], self._decisions[incoming]
@@ -383,12 +383,14 @@ class RoundDriver:
         try:
             await asyncio.wait_for(stream.send(frame), self._deadlines.offer_s)
         except TimeoutError:
-            raise TimedOut(f"it accepted no message for {self._deadlines.offer_s:g} s", peer=stream.peer) from None
+            raise TimedOut(
+                f"it did not accept any message for {self._deadlines.offer_s:g} s", peer=stream.peer
+            ) from None
 
     async def _compare_models(self, action: CompareModels, layout: ModelLayout) -> None:
         difference = await find_difference(self._transport, action.candidate, layout)
         if difference:
-            text = f"{named(action.candidate.peer_id)} trains another model: {difference}"
+            text = f"{named(action.candidate.peer_id)} is training another model: {difference}"
             self.fault.report(text, action.error)
 
     # actions
@@ -469,7 +471,7 @@ class RoundDriver:
             # stay in memory until the garbage collector runs.
             error.__traceback__ = error.__context__ = None
         except BaseException:  # cancellation or a bug, and the round must not wait for this swap
-            self._swap_ended(active, Unreachable("this peer broke off the swap", peer=active.partner))
+            self._swap_ended(active, Unreachable("this peer aborted the swap", peer=active.partner))
             raise
         finally:
             watch.cancel()

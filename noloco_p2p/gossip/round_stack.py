@@ -22,7 +22,7 @@ Serve = Callable[[FetchWant], AsyncGenerator[FetchItem]]
 
 async def serve_nothing(want: FetchWant) -> AsyncGenerator[FetchItem]:
     """Refuse every request. Peers that have no state to serve use this function."""
-    raise Refused("this peer serves no state", code=RefuseCode.BETWEEN_ROUNDS.name)
+    raise Refused("this peer does not serve its state", code=RefuseCode.BETWEEN_ROUNDS.name)
     yield
 
 

@@ -278,7 +278,7 @@ class RoundState:
         if isinstance(answer, Refuse):
             return Refused(answer.sentence, peer=peer_id, code=answer.code.name, retry_after_s=answer.retry_after_s)
         if not isinstance(answer, Accept) or answer.hello.peer_id != peer_id:
-            return CorruptPayload("the answer to an offer was neither yes nor no", peer=peer_id)
+            return CorruptPayload("the reply to an offer is not a valid Accept or Refuse", peer=peer_id)
         if refuse := other_kind(self._hello(), answer.hello):
             return Refused(refuse.sentence, peer=peer_id, code=refuse.code.name)
         return None
@@ -286,7 +286,7 @@ class RoundState:
     def _fault_of_boundary(self, candidate: Candidate, theirs: Boundary) -> PeerError | None:
         assert self.opening is not None
         wrong = too_long(theirs, self.opening.longest_round)
-        return CorruptPayload(f"it accepted with {wrong}", peer=candidate.peer_id) if wrong else None
+        return CorruptPayload(f"it accepted the offer, but {wrong}", peer=candidate.peer_id) if wrong else None
 
     def _refused(self, ask: Ask, error: Refused, now_s: float) -> list[Action]:
         peer_id, code = ask.candidate.peer_id, RefuseCode[error.code]
@@ -306,7 +306,7 @@ class RoundState:
         self.unreachable &= {peer.peer_id for peer in self._live()}  # a dead peer is listed until its record expires
         self.unreachable.add(peer_id)
         self._pairing.failed(peer_id, now_s=now_s)
-        return [Report(f"offer to {named(peer_id)} failed: {error}", error, level)]
+        return [Report(f"the offer to {named(peer_id)} failed: {error}", error, level)]
 
     def _latest_offer_s(self, now_s: float) -> float:
         """Return the latest time at which an offer leaves enough time for the early part to arrive within the round."""
@@ -371,7 +371,9 @@ class RoundState:
         if refuse := other_kind(ours, offer.hello):
             return refuse
         if caller == ours.peer_id:
-            return Refuse(RefuseCode.MALFORMED, "this is my own peer id: a key must not be used on two machines")
+            return Refuse(
+                RefuseCode.MALFORMED, "your peer id is the same as mine: a key must not be used on two machines"
+            )
         if not incoming.is_listed:
             return Refuse(RefuseCode.UNLISTED, "I have no live record of you yet", UNLISTED_RETRY_S)
         self._step_rate.hear(caller, offer.boundary, now_s=now_s)  # even if the offer is refused
@@ -394,7 +396,7 @@ class RoundState:
         if is_asked or not self._pairing.has_had_its_share(caller):
             return None
         wait_s = mine.seconds_to_boundary if mine.seconds_to_boundary is not None else 1.0
-        return Refuse(RefuseCode.OVER_SHARE, "you have had your share of my swaps", wait_s)
+        return Refuse(RefuseCode.OVER_SHARE, "you have used up your share of my swaps", wait_s)
 
     def _refusal_in_phase(self, offer: Offer, mine: Boundary, now_s: float) -> Refuse | None:
         caller = offer.hello.peer_id
@@ -402,20 +404,20 @@ class RoundState:
             case RoundPhase.SEEKING:
                 return None
             case RoundPhase.CLOSED:
-                return Refuse(RefuseCode.BETWEEN_ROUNDS, "my round is not open yet", 0.05)
+                return Refuse(RefuseCode.BETWEEN_ROUNDS, "my next round has not begun yet", 0.05)
             case RoundPhase.OFFERING:
                 assert self.asked is not None
                 if self.asked.candidate.peer_id != caller:
-                    return Refuse(RefuseCode.BUSY, "I have made an offer to another peer", 0.1)
+                    return Refuse(RefuseCode.BUSY, "I am waiting for another peer to answer my offer", 0.1)
                 if self._hello().peer_id > caller:
-                    return Refuse(RefuseCode.CROSSED, "our offers crossed, and mine is used", 0.1)
+                    return Refuse(RefuseCode.CROSSED, "our offers crossed, and mine takes precedence", 0.1)
                 return None
             case _:
                 self._pairing.turned_away(caller, mine=mine, theirs=offer.boundary)
                 wait_s = mine.seconds_to_boundary if mine.seconds_to_boundary is not None else 1.0
                 if self.active:  # this peer may first have to wait for its partner at the boundary
                     wait_s = max(wait_s, self.active.expected_s(now_s, self.goodput) - now_s)
-                return Refuse(RefuseCode.TAKEN, f"I have a partner for round {self.index}", wait_s)
+                return Refuse(RefuseCode.TAKEN, f"I already have a partner for round {self.index}", wait_s)
 
     def _trailing_left_s(self, now_s: float) -> float:
         """Return an estimate of how many more seconds matchmaking waits for the trailing swap."""
@@ -458,7 +460,9 @@ class RoundState:
         left_s = self._step_rate.seconds_to_boundary(now_s) if self.watches(active) else None
         if left_s is None or not active.misses(now_s + left_s, now_s, self.goodput):
             return []
-        return [Abandon(active.swap, TimedOut("too slow for this round", peer=active.partner))]
+        return [
+            Abandon(active.swap, TimedOut("the early part would arrive too late for this round", peer=active.partner))
+        ]
 
     def committed(self, swap: SwapHandle, part: Part, now_s: float) -> None:
         """Record a part that both partners have verified. The round advances, or a late part becomes a correction."""
@@ -516,7 +520,7 @@ class RoundState:
 
     def _drop_trailing(self) -> list[Action]:
         trailing, self.trailing = self.trailing, None
-        reason = Unreachable("the next boundary came before the late part")
+        reason = Unreachable("the late part did not arrive before the next boundary")
         return [Abandon(trailing.swap, reason)] if trailing else []
 
     def _outcome(self, now_s: float) -> tuple[Outcome, list[Action]]:
@@ -533,10 +537,13 @@ class RoundState:
             self.active = None
             active.broken_off(now_s, self.goodput)
             error = Unreachable("the round ended before the early part was committed")
-            reason = f"the swap with {named(active.partner)} was not ready at the boundary"
+            reason = f"the early part of the swap with {named(active.partner)} was not complete at the boundary"
             return Alone(reason, LonelyCause.SLOW, active.link(now_s)), [Abandon(active.swap, error)]
         others = self._live()
         if not any(other.state == "training" for other in others):
             resting = ", ".join(sorted({other.state for other in others}))
-            return Alone(f"no other live peer{f' trains: {resting}' if resting else ''}", LonelyCause.NOBODY), []
-        return Alone(self.reason or "no answer to an offer yet", self.cause, self._failed_link), []
+            return Alone(
+                f"no other live peer{f' is training (the others are: {resting})' if resting else ''}",
+                LonelyCause.NOBODY,
+            ), []
+        return Alone(self.reason or "no offer has been answered yet", self.cause, self._failed_link), []

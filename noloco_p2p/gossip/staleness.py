@@ -48,7 +48,7 @@ def too_long(told: Boundary, longest_round: int) -> str:
     """
     if told.inner_steps <= longest_round:
         return ""
-    return f"a round of {told.inner_steps} inner steps, but this run allows at most {longest_round}"
+    return f"a round of {told.inner_steps} inner steps exceeds the run's maximum of {longest_round}"
 
 
 def refuse_stale(mine: Boundary, theirs: Boundary, *, total_steps: int) -> Refuse | None:
@@ -58,17 +58,17 @@ def refuse_stale(mine: Boundary, theirs: Boundary, *, total_steps: int) -> Refus
         return None
     here, there = (f"round {each.round} ({100 * each.progress:.2f} % of the run)" for each in (mine, theirs))
     if theirs.progress < mine.progress:
-        advice = "you are too far behind: fetch the state of a live peer"
+        advice = "you are too far behind and must fetch the state of a live peer"
     else:
         advice = "I am too far behind and must catch up"
-    return Refuse(RefuseCode.STALE, f"I am in {here}, you are in {there}; {advice}", STALE_RETRY_S)
+    return Refuse(RefuseCode.STALE, f"I am in {here} and you are in {there}; {advice}", STALE_RETRY_S)
 
 
 def refuse_distant(mine: Boundary, theirs: Boundary, *, total_steps: int, longest_round: int) -> Refuse | None:
     """Return a refusal if the other peer's round does not match this peer's, and None otherwise."""
     far_s = too_far_s(mine, theirs)
     if far_s > 0:
-        sentence = f"our boundaries are {far_s:.2f} s too far apart: the limit is 0.6 of a round"
+        sentence = f"the distance between our boundaries exceeds the limit of 0.6 rounds by {far_s:.2f} s"
         return Refuse(RefuseCode.TOO_FAR, sentence, far_s)
     if wrong := too_long(theirs, longest_round):
         return Refuse(RefuseCode.MALFORMED, wrong)

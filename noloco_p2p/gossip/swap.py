@@ -179,7 +179,7 @@ class Swap:
         except TimeoutError:
             if await self._committed_after_silence():
                 return
-            fault: PeerError = TimedOut(f"nothing moved for {self._deadlines.progress_s:g} s", peer=self.partner)
+            fault: PeerError = TimedOut(f"no progress for {self._deadlines.progress_s:g} s", peer=self.partner)
             await self._farewell(AbortCode.TIMED_OUT, fault)
             raise fault from None
         except CorruptPayload as error:
@@ -335,7 +335,7 @@ class Swap:
 
     def _commit(self, part: Part) -> None:
         if self.ledger.has_ended:
-            raise Unreachable("the swap was given up", peer=self.partner)
+            raise Unreachable("the swap was abandoned", peer=self.partner)
         if part not in self.ledger.committed:
             self.ledger.committed.add(part)
             self._on_commit(self, part)
@@ -366,7 +366,7 @@ class Swap:
         plan = coding.plan
         header, expected = await self._receive(), _header(coding, indices)
         if header != expected:
-            raise CorruptPayload(f"announced {_show(header)}, expected {_show(expected)}")
+            raise CorruptPayload(f"expected {_show(expected)}, got {_show(header)}")
         if plan.part is Part.LATE:
             self.partner_staged_s = self._loop.time()
         self._progress()

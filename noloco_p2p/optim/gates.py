@@ -120,7 +120,9 @@ class GradientHistory:
             return "the norm of its outer gradient is not finite"
         usual = median([*self._norms, own_norm])
         if partner_norm > self._limits.refuse_above * max(1.0, times_longer) * usual:
-            return f"its outer gradient has {partner_norm / max(usual, 1e-30):.3g} times the norm of this peer's own"
+            return (
+                f"the norm of its outer gradient is {partner_norm / max(usual, 1e-30):.3g} times this peer's usual norm"
+            )
         return ""
 
 
@@ -134,7 +136,7 @@ def cosine_refusal(*, dot: float, own_norm: float, partner_norm: float, limits: 
     product = own_norm * partner_norm
     if product == 0.0 or dot >= limits.least_cosine * product:
         return ""
-    return f"its outer gradient points against this peer's own (cosine {dot / product:.2f})"
+    return f"its outer gradient opposes this peer's outer gradient (cosine {dot / product:.2f})"
 
 
 class DistanceHistory:
@@ -161,7 +163,9 @@ class DistanceHistory:
         usual = median(self._distances.values())
         if distance <= max(self._limits.far_above * usual, self._limits.offset_most * own_gradient):
             return ""
-        return f"its weights are {distance / max(usual, 1e-30):.3g} times as far away as those of most partners"
+        return (
+            f"its weights are {distance / max(usual, 1e-30):.3g} times as far from this peer's as a typical partner's"
+        )
 
 
 class PieceNorms:

@@ -54,7 +54,9 @@ class FlatParameters:
 
     def _check(self, name: str, param: Tensor) -> None:
         if isinstance(param, DTensor):
-            raise ModelError(f"{name} is sharded over several processes; `noloco join --gpus` trains such models")
+            raise ModelError(
+                f"{name} is sharded across several processes; use `noloco join --gpus` to train such a model"
+            )
 
     @cached_property
     def model_layout(self) -> ModelLayout:

@@ -287,17 +287,19 @@ class NoLoCo:
     def _check_is_callers(self) -> None:
         if self._hook:
             raise SettingsError(
-                "NoLoCo counts the steps of its optimizer itself: remove this call, or pass None as the optimizer"
+                "NoLoCo already counts the steps of its optimizer: remove this call, or pass None as the optimizer"
             )
 
     def _check_step(self) -> None:
         if self._exchange.owner is not self:
             raise SettingsError(
-                "another NoLoCo was created for this peer, but a peer trains one model: "
-                "put several models into one nn.ModuleDict"
+                "another NoLoCo was created for this peer, but a peer can train only one model: "
+                "to train several models, put them into one nn.ModuleDict"
             )
         if self._rounds.is_at_boundary:
-            raise SettingsError("the round is at its boundary: before the next step, call `poll` until it has ended")
+            raise SettingsError(
+                "the round is at its boundary: call `poll` until it has ended before you take the next step"
+            )
 
     def _take_step(self) -> bool:
         self._peer.metrics.step += 1
@@ -387,9 +389,9 @@ class NoLoCo:
         Raises CheckpointError if the state belongs to another model, and SettingsError if a round is open.
         """
         if self._rounds.is_open or self._rounds.is_at_boundary:
-            raise SettingsError("a round is open: load the state before the first step, or pass it as `resume`")
+            raise SettingsError("a round is already open: load the state before the first step, or pass it as `resume`")
         if "place" not in state:
-            raise CheckpointError("this state_dict has no position in a run: it is not from a NoLoCo")
+            raise CheckpointError("this state_dict contains no position in a run, so it was not created by NoLoCo")
         saved_state.check_layout(state["place"], self._state.parameters.model_layout, origin="this state_dict")
         self._peer.membership.weights_change()
         self._state.take_vectors(state)
@@ -451,7 +453,7 @@ class NoLoCo:
         try:
             self._state.take(load_file(target))
         except (CheckpointError, SafetensorError) as error:
-            log.error("the state of a peer cannot be used: %s; this peer continues with its own", error)
+            log.error("cannot use the fetched state: %s; this peer continues with its own state", error)
             return False
         finally:
             target.unlink()
@@ -476,7 +478,7 @@ class NoLoCo:
         if self._trainable is not None and _trainable(self._model) != self._trainable:
             raise ModelError(
                 "parameters of the model were replaced, frozen or unfrozen after this NoLoCo was created: "
-                "create a new one, because this one would swap the old parameters"
+                "create a new NoLoCo, because this one would swap the old parameters"
             )
         self._catch_up()
         self._rounds.open(patience_s=patience_s, is_closing=is_closing)
@@ -512,7 +514,9 @@ class NoLoCo:
         metrics.rounds_here += 1
         if result.diverged:
             metrics.diverged += 1
-            log.error("round %d | this peer's weights were not finite; reset to the round's start", result.round)
+            log.error(
+                "round %d | this peer's weights were non-finite and were reset to the start of the round", result.round
+            )
             if self._inner:
                 self._inner.restore({})  # its moments are non-finite as well
         metrics.blocked_s = result.blocked_s

@@ -133,7 +133,7 @@ class Rounds:
 
     def step_taken(self) -> bool:
         """Record an inner step. Returns True after the last step of the round; call `reach_boundary` next."""
-        assert not self.is_at_boundary, "poll until the round has ended"
+        assert not self.is_at_boundary, "call `poll` until the round has ended"
         self.steps += 1
         if not self.follows_caller:
             self.progress = next_progress(self.progress, self.spec.schedule_steps)

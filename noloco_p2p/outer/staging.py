@@ -100,6 +100,6 @@ def pin(values: Tensor, device: torch.device) -> None:
     cudart: Any = torch.cuda.cudart()
     address = values.data_ptr()
     if int(cudart.cudaHostRegister(address, values.nbytes, 0)) != 0:
-        log.warning("%d MiB of memory cannot be pinned: outer steps will be slower", values.nbytes >> 20)
+        log.warning("could not pin %d MiB of memory; outer steps will be slower", values.nbytes >> 20)
         return
     weakref.finalize(values, cudart.cudaHostUnregister, address)

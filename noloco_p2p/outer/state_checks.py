@@ -63,11 +63,13 @@ def check_vectors(tensors: Mapping[str, object], expected: Mapping[str, int]) ->
     for name, num_elements in expected.items():
         vector = tensors.get(name)
         if not isinstance(vector, Tensor) or vector.shape != (num_elements,):
-            raise CheckpointError(f"the state has no {name} of {num_elements} numbers: it belongs to another model")
+            raise CheckpointError(
+                f"the state has no vector {name} of {num_elements} elements: it belongs to another model"
+            )
         if vector.dtype is not torch.float32:
-            raise CheckpointError(f"the state has {name} in {vector.dtype}, not float32")
+            raise CheckpointError(f"{name} in the state is {vector.dtype} instead of float32")
         if not all(bool(torch.isfinite(chunk).all()) for chunk in vector.split(CHUNK_ELEMENTS)):
-            raise CheckpointError(f"{name} in the state has values that are not finite")
+            raise CheckpointError(f"{name} in the state contains non-finite values")
 
 
 def check_position(round_index: int, progress: float, others: Sequence[tuple[int, float]], spec: Spec) -> None:
@@ -86,7 +88,9 @@ def check_position(round_index: int, progress: float, others: Sequence[tuple[int
     shortest = outer.min_inner_steps if outer.is_auto else outer.longest_round
     most = FRESH_ROUNDS * outer.longest_round / shortest * median(count for count, _ in others) + STALE_ROUNDS
     if not 0 <= round_index <= most:
-        raise CheckpointError(f"the state is from round {round_index}, which no peer of this swarm can have reached")
+        raise CheckpointError(
+            f"the state claims to be from round {round_index}, which no peer of this swarm can have reached"
+        )
 
 
 def check_sketches(slow_weights: Tensor, published: Sequence[str], *, progress: float, spec: Spec) -> None:
@@ -106,7 +110,7 @@ def check_sketches(slow_weights: Tensor, published: Sequence[str], *, progress: 
     own = {mark: sketch(slow_weights, run=spec.digest(), mark=mark) for mark in marks}
     num_far = sum(_is_far(own[found.mark], length, found) for found in compared)
     if num_far > len(compared) / 2:
-        raise CheckpointError(f"the weights are far from what {num_far} of {len(compared)} other peers publish")
+        raise CheckpointError(f"the weights are far from those published by {num_far} of {len(compared)} other peers")
 
 
 def _is_far(own: Tensor, length: float, other: Sketch) -> bool:

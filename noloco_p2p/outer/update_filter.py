@@ -112,5 +112,5 @@ def admitted(outcome: Outcome, state: OuterState) -> tuple[Outcome, FilterVerdic
 
 
 def _refused(received: Received, why: str) -> Alone:
-    reason = f"what {named(received.partner)} sent was refused: {why}"
+    reason = f"the update from {named(received.partner)} was refused: {why}"
     return Alone(reason, LonelyCause.REFUSED_STATE, received.link)

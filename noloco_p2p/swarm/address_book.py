@@ -58,9 +58,7 @@ class AddressBook:
             write_atomically(self._path, json.dumps(values).encode())
             self._changed = False
         except OSError as error:
-            logger.warning(
-                "the addresses of %d peers could not be saved in %s: %s", len(self._peers), self._path, error
-            )
+            logger.warning("could not save the addresses of %d peers to %s: %s", len(self._peers), self._path, error)
 
 
 def _belongs(address: object, peer_id: str) -> bool:

@@ -20,7 +20,7 @@ def listen_multiaddr(host: str, port: int) -> str:
         return f"/{_family(host)}/{_plain(host)}/tcp/{port}"
     except ValueError:
         raise DirectoryError(
-            f"cannot listen on {host!r}: use an IP address, such as 0.0.0.0 for all networks"
+            f"cannot listen on {host!r}, which is not an IP address; use 0.0.0.0 to listen on all network interfaces"
         ) from None
 
 
@@ -92,7 +92,7 @@ def split_peer_id(multiaddr: str) -> tuple[str, str]:
     address, separator, peer_id = multiaddr.rpartition("/p2p/")
     if not separator or not address.startswith("/") or not peer_id or "/" in peer_id:
         raise DirectoryError(
-            f"{multiaddr!r} is not an address to dial; it must look like /ip4/203.0.113.5/tcp/4001/p2p/12D3Koo.."
+            f"{multiaddr!r} is not a valid address; expected the form /ip4/203.0.113.5/tcp/4001/p2p/12D3Koo.."
         )
     return address, peer_id
 
@@ -111,7 +111,7 @@ async def guarded(guard: DialGuard, peer_id: str, address: str) -> str:
     """
     target = tcp_target(address)
     if target is None:
-        raise Unreachable(f"{address} is not the address of a peer", peer=peer_id)
+        raise Unreachable(f"{address} is not the TCP address of a peer", peer=peer_id)
     return listen_multiaddr(await guard.way(peer_id, target[0]), target[1])
 
 

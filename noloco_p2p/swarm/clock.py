@@ -75,10 +75,10 @@ def check_clock(offsets: Mapping[str, Offset]) -> None:
         return
     offset_s = median(offset.seconds for offset in wrong.values())
     peer = short_id(next(iter(wrong)))
-    others = f"..{peer}" if len(wrong) == 1 else f"..{peer} and {len(wrong) - 1} more"
+    others = f"that of ..{peer}" if len(wrong) == 1 else f"those of ..{peer} and {len(wrong) - 1} more"
     raise DirectoryError(
-        f"the clock of this machine is {abs(offset_s):.1f} s {'behind' if offset_s > 0 else 'ahead of'} that of "
-        f"{others}, and clocks in the DHT must agree within {MAX_OFFSET_S:.0f} s; set it by NTP (for example, "
-        f"`sudo timedatectl set-ntp true`, `sudo chronyc makestep`, or `sudo sntp -sS time.apple.com` on macOS), "
+        f"this machine's clock is {abs(offset_s):.1f} s {'behind' if offset_s > 0 else 'ahead of'} {others}, but "
+        f"the clocks of DHT nodes must agree to within {MAX_OFFSET_S:.0f} s; synchronize it with NTP (for example, "
+        f"run `sudo timedatectl set-ntp true`, `sudo chronyc makestep`, or `sudo sntp -sS time.apple.com` on macOS), "
         f"then try again"
     )

@@ -150,7 +150,7 @@ class SwarmDirectory:
         Raises DirectoryError if the port is taken, the daemon cannot run, or a bootstrap is not a valid address.
         """
         if describe is not None and spec_digest is None:
-            raise ValueError("a directory that announces a peer needs the spec_digest of its run")
+            raise ValueError("spec_digest is required for a directory that announces a peer")
         _by_peer(bootstraps)  # report a mistyped address before the slow import
         is_monitor = spec_digest is not None and describe is None
         listen_on = ListenOn(listen_host, listen_port, announce_host, announce_port)

@@ -112,33 +112,33 @@ def assess(
     if abroad and not is_public(host):
         reason = f"{host} is a private address, which peers on other networks cannot dial"
         if through:
-            return Verdict(closed, f"{reason}, though they get through to {observed}: join with --announce {observed}")
+            return Verdict(closed, f"{reason}, but they can reach {observed}: join with --announce {observed}")
         return Verdict(closed, f"{reason}; {_advice(ports, observed or 'HOST')}")
     if not dial_backs:
         if num_calls:
-            return Verdict(Reach.DIRECT, f"other peers have called {num_calls} times")
-        return Verdict(Reach.UNKNOWN, "no other peer has dialled back or called yet")
+            return Verdict(Reach.DIRECT, f"calls received from other peers: {num_calls}")
+        return Verdict(Reach.UNKNOWN, "no other peer has dialled back or called this peer yet")
     if 2 * len(through) >= len(dial_backs):
-        told = f"{len(through)} of {len(dial_backs)} peers that dialled back got through to port {ports[0]}"
+        told = f"{len(through)} of {len(dial_backs)} peers that dialled back reached port {ports[0]}"
         if mapped_by:
-            return Verdict(Reach.MAPPED, f"{told}, which the router maps ({mapped_by})")
+            return Verdict(Reach.MAPPED, f"{told}, which the router maps to this machine ({mapped_by})")
         if all(seen.reached.get(ports[1]) for seen in through):
-            told += f"; port {ports[1]} (libp2p) is closed; open it too, so that others can join through this peer"
+            told += f"; port {ports[1]} (libp2p) is closed; open it as well, so that others can join through this peer"
         return Verdict(Reach.DIRECT, told)
     why = next(reason for seen in dial_backs if (reason := seen.reached.get(ports[0], "not asked")))
-    told = f"{len(dial_backs) - len(through)} of {len(dial_backs)} peers could not dial port {ports[0]} ({why})"
+    told = f"{len(dial_backs) - len(through)} of {len(dial_backs)} peers could not reach port {ports[0]} ({why})"
     effect = {
-        Reach.OUTBOUND_ONLY: "so this peer makes offers but gets none",
-        Reach.RELAYED: "so other peers behind closed ports call it through a relay",
-        Reach.PUNCHED: f"so it connects to other such peers through holes in the routers, {num_holes} so far",
+        Reach.OUTBOUND_ONLY: "so this peer can make offers but cannot receive any",
+        Reach.RELAYED: "so other peers with closed ports call it through a relay",
+        Reach.PUNCHED: f"so it reaches other such peers by hole punching (connections so far: {num_holes})",
     }[closed]
     return Verdict(closed, f"{told}, {effect}; {_advice(ports, observed or host)}")
 
 
 def _advice(ports: tuple[int, int], host: str) -> str:
     return (
-        f"to be reachable, forward TCP {ports[0]} and {ports[1]} to this machine in the router, open them in this "
-        f"machine's firewall, and join with --announce {host}"
+        f"to make this peer reachable, forward TCP ports {ports[0]} and {ports[1]} from the router to this machine, "
+        f"open them in this machine's firewall, and join with --announce {host}"
     )
 
 
@@ -221,6 +221,6 @@ class DialBacks:
             found[peer.peer_id] = await self._ask(peer)
             self._first.set()
         except PeerError as error:
-            log.debug("%s could not be asked to dial back: %s", short_id(peer.peer_id), error)
+            log.debug("could not ask %s to dial back: %s", short_id(peer.peer_id), error)
         except Exception:  # an answer of a stranger must not keep the others from being asked
-            log.exception("could not handle the dial-back answer of %s", short_id(peer.peer_id))
+            log.exception("could not process the dial-back reply from %s", short_id(peer.peer_id))

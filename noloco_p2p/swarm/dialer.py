@@ -112,7 +112,7 @@ class Dialer:
             logger.debug("%s", error)
             self._plan.failed(peer_id, str(error), now_s=time.monotonic())
             return False
-        logger.info("entered the DHT through %s", short_id(peer_id))
+        logger.info("joined the DHT through %s", short_id(peer_id))
         self._plan.reached(peer_id, now_s=time.monotonic())
         # If libp2p was connected before, it dialled none of these addresses, so they may belong to another machine.
         for host in {host_in(address) for address in ways} & await self._hosts_of(peer_id):
@@ -145,7 +145,7 @@ class Dialer:
             except Unreachable as error:
                 faults.append(str(error))
         if not ways:
-            raise DirectoryError(f"{short_id(peer_id)} was not dialled: {'; '.join(faults) or 'no address'}")
+            raise DirectoryError(f"{short_id(peer_id)} was not dialled: {'; '.join(faults) or 'it has no address'}")
         return ways
 
     def _look_at_clocks(self) -> None:

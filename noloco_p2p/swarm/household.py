@@ -145,7 +145,7 @@ class Household:
         try:
             self._mdns = AsyncZeroconf(interfaces=hosts, ip_version=IPVersion.V4Only)
         except OSError as error:
-            log.info("cannot look for peers in the local network: %s", error)
+            log.info("cannot look for peers on the local network: %s", error)
             return
         self._browser = AsyncServiceBrowser(self._mdns.zeroconf, SERVICE, handlers=[self._on_change])
         self._tasks = [asyncio.create_task(self._resolve()), asyncio.create_task(self._check())]
@@ -193,11 +193,11 @@ class Household:
             try:
                 answered = await info.async_request(self._mdns.zeroconf, ANSWER_MS)
             except (OSError, NotRunningException) as error:
-                log.debug("could not ask %s for its addresses: %s", name, error)
+                log.debug("could not get the addresses of %s: %s", name, error)
                 continue
             found = read(info, self._interfaces) if answered else None
             if found and self._may_use(found):
-                log.info("%s may be in this local network, at %s", short_id(found.peer_id), ", ".join(found.hosts))
+                log.info("%s may be on this local network, at %s", short_id(found.peer_id), ", ".join(found.hosts))
                 self._found[found.peer_id] = found
                 self._check_at_s.pop(found.peer_id, None)
                 self._on_found(found.peer_id, found.multiaddrs())
@@ -226,7 +226,7 @@ class Household:
             try:
                 await self._ask(replace(candidate, address=address))
             except PeerError as error:
-                log.debug("%s was not found at %s: %s", short_id(candidate.peer_id), address, error)
+                log.debug("could not reach %s at %s: %s", short_id(candidate.peer_id), address, error)
             else:
                 if candidate.peer_id in self._found:
                     self._near[candidate.peer_id] = address
@@ -254,7 +254,7 @@ class Household:
         try:
             await (await mdns.async_register_service(info))
         except (OSError, NonUniqueNameException, BadTypeInNameException) as error:
-            log.info("could not announce this peer in the local network: %s", error or type(error).__name__)
+            log.info("could not announce this peer on the local network: %s", error or type(error).__name__)
 
 
 def read(info: AsyncServiceInfo, interfaces: Sequence[Interface]) -> Found | None:

@@ -29,7 +29,7 @@ def main(arguments: list[str]) -> None:
     else:
         start_watcher(parent_pid)
     if os.getppid() != parent_pid:  # the parent died before the death signal was set
-        sys.exit("the parent has ended")
+        sys.exit("the parent process has exited")
     os.umask(0o077)  # only this user may use the control socket
     try:
         os.execv(command[0], command)

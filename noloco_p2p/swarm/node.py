@@ -143,7 +143,7 @@ class SwarmNode:
         await _guard(self._running_p2p().connect(peer_id, answering), CONNECT_S, what)
         offset = await _guard(self._running_dht().greet(peer_id), CALL_S, what)
         if offset is None:
-            raise DirectoryError(f"{what}: connected, but no DHT node answers")
+            raise DirectoryError(f"{what}: connected, but it does not answer as a DHT node")
         return offset
 
     async def open_stream(
@@ -188,14 +188,14 @@ class SwarmNode:
         false if only the last of five nodes refused it. Raises DirectoryError if the call fails.
         """
         call = self._running_dht().store(key, value, expires_at_s, subkey=subkey)
-        await _guard(call, timeout_s, "storing in the DHT")
+        await _guard(call, timeout_s, "storing a record in the DHT")
 
     async def get(self, key: str, *, timeout_s: float = CALL_S) -> dict[str, tuple[bytes, float]]:
         """Read the values of a key from the nodes closest to it. Returns subkey -> (value, expiry).
 
         Raises DirectoryError if the call fails.
         """
-        found = await _guard(self._running_dht().get(key, latest=True), timeout_s, "reading from the DHT")
+        found = await _guard(self._running_dht().get(key, latest=True), timeout_s, "reading records from the DHT")
         if found is None or not isinstance(found.value, dict):
             return {}
         entries = ((subkey, entry.value, entry.expiration_time) for subkey, entry in found.value.items())
@@ -217,7 +217,7 @@ class SwarmNode:
         self._p2p = await _guard(kademlia.attach(self._daemon.control_socket), ATTACH_S, "attaching to p2pd")
         if str(self._p2p.peer_id) != self.peer_id:
             raise DirectoryError(
-                f"p2pd loaded the identity {self._p2p.peer_id} from {self._identity_path}, not {self.peer_id}"
+                f"p2pd loaded identity {self._p2p.peer_id} from {self._identity_path} instead of {self.peer_id}"
             )
         addresses = await _guard(self._p2p.get_visible_maddrs(), ATTACH_S, "asking p2pd for its addresses")
         suffix = f"/p2p/{self.peer_id}"
@@ -250,7 +250,7 @@ class SwarmNode:
     async def _watch(self) -> None:
         while True:
             reason = await self._lost()
-            logger.warning("p2pd has ended (%s); restarting it", reason)
+            logger.warning("p2pd has stopped (%s); restarting it", reason)
             await self._restart()
             self.on_restart()
 
@@ -296,7 +296,7 @@ class SwarmNode:
                 await self._bring_up()
                 return
             except (DirectoryError, OSError) as error:  # for example, out of file descriptors
-                logger.warning("p2pd could not be restarted: %s", error)
+                logger.warning("could not restart p2pd: %s", error)
 
 
 def _port_of(multiaddrs: Sequence[str]) -> int:
@@ -304,7 +304,7 @@ def _port_of(multiaddrs: Sequence[str]) -> int:
         parts = multiaddr.split("/")
         if len(parts) >= 5 and parts[3] == "tcp":
             return int(parts[4])
-    raise DirectoryError(f"p2pd listens on no address that others could dial ({', '.join(multiaddrs) or 'no address'})")
+    raise DirectoryError(f"p2pd is not listening on any TCP address (its addresses: {', '.join(multiaddrs) or 'none'})")
 
 
 async def knock(address: str) -> str:

@@ -119,7 +119,12 @@ class PortMapping:
                 log.debug("%s: %s", type(client).__name__, error or "no answer")
                 continue
             self._client = client
-            log.info("the router maps %s:%d and %d to this machine (%s)", mapping.host, *mapping.ports, mapping.by)
+            log.info(
+                "the router at %s forwards ports %d and %d to this machine (%s)",
+                mapping.host,
+                *mapping.ports,
+                mapping.by,
+            )
             return mapping
         self._client = None
         return None
@@ -160,7 +165,7 @@ class NatPmp:
         request = struct.pack("!BBHHHI", 0, PMP_MAP_TCP, 0, inside, outside, lease_s)
         named, found, granted_s = await self._request(request, "!HHI")
         if named != inside or (lease_s and not (found and granted_s)):
-            raise NoMapping("the router's answer is for another port, or grants no mapping")
+            raise NoMapping("the router answered for another port or did not grant a mapping")
         return found, granted_s
 
     async def _request(self, request: bytes, layout: str) -> tuple[Any, ...]:
@@ -211,7 +216,7 @@ class Upnp:
 
     async def _beside(self, ask: Callable[[], T]) -> T:
         if self._thread and self._thread.is_alive():
-            raise NoMapping("UPnP: the router is still answering the last request")
+            raise NoMapping("UPnP: the router is still processing the previous request")
         answer: Future[T] = Future()
         answer.set_running_or_notify_cancel()  # a caller that gives up must not cancel it
 
@@ -232,11 +237,11 @@ class Upnp:
         try:
             return MappedPorts(str(ipaddress.IPv4Address(host)), (grpc, libp2p), "UPnP")
         except ValueError:
-            raise NoMapping("the router reported no valid address") from None
+            raise NoMapping("the router did not report a valid IPv4 address") from None
 
     def _map_one(self, router: Any, inside: int) -> int:
         """Map an internal port, and return the external one."""
-        fault = NoMapping(f"the router does not map port {inside}")
+        fault = NoMapping(f"the router did not map port {inside}")
         for outside in (inside, *random.sample(OTHER_PORTS, UPNP_TRIES)):
             try:
                 if _asked(router.addportmapping, outside, "TCP", self._local_host, inside, "noloco_p2p", "", LEASE_S):

@@ -104,7 +104,7 @@ def encode_record(record: PeerRecord, identity: Identity) -> bytes:
     until the record fits. Raises RecordError if it still does not fit.
     """
     if record.peer_id != identity.peer_id:
-        raise RecordError(f"a record of {record.peer_id} cannot be signed by {identity.peer_id}")
+        raise RecordError(f"the record of {record.peer_id} cannot be signed by {identity.peer_id}")
     record = replace(record, addresses=record.addresses[:MAX_ADDRESSES], multiaddrs=record.multiaddrs[:MAX_ADDRESSES])
     _check(record)
     body = _pack(record)
@@ -144,7 +144,7 @@ def decode_record(data: bytes) -> PeerRecord:
     try:
         record = PeerRecord(**known)
     except TypeError:
-        raise RecordError("a record lacks the name of its run") from None
+        raise RecordError("the record does not contain the name of its run") from None
     record = replace(record, multiaddrs=tuple(f"{address}/p2p/{record.peer_id}" for address in record.multiaddrs))
     _check(record)
     return record
@@ -158,18 +158,18 @@ def open_envelope(data: bytes) -> dict[str, Any]:
     costs 0.1 ms, so callers must not change them. Raises RecordError if a check fails.
     """
     if not SIGNATURE_BYTES < len(data) <= MAX_RECORD_BYTES:
-        raise RecordError(f"a record has {len(data)} bytes; the limit is {MAX_RECORD_BYTES}")
+        raise RecordError(f"the record has {len(data)} bytes, but the limit is {MAX_RECORD_BYTES}")
     signature, body = data[:SIGNATURE_BYTES], data[SIGNATURE_BYTES:]
     try:
         values = json.loads(body, parse_constant=_refuse_constant)
     except (ValueError, RecursionError):
-        raise RecordError("a record is not valid JSON") from None
+        raise RecordError("the record is not valid JSON") from None
     if not isinstance(values, dict):
-        raise RecordError("a record is not a JSON object")
+        raise RecordError("the record is not a JSON object")
     peer_id, expires_at_s = _text("peer_id", values.get("id")), _number("expires_at_s", values.get("exp"))
     _text("spec_digest", values.get("spec"))
     if not verify(peer_id, DOMAIN + body, signature):
-        raise RecordError(f"a record of {peer_id} is not signed by that peer")
+        raise RecordError(f"the record of {peer_id} is not signed by that peer")
     return values | {"exp": expires_at_s}
 
 
@@ -201,7 +201,7 @@ def _check(record: PeerRecord) -> None:
     if record.state not in STATES:
         raise RecordError(f"unknown state {record.state!r} in the record of {record.peer_id}")
     if any(depth > MAX_DEPTH for depth in record.depths):  # readers would look for buckets at this depth
-        raise RecordError(f"a depth in the record of {record.peer_id} is over {MAX_DEPTH}")
+        raise RecordError(f"a depth in the record of {record.peer_id} is greater than {MAX_DEPTH}")
     suffix = f"/p2p/{record.peer_id}"
     if not all(address.startswith("/") and address.endswith(suffix) for address in record.multiaddrs):
         raise RecordError(f"a multiaddr in the record of {record.peer_id} does not end in {suffix}")
@@ -209,25 +209,25 @@ def _check(record: PeerRecord) -> None:
 
 def _text(name: str, value: object) -> str:
     if not isinstance(value, str) or len(value) > MAX_TEXT_CHARS or not value.isprintable():
-        raise RecordError(f"{name} in a record is not a short printable string")  # it is printed to terminals
+        raise RecordError(f"{name} in the record is not a short printable string")  # it is printed to terminals
     return value
 
 
 def _texts(name: str, value: object) -> tuple[str, ...]:
     if not isinstance(value, (list, tuple)) or len(value) > 2 * MAX_ADDRESSES:
-        raise RecordError(f"{name} in a record is not a short list")
+        raise RecordError(f"{name} in the record is not a short list")
     return tuple(_text(name, item) for item in value)
 
 
 def _count(name: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= LARGEST:
-        raise RecordError(f"{name} in a record is not a count")
+        raise RecordError(f"{name} in the record is not a valid count")
     return value
 
 
 def _counts(name: str, value: object) -> tuple[int, ...]:
     if not isinstance(value, (list, tuple)) or len(value) > MAX_COUNTS:
-        raise RecordError(f"{name} in a record is not a short list")
+        raise RecordError(f"{name} in the record is not a short list")
     return tuple(_count(name, item) for item in value)
 
 
@@ -237,9 +237,9 @@ def _maybe_count(name: str, value: object) -> int | None:
 
 def _number(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise RecordError(f"{name} in a record is not a number")
+        raise RecordError(f"{name} in the record is not a number")
     if not abs(value) <= LARGEST:  # this also excludes NaN
-        raise RecordError(f"{name} in a record is non-finite or over 2^53")
+        raise RecordError(f"{name} in the record is non-finite or larger than 2^53")
     return float(value)
 
 
@@ -248,7 +248,7 @@ def _maybe_number(name: str, value: object) -> float | None:
 
 
 def _refuse_constant(name: str) -> float:
-    raise RecordError(f"a record contains {name}")
+    raise RecordError(f"the record contains {name}")
 
 
 _CHECKS: dict[str, Callable[[str, object], object]] = {

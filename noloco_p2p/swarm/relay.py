@@ -286,9 +286,9 @@ class Reservations:
                 writer.write(b".")
                 async with asyncio.timeout(ANSWER_S):
                     if await reader.readline() != YES:
-                        raise DirectoryError("the relay has no free reservation")
+                        raise DirectoryError("the relay has no reservations left")
                 self._held[relay] = multiaddr
-                logger.info("%s relays calls to this peer", short_id(relay))
+                logger.info("%s is now relaying calls to this peer", short_id(relay))
                 await self._beat(reader, writer)
             finally:
                 writer.close()
@@ -311,7 +311,7 @@ class Reservations:
 
 def _expect(data: bytes) -> None:
     if not data:
-        raise DirectoryError("the relay has closed the stream")
+        raise DirectoryError("the relay closed the stream")
 
 
 def relays_of(multiaddrs: Sequence[str]) -> dict[str, str]:

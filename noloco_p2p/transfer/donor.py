@@ -76,7 +76,7 @@ class StateServer:
             case WantChunks(manifest_digest, indices):
                 saved = self._saved()
                 if saved.manifest.digest() != manifest_digest:
-                    raise Refused("I have a newer state now: ask for its manifest", code=RefuseCode.BUSY.name)
+                    raise Refused("I now have a newer state: request its manifest", code=RefuseCode.BUSY.name)
                 async with aclosing(self._chunks(saved, indices)) as chunks:
                     async for chunk in chunks:
                         yield chunk
@@ -95,7 +95,7 @@ class StateServer:
 
     async def _chunks(self, saved: SavedState, indices: Sequence[int]) -> AsyncGenerator[FetchItem]:
         if any(later <= earlier for earlier, later in pairwise(indices)):
-            raise CorruptPayload("chunks must be requested in ascending order, each once")
+            raise CorruptPayload("chunks must be requested in ascending order and without duplicates")
         if indices and indices[-1] >= len(saved.manifest.chunk_digests):
             raise CorruptPayload(f"chunk {indices[-1]} does not exist")
         try:

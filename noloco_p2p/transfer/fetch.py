@@ -95,7 +95,9 @@ async def fetch_spec(transport: Transport, donors: Sequence[Candidate], *, expec
             return Spec.from_json(spec.data, expected_digest=expected_digest, origin=donor.address)
         except (PeerError, ValueError) as error:
             reasons.append(f"{named(donor.peer_id)}: {error}")
-    raise Unreachable("no live peer served the run spec: " + ("; ".join(reasons) or "no peer is live"))
+    raise Unreachable(
+        "could not get the run spec from any live peer: " + ("; ".join(reasons) or "no live peer was found")
+    )
 
 
 async def fetch_manifest(transport: Transport, donor: Candidate) -> StateManifest:
@@ -189,7 +191,7 @@ class _Slow(Exception):
     """The rate of a donor is below the minimum."""
 
     def __init__(self, whole_s: float) -> None:
-        super().__init__(f"too slow: the whole state would take {whole_s / 3600:.1f} h")
+        super().__init__(f"too slow: fetching the whole state would take {whole_s / 3600:.1f} h")
         self.whole_s = whole_s
 
 
@@ -266,7 +268,7 @@ class _Fetch:
             manifest = await self._manifest(donor)
             await self._chunks(donor, manifest, may_be_slow=may_be_slow)
         except _Slow as slow:
-            log.info("leaving %s for another donor: %s", donor.address, slow)
+            log.info("switching from %s to another donor: %s", donor.address, slow)
             self.slow[donor] = slow.whole_s
         except (CheckpointError, CorruptPayload) as error:
             self._refuse(donor, error)
@@ -300,16 +302,16 @@ class _Fetch:
         self.admission.refuse(donor, str(error))
 
     def _missing(self) -> str:
-        return f"{len(self.kept.missing)} chunks are still missing"
+        return f"chunks still missing: {len(self.kept.missing)}"
 
     async def _manifest(self, donor: Candidate) -> StateManifest:
         manifest = await fetch_manifest(self.transport, donor)
         shape = (manifest.layout, manifest.num_elements, manifest.num_bytes)
         num_chunks = -(-self.num_bytes // STATE_CHUNK_BYTES)
         if shape != (self.layout, self.num_elements, self.num_bytes) or len(manifest.chunk_digests) != num_chunks:
-            raise CorruptPayload("its state belongs to another model, or has another size", peer=donor.peer_id)
+            raise CorruptPayload("its state belongs to another model or has the wrong size", peer=donor.peer_id)
         if manifest.progress <= self.newer_than:
-            sentence = f"its last saved state is from round {manifest.round}, no newer than this peer's"
+            sentence = f"its last saved state is from round {manifest.round}, which is no newer than this peer's state"
             raise PeerError(sentence, peer=donor.peer_id)
         await self.admission.check_position(donor, manifest)
         return manifest

@@ -57,7 +57,7 @@ class UploadSlots:
     def took(self, upload: Upload) -> None:
         """Record that the newcomer accepted a chunk. Raises Refused if another newcomer has been given its slot."""
         if upload.is_evicted:
-            sentence = f"you accepted no chunk for {STALLED_S:.0f} s, so another newcomer has your slot"
+            sentence = f"you accepted no chunk for {STALLED_S:.0f} s, so your slot was given to another newcomer"
             raise _busy(sentence, retry_after_s=self._retry_after_s())
         now_s = self._clock()
         chunk_s, upload.moved_s = now_s - upload.moved_s, now_s

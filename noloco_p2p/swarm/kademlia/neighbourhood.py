@@ -98,4 +98,4 @@ def told_records(packed: bytes) -> Iterator[tuple[str, bytes, float]]:
             case [str(peer_id), bytes(record), float(expires_at_s)]:
                 yield peer_id, record, expires_at_s
             case _:
-                raise ValueError("the answer has an entry that is not a record")
+                raise ValueError("the answer contains an entry that is not a record")

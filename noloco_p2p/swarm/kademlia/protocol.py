@@ -121,7 +121,7 @@ class BoundedProtocol(DHTProtocol):
         """
         peer_id, now_s = str(peer), time.monotonic()
         if len(data) > MAX_REQUEST_BYTES:
-            raise RefusedRequest(f"a request of {len(data)} bytes is over the limit of {MAX_REQUEST_BYTES}")
+            raise RefusedRequest(f"the request has {len(data)} bytes, but the limit is {MAX_REQUEST_BYTES}")
         if not self._allowance.admits(peer_id, now_s=now_s):
             raise RefusedRequest("too many requests; try again later")
         self._allowance.charge(peer_id, 1.0, now_s=now_s)
@@ -153,7 +153,7 @@ class BoundedProtocol(DHTProtocol):
     def _find(self, request: Any, peer: PeerID) -> Any:
         keys = [_key(raw) for raw in request.keys[: MAX_KEYS + 1]]
         if len(keys) > MAX_KEYS or len(set(keys)) < len(keys):
-            raise RefusedRequest(f"a request may have at most {MAX_KEYS} keys, without duplicates")
+            raise RefusedRequest(f"a request may contain at most {MAX_KEYS} keys and no duplicates")
         asker = _key(request.peer.node_id) if request.peer.node_id else None
         results = [self._found(key, asker, most_bytes=MAX_ANSWER_BYTES // len(keys)) for key in keys]
         return _message("FindResponse", results=results, peer=self.node_info)
@@ -216,11 +216,11 @@ class BoundedProtocol(DHTProtocol):
             await self.whereabouts.make_way_to(peer)
             answer: Any = await self.get_stub(peer).rpc_find(request, timeout=self.wait_timeout)
             if len(answer.results) != len(keys):
-                raise ValueError("the answer has a different number of keys than the request")
+                raise ValueError("the number of results in the answer differs from the number of keys requested")
             found = {key: await self._believe(key, result) for key, result in zip(keys, answer.results, strict=True)}
             place = _key(answer.peer.node_id) if answer.peer.node_id else None
         except ANSWER_FAULTS as error:
-            logger.debug("no answer from ..%s: %s", str(peer)[-6:], error)
+            logger.debug("no valid answer from ..%s: %s", str(peer)[-6:], error)
             place = self.routing_table.peer_id_to_uid.get(peer)
             await self.update_routing_table(place, peer, responded=False)
             return None
@@ -324,5 +324,5 @@ def _message(name: str, **fields: Any) -> Any:
 
 def _key(raw: bytes) -> DHTID:
     if len(raw) != DHTID.HASH_NBYTES:
-        raise RefusedRequest(f"a key must have {DHTID.HASH_NBYTES} bytes")
+        raise RefusedRequest(f"a key must be {DHTID.HASH_NBYTES} bytes long")
     return DHTID.from_bytes(raw)

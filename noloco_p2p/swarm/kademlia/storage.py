@@ -52,7 +52,7 @@ class RecordStorage(DHTLocalStorage):
         self._sweep()
         kept = self._kept.get(key, {})
         if known := kept.get(peer_id):
-            return "" if known.expiration_time < expires_at_s else "the stored record is at least as new"
+            return "" if known.expiration_time < expires_at_s else "the record already stored is at least as new"
         if len(kept) >= MAX_RECORDS_PER_KEY:
             return f"this node already stores {MAX_RECORDS_PER_KEY} records for this key"
         if len(self._keys_of.get(peer_id, ())) >= MAX_RECORDS_OF_ONE:

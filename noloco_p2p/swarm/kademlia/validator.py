@@ -67,8 +67,8 @@ def _unpack(packed: bytes) -> bytes:
     other type.
     """
     if len(packed) > MAX_RECORD_BYTES + 3:
-        raise RecordError(f"a record has {len(packed)} bytes; the limit is {MAX_RECORD_BYTES + 3}")
+        raise RecordError(f"the record has {len(packed)} bytes, but the limit is {MAX_RECORD_BYTES + 3}")
     header = {b"\xc4": 2, b"\xc5": 3}.get(packed[:1])
     if header is None or int.from_bytes(packed[1:header], "big") != len(packed) - header:
-        raise RecordError("a record is not packed as bytes")
+        raise RecordError("the record is not packed as MessagePack bytes")
     return packed[header:]
