@@ -263,7 +263,7 @@ def agree(own: bytes, partner: bytes, *, by_need: bool = False) -> bytes:
     strange = (theirs != UNKNOWN) & ((theirs < LOWEST_EXPONENT) | (theirs > HIGHEST_EXPONENT))
     if strange.any():
         raise CorruptPayload(f"it proposes the grid step 2**{int(theirs[strange][0])}")
-    return (torch.minimum if by_need else torch.maximum)(mine, theirs).numpy().tobytes()  # UNKNOWN is the largest
+    return (torch.minimum if by_need else torch.maximum)(mine, theirs).numpy().tobytes()  # UNKNOWN is the largest value
 
 
 class Bounds:

@@ -39,7 +39,7 @@ NETWORK_ANSWER_S = 5.0  # extra time for the network thread to answer, beyond th
 class Exchange(Protocol):
     """The network interface for training.
 
-    No method waits for a partner or raises an exception because a partner failed.
+    No method waits for a partner, and no method raises an exception if a partner fails.
     """
 
     @property
@@ -90,7 +90,7 @@ class Exchange(Protocol):
     def late(self, round_index: int) -> Correction | None:
         """Return a late part that arrived after the boundary of its round. This call is cheap.
 
-        Only rounds before `round_index` are considered.
+        The part must belong to a round before `round_index`.
 
         It returns None while the slow weights and momentum are being sent, because they must not change then. Call
         `corrected` after applying the correction.

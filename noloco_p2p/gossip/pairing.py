@@ -71,7 +71,7 @@ class Pairing:
     def open_round(self, live: Sequence[Candidate], *, num_live: int, is_patient: bool = False) -> None:
         """Begin a round.
 
-        All peers may be asked again, except incompatible ones and those that were recently unreachable.
+        All peers may be asked again, except peers that are incompatible or were recently unreachable.
 
         `num_live` is the number of live peers in the run, including this one. If `is_patient` is true, the last partner
         is not asked while any other peer is live, even if all other peers are busy.

@@ -73,7 +73,7 @@ REMEMBERED_SWAPS = 16
 
 @dataclass(slots=True)
 class LastFault:
-    """The last fault of another peer: its description, advice on how to fix it, and the Unix time at which it occurred."""
+    """The last fault of another peer: its description, advice on how to fix it, and the Unix time when it occurred."""
 
     text: str = ""
     advice: str = ""

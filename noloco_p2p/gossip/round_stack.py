@@ -1,4 +1,4 @@
-"""This module builds what a peer needs for its rounds: the driver, and the service that answers other peers."""
+"""This module builds a peer's round driver and the service that answers other peers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """This pure state machine runs the rounds of one peer.
 
-Events and their times go in, and actions for the driver come out.
+Its inputs are events and their times, and its outputs are actions for the driver.
 
     SEEKING -> OFFERING -> SWAPPING -> EARLY -> DONE
        ^          |           |          |

@@ -1,4 +1,4 @@
-"""Model a ring all-reduce, to compare its traffic, its duration and its encoding errors with those of a swap."""
+"""Model a ring all-reduce, so that its traffic, duration and encoding errors can be compared with a swap's."""
 
 from __future__ import annotations
 
