@@ -1,4 +1,6 @@
-"""This pure state machine is a head of the pipeline (stage 0). It launches microbatches and drives all other stages.
+"""This module implements a head of the pipeline (stage 0), which launches microbatches and drives all other stages.
+
+It is a pure state machine.
 
     FORWARD -> AWAY -> LOSS -> BEHIND -> BACKWARD -> done
     front     other   tail    gradient  front

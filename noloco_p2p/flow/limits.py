@@ -33,7 +33,7 @@ ASK_PATIENCE_S = 1.0
 ASK_AGAIN_S = 5.0  # then all neighbours are asked again: one may have a slot now, or a frame may have been lost
 
 # The number of Forwards that a node requests slots for or sends at a time. A single one rarely saturates the uplink, so
-# slots are requested while others are being sent. With many, reserved slots would wait for the uplink of this node.
+# slots are requested while others are being sent. With too many, reserved slots would wait for the uplink of this node.
 MAX_UNDER_WAY = 4
 MAX_SINKS = 8  # sinks in a Want, which are enough to choose from and take only 400 bytes
 MAX_WANTS_PER_PEER = 8  # a neighbour sends MAX_UNDER_WAY Wants at a time, but earlier ones may still be queued

@@ -1,5 +1,6 @@
-"""This pure state machine is an inner replica of the pipeline. Its inputs are events and their times, and its outputs
-are actions.
+"""This module implements an inner replica of the pipeline.
+
+It is a pure state machine. Its inputs are events and their times, and its outputs are actions.
 
 A microbatch holds one slot from its Credit until its backward pass is computed here:
 

@@ -85,7 +85,7 @@ class MedianSteps:
         return marks[(len(marks) - 1) // 2] if marks else None
 
     def take_step(self, now_s: float) -> int:
-        """Return the number of tokens in the step that closes now, or 0 if none does.
+        """Return the number of tokens in the step that closes now, or 0 if no step does.
 
         Except at the end of the run, a rise of the median does not close a step of less than half a batch.
         """
@@ -147,7 +147,7 @@ class BatchSteps:
         return self.done_tokens >= self._batch_tokens
 
     def take_step(self) -> int:
-        """Return the number of tokens in the step that closes now, or 0 if none does."""
+        """Return the number of tokens in the step that closes now, or 0 if no step does."""
         if not self.is_due:
             return 0
         num_tokens, self.loss_tokens, self.done_tokens = self.loss_tokens, 0, 0

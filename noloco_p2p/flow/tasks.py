@@ -84,7 +84,7 @@ class Machine:
         self._holds_steps = True
 
     def release_steps(self, now_s: float) -> list[Action]:
-        """Allow steps to close again, because the outer step is complete."""
+        """Allow steps to close again now that the outer step is complete."""
         self._holds_steps = False
         return self._settle([], now_s)
 

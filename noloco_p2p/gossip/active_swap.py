@@ -91,7 +91,7 @@ class ActiveSwap:
         )
 
     def misses(self, boundary_s: float, now_s: float, goodput: Goodput) -> bool:
-        """Return whether the early part will miss `boundary_s` but there is still time to find another partner.
+        """Return whether the early part will miss `boundary_s` and there is still time to find another partner.
 
         The result is true only if the early part has already taken longer than a complete early part usually takes.
         """
@@ -125,7 +125,10 @@ class ActiveSwap:
         return max(0.0, (now_s if there_s is None else there_s) - self.boundary_s)
 
     def transfer_s(self, now_s: float) -> float:
-        """Return the seconds from the later of the two boundaries until the late part was committed, or until now."""
+        """Return how many seconds the late part has taken since the later of the two boundaries, until its commit.
+
+        The result is 0 until both partners have reached their boundaries.
+        """
         there_s = self.swap.partner_staged_s
         if self.boundary_s is None or there_s is None:
             return 0.0

@@ -129,7 +129,7 @@ class Pairing:
         return target if target and self._may_ask(target, now_s) else None
 
     def wait_s(self, now_s: float) -> float:
-        """Return the seconds until the drawn peer may be asked again, or infinity if there is no such peer."""
+        """Return the number of seconds until the drawn peer may be asked again, or infinity if no peer is drawn."""
         memory = self._memory.get(self._target)
         return memory.retry_at_s - now_s if memory and memory.retry_at_s > now_s else math.inf
 

@@ -282,7 +282,7 @@ class RoundDriver:
     # calls from other peers
 
     def admit(self, hello: Hello) -> None:
-        """Raise Refused if the caller has another protocol version, run, spec or model."""
+        """Raise Refused if the caller has a different protocol version, run, spec or model."""
         if refuse := other_kind(self._hello(), hello):
             raise Refused(refuse.sentence, peer=hello.peer_id, code=refuse.code.name)
 

@@ -86,12 +86,12 @@ def measure_link(
 
 
 def best_inner_steps(wait_steps: float) -> float:
-    """Return the round length H with the lowest loss after a given time.
+    """Return the round length H that leads to the lowest loss after a given training time.
 
     Each round is assumed to end with a wait of w inner steps. Because of the wait, an inner step takes 1 + w / H times
-    as long, and fewer steps fit into the time. The loss is then proportional to (c + H)^a (1 + w / H)^p, where a is
-    LENGTH_EXPONENT, p is STEPS_EXPONENT and c is CURVE_START. The derivative of this expression is zero where a H^2 -
-    (p - a) w H - p c w = 0. For long waits, H approaches (p / a - 1) w, independently of c.
+    as long, and fewer steps fit into the training time. The loss is then proportional to (c + H)^a (1 + w / H)^p, where
+    a is LENGTH_EXPONENT, p is STEPS_EXPONENT and c is CURVE_START. The derivative of this expression is zero where a
+    H^2 - (p - a) w H - p c w = 0. For long waits, H approaches (p / a - 1) w, independently of c.
     """
     gain = (STEPS_EXPONENT - LENGTH_EXPONENT) * wait_steps
     root = math.sqrt(gain**2 + 4 * LENGTH_EXPONENT * STEPS_EXPONENT * CURVE_START * wait_steps)

@@ -310,7 +310,7 @@ class RoundState:
         return [Report(f"offer to {named(peer_id)} failed: {error}", error, level)]
 
     def _latest_offer_s(self, now_s: float) -> float:
-        """Return the latest time at which an offer leaves enough time for the early part to arrive within the round."""
+        """Return the latest time for an offer whose early part can still arrive within the round."""
         early_s = self.goodput.seconds_for(part_bytes(self.plans, Part.EARLY)) or 0.0
         if self._patient_until_s > now_s:
             return self._patient_until_s - early_s
@@ -349,7 +349,7 @@ class RoundState:
     def _release(self, now_s: float) -> list[Action]:
         """Answer the held offers in order, unless an offer of this peer is pending.
 
-        If one is accepted, the driver reports `swap_began` before the others are answered.
+        If an offer is accepted, the driver reports `swap_began` before the others are answered.
         """
         actions: list[Action] = []
         while self._held and self.phase is not RoundPhase.OFFERING:
@@ -451,11 +451,11 @@ class RoundState:
         return self.active, self._release(now_s)
 
     def watches(self, active: ActiveSwap) -> bool:
-        """Return whether this swap may still be abandoned for another, so that `swap_watched` must be called."""
+        """Return whether this swap may still be abandoned for another. If so, `swap_watched` must be called."""
         return self.phase is RoundPhase.SWAPPING and active is self.active and self._boundary_s is None
 
     def swap_watched(self, active: ActiveSwap, now_s: float) -> list[Action]:
-        """Abandon an early part that will miss the boundary while there is still time for another partner."""
+        """Abandon the swap if its early part will miss the boundary and there is still time for another partner."""
         left_s = self._step_rate.seconds_to_boundary(now_s) if self.watches(active) else None
         if left_s is None or not active.misses(now_s + left_s, now_s, self.goodput):
             return []

@@ -456,7 +456,7 @@ class Swap:
     def _waits_for_boundary(self) -> bool:
         """Return whether one of the partners is still training, so that no data needs to arrive.
 
-        The partner is training if it has sent nothing of its late part. This peer is training if it has the partner's
+        The partner is training if none of its late part has arrived. This peer is training if it has the partner's
         whole late part, but has not staged its own.
         """
         if Part.EARLY not in self.ledger.committed:

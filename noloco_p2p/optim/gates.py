@@ -7,10 +7,10 @@ computed or received before.
 * finite     If a norm is non-finite, the whole swap is refused. Chunks with non-finite values never get this far.
 * gradient   A partner is refused entirely if the norm of its outer gradient is more than ten times the median norm of
              this peer's recent outer gradients. Otherwise, the longer of the two outer gradients is scaled down to
-             twice the norm of the shorter one. Then the longer one in each tensor is scaled down to four times the norm
-             of the shorter one, before the half-difference is computed. Both partners know both decoded vectors, so
-             they use the same factors and their half-differences stay opposite. They need not negotiate, and the
-             mean of the pair does not move.
+             twice the norm of the shorter one. Then, in each tensor, the longer of the two is scaled down to four times
+             the norm of the shorter one, before the half-difference is computed. Both partners know both decoded
+             vectors, so they use the same factors and their half-differences stay opposite. They need not negotiate,
+             and the mean of the pair does not move.
 * cosine     A partner is refused entirely if its outer gradient points against this peer's outer gradient. The cosine
              is estimated on at most 16 chunks that this peer draws in secret, so that a liar cannot keep only those
              chunks clean. Honest gradients of one run either agree or are unrelated, so the limit is well below 0.
@@ -62,7 +62,7 @@ class GateLimits:
     """The limits of the gates. benchmarks/attacks.py measures how well the defaults work and what they cost."""
 
     clip_above: float = 2.0  # times the norm of the shorter outer gradient of a swap
-    clip_piece_above: float = 4.0  # times the norm of the shorter one in each piece
+    clip_piece_above: float = 4.0  # times the norm of the shorter gradient in each piece
     refuse_above: float = 10.0  # times the median norm of this peer's outer gradients
     least_cosine: float = -0.1  # between the two outer gradients of a swap
     far_above: float = 3.0  # times the median distance of recent partners

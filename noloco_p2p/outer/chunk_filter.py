@@ -40,8 +40,8 @@ OFFSETS = (SectionName.SLOW_WEIGHTS, SectionName.OUTER_MOMENTUM)
 class FilterVerdict:
     """The verdict of the gates on a whole swap.
 
-    `refusal` says why nothing of the swap is applied, or is empty if it may be applied. `scales` are the factors of the
-    outer gradients.
+    `refusal` is the reason why nothing of the swap is applied, or an empty string if the swap may be applied. `scales`
+    are the factors of the outer gradients.
     """
 
     refusal: str = ""

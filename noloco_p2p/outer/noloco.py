@@ -136,11 +136,11 @@ class NoLoCo:
             caller must call `save`, and newcomers keep their own weights until it does.
         checkpoints: The checkpoints to write and to resume from. If None, the last two are kept in the peer's folder
             for the run.
-        meta: A function that is called for each checkpoint. It returns JSON values of the caller, such as the state of
-            a scheduler, which `resumed.meta` holds after a restart.
+        meta: A function that is called for each checkpoint. It returns JSON values that the caller needs after a
+            restart, such as the state of a scheduler. `resumed.meta` then holds them.
         on_round: A function that is called with the result at the end of each round, within `optimizer.step()` or
             `step()`.
-        end_at: The `progress` from which on no new round opens.
+        end_at: The `progress` at which training ends: once it is reached, no new round opens.
         loss_check: A check that undoes swaps that raise the loss. If None, there is no such check.
         parameters: An object that reads and writes the parameters of a model that is not entirely on one device.
         follows_caller: If True, the caller sets `progress`, the position in the schedule. Steps and swaps do not change

@@ -122,7 +122,7 @@ class OuterState:
         self.parameters.flush()
 
     def judge(self, gradient: SectionPair | None, agreed: Agreement) -> FilterVerdict:
-        """Judge whether a partner's outer gradient may be applied, and how it is scaled. This changes nothing.
+        """Judge whether a partner's outer gradient may be applied, and how to scale it. This changes nothing.
 
         `gradient` is None if it has not arrived. `agreed` is the agreement of the swap.
         """

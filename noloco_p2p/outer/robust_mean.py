@@ -6,10 +6,10 @@ out if it is further from the centre than any honest state would be. Every other
 the centre, clipped to a radius, so that no single state moves the mean by more than a small fraction of its norm
 (centred clipping; Karimireddy, He, Jaggi: Learning from history for Byzantine robust optimization, 2021).
 
-Both limits come from honest swarms of eight peers (`benchmarks/honest_states.py`). States saved at the same moment were
-at most 0.037 of the norm away from the centre, and none of them is clipped. States saved up to seven rounds apart were
-at most 0.33 of the norm away from it. One peer, which a partition had separated from the seven others for the whole
-run, was 0.48 of the norm away from it.
+Both limits are based on measurements in honest swarms of eight peers (`benchmarks/honest_states.py`). States saved at
+the same moment were at most 0.037 of the norm away from the centre, and none of them is clipped. States saved up to
+seven rounds apart were at most 0.33 of the norm away from it. One peer, which a partition had separated from the seven
+others for the whole run, was 0.48 of the norm away from it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Distances:
 
 @dataclass(frozen=True, slots=True)
 class RobustMean:
-    """A mean of states, with the peers whose states it contains.
+    """A mean of states, and the peers whose states it includes.
 
     `left_out` maps peers to the distances of the states that were left out, and `shortened` maps peers to the distances
     of the states that were clipped.

@@ -28,10 +28,11 @@ T = TypeVar("T")
 
 MEAN_OCCUPANCY = 32
 SPLIT_ABOVE, MERGE_BELOW = 48, 20  # records in a bucket
-# The gaps to the limits above exceed almost any difference between two estimates, whose standard error is 6%.
+# The gaps between this value and the limits above exceed almost any difference between two estimates, whose standard
+# error is 6%.
 ALSO_DEEPER_ABOVE, ALSO_SHALLOWER_BELOW = 36, 29
 MAX_DEPTH = 16  # enough for 2 million peers at the mean occupancy; beyond that, buckets grow
-MAX_BUCKET_BYTES = 64 * 1024  # the part of a larger bucket beyond this size is ignored
+MAX_BUCKET_BYTES = 64 * 1024  # entries of a larger bucket beyond this size are ignored
 WINDOW_READS = 8  # the number of reads from which the size is estimated
 PRIOR_READS = 4  # the weight of the old estimate after a change of depth, in reads
 LINGER_S = 120.0  # how long a peer is still announced at its old depth after a change: two TTLs
@@ -208,8 +209,8 @@ class Census:
     def _size_below(self) -> float:
         """Return the estimated size for a move to a smaller depth.
 
-        While there is a base, the estimate is at most the size for which the depth of the base is right, because the
-        larger swarm may be invented.
+        While there is a base, the estimate is at most the size that suits the depth of the base, because the larger
+        swarm may be invented.
         """
         return self.size if self.base is None else min(self.size, MEAN_OCCUPANCY * 2.0**self.base)
 
@@ -245,7 +246,7 @@ class BucketSampler:
         self._drawn: deque[tuple[Bucket, frozenset[str]]] = deque(maxlen=NUM_DRAWN)
 
     def next(self, depth: int) -> Bucket:
-        """Return the bucket to read next: a random one, except the one that was read last."""
+        """Return the bucket to read next: a random bucket other than the one that was read last."""
         return random_bucket(depth, self._rng, but=[bucket for bucket, _ in list(self._drawn)[-1:]])
 
     def took(self, bucket: Bucket, peer_ids: Iterable[str]) -> None:

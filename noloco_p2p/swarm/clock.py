@@ -66,7 +66,7 @@ class Offset:
 
 
 def check_clock(offsets: Mapping[str, Offset]) -> None:
-    """Check this machine's clock. `offsets` has the clock offsets of other nodes by peer id.
+    """Check this machine's clock. `offsets` maps the peer ids of other nodes to their clock offsets.
 
     Raises DirectoryError, with a remedy in the message, if at least half of the offsets are too large.
     """

@@ -48,7 +48,7 @@ LAUNCHER = Path(__file__).with_name("launch.py")
 
 @dataclass(frozen=True, slots=True)
 class ListenOn:
-    """The address on which the daemon listens and the one that it announces. With port 0, the system chooses a port."""
+    """The address on which the daemon listens and the one it announces. If the port is 0, the system chooses one."""
 
     host: str
     port: int = 0

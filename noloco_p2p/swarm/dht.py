@@ -243,7 +243,7 @@ class SwarmDirectory:
         return self._view.records()
 
     def read_age_s(self) -> float:
-        """Return the seconds since the DHT last answered, or since the start if it has never answered."""
+        """Return the number of seconds since the DHT last answered, or since the start if it has never answered."""
         return self._view.read_age_s()
 
     def multiaddrs(self) -> list[str]:

@@ -29,7 +29,7 @@ RECHECK_DIRECT_S = 900.0
 
 
 class Reach(StrEnum):
-    """How a peer can be reached."""
+    """A way in which a peer can be reached."""
 
     DIRECT = "direct"  # other peers can reach its gRPC port
     MAPPED = "mapped"  # the same, at a port that its router forwards because the peer asked for it

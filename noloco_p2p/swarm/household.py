@@ -47,12 +47,12 @@ GRPC = b"grpc"  # the key of the gRPC port in the text record of a service
 NAME = re.compile(r"([0-9a-f]{8})-([1-9A-HJ-NP-Za-km-z]{40,54})\." + re.escape(SERVICE))
 MARK_CONTEXT = "noloco_p2p 2026 mark of a run in a local network"
 MAX_FOUND = 16
-# The rate after the first 16. Without it, a stranger who keeps announcing services could make this peer scan the
-# network.
+# This rate applies after the first 16 peers. Otherwise, a stranger who keeps announcing services could make this peer
+# scan the network.
 FOUND_PER_S = 1 / 60
 MAX_HOSTS = 4  # per peer
 ANSWER_MS = 3_000
-LOOK_S = 1.0  # how often the records of found peers are looked for
+LOOK_S = 1.0  # how often this peer looks for the records of found peers
 RECHECK_S = 60.0
 
 Interface = ipaddress.IPv4Interface
@@ -168,7 +168,7 @@ class Household:
         return peer_id in self._near
 
     def reached(self, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-        """Return the same peers, in which each peer on the local network has its local address."""
+        """Return the candidates, after giving each peer on the local network its local address."""
         return [
             replace(each, address=self._near[each.peer_id], can_be_called=True) if self.is_near(each.peer_id) else each
             for each in candidates

@@ -54,7 +54,7 @@ def start_watcher(parent_pid: int) -> None:
 def first_to_end(*pids: int) -> int:
     """Wait until one of these processes has ended, and return its id.
 
-    This uses kqueue where it exists, and otherwise polls every POLL_S.
+    This uses kqueue where available, and otherwise polls every POLL_S.
     """
     if hasattr(select, "kqueue"):
         queue = select.kqueue()

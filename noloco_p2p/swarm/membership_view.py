@@ -119,7 +119,7 @@ class MembershipView:
         return Headcount(max(num_known, round(self._census.size) - (not self._is_monitor)), is_estimate=True)
 
     def read_age_s(self) -> float:
-        """Return the seconds since the DHT last answered, or since the start if it has never answered."""
+        """Return the number of seconds since the DHT last answered, or since the start if it has never answered."""
         return time.monotonic() - self._read_at_s
 
     def depths(self) -> tuple[int, ...]:

@@ -113,7 +113,7 @@ class Tunnels:
             port.close()
 
     def reached(self, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-        """Return the same peers, in which each peer that only a tunnel can reach has the address of a local port."""
+        """Return the candidates, after giving each peer that only a tunnel can reach the address of a local port."""
         if all(candidate.can_be_called for candidate in candidates) or not self._wanted():
             return candidates
         ways = {peer: relays_of(multiaddrs) for peer, multiaddrs in self._multiaddrs().items()}

@@ -244,7 +244,7 @@ class _Fetch:
         self.known |= {donor.peer_id for donor in donors}
 
     async def _next(self) -> Candidate | None:
-        """Return the next donor, waiting while all are busy, or None if no donor is left except slow ones."""
+        """Return the next donor, waiting while all are busy, or None if only slow donors are left."""
         while not self.to_ask:
             self._add([peer for peer in self.live() if can_give(peer)])
             if self.to_ask or not self.busy:
@@ -329,7 +329,7 @@ class _Fetch:
                 return
 
     def _keep(self, item: FetchItem, manifest: StateManifest) -> None:
-        """Store a chunk. Raises CorruptPayload if the item is damaged or is not the one that was requested next."""
+        """Store a chunk. Raises CorruptPayload if the item is damaged or is not the chunk that was requested next."""
         kept = self.kept
         if not isinstance(item, StateChunk) or not kept.missing or item.index != kept.missing[0]:
             raise CorruptPayload("it sent a chunk that was not requested")

@@ -71,7 +71,7 @@ class UploadSlots:
             self._uploads.remove(upload)
 
     def _retry_after_s(self) -> float:
-        """Return the expected seconds until the upload with the fewest remaining chunks ends."""
+        """Return the expected number of seconds until the upload with the fewest remaining chunks ends."""
         if self._chunk_s is None or not self._uploads:
             return FIRST_RETRY_S
         least, most = RETRY_S

@@ -4,7 +4,7 @@ A new release of hivemind therefore affects only these files. This module is the
 It imports hivemind when a node starts, which takes several seconds and 290 MB. It also undoes the side effects of that
 import: hivemind changes torch's sharing strategy, installs a log handler that writes to the terminal, and renames the
 log level WARNING. Its averagers, optimizers and experts are not used here. Importing them would take 52 MB and a third
-of the time, so it is deferred until their first use.
+of the import time, so they are imported only on first use.
 """
 
 from __future__ import annotations

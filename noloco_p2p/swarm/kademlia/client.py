@@ -43,7 +43,7 @@ MESSAGE_BYTES = 1024  # space in a message to p2pd for everything except the ans
 ANSWER_FAULTS = (P2PDaemonError, P2PHandlerError, OSError, EOFError, ValueError, DecodeError, DirectoryError)
 
 _opened: ContextVar[list[asyncio.StreamWriter]] = ContextVar("connections to p2pd that a request has opened")
-known_id = lru_cache(maxsize=1024)(PeerID)  # cached, because each costs a hash and a base58 encoding
+known_id = lru_cache(maxsize=1024)(PeerID)  # cached, because creating one takes a hash and a base58 encoding
 
 
 class NotingConnector(DaemonConnector):

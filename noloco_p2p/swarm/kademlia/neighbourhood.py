@@ -2,8 +2,9 @@
 
 hivemind has three weaknesses here. First, it accepts every place that a node claims, so a single identity could
 surround a run's key and receive all requests for it. Second, it ends a search at an answer that claims to be valid
-forever, even if the answer is empty. Third, it keeps a list of every node that was ever reported to it. This module
-limits that list and rejects such answers. It accepts a reported node only at the place that follows from its peer id.
+forever, even if the answer is empty. Third, it keeps a list of every node that has ever been reported to it. This
+module limits that list and rejects such answers. It accepts a reported node only at the place that follows from its
+peer id.
 """
 
 from __future__ import annotations
