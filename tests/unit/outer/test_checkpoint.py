@@ -216,7 +216,7 @@ def test_a_full_disk_leaves_the_earlier_checkpoint_and_nothing_else(tmp_path: Pa
 
 def test_a_full_disk_while_writing_the_small_files_is_the_same(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
-    with file_size_limit(1000), pytest.raises(CheckpointError, match="cannot be written"):
+    with file_size_limit(1000), pytest.raises(CheckpointError, match="cannot write"):
         checkpoints.save(0, files={}, meta={"long": "x" * 5000})
     assert folders(tmp_path) == []
 
