@@ -92,7 +92,7 @@ def test_fields_of_the_future_are_skipped() -> None:
     [
         ("", "00" * 32, (), "name of a run"),
         ("demo", "00", (), "64 hexadecimal"),
-        ("demo", "00" * 32, ("/ip4/1.2.3.4/tcp/1",), "not an address to dial"),
+        ("demo", "00" * 32, ("/ip4/1.2.3.4/tcp/1",), "not a valid address"),
         ("demo", "00" * 32, TICKET.addresses * (MAX_ADDRESSES + 1), "17 addresses are too many"),
     ],
 )
