@@ -957,7 +957,7 @@ def stages() -> list[Phrase]:
 def _stage_settings() -> list[Phrase]:
     codecs = {"fp32": "0", "bf16": "0.0017", "int8": "0.0065", "int4 with a Hadamard rotation": "0.118"}
     return [
-        phrase("can train 1.8B parameters alone"),
+        phrase("can train 1.8B parameters without stages"),
         phrase("within 1 % of their loss"),
         phrase("reaches 70 % of the predicted speed"),
         phrase("5 % of the microbatches are lost."),
@@ -1078,11 +1078,11 @@ def _ablations() -> list[Phrase]:
             for mine in [stage_loss("ablations", case)]
         ),
         phrase(
-            "A loss of 20 % slows the run to {:.0f} % of the predicted tokens/s. Because fewer microbatches are then in"
-            " flight, gradients come earlier ({:.2f} steps late instead of {:.2f})",
+            "If 20 % of the microbatches are lost, the run slows to {:.0f} % of the predicted tokens/s. Because fewer"
+            " microbatches are then in flight, gradients are less stale ({:.2f} steps late instead of {:.2f})",
             *(speed("ablations", "20 % lost"), lossy[0], lateness("ablations", "3 stages x 4")[0]),
         ),
-        phrase("gradients come earlier ({:.2f}, {:.2f} and {:.2f} steps late)", *narrow),
+        phrase("gradients are less stale ({:.2f}, {:.2f} and {:.2f} steps late)", *narrow),
         phrase("reaches {:.0f} % of the tokens/s predicted for its narrower", speed("ablations", "4-2-4 replicas")),
     ]
 
@@ -1130,7 +1130,7 @@ def _lateness() -> list[Phrase]:
             above(stage_loss("ablations", "20 % lost"), base),
         ),
         phrase(
-            "applied some inner steps late costs up to {:.1f} % in loss",
+            "applied a few inner steps late increases the loss by up to {:.1f} %",
             between("waiting", "5: 0 1 1, eager, late by a quarter of a round", "5: 0 1 1, waiting"),
         ),
     ]
@@ -1148,7 +1148,7 @@ def _flow() -> list[Phrase]:
             phrase(f"| {name} Mbit/s | {{:.0f}} %{unit} | {{:.0f}} % |", *(share(name, 8), share(name, 16)))
             for name, unit in (("20", " of the predicted tokens/s"), ("100", ""))
         ),
-        phrase("{:.0f} to {:.0f} % of the backwards came at least one inner step late", min(late), max(late)),
+        phrase("{:.0f} to {:.0f} % of the backward passes were at least one inner step late", min(late), max(late)),
         phrase("cost {:.0f} % of the tokens/s", 100 * (1 - claim("flow", "100 Mbit/s with swaps: tokens / without"))),
         phrase(
             "keep **{:.0f} %** of their tokens/s", 100 * claim("flow", "churn, 4 stages x 6: tokens/s / undisturbed")
@@ -1185,9 +1185,7 @@ def readme() -> list[Phrase]:
             "two cores | {:.2f} (missed the target of 0.98)",
             line("overhead_busy.txt", r"^a swap at 100 Mbit/s: training beside it, two cores +([\d.]+)"),
         ),
-        phrase(
-            "a loss {:.0f} to {:.0f} % higher than", percent["small batch"][0], fmean(percent["gate, best"])
-        ),
+        phrase("a loss {:.0f} to {:.0f} % higher than", percent["small batch"][0], fmean(percent["gate, best"])),
     ]
 
 
