@@ -84,7 +84,7 @@ def _settings() -> list[Phrase]:
     return [
         phrase("**0.12M parameters, 8 replicas"),
         phrase("0.9M parameters, 8 replicas"),
-        phrase("a difference below 3 % says nothing"),
+        phrase("a difference below 3 % is not meaningful"),
         phrase("0.5 0.7 0.7"),
         phrase("The target was 2 %"),
         phrase("(Momentum 0.9 is better"),
@@ -120,30 +120,30 @@ def _best() -> list[Phrase]:
             -above(loss("churn", "each reads everything, from files"), loss("churn", "no churn", 0)),
         ),
         phrase(
-            "With 5 steps NoLoCo is {:.1f} % above it with 8 replicas, and {:.1f} % above it with 16",
+            "the loss of NoLoCo is {:.1f} % higher with 8 replicas, and {:.1f} % higher with 16",
             *(between(name, "5: 0 1 1", "ddp") for name in ("best_8", "best_16")),
         ),
         phrase(
-            "5 steps with `modulo8` are {:.1f} % below it for {:.1f} % of its fp32 bytes. 8 steps are level ({:+.1f} %)"
-            " for {:.1f} %.",
+            "with `modulo8` end with a loss {:.1f} % lower, and send {:.1f} % of its fp32 bytes. Rounds of 8 steps end"
+            " level ({:+.1f} %) and send {:.1f} %.",
             -between("best_8", "5: 0 1 1", "ddp, adamw"),
             share_of_ddp("5: 0 1 1"),
             between("best_8", "8: 0 1 1", "ddp, adamw"),
             share_of_ddp("8: 0 1 1"),
         ),
         phrase(
-            "are {:.1f} % below it for {:.1f} % ({:+.1f}, {:+.1f} and {:+.1f} % seed by seed)",
+            "end {:.1f} % lower and send {:.1f} % ({:+.1f}, {:+.1f} and {:+.1f} % seed by seed)",
             -between("best_8", "6: 0 1 1, modulo4", "ddp, adamw"),
             share_of_ddp("6: 0 1 1, modulo4"),
             *by_seed("best_8", "6: 0 1 1, modulo4", "ddp, adamw"),
         ),
-        phrase("8 steps are {:.1f} % above it (one seed)", between("best_16", "8: 0 1 1", "ddp, adamw")),
+        phrase("rounds of 8 steps end {:.1f} % higher (one seed)", between("best_16", "8: 0 1 1", "ddp, adamw")),
         phrase(
-            "At 20 steps NoLoCo is {:.1f} % behind it for {:.0f} % of the bytes",
+            "In rounds of 20 steps, the loss of NoLoCo is {:.1f} % higher with {:.0f} % of the bytes",
             between("best_8", "20: 0 1 1", "diloco 20, 0.016"),
             100 * share_of_ddp("20: 0 1 1") / share_of_ddp("diloco 20, 0.016"),
         ),
-        phrase("one seed) is {:.1f} % ahead of NoLoCo", -above(everybody, pairs)),
+        phrase("one seed) is {:.1f} % lower than NoLoCo's", -above(everybody, pairs)),
         phrase(
             "it ends {:.2f} % below torch's fp32 version in synchronous training, and {:.2f} % below it in rounds",
             *(
@@ -152,15 +152,16 @@ def _best() -> list[Phrase]:
             ),
         ),
         phrase(
-            "rounds of 5 steps are {:.1f} % above synchronous Muon and {:.1f} % below AdamW. With 16 they are {:.1f} %"
-            " above and {:.1f} % below",
+            "the loss with rounds of 5 steps is {:.1f} % above synchronous Muon and {:.1f} % below synchronous AdamW."
+            " With 16 replicas, it is {:.1f} % above and {:.1f} % below",
             between("best_4", "5: 0 1 1", "ddp"),
             -between("best_4", "5: 0 1 1", "ddp, adamw"),
             between("best_16", "5: 0 1 1", "ddp"),
             -between("best_16", "5: 0 1 1", "ddp, adamw"),
         ),
         phrase(
-            "NoLoCo at 20 steps is {:.1f} % behind DiLoCo at 20", between("best_4", "20: 0 1 1", "diloco 20, 0.016")
+            "rounds of 20 steps, the loss of NoLoCo is {:.1f} % higher than DiLoCo's",
+            between("best_4", "20: 0 1 1", "diloco 20, 0.016"),
         ),
         phrase(
             "distance to synchronous Muon is {:.1f} % here and {:.1f} % in the toy",
@@ -168,8 +169,8 @@ def _best() -> list[Phrase]:
             between("best_8", "5: 0 1 1", "ddp"),
         ),
         phrase(
-            "reaches {:.4f}. This is {:.1f} % above synchronous Muon of this seed ({:.4f}), and {:.1f} % below pairs"
-            " ({:.4f})",
+            "the loss of the toy is {:.4f}. This is {:.1f} % above synchronous Muon with this seed ({:.4f}), and"
+            " {:.1f} % below pairs ({:.4f})",
             *(everybody, above(everybody, ddp), ddp, -above(everybody, pairs), pairs),
         ),
         phrase("the distance at {:.0f} to {:.0f} %", min(distances), max(distances)),
@@ -199,15 +200,16 @@ def _rules() -> list[Phrase]:
             *(loss("momentum", f"{steps}: {alpha}") for steps, alpha in momentum),
         ),
         phrase(
-            "is ahead with 4 replicas ({:.4f} against {:.4f}, in two of three seeds). With 8 replicas the result is"
-            " undecided ({:+.1f}, {:+.1f} and {:+.1f} %)",
+            "its mean loss is {:.4f}, against {:.4f} without momentum, and it wins in two of three seeds. With 8"
+            " replicas, the result is undecided ({:+.1f}, {:+.1f} and {:+.1f} %)",
             loss("rules_4", "noloco"),
             loss("rules_4", "noloco, 0 1 1"),
             *by_seed("rules_8", "noloco", "noloco, 0 1 1"),
         ),
         phrase(
-            "has a loss of {:.4f} with 0.5 0.7 0.7 and {:.4f} with 0 1 1. After rounds of 50 steps, it has {:.4f}"
-            " and {:.4f}. Swapped momentum gave {:.4f} at 20 steps, for {:.1f} times the bytes.",
+            "the loss of the merged model is {:.4f} with 0.5 0.7 0.7 and {:.4f} with 0 1 1. With rounds of 50 steps, it"
+            " is {:.4f} and {:.4f}. If momentum is swapped, it is {:.4f} with rounds of 20 steps, at {:.1f} times the"
+            " bytes.",
             *(each["merged_loss"] for each in muon),
             muon[-1]["sent_per_parameter_step"] / muon[0]["sent_per_parameter_step"],
         ),
@@ -291,8 +293,8 @@ def _round_lengths() -> list[Phrase]:
         ),
         phrase("corrected by the curve to equal time, by up to {:.1f} %", largest_correction()),
         phrase(
-            "`modulo` and int2 end {:.1f} % lower on home-fibre (seed by seed {:+.1f}, {:+.1f} and {:+.1f} %) and"
-            " {:.1f} % lower at 100 Mbit/s ({:+.1f}, {:+.1f} and {:+.1f} %)",
+            "With `modulo` and int2, the loss is {:.1f} % lower on home-fibre (seed by seed {:+.1f}, {:+.1f} and"
+            " {:+.1f} %) and {:.1f} % lower at 100 Mbit/s ({:+.1f}, {:+.1f} and {:+.1f} %)",
             *(
                 each
                 for link in (fibre, fast)
@@ -300,7 +302,7 @@ def _round_lengths() -> list[Phrase]:
             ),
         ),
         phrase(
-            "`modulo` takes {:.1f} times as long as int4 with 4 bits, and {:.0f} to {:.0f} times with 6 and 8 bits",
+            "`modulo` takes {:.1f} times as long as int4 if it uses 4 bits, and {:.0f} to {:.0f} times as long",
             *(
                 claim("codec_speed", "int4 encode, one core") / claim("modulo_codecs", f"modulo, {bits} bits: encode")
                 for bits in (4, 6, 8)
@@ -348,7 +350,7 @@ def _codecs_and_churn() -> list[Phrase]:
             between("modulo_churn", f"modulo, {broken}", f"modulo8, {broken}"),
         ),
         phrase(
-            "`modulo` loses {:.1f} % against modulo8 where half",
+            "the loss with `modulo` is {:.1f} % higher than with modulo8 if half of the calls break ([churn]",
             between("modulo_churn", f"modulo, {broken}", f"modulo8, {broken}"),
         ),
         phrase(
