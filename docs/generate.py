@@ -1,4 +1,4 @@
-"""Write the files of docs/ and docker/ that follow from the code, or with --check report whether they are up to date.
+"""Write the generated files of docs/ and docker/, or with --check report whether they are up to date.
 
 python docs/generate.py [--check]
 """
@@ -31,9 +31,10 @@ def table(rows: list[tuple[str, ...]]) -> list[str]:
 
 METRICS_HEAD = """# Metrics
 
-Written by `docs/generate.py` from `telemetry/metrics.py` and `telemetry/prometheus.py`: change those, not this page.
+`docs/generate.py` writes this page from `telemetry/metrics.py` and `telemetry/prometheus.py`. Change those files,
+not this page.
 
-A counter only rises, also over restarts. A loss that is not known yet is missing.
+A counter never decreases, not even when the peer restarts. A loss that is not known yet is left out.
 """
 
 
@@ -57,17 +58,17 @@ def metrics_page() -> list[str]:
         METRICS_HEAD,
         "## One peer",
         "",
-        "`noloco join --metrics HOST:PORT` serves these at `/metrics`. Without the prefix `noloco_` and the ending",
-        "`_total` they are the fields of `noloco status --json` and of the events `round`, `finished` and `stopped`.",
+        "`noloco join --metrics HOST:PORT` serves these metrics at `/metrics`. `noloco status --json` and the events",
+        "`round`, `finished` and `stopped` have the same fields, without the prefix `noloco_` and the suffix `_total`.",
         "",
         *families(own),
-        "In status and events only:",
+        "These fields are only in the status and in events:",
         "",
         *table([("name", "unit", "meaning"), *rows]),
         "## The swarm",
         "",
-        "`noloco monitor TICKET --web` serves these at `/metrics`, from the records of the directory. No label grows",
-        "with the swarm.",
+        "`noloco monitor TICKET --web` reads these metrics from the records of the directory, and serves them at",
+        "`/metrics`. The number of label values does not grow with the swarm.",
         "",
         *families(swarm),
     ]
@@ -77,11 +78,12 @@ def metrics_page() -> list[str]:
 
 SPEC_HEAD = """# The run spec
 
-Written by `docs/generate.py` from `spec.py`: change that, not this page.
+`docs/generate.py` writes this page from `spec.py`. Change that file, not this page.
 
-All peers of a run share this TOML file; `noloco init run.toml` writes one with these comments. It is frozen: any
-change makes another run, with another digest, and `noloco fork` carries the weights over. What belongs to one machine
-(device, ports, limits, paths of data) is not part of it: see [the settings](settings.md).
+All peers of a run share this TOML file. `noloco init run.toml` writes one that contains these explanations as comments.
+A spec cannot be changed: a file with any change has another digest, and so belongs to another run. `noloco fork` starts
+such a run from the weights of the old one. The settings of one machine (device, ports, limits, paths of data) are not
+part of the spec. They have [their own page](settings.md).
 """
 
 
@@ -109,11 +111,10 @@ def _default(field: FieldInfo) -> str:
 
 SETTINGS_HEAD = """# The settings of one machine
 
-`docs/generate.py` writes this page from `settings.py`: change that file, not this page.
+`docs/generate.py` writes this page from `settings.py`. Change that file, not this page.
 
-What belongs to one machine is not part of the run spec. `noloco join` has a flag for each setting. A flag takes
-precedence over an environment variable, which takes precedence over the user's file,
-`~/.config/noloco/settings.toml`.
+The settings of one machine are not part of the run spec. `noloco join` has a flag for each of them. A flag takes
+precedence over an environment variable, which takes precedence over the file `~/.config/noloco/settings.toml`.
 """
 
 
@@ -130,33 +131,35 @@ def settings_page() -> list[str]:
 
 BANDWIDTH_HEAD = """# What a run sends
 
-Written by `docs/generate.py` from the presets and the sizes of the codecs: change those, not this page.
+`docs/generate.py` writes this page from the presets and the sizes of the codecs. Change those, not this page.
 
-A peer sends this much in each round with a partner, and receives as much. Frames, digests, TLS and TCP add 5 to 8 % on
-the wire ([versus_allreduce](../benchmarks/results/versus_allreduce.txt)). Modulo coding adds up to a tenth, for chunks
-whose bound did not hold and that are sent again, and `modulo` up to half a byte per number, for chunks that need more
-than four bits. "With momentum" means `outer.alpha` above 0 with
-`outer.swap_momentum`. A round should last at least two and a half times as long as its early part takes, and three
-times as long as its whole swap if `outer.max_wait_s` is 0; `outer.inner_steps = "auto"` ensures that.
+The table shows how much a peer sends in each round with a partner. It receives the same amount. Frames, digests, TLS
+and TCP add 5 to 8 % ([versus_allreduce](../benchmarks/results/versus_allreduce.txt)). Modulo coding adds up to a tenth,
+because chunks whose bound did not hold are sent again. `modulo` also adds up to half a byte per number, for chunks that
+need more than four bits. "With momentum" means that `outer.alpha` is above 0 and `outer.swap_momentum` is set.
 
-These are sizes. The speed of a swap on a link, and the targets that it missed (overhead, goodput, blocked time), are in
-the [results](results.md#targets-that-were-missed).
+A round should last at least two and a half times as long as its early part takes. If `outer.max_wait_s` is 0, it should
+last at least three times as long as its whole swap. `outer.inner_steps = "auto"` ensures this.
+
+The [results](results.md#targets-that-were-missed) have the speed of a swap on a link, and the targets that it missed
+(overhead, goodput and blocked time).
 """
 COSTS_HEAD = """\
 ## What a swap costs this machine
 
-These figures were measured on two cores that ran other work. So they are processor time unless stated otherwise. The
-scripts are in `benchmarks/`, their output in `benchmarks/results/`.
+These figures were measured on two cores that also ran other programs. For this reason, they are processor time unless
+stated otherwise. The scripts are in `benchmarks/`, and their output is in `benchmarks/results/`.
 """
 COSTS_TAIL = """\
-"Two cores" excludes the time in which the training thread waits for a core. Beside a bare stream training reads 1.03 of
-its speed at 100 Mbit/s, so a figure that exceeds its target by less than 0.03 decides nothing. "One core" is steps per
-second of processor time of the process. Both include the effect of other work on the caches.
+"Two cores" leaves out the time in which the training thread waits for a core. During a bare stream at 100 Mbit/s,
+training was measured at 1.03 of its speed without one. So a figure that exceeds its target by less than 0.03 decides
+nothing. "One core" is the number of steps per second of processor time of the process. Both figures include the effect
+of other programs on the caches.
 
-Coding and adding read each number from main memory once, and then make 7 and about 20 passes over a chunk of 1 MiB in
-cache. Smaller pieces were slower when they were tried, because each operation of torch has a fixed cost. Coding is done
-on the device of the model, also on an accelerator, and only payloads are copied to the CPU. Slow weights are in main
-memory, so adding is done there.
+Encoding and adding read each number from main memory once. Then they make 7 and about 20 passes, respectively, over a
+chunk of 1 MiB in the cache. We tried smaller chunks, but they were slower, because each operation of torch has a fixed
+cost. Encoding runs on the device of the model, even if that is an accelerator, so only encoded payloads are copied to
+the CPU. Adding runs on the CPU, because slow weights are in main memory.
 """
 CODECS = {
     "fp32": ("fp32", "fp32", "fp32"),
@@ -185,7 +188,7 @@ def bandwidth_page() -> list[str]:
 
 
 def costs() -> list[tuple[str, ...]]:
-    """Return the measured costs of coding, adding, and training beside a swap, from benchmarks/results/."""
+    """Return the measured costs of encoding, adding, and training beside a swap, from benchmarks/results/."""
     from figures import claim, line
 
     def seconds(*claims: str) -> str:
@@ -200,12 +203,12 @@ def costs() -> list[tuple[str, ...]]:
     behind = [f"behind: {what}" for what in ("norm of a coded", "coding slow weights", "checking slow weights")]
     goodput = claim("goodput", "swap / bare gRPC stream")
     return [
-        ("what", "reached", "target"),
-        ("coding the outer gradient at the boundary, 125M, modulo8 + int4", seconds("boundary: coding"), ""),
-        ("adding at the boundary, 125M, modulo8 + int4", seconds("boundary: adding"), ""),
+        ("what was measured", "result", "target"),
+        ("encoding the outer gradient at the boundary, 125M, modulo8 + int4", seconds("boundary: coding"), ""),
+        ("adding a swap at the boundary, 125M, modulo8 + int4", seconds("boundary: adding"), ""),
         ("adding an outer gradient that arrived late, 125M", seconds("eager: adding"), ""),
-        ("a copy of 125M fp32 numbers in memory, for comparison", seconds("copy of the weights"), ""),
-        ("coding and checking during training, 125M, modulo8 + int4", seconds(*behind), ""),
+        ("copying 125M fp32 numbers in memory, for comparison", seconds("copy of the weights"), ""),
+        ("encoding and checking during training, 125M, modulo8 + int4", seconds(*behind), ""),
         *(
             (
                 f"training during a swap (bf16) at {name}, {cores}",
@@ -215,7 +218,7 @@ def costs() -> list[tuple[str, ...]]:
             for name, rate, target in (("100 Mbit/s", 100, 0.98), ("1 Gbit/s", 1000, 0.88))
             for cores in ("two cores", "one core")
         ),
-        ("goodput of a swap over that of a bare TLS stream, loopback", f"{goodput:.2f}", reached(goodput, 0.6)),
+        ("goodput of a swap relative to a bare TLS stream, on loopback", f"{goodput:.2f}", reached(goodput, 0.6)),
         (
             "processor time of a swap, bf16 + bf16 + int4",
             f"{ms_per_mb('swap')} ms/MB (bare TLS stream: {ms_per_mb('bare gRPC stream')})",
@@ -225,7 +228,7 @@ def costs() -> list[tuple[str, ...]]:
     ]
 
 
-ERROR = 0.03  # a bare stream leaves training 1.03 of its speed in the same run
+ERROR = 0.03  # in the same run, training beside a bare stream was measured at 1.03 of its speed
 
 
 def reached(value: float, target: float) -> str:
@@ -278,7 +281,7 @@ def main() -> int:
         elif not path.exists() or path.read_text(encoding="utf-8") != text:
             stale.append(str(path))
     if stale:
-        print(f"not what the code says: {', '.join(stale)}; run python docs/generate.py")
+        print(f"out of date: {', '.join(stale)}; run python docs/generate.py")
     return 1 if stale else 0
 
 

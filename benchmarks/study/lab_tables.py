@@ -70,17 +70,13 @@ def compared(ours: Sequence[float], theirs: Sequence[float]) -> str:
 
 
 def verdicts(groups: Mapping[str, Mapping[str, Sequence[float]]]) -> list[str]:
-    """Return one line per other family. groups: place -> family -> losses, one per seed."""
-    lines = []
-    for name in FAMILIES:
-        found = [
-            f"{where}: {compared(rows[OURS], rows[name])}"
-            for where, rows in groups.items()
-            if rows.keys() >= {OURS, name}
-        ]
-        if name != OURS and found:
-            lines.append(f"* {OURS}, against {name}: {'; '.join(found)}.")
-    return ["", *lines] if lines else []
+    """Return a table with a column for each other family. `groups` maps place -> family -> losses, one per seed."""
+    others = [name for name in FAMILIES if name != OURS]
+    rows = [
+        (where, *(compared(found[OURS], found[name]) if found.keys() >= {OURS, name} else "-" for name in others))
+        for where, found in groups.items()
+    ]
+    return ["", *table((f"{OURS}, against", *others), rows)]
 
 
 def best_rows(lab: Lab, **options: object) -> dict[str, dict[str, list[float]]]:
@@ -236,18 +232,7 @@ def to_target(lab: Lab, target: float) -> list[str]:
         found = to_reach(lab, place, name, target)
         return "not reached" if found is None else f"{found[0] / 60:.1f} min, {found[1]} steps"
 
-    lines = []
-    for place in PLACES:
-        ours = to_reach(lab, place, OURS, target)
-        faster = [
-            name
-            for name in FAMILIES
-            if name != OURS and (theirs := to_reach(lab, place, name, target)) and (ours is None or theirs[0] < ours[0])
-        ]
-        others = "; ".join(faster) or "none"
-        verdict = f"these rules reached it sooner than {OURS}" if ours else "only these rules reached it"
-        lines.append(f"* {place.size.name}, {place.link}: {verdict}: {others}.")
-    return [*places_table(lab, cell), "", *lines]
+    return places_table(lab, cell)
 
 
 def under_churn(lab: Lab) -> list[str]:

@@ -43,7 +43,7 @@ def test_every_field_of_stages_is_in_the_digest() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"pipeline.stages": 0}, "pipeline.stages: "),
+        ({"pipeline.stages": 0}, "pipeline.stages must be "),
         ({"pipeline.cut": "even"}, "pipeline.cut 'even' must list the number of blocks of each stage, all above 0"),
         ({"pipeline.cut": [2, 0, 2]}, "pipeline.cut '[2, 0, 2]' must list"),
         ({"pipeline.cut": [2, True, 1]}, "pipeline.cut '[2, True, 1]' must list"),

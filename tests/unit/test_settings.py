@@ -109,7 +109,7 @@ def test_caps_come_from_every_source_and_are_off_at_first(user_file: Path, monke
 
 
 def test_every_wrong_field_is_named_at_once() -> None:
-    with pytest.raises(SettingsError, match=r"device 'tpu' must be auto, cpu, cuda:N .*; max_steps: "):
+    with pytest.raises(SettingsError, match=r"device 'tpu' must be auto, cpu, cuda:N .*; max_steps must be "):
         PeerSettings.load({"device": "tpu", "max_steps": 0})
 
 
