@@ -111,11 +111,11 @@ def test_a_ban_holds_both_ways_and_says_why() -> None:
     caller, answerer = (identity_of(name).peer_id for name in ("caller", "answerer"))
 
     def why(banned: str) -> Callable[[str], str]:
-        return lambda peer_id: "banned here for 60 min: noise" if peer_id == banned else ""
+        return lambda peer_id: "banned here for another 60 min: noise" if peer_id == banned else ""
 
     async def main() -> None:
         async with answering(None, why_banned=why(caller)) as (service, there):
-            with pytest.raises(Refused, match="you are banned here for 60 min: noise") as refused:
+            with pytest.raises(Refused, match="you are banned here for another 60 min: noise") as refused:
                 await status(there, None)
             assert refused.value.code == RefuseCode.BANNED.name
             with pytest.raises(Refused, match="it is banned here"):

@@ -31,7 +31,7 @@ def bans(tmp_path: Path, clock: Clock) -> BanList:
 
 def test_a_ban_says_why_and_ends_by_itself(bans: BanList, clock: Clock) -> None:
     bans.ban(A, "sends noise", for_s=3600)
-    assert bans.why(A) == "banned here for 60 min: sends noise"
+    assert bans.why(A) == "banned here for another 60 min: sends noise"
     assert not bans.why(B)
     clock.now_s += 3601
     assert not bans.why(A)

@@ -45,9 +45,9 @@ def test_every_field_of_stages_is_in_the_digest() -> None:
     [
         ({"pipeline.stages": 0}, "pipeline.stages must be "),
         ({"pipeline.cut": "even"}, "pipeline.cut 'even' must be 'auto' or list a positive number of blocks"),
-        ({"pipeline.cut": [2, 0, 2]}, "pipeline.cut '[2, 0, 2]' must list"),
-        ({"pipeline.cut": [2, True, 1]}, "pipeline.cut '[2, True, 1]' must list"),
-        ({"pipeline.cut": []}, "pipeline.cut '[]' must list"),
+        ({"pipeline.cut": [2, 0, 2]}, "pipeline.cut '[2, 0, 2]' must be 'auto' or list"),
+        ({"pipeline.cut": [2, True, 1]}, "pipeline.cut '[2, True, 1]' must be 'auto' or list"),
+        ({"pipeline.cut": []}, "pipeline.cut '[]' must be 'auto' or list"),
         ({"pipeline.cut": [2, 2]}, "pipeline.cut lists 2 stages, but pipeline.stages is 3"),
         ({"pipeline.cut": [2, 2, 2]}, "change: pipeline.cut lists 6 blocks in total, but model.num_layers is 4"),
         ({"pipeline.microbatch": 17}, "pipeline.microbatch (17) must be at most train.batch_size (16)"),

@@ -97,7 +97,7 @@ def test_an_auto_spec_loads_back_and_says_how_many_tokens_at_least(tmp_path: Pat
     path = tmp_path / "run.toml"
     path.write_text(render(spec), encoding="utf-8")
     assert TrainerSpec.load(path) == spec
-    assert "1,024 tokens per inner step, 5,120 or more per round." in path.read_text(encoding="utf-8")
+    assert "1,024 tokens per inner step, and 5,120 or more per round." in path.read_text(encoding="utf-8")
 
 
 def test_importing_presets_imports_no_torch() -> None:

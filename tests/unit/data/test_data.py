@@ -209,7 +209,7 @@ def test_other_files_than_before_start_a_new_epoch_with_a_warning(
     take(stream, 2)
     other = make_stream(MINE, bindings={"mine": f"{corpus}/*.jsonl*"})
     other.load_state_dict(stream.state_dict())
-    assert "data epoch 1 starts" in caplog.text
+    assert "data epoch 1 begins" in caplog.text
     assert torch.equal(next(other), next(stream))  # the rest of the block is not lost
 
 
