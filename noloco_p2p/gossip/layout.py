@@ -51,7 +51,7 @@ class ModelLayout:
         return cls(trainable, frozen)
 
     def first_difference(self, other: ModelLayout) -> str:
-        """Describe the first tensor that differs in `other`, trainable ones first, or return "" if none does."""
+        """Describe the first tensor that differs in `other`, trainable tensors first, or return "" if none differs."""
         for what, ours, theirs in (
             ("trainable", self.trainable, other.trainable),
             ("frozen", self.frozen, other.frozen),

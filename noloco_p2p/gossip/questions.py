@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T", bound=FetchItem)
 
 MESSAGE_TIMEOUT_S = 15.0  # for one chunk, or one part of a manifest
-ANSWER_S = 60.0  # for a whole spec, layout or manifest; the manifest of a 64 GiB state has 2 MiB
+ANSWER_S = 60.0  # for a whole spec, layout or manifest; the manifest of a 64 GiB state takes 2 MiB
 
 
 async def ask(transport: Transport, peer: Candidate, want: FetchWant, kind: type[T]) -> T:

@@ -73,7 +73,7 @@ REMEMBERED_SWAPS = 16
 
 @dataclass(slots=True)
 class LastFault:
-    """The last fault of another peer: a description, advice on what to do about it, and the Unix time."""
+    """The last fault of another peer: its description, advice on how to fix it, and the Unix time when it occurred."""
 
     text: str = ""
     advice: str = ""
@@ -130,7 +130,7 @@ class RoundDriver:
         self._matchmaking: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
         self._staged = Staged()  # this peer's outer gradient, for the swap of this round
-        self._streams: dict[Ask | Incoming, tuple[FrameStream, bytes]] = {}  # undecided offers, and their swap ids
+        self._streams: dict[Ask | Incoming, tuple[FrameStream, bytes]] = {}  # undecided offers and their swap ids
         self._decisions: dict[Incoming, asyncio.Future[Refuse | ActiveSwap]] = {}
         self._bounds: dict[SectionName, Bounds] = {}
         self._ledgers: OrderedDict[bytes, Ledger] = OrderedDict()
@@ -205,7 +205,7 @@ class RoundDriver:
     def reach_boundary(self) -> bool:
         """Record that this peer has reached its boundary. Return False if no partner can be found in this round.
 
-        The outer gradient then does not need to be encoded.
+        If the result is False, the outer gradient does not need to be encoded.
         """
         self._do(self.round.reach_boundary(self._clock()))
         self._changed.set()
@@ -220,7 +220,7 @@ class RoundDriver:
         self._do(self.round.cannot_stage(reason, self._clock()))
 
     def poll(self, wait_s: float) -> Outcome | None:
-        """End the round after its boundary if it is over or nothing more can arrive within `wait_s` seconds.
+        """End a round that is at its boundary if it is over or if nothing more can arrive within `wait_s` seconds.
 
         It returns None if waiting may help, because a partner may still be found or a part may still arrive.
         """
@@ -230,7 +230,7 @@ class RoundDriver:
         return self._end()
 
     async def wait_until_over(self, wait_s: float) -> None:
-        """Wait until `poll` would end the round, but for at most `wait_s` seconds."""
+        """Wait until `poll` would end the round, for at most `wait_s` seconds."""
         until_s = self._clock() + wait_s
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
@@ -238,7 +238,7 @@ class RoundDriver:
                     await self._wait_for_change(POLL_S)
 
     async def collect(self, wait_s: float) -> Outcome:
-        """Wait until the round is over, but for at most `wait_s` seconds, and end it."""
+        """Wait until the round is over, for at most `wait_s` seconds, and end it."""
         await self.wait_until_over(wait_s)
         return self._end()
 
@@ -259,7 +259,7 @@ class RoundDriver:
         self._changed.set()
 
     def forget(self) -> None:
-        """Drop the late parts of earlier rounds, because the vectors that they belong to were replaced."""
+        """Drop the late parts of earlier rounds, because the vectors that they belong to have been replaced."""
         self._do(self.round.forget())
 
     async def stop(self) -> None:
@@ -282,7 +282,7 @@ class RoundDriver:
     # calls from other peers
 
     def admit(self, hello: Hello) -> None:
-        """Raise Refused if the caller has another protocol version, run, spec or model."""
+        """Raise Refused if the caller has a different protocol version, run, spec or model."""
         if refuse := other_kind(self._hello(), hello):
             raise Refused(refuse.sentence, peer=hello.peer_id, code=refuse.code.name)
 

@@ -1,4 +1,4 @@
-"""This module builds what a peer needs for its rounds: the driver, and the service that answers other peers."""
+"""This module builds a peer's round driver and the service that answers other peers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class PeerService:
         self._driver = driver
         self._serve = serve
         self._status = status
-        self.num_calls = 0  # calls that arrived from other peers, even if they were refused
+        self.num_calls = 0  # calls from other peers, including the ones that were refused
 
     def admit(self, hello: Hello) -> None:
         self.num_calls += 1

@@ -1,6 +1,6 @@
 """This pure state machine runs the rounds of one peer.
 
-Events and their times go in, and actions for the driver come out.
+Its inputs are events and their times, and its outputs are actions for the driver.
 
     SEEKING -> OFFERING -> SWAPPING -> EARLY -> DONE
        ^          |           |          |
@@ -59,7 +59,7 @@ from noloco_p2p.gossip.staleness import refuse_distant, too_long
 from noloco_p2p.gossip.swap import Ended
 from noloco_p2p.telemetry.console import named
 
-POLL_S = 0.1  # matchmaking polls, because no event announces newcomers and retry times
+POLL_S = 0.1  # matchmaking polls at this interval, because no event announces newcomers and retry times
 LAST_LOOK_S = 1.0  # how long a peer without a partner keeps looking for one at its boundary
 TRAILING_RETRY_S = 1.0
 TRAILING_SHARE = 1 / 3  # the fraction of a round during which the trailing swap has the link to itself
@@ -85,7 +85,7 @@ class RoundState:
         step_rate: StepRate,
         pairing: Pairing,
     ) -> None:
-        self.peer_state = "training"  # or paused, leaving, done; offers are accepted only while training
+        self.peer_state = "training"  # or "paused", "leaving" or "done"; offers are accepted only while training
         self.is_leaving = False  # whether this peer no longer waits at boundaries
         self.was_refused_as_stale = False  # whether another peer refused this one as stale
         self.goodput = Goodput()
@@ -109,17 +109,17 @@ class RoundState:
         self.index, self.progress = (opening.round, opening.progress) if opening else (0, 0.0)
         self.partner = ""
         self.active: ActiveSwap | None = None  # the swap of this round
-        self.asked: Ask | None = None  # this peer's offer that is not answered yet
+        self.asked: Ask | None = None  # this peer's offer that has not been answered yet
         self.reason, self.cause = "", LonelyCause.NO_ANSWER  # why there is no partner yet
         self._failed_link: LinkMeasure | None = None  # measured by a swap whose early part failed
         self._opened_s = now_s
         self._patient_until_s = now_s + (opening.patience_s if opening else 0.0)
         self._boundary_s: float | None = None  # when this peer reached its boundary
 
-    # the phases of a round, as training goes through them
+    # the phases of a round, in the order of training
 
     def open(self, opening: Opening, plans: tuple[SectionPlan, ...], now_s: float) -> list[Action]:
-        """Begin a round. If the last round was never ended, because the network thread hung, end it first."""
+        """Begin a round. If the last round was never ended because the network thread hung, end it first."""
         actions: list[Action] = []
         if self.phase is not RoundPhase.CLOSED:
             actions += self._drop_trailing() + self.end(now_s)[1] + self._drop_trailing()
@@ -162,7 +162,7 @@ class RoundState:
         return self.active.expected_s(now_s, self.goodput) > until_s
 
     def end(self, now_s: float) -> tuple[Outcome, list[Action]]:
-        """End the round with what it has so far.
+        """End the round with the parts that have been committed so far.
 
         If the late part is in flight, its swap continues as the trailing swap.
         """
@@ -183,7 +183,7 @@ class RoundState:
     def take_correction(self, before: int) -> Correction | None:
         """Return a late part from a round before `before`. Apply it at once, then call `corrected`.
 
-        The result is None while the vectors that it changes are being sent to a partner or are about to be.
+        The result is None while the vectors that it changes are being sent, or are about to be sent, to a partner.
         """
         is_sending = self.phase in (RoundPhase.OFFERING, RoundPhase.SWAPPING)
         if not self.corrections or self.corrections[0].round >= before or is_sending:
@@ -195,7 +195,7 @@ class RoundState:
         self._is_correcting = False
 
     def forget(self) -> list[Action]:
-        """Drop the late parts of earlier rounds, because the vectors that they belong to were replaced."""
+        """Drop the late parts of earlier rounds, because the vectors that they belong to have been replaced."""
         self.corrections.clear()
         return self._drop_trailing()
 
@@ -220,9 +220,10 @@ class RoundState:
     def waits_for_trailing(self, now_s: float) -> bool:
         """Return whether matchmaking must wait for the trailing swap, or for its correction to be applied.
 
-        Meanwhile the trailing swap has the link to itself, so that the last partner's gradient arrives early. The
-        correction comes first because the vectors must not change once this round sends them. If the late part takes
-        too long, it has to share the link, and its correction waits until this round's early part has arrived.
+        During this wait, the trailing swap has the link to itself, so that the last partner's gradient arrives early.
+        The correction is applied first, because the vectors must not change once this round has begun to send them. If
+        the late part takes too long, it must share the link, and its correction waits until this round's early part has
+        arrived.
         """
         if self._is_correcting:
             return True
@@ -303,13 +304,13 @@ class RoundState:
     def _failed(self, ask: Ask, error: PeerError, now_s: float) -> list[Action]:
         peer_id = ask.candidate.peer_id
         level = logging.DEBUG if peer_id in self.unreachable else logging.WARNING
-        self.unreachable &= {peer.peer_id for peer in self._live()}  # a dead peer is listed until its record expires
+        self.unreachable &= {peer.peer_id for peer in self._live()}  # a dead peer stays listed until its record expires
         self.unreachable.add(peer_id)
         self._pairing.failed(peer_id, now_s=now_s)
         return [Report(f"the offer to {named(peer_id)} failed: {error}", error, level)]
 
     def _latest_offer_s(self, now_s: float) -> float:
-        """Return the latest time at which an offer leaves enough time for the early part to arrive within the round."""
+        """Return the latest time for an offer whose early part can still arrive within the round."""
         early_s = self.goodput.seconds_for(part_bytes(self.plans, Part.EARLY)) or 0.0
         if self._patient_until_s > now_s:
             return self._patient_until_s - early_s
@@ -338,7 +339,7 @@ class RoundState:
             self._held.remove(incoming)
 
     def _holds(self, offer: Offer) -> bool:
-        """Return whether an offer is held, instead of refused as BUSY, while this peer's own offer is pending.
+        """Return whether an offer is held instead of being refused as BUSY while this peer's own offer is pending.
 
         Only offers from higher peer ids are held, so that peers never wait for each other in a cycle.
         """
@@ -348,7 +349,7 @@ class RoundState:
     def _release(self, now_s: float) -> list[Action]:
         """Answer the held offers in order, unless an offer of this peer is pending.
 
-        If one is accepted, the driver reports `swap_began` before the others are answered.
+        If an offer is accepted, the driver reports `swap_began` before the others are answered.
         """
         actions: list[Action] = []
         while self._held and self.phase is not RoundPhase.OFFERING:
@@ -420,7 +421,7 @@ class RoundState:
                 return Refuse(RefuseCode.TAKEN, f"I already have a partner for round {self.index}", wait_s)
 
     def _trailing_left_s(self, now_s: float) -> float:
-        """Return an estimate of how many more seconds matchmaking waits for the trailing swap."""
+        """Estimate how many more seconds matchmaking will wait for the trailing swap."""
         round_s = self._step_rate.seconds_per_round()
         if self.trailing is None or round_s is None:
             return TRAILING_RETRY_S
@@ -452,11 +453,11 @@ class RoundState:
         return self.active, self._release(now_s)
 
     def watches(self, active: ActiveSwap) -> bool:
-        """Return whether this swap may still be abandoned for another, so that `swap_watched` must be called."""
+        """Return whether this swap may still be abandoned for another. If so, `swap_watched` must be called."""
         return self.phase is RoundPhase.SWAPPING and active is self.active and self._boundary_s is None
 
     def swap_watched(self, active: ActiveSwap, now_s: float) -> list[Action]:
-        """Abandon an early part that will miss the boundary while there is still time for another partner."""
+        """Abandon the swap if its early part will miss the boundary and there is still time for another partner."""
         left_s = self._step_rate.seconds_to_boundary(now_s) if self.watches(active) else None
         if left_s is None or not active.misses(now_s + left_s, now_s, self.goodput):
             return []

@@ -17,7 +17,7 @@ from noloco_p2p.gossip.frames import Boundary, Refuse, RefuseCode
 from noloco_p2p.gossip.pairing import too_far_s
 from noloco_p2p.optim.mixing import agreed_inner_steps
 
-FRESH_ROUNDS = 4.0  # the age that occurs if one peer is four times as fast and rounds have a fixed length
+FRESH_ROUNDS = 4.0  # the age that occurs if one peer is four times as fast as the other and rounds have a fixed length
 STALE_ROUNDS = 32.0
 STALE_RETRY_S = 30.0  # long enough for a peer with a small model to catch up
 
@@ -25,7 +25,7 @@ STALE_RETRY_S = 30.0  # long enough for a peer with a small model to catch up
 def told_lengths(mine: Boundary, theirs: Boundary) -> tuple[int, int]:
     """Return the inner steps of both rounds. If only one peer announces a number, it is used for both.
 
-    So a peer cannot hide its age by announcing nothing.
+    A peer therefore cannot hide its age by announcing nothing.
     """
     return mine.inner_steps or theirs.inner_steps, theirs.inner_steps or mine.inner_steps
 
@@ -42,9 +42,9 @@ def age_weight(age_rounds: float) -> float:
 
 
 def too_long(told: Boundary, longest_round: int) -> str:
-    """Describe a round that is longer than the run allows, or return "".
+    """Return a description of the error if a round is longer than the run allows, and "" otherwise.
 
-    By announcing such a length, a partner would gain weight and seem closer than it is.
+    By announcing such a length, a partner would increase its own weight and appear closer than it is.
     """
     if told.inner_steps <= longest_round:
         return ""

@@ -76,7 +76,7 @@ class Checkpoint:
             raise CheckpointError(f"{path} cannot be read: {error}") from None
 
     def verify(self) -> None:
-        """Verify every file, at about 4 GB/s if it is in the page cache.
+        """Verify every file. This runs at about 4 GB/s if the files are in the page cache.
 
         Raises CheckpointError for the first damaged file.
         """
@@ -183,7 +183,7 @@ class Checkpoints:
             _sync(partial)
             final = self.folder / f"{number:08d}-round-{round}"
             partial.rename(final)
-        except BaseException:  # even after Ctrl-C, a partial checkpoint must not stay and fill the disk
+        except BaseException:  # even after Ctrl-C, a partial checkpoint must not be left behind to fill the disk
             shutil.rmtree(partial, ignore_errors=True)
             raise
         _sync(self.folder)
@@ -211,11 +211,11 @@ class Checkpoints:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Hold the lock that admits only one writer. Raises OSError if another process holds it.
+        """Hold the writer lock. Raises OSError if another process holds it.
 
         The kernel releases the lock when the process dies.
         """
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # a private run has private weights
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # the weights of a private run are private
         with (self.folder / _LOCK).open("w") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -25,7 +25,7 @@ class InnerState(Protocol):
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
         """Restore what `state` returned. If `tensors` is empty, reset the optimizer.
 
-        Raises CheckpointError if the tensors do not fit the model.
+        Raises CheckpointError if the tensors do not match the model.
         """
         ...
 

@@ -46,7 +46,7 @@ class Saver:
 
         Returns False if the last checkpoint is unfinished. `done` is called with the folder, on the thread that wrote
         it. A failure is logged, and the last good checkpoint is kept. If the program exits during a write, the process
-        ends after the write. If there is too little memory for a copy, this call returns after the write.
+        ends only after the write. If there is too little memory for a copy, this call returns after the write.
         """
         if self.is_busy:
             log.warning("skipped the checkpoint of round %d because the previous one is still being written", round)

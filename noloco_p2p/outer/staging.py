@@ -22,7 +22,7 @@ Chunk = Callable[[int, Tensor], Tensor]  # (index of the chunk, device memory fo
 
 
 class Staging:
-    """Two streams of one device, one per direction, because a bus can carry both directions at once."""
+    """Two streams of one device, one per direction, because a bus can transfer data in both directions at once."""
 
     def __init__(self, device: torch.device, *, is_overlapped: bool | None = None) -> None:
         """Create the streams if `is_overlapped` is true. By default, it is true if the device has its own memory.

@@ -4,9 +4,9 @@ The functions compare tensors, positions in the run and the sketches that peers 
 a message that explains the problem. They do not use the network. `peer/state_admission.py` asks the swarm for the
 values that they need, and `robust_mean.py` compares states with each other.
 
-The limits come from honest swarms (`benchmarks/honest_states.py`) with a schedule of 40 rounds. Real runs have far
-longer schedules, so their weights move less in a round. States that were 32 rounds apart differed by up to 0.75 of
-their norm, and their norms differed by a factor of up to 1.6.
+The limits are based on measurements in honest swarms (`benchmarks/honest_states.py`) with a schedule of 40 rounds. Real
+runs have far longer schedules, so their weights move less in a round. States that were 32 rounds apart differed by up
+to 0.75 of their norm, and their norms differed by a factor of up to 1.6.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MIN_POSITIONS = 3  # with fewer positions, it is unclear which one is wrong
 MIN_SKETCHES = 2  # sketches of other peers; a single one is not enough to refuse a state
 MARKS_COMPARED = 2  # each mark takes one pass over the state, at 3 ns per number
 LARGEST_DISTANCE = 1.0  # relative to the norm: 0.75 plus three standard deviations of a sketch (9 % of a distance)
-LARGEST_NORM_RATIO = 1.75  # 1.6 in honest swarms
+LARGEST_NORM_RATIO = 1.75  # the ratio is up to 1.6 in honest swarms
 
 
 def vectors_of(outer: OuterSpec, num_elements: int) -> dict[str, int]:
@@ -76,7 +76,7 @@ def check_position(round_index: int, progress: float, others: Sequence[tuple[int
     """Raise CheckpointError if a position in the run is far from the positions of the swarm.
 
     `others` holds the round and the progress of each live peer, including the donor. The round counters of honest peers
-    differ with their speed and their round lengths, so a counter is refused only if it is far beyond that.
+    differ with their speed and their round lengths, so a counter is refused only if it deviates far more than that.
     """
     if len(others) < MIN_POSITIONS:
         return
@@ -97,7 +97,7 @@ def check_sketches(slow_weights: Tensor, published: Sequence[str], *, progress: 
     """Raise CheckpointError if the weights are far from the sketches that most of the other peers publish.
 
     `published` holds the packed sketches of the other peers. The state is sketched at the same marks, except for marks
-    that are further from `progress` than the staleness limit. Anyone can compute these sketches and make up weights
+    that are further from `progress` than the staleness limit. Anyone can compute these sketches and construct weights
     that pass. This check therefore finds only faults and simple lies, and a comparison with other donors finds more.
     """
     reach = STALE_ROUNDS * spec.outer.longest_round / spec.schedule_steps

@@ -105,7 +105,7 @@ def tcp_target(address: str) -> tuple[str, int] | None:
 
 
 async def guarded(guard: DialGuard, peer_id: str, address: str) -> str:
-    """Check an address that a stranger sent, and return the multiaddr to dial. Neither has a peer id.
+    """Check an address that a stranger sent, and return the multiaddr to dial. Neither contains a peer id.
 
     Raises Unreachable if the address is not a TCP address, or if the guard forbids dialling it.
     """
@@ -122,7 +122,7 @@ def host_in(address: str) -> str:
 
 
 def by_reach(multiaddrs: Iterable[str]) -> list[str]:
-    """Sort multiaddrs and remove duplicates. Public addresses and names come first, loopback addresses last."""
+    """Remove duplicates and sort multiaddrs, with public addresses and names first and loopback addresses last."""
     return sorted(dict.fromkeys(multiaddrs), key=_reach)
 
 

@@ -1,6 +1,6 @@
 """Defines DHT time, the clock by which records expire. The clocks of all nodes must agree within 3 s.
 
-DHT time is the wall clock at the time when this peer entered the DHT, continued by a steady clock that nobody sets.
+DHT time is the wall clock at the time when this peer entered the DHT, advanced by a steady clock that nobody sets.
 Later jumps of the wall clock therefore have no effect. If the wall clock was wrong at the start, the answers of the
 first nodes reveal it.
 """
@@ -66,7 +66,7 @@ class Offset:
 
 
 def check_clock(offsets: Mapping[str, Offset]) -> None:
-    """Check this machine's clock. `offsets` has the clock offsets of other nodes by peer id.
+    """Check this machine's clock. `offsets` maps the peer ids of other nodes to their clock offsets.
 
     Raises DirectoryError, with a remedy in the message, if at least half of the offsets are too large.
     """

@@ -34,11 +34,12 @@ logger = logging.getLogger(__name__)
 
 START_S = 60.0  # an idle machine needs a tenth of a second
 STOP_S = 3.0
-EXIT_CODE_S = 1.0  # to wait for the exit code of p2pd after the end of its output
+EXIT_CODE_S = 1.0  # time to wait for the exit code of p2pd after the end of its output
 FIRST_CLIENT_S = 30  # p2pd exits after this time without a client
 SOCKET_PREFIX = "noloco-"
 STALE_S = 60.0
-# The longest request or answer. p2pd buffers each of them whole, and would by default accept 4 MiB from every stream.
+# The longest request or answer. p2pd buffers each of them completely, and by default it would accept 4 MiB from every
+# stream.
 MAX_MESSAGE_BYTES = 256 * 1024
 MEMORY = "128MiB"  # Above this, p2pd collects garbage continuously.
 MAX_MEMORY_BYTES = 512 << 20  # Above this, p2pd is restarted. It uses 60 MiB when idle.
@@ -47,7 +48,7 @@ LAUNCHER = Path(__file__).with_name("launch.py")
 
 @dataclass(frozen=True, slots=True)
 class ListenOn:
-    """The address where the daemon listens, and the one that it announces. With port 0, the system chooses the port."""
+    """The address on which the daemon listens and the one it announces. If the port is 0, the system chooses one."""
 
     host: str
     port: int = 0
@@ -76,7 +77,7 @@ class Daemon:
 
     @classmethod
     async def start(cls, identity_path: Path, listen_on: ListenOn) -> Daemon:
-        """Start p2pd, and return when it is ready.
+        """Start p2pd, and return once it is ready.
 
         Raises DirectoryError if the port is taken, the binary is missing, or p2pd does not start in time.
         """

@@ -1,4 +1,4 @@
-"""Finds out whether others can dial this peer by asking three of them to dial back, and advises the user.
+"""Finds out whether other peers can dial this peer by asking three of them to dial back, and advises the user.
 
 `Reach` lists the kinds of reachability, both for this peer and for each of its neighbours.
 """
@@ -29,26 +29,26 @@ RECHECK_DIRECT_S = 900.0
 
 
 class Reach(StrEnum):
-    """The way in which a peer is reached."""
+    """A way in which a peer can be reached."""
 
-    DIRECT = "direct"  # other peers reach its gRPC port
+    DIRECT = "direct"  # other peers can reach its gRPC port
     MAPPED = "mapped"  # the same, at a port that its router forwards because the peer asked for it
     PUNCHED = "punched"  # through holes in the routers, punched with the help of a relay
     RELAYED = "relayed"  # through a relay, which carries all traffic
-    OUTBOUND_ONLY = "outbound-only"  # not at all; the peer makes offers, but gets none
+    OUTBOUND_ONLY = "outbound-only"  # not at all; the peer makes offers, but receives none
     UNKNOWN = "unknown"  # no peer has dialled back yet
 
 
 OPEN = frozenset({Reach.DIRECT, Reach.MAPPED})
-CLOSED = frozenset({Reach.PUNCHED, Reach.RELAYED, Reach.OUTBOUND_ONLY})  # Others cannot simply dial such a peer.
+CLOSED = frozenset({Reach.PUNCHED, Reach.RELAYED, Reach.OUTBOUND_ONLY})  # Others cannot dial such a peer directly.
 
 
 def way_to(published: str, last_way: Reach | None, *, is_closed: bool) -> Reach:
     """Return how a neighbour is reached.
 
-    `published` is the reachability in its record. `last_way` is the route of the last call to it, if that went through
-    a hole or a relay. `is_closed` is true if this peer cannot be dialled. Otherwise, a neighbour behind a closed port
-    can dial this peer directly.
+    `published` is the reachability in its record. `last_way` is the route of the last call to it, if that call went
+    through a hole or a relay. `is_closed` is true if this peer cannot be dialled. Otherwise, a neighbour behind a
+    closed port can dial this peer directly.
     """
     if published not in CLOSED:
         return Reach.MAPPED if published == Reach.MAPPED else Reach.DIRECT

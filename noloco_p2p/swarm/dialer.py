@@ -53,8 +53,8 @@ class Dialer:
         self._on_wrong_clock = on_wrong_clock
         self._dial_now = asyncio.Event()
         self._has_dialled = asyncio.Event()
-        self._nearby: dict[str, Sequence[str]] = {}  # in the local network: peer id -> multiaddrs
-        self._offsets: dict[str, Offset] = {}  # of nodes, until this machine's clock is known to be right
+        self._nearby: dict[str, Sequence[str]] = {}  # on the local network: peer id -> multiaddrs
+        self._offsets: dict[str, Offset] = {}  # offsets of nodes, kept until this machine's clock is known to be right
         self._clock_is_right = False
 
     async def dial(self) -> float:
@@ -81,7 +81,7 @@ class Dialer:
         self._dial_now.set()
 
     def dial_nearby(self, peer_id: str, multiaddrs: Sequence[str]) -> None:
-        """Dial a peer at these addresses in the local network as well, now and whenever it is missing.
+        """Dial a peer at these addresses on the local network as well, now and whenever it is missing.
 
         If `multiaddrs` is empty, the peer is no longer dialled there.
         """
@@ -120,7 +120,7 @@ class Dialer:
         CLOCK.heard(offset.seconds)
         if not self._clock_is_right:
             self._offsets[peer_id] = offset
-        # Do not remember local addresses, which would lead to other machines in another network.
+        # Do not remember local addresses, because on another network they would lead to other machines.
         nearby = self._nearby.get(peer_id, ())
         self._address_book.remember(peer_id, [address for address in multiaddrs if address not in nearby])
         return True
@@ -149,7 +149,7 @@ class Dialer:
         return ways
 
     def _look_at_clocks(self) -> None:
-        """Check this machine's clock against the known offsets. Once it proves to be right, they are dropped."""
+        """Check this machine's clock against the known offsets, and drop them once the clock proves to be right."""
         try:
             self.check_clock()
         except DirectoryError as error:

@@ -2,7 +2,8 @@
 
 hivemind's DHTNode does not survive its daemon, because the calls of its client are never answered again. The new node
 has the same peer id, port and place in the key space, and other peers store their records on it again within one
-heartbeat. Every call has a deadline, and every failure becomes a DirectoryError, whatever hivemind raised.
+heartbeat. Every call has a deadline, and every failure becomes a DirectoryError, regardless of the error that hivemind
+raised.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ CLOSE_S = 2.0
 NOTICE_TURNS = 3  # turns of the event loop until this process has closed its connections to an ended daemon
 EXIT_S = 0.5  # The connection of a dying process closes before its exit is noticed.
 PING_S = 2.0
-HUNG_S = 9.0  # the longest silence of p2pd; including the restart, it is back within 15 s
+HUNG_S = 9.0  # the longest silence of p2pd before a restart; it is then back within 15 s in total
 RESTART_PAUSES_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0)  # the last one repeats
 CANCEL_AGAIN_S = 0.2
 
@@ -112,7 +113,7 @@ class SwarmNode:
     def multiaddrs(self) -> list[str]:
         """Return the multiaddrs at which others can dial this node.
 
-        The announced host comes first, and the others follow with public addresses before private ones.
+        The announced host comes first. Public addresses precede private addresses among the others.
         """
         return [f"{address}/p2p/{self.peer_id}" for address in self._addresses()]
 
@@ -164,7 +165,7 @@ class SwarmNode:
         return next((address for peer, address in found if peer == peer_id and tcp_target(address)), "")
 
     async def hosts_of(self, peer_id: str) -> set[str]:
-        """Return the hosts of a peer's connections, like `DaemonClient.hosts_of`.
+        """Return the hosts of a peer's connections, as `DaemonClient.hosts_of` does.
 
         Raises DirectoryError if p2pd does not answer.
         """

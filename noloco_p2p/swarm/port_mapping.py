@@ -1,4 +1,6 @@
-"""Asks the router of this network to forward a peer's two ports to this machine, by NAT-PMP (RFC 6886) or else by UPnP.
+"""Asks the router of this network to forward a peer's two ports to this machine.
+
+It uses NAT-PMP (RFC 6886) or, if that fails, UPnP.
 
 The address that a router reports is only a hint. A peer stops announcing it when others report that it leads nowhere
 (see `peer/reachability.py`). The mappings expire, so they are renewed while the peer runs, and they are removed when it
@@ -29,7 +31,7 @@ T = TypeVar("T")
 
 LEASE_S = 3600  # the requested lifetime of a mapping; a router may grant less
 SHORTEST_LEASE_S = 60
-AGAIN_S = 600.0  # the pause after no router helped
+AGAIN_S = 600.0  # the pause if no router helped
 ANSWER_S = 10.0  # the time limit for one router and protocol
 FAREWELL_S = 2.0
 PMP_PORT = 5351
@@ -257,7 +259,7 @@ class Upnp:
     def _router(self) -> Any:
         """Return the first gateway that answers."""
         try:
-            import miniupnpc  # there are wheels for some platforms only
+            import miniupnpc  # wheels exist only for some platforms
         except ImportError:
             raise NoMapping("the package miniupnpc is not installed") from None
         router = miniupnpc.UPnP(self._local_host, None, UPNP_DISCOVERY_MS)

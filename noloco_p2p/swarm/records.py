@@ -2,9 +2,9 @@
 
     value = signature:64 | canonical JSON       at most MAX_RECORD_BYTES
 
-The signature covers a domain prefix and the JSON. The expiry is part of the JSON, so nobody can prolong the record of a
-peer that has gone. Unknown JSON fields are ignored. This module does not import hivemind; the validator, which needs
-it, is in another file.
+The signature covers a domain prefix and the JSON. The expiry is part of the JSON, so nobody can extend the lifetime of
+a record whose peer has left. Unknown JSON fields are ignored. This module does not import hivemind; the validator,
+which needs it, is in another file.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from noloco_p2p.telemetry.metrics import DEFAULTS, LARGEST, METRICS, RECORDED, M
 TTL_S = 60.0
 MAX_RECORD_BYTES = 1024
 MAX_TEXT_CHARS = 320  # enough for a host name of 253 characters, followed by a peer id
-MAX_ADDRESSES = 4  # of each kind
+MAX_ADDRESSES = 4  # limit for each kind of address
 MAX_COUNTS = 16  # the longest list of counts
 SIGNATURE_BYTES = 64
-EXPIRY_SLACK_S = 1e-3  # allowed difference between the expiry in a record and the one that the DHT has
+EXPIRY_SLACK_S = 1e-3  # allowed difference between the expiry in a record and the expiry in the DHT
 DOMAIN = b"noloco_p2p record 1\x00"
 STATES = frozenset({"training", "paused", "leaving", "done"})
 # `asked` stands for `noloco pause`; the other reasons concern the use of the machine.
@@ -55,15 +55,15 @@ class PeerRecord:
     sequence: int = 0  # increases with every announcement, even across restarts
     expires_at_s: float = 0.0  # DHT time (Unix)
     state: str = "training"
-    metrics: Metrics = field(default_factory=Metrics)  # the record holds the metrics that have a key
+    metrics: Metrics = field(default_factory=Metrics)  # the encoded record holds the metrics that have a key
     reachability: str = "unknown"
     software: str = __version__
-    sketch: str = ""  # of the slow weights at a mark of the schedule (see `codec.sketch`)
-    depths: tuple[int, ...] = ()  # of its buckets: first where it reads, then where else it is announced; () = (0,)
+    sketch: str = ""  # sketch of the slow weights at a mark of the schedule (see `codec.sketch`)
+    depths: tuple[int, ...] = ()  # depth at which it reads, then other depths at which it is announced; () = (0,)
     session_key: str = ""  # identifies its gRPC server; base64; new at every start
-    started_at_ms: int = 0  # Unix time by its own clock; tells apart two processes with one key
-    mark: str = ""  # in a private run: the proof that a member wrote the record
-    stage: int = 0  # the stage that it holds in a run with stages; 0 = the head
+    started_at_ms: int = 0  # Unix time by its own clock; distinguishes two processes with the same key
+    mark: str = ""  # in a private run: proof that a member wrote the record
+    stage: int = 0  # its stage in a run with stages; 0 = the head
     stages: int = 0  # the number of stages of the run; 0 = every peer holds the whole model
     sends_to: tuple[str, ...] = ()  # the last characters of the ids of the peers to which it sends microbatches
     name: str = ""  # chosen by the peer; it proves nothing
@@ -118,7 +118,7 @@ def encode_record(record: PeerRecord, identity: Identity) -> bytes:
         elif record.name:
             record = replace(record, name="")
         elif record.sketch:
-            record = replace(record, sketch="")  # being reachable is worth more than being measured
+            record = replace(record, sketch="")  # reachability matters more than measurements
         else:
             raise RecordError(
                 f"the record has {len(body)} bytes, but the limit is {MAX_RECORD_BYTES - SIGNATURE_BYTES}; "

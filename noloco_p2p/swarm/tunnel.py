@@ -113,7 +113,7 @@ class Tunnels:
             port.close()
 
     def reached(self, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-        """Return the same peers. Each peer that only a tunnel can reach gets the address of a local port."""
+        """Return the candidates, after giving each peer that only a tunnel can reach the address of a local port."""
         if all(candidate.can_be_called for candidate in candidates) or not self._wanted():
             return candidates
         ways = {peer: relays_of(multiaddrs) for peer, multiaddrs in self._multiaddrs().items()}
@@ -219,7 +219,7 @@ class Tunnels:
         return (reader, writer), line
 
     async def _mirror(self, relay: str, line: bytes) -> Endpoint:
-        """Return the endpoint of a relay at which this peer can ask for the address that others see.
+        """Return the endpoint of a relay at which this peer can ask under which address others see it.
 
         `line` is the relay's answer, which contains the port. Raises DirectoryError if the relay is gone, or ValueError
         if the port is invalid.
@@ -259,7 +259,7 @@ class Tunnels:
             connection.setblocking(False)
             connection.bind((host, 0))
             own_port: int = connection.getsockname()[1]
-            self.local_ports[own_port] = relay  # before the server sees it
+            self.local_ports[own_port] = relay  # recorded before the server sees the connection
             try:
                 await asyncio.get_running_loop().sock_connect(connection, (host, port))
                 reader, writer = await asyncio.open_connection(sock=connection)

@@ -52,7 +52,7 @@ class Lie:
     data: Callable[[int], bytes] | None = None  # called with a size in bytes, for data that is not a state file
     round: int = ROUND
     progress: float = PROGRESS
-    why: str = "away from the others"
+    why: str = "differ from the others"
 
 
 def state_of(weights: Tensor) -> dict[str, Tensor]:
@@ -233,7 +233,7 @@ def test_where_only_a_liar_is_there_the_command_ends_with_a_sentence(
     state_dir = ["--state-dir", str(tmp_path / "state")] if command == ["fork"] else []
     assert run([*command, ticket, str(tmp_path / "made"), *state_dir]) == 4
     said = capsys.readouterr()
-    assert "gave a usable state" in said.err
+    assert "provided a usable state" in said.err
     assert named(LIAR) in said.err
     assert LIES[name].why in said.err
     assert "Traceback" not in said.err + said.out

@@ -1,9 +1,9 @@
 """Extends hivemind's DHT node with limits on requests and answers, so that strangers cannot overload it.
 
-requests    A request has at most 16 KiB and no duplicate keys. The rate of requests is limited, per peer and for all
+requests    A request has at most 16 KiB, and no duplicate keys. The rate of requests is limited, per peer and for all
             peers together (`allowance.py`).
-answers     An answer has at most 128 KiB. If a bucket has more records, the node sends a random selection. Answers of
-            other nodes have the same limit, and each record in them is checked.
+answers     An answer has at most 128 KiB. If the records of a bucket exceed this, the node sends a random selection.
+            The same limit applies to answers of other nodes, and each record in them is checked.
 storing     Only records of peers are stored, up to 8 per request. A record is refused without a check of its signature
             if there is no space for it, or if it is not newer than the stored one.
 hand-over   hivemind sends the stored records to every new node, but this node does not. Each peer stores its record
@@ -58,7 +58,7 @@ BLACKLIST_S, BACKOFF = 5.0, 2.0
 OF_ONE, OF_ALL, OF_KNOWN = Rate(50.0, burst=500.0), Rate(150.0, burst=750.0), Rate(2.0, burst=100.0)
 UNIT_BYTES, STORE_UNITS = 8 * 1024, 4.0
 MAX_PINGS = 8  # simultaneous pings of neighbours that a newcomer may replace
-CHECKED_AT_ONCE = 16  # signatures to check before the event loop runs other callbacks
+CHECKED_AT_ONCE = 16  # signatures checked before the event loop runs other callbacks
 
 
 class RefusedRequest(DirectoryError):
@@ -110,7 +110,7 @@ class BoundedProtocol(DHTProtocol):
         for task in self._tasks:
             task.cancel()
 
-    # Requests from other nodes. Most are complete when these methods return; a few have to await another node.
+    # Requests from other nodes. Most are complete when these methods return; a few must await another node.
 
     def _answer(
         self, work: Callable[[bytes, PeerID], bytes | Awaitable[bytes]], data: bytes, peer: PeerID
@@ -206,7 +206,7 @@ class BoundedProtocol(DHTProtocol):
         return await super().call_store(peer, *args, **kwargs)
 
     async def call_find(self, peer: PeerID, keys: Iterable[DHTID]) -> Any:
-        """Ask another node for keys. Returns key -> (its records, the nodes near the key).
+        """Ask another node for the records of keys. Returns key -> (its records, the nodes near the key).
 
         Returns None if the node does not answer properly.
         """
@@ -269,9 +269,9 @@ class BoundedProtocol(DHTProtocol):
 class BoundedNode(DHTNode):
     """A version of hivemind's DHT node that uses a `BoundedProtocol`.
 
-    Its place follows from the peer id, so other nodes need not learn it again after a restart. All caches are off. The
-    view must always be read afresh, strangers could fill a cache that serves others, and hivemind's sharing of requests
-    keeps an entry for every key that was ever requested.
+    Its place follows from the peer id, so other nodes need not learn it again after a restart. All caches are off,
+    because the view must always be read afresh, because strangers could fill a cache that serves others, and because
+    hivemind's sharing of requests keeps an entry for every key that was ever requested.
     """
 
     def __init__(

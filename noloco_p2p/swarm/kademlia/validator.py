@@ -18,8 +18,9 @@ from noloco_p2p.swarm.records import EXPIRY_SLACK_S, MAX_RECORD_BYTES, TTL_S, Re
 class RecordValidator(RecordValidatorBase):
     """Accepts a record if its peer has signed it, its key is a bucket of that peer, and it has not expired.
 
-    In a private run, a member must also have marked it. Only the envelope is checked, so that older nodes accept
-    records with new fields. This matters because hivemind drops a whole answer if one of its records fails.
+    In a private run, the record must also contain proof that a member wrote it. Only the envelope is checked, so that
+    older nodes accept records with new fields. This matters because hivemind drops a whole answer if one of its records
+    fails.
     """
 
     def validate(self, record: DHTRecord) -> bool:

@@ -180,4 +180,4 @@ def test_a_newcomer_waits_while_those_who_are_listed_are_dead(
     finally:
         thread.stop()
     assert others.num_fetches == 3
-    assert caplog.text.count("no peer of the run answers") == 1
+    assert caplog.text.count("no peer of the run is answering") == 1
