@@ -63,7 +63,7 @@ def test_any_text_is_a_ticket_or_an_error_in_words(text: str) -> None:
 
 
 def test_mistyped_names_the_place() -> None:
-    with pytest.raises(TicketError, match="'0', character 9, cannot occur in a ticket"):
+    with pytest.raises(TicketError, match="character 9 is '0', which cannot occur in a ticket"):
         Ticket.decode(TICKET.encode()[:8] + "0" + TICKET.encode()[9:])
     swapped = list(TICKET.encode())
     swapped[40] = "a" if swapped[40] != "a" else "b"
