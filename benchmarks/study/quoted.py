@@ -893,7 +893,7 @@ def scale() -> list[Phrase]:
                 for which in ("unluckiest", "luckiest")
             ),
         ),
-        phrase("The goal, 95 % within 5 offers each"),
+        phrase("The goal was to pair 95 % of the peers within 5 offers each"),
         phrase("about 200 reads per minute of {:.0f} KB", claim("directory", "a bucket of 32") / 1e3),
         phrase("nearly 6 MB per minute (0.8 Mbit/s) of upload"),  # 200 times 29 KB
     ]
