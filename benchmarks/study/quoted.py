@@ -994,7 +994,8 @@ def _stage_settings() -> list[Phrase]:
             *of_demo("demo_stages.txt"),
         ),
         phrase(
-            "this check drops {:.0f} of {:,.0f} honest payloads, while a limit of ten times from the start would drop {:.0f}",
+            "this check drops {:.0f} of {:,.0f} honest payloads, while a limit of ten times from the start would"
+            " drop {:.0f}",
             *(
                 sum(each["value"] for each in result("rms_gate") if each["claim"].endswith(what))
                 for what in ("dropped by the gate", "honest frames", "dropped by a tenfold limit")
