@@ -417,8 +417,8 @@ def _late() -> list[Phrase]:
             claim("mixed_donors", "half and half against one donor, after 20"),
         ),
         phrase(
-            "after {:.0f} inner steps per peer, the merged model had a validation loss of {:.3f}, with the weights"
-            " {:.2f} % of their norm apart",
+            "after {:.0f} inner steps per peer, the merged model had a validation loss of {:.3f}, and the spread of"
+            " the peers was {:.2f} %",
             *of_demo("demo.txt"),
             line("demo.txt", r"spread of the weights: ([\d.]+) %"),
         ),
@@ -893,7 +893,7 @@ def scale() -> list[Phrase]:
                 for which in ("unluckiest", "luckiest")
             ),
         ),
-        phrase("The goal, 95 % within 5 offers each"),
+        phrase("The goal was to pair 95 % of the peers within 5 offers each"),
         phrase("about 200 reads per minute of {:.0f} KB", claim("directory", "a bucket of 32") / 1e3),
         phrase("nearly 6 MB per minute (0.8 Mbit/s) of upload"),  # 200 times 29 KB
     ]
@@ -994,7 +994,8 @@ def _stage_settings() -> list[Phrase]:
             *of_demo("demo_stages.txt"),
         ),
         phrase(
-            "it drops {:.0f} of {:,.0f} honest payloads, while a limit of ten times from the start would drop {:.0f}",
+            "this check drops {:.0f} of {:,.0f} honest payloads, while a limit of ten times from the start would"
+            " drop {:.0f}",
             *(
                 sum(each["value"] for each in result("rms_gate") if each["claim"].endswith(what))
                 for what in ("dropped by the gate", "honest frames", "dropped by a tenfold limit")
