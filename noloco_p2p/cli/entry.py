@@ -14,16 +14,16 @@ if TYPE_CHECKING:
     from noloco_p2p.spec import TrainerSpec
     from noloco_p2p.ticket import Ticket
 
-# the longest time in which a bootstrap or first peer that starts at the same moment writes its file
+# The longest time that a bootstrap node or a first peer, started at the same moment, takes to write its file.
 FILE_TIMEOUT_S = 120.0
 POLL_S = 0.2
 MAX_FILE_BYTES = 64 * 1024
 
 
 def resolve(text: str, *, timeout_s: float = FILE_TIMEOUT_S) -> str:
-    """Return the line in FILE for `@FILE`, waiting until the file exists; return any other text unchanged.
+    """Return the line in FILE for `@FILE`, and wait until the file exists. Return any other text unchanged.
 
-    Raises SettingsError if nobody writes the file in time.
+    Raises SettingsError if the file is not written in time.
     """
     if not text.startswith("@"):
         return text
@@ -46,7 +46,7 @@ def opened(run: str) -> TrainerSpec | Ticket:
 
 
 def ticket_in(run: str) -> str:
-    """Return the ticket in FILE for `@FILE`, without waiting; return any other text unchanged. Raises TicketError."""
+    """Return the ticket in FILE for `@FILE`, and any other text unchanged. Raises TicketError if FILE has no valid ticket."""
     from noloco_p2p.ticket import Ticket
 
     if not run.startswith("@"):
@@ -59,11 +59,11 @@ def ticket_in(run: str) -> str:
 def check_writable(path: Path | None, *, flag: str) -> None:
     """Raise SettingsError early, before the slow imports, if `path` is not writable."""
     if path and (path.is_dir() or not os.access(path.absolute().parent, os.W_OK)):
-        raise SettingsError(f"{flag} {path} is not writable; name a file in a folder that this user may write to")
+        raise SettingsError(f"{flag} {path} is not writable; choose a file in a folder that you can write to")
 
 
 def write(path: Path | None, line: str, *, flag: str, is_secret: bool = False) -> None:
-    """Write the file atomically, as other processes may read it at any moment.
+    """Write the file atomically, because other processes may read it at any moment.
 
     Only this user can read a secret. Raises SettingsError if the file cannot be written.
     """
@@ -79,12 +79,12 @@ def _read(path: Path) -> str:
     """Return an empty string while the file is missing or empty. Raises SettingsError if it is not one line of text."""
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
-            raise SettingsError(f"@{path}: {path.stat().st_size} bytes are too many for a ticket or an address")
+            raise SettingsError(f"@{path} is too large for a ticket or an address ({path.stat().st_size} bytes)")
         lines = path.read_text(encoding="utf-8").split()
     except FileNotFoundError:
         return ""
     except (OSError, UnicodeDecodeError) as error:
         raise SettingsError(f"@{path} cannot be read: {error}") from None
     if len(lines) > 1:
-        raise SettingsError(f"@{path} must hold one ticket or one address, and nothing else")
+        raise SettingsError(f"@{path} must contain one ticket or one address and nothing else")
     return lines[0] if lines else ""

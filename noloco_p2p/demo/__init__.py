@@ -1,1 +1,1 @@
-"""A small run for demonstration: peers in processes on loopback, shown until they finish, and then evaluated."""
+"""A demonstration: it runs peers in processes on loopback, shows their progress, and evaluates the result."""

@@ -13,19 +13,21 @@ from noloco_p2p.flow.limits import IN_FLIGHT_SHARE
 from noloco_p2p.presets import PRESETS
 from noloco_p2p.spec import TrainerSpec
 
-MEASURED_S, MEASURED_STEPS = 3.0, 8  # the least seconds and inner steps of a measurement, after the first step
+MEASURED_S, MEASURED_STEPS = 3.0, 8  # minimum seconds and inner steps of a measurement, after the first step
 FEWEST_STEPS, FEWEST_ROUNDS = 60, 12
-MANY_STEPS = 10_000  # the length of a spec to check and measure before the number of steps is known
-UPKEEP = 1.35  # time of a step with swaps, evaluation and the network thread, over that of a step alone
+MANY_STEPS = 10_000  # total steps of the spec that is checked and measured before the number of steps is known
+UPKEEP = 1.35  # time of a step with swaps, evaluation and the network thread, relative to the time of a bare step
 START_AND_END_S = 12.0  # for joining, closing rounds, leaving and merging, without the steps below
-START_AND_END_STEPS = 30  # as long as the evaluations at start and end and the measurements of each peer
-MICROBATCH = 2  # sequences; with 1 the streams would cost as much as the compute, with 4 stages would wait
+START_AND_END_STEPS = (
+    30  # these steps take as long as the evaluations at start and end and the measurements of each peer
+)
+MICROBATCH = 2  # sequences; with 1, the streams would cost as much as the compute; with 4, stages would wait
 PIPELINE_UPKEEP = 2.4  # the UPKEEP of a pipeline, which also has codecs and streams between stages
 
 
 @dataclass(frozen=True, slots=True)
 class DemoPlan:
-    """What a demo does, and where. `folder` holds the spec, a folder per peer with its log, and the exported model.
+    """The plan of a demo. `folder` contains the spec, a folder with the log of each peer, and the exported model.
 
     If `num_steps` is None, the demo takes as many steps as fit into `minutes` on this machine.
     """
@@ -43,22 +45,26 @@ class DemoPlan:
         """Report mistakes before anything starts. Raises SettingsError and SpecError."""
         spec, stages = self.spec(self.num_steps or MANY_STEPS), self.num_stages
         if spec.pipeline.stages != stages:
-            raise SettingsError(f"--set pipeline.stages={spec.pipeline.stages}: set it with --stages")
+            raise SettingsError(
+                f"--set pipeline.stages={spec.pipeline.stages} is not allowed in the demo; use --stages instead"
+            )
         if not spec.model.pretrained and spec.model.num_layers < stages:
             raise SettingsError(
                 f"--stages {stages}: the model has {spec.model.num_layers} blocks, and each stage needs at least one; "
-                f"--set model.num_layers={stages} gives it more"
+                f"add blocks with --set model.num_layers={stages}"
             )
         if self.num_peers < stages:
-            raise SettingsError(f"--peers {self.num_peers}: {stages} stages need at least one peer each")
+            raise SettingsError(
+                f"--peers {self.num_peers} is too few: each of the {stages} stages needs at least one peer"
+            )
         if stages > 1 and self.chaos_seed is not None and self.num_peers < 2 * stages:
             raise SettingsError(
-                f"--chaos with --peers {self.num_peers}: {stages} stages need {2 * stages} peers, two each: what a "
-                "stage has learned is gone with its only peer"
+                f"--chaos with --peers {self.num_peers}: {stages} stages need {2 * stages} peers, two each, because a "
+                "stage loses its weights if its only peer is killed"
             )
 
     def stage(self, index: int) -> int | None:
-        """The stage of peer `index`; None in a run without stages."""
+        """Return the stage of peer `index`, or None in a run without stages."""
         return index % self.num_stages if self.num_stages > 1 else None
 
     def spec(self, num_steps: int) -> TrainerSpec:
@@ -95,13 +101,13 @@ def step_s_of_all(plan: DemoPlan, spec: TrainerSpec, *, step_s: float, num_cores
 
 
 def steps_that_fit(seconds: float, *, each_s: float) -> int:
-    """Return how many inner steps each peer can take in that time, including start and end. It is a multiple of ten."""
+    """Return how many inner steps, rounded down to tens, each peer can take in a demo of `seconds`, at least 60."""
     fitting = (seconds - START_AND_END_S) / each_s - START_AND_END_STEPS
     return max(FEWEST_STEPS, int(fitting) // 10 * 10)
 
 
 def measure_step_s(spec: TrainerSpec) -> float:
-    """Measure the seconds of an inner step of `spec` on random tokens with one thread. It needs a separate process."""
+    """Measure the seconds of an inner step of `spec` on random tokens with one thread. Call it in a separate process."""
     import torch
 
     from noloco_p2p.trainer.inner_step import InnerStep
@@ -122,7 +128,7 @@ def measure_step_s(spec: TrainerSpec) -> float:
 
 
 def measure_pipeline_s(spec: TrainerSpec) -> float:
-    """Measure like `measure_step_s`, but one head's batch: the sum over all stages, one after the other."""
+    """Measure the seconds of one head's batch, as the sum over all stages. Call it in a separate process."""
     import torch
 
     from noloco_p2p.trainer.cut import cut_of

@@ -1,6 +1,6 @@
 """Processes of a fork server that has imported torch, transformers and hivemind once.
 
-Importing them takes about four seconds of a core, and a forked peer need not repeat it.
+Importing them takes a core about four seconds. Forked peers do not have to repeat it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PRELOADED = [
     "noloco_p2p.trainer.swarm_evaluation",
     "noloco_p2p.trainer.export",
 ]
-ASK_TIMEOUT_S = 1.0  # a peer on a busy machine may take longer to answer; its row then stays the same
+ASK_TIMEOUT_S = 1.0  # if a peer on a busy machine takes longer to answer, its row stays the same
 CHAOS_SAVES_EVERY = "3"  # rounds, so that a peer that is killed every few seconds does not lose a minute each time
 
 
@@ -56,7 +56,7 @@ def start_fork_server() -> None:
 
 @contextmanager
 def workers(num_processes: int, *, what: str) -> Iterator[ProcessPoolExecutor]:
-    """Yield a pool of processes that have torch; an interrupt ends them at once.
+    """Yield a pool of processes that have imported torch. An interrupt ends them immediately.
 
     Raises NolocoError when the work fails.
     """
@@ -66,7 +66,7 @@ def workers(num_processes: int, *, what: str) -> Iterator[ProcessPoolExecutor]:
     except NolocoError:
         raise
     except BrokenProcessPool:
-        raise NolocoError(f"the process of the {what} was killed; the machine may be out of memory") from None
+        raise NolocoError(f"the process for the {what} was killed; the machine may be out of memory") from None
     except Exception as error:
         raise NolocoError(f"the {what} failed: {error}") from error
     finally:
@@ -133,7 +133,7 @@ class DemoPeer:
             "always",
             "--on-busy-gpu",
             "always",
-        ]  # regardless of the user's file
+        ]  # regardless of the user's settings file
         if self.stage is not None:
             arguments += ["--stage", str(self.stage)]
         if self._plan.chaos_seed is not None:
@@ -143,7 +143,7 @@ class DemoPeer:
         self.process = process
 
     def ask(self) -> None:
-        """Update `status`. A peer that does not answer in time keeps the last one."""
+        """Update `status`. If the peer does not answer in time, `status` does not change."""
         try:
             answer = ask(self.folder, "status", timeout_s=ASK_TIMEOUT_S)
         except SettingsError:
@@ -156,7 +156,7 @@ class DemoPeer:
 
     @property
     def exit_code(self) -> int | None:
-        """The exit code; None before the start and while the peer runs, negative after a signal."""
+        """The exit code. It is None before the start and while the peer is running, and negative after a signal."""
         return self.process.exitcode if self.process else None
 
     @property
@@ -169,7 +169,7 @@ class DemoPeer:
         return self.exit_code is not None or (self.status or {}).get("state") == "done"
 
     def is_back(self) -> bool:
-        """Whether the peer trains again after its last kill."""
+        """Whether the peer is training again after it was last killed."""
         return (self.status or {}).get("state", "entering") != "entering"
 
     def kill(self) -> None:
@@ -185,7 +185,7 @@ class DemoPeer:
             self.process.terminate()
 
     def wait_gone(self, until_s: float) -> None:
-        """Wait for the end of the process, and kill it if necessary: no peer outlives the demo."""
+        """Wait for the process to end, and kill it if necessary, so that no peer outlives the demo."""
         if self.process is None:
             return
         self.process.join(max(0.1, until_s - time.monotonic()))

@@ -1,4 +1,4 @@
-"""The peers of a demo from start to end: their processes, what the demo shows of them, and which ones it kills."""
+"""Runs the peers of a demo, shows their progress, and kills some of them on request."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class View:
     """The current state that the demo shows.
 
     `done` and `total` count inner steps of the slowest peer (or head of a pipeline); both are 0 before training begins.
-    `columns` are the names of the columns of `rows`. `left_s` are the seconds until training is done; None while
-    unknown.
+    `columns` are the names of the columns of `rows`. `left_s` is the number of seconds until training is done, or None
+    while it is unknown.
     """
 
     doing: str
@@ -76,11 +76,11 @@ class Demo:
 
     @property
     def spec(self) -> TrainerSpec:
-        assert self._spec is not None, "`run` sets it"
+        assert self._spec is not None, "call `run` first"
         return self._spec
 
     def run(self) -> Iterator[View]:
-        """Run all peers to the end of training. Raises NolocoError if the first peer does not start."""
+        """Run all peers until training ends. Raises NolocoError if the first peer does not start."""
         self._make_folder()
         yield from self._load()
         cut = self._cut()
@@ -120,7 +120,7 @@ class Demo:
             raise SettingsError(f"{folder} cannot be used: {error}") from None
 
     def _load(self) -> Iterator[View]:
-        """Wait for the fork server. The first process that it forks would wait for it anyway."""
+        """Start the fork server, and wait until it can fork processes."""
         start_fork_server()
         first = fork_server().Process(target=int)
         loading = threading.Thread(target=first.start, daemon=True)
@@ -182,7 +182,7 @@ class Demo:
         return View(doing, columns, rows, done, self.num_steps, left_s)
 
     def stop(self) -> None:
-        """Ask all peers to leave, and wait until all have ended. Safe to call twice."""
+        """Ask all peers to leave, and wait until all have ended. It is safe to call it twice."""
         for peer in self.peers:
             peer.ask_to_leave()
         until_s = time.monotonic() + LEAVE_TIMEOUT_S
@@ -198,7 +198,7 @@ class Demo:
         """
         left = [peer for peer in self.peers if peer.exit_code == 0]
         if not left:
-            raise NolocoError(f"no peer finished; the log of the first one ends with: {self.peers[0].last_line()}")
+            raise NolocoError(f"no peer finished; the log of the first peer ends with: {self.peers[0].last_line()}")
         run_id = self.spec.run_id
         folders = [
             [folder_of(peer.folder, run_id) for peer in left if (peer.stage or 0) == stage]

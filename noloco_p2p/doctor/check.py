@@ -1,4 +1,4 @@
-"""The result of a check and its format, and the check of installed packages, which the other checks import."""
+"""The result of a check and its format, and the check of the packages that the other checks import."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MARKS: dict[str, str] = {"ok": "ok     ", "warning": "warning", "failed": "FAILE
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One result. `found` says what the check found. Warnings and failures also have a `fix`, which says what to do."""
+    """The result of one check. `found` describes the result. For warnings and failures, `fix` says what to do."""
 
     name: str
     level: Level
@@ -39,12 +39,14 @@ def is_healthy(checks: list[Check]) -> bool:
 
 
 def verdict(checks: list[Check]) -> str:
-    """Sum up the checks in a sentence."""
+    """Summarize the checks in one sentence."""
     counts = Counter(check.level for check in checks)
     if counts["failed"]:
-        return f"{_numbered(counts['failed'], 'problem')} would prevent training: follow the arrows above"
-    warnings = f", with {_numbered(counts['warning'], 'warning')}" if counts["warning"] else ""
-    return f"nothing here would prevent training{warnings}"
+        return (
+            f"{_numbered(counts['failed'], 'problem')} would prevent training; see the advice next to the arrows above"
+        )
+    warnings = f" ({_numbered(counts['warning'], 'warning')})" if counts["warning"] else ""
+    return f"found nothing that would prevent training{warnings}"
 
 
 def _numbered(number: int, noun: str) -> str:
@@ -57,7 +59,7 @@ def versions() -> Check:
     text = f"noloco_p2p {__version__}, Python {platform.python_version()}, {text}"
     missing = [name for name, number in found.items() if number is None]
     if missing:
-        return Check("versions", "failed", text, f"install what is missing: pip install {' '.join(missing)}")
+        return Check("versions", "failed", text, f"install the missing packages: pip install {' '.join(missing)}")
     return Check("versions", "ok", text)
 
 

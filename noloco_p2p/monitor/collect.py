@@ -1,4 +1,4 @@
-"""What a swarm looks like from outside, according to the records of its peers in the DHT.
+"""Describes a swarm from the outside, based on the records of its peers in the DHT.
 
 `Watcher` keeps the records that were read; `summary` is the JSON that docs/monitoring.md describes.
 """
@@ -24,11 +24,11 @@ from noloco_p2p.telemetry.totals import Peers, totals
 from noloco_p2p.ticket import Ticket
 
 SUMMARY_VERSION = 1
-SETTLE_S = 2.0  # after the first record; the others arrive with the same read or the next one
-COMMON_MARK_S = TTL_S / 4 + 5.0  # until every peer has announced itself again, and its record was read
+SETTLE_S = 2.0  # wait after the first record; the others arrive with the same read or the next one
+COMMON_MARK_S = TTL_S / 4 + 5.0  # the time until every peer has announced itself again and its record has been read
 MOST = 2 / 3  # share of the peers that publish a sketch
 LOOK_AGAIN_S = 1.0
-# the causes of solo rounds are shown together
+# The causes of solo rounds are shown together.
 SHOWN = tuple(name for name in RECORDED if not name.startswith("alone_"))
 
 
@@ -91,7 +91,7 @@ class Watcher:
         }
 
     def estimate(self) -> int | None:
-        """The estimated number of live peers. It is None once all peers were read."""
+        """The estimated number of live peers. It is None once all peers have been read."""
         return self.headcount.others if self.headcount and self.headcount.is_estimate else None
 
     def totals(self) -> dict[str, Any]:
@@ -137,7 +137,7 @@ class Watcher:
 async def snapshot(ticket: Ticket) -> dict[str, Any]:
     """Read the swarm once. Raises Unreachable if there is no record of the run.
 
-    If too few peers have sketches that can be compared, it keeps reading until every peer has announced itself again.
+    While too few peers have sketches that can be compared, it keeps reading, until every peer has announced itself again.
     """
     async with reader(ticket) as directory:
         await find_somebody(ticket, directory)

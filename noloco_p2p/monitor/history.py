@@ -1,4 +1,4 @@
-"""The curves of a swarm in SQLite. Recent times are fine, older ones are coarser, and the size is bounded.
+"""The curves of a swarm in SQLite. Recent samples are dense, older ones are sparse, and the size is bounded.
 
 A sample taken at tick k (one tick every SAMPLE_S) is kept at an age of a ticks if k is a multiple of 2^j, the largest
 power of two not above a / FINE_TICKS (at least 1). Each doubling of the age costs FINE_TICKS rows per series, no matter
@@ -56,7 +56,7 @@ def _opened(path: Path | str) -> sqlite3.Connection:
 
 
 class History:
-    """The curves of one run in one file, usable from any thread. A write error is logged once."""
+    """The curves of one run in one file. Any thread can use them. A write error is logged once."""
 
     def __init__(self, path: Path | str, *, max_peer_rows: int = MAX_PEER_ROWS) -> None:
         """Open or create the file. Raises SettingsError if that fails."""
@@ -65,7 +65,7 @@ class History:
                 path.parent.mkdir(parents=True, exist_ok=True)
             self._db = _opened(path)
         except (OSError, sqlite3.Error) as error:
-            raise SettingsError(f"--history {path} cannot be used: {error}; name another file") from None
+            raise SettingsError(f"--history {path} cannot be used: {error}; choose another file") from None
         self._using = threading.Lock()  # guards the connection and what is cached of its rows
         self._ids = {name: number for number, name in self._db.execute("SELECT id, name FROM peer")}
         self._last_tick = self._db.execute("SELECT max(tick) FROM swarm").fetchone()[0] or 0
@@ -77,7 +77,7 @@ class History:
         self._db.close()
 
     def add(self, summary: dict[str, Any], meetings: Sequence[Meeting]) -> bool:
-        """Store a sample if one is due, and return whether it was."""
+        """Store a sample if one is due, and return whether one was due."""
         tick = int(summary["time_s"] // SAMPLE_S)
         if tick <= self._last_tick:
             return False
@@ -89,7 +89,7 @@ class History:
                     self._thin(tick)
         except sqlite3.Error as error:
             if not self._failed:
-                log.error("writing the curves failed, and stops: %s", error)
+                log.error("cannot store the curves (further errors are not logged): %s", error)
             self._failed = True
         return True
 

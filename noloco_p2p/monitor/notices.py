@@ -1,4 +1,4 @@
-"""Sentences about what an operator of a swarm should look at first. The functions are pure."""
+"""Notices about problems that an operator of a swarm should look at first. The functions are pure."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ ASTRAY = 4.0  # multiple of the spread
 UNREACHED_ROUNDS = 10
 
 CAUSES = {
-    LonelyCause.NOBODY: "no other peer was there",
+    LonelyCause.NOBODY: "no other peer was training",
     LonelyCause.REFUSED: "partners refused",
     LonelyCause.NO_ANSWER: "partners did not answer",
-    LonelyCause.FAILED: "swaps broke",
+    LonelyCause.FAILED: "swaps failed",
     LonelyCause.SLOW: "swaps were not ready in time",
-    LonelyCause.REFUSED_STATE: "what partners sent was refused",
+    LonelyCause.REFUSED_STATE: "the data from partners was rejected",
 }
 
 
@@ -46,17 +46,19 @@ def notices(
     now_s: float,
     num_estimated: int | None = None,
 ) -> list[Notice]:
-    """Return the notices, with the worst first. There is none if all is well.
+    """Return the notices, with the worst first. There are none if all is well.
 
-    `spreads` has one spread per stage. `num_estimated` is the estimated number of peers of a swarm that was not read
-    completely.
+    `spreads` has one spread per stage. `num_estimated` is the estimated number of peers of a swarm that has not been
+    read completely.
     """
     found: list[Notice] = []
     health = {peer: member.health(now_s) for peer, member in roster.members.items()}
     alive = [roster.members[peer].record for peer, state in health.items() if state in (Health.ALIVE, Health.SILENT)]
     if directory_age_s > STALE_AFTER_S:
         found.append(
-            Notice("bad", f"The directory has not answered for {duration(directory_age_s)}: the values shown are old.")
+            Notice(
+                "bad", f"The directory has not answered for {duration(directory_age_s)}, so the values shown are old."
+            )
         )
     if not alive:
         found.append(Notice("bad", "No peer is alive."))
@@ -67,7 +69,9 @@ def notices(
         found.append(Notice("warn", f"{_peers(silent)} missed two announcements and may be gone."))
     found += _solo(roster, "no other peer held their stage" if stages else CAUSES[LonelyCause.NOBODY])
     far = [peer for spread in spreads if spread.num_peers >= 4 for peer in _astray(spread)]
-    found += [Notice("warn", f"{named(peer)} is far from the other replicas.") for peer in far[:3]]
+    found += [
+        Notice("warn", f"The weights of {named(peer)} are far from those of the other replicas.") for peer in far[:3]
+    ]
     unreached = [
         r
         for r in alive
@@ -75,7 +79,7 @@ def notices(
     ]
     if unreached and len(alive) > 1:
         found.append(
-            Notice("info", f"{_peers(len(unreached))} never reached by another peer. Are they behind a firewall?")
+            Notice("info", f"No other peer has ever reached {_peers(len(unreached))}. Is a firewall in the way?")
         )
     if num_estimated is not None:
         read = f"{len(alive)} of them have been read so far"
@@ -83,7 +87,7 @@ def notices(
     versions = Counter(record.software for record in alive)
     if len(versions) > 1:
         told = ", ".join(f"{version} ({number})" for version, number in sorted(versions.items()))
-        found.append(Notice("info", f"Peers run {len(versions)} versions: {told}."))
+        found.append(Notice("info", f"Peers are running {len(versions)} versions: {told}."))
     return found
 
 
@@ -93,30 +97,28 @@ def _lost(roster: Roster, health: dict[str, Health], now_s: float) -> list[Notic
     if not lately:
         return []
     names = ", ".join(named(peer) for _, peer in lately[:3]) + (" and others" if len(lately) > 3 else "")
-    said = (
-        f"Lost {_peers(len(lately))} that did not announce leaving: {names}, last heard {duration(lately[0][0])} ago."
-    )
+    said = f"Lost {_peers(len(lately))} that did not announce leaving: {names}. The last record is {duration(lately[0][0])} old."
     return [Notice("warn", said)]
 
 
 def _solo(roster: Roster, nobody: str) -> list[Notice]:
-    """Return notices about solo rounds. `nobody` is the text for the cause of this name."""
+    """Return notices about solo rounds. `nobody` is the text for the cause NOBODY."""
     lately = roster.lately()
     rounds = lately["swaps"] + lately["halves"] + lately["alone"]
     if rounds < ENOUGH_ROUNDS or lately["alone"] < SOLO_SHARE * rounds:
         return []
     cause = max(LonelyCause, key=lambda cause: lately[cause])
     words = nobody if cause is LonelyCause.NOBODY else CAUSES[cause]
-    why = f", mostly as {words}" if lately[cause] else ""
+    why = f", mostly because {words}" if lately[cause] else ""
     share = f"{100 * lately['alone'] / rounds:.0f} %"
-    return [Notice("warn", f"{share} of the rounds of the last {duration(WINDOW_S)} were alone{why}.")]
+    return [Notice("warn", f"{share} of the rounds in the last {duration(WINDOW_S)} were solo{why}.")]
 
 
 def _empty(stages: Sequence[Stage], alive: Sequence[PeerRecord]) -> list[Notice]:
     empty = sorted(row["stage"] for row in stages if not row["peers"])
     if not empty or all(record.state != "training" for record in alive):
         return []
-    return [Notice("bad", f"No peer holds {numbered_stages(empty)}, so no microbatch gets through.")]
+    return [Notice("bad", f"No peer holds {numbered_stages(empty)}, so no microbatch can get through.")]
 
 
 def _astray(spread: Spread) -> list[str]:

@@ -25,18 +25,18 @@ ROUNDS = ("swaps", "halves", "alone", *LonelyCause)  # counted over the window
 
 
 class Health(StrEnum):
-    """How a peer is, judged by the age of its last record, in the order in which monitors show it."""
+    """The health of a peer, judged by the age of its last record. Monitors list peers in this order."""
 
     ALIVE = "alive"
-    SILENT = "silent"  # it should have announced itself twice since
+    SILENT = "silent"  # it has missed two announcements
     LEAVING = "leaving"
-    LEFT = "left"  # it announced that it left
+    LEFT = "left"  # it announced that it was leaving
     GONE = "gone"  # its record expired before it announced leaving
 
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """Two peers swapped. `at_s` is when this one first reported it (Unix time)."""
+    """A swap of two peers. `at_s` is the Unix time at which `peer` first reported it."""
 
     at_s: float
     peer: str
@@ -45,7 +45,7 @@ class Meeting:
 
 @dataclass(slots=True)
 class Member:
-    """A peer, its newest record, and when the record was made, by the clock that `Roster.take` gets."""
+    """A peer's newest record, and the time at which it was made, according to the clock of `Roster.take`."""
 
     record: PeerRecord
     made_at_s: float
@@ -64,8 +64,9 @@ class Member:
 
 @dataclass(slots=True)
 class Roster:
-    """All peers that were ever seen. Call `take` after each read of the directory. Times are Unix seconds of this
-    machine.
+    """All peers that have been seen. Call `take` after each read of the directory.
+
+    Times are Unix seconds on this machine's clock.
     """
 
     members: dict[str, Member] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""How far apart the replicas are. The sketches in their records suffice for that, so no weights travel.
+"""Estimates how far apart the replicas are from the sketches in their records, without fetching any weights.
 
 spread = sqrt(mean_i |phi_i - mean|^2) / |mean|, where phi_i is the slow weights of peer i: the same quantity that
 `trainer.swarm_evaluation` measures on checkpoints. Distances come from the sketches, norms are published exactly, and
@@ -9,8 +9,8 @@ mark can be compared. A record holds one sketch, and peers reach a mark and anno
 reason, the monitor keeps the last few sketches of each peer. It uses the newest mark that nearly as many peers have as
 any other mark. If the same peers share more marks close to it, the monitor averages over them, because the sketches of
 different marks are independent. With n peers whose deviations are independent, one mark
-gives the spread with a relative standard deviation of 1 / sqrt(2 * SKETCH_SIZE * (n - 1)), 9 % for two peers, and k
-marks divide this by sqrt(k). Two peers that have just swapped with each other count as one.
+gives the spread with a relative standard deviation of 1 / sqrt(2 * SKETCH_SIZE * (n - 1)), which is 9 % for two peers.
+Averaging over k marks divides this by sqrt(k). Two peers that have just swapped with each other count as one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Spread:
     """The spread of the replicas.
 
     `of_all` is relative to the norm of the mean. `of_each` is the distance of each peer from the mean, relative to the
-    same norm. `progress` is the point of the schedule at which the peers had these weights; it is 1 for peers at rest.
+    same norm. `progress` is the point of the schedule at which the peers had these weights. It is 1 for peers at rest.
     """
 
     of_all: float

@@ -1,4 +1,4 @@
-"""The swarm as text. rich draws it on a terminal of any size; elsewhere it is plain lines."""
+"""Shows the swarm as text: drawn by rich on a terminal of any size, and as plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ STAGE_COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The sort column, and a filter: peers with `words` in their id, name, state, partner, reach or version."""
+    """The column to sort by, and a filter: it selects peers with `words` in their id, name, state, partner, reach or version."""
 
     sort: str = "state"
     words: str = ""
@@ -111,7 +111,7 @@ class Choice:
 
     def __post_init__(self) -> None:
         if self.sort not in BY_NAME:
-            raise SettingsError(f"--sort {self.sort!r} must be one of: {', '.join(BY_NAME)}")
+            raise SettingsError(f"--sort {self.sort!r} is not a column; choose one of: {', '.join(BY_NAME)}")
 
     def of(self, peers: Sequence[Peer]) -> list[Peer]:
         key, words = BY_NAME[self.sort].key, self.words.lower()
@@ -129,7 +129,7 @@ def _texts(peer: Peer) -> tuple[str, ...]:
 
 
 def percent(share: float | None) -> str:
-    """Format a share: 0.0039 -> '0.39 %'. Values below the noise of the sketches are marked as such."""
+    """Format a share: 0.0039 -> '0.39 %'. Values below the noise of the sketches become '<0.01 %'."""
     if share is None:
         return "-"
     return "<0.01 %" if share < 1e-4 else f"{100 * share:.2g} %" if share < 0.1 else f"{100 * share:.0f} %"
@@ -142,7 +142,7 @@ def _part(share: float | None) -> str:
 def headline(swarm: dict[str, Any]) -> str:
     """Format the first line: `run tiny: 3 alive, 1 gone | 12.3k tokens/s | loss 1.498 | spread 0.39 % | 34 % done`."""
     totals = swarm["totals"]
-    counts = ", ".join(f"{totals[kind]} {kind}" for kind in Health if totals[kind]) or "no peer known"
+    counts = ", ".join(f"{totals[kind]} {kind}" for kind in Health if totals[kind]) or "no known peers"
     parts = [f"run {swarm['run']}: {counts}", f"{count(totals['tokens_per_s'])} tokens/s"]
     if totals["loss"] is not None:
         parts.append(f"loss {loss(totals['loss'])}")
@@ -173,16 +173,18 @@ def view(swarm: dict[str, Any], choice: Choice, *, width: int, height: int) -> G
     lines: list[Text] = [Text(headline(swarm), style="bold"), Text(rounds_line(swarm), style="dim")]
     told = swarm["notices"][:MAX_NOTICES] or [{"level": "info", "text": "All is well."}]
     lines += [Text(notice["text"], style=LEVELS[notice["level"]]) for notice in told]
-    more = "and {} more: --filter, --sort, or a larger window"
+    more = "and {} more; to see them, use --filter, --sort or a larger window"
     stages = swarm["stages"][: height // STAGES_SHARE]
     used = sum(len(textwrap.wrap(line.plain, width)) for line in [*lines, Text(more)])
     used += len(stages) + 2 if stages else 0  # their header, and the line about hidden ones
-    room = max(1, height - used - 3)  # a blank line, the header, and the line that a terminal keeps for the cursor
+    room = max(
+        1, height - used - 3
+    )  # without a blank line, the header, and the line that a terminal reserves for the cursor
     shown = peers[:room]
     parts: list[Any] = [*lines, Text("")]
     if stages:
         hidden = len(swarm["stages"]) - len(stages)
-        rest = f"and {hidden} more with more capacity" if hidden else ""
+        rest = f"and {hidden} more stages with more capacity" if hidden else ""
         parts += [stage_table(stages, width=width), Text(rest, style="dim")]
     parts.append(table(shown, columns_of(swarm), width=width, sort=choice.sort))
     if len(shown) < len(peers):
@@ -230,7 +232,7 @@ def columns_of(swarm: dict[str, Any]) -> tuple[Column, ...]:
 def fitting(
     rows: Sequence[dict[str, Any]], columns: Sequence[Column], *, width: int | None
 ) -> tuple[list[Column], list[tuple[str, ...]]]:
-    """Return the columns that fit, in their order, and the cells of the rows. A `width` of None fits all."""
+    """Return the columns that fit, in order, and the cells of the rows. If `width` is None, all columns fit."""
     shown = {column.name: [column.show(row) for row in rows] for column in columns}
     widths = {name: max(map(cells, [name, *column])) for name, column in shown.items()}
     left = list(columns)

@@ -1,4 +1,4 @@
-"""Simulates the baselines: rules that see all replicas at once (`optim/rules.py`), with the same text and model."""
+"""Simulates the baselines, which are rules that see all replicas at once (`optim/rules.py`), on the same text and model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def simulate_lockstep(material: Material, plan: Plan, *, rule: str) -> Result:
 def ring_of(rule: str, codec_name: str, *, num_elements: int) -> Ring:
     """Return the ring of a collective rule in a run with this codec of outer gradients.
 
-    DiLoCo uses that codec. ddp sends fp32 if the codec is fp32, and otherwise bf16 gradients, like DDP's hook.
+    DiLoCo uses that codec. ddp sends fp32 if the codec is fp32, and otherwise bf16 gradients, as DDP's hook does.
     """
     name = "bf16" if rule == "ddp" and codec_name != "fp32" else codec_name
     if name == "fp32":
@@ -40,7 +40,7 @@ def ring_of(rule: str, codec_name: str, *, num_elements: int) -> Ring:
 
     def coded(vector: Tensor) -> Tensor:
         if not vector.isfinite().all():
-            return vector  # a run that diverges continues to diverge
+            return vector  # a run that diverges must continue to diverge
         parts = [vector[start:stop] for start, stop in chunk_bounds(vector.numel())]
         return torch.cat([codec.decode(codec.encode(part), num_elements=part.numel()) for part in parts])
 

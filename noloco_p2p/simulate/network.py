@@ -1,4 +1,4 @@
-"""A network of links with a delay and a rate, on the clock of the running loop. It simulates what `net` does."""
+"""A network of links with a delay and a rate, on the clock of the running loop. It simulates the connections of `net`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from noloco_p2p.gossip.seams import Candidate, FrameStream
 from noloco_p2p.testing.links import BUFFER_S, PROFILES, LinkProfile, Shape
 from noloco_p2p.testing.memory import MemoryNetwork, Wrap, unchanged
 
-FRAME_BYTES = 64  # of a frame besides its payload
+FRAME_BYTES = 64  # bytes of a frame besides its payload
 IDEAL = LinkProfile("ideal", down_mbit_s=float("inf"), up_mbit_s=float("inf"), delay_ms=0, jitter_ms=0)
 LINKS = {IDEAL.name: IDEAL, **PROFILES}
 
@@ -28,7 +28,7 @@ class LinkDirection(Protocol):
         ...
 
     async def drain(self) -> None:
-        """Wait until the link accepts more bytes, like a sender whose buffer is full."""
+        """Wait until the link accepts more bytes, as a sender does when its buffer is full."""
         ...
 
 
@@ -48,7 +48,7 @@ class ShapedWay:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """The link of a peer to all others. `up` leads away from the peer, `down` leads to it."""
+    """The link of a peer to all others. `up` leads away from the peer, and `down` leads to it."""
 
     up: LinkDirection
     down: LinkDirection
@@ -74,10 +74,10 @@ class LinkNetwork(MemoryNetwork):
         self._lose = lose
         self._frames_a_swap = frames_a_swap
         self._rng = random.Random(f"lost/{seed}")
-        self._streams: dict[str, list[LinkStream]] = {}  # the open ones of each peer, both ends
+        self._streams: dict[str, list[LinkStream]] = {}  # open streams by peer, both ends of each
 
     def connect(self, caller: str, called: str) -> LinkStream:
-        """Return the caller's end; the called peer gets the other end when the call has arrived."""
+        """Return the caller's end of a new stream. The called peer gets the other end when the call has arrived."""
         self.service(called)
         ours, theirs = self.links[caller], self.links[called]
         here, there = LinkStream(called, ours.up, ours.down), LinkStream(caller, theirs.up, theirs.down)
@@ -124,7 +124,7 @@ class LinkTransport:
 
     async def fetch(self, candidate: Candidate, want: FetchWant, *, timeout_s: float) -> AsyncGenerator[FetchItem]:
         """Raise Unreachable: simulated newcomers take their donor's state directly."""
-        raise Unreachable("states are not fetched in a simulation", peer=candidate.peer_id)
+        raise Unreachable("states cannot be fetched in a simulation", peer=candidate.peer_id)
         yield
 
 
@@ -168,7 +168,7 @@ class LinkStream:
         try:
             frame = await asyncio.wait_for(self._received.get(), timeout_s)
         except TimeoutError:
-            raise TimedOut(f"nothing arrived for {timeout_s:.1f} s", peer=self._peer) from None
+            raise TimedOut(f"no frame arrived for {timeout_s:.1f} s", peer=self._peer) from None
         if frame is None:
             self._is_drained = True
             raise Unreachable("the stream is closed", peer=self._peer)
@@ -178,7 +178,7 @@ class LinkStream:
         self.end()
 
     def end(self) -> None:
-        """End the stream for both ends; frames in flight still arrive, as over TCP."""
+        """End the stream for both ends. Frames in flight still arrive, as over TCP."""
         for stream in (self, self._partner):
             if not stream.has_ended:
                 stream.has_ended = True

@@ -16,7 +16,7 @@ AT_POINT = 1e-6  # progress is a sum of fractions
 
 
 class SimulatedReplica(SimulatedPeer):
-    """A replica. `run` trains until the schedule is done or somebody calls `leave`."""
+    """A simulated replica. `run` trains until the schedule is done or `leave` is called."""
 
     def __init__(
         self,

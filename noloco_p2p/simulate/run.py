@@ -1,4 +1,4 @@
-"""Compares rules: every rule gets the same plan."""
+"""Compares rules by simulating each of them with the same plan."""
 
 from __future__ import annotations
 
@@ -27,11 +27,15 @@ def check_rules(rules: Sequence[str], plan: Plan) -> None:
     """Raise SettingsError if a rule does not exist or cannot follow the plan."""
     for rule in rules:
         if rule not in RULE_NAMES:
-            raise SettingsError(f"--rules {rule}: must be one of {', '.join(RULE_NAMES)}")
+            raise SettingsError(f"--rules {rule} does not exist; choose from {', '.join(RULE_NAMES)}")
         if rule != NOLOCO and plan.churn.events:
-            raise SettingsError(f"--churn: replicas of {rule} cannot join, leave or crash; simulate it separately")
+            raise SettingsError(
+                f"--churn: with the rule {rule}, replicas cannot join, leave or crash; simulate it separately"
+            )
         if rule not in BEAR_ABSENCE and plan.churn.absent:
-            raise SettingsError(f"--churn: replicas of {rule} are never absent; leave out the rule, or absent")
+            raise SettingsError(
+                f"--churn: with the rule {rule}, replicas cannot be absent; omit either the rule or `absent`"
+            )
 
 
 def simulate(
@@ -42,7 +46,7 @@ def simulate(
     bindings: Mapping[str, str] | None = None,
     device: torch.device = CPU,
 ) -> Iterator[Result]:
-    """Yield the Result of each rule when it is done. On a CPU, the same spec, plan and threads give the same bits."""
+    """Yield the result of each rule when it is done. On a CPU, the same spec, plan and number of threads give the same bits."""
     material = Material.of(seeded(spec, plan.seed), bindings or {}, device=device)
     for rule in rules:
         yield simulate_swarm(material, plan) if rule == NOLOCO else simulate_lockstep(material, plan, rule=rule)
@@ -55,13 +59,13 @@ def check_stages(rules: Sequence[str], plan: StagedPlan, spec: TrainerSpec) -> N
     """Raise SettingsError if the simulation of a pipeline does not support a rule or a setting."""
     for rule in rules:
         if rule not in STAGED_RULES:
-            raise SettingsError(f"--rules {rule}: with stages it must be one of {', '.join(STAGED_RULES)}")
+            raise SettingsError(f"--rules {rule} cannot be used with stages; choose from {', '.join(STAGED_RULES)}")
     if plan.paths == "fixed" and (len(set(plan.num_replicas)) > 1 or plan.churn.events):
-        raise SettingsError("--paths fixed: needs the same number of replicas in all stages, and none that come or go")
+        raise SettingsError("--paths fixed requires the same number of replicas in all stages, and no --churn events")
     if spec.train.batch_size % spec.pipeline.microbatch:
         raise SettingsError(
-            f"train.batch_size {spec.train.batch_size} must be a multiple of pipeline.microbatch "
-            f"{spec.pipeline.microbatch}, otherwise the heads take larger steps than the spec says"
+            f"train.batch_size ({spec.train.batch_size}) must be a multiple of pipeline.microbatch "
+            f"({spec.pipeline.microbatch}); otherwise, the heads would take larger steps than the spec says"
         )
 
 

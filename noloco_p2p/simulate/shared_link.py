@@ -27,7 +27,7 @@ DONE_BYTES = 1e-3  # tolerance for rounding
 def patient(deadlines: Deadlines, *, chunk_bytes: int, mbit_s: float) -> Deadlines:
     """Stretch deadlines if a link is so slow that a chunk of a swap takes longer than its partner waits for one.
 
-    This happens to a small model on a proportionally slow link, which has few and long chunks. A real model has many.
+    This happens to a small model on a proportionally slow link, which has few, long chunks. A real model has many.
     """
     chunk_s = chunk_bytes / (SWAP_SHARE * mbit_s * 1e6 / 8)
     factor = max(1.0, CHUNKS_OF_PATIENCE * chunk_s / deadlines.progress_s)
@@ -47,7 +47,7 @@ class Cargo:
 
 
 class SharedWay:
-    """One direction of a link, without its delay. It counts its busy time, and the bytes of pipeline and swaps."""
+    """One direction of a link, without its delay. It counts its busy time, and the bytes of the pipeline and of swaps."""
 
     def __init__(self, mbit_s: float) -> None:
         self.bytes_per_s = min(mbit_s * 1e6 / 8, FASTEST)
@@ -98,7 +98,7 @@ class SharedWay:
         self.busy_s += elapsed_s if served else 0.0
 
     def _plan(self) -> None:
-        """Wake up when the next item has left the link."""
+        """Schedule `_finish` for the moment at which the next item has left the link."""
         if self._timer:
             self._timer.cancel()
         served = self._served()
@@ -158,8 +158,8 @@ def transfer(
     *,
     on_begin: Callable[[], None],
 ) -> None:
-    """Send a frame of the pipeline from one link to another. It passes both at once: the second does not wait for the
-    end.
+    """Send a frame of the pipeline from one link to another. It passes through both at the same time, so the second
+    link does not wait for the end of the frame.
 
     `on_begin` is called when its first byte leaves.
     """

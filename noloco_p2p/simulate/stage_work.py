@@ -57,7 +57,7 @@ class LateStageWork(StageWork):
         super().__init__(stage, spec)
         self._late_steps = late_steps
         self._late: deque[tuple[list[LateBackward], int]] = deque()  # of closed steps, with their tokens
-        self._backwards: list[LateBackward] = []  # of the step that is open
+        self._backwards: list[LateBackward] = []  # of the current step
 
     def close(self, inner: InnerStep, num_tokens: int, *, progress: float) -> None:
         for gradient in inner.gradients():

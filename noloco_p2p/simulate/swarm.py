@@ -1,4 +1,4 @@
-"""A swarm of NoLoCo replicas on a virtual clock: when each is present, and the result."""
+"""Simulates a swarm of NoLoCo replicas on a virtual clock, and computes its result."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from noloco_p2p.simulate.result import Result, judge
 from noloco_p2p.simulate.shared_link import patient
 from noloco_p2p.transfer.donor import state_file_bytes
 
-LISTED_S = 60.0  # after a crash: the lifetime of a record
+LISTED_S = 60.0  # how long a peer stays listed after a crash: the lifetime of a record
 
 
 def simulate_swarm(
@@ -34,7 +34,7 @@ def simulate_swarm(
     on_made: Callable[[list[SimulatedReplica]], None] | None = None,
     liars: Mapping[int, Callable[..., SimulatedReplica]] | None = None,
 ) -> Result:
-    """Run the simulation. `on_made` gets the replicas before they run, so that the caller can inspect them afterwards.
+    """Run the simulation. `on_made` is called with the replicas first, so that the caller can inspect them afterwards.
 
     `liars` has, by number, functions that create a replica instead of `SimulatedReplica`. Results do not count liars.
     """
@@ -47,7 +47,7 @@ def peer_name(replica: int) -> str:
 
 
 def _late_median(values: Sequence[float]) -> float:
-    """Return the median of the second half, in which round lengths have settled; 0 if there are no values."""
+    """Return the median of the second half, in which round lengths have settled, or 0 if there are no values."""
     return median(values[len(values) // 2 :]) if values else 0.0
 
 
@@ -150,7 +150,7 @@ class _Swarm:
         everybody = list(honest.values())
         survivors = [replica for number, replica in honest.items() if number not in self.crashed]
         if not survivors:
-            raise SettingsError("every replica has crashed, so there is no result: use a smaller --churn")
+            raise SettingsError("every replica has crashed, so there is no result; reduce --churn")
         traffic = [replica.driver.traffic for replica in everybody]
         steps = sum(replica.steps for replica in everybody)
         sent_bytes = sum(each.bytes_sent for each in traffic)

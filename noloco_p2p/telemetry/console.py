@@ -73,7 +73,7 @@ def numbered_stages(stages: Sequence[int]) -> str:
 
 
 def cells(text: str) -> int:
-    """Return the columns of a terminal that `text` takes: two for a wide letter, none for a combining mark."""
+    """Return the terminal columns that `text` occupies: two for a wide letter, none for a combining mark."""
     if text.isascii():
         return len(text)
     return sum(

@@ -1,4 +1,4 @@
-"""The table of everything that a peer counts, with the kind, unit and meaning of each metric, and where it is shown.
+"""The table of all metrics of a peer, with the kind, unit and meaning of each metric, and where it is shown.
 
 Everything that shows a metric is generated from this table: the status of a peer, its events, its /metrics and its
 record in the directory; the monitor's JSON, tables, totals, curves and /metrics; and docs/metrics.md.
@@ -15,9 +15,9 @@ from typing import Any
 class About:
     """Describes a metric.
 
-    `kind` is "counter" (it only increases, also over restarts), "gauge" (a current value) or "text" (not for
-    Prometheus). `key` is the name of the metric in the record that the peer signs, which should be short; with "" it is
-    not in the record, and "why:2" is the third number of the list "why". `digits` are the significant digits of a
+    `kind` is "counter" (it only increases, even across restarts), "gauge" (a current value) or "text" (not for
+    Prometheus). `key` is the name of the metric in the record that the peer signs, which should be short; "" means
+    that it is not in the record, and "why:2" is the third number of the list "why". `digits` are the significant digits of a
     number in the record. `column` is the head of the metric's column in the monitor's table of peers; "" means that it
     has no column. `rank` is the order of the columns; on a narrow screen, the last ones are left out first. `total`
     says how the monitor aggregates the values of all peers: it is a key of `telemetry.totals.WAYS`, or "" if the
@@ -47,7 +47,7 @@ class Metrics:
     round: int = _metric(
         "gauge",
         "rounds",
-        "outer steps taken; a newcomer begins at the round of its donor",
+        "outer steps taken; a newcomer starts at the round of its donor",
         0,
         key="round",
         column="round",
@@ -60,7 +60,7 @@ class Metrics:
     trained_s: float | None = _metric(
         "counter",
         "s",
-        "seconds in the state `training`, including waiting and the time before a restart",
+        "time in the state `training`, including waiting and the time before a restart",
         None,
         key="tr",
         column="trained",
@@ -69,20 +69,26 @@ class Metrics:
     tokens: int | None = _metric(
         "counter",
         "tokens",
-        "tokens that this peer trained on, including before a restart; in a run with stages, tokens that it computed",
+        "tokens that this peer trained on, including those before a restart; with stages, tokens that it computed",
         None,
         key="tk",
         column="tokens",
         rank=8,
     )
-    inner_steps: int = _metric("gauge", "steps", "length of the current round, or of the next one", 0)
+    inner_steps: int = _metric("gauge", "steps", "number of inner steps in the current round, or in the next one", 0)
     progress: float = _metric(
-        "gauge", "fraction", "position in the schedule of the run, 0 to 1", 0.0, key="prog", digits=9, total="highest"
+        "gauge",
+        "fraction",
+        "position in the schedule of the run, from 0 to 1",
+        0.0,
+        key="prog",
+        digits=9,
+        total="highest",
     )
     swaps: int = _metric(
         "counter",
         "rounds",
-        "rounds with a committed early part and late part",
+        "rounds in which both the early part and the late part were committed",
         0,
         key="swaps",
         column="swaps",
@@ -92,13 +98,20 @@ class Metrics:
     halves: int = _metric(
         "counter",
         "rounds",
-        "rounds with a committed early part only; counted neither in swaps nor in alone",
+        "rounds in which only the early part was committed; they count neither as swaps nor as alone",
         0,
         key="half",
         total="sum",
     )
     alone: int = _metric(
-        "counter", "rounds", "solo rounds: no part was committed", 0, key="alone", column="alone", rank=4, total="sum"
+        "counter",
+        "rounds",
+        "solo rounds, in which neither part was committed",
+        0,
+        key="alone",
+        column="alone",
+        rank=4,
+        total="sum",
     )
     alone_nobody: int = _metric(
         "counter", "rounds", "solo rounds because no other live peer was training", 0, key="why:0"
@@ -110,30 +123,30 @@ class Metrics:
         "counter", "rounds", "solo rounds because the peers that were asked did not answer", 0, key="why:2"
     )
     alone_failed: int = _metric(
-        "counter", "rounds", "solo rounds because a swap broke before anything was committed", 0, key="why:3"
+        "counter", "rounds", "solo rounds because a swap failed before anything was committed", 0, key="why:3"
     )
     alone_slow: int = _metric(
-        "counter", "rounds", "solo rounds because the swap was not ready at the boundary", 0, key="why:4"
+        "counter", "rounds", "solo rounds because the swap was not ready by the boundary", 0, key="why:4"
     )
     alone_refused_state: int = _metric(
-        "counter", "rounds", "solo rounds because the update filter refused what a partner sent", 0, key="why:5"
+        "counter", "rounds", "solo rounds because the update filter rejected a partner's data", 0, key="why:5"
     )
     refused_not_finite: int = _metric(
-        "counter", "swaps", "swaps ended because a chunk of the partner held NaN or infinity", 0
+        "counter", "swaps", "swaps ended because a chunk from the partner contained NaN or infinity", 0
     )
     refused_over_share: int = _metric(
         "counter",
         "offers",
-        "offers refused because the peer had already had its share of swaps, and other peers were live",
+        "offers refused because the offering peer had already used its share of swaps while other peers were live",
         0,
     )
     refused_unlisted: int = _metric(
-        "counter", "offers", "offers refused because no live record of the peer was known", 0
+        "counter", "offers", "offers refused because no live record of the offering peer was known", 0
     )
     refused_gradients: int = _metric(
         "counter",
         "swaps",
-        "outer gradients refused because they were far too large or pointed against this peer's own",
+        "outer gradients refused because they were far too large or pointed against this peer's own outer gradient",
         0,
     )
     refused_losses: int = _metric(
@@ -146,7 +159,7 @@ class Metrics:
     clipped_offsets: int = _metric(
         "counter",
         "pieces",
-        "pieces of the partner's slow weights and momentum that were clipped to the radius around this peer's own",
+        "pieces of the partner's slow weights and momentum that were clipped to the radius around this peer's values",
         0,
     )
     gated_offsets: int = _metric(
@@ -161,18 +174,18 @@ class Metrics:
     late: int = _metric(
         "counter",
         "corrections",
-        "outer gradients that arrived after their boundary and were applied",
+        "outer gradients that were applied although they arrived after their boundary",
         0,
         key="late",
         total="sum",
     )
     catch_ups: int = _metric(
-        "counter", "times", "times that this peer fell far behind and took the state of a live peer", 0
+        "counter", "times", "number of times that this peer fell far behind and fetched the state of a live peer", 0
     )
     loss: float | None = _metric(
         "gauge",
         "nats/token",
-        "training loss, mean over the last round, or over the current round so far",
+        "mean training loss over the last round, or over the current round so far",
         None,
         key="loss",
         column="loss",
@@ -207,21 +220,21 @@ class Metrics:
         key="steps/s",
     )
     blocked_s: float = _metric(
-        "gauge", "s", "seconds that training waited for the network at the last boundary", 0.0, key="wait"
+        "gauge", "s", "time that training waited for the network at the last boundary", 0.0, key="wait"
     )
     swap_hidden_s: float = _metric(
-        "gauge", "s", "time that the last committed swap ran in parallel with training, without blocked_s", 0.0
+        "gauge", "s", "time that the last committed swap ran in parallel with training, excluding blocked_s", 0.0
     )
     lateness_s: float = _metric(
         "gauge",
         "s",
-        "seconds by which the last partner reached its boundary later than this peer; 0 if it was earlier",
+        "time by which the last partner reached its boundary later than this peer; 0 if it was earlier",
         0.0,
     )
     transfer_s: float = _metric(
         "gauge",
         "s",
-        "duration of the late part of the last swap, from the moment when both peers were at their boundaries",
+        "duration of the late part of the last swap, from the moment at which both peers had reached their boundaries",
         0.0,
     )
     spread: float | None = _metric(
@@ -237,8 +250,8 @@ class Metrics:
     mfu: float | None = _metric(
         "gauge",
         "fraction",
-        "model flops of the last round over the dense bf16 peak of the accelerator, including the time of waiting and "
-        "evaluation; missing if the peak is unknown",
+        "model FLOP/s in the last round, including waiting and evaluation, divided by the dense bf16 peak of the "
+        "accelerator; missing if the peak is unknown",
         None,
     )
     memory_bytes: int = _metric(
@@ -248,12 +261,14 @@ class Metrics:
         "the peak of the process)",
         0,
     )
-    data_wait_s: float = _metric("gauge", "s", "seconds that training waited for data in the last round", 0.0)
-    data_faults: int = _metric("counter", "faults", "unusable lines, rows and files of the data that were skipped", 0)
+    data_wait_s: float = _metric("gauge", "s", "time that training waited for data in the last round", 0.0)
+    data_faults: int = _metric(
+        "counter", "faults", "unusable lines, rows and files that were skipped when reading the data", 0
+    )
     bytes_sent: int = _metric(
         "counter",
         "bytes",
-        "payload of swaps, including failed ones, but without headers, the DHT and the first fetch",
+        "payload sent in swaps, including failed ones; excludes headers, DHT traffic and the first fetch",
         0,
         key="out",
         column="out",
@@ -263,7 +278,7 @@ class Metrics:
     bytes_received: int = _metric(
         "counter",
         "bytes",
-        "payload of swaps, including failed ones, but without headers, the DHT and the first fetch",
+        "payload received in swaps, including failed ones; excludes headers, DHT traffic and the first fetch",
         0,
         key="in",
         column="in",
@@ -271,10 +286,10 @@ class Metrics:
         total="sum",
     )
     relayed_bytes: int = _metric(
-        "counter", "bytes", "bytes that this relay forwarded between peers that cannot be dialled", 0
+        "counter", "bytes", "bytes that this peer, as a relay, forwarded between peers that cannot be dialled", 0
     )
     modulo_chunks: int = _metric(
-        "counter", "chunks", "chunks received in modulo coding, including chunks that were sent again", 0
+        "counter", "chunks", "chunks received in modulo coding, including those that were sent again", 0
     )
     plain_chunks: int = _metric(
         "counter", "chunks", "chunks of modulo sections received as int8 because no bound was known", 0
@@ -282,44 +297,52 @@ class Metrics:
     extended_chunks: int = _metric(
         "counter",
         "chunks",
-        "times that this peer received two more bits of a chunk of the codec `modulo` because its bound did not hold",
+        "times that this peer received two more bits per value for a `modulo` chunk because its bound did not hold",
         0,
     )
     broken_chunks: int = _metric(
         "counter",
         "chunks",
-        "chunks received in modulo coding whose bound did not hold, so that they were sent again as int8",
+        "chunks received in modulo coding whose bound did not hold, so they were sent again as int8",
         0,
     )
     microbatches: int = _metric(
-        "counter", "microbatches", "microbatches whose gradients this peer has counted (run with stages)", 0, key="mb"
+        "counter", "microbatches", "microbatches whose gradients this peer has counted (only with stages)", 0, key="mb"
     )
     lost_microbatches: int = _metric(
         "counter",
         "microbatches",
-        "microbatches begun here and lost before their gradients were counted (run with stages)",
+        "microbatches that this peer began and that were lost before their gradients were counted (only with stages)",
         0,
         key="mbx",
     )
     late_microbatches: int = _metric(
         "counter",
         "microbatches",
-        "microbatches counted in a later inner step than their forward pass (run with stages)",
+        "microbatches whose gradients were counted in a later inner step than their forward pass (only with stages)",
         0,
         key="mbl",
     )
-    queue: int = _metric("gauge", "microbatches", "microbatches that this peer holds now (run with stages)", 0, key="q")
+    queue: int = _metric(
+        "gauge", "microbatches", "microbatches that this peer holds now (only with stages)", 0, key="q"
+    )
     capacity: float = _metric(
         "gauge",
         "tokens/s",
-        "tokens per second that this peer computes when it never waits (run with stages)",
+        "tokens per second that this peer can compute if it never waits (only with stages)",
         0.0,
         key="cap",
     )
     last_partner: str = _metric(
-        "text", "peer id", "partner of the last committed swap or half", "", key="with", column="last with", rank=3
+        "text",
+        "peer id",
+        "partner in the last round with a committed early part",
+        "",
+        key="with",
+        column="last with",
+        rank=3,
     )
-    last_outcome: str = _metric("text", "text", "outcome of the last round in one phrase", "")
+    last_outcome: str = _metric("text", "text", "outcome of the last round, as a short phrase", "")
 
     def count_solo(self, cause: str) -> None:
         """Count a solo round. `cause` is a value of `gossip.outcome.LonelyCause`."""

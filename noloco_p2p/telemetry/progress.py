@@ -1,8 +1,8 @@
-"""The progress of long work: what is done, the rate, and the time left. `bars.py` draws it.
+"""The progress of long tasks: the amount of work done, the rate, and the time left. `bars.py` draws it.
 
-`Progress` is passed to all code that may take seconds. Its tasks nest, any thread may report, and `noloco status` reads
-the innermost task at any moment. rich.progress only draws: its own rate does not fall when work stalls, and a peer
-without a terminal need not import it.
+`Progress` is passed to all code that may take seconds. Its tasks nest, any thread may report, and `noloco status` can
+read the innermost task at any moment. rich.progress is used only for drawing, because its own rate does not fall when
+work stalls, and because a peer without a terminal does not have to import it.
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ from typing import Any, Protocol
 
 from noloco_p2p.telemetry.console import count, duration, mib
 
-WINDOW_S = 15.0  # the window of the rate, so that a link that became slow shows
-SAMPLE_S = 0.25  # least distance of samples; a window has about sixty
+WINDOW_S = 15.0  # the window of the rate; it is short, so that a link that has become slow is noticed
+SAMPLE_S = 0.25  # least time between two samples; a window has about sixty
 
 Report = Callable[[int, int], None]  # (done, total) in the unit of the task
 
 
 def ignore(done: int, total: int) -> None:
-    """A Report that is ignored."""
+    """Ignore the progress. Use it as a `Report`."""
 
 
 class Meter:
-    """Computes rate and time left from samples of an increasing count. The caller passes times, in seconds of any
-    clock.
+    """Computes the rate and the time left from samples of an increasing count.
+
+    Callers supply the current time as an argument, in seconds on any clock.
     """
 
     def __init__(self, *, now_s: float) -> None:
@@ -36,8 +37,9 @@ class Meter:
         self._samples: deque[tuple[float, int]] = deque([(now_s, 0)])
 
     def add(self, done: int, *, now_s: float) -> None:
-        """Add a sample of the total `done` so far. A count that falls, for example after a restart, begins a new
-        window.
+        """Add a sample of the total `done` so far.
+
+        A count that falls, for example after a restart, begins a new window.
         """
         if done < self.done:
             self._samples.clear()
@@ -54,7 +56,7 @@ class Meter:
         return (self.done - begun) / seconds if seconds > 0 else 0.0
 
     def left_s(self, total: int, *, now_s: float) -> float | None:
-        """Return the seconds until `total` at the current rate; None during a stall."""
+        """Return the seconds until `total` at the current rate, or None during a stall."""
         rate = self.rate_per_s(now_s=now_s)
         return max(0, total - self.done) / rate if rate > 0 else None
 
@@ -112,8 +114,9 @@ class Progress:
 
     @contextmanager
     def task(self, what: str | Callable[[], str], *, unit: str = "") -> Iterator[Report]:
-        """`with progress.task("evaluating", unit="batches") as report: report(1, 20)`; without a unit there are no
-        reports.
+        """Run a task: `with progress.task("evaluating", unit="batches") as report: report(1, 20)`.
+
+        Without a unit, do not call `report`.
         """
         task = Task(what, unit=unit, now_s=time.monotonic())
         with self._lock:
@@ -129,7 +132,7 @@ class Progress:
                 self._draw.end(task)
 
     def now(self) -> dict[str, Any] | None:
-        """Return the innermost task as JSON values; None if no long task is running."""
+        """Return the innermost task as JSON values, or None if no task is running."""
         with self._lock:
             return self._tasks[-1].as_dict(now_s=time.monotonic()) if self._tasks else None
 
@@ -139,8 +142,8 @@ def line(task: dict[str, Any]) -> str:
     show = mib if task["unit"] == "bytes" else count
     unit = "" if task["unit"] in ("bytes", "") else f" {task['unit']}"
     if task["total"] is None:
-        return f"{task['what']}: for {duration(task['since_s'])}"
-    left = "nothing moves" if task["left_s"] is None else f"{duration(task['left_s'])} left"
+        return f"{task['what']}: {duration(task['since_s'])} so far"
+    left = "no progress" if task["left_s"] is None else f"{duration(task['left_s'])} left"
     rate = f"{show(task['rate_per_s'])}/s" if task["unit"] == "bytes" or task["rate_per_s"] >= 10 else None
     parts = [f"{task['what']}: {show(task['done'])} of {show(task['total'])}{unit}", rate, left]
     return ", ".join(part for part in parts if part)

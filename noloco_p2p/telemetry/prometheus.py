@@ -1,4 +1,4 @@
-"""The metrics of one peer, and of a whole swarm, for Prometheus. Labels are few, and their values are bounded."""
+"""The Prometheus metrics of one peer and of a whole swarm. There are few labels, and their values are bounded."""
 
 from __future__ import annotations
 
@@ -39,13 +39,15 @@ PEER = tuple(
 PEER_INFO = Family(
     f"{PREFIX}_peer_info", "gauge", "1", "always 1; its labels identify this peer", ("peer_id", "run", "software")
 )
-LIVE_PEERS = Family(f"{PREFIX}_live_peers", "gauge", "peers", "other live peers; an estimate above 48")
+LIVE_PEERS = Family(
+    f"{PREFIX}_live_peers", "gauge", "peers", "number of other live peers; an estimate if there are more than 48"
+)
 SWARM_PREFIX = f"{PREFIX}_swarm"
 SWARM_PEERS = Family(
     f"{SWARM_PREFIX}_peers", "gauge", "peers", "peers by health, as judged by the monitor", ("health",)
 )
 SWARM_ALONE = Family(
-    f"{SWARM_PREFIX}_alone_rounds", "gauge", "rounds", "solo rounds of all peers listed, by cause", ("cause",)
+    f"{SWARM_PREFIX}_alone_rounds", "gauge", "rounds", "solo rounds of all listed peers, by cause", ("cause",)
 )
 SWARM = (
     *(Family(f"{SWARM_PREFIX}_{total.name}", "gauge", total.unit, total.meaning) for total in TOTALS),
@@ -55,23 +57,22 @@ SWARM = (
             (
                 "spread",
                 "fraction",
-                "root mean square distance of replicas from their mean over its norm, at one mark; of the widest stage",
+                "root mean square distance of the replicas from their mean, relative to its norm, at one mark; "
+                "with stages, the value of the stage with the largest spread",
             ),
-            ("spread_peers", "peers", "living peers with a sketch of that mark, from which the spread is estimated"),
+            ("spread_peers", "peers", "live peers from whose sketches the spread is estimated"),
             (
                 "spread_progress",
                 "fraction",
-                "that mark: the position in the schedule at which the weights are compared",
+                "position in the schedule at which the weights are compared to estimate the spread",
             ),
         )
     ),
 )
 STAGES = tuple(
-    Family(
-        f"{SWARM_PREFIX}_stage_{name}", "gauge", unit, f"sum over the living peers of a stage: {meaning}", ("stage",)
-    )
+    Family(f"{SWARM_PREFIX}_stage_{name}", "gauge", unit, f"sum over the live peers of a stage: {meaning}", ("stage",))
     for name, unit, meaning in (
-        ("peers", "peers", "1 for each"),
+        ("peers", "peers", "1 for each peer"),
         *(
             (name, METRICS[name].unit, METRICS[name].meaning)
             for name in ("capacity", "tokens_per_s", "queue", "microbatches", "late_microbatches", "lost_microbatches")

@@ -21,7 +21,7 @@ class Peers:
     """The metrics of the peers that a total can count.
 
     `listed` has all known peers, and `living` has the peers that are alive or silent. `training` has the living peers
-    that train now. In a run with stages it has only the heads, because each token passes through all stages.
+    that are training now. In a run with stages it has only the heads, because each token passes through all stages.
     """
 
     listed: Sequence[Metrics]
@@ -31,7 +31,7 @@ class Peers:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A way to aggregate. `ending` ends the name of the total, and `of` is the field of `Peers` that is counted."""
+    """A way to aggregate a metric. `ending` is the suffix of the total's name. `of` is the field of `Peers` to aggregate."""
 
     ending: str
     meaning: str
@@ -41,13 +41,15 @@ class Way:
 
 
 WAYS = {
-    "sum": (Way("", "sum over all peers listed, each until an hour after its last record", "listed", sum, 0),),
-    "speed": (Way("", "sum over living peers that train (in a run with stages: over the heads)", "training", sum, 0),),
-    "highest": (Way("", "highest of the living peers", "living", max),),
+    "sum": (
+        Way("", "sum over all listed peers (a peer stays listed for an hour after its last record)", "listed", sum, 0),
+    ),
+    "speed": (Way("", "sum over the live peers that are training (with stages: over the heads)", "training", sum, 0),),
+    "highest": (Way("", "highest value among live peers", "living", max),),
     "mean": (
-        Way("", "mean over living peers", "living", fmean),
-        Way("_lowest", "lowest of the living peers", "living", min),
-        Way("_highest", "highest of the living peers", "living", max),
+        Way("", "mean over live peers", "living", fmean),
+        Way("_lowest", "lowest value among live peers", "living", min),
+        Way("_highest", "highest value among live peers", "living", max),
     ),
 }
 
@@ -79,5 +81,5 @@ TOTALS = tuple(Total(name, way) for name, about in METRICS.items() if about.tota
 
 
 def totals(peers: Peers) -> dict[str, Any]:
-    """Return every total by its name. A total is None if no peer has a value."""
+    """Return the value of every total by name. A total without a value at any peer is None, or 0 if it is a sum."""
     return {total.name: total.over(peers) for total in TOTALS}

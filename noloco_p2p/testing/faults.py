@@ -2,9 +2,9 @@
 
 plan = FaultPlan().fail_at(At(Chunk, section=SectionName.OUTER_GRADIENT, index=1), send=FlipBit(3))
 faults = plan.wrapper()
-peer = swarm.peer("a", wrap=faults)          # the streams that it opens
+peer = swarm.peer("a", wrap=faults)          # wraps the streams that it opens
 ...
-assert faults.fired == 1                     # the fault was met
+assert faults.fired == 1                     # the fault has happened
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """Deliver nothing more in this direction, from this frame on and without any notice."""
+    """Deliver neither this frame nor any later one in this direction, without any notice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ class Truncate:
 
 @dataclass(frozen=True, slots=True)
 class Lengthen:
-    """Make a chunk's payload longer than announced, by `num_bytes`."""
+    """Make a chunk's payload `num_bytes` longer than announced."""
 
     num_bytes: int
     digests: Digests = "section"
@@ -115,7 +115,7 @@ class NotFinite:
 
 @dataclass(frozen=True, slots=True)
 class Announce:
-    """Change what a Header announces. None leaves a field unchanged."""
+    """Change fields of a Header. None leaves a field unchanged."""
 
     codec: str | None = None
     num_elements: int | None = None
@@ -150,8 +150,9 @@ class FaultPlan:
     receiving: tuple[tuple[At, Fault], ...] = ()
 
     def fail_at(self, at: At, *, send: Fault | None = None, receive: Fault | None = None) -> FaultPlan:
-        """Return a plan with one more fault: `send` for a frame that the owner of the stream sends, `receive` for one
-        that it receives.
+        """Return a plan with one more fault.
+
+        `send` applies to a frame that the owner of the stream sends, and `receive` to a frame that it receives.
         """
         sending = (*self.sending, (at, send)) if send else self.sending
         receiving = (*self.receiving, (at, receive)) if receive else self.receiving
@@ -162,13 +163,13 @@ class FaultPlan:
     ) -> FaultyStreams:
         """Return a function that wraps the streams of a peer. Only the `first_streams` are faulty; with None, all are.
 
-        `on_fault` is called at the moment of a fault, for example to let the whole peer vanish.
+        `on_fault` is called at the moment of a fault, for example to make the whole peer vanish.
         """
         return FaultyStreams(self, first_streams, on_fault)
 
 
 class FaultyStreams:
-    """Applies a plan to each new stream; `fired` counts the faults that happened, `opened` the streams."""
+    """Applies a plan to each new stream. `fired` counts the faults that happened, and `opened` counts the streams."""
 
     def __init__(self, plan: FaultPlan, first_streams: int | None, on_fault: Callable[[], None]) -> None:
         self.fired = 0
@@ -211,7 +212,7 @@ class _FaultyStream:
                     frame = await self._stream.receive(timeout_s)
                     self._arrived.extend(await self._through(self._incoming, frame))
         except TimeoutError:
-            raise TimedOut(f"nothing arrived for {timeout_s:.1f} s", peer=self.peer) from None
+            raise TimedOut(f"no frame arrived for {timeout_s:.1f} s", peer=self.peer) from None
         return self._arrived.popleft()
 
     async def close(self) -> None:
@@ -241,7 +242,7 @@ class _Direction:
         self._seen = [0] * len(faults)
         self._held: tuple[Frame, ...] = ()
         self._stalled = False
-        self._digests: dict[SectionName, list[bytes]] = {}  # of the chunks so far
+        self._digests: dict[SectionName, list[bytes]] = {}  # of the chunks seen so far
         self._repaired: set[SectionName] = set()
 
     def pass_on(self, frame: Frame) -> Sequence[Frame] | Cut | Stall:
@@ -298,7 +299,7 @@ def _altered(fault: Fault, frame: Frame) -> tuple[Frame, ...]:
         case Announce(), Header():
             return (fault.alter(frame),)
         case _:
-            raise ValueError(f"{fault} does not fit a {type(frame).__name__}")
+            raise ValueError(f"{fault} cannot be applied to a {type(frame).__name__} frame")
 
 
 def _damaged(fault: FlipBit | Truncate | Lengthen | NotFinite, chunk: Chunk) -> Chunk:

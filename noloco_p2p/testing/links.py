@@ -1,16 +1,16 @@
-"""Named links of peers, for simulations and for a proxy that makes loopback slow."""
+"""Named link profiles of peers, for simulations and for a proxy that slows down loopback."""
 
 from __future__ import annotations
 
 import random
 from dataclasses import dataclass
 
-BUFFER_S = 0.05  # seconds at full rate that the link buffers before it accepts no more, like a modem
+BUFFER_S = 0.05  # seconds at full rate that the link buffers before it accepts no more, as a modem does
 
 
 @dataclass(frozen=True, slots=True)
 class LinkProfile:
-    """The link of one peer. `down` leads to the peer, `up` away from it. Delay and jitter apply in each direction."""
+    """The link of one peer. `down` leads to the peer, and `up` leads away from it. Delay and jitter apply in each direction."""
 
     name: str
     down_mbit_s: float
@@ -28,8 +28,9 @@ PROFILES = {link.name: link for link in (HOME_FIBRE, CABLE, CONGESTED_WIFI, WEAK
 
 
 class Shape:
-    """Computes when bytes leave one direction of a link. It is pure: callers pass the time, and a seed fixes all
-    delays.
+    """Computes when bytes leave one direction of a link.
+
+    It is pure: callers supply the current time as an argument, and a seed determines all delays.
     """
 
     def __init__(self, *, mbit_s: float, delay_ms: float, jitter_ms: float, seed: int) -> None:

@@ -1,4 +1,4 @@
-// Curves and the swap graph. Colours come from the style sheet, so that light and dark have one source.
+// Draws the curves and the swap graph. The theme colours come from the style sheet.
 "use strict";
 
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -9,7 +9,7 @@ function listColour(index) {
   return `hsl(${(210 + 137.5 * index) % 360} 62% ${dark ? 65 : 42}%)`;
 }
 
-// Times of the day, or days when the curve is longer than that.
+// Formats ticks as times of day, or as days if the curve is long.
 function clock(ticks) {
   const step = ticks.length > 1 ? ticks[1] - ticks[0] : 60;
   const time = { hour: "2-digit", minute: "2-digit", hourCycle: "h23" };
@@ -56,7 +56,7 @@ class Chart {
   }
 }
 
-// A canvas that is drawn anew when its size changes; `paint(pen, width, height, ...what)` is of the kind of drawing.
+// A canvas that is redrawn when its size changes. Subclasses implement `paint(pen, width, height, ...what)`.
 class Drawing {
   constructor(id) {
     this.canvas = document.getElementById(id);
@@ -83,7 +83,7 @@ class Drawing {
   }
 }
 
-// Peers on a circle in the order of their ids; a chord for each pair that met, which fades in two minutes.
+// Draws the peers on a circle in the order of their ids, and a chord for each swap, which fades in two minutes.
 class Graph extends Drawing {
   // peers: [{id, health}]; meetings: [[at_s, peer, partner]]
   paint(pen, width, height, peers, meetings, now) {
@@ -118,8 +118,8 @@ class Graph extends Drawing {
   }
 }
 
-// A column of peers for each stage, and the heads once more at the right, as there a path ends; a line from each peer
-// to those of the next column that it sends to.
+// Draws a column of peers for each stage, the heads again on the right, where each path ends, and a line from each peer
+// to each peer of the next column to which it sends.
 class Paths extends Drawing {
   // peers: [{id, health, stage, sends_to (ends of ids)}]
   paint(pen, width, height, peers, numStages) {
