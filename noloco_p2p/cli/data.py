@@ -72,7 +72,8 @@ def _tell(report: DataReport) -> None:
     for number, sample in enumerate(report.samples, start=1):
         print(f"sample {number}: {sample[:SHOWN_CHARS]!r}")
     print(
-        f"this machine reads and packs {count(report.tokens_per_s)} tokens/s (measured on {count(report.num_tokens)} tokens)"
+        f"this machine reads and packs {count(report.tokens_per_s)} tokens/s "
+        f"(measured on {count(report.num_tokens)} tokens)"
     )
     print(f"held out: {report.num_held_out} sequences")
     print(f"faults: {report.num_faults or 'none'}")

@@ -54,7 +54,7 @@ def demo(
         int | None,
         typer.Option(
             metavar="SEED",
-            help="Kill and restart peers during the demo. SEED determines which ones and when.",
+            help="Kill and restart peers during the demo. SEED determines which peers, and when.",
             show_default=False,
             min=0,
         ),

@@ -46,7 +46,7 @@ def opened(run: str) -> TrainerSpec | Ticket:
 
 
 def ticket_in(run: str) -> str:
-    """Return the ticket in FILE for `@FILE`, and any other text unchanged. Raises TicketError if FILE has no valid ticket."""
+    """Return the ticket in FILE for `@FILE`, and any other text unchanged. Raises TicketError if FILE has no ticket."""
     from noloco_p2p.ticket import Ticket
 
     if not run.startswith("@"):

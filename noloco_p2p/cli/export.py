@@ -23,7 +23,7 @@ def export(
     source: Annotated[
         str, typer.Argument(metavar="CHECKPOINT|TICKET", help="A checkpoint folder or, with --merge, a ticket.")
     ],
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder to write, in the Hugging Face format.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The output folder, in Hugging Face format.")],
     merge: Annotated[bool, typer.Option("--merge", help="Average the slow weights of live peers.")] = False,
     adapters: Annotated[
         bool, typer.Option("--adapters", help="For a LoRA run: write only the adapters, for peft.")

@@ -67,8 +67,8 @@ def fork(
     print(f"wrote {new}: run {spec.name}, which starts from the state of run {old.name}; start it with: {join}")
     if spec.pipeline.stages > 1:
         print(
-            f"the first peer of each stage needs a copy of {start.folder} in the subfolder `starts` of its own --state-dir; "
-            "later peers fetch the state of their stage"
+            f"the first peer of each stage needs a copy of {start.folder} in the subfolder `starts` of its own "
+            "--state-dir; later peers fetch the state of their stage"
         )
 
 

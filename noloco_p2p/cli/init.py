@@ -45,7 +45,7 @@ def init(
     from noloco_p2p.presets import PRESETS, describe_size, render
 
     if preset not in PRESETS:
-        raise SettingsError(f"--preset {preset} does not exist; choose one of {', '.join(PRESETS)}")
+        raise SettingsError(f"--preset {preset}: no such preset; choose one of {', '.join(PRESETS)}")
     if file.exists() and not force:
         raise SettingsError(f"{file} already exists; choose another name, or overwrite it with --force")
     spec = PRESETS[preset]

@@ -71,7 +71,7 @@ def join(
 
 
 def _train(run: str, settings: PeerSettings, ticket_file: Path | None, own: OwnRank | None) -> None:
-    """Train until the run is done or the peer is asked to leave. Raises Left if it is asked to leave while it enters."""
+    """Train until the run is done or the peer is asked to leave. Raises Left if that happens before training."""
     from noloco_p2p.devices import describe
     from noloco_p2p.peer.peer import Peer
     from noloco_p2p.spec import TrainerSpec
@@ -91,7 +91,7 @@ def _train(run: str, settings: PeerSettings, ticket_file: Path | None, own: OwnR
         Peer.join(run, settings, progress=Progress(drawing(_say))) as peer,
     ):
         spec = TrainerSpec.of(peer.spec)
-        _say(f"peer {peer.peer_id} of run {spec.name} ({spec.digest()[:16]}), announces {peer.address}")
+        _say(f"peer {peer.peer_id} of run {spec.name} ({spec.digest()[:16]}), announcing {peer.address}")
         _say(f"training on {describe(here)} ({here})")
         if peer.metrics_address:
             _say(f"metrics at http://{peer.metrics_address}/metrics")
@@ -202,7 +202,7 @@ def unknown_name(settings: PeerSettings) -> list[str]:
 
 
 def _leave_on_signals(peer: Peer) -> None:
-    """Leave cleanly at the first SIGINT or SIGTERM, and exit immediately at the second. `noloco leave` does not count."""
+    """Leave cleanly at the first SIGINT or SIGTERM, and exit at once at the second. `noloco leave` does not count."""
     is_signalled = False
 
     def leave(signum: int, frame: FrameType | None) -> None:

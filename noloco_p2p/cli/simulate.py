@@ -85,7 +85,9 @@ def simulate(
     seed: Annotated[int, typer.Option(help="Seed of the pairing, the faults and the initial weights.", min=0)] = 0,
     threads: Annotated[
         int,
-        typer.Option(help="Number of torch threads. The results are bit-identical only if it stays the same.", min=1),
+        typer.Option(
+            help="Number of torch threads. The results are bit-identical only if this number is the same.", min=1
+        ),
     ] = 1,
     device: Annotated[
         str, typer.Option(help="cpu, cuda:N, mps or auto. Only the CPU gives bit-identical results every time.")
@@ -100,7 +102,7 @@ def simulate(
         Path | None, typer.Option(metavar="DIR", help="Write plots of the curves (PNG) to DIR.", show_default=False)
     ] = None,
 ) -> None:
-    """Train many replicas in one process on a virtual clock, to predict the loss, spread, bytes and hours of a real run."""
+    """Train many replicas in one process on a virtual clock, to predict loss, spread, bytes and hours of a real run."""
     from noloco_p2p.simulate.plan import Plan, parse_churn, parse_links, parse_speeds
     from noloco_p2p.simulate.stage_plan import StagedPlan, by_stage, parse_paths, parse_replicas
     from noloco_p2p.spec import TrainerSpec

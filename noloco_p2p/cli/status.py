@@ -73,7 +73,7 @@ def ways(neighbours: dict[str, str]) -> str:
 
 
 def contribution(reply: dict[str, Any]) -> str:
-    """Format the contribution: `2 h 5 min of training, 3.41M tokens, 41 swaps`. `tokens` is None if the trainer does not count them."""
+    """Format the contribution: `2 h 5 min of training, 3.41M tokens, 41 swaps`. Some trainers do not count tokens."""
     tokens = "" if reply["tokens"] is None else f"{count(reply['tokens'])} tokens, "
     swaps = "swap" if reply["swaps"] == 1 else "swaps"
     hidden = " (hours and tokens are hidden from others)" if reply["settings"]["hide_contribution"]["value"] else ""
@@ -126,7 +126,7 @@ def settings_lines(settings: dict[str, dict[str, Any]]) -> list[str]:
     made = {name: setting for name, setting in sorted(settings.items()) if setting["origin"] != "default"}
     width = max(map(len, made), default=0)
     lines = [f"{name.ljust(width)}  {_shown(row['value'])}  ({row['origin']})" for name, row in made.items()]
-    lines.append(f"{len(settings) - len(made)} have their default values (shown by --json)")
+    lines.append(f"{len(settings) - len(made)} settings have their default values (shown by --json)")
     return [f"{'settings' if index == 0 else '':8}  {line}" for index, line in enumerate(lines)]
 
 

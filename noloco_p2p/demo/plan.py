@@ -107,7 +107,7 @@ def steps_that_fit(seconds: float, *, each_s: float) -> int:
 
 
 def measure_step_s(spec: TrainerSpec) -> float:
-    """Measure the seconds of an inner step of `spec` on random tokens with one thread. Call it in a separate process."""
+    """Measure the seconds of an inner step on random tokens with one thread. Call it in a separate process."""
     import torch
 
     from noloco_p2p.trainer.inner_step import InnerStep

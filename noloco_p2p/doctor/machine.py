@@ -44,7 +44,9 @@ def ports(settings: PeerSettings) -> Check:
             "ports", "failed", str(error), "stop the other program, or choose other ports with --listen HOST:PORT"
         )
     chosen = (
-        "any two ports (port 0)" if not settings.listen_port else f"{settings.listen_port} and {settings.libp2p_port}"
+        "two ports chosen by the system (port 0)"
+        if not settings.listen_port
+        else f"{settings.listen_port} and {settings.libp2p_port}"
     )
     return Check("ports", "ok", f"{chosen} on {settings.listen_host}: free")
 
@@ -84,7 +86,10 @@ def memory() -> Check:
     free = psutil.virtual_memory().available
     if free < LOW_MEMORY_BYTES:
         return Check(
-            "memory", "warning", f"{mib(free)} free", "close other programs: loading torch and hivemind takes 1 GiB"
+            "memory",
+            "warning",
+            f"{mib(free)} free",
+            "close other programs: loading torch and hivemind needs 1 GiB of memory",
         )
     return Check("memory", "ok", f"{mib(free)} free")
 

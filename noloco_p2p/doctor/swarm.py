@@ -53,7 +53,7 @@ async def examine(ticket: Ticket, settings: PeerSettings) -> list[Check]:
                 Check("clock", "failed", str(error), "set the clock of this machine, and run `noloco doctor` again")
             ]
         except PeerError as error:
-            fix = "get a new ticket; if other peers can enter, allow outgoing TCP connections and set this machine's clock"
+            fix = "get a new ticket; if other peers can enter, allow outgoing TCP traffic and set this machine's clock"
             return [Check("way in", "failed", str(error), fix)]
         peers = [peer for peer in directory.live() if peer.can_be_called]
         random.shuffle(peers)
@@ -91,7 +91,7 @@ async def _model(
 
 
 def ways(directory: SwarmDirectory, settings: PeerSettings) -> Check:
-    """Report how the local peer reaches its neighbours. If no peer is running here, report the reachability in the peers' records."""
+    """Report how the local peer reaches its neighbours. Without a local peer, report what the records say."""
     reply = ask(settings.state_dir, "status") or {}
     own = reply.get("neighbours") or {}
     found = Counter(own.values() if own else (record.reachability for record, _ in directory.records()))

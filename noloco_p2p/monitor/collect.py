@@ -137,7 +137,7 @@ class Watcher:
 async def snapshot(ticket: Ticket) -> dict[str, Any]:
     """Read the swarm once. Raises Unreachable if there is no record of the run.
 
-    While too few peers have sketches that can be compared, it keeps reading, until every peer has announced itself again.
+    If too few peers have comparable sketches, it keeps reading until every peer has announced itself again.
     """
     async with reader(ticket) as directory:
         await find_somebody(ticket, directory)

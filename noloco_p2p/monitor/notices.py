@@ -79,7 +79,7 @@ def notices(
     ]
     if unreached and len(alive) > 1:
         found.append(
-            Notice("info", f"No other peer has ever reached {_peers(len(unreached))}. Is a firewall in the way?")
+            Notice("info", f"{_peers(len(unreached))} may be behind a firewall: no other peer has reached them yet.")
         )
     if num_estimated is not None:
         read = f"{len(alive)} of them have been read so far"
@@ -97,7 +97,10 @@ def _lost(roster: Roster, health: dict[str, Health], now_s: float) -> list[Notic
     if not lately:
         return []
     names = ", ".join(named(peer) for _, peer in lately[:3]) + (" and others" if len(lately) > 3 else "")
-    said = f"Lost {_peers(len(lately))} that did not announce leaving: {names}. The last record is {duration(lately[0][0])} old."
+    said = (
+        f"Lost {_peers(len(lately))} that did not announce leaving: {names}. "
+        f"The newest record is {duration(lately[0][0])} old."
+    )
     return [Notice("warn", said)]
 
 

@@ -103,7 +103,7 @@ STAGE_COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The column to sort by, and a filter: it selects peers with `words` in their id, name, state, partner, reach or version."""
+    """The column to sort by, and a filter: peers with `words` in their id, name, state, partner, reach or version."""
 
     sort: str = "state"
     words: str = ""

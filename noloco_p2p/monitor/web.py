@@ -52,7 +52,7 @@ HEADERS = {
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
 }
-ROW = (  # the fields of a peer that the page knows, in order; made_at_s instead of an age, so that only changes are sent
+ROW = (  # the fields of a peer on the page, in order; made_at_s instead of an age, so that only changes are sent
     *(
         "peer_id",
         "name",

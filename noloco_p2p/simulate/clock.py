@@ -16,8 +16,8 @@ TICK_S = 1e-9  # the time by which timers are late
 class VirtualLoop(asyncio.BaseEventLoop):
     """An event loop whose `time()` starts at 0 and jumps to the next timer when all coroutines are waiting.
 
-    Code takes no virtual time except when it sleeps. The same coroutines always produce the same order of events. Raises
-    RuntimeError if all coroutines are waiting and no timer is left.
+    Code takes no virtual time except when it sleeps. The same coroutines always produce the same order of events.
+    Raises RuntimeError if all coroutines are waiting and no timer is left.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Simulates the baselines, which are rules that see all replicas at once (`optim/rules.py`), on the same text and model."""
+"""Simulates the baselines, which are rules that see all replicas (`optim/rules.py`), on the same text and model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A network of links with a delay and a rate, on the clock of the running loop. It simulates the connections of `net`."""
+"""A network of links with a delay and a rate, on the clock of the running loop. It takes the place of `net`."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def check_rules(rules: Sequence[str], plan: Plan) -> None:
     """Raise SettingsError if a rule does not exist or cannot follow the plan."""
     for rule in rules:
         if rule not in RULE_NAMES:
-            raise SettingsError(f"--rules {rule} does not exist; choose from {', '.join(RULE_NAMES)}")
+            raise SettingsError(f"--rules {rule}: no such rule; choose from {', '.join(RULE_NAMES)}")
         if rule != NOLOCO and plan.churn.events:
             raise SettingsError(
                 f"--churn: with the rule {rule}, replicas cannot join, leave or crash; simulate it separately"
@@ -46,7 +46,7 @@ def simulate(
     bindings: Mapping[str, str] | None = None,
     device: torch.device = CPU,
 ) -> Iterator[Result]:
-    """Yield the result of each rule when it is done. On a CPU, the same spec, plan and number of threads give the same bits."""
+    """Yield the result of each rule when it is done. On a CPU, it is reproducible bit for bit."""
     material = Material.of(seeded(spec, plan.seed), bindings or {}, device=device)
     for rule in rules:
         yield simulate_swarm(material, plan) if rule == NOLOCO else simulate_lockstep(material, plan, rule=rule)

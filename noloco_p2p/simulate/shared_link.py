@@ -47,7 +47,7 @@ class Cargo:
 
 
 class SharedWay:
-    """One direction of a link, without its delay. It counts its busy time, and the bytes of the pipeline and of swaps."""
+    """One direction of a link, without delay. It counts its busy time and the bytes of the pipeline and of swaps."""
 
     def __init__(self, mbit_s: float) -> None:
         self.bytes_per_s = min(mbit_s * 1e6 / 8, FASTEST)

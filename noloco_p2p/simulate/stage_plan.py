@@ -26,11 +26,11 @@ class StagedPlan:
     recomputation. Each task of a stage takes its share of these FLOPs. `speeds` and `links` have the values of each
     stage in turn; the values of the last stage also apply to all that follow.
 
-    `lost_share` is the share of microbatches that are lost, each at one of its computations except the first. A replica
-    then reports the microbatch as unusable, as after a damaged frame or when memory is short. `late_steps` is explained in
-    `LateStageWork`. `window` is the number of microbatches that a head may have in flight, and that a replica may hold;
-    None means as many as `flow.limits` allows. With `paths="fixed"`, each node sends to one replica of the next stage,
-    which needs equal numbers of replicas in all stages. If `gossips` is False, replicas never mix.
+    `lost_share` is the share of microbatches that are lost, each at one of its computations except the first. A
+    replica then reports the microbatch as unusable, as after a damaged frame or when memory is short. `late_steps` is
+    explained in `LateStageWork`. `window` is the number of microbatches that a head may have in flight, and that a
+    replica may hold; None means as many as `flow.limits` allows. With `paths="fixed"`, each node sends to one replica
+    of the next stage, which needs equal numbers of replicas in all stages. If `gossips` is False, replicas never mix.
     """
 
     num_replicas: tuple[int, ...]
@@ -93,5 +93,5 @@ def by_stage(
 def parse_paths(text: str) -> Paths:
     """Parse `fixed` or `random`. Raises SettingsError."""
     if text not in ("random", "fixed"):
-        raise SettingsError(f"--paths {text} does not exist; choose random or fixed")
+        raise SettingsError(f"--paths {text} is unknown; choose random or fixed")
     return text

@@ -17,11 +17,11 @@ class About:
 
     `kind` is "counter" (it only increases, even across restarts), "gauge" (a current value) or "text" (not for
     Prometheus). `key` is the name of the metric in the record that the peer signs, which should be short; "" means
-    that it is not in the record, and "why:2" is the third number of the list "why". `digits` are the significant digits of a
-    number in the record. `column` is the head of the metric's column in the monitor's table of peers; "" means that it
-    has no column. `rank` is the order of the columns; on a narrow screen, the last ones are left out first. `total`
-    says how the monitor aggregates the values of all peers: it is a key of `telemetry.totals.WAYS`, or "" if the
-    monitor does not aggregate them.
+    that it is not in the record, and "why:2" is the third number of the list "why". `digits` is the number of
+    significant digits in the record. `column` is the head of the metric's column in the monitor's table of peers; ""
+    means that it has no column. `rank` is the order of the columns; on a narrow screen, the last ones are left out
+    first. `total` says how the monitor aggregates the values of all peers: it is a key of `telemetry.totals.WAYS`, or
+    "" if the monitor does not aggregate them.
     """
 
     kind: str
@@ -117,7 +117,7 @@ class Metrics:
         "counter", "rounds", "solo rounds because no other live peer was training", 0, key="why:0"
     )
     alone_refused: int = _metric(
-        "counter", "rounds", "solo rounds because the peers that were asked refused", 0, key="why:1"
+        "counter", "rounds", "solo rounds because the peers that were asked refused to swap", 0, key="why:1"
     )
     alone_no_answer: int = _metric(
         "counter", "rounds", "solo rounds because the peers that were asked did not answer", 0, key="why:2"
@@ -250,8 +250,8 @@ class Metrics:
     mfu: float | None = _metric(
         "gauge",
         "fraction",
-        "model FLOP/s in the last round, including waiting and evaluation, divided by the dense bf16 peak of the "
-        "accelerator; missing if the peak is unknown",
+        "model FLOP/s in the last round (whose duration includes waiting and evaluation) divided by the dense bf16 peak "
+        "of the accelerator; missing if the peak is unknown",
         None,
     )
     memory_bytes: int = _metric(
@@ -307,12 +307,12 @@ class Metrics:
         0,
     )
     microbatches: int = _metric(
-        "counter", "microbatches", "microbatches whose gradients this peer has counted (only with stages)", 0, key="mb"
+        "counter", "microbatches", "microbatches whose gradients the peer has counted (only with stages)", 0, key="mb"
     )
     lost_microbatches: int = _metric(
         "counter",
         "microbatches",
-        "microbatches that this peer began and that were lost before their gradients were counted (only with stages)",
+        "microbatches that the peer began and that were lost before their gradients were counted (only with stages)",
         0,
         key="mbx",
     )
@@ -323,13 +323,11 @@ class Metrics:
         0,
         key="mbl",
     )
-    queue: int = _metric(
-        "gauge", "microbatches", "microbatches that this peer holds now (only with stages)", 0, key="q"
-    )
+    queue: int = _metric("gauge", "microbatches", "microbatches that the peer holds now (only with stages)", 0, key="q")
     capacity: float = _metric(
         "gauge",
         "tokens/s",
-        "tokens per second that this peer can compute if it never waits (only with stages)",
+        "tokens per second that the peer can compute if it never waits (only with stages)",
         0.0,
         key="cap",
     )

@@ -31,7 +31,7 @@ class Peers:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A way to aggregate a metric. `ending` is the suffix of the total's name. `of` is the field of `Peers` to aggregate."""
+    """A way to aggregate a metric. `ending` is the suffix of the total's name, and `of` is a field of `Peers`."""
 
     ending: str
     meaning: str

@@ -10,7 +10,7 @@ BUFFER_S = 0.05  # seconds at full rate that the link buffers before it accepts 
 
 @dataclass(frozen=True, slots=True)
 class LinkProfile:
-    """The link of one peer. `down` leads to the peer, and `up` leads away from it. Delay and jitter apply in each direction."""
+    """The link of one peer. `down` leads to the peer, and `up` leads away from it. Delay and jitter apply to each."""
 
     name: str
     down_mbit_s: float
