@@ -250,8 +250,8 @@ class Metrics:
     mfu: float | None = _metric(
         "gauge",
         "fraction",
-        "model FLOP/s in the last round (whose duration includes waiting and evaluation) divided by the dense bf16 peak "
-        "of the accelerator; missing if the peak is unknown",
+        "model FLOP/s in the last round (whose duration includes waiting and evaluation) divided by the dense bf16 "
+        "peak of the accelerator; missing if the peak is unknown",
         None,
     )
     memory_bytes: int = _metric(

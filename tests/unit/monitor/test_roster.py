@@ -122,7 +122,7 @@ def test_what_is_wrong_is_told_the_worst_first() -> None:
     lines = told(old, directory_age_s=40.0)
     assert lines[0] == "bad: The directory has not answered for 40 s, so the values shown are old."
     assert lines[1] == "warn: 2 peers missed two announcements and may be gone."
-    assert "1 peer never reached" in lines[2]
+    assert "1 peer may be behind a firewall" in lines[2]
     assert "2 versions" in lines[3]
     assert told(Roster()) == ["bad: No peer is alive."]
 
