@@ -1,4 +1,4 @@
-"""The `noloco` command. Each verb has one file, which parses, imports what it needs, calls it and prints the result."""
+"""The `noloco` command. Each verb has one file, which parses the flags, does the work and prints the result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tuning of Python's garbage collector in long-running commands. There is one collector for the whole process."""
+"""Tunes Python's garbage collector in long-running commands. Each process has a single collector."""
 
 from __future__ import annotations
 

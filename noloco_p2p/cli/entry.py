@@ -21,7 +21,7 @@ MAX_FILE_BYTES = 64 * 1024
 
 
 def resolve(text: str, *, timeout_s: float = FILE_TIMEOUT_S) -> str:
-    """Return the line in FILE for `@FILE`, and wait until the file exists. Return any other text unchanged.
+    """Wait until FILE exists and return its line for `@FILE`, or return any other text unchanged.
 
     Raises SettingsError if the file is not written in time.
     """

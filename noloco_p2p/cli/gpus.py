@@ -98,7 +98,7 @@ def launch(arguments: Sequence[str], num_ranks: int) -> int:
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
-    """Wait until all ranks have ended, but at most END_S after the first failure or after rank 0."""
+    """Wait until all ranks have ended, but at most END_S after the first failure or the end of rank 0."""
     until_s = None
     while any(process.poll() is None for process in ranks):
         if until_s is None and (ranks[0].returncode is not None or any(process.returncode for process in ranks)):

@@ -65,7 +65,7 @@ def _option(name: str, field: FieldInfo) -> inspect.Parameter:
 
 
 def _given(value: Any, flag: Flag) -> Any:
-    """Convert a value from Typer for its field; None means that the flag was not given. Raises SettingsError."""
+    """Convert a value from Typer for its field. None means that the flag was not given. Raises SettingsError."""
     if not isinstance(value, list):
         return value
     words = [entry.resolve(word) for word in value] if flag.takes_file else value

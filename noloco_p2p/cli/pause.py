@@ -54,7 +54,7 @@ def _ask(folder: Path, verb: str) -> tuple[Path, dict[str, Any]]:
             f"the peer in {folder} is still starting; try again" if is_starting else f"no peer is running in {folder}"
         )
         raise typer.Exit(1)
-    if "error" in reply:  # a bootstrap
+    if "error" in reply:  # a bootstrap node
         print(f"the process in {folder} is not a training peer, so it cannot be {verb}d")
         raise typer.Exit(1)
     return folder, reply

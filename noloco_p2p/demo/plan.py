@@ -88,7 +88,7 @@ class DemoPlan:
 
 
 def step_s_of_all(plan: DemoPlan, spec: TrainerSpec, *, step_s: float, num_cores: int) -> float:
-    """Return the seconds in which each peer, or each head of a pipeline, takes an inner step.
+    """Return the seconds of one inner step of each peer, or of each head of a pipeline.
 
     `step_s` is the time of an inner step with one thread while every core is busy. For a pipeline, it is the sum over
     the stages.
@@ -101,7 +101,7 @@ def step_s_of_all(plan: DemoPlan, spec: TrainerSpec, *, step_s: float, num_cores
 
 
 def steps_that_fit(seconds: float, *, each_s: float) -> int:
-    """Return how many inner steps, rounded down to tens, each peer can take in a demo of `seconds`, at least 60."""
+    """Return the number of inner steps per peer that fit into a demo of `seconds`. It is a multiple of 10, at least 60."""
     fitting = (seconds - START_AND_END_S) / each_s - START_AND_END_STEPS
     return max(FEWEST_STEPS, int(fitting) // 10 * 10)
 

@@ -245,7 +245,7 @@ def _state(peer: DemoPeer) -> str:
 
 
 class Chaos:
-    """Kills a peer now and then, and restarts it. The seed decides which and when."""
+    """Kills a peer now and then, and restarts it. The seed determines which peer and when."""
 
     def __init__(self, peers: Sequence[DemoPeer], *, ticket: str, seed: int, now_s: float) -> None:
         self._peers = peers
@@ -259,7 +259,7 @@ class Chaos:
         return self._dead is not None
 
     def step(self, now_s: float) -> None:
-        """Kill or restart a peer if it is time. Kills begin once all peers train, and at most one peer is down at a
+        """Kill or restart a peer if one is due. Kills begin when all peers train, and at most one peer is down at a
         time.
         """
         if self._dead and now_s >= self._dead[1]:

@@ -30,7 +30,7 @@ class Check:
 
 
 def report(checks: list[Check]) -> dict[str, Any]:
-    """Return the checks as JSON values; `healthy` decides the exit code."""
+    """Return the checks as JSON values. `healthy` determines the exit code."""
     return {"healthy": is_healthy(checks), "checks": [asdict(check) for check in checks]}
 
 

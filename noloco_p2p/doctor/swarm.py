@@ -212,7 +212,7 @@ async def _speed(transport: GrpcTransport, peer: Candidate, manifest: StateManif
 
 
 def model(spec: TrainerSpec, settings: PeerSettings) -> list[Check]:
-    """Check what a run would need here, using only its spec. Raises ModelError."""
+    """Check the needs of a run on this machine, using only its spec. Raises ModelError."""
     if spec.pipeline.stages > 1:
         return stages(spec, settings)
     num_parameters, _ = count_parameters(spec.model, sequence_length=spec.data.sequence_length, folders=settings.models)
@@ -220,7 +220,7 @@ def model(spec: TrainerSpec, settings: PeerSettings) -> list[Check]:
 
 
 def needs(spec: Spec, num_parameters: int, settings: PeerSettings) -> Check:
-    """Compare the memory and disk that the run's model needs with what is free; activations are not included."""
+    """Compare the memory and disk space that the run's model needs, without activations, with the free space."""
     folder = next(parent for parent in (settings.state_dir, *settings.state_dir.parents) if parent.exists())
     found = estimate(spec, num_parameters=num_parameters, step_s=1.0, folder=folder)
     text = (

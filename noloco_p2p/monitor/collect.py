@@ -1,6 +1,6 @@
 """Describes a swarm from the outside, based on the records of its peers in the DHT.
 
-`Watcher` keeps the records that were read; `summary` is the JSON that docs/monitoring.md describes.
+`Watcher` keeps the records that have been read; `summary` is the JSON that docs/monitoring.md describes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SHOWN = tuple(name for name in RECORDED if not name.startswith("alone_"))
 
 
 class Watcher:
-    """Observes one run. Each `look` reads what the directory holds at that moment."""
+    """Observes one run. Each `look` reads the current records of the directory."""
 
     def __init__(self, ticket: Ticket) -> None:
         self.ticket = ticket

@@ -26,7 +26,7 @@ MAX_PEER_ROWS = 400_000  # about 25 MB
 OCTAVES = 12  # supported doublings of age: 360 ticks times 2^12 are half a year
 THIN_EVERY_TICKS = 30
 MAX_MEETINGS = 5_000
-MAX_SERIES = 60  # the most peers whose curves are returned at once
+MAX_SERIES = 60  # maximum number of peers whose curves are returned at once
 NAMES = (*(total.name for total in TOTALS), "spread")  # of the totals whose curves are kept
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS swarm (tick INTEGER PRIMARY KEY, alive INTEGER);
@@ -66,7 +66,7 @@ class History:
             self._db = _opened(path)
         except (OSError, sqlite3.Error) as error:
             raise SettingsError(f"--history {path} cannot be used: {error}; choose another file") from None
-        self._using = threading.Lock()  # guards the connection and what is cached of its rows
+        self._using = threading.Lock()  # guards the connection and the caches of its rows
         self._ids = {name: number for number, name in self._db.execute("SELECT id, name FROM peer")}
         self._last_tick = self._db.execute("SELECT max(tick) FROM swarm").fetchone()[0] or 0
         self._failed = False

@@ -18,7 +18,7 @@ from noloco_p2p.telemetry.console import duration, named, numbered_stages
 STALE_AFTER_S = 20.0  # age of the directory, which is read every 5 s
 SOLO_SHARE = 0.25
 ENOUGH_ROUNDS = 10
-ASTRAY = 4.0  # multiple of the spread
+ASTRAY = 4.0  # multiple of the median distance
 UNREACHED_ROUNDS = 10
 
 CAUSES = {

@@ -75,7 +75,7 @@ class Sketches:
         return len(self._by_peer)
 
     def take(self, records: Iterable[PeerRecord]) -> None:
-        """Add what the peers publish now, and forget all other peers."""
+        """Add the sketches that these peers publish now, and forget all other peers."""
         before, self._by_peer = self._by_peer, {}
         for record in records:
             kept = before.get(record.peer_id) or _Kept()
@@ -84,7 +84,7 @@ class Sketches:
                 self._by_peer[record.peer_id] = kept
 
     def measure(self) -> Spread | None:
-        """Measure the spread of the peers that share a mark; None if no two do."""
+        """Measure the spread of the peers that share a mark. It is None if no two peers do."""
         by_mark: dict[int, dict[str, Sketch]] = defaultdict(dict)
         for peer, kept in self._by_peer.items():
             for mark, sketch in kept.by_mark.items():

@@ -1,4 +1,4 @@
-"""What the peers of each stage do together, according to their records, in a run whose model is cut into stages."""
+"""Summarizes the peers of each stage, based on their records, in a run whose model is cut into stages."""
 
 from __future__ import annotations
 

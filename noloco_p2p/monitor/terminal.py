@@ -30,7 +30,7 @@ GAP = 2  # between two columns
 class Column:
     """A column of the tables of peers and of stages.
 
-    `show` formats a cell. `key` sorts the rows, with None last; stages keep their own order. On a narrow terminal, the
+    `show` formats a cell. `key` sorts the rows, with None last. Stages are not sorted. On a narrow terminal, the
     columns of the highest `rank` are left out first.
     """
 

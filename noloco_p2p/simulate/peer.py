@@ -1,6 +1,6 @@
 """The rounds of a simulated peer: the code of a real peer on a virtual network, with counters of the outcomes.
 
-`Replica` trains a whole model, `StageNode` one stage.
+`SimulatedReplica` trains a whole model, and `StageNode` trains one stage.
 """
 
 from __future__ import annotations

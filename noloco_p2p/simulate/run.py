@@ -76,14 +76,14 @@ def simulate_stages(
     rules: Sequence[str] = (NOLOCO,),
     bindings: Mapping[str, str] | None = None,
 ) -> Iterator[StagedResult]:
-    """Simulate a model that is cut into the stages of the plan, like `simulate`. With `local`, replicas never mix."""
+    """Yield the result of each rule for a model cut into the stages of the plan. With `local`, replicas never mix."""
     material = Material.of(seeded(staged(spec, plan.num_stages), plan.seed), bindings or {})
     for rule in rules:
         yield run_pipeline(material, replace(plan, gossips=rule == NOLOCO))
 
 
 def seeded(spec: TrainerSpec, seed: int) -> TrainerSpec:
-    """Return a spec whose start weights also depend on the seed. With 0, they are the start weights of the spec."""
+    """Return a spec whose start weights also depend on the seed. With the seed 0, the spec is unchanged."""
     if not seed:
         return spec
     return spec.with_changes({"model.seed": spec.model.seed + seed}, origin="--seed")

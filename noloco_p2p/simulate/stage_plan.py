@@ -24,7 +24,7 @@ class StagedPlan:
 
     `step_s` is the virtual time in which a peer at speed 1 would take an inner step of the whole model without
     recomputation. Each task of a stage takes its share of these FLOPs. `speeds` and `links` have the values of each
-    stage in turn; the values of the last stage also apply to all that follow.
+    stage in turn; the values of the last stage also apply to all later stages.
 
     `lost_share` is the share of microbatches that are lost, each at one of its computations except the first. A
     replica then reports the microbatch as unusable, as after a damaged frame or when memory is short. `late_steps` is

@@ -33,7 +33,7 @@ NUM_PATHS = 8  # random paths, over which the loss is averaged
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Speeds while the heads train.
+    """Speeds while the heads are training.
 
     `tokens_per_s` is the speed of the whole pipeline from a quarter to three quarters of its tokens, after windows have
     grown and before any head has finished. `busy` has the busy shares of compute, up link and down link of each node.
@@ -187,7 +187,7 @@ def judge_stages(swarm: StagedSwarm, speed: Speed) -> StagedResult:
 
 
 def predicted_tokens_per_s(swarm: StagedSwarm, nodes: Iterable[StageNode]) -> float:
-    """Predict the speed of a stage: the lower of what its links can carry and what its replicas can compute."""
+    """Predict the speed of a stage. Each replica adds the lower of the rates that its link and its compute allow."""
     spec = swarm.spec
     total = 0.0
     for node in nodes:

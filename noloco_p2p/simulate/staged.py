@@ -40,7 +40,7 @@ STUCK_S = 3600.0  # the time without any loss in the whole pipeline after which 
 
 
 def staged(spec: TrainerSpec, num_stages: int) -> TrainerSpec:
-    """Return the spec with `num_stages` stages. A spec that already has them keeps its cut. Raises SpecError."""
+    """Return the spec with `num_stages` stages. A spec that already has this number keeps its cut. Raises SpecError."""
     if spec.pipeline.stages == num_stages and spec.pipeline.cut != "auto":
         return spec
     meta = build_on_meta(spec.model, sequence_length=spec.data.sequence_length)

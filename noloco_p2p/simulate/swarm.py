@@ -36,7 +36,8 @@ def simulate_swarm(
 ) -> Result:
     """Run the simulation. `on_made` is called with the replicas first, so that the caller can inspect them afterwards.
 
-    `liars` has, by number, functions that create a replica instead of `SimulatedReplica`. Results do not count liars.
+    `liars` maps numbers of replicas to functions that create them instead of `SimulatedReplica`. The result does not
+    count these replicas.
     """
     return run_virtual(_Swarm(material, plan, liars or {}).run(on_made))
 

@@ -62,7 +62,7 @@ class Meter:
 
 
 class Task:
-    """One piece of work. `unit` is "bytes" or the plural of what is counted; `total` is None until it is known.
+    """A task. `unit` is "bytes" or the plural of the things that are counted. `total` is None until it is known.
 
     `what` is a description, or a function that returns the current one.
     """

@@ -161,7 +161,8 @@ class FaultPlan:
     def wrapper(
         self, *, first_streams: int | None = None, on_fault: Callable[[], None] = lambda: None
     ) -> FaultyStreams:
-        """Return a function that wraps the streams of a peer. Only the `first_streams` are faulty; with None, all are.
+        """Return a function that wraps the streams of a peer. Only the first `first_streams` streams are faulty, or all
+        if it is None.
 
         `on_fault` is called at the moment of a fault, for example to make the whole peer vanish.
         """

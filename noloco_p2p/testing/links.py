@@ -49,5 +49,5 @@ class Shape:
         return self._last_due_s
 
     def backlog_s(self, now_s: float) -> float:
-        """Return how long the link will take to send what has entered."""
+        """Return how long the link will take to send the bytes that have entered it."""
         return max(0.0, self._free_s - now_s)
