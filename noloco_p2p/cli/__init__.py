@@ -6,7 +6,7 @@ import sys
 
 
 def main() -> None:
-    """Run the `noloco` script."""
+    """Run the `noloco` command, and exit with its exit code."""
     from noloco_p2p.cli.app import run
 
     sys.exit(run(sys.argv[1:]))

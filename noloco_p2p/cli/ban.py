@@ -1,4 +1,4 @@
-"""The command `noloco ban`."""
+"""Implements the command `noloco ban`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command `noloco bootstrap`."""
+"""Implements the command `noloco bootstrap`."""
 
 from __future__ import annotations
 

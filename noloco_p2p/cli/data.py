@@ -1,4 +1,4 @@
-"""The command `noloco data check`."""
+"""Implements the command `noloco data check`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def check(
     full: Annotated[bool, typer.Option("--full", help="Read all rows of every file, not only the first ones.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Show samples, tokens per second, and faults in the files. The exit code is 1 if there are faults."""
+    """Show samples of the data, the reading speed, and faults in the files. The exit code is 1 if there are faults."""
     from noloco_p2p.spec import TrainerSpec
 
     spec = TrainerSpec.load(file)

@@ -1,4 +1,4 @@
-"""The command `noloco demo`."""
+"""Implements the command `noloco demo`."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ class _Lines:
 
 
 def _told(view: View) -> str:
-    """Describe the progress: `training: step 120 of 480, 2 min 30 s left`."""
+    """Describe the progress, for example `training: step 120 of 480, 2 min 30 s left`."""
     from noloco_p2p.telemetry.console import duration
 
     if not view.total:
@@ -185,7 +185,7 @@ def _drawn(view: View) -> Group:
     from rich.table import Table
 
     bar = Table.grid(padding=(0, 1))
-    # Without a total, the remaining time is unknown, so the bar pulses.
+    # Before training begins, the progress is unknown, so the bar pulses.
     bar.add_row(ProgressBar(total=view.total or None, completed=view.done, width=30, pulse=not view.done), _told(view))
     if not view.rows:
         return Group(bar)

@@ -1,4 +1,4 @@
-"""The command `noloco doctor`."""
+"""Implements the command `noloco doctor`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files that pass a ticket or an address from one process to another on the same machine."""
+"""Reads and writes files that pass a ticket or an address from one process to another on the same machine."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def resolve(text: str, *, timeout_s: float = FILE_TIMEOUT_S) -> str:
 
 
 def opened(run: str) -> TrainerSpec | Ticket:
-    """Load the spec or decode the ticket that `SPEC.toml|TICKET` names. Raises SpecError and TicketError."""
+    """Load the spec from a file, or decode a ticket. Raises SpecError or TicketError if it is invalid."""
     from noloco_p2p.spec import TrainerSpec
     from noloco_p2p.ticket import Ticket, is_ticket
 
@@ -57,7 +57,7 @@ def ticket_in(run: str) -> str:
 
 
 def check_writable(path: Path | None, *, flag: str) -> None:
-    """Raise SettingsError early, before the slow imports, if `path` is not writable."""
+    """Raise SettingsError if `path` is not writable. Commands call this before their slow imports."""
     if path and (path.is_dir() or not os.access(path.absolute().parent, os.W_OK)):
         raise SettingsError(f"{flag} {path} is not writable; choose a file in a folder that you can write to")
 
@@ -65,7 +65,7 @@ def check_writable(path: Path | None, *, flag: str) -> None:
 def write(path: Path | None, line: str, *, flag: str, is_secret: bool = False) -> None:
     """Write the file atomically, because other processes may read it at any moment.
 
-    Only this user can read a secret. Raises SettingsError if the file cannot be written.
+    If `is_secret` is true, only this user can read the file. Raises SettingsError if the file cannot be written.
     """
     if path is None:
         return
@@ -76,7 +76,10 @@ def write(path: Path | None, line: str, *, flag: str, is_secret: bool = False) -
 
 
 def _read(path: Path) -> str:
-    """Return an empty string while the file is missing or empty. Raises SettingsError if it is not one line of text."""
+    """Return an empty string while the file is missing or empty.
+
+    Raises SettingsError if it is unreadable, too large, or has more than one word.
+    """
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
             raise SettingsError(f"@{path} is too large for a ticket or an address ({path.stat().st_size} bytes)")

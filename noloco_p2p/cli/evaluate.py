@@ -1,4 +1,4 @@
-"""The command `noloco evaluate`."""
+"""Implements the command `noloco evaluate`."""
 
 from __future__ import annotations
 

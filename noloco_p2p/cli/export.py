@@ -1,4 +1,4 @@
-"""The command `noloco export`."""
+"""Implements the command `noloco export`."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ async def _merge(
 
 
 async def _merge_stages(live: LiveRun, folder: Path, *, sample: int | None) -> None:
-    """Export stage by stage, so that only one stage is in memory at a time."""
+    """Export one stage after the other, so that only one is in memory at a time."""
     import asyncio
 
     from noloco_p2p.trainer.export import StageShards, new_folder

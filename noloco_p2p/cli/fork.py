@@ -1,4 +1,4 @@
-"""The command `noloco fork`."""
+"""Implements the command `noloco fork`."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def _changed(old: TrainerSpec, values: dict[str, Any]) -> TrainerSpec:
 
 
 def _forked(old: TrainerSpec, values: dict[str, Any], folders: dict[str, str]) -> TrainerSpec:
-    """Return the spec of the fork without its start state. Raises SpecError and ModelError."""
+    """Return the spec of the fork, but without the digest of its initial state."""
     from noloco_p2p.trainer.stage_needs import StageNeeds
 
     spec = _changed(old, values)

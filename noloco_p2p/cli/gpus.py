@@ -1,6 +1,6 @@
-"""`noloco join --gpus N` runs the same command N times, one process per GPU. Rank 0 is the peer.
+"""The launcher of `noloco join --gpus N`, which runs the same command in N processes, one per GPU. Rank 0 is the peer.
 
-This does what `torchrun` does, for one machine, with two differences: no rank is killed while rank 0 leaves cleanly,
+The launcher works like `torchrun` on one machine, with two differences. No rank is killed while rank 0 leaves cleanly,
 and the launcher returns the exit code of rank 0.
 """
 
@@ -39,7 +39,7 @@ class OwnRank:
 def own_rank() -> OwnRank | None:
     """Return the rank of this process, or None if it is the only one.
 
-    Raises SettingsError if torchrun started several machines, because a peer is one machine.
+    Raises SettingsError if torchrun started processes on several machines, because a peer runs on one machine.
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
@@ -54,7 +54,7 @@ def own_rank() -> OwnRank | None:
 
 
 def _leave_with(launcher_pid: int) -> None:
-    """Send SIGTERM to this process when the launcher ends: rank 0 then leaves, and the others follow."""
+    """Arrange that this process gets SIGTERM when the launcher ends. Rank 0 then leaves, and the other ranks follow."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
         return
@@ -68,9 +68,10 @@ def _leave_with(launcher_pid: int) -> None:
 
 
 def launch(arguments: Sequence[str], num_ranks: int) -> int:
-    """Run `noloco ARGUMENTS` in `num_ranks` processes. The exit code is rank 0's, or 1 if another rank was killed.
+    """Run `noloco ARGUMENTS` in `num_ranks` processes, and return the exit code of rank 0.
 
-    SIGINT and SIGTERM are passed on to rank 0, and the other ranks follow it.
+    The result is 1 if a signal ended rank 0, or if it did not end in time. SIGINT and SIGTERM are passed on to rank 0,
+    and the other ranks end when it does.
     """
     shared = {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks), LAUNCHER: str(os.getpid())}
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
@@ -79,7 +80,7 @@ def launch(arguments: Sequence[str], num_ranks: int) -> int:
         subprocess.Popen(
             [sys.executable, "-m", "noloco_p2p", *arguments],
             env=threads | os.environ | shared | address | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            start_new_session=True,  # the terminal sends Ctrl-C only to this process, which passes it on
+            start_new_session=True,  # so that Ctrl-C in the terminal reaches only the launcher, which passes it on
         )
         for rank in range(num_ranks)
     ]

@@ -1,4 +1,4 @@
-"""The command `noloco id`."""
+"""Implements the command `noloco id`."""
 
 from __future__ import annotations
 

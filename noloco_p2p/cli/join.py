@@ -1,4 +1,4 @@
-"""The command `noloco join`."""
+"""Implements the command `noloco join`."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def _train(run: str, settings: PeerSettings, ticket_file: Path | None, own: OwnR
 
 
 def _follow(own: OwnRank, settings: PeerSettings) -> None:
-    """Run every rank but 0. Rank 0 handles the signals, and the other ranks end with it."""
+    """Run a rank other than 0. Only rank 0 handles signals, and the other ranks end when it ends."""
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_IGN)
     from noloco_p2p.trainer.compute import choose_device
@@ -179,7 +179,7 @@ def _check(run: str, settings: PeerSettings) -> Ticket | None:
 
 
 def unused_data(spec: TrainerSpec, settings: PeerSettings) -> list[str]:
-    """Warn about `--data` bindings that this run does not use."""
+    """Return a warning for each `--data` binding that the run does not use."""
     from noloco_p2p.data.sources import unused_bindings
 
     reads = ", ".join(part.source for part, _ in spec.data.parts())
@@ -202,7 +202,10 @@ def unknown_name(settings: PeerSettings) -> list[str]:
 
 
 def _leave_on_signals(peer: Peer) -> None:
-    """Leave cleanly at the first SIGINT or SIGTERM, and exit at once at the second. `noloco leave` does not count."""
+    """Leave cleanly at the first SIGINT or SIGTERM, and exit at once at the second.
+
+    A `noloco leave` does not count as a signal.
+    """
     is_signalled = False
 
     def leave(signum: int, frame: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""The command `noloco leave`."""
+"""Implements the command `noloco leave`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command `noloco monitor`."""
+"""Implements the command `noloco monitor`."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ async def _watch(entry: Ticket, choice: Choice, interval_s: float, *, as_json: b
 
 
 async def _draw(console: Any, choice: Choice, interval_s: float, look: Any) -> None:
-    """Draw on the whole screen, after each read and each change of the window size, until the first signal."""
+    """Redraw the whole screen after each read and whenever the window is resized, until the first signal."""
     from rich.live import Live
 
     from noloco_p2p.monitor.terminal import headline, view

@@ -73,7 +73,7 @@ def _given(value: Any, flag: Flag) -> Any:
 
 
 def parse_duration(text: str, *, flag: str) -> float:
-    """Convert 90s, 30min, 12h or 7d to seconds. Raises SettingsError."""
+    """Convert a duration like `90s`, `30min`, `12h` or `7d` to seconds. Raises SettingsError if it has another form."""
     match = re.fullmatch(r"(\d{1,6})(s|min|h|d)", text)
     if not match:
         raise SettingsError(f"{flag} {text!r} is not a duration such as 30min, 12h or 7d")
@@ -81,7 +81,7 @@ def parse_duration(text: str, *, flag: str) -> float:
 
 
 def parse_changes(changes: list[str] | None) -> dict[str, Any]:
-    """Convert ["outer.alpha=0.3"] to {"outer.alpha": 0.3}, reading each value as TOML or else as a plain string."""
+    """Convert ["outer.alpha=0.3"] to {"outer.alpha": 0.3}. A value that is not valid TOML is kept as a string."""
     return dict(_parse(change) for change in changes or [])
 
 

@@ -1,4 +1,4 @@
-"""The commands `noloco pause` and `noloco resume`."""
+"""Implements the commands `noloco pause` and `noloco resume`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def pause(settings: PeerSettings, timeout_s: Timeout = 120.0) -> None:
 
 @takes_settings("state_dir")
 def resume(settings: PeerSettings, timeout_s: Timeout = 120.0) -> None:
-    """Resume a paused peer. It catches up first if the swarm is far ahead."""
+    """Resume a paused peer. If the swarm is far ahead, the peer catches up first."""
     folder, reply = _ask(settings.state_dir, "resume")
     if reply["stays_because"]:
         print(f"the peer remains paused: {reply['stays_because']}")
@@ -44,7 +44,7 @@ def resume(settings: PeerSettings, timeout_s: Timeout = 120.0) -> None:
 
 
 def _ask(folder: Path, verb: str) -> tuple[Path, dict[str, Any]]:
-    """Return the state folder and the answer. The exit code is 1 if there is no peer to ask."""
+    """Send a command to the peer, and return the state folder and the answer. Exit with code 1 if no peer runs."""
     from noloco_p2p.control import FolderLock, ask
 
     reply = ask(folder, verb)

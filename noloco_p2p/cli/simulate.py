@@ -1,4 +1,4 @@
-"""The command `noloco simulate`."""
+"""Implements the command `noloco simulate`."""
 
 from __future__ import annotations
 

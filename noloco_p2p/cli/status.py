@@ -1,4 +1,4 @@
-"""The command `noloco status`."""
+"""Implements the command `noloco status`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def status(settings: PeerSettings, as_json: Json = False) -> None:
 
 
 def lines(reply: dict[str, Any]) -> list[str]:
-    """Format the status of a training peer for people."""
+    """Return the lines that show the status of a training peer."""
     others = "1 other live peer" if reply["live_peers"] == 1 else f"{reply['live_peers']} other live peers"
     if reply["live_peers_is_estimate"]:
         others = f"about {others}"
@@ -98,7 +98,7 @@ def stage_lines(reply: dict[str, Any]) -> list[str]:
 def swap_line(swap: dict[str, Any]) -> str:
     """Format the swap in progress.
 
-    `early part with ..7f3a1c: 12.0 of 40.0 MiB out at 1.2 MiB/s, 11.0 MiB in at 1.1 MiB/s, 26 s left`
+    For example, `early part with ..7f3a1c: 12.0 of 40.0 MiB out at 1.2 MiB/s, 11.0 MiB in at 1.1 MiB/s, 26 s left`.
     """
     partner, total = named(swap["partner"]), mib(swap["total_bytes"])
     if swap["part"] == "waiting":
@@ -112,7 +112,7 @@ def swap_line(swap: dict[str, Any]) -> str:
 
 
 def fault_lines(reply: dict[str, Any]) -> list[str]:
-    """Format the last fault, its age, and what to do about it."""
+    """Return lines with the last fault, its age, and what to do about it."""
     if not reply["last_fault"]:
         return ["fault     none"]
     return [

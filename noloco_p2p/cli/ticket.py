@@ -1,4 +1,4 @@
-"""The command `noloco ticket`."""
+"""Implements the command `noloco ticket`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def ticket(
 
 
 def _opens(run_key: Path | None, ticket: Ticket) -> bool:
-    """Return whether the run key of the settings belongs to this run. The run may be open, or have another key."""
+    """Return whether the run key in the settings is the key of this run. An open run has no key."""
     from noloco_p2p.identity import Identity
 
     if run_key is None or ticket.invitation is None:
@@ -52,7 +52,10 @@ def _opens(run_key: Path | None, ticket: Ticket) -> bool:
 
 
 def _invited(ticket: Ticket, run_key: Path | None, for_s: float) -> Ticket:
-    """Return the ticket with an invitation that expires after `for_s` seconds. Raises SettingsError, IdentityError."""
+    """Return the ticket with an invitation that expires after `for_s` seconds.
+
+    Raises SettingsError if it is impossible.
+    """
     from noloco_p2p.identity import Identity
     from noloco_p2p.invitation import invite
 

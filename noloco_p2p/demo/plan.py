@@ -1,4 +1,4 @@
-"""The plan of a demo: its spec, and the number of inner steps that fit into a given time on this machine."""
+"""Plans a demo: its spec, and the number of inner steps that this machine can take in a given time."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ PIPELINE_UPKEEP = 2.4  # the UPKEEP of a pipeline, which also has codecs and str
 class DemoPlan:
     """The plan of a demo. `folder` contains the spec, a folder with the log of each peer, and the exported model.
 
-    If `num_steps` is None, the demo takes as many steps as fit into `minutes` on this machine.
+    `folder` holds the spec, a folder for each peer with its log, and the exported model. If `num_steps` is None, the
+    demo takes as many steps as this machine can take in `minutes`.
     """
 
     folder: Path
@@ -38,11 +39,11 @@ class DemoPlan:
     minutes: float = 4.0
     port_base: int = 0  # peer i listens on port_base + 2 i; 0 = free ports
     changes: Mapping[str, Any] = field(default_factory=dict)  # dotted fields of the spec
-    chaos_seed: int | None = None  # decides which peers are killed and restarted, and when
+    chaos_seed: int | None = None  # determines which peers are killed and restarted, and when
     num_stages: int = 1
 
     def check(self) -> None:
-        """Report mistakes before anything starts. Raises SettingsError and SpecError."""
+        """Check the plan before anything starts. Raises SettingsError or SpecError if it has a mistake."""
         spec, stages = self.spec(self.num_steps or MANY_STEPS), self.num_stages
         if spec.pipeline.stages != stages:
             raise SettingsError(
@@ -68,7 +69,7 @@ class DemoPlan:
         return index % self.num_stages if self.num_stages > 1 else None
 
     def spec(self, num_steps: int) -> TrainerSpec:
-        """Return the preset `tiny` with a schedule of `num_steps`, and rounds short enough for about a dozen."""
+        """Return the preset `tiny` with a schedule of `num_steps`, with rounds short enough for about a dozen."""
         tiny = PRESETS["tiny"]
         longest = max(1, min(tiny.outer.max_inner_steps, num_steps // FEWEST_ROUNDS))
         changes = {
@@ -145,7 +146,7 @@ def measure_pipeline_s(spec: TrainerSpec) -> float:
 
 
 def _lower_quartile_s(measure: Callable[[], float]) -> float:
-    """Return the lower quartile of many measurements, because other programs slow some of the steps down."""
+    """Return the lower quartile of many measurements, because other programs slow down some of them."""
     durations_s: list[float] = []
     while sum(durations_s) < MEASURED_S or len(durations_s) < MEASURED_STEPS:
         durations_s.append(measure())
@@ -153,7 +154,10 @@ def _lower_quartile_s(measure: Callable[[], float]) -> float:
 
 
 def cut_model(spec: TrainerSpec) -> tuple[int, ...]:
-    """Return the number of blocks of each stage. Call it in a process that has imported torch. Raises SpecError."""
+    """Return the number of blocks in each stage. Call it in a process that has imported torch.
+
+    Raises SpecError if there are more stages than blocks.
+    """
     from noloco_p2p.trainer.cut import cut_of
     from noloco_p2p.trainer.stage_needs import StageNeeds
 

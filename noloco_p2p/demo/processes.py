@@ -1,4 +1,4 @@
-"""Processes of a fork server that has imported torch, transformers and hivemind once.
+"""Starts processes from a fork server that has imported torch, transformers and hivemind.
 
 Importing them takes a core about four seconds. Forked peers do not have to repeat it.
 """
@@ -42,8 +42,9 @@ def fork_server() -> Any:
 
 
 def start_fork_server() -> None:
-    """Start the server with SIGINT blocked, because Ctrl-C also reaches it, and it ignores SIGINT only after its
-    imports.
+    """Start the fork server with SIGINT blocked.
+
+    Ctrl-C in the terminal also reaches the server, which does not ignore SIGINT until it has finished its imports.
     """
     resource_tracker.ensure_running()  # before blocking, because its start unblocks SIGINT
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -58,7 +59,7 @@ def start_fork_server() -> None:
 def workers(num_processes: int, *, what: str) -> Iterator[ProcessPoolExecutor]:
     """Yield a pool of processes that have imported torch. An interrupt ends them immediately.
 
-    Raises NolocoError when the work fails.
+    `what` names the work in error messages. Raises NolocoError when the work fails.
     """
     pool = ProcessPoolExecutor(num_processes, mp_context=fork_server(), initializer=_begin_worker)
     try:
@@ -76,15 +77,16 @@ def workers(num_processes: int, *, what: str) -> Iterator[ProcessPoolExecutor]:
 
 
 def _begin_worker() -> None:
-    # Ctrl-C in the terminal also reaches this process; the demo handles it
+    # Ctrl-C in the terminal also reaches this process, but the demo handles it
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
 def run_peer(main: Callable[[list[str]], int], arguments: list[str], log: Path) -> None:
-    """Run a peer in a process of the fork server. It has its own session, so Ctrl-C does not reach it.
+    """Run a peer in a process of the fork server.
 
-    The peer ends when the demo does, even if the demo is killed.
+    The process has its own session, so Ctrl-C in the terminal does not reach it. The peer leaves when the demo ends,
+    even if the demo is killed.
     """
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     os.setsid()
@@ -105,7 +107,7 @@ def _end_with_parent() -> None:
 
 
 class DemoPeer:
-    """One `noloco join` in a process. `status` is its last answer to `noloco status --json`, or None."""
+    """A peer that runs `noloco join` in its own process. `status` is the last status that it reported, or None."""
 
     def __init__(self, index: int, *, plan: DemoPlan, main: Callable[[list[str]], int]) -> None:
         self.index = index
@@ -161,7 +163,7 @@ class DemoPeer:
 
     @property
     def ending(self) -> str:
-        """Describe whether a failed peer ended by itself or by a signal."""
+        """A phrase that says whether a failed peer was killed or failed by itself."""
         code = self.exit_code or 0
         return f"was killed (signal {-code})" if code < 0 else f"failed (exit code {code})"
 

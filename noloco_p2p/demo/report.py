@@ -23,9 +23,9 @@ WHY_SOLO = {
 
 
 def evaluate_and_export(spec: TrainerSpec, folders: Sequence[Sequence[Path]], export_dir: Path) -> dict[str, float]:
-    """Evaluate and export the mean of the newest checkpoints in these folders of the run, grouped by stage.
+    """Merge the newest checkpoints of the peers, evaluate the merged model, and export it.
 
-    Call it in a process that has imported torch.
+    `folders` has one list of run folders for each stage. Call it in a process that has imported torch.
     """
     from noloco_p2p.trainer.export import export_model
     from noloco_p2p.trainer.model import build_tokenizer
@@ -64,7 +64,7 @@ def _half_reasons(events: Sequence[Mapping[str, Any]]) -> dict[str, int]:
 
 
 def report_lines(report: dict[str, Any]) -> list[str]:
-    """Format the report for people."""
+    """Return the lines of the report."""
     peers = report["peers"]
     mean = "mean" if peers[0]["stage"] is None else "mean of each stage,"
     return [
@@ -98,7 +98,7 @@ def _report_rows(peers: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
 
 
 def _reason_lines(peers: list[dict[str, Any]]) -> list[str]:
-    """Explain half and solo rounds, with one line per peer that had any."""
+    """Explain half and solo rounds, with one line for each peer that had any."""
     lines = []
     for index, peer in enumerate(peers):
         parts = [

@@ -32,14 +32,14 @@ from noloco_p2p.telemetry.progress import Draw, Progress
 TICKET_TIMEOUT_S = 300.0  # the first peer reads the corpus and measures its speed before it has a ticket
 LEAVE_TIMEOUT_S = 120.0  # each peer writes its last checkpoint
 POLL_S = 0.5
-KILL_EVERY_S = (8.0, 20.0)  # range of the random time between two kills with --chaos
+KILL_EVERY_S = (8.0, 20.0)  # range of the random time until the next kill with --chaos
 BACK_AFTER_S = (1.0, 5.0)
 COLUMNS = ("peer", "state", "step", "round", "loss", "tokens/s", "last swap with", "swaps", "half", "solo")
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """The current state that the demo shows.
+    """The state of a demo that is shown to the user.
 
     `done` and `total` count inner steps of the slowest peer (or head of a pipeline); both are 0 before training begins.
     `columns` are the names of the columns of `rows`. `left_s` is the number of seconds until training is done, or None
@@ -55,9 +55,10 @@ class View:
 
 
 class Demo:
-    """A demo. Call `run`, which yields a `View` twice a second until all peers are done, then `stop`, then `report`.
+    """A demo that runs real peers on this machine.
 
-    Always call `stop`. `main` runs `noloco` with the given arguments and returns its exit code.
+    Iterate over `run`, which yields a `View` twice a second until all peers are done. Then call `stop` and `report`.
+    Call `stop` even if `run` fails. `main` runs `noloco` with the given arguments and returns its exit code.
     """
 
     def __init__(self, plan: DemoPlan, main: Callable[[list[str]], int]) -> None:
@@ -71,7 +72,7 @@ class Demo:
         self._num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self._began_s = time.monotonic()
         self._trains_since: tuple[float, int] | None = (
-            None  # when all peers had begun, and the steps that they had done then
+            None  # the time when all peers had begun, and the steps they had done by then
         )
 
     @property
@@ -104,7 +105,7 @@ class Demo:
         yield replace(self._look(), doing="all peers are done")
 
     def _start_peer(self, index: int, target: str) -> DemoPeer:
-        """Register the peer before its process exists, so that `stop` finds it."""
+        """Start a peer. It is registered before its process exists, so that `stop` finds it."""
         peer = DemoPeer(index, plan=self.plan, main=self._main)
         self.peers.append(peer)
         peer.start(target)
@@ -131,7 +132,7 @@ class Demo:
         first.join()
 
     def _cut(self) -> dict[str, Any]:
-        """Return the spec changes that cut the model. Raises SpecError when there are more stages than blocks."""
+        """Return the changes of the spec that cut the model. Raises SpecError if there are more stages than blocks."""
         spec = self.plan.spec(MANY_STEPS)
         if spec.pipeline.stages == 1 or spec.pipeline.cut != "auto":
             return {}
@@ -139,7 +140,7 @@ class Demo:
             return {"pipeline.cut": pool.submit(cut_model, spec).result()}
 
     def _measure(self, cut: dict[str, Any]) -> Iterator[View]:
-        """Measure a step while all cores that the peers will use are busy, and derive the number of steps."""
+        """Measure an inner step while all cores that the peers will use are busy, and choose the number of steps."""
         spec = self.plan.spec(MANY_STEPS).with_changes(cut)
         measure = measure_step_s if spec.pipeline.stages == 1 else measure_pipeline_s
         at_once = min(self.plan.num_peers, self._num_cores)
@@ -162,7 +163,7 @@ class Demo:
             time.sleep(POLL_S)
 
     def _look(self) -> View:
-        """Ask every peer for its status."""
+        """Ask every peer for its status, and return what to show."""
         for peer in self.peers:
             if peer.exit_code is None:
                 peer.ask()
@@ -192,7 +193,7 @@ class Demo:
             process.kill()
 
     def report(self, draw: Draw) -> dict[str, Any]:
-        """Evaluate the swarm from the files of the peers that left cleanly. Call it after `stop`.
+        """Evaluate the peers that left cleanly, from their files, and return the report. Call it after `stop`.
 
         Raises NolocoError if no peer left cleanly.
         """
@@ -269,7 +270,7 @@ class Chaos:
         elif self._dead is None and now_s >= self._next_s and all(peer.is_back() for peer in self._peers):
             training = [peer for peer in self._peers if not peer.is_done()]
             if len(training) < 2:
-                return  # the last peer would be killed forever, with no partner left
+                return  # the last peer would be killed again and again, and has no partner
             victim = self._rng.choice(training)
             victim.kill()
             self._dead = victim, now_s + self._rng.uniform(*BACK_AFTER_S)

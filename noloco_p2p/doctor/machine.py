@@ -1,4 +1,4 @@
-"""The checks that need no swarm: ports, p2pd, disk, memory, accelerator, and the speed of the codecs."""
+"""Checks that need no swarm: ports, p2pd, disk, memory, accelerator, and the speed of the codec."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from noloco_p2p.trainer.compute import Compute, choose_device
 
 LOW_DISK_BYTES = 5 << 30
 LOW_MEMORY_BYTES = 2 << 30
-SLOW_CODEC_BYTES_PER_S = 200e6  # of fp32; if slower, a swap over a good link waits for the codec
+SLOW_CODEC_BYTES_PER_S = 200e6  # of fp32; a swap over a fast link waits for a slower codec
 CODEC_CHUNKS = 8
 
 
@@ -52,7 +52,7 @@ def ports(settings: PeerSettings) -> Check:
 
 
 async def p2pd() -> Check:
-    """Check that the libp2p daemon starts, using a temporary identity."""
+    """Check that the libp2p daemon starts. The check uses a temporary identity."""
     await asyncio.to_thread(kademlia.load)
     began_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="noloco-doctor-") as folder:
@@ -95,7 +95,7 @@ def memory() -> Check:
 
 
 def accelerator() -> Check:
-    """Check the GPUs, and show what `--device auto` and `--precision auto` choose here."""
+    """Check the GPUs, and report what `--device auto` and `--precision auto` choose on this machine."""
     device = choose_device("auto")
     chosen = f"auto selects {device} in {'bf16' if Compute().is_bf16(device) else 'fp32'}"
     if device.type == "cpu":
@@ -118,7 +118,7 @@ def free_time() -> Check:
 def codec_speed(name: str = "int8") -> Check:
     """Measure the encoding and decoding of one vector in preallocated memory, as in a swap.
 
-    The result is the best of three, in bytes of fp32 per second.
+    The speed is the best of three measurements, in bytes of fp32 per second.
     """
     codec, scratch = get_codec(name), Scratch()
     values, decoded = torch.randn(CHUNK_ELEMENTS), torch.empty(CHUNK_ELEMENTS)

@@ -44,7 +44,7 @@ USUAL_BYTES_PER_S = 12.5e6  # assumed for a link of unknown speed: 100 Mbit/s
 
 
 async def examine(ticket: Ticket, settings: PeerSettings) -> list[Check]:
-    """Run every check that needs the run. If no peer is found, the result is a single failed check."""
+    """Run all checks that need a run. If no peer is found, the result is a single failed check."""
     async with reader(ticket) as directory:
         try:
             await find_somebody(ticket, directory)
@@ -116,7 +116,7 @@ def _versions(directory: SwarmDirectory) -> Check:
 async def _dialled_back(
     peers: Sequence[Candidate], hello: Hello, session: Session, settings: PeerSettings, guard: DialGuard
 ) -> list[Check]:
-    """Check the clock and reachability, as seen by the first peers that answer."""
+    """Ask the first peer that answers to check the clock and the reachability of this machine."""
     faults = []
     async with _listening(settings) as ports:
         for peer in peers[:ASKED_PEERS]:
@@ -170,7 +170,7 @@ async def _listening(settings: PeerSettings) -> AsyncIterator[list[int]]:
         for port in (settings.listen_port, settings.libp2p_port):
             servers.append(await asyncio.start_server(hang_up, settings.listen_host.strip("[]"), port))
     except OSError:
-        pass  # the check of the ports reports the reason
+        pass  # the check of the ports reports why
     try:
         yield [server.sockets[0].getsockname()[1] for server in servers]
     finally:
@@ -179,7 +179,7 @@ async def _listening(settings: PeerSettings) -> AsyncIterator[list[int]]:
 
 
 async def _download(peers: Sequence[Candidate], transport: GrpcTransport) -> tuple[StateManifest | None, float, Check]:
-    """Download a few chunks from the first peer that serves its state, and discard them.
+    """Measure the download speed with a few chunks from the first peer that serves its state.
 
     Return the manifest of the state, the speed in bytes per second, and the check.
     """

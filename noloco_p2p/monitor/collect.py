@@ -38,7 +38,9 @@ class Watcher:
     def __init__(self, ticket: Ticket) -> None:
         self.ticket = ticket
         self.roster = Roster()
-        self.sketches: dict[int, Sketches] = {}  # by stage: peers of different stages are not replicas of each other
+        self.sketches: dict[
+            int, Sketches
+        ] = {}  # by stage, because peers of different stages are not replicas of each other
         self.spreads: dict[int, Spread] = {}
         self.directory_age_s = 0.0
         self.headcount: Headcount | None = None
@@ -66,7 +68,7 @@ class Watcher:
         return [member for member in members if member.health(self.now_s) in (Health.ALIVE, Health.SILENT)]
 
     def summary(self) -> dict[str, Any]:
-        """Return everything that is known as JSON values. The peers are ordered by id."""
+        """Return everything that is known about the swarm as JSON values, with the peers ordered by id."""
         members = sorted(self.roster.members.items())
         stages = stage_rows([member.record for member in self.living()], self.spreads)
         told = notices(
@@ -95,7 +97,7 @@ class Watcher:
         return self.headcount.others if self.headcount and self.headcount.is_estimate else None
 
     def totals(self) -> dict[str, Any]:
-        """Return totals of the swarm: speed, loss and progress of living peers that train, and counters of all members.
+        """Return the totals of the swarm.
 
         In a run with stages, only the heads count for the speed, because each token passes through all stages. The
         spread is the largest spread of any stage.
@@ -120,7 +122,7 @@ class Watcher:
         }
 
     def has_common_marks(self) -> bool:
-        """Whether most sketches can be compared, in each stage with at least two peers that publish one."""
+        """Return whether most sketches can be compared in each stage where at least two peers publish one."""
         return all(
             stage in self.spreads and self.spreads[stage].num_peers >= MOST * sketches.num_peers
             for stage, sketches in self.sketches.items()
@@ -135,7 +137,7 @@ class Watcher:
 
 
 async def snapshot(ticket: Ticket) -> dict[str, Any]:
-    """Read the swarm once. Raises Unreachable if there is no record of the run.
+    """Read the swarm once, and return its summary. Raises Unreachable if no peer of the run is found.
 
     If too few peers have comparable sketches, it keeps reading until every peer has announced itself again.
     """
@@ -153,7 +155,7 @@ async def snapshot(ticket: Ticket) -> dict[str, Any]:
 
 
 def describe(record: PeerRecord, age_s: float) -> dict[str, Any]:
-    """Return one peer's record as JSON values. `age_s` is the age of the record."""
+    """Return the record of one peer as JSON values. `age_s` is the age of the record."""
     return {
         "peer_id": record.peer_id,
         "name": record.name,

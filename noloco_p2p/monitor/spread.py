@@ -1,8 +1,8 @@
 """Estimates how far apart the replicas are from the sketches in their records, without fetching any weights.
 
-spread = sqrt(mean_i |phi_i - mean|^2) / |mean|, where phi_i is the slow weights of peer i: the same quantity that
-`trainer.swarm_evaluation` measures on checkpoints. Distances come from the sketches, norms are published exactly, and
-|mean|^2 = mean_i |phi_i|^2 - mean_i |phi_i - mean|^2.
+spread = sqrt(mean_i |phi_i - mean|^2) / |mean|, where phi_i are the slow weights of peer i. It is the quantity that
+`trainer.swarm_evaluation` measures on checkpoints. The distances follow from the sketches, and the records contain the
+exact norms. The norm of the mean follows from |mean|^2 = mean_i |phi_i|^2 - mean_i |phi_i - mean|^2.
 
 Peers make sketches at marks, which are fixed points of the schedule (`peer/sketcher.py`), and only sketches of the same
 mark can be compared. A record holds one sketch, and peers reach a mark and announce it at different times. For this
@@ -49,7 +49,7 @@ class Spread:
 
 @dataclass(slots=True)
 class _Kept:
-    text: str = ""  # the last packed sketch, because most reads return the same one again
+    text: str = ""  # the last packed sketch, because most reads return it again
     by_mark: dict[int, Sketch] = field(default_factory=dict)  # the newest is last
 
     def take(self, text: str) -> None:
@@ -71,7 +71,7 @@ class Sketches:
 
     @property
     def num_peers(self) -> int:
-        """The number of peers with a readable sketch."""
+        """The number of peers with a valid sketch."""
         return len(self._by_peer)
 
     def take(self, records: Iterable[PeerRecord]) -> None:
@@ -105,7 +105,7 @@ class Sketches:
 
 
 def _squares(sketches: Mapping[str, Sketch]) -> dict[str, float] | None:
-    """Return |phi_i - mean|^2 / |mean|^2 of each peer at one mark.
+    """Return |phi_i - mean|^2 / |mean|^2 for each peer at one mark.
 
     A value can be negative, because the expected rounding error of the integers is subtracted.
     """

@@ -22,13 +22,13 @@ Peer = dict[str, Any]
 STYLES = {"alive": "", "silent": "yellow", "leaving": "cyan", "left": "dim", "gone": "dim"}
 LEVELS = {"bad": "bold red", "warn": "yellow", "info": "dim"}
 MAX_NOTICES = 4
-STAGES_SHARE = 3  # stages take at most a third of the height
+STAGES_SHARE = 3  # the table of stages uses at most a third of the height
 GAP = 2  # between two columns
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of the tables of peers and of stages.
+    """A column of the table of peers or of the table of stages.
 
     `show` formats a cell. `key` sorts the rows, with None last. Stages are not sorted. On a narrow terminal, the
     columns of the highest `rank` are left out first.
@@ -51,7 +51,7 @@ def _why(peer: Peer) -> str:
 
 
 def state_of(peer: Peer) -> str:
-    """Return the state that a live peer reports, or the health of any other peer."""
+    """Return the state that a peer reports if it is alive, and its health otherwise."""
     if peer["health"] != Health.ALIVE:
         return peer["health"]
     return f"{peer['state']} ({peer['paused_by']})" if peer["paused_by"] else peer["state"]
@@ -140,7 +140,7 @@ def _part(share: float | None) -> str:
 
 
 def headline(swarm: dict[str, Any]) -> str:
-    """Format the first line: `run tiny: 3 alive, 1 gone | 12.3k tokens/s | loss 1.498 | spread 0.39 % | 34 % done`."""
+    """Return the first line: `run tiny: 3 alive, 1 gone | 12.3k tokens/s | loss 1.498 | spread 0.39 % | 34 % done`."""
     totals = swarm["totals"]
     counts = ", ".join(f"{totals[kind]} {kind}" for kind in Health if totals[kind]) or "no known peers"
     parts = [f"run {swarm['run']}: {counts}", f"{count(totals['tokens_per_s'])} tokens/s"]
@@ -154,7 +154,7 @@ def headline(swarm: dict[str, Any]) -> str:
 
 
 def rounds_line(swarm: dict[str, Any]) -> str:
-    """Format the outcomes: `rounds: 120 swapped, 3 half, 5 alone (4 refused, 1 slow) | 1.2 GiB out, 1.2 GiB in`."""
+    """Return the second line: `rounds: 120 swapped, 3 half, 5 alone (4 refused, 1 slow) | 1.2 GiB out, 1.2 GiB in`."""
     totals = swarm["totals"]
     causes = [f"{number} {cause.replace('_', ' ')}" for cause, number in totals["alone_by_cause"].items() if number]
     why = f" ({', '.join(causes)})" if causes else ""
@@ -165,7 +165,7 @@ def rounds_line(swarm: dict[str, Any]) -> str:
 
 
 def view(swarm: dict[str, Any], choice: Choice, *, width: int, height: int) -> Group:
-    """Draw a page of `width` x `height`, with the headline, notices, stages, and as many peers as fit."""
+    """Draw a page of `width` x `height` cells, with the headline, notices, stages, and as many peers as fit."""
     from rich.console import Group
     from rich.text import Text
 
@@ -220,9 +220,9 @@ def _drawn(
 
 
 def columns_of(swarm: dict[str, Any]) -> tuple[Column, ...]:
-    """Return the columns of the table of peers. Stages and names are shown only if there are any.
+    """Return the columns of the table of peers, with stages and names only if there are any.
 
-    The name comes before the state, whose letters separate a right-to-left name from the numbers.
+    The state follows the name, because its letters separate a name in a right-to-left script from the numbers.
     """
     stage = (STAGE_OF_PEER,) if swarm["stages"] else ()
     name = (NAME_OF_PEER,) if any(peer["name"] for peer in swarm["peers"]) else ()
@@ -242,7 +242,7 @@ def fitting(
 
 
 def plain(swarm: dict[str, Any], choice: Choice | None = None) -> list[str]:
-    """Return the headline, the notices, and one aligned line per stage and per peer, for logs and pipes."""
+    """Return the headline, the notices, and a line for each stage and each peer, for logs and pipes."""
     peers, stages = (choice or Choice()).of(swarm["peers"]), swarm["stages"]
     return [
         *(headline(swarm), rounds_line(swarm)),
@@ -253,5 +253,5 @@ def plain(swarm: dict[str, Any], choice: Choice | None = None) -> list[str]:
 
 
 def _aligned(rows: Sequence[dict[str, Any]], columns: Sequence[Column]) -> list[str]:
-    """Return a header, and a line per row."""
+    """Return a header, and a line for each row."""
     return aligned([tuple(column.name for column in columns), *fitting(rows, columns, width=None)[1]])

@@ -1,4 +1,4 @@
-"""A virtual clock, which is an event loop whose time jumps to the next timer, and an executor without threads."""
+"""Provides a virtual clock for coroutines, and an executor without threads."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def __init__(self) -> None:
         super().__init__()
         self._now_s = 0.0
-        # A timer must not fire even slightly early: code whose time has not come would wait again, and because
-        # nothing else moves the clock, it would wait forever.
+        # A timer must never fire early. Otherwise, its code would see that its time has not come and wait again, and
+        # because nothing else moves the clock, it would wait forever.
         self._clock_resolution = 0.0
-        self._selector = self  # `BaseEventLoop` waits by calling its `select`
+        self._selector = self  # `BaseEventLoop` waits by calling `select` of this object
 
     def time(self) -> float:
         return self._now_s
@@ -39,8 +39,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return []
 
     def _is_busy(self) -> bool:
-        """Whether a coroutine can run now."""
-        ready: Sized = getattr(self, "_ready")  # noqa: B009 - of BaseEventLoop, which stubs do not show
+        """Return whether a coroutine can run now."""
+        ready: Sized = getattr(self, "_ready")  # noqa: B009 - the type stubs lack it
         return len(ready) > 0
 
     def _process_events(self, event_list: list[Any]) -> None:
@@ -51,7 +51,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
 
 class InlineExecutor(Executor):
-    """Runs each call at once, in the thread that submits it, so that encoding a vector takes no virtual time."""
+    """Runs each call at once in the thread that submits it, so that work like encoding takes no virtual time."""
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         future: Future[T] = Future()

@@ -1,4 +1,4 @@
-"""The model, data and held-out text of every replica of a simulation, built in the same way as the trainer's."""
+"""Builds the model, data and held-out text of the replicas of a simulation, in the same way as the trainer."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ class Material:
         """Open the batches of a replica. `{replica}` in a binding is its number, so each replica can read different
         files.
 
-        If `batch_size` is None, it is `train.batch_size`. The sequences and their order do not depend on it.
+        `{replica}` in a binding is replaced by the number of the replica, so that each replica can read different
+        files. If `batch_size` is None, it is `train.batch_size`. The sequences and their order do not depend on it.
         """
         return TokenStream(
             self.spec.data,
@@ -64,6 +65,6 @@ class Material:
         return evaluate_loss(model, self.validation)
 
     def loss_of(self, weights: Tensor, scratch: PreTrainedModel) -> float:
-        """Return the validation loss of a flat vector, by writing it into the weights of `scratch`."""
+        """Return the validation loss of a flat vector of weights. This overwrites the weights of `scratch`."""
         FlatParameters(scratch).write(0, weights)
         return self.loss(scratch)

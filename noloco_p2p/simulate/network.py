@@ -21,10 +21,10 @@ LINKS = {IDEAL.name: IDEAL, **PROFILES}
 
 
 class LinkDirection(Protocol):
-    """One direction of one peer's link, shared by the frames of all its swaps."""
+    """One direction of a peer's link, which the frames of all its swaps share."""
 
     def carry(self, num_bytes: int, then: Callable[[], None]) -> None:
-        """Call `then` when these bytes, which enter now, have left the link. Bytes leave in order of entry."""
+        """Accept `num_bytes`, and call `then` when they have left the link. Bytes leave in order of entry."""
         ...
 
     async def drain(self) -> None:
@@ -63,9 +63,9 @@ class Link:
 
 
 class LinkNetwork(MemoryNetwork):
-    """The peers that can be reached, and their links.
+    """A network of reachable peers and their links.
 
-    `lose` is the share of calls whose connection breaks, at one of the first `frames_a_swap` frames of the caller.
+    `lose` is the fraction of calls whose connection breaks at one of the first `frames_a_swap` frames of the caller.
     """
 
     def __init__(self, *, lose: float = 0.0, frames_a_swap: int = 8, seed: int = 0) -> None:
@@ -129,7 +129,10 @@ class LinkTransport:
 
 
 class LinkStream:
-    """One end of a stream. Its frames pass its own up link and then the down link of the other end, in order."""
+    """One end of a stream.
+
+    Its frames pass the up link of this end, and then the down link of the other end, in order.
+    """
 
     def __init__(self, peer: str, up: LinkDirection, down: LinkDirection) -> None:
         self.other: LinkStream | None = None
@@ -137,7 +140,7 @@ class LinkStream:
         self._peer = peer
         self._up = up
         self._down = down
-        self._in_up: deque[Frame] = deque()  # in order, because timers for the same moment may fire in any order
+        self._in_up: deque[Frame] = deque()  # a queue, because timers for the same moment may fire in any order
         self._in_down: deque[Frame] = deque()
         self._received: asyncio.Queue[Frame | None] = asyncio.Queue()
         self._is_drained = False
@@ -148,7 +151,7 @@ class LinkStream:
         return self._peer
 
     def break_after(self, num_frames: int) -> None:
-        """Break the connection, for both ends, after this end has sent `num_frames`."""
+        """Break the connection for both ends after this end has sent `num_frames` frames."""
         self._frames_left = num_frames
 
     async def send(self, frame: Frame) -> None:

@@ -48,8 +48,8 @@ class Churn:
 class Plan:
     """The input of a simulation. `num_replicas` includes replicas that join later.
 
-    `step_s` is the virtual time of an inner step at speed 1. `speeds` and `links` have one item per replica, and repeat
-    if there are fewer items.
+    `step_s` is the virtual time of an inner step at speed 1. `speeds` and `links` have one item per replica. If there
+    are fewer items, they are repeated.
     """
 
     num_replicas: int
@@ -58,8 +58,8 @@ class Plan:
     speeds: tuple[float, ...] = (1.0,)
     links: tuple[LinkProfile, ...] = (IDEAL,)
     churn: Churn = Churn()
-    gates: GateLimits | None = None  # of all replicas; None = the gates of the spec
-    evaluations: int = 4  # points of the curve of validation loss
+    gates: GateLimits | None = None  # the gates of all replicas; None stands for the gates of the spec
+    evaluations: int = 4  # number of points on the curve of the validation loss
 
     def seconds_per_step(self, replica: int) -> float:
         return self.step_s / self.speeds[replica % len(self.speeds)]
@@ -71,8 +71,8 @@ class Plan:
 def parse_churn(text: str, *, num_replicas: int | tuple[int, ...]) -> Churn:
     """Parse comma-separated items such as those in EXAMPLE. Raises SettingsError, which names the wrong item.
 
-    In a run with stages, `num_replicas` has one number per stage, and events name a replica by its stage:
-    `crash:1.2@200`.
+    In a run with stages, `num_replicas` has one number per stage, and events also name the stage of a replica, for
+    example `crash:1.2@200`.
     """
     stages = (num_replicas,) if isinstance(num_replicas, int) else num_replicas
     events: list[Event] = []
@@ -111,7 +111,7 @@ def _event(match: re.Match[str], item: str, stages: tuple[int, ...]) -> Event:
 
 
 def parse_speeds(text: str) -> tuple[float, ...]:
-    """Parse relative speeds: `1,1,2,4`. Raises SettingsError."""
+    """Parse relative speeds like `1,1,2,4`. Raises SettingsError if they are not positive numbers."""
     try:
         speeds = tuple(float(part) for part in text.split(","))
     except ValueError:
@@ -124,7 +124,7 @@ def parse_speeds(text: str) -> tuple[float, ...]:
 def parse_links(names: Sequence[str]) -> tuple[LinkProfile, ...]:
     """Parse names of profiles, or a rate each way and the delay between two such peers, such as `100mbit-50ms`.
 
-    Raises SettingsError.
+    `100mbit-50ms` is a link with 100 Mbit/s in each direction, and with 50 ms of delay between two such peers.
     """
     return tuple(_link(name) for name in names) or (IDEAL,)
 

@@ -1,4 +1,4 @@
-"""Plots of the curves of a simulation. matplotlib is an extra: `pip install noloco_p2p[plot]`."""
+"""Plots the curves of a simulation. It needs matplotlib, which `pip install noloco_p2p[plot]` installs."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ BEAR_ABSENCE = (NOLOCO, "diloco", "diloco-nesterov", "ddp", "local")
 
 
 def check_rules(rules: Sequence[str], plan: Plan) -> None:
-    """Raise SettingsError if a rule does not exist or cannot follow the plan."""
+    """Raise SettingsError if a rule does not exist or does not support the plan."""
     for rule in rules:
         if rule not in RULE_NAMES:
             raise SettingsError(f"--rules {rule}: no such rule; choose from {', '.join(RULE_NAMES)}")
@@ -56,7 +56,7 @@ STAGED_RULES = (NOLOCO, "local")
 
 
 def check_stages(rules: Sequence[str], plan: StagedPlan, spec: TrainerSpec) -> None:
-    """Raise SettingsError if the simulation of a pipeline does not support a rule or a setting."""
+    """Raise SettingsError if a pipeline cannot be simulated with these rules and settings."""
     for rule in rules:
         if rule not in STAGED_RULES:
             raise SettingsError(f"--rules {rule} cannot be used with stages; choose from {', '.join(STAGED_RULES)}")

@@ -1,4 +1,4 @@
-"""The input of a simulation of a pipeline."""
+"""Defines and parses the input of a simulation of a pipeline."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _of(lists: tuple[tuple[T, ...], ...], stage: int, replica: int) -> T:
 
 
 def parse_replicas(text: str, *, num_stages: int) -> tuple[int, ...]:
-    """Parse one number for all stages (`8`) or one per stage (`4,8,4`). Raises SettingsError."""
+    """Parse one number for all stages (`8`) or one per stage (`4,8,4`). Raises SettingsError if it is neither."""
     parts = text.split(",")
     numbers = tuple(int(part) for part in parts if part.strip().isdigit())
     if len(numbers) != len(parts) or not all(1 <= number <= 256 for number in numbers):
@@ -83,7 +83,10 @@ def parse_replicas(text: str, *, num_stages: int) -> tuple[int, ...]:
 def by_stage(
     text: str, parse: Callable[[str], tuple[T, ...]], *, num_stages: int, flag: str
 ) -> tuple[tuple[T, ...], ...]:
-    """Parse comma-separated lists, with slashes between the stages. The last list also applies to all that follow."""
+    """Parse lists of values for each stage, separated by slashes. The last list also applies to all later stages.
+
+    Raises SettingsError if there are more lists than stages.
+    """
     lists = tuple(parse(part) for part in text.split("/"))
     if len(lists) > num_stages:
         raise SettingsError(f"{flag} {text} has lists for {len(lists)} stages, but there are only {num_stages}")
@@ -91,7 +94,7 @@ def by_stage(
 
 
 def parse_paths(text: str) -> Paths:
-    """Parse `fixed` or `random`. Raises SettingsError."""
+    """Return `text` if it is `fixed` or `random`. Raises SettingsError otherwise."""
     if text not in ("random", "fixed"):
         raise SettingsError(f"--paths {text} is unknown; choose random or fixed")
     return text

@@ -1,4 +1,4 @@
-"""Simulates a pipeline, and returns the results as values, as JSON and as a table."""
+"""Simulates a pipeline, and formats the results as JSON and as a table."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ COLUMNS = (
     *("stage", "replicas", "parameters", "steps", "computing %", "up %", "down %", "late steps", "late %", "lost %"),
     *("spread %", "swapped", "half", "alone", "sent per peer", "of which swaps"),
 )
-NUM_PATHS = 8  # random paths, over which the loss is averaged
+NUM_PATHS = 8  # number of random paths over which the loss is averaged
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,15 +110,15 @@ class StagedResult:
     """
 
     rule: str
-    loss: float  # mean over random paths, one replica of each stage
-    merged_loss: float  # of the mean of each stage
+    loss: float  # mean over random paths, which have one replica of each stage
+    merged_loss: float  # loss of the model that consists of the mean of each stage
     tokens: int  # tokens that reached a loss, in all sequences
-    trained_tokens: int  # how many of these tokens are in closed steps of the heads
+    trained_tokens: int  # number of these tokens in closed steps of the heads
     virtual_s: float  # until the last head has finished
     tokens_per_s: float
     predicted_tokens_per_s: float  # of the slowest stage
     latency_s: float
-    num_lost: int  # microbatches that a head gave up or whose gradient for its front did not arrive
+    num_lost: int  # microbatches that a head gave up, or whose gradient for its front did not arrive
     num_done: int
     num_rooms: int
     stages: tuple[StageResult, ...]
@@ -144,7 +144,7 @@ class StagedResult:
 def simulate_stages(
     material: Material, plan: StagedPlan, *, on_made: Callable[[list[StageNode]], None] | None = None
 ) -> StagedResult:
-    """Run the simulation. `material` belongs to a spec from `staged`.
+    """Run the simulation. `material` must belong to a spec from `staged`.
 
     `on_made` is called with the nodes before they run, so that the caller can inspect them afterwards.
     """

@@ -50,7 +50,7 @@ def staged(spec: TrainerSpec, num_stages: int) -> TrainerSpec:
 
 
 class StagedSwarm:
-    """The `stage_node.Pipeline` of a simulation. `material` belongs to a spec from `staged`."""
+    """The `stage_node.Pipeline` of a simulation. `material` must belong to a spec from `staged`."""
 
     def __init__(self, material: Material, plan: StagedPlan) -> None:
         self.material, self.plan, self.spec = material, plan, material.spec
@@ -61,7 +61,7 @@ class StagedSwarm:
         self.sizes = measure(model, sequence_length=self.spec.data.sequence_length)
         self.flops = [TaskFlops.of(self.sizes, self.cut, stage) for stage in range(plan.num_stages)]
         churn = plan.churn
-        # Peers read the records of their stage; links are those of the whole swarm.
+        # Each stage has its own network for swaps, but a peer has only one link.
         self.networks = [
             LinkNetwork(lose=churn.lose, seed=plan.seed * plan.num_stages + stage) for stage in range(plan.num_stages)
         ]
@@ -121,7 +121,7 @@ class StagedSwarm:
     def living(self, stage: int) -> list[StageNode]:
         return [node for node in self.stages[stage] if node.is_alive]
 
-    # the interface of nodes
+    # the interface that nodes use
 
     def node(self, name: str) -> StageNode:
         return self.nodes[name]
@@ -145,7 +145,7 @@ class StagedSwarm:
             node.tell_neighbours(())
 
     def launched(self, id: MicrobatchId) -> None:
-        """Draw whether the microbatch is lost, and in which of its computations after the first one."""
+        """Draw whether the microbatch is lost, and at which computation. It is never lost at its first one."""
         if self._losses.random() < self.plan.lost_share:
             stages = range(self.plan.num_stages)
             forwards = [(Kind.FORWARD if stage else Kind.LOSS, stage) for stage in stages]
@@ -158,7 +158,7 @@ class StagedSwarm:
         self.losses_s.append(asyncio.get_running_loop().time())
 
     def step_closed(self, node: StageNode) -> None:
-        """Evaluate the merged model if the first head has passed the next point."""
+        """Evaluate the merged model if the first head has passed the next point of the curve."""
         heads = self.living(0)
         if heads and node is heads[0] and node.progress * self.plan.evaluations >= len(self.curve) + 1 - 1e-6:
             loss = self.merged_loss([[each.fast_weights() for each in self.living(s)] for s in range(len(self.cut))])
@@ -216,11 +216,11 @@ class StagedSwarm:
     def _flops_per_s(self) -> float:
         """Return the FLOP/s of a peer at speed 1."""
         sizes, spec = self.sizes, self.spec
-        flops = 0.75 * sizes.num_blocks * sizes.block.flops + sizes.vocabulary.flops  # nothing is recomputed
+        flops = 0.75 * sizes.num_blocks * sizes.block.flops + sizes.vocabulary.flops  # without recomputation
         return flops * spec.train.batch_size * spec.data.sequence_length / self.plan.step_s
 
     def _draw(self, node: StageNode, drawn: set[str], stage: int, number: int, *, is_new_round: bool) -> None:
-        """Fill `drawn` up to `number` live peers of a stage. In a new round, replace one of them."""
+        """Fill `drawn` up to `number` listed peers of a stage. In a new round, replace one of them."""
         listed = [name for name in self.networks[stage].listed if name not in node.unreachable]
         if self.plan.paths == "fixed":
             drawn.clear()
@@ -264,7 +264,7 @@ class StagedSwarm:
         rate = min(self.plan.link(stage, number).down_mbit_s, self.plan.link(stage, donor.number).up_mbit_s)
         await asyncio.sleep(state_file_bytes(donor.state.num_elements, self.spec.outer) / (rate * 1e6 / 8))
         if donor.progress >= 1:
-            return  # training is over, and a head without a step to close would never finish
+            return  # training is over; a head that has no step to close would never finish
         self.neighbours(self._start(stage, number, donor), is_new_round=False)
 
     # the end

@@ -27,7 +27,7 @@ def drawing(say: Callable[[str], None]) -> Draw:
 
 
 class _Ticking:
-    """Redraws each long task in a thread, so that stalled work is also visible."""
+    """Redraws each long task from a thread, so that the display changes even when the work is stalled."""
 
     def __init__(self, say: Callable[[str], None], *, first_s: float, every_s: float) -> None:
         self._say = say
@@ -66,7 +66,7 @@ class _Ticking:
 
 
 class Lines(_Ticking):
-    """Prints lines, for logs and pipes."""
+    """Prints a line about each long task every few seconds, for logs and pipes."""
 
     def __init__(self, say: Callable[[str], None], *, every_s: float = LINE_EVERY_S) -> None:
         super().__init__(say, first_s=every_s, every_s=every_s)

@@ -22,7 +22,7 @@ class EventLog:
         self._failed = False
 
     def write(self, event: str, **fields: Any) -> None:
-        """Append an event. `fields` must be JSON values; non-finite numbers become null."""
+        """Append an event. `fields` must be JSON values. Non-finite numbers become null."""
         entry = {"v": EVENT_VERSION, "time_s": round(time.time(), 3), "event": event, **fields}
         line = json.dumps({key: _json_number(value) for key, value in entry.items()})
         try:
@@ -35,7 +35,7 @@ class EventLog:
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """Return all complete lines, or an empty list if the file does not exist yet."""
+    """Return the events in all complete lines, or an empty list if the file does not exist yet."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     except FileNotFoundError:

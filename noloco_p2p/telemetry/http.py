@@ -1,4 +1,4 @@
-"""A small HTTP server on an existing event loop. It is uvicorn, with signals and logging left unchanged."""
+"""Runs an HTTP server on an existing event loop. It is uvicorn, but does not touch signal handlers and logging."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAX_CONNECTIONS = 256
 class _Quiet(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Do nothing, because cli/ handles signals."""
+        """Do nothing, because `cli` handles signals."""
         yield
 
 
@@ -73,7 +73,7 @@ class HttpServer:
 
 
 def metrics_app(page: Callable[[], bytes]) -> Starlette:
-    """Return an ASGI app that serves /metrics and /healthz of a peer."""
+    """Return the ASGI app that serves /metrics and /healthz of a peer."""
     from starlette.applications import Starlette
     from starlette.requests import Request
     from starlette.responses import PlainTextResponse, Response

@@ -1,7 +1,7 @@
 """The table of all metrics of a peer, with the kind, unit and meaning of each metric, and where it is shown.
 
-Everything that shows a metric is generated from this table: the status of a peer, its events, its /metrics and its
-record in the directory; the monitor's JSON, tables, totals, curves and /metrics; and docs/metrics.md.
+Everything that shows a metric is generated from this table. It generates the status, events, /metrics and directory
+record of a peer, and the JSON, tables, totals, curves and /metrics of the monitor. It also generates docs/metrics.md.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class About:
 
 
 def _metric(kind: str, unit: str, meaning: str, default: Any, **shown: Any) -> Any:
-    """Return a field of `Metrics`. `shown` has further fields of `About`."""
+    """Return a field of `Metrics`. `shown` has the other fields of `About`."""
     return field(default=default, metadata={"about": About(kind, unit, meaning, **shown)})
 
 
@@ -114,13 +114,13 @@ class Metrics:
         total="sum",
     )
     alone_nobody: int = _metric(
-        "counter", "rounds", "solo rounds because no other live peer was training", 0, key="why:0"
+        "counter", "rounds", "rounds that were solo because no other live peer was training", 0, key="why:0"
     )
     alone_refused: int = _metric(
         "counter", "rounds", "solo rounds because the peers that were asked refused to swap", 0, key="why:1"
     )
     alone_no_answer: int = _metric(
-        "counter", "rounds", "solo rounds because the peers that were asked did not answer", 0, key="why:2"
+        "counter", "rounds", "rounds that were solo because the peers that were asked did not answer", 0, key="why:2"
     )
     alone_failed: int = _metric(
         "counter", "rounds", "solo rounds because a swap failed before anything was committed", 0, key="why:3"
@@ -155,7 +155,7 @@ class Metrics:
         "rounds undone because the swap raised the loss on a private batch; only with --max-loss-rise",
         0,
     )
-    clipped_gradients: int = _metric("counter", "swaps", "swaps whose outer gradient from the partner was clipped", 0)
+    clipped_gradients: int = _metric("counter", "swaps", "swaps in which the partner's outer gradient was clipped", 0)
     clipped_offsets: int = _metric(
         "counter",
         "pieces",
@@ -168,7 +168,7 @@ class Metrics:
     diverged: int = _metric(
         "counter",
         "rounds",
-        "rounds discarded because of non-finite weights; training restarted from the start of the round",
+        "rounds discarded because of non-finite weights; training then restarted from the start of the round",
         0,
     )
     late: int = _metric(
@@ -349,14 +349,14 @@ class Metrics:
 
     @property
     def alone_by_cause(self) -> dict[str, int]:
-        """Return the number of solo rounds by cause, which is a value of `gossip.outcome.LonelyCause`."""
+        """The number of solo rounds for each value of `gossip.outcome.LonelyCause`."""
         return {name.removeprefix("alone_"): getattr(self, name) for name in METRICS if name.startswith("alone_")}
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     def recorded(self, *, hides_contribution: bool = False) -> Metrics:
-        """Return the metrics in the peer's record, with few digits and without non-finite values."""
+        """Return the metrics that the peer publishes in its record, with few digits and without non-finite values."""
         hidden = CONTRIBUTION if hides_contribution else ()
         return Metrics(**{name: self._short(name) for name in RECORDED if name not in hidden})
 
@@ -370,13 +370,13 @@ class Metrics:
 METRICS: dict[str, About] = {item.name: item.metadata["about"] for item in fields(Metrics)}
 DEFAULTS: dict[str, Any] = {item.name: item.default for item in fields(Metrics)}
 NUMBERS = tuple(name for name, about in METRICS.items() if about.kind != "text")
-# What a peer may hide. The counts of rounds stay visible, because they show the health of the run.
+# A peer may hide these metrics. The counts of rounds stay visible, because they show the health of the run.
 CONTRIBUTION = ("trained_s", "tokens")
 RECORDED = tuple(name for name, about in METRICS.items() if about.key)
 IN_COLUMNS = sorted((name for name, about in METRICS.items() if about.column), key=lambda name: METRICS[name].rank)
-LARGEST = 2.0**53  # of any number in a record; browsers represent smaller integers exactly, and sums stay finite
+LARGEST = 2.0**53  # limit of the numbers in a record, so that browsers represent integers exactly and sums stay finite
 
 
 def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return the known numbers of `Metrics.as_dict()`."""
+    """Return the numbers in the result of `Metrics.as_dict` that are known."""
     return {name: float(metrics[name]) for name in NUMBERS if metrics.get(name) is not None}

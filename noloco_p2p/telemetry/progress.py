@@ -64,7 +64,8 @@ class Meter:
 class Task:
     """A task. `unit` is "bytes" or the plural of the things that are counted. `total` is None until it is known.
 
-    `what` is a description, or a function that returns the current one.
+    `what` is a description, or a function that returns the current one. `unit` is "bytes", or the plural of what is
+    counted. `total` is None until it is known.
     """
 
     def __init__(self, what: str | Callable[[], str], *, unit: str, now_s: float) -> None:
@@ -79,7 +80,7 @@ class Task:
         return self._what if isinstance(self._what, str) else self._what()
 
     def report(self, done: int, total: int) -> None:
-        """Report progress. Any thread may call this."""
+        """Report that `done` of `total` is done. Any thread can call this."""
         self.total = total
         self.meter.add(done, now_s=time.monotonic())
 
@@ -97,7 +98,7 @@ class Task:
 
 
 class Draw(Protocol):
-    """Shows tasks to a person. The thread that does the work calls it."""
+    """Shows tasks to a person. It is called by the thread that does the work."""
 
     def begin(self, task: Task) -> None: ...
 
@@ -105,7 +106,7 @@ class Draw(Protocol):
 
 
 class Progress:
-    """The running tasks, innermost last. Without `draw` they are only recorded."""
+    """The running tasks, with the innermost task last. Without `draw`, they are recorded but not shown."""
 
     def __init__(self, draw: Draw | None = None) -> None:
         self._draw = draw
@@ -138,7 +139,7 @@ class Progress:
 
 
 def line(task: dict[str, Any]) -> str:
-    """Format a task: `fetching the state: 120.0 MiB of 953.7 MiB, 12.3 MiB/s, 68 s left`, from `Task.as_dict`."""
+    """Format the values of `Task.as_dict`: `fetching the state: 120.0 MiB of 953.7 MiB, 12.3 MiB/s, 68 s left`."""
     show = mib if task["unit"] == "bytes" else count
     unit = "" if task["unit"] in ("bytes", "") else f" {task['unit']}"
     if task["total"] is None:

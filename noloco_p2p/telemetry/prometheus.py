@@ -20,7 +20,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One metric at /metrics, where the names of counters end with `_total`. `labels` are the names of its labels."""
+    """One metric at /metrics, where the names of counters end in `_total`. `labels` has the names of its labels."""
 
     name: str
     kind: str
@@ -136,5 +136,5 @@ def _page(collect: Callable[[], Iterator[Metric]]) -> bytes:
     from prometheus_client import CollectorRegistry, generate_latest
 
     registry: CollectorRegistry = CollectorRegistry(auto_describe=False)
-    registry.register(_Collector(collect))  # pyright: ignore[reportArgumentType] - the seam is `collect()` alone
+    registry.register(_Collector(collect))  # pyright: ignore[reportArgumentType] - it only needs `collect`
     return generate_latest(registry)

@@ -1,7 +1,6 @@
-"""How a monitor aggregates one metric over all peers.
+"""Defines how a monitor aggregates a metric over all peers.
 
-`About.total` names one of the WAYS below. The names of the totals, their units and their meanings follow from the
-metrics.
+`About.total` names one of the WAYS below. The name, unit and meaning of each total are derived from the metric.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ Values = Sequence[float]
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """The metrics of the peers that a total can count.
+    """The metrics of the peers over which totals are computed.
 
     `listed` has all known peers, and `living` has the peers that are alive or silent. `training` has the living peers
     that are training now. In a run with stages it has only the heads, because each token passes through all stages.

@@ -1,4 +1,6 @@
-"""Faults at an exact frame of a stream. The same plan always gives the same fault.
+"""Injects faults at exact frames of a stream. The same plan always causes the same faults.
+
+For example:
 
 plan = FaultPlan().fail_at(At(Chunk, section=SectionName.OUTER_GRADIENT, index=1), send=FlipBit(3))
 faults = plan.wrapper()
@@ -22,13 +24,13 @@ from noloco_p2p.errors import TimedOut, Unreachable
 from noloco_p2p.gossip.frames import Chunk, End, Frame, Header, Part, SectionName, chunk_digest
 from noloco_p2p.gossip.seams import FrameStream
 
-# Which digests match a damaged payload: none, only the digest of its chunk, or also the digest of the whole section.
+# the digests that match a damaged payload: none, only the one of its chunk, or also the one of the whole section
 Digests = Literal["stale", "chunk", "section"]
 
 
 @dataclass(frozen=True, slots=True)
 class At:
-    """The `nth` (from 1) frame of a stream and direction that matches all given fields."""
+    """A position in one direction of a stream: the `nth` frame, counted from 1, that matches all given fields."""
 
     kind: type[Frame] | UnionType = Frame
     section: SectionName | None = None
@@ -55,7 +57,7 @@ class Stall:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Lose the frame, but deliver later ones."""
+    """Lose the frame, but deliver all later frames."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +107,7 @@ class Lengthen:
 
 @dataclass(frozen=True, slots=True)
 class NotFinite:
-    """Set all bits of a chunk's payload, which means NaN in every codec."""
+    """Set all bits of a chunk's payload, which every codec decodes to NaN."""
 
     digests: Digests = "section"
 
@@ -134,7 +136,7 @@ class Announce:
 
 @dataclass(frozen=True, slots=True)
 class Replace:
-    """Deliver another frame instead."""
+    """Deliver another frame instead of this one."""
 
     frame: Frame
 
@@ -144,7 +146,7 @@ Fault = Cut | Stall | Drop | Repeat | SwapWithNext | FlipBit | Truncate | Length
 
 @dataclass(frozen=True, slots=True)
 class FaultPlan:
-    """An immutable plan of faults and the frames at which they happen. Each fault fires once per stream."""
+    """An immutable plan of faults and the frames at which they happen. Each fault happens once per stream."""
 
     sending: tuple[tuple[At, Fault], ...] = ()
     receiving: tuple[tuple[At, Fault], ...] = ()
@@ -208,7 +210,7 @@ class _FaultyStream:
 
     async def receive(self, timeout_s: float) -> Frame:
         try:
-            async with asyncio.timeout(timeout_s):  # a stall is a frame that does not arrive
+            async with asyncio.timeout(timeout_s):  # a stall looks like a frame that does not arrive
                 while not self._arrived:
                     frame = await self._stream.receive(timeout_s)
                     self._arrived.extend(await self._through(self._incoming, frame))
@@ -235,7 +237,7 @@ class _FaultyStream:
 
 
 class _Direction:
-    """Counts the frames of one direction of one stream, and decides the fate of each."""
+    """Counts the frames in one direction of one stream, and decides what happens to each of them."""
 
     def __init__(self, faults: Sequence[tuple[At, Fault]], on_fault: Callable[[], None]) -> None:
         self._faults = faults
@@ -268,7 +270,7 @@ class _Direction:
                 return (*_altered(fault, frame), *held)
 
     def _repair(self, frame: Frame, *, digests: Digests = "stale") -> Frame:
-        """Make the End of a section match its damaged chunks, if the fault says so."""
+        """Make the digest in the End of a section match its damaged chunks, if the fault asks for that."""
         if isinstance(frame, Chunk):
             self._digests.setdefault(frame.section, []).append(frame.digest)
             if digests == "section":

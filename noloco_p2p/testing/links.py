@@ -16,7 +16,7 @@ class LinkProfile:
     down_mbit_s: float
     up_mbit_s: float
     delay_ms: float
-    jitter_ms: float  # added to the delay, uniform between 0 and this
+    jitter_ms: float  # maximum of a uniformly distributed addition to the delay
 
 
 HOME_FIBRE = LinkProfile("home-fibre", down_mbit_s=500, up_mbit_s=200, delay_ms=4, jitter_ms=1)
@@ -38,11 +38,11 @@ class Shape:
         self._delay_s = delay_ms / 1e3
         self._jitter_s = jitter_ms / 1e3
         self._rng = random.Random(seed)
-        self._free_s = 0.0  # when the last byte has been sent
+        self._free_s = 0.0  # when the last byte will have been sent
         self._last_due_s = 0.0
 
     def due_s(self, now_s: float, num_bytes: int) -> float:
-        """Return when `num_bytes` that enter now will have left the link. They never overtake earlier bytes."""
+        """Return when `num_bytes` that enter the link now will have left it. They never overtake earlier bytes."""
         self._free_s = max(self._free_s, now_s) + num_bytes / self._bytes_per_s
         due_s = self._free_s + self._delay_s + self._rng.uniform(0.0, self._jitter_s)
         self._last_due_s = max(self._last_due_s, due_s)

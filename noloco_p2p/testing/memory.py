@@ -1,4 +1,4 @@
-"""A network and a directory in memory, with the interfaces of `net` and `swarm`. All peers live on one event loop."""
+"""Implements the interfaces of `net` and `swarm` in memory. All peers share one event loop."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def unchanged(stream: FrameStream) -> FrameStream:
 
 
 class MemoryNetwork:
-    """The reachable peers. `add` registers a service under its peer id, and `remove` makes it unreachable.
+    """A network in memory. `add` registers a service under its peer id, and `remove` makes it unreachable.
 
     Directories show the peers in `listed`. A peer that is listed but cannot be reached has just died. Peers in `closed`
     get no offers, because their records say that nobody can call them.
@@ -54,7 +54,7 @@ class MemoryNetwork:
             raise Unreachable(f"{peer_id} is not reachable", peer=peer_id) from None
 
     def call(self, peer_id: str, stream: FrameStream) -> None:
-        """Let a peer answer an offer that arrives over `stream`."""
+        """Pass a stream to the peer, which answers the offer that arrives over it."""
         service = self.service(peer_id)
         self.own(asyncio.create_task(service.on_swap(self._wraps[peer_id](stream))))
 
@@ -69,7 +69,7 @@ class MemoryNetwork:
 
 
 class MemoryDirectory:
-    """All peers of a MemoryNetwork, except the owner."""
+    """A directory that lists all peers of a MemoryNetwork except its owner."""
 
     def __init__(self, network: MemoryNetwork, *, own_id: str) -> None:
         self._network = network
@@ -90,7 +90,7 @@ class MemoryDirectory:
 
 
 class MemoryTransport:
-    """Calls on a MemoryNetwork. `wrap` is applied to the streams that it opens."""
+    """A transport that calls peers of a MemoryNetwork. `wrap` is applied to the streams that it opens."""
 
     def __init__(
         self,

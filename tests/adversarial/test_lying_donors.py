@@ -86,7 +86,7 @@ LIES = {
     ),
     "garbage": Lie(data=lambda num_bytes: b"\xff" * num_bytes, why="not a safetensors file"),
     "other-shape": Lie(data=renamed, why="belongs to another model"),
-    "other-size": Lie(lambda weights: state_of(weights[:-1].clone()), why="another model, or has another size"),
+    "other-size": Lie(lambda weights: state_of(weights[:-1].clone()), why="another model or has the wrong size"),
     "far-ahead": Lie(progress=0.99, why="99.0 % of the schedule"),
     "nowhere": Lie(progress=float("nan"), why="nan % of the schedule"),
     "many-rounds": Lie(round=10**6, why="round 1000000"),

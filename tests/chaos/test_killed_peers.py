@@ -99,7 +99,7 @@ def test_a_killed_p2pd_is_started_again_and_training_does_not_notice(swarm: Swar
     done = len(swarm.b.events("round"))
     old = swarm.b.p2pd()
     old.kill()
-    swarm.b.wait_for("p2pd has ended (signal 9); restarting it")
+    swarm.b.wait_for("p2pd has stopped (signal 9); restarting it")
     new = until(swarm.b.find_p2pd, what="another p2pd")
     assert new.pid != old.pid
     swarm.b.swap_with(swarm.a, after=done + 3)

@@ -3,7 +3,7 @@
 
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
-// Colours that are far apart for neighbours in a list: steps of the golden angle.
+// Steps of the golden angle give neighbours in a list very different colours.
 function listColour(index) {
   const dark = matchMedia("(prefers-color-scheme: dark)").matches;
   return `hsl(${(210 + 137.5 * index) % 360} 62% ${dark ? 65 : 42}%)`;
@@ -46,7 +46,7 @@ class Chart {
       ...this.size(),
       cursor: { y: false, points: { show: this.series.length < 8 } },
       legend: { show: false },
-      padding: [null, 26, null, null], // half of the last time
+      padding: [null, 26, null, null], // space for half of the last label
       axes: [{ ...axis, values: (_, ticks) => clock(ticks), space: 70, size: 32 }, { ...axis, size: 58, values: (_, ticks) => ticks.map(this.format) }],
       series: [{}, ...this.series.map((one) => ({
         ...one, stroke: one.stroke.startsWith("--") ? colour(one.stroke) : one.stroke, spanGaps: true,

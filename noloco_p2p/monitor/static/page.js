@@ -109,7 +109,7 @@ async function loadHistory() {
 
 function shownCurves() {
   const shown = state.peers.size <= MANY_PEERS ? [...state.peers.values()] : state.words ? chosen() : [];
-  const heads = shown.filter((peer) => !peer.stage).map((peer) => peer.peer_id);  // the others have no loss
+  const heads = shown.filter((peer) => !peer.stage).map((peer) => peer.peer_id);  // other stages have no loss
   return state.peers.size <= MANY_PEERS ? heads.sort() : heads.slice(0, MANY_PEERS);
 }
 
@@ -192,7 +192,7 @@ function showHead() {
   text("t-alone-sub", causes.map((cause) => `${lately[cause]} ${cause.replace("_", " ")}`).join(", ") || (rounds ? `of ${rounds} rounds` : ""));
 }
 
-// Time left on the schedule at the pace of the last ten minutes.
+// Estimates the time left on the schedule from the progress in the last ten minutes.
 function left(progress) {
   const h = state.history;
   if (!h || progress === null || progress >= 1) return "";

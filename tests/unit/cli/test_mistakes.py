@@ -86,7 +86,7 @@ def test_a_wrong_spec_is_3_and_names_the_field(
         (["--listen", "nowhere"], "listen 'nowhere' must be HOST:PORT"),
         (["--listen", "localhost:0"], "must begin with an IP address of this machine"),
         (["--listen", "127.0.0.1:65535"], "must leave room for libp2p on PORT+1"),
-        (["--listen", "203.0.113.5:4000"], "this machine has no address 203.0.113.5"),
+        (["--listen", "203.0.113.5:4000"], "203.0.113.5 is not an address of this machine"),
         (["--announce", "host:abc"], "announce 'host:abc' must be HOST:PORT"),
         (["--device", "tpu"], "device 'tpu' must be auto, cpu, cuda:N (NVIDIA, AMD) or mps (Apple)"),
         (["--device", "cuda:97"], "--device cuda:97: torch finds"),

@@ -95,8 +95,8 @@ def test_a_request_is_answered() -> None:
 @pytest.mark.parametrize(
     ("messages", "takes", "sentence"),
     [
-        ((), True, "no request arrived"),
-        ((b"\xff",), True, "not a message of this protocol"),
+        ((), True, "no request was received"),
+        ((b"\xff",), True, "not a valid protocol message"),
         ((b"",), False, "was accepted"),
     ],
 )

@@ -201,7 +201,10 @@ def file_size_limit(num_bytes: int) -> Iterator[None]:
 def test_a_full_disk_leaves_the_earlier_checkpoint_and_nothing_else(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=1)
     good = checkpoints.save(1, files=tensors(), meta={})
-    with file_size_limit(100_000), pytest.raises(CheckpointError, match=r"round 2 cannot be written.*free disk space"):
+    with (
+        file_size_limit(100_000),
+        pytest.raises(CheckpointError, match=r"cannot write the checkpoint of round 2 .*free up disk space"),
+    ):
         checkpoints.save(2, files=tensors(size=100_000), meta={})
     assert folders(tmp_path) == [good.name]
     newest = checkpoints.newest()

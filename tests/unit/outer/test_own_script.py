@@ -88,7 +88,7 @@ def test_parameters_that_would_not_be_swapped_are_told(change: str, tmp_path: Pa
             model[0] = make_model()
         else:
             model[0].requires_grad_(False)
-        with pytest.raises(ModelError, match="create a new one"):
+        with pytest.raises(ModelError, match="create a new NoLoCo"):
             train(model, outer, num_steps=2)
 
 

@@ -91,7 +91,7 @@ def test_those_who_got_through_are_proof() -> None:
     found = verdict(PUBLIC, OPEN, OPEN, CLOSED)
     assert (found.state, found.sentence) == (
         Reach.DIRECT,
-        "2 of 3 peers that dialled back got through to port 31337",
+        "2 of 3 peers that dialled back reached port 31337",
     )
 
 
@@ -104,7 +104,7 @@ def test_a_closed_libp2p_port_is_told_to_a_direct_peer() -> None:
 def test_a_closed_port_comes_with_exact_advice() -> None:
     found = verdict(PUBLIC, CLOSED, CLOSED, OPEN)
     assert found.state == Reach.OUTBOUND_ONLY
-    assert "2 of 3 peers could not dial port 31337 (no answer within 4 s)" in found.sentence
+    assert "2 of 3 peers could not reach port 31337 (no answer within 4 s)" in found.sentence
     assert "forward TCP 31337 and 31338 to this machine" in found.sentence
     assert found.sentence.endswith("join with --announce 1.2.3.4")
     assert verdict(PUBLIC, CLOSED, relayed=True).state == Reach.RELAYED
