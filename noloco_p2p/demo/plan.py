@@ -102,7 +102,7 @@ def step_s_of_all(plan: DemoPlan, spec: TrainerSpec, *, step_s: float, num_cores
 
 
 def steps_that_fit(seconds: float, *, each_s: float) -> int:
-    """Return the number of inner steps per peer that fit into a demo of `seconds`. It is a multiple of 10, at least 60."""
+    """Return the number of inner steps per peer that fit into `seconds`, as a multiple of 10 and at least 60."""
     fitting = (seconds - START_AND_END_S) / each_s - START_AND_END_STEPS
     return max(FEWEST_STEPS, int(fitting) // 10 * 10)
 

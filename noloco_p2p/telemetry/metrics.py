@@ -117,19 +117,19 @@ class Metrics:
         "counter", "rounds", "rounds that were solo because no other live peer was training", 0, key="why:0"
     )
     alone_refused: int = _metric(
-        "counter", "rounds", "solo rounds because the peers that were asked refused to swap", 0, key="why:1"
+        "counter", "rounds", "rounds that were solo because the peers that were asked refused to swap", 0, key="why:1"
     )
     alone_no_answer: int = _metric(
         "counter", "rounds", "rounds that were solo because the peers that were asked did not answer", 0, key="why:2"
     )
     alone_failed: int = _metric(
-        "counter", "rounds", "solo rounds because a swap failed before anything was committed", 0, key="why:3"
+        "counter", "rounds", "rounds that were solo because a swap failed before anything was committed", 0, key="why:3"
     )
     alone_slow: int = _metric(
-        "counter", "rounds", "solo rounds because the swap was not ready by the boundary", 0, key="why:4"
+        "counter", "rounds", "rounds that were solo because the swap was not ready by the boundary", 0, key="why:4"
     )
     alone_refused_state: int = _metric(
-        "counter", "rounds", "solo rounds because the update filter rejected a partner's data", 0, key="why:5"
+        "counter", "rounds", "rounds that were solo because the update filter rejected a partner's data", 0, key="why:5"
     )
     refused_not_finite: int = _metric(
         "counter", "swaps", "swaps ended because a chunk from the partner contained NaN or infinity", 0

@@ -47,7 +47,11 @@ SWARM_PEERS = Family(
     f"{SWARM_PREFIX}_peers", "gauge", "peers", "peers by health, as judged by the monitor", ("health",)
 )
 SWARM_ALONE = Family(
-    f"{SWARM_PREFIX}_alone_rounds", "gauge", "rounds", "solo rounds of all listed peers, by cause", ("cause",)
+    f"{SWARM_PREFIX}_alone_rounds",
+    "gauge",
+    "rounds",
+    "solo rounds of all peers seen in the last hour, by cause",
+    ("cause",),
 )
 SWARM = (
     *(Family(f"{SWARM_PREFIX}_{total.name}", "gauge", total.unit, total.meaning) for total in TOTALS),

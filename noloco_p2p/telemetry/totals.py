@@ -40,9 +40,7 @@ class Way:
 
 
 WAYS = {
-    "sum": (
-        Way("", "sum over all listed peers (a peer stays listed for an hour after its last record)", "listed", sum, 0),
-    ),
+    "sum": (Way("", "sum over all peers seen in the last hour", "listed", sum, 0),),
     "speed": (Way("", "sum over the live peers that are training (with stages: over the heads)", "training", sum, 0),),
     "highest": (Way("", "highest value among live peers", "living", max),),
     "mean": (
