@@ -14,7 +14,7 @@ CHUNK_ELEMENTS = 262_144  # 1 MiB of fp32 fits in a core's cache, and an encoded
 
 CPU = torch.device("cpu")
 
-assert sys.byteorder == "little", "payloads are little-endian and are read as native numbers"
+assert sys.byteorder == "little", "big-endian machines are not supported, because payloads are little-endian"
 
 
 class Scratch:

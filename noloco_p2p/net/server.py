@@ -81,7 +81,7 @@ class GrpcServer:
         except (OSError, RuntimeError):
             self._proxy.close()
             raise SettingsError(
-                f"cannot listen on {host}:{port}: the port is in use, or this user may not use it; "
+                f"cannot listen on {host}:{port}: the port is in use, or you are not permitted to use it; "
                 "choose another port with --listen HOST:PORT"
             ) from None
         await self._server.start()

@@ -87,7 +87,7 @@ class Checkpoint:
             except OSError as error:
                 raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
             if found != expected:
-                raise CheckpointError(f"{path} is damaged: {found}, but the manifest says {expected}")
+                raise CheckpointError(f"{path} is damaged: found {found}, but the manifest says {expected}")
 
     def _read_manifest(self) -> dict[str, dict[str, Any]]:
         manifest = self._read_json(MANIFEST)

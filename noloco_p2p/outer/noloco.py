@@ -298,7 +298,7 @@ class NoLoCo:
             )
         if self._rounds.is_at_boundary:
             raise SettingsError(
-                "the round is at its boundary: call `poll` until it has ended before you take the next step"
+                "the round is at its boundary: before the next step, call `poll` until the round has ended"
             )
 
     def _take_step(self) -> bool:
@@ -515,7 +515,8 @@ class NoLoCo:
         if result.diverged:
             metrics.diverged += 1
             log.error(
-                "round %d | this peer's weights were non-finite and were reset to the start of the round", result.round
+                "round %d | this peer's weights were non-finite; restored the weights from the start of the round",
+                result.round,
             )
             if self._inner:
                 self._inner.restore({})  # its moments are non-finite as well

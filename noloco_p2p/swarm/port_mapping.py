@@ -181,7 +181,7 @@ class NatPmp:
                 with contextlib.suppress(TimeoutError):
                     answer = await asyncio.wait_for(loop.sock_recv(udp, 64), patience_s)
                     return _fields(answer, request[1], layout)
-        raise NoMapping("the router does not answer")
+        raise NoMapping("the router did not answer")
 
 
 def _fields(answer: bytes, operation: int, layout: str) -> tuple[Any, ...]:

@@ -273,7 +273,7 @@ class _Fetch:
         except (CheckpointError, CorruptPayload) as error:
             self._refuse(donor, error)
         except PeerError as error:
-            log.info("no state from %s: %s; %s", donor.address, error, self._missing())
+            log.info("could not fetch the state from %s: %s; %s", donor.address, error, self._missing())
             if isinstance(error, Refused) and error.code == RefuseCode.BUSY.name:
                 retry_s = max(self.limits.least_retry_s, min(error.retry_after_s, self.limits.longest_retry_s))
                 self.busy[donor] = self.clock() + retry_s
@@ -298,7 +298,7 @@ class _Fetch:
         return True
 
     def _refuse(self, donor: Candidate, error: Exception) -> None:
-        log.warning("no state from %s: %s; %s", donor.address, error, self._missing())
+        log.warning("could not fetch the state from %s: %s; %s", donor.address, error, self._missing())
         self.admission.refuse(donor, str(error))
 
     def _missing(self) -> str:

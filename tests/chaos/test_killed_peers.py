@@ -124,7 +124,7 @@ def test_a_full_disk_is_told_and_the_last_good_checkpoint_stays(swarm: Swarm) ->
     room = swarm.b.log.stat().st_size + 200_000  # enough for log and events, not for a checkpoint
     _, hard = resource.prlimit(swarm.b.process.pid, resource.RLIMIT_FSIZE)
     resource.prlimit(swarm.b.process.pid, resource.RLIMIT_FSIZE, (room, hard))
-    swarm.b.wait_for("cannot be written to")
+    swarm.b.wait_for("cannot write the checkpoint")
     saved = swarm.b.events("saved")[-1]
     swarm.b.round_where(lambda event: event["step"] > saved["step"], after=len(swarm.b.events("round")) + 2)
     newest = Checkpoints(folder).newest()

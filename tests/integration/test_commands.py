@@ -258,7 +258,7 @@ def test_a_named_peer_waits_for_its_hours_and_says_so(
             return capsys.readouterr().out.strip()
 
         assert owl.event("paused")["paused_by"] == "hours"
-        why = f"the time is outside {later}; training resumes by itself"
+        why = f"the current time is outside {later}; training will resume automatically"
         owl.wait_for(f"paused: {why}")
         lines = say("status").splitlines()
         assert lines[1] == "name      Night Owl"

@@ -210,7 +210,7 @@ def test_no_proof_and_a_proof_used_before_are_told_in_words() -> None:
         async with answering() as (service, there):
             for used, metadata, words in (
                 (False, (), "call Greet first"),
-                (True, None, "a proof is valid for one call"),
+                (True, None, "a proof is valid for only one call"),
                 (False, (("noloco-proof-bin", b"\xff"),), "not a valid protocol message"),
             ):
                 async with Connector(CALLER).dialled(there, timeout_s=PATIENCE_S) as connection:

@@ -97,7 +97,7 @@ def test_a_request_is_answered() -> None:
     [
         ((), True, "no request was received"),
         ((b"\xff",), True, "not a valid protocol message"),
-        ((b"",), False, "was accepted"),
+        ((b"",), False, "accepted no message"),
     ],
 )
 def test_who_says_nothing_or_nonsense_or_takes_nothing_is_not_waited_for(

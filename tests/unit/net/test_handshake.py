@@ -42,7 +42,7 @@ def test_none_of_a_thousand_replays_is_accepted() -> None:
     proof = proof_for(challenges)
     challenges.check(proof, ADDRESS)
     for _ in range(1000):
-        with pytest.raises(Refused, match="a proof is valid for one call"):
+        with pytest.raises(Refused, match="a proof is valid for only one call"):
             challenges.check(proof, ADDRESS)
 
 
@@ -54,7 +54,7 @@ def test_a_challenge_serves_for_one_try() -> None:
     wrong.signature = bytes(64)
     with pytest.raises(Refused, match="the signature was not"):
         challenges.check(wrong, ADDRESS)
-    with pytest.raises(Refused, match="used before"):
+    with pytest.raises(Refused, match="already been used"):
         challenges.check(proof, ADDRESS)
 
 

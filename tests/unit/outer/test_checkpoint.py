@@ -180,7 +180,7 @@ def test_a_damaged_checkpoint_is_skipped_with_a_warning(
 
 
 def test_a_folder_that_is_no_checkpoint_is_an_error_in_words(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"not a checkpoint: it has no manifest\.json"):
+    with pytest.raises(CheckpointError, match=r"not a checkpoint: it does not contain manifest\.json"):
         Checkpoint(tmp_path)
     path = Checkpoints(tmp_path).save(0, files=tensors(), meta={})
     with pytest.raises(CheckpointError, match=r"has no model\.safetensors; it has meta\.json, outer\.safetensors"):
@@ -216,14 +216,14 @@ def test_a_full_disk_leaves_the_earlier_checkpoint_and_nothing_else(tmp_path: Pa
 
 def test_a_full_disk_while_writing_the_small_files_is_the_same(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
-    with file_size_limit(1000), pytest.raises(CheckpointError, match="cannot be written"):
+    with file_size_limit(1000), pytest.raises(CheckpointError, match="cannot write"):
         checkpoints.save(0, files={}, meta={"long": "x" * 5000})
     assert folders(tmp_path) == []
 
 
 def test_a_folder_that_cannot_be_made_is_an_error_in_words(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(CheckpointError, match=r"cannot be written to .*file"):
+    with pytest.raises(CheckpointError, match=r"cannot write the checkpoint .*file"):
         Checkpoints(tmp_path / "file").save(0, files={}, meta={})
 
 

@@ -74,7 +74,7 @@ def test_one_peer_trains_one_model(tmp_path: Path) -> None:
         models = [make_model(), make_model()]
         first, second = (NoLoCo(model, None, peer, save_every_rounds=0) for model in models)
         train(models[1], second, num_steps=3)
-        with pytest.raises(SettingsError, match="trains one model"):
+        with pytest.raises(SettingsError, match="can train only one model"):
             first.step()
 
 

@@ -110,14 +110,14 @@ def test_a_closed_port_comes_with_exact_advice() -> None:
     assert verdict(PUBLIC, CLOSED, relayed=True).state == Reach.RELAYED
     punched = verdict(PUBLIC, CLOSED, relayed=True, num_holes=3)
     assert punched.state == Reach.PUNCHED
-    assert "to other such peers through holes in the routers, 3 so far" in punched.sentence
+    assert "other such peers by hole punching (connections so far: 3)" in punched.sentence
 
 
 def test_a_private_address_in_a_public_swarm_is_outbound_only_whoever_gets_through() -> None:
     found = verdict(PRIVATE, OPEN)
     assert found.state == Reach.OUTBOUND_ONLY
     assert "172.17.0.2 is a private address" in found.sentence
-    assert found.sentence.endswith("they get through to 1.2.3.4: join with --announce 1.2.3.4")
+    assert found.sentence.endswith("they can reach 1.2.3.4: join with --announce 1.2.3.4")
     assert "forward TCP 31337 and 31338" in verdict(PRIVATE).sentence
     assert verdict(PRIVATE, OPEN, abroad=False).state == Reach.DIRECT
 
