@@ -173,7 +173,7 @@ def view(swarm: dict[str, Any], choice: Choice, *, width: int, height: int) -> G
     lines: list[Text] = [Text(headline(swarm), style="bold"), Text(rounds_line(swarm), style="dim")]
     told = swarm["notices"][:MAX_NOTICES] or [{"level": "info", "text": "All is well."}]
     lines += [Text(notice["text"], style=LEVELS[notice["level"]]) for notice in told]
-    more = "and {} more; to see them, use --filter, --sort or a larger window"
+    more = "and {} more: use --filter, --sort or a larger window"
     stages = swarm["stages"][: height // STAGES_SHARE]
     used = sum(len(textwrap.wrap(line.plain, width)) for line in [*lines, Text(more)])
     used += len(stages) + 2 if stages else 0  # their header, and the line about hidden ones

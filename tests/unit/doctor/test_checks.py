@@ -130,7 +130,7 @@ def test_a_stage_that_does_not_fit_is_a_failure_only_where_none_does(tmp_path: P
     assert [check.level for check in none] == ["failed"] * 3 + ["ok"]
     unbound = model(spec.with_changes({"data.source": "mine"}), settings(tmp_path))
     assert (unbound[0].level, "--data mine=GLOB" in unbound[0].found) == ("warning", True)
-    assert unbound[0].fix == "hold another stage, or give the data"
+    assert unbound[0].fix == "hold another stage, or provide the data with --data"
 
 
 def test_a_spec_that_was_not_cut_is_a_failure_with_a_way_out(tmp_path: Path) -> None:
@@ -178,5 +178,5 @@ def test_what_is_not_installed_is_told(tmp_path: Path) -> None:
 def test_what_a_pause_can_go_by_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "on_battery", lambda: True)
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    gpu = "GPU use of other programs: not known, as the package nvidia-ml-py is not installed"
+    gpu = "GPU use of other programs: unknown, because the package nvidia-ml-py is not installed"
     assert machine.free_time() == Check("free time", "ok", f"on battery power; {gpu}")
