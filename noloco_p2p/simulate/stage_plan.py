@@ -76,7 +76,7 @@ def parse_replicas(text: str, *, num_stages: int) -> tuple[int, ...]:
             f"--replicas {text} is invalid: give a number from 1 to 256, or one number per stage: 4,8,4"
         )
     if len(numbers) not in (1, num_stages):
-        raise SettingsError(f"--replicas {text} has {len(numbers)} numbers, but there are {num_stages} stages")
+        raise SettingsError(f"--replicas {text} has {len(numbers)} numbers, but the number of stages is {num_stages}")
     return numbers * (num_stages // len(numbers))
 
 
