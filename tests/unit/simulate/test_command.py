@@ -59,7 +59,7 @@ def test_rules_side_by_side(spec: Path, tmp_path: Path, capsys: pytest.CaptureFi
         (["--link", "modem"], "--link modem is unknown"),
         (["--speeds", "0"], "--speeds 0 is invalid: give comma-separated numbers above 0"),
         (["--churn", "crash:9@1"], "--churn crash:9@1: no such replica (they are numbered 0 to 7)"),
-        (["--rules", "ddp", "--churn", "leave:1@1"], "replicas of ddp cannot join"),
+        (["--rules", "ddp", "--churn", "leave:1@1"], "with the rule ddp, replicas cannot join"),
         (["--churn", "crash:1.2@1"], "--churn crash:1.2@1 must name only a replica"),
         (["--replicas", "4,8"], "--replicas 4,8 has 2 numbers, but the number of stages is 1"),
         (["--lose", "0.1"], "--lose, --late-steps and --paths require --stages"),
