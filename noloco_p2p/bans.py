@@ -53,7 +53,11 @@ class BanList:
     def why(self, peer_id: str) -> str:
         """Return the reason for a ban, worded for the banned peer and for the log, or "" if there is no ban."""
         ban = self.all().get(peer_id)
-        return f"banned here for {max(1, round((ban.until_s - self._clock()) / 60))} min: {ban.reason}" if ban else ""
+        return (
+            f"banned here for another {max(1, round((ban.until_s - self._clock()) / 60))} min: {ban.reason}"
+            if ban
+            else ""
+        )
 
     def all(self) -> dict[str, Ban]:
         """Return the bans that are in effect now, by peer id."""
@@ -70,9 +74,7 @@ class BanList:
         try:
             public_key_of(peer_id)
         except ValueError:
-            raise SettingsError(
-                f"{peer_id!r} is not a peer id; `noloco status` and the log show the ids of peers"
-            ) from None
+            raise SettingsError(f"{peer_id!r} is not a peer id; `noloco status` and the log show peer ids") from None
         self._bans = {**self.all(), peer_id: Ban(reason, self._clock() + for_s)}
         self._save()
 
@@ -121,7 +123,7 @@ class BanList:
         except FileNotFoundError:
             return {}
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            log.warning("%s: the bans cannot be read: %s", self._path, error)
+            log.warning("%s: the ban list cannot be read: %s", self._path, error)
             return self._bans
 
     def _save(self) -> None:
@@ -130,7 +132,7 @@ class BanList:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(self._path, json.dumps(values).encode())
         except OSError as error:
-            raise SettingsError(f"{self._path}: the bans cannot be written: {error.strerror}") from None
+            raise SettingsError(f"{self._path}: the ban list cannot be written: {error.strerror}") from None
         self._stamp = self._stamp_of_file()
 
     def _stamp_of_file(self) -> tuple[int, int] | None:

@@ -84,7 +84,9 @@ class ControlServer:
             async with asyncio.timeout(ANSWER_TIMEOUT_S):
                 request = json.loads(await reader.readline())
                 handler = self._verbs.get(request.get("verb"))
-                reply = handler() if handler else {"error": f"unknown verb; known are {', '.join(self._verbs)}"}
+                reply = (
+                    handler() if handler else {"error": f"unknown verb; the known verbs are {', '.join(self._verbs)}"}
+                )
                 writer.write(json.dumps(reply).encode() + b"\n")
                 await writer.drain()
         except (TimeoutError, ValueError, AttributeError, ConnectionError):
@@ -111,11 +113,11 @@ def ask(state_dir: Path, verb: str, *, timeout_s: float = ANSWER_TIMEOUT_S) -> d
         except (FileNotFoundError, ConnectionRefusedError):
             return None
         except (TimeoutError, OSError) as error:
-            raise SettingsError(f"the peer in {state_dir} does not answer on its control socket: {error}") from None
+            raise SettingsError(f"the peer in {state_dir} is not answering on its control socket: {error}") from None
     try:
         return json.loads(line)
     except ValueError:
-        raise SettingsError(f"the peer in {state_dir} closed its control socket without an answer") from None
+        raise SettingsError(f"the peer in {state_dir} closed its control socket without answering") from None
 
 
 class FolderLock:
@@ -141,7 +143,8 @@ class FolderLock:
             os.close(self._file)
             self._file = None
             raise SettingsError(
-                f"another peer runs in {self._path.parent}; stop it with `noloco leave`, or use another --state-dir"
+                f"another peer is running in {self._path.parent}; stop it with `noloco leave`, or use another "
+                "--state-dir"
             ) from None
 
     def release(self) -> None:

@@ -36,7 +36,9 @@ class DialGuard:
         """Return the IP address to dial now for a peer's host. Raises Unreachable if the host must not be dialled."""
         address = await self._resolved(peer_id, host)
         if (peer_id, address) not in self._reached and not self._failures.take(address):
-            raise Unreachable(f"{FAILURES_A_MINUTE} dials to {address} within a minute reached no peer", peer=peer_id)
+            raise Unreachable(
+                f"{FAILURES_A_MINUTE} attempts to dial {address} within a minute reached no peer", peer=peer_id
+            )
         return address
 
     def reached(self, peer_id: str, address: str) -> None:
@@ -61,9 +63,11 @@ class DialGuard:
             async with asyncio.timeout(RESOLVE_S):
                 found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError):
-            raise Unreachable(f"{host} does not resolve here", peer=peer_id) from None
+            raise Unreachable(f"{host} cannot be resolved on this machine", peer=peer_id) from None
         addresses = [str(ip_of(str(each[4][0]))) for each in found]
         usable = [address for address in addresses if is_public(address)] if self.only_public else addresses
         if not usable:
-            raise Unreachable(f"{host} is a private address, which a peer in another network named", peer=peer_id)
+            raise Unreachable(
+                f"{host} resolves to a private address, but a peer on another network announced it", peer=peer_id
+            )
         return usable[0]

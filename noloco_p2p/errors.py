@@ -57,7 +57,7 @@ class PeerError(NolocoError):
     The error never reaches the training loop, because the round turns it into an outcome.
     """
 
-    advice = "training continues; if it happens with many peers, run `noloco doctor TICKET`"  # what to do about it
+    advice = "training continues; if this happens with many peers, run `noloco doctor TICKET`"  # what to do about it
 
     def __init__(self, message: str, *, peer: str = "") -> None:
         super().__init__(message[:MAX_SENTENCE])
@@ -68,7 +68,7 @@ class Unreachable(PeerError):
     """No connection to the peer could be made."""
 
     advice = (
-        "if it is one peer, do nothing: it is gone, or behind a firewall; "
+        "if this affects a single peer, do nothing: it is gone or behind a firewall; "
         "if no peer can be reached, run `noloco doctor TICKET`"
     )
 
@@ -76,13 +76,13 @@ class Unreachable(PeerError):
 class TimedOut(PeerError):
     """The peer is connected, but it is too slow or frozen."""
 
-    advice = "if it is one peer, do nothing; if it is all of them, check this machine's uplink and load"
+    advice = "if this affects a single peer, do nothing; if it affects all peers, check this machine's uplink and load"
 
 
 class Refused(PeerError):
     """The peer refused. `code` is meant for programs, and the message for people."""
 
-    advice = "if it says that the run, spec or version differs: use the same ticket and the same noloco_p2p everywhere"
+    advice = "if the run, spec or version differs, use the same ticket and the same version of noloco_p2p everywhere"
 
     def __init__(self, message: str, *, peer: str = "", code: str = "", retry_after_s: float = 0.0) -> None:
         super().__init__(message, peer=peer)
@@ -94,8 +94,8 @@ class CorruptPayload(PeerError):
     """The peer sent data that is damaged, non-finite, or not of the announced size."""
 
     advice = (
-        "none of it was applied; if it happens with many peers, test this machine's memory and network; if it says "
-        "that this peer's own gradient is not finite, lower the learning rate"
+        "none of the data was applied; if this happens with many peers, test this machine's memory and network; "
+        "if the error is about this peer's own gradient, lower the learning rate"
     )
 
 

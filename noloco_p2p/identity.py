@@ -53,10 +53,10 @@ class Identity:
         try:
             data = path.read_bytes()
         except FileNotFoundError:
-            raise IdentityError(f"{path} does not exist; `noloco id` creates one") from None
+            raise IdentityError(f"{path} does not exist; run `noloco id` to create it") from None
         except OSError as error:
             raise IdentityError(
-                f"{path}: the identity cannot be read: {error.strerror}; check its owner and mode"
+                f"{path}: the identity cannot be read: {error.strerror}; check the owner and mode of this file"
             ) from None
         return _decode(data, path)
 
@@ -91,7 +91,7 @@ def verify(peer_id: str, data: bytes, signature: bytes) -> bool:
 def public_key_of(peer_id: str) -> bytes:
     """Return the 32-byte public key in an Ed25519 peer id. Raises ValueError if it is not an Ed25519 peer id."""
     if len(peer_id) > MAX_ID_CHARS:
-        raise ValueError(f"{len(peer_id)} characters are not an Ed25519 peer id")
+        raise ValueError(f"a string of {len(peer_id)} characters is not an Ed25519 peer id")
     raw = base58.b58decode(peer_id)
     prefix = MULTIHASH_PREFIX + PUBLIC_PREFIX
     # The decoder ignores blanks, so without the last condition a peer could have many ids.
@@ -117,11 +117,11 @@ def _public_key(peer_id: str) -> Ed25519PublicKey:
 
 def _decode(data: bytes, path: Path) -> Identity:
     if data.startswith(b"\x08") and not data.startswith(PRIVATE_PREFIX[:2]):
-        raise IdentityError(f"{path} is not an Ed25519 key; move the file away and `noloco id` creates the right one")
+        raise IdentityError(f"{path} is not an Ed25519 key; move it away and run `noloco id` to create one")
     if len(data) != FILE_BYTES or not data.startswith(PRIVATE_PREFIX):
         raise IdentityError(
             f"{path} is not a libp2p Ed25519 private key ({len(data)} bytes, expected {FILE_BYTES}); "
-            "restore it from your backup, or move it away and `noloco id` creates a new one"
+            "restore it from your backup, or move it away and run `noloco id` to create a new one"
         )
     body = data[len(PRIVATE_PREFIX) :]
     private_key = Ed25519PrivateKey.from_private_bytes(body[:KEY_BYTES])

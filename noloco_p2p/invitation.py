@@ -60,14 +60,14 @@ class Invitation:
         """
         if len(data) != INVITATION_BYTES:
             raise TicketError(
-                f"the invitation has {len(data)} bytes instead of {INVITATION_BYTES}: ask for a new ticket"
+                f"the invitation has {len(data)} bytes instead of {INVITATION_BYTES}; ask for a new ticket"
             )
         sizes = (KEY_BYTES, TIME_BYTES, KEY_BYTES, KEY_BYTES, SIGNATURE_BYTES)
         run_key, expires, seed, secret, signature = _cut(data, sizes)
         found = cls(peer_id_of(run_key), int.from_bytes(expires, "big"), seed, secret, signature)
         public_key = Identity.from_seed(seed).public_key
         if not verify(found.run_key, INVITES + expires + public_key, signature):
-            raise TicketError("the invitation is not signed by the run key that it names: ask for a new ticket")
+            raise TicketError("the invitation is not signed by the run key that it names; ask for a new ticket")
         return found
 
     def check_time(self, now_s: float) -> None:
@@ -84,7 +84,7 @@ class Invitation:
     def check(self, membership: bytes, *, peer_id: str, now_s: float) -> None:
         """Check that another peer is invited to the same run. Raises NotInvited with the reason if it is not."""
         if len(membership) != MEMBERSHIP_BYTES:
-            raise NotInvited("this run is private, and the caller shows no invitation")
+            raise NotInvited("this run is private, and the caller presented no invitation")
         sizes = (KEY_BYTES, TIME_BYTES, SIGNATURE_BYTES, SIGNATURE_BYTES)
         public_key, expires, signature, own_signature = _cut(membership, sizes)
         if not verify(self.run_key, INVITES + expires + public_key, signature):

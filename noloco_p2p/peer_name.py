@@ -27,13 +27,14 @@ def check(text: str) -> str:
     name = _normalised(text)
     if refused := next((char for char in name if not char.isprintable() or char in INVISIBLE), None):
         raise ValueError(
-            f"{text!a} must not contain control characters or invisible characters such as U+{ord(refused):04X}"
+            f"{text!a} contains U+{ord(refused):04X}, but control characters and invisible characters are not allowed"
         )
     if len(name) > MAX_CHARS:
-        raise ValueError(f"{text!a} must have at most {MAX_CHARS} characters; it has {len(name)}")
+        raise ValueError(f"{text!a} is too long: it has {len(name)} characters, and the limit is {MAX_CHARS}")
     if _marks_too_much(name):
         raise ValueError(
-            f"{text!a} must have at most {MAX_MARKS} combining marks per character, and must not begin with one"
+            f"{text!a} is not allowed: a name has at most {MAX_MARKS} combining marks per character, and does not "
+            "begin with one"
         )
     return name
 

@@ -160,8 +160,9 @@ def _header(spec: TrainerSpec) -> list[str]:
     return [
         "# This is a run spec of noloco_p2p, which all peers of one run share.",
         f"# Model: {describe_size(spec)}.",
-        f"# One peer reads {tokens:,} tokens per inner step, {a_round}.",
-        "# Start the run with `noloco join FILE`. Any change makes a new run; `noloco fork` carries weights over.",
+        f"# One peer reads {tokens:,} tokens per inner step, and {a_round}.",
+        "# Start the run with `noloco join FILE`. If you change a setting, the file defines a new run; `noloco fork` "
+        "copies the weights into it.",
         "",
     ]
 

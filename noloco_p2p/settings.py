@@ -58,7 +58,7 @@ def parse_folders(pairs: list[str]) -> dict[str, str]:
     folders = _parse_pairs(pairs, "--model", "NAME=FOLDER, for example --model llama=/models/llama")
     for name, folder in folders.items():
         if not Path(folder).expanduser().is_dir():
-            raise SettingsError(f"--model {name}={folder}: there is no such folder")
+            raise SettingsError(f"--model {name}={folder}: this folder does not exist")
     return folders
 
 
@@ -67,7 +67,7 @@ def _parse_pairs(pairs: list[str], flag: str, form: str) -> dict[str, str]:
     for pair in pairs:
         name, equals, value = pair.partition("=")
         if not equals or not name or not value:
-            raise SettingsError(f"{flag} {pair!r} must be {form}")
+            raise SettingsError(f"{flag} {pair!r} must have the form {form}")
         bindings[name] = value
     return bindings
 
@@ -116,29 +116,34 @@ class PeerSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     listen: Annotated[
-        str, about("HOST:PORT to listen on. gRPC uses PORT and libp2p PORT+1. Port 0 picks two free ports.")
+        str, about("HOST:PORT to listen on. gRPC uses PORT, and libp2p uses PORT+1. Port 0 selects two free ports.")
     ] = f"0.0.0.0:{DEFAULT_PORT}"
-    announce: Annotated[str, about("HOST[:PORT] that others dial, if it differs from --listen.")] = ""
+    announce: Annotated[str, about("HOST[:PORT] that other peers dial, if it differs from --listen.")] = ""
     map_ports: Annotated[
-        AlwaysOrNever, about("Ask the router to forward the two ports (NAT-PMP, UPnP), unless --announce is given.")
+        AlwaysOrNever, about("Ask the router to forward both ports (by NAT-PMP or UPnP), unless --announce is given.")
     ] = "always"
     search_lan: Annotated[
-        AlwaysOrNever, about("Find peers of the run on the local network by mDNS, and let them find this one.")
+        AlwaysOrNever, about("Find peers of the run on the local network by mDNS, and let them find this peer.")
     ] = "always"
     device: Annotated[str, about(f"Device to train on: {DEVICES}.")] = "auto"
-    threads: Annotated[int, Field(ge=0), about("Number of torch threads."), Flag(default="torch decides")] = 0
-    max_steps: Annotated[Count | None, about("Leave after this many inner steps.")] = None
+    threads: Annotated[int, Field(ge=0), about("Number of torch threads."), Flag(default="chosen by torch")] = 0
+    max_steps: Annotated[Count | None, about("Leave the run after this many inner steps.")] = None
     gpus: Annotated[Count, about("Number of GPUs that share this peer's model.")] = 1
     precision: Annotated[
         Literal["auto", "bf16", "fp32"],
-        about("Precision of the forward and backward passes; auto uses bf16 on devices that are fast at it."),
+        about("Precision of the forward and backward passes; auto uses bf16 on devices where it is fast."),
     ] = "auto"
     micro_batch: Annotated[
-        int, Field(ge=0), about("Number of sequences per forward and backward pass."), Flag(default="as many as fit")
+        int,
+        Field(ge=0),
+        about("Number of sequences per forward and backward pass."),
+        Flag(default="as many as fit in memory"),
     ] = 0
-    compile: Annotated[bool, about("Compile the model (torch.compile).")] = False
-    activation_checkpointing: Annotated[bool, about("Use less memory, at the cost of a third more compute.")] = False
-    offload_optimizer: Annotated[bool, about("Keep optimizer moments in main memory, for small GPUs.")] = False
+    compile: Annotated[bool, about("Compile the model with torch.compile.")] = False
+    activation_checkpointing: Annotated[bool, about("Use less memory at the cost of a third more computation.")] = False
+    offload_optimizer: Annotated[bool, about("Keep the optimizer's moments in main memory instead of GPU memory.")] = (
+        False
+    )
     keep_checkpoints: Annotated[Count, about("Number of checkpoints to keep.")] = 2
     save_every_rounds: Annotated[Count, about("Number of rounds between checkpoints.")] = 10
     max_upload: Annotated[
@@ -151,33 +156,38 @@ class PeerSettings(BaseModel):
     ] = ""
     name: Annotated[
         str,
-        about(f"A public name of up to {peer_name.MAX_CHARS} characters. It does not prove who you are."),
+        about(f"A public name of up to {peer_name.MAX_CHARS} characters. It does not prove your identity."),
         Flag(default="none"),
     ] = ""
-    hide_contribution: Annotated[bool, about("Hide this peer's hours and tokens from others.")] = False
+    hide_contribution: Annotated[bool, about("Hide this peer's hours and tokens from other peers.")] = False
     when: Annotated[
         str,
         about(
-            "When to train: always, while the machine is idle (other programs hardly use its processor and GPU), or "
-            "between two times of day, for example 22:00-07:00."
+            "When to train: always, idle (only while other programs hardly use the processor and GPU), or between two "
+            "times of day, for example 22:00-07:00."
         ),
         Flag(metavar="always|idle|HH:MM-HH:MM"),
     ] = "always"
-    on_battery: Annotated[AlwaysOrNever, about("With never, pause while the machine runs on battery.")] = "always"
+    on_battery: Annotated[AlwaysOrNever, about("If set to never, pause while the machine is running on battery.")] = (
+        "always"
+    )
     on_busy_gpu: Annotated[
-        AlwaysOrNever, about("With never, pause while another program computes on this peer's GPU (NVIDIA).")
+        AlwaysOrNever, about("If set to never, pause while another program is using this peer's GPU (NVIDIA only).")
     ] = "always"
     max_loss_rise: Annotated[
         Annotated[float, Field(gt=0, allow_inf_nan=False)] | None,
         about(
-            "Undo a swap that raises the loss on a private batch by more than this. The check costs two forward passes "
-            "per round."
+            "Undo a swap that raises the loss on a private batch by more than this amount. The check costs two forward "
+            "passes per round."
         ),
         Flag(metavar="NATS", default="no check"),
     ] = None
     push_to_hub: Annotated[
         str,
-        about("Upload the last checkpoint to the Hugging Face hub when this peer leaves. A new repository is private."),
+        about(
+            "Upload the last checkpoint to the Hugging Face hub when this peer leaves. If the repository "
+            "does not exist, a private one is created."
+        ),
         Flag(metavar="OWNER/NAME", default="none"),
     ] = ""
     state_dir: Annotated[
@@ -187,39 +197,39 @@ class PeerSettings(BaseModel):
     ] = Field(default_factory=default_state_dir)
     data: Annotated[
         dict[str, str],
-        about("NAME=GLOB: the files of the data set that the spec calls NAME."),
+        about("NAME=GLOB: the files of the data set named NAME in the spec."),
         Flag(parse=parse_bindings),
     ] = {}
     models: Annotated[
         dict[str, str],
-        about("NAME=FOLDER: the folder of the model or tokenizer that the spec calls NAME."),
+        about("NAME=FOLDER: the folder of the model or tokenizer named NAME in the spec."),
         Flag(name="model", parse=parse_folders),
     ] = {}
     trackers: Annotated[
         tuple[Literal["tensorboard", "wandb"], ...],
-        about("Log to tensorboard or wandb, in addition to the JSONL file; can be repeated."),
+        about("Tracker to log to, in addition to the JSONL file: tensorboard or wandb. Can be repeated."),
         Flag(name="tracker"),
     ] = ()
     bootstrap: Annotated[
         tuple[str, ...],
-        about("Address of a peer to enter through: /ip4/../tcp/../p2p/.., or @FILE with such a line; can be repeated."),
+        about("Address of a peer to join through (/ip4/../tcp/../p2p/..), or @FILE to read it from. Can be repeated."),
         Flag(takes_file=True),
     ] = ()
     metrics: Annotated[str, about("Serve /metrics for Prometheus at this address."), Flag(metavar="HOST:PORT")] = ""
     stage: Annotated[
         Annotated[int, Field(ge=0)] | None,
-        about("Hold this stage of a run with stages; stage 0 reads the data."),
-        Flag(default="one that is needed"),
+        about("Stage that this peer holds, in a run with stages. Stage 0 reads the data."),
+        Flag(default="chosen automatically"),
     ] = None
     revive_from: Annotated[
         Path | None,
-        about("With --stage, start from these weights if no peer holds that stage any more."),
+        about("With --stage, start from these weights if no peer holds that stage."),
         Flag(metavar="CHECKPOINT|EXPORT"),
     ] = None
     max_memory: Annotated[
         str,
         about("Main memory that this peer may use, for example 8GB."),
-        Flag(metavar="SIZE", default="all of it"),
+        Flag(metavar="SIZE", default="no limit"),
     ] = ""
     run_key: Annotated[
         Path | None, about("File with the key of a private run, written by `noloco init --private`.")
@@ -231,12 +241,14 @@ class PeerSettings(BaseModel):
     def _listen_has_two_ports(cls, listen: str) -> str:
         host, port = split_address(listen)
         if port == LAST_PORT:
-            raise ValueError(f"{listen!r} must leave room for libp2p on PORT+1: choose a port below {LAST_PORT}")
+            raise ValueError(
+                f"{listen!r} leaves no port for libp2p, which uses PORT+1; choose a port below {LAST_PORT}"
+            )
         try:
             ipaddress.ip_address(host.strip("[]"))
         except ValueError:
             raise ValueError(
-                f"{listen!r} must begin with an IP address of this machine; 0.0.0.0 stands for all of them"
+                f"{listen!r} must begin with an IP address of this machine, or with 0.0.0.0 for all of its addresses"
             ) from None
         return listen
 
@@ -259,14 +271,14 @@ class PeerSettings(BaseModel):
     def _bootstraps_can_be_dialled(cls, bootstrap: tuple[str, ...]) -> tuple[str, ...]:
         for address in bootstrap:
             if not MULTIADDR.fullmatch(address):
-                raise ValueError(f"{address!r} must be an address such as /ip4/203.0.113.5/tcp/31338/p2p/12D3Koo..")
+                raise ValueError(f"{address!r} is not a peer address such as /ip4/203.0.113.5/tcp/31338/p2p/12D3Koo..")
         return bootstrap
 
     @field_validator("device")
     @classmethod
     def _device_is_known(cls, device: str) -> str:
         if not DEVICE.fullmatch(device):
-            raise ValueError(f"{device!r} must be {DEVICES}")
+            raise ValueError(f"{device!r} is not a known device; use {DEVICES}")
         return device
 
     @field_validator("models")
@@ -285,7 +297,7 @@ class PeerSettings(BaseModel):
     @classmethod
     def _repository_is_a_name(cls, repo: str) -> str:
         if repo and not HUB_NAME.fullmatch(repo):
-            raise ValueError(f"{repo!r} must be OWNER/NAME")
+            raise ValueError(f"{repo!r} must have the form OWNER/NAME")
         return repo
 
     @field_validator("name")
@@ -388,7 +400,7 @@ def split_address(address: str) -> tuple[str, int]:
     """Split HOST:PORT into the host and the port. Raises ValueError with a message for the user."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or int(port) > LAST_PORT:
-        raise ValueError(f"{address!r} must be HOST:PORT, for example 0.0.0.0:{DEFAULT_PORT}")
+        raise ValueError(f"{address!r} must have the form HOST:PORT, for example 0.0.0.0:{DEFAULT_PORT}")
     return host, int(port)
 
 
@@ -404,11 +416,13 @@ def parse_rate(rate: str) -> float:
     """
     match = RATE.fullmatch(rate.strip())
     if not match:  # "5mb" could mean either
-        raise ValueError(f"{rate!r} must be a rate in bits or bytes: 2500kbit, 40mbit, 1gbit, 500kB/s or 5MB/s")
+        raise ValueError(f"{rate!r} is not a rate in bits or bytes, such as 2500kbit, 40mbit, 1gbit, 500kB/s or 5MB/s")
     number, bits, num_bytes = match.groups()
     bytes_per_s = float(number) * RATE_UNITS[(bits or num_bytes).lower()] / (8 if bits else 1)
     if bytes_per_s < MIN_RATE_BYTES_PER_S:
-        raise ValueError(f"{rate!r} must be at least 2mbit (250kB/s): a slower peer would hold up its partners")
+        raise ValueError(
+            f"{rate!r} is too low: the minimum is 2mbit (250kB/s), because a slower peer would delay its partners"
+        )
     return bytes_per_s
 
 
@@ -416,7 +430,7 @@ def parse_hours(text: str) -> tuple[int, int]:
     """Convert a time range such as 22:00-07:00 to two minutes of the day. Raises ValueError for anything else."""
     match = HOURS.fullmatch(text.strip())
     if not match or match.group(1, 2) == match.group(3, 4):
-        raise ValueError(f"{text!r} must be always, idle, or two different times such as 22:00-07:00")
+        raise ValueError(f"{text!r} is not valid; use always, idle, or two different times such as 22:00-07:00")
     hours = [int(number) for number in match.groups()]
     return 60 * hours[0] + hours[1], 60 * hours[2] + hours[3]
 
@@ -425,7 +439,7 @@ def parse_memory(memory: str) -> int:
     """Convert an amount of memory such as 8GB, 512MB or 7.5GiB to bytes. Raises ValueError for anything else."""
     match = MEMORY.fullmatch(memory.strip())
     if not match:
-        raise ValueError(f"{memory!r} must be an amount of memory such as 512MB, 8GB or 7.5GiB")
+        raise ValueError(f"{memory!r} is not an amount of memory such as 512MB, 8GB or 7.5GiB")
     number, unit, binary = match.groups()
     power = "MGT".index(unit.upper()) + 2
     return int(float(number) * (1024 if binary else 1000) ** power)

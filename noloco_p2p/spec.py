@@ -57,7 +57,7 @@ YOUNG = (
 )
 RUN_SPEC_FIELD = "total_steps"  # at the top level of a RunSpec, but in the `train` section of a TrainerSpec
 OTHER_KIND = {
-    "RunSpec": "this run is trained by a script: start that script with the same spec or ticket",
+    "RunSpec": "this run is trained by a script; start that script with the same spec or ticket",
     "TrainerSpec": "this run is trained by `noloco join`, and a RunSpec has no model, data, train or evaluate section",
 }
 PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -76,11 +76,11 @@ class LoraSpec(Section):
     rank: Annotated[
         int, Field(ge=0), about("rank of the adapters; 0 means no adapters, so all weights are trained")
     ] = 0
-    alpha: Annotated[PositiveFloat, about("adapters are scaled by alpha / rank")] = 16.0
+    alpha: Annotated[PositiveFloat, about("the output of each adapter is multiplied by alpha / rank")] = 16.0
     dropout: Annotated[float, Field(ge=0, lt=1), about("dropout on the input of each adapter")] = 0.0
-    targets: Annotated[str, about("'all-linear', or comma-separated module names such as 'q_proj,v_proj'")] = (
-        "all-linear"
-    )
+    targets: Annotated[
+        str, about("modules with adapters: 'all-linear', or comma-separated names such as 'q_proj,v_proj'")
+    ] = "all-linear"
     base_dtype: Annotated[Literal["fp32", "bf16"], about("dtype of the frozen weights; bf16 halves their memory")] = (
         "fp32"
     )
@@ -90,7 +90,7 @@ class ModelSpec(Section):
     """A Llama of given sizes, or any causal language model by name (`pretrained`, with a `revision`)."""
 
     pretrained: Annotated[
-        str, about("OWNER/NAME on the hub, or a name that --model NAME=FOLDER binds; if empty, the sizes below apply")
+        str, about("OWNER/NAME on the hub, or a name bound with --model NAME=FOLDER; if empty, the sizes below apply")
     ] = ""
     revision: Annotated[
         str, about("commit or tag of `pretrained`; set it so that all peers start with the same weights")
@@ -103,24 +103,28 @@ class ModelSpec(Section):
     ] = 384
     hidden_size: Annotated[Size, about("hidden width, a multiple of num_heads")] = 128
     num_layers: Annotated[int, Field(gt=0, le=MAX_LAYERS), about("number of transformer blocks")] = 4
-    num_heads: Annotated[Size, about("number of attention heads, each 32 to 128 wide")] = 4
+    num_heads: Annotated[Size, about("number of attention heads; the usual width of a head is 32 to 128")] = 4
     num_kv_heads: Annotated[
         Size | None, about("number of key-value heads, by default num_heads; fewer heads use less memory")
     ] = None
-    mlp_size: Annotated[Size, about("inner width of the MLP, 8/3 to 4 times hidden_size")] = 344
+    mlp_size: Annotated[Size, about("inner width of the MLP, usually 8/3 to 4 times hidden_size")] = 344
     tied_embeddings: Annotated[
-        bool, about("share one matrix between input and output, so that fewer parameters are sent")
+        bool, about("use one matrix for the input and output embeddings, so that fewer parameters are sent")
     ] = True
     seed: Annotated[int, about("seed of the initial weights")] = 0
     parameter_seeds: Annotated[
         bool, about("if true, each parameter has its own seed, derived from `seed` and its name; required for stages")
     ] = False
     start: Annotated[
-        str, Field(pattern=r"^(blake3:[0-9a-f]{64})?$"), about("digest of an initial state, written by `noloco fork`")
+        str,
+        Field(pattern=r"^(blake3:[0-9a-f]{64})?$"),
+        about("digest of the initial state of a forked run; set by `noloco fork`"),
     ] = ""
     lora: Annotated[
         LoraSpec,
-        about("Low-rank adapters. With a rank above 0, the model is frozen, and only they are trained and sent."),
+        about(
+            "Low-rank adapters. With a rank above 0, the model is frozen, and only the adapters are trained and sent."
+        ),
     ] = LoraSpec()
 
     @field_validator("pretrained")
@@ -131,19 +135,20 @@ class ModelSpec(Section):
     @model_validator(mode="after")
     def _names_a_model(self) -> ModelSpec:
         if self.random_weights and not self.pretrained:
-            raise ValueError("random_weights needs a model: set model.pretrained to a name")
+            raise ValueError("random_weights requires model.pretrained to name a model")
         return self
 
     @model_validator(mode="after")
     def _heads_divide(self) -> ModelSpec:
         if self.hidden_size % self.num_heads:
-            raise ValueError(f"hidden_size {self.hidden_size} must be a multiple of num_heads {self.num_heads}")
+            raise ValueError(f"hidden_size ({self.hidden_size}) must be a multiple of num_heads ({self.num_heads})")
         if self.hidden_size // self.num_heads % 2:
             raise ValueError(
-                f"hidden_size {self.hidden_size} / num_heads {self.num_heads} must be even, for rotary positions"
+                f"hidden_size / num_heads ({self.hidden_size} / {self.num_heads}) must be even, because of "
+                "rotary position embeddings"
             )
         if self.num_heads % (self.num_kv_heads or self.num_heads):
-            raise ValueError(f"num_heads {self.num_heads} must be a multiple of num_kv_heads {self.num_kv_heads}")
+            raise ValueError(f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})")
         return self
 
     def num_parameters(self) -> int:
@@ -164,7 +169,7 @@ class SourceSpec(Section):
     """A source of text: the built-in corpus, the hub, or a name that `--data NAME=GLOB` binds on each machine."""
 
     source: Annotated[
-        str, about("'stdlib' (built in), 'hub:OWNER/NAME' (streamed), a name that --data NAME=GLOB binds, or 'mix'")
+        str, about("'stdlib' (built in), 'hub:OWNER/NAME' (streamed), a name bound with --data NAME=GLOB, or 'mix'")
     ] = "stdlib"
     subset: Annotated[str, about("subset of a hub data set")] = ""
     revision: Annotated[str, about("commit or tag of a hub data set")] = ""
@@ -173,7 +178,7 @@ class SourceSpec(Section):
         str, about("split of a hub data set to validate on; if empty, documents of `split` are held out")
     ] = "validation"
     text_field: Annotated[
-        str, about("text field of JSON Lines or Parquet files; token ids in `input_ids` also work")
+        str, about("name of the text field in JSON Lines or Parquet files; token ids in `input_ids` also work")
     ] = "text"
 
     @field_validator("source")
@@ -181,11 +186,11 @@ class SourceSpec(Section):
     def _no_paths(cls, source: str) -> str:
         if source.startswith("hub:"):
             if not HUB_NAME.fullmatch(source[4:]):
-                raise ValueError(f"{source!r} must be hub:OWNER/NAME, for example hub:allenai/c4")
+                raise ValueError(f"{source!r} must have the form hub:OWNER/NAME, for example hub:allenai/c4")
         elif not source.replace("-", "").replace("_", "").isalnum():
             raise ValueError(
-                f"{source!r} must be 'stdlib', 'hub:NAME', or a plain name that --data NAME=GLOB binds; "
-                "a spec never holds a path"
+                f"{source!r} is not 'stdlib', 'hub:OWNER/NAME' or a plain name bound with --data NAME=GLOB; "
+                "a spec cannot contain a path"
             )
         return source
 
@@ -202,7 +207,7 @@ class MixSpec(SourceSpec):
     @classmethod
     def _no_mixture_within(cls, source: str) -> str:
         if source == MIXTURE:
-            raise ValueError("'mix' cannot contain itself")
+            raise ValueError("'mix' is not allowed here, because a mixture cannot contain another mixture")
         return source
 
 
@@ -210,7 +215,7 @@ class DataSpec(SourceSpec):
     """The training data and its tokenizer. There is one source, or several in `mix` if `source` is "mix"."""
 
     tokenizer: Annotated[
-        str, about("'bytes' (no download), OWNER/NAME on the hub, or a name that --model NAME=FOLDER binds")
+        str, about("'bytes' (no download), OWNER/NAME on the hub, or a name bound with --model NAME=FOLDER")
     ] = "bytes"
     tokenizer_revision: Annotated[
         str, about("commit or tag of the tokenizer; set it so that all peers use the same one")
@@ -219,12 +224,12 @@ class DataSpec(SourceSpec):
     holdout: Annotated[
         float,
         Field(gt=0, lt=0.5),
-        about("share of documents held out for validation if the source has no validation split"),
+        about("fraction of the documents that is held out for validation if the source has no validation split"),
     ] = 0.02
     mix: Annotated[
         tuple[MixSpec, ...],
         Field(max_length=64),
-        about("sources of a 'mix': each [[data.mix]] has a source, a weight and the other fields of a source"),
+        about("sources of a mixture; each [[data.mix]] table has a source, a weight and the other fields of a source"),
     ] = ()
 
     @field_validator("tokenizer")
@@ -254,26 +259,28 @@ class TrainSpec(Section):
     total_steps: Annotated[Positive, about("inner steps of one peer over the whole learning rate schedule")] = 60_000
     batch_size: Annotated[Size, about("sequences per inner step of one peer")] = 16
     learning_rate: Annotated[
-        PositiveFloat, about("peak of the schedule; a higher peak increases the spread of the replicas")
+        PositiveFloat, about("peak learning rate; a higher peak increases the spread of the replicas")
     ] = 1e-3
     min_learning_rate: Annotated[float, Field(ge=0, le=1), about("final learning rate, as a fraction of the peak")] = (
         0.1
     )
     warmup_steps: Annotated[int, Field(ge=0), about("inner steps of linear warm-up")] = 100
     weight_decay: Annotated[NonNegative, about("weight decay of matrices; the paper uses none")] = 0.0
-    clip_norm: Annotated[PositiveFloat, about("largest norm of a gradient; larger gradients are clipped to it")] = 1.0
+    clip_norm: Annotated[PositiveFloat, about("largest norm of a gradient; larger gradients are scaled down to it")] = (
+        1.0
+    )
     adam_beta1: Annotated[float, Field(ge=0, lt=1), about("decay rate of the first moment")] = 0.9
     adam_beta2: Annotated[float, Field(ge=0, lt=1), about("decay rate of the second moment")] = 0.95
     inner_optimizer: Annotated[
         Literal["adamw", "muon"],
-        about("adamw, or muon (Muon for hidden matrices, AdamW for embeddings, head and vectors)"),
+        about("adamw, or muon, which uses Muon for hidden matrices and AdamW for embeddings, head and vectors"),
     ] = "adamw"
     muon_momentum: Annotated[float, Field(ge=0, lt=1), about("momentum of Muon")] = 0.95
 
     @model_validator(mode="after")
     def _warmup_fits(self) -> TrainSpec:
         if self.warmup_steps >= self.total_steps:
-            raise ValueError(f"warmup_steps {self.warmup_steps} must be less than total_steps {self.total_steps}")
+            raise ValueError(f"warmup_steps ({self.warmup_steps}) must be less than total_steps ({self.total_steps})")
         return self
 
 
@@ -285,28 +292,26 @@ class OuterSpec(Section):
 
     inner_steps: Annotated[
         Positive | Literal["auto"],
-        about('inner steps per round; fewer steps mix better but send more; "auto" picks the best length for the link'),
+        about('inner steps per round; shorter rounds mix better but send more; "auto" adapts the length to the link'),
     ] = 50
-    min_inner_steps: Annotated[Positive, about('fewest inner steps per round with "auto"')] = 5
-    max_inner_steps: Annotated[Positive, about('most inner steps per round with "auto", even if the link is slow')] = (
-        200
-    )
+    min_inner_steps: Annotated[Positive, about('smallest number of inner steps per round with "auto"')] = 5
+    max_inner_steps: Annotated[Positive, about('largest number of inner steps per round with "auto"')] = 200
     alpha: Annotated[
         float,
         Field(ge=0, lt=1),
-        about("fraction of the outer momentum that is kept each round; 0 did best, and the paper uses 0.5"),
+        about("fraction of the outer momentum that is kept each round; 0 gave the best results; the paper uses 0.5"),
     ] = 0.0
     beta: Annotated[PositiveFloat, about("strength of the outer gradient; the paper uses 0.7")] = 1.0
     gamma: Annotated[
         PositiveFloat,
         about(
-            "strength of the pull towards the partner's weights; choose about 1 - alpha^2 (an upper bound is checked); "
-            "the paper uses 0.7"
+            "strength of the pull toward the partner's weights; about 1 - alpha^2 is recommended, and values at which "
+            "training diverges are rejected; the paper uses 0.7"
         ),
     ] = 1.0
-    swap_momentum: Annotated[bool, about("also average the outer momentum; false is the paper's exact rule")] = True
+    swap_momentum: Annotated[bool, about("also average the outer momentum; false gives the paper's exact rule")] = True
     weigh_tokens: Annotated[
-        bool, about("weight each of the two outer gradients by its number of tokens; the paper does not")
+        bool, about("weight each of the two outer gradients by its number of tokens; the paper weights them equally")
     ] = False
     max_wait_s: Annotated[
         NonNegative, about("longest wait for a partner's outer gradient at the end of a round, in seconds")
@@ -314,7 +319,8 @@ class OuterSpec(Section):
     closing_rounds: Annotated[
         Annotated[int, Field(ge=0, le=64)] | Literal["auto"],
         about(
-            'rounds of mixing without training at the end of the run; "auto" means log2 of the number of peers, plus 3'
+            "number of rounds at the end of the run that mix without training; "
+            '"auto" means log2 of the number of peers, plus 3'
         ),
     ] = "auto"
 
@@ -356,13 +362,13 @@ class OuterSpec(Section):
     def _a_number_or_auto(cls, value: object) -> object:
         if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value > 0):
             return value
-        raise ValueError(f"{str(value)!r} must be a number of inner steps above 0, or 'auto'")
+        raise ValueError(f"{str(value)!r} must be a positive number of inner steps or 'auto'")
 
     @model_validator(mode="after")
     def _bounds_in_order(self) -> OuterSpec:
         if self.min_inner_steps > self.max_inner_steps:
             raise ValueError(
-                f"min_inner_steps {self.min_inner_steps} must be at most max_inner_steps {self.max_inner_steps}"
+                f"min_inner_steps ({self.min_inner_steps}) must be at most max_inner_steps ({self.max_inner_steps})"
             )
         return self
 
@@ -382,7 +388,7 @@ class OuterSpec(Section):
             formula = "2 (2 - alpha^2) / (2 + alpha)" if self.swap_momentum else "2 (1 - alpha^2)"
             raise ValueError(
                 f"gamma must be < {formula} = {bound:.4g} for alpha {self.alpha:g} and "
-                f"swap_momentum {str(self.swap_momentum).lower()}; it is {self.gamma:g}, which diverges"
+                f"swap_momentum {str(self.swap_momentum).lower()}; with {self.gamma:g}, training diverges"
             )
         return self
 
@@ -391,10 +397,10 @@ class OuterSpec(Section):
         defaults = OuterSpec.model_fields
         bounds = () if self.is_auto else ("min_inner_steps", "max_inner_steps")
         changed = [name for name in bounds if getattr(self, name) != defaults[name].default]
-        why = "it bounds outer.inner_steps = 'auto', which is fixed here"
+        why = "it has an effect only if outer.inner_steps is 'auto'"
         warnings = [f"outer.{name} is ignored: {why}" for name in changed]
         if self.alpha > 0.5:
-            warnings.append(f"outer.alpha {self.alpha:g} is above 0.5: replicas drift further apart between swaps")
+            warnings.append(f"outer.alpha {self.alpha:g} is above 0.5, so replicas drift further apart between swaps")
         return warnings
 
 
@@ -404,16 +410,18 @@ class CodecSpec(Section):
     slow_weights: Annotated[
         StateCodecName,
         about(
-            "int8 or better; modulo8 is as large as int8 and far more exact; "
-            "modulo is half as large while the partners are close"
+            "codec of the slow weights, int8 or better; modulo8 is as large as int8 but far more accurate; "
+            "modulo is half as large while the partners' weights are close"
         ),
     ] = "bf16"
-    outer_momentum: Annotated[StateCodecName, about("bf16 or modulo8 is recommended")] = "bf16"
+    outer_momentum: Annotated[StateCodecName, about("codec of the outer momentum; bf16 or modulo8 is recommended")] = (
+        "bf16"
+    )
     outer_gradient: Annotated[
         GradientCodecName,
         about(
-            "int8 cost nothing in published runs, and int4 hardly anything; "
-            'with "none", outer gradients are neither sent nor waited for'
+            "codec of the outer gradients; in published runs, int8 did not raise the loss, and int4 hardly did; "
+            'with "none", peers neither send outer gradients nor wait for them'
         ),
     ] = "int8"
 
@@ -432,7 +440,7 @@ class CodecSpec(Section):
 class EvaluateSpec(Section):
     """Perplexity on the same held-out sequences for every peer."""
 
-    every_rounds: Annotated[Positive, about("rounds between two evaluations")] = 10
+    every_rounds: Annotated[Positive, about("number of rounds between evaluations")] = 10
     num_sequences: Annotated[Size, about("held-out sequences per evaluation")] = 64
 
 
@@ -447,16 +455,20 @@ class PipelineSpec(Section):
     ] = 1
     cut: Annotated[
         tuple[int, ...] | Literal["auto"],
-        about('number of blocks in each stage; stage 0 also holds the vocabulary; "auto" means not cut yet'),
+        about(
+            'number of blocks in each stage; stage 0 also holds the vocabulary; "auto" means that there is no cut yet'
+        ),
     ] = "auto"
-    microbatch: Annotated[Size, about("sequences that travel through the stages together")] = 1
+    microbatch: Annotated[Size, about("number of sequences that pass through the stages together")] = 1
     activations: Annotated[
         CodecName, about(f"codec of the activations that a stage sends to the next one: {CODECS}")
     ] = "int8"
-    gradients: Annotated[CodecName, about("codec of the gradients of activations, which are sent backward")] = "int8"
+    gradients: Annotated[
+        CodecName, about("codec of the gradients of activations that a stage sends to the previous one")
+    ] = "int8"
     routing: Annotated[
         Literal["random", "fast"],
-        about("how to choose the replica for a microbatch: at random, or by its measured rate (fast)"),
+        about("how the replica for a microbatch is chosen: at random (random) or by measured speed (fast)"),
     ] = "random"
 
     @field_validator("cut", mode="before")
@@ -467,12 +479,12 @@ class PipelineSpec(Section):
         counts = value if isinstance(value, (list, tuple)) else ()
         if counts and all(isinstance(count, int) and not isinstance(count, bool) and count > 0 for count in counts):
             return value
-        raise ValueError(f"{str(value)!r} must list the number of blocks of each stage, all above 0, or be 'auto'")
+        raise ValueError(f"{str(value)!r} must be 'auto' or list a positive number of blocks for each stage")
 
     @model_validator(mode="after")
     def _cut_is_of_the_stages(self) -> PipelineSpec:
         if self.cut != "auto" and len(self.cut) != self.stages:
-            raise ValueError(f"cut lists {len(self.cut)} stages, but stages is {self.stages}")
+            raise ValueError(f"cut lists {len(self.cut)} stages, but pipeline.stages is {self.stages}")
         return self
 
 
@@ -483,18 +495,20 @@ class Spec(Section):
     `canonical_json()`. `RunSpec` is the spec of a training script, and `TrainerSpec` is the spec of `noloco join`.
     """
 
-    version: Annotated[Literal[1], about("format version of this file")] = SPEC_VERSION
+    version: Annotated[Literal[1], about("version of the spec format")] = SPEC_VERSION
     name: Annotated[
         str,
         Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$"),
-        about("letters, digits, '.', '_' and '-'; the name and the digest of all settings identify the run"),
+        about(
+            "name of the run: letters, digits, '.', '_' and '-'; a run is identified by its name and its spec's digest"
+        ),
     ]
     run_key: Annotated[
         str,
         Field(pattern=r"^(12D3KooW[1-9A-HJ-NP-Za-km-z]{44})?$"),
         about(
             "key that signs invitations to a private run, written by `noloco init --private`; "
-            "if empty, everybody can enter"
+            "if empty, anybody can join"
         ),
     ] = ""
     outer: Annotated[
@@ -503,7 +517,7 @@ class Spec(Section):
     codec: Annotated[
         CodecSpec,
         about(
-            f"How vectors are encoded: {CODECS}. Slow weights and momentum can also use {STATE_CODECS}, "
+            f"How vectors are encoded for swaps: {CODECS}. Slow weights and momentum can also use {STATE_CODECS}, "
             f"and outer gradients {COARSE_CODECS}."
         ),
     ] = CodecSpec()
@@ -525,7 +539,7 @@ class Spec(Section):
         """Return warnings about settings that have no effect or are unwise."""
         warnings = self.outer.warnings()
         if not self.codec.has_late_part:
-            why = "outer gradients do not travel (codec.outer_gradient = 'none')"
+            why = "outer gradients are not sent (codec.outer_gradient = 'none')"
             if self.outer.weigh_tokens:
                 warnings.append(f"outer.weigh_tokens is ignored: {why}")
             if self.outer.max_wait_s != OuterSpec.model_fields["max_wait_s"].default:
@@ -594,7 +608,7 @@ class Spec(Section):
             values = tomllib.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             is_cut = path.name.startswith("noloco1")
-            fix = "a ticket is longer: copy all of it" if is_cut else f"`noloco init {path}` writes one"
+            fix = "if it is a ticket, copy the whole ticket" if is_cut else f"run `noloco init {path}` to create it"
             raise SpecError(f"{path} does not exist; {fix}") from None
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             raise SpecError(f"{path} cannot be read as TOML: {error}") from None
@@ -606,17 +620,17 @@ class Spec(Section):
         ticket.
         """
         if len(data) > MAX_SPEC_BYTES:
-            raise SpecError(f"{origin}: a spec of {len(data)} bytes is over the limit of {MAX_SPEC_BYTES}")
+            raise SpecError(f"{origin}: a spec of {len(data)} bytes exceeds the limit of {MAX_SPEC_BYTES} bytes")
         try:
             values = json.loads(data)
         except (ValueError, RecursionError) as error:
             raise SpecError(f"{origin} is not JSON: {error}") from None
         if not isinstance(values, dict):
-            raise SpecError(f"{origin}: a spec is a table of fields, not {type(values).__name__}")
+            raise SpecError(f"{origin}: a spec must be a table of fields, but this is of type {type(values).__name__}")
         spec = cls.from_dict(values, origin=origin)
         if spec.digest() != expected_digest:
             got, asked = spec.digest()[:16], expected_digest[:16]
-            raise SpecError(f"{origin}: its spec has the digest {got}.., but the ticket has {asked}..")
+            raise SpecError(f"{origin}: its spec has the digest {got}.., but the digest in the ticket is {asked}..")
         return spec
 
     def with_changes(self, changes: dict[str, Any], *, origin: str = "change") -> Self:
@@ -641,7 +655,9 @@ class Spec(Section):
 class RunSpec(Spec):
     """The spec of a training script, which defines its model, data and inner optimizer outside the spec."""
 
-    total_steps: Annotated[Positive, about("inner steps of one peer in which progress goes from 0 to 1")] = 60_000
+    total_steps: Annotated[Positive, about("inner steps that one peer takes while its progress goes from 0 to 1")] = (
+        60_000
+    )
 
     @property
     def schedule_steps(self) -> int:
@@ -651,37 +667,42 @@ class RunSpec(Spec):
 class TrainerSpec(Spec):
     """The spec of a language model that `noloco join` trains."""
 
-    model: Annotated[ModelSpec, about("A Llama built from sizes, or any causal language model by name.")] = ModelSpec()
+    model: Annotated[
+        ModelSpec, about("A Llama of the given sizes, or any causal language model, given by its name.")
+    ] = ModelSpec()
     data: Annotated[
         DataSpec,
-        about("The training data. A spec names data and never holds a path, because paths belong to one machine."),
+        about(
+            "The training data. A spec refers to data by name and contains no paths, because paths "
+            "differ between machines."
+        ),
     ] = DataSpec()
-    train: Annotated[TrainSpec, about("The inner optimization of each peer.")] = TrainSpec()
-    evaluate: Annotated[EvaluateSpec, about("Perplexity on the same held-out sequences for all peers.")] = (
-        EvaluateSpec()
-    )
+    train: Annotated[TrainSpec, about("The inner optimization, which each peer performs on its own.")] = TrainSpec()
+    evaluate: Annotated[
+        EvaluateSpec, about("The evaluation: perplexity on held-out sequences, which are the same for all peers.")
+    ] = EvaluateSpec()
     pipeline: Annotated[
         PipelineSpec,
-        about("Stages, for a model that is too large for one peer. `noloco init --stages N` writes this section."),
+        about("The stages of a model that is too large for one peer. `noloco init --stages N` writes this section."),
     ] = PipelineSpec()
 
     @model_validator(mode="after")
     def _stages_fit_the_model(self) -> TrainerSpec:
         cut, num_layers = self.pipeline.cut, self.model.num_layers
         if cut != "auto" and not self.model.pretrained and sum(cut) != num_layers:
-            raise ValueError(f"pipeline.cut has {sum(cut)} blocks in all, but model.num_layers is {num_layers}")
+            raise ValueError(f"pipeline.cut lists {sum(cut)} blocks in total, but model.num_layers is {num_layers}")
         if self.pipeline.stages == 1:
             return self
         if not self.model.parameter_seeds:
             raise ValueError(
-                "model.parameter_seeds must be true in a run with stages: a peer initializes only its own part"
+                "model.parameter_seeds must be true in a run with stages, because a peer initializes only its part"
             )
         if self.model.lora.rank:
-            raise ValueError("model.lora.rank must be 0 in a run with stages: adapters cannot be cut yet")
+            raise ValueError("model.lora.rank must be 0 in a run with stages, because adapters cannot be cut yet")
         if self.pipeline.microbatch > self.train.batch_size:
             raise ValueError(
-                f"pipeline.microbatch {self.pipeline.microbatch} must be at most train.batch_size "
-                f"{self.train.batch_size}"
+                f"pipeline.microbatch ({self.pipeline.microbatch}) must be at most train.batch_size "
+                f"({self.train.batch_size})"
             )
         return self
 
@@ -704,8 +725,8 @@ def _name(name: str) -> str:
     """
     if name and not (HUB_NAME.fullmatch(name) or PLAIN_NAME.fullmatch(name)):
         raise ValueError(
-            f"{name!r} must be OWNER/NAME on the hub, or a plain name that is bound with --model NAME=FOLDER; "
-            "a spec never holds a path"
+            f"{name!r} is neither OWNER/NAME on the hub nor a plain name bound with --model NAME=FOLDER; "
+            "a spec cannot contain a path"
         )
     return name
 

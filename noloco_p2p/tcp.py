@@ -37,7 +37,7 @@ def tune(connection: socket.socket) -> None:
 def endpoint(host: object, port: object) -> Endpoint:
     """Validate an address and a port. An IPv4-mapped IPv6 address becomes an IPv4 address. Raises ValueError."""
     if not isinstance(host, str) or not isinstance(port, int) or not is_port(str(port)):
-        raise ValueError(f"{host!r} and {port!r} are not an address and a port")
+        raise ValueError(f"{host!r} and {port!r} are not a valid address and port")
     return str(ip_of(host)), port
 
 
@@ -56,7 +56,7 @@ async def ask_from_where(connection: socket.socket) -> Endpoint:
         data = await loop.sock_recv(connection, MAX_ANSWER_BYTES)
         answer += data
         if not data or len(answer) > MAX_ANSWER_BYTES:
-            raise ValueError("the answer is not an address")
+            raise ValueError("the answer is not an address and a port")
     host, port = answer.decode("ascii").split()
     return endpoint(host, int(port))
 

@@ -48,17 +48,15 @@ class Ticket:
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.run_name):
-            raise TicketError(f"{self.run_name!r} is not the name of a run")
+            raise TicketError(f"{self.run_name!r} is not a valid name of a run")
         if not _DIGEST.fullmatch(self.spec_digest):
             raise TicketError(f"{self.spec_digest!r} is not the digest of a run spec (64 hexadecimal digits)")
         if len(self.addresses) > MAX_ADDRESSES:
-            raise TicketError(
-                f"{len(self.addresses)} addresses are too many for a ticket, which has space for {MAX_ADDRESSES}"
-            )
+            raise TicketError(f"a ticket cannot contain {len(self.addresses)} addresses; the limit is {MAX_ADDRESSES}")
         for address in self.addresses:
             if not _MULTIADDR.fullmatch(address):
                 raise TicketError(
-                    f"{address!r} is not an address to dial, such as /ip4/203.0.113.5/tcp/4001/p2p/12D3Koo.."
+                    f"{address!r} is not a dialable address such as /ip4/203.0.113.5/tcp/4001/p2p/12D3Koo.."
                 )
 
     @property
@@ -119,29 +117,28 @@ def _unarmour(text: str) -> bytes:
     if not text.startswith(PREFIX):
         if text[:6] == PREFIX[:6] and text[6:7] in set("23456789"):
             raise TicketError(
-                f"this ticket has version {text[6]}, but this program reads version 1: install a newer noloco_p2p"
+                f"this ticket has version {text[6]}, but this program reads only version 1; install a newer noloco_p2p"
             )
-        raise TicketError(
-            f"not a ticket: a ticket begins with {PREFIX}; `noloco join` prints one, and so does `noloco ticket`"
-        )
+        raise TicketError(f"not a ticket: tickets begin with {PREFIX}; `noloco join` and `noloco ticket` print them")
     body = text[len(PREFIX) :]
     for position, character in enumerate(body):
         if character not in _ALPHABET:
             place = len(PREFIX) + position + 1
             raise TicketError(
-                f"the ticket is mistyped: {character!r}, character {place}, cannot occur in a ticket; copy it again"
+                f"the ticket is mistyped: character {place} is {character!r}, which cannot occur in a ticket; "
+                "copy it again"
             )
     try:
         return base64.b32decode(body.upper() + "=" * (-len(body) % 8))
     except binascii.Error:
-        raise TicketError("the ticket is cut off, or a character is missing; copy all of it again") from None
+        raise TicketError("the ticket is cut off, or a character is missing; copy the whole ticket again") from None
 
 
 def _open(data: bytes) -> bytes:
     length = int.from_bytes(data[:LENGTH_BYTES], "big")
     missing = LENGTH_BYTES + length + CHECKSUM_BYTES - len(data)
     if missing > 0:
-        raise TicketError("the ticket is cut off: its end is missing; copy all of it again")
+        raise TicketError("the ticket is cut off: its end is missing; copy the whole ticket again")
     fields, checksum = data[LENGTH_BYTES : LENGTH_BYTES + length], data[LENGTH_BYTES + length :]
     if checksum != _checksum(fields):
         raise TicketError("the ticket is mistyped: its checksum is wrong; copy it again")
@@ -153,7 +150,7 @@ def _split(fields: bytes) -> list[tuple[int, bytes]]:
     while fields:
         end = 1 + LENGTH_BYTES + int.from_bytes(fields[1 : 1 + LENGTH_BYTES], "big")
         if len(fields) < 1 + LENGTH_BYTES or len(fields) < end:
-            raise TicketError("the ticket is malformed: a field is longer than the ticket; ask for a new one")
+            raise TicketError("the ticket is malformed: a field is longer than the ticket; ask for a new ticket")
         parts.append((fields[0], fields[1 + LENGTH_BYTES : end]))
         fields = fields[end:]
     return parts

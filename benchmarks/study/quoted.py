@@ -84,17 +84,19 @@ def _settings() -> list[Phrase]:
     return [
         phrase("**0.12M parameters, 8 replicas"),
         phrase("0.9M parameters, 8 replicas"),
-        phrase("a difference below 3 % says nothing"),
+        phrase("a difference below 3 % is not meaningful"),
         phrase("0.5 0.7 0.7"),
         phrase("The target was 2 %"),
         phrase("(Momentum 0.9 is better"),
         phrase("the 0.3 % that a codec may cost"),
         phrase("int2 costs more than 0.3 % at equal length"),
-        phrase("**gamma**, with alpha 0.5, beta 0.7, momentum not swapped. 0.7 is 1 - alpha^2 rounded, where"),
-        phrase("1.5 is the bound"),
+        phrase("**gamma**, with alpha 0.5, beta 0.7 and momentum"),
+        phrase(
+            "1 - alpha^2, which is about 0.7 here. A spec is valid only if gamma is below its bound, which is 1.5 here"
+        ),
         phrase("rounds of 6 steps with Muon at 0.024"),
         phrase("**alpha**, with beta and gamma 0.7"),
-        phrase("alpha 0 with beta 0.7 is ahead of 0 1 1 at this rate"),
+        phrase("alpha 0 with beta 0.7 is ahead of 0 1 1 at this learning rate"),
     ]
 
 
@@ -120,30 +122,30 @@ def _best() -> list[Phrase]:
             -above(loss("churn", "each reads everything, from files"), loss("churn", "no churn", 0)),
         ),
         phrase(
-            "With 5 steps NoLoCo is {:.1f} % above it with 8 replicas, and {:.1f} % above it with 16",
+            "the loss of NoLoCo is {:.1f} % higher with 8 replicas, and {:.1f} % higher with 16",
             *(between(name, "5: 0 1 1", "ddp") for name in ("best_8", "best_16")),
         ),
         phrase(
-            "5 steps with `modulo8` are {:.1f} % below it for {:.1f} % of its fp32 bytes. 8 steps are level ({:+.1f} %)"
-            " for {:.1f} %.",
+            "with `modulo8` end with a loss {:.1f} % lower, and send {:.1f} % of its fp32 bytes. Rounds of 8 steps end"
+            " level ({:+.1f} %) and send {:.1f} %.",
             -between("best_8", "5: 0 1 1", "ddp, adamw"),
             share_of_ddp("5: 0 1 1"),
             between("best_8", "8: 0 1 1", "ddp, adamw"),
             share_of_ddp("8: 0 1 1"),
         ),
         phrase(
-            "are {:.1f} % below it for {:.1f} % ({:+.1f}, {:+.1f} and {:+.1f} % seed by seed)",
+            "end {:.1f} % lower and send {:.1f} % ({:+.1f}, {:+.1f} and {:+.1f} % seed by seed)",
             -between("best_8", "6: 0 1 1, modulo4", "ddp, adamw"),
             share_of_ddp("6: 0 1 1, modulo4"),
             *by_seed("best_8", "6: 0 1 1, modulo4", "ddp, adamw"),
         ),
-        phrase("8 steps are {:.1f} % above it (one seed)", between("best_16", "8: 0 1 1", "ddp, adamw")),
+        phrase("rounds of 8 steps end {:.1f} % higher (one seed)", between("best_16", "8: 0 1 1", "ddp, adamw")),
         phrase(
-            "At 20 steps NoLoCo is {:.1f} % behind it for {:.0f} % of the bytes",
+            "In rounds of 20 steps, the loss of NoLoCo is {:.1f} % higher with {:.0f} % of the bytes",
             between("best_8", "20: 0 1 1", "diloco 20, 0.016"),
             100 * share_of_ddp("20: 0 1 1") / share_of_ddp("diloco 20, 0.016"),
         ),
-        phrase("one seed) is {:.1f} % ahead of NoLoCo", -above(everybody, pairs)),
+        phrase("one seed) is {:.1f} % lower than NoLoCo's", -above(everybody, pairs)),
         phrase(
             "it ends {:.2f} % below torch's fp32 version in synchronous training, and {:.2f} % below it in rounds",
             *(
@@ -152,15 +154,16 @@ def _best() -> list[Phrase]:
             ),
         ),
         phrase(
-            "rounds of 5 steps are {:.1f} % above synchronous Muon and {:.1f} % below AdamW. With 16 they are {:.1f} %"
-            " above and {:.1f} % below",
+            "the loss with rounds of 5 steps is {:.1f} % above synchronous Muon and {:.1f} % below synchronous AdamW."
+            " With 16 replicas, it is {:.1f} % above and {:.1f} % below",
             between("best_4", "5: 0 1 1", "ddp"),
             -between("best_4", "5: 0 1 1", "ddp, adamw"),
             between("best_16", "5: 0 1 1", "ddp"),
             -between("best_16", "5: 0 1 1", "ddp, adamw"),
         ),
         phrase(
-            "NoLoCo at 20 steps is {:.1f} % behind DiLoCo at 20", between("best_4", "20: 0 1 1", "diloco 20, 0.016")
+            "rounds of 20 steps, the loss of NoLoCo is {:.1f} % higher than DiLoCo's",
+            between("best_4", "20: 0 1 1", "diloco 20, 0.016"),
         ),
         phrase(
             "distance to synchronous Muon is {:.1f} % here and {:.1f} % in the toy",
@@ -168,8 +171,8 @@ def _best() -> list[Phrase]:
             between("best_8", "5: 0 1 1", "ddp"),
         ),
         phrase(
-            "reaches {:.4f}. This is {:.1f} % above synchronous Muon of this seed ({:.4f}), and {:.1f} % below pairs"
-            " ({:.4f})",
+            "the loss of the toy is {:.4f}. This is {:.1f} % above synchronous Muon with this seed ({:.4f}), and"
+            " {:.1f} % below pairs ({:.4f})",
             *(everybody, above(everybody, ddp), ddp, -above(everybody, pairs), pairs),
         ),
         phrase("the distance at {:.0f} to {:.0f} %", min(distances), max(distances)),
@@ -199,15 +202,16 @@ def _rules() -> list[Phrase]:
             *(loss("momentum", f"{steps}: {alpha}") for steps, alpha in momentum),
         ),
         phrase(
-            "is ahead with 4 replicas ({:.4f} against {:.4f}, in two of three seeds). With 8 replicas the result is"
-            " undecided ({:+.1f}, {:+.1f} and {:+.1f} %)",
+            "its mean loss is {:.4f}, against {:.4f} without momentum, and it wins in two of three seeds. With 8"
+            " replicas, the result is undecided ({:+.1f}, {:+.1f} and {:+.1f} %)",
             loss("rules_4", "noloco"),
             loss("rules_4", "noloco, 0 1 1"),
             *by_seed("rules_8", "noloco", "noloco, 0 1 1"),
         ),
         phrase(
-            "has a loss of {:.4f} with 0.5 0.7 0.7 and {:.4f} with 0 1 1. After rounds of 50 steps, it has {:.4f}"
-            " and {:.4f}. Swapped momentum gave {:.4f} at 20 steps, for {:.1f} times the bytes.",
+            "the loss of the merged model is {:.4f} with 0.5 0.7 0.7 and {:.4f} with 0 1 1. With rounds of 50 steps, it"
+            " is {:.4f} and {:.4f}. If momentum is swapped, it is {:.4f} with rounds of 20 steps, at {:.1f} times the"
+            " bytes.",
             *(each["merged_loss"] for each in muon),
             muon[-1]["sent_per_parameter_step"] / muon[0]["sent_per_parameter_step"],
         ),
@@ -291,8 +295,8 @@ def _round_lengths() -> list[Phrase]:
         ),
         phrase("corrected by the curve to equal time, by up to {:.1f} %", largest_correction()),
         phrase(
-            "`modulo` and int2 end {:.1f} % lower on home-fibre (seed by seed {:+.1f}, {:+.1f} and {:+.1f} %) and"
-            " {:.1f} % lower at 100 Mbit/s ({:+.1f}, {:+.1f} and {:+.1f} %)",
+            "With `modulo` and int2, the loss is {:.1f} % lower on home-fibre (seed by seed {:+.1f}, {:+.1f} and"
+            " {:+.1f} %) and {:.1f} % lower at 100 Mbit/s ({:+.1f}, {:+.1f} and {:+.1f} %)",
             *(
                 each
                 for link in (fibre, fast)
@@ -300,7 +304,7 @@ def _round_lengths() -> list[Phrase]:
             ),
         ),
         phrase(
-            "`modulo` takes {:.1f} times as long as int4 with 4 bits, and {:.0f} to {:.0f} times with 6 and 8 bits",
+            "`modulo` takes {:.1f} times as long as int4 if it uses 4 bits, and {:.0f} to {:.0f} times as long",
             *(
                 claim("codec_speed", "int4 encode, one core") / claim("modulo_codecs", f"modulo, {bits} bits: encode")
                 for bits in (4, 6, 8)
@@ -335,7 +339,7 @@ def _codecs_and_churn() -> list[Phrase]:
             between("modulo_churn", f"modulo8, {lost}", "modulo8, no churn"),
         ),
         phrase(
-            "`modulo4` loses {:.0f} % more than modulo8",
+            "the loss with `modulo4` is {:.0f} % higher than with modulo8",
             between("modulo_churn", f"modulo4, {lost}", f"modulo8, {lost}"),
         ),
         phrase(
@@ -343,16 +347,17 @@ def _codecs_and_churn() -> list[Phrase]:
             100 * fmean(row("modulo_churn", f"modulo4, {lost}", seed)["spread"] for seed in SEEDS),
         ),
         phrase(
-            "at {:.2f} bytes per parameter, and at {:.2f} where peers are absent. It loses {:.1f} % where half",
+            "at {:.2f} bytes per parameter, and at {:.2f} where peers are absent. Its loss is {:.1f} % higher",
             *early.values(),
             between("modulo_churn", f"modulo, {broken}", f"modulo8, {broken}"),
         ),
         phrase(
-            "`modulo` loses {:.1f} % against modulo8 where half",
+            "the loss with `modulo` is {:.1f} % higher than with modulo8 if half of the calls break ([churn]",
             between("modulo_churn", f"modulo, {broken}", f"modulo8, {broken}"),
         ),
         phrase(
-            "`modulo` loses {:.1f} % more than modulo8 and has {:.0f} instead of {:.0f} solo rounds (modulo4: {:.0f})",
+            "the loss with `modulo` is {:.1f} % higher than with modulo8, and there are {:.0f} instead of {:.0f} solo"
+            " rounds (modulo4: {:.0f})",
             between("modulo_churn", f"modulo, {broken}", f"modulo8, {broken}"),
             *(rounds_alone("modulo_churn", f"{codec}, {broken}") for codec in ("modulo", "modulo8", "modulo4")),
         ),
@@ -370,7 +375,7 @@ def _coarser() -> list[Phrase]:
         phrase("`sign1` costs {:.1f} to {:.1f} %", min(ranges["sign1"]), max(ranges["sign1"])),
         phrase("the loss is {:.1f} to {:.1f} % higher", min(ranges["none"]), max(ranges["none"])),
         phrase("`int2` costs {:.1f} and {:.1f} %.", cost("int2", 8, "modulo4"), cost("int2", 20, "modulo4")),
-        phrase("with `int2` end {:.1f} % below", -between("late", "3: modulo8, int2", "5: modulo8, int4")),
+        phrase("of 3 steps with `int2` is {:.1f} % below", -between("late", "3: modulo8, int2", "5: modulo8, int4")),
         phrase("level with 5 steps ({:+.1f} %)", between("late", "3: modulo8, none", "5: modulo8, int4")),
     ]
 
@@ -395,21 +400,24 @@ def _late() -> list[Phrase]:
     late, waiting = loss("waiting_200", "5: 0 1 1, eager, late by a step"), loss("waiting_200", "5: 0 1 1, waiting")
     return [
         phrase(
-            "With 20 steps {:.0f} % of the eager rounds were solo",
+            "In rounds of 20 steps, {:.0f} % of the eager rounds were solo",
             share_alone("waiting", "eager, late by a quarter of a round"),
         ),
-        phrase("With 5 steps, {:.0f} % were.", share_alone("waiting", "5: 0 1 1, eager, late by a quarter of a round")),
+        phrase(
+            "In rounds of 5 steps, {:.0f} % were solo rounds.",
+            share_alone("waiting", "5: 0 1 1, eager, late by a quarter of a round"),
+        ),
         phrase(
             "`study_waiting_200.json`, one seed): {:.4f} against {:.4f}, {:+.1f} %", late, waiting, above(late, waiting)
         ),
         phrase(
-            "costs {:+.1f} % of loss at once and {:+.2f} % after 20 steps, at a spread of {:.1f} %",
+            "At a spread of {:.1f} %, this changes the loss by {:+.1f} % at once and by {:+.2f} % after 20 steps",
+            claim("mixed_donors", "spread of the donors"),
             claim("mixed_donors", "half and half against one donor, at once"),
             claim("mixed_donors", "half and half against one donor, after 20"),
-            claim("mixed_donors", "spread of the donors"),
         ),
         phrase(
-            "after {:.0f} inner steps each, the merged model had a validation loss of {:.3f}, with the weights"
+            "after {:.0f} inner steps per peer, the merged model had a validation loss of {:.3f}, with the weights"
             " {:.2f} % of their norm apart",
             *of_demo("demo.txt"),
             line("demo.txt", r"spread of the weights: ([\d.]+) %"),
@@ -432,32 +440,32 @@ def _late_causes() -> list[Phrase]:
     return [
         phrase("without a partner in 14 % of its rounds"),
         phrase(
-            "After 2 steps, {:.0f} % of the distance between the partners along the correction is gone. After 4 steps,"
-            " this distance has grown by {:.0f} %",
+            "After 2 steps, the distance between the partners along the correction has shrunk by only {:.0f} %. After 4"
+            " steps, this distance has grown by {:.0f} %",
             measured("late by 2", "undone_all"),
             -measured("late by 4", "undone_all"),
         ),
         phrase(
-            "Adding only what is left costs as much ({:+.1f} % against {:+.1f} %)",
+            "Adding only what is left costs nearly as much ({:+.1f} % against {:+.1f} %)",
             *(cost("what is left"), cost("late by 2")),
         ),
         phrase(
-            "with the largest second moments costs {:+.1f} %, the other nine tenths {:+.1f} %",
+            "is late, it costs {:+.1f} %; if the other nine tenths are late, they cost {:+.1f} %",
             *(cost("curved late"), cost("flat late")),
         ),
         phrase("They cost {:+.1f} %, although the replicas", cost("solo")),
         phrase("A late mean of all replicas costs {:+.1f} %", cost("late mean of all")),
         phrase(
-            "they are {:.2f} % apart when corrections are late by 2, and {:.2f} % when all of them wait",
+            "the replicas are {:.2f} % apart if corrections are late by 2 steps, and {:.2f} % if all replicas wait",
             *(measured("late by 2", "apart_last"), measured("waiting", "apart_last")),
         ),
         phrase("That alone costs {:+.1f} % (waiting", cost("waiting, mixes stale weights")),
         phrase(
-            "one such step costs {:+.1f} %, and two cost {:+.1f} %",
+            "one such step costs {:+.1f} %, and two steps cost {:+.1f} %",
             *(cost("late by 1, mixes corrected weights"), cost("mixes corrected weights")),
         ),
         phrase(
-            "they cost {:+.1f} % after one step and {:+.1f} % after two",
+            "the cost is {:+.1f} % after one step and {:+.1f} % after two",
             *(cost("late by 1"), cost("late by 2")),
         ),
         phrase(
@@ -481,7 +489,7 @@ def _late_causes() -> list[Phrase]:
             "one step cheaper ({:+.1f} %) and two steps more expensive ({:+.1f} %,",
             *(cost(f"late by {steps}, counted from what travelled") for steps in (1, 2)),
         ),
-        phrase("It loses less: {:+.1f} % when corrections are late by 2", cost("Muon, late by 2")),
+        phrase("Late corrections cost less with Muon: {:+.1f} % if they are late by 2 steps", cost("Muon, late by 2")),
     ]
 
 
@@ -502,10 +510,10 @@ def _leads() -> list[Phrase]:
             *changes("rounds by the rate"),
         ),
         phrase("changes the loss by {:+.1f}, {:+.1f} and {:+.1f} %", *changes("draw")),
-        phrase("*Aligned steps* change it by {:+.1f}, {:+.1f} and {:+.1f} %", *changes("align 0.1")),
+        phrase("*Aligned steps* change the loss by {:+.1f}, {:+.1f} and {:+.1f} %", *changes("align 0.1")),
         phrase("*Quasi-global momentum* ends {:.1f} to {:.1f} % higher", min(quasi), max(quasi)),
         phrase("and end level ({:+.1f}, {:+.1f} and {:+.1f} %)", *changes("rounds by the square of the rate")),
-        phrase("reversed, end {:.1f} and {:.1f} % higher on two seeds", *changes("late swaps")),
+        phrase("in reverse order, and end {:.1f} and {:.1f} % higher with two seeds", *changes("late swaps")),
     ]
 
 
@@ -574,22 +582,25 @@ _RATIO = "N = 8, 32M: blocked time, "
 def _missed() -> list[Phrase]:
     flat = "blocked time, N = 8 / N = 2: "
     return [
-        phrase("| a swap at 100 Mbit/s leaves training 0.98 of its speed (0.99 until 24 November) |"),
-        phrase("| a swap near 1 Gbit/s leaves training 0.88 of its speed |"),
-        phrase("| goodput of a swap is 0.6 of that of a bare stream (0.8 until 24 November) |"),
+        phrase("| during a swap at 100 Mbit/s, training keeps 0.98 of its speed (0.99 until 24 November) |"),
+        phrase("| during a swap at nearly 1 Gbit/s, training keeps 0.88 of its speed |"),
+        phrase("| the goodput of a swap is 0.6 of the goodput of a bare stream (0.8 until 24 November) |"),
         phrase(
-            "Two more runs on this idle machine gave {:.2f} and {:.2f}, and a busy one {:.2f}",
+            "Two more runs on this machine when idle gave {:.2f} and {:.2f}, and a busy machine gave {:.2f}",
             *(claim(f"goodput_{run}", "swap / bare gRPC stream") for run in ("third", "second", "busy")),
         ),
         phrase("| an eager boundary blocks less than 1 % of a round |"),
-        phrase("| blocked time with 8 peers is at most 1.2 times that with 2 |"),
-        phrase("| within 2 % of synchronous training"),
+        phrase("| the blocked time with 8 peers is at most 1.2 times the blocked time with 2 |"),
+        phrase("| a loss within 2 % of synchronous training"),
         phrase("| {:.2f} ([overhead]", claim("overhead", "a swap at 100 Mbit/s: training")),
         phrase(
-            "A bare gRPC stream also leaves only {:.2f}:", claim("overhead", "a bare stream at 100 Mbit/s: training")
+            "With a bare gRPC stream, training also keeps only {:.2f} of",
+            claim("overhead", "a bare stream at 100 Mbit/s: training"),
         ),
         phrase("| {:.2f} (overhead)", claim("overhead", "a swap at 1000 Mbit/s: training")),
-        phrase("A bare stream leaves {:.2f};", claim("overhead", "a bare stream at 1000 Mbit/s: training")),
+        phrase(
+            "With a bare stream, training keeps {:.2f} of", claim("overhead", "a bare stream at 1000 Mbit/s: training")
+        ),
         phrase(
             "| {:.2f} with bf16 and int4, {:.2f} with modulo and int2 ([goodput]",
             claim("goodput", "swap / bare gRPC stream"),
@@ -602,7 +613,7 @@ def _missed() -> list[Phrase]:
             claim("blocked_time", "eager: correction"),
         ),
         phrase(
-            "Since then they take {:.2f} and {:.2f} s",
+            "After later improvements, they take {:.2f} and {:.2f} s",
             claim("boundary", "boundary: coding"),
             claim("boundary", "eager: adding what came late"),
         ),
@@ -612,11 +623,12 @@ def _missed() -> list[Phrase]:
             claim("versus_allreduce", flat + "eager"),
         ),
         phrase(
-            "| {:.0f} (versus_allreduce) | The reason is the same. With one pair at a time, the ratio is {:.0f}. |",
+            "| {:.0f} (versus_allreduce) | The reason is the same as in the row above. With one pair at a"
+            " time, the ratio is {:.0f}. |",
             claim("versus_allreduce", _RATIO + "gloo fp32 / eager, all at once"),
             claim("versus_allreduce", _RATIO + "gloo fp32 / eager"),
         ),
-        phrase("repeat at most 5.6 % in the first tenth"),
+        phrase("at most 5.6 % of the first tenth is repeated"),
         phrase("| {:.1f} % ([data_feed]", claim("data_feed", "repeats, 16 peers, 4 files here, 0.1")),
         phrase("| {:.1f} % | [The section above]", between("best_8", "5: 0 1 1", "ddp")),
         *_missed_times(),
@@ -642,7 +654,7 @@ def _missed_times() -> list[Phrase]:
         phrase("in the data centre at most {:.2f} times |", ours("data centre") / seconds("data centre", "ddp")),
         phrase("in at most half the time of the best DiLoCo on the same link | not reached"),
         phrase("where DiLoCo takes {:.1f} and", seconds("home-fibre", "DiLoCo") / 60),
-        phrase("On cable only synchronous training reached it, in {:,.0f} minutes", seconds("cable", "ddp") / 60),
+        phrase("On cable, only synchronous training reached it, in {:,.0f} minutes", seconds("cable", "ddp") / 60),
         phrase("and {:.1f} minutes;", seconds("100 Mbit/s, 50 ms", "DiLoCo") / 60),
         phrase(
             "in the data centre at most {:.2f} times its time |",
@@ -670,7 +682,7 @@ def _search() -> list[Phrase]:
     diloco = [behind_by("DiLoCo", cap, peers) for cap, peers in product(CAPS, PEERS)]
     return [
         phrase("by {:.1f} % with 8 replicas and {:.1f} % with 16", *(behind_by(PAPER, "tenth", n) for n in (8, 16))),
-        phrase("with Muon, DiLoCo is {:.1f} to {:.1f} % ahead", min(diloco), max(diloco)),
+        phrase("use Muon, the loss of DiLoCo is {:.1f} to {:.1f} % lower", min(diloco), max(diloco)),
         phrase("NoLoCo also sends {:.1f} times its bytes there", sent(OURS) / sent("DiLoCo")),
     ]
 
@@ -959,7 +971,7 @@ def stages() -> list[Phrase]:
 def _stage_settings() -> list[Phrase]:
     codecs = {"fp32": "0", "bf16": "0.0017", "int8": "0.0065", "int4 with a Hadamard rotation": "0.118"}
     return [
-        phrase("can train 1.8B parameters alone"),
+        phrase("can train 1.8B parameters without stages"),
         phrase("within 1 % of their loss"),
         phrase("reaches 70 % of the predicted speed"),
         phrase("5 % of the microbatches are lost."),
@@ -1080,11 +1092,11 @@ def _ablations() -> list[Phrase]:
             for mine in [stage_loss("ablations", case)]
         ),
         phrase(
-            "A loss of 20 % slows the run to {:.0f} % of the predicted tokens/s. Because fewer microbatches are then in"
-            " flight, gradients come earlier ({:.2f} steps late instead of {:.2f})",
+            "If 20 % of the microbatches are lost, the run slows to {:.0f} % of the predicted tokens/s. Because fewer"
+            " microbatches are then in flight, gradients are less stale ({:.2f} steps late instead of {:.2f})",
             *(speed("ablations", "20 % lost"), lossy[0], lateness("ablations", "3 stages x 4")[0]),
         ),
-        phrase("gradients come earlier ({:.2f}, {:.2f} and {:.2f} steps late)", *narrow),
+        phrase("gradients are less stale ({:.2f}, {:.2f} and {:.2f} steps late)", *narrow),
         phrase("reaches {:.0f} % of the tokens/s predicted for its narrower", speed("ablations", "4-2-4 replicas")),
     ]
 
@@ -1132,7 +1144,7 @@ def _lateness() -> list[Phrase]:
             above(stage_loss("ablations", "20 % lost"), base),
         ),
         phrase(
-            "applied some inner steps late costs up to {:.1f} % in loss",
+            "applied a few inner steps late increases the loss by up to {:.1f} %",
             between("waiting", "5: 0 1 1, eager, late by a quarter of a round", "5: 0 1 1, waiting"),
         ),
     ]
@@ -1150,7 +1162,7 @@ def _flow() -> list[Phrase]:
             phrase(f"| {name} Mbit/s | {{:.0f}} %{unit} | {{:.0f}} % |", *(share(name, 8), share(name, 16)))
             for name, unit in (("20", " of the predicted tokens/s"), ("100", ""))
         ),
-        phrase("{:.0f} to {:.0f} % of the backwards came at least one inner step late", min(late), max(late)),
+        phrase("{:.0f} to {:.0f} % of the backward passes were at least one inner step late", min(late), max(late)),
         phrase("cost {:.0f} % of the tokens/s", 100 * (1 - claim("flow", "100 Mbit/s with swaps: tokens / without"))),
         phrase(
             "keep **{:.0f} %** of their tokens/s", 100 * claim("flow", "churn, 4 stages x 6: tokens/s / undisturbed")

@@ -1,4 +1,4 @@
-"""The table of verbs, and the one place that turns an error into a message and an exit code."""
+"""The subcommands of `noloco`, and the one place where an error becomes a message and an exit code."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from noloco_p2p.errors import IdentityError, NolocoError, PeerError, SettingsErr
 
 EXIT_FAILED, EXIT_INVALID, EXIT_UNREACHABLE, EXIT_INTERRUPTED = 1, 3, 4, 130
 
-VERBOSITY = {"-v", "-vv", "-q", "--verbose", "--quiet"}  # these may stand before or after the verb
+VERBOSITY = {"-v", "-vv", "-q", "--verbose", "--quiet"}  # accepted before and after the subcommand
 
 app = typer.Typer(
     help="Train one model together over the internet: no data centre, no coordinator, no all-reduce.",
@@ -54,7 +54,7 @@ app.command(name="id")(identity.identity)
 @app.callback(invoke_without_command=True)
 def _options(
     version: bool = typer.Option(False, "--version", help="Print the version and exit."),
-    verbose: int = typer.Option(0, "--verbose", "-v", count=True, help="Log more; give it twice to log everything."),
+    verbose: int = typer.Option(0, "--verbose", "-v", count=True, help="Log more. Use it twice to log everything."),
     quiet: bool = typer.Option(False, "--quiet", "-q", help="Log warnings and errors only."),
 ) -> None:
     if version:
@@ -65,7 +65,7 @@ def _options(
 
 
 def configure_logging(level: int) -> None:
-    """Send logs to standard error; other libraries log only with -vv."""
+    """Send logs to standard error. Other libraries log only warnings and errors, except with -vv."""
     handlers: list[logging.Handler] = [_StandardError()]
     logging.basicConfig(
         format="%(asctime)s %(levelname)s %(message)s",
@@ -80,7 +80,7 @@ def configure_logging(level: int) -> None:
 
 
 class _StandardError(logging.StreamHandler):
-    """Writes to the current `sys.stderr`, which a progress bar replaces so that the bar and the logs do not mix."""
+    """A handler that writes to the current `sys.stderr`, which is different while a progress bar is shown."""
 
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stderr
@@ -90,13 +90,13 @@ class _StandardError(logging.StreamHandler):
 def run(arguments: list[str]) -> int:
     """Run a command and return its exit code.
 
-    The codes are: 0 done, 1 failed, 2 usage, 3 invalid spec or settings, 4 network unreachable, 130 interrupted. Typer
-    itself reports usage errors (2), and turns Ctrl-C (130) and a closed pipe (1) into exit codes.
+    The exit codes are 0 (success), 1 (failure), 2 (wrong usage), 3 (invalid spec or settings), 4 (network unreachable)
+    and 130 (interrupted). Typer itself reports wrong usage, and turns Ctrl-C into 130 and a closed pipe into 1.
     """
     everywhere = [argument for argument in arguments if argument in VERBOSITY]
     rest = [argument for argument in arguments if argument not in VERBOSITY]
     try:
-        app([*everywhere, *rest], prog_name="noloco", obj=run)  # the demo also runs this function in other processes
+        app([*everywhere, *rest], prog_name="noloco", obj=run)  # the demo also runs `run` in other processes
     except SystemExit as ended:
         return ended.code if isinstance(ended.code, int) else 0
     except (SpecError, SettingsError, TicketError, IdentityError) as error:
@@ -105,7 +105,7 @@ def run(arguments: list[str]) -> int:
         return _complain(error, EXIT_UNREACHABLE)
     except NolocoError as error:
         return _complain(error, EXIT_FAILED)
-    except KeyboardInterrupt:  # Ctrl-C inside Typer itself
+    except KeyboardInterrupt:  # Ctrl-C that Typer does not catch
         return EXIT_INTERRUPTED
     return 0
 

@@ -1,4 +1,4 @@
-"""The command `noloco ban`."""
+"""Implements the command `noloco ban`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ def ban(
     settings: PeerSettings,
     as_json: Json = False,
 ) -> None:
-    """Refuse a peer, or list the banned peers. A ban is local, and a running peer applies it at once."""
+    """Ban a peer, or list the banned peers.
+
+    A ban applies only to the peer on this machine, and takes effect at once.
+    """
     from noloco_p2p.bans import BanList
 
     bans = BanList(settings.state_dir / "bans.json")

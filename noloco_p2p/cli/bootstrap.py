@@ -1,4 +1,4 @@
-"""The command `noloco bootstrap`."""
+"""Implements the command `noloco bootstrap`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def bootstrap(
         typer.Option(help="Write this node's address to FILE, for --bootstrap @FILE.", show_default=False),
     ] = None,
 ) -> None:
-    """Run a DHT node that peers can enter a run through. It has no model and no data."""
+    """Run a DHT node through which peers can enter a run. It needs no model and no data."""
     import uvloop
 
     from noloco_p2p.control import FolderLock
@@ -47,7 +47,7 @@ def bootstrap(
     if settings.libp2p_port:
         check_free(settings.listen_host, settings.libp2p_port)
     identity = Identity.load_or_create(settings.state_dir / "identity.key")
-    print("starting (loading hivemind takes some seconds)", flush=True)
+    print("starting (loading hivemind takes a few seconds)", flush=True)
     uvloop.run(_serve(settings, identity, address_file=address_file))
     lock.release()
     print("left", flush=True)
@@ -79,7 +79,7 @@ async def _serve(settings: PeerSettings, identity: Identity, *, address_file: Pa
         directory.mirror(announce_port or mirror_port)
     except OSError as error:
         log.warning(
-            "port %d is in use, so peers behind routers cannot punch holes with the help of this node: %s",
+            "port %d is in use, so this node cannot help peers behind routers to punch holes: %s",
             settings.listen_port,
             error,
         )
@@ -99,14 +99,14 @@ async def _serve(settings: PeerSettings, identity: Identity, *, address_file: Pa
 
 
 def _stop_or_exit(stop: asyncio.Event, signum: int) -> None:
-    """Stop the node in order at the first signal, and exit at once at the second."""
+    """Stop the node cleanly at the first signal, and exit at once at the second."""
     if stop.is_set():
         os._exit(128 + signum)
     stop.set()
 
 
 def _control(settings: PeerSettings, directory: SwarmDirectory, *, leave: Callable[[], None]) -> ControlServer:
-    """Serve `noloco status` and `noloco leave`."""
+    """Return a server that answers `noloco status` and `noloco leave`."""
     from noloco_p2p.control import ControlServer
 
     def on_leave() -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""Tuning of Python's garbage collector in long-running commands. There is one collector for the whole process."""
+"""Tunes Python's garbage collector for long-running commands. The setting affects the whole process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import gc
 def spare_what_is_loaded() -> None:
     """Exclude all objects that exist now, mostly those of libraries, from later garbage collections.
 
-    A full collection takes 100 ms, during which neither training nor the network thread runs.
+    A full collection takes 100 ms, and blocks both training and the network thread.
     """
     gc.collect()
     gc.freeze()

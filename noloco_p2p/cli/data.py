@@ -1,4 +1,4 @@
-"""The command `noloco data check`."""
+"""Implements the command `noloco data check`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ app = typer.Typer(help="Check the data of a run on this machine.", no_args_is_he
 
 @app.callback()
 def _data() -> None:
-    """Without a callback Typer would drop the name `check`."""
+    """Keep the subcommand name `check`, which Typer would drop if there were no callback."""
 
 
 @app.command()
@@ -34,7 +34,7 @@ def check(
     full: Annotated[bool, typer.Option("--full", help="Read every file to its end instead of its first rows.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Show samples, tokens per second, and faults in the files. The exit code is 1 if there are faults."""
+    """Show samples of the data, the reading speed, and faults in the files. The exit code is 1 if there are faults."""
     from noloco_p2p.spec import TrainerSpec
 
     spec = TrainerSpec.load(file)
@@ -71,7 +71,7 @@ def _tell(report: DataReport) -> None:
         )
     for number, sample in enumerate(report.samples, start=1):
         print(f"sample {number}: {sample[:SHOWN_CHARS]!r}")
-    print(f"reads and packs {count(report.tokens_per_s)} tokens/s here ({count(report.num_tokens)} tokens)")
+    print(f"reading and packing: {count(report.tokens_per_s)} tokens/s here ({count(report.num_tokens)} tokens)")
     print(f"held out: {report.num_held_out} sequences")
     print(f"faults: {report.num_faults or 'none'}")
     for fault in report.faults[:SHOWN_FAULTS]:

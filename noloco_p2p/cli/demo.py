@@ -1,4 +1,4 @@
-"""The command `noloco demo`."""
+"""Implements the command `noloco demo`."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def demo(
         int, typer.Option(help="Cut the model into this many stages; each peer holds one.", min=1, max=32)
     ] = 1,
     steps: Annotated[
-        int | None, typer.Option(help="Inner steps per peer.", min=20, show_default="as --minutes allow")
+        int | None, typer.Option(help="Inner steps per peer.", min=20, show_default="as many as --minutes allows")
     ] = None,
     minutes: Annotated[
-        float, typer.Option(help="Choose the number of steps that takes this long on this machine.", min=1)
+        float, typer.Option(help="Choose the number of steps so that the demo takes this long on this machine.", min=1)
     ] = 4.0,
     changes: Changes = None,
     port_base: Annotated[
@@ -58,7 +58,7 @@ def demo(
     ] = None,
     keep: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Folder for logs and checkpoints, which are kept.", show_default=False),
+        typer.Option(metavar="DIR", help="Keep the logs and checkpoints in this folder.", show_default=False),
     ] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write the report as JSON.", show_default=False)
@@ -95,7 +95,7 @@ def demo(
         swarm.stop()
         report = swarm.report(drawing(print))
     except KeyboardInterrupt:
-        print("interrupted: the peers are asked to leave", file=sys.stderr, flush=True)
+        print("interrupted: asking the peers to leave", file=sys.stderr, flush=True)
         swarm.stop()
         if keep is None:
             shutil.rmtree(folder)
@@ -117,7 +117,7 @@ def demo(
 
 
 def _watch(swarm: Demo) -> None:
-    """Draw a bar and a table on a terminal; print plain lines elsewhere."""
+    """Draw a bar and a table on a terminal, or print plain lines elsewhere."""
     from rich.console import Console
     from rich.live import Live
 
@@ -147,7 +147,7 @@ def _plan_line(swarm: Demo) -> str:
 
 
 class _Lines:
-    """Print the first view of each phase, then one every PLAIN_EVERY_S."""
+    """Prints the first view of each phase, and then one view every PLAIN_EVERY_S seconds."""
 
     def __init__(self) -> None:
         self._began_s = time.monotonic()
@@ -166,7 +166,7 @@ class _Lines:
 
 
 def _told(view: View) -> str:
-    """Describe the progress: `training: step 120 of 480, 2 min 30 s left`."""
+    """Describe the progress, for example `training: step 120 of 480, 2 min 30 s left`."""
     from noloco_p2p.telemetry.console import duration
 
     if not view.total:
@@ -181,7 +181,7 @@ def _drawn(view: View) -> Group:
     from rich.table import Table
 
     bar = Table.grid(padding=(0, 1))
-    # Without a total, the remaining time is unknown, so the bar pulses.
+    # Before training begins, the progress is unknown, so the bar pulses.
     bar.add_row(ProgressBar(total=view.total or None, completed=view.done, width=30, pulse=not view.done), _told(view))
     if not view.rows:
         return Group(bar)

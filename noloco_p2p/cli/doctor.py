@@ -1,4 +1,4 @@
-"""The command `noloco doctor`."""
+"""Implements the command `noloco doctor`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def doctor(
         str | None,
         typer.Argument(
             metavar="[SPEC.toml|TICKET]",
-            help="A run to check this machine for. With a ticket (or @FILE), its swarm is checked too.",
+            help="Also check what this run needs, and with a ticket (or @FILE) the connection to its swarm.",
         ),
     ] = None,
     *,
@@ -43,8 +43,8 @@ def doctor(
     else:
         print(verdict(checks))
         if not isinstance(examined, Ticket):
-            needs = "" if examined else ", needs of the model"
-            print(f"to check the clock, reachability and bandwidth{needs} too, run: noloco doctor TICKET")
+            needs = "" if examined else ", and what the model needs"
+            print(f"to also check the clock, reachability and bandwidth{needs}, run: noloco doctor TICKET")
     if not is_healthy(checks):
         raise typer.Exit(1)
 
@@ -61,7 +61,7 @@ async def _examine(run: TrainerSpec | Ticket | None, settings: PeerSettings, *, 
 
     found(versions())
     if not is_healthy(checks):
-        return checks  # the other checks import what is missing
+        return checks  # the other checks import the missing packages
     from noloco_p2p.doctor import machine
 
     found(machine.ports(settings))

@@ -1,4 +1,4 @@
-"""Files that pass a ticket or an address from one process to another on the same machine."""
+"""Reads and writes files that pass a ticket or an address from one process to another on the same machine."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ if TYPE_CHECKING:
     from noloco_p2p.spec import TrainerSpec
     from noloco_p2p.ticket import Ticket
 
-# the longest time in which a bootstrap or first peer that starts at the same moment writes its file
+# time for a bootstrap node or a first peer, which may have been started at the same time, to write its file
 FILE_TIMEOUT_S = 120.0
 POLL_S = 0.2
 MAX_FILE_BYTES = 64 * 1024
 
 
 def resolve(text: str, *, timeout_s: float = FILE_TIMEOUT_S) -> str:
-    """Return the line in FILE for `@FILE`, waiting until the file exists; return any other text unchanged.
+    """Wait for FILE and return the line in it if `text` is `@FILE`. Otherwise, return `text` unchanged.
 
-    Raises SettingsError if nobody writes the file in time.
+    Raises SettingsError if the file is not written in time.
     """
     if not text.startswith("@"):
         return text
@@ -38,7 +38,7 @@ def resolve(text: str, *, timeout_s: float = FILE_TIMEOUT_S) -> str:
 
 
 def opened(run: str) -> TrainerSpec | Ticket:
-    """Load the spec or decode the ticket that `SPEC.toml|TICKET` names. Raises SpecError and TicketError."""
+    """Load the spec from a file, or decode a ticket. Raises SpecError or TicketError if it is invalid."""
     from noloco_p2p.spec import TrainerSpec
     from noloco_p2p.ticket import Ticket, is_ticket
 
@@ -46,7 +46,10 @@ def opened(run: str) -> TrainerSpec | Ticket:
 
 
 def ticket_in(run: str) -> str:
-    """Return the ticket in FILE for `@FILE`, without waiting; return any other text unchanged. Raises TicketError."""
+    """Return the ticket in FILE if `run` is `@FILE`. Otherwise, return `run` unchanged.
+
+    Raises TicketError if the file does not hold a valid ticket.
+    """
     from noloco_p2p.ticket import Ticket
 
     if not run.startswith("@"):
@@ -57,15 +60,15 @@ def ticket_in(run: str) -> str:
 
 
 def check_writable(path: Path | None, *, flag: str) -> None:
-    """Raise SettingsError early, before the slow imports, if `path` is not writable."""
+    """Raise SettingsError if `path` is not writable. Commands call this before their slow imports."""
     if path and (path.is_dir() or not os.access(path.absolute().parent, os.W_OK)):
         raise SettingsError(f"{flag} {path} is not writable; name a file in a folder that this user may write to")
 
 
 def write(path: Path | None, line: str, *, flag: str, is_secret: bool = False) -> None:
-    """Write the file atomically, as other processes may read it at any moment.
+    """Write the file atomically, because other processes may read it at any moment.
 
-    Only this user can read a secret. Raises SettingsError if the file cannot be written.
+    If `is_secret` is true, only this user can read the file. Raises SettingsError if the file cannot be written.
     """
     if path is None:
         return
@@ -76,7 +79,10 @@ def write(path: Path | None, line: str, *, flag: str, is_secret: bool = False) -
 
 
 def _read(path: Path) -> str:
-    """Return an empty string while the file is missing or empty. Raises SettingsError if it is not one line of text."""
+    """Return an empty string while the file is missing or empty.
+
+    Raises SettingsError if it is unreadable, too large, or has more than one word.
+    """
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
             raise SettingsError(f"@{path}: {path.stat().st_size} bytes are too many for a ticket or an address")

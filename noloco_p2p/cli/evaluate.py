@@ -1,4 +1,4 @@
-"""The command `noloco evaluate`."""
+"""Implements the command `noloco evaluate`."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ def evaluate(
     checkpoints: Annotated[
         list[Path],
         typer.Argument(
-            metavar="CHECKPOINT...", help="Checkpoints, or folders of runs. Of several, their mean is evaluated too."
+            metavar="CHECKPOINT...",
+            help="Checkpoints or run folders. If there are several, their mean is also evaluated.",
         ),
     ],
     settings: PeerSettings,
     as_json: Json = False,
 ) -> None:
-    """Measure perplexity on the held-out sequences of the run: for each peer's weights and for the merged model."""
+    """Measure the perplexity of each peer's weights, and of the merged model, on the held-out sequences of the run."""
     from noloco_p2p.peer.run_folder import check_checkpoint_folder
 
     for folder in checkpoints:

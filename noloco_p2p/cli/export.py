@@ -1,4 +1,4 @@
-"""The command `noloco export`."""
+"""Implements the command `noloco export`."""
 
 from __future__ import annotations
 
@@ -21,18 +21,21 @@ if TYPE_CHECKING:
 @takes_settings("models")
 def export(
     source: Annotated[
-        str, typer.Argument(metavar="CHECKPOINT|TICKET", help="A checkpoint folder, or with --merge a ticket.")
+        str, typer.Argument(metavar="CHECKPOINT|TICKET", help="A checkpoint folder, or a ticket with --merge.")
     ],
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="The Hugging Face folder to write.")],
     merge: Annotated[bool, typer.Option("--merge", help="Average the slow weights of live peers.")] = False,
-    adapters: Annotated[bool, typer.Option("--adapters", help="LoRA: write the adapters alone, for peft.")] = False,
+    adapters: Annotated[bool, typer.Option("--adapters", help="LoRA: write only the adapters, for peft.")] = False,
     *,
     settings: PeerSettings,
     sample: Annotated[
         int | None, typer.Option(help="With --merge: number of peers to average.", show_default="all", min=1)
     ] = None,
     push_to_hub: Annotated[
-        str, typer.Option(metavar="OWNER/NAME", help="Upload the folder to the Hugging Face hub; private if new.")
+        str,
+        typer.Option(
+            metavar="OWNER/NAME", help="Upload the folder to the Hugging Face Hub. A new repository is private."
+        ),
     ] = "",
 ) -> None:
     """Write a model folder for transformers, from a checkpoint or from the live swarm."""
@@ -93,7 +96,7 @@ async def _merge(
 
 
 async def _merge_stages(live: LiveRun, folder: Path, *, sample: int | None) -> None:
-    """Export stage by stage, so that only one stage is in memory at a time."""
+    """Export one stage after the other, so that only one is in memory at a time."""
     import asyncio
 
     from noloco_p2p.trainer.export import StageShards, new_folder

@@ -1,4 +1,4 @@
-"""The command `noloco fork`."""
+"""Implements the command `noloco fork`."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ def fork(
     new: Annotated[Path, typer.Argument(metavar="NEW.toml", help="Where to write the spec of the new run.")],
     changes: Changes = None,
     checkpoint: Annotated[
-        Path | None, typer.Option(help="Take this checkpoint instead of the newest.", show_default=False)
+        Path | None, typer.Option(help="Use this checkpoint instead of the newest.", show_default=False)
     ] = None,
     *,
     settings: PeerSettings,
 ) -> None:
     """Start a new run from the weights of another one, with changed settings.
 
-    With a spec file, the fork starts from the newest checkpoint on this machine. With a ticket, it starts from the
-    state of a live peer, which is the middle one of five. For a run with stages, it takes one state per stage.
+    With a spec file, the fork starts from the newest checkpoint on this machine. With a ticket, it fetches the states
+    of five live peers, and starts from the state that is closest to their median. In a run with stages, it does this
+    for each stage.
     """
     from noloco_p2p.spec import TrainerSpec
     from noloco_p2p.ticket import Ticket, is_ticket
@@ -65,8 +66,8 @@ def fork(
     print(f"wrote {new}: run {spec.name}, from the state of {old.name}; start it with: {join}")
     if spec.pipeline.stages > 1:
         print(
-            f"the first peer of each stage needs a copy of {start.folder} in the folder starts of its own --state-dir; "
-            "others fetch the state of their stage"
+            f"the first peer of each stage needs a copy of {start.folder} in the folder `starts` of its own "
+            "--state-dir; others fetch the state of their stage"
         )
 
 
@@ -77,7 +78,7 @@ def _take_kept(
     values: dict[str, Any],
     settings: PeerSettings,
 ) -> tuple[TrainerSpec, TrainerSpec]:
-    """Fork from a checkpoint on this machine. It returns the specs of the old and the new run."""
+    """Fork from a checkpoint on this machine, and return the specs of the old and the new run."""
     from noloco_p2p.peer.run_folder import folder_of
     from noloco_p2p.spec import TrainerSpec
     from noloco_p2p.trainer.merge import from_checkpoint
@@ -100,7 +101,7 @@ def _take_kept(
 async def _take_live(
     ticket: Ticket, start: NewStart, values: dict[str, Any], folders: dict[str, str]
 ) -> tuple[TrainerSpec, TrainerSpec]:
-    """Fork from live peers, with one stage in memory at a time. It returns the specs of the old and the new run."""
+    """Fork from live peers, and return the specs of the old and the new run. Only one stage is in memory at a time."""
     import asyncio
 
     from noloco_p2p.telemetry.bars import drawing
@@ -120,7 +121,7 @@ async def _take_live(
 
 
 def _changed(old: TrainerSpec, values: dict[str, Any]) -> TrainerSpec:
-    """Return the spec of the fork. If the number of stages changes, it has no cut yet. Raises SpecError."""
+    """Return the spec of the fork, which has no cut yet if the number of stages changes."""
     automatic: dict[str, Any] = {"name": f"{old.name}-fork"}
     if "pipeline.stages" in values:
         automatic["pipeline.cut"] = "auto"
@@ -129,7 +130,7 @@ def _changed(old: TrainerSpec, values: dict[str, Any]) -> TrainerSpec:
 
 
 def _forked(old: TrainerSpec, values: dict[str, Any], folders: dict[str, str]) -> TrainerSpec:
-    """Return the spec of the fork without its start state. Raises SpecError and ModelError."""
+    """Return the spec of the fork, but without the digest of its initial state."""
     from noloco_p2p.trainer.stage_needs import StageNeeds
 
     spec = _changed(old, values)

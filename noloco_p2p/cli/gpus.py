@@ -1,6 +1,6 @@
-"""`noloco join --gpus N` runs the same command N times, one process per GPU. Rank 0 is the peer.
+"""The launcher of `noloco join --gpus N`, which runs the same command in N processes, one per GPU. Rank 0 is the peer.
 
-This does what `torchrun` does, for one machine, with two differences: no rank is killed while rank 0 leaves cleanly,
+The launcher works like `torchrun` on one machine, with two differences. No rank is killed while rank 0 leaves cleanly,
 and the launcher returns the exit code of rank 0.
 """
 
@@ -21,7 +21,7 @@ from types import FrameType
 from noloco_p2p.errors import SettingsError
 
 POLL_S = 0.1
-END_S = 30.0  # how long the other ranks may take once one has ended
+END_S = 30.0  # time for the other ranks to end after rank 0, or after the first rank that failed
 FAILED = 1
 LAUNCHER = "NOLOCO_LAUNCHER"
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -29,7 +29,7 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 @dataclass(frozen=True, slots=True)
 class OwnRank:
-    """The rank of this process within its peer. `gpu` is the index on this machine."""
+    """The rank of this process within its peer. `gpu` is the index of its GPU on this machine."""
 
     rank: int
     num_ranks: int
@@ -37,9 +37,9 @@ class OwnRank:
 
 
 def own_rank() -> OwnRank | None:
-    """Return the rank of this process; None if it is the only one.
+    """Return the rank of this process, or None if it is the only one.
 
-    Raises SettingsError if torchrun started several machines, because a peer is one machine.
+    Raises SettingsError if torchrun started processes on several machines, because a peer runs on one machine.
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
@@ -54,7 +54,7 @@ def own_rank() -> OwnRank | None:
 
 
 def _leave_with(launcher_pid: int) -> None:
-    """Send SIGTERM to this process when the launcher ends: rank 0 then leaves, and the others follow."""
+    """Arrange that this process gets SIGTERM when the launcher ends. Rank 0 then leaves, and the other ranks follow."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
         return
@@ -68,9 +68,10 @@ def _leave_with(launcher_pid: int) -> None:
 
 
 def launch(arguments: Sequence[str], num_ranks: int) -> int:
-    """Run `noloco ARGUMENTS` in `num_ranks` processes. The exit code is rank 0's, or 1 if another rank was killed.
+    """Run `noloco ARGUMENTS` in `num_ranks` processes, and return the exit code of rank 0.
 
-    SIGINT and SIGTERM are passed on to rank 0, and the other ranks follow it.
+    The result is 1 if a signal ended rank 0, or if it did not end in time. SIGINT and SIGTERM are passed on to rank 0,
+    and the other ranks end when it does.
     """
     shared = {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks), LAUNCHER: str(os.getpid())}
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
@@ -79,7 +80,7 @@ def launch(arguments: Sequence[str], num_ranks: int) -> int:
         subprocess.Popen(
             [sys.executable, "-m", "noloco_p2p", *arguments],
             env=threads | os.environ | shared | address | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            start_new_session=True,  # the terminal sends Ctrl-C only to this process, which passes it on
+            start_new_session=True,  # so that Ctrl-C in the terminal reaches only the launcher, which passes it on
         )
         for rank in range(num_ranks)
     ]
@@ -98,7 +99,7 @@ def launch(arguments: Sequence[str], num_ranks: int) -> int:
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
-    """Wait until all ranks have ended, but at most END_S after the first failure or after rank 0."""
+    """Wait until all ranks have ended, but at most END_S after the first failure or the end of rank 0."""
     until_s = None
     while any(process.poll() is None for process in ranks):
         if until_s is None and (ranks[0].returncode is not None or any(process.returncode for process in ranks)):

@@ -1,4 +1,4 @@
-"""The command `noloco init`."""
+"""Implements the command `noloco init`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def init(
     name: Annotated[str | None, typer.Option(help="Name of the run.", show_default="the preset")] = None,
     private: Annotated[
         bool,
-        typer.Option("--private", help="Only peers with an invitation may enter. Writes the run key beside the spec."),
+        typer.Option("--private", help="Admit only peers with an invitation. The run key is written next to the spec."),
     ] = False,
     stages: Annotated[
         int,
@@ -72,9 +72,9 @@ def init(
 
 
 def _in_stages(spec: TrainerSpec, num_stages: int, folders: dict[str, str]) -> tuple[TrainerSpec, list[str]]:
-    """Return the spec with its cut, and what each stage needs. Importing torch takes seconds.
+    """Return the spec with its cut, and lines that say what each stage needs. This imports torch, which takes seconds.
 
-    Raises SpecError and ModelError.
+    Raises SpecError or ModelError if the model cannot be cut into these stages.
     """
     from noloco_p2p.trainer.stage_needs import StageNeeds
 
@@ -83,7 +83,7 @@ def _in_stages(spec: TrainerSpec, num_stages: int, folders: dict[str, str]) -> t
 
 
 def _run_key(key_file: Path) -> str:
-    """Return the public half of the key in the file, creating the file if it is missing. Raises IdentityError."""
+    """Return the public half of the key in the file, creating the file if it is missing."""
     from noloco_p2p.identity import Identity
 
     return Identity.load_or_create(key_file).peer_id

@@ -1,4 +1,4 @@
-"""The command `noloco join`."""
+"""Implements the command `noloco join`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def join(
     run: Annotated[
         str,
         typer.Argument(
-            metavar="SPEC.toml|TICKET", help="A run spec starts a run; a ticket (or @FILE with one) enters one."
+            metavar="SPEC.toml|TICKET", help="A run spec to start a run, or a ticket (or @FILE with one) to enter one."
         ),
     ],
     settings: PeerSettings,
@@ -55,9 +55,9 @@ def join(
     entry.check_writable(ticket_file, flag="--ticket-file")
     if settings.gpus > 1 and own is None:
         raise typer.Exit(gpus_of_peer.launch(sys.argv[1:], settings.gpus))
-    # Before training there is nothing to save, so SIGTERM ends the program at once, like Ctrl-C.
+    # There is nothing to save before training begins, so SIGTERM ends the program at once, like Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    _say("starting (loading torch and hivemind takes some seconds)")
+    _say("starting (loading torch and hivemind takes a few seconds)")
     from noloco_p2p.trainer.compute import choose_device
 
     choose_device(settings.device, own.gpu if own else None)
@@ -70,7 +70,7 @@ def join(
 
 
 def _train(run: str, settings: PeerSettings, ticket_file: Path | None, own: OwnRank | None) -> None:
-    """Train until the run is done or somebody asks the peer to leave. Raises Left if that happens while it enters."""
+    """Train until the run is done or the peer is asked to leave. Raises Left if that happens while it enters."""
     from noloco_p2p.devices import describe
     from noloco_p2p.peer.peer import Peer
     from noloco_p2p.spec import TrainerSpec
@@ -136,7 +136,7 @@ def _train(run: str, settings: PeerSettings, ticket_file: Path | None, own: OwnR
 
 
 def _follow(own: OwnRank, settings: PeerSettings) -> None:
-    """Run every rank but 0. Rank 0 handles the signals, and the other ranks end with it."""
+    """Run a rank other than 0. Only rank 0 handles signals, and the other ranks end when it ends."""
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_IGN)
     from noloco_p2p.trainer.compute import choose_device
@@ -152,7 +152,7 @@ def _follow(own: OwnRank, settings: PeerSettings) -> None:
 
 
 def _check(run: str, settings: PeerSettings) -> Ticket | None:
-    """Report wrong, missing or occupied settings before the slow imports. It returns the ticket, if `run` is one."""
+    """Check the settings, ports and data before the slow imports. Return the ticket if `run` is one."""
     from noloco_p2p.control import FolderLock
     from noloco_p2p.peer.ports import Ports
     from noloco_p2p.ticket import Ticket
@@ -176,7 +176,7 @@ def _check(run: str, settings: PeerSettings) -> Ticket | None:
 
 
 def unused_data(spec: TrainerSpec, settings: PeerSettings) -> list[str]:
-    """Warn about `--data` bindings that this run does not use."""
+    """Return a warning for each `--data` binding that the run does not use."""
     from noloco_p2p.data.sources import unused_bindings
 
     reads = ", ".join(part.source for part, _ in spec.data.parts())
@@ -184,7 +184,10 @@ def unused_data(spec: TrainerSpec, settings: PeerSettings) -> list[str]:
 
 
 def unknown_name(settings: PeerSettings) -> list[str]:
-    """Warn if the host of --announce does not resolve. It may resolve elsewhere, so this is no error."""
+    """Return a warning if this machine cannot resolve the host of --announce.
+
+    It is not an error, because other machines may be able to resolve it.
+    """
     from noloco_p2p.swarm.addresses import resolves
 
     host = settings.announced[0]
@@ -196,7 +199,10 @@ def unknown_name(settings: PeerSettings) -> list[str]:
 
 
 def _leave_on_signals(peer: Peer) -> None:
-    """Leave cleanly at the first SIGINT or SIGTERM, and exit at once at the second. `noloco leave` does not count."""
+    """Leave cleanly at the first SIGINT or SIGTERM, and exit at once at the second.
+
+    A `noloco leave` does not count as a signal.
+    """
     is_signalled = False
 
     def leave(signum: int, frame: FrameType | None) -> None:

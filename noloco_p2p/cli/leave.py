@@ -1,4 +1,4 @@
-"""The command `noloco leave`."""
+"""Implements the command `noloco leave`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from noloco_p2p.settings import PeerSettings
 @takes_settings("state_dir")
 def leave(
     settings: PeerSettings,
-    timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds to wait for its end.")] = 120.0,
+    timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds to wait until the peer has left.")] = 120.0,
 ) -> None:
     """Ask the peer on this machine to leave, and wait until it has ended."""
     from noloco_p2p.control import FolderLock, ask

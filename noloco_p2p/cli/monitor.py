@@ -1,4 +1,4 @@
-"""The command `noloco monitor`."""
+"""Implements the command `noloco monitor`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def monitor(
     watch: Annotated[bool, typer.Option("--watch", help="Update until Ctrl-C.")] = False,
     web: Annotated[bool, typer.Option("--web", help="Serve a page, /api/status and /metrics until Ctrl-C.")] = False,
     listen: Annotated[
-        str | None, typer.Option(help="HOST:PORT of --web; port 0 takes a free one.", show_default=DEFAULT_WEB)
+        str | None, typer.Option(help="HOST:PORT of --web; port 0 picks a free port.", show_default=DEFAULT_WEB)
     ] = None,
     history: Annotated[
         Path | None,
@@ -42,11 +42,14 @@ def monitor(
     sort: Annotated[str, typer.Option(help="Column to sort by, for example loss.")] = "state",
     descending: Annotated[bool, typer.Option("--descending", help="Sort the largest first.")] = False,
     words: Annotated[
-        str, typer.Option("--filter", metavar="TEXT", help="Only peers with TEXT in id, state, partner or version.")
+        str,
+        typer.Option(
+            "--filter", metavar="TEXT", help="Show only peers with TEXT in id, name, state, partner, reach or version."
+        ),
     ] = "",
     as_json: Json = False,
 ) -> None:
-    """Show the whole swarm, read from the DHT alone."""
+    """Show the whole swarm, using only the DHT."""
     from noloco_p2p.ticket import Ticket
 
     entry = Ticket.decode(resolve(ticket))
@@ -107,7 +110,7 @@ async def _watch(entry: Ticket, choice: Choice, interval_s: float, *, as_json: b
 
 
 async def _draw(console: Any, choice: Choice, interval_s: float, look: Any) -> None:
-    """Draw on the whole screen, after each read and each change of the window size, until the first signal."""
+    """Redraw the whole screen after each read and whenever the window is resized, until the first signal."""
     from rich.live import Live
 
     from noloco_p2p.monitor.terminal import headline, view

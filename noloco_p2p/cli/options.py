@@ -1,4 +1,4 @@
-"""Flags that several verbs share."""
+"""Defines flags that several subcommands share."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ Changes = Annotated[
 
 
 def takes_settings(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a verb the flags of these settings, or of all settings, in place of its parameter `settings`.
+    """Return a decorator that replaces the parameter `settings` of a subcommand with the flags of the named settings.
 
-    The verb receives an instance of the class that annotates the parameter, merged with the other sources.
+    Without names, the subcommand gets the flags of all settings. It is called with an instance of the class that
+    annotates the parameter, in which the flags are merged with the other sources of settings.
     """
 
     def decorate(verb: Callable[..., None]) -> Callable[..., None]:
@@ -63,7 +64,7 @@ def _option(name: str, field: FieldInfo) -> inspect.Parameter:
 
 
 def _given(value: Any, flag: Flag) -> Any:
-    """Convert a value from Typer for its field; None means that the flag was not given. Raises SettingsError."""
+    """Convert a value from Typer for its field. None means that the flag was not given."""
     if not isinstance(value, list):
         return value
     words = [entry.resolve(word) for word in value] if flag.takes_file else value
@@ -71,7 +72,7 @@ def _given(value: Any, flag: Flag) -> Any:
 
 
 def parse_duration(text: str, *, flag: str) -> float:
-    """Convert 90s, 30min, 12h or 7d to seconds. Raises SettingsError."""
+    """Convert a duration like `90s`, `30min`, `12h` or `7d` to seconds. Raises SettingsError if it has another form."""
     match = re.fullmatch(r"(\d{1,6})(s|min|h|d)", text)
     if not match:
         raise SettingsError(f"{flag} {text!r} must be a time such as 30min, 12h or 7d")
@@ -79,7 +80,7 @@ def parse_duration(text: str, *, flag: str) -> float:
 
 
 def parse_changes(changes: list[str] | None) -> dict[str, Any]:
-    """Convert ["outer.alpha=0.3"] to {"outer.alpha": 0.3}, reading each value as TOML or else as a plain string."""
+    """Convert ["outer.alpha=0.3"] to {"outer.alpha": 0.3}. A value that is not valid TOML is kept as a string."""
     return dict(_parse(change) for change in changes or [])
 
 

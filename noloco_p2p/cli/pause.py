@@ -1,4 +1,4 @@
-"""The commands `noloco pause` and `noloco resume`."""
+"""Implements the commands `noloco pause` and `noloco resume`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 from noloco_p2p.cli.options import takes_settings
 from noloco_p2p.settings import PeerSettings
 
-Timeout = Annotated[float, typer.Option("--timeout", help="Seconds to wait for it to happen.")]
+Timeout = Annotated[float, typer.Option("--timeout", help="Seconds to wait for the new state.")]
 POLL_S = 0.1
 
 
@@ -31,7 +31,7 @@ def pause(settings: PeerSettings, timeout_s: Timeout = 120.0) -> None:
 
 @takes_settings("state_dir")
 def resume(settings: PeerSettings, timeout_s: Timeout = 120.0) -> None:
-    """Resume a paused peer. It catches up first if the swarm is far ahead."""
+    """Resume a paused peer. If the swarm is far ahead, the peer catches up first."""
     folder, reply = _ask(settings.state_dir, "resume")
     if reply["stays_because"]:
         print(f"the peer stays paused: {reply['stays_because']}")
@@ -44,7 +44,7 @@ def resume(settings: PeerSettings, timeout_s: Timeout = 120.0) -> None:
 
 
 def _ask(folder: Path, verb: str) -> tuple[Path, dict[str, Any]]:
-    """Return the state folder and the answer. The exit code is 1 if there is no peer to ask."""
+    """Send a command to the peer, and return the state folder and the answer. Exit with code 1 if no peer runs."""
     from noloco_p2p.control import FolderLock, ask
 
     reply = ask(folder, verb)
@@ -52,7 +52,7 @@ def _ask(folder: Path, verb: str) -> tuple[Path, dict[str, Any]]:
         is_starting = FolderLock(folder).is_held()
         print(f"the peer in {folder} is still starting; try again" if is_starting else f"no peer runs in {folder}")
         raise typer.Exit(1)
-    if "error" in reply:  # a bootstrap
+    if "error" in reply:  # from a bootstrap node
         print(f"the process in {folder} does not train, so it cannot {verb}")
         raise typer.Exit(1)
     return folder, reply

@@ -1,4 +1,4 @@
-"""The command `noloco simulate`."""
+"""Implements the command `noloco simulate`."""
 
 from __future__ import annotations
 
@@ -72,18 +72,20 @@ def simulate(
             help="With stages: microbatches that each head has in flight.", show_default="a quarter of its batch", min=1
         ),
     ] = None,
-    lose: Annotated[float, typer.Option(help="With stages: share of microbatches that are lost.", min=0, max=1)] = 0.0,
+    lose: Annotated[
+        float, typer.Option(help="With stages: fraction of microbatches that are lost.", min=0, max=1)
+    ] = 0.0,
     late_steps: Annotated[
         int, typer.Option(help="With stages: delay of backward passes, in inner steps.", min=0, max=16)
     ] = 0,
-    paths: Annotated[str, typer.Option(help="With stages: random, or fixed for a comparison.")] = "random",
+    paths: Annotated[str, typer.Option(help="With stages: paths of microbatches, random or fixed.")] = "random",
     changes: Changes = None,
-    seed: Annotated[int, typer.Option(help="Seed of pairing, faults and start weights.", min=0)] = 0,
+    seed: Annotated[int, typer.Option(help="Seed for pairing, faults and initial weights.", min=0)] = 0,
     threads: Annotated[
-        int, typer.Option(help="Number of torch threads. Results depend on it, bit for bit.", min=1)
+        int, typer.Option(help="Number of torch threads. It affects the last bits of the results.", min=1)
     ] = 1,
     device: Annotated[
-        str, typer.Option(help="cpu, cuda:N, mps or auto. Only a CPU gives the same bits each time.")
+        str, typer.Option(help="cpu, cuda:N, mps or auto. Only the CPU gives the same bits each time.")
     ] = "cpu",
     *,
     settings: PeerSettings,

@@ -1,4 +1,4 @@
-"""The command `noloco status`."""
+"""Implements the command `noloco status`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def status(settings: PeerSettings, as_json: Json = False) -> None:
 
 
 def lines(reply: dict[str, Any]) -> list[str]:
-    """Format the status of a training peer for people."""
+    """Return the lines that show the status of a training peer."""
     others = "1 other live peer" if reply["live_peers"] == 1 else f"{reply['live_peers']} other live peers"
     if reply["live_peers_is_estimate"]:
         others = f"about {others}"
@@ -68,12 +68,15 @@ def lines(reply: dict[str, Any]) -> list[str]:
 
 
 def ways(neighbours: dict[str, str]) -> str:
-    """Format how many neighbours are reached in each way, like `3 direct, 1 punched`."""
+    """Format how many neighbours are reached by each kind of path, for example `3 direct, 1 punched`."""
     return ", ".join(f"{number} {way}" for way, number in Counter(neighbours.values()).most_common())
 
 
 def contribution(reply: dict[str, Any]) -> str:
-    """Format the contribution: `2 h 5 min of training, 3.41M tokens, 41 swaps`. Scripts need not count tokens."""
+    """Format the contribution, for example `2 h 5 min of training, 3.41M tokens, 41 swaps`.
+
+    The tokens are left out if the training script does not count them.
+    """
     tokens = "" if reply["tokens"] is None else f"{count(reply['tokens'])} tokens, "
     swaps = "swap" if reply["swaps"] == 1 else "swaps"
     hidden = " (hours and tokens are hidden)" if reply["settings"]["hide_contribution"]["value"] else ""
@@ -81,7 +84,7 @@ def contribution(reply: dict[str, Any]) -> str:
 
 
 def stage_lines(reply: dict[str, Any]) -> list[str]:
-    """Format the status of a stage; the list is empty for a peer that holds the whole model."""
+    """Return lines about the stage that the peer holds. The list is empty if it holds the whole model."""
     if reply["stage"] is None:
         return []
     of_all = f" of {reply['stages']}" if reply["stages"] else ""
@@ -96,14 +99,14 @@ def stage_lines(reply: dict[str, Any]) -> list[str]:
 
 
 def swap_line(swap: dict[str, Any]) -> str:
-    """Format the running swap.
+    """Format the progress of the current swap.
 
-    `early part with ..7f3a1c: 12.0 of 40.0 MiB out at 1.2 MiB/s, 11.0 MiB in at 1.1 MiB/s, 26 s left`
+    For example, `early part with ..7f3a1c: 12.0 of 40.0 MiB out at 1.2 MiB/s, 11.0 MiB in at 1.1 MiB/s, 26 s left`.
     """
     partner, total = named(swap["partner"]), mib(swap["total_bytes"])
     if swap["part"] == "waiting":
         return f"early part with {partner} done ({total} each way); its late part comes after the next boundary"
-    left = "nothing moves" if swap["left_s"] is None else f"{duration(swap['left_s'])} left"
+    left = "stalled" if swap["left_s"] is None else f"{duration(swap['left_s'])} left"
     return (
         f"{swap['part']} part with {partner} for {duration(swap['since_s'])}, of {total} each way: "
         f"{mib(swap['sent_bytes'])} out at {mib(swap['sent_bytes_per_s'])}/s, "
@@ -112,7 +115,7 @@ def swap_line(swap: dict[str, Any]) -> str:
 
 
 def fault_lines(reply: dict[str, Any]) -> list[str]:
-    """Format the last fault, its age, and what to do about it."""
+    """Return lines with the last fault, its age, and what to do about it."""
     if not reply["last_fault"]:
         return ["fault     none"]
     return [
@@ -122,11 +125,11 @@ def fault_lines(reply: dict[str, Any]) -> list[str]:
 
 
 def settings_lines(settings: dict[str, dict[str, Any]]) -> list[str]:
-    """List the settings that somebody changed, and their sources. `--json` also lists the defaults."""
+    """Return lines with the settings that were changed, and their sources. `--json` also shows the defaults."""
     made = {name: setting for name, setting in sorted(settings.items()) if setting["origin"] != "default"}
     width = max(map(len, made), default=0)
     lines = [f"{name.ljust(width)}  {_shown(row['value'])}  ({row['origin']})" for name, row in made.items()]
-    lines.append(f"{len(settings) - len(made)} have their defaults (shown by --json)")
+    lines.append(f"{len(settings) - len(made)} have their default values (shown by --json)")
     return [f"{'settings' if index == 0 else '':8}  {line}" for index, line in enumerate(lines)]
 
 

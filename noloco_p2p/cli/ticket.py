@@ -1,4 +1,4 @@
-"""The command `noloco ticket`."""
+"""Implements the command `noloco ticket`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def ticket(
         typer.Option(help="How long the invitation is valid: 30min, 12h, 7d. Private runs only.", show_default=False),
     ] = None,
 ) -> None:
-    """Print a ticket of the run that the peer on this machine is in, with the addresses that are reachable now."""
+    """Print a ticket for the run of the peer on this machine, with the addresses that are reachable now."""
     from noloco_p2p.control import ask
     from noloco_p2p.ticket import Ticket
 
@@ -41,7 +41,7 @@ def ticket(
 
 
 def _opens(run_key: Path | None, ticket: Ticket) -> bool:
-    """Return whether the run key of the settings belongs to this run. The run may be open, or have another key."""
+    """Return whether the run key in the settings is the key of this run. An open run has no key."""
     from noloco_p2p.identity import Identity
 
     if run_key is None or ticket.invitation is None:
@@ -50,15 +50,20 @@ def _opens(run_key: Path | None, ticket: Ticket) -> bool:
 
 
 def _invited(ticket: Ticket, run_key: Path | None, for_s: float) -> Ticket:
-    """Return the ticket with an invitation that expires after `for_s` seconds. Raises SettingsError, IdentityError."""
+    """Return the ticket with an invitation that expires after `for_s` seconds.
+
+    Raises SettingsError if it is impossible.
+    """
     from noloco_p2p.identity import Identity
     from noloco_p2p.invitation import invite
 
     if ticket.invitation is None:
-        raise SettingsError("--expires, --run-key: the run is open: everybody may enter, and its tickets do not expire")
+        raise SettingsError(
+            "--expires, --run-key: the run is open, so everybody may enter, and its tickets do not expire"
+        )
     if run_key is None:
         raise SettingsError(
-            "--expires needs the run key (--run-key FILE): without it, a peer can only pass on its own invitation"
+            "--expires needs the run key (--run-key FILE): without the key, a peer can only pass on its own invitation"
         )
     key = Identity.load(run_key)
     if key.peer_id != ticket.invitation.run_key:

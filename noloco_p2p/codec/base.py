@@ -14,7 +14,7 @@ CHUNK_ELEMENTS = 262_144  # 1 MiB of fp32 fits in a core's cache, and an encoded
 
 CPU = torch.device("cpu")
 
-assert sys.byteorder == "little", "payloads are little-endian and are read as native numbers"
+assert sys.byteorder == "little", "big-endian machines are not supported, because payloads are little-endian"
 
 
 class Scratch:
@@ -103,7 +103,7 @@ def check_values(values: Tensor) -> None:
     """Raise ValueError if `values` is not a chunk. This checks the layout and the dtype, but not the elements."""
     if values.ndim != 1 or not values.is_contiguous() or not values.is_floating_point():
         shape = tuple(values.shape)
-        raise ValueError(f"a chunk must be a contiguous 1-D floating tensor, not {values.dtype} of shape {shape}")
+        raise ValueError(f"a chunk must be a contiguous 1-D floating-point tensor, not {values.dtype} of shape {shape}")
     check_num_elements(values.numel())
 
 
@@ -112,7 +112,7 @@ def check_length(payload: bytes | memoryview, *, codec: Sized, num_elements: int
     expected, received = codec.num_bytes(num_elements), memoryview(payload).nbytes
     if received != expected:
         raise CorruptPayload(
-            f"{codec.name} chunk of {num_elements} elements must have {expected} bytes, but it has {received}; "
+            f"a {codec.name} chunk of {num_elements} elements must have {expected} bytes, but it has {received}; "
             "discard the part"
         )
 

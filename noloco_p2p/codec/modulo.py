@@ -1,6 +1,6 @@
 """Implement modulo coding, which sends only the low-order bits of numbers.
 
-The vectors of two partners are close to each other, so the low-order bits of their numbers determine the difference.
+The vectors of two partners are close to each other, so the low-order bits of their elements determine the difference.
 Both partners use the same grid for a section, which has a power-of-two step for each block of BLOCK_ELEMENTS, and a
 shared dither. An element x corresponds to the grid integer k = round(x / step + dither), and it is sent as a residue, k
 mod 2**bits. With Q(x) = (k - dither) * step, the dither cancels in a difference, and
@@ -46,7 +46,7 @@ OFF_GRID = bytes(DIGEST_BYTES)  # replaces the digest of a chunk that is not on 
 MAX_INTEGER = 2.0**30  # the largest magnitude, so that the sum of an integer and a difference fits in an int32
 
 UNKNOWN = 127  # the exponent of a block without recorded distances; its chunk cannot use modulo coding
-LOWEST_EXPONENT, HIGHEST_EXPONENT = -100, 100  # keep steps, their reciprocals and every h normal fp32 numbers
+LOWEST_EXPONENT, HIGHEST_EXPONENT = -100, 100  # ensures that steps, their reciprocals and h are normal fp32 numbers
 FINEST = 24  # a step is at least 2**-24 of the largest value in its block, because fp32 itself is no finer
 REMEMBERED = 4  # number of recent swaps whose largest distances are kept
 # For a codec that sends bits as needed, this is the ratio of a step to the root mean square of the last distance. The
@@ -202,7 +202,7 @@ class ModuloCodec:
         The partner computes exactly the negative of it, element by element.
         """
         if len(differences) != self.num_difference_bytes(num_elements):
-            raise ValueError(f"{len(differences)} bytes are not the differences of {num_elements} elements")
+            raise ValueError(f"the differences of {num_elements} elements cannot have {len(differences)} bytes")
         residues = _unpacked(differences, num_elements, bits=self._difference_bits)
         half = self._centred(residues).to(torch.float32)
         for place, exponent in grid.blocks(chunk_index, num_elements=num_elements):
@@ -262,7 +262,7 @@ def agree(own: bytes, partner: bytes, *, by_need: bool = False) -> bytes:
     mine, theirs = (torch.frombuffer(bytearray(exponents), dtype=torch.int8) for exponents in (own, partner))
     strange = (theirs != UNKNOWN) & ((theirs < LOWEST_EXPONENT) | (theirs > HIGHEST_EXPONENT))
     if strange.any():
-        raise CorruptPayload(f"it proposes the grid step 2**{int(theirs[strange][0])}")
+        raise CorruptPayload(f"it proposes a grid step of 2**{int(theirs[strange][0])}, which is out of range")
     return (torch.minimum if by_need else torch.maximum)(mine, theirs).numpy().tobytes()  # UNKNOWN is the largest
 
 
@@ -308,9 +308,9 @@ class Bounds:
     def propose(self) -> bytes:
         """Return a proposal with one exponent per block.
 
-        The exponent is UNKNOWN if no distance was seen, or only 0, because neither predicts anything. If the codec
-        sends bits as needed, the exponents are lower after rounds without a partner, because errors persist longer when
-        peers mix less often.
+        The exponent is UNKNOWN if no distance was recorded, or only distances of 0, because neither predicts anything.
+        If the codec sends bits as needed, the exponents are lower after rounds without a partner, because errors
+        persist longer when peers mix less often.
         """
         largest = self._distances.amax(dim=0)
         wanted = _above(largest * self._distance_to_step)

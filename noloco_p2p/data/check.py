@@ -83,7 +83,7 @@ def check_data(
 def _look(part: SourceSpec, source: Source, faults: Faults, *, full: bool, progress: Progress) -> SourceReport:
     pieces = source.pieces if full or not part.source.startswith("hub:") else source.pieces[:HUB_SHARDS]
     found = SourceReport(part.source, len(source.pieces), len(pieces))
-    with progress.task(f"looking into {part.source}", unit="files") as tell:
+    with progress.task(f"inspecting {part.source}", unit="files") as tell:
         for number, piece in enumerate(pieces):
             tell(number, len(pieces))
             try:
@@ -93,5 +93,5 @@ def _look(part: SourceSpec, source: Source, faults: Faults, *, full: bool, progr
                     if isinstance(row, Fault):
                         faults.note(row)
             except Unavailable as error:
-                faults.note(Fault(piece.name, None, f"cannot be read now: {error}"))
+                faults.note(Fault(piece.name, None, f"cannot be read at the moment: {error}"))
     return found

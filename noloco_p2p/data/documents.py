@@ -51,7 +51,7 @@ class Fault:
 
     def __str__(self) -> str:
         place = self.file if self.line is None else f"{self.file}, line {self.line}"
-        return f"{place}: {self.reason}" + ("; the rest of the file is left out" if self.rest else "")
+        return f"{place}: {self.reason}" + ("; the rest of the file is skipped" if self.rest else "")
 
 
 Row = Document | Fault | None  # None is a row without a document
@@ -104,6 +104,8 @@ class Faults:
         if fault.rest or number <= LOGGED_OF_A_FILE:
             log.warning("skipped: %s", fault)
         elif str(number).strip("0") == "1":
-            log.warning("skipped: %d lines of %s so far, the last one because: %s", number, fault.file, fault.reason)
+            log.warning(
+                "skipped: %d lines of %s so far; the reason for the last one: %s", number, fault.file, fault.reason
+            )
         if self.on_fault:
             self.on_fault(fault)

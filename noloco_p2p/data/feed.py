@@ -71,7 +71,7 @@ class Feed:
                 return arrays
         if not self._found:
             last = self._faults.last
-            why = f"; the last fault of {self._faults.count}: {last}" if last else ""
+            why = f"; number of faults: {self._faults.count}; last fault: {last}" if last else ""
             raise DataError(f"data source {self.name!r} contains no document to train on{why}")
         self.epoch += 1
         self._found = False
@@ -98,7 +98,7 @@ class Feed:
         place, known = Place.from_list(state["place"]), state["source"] == self._source.fingerprint
         if not known:
             self.epoch, place = self.epoch + (place != START), START
-            log.warning("the files of %s have changed: data epoch %d starts", self.name, self.epoch)
+            log.warning("the files of data source %s have changed, so data epoch %d begins", self.name, self.epoch)
         self._found = known and place != START
         self._open(place)
         return known
@@ -133,7 +133,9 @@ def make_encoder(data: DataSpec, tokenizer: PreTrainedTokenizerBase, faults: Fau
     """
     end, num_ids = tokenizer.eos_token_id, len(tokenizer)
     if not isinstance(end, int):
-        raise DataError(f"tokenizer {data.tokenizer!r} has no end-of-text token; choose another one (data.tokenizer)")
+        raise DataError(
+            f"tokenizer {data.tokenizer!r} has no end-of-text token; choose another tokenizer (data.tokenizer)"
+        )
 
     def encode(documents: Sequence[Document]) -> list[np.ndarray]:
         texts = [document.content for document in documents if isinstance(document.content, str)]
@@ -155,8 +157,8 @@ def make_encoder(data: DataSpec, tokenizer: PreTrainedTokenizerBase, faults: Fau
         if not len(ids) or 0 <= int(ids.min()) <= int(ids.max()) < num_ids:
             return ids
         reason = (
-            f"token ids from {ids.min()} to {ids.max()} do not fit the {num_ids} ids of tokenizer "
-            f"{data.tokenizer!r} (data.tokenizer)"
+            f"token ids range from {ids.min()} to {ids.max()}, but tokenizer {data.tokenizer!r} (data.tokenizer) has "
+            f"only the ids 0 to {num_ids - 1}"
         )
         faults.note(Fault(document.origin, document.line, reason))
         return None

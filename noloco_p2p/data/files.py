@@ -40,9 +40,7 @@ def file_piece(path: Path, text_field: str) -> Piece:
     packed = path.suffix == ".gz"
     read = KINDS.get((path.with_suffix("").suffix if packed else path.suffix).lower())
     if read is None or (packed and read is _parquet_rows):
-        raise DataError(
-            f"{path}: unsupported kind of file; supported are .txt, .json and .jsonl, also as .gz, and .parquet"
-        )
+        raise DataError(f"{path}: unsupported file type; use .txt, .json or .jsonl (each also with .gz), or .parquet")
     return Piece(path.name, lambda start: _guarded(path, read, start, text_field))
 
 
@@ -90,7 +88,7 @@ def _text_documents(path: Path) -> Iterator[Row]:
         for number, line in enumerate(_lines(file), start=1):
             try:
                 if line is None:
-                    raise ValueError(f"a line over {MAX_LINE_BYTES >> 20} MiB")
+                    raise ValueError(f"the line is longer than {MAX_LINE_BYTES >> 20} MiB")
                 text = line.decode()
             except ValueError as error:
                 yield Fault(str(path), number, f"not UTF-8 text: {first_line(error)}")
@@ -125,7 +123,7 @@ def _json_rows(path: Path, start: int, text_field: str) -> Iterator[Row]:
 
 def _json_row(line: bytes | None, file: str, number: int, text_field: str) -> Row:
     if line is None:
-        return Fault(file, number, f"a line over {MAX_LINE_BYTES >> 20} MiB")
+        return Fault(file, number, f"the line is longer than {MAX_LINE_BYTES >> 20} MiB")
     if not line.strip():
         return None
     try:
@@ -139,7 +137,7 @@ def _json_row(line: bytes | None, file: str, number: int, text_field: str) -> Ro
 
 def _document(item: Any, file: str, number: int, text_field: str) -> Row:
     if not isinstance(item, dict):
-        return Fault(file, number, f"holds {type(item).__name__} instead of a JSON object")
+        return Fault(file, number, f"expected a JSON object, got {type(item).__name__}")
     if text_field in item:
         return _text_document(item[text_field], file, number, text_field)
     if TOKENS_FIELD in item:
@@ -151,7 +149,9 @@ def _text_document(text: Any, file: str, number: int, text_field: str) -> Row:
     if text is None or text == "":
         return None
     if not isinstance(text, str):
-        return Fault(file, number, f"field {text_field!r} holds {type(text).__name__}, not text (data.text_field)")
+        return Fault(
+            file, number, f"field {text_field!r} has type {type(text).__name__} instead of text (data.text_field)"
+        )
     return Document(text, origin=file, line=number)
 
 
@@ -161,11 +161,11 @@ def _ids_document(ids: Any, mask: Any, file: str, number: int) -> Row:
         return None
     ids = _integers(ids)
     if ids is None:
-        return Fault(file, number, f"field {TOKENS_FIELD!r} does not hold a list of integers")
+        return Fault(file, number, f"field {TOKENS_FIELD!r} is not a list of integers")
     if mask is not None:
         mask = _integers(mask, kinds="iub")
         if mask is None:
-            return Fault(file, number, f"field {MASK_FIELD!r} does not hold a list of zeros and ones")
+            return Fault(file, number, f"field {MASK_FIELD!r} is not a list of zeros and ones")
         if len(mask) != len(ids):
             return Fault(file, number, f"{MASK_FIELD} has {len(mask)} entries, but {TOKENS_FIELD} has {len(ids)}")
         ids = ids[mask != 0]
@@ -184,8 +184,8 @@ def _integers(values: Any, *, kinds: str = "iu") -> np.ndarray | None:
 
 def _no_field(text_field: str, fields: list[str]) -> str:
     return (
-        f"no field {text_field!r} and no {TOKENS_FIELD!r}; it has {', '.join(fields)[:200]}. "
-        "data.text_field of the run spec names the field with the text"
+        f"there is no field {text_field!r} or {TOKENS_FIELD!r} among the fields {', '.join(fields)[:200]}; "
+        "data.text_field in the run spec must name the field that contains the text"
     )
 
 

@@ -40,7 +40,9 @@ def hub_source(part: SourceSpec, split: str, *, pause: Pause = time.sleep) -> So
     """
     name = part.source.removeprefix("hub:")
     if Path(name).exists():  # `datasets` would read that folder
-        raise SpecError(f"data.source 'hub:{name}' is also a folder here: start this peer in another folder")
+        raise SpecError(
+            f"data.source 'hub:{name}' is also a folder in the working directory; start this peer in another directory"
+        )
     datasets = import_datasets()
     for number in range(1, OPEN_TRIES + 1):
         try:
@@ -53,8 +55,8 @@ def hub_source(part: SourceSpec, split: str, *, pause: Pause = time.sleep) -> So
             if is_lasting(error) or number == OPEN_TRIES:
                 raise DataError(
                     f"hub data set {name!r} (subset {part.subset!r}, split {split!r}, revision {part.revision!r}) "
-                    f"cannot be opened: {first_line(error)}. Check the name and the network; a data set without a "
-                    'split for validation needs data.validation_split = ""'
+                    f"cannot be opened: {first_line(error)}. Check the name and the network; if the data set has no "
+                    'validation split, set data.validation_split = ""'
                 ) from None
             pause(2.0 ** (number - 1))
         else:
@@ -69,7 +71,7 @@ def _check_files(files: Mapping[str, Sequence[str]], name: str) -> None:
     """
     for file in (file for split in files.values() for file in split):
         if not file.startswith(f"hf://datasets/{name}@"):
-            raise SpecError(f"data.source 'hub:{name}' lists the file {file!r}, which is not its own")
+            raise SpecError(f"data.source 'hub:{name}' lists the file {file!r}, which does not belong to it")
 
 
 def shard_source(stream: IterableDataset, *, name: str, text_field: str) -> Source:

@@ -74,17 +74,19 @@ def bound_files(name: str, bindings: Mapping[str, str]) -> list[Path]:
     pattern = bindings.get(name)
     if pattern is None:
         raise DataError(
-            f"the run trains on data named '{name}', which is not bound on this machine: "
+            f"the run trains on data named '{name}', which is not bound to files on this machine; "
             f"use --data {name}=GLOB, for example --data '{name}=/data/{name}/*.jsonl.gz'"
         )
     expanded = Path(pattern).expanduser()
     if expanded.is_dir():
-        raise DataError(f"--data {name}={pattern} is a folder; name its files, for example '{pattern.rstrip('/')}/*'")
+        raise DataError(
+            f"--data {name}={pattern} is a folder; specify its files, for example '{pattern.rstrip('/')}/*'"
+        )
     literal = [str(expanded)] if expanded.is_file() else []  # a name may contain [ or *
     paths = [Path(found) for found in literal or glob.glob(str(expanded), recursive=True)]
     files = sorted((path for path in paths if path.is_file()), key=lambda path: (path.name, str(path)))
     if not files:
-        raise DataError(f"--data {name}={pattern} matches no file")
+        raise DataError(f"--data {name}={pattern} matches no files")
     return files
 
 
@@ -95,7 +97,7 @@ def _validation_files(part: SourceSpec, bindings: Mapping[str, str]) -> list[Pat
 
 def _file_source(paths: list[Path], part: SourceSpec) -> Source:
     if not paths:
-        raise DataError(f"every file of --data {part.source} is also one of --data {part.source}.validation")
+        raise DataError(f"every file in --data {part.source} is also in --data {part.source}.validation")
     return Source([file_piece(path, part.text_field) for path in paths])
 
 

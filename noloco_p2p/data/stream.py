@@ -152,7 +152,10 @@ class TokenStream:
         known = [feed.load_state_dict(own) for feed, own in zip(self._feeds, feeds, strict=True)]
         if version == OLDER_VERSION and all(known) and state["position"]:
             if any(state["detours"]):
-                log.warning("files failed before this older checkpoint: some text may be read twice or left out")
+                log.warning(
+                    "some files could not be read before this checkpoint was written, and its format is an older one: "
+                    "some text may be read twice or skipped"
+                )
             self._rest = self._make_block()[int(state["position"]) :]
 
     def _feed(self, part: SourceSpec, bindings: Mapping[str, str], encode: Encode, index: int) -> Feed:
@@ -226,7 +229,7 @@ def validation_batches(
     sequences = np.concatenate(chosen)[:num_sequences]
     if len(sequences) < num_sequences:
         log.warning(
-            "validation uses only %d sequences, because there are fewer than evaluate.num_sequences = %d",
+            "validation uses only %d sequences, because fewer than evaluate.num_sequences = %d are available",
             len(sequences),
             num_sequences,
         )
@@ -255,10 +258,10 @@ def _validation_pool(
         if num_tokens >= wanted_tokens:
             break
     if num_tokens < data.sequence_length:
-        why = f" (the last fault of {faults.count}: {faults.last})" if faults.last else ""
+        why = f" (number of faults: {faults.count}; last fault: {faults.last})" if faults.last else ""
         raise DataError(
-            f"only {num_tokens} held-out tokens in data source {part.source!r}, but one sequence needs "
-            f"{data.sequence_length}: raise data.holdout, or use --data {part.source}.validation=GLOB{why}"
+            f"data source {part.source!r} has only {num_tokens} held-out tokens, but one sequence needs "
+            f"{data.sequence_length}; increase data.holdout, or use --data {part.source}.validation=GLOB{why}"
         )
     return cut(arrays, data.sequence_length)[0]
 

@@ -1,1 +1,1 @@
-"""A small run for demonstration: peers in processes on loopback, shown until they finish, and then evaluated."""
+"""Runs a small swarm for demonstration on this machine, shows its progress, and evaluates the result."""

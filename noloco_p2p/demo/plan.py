@@ -1,4 +1,4 @@
-"""The plan of a demo: its spec, and the number of inner steps that fit into a given time on this machine."""
+"""Plans a demo: its spec, and the number of inner steps that this machine can take in a given time."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from noloco_p2p.flow.limits import IN_FLIGHT_SHARE
 from noloco_p2p.presets import PRESETS
 from noloco_p2p.spec import TrainerSpec
 
-MEASURED_S, MEASURED_STEPS = 3.0, 8  # the least seconds and inner steps of a measurement, after the first step
+MEASURED_S, MEASURED_STEPS = 3.0, 8  # minimum seconds and inner steps of a measurement, without the first step
 FEWEST_STEPS, FEWEST_ROUNDS = 60, 12
-MANY_STEPS = 10_000  # the length of a spec to check and measure before the number of steps is known
-UPKEEP = 1.35  # time of a step with swaps, evaluation and the network thread, over that of a step alone
-START_AND_END_S = 12.0  # for joining, closing rounds, leaving and merging, without the steps below
-START_AND_END_STEPS = 30  # as long as the evaluations at start and end and the measurements of each peer
-MICROBATCH = 2  # sequences; with 1 the streams would cost as much as the compute, with 4 stages would wait
-PIPELINE_UPKEEP = 2.4  # the UPKEEP of a pipeline, which also has codecs and streams between stages
+MANY_STEPS = 10_000  # length of the spec that is checked and measured before the number of steps is known
+UPKEEP = 1.35  # factor by which swaps, evaluation and the network thread lengthen a step
+START_AND_END_S = 12.0  # for joining, closing rounds, leaving and merging
+START_AND_END_STEPS = 30  # steps that take as long as the first and last evaluation and the measurements
+MICROBATCH = 2  # sequences; with 1, streams would cost as much as computing; with 4, stages would wait
+PIPELINE_UPKEEP = 2.4  # the same factor for a pipeline, which also has codecs and streams between stages
 
 
 @dataclass(frozen=True, slots=True)
 class DemoPlan:
-    """What a demo does, and where. `folder` holds the spec, a folder per peer with its log, and the exported model.
+    """The plan of a demo.
 
-    If `num_steps` is None, the demo takes as many steps as fit into `minutes` on this machine.
+    `folder` holds the spec, a folder for each peer with its log, and the exported model. If `num_steps` is None, the
+    demo takes as many steps as this machine can take in `minutes`.
     """
 
     folder: Path
@@ -36,11 +37,11 @@ class DemoPlan:
     minutes: float = 4.0
     port_base: int = 0  # peer i listens on port_base + 2 i; 0 = free ports
     changes: Mapping[str, Any] = field(default_factory=dict)  # dotted fields of the spec
-    chaos_seed: int | None = None  # decides which peers are killed and restarted, and when
+    chaos_seed: int | None = None  # determines which peers are killed and restarted, and when
     num_stages: int = 1
 
     def check(self) -> None:
-        """Report mistakes before anything starts. Raises SettingsError and SpecError."""
+        """Check the plan before anything starts. Raises SettingsError or SpecError if it has a mistake."""
         spec, stages = self.spec(self.num_steps or MANY_STEPS), self.num_stages
         if spec.pipeline.stages != stages:
             raise SettingsError(f"--set pipeline.stages={spec.pipeline.stages}: set it with --stages")
@@ -53,16 +54,16 @@ class DemoPlan:
             raise SettingsError(f"--peers {self.num_peers}: {stages} stages need at least one peer each")
         if stages > 1 and self.chaos_seed is not None and self.num_peers < 2 * stages:
             raise SettingsError(
-                f"--chaos with --peers {self.num_peers}: {stages} stages need {2 * stages} peers, two each: what a "
-                "stage has learned is gone with its only peer"
+                f"--chaos with --peers {self.num_peers}: {stages} stages need {2 * stages} peers, two each, because a "
+                "stage loses its weights when its only peer is killed"
             )
 
     def stage(self, index: int) -> int | None:
-        """The stage of peer `index`; None in a run without stages."""
+        """Return the stage of peer `index`, or None in a run without stages."""
         return index % self.num_stages if self.num_stages > 1 else None
 
     def spec(self, num_steps: int) -> TrainerSpec:
-        """Return the preset `tiny` with a schedule of `num_steps`, and rounds short enough for about a dozen."""
+        """Return the preset `tiny` with a schedule of `num_steps`, with rounds short enough for about a dozen."""
         tiny = PRESETS["tiny"]
         longest = max(1, min(tiny.outer.max_inner_steps, num_steps // FEWEST_ROUNDS))
         changes = {
@@ -82,7 +83,7 @@ class DemoPlan:
 
 
 def step_s_of_all(plan: DemoPlan, spec: TrainerSpec, *, step_s: float, num_cores: int) -> float:
-    """Return the seconds in which each peer, or each head of a pipeline, takes an inner step.
+    """Return the seconds that each peer, or each head of a pipeline, needs for an inner step when all peers train.
 
     `step_s` is the time of an inner step with one thread while every core is busy. For a pipeline, it is the sum over
     the stages.
@@ -95,13 +96,16 @@ def step_s_of_all(plan: DemoPlan, spec: TrainerSpec, *, step_s: float, num_cores
 
 
 def steps_that_fit(seconds: float, *, each_s: float) -> int:
-    """Return how many inner steps each peer can take in that time, including start and end. It is a multiple of ten."""
+    """Return how many inner steps each peer can take in `seconds`, including the start and end of the demo.
+
+    The result is a multiple of ten.
+    """
     fitting = (seconds - START_AND_END_S) / each_s - START_AND_END_STEPS
     return max(FEWEST_STEPS, int(fitting) // 10 * 10)
 
 
 def measure_step_s(spec: TrainerSpec) -> float:
-    """Measure the seconds of an inner step of `spec` on random tokens with one thread. It needs a separate process."""
+    """Measure how many seconds an inner step takes with random tokens and one thread. Call it in a separate process."""
     import torch
 
     from noloco_p2p.trainer.inner_step import InnerStep
@@ -122,7 +126,7 @@ def measure_step_s(spec: TrainerSpec) -> float:
 
 
 def measure_pipeline_s(spec: TrainerSpec) -> float:
-    """Measure like `measure_step_s`, but one head's batch: the sum over all stages, one after the other."""
+    """Measure how many seconds the batch of one head takes in a pipeline: the sum over all stages, with one thread."""
     import torch
 
     from noloco_p2p.trainer.cut import cut_of
@@ -139,7 +143,7 @@ def measure_pipeline_s(spec: TrainerSpec) -> float:
 
 
 def _lower_quartile_s(measure: Callable[[], float]) -> float:
-    """Return the lower quartile of many measurements, because other programs slow some of the steps down."""
+    """Return the lower quartile of many measurements, because other programs slow down some of them."""
     durations_s: list[float] = []
     while sum(durations_s) < MEASURED_S or len(durations_s) < MEASURED_STEPS:
         durations_s.append(measure())
@@ -147,7 +151,10 @@ def _lower_quartile_s(measure: Callable[[], float]) -> float:
 
 
 def cut_model(spec: TrainerSpec) -> tuple[int, ...]:
-    """Return the number of blocks of each stage. Call it in a process that has imported torch. Raises SpecError."""
+    """Return the number of blocks in each stage. Call it in a process that has imported torch.
+
+    Raises SpecError if there are more stages than blocks.
+    """
     from noloco_p2p.trainer.cut import cut_of
     from noloco_p2p.trainer.stage_needs import StageNeeds
 

@@ -1,6 +1,6 @@
-"""Processes of a fork server that has imported torch, transformers and hivemind once.
+"""Starts processes from a fork server that has imported torch, transformers and hivemind.
 
-Importing them takes about four seconds of a core, and a forked peer need not repeat it.
+Importing them takes about four seconds on one core. A forked peer does not have to import them again.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PRELOADED = [
     "noloco_p2p.trainer.swarm_evaluation",
     "noloco_p2p.trainer.export",
 ]
-ASK_TIMEOUT_S = 1.0  # a peer on a busy machine may take longer to answer; its row then stays the same
+ASK_TIMEOUT_S = 1.0  # if a peer on a busy machine takes longer to answer, its row stays the same
 CHAOS_SAVES_EVERY = "3"  # rounds, so that a peer that is killed every few seconds does not lose a minute each time
 
 
@@ -42,8 +42,9 @@ def fork_server() -> Any:
 
 
 def start_fork_server() -> None:
-    """Start the server with SIGINT blocked, because Ctrl-C also reaches it, and it ignores SIGINT only after its
-    imports.
+    """Start the fork server with SIGINT blocked.
+
+    Ctrl-C in the terminal also reaches the server, which does not ignore SIGINT until it has finished its imports.
     """
     resource_tracker.ensure_running()  # before blocking, because its start unblocks SIGINT
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -56,9 +57,9 @@ def start_fork_server() -> None:
 
 @contextmanager
 def workers(num_processes: int, *, what: str) -> Iterator[ProcessPoolExecutor]:
-    """Yield a pool of processes that have torch; an interrupt ends them at once.
+    """Yield a pool of processes that have imported torch. An interrupt ends them at once.
 
-    Raises NolocoError when the work fails.
+    `what` names the work in error messages. Raises NolocoError when the work fails.
     """
     pool = ProcessPoolExecutor(num_processes, mp_context=fork_server(), initializer=_begin_worker)
     try:
@@ -76,15 +77,16 @@ def workers(num_processes: int, *, what: str) -> Iterator[ProcessPoolExecutor]:
 
 
 def _begin_worker() -> None:
-    # Ctrl-C in the terminal also reaches this process; the demo handles it
+    # Ctrl-C in the terminal also reaches this process, but the demo handles it
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
 def run_peer(main: Callable[[list[str]], int], arguments: list[str], log: Path) -> None:
-    """Run a peer in a process of the fork server. It has its own session, so Ctrl-C does not reach it.
+    """Run a peer in a process of the fork server.
 
-    The peer ends when the demo does, even if the demo is killed.
+    The process has its own session, so Ctrl-C in the terminal does not reach it. The peer leaves when the demo ends,
+    even if the demo is killed.
     """
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     os.setsid()
@@ -105,7 +107,7 @@ def _end_with_parent() -> None:
 
 
 class DemoPeer:
-    """One `noloco join` in a process. `status` is its last answer to `noloco status --json`, or None."""
+    """A peer that runs `noloco join` in its own process. `status` is the last status that it reported, or None."""
 
     def __init__(self, index: int, *, plan: DemoPlan, main: Callable[[list[str]], int]) -> None:
         self.index = index
@@ -133,7 +135,7 @@ class DemoPeer:
             "always",
             "--on-busy-gpu",
             "always",
-        ]  # regardless of the user's file
+        ]  # override the user's settings file
         if self.stage is not None:
             arguments += ["--stage", str(self.stage)]
         if self._plan.chaos_seed is not None:
@@ -143,7 +145,7 @@ class DemoPeer:
         self.process = process
 
     def ask(self) -> None:
-        """Update `status`. A peer that does not answer in time keeps the last one."""
+        """Update `status`, unless the peer does not answer in time."""
         try:
             answer = ask(self.folder, "status", timeout_s=ASK_TIMEOUT_S)
         except SettingsError:
@@ -156,12 +158,12 @@ class DemoPeer:
 
     @property
     def exit_code(self) -> int | None:
-        """The exit code; None before the start and while the peer runs, negative after a signal."""
+        """The exit code. It is None before the peer has ended, and negative if a signal ended it."""
         return self.process.exitcode if self.process else None
 
     @property
     def ending(self) -> str:
-        """Describe whether a failed peer ended by itself or by a signal."""
+        """A phrase that says whether a failed peer was killed or failed by itself."""
         code = self.exit_code or 0
         return f"was killed (signal {-code})" if code < 0 else f"failed (exit code {code})"
 
@@ -169,7 +171,7 @@ class DemoPeer:
         return self.exit_code is not None or (self.status or {}).get("state") == "done"
 
     def is_back(self) -> bool:
-        """Whether the peer trains again after its last kill."""
+        """Return whether the peer is in the run again after its last kill."""
         return (self.status or {}).get("state", "entering") != "entering"
 
     def kill(self) -> None:
@@ -185,7 +187,7 @@ class DemoPeer:
             self.process.terminate()
 
     def wait_gone(self, until_s: float) -> None:
-        """Wait for the end of the process, and kill it if necessary: no peer outlives the demo."""
+        """Wait until the process has ended. At `until_s`, kill it, so that no peer outlives the demo."""
         if self.process is None:
             return
         self.process.join(max(0.1, until_s - time.monotonic()))

@@ -1,4 +1,4 @@
-"""The report of a demo, from what its peers wrote and from the mean of their models."""
+"""Creates the report of a demo from the files of its peers and the mean of their models."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ WHY_SOLO = {
 
 
 def evaluate_and_export(spec: TrainerSpec, folders: Sequence[Sequence[Path]], export_dir: Path) -> dict[str, float]:
-    """Evaluate and export the mean of the newest checkpoints in these folders of the run, grouped by stage.
+    """Merge the newest checkpoints of the peers, evaluate the merged model, and export it.
 
-    Call it in a process that has imported torch.
+    `folders` has one list of run folders for each stage. Call it in a process that has imported torch.
     """
     from noloco_p2p.trainer.export import export_model
     from noloco_p2p.trainer.model import build_tokenizer
@@ -58,13 +58,13 @@ def result_of(peer: DemoPeer) -> dict[str, Any]:
 
 
 def _half_reasons(events: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """Count the reasons of half rounds. The outcome of such a round is `half with ..abc123: REASON`."""
+    """Count the reasons for half rounds. The outcome of such a round is `half with ..abc123: REASON`."""
     outcomes = [event["last_outcome"] for event in events if event["event"] in ("round", "closed")]
     return Counter(outcome.partition(": ")[2] for outcome in outcomes if outcome.startswith("half "))
 
 
 def report_lines(report: dict[str, Any]) -> list[str]:
-    """Format the report for people."""
+    """Return the lines of the report."""
     peers = report["peers"]
     mean = "mean" if peers[0]["stage"] is None else "mean of each stage,"
     return [
@@ -98,7 +98,7 @@ def _report_rows(peers: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
 
 
 def _reason_lines(peers: list[dict[str, Any]]) -> list[str]:
-    """Explain half and solo rounds, with one line per peer that had any."""
+    """Explain half and solo rounds, with one line for each peer that had any."""
     lines = []
     for index, peer in enumerate(peers):
         parts = [
@@ -118,7 +118,7 @@ def _kill_lines(peers: list[dict[str, Any]]) -> list[str]:
 
 
 def failure_lines(peers: Sequence[DemoPeer]) -> list[str]:
-    """Name the peers that failed, and how they ended; empty when all succeeded."""
+    """Return a line for each peer that failed, which says how it ended."""
     return [
         f"peer {peer.index} {peer.ending}; its log {peer.log} ends with: {peer.last_line()}"
         for peer in peers

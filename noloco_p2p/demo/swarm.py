@@ -1,4 +1,4 @@
-"""The peers of a demo from start to end: their processes, what the demo shows of them, and which ones it kills."""
+"""Runs the peers of a demo, shows their status, and kills some of them if asked to."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ from noloco_p2p.telemetry.progress import Draw, Progress
 TICKET_TIMEOUT_S = 300.0  # the first peer reads the corpus and measures its speed before it has a ticket
 LEAVE_TIMEOUT_S = 120.0  # each peer writes its last checkpoint
 POLL_S = 0.5
-KILL_EVERY_S = (8.0, 20.0)  # range of the random time between two kills with --chaos
+KILL_EVERY_S = (8.0, 20.0)  # range of the random time until the next kill with --chaos
 BACK_AFTER_S = (1.0, 5.0)
 COLUMNS = ("peer", "state", "step", "round", "loss", "tokens/s", "last swap with", "swaps", "half", "solo")
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """The current state that the demo shows.
+    """The state of a demo that is shown to the user.
 
-    `done` and `total` count inner steps of the slowest peer (or head of a pipeline); both are 0 before training begins.
-    `columns` are the names of the columns of `rows`. `left_s` are the seconds until training is done; None while
-    unknown.
+    `done` is the number of inner steps that the slowest peer (or head of a pipeline) has taken, and `total` is the
+    number that it will take. Both are 0 before training begins. `columns` has the headers of `rows`. `left_s` is the
+    number of seconds until training is done, or None if it is unknown.
     """
 
     doing: str
@@ -55,9 +55,10 @@ class View:
 
 
 class Demo:
-    """A demo. Call `run`, which yields a `View` twice a second until all peers are done, then `stop`, then `report`.
+    """A demo that runs real peers on this machine.
 
-    Always call `stop`. `main` runs `noloco` with the given arguments and returns its exit code.
+    Iterate over `run`, which yields a `View` twice a second until all peers are done. Then call `stop` and `report`.
+    Call `stop` even if `run` fails. `main` runs `noloco` with the given arguments and returns its exit code.
     """
 
     def __init__(self, plan: DemoPlan, main: Callable[[list[str]], int]) -> None:
@@ -71,7 +72,7 @@ class Demo:
         self._num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self._began_s = time.monotonic()
         self._trains_since: tuple[float, int] | None = (
-            None  # when all peers had begun, and the steps that they had done then
+            None  # the time when all peers had begun, and the steps they had done by then
         )
 
     @property
@@ -80,7 +81,7 @@ class Demo:
         return self._spec
 
     def run(self) -> Iterator[View]:
-        """Run all peers to the end of training. Raises NolocoError if the first peer does not start."""
+        """Run all peers until training is done. Raises NolocoError if the first peer does not start."""
         self._make_folder()
         yield from self._load()
         cut = self._cut()
@@ -104,7 +105,7 @@ class Demo:
         yield replace(self._look(), doing="all peers are done")
 
     def _start_peer(self, index: int, target: str) -> DemoPeer:
-        """Register the peer before its process exists, so that `stop` finds it."""
+        """Start a peer. It is registered before its process exists, so that `stop` finds it."""
         peer = DemoPeer(index, plan=self.plan, main=self._main)
         self.peers.append(peer)
         peer.start(target)
@@ -120,7 +121,7 @@ class Demo:
             raise SettingsError(f"{folder} cannot be used: {error}") from None
 
     def _load(self) -> Iterator[View]:
-        """Wait for the fork server. The first process that it forks would wait for it anyway."""
+        """Start the fork server, and wait until it has finished its imports."""
         start_fork_server()
         first = fork_server().Process(target=int)
         loading = threading.Thread(target=first.start, daemon=True)
@@ -131,7 +132,7 @@ class Demo:
         first.join()
 
     def _cut(self) -> dict[str, Any]:
-        """Return the spec changes that cut the model. Raises SpecError when there are more stages than blocks."""
+        """Return the changes of the spec that cut the model. Raises SpecError if there are more stages than blocks."""
         spec = self.plan.spec(MANY_STEPS)
         if spec.pipeline.stages == 1 or spec.pipeline.cut != "auto":
             return {}
@@ -139,7 +140,7 @@ class Demo:
             return {"pipeline.cut": pool.submit(cut_model, spec).result()}
 
     def _measure(self, cut: dict[str, Any]) -> Iterator[View]:
-        """Measure a step while all cores that the peers will use are busy, and derive the number of steps."""
+        """Measure an inner step while all cores that the peers will use are busy, and choose the number of steps."""
         spec = self.plan.spec(MANY_STEPS).with_changes(cut)
         measure = measure_step_s if spec.pipeline.stages == 1 else measure_pipeline_s
         at_once = min(self.plan.num_peers, self._num_cores)
@@ -162,7 +163,7 @@ class Demo:
             time.sleep(POLL_S)
 
     def _look(self) -> View:
-        """Ask every peer for its status."""
+        """Ask every peer for its status, and return what to show."""
         for peer in self.peers:
             if peer.exit_code is None:
                 peer.ask()
@@ -182,7 +183,7 @@ class Demo:
         return View(doing, columns, rows, done, self.num_steps, left_s)
 
     def stop(self) -> None:
-        """Ask all peers to leave, and wait until all have ended. Safe to call twice."""
+        """Ask all peers to leave, and wait until they have ended. Calling it twice is safe."""
         for peer in self.peers:
             peer.ask_to_leave()
         until_s = time.monotonic() + LEAVE_TIMEOUT_S
@@ -192,7 +193,7 @@ class Demo:
             process.kill()
 
     def report(self, draw: Draw) -> dict[str, Any]:
-        """Evaluate the swarm from the files of the peers that left cleanly. Call it after `stop`.
+        """Evaluate the peers that left cleanly, from their files, and return the report. Call it after `stop`.
 
         Raises NolocoError if no peer left cleanly.
         """
@@ -245,7 +246,7 @@ def _state(peer: DemoPeer) -> str:
 
 
 class Chaos:
-    """Kills a peer now and then, and restarts it. The seed decides which and when."""
+    """Kills and restarts peers at random times. The seed determines which peers are killed, and when."""
 
     def __init__(self, peers: Sequence[DemoPeer], *, ticket: str, seed: int, now_s: float) -> None:
         self._peers = peers
@@ -259,8 +260,9 @@ class Chaos:
         return self._dead is not None
 
     def step(self, now_s: float) -> None:
-        """Kill or restart a peer if it is time. Kills begin once all peers train, and at most one peer is down at a
-        time.
+        """Kill or restart a peer if it is time.
+
+        A peer is killed only when all peers are in the run, so at most one is down at a time.
         """
         if self._dead and now_s >= self._dead[1]:
             self._dead[0].start(self._ticket)
@@ -269,7 +271,7 @@ class Chaos:
         elif self._dead is None and now_s >= self._next_s and all(peer.is_back() for peer in self._peers):
             training = [peer for peer in self._peers if not peer.is_done()]
             if len(training) < 2:
-                return  # the last peer would be killed forever, with no partner left
+                return  # the last peer would be killed again and again, and has no partner
             victim = self._rng.choice(training)
             victim.kill()
             self._dead = victim, now_s + self._rng.uniform(*BACK_AFTER_S)

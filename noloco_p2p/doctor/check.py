@@ -1,4 +1,4 @@
-"""The result of a check and its format, and the check of installed packages, which the other checks import."""
+"""Defines the result of a check, and checks whether the packages are installed that the other checks need."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MARKS: dict[str, str] = {"ok": "ok     ", "warning": "warning", "failed": "FAILE
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One result. `found` says what the check found. Warnings and failures also have a `fix`, which says what to do."""
+    """The result of a check. `found` says what it found. Warnings and failures have a `fix`, which says what to do."""
 
     name: str
     level: Level
@@ -30,7 +30,7 @@ class Check:
 
 
 def report(checks: list[Check]) -> dict[str, Any]:
-    """Return the checks as JSON values; `healthy` decides the exit code."""
+    """Return the results as JSON values. `healthy` is false if a check failed."""
     return {"healthy": is_healthy(checks), "checks": [asdict(check) for check in checks]}
 
 
@@ -39,7 +39,7 @@ def is_healthy(checks: list[Check]) -> bool:
 
 
 def verdict(checks: list[Check]) -> str:
-    """Sum up the checks in a sentence."""
+    """Summarize the results in one sentence."""
     counts = Counter(check.level for check in checks)
     if counts["failed"]:
         return f"{_numbered(counts['failed'], 'problem')} would prevent training: follow the arrows above"
@@ -57,7 +57,7 @@ def versions() -> Check:
     text = f"noloco_p2p {__version__}, Python {platform.python_version()}, {text}"
     missing = [name for name, number in found.items() if number is None]
     if missing:
-        return Check("versions", "failed", text, f"install what is missing: pip install {' '.join(missing)}")
+        return Check("versions", "failed", text, f"install the missing packages: pip install {' '.join(missing)}")
     return Check("versions", "ok", text)
 
 

@@ -1,4 +1,4 @@
-"""The checks that need no swarm: ports, p2pd, disk, memory, accelerator, and the speed of the codecs."""
+"""Checks that need no swarm: ports, p2pd, disk, memory, accelerator, and the speed of the codec."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from noloco_p2p.trainer.compute import Compute, choose_device
 
 LOW_DISK_BYTES = 5 << 30
 LOW_MEMORY_BYTES = 2 << 30
-SLOW_CODEC_BYTES_PER_S = 200e6  # of fp32; if slower, a swap over a good link waits for the codec
+SLOW_CODEC_BYTES_PER_S = 200e6  # of fp32; a swap over a fast link waits for a slower codec
 CODEC_CHUNKS = 8
 
 
 def ports(settings: PeerSettings) -> Check:
-    """Check that the ports are free, or in use by the peer that runs here."""
+    """Check that the ports are free, or used by the peer that runs on this machine."""
     running = ask(settings.state_dir, "status")
     if running:
-        return Check("ports", "ok", f"the peer that runs here (process {running['pid']}) uses them")
+        return Check("ports", "ok", f"used by the peer that runs here (process {running['pid']})")
     try:
         for port in (settings.listen_port, settings.libp2p_port):
             probe_port(settings.listen_host, port)
@@ -50,7 +50,7 @@ def ports(settings: PeerSettings) -> Check:
 
 
 async def p2pd() -> Check:
-    """Check that the libp2p daemon starts, using a temporary identity."""
+    """Check that the libp2p daemon starts. The check uses a temporary identity."""
     await asyncio.to_thread(kademlia.load)
     began_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="noloco-doctor-") as folder:
@@ -88,11 +88,11 @@ def memory() -> Check:
 
 
 def accelerator() -> Check:
-    """Check the GPUs, and show what `--device auto` and `--precision auto` choose here."""
+    """Check the GPUs, and report what `--device auto` and `--precision auto` choose on this machine."""
     device = choose_device("auto")
     chosen = f"auto is {device} in {'bf16' if Compute().is_bf16(device) else 'fp32'}"
     if device.type == "cpu":
-        fix = "to train on the CPU, do nothing; else install the driver and a torch built for the GPU (CUDA or ROCm)"
+        fix = "to train on a GPU, install its driver and a torch built for it (CUDA or ROCm); the CPU needs nothing"
         return Check("accelerator", "warning", f"torch sees no GPU (CUDA, ROCm or MPS); {chosen}", fix)
     count = torch.cuda.device_count() if device.type == "cuda" else 1
     names = ", ".join(describe(torch.device(device.type, index)) for index in range(count))
@@ -104,14 +104,14 @@ def free_time() -> Check:
     """Report what `--when idle`, `--on-battery` and `--on-busy-gpu` can detect on this machine."""
     powered = {None: "no battery", True: "a battery, which it runs on", False: "a battery, which is plugged in"}
     why_unknown = GpuUse().why_unknown
-    gpu = f"not known, as {why_unknown}" if why_unknown else "NVML tells it"
+    gpu = f"unknown, because {why_unknown}" if why_unknown else "known from NVML"
     return Check("free time", "ok", f"{powered[on_battery()]}; GPU use of other programs: {gpu}")
 
 
 def codec_speed(name: str = "int8") -> Check:
-    """Measure encoding and decoding of one vector in preallocated memory, like in a swap.
+    """Measure the speed at which a vector is encoded and decoded in preallocated memory, like in a swap.
 
-    The result is the best of three, in bytes of fp32 per second.
+    The speed is the best of three measurements, in bytes of fp32 per second.
     """
     codec, scratch = get_codec(name), Scratch()
     values, decoded = torch.randn(CHUNK_ELEMENTS), torch.empty(CHUNK_ELEMENTS)
@@ -126,5 +126,7 @@ def codec_speed(name: str = "int8") -> Check:
     speed = CODEC_CHUNKS * 4 * CHUNK_ELEMENTS / min(seconds)
     text = f"{name}: {mib(speed)}/s of fp32, encoding and decoding"
     if speed < SLOW_CODEC_BYTES_PER_S:
-        return Check("codec", "warning", text, "the processor is slow or busy: swaps of large models will wait for it")
+        return Check(
+            "codec", "warning", text, "the processor is slow or busy, so swaps of large models will wait for it"
+        )
     return Check("codec", "ok", text)

@@ -1,4 +1,4 @@
-"""The checks that need a run: entering it, the clock, reachability, the link, and what the model needs."""
+"""Checks that need a run: entering it, the clock, reachability, the link, and what the model needs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ USUAL_BYTES_PER_S = 12.5e6  # assumed for a link of unknown speed: 100 Mbit/s
 
 
 async def examine(ticket: Ticket, settings: PeerSettings) -> list[Check]:
-    """Run every check that needs the run. If no peer is found, the result is a single failed check."""
+    """Run all checks that need a run. If no peer is found, the result is a single failed check."""
     async with reader(ticket) as directory:
         try:
             await find_somebody(ticket, directory)
@@ -82,18 +82,21 @@ async def _model(
     try:
         spec = await fetch_spec(transport, peers, expected_digest=ticket.spec_digest)
     except NolocoError as error:
-        return [Check("the model", "skipped", f"no peer gave the spec: {error}")]
+        return [Check("the model", "skipped", f"no peer provided the spec: {error}")]
     if isinstance(spec, TrainerSpec) and spec.pipeline.stages > 1:
         return stages(spec, settings, download_bytes_per_s=bytes_per_s)
     return [needs(spec, manifest.num_elements, settings)]
 
 
 def ways(directory: SwarmDirectory, settings: PeerSettings) -> Check:
-    """Report how the local peer reaches its neighbours. If no peer runs here, report what the records of peers say."""
+    """Report how the local peer reaches its neighbours.
+
+    If no peer runs on this machine, report how peers can be reached according to their records.
+    """
     reply = ask(settings.state_dir, "status") or {}
     own = reply.get("neighbours") or {}
     found = Counter(own.values() if own else (record.reachability for record, _ in directory.records()))
-    how = "how the local peer reaches its neighbours" if own else "how peers are reached, by their records"
+    how = "how the local peer reaches its neighbours" if own else "how peers are reached, according to their records"
     counts = ", ".join(f"{number} {way}" for way, number in found.most_common())
     return Check("ways", "ok", f"{how}: {counts or 'no peer is known'}")
 
@@ -109,7 +112,7 @@ def _versions(directory: SwarmDirectory) -> Check:
 async def _dialled_back(
     peers: Sequence[Candidate], hello: Hello, session: Session, settings: PeerSettings, guard: DialGuard
 ) -> list[Check]:
-    """Check the clock and reachability, as seen by the first peers that answer."""
+    """Ask the first peer that answers to check the clock and the reachability of this machine."""
     faults = []
     async with _listening(settings) as ports:
         for peer in peers[:ASKED_PEERS]:
@@ -125,9 +128,9 @@ async def _dialled_back(
 
 def clock(probed: probe.Probed, peer: Candidate) -> Check:
     unsure = f"give or take {probed.round_trip_s / 2:.2f} s"
-    text = f"the clock of {named(peer.peer_id)} is {probed.clock_offset_s:+.1f} s from this one ({unsure})"
+    text = f"the clock of {named(peer.peer_id)} differs by {probed.clock_offset_s:+.1f} s from this one ({unsure})"
     if abs(probed.clock_offset_s) - probed.round_trip_s / 2 > MAX_OFFSET_S:
-        fix = "set the clock of this machine (start systemd-timesyncd or ntpd): with a wrong one it cannot enter"
+        fix = "set this machine's clock (start systemd-timesyncd or ntpd): it cannot enter the run with a wrong one"
         return Check("clock", "failed", text, fix)
     return Check("clock", "ok", text)
 
@@ -150,7 +153,7 @@ def reachability(probed: probe.Probed, peer: Candidate) -> Check:
 
 @asynccontextmanager
 async def _listening(settings: PeerSettings) -> AsyncIterator[list[int]]:
-    """Yield the two ports of the peer that runs here. If none runs, listen on its ports meanwhile."""
+    """Yield the two ports of the peer that runs here. If none runs, listen on the ports in the settings meanwhile."""
     if ask(settings.state_dir, "status"):
         yield [*remembered_ports(settings.state_dir).values()]
         return
@@ -163,7 +166,7 @@ async def _listening(settings: PeerSettings) -> AsyncIterator[list[int]]:
         for port in (settings.listen_port, settings.libp2p_port):
             servers.append(await asyncio.start_server(hang_up, settings.listen_host.strip("[]"), port))
     except OSError:
-        pass  # the check of the ports reports the reason
+        pass  # the check of the ports reports why
     try:
         yield [server.sockets[0].getsockname()[1] for server in servers]
     finally:
@@ -172,9 +175,9 @@ async def _listening(settings: PeerSettings) -> AsyncIterator[list[int]]:
 
 
 async def _download(peers: Sequence[Candidate], transport: GrpcTransport) -> tuple[StateManifest | None, float, Check]:
-    """Download a few chunks from the first peer that serves its state, and discard them.
+    """Measure the download speed with a few chunks from the first peer that serves its state.
 
-    The result has the manifest of the state and the speed in bytes per second.
+    The result has the manifest of that state, the speed in bytes per second, and the check.
     """
     faults = []
     for peer in peers[:ASKED_PEERS]:
@@ -186,7 +189,7 @@ async def _download(peers: Sequence[Candidate], transport: GrpcTransport) -> tup
             continue
         text = f"{mib(speed)}/s from {named(peer.peer_id)} (download; a state of {mib(manifest.num_bytes)})"
         if speed < SLOW_LINK_BYTES_PER_S:
-            fix = "a swap moves the coded model both ways every round: use a smaller model, or more inner steps"
+            fix = "every round sends and receives the encoded model: use a smaller model, or more inner steps"
             return manifest, speed, Check("bandwidth", "warning", text, fix)
         return manifest, speed, Check("bandwidth", "ok", text)
     return None, 0.0, Check("bandwidth", "skipped", "no peer served a chunk of its state: " + "; ".join(faults))
@@ -205,7 +208,10 @@ async def _speed(transport: GrpcTransport, peer: Candidate, manifest: StateManif
 
 
 def model(spec: TrainerSpec, settings: PeerSettings) -> list[Check]:
-    """Check what a run would need here, using only its spec. Raises ModelError."""
+    """Check what the model of a run needs on this machine, using only its spec.
+
+    Raises ModelError if the model cannot be built.
+    """
     if spec.pipeline.stages > 1:
         return stages(spec, settings)
     num_parameters, _ = count_parameters(spec.model, sequence_length=spec.data.sequence_length, folders=settings.models)
@@ -213,7 +219,7 @@ def model(spec: TrainerSpec, settings: PeerSettings) -> list[Check]:
 
 
 def needs(spec: Spec, num_parameters: int, settings: PeerSettings) -> Check:
-    """Compare the memory and disk that the run's model needs with what is free; activations are not included."""
+    """Compare the memory and disk space that the model needs with what is free. Activations are not counted."""
     folder = next(parent for parent in (settings.state_dir, *settings.state_dir.parents) if parent.exists())
     found = estimate(spec, num_parameters=num_parameters, step_s=1.0, folder=folder)
     text = (
@@ -228,10 +234,9 @@ def needs(spec: Spec, num_parameters: int, settings: PeerSettings) -> Check:
 
 
 def stages(spec: TrainerSpec, settings: PeerSettings, *, download_bytes_per_s: float | None = None) -> list[Check]:
-    """Check what each stage would cost on this machine, and the tokens that its link carries. It fails if no stage
-    fits.
+    """Check what each stage needs on this machine, and how many tokens per second its link can carry.
 
-    `download_bytes_per_s` is the measured speed, or None.
+    If no stage fits, the checks fail. `download_bytes_per_s` is the measured speed, or None if it was not measured.
     """
     try:
         needs = StageNeeds.as_cut(spec, folders=settings.models)
@@ -250,16 +255,16 @@ def _stage(needs: StageNeeds, fitting: Fitting, stage: int, settings: PeerSettin
         is_too_large = needs.memory(stage) > memory_limit(settings)
         fix = "use a machine with more memory" if is_too_large else "give the data"
         return Check(name, level, why, f"{other}{fix}")
-    reads = "; this machine can be a head, as it can read the data" if stage == 0 else ""
+    reads = "; this machine can be a head, because it can read the data" if stage == 0 else ""
     text = (
-        f"{count(needs.part(stage).num_parameters)} parameters: {mib(needs.memory(stage))} of memory, and activations "
-        f"on top; this fits into the {mib(memory_limit(settings))} that may be used{reads}"
+        f"{count(needs.part(stage).num_parameters)} parameters: {mib(needs.memory(stage))} of memory, plus "
+        f"activations; this fits into the {mib(memory_limit(settings))} that may be used{reads}"
     )
     return Check(name, "ok", text)
 
 
 def _link(needs: StageNeeds, settings: PeerSettings, download_bytes_per_s: float | None) -> Check:
-    """Check the link, by the lowest of the measured rate and the limits in the settings."""
+    """Report the tokens per second that the link can carry, at the lower of its measured rate and its limits."""
     known = {
         "measured": download_bytes_per_s,
         "--max-upload": settings.upload_bytes_per_s,

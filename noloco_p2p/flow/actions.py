@@ -46,7 +46,8 @@ class Compute:
 
     `data` is the encoded input of a replica, or the microbatch as the head received it. `received` is the encoded
     gradient for BACKWARD and the encoded activations for LOSS. The result is the payload of the next frame, except for
-    BACKWARD at the head, which has no result. If a task fails, the driver must discard its gradients and no others.
+    BACKWARD at the head, which has no result. If a task fails, the driver must discard the gradients of that task and
+    no others.
     """
 
     kind: Kind

@@ -6,8 +6,8 @@ For each microbatch, the node asks for a slot, sends the payload and receives TA
        ^         |        |
        +--DROP---+        +--Lost, or the stream closed--> lost
 
-If a microbatch is refused, or its receiver dies before TAKEN, it is offered to another peer. If its receiver dies after
-TAKEN, the microbatch is lost.
+If a microbatch is refused, or its receiver dies before answering TAKEN, it is offered to another peer. If its receiver
+dies after answering TAKEN, the microbatch is lost.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Departure:
     deadline_s: float
     place: Place = Place.ASKING
     peer: str = ""  # the peer that it was sent to
-    has_left: bool = False  # whether it was ever sent, successfully or not
+    has_left: bool = False  # whether it was ever sent, even unsuccessfully
     asked: set[str] = field(default_factory=set)  # the peers asked in this pass over the neighbours
     # peers asked in any pass that may still send a Credit
     waiting: set[str] = field(default_factory=set)
@@ -62,7 +62,7 @@ class Departures:
         returns: bool = False,
         gives_up: bool = True,
     ) -> None:
-        # Microbatches that no peer accepted, or whose Backward will not come. The owner clears the list.
+        # Microbatches that no peer accepted, or whose Backward will not arrive. The owner clears the list.
         self.lost: list[MicrobatchId] = []
         self._routing = routing
         self._candidates = candidates

@@ -8,7 +8,7 @@ Forward(id, payload)    ->
                         <-     Answer(id, is_taken)       TAKEN: the sender may forget it; DROP: try another peer
                         <-     Backward(id, payload)      has no answer, because nothing depends on one
                         <-     Lost(id)                   there will be no Backward
-Mark(ticket)           <-->    Mark(ticket)               a head has stopped launching; each peer forwards it once
+Mark(ticket)           <-->    Mark(ticket)               a head has stopped launching; peers forward each Mark once
 
 The last stage returns its Forward to the head without a Want, because the head reserved a slot for it at launch. The
 reply to a Want is a Credit or a DROP.
@@ -49,8 +49,8 @@ class Want:
     """A request for a slot for one microbatch.
 
     `sinks` lists the replicas of the last stage to which the head has streams. A replica of the second-to-last stage
-    draws one of them. `remaining_s` is the time until the deadline of the microbatch. Wall clocks differ, so each hop
-    subtracts the time for which it held the microbatch.
+    picks one of them at random. `remaining_s` is the time until the deadline of the microbatch. Wall clocks differ, so
+    each hop subtracts the time for which it held the microbatch.
     """
 
     ticket: MicrobatchTicket
@@ -91,7 +91,7 @@ class Backward:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The answer to a Forward, TAKEN if `is_taken` is true and DROP otherwise.
+    """The answer to a Forward: TAKEN if `is_taken` is true, and DROP otherwise.
 
     As an answer to a Want, it is always DROP.
     """

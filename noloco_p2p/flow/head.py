@@ -1,12 +1,14 @@
-"""This pure state machine is a head of the pipeline (stage 0). It launches microbatches and drives all other stages.
+"""This module implements a head of the pipeline (stage 0), which launches microbatches and drives all other stages.
+
+It is a pure state machine.
 
     FORWARD -> AWAY -> LOSS -> BEHIND -> BACKWARD -> done
     front     other   tail    gradient  front
     computed  stages  computed  returns  computed
 
 The window of microbatches in flight doubles until the first losses, grows by one from then on, and halves when losses
-come close together. A microbatch that finds no free slot waits here, and no other one is launched meanwhile, so that a
-full pipeline does not waste training data.
+occur in quick succession. If no slot is free for a microbatch, it waits at the head, and no other microbatch is
+launched until it has been sent, so that a full pipeline does not waste training data.
 """
 
 from __future__ import annotations
@@ -63,7 +65,7 @@ class InFlight:
     deadline_s: float
     phase: HeadPhase = HeadPhase.FORWARD
     step: int = 0  # the step in which its forward was computed
-    is_lost_upstream: bool = False  # whether no gradient will come for the front
+    is_lost_upstream: bool = False  # whether no gradient for the front will arrive
     returned_by: str = ""  # the replica of the last stage that returned it
     received: object = None  # returned activations, then the gradient for the front
 
@@ -114,7 +116,7 @@ class Window:
 class HeadDeadlines:
     """The deadline of a microbatch, which is a multiple of the median latency.
 
-    A missed deadline counts as a latency, so that deadlines grow if the path becomes slower.
+    A missed deadline counts as a measured latency, so that deadlines grow if the path becomes slower.
     """
 
     def __init__(self) -> None:
@@ -149,7 +151,7 @@ class Head(Machine):
         rule: Rule = "random",
         progress: float = 0.0,
     ) -> None:
-        assert num_stages > 1, "one stage is not a pipeline"
+        assert num_stages > 1, "a pipeline must have at least two stages"
         super().__init__()
         self.in_flight: dict[MicrobatchId, InFlight] = {}
         self.steps = BatchSteps(batch_tokens=batch_tokens)
@@ -246,7 +248,7 @@ class Head(Machine):
         if not self.tasks.end(task):
             return []
         flying = self.in_flight.get(task.id)
-        if flying is None:  # it was given up in the meantime
+        if flying is None:  # it has been given up in the meantime
             return self._settle([], now_s)
         actions: list[Action] = []
         if task.kind is Kind.FORWARD:
@@ -262,7 +264,7 @@ class Head(Machine):
         return self._settle(actions, now_s)
 
     def compute_failed(self, task: Compute, now_s: float) -> list[Action]:
-        """Give up a microbatch whose task failed, because memory ran out or a gate refused its input or output.
+        """Give up a microbatch whose task failed because memory ran out or a gate refused its input or output.
 
         Only this microbatch loses its gradients.
         """
@@ -299,7 +301,7 @@ class Head(Machine):
         return self._settle(actions + self.departures.look_again(now_s), now_s)
 
     def leave(self, now_s: float) -> list[Action]:
-        """Launch nothing from now on, finish the microbatches that were sent, and give up all others.
+        """Stop launching, finish the microbatches that have been sent, and give up all others.
 
         All replicas are notified, because this head's mark must not hold up the median.
         """

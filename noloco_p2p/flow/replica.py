@@ -1,4 +1,6 @@
-"""This pure state machine is an inner replica of the pipeline. Events and their times go in, and actions come out.
+"""This module implements an inner replica of the pipeline.
+
+It is a pure state machine. Its inputs are events and their times, and its outputs are actions.
 
 A microbatch holds one slot from its Credit until its backward pass is computed here:
 
@@ -83,7 +85,9 @@ class Replica(Machine):
         rule: Rule = "random",
         progress: float = 0.0,
     ) -> None:
-        assert 0 < stage < num_stages, "stage 0 is the head's"
+        assert 0 < stage < num_stages, (
+            "the stage must be at least 1 and less than num_stages: stage 0 belongs to the head"
+        )
         super().__init__()
         self.stash: dict[MicrobatchId, Stashed] = {}
         self.steps = MedianSteps(batch_tokens=batch_tokens, progress=progress)
@@ -102,7 +106,7 @@ class Replica(Machine):
 
     @property
     def is_idle(self) -> bool:
-        """Return whether nothing is held, so that a replica that is leaving can stop."""
+        """Return whether no microbatch is held, so that a replica that is leaving can stop."""
         return not self.stash and self.tasks.running is None
 
     def is_over(self, now_s: float) -> bool:
@@ -154,7 +158,7 @@ class Replica(Machine):
         if not self.tasks.end(task):
             return []
         held = self.stash.get(task.id)
-        if held is None:  # it was lost while its forward pass was computed
+        if held is None:  # it was lost while its forward pass was being computed
             return self._settle([], now_s)
         if task.kind is Kind.BACKWARD:
             self.steps.count(held.ticket.num_tokens)
@@ -171,7 +175,7 @@ class Replica(Machine):
         return self._settle(actions, now_s)
 
     def compute_failed(self, task: Compute, now_s: float) -> list[Action]:
-        """Give up a microbatch whose task failed, because memory ran out or a gate refused its input or output.
+        """Give up a microbatch whose task failed because memory ran out or a gate refused its input or output.
 
         Only this microbatch loses its gradients.
         """
@@ -195,7 +199,7 @@ class Replica(Machine):
         return self._settle(actions + self.departures.look_again(now_s), now_s)
 
     def leave(self, now_s: float) -> list[Action]:
-        """Accept no Want from now on, but finish the microbatches that hold a slot."""
+        """Stop accepting Wants, but finish the microbatches that hold a slot."""
         self._is_leaving = True
         refused = self.wants.take_all()
         return self._settle([_drop(waiting.peer, waiting.want.ticket.id) for waiting in refused], now_s)
@@ -312,14 +316,15 @@ def _drop(peer: str, id: MicrobatchId) -> Send:
 
 
 class SeenForwards:
-    """The Forwards that a replica has accepted, in a sliding window per head. Each is processed at most once.
+    """The Forwards that a replica has accepted, in a sliding window per head. Each Forward is processed at most once.
 
     A number below the window counts as seen. Backwards need no window, because each one consumes the stash entry of its
     Forward.
     """
 
     def __init__(self) -> None:
-        self._windows: OrderedDict[str, tuple[int, int]] = OrderedDict()  # by head: highest number, bits of those seen
+        # by head: the highest number, and bits of all numbers seen in the window
+        self._windows: OrderedDict[str, tuple[int, int]] = OrderedDict()
 
     def __contains__(self, id: MicrobatchId) -> bool:
         if id.head not in self._windows:

@@ -1,6 +1,6 @@
-"""This module decides in which order neighbours of the next stage are asked for a slot.
+"""This module decides the order in which neighbours in the next stage are asked for a slot.
 
-Callers pass the random generator.
+Callers supply the random number generator as an argument.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from blake3 import blake3
 
 from noloco_p2p.flow.frames import MicrobatchTicket
 
-SMOOTHING = 0.2  # weight of a new measurement: about five microbatches decide
+SMOOTHING = 0.2  # weight of a new measurement; the average covers about five microbatches
 
 Rule = Literal["random", "fast"]
 
@@ -38,7 +38,7 @@ class Routing:
         For an evaluation, the result has only one candidate, so that all evaluations of a head take the same path.
         """
         names = sorted(candidates)  # because a seed does not determine the order of a set
-        if not ticket.is_training:  # rendezvous hashing: the path changes only where neighbours come or go
+        if not ticket.is_training:  # rendezvous hashing: the path changes only where neighbours join or leave
             return sorted(names, key=lambda peer: blake3(f"{ticket.id.head} {peer}".encode()).digest())[:1]
         self._rng.shuffle(names)
         if self._rule == "fast" and self._seconds:

@@ -1,4 +1,4 @@
-"""This module decides when an inner step closes.
+"""This module decides when to close an inner step.
 
 An inner replica follows the median mark of the heads, and a head follows its own batches.
 """
@@ -56,7 +56,7 @@ class MedianSteps:
 
     def __init__(self, *, batch_tokens: int, progress: float = 0.0) -> None:
         self.progress = progress
-        self.num_tokens = 0  # counted since the last step
+        self.num_tokens = 0  # tokens counted since the last step
         self._batch_tokens = batch_tokens
         self._last_median = progress
         self._votes: OrderedDict[str, _Vote] = OrderedDict()  # the most recent last
@@ -85,9 +85,9 @@ class MedianSteps:
         return marks[(len(marks) - 1) // 2] if marks else None
 
     def take_step(self, now_s: float) -> int:
-        """Return the number of tokens in the step that closes now, or 0 if none does.
+        """Return the number of tokens in the step that closes now, or 0 if no step does.
 
-        Except at the end, a rise of the median does not close a step of less than half a batch.
+        Except at the end of the run, a rise of the median does not close a step of less than half a batch.
         """
         before, median = self._last_median, self.median(now_s)
         if median is None:
@@ -102,7 +102,7 @@ class MedianSteps:
         return num_tokens
 
     def is_ahead(self, head: str, now_s: float) -> bool:
-        """Return whether a head must wait, because the step has four batches and the head is ahead of the median.
+        """Return whether a head must wait because the step has four batches and the head is ahead of the median.
 
         The other heads continue, because only they can move the median. Refusing all heads would deadlock a stage that
         has less than one replica for every four heads.
@@ -122,12 +122,12 @@ class MedianSteps:
 
 
 class BatchSteps:
-    """The token counts of a head, which closes a step when one of its own batches is done.
+    """The token counts of a head, which closes a step when one of its own batches is complete.
 
     The gradients are divided by the number of tokens in the losses. With one microbatch in flight, that number equals
-    the number of tokens that are done. With more, the tail of the model is ahead of the front by the microbatches in
-    flight, both at the beginning and at the end of the step. If a Backward for the front is lost, its gradient counts
-    as zero.
+    the number of tokens processed. With more microbatches in flight, the tail of the model is ahead of the front by
+    these microbatches, both at the beginning and at the end of the step. If a Backward for the front is lost, its
+    gradient counts as zero.
     """
 
     def __init__(self, *, batch_tokens: int) -> None:
@@ -139,7 +139,7 @@ class BatchSteps:
         self.loss_tokens += num_tokens
 
     def count_done(self, num_tokens: int) -> None:
-        """Count the tokens of a microbatch with a loss when its backward pass at the front is done or lost."""
+        """Count the tokens of a microbatch with a loss once its backward pass at the front is complete or lost."""
         self.done_tokens += num_tokens
 
     @property
@@ -147,7 +147,7 @@ class BatchSteps:
         return self.done_tokens >= self._batch_tokens
 
     def take_step(self) -> int:
-        """Return the number of tokens in the step that closes now, or 0 if none does."""
+        """Return the number of tokens in the step that closes now, or 0 if no step does."""
         if not self.is_due:
             return 0
         num_tokens, self.loss_tokens, self.done_tokens = self.loss_tokens, 0, 0

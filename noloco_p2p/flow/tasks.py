@@ -12,7 +12,7 @@ class Tasks:
     """A queue of tasks, of which one runs at a time.
 
     The most urgent kind comes first, and tasks of the same kind run in order of arrival. `take` returns the next task
-    if none is running. Closing a step has priority, and no task runs meanwhile.
+    if none is running. Closing a step has priority, and no other task runs until the step is closed.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class Tasks:
         """Return the task that will run next unless a more urgent one arrives, so that its input can be prepared."""
         if not self._queue:
             return None
-        id = min(self._queue, key=self._queue.__getitem__)  # min takes the first of equals
+        id = min(self._queue, key=self._queue.__getitem__)  # min returns the first of equal items
         return make(self._queue[id], id)
 
     def close(self, step: CloseStep) -> list[CloseStep]:
@@ -60,8 +60,8 @@ class Tasks:
 class Machine:
     """The state machine of a peer's stage. Its methods handle events and return actions.
 
-    `num_done` counts the microbatches whose backward pass was computed here. `num_late` counts the ones among them
-    whose forward pass was part of an earlier step.
+    `num_done` counts the microbatches whose backward pass was computed here. `num_late` counts how many of them had
+    their forward pass in an earlier step.
     """
 
     def __init__(self) -> None:
@@ -79,12 +79,12 @@ class Machine:
     def hold_steps(self) -> None:
         """Close no step until `release_steps` is called.
 
-        Tasks still run, and their gradients count for the next step.
+        Tasks still run, and their gradients count toward the next step.
         """
         self._holds_steps = True
 
     def release_steps(self, now_s: float) -> list[Action]:
-        """Allow steps to close again, because the outer step is complete."""
+        """Allow steps to close again now that the outer step is complete."""
         self._holds_steps = False
         return self._settle([], now_s)
 

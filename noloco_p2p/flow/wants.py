@@ -32,7 +32,8 @@ class Wants:
     def add(self, waiting: Waiting) -> bool:
         """Queue a Want. A repeated Want keeps its place.
 
-        Return False if another neighbour waits with the same microbatch, or if this one waits with too many.
+        Return False if another neighbour is waiting with the same microbatch, or if this neighbour is waiting with too
+        many.
         """
         id = waiting.want.ticket.id
         before = self._waiting.get(id)
@@ -54,7 +55,7 @@ class Wants:
         most = FAIR_SHARES * sum(self._num_served.values()) / num_heads
         modest = [head for head in heads if self._num_served.get(head, 0) <= most]
         turns = {head: turn for turn, head in enumerate(self._num_served, 1)}
-        head = min(modest or heads, key=lambda head: turns.get(head, 0))  # min takes the first of equals
+        head = min(modest or heads, key=lambda head: turns.get(head, 0))  # min returns the first of equal items
         self._num_served[head] = self._num_served.pop(head, 0) + 1
         if len(self._num_served) > MAX_HEADS:
             del self._num_served[next(iter(self._num_served))]

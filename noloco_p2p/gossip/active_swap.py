@@ -1,6 +1,6 @@
-"""This module tracks the swap of a round: both positions, the times of commits, and estimates derived from them.
+"""This module tracks the swap of a round: both partners' positions, the commit times, and estimates based on them.
 
-It reads the swap's counters, but it does not read a clock. Callers pass the current time.
+It reads the swap's counters but no clock. Callers supply the current time as an argument.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ class SwapHandle(Protocol):
 class ActiveSwap:
     """A swap that a round has begun.
 
-    `mine` and `theirs` are the positions of both partners when the swap began, at `began_s`. `boundary_s` is the time
-    at which this peer reached its boundary. `early_s` and `late_s` are the times at which the early and the late
+    `mine` and `theirs` are the positions of the two partners at `began_s`, when the swap began. `boundary_s` is the
+    time at which this peer reached its boundary. `early_s` and `late_s` are the times at which the early and the late
     part were committed.
     """
 
     partner: str
     round: int
-    total_steps: int  # of the whole run
+    total_steps: int  # inner steps in the whole run
     mine: Boundary  # as sent to the partner
     theirs: Boundary
     swap: SwapHandle
@@ -91,9 +91,9 @@ class ActiveSwap:
         )
 
     def misses(self, boundary_s: float, now_s: float, goodput: Goodput) -> bool:
-        """Return whether the early part will miss `boundary_s` while there is still time for another partner.
+        """Return whether the early part will miss `boundary_s` and there is still time to find another partner.
 
-        The result is true only if the early part has already taken longer than a whole one usually does.
+        The result is true only if the early part has already taken longer than a complete early part usually takes.
         """
         total = self.swap.num_bytes(Part.EARLY)
         usual_s = goodput.seconds_for(total)
@@ -125,7 +125,10 @@ class ActiveSwap:
         return max(0.0, (now_s if there_s is None else there_s) - self.boundary_s)
 
     def transfer_s(self, now_s: float) -> float:
-        """Return the seconds from the later of the two boundaries until the late part was committed, or until now."""
+        """Return how many seconds the late part has taken since the later of the two boundaries, until its commit.
+
+        The result is 0 until both partners have reached their boundaries.
+        """
         there_s = self.swap.partner_staged_s
         if self.boundary_s is None or there_s is None:
             return 0.0

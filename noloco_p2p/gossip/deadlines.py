@@ -1,4 +1,4 @@
-"""These deadlines limit each wait for another peer during a swap. The run spec sets the wait at a boundary."""
+"""This module defines the deadlines for responses during a swap. The run spec limits the wait at a boundary."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Deadlines:
     dial_s: float = 5.0
     offer_s: float = 5.0  # from the offer to its answer
     status_s: float = 3.0  # for a request for the state of a swap
-    progress_s: float = 10.0  # for one chunk; this detects dead partners, and measured rates detect slow ones
+    progress_s: float = 10.0  # for one chunk; detects dead partners (slow ones are detected by their rates)
     farewell_s: float = 1.0  # for sending the partner an Abort with the reason
 
 

@@ -4,7 +4,7 @@ A round makes four calls, and none of them raises an exception if a partner fail
 
 open(state)  ->  inner steps, polling late()  ->  stage(gradient)  ->  poll() or collect()  ->  apply  ->  open(...)
 
-Use `LoopExchange` to train on the network's event loop, and `ThreadedExchange` to train on another thread.
+Use `LoopExchange` to train on the network's event loop, and `ThreadedExchange` to train in another thread.
 """
 
 from __future__ import annotations
@@ -32,12 +32,15 @@ log = logging.getLogger(__name__)
 As = TypeVarTuple("As")
 T = TypeVar("T")
 
-SILENT = Alone("the network thread does not answer")
+SILENT = Alone("the network thread is not responding")
 NETWORK_ANSWER_S = 5.0  # extra time for the network thread to answer, beyond the requested wait
 
 
 class Exchange(Protocol):
-    """The network interface for training. No method waits for a partner or raises an exception if a partner fails."""
+    """The network interface for training.
+
+    No method waits for a partner, and no method raises an exception if a partner fails.
+    """
 
     @property
     def step_rate(self) -> StepRate: ...
@@ -75,17 +78,19 @@ class Exchange(Protocol):
     def poll(self, *, wait_s: float) -> Outcome | None:
         """End the round and return its outcome, or return None if something may still arrive within `wait_s` seconds.
 
-        Call it after `stage`. If it returns None, call it again with the rest of `wait_s`. If `wait_s` is 0, the round
+        Call it after `stage`. If it returns None, call it again with the remaining wait. If `wait_s` is 0, the round
         always ends.
         """
         ...
 
     def withdraw(self) -> Outcome:
-        """End the round before its boundary and return its outcome. Parts that are not committed yet are discarded."""
+        """End the round before its boundary and return its outcome. Uncommitted parts are discarded."""
         ...
 
     def late(self, round_index: int) -> Correction | None:
-        """Return a late part that arrived after its boundary, from a round before `round_index`. The call is cheap.
+        """Return a late part that arrived after the boundary of its round. This call is cheap.
+
+        The part must belong to a round before `round_index`.
 
         It returns None while the slow weights and momentum are being sent, because they must not change then. Call
         `corrected` after applying the correction.
@@ -97,7 +102,7 @@ class Exchange(Protocol):
         ...
 
     def forget(self) -> None:
-        """Report, between rounds, that the vectors were replaced. Late parts for the old vectors are then dropped."""
+        """Report, between rounds, that the vectors have been replaced. This drops late parts for the old vectors."""
         ...
 
 
@@ -146,7 +151,7 @@ class LoopExchange:
             for values in chunks():
                 self._tell(self._driver.stage, slab.code(plan.codec, values))
         except ValueError as error:
-            log.error("the outer gradient of this peer cannot be sent: %s", error)
+            log.error("cannot send this peer's outer gradient: %s", error)
             self._tell(self._driver.cannot_stage, str(error))
 
     def poll(self, *, wait_s: float) -> Outcome | None:
@@ -174,7 +179,7 @@ class LoopExchange:
 class ThreadedExchange(LoopExchange):
     """An `Exchange` for a training thread. No method blocks past its deadline, even if the network thread hangs."""
 
-    owner: object = None  # the caller that trains with it; another caller can take over
+    owner: object = None  # the caller that is training with this exchange; another caller can take over
 
     def __init__(self, spec: Spec, driver: RoundDriver, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(spec, driver)
@@ -200,7 +205,7 @@ class ThreadedExchange(LoopExchange):
             self._loop.call_soon_threadsafe(function, *arguments)
 
     def _ask(self, function: Callable[[], T], otherwise: T, *, even_late: bool = False) -> T:
-        """Call a function on the network thread, and return `otherwise` if that thread has stopped or hangs.
+        """Call a function on the network thread. Return its result, or `otherwise` if the thread has stopped or hangs.
 
         If `even_late` is true, the function is called even if a hanging thread resumes later. Most calls must not run
         that late, because training has already continued without them.
@@ -215,7 +220,7 @@ class ThreadedExchange(LoopExchange):
     def _wait_for(
         self, coroutine: Coroutine[Any, Any, T], otherwise: T, given_up: threading.Event, *, wait_s: float = 0.0
     ) -> T:
-        """Run a coroutine on the network thread, and return `otherwise` if that thread has stopped or hangs.
+        """Run a coroutine on the network thread. Return its result, or `otherwise` if the thread has stopped or hangs.
 
         Training must continue without the network.
         """
@@ -229,5 +234,5 @@ class ThreadedExchange(LoopExchange):
         except (concurrent.futures.TimeoutError, concurrent.futures.CancelledError):
             given_up.set()  # set first, because a task that is cancelled before it begins still runs its first step
             future.cancel()
-            log.error("the network thread does not answer; training continues without it")
+            log.error("the network thread is not responding; training continues without it")
             return otherwise

@@ -23,7 +23,7 @@ from blake3 import blake3
 
 PROTOCOL_VERSION = "1.0"  # peers with the same major version are compatible
 STATE_CHUNK_BYTES = 1 << 20
-MAX_CHUNKS_PER_REQUEST = 16_384  # 16 GiB of state, listed in 48 KiB; a larger state needs several requests
+MAX_CHUNKS_PER_REQUEST = 16_384  # covers 16 GiB of state with a list of 48 KiB; a larger state needs several requests
 
 Payload = bytes | memoryview  # a payload from the network is a view of the message
 
@@ -32,7 +32,7 @@ def chunk_digest(payload: Payload) -> bytes:
     """Return a 16-byte digest that detects transmission errors: XXH3-128 with seed 0, big-endian.
 
     The digest is needed because the checksums of Ethernet and TCP miss some errors. A cryptographic digest would be ten
-    times slower and would not help against a malicious sender, which can compute a matching digest of any kind.
+    times slower and would not help against malicious senders, who can compute a matching digest of any kind.
     """
     return xxhash.xxh3_128_digest(payload)
 
@@ -54,28 +54,30 @@ class SectionName(IntEnum):
 
 
 class RefuseCode(IntEnum):
-    """The reason why an offer is refused.
+    """The reason for refusing an offer.
 
-    The reasons in PASSING end soon, those in FINAL are permanent, and all others last for the current round.
+    The reasons in PASSING are short-lived, the reasons in FINAL are permanent, and all others apply until the current
+    round ends. In the comments, "this peer" is the peer that refuses the offer, and "the caller" is the peer that made
+    it.
     """
 
-    BUSY = 1  # I have made an offer, or am answering another one
-    BETWEEN_ROUNDS = 2  # my round is not open
-    CROSSED = 3  # we made offers to each other, and mine is used because my peer id is higher
-    TAKEN = 4  # I have a partner for this round
-    TOO_FAR = 5  # our boundaries are more than 0.6 of the shorter round apart
-    NOT_TRAINING = 6  # I am paused, leaving or done
+    BUSY = 1  # this peer has made an offer or is answering another one
+    BETWEEN_ROUNDS = 2  # this peer has no open round
+    CROSSED = 3  # the peers made offers to each other, and this peer's offer is used because its peer id is higher
+    TAKEN = 4  # this peer has a partner for this round
+    TOO_FAR = 5  # the two boundaries are more than 0.6 of the shorter round apart
+    NOT_TRAINING = 6  # this peer is paused, leaving or done
     OTHER_RUN = 7
     OTHER_SPEC = 8
     OTHER_VERSION = 9
     OTHER_MODEL = 10
     MALFORMED = 11
-    NOT_PROVEN = 12  # you have not proven that your peer id is yours
-    NOT_INVITED = 13  # you are not invited to my private run
-    BANNED = 14  # I have banned you temporarily
-    STALE = 15  # our positions in the run are too far apart
-    OVER_SHARE = 16  # you have had your share of my swaps; I prefer another peer
-    UNLISTED = 17  # I have no live record of you yet
+    NOT_PROVEN = 12  # the caller has not proven that it owns its peer id
+    NOT_INVITED = 13  # the caller is not invited to this private run
+    BANNED = 14  # this peer has banned the caller temporarily
+    STALE = 15  # the positions of the two peers in the run are too far apart
+    OVER_SHARE = 16  # the caller has had its share of this peer's swaps, so other peers are preferred
+    UNLISTED = 17  # this peer has not read a live record of the caller yet
 
 
 PASSED_ON = frozenset({RefuseCode.OVER_SHARE, RefuseCode.UNLISTED})  # another peer is drawn instead
@@ -95,7 +97,7 @@ FINAL = frozenset(
 class AbortCode(IntEnum):
     CORRUPT = 1  # a payload has a wrong length, digest or value
     TIMED_OUT = 2
-    ABANDONED = 3  # the round ended without the rest of the swap
+    ABANDONED = 3  # the round ended before the swap was complete
     LEAVING = 4
     INTERNAL = 5
 
@@ -150,18 +152,20 @@ class Refuse:
 
 
 def other_kind(ours: Hello, theirs: Hello) -> Refuse | None:
-    """Return a refusal if two peers can never swap, because their protocol versions, runs, specs or models differ."""
+    """Return a refusal if two peers can never swap because their protocol versions, runs, specs or models differ."""
     versions = [hello.protocol_version.split(".")[0] for hello in (ours, theirs)]
     if versions[0] != versions[1]:
-        what = f"protocol version {PROTOCOL_VERSION} here, {theirs.protocol_version or 'none'} there"
+        what = f"the protocol versions differ ({PROTOCOL_VERSION} and {theirs.protocol_version or 'none'})"
         return Refuse(RefuseCode.OTHER_VERSION, what)
     if ours.run_name != theirs.run_name:
-        return Refuse(RefuseCode.OTHER_RUN, f"run {ours.run_name} here, {theirs.run_name!r} there")
+        return Refuse(RefuseCode.OTHER_RUN, f"the run names differ ({ours.run_name!r} and {theirs.run_name!r})")
     if ours.spec_digest != theirs.spec_digest:
-        what = f"spec digest {ours.spec_digest[:16]}.. here, {theirs.spec_digest[:16] or 'none'}.. there"
+        what = f"the spec digests differ ({ours.spec_digest[:16]}.. and {theirs.spec_digest[:16] or 'none'}..)"
         return Refuse(RefuseCode.OTHER_SPEC, what)
     if ours.layout and theirs.layout and ours.layout != theirs.layout:
-        return Refuse(RefuseCode.OTHER_MODEL, f"model layout {ours.layout[:16]}.. here, {theirs.layout[:16]}.. there")
+        return Refuse(
+            RefuseCode.OTHER_MODEL, f"the model layouts differ ({ours.layout[:16]}.. and {theirs.layout[:16]}..)"
+        )
     return None
 
 
@@ -237,7 +241,7 @@ class PeerStatus:
 
 @dataclass(frozen=True, slots=True)
 class StateManifest:
-    """The manifest of a donor's newest saved state, a file of chunks with one digest each.
+    """The manifest of a donor's newest saved state, which is a file that is split into chunks with one digest each.
 
     The file contains the slow weights and, if the run uses it, the outer momentum. A newcomer adopts `round` and
     `progress` from the manifest, whose `layout` must equal its own. Each chunk except the last has STATE_CHUNK_BYTES

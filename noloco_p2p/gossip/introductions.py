@@ -1,6 +1,6 @@
 """This module checks whether a caller has a live record.
 
-Lookups are rate-limited, so that strangers cannot cause a flood of them.
+Lookups are rate-limited, so that strangers cannot trigger a flood of them.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections.abc import Callable
 from noloco_p2p.gossip.seams import Directory
 from noloco_p2p.rates import Rates
 
-LOOKS_AT_ONCE = 4  # for unknown callers
+LOOKS_AT_ONCE = 4  # simultaneous lookups of unknown callers
 LOOKS_PER_S = 0.5
 EVERYBODY = ""  # the only key, because all callers share one limit
-LOOK_S = 2.0  # for one lookup; shorter than the deadline of any offer
+LOOK_S = 2.0  # the time limit for one lookup; shorter than the deadline of any offer
 
 
 class Introductions:
@@ -29,7 +29,7 @@ class Introductions:
         self._looks = Rates(per_s=LOOKS_PER_S, at_once=LOOKS_AT_ONCE, clock=clock)
 
     async def is_listed(self, peer_id: str) -> bool:
-        """Return within LOOK_S whether the peer has a live record. It raises nothing except CancelledError."""
+        """Return within LOOK_S whether the peer has a live record. It raises only CancelledError."""
         if self._directory.knows(peer_id):
             return True
         if not self._looks.take(EVERYBODY):

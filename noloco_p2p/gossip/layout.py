@@ -41,17 +41,17 @@ class ModelLayout:
     def from_json(cls, data: bytes | str) -> ModelLayout:
         """Parse the output of `as_json`. Raises ValueError for any other data."""
         if len(data) > MAX_LAYOUT_BYTES:
-            raise ValueError(f"a list of tensors of {len(data)} bytes is over the limit of {MAX_LAYOUT_BYTES}")
+            raise ValueError(f"the list of tensors has {len(data)} bytes, but the limit is {MAX_LAYOUT_BYTES}")
         try:
             values = json.loads(data)
             trainable = tuple((_text(name), _shape(shape)) for name, shape in values["trainable"])
             frozen = tuple((_text(name), _shape(shape), _text(digest)) for name, shape, digest in values["frozen"])
         except (KeyError, TypeError, RecursionError) as error:
-            raise ValueError(f"not a list of tensors: {error!r}") from None
+            raise ValueError(f"the list of tensors is invalid: {error!r}") from None
         return cls(trainable, frozen)
 
     def first_difference(self, other: ModelLayout) -> str:
-        """Describe the first tensor that differs in `other`, trainable ones first, or return "" if none does."""
+        """Describe the first tensor that differs in `other`, trainable tensors first, or return "" if none differs."""
         for what, ours, theirs in (
             ("trainable", self.trainable, other.trainable),
             ("frozen", self.frozen, other.frozen),
@@ -64,8 +64,8 @@ class ModelLayout:
 
 def _difference(what: str, ours: tuple[Any, ...] | None, theirs: tuple[Any, ...] | None) -> str:
     if ours and theirs and ours[:2] == theirs[:2]:
-        return f"{what} tensor {_shown(ours)} has other values there, from another revision or seed"
-    return f"{what} tensor {_shown(ours)} here, {_shown(theirs)} there"
+        return f"the values of {what} tensor {_shown(ours)} differ, perhaps because of another revision or seed"
+    return f"the {what} tensors differ: this model has {_shown(ours)}, the other has {_shown(theirs)}"
 
 
 def _shown(tensor: tuple[Any, ...] | None) -> str:
@@ -77,11 +77,11 @@ def _shown(tensor: tuple[Any, ...] | None) -> str:
 
 def _text(value: object) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{value!r} is not text")
+        raise TypeError(f"{value!r} is not a string")
     return value
 
 
 def _shape(value: object) -> tuple[int, ...]:
     if not isinstance(value, list) or not all(isinstance(size, int) for size in value):
-        raise TypeError("a shape is not a list of numbers")
+        raise TypeError("a shape is not a list of integers")
     return tuple(value)

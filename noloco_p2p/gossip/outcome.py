@@ -1,4 +1,4 @@
-"""Each round has one of these outcomes. The training loop receives them as values, never as exceptions."""
+"""This module defines the outcomes of a round. The training loop receives them as values, never as exceptions."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Half:
 
 
 class LonelyCause(StrEnum):
-    """The reason why a round had no partner. Append new causes, because records list their counts in this order."""
+    """The reason why a round had no partner. Append new causes, because records list the counts in this order."""
 
     NOBODY = "nobody"  # no other live peer was known
     REFUSED = "refused"  # the drawn peer was busy or paused, or its boundary was too far away
@@ -63,7 +63,7 @@ class LonelyCause(StrEnum):
 class Alone:
     """The outcome of a round without a partner. `reason` is a human-readable sentence.
 
-    `link` is set if a swap was running, but one of the partners reached its boundary before the early part was
+    `link` is set if a swap was running but one of the partners reached its boundary before the early part was
     committed.
     """
 
@@ -77,7 +77,7 @@ Outcome = Swapped | Half | Alone
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """A late part that arrived after its boundary. `beta h` must still be added to the weights and the momentum."""
+    """A late part that arrived after the boundary. `beta h` has not yet been added to the weights and the momentum."""
 
     gradient: SectionPair
     partner: str

@@ -1,6 +1,6 @@
-"""Matchmaking decides which peer to ask for a swap, and when to ask it again.
+"""This module implements matchmaking: it decides which peer to ask for a swap, and when to ask it again.
 
-Callers pass the candidates, the time and a random generator.
+Callers supply the candidates, the current time and a random number generator as arguments.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from noloco_p2p.gossip.frames import FINAL, PASSED_ON, PASSING, Boundary, Refuse
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.gossip.shares import Shares
 
-FAR_SHARE = 0.6  # of the shorter round; equally fast peers are at most half a round apart, plus measurement noise
-FAILED_RETRY_S = 10.0  # before an unreachable peer is asked again
+FAR_SHARE = 0.6  # fraction of the shorter round; equally fast peers are at most half a round apart, plus noise
+FAILED_RETRY_S = 10.0  # the wait before an unreachable peer is asked again
 PASSING_RETRY_S = 0.05  # added, with 50 % jitter, to the wait after a temporary refusal
 LONGEST_PASSING_RETRY_S = 0.4  # that wait doubles with each such refusal, up to this limit
 PASSING_TRIES = 10  # after this many temporary refusals in one round, a peer is passed over
 MAX_PARTNERS = 1024  # the number of former partners that are remembered
-PASSED_OVER_S = 10.0  # before a peer that was passed over is asked again
+PASSED_OVER_S = 10.0  # the wait before a peer that was passed over is asked again
 
 
 def lateness_s(mine: Boundary, theirs: Boundary) -> float:
@@ -41,9 +41,9 @@ def too_far_s(mine: Boundary, theirs: Boundary) -> float:
 
 
 class _Answer(Enum):
-    PASSING = auto()  # no, for the moment
-    NO = auto()  # no, for this round
-    NONE = auto()  # it could not be reached, or a swap with it failed
+    PASSING = auto()  # refused for the moment
+    NO = auto()  # refused for this round
+    NONE = auto()  # the peer could not be reached, or a swap with it failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,21 +60,21 @@ class Pairing:
         self._rng = rng
         self._target = ""
         self._is_patient = False
-        self._turned_away: set[str] = set()  # peers refused in this round because this one had a partner
-        self._waiting: set[str] = set()  # peers turned away in the last round, which may be waiting for this one
+        self._turned_away: set[str] = set()  # peers refused in this round because this peer had a partner
+        self._waiting: set[str] = set()  # peers turned away in the last round, which may be waiting for this round
         self._last_partner = ""
         self._shares = Shares()
-        self._partners: OrderedDict[str, None] = OrderedDict()  # peers that this one swapped with, the most recent last
+        self._partners: OrderedDict[str, None] = OrderedDict()  # former partners, the most recent last
         self._memory: dict[str, _Memory] = {}
         self._incompatible: dict[str, str] = {}
 
     def open_round(self, live: Sequence[Candidate], *, num_live: int, is_patient: bool = False) -> None:
         """Begin a round.
 
-        All peers may be asked again, except incompatible ones and those that were recently unreachable.
+        All peers may be asked again, except peers that are incompatible or were recently unreachable.
 
         `num_live` is the number of live peers in the run, including this one. If `is_patient` is true, the last partner
-        is asked only if no other peer is live, even if all others are busy.
+        is not asked while any other peer is live, even if all other peers are busy.
         """
         self._target, self._is_patient = "", is_patient
         num_real = round(1 + (num_live - 1) * self._share_of_real(live))
@@ -83,7 +83,7 @@ class Pairing:
         self._memory = {peer: memory for peer, memory in self._memory.items() if memory.answer is _Answer.NONE}
 
     def began(self, peer_id: str) -> None:
-        """Record the start of a swap with this peer."""
+        """Record the start of a swap with a peer."""
         self._shares.swapped(peer_id)
         self._partners.pop(peer_id, None)
         self._partners[peer_id] = None
@@ -91,11 +91,11 @@ class Pairing:
             self._partners.popitem(last=False)
 
     def has_had_its_share(self, peer_id: str) -> bool:
-        """Return whether this peer's offers are refused for now because it has had its share of swaps."""
+        """Return whether to refuse a peer's offers for now because that peer has had its share of swaps."""
         return self._shares.has_had(peer_id)
 
     def met(self, peer_id: str) -> None:
-        """Record that the early part of a swap with this peer was committed."""
+        """Record that the early part of a swap with a peer was committed."""
         self._last_partner = peer_id
 
     def turned_away(self, peer_id: str, *, mine: Boundary, theirs: Boundary) -> None:
@@ -111,9 +111,10 @@ class Pairing:
     def choose(self, live: Sequence[Candidate], now_s: float, *, latest_s: float) -> Candidate | None:
         """Return the peer to ask now, or None if there is no suitable peer or the drawn one is not free yet.
 
-        One peer is drawn uniformly and kept. If it has a partner, this peer waits for its next round, provided that the
-        round begins before `latest_s`. Asking any free peer at once would pair the same two peers again and again,
-        because they begin each round together while all others are in the middle of theirs.
+        One peer is drawn uniformly at random and kept. If the drawn peer already has a partner, this peer waits for the
+        next round of the drawn peer, provided that it begins before `latest_s`. Asking any free peer at once would pair
+        the same two peers again and again, because they begin each round together while all others are in the middle of
+        a round.
 
         The last partner, and any peer that has had more than its share of swaps, is drawn only if there is no other
         peer. A peer that was turned away in the last round is preferred, because it may be waiting for this round and
@@ -128,19 +129,19 @@ class Pairing:
         return target if target and self._may_ask(target, now_s) else None
 
     def wait_s(self, now_s: float) -> float:
-        """Return the seconds until the drawn peer may be asked again, or infinity if there is no such peer."""
+        """Return the number of seconds until the drawn peer may be asked again, or infinity if no peer is drawn."""
         memory = self._memory.get(self._target)
         return memory.retry_at_s - now_s if memory and memory.retry_at_s > now_s else math.inf
 
     def hopeful(self, live: Sequence[Candidate], now_s: float, *, latest_s: float) -> bool:
         """Return whether any peer could still accept an offer, now or by `latest_s`.
 
-        If not, the round should be solo.
+        If the result is False, the round should be solo.
         """
         return any(self._in_time(candidate, now_s, latest_s) for candidate in self._eligible(live))
 
     def refused(self, peer_id: str, *, code: RefuseCode, retry_after_s: float, now_s: float) -> None:
-        if peer_id in self._waiting:  # it has found another partner, so this peer stops waiting for it
+        if peer_id in self._waiting:  # that peer has found another partner, so this peer stops waiting for it
             self._waiting.remove(peer_id)
             self._target = ""
         if code in PASSED_ON:

@@ -45,8 +45,8 @@ def _keep_freed_blocks() -> None:
     """Make glibc reuse blocks of up to 32 MiB instead of returning them to the kernel.
 
     This matters because gRPC copies every message. glibc raises its mmap threshold to the size of the largest block
-    that was freed, as mallopt(3) describes. The block here is never written to, so it uses only address space. Other C
-    libraries are not affected.
+    that was freed, as mallopt(3) describes. The block that this function frees is never written to, so it uses only
+    address space. Other C libraries are not affected.
     """
     np.empty(MAX_KEPT_BLOCK_BYTES, dtype=np.uint8)
 
@@ -60,7 +60,7 @@ class Slab:
         self._scratch = Scratch()
 
     def code(self, codec: Codec, values: Tensor) -> memoryview:
-        """Encode a chunk and return its payload. Raises ValueError like `Codec.encode_into`."""
+        """Encode a chunk and return its payload. Raises ValueError as `Codec.encode_into` does."""
         payload = self._cut(codec.num_bytes(values.numel()))
         codec.encode_into(values, torch.frombuffer(payload, dtype=torch.uint8), scratch=self._scratch)
         return payload
@@ -68,7 +68,7 @@ class Slab:
     def keep(self, payload: Payload) -> memoryview:
         """Copy a payload, so that its message can be freed, and return the copy."""
         kept = self._cut(len(payload))
-        # numpy lets other threads run while it copies, and unlike torch it accepts read-only memory
+        # numpy lets other threads run while it copies, and, unlike torch, it accepts read-only memory
         np.copyto(np.frombuffer(kept, dtype=np.uint8), np.frombuffer(payload, dtype=np.uint8))
         return kept
 

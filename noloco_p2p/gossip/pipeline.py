@@ -1,7 +1,7 @@
-"""A swap encodes chunks ahead of sending and checks received chunks while others arrive, both off the event loop.
+"""This module encodes a swap's chunks ahead of sending and checks received chunks, both off the event loop.
 
-Both tasks work in batches of a few chunks. Switching to another thread and back costs more than encoding one chunk,
-because the event loop, the codec thread and the training thread share one interpreter lock.
+Both tasks work in batches of a few chunks, because switching to another thread and back takes longer than encoding one
+chunk. The reason is that the event loop, the codec thread and the training thread share one interpreter lock.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from noloco_p2p.gossip.sections import Coding, Squares
 
 BATCH_CHUNKS = 4  # 4 MiB of fp32; at most two batches are in flight in each direction
 
-# the payload that is kept of a chunk, and whether the chunk is intact; False if modulo coding failed
+# the payload that is kept for a chunk, and whether the chunk is intact (False if modulo coding failed)
 Checked = tuple[Payload, bool]
 
 
@@ -98,9 +98,10 @@ class Beside:
 class CheckBehind:
     """Checks chunks in batches while the next ones arrive. Errors are raised by a later `add` or by `finish`.
 
-    `kept` lists the partner's payloads for `Coding.half_difference`, in the order of the chunks and in memory of
-    `slab`. `broken` lists the chunks in which modulo coding failed. If more bits follow, `kept` has all payloads of
-    such a chunk so far. If the chunk is sent again without modulo coding, `kept` has an empty payload for it.
+    `kept` lists the partner's payloads for `Coding.half_difference`, in chunk order; they are stored in `slab`.
+    `broken` lists the chunks in which modulo coding failed. If more bits of such a chunk follow, `kept` holds all
+    payloads of the chunk that have arrived so far. If the chunk is sent again without modulo coding, `kept` holds an
+    empty payload for it.
 
     If `squares` is given, the squared norms of all chunks are added to `squares.partner`.
     """
@@ -216,5 +217,5 @@ def _kept(coding: Coding, chunk: Chunk, slab: Slab) -> Payload:
     codec, num_elements = coding.plan.codec, coding.num_elements(chunk.index)
     fits = len(chunk.payload) == codec.num_bytes(num_elements)
     payload = slab.keep(chunk.payload) if fits else chunk.payload
-    codec.check(payload, num_elements=num_elements)  # checks the copy, because torch needs writable memory
+    codec.check(payload, num_elements=num_elements)  # this checks the copy, because torch needs writable memory
     return payload

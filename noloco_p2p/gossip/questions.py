@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T", bound=FetchItem)
 
 MESSAGE_TIMEOUT_S = 15.0  # for one chunk, or one part of a manifest
-ANSWER_S = 60.0  # for a whole spec, layout or manifest; the manifest of a 64 GiB state has 2 MiB
+ANSWER_S = 60.0  # for a whole spec, layout or manifest; the manifest of a 64 GiB state takes 2 MiB
 
 
 async def ask(transport: Transport, peer: Candidate, want: FetchWant, kind: type[T]) -> T:
@@ -29,9 +29,9 @@ async def ask(transport: Transport, peer: Candidate, want: FetchWant, kind: type
         ):
             item = await anext(items, None)
     except TimeoutError:
-        raise TimedOut(f"its answer did not arrive within {ANSWER_S:.0f} s", peer=peer.peer_id) from None
+        raise TimedOut(f"it did not answer within {ANSWER_S:.0f} s", peer=peer.peer_id) from None
     if not isinstance(item, kind):
-        raise CorruptPayload(f"it sent no {kind.__name__}", peer=peer.peer_id)
+        raise CorruptPayload(f"it did not send a {kind.__name__}", peer=peer.peer_id)
     return item
 
 
@@ -44,5 +44,5 @@ async def find_difference(transport: Transport, peer: Candidate, ours: ModelLayo
         layout = await ask(transport, peer, WantLayout(), LayoutJson)
         return ours.first_difference(ModelLayout.from_json(layout.data))
     except (PeerError, ValueError) as error:
-        log.debug("%s does not send its layout: %s", peer.address, error)
+        log.debug("could not get the model layout of %s: %s", peer.address, error)
         return ""

@@ -1,4 +1,4 @@
-"""These estimators measure how long inner steps take and how fast swaps transfer data. Callers pass the time."""
+"""This module measures how long inner steps take and how fast swaps transfer data. Callers supply the current time."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from noloco_p2p.gossip.frames import Boundary
 WINDOW_STEPS = 32
 HEARD_FOR_ROUNDS = 20  # rounds of this peer after which an announcement expires, because its sender may be gone
 HEARD_PEERS = 64
-REMEMBERED = 8  # transfers; a change in the link takes effect after half as many
+REMEMBERED = 8  # number of transfers; a change in the link takes effect after half of them
 
 
 class StepRate:
     """Measures how many seconds an inner step and a round of this peer take.
 
-    The duration of a step is the median of the last 32, so that evaluations have no effect. The main thread writes to
-    this object, and the network thread reads it. `inner_steps` is the length of a round until `open_round` changes it.
+    The duration of a step is the median over the last 32 steps, so that occasional evaluations do not distort it. The
+    main thread writes to this object, and the network thread reads it. `inner_steps` is the length of a round until
+    `open_round` changes it.
     """
 
     def __init__(self, inner_steps: int) -> None:
@@ -28,11 +29,11 @@ class StepRate:
         self._last_step_s: float | None = None
         self._steps_left = inner_steps
         self.seconds_per_step: float | None = None
-        self.shortest_round_s: float | None = None  # the shortest that this peer can keep up with, as announced
-        self._heard: dict[str, tuple[float, float]] = {}  # by peer, oldest first: the announced seconds, and when
+        self.shortest_round_s: float | None = None  # the shortest round that this peer can keep up with, as announced
+        self._heard: dict[str, tuple[float, float]] = {}  # by peer, oldest first: the announced seconds, and the time
 
     def hear(self, peer_id: str, boundary: Boundary, *, now_s: float) -> None:
-        """Record what another peer announced, whether or not the two swapped. The network thread calls this."""
+        """Record a position that another peer announced, even if it led to no swap. The network thread calls this."""
         if boundary.shortest_round_s is not None:
             self._heard.pop(peer_id, None)
             self._heard[peer_id] = (boundary.shortest_round_s, now_s)
@@ -101,8 +102,8 @@ class Goodput:
     def seconds_for(self, num_bytes: int) -> float | None:
         """Return a cautious estimate of the duration of a transfer in seconds, or None before the first transfer.
 
-        The estimate is the median plus the spread. After only one or two transfers the spread is unknown, and the
-        median is used in its place.
+        The estimate is the median plus the spread. After only one or two transfers the spread is unknown, so the median
+        is used in its place.
         """
         samples = self._seconds_per_byte
         if not samples:

@@ -73,7 +73,7 @@ REMEMBERED_SWAPS = 16
 
 @dataclass(slots=True)
 class LastFault:
-    """The last fault of another peer: a description, advice on what to do about it, and the Unix time."""
+    """The last fault of another peer: its description, advice on how to fix it, and the Unix time when it occurred."""
 
     text: str = ""
     advice: str = ""
@@ -130,7 +130,7 @@ class RoundDriver:
         self._matchmaking: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
         self._staged = Staged()  # this peer's outer gradient, for the swap of this round
-        self._streams: dict[Ask | Incoming, tuple[FrameStream, bytes]] = {}  # undecided offers, and their swap ids
+        self._streams: dict[Ask | Incoming, tuple[FrameStream, bytes]] = {}  # undecided offers and their swap ids
         self._decisions: dict[Incoming, asyncio.Future[Refuse | ActiveSwap]] = {}
         self._bounds: dict[SectionName, Bounds] = {}
         self._ledgers: OrderedDict[bytes, Ledger] = OrderedDict()
@@ -205,7 +205,7 @@ class RoundDriver:
     def reach_boundary(self) -> bool:
         """Record that this peer has reached its boundary. Return False if no partner can be found in this round.
 
-        The outer gradient then does not need to be encoded.
+        If the result is False, the outer gradient does not need to be encoded.
         """
         self._do(self.round.reach_boundary(self._clock()))
         self._changed.set()
@@ -220,7 +220,7 @@ class RoundDriver:
         self._do(self.round.cannot_stage(reason, self._clock()))
 
     def poll(self, wait_s: float) -> Outcome | None:
-        """End the round after its boundary if it is over or nothing more can arrive within `wait_s` seconds.
+        """End a round that is at its boundary if it is over or if nothing more can arrive within `wait_s` seconds.
 
         It returns None if waiting may help, because a partner may still be found or a part may still arrive.
         """
@@ -230,7 +230,7 @@ class RoundDriver:
         return self._end()
 
     async def wait_until_over(self, wait_s: float) -> None:
-        """Wait until `poll` would end the round, but for at most `wait_s` seconds."""
+        """Wait until `poll` would end the round, for at most `wait_s` seconds."""
         until_s = self._clock() + wait_s
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
@@ -238,7 +238,7 @@ class RoundDriver:
                     await self._wait_for_change(POLL_S)
 
     async def collect(self, wait_s: float) -> Outcome:
-        """Wait until the round is over, but for at most `wait_s` seconds, and end it."""
+        """Wait until the round is over, for at most `wait_s` seconds, and end it."""
         await self.wait_until_over(wait_s)
         return self._end()
 
@@ -259,7 +259,7 @@ class RoundDriver:
         self._changed.set()
 
     def forget(self) -> None:
-        """Drop the late parts of earlier rounds, because the vectors that they belong to were replaced."""
+        """Drop the late parts of earlier rounds, because the vectors that they belong to have been replaced."""
         self._do(self.round.forget())
 
     async def stop(self) -> None:
@@ -282,7 +282,7 @@ class RoundDriver:
     # calls from other peers
 
     def admit(self, hello: Hello) -> None:
-        """Raise Refused if the caller has another protocol version, run, spec or model."""
+        """Raise Refused if the caller has a different protocol version, run, spec or model."""
         if refuse := other_kind(self._hello(), hello):
             raise Refused(refuse.sentence, peer=hello.peer_id, code=refuse.code.name)
 
@@ -296,7 +296,7 @@ class RoundDriver:
         try:
             offer = await stream.receive(self._deadlines.offer_s)
             if not isinstance(offer, Offer) or len(offer.swap_id) != SWAP_ID_BYTES or not offer.hello.peer_id:
-                await self._send(stream, Refuse(RefuseCode.MALFORMED, "a swap begins with an offer"))
+                await self._send(stream, Refuse(RefuseCode.MALFORMED, "a swap must begin with a valid offer"))
                 return
             is_listed = await self._introductions.is_listed(offer.hello.peer_id)
             decision = await self._decide(stream, Incoming(offer, is_listed))
@@ -310,11 +310,11 @@ class RoundDriver:
                 self._swap_ended(decision, error)
                 return
             except BaseException:
-                self._swap_ended(decision, Unreachable("this peer broke off the swap", peer=decision.partner))
+                self._swap_ended(decision, Unreachable("this peer aborted the swap", peer=decision.partner))
                 raise
             await self._run_swap(decision)
         except PeerError as error:
-            log.debug("an offer from %s came to nothing: %s", stream.peer, error)
+            log.debug("an offer from %s failed: %s", stream.peer, error)
         finally:
             await stream.close()
 
@@ -333,7 +333,7 @@ class RoundDriver:
         except asyncio.CancelledError:
             self.round.offer_gone(incoming)
             if decision.done() and isinstance(active := decision.result(), ActiveSwap):
-                self._swap_ended(active, Unreachable("this peer broke off the swap", peer=active.partner))
+                self._swap_ended(active, Unreachable("this peer aborted the swap", peer=active.partner))
             raise
         finally:
             del self._streams[incoming], self._decisions[incoming]
@@ -383,12 +383,14 @@ class RoundDriver:
         try:
             await asyncio.wait_for(stream.send(frame), self._deadlines.offer_s)
         except TimeoutError:
-            raise TimedOut(f"it accepted no message for {self._deadlines.offer_s:g} s", peer=stream.peer) from None
+            raise TimedOut(
+                f"it did not accept any message for {self._deadlines.offer_s:g} s", peer=stream.peer
+            ) from None
 
     async def _compare_models(self, action: CompareModels, layout: ModelLayout) -> None:
         difference = await find_difference(self._transport, action.candidate, layout)
         if difference:
-            text = f"{named(action.candidate.peer_id)} trains another model: {difference}"
+            text = f"{named(action.candidate.peer_id)} is training another model: {difference}"
             self.fault.report(text, action.error)
 
     # actions
@@ -469,7 +471,7 @@ class RoundDriver:
             # stay in memory until the garbage collector runs.
             error.__traceback__ = error.__context__ = None
         except BaseException:  # cancellation or a bug, and the round must not wait for this swap
-            self._swap_ended(active, Unreachable("this peer broke off the swap", peer=active.partner))
+            self._swap_ended(active, Unreachable("this peer aborted the swap", peer=active.partner))
             raise
         finally:
             watch.cancel()

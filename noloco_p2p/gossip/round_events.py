@@ -28,13 +28,13 @@ class RoundPhase(Enum):
 class Opening:
     """The state of a peer when it opens a round. The tensors must not change until the round ends.
 
-    `patience_s` is for closing rounds, in which nobody trains. For this long, the peer waits for others that are in the
-    middle of a round, and asks its last partner only if no other peer is live.
+    `patience_s` is for closing rounds, in which nobody trains. During this time, the peer waits for others that are in
+    the middle of a round, and it asks its last partner only if no other peer is live.
     """
 
     round: int
     progress: float
-    total_steps: int  # all inner steps of the run; `progress` is a fraction of them
+    total_steps: int  # the number of inner steps in the run; `progress` is a fraction of it
     longest_round: int  # the maximum length of a round in this run, in inner steps
     early_state: dict[SectionName, Tensor]  # flat, fp32, on the CPU
     patience_s: float = 0.0
@@ -56,7 +56,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Incoming:
-    """An offer from another peer. Each is answered by one `Bind` or `Reply`, possibly after it was held for a while.
+    """An offer from another peer. Each offer is answered by exactly one `Bind` or `Reply`, possibly after a delay.
 
     `is_listed` says whether a live record of the caller is known.
     """

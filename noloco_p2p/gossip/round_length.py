@@ -5,7 +5,7 @@ but training waits for the late part of each round, and also for the early part 
 inner steps. `best_inner_steps` weighs the first wait against the loss, and `FILL` avoids the second wait.
 
 The rounds of all peers converge to about the same duration, because each peer announces the shortest round that it can
-keep up with, and a faster peer takes more steps. Callers pass the measurements of each round and the duration of an
+keep up with, and a faster peer takes more steps. Callers supply the measurements of each round and the duration of an
 inner step.
 """
 
@@ -22,17 +22,17 @@ from noloco_p2p.spec import OuterSpec
 
 WINDOW_SWAPS = 7  # swaps in the window; a change in the link takes effect once four of them show it
 
-# FILL is the fraction of a round that transfers may take during its inner steps. These transfers are the early part,
-# and the rest of the late part after the longest wait. Partners' boundaries can be 0.6 rounds apart
+# FILL is the fraction of a round that transfers may take during its inner steps. These transfers are the early part and
+# whatever remains of the late part after the longest wait. Partners' boundaries can be 0.6 rounds apart
 # (pairing.FAR_SHARE), so the partners' rounds overlap by 0.4 of a round. With a larger fraction, training also waits
 # for partners and early parts, and solo rounds appear (benchmarks/results/round_lengths.txt). Peers that never wait
 # drift apart and have more solo rounds, so their fraction is smaller.
 FILL = 0.4
 FILL_UNWAITED = 1 / 3
 
-# This is a fit of the toy model's loss: n inner steps in rounds of H steps end at a loss that is proportional to
+# These constants fit the loss of the toy model: after n inner steps in rounds of H steps, the loss is proportional to
 # n^-STEPS_EXPONENT (CURVE_START + H)^LENGTH_EXPONENT. benchmarks/study/round_lengths.py fits it to runs of 8 replicas
-# with Muon, modulo8 and int4, and benchmarks/results/round_lengths.txt has the error of the fit.
+# with Muon, modulo8 and int4, and benchmarks/results/round_lengths.txt reports the error of the fit.
 STEPS_EXPONENT = 0.24
 LENGTH_EXPONENT = 0.09
 CURVE_START = 1.0
@@ -40,15 +40,17 @@ CURVE_START = 1.0
 MAX_CHANGE = 1.5  # largest factor between one round's length and the next
 STILL = 1.25  # changes by a smaller factor are skipped, so that noise alone does not change the length
 
-# This replaces STILL if partners wait for each other. If their rounds differ by a quarter, one waits for that quarter.
+# This replaces STILL if partners wait for each other. If the lengths of their rounds differ by a quarter, one partner
+# waits for that quarter.
 STILL_WAITING = 1.04
 
 # All peers adapt to the slowest one that is not an outlier, because peers whose rounds have similar durations find each
-# other without waiting. A far slower peer delays nobody. Outliers are never more than a third of all peers.
-SLOWEST = 4.0  # times the median
+# other without waiting. A peer that is far slower is an outlier and delays nobody. At most a third of all peers count
+# as outliers.
+SLOWEST = 4.0  # relative to the median
 MAJORITY = 2 / 3
 
-# A swap that is given up before it transfers anything is assumed to need this many times the elapsed time.
+# A swap that is abandoned before it transfers anything is assumed to need this many times the elapsed time.
 GIVEN_UP_FACTOR = 2.0
 
 
@@ -84,12 +86,12 @@ def measure_link(
 
 
 def best_inner_steps(wait_steps: float) -> float:
-    """Return the round length H with the lowest loss after a given time.
+    """Return the round length H that leads to the lowest loss after a given training time.
 
     Each round is assumed to end with a wait of w inner steps. Because of the wait, an inner step takes 1 + w / H times
-    as long, and fewer steps fit into the time. The loss is then proportional to (c + H)^a (1 + w / H)^p, where a is
-    LENGTH_EXPONENT, p is STEPS_EXPONENT and c is CURVE_START. Its derivative is zero where a H^2 - (p - a) w H - p c w
-    = 0. For long waits, H approaches (p / a - 1) w, independently of c.
+    as long, and fewer steps fit into the training time. The loss is then proportional to (c + H)^a (1 + w / H)^p, where
+    a is LENGTH_EXPONENT, p is STEPS_EXPONENT and c is CURVE_START. The derivative of this expression is zero where a
+    H^2 - (p - a) w H - p c w = 0. For long waits, H approaches (p / a - 1) w, independently of c.
     """
     gain = (STEPS_EXPONENT - LENGTH_EXPONENT) * wait_steps
     root = math.sqrt(gain**2 + 4 * LENGTH_EXPONENT * STEPS_EXPONENT * CURVE_START * wait_steps)
@@ -112,7 +114,7 @@ class RoundLength:
         self._max_wait_s = outer.max_wait_s if max_wait_s is None else max_wait_s
         self._beside_s: deque[float] = deque(maxlen=WINDOW_SWAPS)  # durations of transfers during the inner steps
         self._waits_s: deque[float] = deque(maxlen=WINDOW_SWAPS)  # waits at the boundary
-        self._given_up_s: deque[float] = deque(maxlen=2)  # the same, for swaps given up since the last complete one
+        self._given_up_s: deque[float] = deque(maxlen=2)  # the same, for swaps abandoned since the last complete one
 
     def resume(self, inner_steps: int) -> None:
         """Continue with the length from a checkpoint. Measurements are not restored."""
@@ -120,7 +122,7 @@ class RoundLength:
             self.inner_steps = self._bounded(inner_steps)
 
     def note(self, link: LinkMeasure) -> None:
-        """Record the measurement of a round. A swap that was given up provides only a lower bound."""
+        """Record the measurement of a round. An abandoned swap provides only a lower bound."""
         wait_s = min(link.late_s, self._max_wait_s)
         beside_s = link.early_s + link.late_s - wait_s
         if link.is_whole:
@@ -132,7 +134,7 @@ class RoundLength:
                 self._given_up_s.append(beside_s)
 
     def next(self, seconds_per_step: float | None, *, others_s: Sequence[float] = ()) -> int:
-        """Return the length of the round that begins now. The length does not change until something is measured.
+        """Return the length of the round that begins now. The length does not change until a swap has been measured.
 
         `others_s` holds the durations of the shortest rounds that other peers have announced (see `told_s`).
         """
@@ -146,7 +148,7 @@ class RoundLength:
         return self.inner_steps
 
     def told_s(self, seconds_per_step: float | None) -> float | None:
-        """Return the duration to announce to other peers, or None if it is not measured or the length is fixed."""
+        """Return the duration to announce to other peers, or None if it is unmeasured or the length is fixed."""
         return self.shortest_s(seconds_per_step) if self._outer.is_auto and seconds_per_step else None
 
     def shortest_s(self, seconds_per_step: float) -> float:
@@ -157,7 +159,7 @@ class RoundLength:
     def needed_s(self) -> float:
         """Return the duration of the shortest round into which the transfers fit, or 0 while nothing is measured.
 
-        Two swaps in a row that were given up take effect at once, because each of them has cost a round.
+        Two abandoned swaps in a row take effect at once, because each of them has cost a round.
         """
         is_too_short = len(self._given_up_s) == self._given_up_s.maxlen
         beside_s = max(cautious(self._beside_s), min(self._given_up_s) if is_too_short else 0.0)
@@ -177,8 +179,8 @@ class RoundLength:
 def usual_s(shortest_s: Sequence[float]) -> float:
     """Return the duration that all rounds should have, given the shortest round that each peer can keep up with.
 
-    `shortest_s` includes this peer's own value. The actual durations are not an input. Otherwise rounds that are too
-    long for everybody would never become shorter.
+    `shortest_s` includes this peer's own value. The actual durations are not taken into account, because otherwise
+    rounds that are too long for every peer would never become shorter.
     """
     ordered = sorted(shortest_s)
     most = ordered[math.ceil(MAJORITY * len(ordered)) - 1]

@@ -1,4 +1,4 @@
-"""This module builds what a peer needs for its rounds: the driver, and the service that answers other peers."""
+"""This module builds a peer's round driver and the service that answers other peers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Serve = Callable[[FetchWant], AsyncGenerator[FetchItem]]
 
 async def serve_nothing(want: FetchWant) -> AsyncGenerator[FetchItem]:
     """Refuse every request. Peers that have no state to serve use this function."""
-    raise Refused("this peer serves no state", code=RefuseCode.BETWEEN_ROUNDS.name)
+    raise Refused("this peer does not serve its state", code=RefuseCode.BETWEEN_ROUNDS.name)
     yield
 
 
@@ -33,7 +33,7 @@ class PeerService:
         self._driver = driver
         self._serve = serve
         self._status = status
-        self.num_calls = 0  # calls that arrived from other peers, even if they were refused
+        self.num_calls = 0  # calls from other peers, including the ones that were refused
 
     def admit(self, hello: Hello) -> None:
         self.num_calls += 1

@@ -1,6 +1,6 @@
 """This pure state machine runs the rounds of one peer.
 
-Events and their times go in, and actions for the driver come out.
+Its inputs are events and their times, and its outputs are actions for the driver.
 
     SEEKING -> OFFERING -> SWAPPING -> EARLY -> DONE
        ^          |           |          |
@@ -59,7 +59,7 @@ from noloco_p2p.gossip.staleness import refuse_distant, too_long
 from noloco_p2p.gossip.swap import Ended
 from noloco_p2p.telemetry.console import named
 
-POLL_S = 0.1  # matchmaking polls, because no event announces newcomers and retry times
+POLL_S = 0.1  # matchmaking polls at this interval, because no event announces newcomers and retry times
 LAST_LOOK_S = 1.0  # how long a peer without a partner keeps looking for one at its boundary
 TRAILING_RETRY_S = 1.0
 TRAILING_SHARE = 1 / 3  # the fraction of a round during which the trailing swap has the link to itself
@@ -85,7 +85,7 @@ class RoundState:
         step_rate: StepRate,
         pairing: Pairing,
     ) -> None:
-        self.peer_state = "training"  # or paused, leaving, done; offers are accepted only while training
+        self.peer_state = "training"  # or "paused", "leaving" or "done"; offers are accepted only while training
         self.is_leaving = False  # whether this peer no longer waits at boundaries
         self.was_refused_as_stale = False  # whether another peer refused this one as stale
         self.goodput = Goodput()
@@ -109,17 +109,17 @@ class RoundState:
         self.index, self.progress = (opening.round, opening.progress) if opening else (0, 0.0)
         self.partner = ""
         self.active: ActiveSwap | None = None  # the swap of this round
-        self.asked: Ask | None = None  # this peer's offer that is not answered yet
+        self.asked: Ask | None = None  # this peer's offer that has not been answered yet
         self.reason, self.cause = "", LonelyCause.NO_ANSWER  # why there is no partner yet
         self._failed_link: LinkMeasure | None = None  # measured by a swap whose early part failed
         self._opened_s = now_s
         self._patient_until_s = now_s + (opening.patience_s if opening else 0.0)
         self._boundary_s: float | None = None  # when this peer reached its boundary
 
-    # the phases of a round, as training goes through them
+    # the phases of a round, in the order of training
 
     def open(self, opening: Opening, plans: tuple[SectionPlan, ...], now_s: float) -> list[Action]:
-        """Begin a round. If the last round was never ended, because the network thread hung, end it first."""
+        """Begin a round. If the last round was never ended because the network thread hung, end it first."""
         actions: list[Action] = []
         if self.phase is not RoundPhase.CLOSED:
             actions += self._drop_trailing() + self.end(now_s)[1] + self._drop_trailing()
@@ -162,7 +162,7 @@ class RoundState:
         return self.active.expected_s(now_s, self.goodput) > until_s
 
     def end(self, now_s: float) -> tuple[Outcome, list[Action]]:
-        """End the round with what it has so far.
+        """End the round with the parts that have been committed so far.
 
         If the late part is in flight, its swap continues as the trailing swap.
         """
@@ -183,7 +183,7 @@ class RoundState:
     def take_correction(self, before: int) -> Correction | None:
         """Return a late part from a round before `before`. Apply it at once, then call `corrected`.
 
-        The result is None while the vectors that it changes are being sent to a partner or are about to be.
+        The result is None while the vectors that it changes are being sent, or are about to be sent, to a partner.
         """
         is_sending = self.phase in (RoundPhase.OFFERING, RoundPhase.SWAPPING)
         if not self.corrections or self.corrections[0].round >= before or is_sending:
@@ -195,7 +195,7 @@ class RoundState:
         self._is_correcting = False
 
     def forget(self) -> list[Action]:
-        """Drop the late parts of earlier rounds, because the vectors that they belong to were replaced."""
+        """Drop the late parts of earlier rounds, because the vectors that they belong to have been replaced."""
         self.corrections.clear()
         return self._drop_trailing()
 
@@ -220,9 +220,10 @@ class RoundState:
     def waits_for_trailing(self, now_s: float) -> bool:
         """Return whether matchmaking must wait for the trailing swap, or for its correction to be applied.
 
-        Meanwhile the trailing swap has the link to itself, so that the last partner's gradient arrives early. The
-        correction comes first because the vectors must not change once this round sends them. If the late part takes
-        too long, it has to share the link, and its correction waits until this round's early part has arrived.
+        During this wait, the trailing swap has the link to itself, so that the last partner's gradient arrives early.
+        The correction is applied first, because the vectors must not change once this round has begun to send them. If
+        the late part takes too long, it must share the link, and its correction waits until this round's early part has
+        arrived.
         """
         if self._is_correcting:
             return True
@@ -278,7 +279,7 @@ class RoundState:
         if isinstance(answer, Refuse):
             return Refused(answer.sentence, peer=peer_id, code=answer.code.name, retry_after_s=answer.retry_after_s)
         if not isinstance(answer, Accept) or answer.hello.peer_id != peer_id:
-            return CorruptPayload("the answer to an offer was neither yes nor no", peer=peer_id)
+            return CorruptPayload("the reply to an offer is not a valid Accept or Refuse", peer=peer_id)
         if refuse := other_kind(self._hello(), answer.hello):
             return Refused(refuse.sentence, peer=peer_id, code=refuse.code.name)
         return None
@@ -286,7 +287,7 @@ class RoundState:
     def _fault_of_boundary(self, candidate: Candidate, theirs: Boundary) -> PeerError | None:
         assert self.opening is not None
         wrong = too_long(theirs, self.opening.longest_round)
-        return CorruptPayload(f"it accepted with {wrong}", peer=candidate.peer_id) if wrong else None
+        return CorruptPayload(f"it accepted the offer, but {wrong}", peer=candidate.peer_id) if wrong else None
 
     def _refused(self, ask: Ask, error: Refused, now_s: float) -> list[Action]:
         peer_id, code = ask.candidate.peer_id, RefuseCode[error.code]
@@ -303,13 +304,13 @@ class RoundState:
     def _failed(self, ask: Ask, error: PeerError, now_s: float) -> list[Action]:
         peer_id = ask.candidate.peer_id
         level = logging.DEBUG if peer_id in self.unreachable else logging.WARNING
-        self.unreachable &= {peer.peer_id for peer in self._live()}  # a dead peer is listed until its record expires
+        self.unreachable &= {peer.peer_id for peer in self._live()}  # a dead peer stays listed until its record expires
         self.unreachable.add(peer_id)
         self._pairing.failed(peer_id, now_s=now_s)
-        return [Report(f"offer to {named(peer_id)} failed: {error}", error, level)]
+        return [Report(f"the offer to {named(peer_id)} failed: {error}", error, level)]
 
     def _latest_offer_s(self, now_s: float) -> float:
-        """Return the latest time at which an offer leaves enough time for the early part to arrive within the round."""
+        """Return the latest time for an offer whose early part can still arrive within the round."""
         early_s = self.goodput.seconds_for(part_bytes(self.plans, Part.EARLY)) or 0.0
         if self._patient_until_s > now_s:
             return self._patient_until_s - early_s
@@ -338,7 +339,7 @@ class RoundState:
             self._held.remove(incoming)
 
     def _holds(self, offer: Offer) -> bool:
-        """Return whether an offer is held, instead of refused as BUSY, while this peer's own offer is pending.
+        """Return whether an offer is held instead of being refused as BUSY while this peer's own offer is pending.
 
         Only offers from higher peer ids are held, so that peers never wait for each other in a cycle.
         """
@@ -348,7 +349,7 @@ class RoundState:
     def _release(self, now_s: float) -> list[Action]:
         """Answer the held offers in order, unless an offer of this peer is pending.
 
-        If one is accepted, the driver reports `swap_began` before the others are answered.
+        If an offer is accepted, the driver reports `swap_began` before the others are answered.
         """
         actions: list[Action] = []
         while self._held and self.phase is not RoundPhase.OFFERING:
@@ -371,7 +372,9 @@ class RoundState:
         if refuse := other_kind(ours, offer.hello):
             return refuse
         if caller == ours.peer_id:
-            return Refuse(RefuseCode.MALFORMED, "this is my own peer id: a key must not be used on two machines")
+            return Refuse(
+                RefuseCode.MALFORMED, "your peer id is the same as mine: a key must not be used on two machines"
+            )
         if not incoming.is_listed:
             return Refuse(RefuseCode.UNLISTED, "I have no live record of you yet", UNLISTED_RETRY_S)
         self._step_rate.hear(caller, offer.boundary, now_s=now_s)  # even if the offer is refused
@@ -394,7 +397,7 @@ class RoundState:
         if is_asked or not self._pairing.has_had_its_share(caller):
             return None
         wait_s = mine.seconds_to_boundary if mine.seconds_to_boundary is not None else 1.0
-        return Refuse(RefuseCode.OVER_SHARE, "you have had your share of my swaps", wait_s)
+        return Refuse(RefuseCode.OVER_SHARE, "you have used up your share of my swaps", wait_s)
 
     def _refusal_in_phase(self, offer: Offer, mine: Boundary, now_s: float) -> Refuse | None:
         caller = offer.hello.peer_id
@@ -402,23 +405,23 @@ class RoundState:
             case RoundPhase.SEEKING:
                 return None
             case RoundPhase.CLOSED:
-                return Refuse(RefuseCode.BETWEEN_ROUNDS, "my round is not open yet", 0.05)
+                return Refuse(RefuseCode.BETWEEN_ROUNDS, "my next round has not begun yet", 0.05)
             case RoundPhase.OFFERING:
                 assert self.asked is not None
                 if self.asked.candidate.peer_id != caller:
-                    return Refuse(RefuseCode.BUSY, "I have made an offer to another peer", 0.1)
+                    return Refuse(RefuseCode.BUSY, "I am waiting for another peer to answer my offer", 0.1)
                 if self._hello().peer_id > caller:
-                    return Refuse(RefuseCode.CROSSED, "our offers crossed, and mine is used", 0.1)
+                    return Refuse(RefuseCode.CROSSED, "our offers crossed, and mine takes precedence", 0.1)
                 return None
             case _:
                 self._pairing.turned_away(caller, mine=mine, theirs=offer.boundary)
                 wait_s = mine.seconds_to_boundary if mine.seconds_to_boundary is not None else 1.0
                 if self.active:  # this peer may first have to wait for its partner at the boundary
                     wait_s = max(wait_s, self.active.expected_s(now_s, self.goodput) - now_s)
-                return Refuse(RefuseCode.TAKEN, f"I have a partner for round {self.index}", wait_s)
+                return Refuse(RefuseCode.TAKEN, f"I already have a partner for round {self.index}", wait_s)
 
     def _trailing_left_s(self, now_s: float) -> float:
-        """Return an estimate of how many more seconds matchmaking waits for the trailing swap."""
+        """Estimate how many more seconds matchmaking will wait for the trailing swap."""
         round_s = self._step_rate.seconds_per_round()
         if self.trailing is None or round_s is None:
             return TRAILING_RETRY_S
@@ -450,15 +453,17 @@ class RoundState:
         return self.active, self._release(now_s)
 
     def watches(self, active: ActiveSwap) -> bool:
-        """Return whether this swap may still be abandoned for another, so that `swap_watched` must be called."""
+        """Return whether this swap may still be abandoned for another. If so, `swap_watched` must be called."""
         return self.phase is RoundPhase.SWAPPING and active is self.active and self._boundary_s is None
 
     def swap_watched(self, active: ActiveSwap, now_s: float) -> list[Action]:
-        """Abandon an early part that will miss the boundary while there is still time for another partner."""
+        """Abandon the swap if its early part will miss the boundary and there is still time for another partner."""
         left_s = self._step_rate.seconds_to_boundary(now_s) if self.watches(active) else None
         if left_s is None or not active.misses(now_s + left_s, now_s, self.goodput):
             return []
-        return [Abandon(active.swap, TimedOut("too slow for this round", peer=active.partner))]
+        return [
+            Abandon(active.swap, TimedOut("the early part would arrive too late for this round", peer=active.partner))
+        ]
 
     def committed(self, swap: SwapHandle, part: Part, now_s: float) -> None:
         """Record a part that both partners have verified. The round advances, or a late part becomes a correction."""
@@ -516,7 +521,7 @@ class RoundState:
 
     def _drop_trailing(self) -> list[Action]:
         trailing, self.trailing = self.trailing, None
-        reason = Unreachable("the next boundary came before the late part")
+        reason = Unreachable("the late part did not arrive before the next boundary")
         return [Abandon(trailing.swap, reason)] if trailing else []
 
     def _outcome(self, now_s: float) -> tuple[Outcome, list[Action]]:
@@ -533,10 +538,13 @@ class RoundState:
             self.active = None
             active.broken_off(now_s, self.goodput)
             error = Unreachable("the round ended before the early part was committed")
-            reason = f"the swap with {named(active.partner)} was not ready at the boundary"
+            reason = f"the early part of the swap with {named(active.partner)} was not complete at the boundary"
             return Alone(reason, LonelyCause.SLOW, active.link(now_s)), [Abandon(active.swap, error)]
         others = self._live()
         if not any(other.state == "training" for other in others):
             resting = ", ".join(sorted({other.state for other in others}))
-            return Alone(f"no other live peer{f' trains: {resting}' if resting else ''}", LonelyCause.NOBODY), []
-        return Alone(self.reason or "no answer to an offer yet", self.cause, self._failed_link), []
+            return Alone(
+                f"no other live peer{f' is training (the others are: {resting})' if resting else ''}",
+                LonelyCause.NOBODY,
+            ), []
+        return Alone(self.reason or "no offer has been answered yet", self.cause, self._failed_link), []

@@ -24,9 +24,9 @@ class Candidate:
     progress: float = 0.0
     session_key: bytes = b""  # identifies its gRPC server, from its signed record
     sketch: str = ""  # packed sketch of its slow weights, from its record
-    can_be_called: bool = True  # False if this peer cannot call it; it still makes offers itself
-    stage: int = 0  # the stage that it holds, in a run with stages
-    capacity: float = 0.0  # tokens/s that it can compute in its stage; 0 = not measured yet
+    can_be_called: bool = True  # False if this peer cannot call it; it can still make offers
+    stage: int = 0  # its stage, in a run with stages
+    capacity: float = 0.0  # tokens/s that its stage can process; 0 = not measured yet
 
 
 class FrameStream(Protocol):
@@ -38,7 +38,7 @@ class FrameStream(Protocol):
         ...
 
     async def send(self, frame: Frame) -> None:
-        """Send a frame, and wait under back-pressure. Raises Unreachable if the partner is gone."""
+        """Send a frame, and wait if there is back-pressure. Raises Unreachable if the partner is gone."""
         ...
 
     async def receive(self, timeout_s: float) -> Frame:
@@ -55,7 +55,7 @@ class FrameStream(Protocol):
 
 
 class Transport(Protocol):
-    """Calls to other peers. Every call has a deadline and raises only PeerError and its subclasses."""
+    """Makes calls to other peers. Every call has a deadline and raises only PeerError and its subclasses."""
 
     async def open_swap(self, candidate: Candidate, *, timeout_s: float) -> FrameStream: ...
 
@@ -104,7 +104,7 @@ class Directory(Protocol):
         ...
 
     def knows(self, peer_id: str) -> bool:
-        """Return whether a live record of this peer was read, even if `live` does not list it. It never blocks."""
+        """Return whether a live record of a peer has been read, even if `live` does not list it. This never blocks."""
         ...
 
     async def find(self, peer_id: str, *, timeout_s: float) -> Candidate | None:

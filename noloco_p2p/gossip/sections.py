@@ -22,8 +22,8 @@ class SectionPlan:
     """The encoding of one named vector of a swap, on which both partners must agree.
 
     Without modulo coding, `modulo` is empty and `codec` encodes every chunk. With modulo coding, `codec` encodes only
-    the chunks for which modulo coding is impossible. The first codec in `modulo` encodes all other chunks, and the next
-    ones encode further bits of a chunk, one after another, while the chunk fails.
+    the chunks for which modulo coding is impossible. The first codec in `modulo` encodes all other chunks. As long as a
+    chunk fails, the next codecs encode further bits of it, one codec after another.
     """
 
     name: SectionName
@@ -77,7 +77,7 @@ class Coding:
 
     @property
     def follows(self) -> Coding | None:
-        """The encoding of the further bits of failed chunks, or None if they are sent again without modulo coding."""
+        """The encoding of further bits of failed chunks, or None if the chunks are sent again without modulo coding."""
         is_last = self.times_broken + 1 >= len(self.plan.modulo)
         return None if is_last else replace(self, times_broken=self.times_broken + 1)
 
@@ -133,13 +133,13 @@ class Coding:
 
 @dataclass(slots=True)
 class Squares:
-    """The squared norms of both partners' encoded vectors, summed in the order of the chunks, so that both agree."""
+    """The squared norms of both partners' encoded vectors, summed in chunk order so that both get equal sums."""
 
     own: float = 0.0
     partner: float = 0.0
 
 
-Kept = Payload | ModuloCodec  # what a peer keeps of its own chunk: the payload, or the modulo codec that encoded it
+Kept = Payload | ModuloCodec  # stored for a peer's own chunk: the payload, or the modulo codec that encoded it
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,11 @@
-"""Accounts limit each other peer to its fair share of this peer's swaps.
+"""This module keeps accounts that limit each of the other peers to its fair share of this peer's swaps.
 
 Without a limit, a peer that makes offers to everybody all the time would be the partner in most rounds. So this peer
 keeps an account for each authenticated peer id. A swap costs one credit, regardless of who made the offer, and each
 round of this peer adds 1.5 / (live - 1). Offers from a peer with less than one credit are refused.
 
-This peer draws all other peers with equal probability, except that it draws one with a negative balance only if there
-is no other. Otherwise a peer that is always free would be found more often than the others.
+This peer draws all other peers with equal probability, except that a peer with a negative balance is drawn only if
+there is no other. Otherwise a peer that is always free would be found more often than the others.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ FAIR_SHARES = 1.5  # the limit is above one because pairs are random, so some ho
 START = 2.0  # initial balance of an account, in swaps
 MOST = 4.0
 LEAST = -2.0
-MAX_ACCOUNTS = 4096  # in addition to those of the live peers
+MAX_ACCOUNTS = 4096  # in addition to the accounts of live peers
 
 
 class Shares:
     """The accounts of all other peers.
 
     The account of a peer without a live record is kept while it is below START, so that a peer gains nothing by leaving
-    and coming back.
+    and rejoining.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class Shares:
         self._accounts = {peer: account for peer, account in grown.items() if peer in kept}
 
     def swapped(self, peer_id: str) -> None:
-        """Charge a peer for a swap that begins. A swap that fails costs as much."""
+        """Charge a peer for a swap that is beginning. A swap that fails costs the same."""
         self._accounts[peer_id] = max(LEAST, self._account(peer_id) - 1.0)
 
     def has_had(self, peer_id: str) -> bool:

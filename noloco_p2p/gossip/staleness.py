@@ -17,7 +17,7 @@ from noloco_p2p.gossip.frames import Boundary, Refuse, RefuseCode
 from noloco_p2p.gossip.pairing import too_far_s
 from noloco_p2p.optim.mixing import agreed_inner_steps
 
-FRESH_ROUNDS = 4.0  # the age that occurs if one peer is four times as fast and rounds have a fixed length
+FRESH_ROUNDS = 4.0  # the age that occurs if one peer is four times as fast as the other and rounds have a fixed length
 STALE_ROUNDS = 32.0
 STALE_RETRY_S = 30.0  # long enough for a peer with a small model to catch up
 
@@ -25,7 +25,7 @@ STALE_RETRY_S = 30.0  # long enough for a peer with a small model to catch up
 def told_lengths(mine: Boundary, theirs: Boundary) -> tuple[int, int]:
     """Return the inner steps of both rounds. If only one peer announces a number, it is used for both.
 
-    So a peer cannot hide its age by announcing nothing.
+    A peer therefore cannot hide its age by announcing nothing.
     """
     return mine.inner_steps or theirs.inner_steps, theirs.inner_steps or mine.inner_steps
 
@@ -42,13 +42,13 @@ def age_weight(age_rounds: float) -> float:
 
 
 def too_long(told: Boundary, longest_round: int) -> str:
-    """Describe a round that is longer than the run allows, or return "".
+    """Return a description of the error if a round is longer than the run allows, and "" otherwise.
 
-    By announcing such a length, a partner would gain weight and seem closer than it is.
+    By announcing such a length, a partner would increase its own weight and appear closer than it is.
     """
     if told.inner_steps <= longest_round:
         return ""
-    return f"a round of {told.inner_steps} inner steps, but this run allows at most {longest_round}"
+    return f"a round of {told.inner_steps} inner steps exceeds the run's maximum of {longest_round}"
 
 
 def refuse_stale(mine: Boundary, theirs: Boundary, *, total_steps: int) -> Refuse | None:
@@ -58,17 +58,17 @@ def refuse_stale(mine: Boundary, theirs: Boundary, *, total_steps: int) -> Refus
         return None
     here, there = (f"round {each.round} ({100 * each.progress:.2f} % of the run)" for each in (mine, theirs))
     if theirs.progress < mine.progress:
-        advice = "you are too far behind: fetch the state of a live peer"
+        advice = "you are too far behind and must fetch the state of a live peer"
     else:
         advice = "I am too far behind and must catch up"
-    return Refuse(RefuseCode.STALE, f"I am in {here}, you are in {there}; {advice}", STALE_RETRY_S)
+    return Refuse(RefuseCode.STALE, f"I am in {here} and you are in {there}; {advice}", STALE_RETRY_S)
 
 
 def refuse_distant(mine: Boundary, theirs: Boundary, *, total_steps: int, longest_round: int) -> Refuse | None:
     """Return a refusal if the other peer's round does not match this peer's, and None otherwise."""
     far_s = too_far_s(mine, theirs)
     if far_s > 0:
-        sentence = f"our boundaries are {far_s:.2f} s too far apart: the limit is 0.6 of a round"
+        sentence = f"the distance between our boundaries exceeds the limit of 0.6 rounds by {far_s:.2f} s"
         return Refuse(RefuseCode.TOO_FAR, sentence, far_s)
     if wrong := too_long(theirs, longest_round):
         return Refuse(RefuseCode.MALFORMED, wrong)

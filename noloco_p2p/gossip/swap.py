@@ -1,4 +1,4 @@
-"""This module runs one swap with one partner, after an offer was accepted.
+"""This module runs one swap with one partner after an offer has been accepted.
 
 Both directions use the same stream at the same time.
 
@@ -43,18 +43,18 @@ from noloco_p2p.gossip.pipeline import Beside, CheckBehind, Staged, code_ahead
 from noloco_p2p.gossip.seams import FrameStream
 from noloco_p2p.gossip.sections import Coding, Kept, SectionPair, SectionPlan, Squares
 
-ALIVE_PER_PROGRESS = 4  # signs of life in `progress_s`, after which silence ends a swap
-Again = tuple[Coding, Sequence[int]]  # the indices of chunks that failed or are sent again, and their encoding
-RECEIVE_TIMEOUT_S = 86_400.0  # the progress timer or the owner of the swap ends it long before
+ALIVE_PER_PROGRESS = 4  # keep-alive frames sent per `progress_s`; silence for that long ends a swap
+Again = tuple[Coding, Sequence[int]]  # chunks that failed or are sent again: their encoding and their indices
+RECEIVE_TIMEOUT_S = 86_400.0  # never reached, because the progress timer or the owner of the swap ends the swap first
 
 
 class Ledger:
-    """The progress of a swap. It is small, and it is kept after the swap and its payloads are gone."""
+    """The progress of a swap. It is small enough to be kept after the swap and its payloads have been freed."""
 
     def __init__(self) -> None:
         self.verified: set[Part] = set()
         self.committed: set[Part] = set()
-        self.has_ended = False  # nothing is committed from now on
+        self.has_ended = False  # if true, nothing more is committed
 
     def state(self) -> SwapState:
         """Return the state to report to the partner. If the swap has ended, only committed parts count as verified."""
@@ -140,7 +140,7 @@ class Swap:
         return {plan.name: self.pair(plan.name) for plan in self._plans if plan.part in self.ledger.committed}
 
     def num_bytes(self, part: Part) -> int:
-        """Return the known size of a part in each direction. Chunks that are sent again are added at that time."""
+        """Return the known size of a part in each direction. Chunks are added when they are sent again."""
         return sum(self._num_bytes[plan.name] for plan in self._plans if plan.part is part)
 
     @property
@@ -179,7 +179,7 @@ class Swap:
         except TimeoutError:
             if await self._committed_after_silence():
                 return
-            fault: PeerError = TimedOut(f"nothing moved for {self._deadlines.progress_s:g} s", peer=self.partner)
+            fault: PeerError = TimedOut(f"no progress for {self._deadlines.progress_s:g} s", peer=self.partner)
             await self._farewell(AbortCode.TIMED_OUT, fault)
             raise fault from None
         except CorruptPayload as error:
@@ -308,7 +308,7 @@ class Swap:
         self._codings[name].set_result(coding)
 
     async def _repair(self, broken: Sequence[Again]) -> None:
-        """Repeat the chunks in which modulo coding failed. They are the same for both partners.
+        """Exchange again the chunks in which modulo coding failed, which are the same for both partners.
 
         At first only further bits are sent. Chunks that keep failing are sent again without modulo coding.
         """
@@ -335,14 +335,14 @@ class Swap:
 
     def _commit(self, part: Part) -> None:
         if self.ledger.has_ended:
-            raise Unreachable("the swap was given up", peer=self.partner)
+            raise Unreachable("the swap was abandoned", peer=self.partner)
         if part not in self.ledger.committed:
             self.ledger.committed.add(part)
             self._on_commit(self, part)
             self._early_done.set()
 
     async def _committed_after_silence(self) -> bool:
-        """Ask the partner about parts that lack only its Ready. Return True if all parts are committed now."""
+        """Ask the partner about parts that lack only its Ready message. Return whether all parts are now committed."""
         for part in self._parts:
             if part not in self.ledger.verified - self.ledger.committed or not self._sent[part].is_set():
                 continue
@@ -366,7 +366,7 @@ class Swap:
         plan = coding.plan
         header, expected = await self._receive(), _header(coding, indices)
         if header != expected:
-            raise CorruptPayload(f"announced {_show(header)}, expected {_show(expected)}")
+            raise CorruptPayload(f"expected {_show(expected)}, got {_show(header)}")
         if plan.part is Part.LATE:
             self.partner_staged_s = self._loop.time()
         self._progress()
@@ -456,7 +456,7 @@ class Swap:
     def _waits_for_boundary(self) -> bool:
         """Return whether one of the partners is still training, so that no data needs to arrive.
 
-        The partner is training if it has sent nothing of its late part. This peer is training if it has the partner's
+        The partner is training if none of its late part has arrived. This peer is training if it has the partner's
         whole late part, but has not staged its own.
         """
         if Part.EARLY not in self.ledger.committed:

@@ -13,7 +13,7 @@ from noloco_p2p.gossip.swap import Swap
 from noloco_p2p.telemetry.progress import Meter
 
 SAMPLE_S = 0.5
-LONG_S = 10.0  # a swap is reported each time it has run for another interval of this length
+LONG_S = 10.0  # a running swap is reported at intervals of this length
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class SwapProgress:
     """The progress of a swap in payload bytes.
 
     `part` is "early", "late" or "waiting". A swap is waiting if its early part is committed, but neither partner has
-    reached its boundary. `total_bytes` is the number of bytes that each peer has sent when the current part is
+    reached its boundary. `total_bytes` is the number of bytes that each peer will have sent once the current part is
     complete.
     """
 

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 try:
     from accelerate.optimizer import AcceleratedOptimizer
 except ImportError:
-    raise ImportError("the Trainer of transformers needs accelerate: pip install 'accelerate>=1.10'") from None
+    raise ImportError("the Trainer of transformers requires accelerate: pip install 'accelerate>=1.10'") from None
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 from transformers.training_args import ParallelMode
@@ -78,7 +78,7 @@ class NoLoCoCallback(TrainerCallback):
             optimizer = optimizer.optimizer
         if not isinstance(optimizer, Optimizer):
             raise SettingsError(
-                f"NoLoCo counts the steps of a torch optimizer, but {type(optimizer).__name__} is not one"
+                f"NoLoCo counts the steps of a torch optimizer, but {type(optimizer).__name__} is not a torch optimizer"
             )
         saved = None
         if state.global_step and "resume" not in self._options:
@@ -122,9 +122,9 @@ def check_whole(args: TrainingArguments, state: TrainerState) -> None:
     if args.parallel_mode is not ParallelMode.NOT_PARALLEL:
         raise refuse("Trainer", f"the parallel mode {args.parallel_mode.value} of torchrun or `accelerate launch`")
     if "lomo" in args.optim:
-        raise SettingsError(f"--optim {args.optim} takes no optimizer steps that NoLoCo could count")
+        raise SettingsError(f"--optim {args.optim} does not take optimizer steps that NoLoCo can count")
     if state.is_hyper_param_search:
-        raise SettingsError("a peer trains one model of one run: search for hyperparameters without NoLoCo")
+        raise SettingsError("a peer trains only one model of one run; search for hyperparameters without NoLoCo")
 
 
 def checkpoint_folder(args: TrainingArguments, state: TrainerState) -> Path:
@@ -154,8 +154,8 @@ def load_outer_state(folder: Path, model: nn.Module) -> dict[str, Any]:
         raise no_outer_state(str(folder))
     if saved.meta["weights"] != weights_digest(model):
         raise CheckpointError(
-            f"the Trainer did not resume from {folder}, because its weights differ: NoLoCo looks for its state only "
-            "in output_dir, so move the checkpoint there"
+            f"the Trainer did not resume from {folder}, because the weights differ; NoLoCo looks for its state only in "
+            "output_dir, so move the checkpoint from which the Trainer resumed there"
         )
     return {**saved.load(STATE_FILE), "place": saved.meta["place"]}
 

@@ -16,7 +16,7 @@ from torch import Tensor
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
 except ImportError:
-    raise ImportError("this callback needs Lightning: pip install 'lightning>=2.5'") from None
+    raise ImportError("this callback requires Lightning: pip install 'lightning>=2.5'") from None
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import SingleDeviceStrategy
 

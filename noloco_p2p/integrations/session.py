@@ -53,8 +53,8 @@ class TrainingSession:
         self.outer = NoLoCo(model, optimizers, peer, **{**resume, **options, "on_round": self._round_ended})
         if self.outer.resumed:
             log.warning(
-                "NoLoCo resumed this peer's own checkpoint of %d steps; the trainer's schedule, data and step count "
-                "start from scratch: resume from a checkpoint of the trainer to continue them as well",
+                "NoLoCo resumed from this peer's own checkpoint at step %d, but the trainer's schedule, data and step "
+                "count start from scratch; to continue them as well, resume from a checkpoint of the trainer",
                 self.outer.num_steps,
             )
 
@@ -67,7 +67,7 @@ class TrainingSession:
             return
         self._withdraw()
         self._save()
-        log.info("paused; `noloco status` shows why, and how training resumes")
+        log.info("paused; `noloco status` shows the reason, and how training can resume")
         self._peer.wait_while_paused()
         log.info("asked to leave" if self._peer.leave_requested.is_set() else "resumed")
 
@@ -111,7 +111,7 @@ def check_one_device(model: nn.Module) -> None:
     devices = sorted({str(param.device) for param in model.parameters()})
     if len(devices) > 1:
         raise ModelError(
-            f"the parameters of the model are on {' and '.join(devices)}, but NoLoCo needs all of them on one device: "
+            f"the parameters of the model are on {' and '.join(devices)}, but NoLoCo needs all of them on one device; "
             "load the model without a device_map and without offloading"
         )
 
@@ -119,14 +119,14 @@ def check_one_device(model: nn.Module) -> None:
 def refuse(trainer: str, what: str) -> SettingsError:
     """Return the error for a trainer that spreads a model over several devices."""
     return SettingsError(
-        f"NoLoCo needs the whole model in one process on one device, but this {trainer} uses {what}: start one process "
-        "per GPU, each with CUDA_VISIBLE_DEVICES and its own peer"
+        f"NoLoCo needs the whole model in one process on one device, but this {trainer} uses {what}; start one process "
+        "per GPU, each with its own CUDA_VISIBLE_DEVICES and its own peer"
     )
 
 
 def no_outer_state(where: str) -> CheckpointError:
     """Return the error for a trainer's checkpoint that was written without NoLoCo."""
     return CheckpointError(
-        f"{where} has no state of NoLoCo, so the position in the run is unknown: resume from a checkpoint that was "
+        f"{where} contains no NoLoCo state, so the position in the run is unknown; resume from a checkpoint that was "
         "written with NoLoCoCallback, or pass NoLoCoCallback(peer, resume=False) to enter the run with these weights"
     )

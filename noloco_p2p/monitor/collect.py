@@ -1,6 +1,6 @@
-"""What a swarm looks like from outside, according to the records of its peers in the DHT.
+"""Observes a swarm from outside, using the records of its peers in the DHT.
 
-`Watcher` keeps the records that were read; `summary` is the JSON that docs/monitoring.md describes.
+`Watcher` keeps the records that it has read. Its `summary` is the JSON that docs/monitoring.md describes.
 """
 
 from __future__ import annotations
@@ -24,21 +24,23 @@ from noloco_p2p.telemetry.totals import Peers, totals
 from noloco_p2p.ticket import Ticket
 
 SUMMARY_VERSION = 1
-SETTLE_S = 2.0  # after the first record; the others arrive with the same read or the next one
-COMMON_MARK_S = TTL_S / 4 + 5.0  # until every peer has announced itself again, and its record was read
-MOST = 2 / 3  # share of the peers that publish a sketch
+SETTLE_S = 2.0  # after the first record, because the others arrive with the same read or the next one
+COMMON_MARK_S = TTL_S / 4 + 5.0  # time for every peer to announce itself again, and for its record to be read
+MOST = 2 / 3  # of the peers that publish a sketch
 LOOK_AGAIN_S = 1.0
-# the causes of solo rounds are shown together
+# the causes of solo rounds are shown in one field
 SHOWN = tuple(name for name in RECORDED if not name.startswith("alone_"))
 
 
 class Watcher:
-    """Observes one run. Each `look` reads what the directory holds at that moment."""
+    """Observes one run. Each call of `look` reads what the directory holds at that moment."""
 
     def __init__(self, ticket: Ticket) -> None:
         self.ticket = ticket
         self.roster = Roster()
-        self.sketches: dict[int, Sketches] = {}  # by stage: peers of different stages are not replicas of each other
+        self.sketches: dict[
+            int, Sketches
+        ] = {}  # by stage, because peers of different stages are not replicas of each other
         self.spreads: dict[int, Spread] = {}
         self.directory_age_s = 0.0
         self.headcount: Headcount | None = None
@@ -66,7 +68,7 @@ class Watcher:
         return [member for member in members if member.health(self.now_s) in (Health.ALIVE, Health.SILENT)]
 
     def summary(self) -> dict[str, Any]:
-        """Return everything that is known as JSON values. The peers are ordered by id."""
+        """Return everything that is known about the swarm as JSON values, with the peers ordered by id."""
         members = sorted(self.roster.members.items())
         stages = stage_rows([member.record for member in self.living()], self.spreads)
         told = notices(
@@ -91,11 +93,11 @@ class Watcher:
         }
 
     def estimate(self) -> int | None:
-        """The estimated number of live peers. It is None once all peers were read."""
+        """Return the estimated number of live peers, or None if all of them have been read."""
         return self.headcount.others if self.headcount and self.headcount.is_estimate else None
 
     def totals(self) -> dict[str, Any]:
-        """Return totals of the swarm: speed, loss and progress of living peers that train, and counters of all members.
+        """Return the totals of the swarm.
 
         In a run with stages, only the heads count for the speed, because each token passes through all stages. The
         spread is the largest spread of any stage.
@@ -120,7 +122,7 @@ class Watcher:
         }
 
     def has_common_marks(self) -> bool:
-        """Whether most sketches can be compared, in each stage with at least two peers that publish one."""
+        """Return whether most sketches can be compared in each stage where at least two peers publish one."""
         return all(
             stage in self.spreads and self.spreads[stage].num_peers >= MOST * sketches.num_peers
             for stage, sketches in self.sketches.items()
@@ -135,9 +137,9 @@ class Watcher:
 
 
 async def snapshot(ticket: Ticket) -> dict[str, Any]:
-    """Read the swarm once. Raises Unreachable if there is no record of the run.
+    """Read the swarm once, and return its summary. Raises Unreachable if no peer of the run is found.
 
-    If too few peers have sketches that can be compared, it keeps reading until every peer has announced itself again.
+    If too few sketches can be compared, it keeps reading until every peer has had time to announce itself again.
     """
     async with reader(ticket) as directory:
         await find_somebody(ticket, directory)
@@ -153,7 +155,7 @@ async def snapshot(ticket: Ticket) -> dict[str, Any]:
 
 
 def describe(record: PeerRecord, age_s: float) -> dict[str, Any]:
-    """Return one peer's record as JSON values. `age_s` is the age of the record."""
+    """Return the record of one peer as JSON values. `age_s` is the age of the record."""
     return {
         "peer_id": record.peer_id,
         "name": record.name,

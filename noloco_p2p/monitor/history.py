@@ -1,8 +1,8 @@
-"""The curves of a swarm in SQLite. Recent times are fine, older ones are coarser, and the size is bounded.
+"""Stores the curves of a swarm in SQLite. Older parts of a curve are coarser, so the size is bounded.
 
-A sample taken at tick k (one tick every SAMPLE_S) is kept at an age of a ticks if k is a multiple of 2^j, the largest
-power of two not above a / FINE_TICKS (at least 1). Each doubling of the age costs FINE_TICKS rows per series, no matter
-how long the run is.
+There is one tick every SAMPLE_S seconds. A sample that was taken at tick k and is `a` ticks old is kept if k is a
+multiple of 2^j, where 2^j is the largest power of two that is at most a / FINE_TICKS (or 1). Each doubling of the age
+costs FINE_TICKS rows per series, no matter how long the run is.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from noloco_p2p.telemetry.totals import TOTALS
 log = logging.getLogger(__name__)
 
 SAMPLE_S = 10.0
-FINE_TICKS = 360  # rows of the swarm's curves: one hour
+FINE_TICKS = 360  # one hour
 MAX_PEER_ROWS = 400_000  # about 25 MB
-OCTAVES = 12  # supported doublings of age: 360 ticks times 2^12 are half a year
+OCTAVES = 12  # doublings of age that fit: 360 ticks times 2^12 are half a year
 THIN_EVERY_TICKS = 30
 MAX_MEETINGS = 5_000
-MAX_SERIES = 60  # the most peers whose curves are returned at once
-NAMES = (*(total.name for total in TOTALS), "spread")  # of the totals whose curves are kept
+MAX_SERIES = 60  # the largest number of peers whose curves are returned at once
+NAMES = (*(total.name for total in TOTALS), "spread")  # the totals whose curves are kept
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS swarm (tick INTEGER PRIMARY KEY, alive INTEGER);
 CREATE TABLE IF NOT EXISTS peer (id INTEGER PRIMARY KEY, name TEXT UNIQUE);
@@ -40,14 +40,16 @@ CREATE TABLE IF NOT EXISTS meeting (at_s REAL, peer TEXT, partner TEXT);
 
 
 def _opened(path: Path | str) -> sqlite3.Connection:
-    """Open the database and create its tables. Raises sqlite3.Error."""
+    """Open the database, and create missing tables and columns. Raises sqlite3.Error if that fails."""
     db = sqlite3.connect(path, check_same_thread=False, timeout=5.0)
     try:
         db.execute("PRAGMA journal_mode=WAL")
         db.execute("PRAGMA synchronous=NORMAL")
         db.executescript(SCHEMA)
         known = {name for _, name, *_ in db.execute("PRAGMA table_info(swarm)")}
-        for name in (name for name in NAMES if name not in known):  # the file is new, or older than this total
+        for name in (
+            name for name in NAMES if name not in known
+        ):  # they are missing if the file is new or from an older version
             db.execute(f"ALTER TABLE swarm ADD COLUMN {name} REAL")
     except sqlite3.Error:
         db.close()
@@ -56,17 +58,17 @@ def _opened(path: Path | str) -> sqlite3.Connection:
 
 
 class History:
-    """The curves of one run in one file, usable from any thread. A write error is logged once."""
+    """The curves of one run in one file. Any thread can use them. A write error is logged only once."""
 
     def __init__(self, path: Path | str, *, max_peer_rows: int = MAX_PEER_ROWS) -> None:
-        """Open or create the file. Raises SettingsError if that fails."""
+        """Open the file, or create it. Raises SettingsError if that fails."""
         try:
             if isinstance(path, Path):
                 path.parent.mkdir(parents=True, exist_ok=True)
             self._db = _opened(path)
         except (OSError, sqlite3.Error) as error:
             raise SettingsError(f"--history {path} cannot be used: {error}; name another file") from None
-        self._using = threading.Lock()  # guards the connection and what is cached of its rows
+        self._using = threading.Lock()  # guards the connection and the cached ids
         self._ids = {name: number for number, name in self._db.execute("SELECT id, name FROM peer")}
         self._last_tick = self._db.execute("SELECT max(tick) FROM swarm").fetchone()[0] or 0
         self._failed = False
@@ -89,12 +91,12 @@ class History:
                     self._thin(tick)
         except sqlite3.Error as error:
             if not self._failed:
-                log.error("writing the curves failed, and stops: %s", error)
+                log.error("cannot write the curves: %s", error)
             self._failed = True
         return True
 
     def swarm(self) -> dict[str, list[Any]]:
-        """Return the curves of the swarm as columns: time_s, alive and the totals."""
+        """Return the curves of the swarm as columns, which are `time_s`, `alive` and the totals."""
         with self._using:
             rows = self._db.execute(f"SELECT tick, alive, {', '.join(NAMES)} FROM swarm ORDER BY tick").fetchall()
         columns = [list(column) for column in zip(*rows, strict=True)] or [[] for _ in range(2 + len(NAMES))]
@@ -102,7 +104,10 @@ class History:
         return {"time_s": times, **dict(zip(("alive", *NAMES), columns[1:], strict=True))}
 
     def peers(self, names: Sequence[str]) -> dict[str, dict[str, list[Any]]]:
-        """Return the curves of these peers (at most MAX_SERIES known ones): time_s, loss, tokens_per_s."""
+        """Return the curves of the named peers as columns, which are `time_s`, `loss` and `tokens_per_s`.
+
+        Unknown names are ignored, and at most MAX_SERIES peers are returned.
+        """
         with self._using:
             return {name: self._curves(name) for name in [name for name in names if name in self._ids][:MAX_SERIES]}
 

@@ -1,4 +1,4 @@
-"""Sentences about what an operator of a swarm should look at first. The functions are pure."""
+"""Makes the notices that tell an operator what to look at first. The functions are pure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ASTRAY = 4.0  # multiple of the spread
 UNREACHED_ROUNDS = 10
 
 CAUSES = {
-    LonelyCause.NOBODY: "no other peer was there",
+    LonelyCause.NOBODY: "no other peer was training",
     LonelyCause.REFUSED: "partners refused",
     LonelyCause.NO_ANSWER: "partners did not answer",
     LonelyCause.FAILED: "swaps broke",
@@ -46,17 +46,19 @@ def notices(
     now_s: float,
     num_estimated: int | None = None,
 ) -> list[Notice]:
-    """Return the notices, with the worst first. There is none if all is well.
+    """Return the notices, with the most serious ones first. The list is empty if all is well.
 
-    `spreads` has one spread per stage. `num_estimated` is the estimated number of peers of a swarm that was not read
-    completely.
+    `spreads` has one spread per stage. `num_estimated` is the estimated number of peers if not all of them have been
+    read.
     """
     found: list[Notice] = []
     health = {peer: member.health(now_s) for peer, member in roster.members.items()}
     alive = [roster.members[peer].record for peer, state in health.items() if state in (Health.ALIVE, Health.SILENT)]
     if directory_age_s > STALE_AFTER_S:
         found.append(
-            Notice("bad", f"The directory has not answered for {duration(directory_age_s)}: the values shown are old.")
+            Notice(
+                "bad", f"The directory has not answered for {duration(directory_age_s)}, so the values shown are old."
+            )
         )
     if not alive:
         found.append(Notice("bad", "No peer is alive."))
@@ -75,7 +77,7 @@ def notices(
     ]
     if unreached and len(alive) > 1:
         found.append(
-            Notice("info", f"{_peers(len(unreached))} never reached by another peer. Are they behind a firewall?")
+            Notice("info", f"No other peer has ever reached {_peers(len(unreached))}. Are they behind a firewall?")
         )
     if num_estimated is not None:
         read = f"{len(alive)} of them have been read so far"
@@ -93,23 +95,21 @@ def _lost(roster: Roster, health: dict[str, Health], now_s: float) -> list[Notic
     if not lately:
         return []
     names = ", ".join(named(peer) for _, peer in lately[:3]) + (" and others" if len(lately) > 3 else "")
-    said = (
-        f"Lost {_peers(len(lately))} that did not announce leaving: {names}, last heard {duration(lately[0][0])} ago."
-    )
+    said = f"Lost {_peers(len(lately))} without notice: {names}, last heard from {duration(lately[0][0])} ago."
     return [Notice("warn", said)]
 
 
 def _solo(roster: Roster, nobody: str) -> list[Notice]:
-    """Return notices about solo rounds. `nobody` is the text for the cause of this name."""
+    """Return a notice if many rounds were solo. `nobody` is the text for the cause NOBODY."""
     lately = roster.lately()
     rounds = lately["swaps"] + lately["halves"] + lately["alone"]
     if rounds < ENOUGH_ROUNDS or lately["alone"] < SOLO_SHARE * rounds:
         return []
     cause = max(LonelyCause, key=lambda cause: lately[cause])
     words = nobody if cause is LonelyCause.NOBODY else CAUSES[cause]
-    why = f", mostly as {words}" if lately[cause] else ""
+    why = f", mostly because {words}" if lately[cause] else ""
     share = f"{100 * lately['alone'] / rounds:.0f} %"
-    return [Notice("warn", f"{share} of the rounds of the last {duration(WINDOW_S)} were alone{why}.")]
+    return [Notice("warn", f"{share} of the rounds in the last {duration(WINDOW_S)} were solo{why}.")]
 
 
 def _empty(stages: Sequence[Stage], alive: Sequence[PeerRecord]) -> list[Notice]:

@@ -1,7 +1,7 @@
-"""The members that a monitor knows: alive, silent, left or gone, and who swapped with whom.
+"""Keeps track of the peers that a monitor has seen, their health, and who swapped with whom.
 
 The directory forgets a peer when its record expires, but an operator wants to know which peers were lost, and when. The
-code is pure.
+code does no I/O and reads no clock.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from noloco_p2p.gossip.outcome import LonelyCause
 from noloco_p2p.swarm.records import TTL_S, PeerRecord
 
 SILENT_AFTER_S = 35.0  # it missed two announcements
-LEAVING_FOR_S = 20.0  # the longest time that a peer may take to stop
+LEAVING_FOR_S = 20.0  # after this long, a peer that is leaving counts as having left
 FORGET_AFTER_S = 3600.0
 MAX_PEERS = 20_000
 MAX_MEETINGS = 5_000
-WINDOW_S = 600.0  # the window that "lately" means
+WINDOW_S = 600.0  # the window of `Roster.lately`
 WINDOW_STEP_S = 10.0
 ROUNDS = ("swaps", "halves", "alone", *LonelyCause)  # counted over the window
 
 
 class Health(StrEnum):
-    """How a peer is, judged by the age of its last record, in the order in which monitors show it."""
+    """The health of a peer, judged by its last record. Monitors show peers in this order."""
 
     ALIVE = "alive"
-    SILENT = "silent"  # it should have announced itself twice since
+    SILENT = "silent"  # it has missed two announcements
     LEAVING = "leaving"
     LEFT = "left"  # it announced that it left
     GONE = "gone"  # its record expired before it announced leaving
@@ -36,7 +36,7 @@ class Health(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """Two peers swapped. `at_s` is when this one first reported it (Unix time)."""
+    """A swap of two peers. `at_s` is the Unix time at which `peer` first reported it."""
 
     at_s: float
     peer: str
@@ -45,7 +45,7 @@ class Meeting:
 
 @dataclass(slots=True)
 class Member:
-    """A peer, its newest record, and when the record was made, by the clock that `Roster.take` gets."""
+    """A peer, its newest record, and the time when that record was made."""
 
     record: PeerRecord
     made_at_s: float
@@ -64,17 +64,18 @@ class Member:
 
 @dataclass(slots=True)
 class Roster:
-    """All peers that were ever seen. Call `take` after each read of the directory. Times are Unix seconds of this
-    machine.
+    """The peers that were seen in the last hour. Call `take` after each read of the directory.
+
+    Times are Unix seconds of this machine.
     """
 
     members: dict[str, Member] = field(default_factory=dict)
     meetings: deque[Meeting] = field(default_factory=lambda: deque(maxlen=MAX_MEETINGS))
-    _counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(ROUNDS, 0))  # since this roster began
+    _counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(ROUNDS, 0))  # since this roster was created
     _window: deque[tuple[float, dict[str, int]]] = field(default_factory=deque)
 
     def take(self, records: Iterable[tuple[PeerRecord, float]], *, now_s: float) -> None:
-        """Add what the directory returned: pairs of a record and its age in seconds, of new and of known peers."""
+        """Add the records that the directory returned, each with its age in seconds."""
         for record, age_s in records:
             known = self.members.get(record.peer_id)
             if known is not None and record.sequence <= known.record.sequence:
@@ -89,7 +90,10 @@ class Roster:
             self._window.popleft()
 
     def lately(self) -> dict[str, int]:
-        """Count the rounds of the last ten minutes by outcome, and solo rounds by cause. Only observed rounds count."""
+        """Return the number of rounds in the last ten minutes by outcome, and the number of solo rounds by cause.
+
+        It counts only rounds that this roster has observed.
+        """
         begun = self._window[0][1] if self._window else dict.fromkeys(ROUNDS, 0)
         return {name: self._counts[name] - begun[name] for name in ROUNDS}
 

@@ -1,4 +1,4 @@
-"""What the peers of each stage do together, according to their records, in a run whose model is cut into stages."""
+"""Summarizes the records of the peers of each stage, in a run whose model is cut into stages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ COUNTED = ("queue", "microbatches", "lost_microbatches", "late_microbatches")
 def stage_rows(living: Sequence[PeerRecord], spreads: Mapping[int, Spread]) -> list[Stage]:
     """Return one object per stage, with the least capacity first. The list is empty if peers hold whole models.
 
-    `living` has the records of peers that are alive or silent. A stage that none of them serves is empty.
+    `living` has the records of the peers that are alive or silent. A stage that no peer serves has 0 peers.
     """
     rows = [
         _row(stage, [record for record in living if record.stage == stage and record.state in SERVING], spreads)
@@ -29,7 +29,7 @@ def stage_rows(living: Sequence[PeerRecord], spreads: Mapping[int, Spread]) -> l
 def _num_stages(records: Sequence[PeerRecord]) -> int:
     """Return the number of stages that most peers report, so that one peer cannot invent stages.
 
-    A peer reports 0 before it enters the pipeline.
+    Peers report 0 until they enter the pipeline.
     """
     told = Counter(record.stages for record in records if record.stages <= MAX_STAGES)
     return max(told, key=lambda number: (told[number], number), default=0)

@@ -1,4 +1,4 @@
-"""The swarm as text. rich draws it on a terminal of any size; elsewhere it is plain lines."""
+"""Shows the swarm as text: as a table that fits the terminal, or as plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ Peer = dict[str, Any]
 STYLES = {"alive": "", "silent": "yellow", "leaving": "cyan", "left": "dim", "gone": "dim"}
 LEVELS = {"bad": "bold red", "warn": "yellow", "info": "dim"}
 MAX_NOTICES = 4
-STAGES_SHARE = 3  # stages take at most a third of the height
+STAGES_SHARE = 3  # the table of stages uses at most a third of the height
 GAP = 2  # between two columns
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of the tables of peers and of stages.
+    """A column of the table of peers or of the table of stages.
 
-    `show` formats a cell. `key` sorts the rows, with None last; stages keep their own order. On a narrow terminal, the
-    columns of the highest `rank` are left out first.
+    `show` formats a cell. `key` sorts the rows of peers, with None last. On a narrow terminal, the columns with the
+    highest `rank` are left out first.
     """
 
     name: str
@@ -51,7 +51,7 @@ def _why(peer: Peer) -> str:
 
 
 def state_of(peer: Peer) -> str:
-    """Return the state that a live peer reports, or the health of any other peer."""
+    """Return the state that a peer reports if it is alive, and its health otherwise."""
     if peer["health"] != Health.ALIVE:
         return peer["health"]
     return f"{peer['state']} ({peer['paused_by']})" if peer["paused_by"] else peer["state"]
@@ -103,7 +103,10 @@ STAGE_COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The sort column, and a filter: peers with `words` in their id, name, state, partner, reach or version."""
+    """The column by which peers are sorted, and a filter.
+
+    With `words`, only peers that have them in their id, name, state, partner, reach or version are shown.
+    """
 
     sort: str = "state"
     words: str = ""
@@ -129,7 +132,7 @@ def _texts(peer: Peer) -> tuple[str, ...]:
 
 
 def percent(share: float | None) -> str:
-    """Format a share: 0.0039 -> '0.39 %'. Values below the noise of the sketches are marked as such."""
+    """Format a fraction: 0.0039 -> '0.39 %'. Values below the noise of the sketches become '<0.01 %'."""
     if share is None:
         return "-"
     return "<0.01 %" if share < 1e-4 else f"{100 * share:.2g} %" if share < 0.1 else f"{100 * share:.0f} %"
@@ -140,7 +143,7 @@ def _part(share: float | None) -> str:
 
 
 def headline(swarm: dict[str, Any]) -> str:
-    """Format the first line: `run tiny: 3 alive, 1 gone | 12.3k tokens/s | loss 1.498 | spread 0.39 % | 34 % done`."""
+    """Return the first line: `run tiny: 3 alive, 1 gone | 12.3k tokens/s | loss 1.498 | spread 0.39 % | 34 % done`."""
     totals = swarm["totals"]
     counts = ", ".join(f"{totals[kind]} {kind}" for kind in Health if totals[kind]) or "no peer known"
     parts = [f"run {swarm['run']}: {counts}", f"{count(totals['tokens_per_s'])} tokens/s"]
@@ -154,7 +157,7 @@ def headline(swarm: dict[str, Any]) -> str:
 
 
 def rounds_line(swarm: dict[str, Any]) -> str:
-    """Format the outcomes: `rounds: 120 swapped, 3 half, 5 alone (4 refused, 1 slow) | 1.2 GiB out, 1.2 GiB in`."""
+    """Return the second line: `rounds: 120 swapped, 3 half, 5 alone (4 refused, 1 slow) | 1.2 GiB out, 1.2 GiB in`."""
     totals = swarm["totals"]
     causes = [f"{number} {cause.replace('_', ' ')}" for cause, number in totals["alone_by_cause"].items() if number]
     why = f" ({', '.join(causes)})" if causes else ""
@@ -165,7 +168,7 @@ def rounds_line(swarm: dict[str, Any]) -> str:
 
 
 def view(swarm: dict[str, Any], choice: Choice, *, width: int, height: int) -> Group:
-    """Draw a page of `width` x `height`, with the headline, notices, stages, and as many peers as fit."""
+    """Draw a page of `width` x `height` cells, with the headline, notices, stages, and as many peers as fit."""
     from rich.console import Group
     from rich.text import Text
 
@@ -173,11 +176,11 @@ def view(swarm: dict[str, Any], choice: Choice, *, width: int, height: int) -> G
     lines: list[Text] = [Text(headline(swarm), style="bold"), Text(rounds_line(swarm), style="dim")]
     told = swarm["notices"][:MAX_NOTICES] or [{"level": "info", "text": "All is well."}]
     lines += [Text(notice["text"], style=LEVELS[notice["level"]]) for notice in told]
-    more = "and {} more: --filter, --sort, or a larger window"
+    more = "and {} more: use --filter, --sort or a larger window"
     stages = swarm["stages"][: height // STAGES_SHARE]
     used = sum(len(textwrap.wrap(line.plain, width)) for line in [*lines, Text(more)])
-    used += len(stages) + 2 if stages else 0  # their header, and the line about hidden ones
-    room = max(1, height - used - 3)  # a blank line, the header, and the line that a terminal keeps for the cursor
+    used += len(stages) + 2 if stages else 0  # their header, and the line about hidden stages
+    room = max(1, height - used - 3)  # a blank line, the header, and the line of the cursor
     shown = peers[:room]
     parts: list[Any] = [*lines, Text("")]
     if stages:
@@ -218,9 +221,9 @@ def _drawn(
 
 
 def columns_of(swarm: dict[str, Any]) -> tuple[Column, ...]:
-    """Return the columns of the table of peers. Stages and names are shown only if there are any.
+    """Return the columns of the table of peers, with stages and names only if there are any.
 
-    The name comes before the state, whose letters separate a right-to-left name from the numbers.
+    The state follows the name, because its letters separate a name in a right-to-left script from the numbers.
     """
     stage = (STAGE_OF_PEER,) if swarm["stages"] else ()
     name = (NAME_OF_PEER,) if any(peer["name"] for peer in swarm["peers"]) else ()
@@ -230,7 +233,7 @@ def columns_of(swarm: dict[str, Any]) -> tuple[Column, ...]:
 def fitting(
     rows: Sequence[dict[str, Any]], columns: Sequence[Column], *, width: int | None
 ) -> tuple[list[Column], list[tuple[str, ...]]]:
-    """Return the columns that fit, in their order, and the cells of the rows. A `width` of None fits all."""
+    """Return the columns that fit into `width`, in order, and the cells of the rows. With None, all columns fit."""
     shown = {column.name: [column.show(row) for row in rows] for column in columns}
     widths = {name: max(map(cells, [name, *column])) for name, column in shown.items()}
     left = list(columns)
@@ -240,7 +243,7 @@ def fitting(
 
 
 def plain(swarm: dict[str, Any], choice: Choice | None = None) -> list[str]:
-    """Return the headline, the notices, and one aligned line per stage and per peer, for logs and pipes."""
+    """Return the headline, the notices, and a line for each stage and each peer, for logs and pipes."""
     peers, stages = (choice or Choice()).of(swarm["peers"]), swarm["stages"]
     return [
         *(headline(swarm), rounds_line(swarm)),
@@ -251,5 +254,5 @@ def plain(swarm: dict[str, Any], choice: Choice | None = None) -> list[str]:
 
 
 def _aligned(rows: Sequence[dict[str, Any]], columns: Sequence[Column]) -> list[str]:
-    """Return a header, and a line per row."""
+    """Return a header, and a line for each row."""
     return aligned([tuple(column.name for column in columns), *fitting(rows, columns, width=None)[1]])

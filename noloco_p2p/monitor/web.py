@@ -1,10 +1,10 @@
-"""The swarm as a read-only web page, without secrets, addresses or external resources.
+"""Serves the swarm as a read-only web page, without secrets, addresses or external resources.
 
     /                 the page             /api/status          the swarm as JSON (docs/monitoring.md)
     /api/history      curves of the swarm  /api/history/peers   curves of some peers, ?id=..&id=..
-    /api/events       server-sent events   /metrics, /healthz   for machines
+    /api/events       server-sent events   /metrics, /healthz   for monitoring systems
 
-All URLs on the page are relative, so a proxy may serve it under any path.
+All URLs on the page are relative, so a proxy can serve it under any path.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ LOOK_S = 2.0
 KEEPALIVE_S = 15.0
 MAX_READERS = 100  # of server-sent events
 MEETINGS_SHOWN_S = 120.0
-STALE_S = 30.0  # after this long without a read, the monitor itself is unhealthy
+STALE_S = 30.0  # the monitor is unhealthy if it has not read the swarm for this long
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
     "img-src 'self' data:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
 }
-ROW = (  # the fields of a peer that the page knows, in order; made_at_s instead of an age, so that only changes travel
+ROW = (  # the fields of a peer on the page; made_at_s instead of an age, so that unchanged peers need no update
     *(
         "peer_id",
         "name",
@@ -68,8 +68,8 @@ ROW = (  # the fields of a peer that the page knows, in order; made_at_s instead
     ),
     *IN_COLUMNS,
 )
-WIDE_RANK = 5  # columns from this rank on, and text columns, appear only in wide windows
-COLUMNS = [  # the columns of metrics; page.js has the others
+WIDE_RANK = 5  # columns with this rank or a higher one, and text columns, appear only in wide windows
+COLUMNS = [  # the columns of metrics; page.js defines the others
     {
         "name": METRICS[name].column,
         "key": name,
@@ -82,7 +82,7 @@ COLUMNS = [  # the columns of metrics; page.js has the others
 
 
 class SwarmFeed:
-    """Passes the newest state of a watcher, and the changes of each read, to any number of readers."""
+    """Sends the state of a watcher, and the changes after each read, to any number of readers."""
 
     def __init__(self, watcher: Watcher, history: History) -> None:
         self.watcher = watcher
@@ -100,7 +100,7 @@ class SwarmFeed:
             self._meetings.append(meeting)
 
     async def look(self, take: Callable[[], None]) -> None:
-        """Add a new read, store a sample, and wake the readers."""
+        """Read the swarm with `take`, store a sample, and wake the readers."""
         before = len(self.watcher.roster.meetings)
         last = self.watcher.roster.meetings[-1] if before else None
         take()
@@ -121,13 +121,13 @@ class SwarmFeed:
             self._changed.notify_all()
 
     async def close(self) -> None:
-        """End all readers, so that the server can stop."""
+        """End the streams of all readers, so that the server can stop."""
         self._is_closed = True
         async with self._changed:
             self._changed.notify_all()
 
     def whole(self) -> bytes:
-        """Return the first event for a new reader."""
+        """Return the event with the whole state, which a new reader gets first."""
         since_s = time.time() - MEETINGS_SHOWN_S
         recent = [meeting for meeting in self._meetings if meeting.at_s >= since_s]
         state = {
@@ -161,7 +161,7 @@ class SwarmFeed:
             self.num_readers -= 1
 
     def status(self) -> dict[str, Any]:
-        """Return the answer to /api/status: the summary without addresses, which stay private."""
+        """Return the response of /api/status, which is the summary without the addresses of peers."""
         peers = [{name: value for name, value in peer.items() if name != "addresses"} for peer in self._peers()]
         return {**self.summary, "peers": peers}
 
@@ -194,7 +194,7 @@ def app(feed: SwarmFeed) -> Starlette:
     async def events(request: Request) -> Response:
         if feed.num_readers >= MAX_READERS:
             return PlainTextResponse("too many readers; use /api/status\n", status_code=503)
-        headers = {"cache-control": "no-store", "x-accel-buffering": "no"}  # proxies must not hold events back
+        headers = {"cache-control": "no-store", "x-accel-buffering": "no"}  # keep proxies from buffering events
         return StreamingResponse(feed.read(), media_type="text/event-stream", headers=headers)
 
     async def metrics(request: Request) -> Response:
@@ -217,7 +217,7 @@ def app(feed: SwarmFeed) -> Starlette:
 
 
 class _Headers:
-    """Adds security headers to every answer."""
+    """Adds security headers to every response."""
 
     def __init__(self, inner: ASGIApp) -> None:
         self._inner = inner
@@ -241,7 +241,7 @@ async def serve(
     stop: asyncio.Event,
     say: Callable[[str], None],
 ) -> None:
-    """Serve until `stop` is set. Raises SettingsError if the address or the history file cannot be used."""
+    """Serve the page until `stop` is set. Raises SettingsError if the address or the history file cannot be used."""
     kept = History(history)
     try:
         feed = SwarmFeed(Watcher(ticket), kept)
@@ -262,14 +262,14 @@ async def _until(stop: asyncio.Event, look: Callable[[], Awaitable[None]]) -> No
     while not stop.is_set():
         try:
             await look()
-        except Exception:  # showing old values and saying so is better than showing nothing
+        except Exception:  # old values with a warning are better than none
             log.exception("reading the swarm failed")
         with suppress(TimeoutError):
             await asyncio.wait_for(stop.wait(), LOOK_S)
 
 
 def _after(meetings: deque[Meeting], last: Meeting | None) -> list[Meeting]:
-    """Return the meetings after `last`."""
+    """Return the meetings that were added after `last`."""
     found: list[Meeting] = []
     for meeting in reversed(meetings):
         if meeting is last:

@@ -75,7 +75,7 @@ class Authenticator:
         address = ""
         try:
             if self._challenges is None:
-                raise Refused("greetings are disabled here", code=frames.RefuseCode.NOT_PROVEN.name)
+                raise Refused("greetings are disabled on this peer", code=frames.RefuseCode.NOT_PROVEN.name)
             address = self._proxy.address(context.peer())
             self._proxy.greeted(context.peer())
             return self._challenges.answer(request, address)
@@ -93,7 +93,7 @@ class Authenticator:
                 raise Refused(f"you are {why}", code=frames.RefuseCode.BANNED.name, retry_after_s=60.0, peer=caller)
             if caller and self._open[caller] >= MAX_CALLS_PER_PEER:
                 raise Refused(
-                    f"you have {MAX_CALLS_PER_PEER} calls open here",
+                    f"you already have {MAX_CALLS_PER_PEER} open calls, which is the maximum",
                     code=frames.RefuseCode.BUSY.name,
                     retry_after_s=5.0,
                 )
@@ -117,7 +117,9 @@ class Authenticator:
         older one may hang in a dead connection. A third fetch raises Refused at once, because each one can hold a slot
         of the donor until it ends.
         """
-        busy = Refused("you are already fetching in another call", code=frames.RefuseCode.BUSY.name, retry_after_s=5.0)
+        busy = Refused(
+            "you already have another fetch in progress", code=frames.RefuseCode.BUSY.name, retry_after_s=5.0
+        )
         mine, fetches = object(), self._fetches.setdefault(caller, [])
         if caller and len(fetches) >= MAX_FETCHES_PER_PEER:
             raise busy
@@ -141,7 +143,7 @@ class Authenticator:
             if key == PROOF_KEY and isinstance(value, bytes):
                 return self._challenges.check(_parsed(value), address)
         raise Refused(
-            "caller authentication failed: greet first, and put the proof into the metadata of the call",
+            "caller authentication failed: the call has no proof; call Greet first, and put the proof in the metadata",
             code=frames.RefuseCode.NOT_PROVEN.name,
         )
 
@@ -166,7 +168,7 @@ class TurnedAway:
         self._count += 1
         if self._clock() - self._told_at_s >= TELL_EVERY_S:
             who = f"..{short_id(error.peer)} at {address}" if error.peer else address
-            log.warning("turned away %d calls, most recently a call from %s: %s", self._count, who, error)
+            log.warning("calls refused: %d; the most recent was from %s: %s", self._count, who, error)
             self._count, self._told_at_s = 0, self._clock()
 
 
@@ -181,4 +183,4 @@ def _parsed(value: bytes) -> pb.Proof:
     try:
         return pb.Proof.FromString(value)
     except DecodeError:
-        raise CorruptPayload("the authentication proof is not a message of this protocol") from None
+        raise CorruptPayload("the authentication proof is not a valid protocol message") from None

@@ -143,7 +143,7 @@ class CallerStream(SwapStream):
                 await wire.close()
                 raise
         except (PeerError, TimeoutError) as error:
-            log.debug("%s accepts no further connection: %s", self._candidate.address, error)
+            log.debug("could not open another connection to %s: %s", self._candidate.address, error)
             return
         self.add(SwapConnection(wire))
 
@@ -154,11 +154,15 @@ class CallerStream(SwapStream):
         try:
             answer = pb.Frame.FromString(await wire.read() or b"")
         except DecodeError:
-            raise CorruptPayload("the answer to a further connection is not a frame", peer=self._peer) from None
+            raise CorruptPayload(
+                "the reply on an additional connection is not a valid frame", peer=self._peer
+            ) from None
         if answer.HasField("refuse"):
             raise refused(answer.refuse, self._peer)
         if not answer.HasField("join"):
-            raise CorruptPayload("the answer to a further connection was neither yes nor no", peer=self._peer)
+            raise CorruptPayload(
+                "the reply on an additional connection is neither a Join nor a Refuse", peer=self._peer
+            )
 
     async def _leave(self, connection: SwapConnection) -> None:
         """Stop using a connection. The partner receives everything that was sent, and ends the call."""

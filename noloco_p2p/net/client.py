@@ -114,9 +114,9 @@ class GrpcTransport:
                             manifest = manifest or part
                             digests += part.chunk_digests
                             if len(digests) > MAX_MANIFEST_CHUNKS:
-                                raise CorruptPayload("the manifest does not end", peer=candidate.peer_id)
+                                raise CorruptPayload("the manifest lists too many chunks", peer=candidate.peer_id)
                         case _:  # an earlier version sends its position in a queue
-                            sentence = "the kind of the answer is unknown to this version"
+                            sentence = "it sent a reply of a kind that this version does not know"
                             raise Refused(sentence, code=frames.RefuseCode.BUSY.name, peer=candidate.peer_id)
                 if manifest:
                     yield replace(manifest, chunk_digests=tuple(digests))
@@ -124,7 +124,7 @@ class GrpcTransport:
                 raise translate(error, candidate.peer_id) from None
             except TimeoutError:
                 raise TimedOut(
-                    f"{candidate.address} sent nothing for {timeout_s:.0f} s", peer=candidate.peer_id
+                    f"{candidate.address} sent no data for {timeout_s:.0f} s", peer=candidate.peer_id
                 ) from None
             finally:
                 call.cancel()

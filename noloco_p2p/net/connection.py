@@ -77,7 +77,7 @@ class Connector:
         except TimeoutError:
             await channel.close()
             raise Unreachable(
-                f"{candidate.address} does not answer within {timeout_s:.1f} s", peer=candidate.peer_id
+                f"{candidate.address} did not answer within {timeout_s:.1f} s", peer=candidate.peer_id
             ) from None
         except BaseException:
             await channel.close()
@@ -109,7 +109,7 @@ class Connector:
         state = channel.get_state(try_to_connect=True)
         while state is not ready:
             if state is failing:
-                sentence = f"no connection to {candidate.address}: no peer listens there{self._perhaps()}"
+                sentence = f"could not connect to {candidate.address}: no peer is listening there{self._perhaps()}"
                 raise Unreachable(sentence, peer=candidate.peer_id)
             await channel.wait_for_state_change(state)
             state = channel.get_state(try_to_connect=True)
@@ -119,7 +119,9 @@ class Connector:
         if self._session is None:
             return ""
         private = (
-            "one of the two is not invited to this private run" if self._session.invitation else "its run is private"
+            "one of the two peers is not invited to this private run"
+            if self._session.invitation
+            else "its run is private"
         )
         return f", or its session key is not the one in its record, or {private}"
 
@@ -142,7 +144,7 @@ def split_address(candidate: Candidate) -> tuple[str, str]:
     """Return the (host, port) at which the candidate claims to be. Raises Unreachable if it is not a valid address."""
     host, _, port = candidate.address.rpartition(":")
     if not is_host(host) or not is_port(port):
-        raise Unreachable(f"{candidate.address!r} is not the address of a peer", peer=candidate.peer_id)
+        raise Unreachable(f"{candidate.address!r} is not a valid peer address", peer=candidate.peer_id)
     return host, port
 
 
@@ -157,7 +159,7 @@ def grpc_target(address: str, port: str) -> str:
 def check_parsed(message: object, peer: str) -> None:
     """Raise CorruptPayload if the message is None, which gRPC returns for bytes that it cannot parse."""
     if message is None:
-        raise CorruptPayload("it sent something that is not a message of this protocol", peer=peer)
+        raise CorruptPayload("it sent data that is not a valid protocol message", peer=peer)
 
 
 def translate(error: grpc.aio.AioRpcError, peer: str) -> PeerError:
@@ -167,10 +169,10 @@ def translate(error: grpc.aio.AioRpcError, peer: str) -> PeerError:
             return _refused_in(value, peer)
     details = convert.text(error.details() or error.code().name)
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED or "ping timeout" in details:
-        return TimedOut(f"no answer in time: {details}", peer=peer)
+        return TimedOut(f"it did not answer in time: {details}", peer=peer)
     if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
-        return CorruptPayload(f"a message is too large: {details}", peer=peer)
-    return Unreachable(f"no connection: {details}", peer=peer)
+        return CorruptPayload(f"a message was too large: {details}", peer=peer)
+    return Unreachable(f"the connection failed: {details}", peer=peer)
 
 
 def refused(message: pb.Refuse, peer: str) -> Refused:
@@ -182,6 +184,6 @@ def _refused_in(value: bytes, peer: str) -> PeerError:
     try:
         return refused(pb.Refuse.FromString(value), peer)
     except DecodeError:
-        return CorruptPayload("its refusal is not a message of this protocol", peer=peer)
+        return CorruptPayload("its refusal is not a valid protocol message", peer=peer)
     except CorruptPayload as error:
         return error

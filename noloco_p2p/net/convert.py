@@ -59,7 +59,7 @@ def frame_from_wire(message: pb.Frame) -> frames.Frame:
     """Convert a message to a frame. Raises CorruptPayload if it is not a frame of this protocol version."""
     name = message.WhichOneof("frame")
     if name not in _FROM_WIRE:
-        raise CorruptPayload("a frame of an unknown kind arrived; the other peer may speak a newer protocol")
+        raise CorruptPayload("received a frame of an unknown kind; the sender may use a newer protocol version")
     return _FROM_WIRE[name](getattr(message, name))
 
 
@@ -81,7 +81,7 @@ def manifest_from_wire(message: pb.Manifest) -> frames.StateManifest:
     """
     digests = tuple(message.chunk_digests)
     if not digests or any(len(digest) != DIGEST_BYTES for digest in digests):
-        raise CorruptPayload(f"a manifest arrived without digests of {DIGEST_BYTES} bytes")
+        raise CorruptPayload(f"received a manifest whose digests are missing or not {DIGEST_BYTES} bytes long")
     round_index, progress = run_position(message.round, message.progress)
     return frames.StateManifest(
         text(message.layout), message.num_elements, round_index, progress, message.num_bytes, digests
@@ -128,7 +128,7 @@ def run_position(round_index: int, progress: float) -> tuple[int, float]:
     values.
     """
     if round_index > MAX_ROUND or not 0 <= progress < math.inf:
-        raise CorruptPayload(f"round {round_index} at progress {progress:g} is not a position in a run")
+        raise CorruptPayload(f"round {round_index} at progress {progress:g} is not a valid position in a run")
     return round_index, progress
 
 
@@ -145,7 +145,7 @@ def _known(enum: type, value: int) -> Any:
         return enum(value)
     except ValueError:
         raise CorruptPayload(
-            f"{enum.__name__} {value} is not known; the other peer may speak a newer protocol"
+            f"received an unknown {enum.__name__} ({value}); the sender may use a newer protocol version"
         ) from None
 
 

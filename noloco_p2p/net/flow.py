@@ -159,13 +159,13 @@ class FlowLinks:
                 self._drop(link, Refused(f"it is {why}", peer=link.peer, code=RefuseCode.BANNED.name))
         oldest = min(self._links.values(), key=lambda link: link.opened_s, default=None)
         if oldest and now_s - oldest.opened_s > (PROVEN_S if oldest.is_dialled else LATEST_S):
-            self._drop(oldest, Unreachable("its proof is too old", peer=oldest.peer))
+            self._drop(oldest, Unreachable("its authentication proof is too old", peer=oldest.peer))
 
     async def stop(self) -> None:
         """End all streams immediately. No stream is opened or accepted from now on."""
         self._is_leaving = True
         for link in self._links.values():
-            link.stop(Unreachable("this peer leaves", peer=link.peer))
+            link.stop(Unreachable("this peer is leaving", peer=link.peer))
         self._links.clear()
         for dial in self._dials.values():
             dial.task.cancel()
@@ -177,7 +177,7 @@ class FlowLinks:
         try:
             wire, stage = await self._called(peer)
         except (PeerError, DirectoryError) as error:
-            log.debug("no stream to ..%s: %s", short_id(peer), error)
+            log.debug("could not open a stream to ..%s: %s", short_id(peer), error)
             del self._dials[peer]
             self.neighbourhood.closed(peer)
             return
@@ -190,17 +190,17 @@ class FlowLinks:
             async with asyncio.timeout(OPEN_S):
                 return await self._call(peer)
         except TimeoutError:
-            raise TimedOut(f"no stream within {OPEN_S:g} s", peer=peer) from None
+            raise TimedOut(f"the stream could not be opened within {OPEN_S:g} s", peer=peer) from None
         except Refused as error:
             if error.code != RefuseCode.CROSSED.name:
                 raise
         await asyncio.sleep(OPEN_S)
-        raise Unreachable("its own call, which crossed this one, did not arrive", peer=peer)
+        raise Unreachable("it refused this call in favour of its own call, which never arrived", peer=peer)
 
     async def _call(self, peer: str) -> tuple[CallerWire, int]:
         candidate = await self._find(peer, timeout_s=OPEN_S)
         if candidate is None or not candidate.can_be_called:
-            raise Unreachable("its address is unknown", peer=peer)
+            raise Unreachable("its address is unknown or cannot be dialled", peer=peer)
         wire = await connect(self._connector, candidate, FLOW_METHOD, timeout_s=OPEN_S, limits=self._limits)
         try:
             await wire.write(self._own_hello())
@@ -229,14 +229,14 @@ class FlowLinks:
             idle = self._place_for(peer)
             admit(replace(first.hello, layout=""))
         except (PeerError, TimeoutError) as error:
-            fault = error if isinstance(error, PeerError) else TimedOut("no FlowHello arrived")
+            fault = error if isinstance(error, PeerError) else TimedOut("no FlowHello was received")
             refuse = convert.refuse_from_wire(refuse_to_wire(fault))
             with contextlib.suppress(PeerError, TimeoutError):  # the caller did not wait for the answer
                 async with asyncio.timeout(FIRST_WORDS_S):
                     await wire.write(flow_wire.encode(refuse))
             return
         if idle:
-            self._drop(idle, Unreachable("another stream replaces it", peer=idle.peer))
+            self._drop(idle, Unreachable("it was replaced by another stream", peer=idle.peer))
         link = self._link(peer, stage, wire, first_words=self._own_hello())
         self._add(link)
         try:
@@ -251,18 +251,18 @@ class FlowLinks:
         Raises Refused if this peer's own call is used instead, if all streams are busy, or if this peer leaves.
         """
         if self._is_leaving:
-            raise Refused("this peer leaves", peer=peer, code=RefuseCode.NOT_TRAINING.name)
+            raise Refused("this peer is leaving", peer=peer, code=RefuseCode.NOT_TRAINING.name)
         is_ours_first = self._hello().peer_id > peer
         now_s, link = asyncio.get_running_loop().time(), self._links.get(peer)
         has_just_called = link is not None and link.is_dialled and now_s - link.opened_s < OPEN_S
         if is_ours_first and (peer in self._dials or has_just_called):
-            raise Refused("my own call to you is used instead", peer=peer, code=RefuseCode.CROSSED.name)
+            raise Refused("my own call to you takes precedence", peer=peer, code=RefuseCode.CROSSED.name)
         others = [other for other in self._links.values() if other is not link and not other.is_dialled]
         if len(others) < self._max_accepted:
             return None
         idle = min(others, key=lambda other: other.worked_s)
         if now_s - idle.worked_s < self._stuck_s:
-            sentence = f"{self._max_accepted} neighbours have a stream here"
+            sentence = f"I have already accepted {self._max_accepted} streams from neighbours, which is the maximum"
             raise Refused(sentence, peer=peer, code=RefuseCode.BUSY.name, retry_after_s=self._stuck_s)
         return idle
 
@@ -274,10 +274,10 @@ class FlowLinks:
     def _stage_in(self, frame: object) -> int:
         """Return the stage in a FlowHello. Raises PeerError if the frame is not the FlowHello of a neighbour."""
         if not isinstance(frame, FlowHello):
-            raise CorruptPayload("a stream of a pipeline begins with a FlowHello")
+            raise CorruptPayload("a pipeline stream must begin with a FlowHello")
         distance = abs(frame.stage - self._stage)
         if frame.stage >= self._num_stages or distance not in (1, self._num_stages - 1):
-            sentence = f"your stage {frame.stage} is not a neighbour of my stage {self._stage}"
+            sentence = f"your stage {frame.stage} is not adjacent to my stage {self._stage}"
             raise Refused(sentence, peer=frame.hello.peer_id, code=RefuseCode.OTHER_MODEL.name)
         return frame.stage
 
@@ -306,12 +306,12 @@ class FlowLinks:
         dialled = [link for link in self._links.values() if link.is_dialled]
         if len(dialled) >= MAX_DIALLED:
             unused = min(dialled, key=lambda link: link.used_s)
-            self._drop(unused, Unreachable("another stream replaces it", peer=unused.peer))
+            self._drop(unused, Unreachable("it was replaced by another stream", peer=unused.peer))
 
     def _add(self, link: FlowLink) -> None:
         if before := self._links.get(link.peer):
             link.worked_s = before.worked_s  # otherwise, a peer that calls repeatedly would never be idle
-            self._drop(before, Unreachable("a new stream replaces it", peer=link.peer))
+            self._drop(before, Unreachable("it was replaced by a new stream to the same peer", peer=link.peer))
         dial = self._dials.pop(link.peer, None)
         self._links[link.peer] = link
         self._tasks.start(self._carry(link))

@@ -141,7 +141,7 @@ class FlowLink:
         elif len(self._control) < MAX_QUEUED:
             self._control.append((frame, since_s))
         else:
-            self.stop(TimedOut(f"{MAX_QUEUED} frames wait to be sent", peer=self.peer))
+            self.stop(TimedOut(f"{MAX_QUEUED} frames are waiting to be sent", peer=self.peer))
         if len(self._control) >= PAUSE_QUEUED:
             self._few_queued.clear()
         self._something_to_send.set()
@@ -167,13 +167,13 @@ class FlowLink:
             await self._wire.close()
 
     async def _until_fault(self, way: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        fault: PeerError = Unreachable("the neighbour has closed the stream", peer=self.peer)
+        fault: PeerError = Unreachable("the neighbour closed the stream", peer=self.peer)
         try:
             await way()
         except PeerError as error:
             fault = error
         except TimeoutError:
-            fault = TimedOut(f"the neighbour has sent or accepted nothing for {self._stuck_s:g} s", peer=self.peer)
+            fault = TimedOut(f"the neighbour has not sent or accepted any data for {self._stuck_s:g} s", peer=self.peer)
         self.stop(fault)
 
     # out
@@ -233,7 +233,7 @@ class FlowLink:
             case Piece():
                 return self._piece(frame)
             case FlowHello() | Refuse():
-                raise CorruptPayload("a second FlowHello arrived on the stream", peer=self.peer)
+                raise CorruptPayload("received a FlowHello or Refuse after the start of the stream", peer=self.peer)
             case _:
                 return frame
         return None
@@ -241,14 +241,18 @@ class FlowLink:
     def _announced(self, frame: ForwardAnnounced | BackwardAnnounced, expected: int) -> None:
         is_backward = isinstance(frame, BackwardAnnounced)
         if frame.num_bytes != expected or is_backward in self._inbound:
-            why = f"{frame.num_bytes} bytes, not {expected}" if frame.num_bytes != expected else "it is too early"
-            raise CorruptPayload(f"an impossible payload was announced: {why}", peer=self.peer)
+            why = (
+                f"{frame.num_bytes} bytes instead of {expected}"
+                if frame.num_bytes != expected
+                else "the previous one is incomplete"
+            )
+            raise CorruptPayload(f"an invalid payload was announced: {why}", peer=self.peer)
         self._inbound[is_backward] = ArrivingPayload(frame, self._clock())
 
     def _piece(self, piece: Piece) -> Forward | Backward | None:
         inbound = self._inbound.get(piece.is_backward)
         if inbound is None:
-            raise CorruptPayload("a piece arrived without a payload", peer=self.peer)
+            raise CorruptPayload("received a piece of a payload that was not announced", peer=self.peer)
         frame = inbound.take(piece, self._clock())
         if frame is not None:
             del self._inbound[piece.is_backward]

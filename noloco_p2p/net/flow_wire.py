@@ -76,10 +76,10 @@ def decode(data: bytes) -> WireFrame:
     try:
         message = pb.FlowFrame.FromString(data)
     except DecodeError:
-        raise CorruptPayload("a message arrived that is not a frame of a pipeline") from None
+        raise CorruptPayload("received a message that is not a valid pipeline frame") from None
     name = message.WhichOneof("frame")
     if name not in _FROM_WIRE:
-        raise CorruptPayload("a frame of an unknown kind arrived; the other peer may speak a newer protocol")
+        raise CorruptPayload("received a frame of an unknown kind; the sender may use a newer protocol version")
     return _FROM_WIRE[name](getattr(message, name))
 
 
@@ -89,7 +89,7 @@ def _id_to_wire(id: MicrobatchId) -> pb.MicrobatchId:
 
 def _id_from_wire(message: pb.MicrobatchId) -> MicrobatchId:
     if message.number > MAX_NUMBER:
-        raise CorruptPayload(f"no microbatch has the number {message.number}")
+        raise CorruptPayload(f"microbatch number {message.number} is too large")
     return MicrobatchId(convert.text(message.head), message.number)
 
 
@@ -105,14 +105,14 @@ def _ticket_to_wire(ticket: MicrobatchTicket) -> pb.Ticket:
 
 def _ticket_from_wire(message: pb.Ticket) -> MicrobatchTicket:
     if len(message.signature) != SIGNATURE_BYTES:
-        raise CorruptPayload(f"a ticket arrived without a signature of {SIGNATURE_BYTES} bytes")
+        raise CorruptPayload(f"received a ticket whose signature is not {SIGNATURE_BYTES} bytes long")
     mark = convert.finite(message.mark)
     return MicrobatchTicket(_id_from_wire(message.id), mark, message.num_tokens, message.is_training, message.signature)
 
 
 def _want_from_wire(message: pb.Want) -> Want:
     if len(message.sinks) > MAX_SINKS:
-        raise CorruptPayload(f"a want arrived with more than {MAX_SINKS} sinks")
+        raise CorruptPayload(f"received a Want with more than {MAX_SINKS} sinks")
     sinks = tuple(convert.text(sink) for sink in message.sinks)
     return Want(_ticket_from_wire(message.ticket), _remaining(message.remaining_s), sinks)
 

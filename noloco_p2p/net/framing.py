@@ -45,7 +45,7 @@ def decode(data: bytes) -> tuple[Frame, int]:
     try:
         message = pb.Frame.FromString(data)
     except DecodeError:
-        raise CorruptPayload("a message arrived that is not a frame") from None
+        raise CorruptPayload("received a message that is not a valid frame") from None
     return convert.frame_from_wire(message), message.sequence
 
 

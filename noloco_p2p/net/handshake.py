@@ -56,10 +56,10 @@ class Greeting:
     def prove(self, reply: pb.GreetReply, session: Session) -> Metadata:
         """Return the metadata of the call. Raises PeerError if another peer has answered."""
         if len(reply.challenge) != CHALLENGE_BYTES:
-            raise CorruptPayload("its greeting has no challenge", peer=self.peer_id)
+            raise CorruptPayload("its reply to the greeting has no valid challenge", peer=self.peer_id)
         words = _words(ANSWERER, self.nonce, reply.challenge, self.session_key, self.peer_id)
         if not verify(self.peer_id, words, reply.signature):
-            raise PeerError("another peer answered: the signature is wrong", peer=self.peer_id)
+            raise PeerError("the signature is invalid, so another peer may have answered", peer=self.peer_id)
         check_membership(session, reply.membership, self.peer_id)
         own_id = session.identity.peer_id
         words = _words(CALLER, self.nonce, reply.challenge, self.session_key, self.peer_id + own_id)
@@ -87,7 +87,7 @@ class Challenges:
         wrong size.
         """
         if len(request.nonce) != NONCE_BYTES:
-            raise CorruptPayload(f"the nonce of a greeting must have {NONCE_BYTES} bytes")
+            raise CorruptPayload(f"the nonce of a greeting must be {NONCE_BYTES} bytes long")
         given = int(self._clock() * 1000).to_bytes(8, "big") + secrets.token_bytes(NONCE_BYTES)
         challenge = given + self._mark(given, request.nonce, address)
         identity = self._session.identity
@@ -102,11 +102,11 @@ class Challenges:
         if len(challenge) != CHALLENGE_BYTES or not secrets.compare_digest(
             mark, self._mark(given, proof.nonce, address)
         ):
-            raise not_proven("the challenge was not issued here, on this connection")
+            raise not_proven("the challenge was not issued by this peer on this connection")
         if now_s - int.from_bytes(given[:8], "big") / 1000 > CHALLENGE_S:
             raise not_proven(f"the challenge is older than {CHALLENGE_S:g} s")
         if challenge in self._taken:
-            raise not_proven("the challenge was used before: a proof is valid for one call")
+            raise not_proven("the challenge has already been used, and a proof is valid for only one call")
         self._take(challenge, now_s)  # a failed proof also uses up the challenge
         own = self._session
         words = _words(CALLER, proof.nonce, challenge, own.key, own.identity.peer_id + proof.peer_id)

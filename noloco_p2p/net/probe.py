@@ -88,10 +88,10 @@ class Prober:
             raise CorruptPayload("a caller behind a tunnel cannot be dialled")
         host = caller_host(caller)
         if self._only_public and not is_public(host):
-            raise CorruptPayload("a caller from a private network is not dialled in a public swarm")
+            raise CorruptPayload("in a public swarm, callers from private networks are not dialled")
         num_ports = len(request.ports)
         if num_ports > MAX_PORTS or not all(0 < port < 65_536 for port in request.ports):
-            raise CorruptPayload(f"at most {MAX_PORTS} ports of 1 to 65535 can be requested")
+            raise CorruptPayload(f"at most {MAX_PORTS} ports can be requested, each from 1 to 65535")
         if not self._of_one.take(peer_id, num_ports) or not self._of_network.take(network_of(host), num_ports):
             raise Refused(
                 "I dial back only a few times per minute", code=frames.RefuseCode.BUSY.name, retry_after_s=60.0
@@ -149,7 +149,9 @@ async def _asked(
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.UNIMPLEMENTED:
                 raise Refused(
-                    "it is older than this program and cannot dial back", peer=candidate.peer_id, code="UNIMPLEMENTED"
+                    "it runs an older version of noloco_p2p, which cannot dial back",
+                    peer=candidate.peer_id,
+                    code="UNIMPLEMENTED",
                 ) from None
             raise translate(error, candidate.peer_id) from None
     return reply, began_wall_s, time.monotonic() - began_s

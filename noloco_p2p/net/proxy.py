@@ -160,7 +160,7 @@ class Proxy:
                 self._enter(near, near.getpeername())
                 return
         except OSError as error:
-            log.debug("a connection ended at once: %s", error)
+            log.debug("a connection was closed immediately: %s", error)
         near.close()
 
     def close(self) -> None:
@@ -180,7 +180,7 @@ class Proxy:
         """
         inbound = self._inbound_of(peer)
         if inbound.is_turned_away:
-            raise not_proven("a call on this connection was turned away")
+            raise not_proven("an earlier call on this connection was refused")
         return inbound.address
 
     def greeted(self, peer: str) -> None:
@@ -188,7 +188,7 @@ class Proxy:
         inbound = self._inbound_of(peer)
         inbound.num_greetings += 1
         if inbound.num_greetings > GREETINGS_OF_ONE:
-            raise not_proven(f"more than {GREETINGS_OF_ONE} greetings arrived on one connection")
+            raise not_proven(f"received more than {GREETINGS_OF_ONE} greetings on one connection")
 
     def proven(self, peer: str, caller: str) -> None:
         """Record that the caller is authenticated. Raises Refused if another peer was authenticated on the same
@@ -196,7 +196,7 @@ class Proxy:
         """
         inbound, number = self._inbound_of(peer), _number(peer)
         if inbound.caller not in ("", caller):
-            raise not_proven("this connection belongs to another peer")
+            raise not_proven("another peer has already been authenticated on this connection")
         inbound.caller = caller
         inbound.num_calls += 1
         if number in self._unproven:
@@ -243,7 +243,7 @@ class Proxy:
     def _inbound_of(self, peer: str) -> Inbound:
         inbound = self._inbound.get(_number(peer))
         if inbound is None:
-            raise CorruptPayload("this connection did not arrive at the port of this peer")
+            raise CorruptPayload("this connection did not come through this peer's public port")
         return inbound
 
     # connections
@@ -259,13 +259,13 @@ class Proxy:
             except ConnectionError:  # it is already closed
                 continue
             except OSError as error:
-                log.debug("a connection could not be accepted: %s", error)
+                log.debug("could not accept a connection: %s", error)
                 self._pause(self._listener)
                 return
             try:
                 self._enter(near, address)
             except OSError as error:  # it is already closed
-                log.debug("a connection ended at once: %s", error)
+                log.debug("a connection was closed immediately: %s", error)
                 near.close()
 
     def _pause(self, listener: socket.socket) -> None:
@@ -309,7 +309,7 @@ class Proxy:
                 on_end=lambda: self._forget(number),
             )
         except OSError as error:
-            log.debug("a connection could not be passed on: %s", error)
+            log.debug("could not forward a connection: %s", error)
             inbound.near.close()
             self._forget(number)
 

@@ -81,8 +81,8 @@ class GrpcServer:
         except (OSError, RuntimeError):
             self._proxy.close()
             raise SettingsError(
-                f"cannot listen on {host}:{port}: the port is in use or not allowed; "
-                "choose another with --listen HOST:PORT"
+                f"cannot listen on {host}:{port}: the port is in use, or you are not permitted to use it; "
+                "choose another port with --listen HOST:PORT"
             ) from None
         await self._server.start()
         self._proxy.open()
@@ -181,7 +181,7 @@ class ServerStream(SwapStream):
     def join(self, wire: ServerWire, answer: bytes) -> None:
         """Add a connection. Raises Refused if the swap already has the maximum number of connections."""
         if self.num_connections >= MAX_CONNECTIONS:
-            raise _no_connection(f"this swap has {MAX_CONNECTIONS} connections already")
+            raise _no_connection(f"this swap already has {MAX_CONNECTIONS} connections, which is the maximum")
         self.add(SwapConnection(wire), first_words=answer)
 
     def lose(self, fault: PeerError) -> None:
@@ -264,9 +264,12 @@ class _Asked:
             async with asyncio.timeout(self._first_words_s):
                 return self._request_type.FromString(await anext(aiter(requests), b""))
         except TimeoutError:
-            code, sentence = grpc.StatusCode.DEADLINE_EXCEEDED, f"no request arrived within {self._first_words_s:g} s"
+            code, sentence = (
+                grpc.StatusCode.DEADLINE_EXCEEDED,
+                f"no request was received within {self._first_words_s:g} s",
+            )
         except DecodeError:
-            code, sentence = grpc.StatusCode.INVALID_ARGUMENT, "the request is not a message of this protocol"
+            code, sentence = grpc.StatusCode.INVALID_ARGUMENT, "the request is not a valid protocol message"
         raise await context.abort(code, sentence)
 
     async def _write(self, context: Any, answer: Message) -> None:
@@ -274,7 +277,7 @@ class _Asked:
             async with asyncio.timeout(self._take_s):
                 await context.write(answer.SerializeToString())
         except TimeoutError:
-            sentence = f"no message was accepted for {self._take_s:g} s"
+            sentence = f"the caller accepted no message for {self._take_s:g} s"
             raise await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, sentence) from None
 
 
@@ -327,7 +330,9 @@ class _Servicer:
                 caller.accepted()
                 stream.join(wire, pb.Frame(join=pb.Join()).SerializeToString())
             except (PeerError, TimeoutError) as error:
-                refuse = refuse_to_wire(error if isinstance(error, PeerError) else _no_connection("no Join arrived"))
+                refuse = refuse_to_wire(
+                    error if isinstance(error, PeerError) else _no_connection("no Join was received")
+                )
                 with contextlib.suppress(PeerError):  # it did not wait for the answer
                     await wire.write(pb.Frame(refuse=refuse).SerializeToString())
                 return
@@ -342,19 +347,19 @@ class _Servicer:
         try:
             message = pb.Frame.FromString(data)
         except DecodeError:
-            raise CorruptPayload("it sent something that is not a message of this protocol") from None
+            raise CorruptPayload("it sent data that is not a valid protocol message") from None
         if not message.HasField("join"):
-            raise CorruptPayload("a connection begins with a Join")
+            raise CorruptPayload("an additional connection must begin with a Join")
         hello = self._admitted(message.join.hello, caller)
         stream = self._joinable.get(message.join.swap_id)
         if stream is None or stream.caller != hello.peer_id:
-            raise _no_connection("no swap with this id is running here with you")
+            raise _no_connection("no swap with this id is in progress between us")
         return stream
 
     async def Flow(self, request_iterator: AsyncIterator[bytes], context: Any) -> None:  # noqa: N802
         async with self.authenticator.visit(context) as caller:
             if not self.serve_flow:
-                no_stage = Refused("this peer holds no stage of a pipeline", code=frames.RefuseCode.OTHER_MODEL.name)
+                no_stage = Refused("this peer is not part of a pipeline", code=frames.RefuseCode.OTHER_MODEL.name)
                 await context.write(pb.FlowFrame(refuse=refuse_to_wire(no_stage)).SerializeToString())
                 return
 
@@ -426,7 +431,7 @@ def _want(request: pb.FetchRequest) -> frames.FetchWant:
                 raise CorruptPayload(f"at most {frames.MAX_CHUNKS_PER_REQUEST} chunks can be requested at once")
             return frames.WantChunks(request.chunks.manifest_digest, tuple(request.chunks.indices))
         case _:
-            raise CorruptPayload("a request of an unknown kind; the caller may speak a newer protocol")
+            raise CorruptPayload("received a request of an unknown kind; the caller may use a newer protocol version")
 
 
 def _replies(item: frames.FetchItem) -> list[pb.FetchReply]:

@@ -75,7 +75,7 @@ class Session:
                 return grpc.ssl_channel_credentials(server)
             return grpc.ssl_channel_credentials(server, self._private_pem(), self._members_certificate())
         except ValueError:
-            raise Unreachable("its record names no session key", peer=candidate.peer_id) from None
+            raise Unreachable("its record has no valid session key", peer=candidate.peer_id) from None
 
     def _members_certificate(self) -> bytes:
         assert self._members_key is not None

@@ -147,7 +147,7 @@ class SwapStream:
                 async with asyncio.timeout(timeout_s):
                     frame = await self._next()
             except TimeoutError:
-                raise TimedOut(f"nothing arrived for {timeout_s:.1f} s", peer=self._peer) from None
+                raise TimedOut(f"no frame arrived for {timeout_s:.1f} s", peer=self._peer) from None
         self._taken.set()
         return frame
 

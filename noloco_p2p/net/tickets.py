@@ -36,10 +36,10 @@ class Tickets:
         """Raise CorruptPayload if the head has not signed the ticket, or if no head of this run would sign it."""
         if ticket.num_tokens > self._max_tokens or not 0 <= ticket.mark <= 1:
             raise CorruptPayload(
-                f"a ticket has {ticket.num_tokens} tokens at progress {ticket.mark:g}, which no microbatch has"
+                f"a ticket has impossible values: {ticket.num_tokens} tokens at progress {ticket.mark:g}"
             )
         if not verify(ticket.id.head, self._words(ticket), ticket.signature):
-            raise CorruptPayload(f"a ticket is not signed by its head, ..{short_id(ticket.id.head)}")
+            raise CorruptPayload(f"a ticket is not signed by the head that it names, ..{short_id(ticket.id.head)}")
 
     def _words(self, ticket: MicrobatchTicket) -> bytes:
         """Join the parts to sign. The result is unambiguous because all parts but the last have a fixed length."""

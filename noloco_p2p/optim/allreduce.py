@@ -1,4 +1,4 @@
-"""Model a ring all-reduce, to compare its traffic, its duration and its encoding errors with those of a swap."""
+"""Model a ring all-reduce, so that its traffic, duration and encoding errors can be compared with a swap's."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def ring_bytes(num_bytes: float, num_replicas: int) -> float:
-    """Return the bytes that each replica sends in an all-reduce of a vector of `num_bytes`.
+    """Return the number of bytes that each replica sends in an all-reduce of a vector of `num_bytes`.
 
     With N replicas, this is 2 (N - 1) / N times the size of the vector.
     """
@@ -55,5 +55,5 @@ class Ring:
         return torch.cat(means)
 
     def sent_bytes(self, num_elements: int, num_replicas: int) -> float:
-        """Return the bytes that each replica sends in one all-reduce."""
+        """Return the number of bytes that each replica sends in one all-reduce."""
         return ring_bytes(self.bytes_per_element * num_elements, num_replicas)

@@ -1,23 +1,23 @@
 """Decide how much of a partner's vectors is applied, and scale them accordingly. This module does no I/O.
 
 A partner is a stranger. The vectors that it sends have arrived intact and are finite, but they can otherwise be
-anything. Several gates protect the weights, and all of them compare the vectors with what this peer has computed and
-seen itself.
+anything. Several gates protect the weights. All of them compare the vectors with values that this peer itself has
+computed or received before.
 
 * finite     If a norm is non-finite, the whole swap is refused. Chunks with non-finite values never get this far.
-* gradient   A partner is refused entirely if its outer gradient has ten times the median norm of this peer's recent
-             ones. Otherwise, the longer of the two outer gradients is scaled down to twice the norm of the shorter one.
-             Then the longer one in each tensor is scaled down to four times the norm of the shorter one, before the
-             half-difference is computed. Both partners know both decoded vectors, so they use the same factors and
-             their half-differences stay opposite. They do not have to negotiate, and the mean of the pair does not
-             move.
+* gradient   A partner is refused entirely if the norm of its outer gradient is more than ten times the median norm of
+             this peer's recent outer gradients. Otherwise, the longer of the two outer gradients is scaled down to
+             twice the norm of the shorter one. Then, in each tensor, the longer of the two is scaled down to four times
+             the norm of the shorter one, before the half-difference is computed. Both partners know both decoded
+             vectors, so they use the same factors and their half-differences stay opposite. They need not negotiate,
+             and the mean of the pair does not move.
 * cosine     A partner is refused entirely if its outer gradient points against this peer's outer gradient. The cosine
              is estimated on at most 16 chunks that this peer draws in secret, so that a liar cannot keep only those
              chunks clean. Honest gradients of one run either agree or are unrelated, so the limit is well below 0.
-* distance   A partner is refused entirely if its slow weights are three times as far away as those of most recent
-             partners, and also further away than this peer's outer gradient allows. Each partner counts once, so a liar
-             that this peer meets often does not make large distances normal. When islands merge, distant partners are
-             refused until this peer has met as many distant partners as close ones.
+* distance   A partner is refused entirely if the distance of its slow weights is more than three times the median
+             distance of recent partners, and also larger than this peer's outer gradient allows. Each partner counts
+             once, so a liar that this peer meets often does not make large distances normal. When islands merge,
+             distant partners are refused until this peer has met as many distant partners as close ones.
 * offset     The half-differences of slow weights and outer momentum are clipped to a radius around this peer
              (ClippedGossip, arXiv 2202.01545), separately for each tensor. The radius is twice the median norm of
              recent offsets, but at least half and at most twice the norm of this peer's outer gradient in the tensor.
@@ -32,8 +32,9 @@ with sign1. The factor never exceeds 1.5 with int2 or 1 with sign1. The limit of
 decoded norm of the partner with the exact norms of this peer. For two normally distributed vectors with cosine c, the
 decoded vectors have a cosine of 0.89 c (int2) or 2 / pi asin(c) (sign1), so the limit of -0.1 corresponds to a cosine
 of -0.11 or -0.16 of the exact vectors. Coarse codecs therefore make it less likely that an honest partner is refused,
-and liars remain bounded as before. In a run without a late part, only the gates on the weights and on the loss remain.
-The offsets of such a run are as long as outer gradients, so clipping begins later (`WITHOUT_LATE_PART`).
+and a liar's influence stays as limited as before. In a run without a late part, only the gates on the weights and on
+the loss remain. The offsets of such a run are as long as outer gradients, so clipping begins later
+(`WITHOUT_LATE_PART`).
 
 Slow weights have no cosine gate, because islands that merge may differ in any direction.
 """
@@ -53,7 +54,7 @@ from torch import Tensor
 from noloco_p2p.spec import CodecSpec
 
 HISTORY_ROUNDS = 8
-LEAST_PARTNERS = 3  # needed to identify a majority
+LEAST_PARTNERS = 3  # the number of partners needed to identify a majority
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ class GateLimits:
     """The limits of the gates. benchmarks/attacks.py measures how well the defaults work and what they cost."""
 
     clip_above: float = 2.0  # times the norm of the shorter outer gradient of a swap
-    clip_piece_above: float = 4.0  # times the norm of the shorter one in each piece
+    clip_piece_above: float = 4.0  # times the norm of the shorter gradient in each piece
     refuse_above: float = 10.0  # times the median norm of this peer's outer gradients
     least_cosine: float = -0.1  # between the two outer gradients of a swap
     far_above: float = 3.0  # times the median distance of recent partners
@@ -111,7 +112,7 @@ class GradientHistory:
         return median(self._norms) if self._norms else 0.0
 
     def refusal(self, own_norm: float, partner_norm: float, *, times_longer: float = 1.0) -> str:
-        """Return why the partner is refused, or an empty string if it is not.
+        """Return the reason to refuse the partner, or an empty string if there is none.
 
         `own_norm` is the norm of this peer's outer gradient in this round, which has not been recorded yet.
         `times_longer` is the ratio of the partner's inner steps to this peer's inner steps.
@@ -120,12 +121,14 @@ class GradientHistory:
             return "the norm of its outer gradient is not finite"
         usual = median([*self._norms, own_norm])
         if partner_norm > self._limits.refuse_above * max(1.0, times_longer) * usual:
-            return f"its outer gradient has {partner_norm / max(usual, 1e-30):.3g} times the norm of this peer's own"
+            return (
+                f"the norm of its outer gradient is {partner_norm / max(usual, 1e-30):.3g} times this peer's usual norm"
+            )
         return ""
 
 
 def cosine_refusal(*, dot: float, own_norm: float, partner_norm: float, limits: GateLimits = LIMITS) -> str:
-    """Return why the partner is refused, or an empty string if it is not.
+    """Return the reason to refuse the partner, or an empty string if there is none.
 
     All arguments refer to the same chunks of the two outer gradients. A norm can be 0 even if `dot` is not, because
     int2 and sign1 have no code for 0 and decode zeros to numbers whose squares underflow. Such a gradient has no
@@ -134,7 +137,7 @@ def cosine_refusal(*, dot: float, own_norm: float, partner_norm: float, limits: 
     product = own_norm * partner_norm
     if product == 0.0 or dot >= limits.least_cosine * product:
         return ""
-    return f"its outer gradient points against this peer's own (cosine {dot / product:.2f})"
+    return f"its outer gradient opposes this peer's outer gradient (cosine {dot / product:.2f})"
 
 
 class DistanceHistory:
@@ -148,7 +151,7 @@ class DistanceHistory:
         self._distances: OrderedDict[str, float] = OrderedDict()
 
     def refusal(self, partner: str, distance: float, *, own_gradient: float) -> str:
-        """Record a distance, and return why the partner is refused, or an empty string if it is not.
+        """Record a distance, and return the reason to refuse the partner, or an empty string if there is none.
 
         `own_gradient` is the norm of this peer's outer gradient, or its usual norm if that is larger.
         """
@@ -161,7 +164,9 @@ class DistanceHistory:
         usual = median(self._distances.values())
         if distance <= max(self._limits.far_above * usual, self._limits.offset_most * own_gradient):
             return ""
-        return f"its weights are {distance / max(usual, 1e-30):.3g} times as far away as those of most partners"
+        return (
+            f"its weights are {distance / max(usual, 1e-30):.3g} times as far from this peer's as a typical partner's"
+        )
 
 
 class PieceNorms:

@@ -1,4 +1,4 @@
-"""Compute half-differences, which are the only way in which a partner's vectors change a peer.
+"""Compute half-differences. A partner's vectors change a peer only through them.
 
 Let Q be encoding followed by decoding, and let h = (Q(partner) - Q(own)) / 2. A peer adds h to its own *exact* vector,
 which is its slow weights, its outer momentum or its outer gradient. Both partners know both decoded vectors, so both

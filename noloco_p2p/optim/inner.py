@@ -31,7 +31,9 @@ def make_inner_optimizers(
     for_muon = [parameter for parameter in trainable if id(parameter) in chosen]
     rest = [parameter for parameter in trainable if id(parameter) not in chosen]
     if not for_muon:
-        raise ValueError("train.inner_optimizer = 'muon', but the model has no matrix for it; use 'adamw'")
+        raise ValueError(
+            "train.inner_optimizer is 'muon', but the model has no matrix that Muon can train; use 'adamw'"
+        )
     muon = Muon(
         for_muon,
         lr=train.learning_rate,

@@ -16,7 +16,7 @@ CLOSING_WAIT_S = (10.0, 600.0)
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """The terms on which two partners mix. Both compute the same terms from what they announced to each other.
+    """The terms on which two partners mix. Both partners compute the same terms from their announcements to each other.
 
     `inner_steps` is the length of a round. `weight` is a factor of all half-differences, which is below 1 between peers
     that are many rounds apart. `partner_share` is the partner's share of the inner steps of both rounds. The shares of
@@ -31,15 +31,15 @@ class Agreement:
 def gradient_weight(outer: OuterSpec, agreed: Agreement) -> float:
     """Return the factor by which a peer multiplies the half-difference h of the outer gradients.
 
-    The peer adds the product to its own outer gradient. With `outer.weigh_tokens`, each gradient counts in proportion
-    to the tokens behind it: own + 2 * share * h is the weighted mean of the two gradients. The sum of the two partners'
-    vectors, each multiplied by its number of tokens, is preserved.
+    The peer adds the product to its own outer gradient. With `outer.weigh_tokens`, each gradient is weighted by the
+    number of tokens it was computed from: own + 2 * share * h is the weighted mean of the two gradients. The sum of the
+    two partners' vectors, each multiplied by its number of tokens, is preserved.
     """
     return agreed.weight * (2 * agreed.partner_share if outer.weigh_tokens else 1.0)
 
 
 def agreed_inner_steps(one: int, other: int) -> float:
-    """Return the round length of two partners: the geometric mean, with the same bits for both.
+    """Return the agreed round length of two partners: the geometric mean, bit for bit the same for both.
 
     It is the square root of a product of integers, which every machine rounds in the same way.
     """

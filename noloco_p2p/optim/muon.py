@@ -5,8 +5,8 @@ An update is the momentum of a matrix after a Newton-Schulz iteration has moved 
 without bf16 instructions, such a product takes eight times as long as in fp32. This class therefore differs in three
 ways:
 
-* It computes in fp32, except on an accelerator that supports bf16. All CPUs follow this rule, so that two machines of a
-  run, or a simulation of it, get the same results.
+* It computes in fp32, except on an accelerator that supports bf16. All CPUs use fp32, so that two machines in a run, or
+  a simulation of the run, get the same results.
 * It computes matrices of the same shape in one batched product.
 * It needs only three iterations. It first scales the rows of a matrix so that its largest singular value is at most 1
   (almost-orthogonal layers, Prach and Lampert 2022, as in Turbo-Muon, arXiv 2512.04632). Each iteration then uses the
@@ -16,7 +16,7 @@ ways:
 The hyperparameters, the state and the checkpoints are the same as for `torch.optim.Muon`.
 """
 
-# This file uses `torch._foreach_*`, like torch's own optimizers. The stubs of torch do not export these functions.
+# This file uses `torch._foreach_*`, as torch's own optimizers do. The stubs of torch do not export these functions.
 # pyright: reportPrivateImportUsage=false
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ COEFFICIENTS = (
 )
 MARGIN = 1.02  # keeps rounding from moving a singular value above 1, where the first quintic is steep
 LONG = 1.5  # ratio of the longer side to the shorter one above which iterating on Gram matrices is faster
-BATCH_ELEMENTS = 1 << 24  # largest size of the matrices in one product, which is copied a few times
+BATCH_ELEMENTS = 1 << 24  # largest total size of the matrices in one product, because they are copied a few times
 
 
 class Muon(torch.optim.Muon):

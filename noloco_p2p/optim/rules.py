@@ -20,7 +20,7 @@ from noloco_p2p.optim.local import Local
 from noloco_p2p.optim.pair_averaging import PairAveraging
 from noloco_p2p.spec import OuterSpec
 
-NOLOCO = "noloco"  # not one of `RULES`, because replicas run it in the same way as peers
+NOLOCO = "noloco"  # not one of `RULES`, because replicas run it as peers do
 
 
 class Rule(Protocol):
@@ -42,7 +42,7 @@ class Rule(Protocol):
         ...
 
     def sent_bytes(self, num_elements: int, num_replicas: int) -> tuple[float, float]:
-        """Return the bytes that one replica sends as (per inner step, per round)."""
+        """Return the number of bytes that one replica sends, as the pair (per inner step, per round)."""
         ...
 
 

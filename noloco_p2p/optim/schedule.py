@@ -18,7 +18,7 @@ def learning_rate(train: TrainSpec, progress: float) -> float:
     Raises ValueError if `progress` is negative or NaN.
     """
     if not progress >= 0:
-        raise ValueError(f"progress is a fraction of the schedule and must be 0 or more, but it is {progress}")
+        raise ValueError(f"progress, as a fraction of the schedule, must be at least 0, but it is {progress}")
     warmup = train.warmup_steps / train.total_steps
     if progress < warmup:
         return train.learning_rate * min(1.0, progress / warmup + 1 / train.warmup_steps)

@@ -59,7 +59,7 @@ class Checkpoint:
         name = f"{stem}.safetensors"
         if name not in self._files:
             raise CheckpointError(
-                f"{self.path}: this checkpoint has no {name}; it has {', '.join(sorted(self._files))}"
+                f"{self.path}: this checkpoint does not contain {name}; it contains {', '.join(sorted(self._files))}"
             )
         return self.path / name
 
@@ -76,7 +76,7 @@ class Checkpoint:
             raise CheckpointError(f"{path} cannot be read: {error}") from None
 
     def verify(self) -> None:
-        """Verify every file, at about 4 GB/s if it is in the page cache.
+        """Verify every file. This runs at about 4 GB/s if the files are in the page cache.
 
         Raises CheckpointError for the first damaged file.
         """
@@ -87,7 +87,7 @@ class Checkpoint:
             except OSError as error:
                 raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
             if found != expected:
-                raise CheckpointError(f"{path} is damaged: {found}, but the manifest says {expected}")
+                raise CheckpointError(f"{path} is damaged: found {found}, but the manifest says {expected}")
 
     def _read_manifest(self) -> dict[str, dict[str, Any]]:
         manifest = self._read_json(MANIFEST)
@@ -98,7 +98,7 @@ class Checkpoint:
             or not isinstance(files, dict)
         ):
             raise CheckpointError(
-                f"{self.path / MANIFEST} is not the manifest of a checkpoint of this version ({VERSION})"
+                f"{self.path / MANIFEST} is not a manifest of checkpoint version {VERSION}, the version used here"
             )
         return files
 
@@ -107,7 +107,7 @@ class Checkpoint:
         try:
             values = json.loads(path.read_bytes())
         except FileNotFoundError:
-            raise CheckpointError(f"{self.path} is not a checkpoint: it has no {name}") from None
+            raise CheckpointError(f"{self.path} is not a checkpoint: it does not contain {name}") from None
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from None
         if not isinstance(values, dict):
@@ -122,7 +122,7 @@ class Checkpoints:
     """
 
     def __init__(self, folder: Path, *, keep: int = 2) -> None:
-        assert keep >= 1, f"keep is {keep}, but at least one checkpoint must be kept"
+        assert keep >= 1, f"keep must be at least 1, but it is {keep}"
         self.folder = folder
         self._keep = keep
         if any(folder.glob(f"{_PARTIAL}*")):
@@ -144,8 +144,8 @@ class Checkpoints:
                 self._prune()
         except (OSError, SafetensorError) as error:
             raise CheckpointError(
-                f"the checkpoint of round {round} cannot be written to {self.folder}: {error}. "
-                "Earlier checkpoints are intact; free disk space, or choose another folder"
+                f"cannot write the checkpoint of round {round} to {self.folder}: {error} "
+                "(earlier checkpoints are intact); free up disk space, or choose another folder"
             ) from None
         return path
 
@@ -183,7 +183,7 @@ class Checkpoints:
             _sync(partial)
             final = self.folder / f"{number:08d}-round-{round}"
             partial.rename(final)
-        except BaseException:  # even after Ctrl-C, a partial checkpoint must not stay and fill the disk
+        except BaseException:  # even after Ctrl-C, a partial checkpoint must not be left behind to fill the disk
             shutil.rmtree(partial, ignore_errors=True)
             raise
         _sync(self.folder)
@@ -207,15 +207,15 @@ class Checkpoints:
                 for path in self.folder.glob(f"{_PARTIAL}*"):
                     shutil.rmtree(path, ignore_errors=True)
         except OSError as error:  # the folder is read-only, or another process is writing
-            log.debug("partial checkpoints in %s are not removed: %s", self.folder, error)
+            log.debug("could not remove partial checkpoints in %s: %s", self.folder, error)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Hold the lock that admits only one writer. Raises OSError if another process holds it.
+        """Hold the writer lock. Raises OSError if another process holds it.
 
         The kernel releases the lock when the process dies.
         """
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # a private run has private weights
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # the weights of a private run are private
         with (self.folder / _LOCK).open("w") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -233,7 +233,7 @@ def _check_tensors(tensors: Mapping[str, Tensor]) -> None:
             areas.append((str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, name))
     areas.sort()
     for (device, _, stop, name), (next_device, start, _, next_name) in itertools.pairwise(areas):
-        assert device != next_device or start >= stop, f"{name} and {next_name} share memory: save one of them"
+        assert device != next_device or start >= stop, f"{name} and {next_name} share memory: save only one of them"
 
 
 def _number(path: Path) -> int:

@@ -31,7 +31,7 @@ from noloco_p2p.optim.gates import (
 from noloco_p2p.optim.halves import half_difference_
 
 UNSCALED = GradientScales(1.0, 1.0)
-ESTIMATE_CHUNKS = 16  # chunks of 1 MiB in fp32, which take milliseconds
+ESTIMATE_CHUNKS = 16  # each has 1 MiB in fp32, so an estimate takes milliseconds
 SECRET = random.SystemRandom()
 OFFSETS = (SectionName.SLOW_WEIGHTS, SectionName.OUTER_MOMENTUM)
 
@@ -40,8 +40,8 @@ OFFSETS = (SectionName.SLOW_WEIGHTS, SectionName.OUTER_MOMENTUM)
 class FilterVerdict:
     """The verdict of the gates on a whole swap.
 
-    `refusal` says why nothing of the swap is applied, or is empty if it may be applied. `scales` are the factors of the
-    outer gradients.
+    `refusal` is the reason why nothing of the swap is applied, or an empty string if the swap may be applied. `scales`
+    are the factors of the outer gradients.
     """
 
     refusal: str = ""
@@ -52,20 +52,20 @@ class FilterVerdict:
 class Clipped:
     """Statistics about the clipping in one outer step.
 
-    `num_clipped` and `num_pieces` count pieces of the offsets that the swap brought. `num_lost` is the number of chunks
-    of this peer's outer gradient that were non-finite and became 0.
+    `num_clipped` and `num_pieces` are the numbers of clipped pieces and of all pieces in the offsets of the swap.
+    `num_lost` is the number of chunks of this peer's outer gradient that were set to 0 because they were non-finite.
     """
 
     num_clipped: int = 0
     num_pieces: int = 0
-    cut_share: float = 0.0  # norm of what was cut off, relative to the norm of all offsets
+    cut_share: float = 0.0  # norm of the parts that were cut off, relative to the norm of all offsets
     num_lost: int = 0
 
 
 class ChunkFilter:
     """The gates of one replica and their history.
 
-    The history is not saved. After a restart, the gates learn it again within a few rounds.
+    The history is not saved. After a restart, the gates rebuild it within a few rounds.
     """
 
     def __init__(self, tensor_sizes: Sequence[int], limits: GateLimits = LIMITS) -> None:
@@ -77,9 +77,9 @@ class ChunkFilter:
         self.own = PieceNorms(self.pieces.num_pieces)
 
     def judge_weights(self, partner: str, weights: SectionPair, gradient: SectionPair | None) -> str:
-        """Return why the whole swap is refused because of the partner's slow weights, or an empty string if it is not.
+        """Return the reason to refuse the whole swap because of the partner's slow weights, or an empty string.
 
-        The distance of the slow weights is recorded in both cases.
+        The distance of the slow weights is recorded in either case.
         """
         own_gradient = max(self.gradients.usual(), math.sqrt(gradient.squares.own) if gradient else 0.0)
         scratch, square, num_chunks = Scratch(), 0.0, len(weights.partner)
@@ -130,8 +130,8 @@ class ChunkFilter:
     ) -> Iterator[tuple[int, Tensor]]:
         """Yield (index of the first element, `beta h`) for each chunk of a late outer gradient.
 
-        It came from a partner after the boundary. The chunks are in fp32 on the CPU, and each one reuses the memory of
-        the previous one.
+        The gradient arrived from a partner after the boundary. The chunks are in fp32 on the CPU, and each of them
+        reuses the memory of the previous one.
         """
         scratch = Scratch()
         for index, (start, _) in enumerate(chunk_bounds(gradient.coding.plan.num_elements)):
@@ -170,7 +170,7 @@ class FilteredStep:
     def own_gradient(self, index: int, gradient: Tensor) -> None:
         """Record this peer's exact outer gradient for a chunk, which limits the offsets of that chunk.
 
-        If the chunk is non-finite, it becomes 0. Its weights then return to the slow weights, and the other chunks are
+        A chunk with non-finite values is set to 0, so its weights return to the slow weights. Other chunks are
         unaffected.
         """
         places = self._filter.pieces.in_chunk[index]
@@ -182,7 +182,7 @@ class FilteredStep:
         self._all_own_norms += self._own_norms
 
     def gradient(self, index: int) -> Tensor | None:
-        """Return the half-difference of the outer gradients, or None if the swap brought none.
+        """Return the half-difference of the outer gradients, or None if the swap contained none.
 
         It is valid until the next chunk.
         """
@@ -190,7 +190,7 @@ class FilteredStep:
         return self._filter.half_gradient(pair, index, self._scales, scratch=self._scratch) if pair else None
 
     def offset(self, name: SectionName, index: int) -> Tensor | None:
-        """Return the clipped half-difference of slow weights or momentum, or None if the swap brought none.
+        """Return the clipped half-difference of slow weights or momentum, or None if the swap contained none.
 
         The result is valid until the next chunk.
         """
@@ -209,7 +209,7 @@ class FilteredStep:
         return offset
 
     def close(self) -> Clipped:
-        """Record the round in the history, and return what was clipped."""
+        """Record the round in the history, and return the clipping statistics."""
         if any(self._all_own_norms):  # all norms are 0 in a closing round
             self._filter.gradients.note(math.hypot(*self._all_own_norms))
             self._filter.own.note(self._all_own_norms)

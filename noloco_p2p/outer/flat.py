@@ -54,13 +54,16 @@ class FlatParameters:
 
     def _check(self, name: str, param: Tensor) -> None:
         if isinstance(param, DTensor):
-            raise ModelError(f"{name} is sharded over several processes; `noloco join --gpus` trains such models")
+            raise ModelError(
+                f"{name} is sharded across several processes; use `noloco join --gpus` to train such a model"
+            )
 
     @cached_property
     def model_layout(self) -> ModelLayout:
         """Return the layout that the models of partners must have in common.
 
-        Frozen parameters are not sent, so the layout contains digests of their content (computed at 4 GB/s).
+        Frozen parameters are not sent, so the layout contains digests of their content, which are computed at about 4
+        GB/s.
         """
         trainable = tuple((name, tuple(param.shape)) for name, param in self.named)
         return ModelLayout(trainable, tuple((name, tuple(p.shape), content_digest(p)) for name, p in self._frozen))
@@ -104,7 +107,7 @@ class FlatParameters:
         synchronize(self.device)
 
     def named_values(self) -> dict[str, Tensor]:
-        """Return the parameters by name. They must not be written to."""
+        """Return the parameters by name. Callers must not write to them."""
         return {name: param.detach() for name, param in self.named}
 
     def by_name(self, vector: Tensor) -> dict[str, Tensor]:

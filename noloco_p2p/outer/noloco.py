@@ -136,11 +136,11 @@ class NoLoCo:
             caller must call `save`, and newcomers keep their own weights until it does.
         checkpoints: The checkpoints to write and to resume from. If None, the last two are kept in the peer's folder
             for the run.
-        meta: A function that is called for each checkpoint. It returns JSON values of the caller, such as the state of
-            a scheduler, which `resumed.meta` holds after a restart.
+        meta: A function that is called for each checkpoint. It returns JSON values that the caller needs after a
+            restart, such as the state of a scheduler. `resumed.meta` then holds them.
         on_round: A function that is called with the result at the end of each round, within `optimizer.step()` or
             `step()`.
-        end_at: The `progress` from which on no new round opens.
+        end_at: The `progress` at which training ends: once it is reached, no new round opens.
         loss_check: A check that undoes swaps that raise the loss. If None, there is no such check.
         parameters: An object that reads and writes the parameters of a model that is not entirely on one device.
         follows_caller: If True, the caller sets `progress`, the position in the schedule. Steps and swaps do not change
@@ -200,7 +200,7 @@ class NoLoCo:
 
     @property
     def progress(self) -> float:
-        """Return the fraction of the run's schedule that is done. It determines the learning rate."""
+        """Return the completed fraction of the run's schedule. It determines the learning rate."""
         return self._rounds.progress
 
     @progress.setter
@@ -213,7 +213,7 @@ class NoLoCo:
 
     @property
     def round(self) -> int:
-        """Return the number of outer steps of this replica, including those that led to a state that it took over."""
+        """Return the number of outer steps of this replica, including the steps behind a state that it took over."""
         return self._rounds.round
 
     @property
@@ -225,13 +225,13 @@ class NoLoCo:
     def is_between_rounds(self) -> bool:
         """Return whether no inner step has been taken since the last outer step.
 
-        The model then equals its slow weights.
+        If so, the model equals its slow weights.
         """
         return self._rounds.steps == 0
 
     @property
     def num_steps(self) -> int:
-        """Return the number of inner steps on this machine, including those before a restart.
+        """Return the number of inner steps on this machine, including the steps before a restart.
 
         This is also the position in this peer's own data.
         """
@@ -269,7 +269,7 @@ class NoLoCo:
         return self._ended(end)
 
     def advance(self) -> bool:
-        """Count an inner step like `step`, but without waiting.
+        """Count an inner step as `step` does, but without waiting.
 
         Returns True at the boundary. In that case, call `poll` until it returns the result. Until then, gradients may
         be computed because the weights do not change, but no optimizer step may be taken.
@@ -287,17 +287,19 @@ class NoLoCo:
     def _check_is_callers(self) -> None:
         if self._hook:
             raise SettingsError(
-                "NoLoCo counts the steps of its optimizer itself: remove this call, or pass None as the optimizer"
+                "NoLoCo already counts the steps of its optimizer: remove this call, or pass None as the optimizer"
             )
 
     def _check_step(self) -> None:
         if self._exchange.owner is not self:
             raise SettingsError(
-                "another NoLoCo was created for this peer, but a peer trains one model: "
-                "put several models into one nn.ModuleDict"
+                "another NoLoCo was created for this peer, but a peer can train only one model: "
+                "to train several models, put them into one nn.ModuleDict"
             )
         if self._rounds.is_at_boundary:
-            raise SettingsError("the round is at its boundary: before the next step, call `poll` until it has ended")
+            raise SettingsError(
+                "the round is at its boundary: before the next step, call `poll` until the round has ended"
+            )
 
     def _take_step(self) -> bool:
         self._peer.metrics.step += 1
@@ -323,7 +325,7 @@ class NoLoCo:
         return self._ended(end) if end else None
 
     def closing_round(self, *, wait_s: float) -> RoundResult:
-        """Run a round without inner steps after training. Both partners move to the midpoint between them.
+        """Run a round without inner steps after training. Both partners move to their midpoint.
 
         After about log2(N) + 3 of these rounds with N peers, each peer is close to the mean of all peers, without
         knowing the others. This call blocks for at most `wait_s`, mainly to wait for peers that are still training. The
@@ -361,7 +363,7 @@ class NoLoCo:
         return folder
 
     def save_in_background(self, *, done: Callable[[Path], None] | None = None) -> bool:
-        """Save the current state like `save`, while training continues. Returns False if the last save is unfinished.
+        """Save the current state as `save` does, while training continues. Return False if the last save is unfinished.
 
         `done` is called with the folder, on the thread that wrote it. A failure is logged.
         """
@@ -387,9 +389,9 @@ class NoLoCo:
         Raises CheckpointError if the state belongs to another model, and SettingsError if a round is open.
         """
         if self._rounds.is_open or self._rounds.is_at_boundary:
-            raise SettingsError("a round is open: load the state before the first step, or pass it as `resume`")
+            raise SettingsError("a round is already open: load the state before the first step, or pass it as `resume`")
         if "place" not in state:
-            raise CheckpointError("this state_dict has no position in a run: it is not from a NoLoCo")
+            raise CheckpointError("this state_dict contains no position in a run, so it was not created by NoLoCo")
         saved_state.check_layout(state["place"], self._state.parameters.model_layout, origin="this state_dict")
         self._peer.membership.weights_change()
         self._state.take_vectors(state)
@@ -430,7 +432,7 @@ class NoLoCo:
         self._peer.metrics.round, self._peer.metrics.progress = self.round, self.progress
 
     def _catch_up(self) -> None:
-        """Take over the swarm's state if this peer is far behind, because it would drag its partners back.
+        """Take over the swarm's state if this peer is far behind, because it would otherwise drag its partners back.
 
         If a round has begun, its steps are discarded. The inner optimizer keeps its moments.
         """
@@ -451,7 +453,7 @@ class NoLoCo:
         try:
             self._state.take(load_file(target))
         except (CheckpointError, SafetensorError) as error:
-            log.error("the state of a peer cannot be used: %s; this peer continues with its own", error)
+            log.error("cannot use the fetched state: %s; this peer continues with its own state", error)
             return False
         finally:
             target.unlink()
@@ -476,7 +478,7 @@ class NoLoCo:
         if self._trainable is not None and _trainable(self._model) != self._trainable:
             raise ModelError(
                 "parameters of the model were replaced, frozen or unfrozen after this NoLoCo was created: "
-                "create a new one, because this one would swap the old parameters"
+                "create a new NoLoCo, because this one would swap the old parameters"
             )
         self._catch_up()
         self._rounds.open(patience_s=patience_s, is_closing=is_closing)
@@ -498,7 +500,7 @@ class NoLoCo:
     def _ended(self, end: RoundEnd) -> RoundResult:
         result = self._count(end)
         if self.progress < self._end_at:
-            self._open()  # now, so that the early part is sent while the caller reads its next batch
+            self._open()  # open now, so that the early part is sent while the caller reads its next batch
         if self._on_round:
             self._on_round(result)
         return result
@@ -512,7 +514,10 @@ class NoLoCo:
         metrics.rounds_here += 1
         if result.diverged:
             metrics.diverged += 1
-            log.error("round %d | this peer's weights were not finite; reset to the round's start", result.round)
+            log.error(
+                "round %d | this peer's weights were non-finite; restored the weights from the start of the round",
+                result.round,
+            )
             if self._inner:
                 self._inner.restore({})  # its moments are non-finite as well
         metrics.blocked_s = result.blocked_s

@@ -25,7 +25,7 @@ class InnerState(Protocol):
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
         """Restore what `state` returned. If `tensors` is empty, reset the optimizer.
 
-        Raises CheckpointError if the tensors do not fit the model.
+        Raises CheckpointError if the tensors do not match the model.
         """
         ...
 
@@ -57,7 +57,7 @@ class TorchOptimizers:
         if num_foreign:
             raise ModelError(
                 f"the optimizer trains {num_foreign} parameters that do not belong to the model and would not be "
-                "swapped: put everything that is trained into one model, such as an nn.ModuleDict"
+                "swapped: put all trained parameters into one model, such as an nn.ModuleDict"
             )
         self._optimizers = optimizers
         self._names = names
@@ -72,7 +72,7 @@ class TorchOptimizers:
             return flatten_optimizers(self._optimizers, self._names)
         except CheckpointError as error:
             if not self._is_warned:
-                log.warning("%s; after a restart the inner optimizer starts from scratch", error)
+                log.warning("%s; after a restart, the inner optimizer will start from scratch", error)
             self._is_warned = True
             return {}
 
@@ -123,7 +123,9 @@ def flatten_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[str, Tens
     for parameter in _parameters(optimizer):
         for field, value in optimizer.state.get(parameter, {}).items():
             if not isinstance(value, Tensor):
-                raise CheckpointError(f"{type(optimizer).__name__} cannot be saved: its {field} is not a tensor")
+                raise CheckpointError(
+                    f"the state of {type(optimizer).__name__} cannot be saved: its {field!r} is not a tensor"
+                )
             flat[f"{field}/{name_of[id(parameter)]}"] = value
     return flat
 
@@ -145,7 +147,9 @@ def restore_optimizer(
     for key, tensor in tensors.items():
         field, _, name = key.partition("/")
         if name not in names or not _fits(tensor, names[name]):
-            raise CheckpointError(f"optimizer state {key} {tuple(tensor.shape)} belongs to no parameter of this model")
+            raise CheckpointError(
+                f"optimizer state {key} {tuple(tensor.shape)} does not match any parameter of this model"
+            )
         fields.setdefault(name, {})[field] = tensor.clone()  # the checkpoint may be a mapped file
     name_of = {id(parameter): name for name, parameter in names.items()}
     state: dict[int, dict[str, Tensor]] = {}

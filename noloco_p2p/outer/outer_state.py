@@ -1,4 +1,4 @@
-"""Keep the slow weights and the outer momentum of one replica, and take outer steps with them and the model.
+"""Keep the slow weights and the outer momentum of one replica, and take its outer steps.
 
 This module does not use the network.
 """
@@ -52,7 +52,7 @@ class OuterState:
         self.num_elements = self.parameters.num_elements
         self.slow_weights = torch.empty(self.num_elements)
         self.outer_momentum = torch.zeros(self.num_elements) if outer.keeps_momentum else None
-        self.spread: float | None = None  # distance to the last partner over 2^0.5, relative to this peer's norm
+        self.spread: float | None = None  # distance to the last partner divided by 2^0.5, relative to this peer's norm
         self._outer = outer
         self._bounds = chunk_bounds(self.num_elements)
         self.gating = ChunkFilter([param.numel() for _, param in self.parameters.named], limits)
@@ -73,7 +73,7 @@ class OuterState:
         return {SectionName[name.upper()]: vector for name, vector in self.tensors().items()}
 
     def take(self, tensors: Mapping[str, Tensor]) -> None:
-        """Set the vectors like `take_vectors`, and set the model's weights to the slow weights."""
+        """Set the vectors as `take_vectors` does, and set the model's weights to the slow weights."""
         self.take_vectors(tensors)
         for start, stop in self._bounds:
             self.parameters.write(start, self.slow_weights[start:stop])
@@ -122,7 +122,7 @@ class OuterState:
         self.parameters.flush()
 
     def judge(self, gradient: SectionPair | None, agreed: Agreement) -> FilterVerdict:
-        """Judge whether a partner's outer gradient may be applied, and how it is scaled. This changes nothing.
+        """Judge whether a partner's outer gradient may be applied, and how to scale it. This changes nothing.
 
         `gradient` is None if it has not arrived. `agreed` is the agreement of the swap.
         """
@@ -130,7 +130,7 @@ class OuterState:
 
     @torch.no_grad()
     def judge_swap(self, received: Received) -> FilterVerdict:
-        """Judge everything that a swap brought, in the same way as `judge`.
+        """Judge everything that was received in a swap, as `judge` does.
 
         This changes only the history of the gates.
         """
@@ -143,7 +143,7 @@ class OuterState:
     def step(
         self, received: Received | None, *, scales: GradientScales = UNSCALED, is_closing: bool = False
     ) -> Clipped:
-        """Take the outer step, and set the model's weights to the new slow weights. Returns what was clipped.
+        """Take the outer step, and set the model's weights to the new slow weights. Returns the clipping statistics.
 
         If `received` is None, this is a solo step. Otherwise, half-differences are added to the peer's own exact
         vectors, so encoding errors cannot move the mean of a pair. `scales` are the factors of the outer gradients,
@@ -180,7 +180,7 @@ class OuterState:
 
     @torch.no_grad()
     def correct(self, correction: Correction, *, scales: GradientScales = UNSCALED) -> None:
-        """Apply a partner's outer gradient that came after the boundary.
+        """Apply a partner's outer gradient that arrived after the boundary.
 
         This adds `beta h` to the slow weights, the fast weights and the momentum.
         """
@@ -205,9 +205,9 @@ def next_progress(progress: float, total_steps: int) -> float:
 def progress_after(progress: float, received: Received, *, inner_steps: int, spec: Spec) -> float:
     """Return the progress of a peer after a swap.
 
-    `progress` is this peer's progress at the end of a round of `inner_steps`. Both partners move by the same amount. It
-    is at most one round of the agreed length, and less if the agreed weight is below 1. The spec limits what the
-    partner can claim.
+    `progress` is this peer's progress at the end of a round of `inner_steps`. Both partners move by the same amount,
+    which is at most one round of the agreed length, and less if the agreed weight is below 1. The spec limits the round
+    length that a partner can claim.
     """
     outer, total = spec.outer, spec.schedule_steps
     agreed = min(received.agreed.inner_steps, outer.max_inner_steps) if outer.is_auto else inner_steps

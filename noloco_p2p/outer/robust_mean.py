@@ -3,13 +3,13 @@
 The centre is the coordinate-wise median, which liars cannot move outside the range of the honest states if fewer than
 half of the peers lie (Yin, Chen, Ramchandran, Bartlett: Byzantine-robust distributed learning, 2018). A state is left
 out if it is further from the centre than any honest state would be. Every other state contributes its deviation from
-the centre, clipped to a radius, so that no single state moves the mean by more than a small share of its norm (centred
-clipping; Karimireddy, He, Jaggi: Learning from history for Byzantine robust optimization, 2021).
+the centre, clipped to a radius, so that no single state moves the mean by more than a small fraction of its norm
+(centred clipping; Karimireddy, He, Jaggi: Learning from history for Byzantine robust optimization, 2021).
 
-Both limits come from honest swarms of eight peers (`benchmarks/honest_states.py`). States of the same moment were up to
-0.037 of the norm from the centre, and none of them is clipped. States that were saved up to seven rounds apart were up
-to 0.33 of the norm from it. One peer, which a partition had separated from the seven others for the whole run, was 0.48
-of the norm from it.
+Both limits are based on measurements in honest swarms of eight peers (`benchmarks/honest_states.py`). States saved at
+the same moment were at most 0.037 of the norm away from the centre, and none of them is clipped. States saved up to
+seven rounds apart were at most 0.33 of the norm away from it. One peer, which a partition had separated from the seven
+others for the whole run, was 0.48 of the norm away from it.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class Distances:
 
 @dataclass(frozen=True, slots=True)
 class RobustMean:
-    """A mean of states, with the peers whose states it contains.
+    """A mean of states, and the peers whose states it includes.
 
-    `left_out` maps peers to the distances of the states that do not count, and `shortened` maps peers to the distances
+    `left_out` maps peers to the distances of the states that were left out, and `shortened` maps peers to the distances
     of the states that were clipped.
     """
 

@@ -47,7 +47,7 @@ class OuterStep(Protocol):
         ...
 
     def correct(self, correction: Correction) -> None:
-        """Apply a late part that came after its boundary."""
+        """Apply a late part that arrived after its boundary."""
         ...
 
 
@@ -115,7 +115,7 @@ class Rounds:
 
         `patience_s` is used only in a closing round (see `Opening`).
         """
-        self.apply_late()  # a late part that came after the last outer step would keep partners waiting
+        self.apply_late()  # a late part that arrived after the last outer step would keep partners waiting
         self._is_closing = is_closing
         self.is_open = True
         step_rate = self.exchange.step_rate
@@ -133,7 +133,7 @@ class Rounds:
 
     def step_taken(self) -> bool:
         """Record an inner step. Returns True after the last step of the round; call `reach_boundary` next."""
-        assert not self.is_at_boundary, "poll until the round has ended"
+        assert not self.is_at_boundary, "call `poll` until the round has ended"
         self.steps += 1
         if not self.follows_caller:
             self.progress = next_progress(self.progress, self.spec.schedule_steps)
@@ -215,7 +215,7 @@ class Rounds:
         self.round, self.progress, self.steps = round_index, progress, steps
 
     def apply_late(self) -> None:
-        """Apply a late part that came after its boundary, if there is one and the vectors are not being sent."""
+        """Apply a late part that arrived after its boundary, if there is one and the vectors are not being sent."""
         correction = self.exchange.late(self.round)
         if correction:
             self._outer_step.correct(correction)

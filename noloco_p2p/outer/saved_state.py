@@ -70,7 +70,7 @@ def check_layout(position: Mapping[str, Any], layout: ModelLayout, *, origin: st
     try:
         difference = layout.first_difference(ModelLayout.from_json(position["tensors"]))
     except (KeyError, ValueError):
-        difference = "it does not say which one"
+        difference = "its list of tensors is missing or invalid"
     raise CheckpointError(f"{origin} belongs to another model: {difference}; use another --state-dir or `noloco fork`")
 
 

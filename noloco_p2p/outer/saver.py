@@ -46,10 +46,10 @@ class Saver:
 
         Returns False if the last checkpoint is unfinished. `done` is called with the folder, on the thread that wrote
         it. A failure is logged, and the last good checkpoint is kept. If the program exits during a write, the process
-        ends after the write. If there is too little memory for a copy, this call returns after the write.
+        ends only after the write. If there is too little memory for a copy, this call returns after the write.
         """
         if self.is_busy:
-            log.warning("the checkpoint of round %d is skipped: the last one is still being written", round)
+            log.warning("skipped the checkpoint of round %d because the previous one is still being written", round)
             return False
         files, meta = content()
         num_bytes = sum(tensor.nbytes for tensors in files.values() for tensor in tensors.values())
@@ -57,7 +57,7 @@ class Saver:
         if has_room:
             files = {stem: _copied(tensors) for stem, tensors in files.items()}
         else:
-            log.info("training waits for the checkpoint of round %d: too little memory for a copy", round)
+            log.info("training is waiting for the checkpoint of round %d: not enough memory for a copy", round)
 
         def write() -> None:
             try:

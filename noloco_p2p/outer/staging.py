@@ -22,7 +22,7 @@ Chunk = Callable[[int, Tensor], Tensor]  # (index of the chunk, device memory fo
 
 
 class Staging:
-    """Two streams of one device, one per direction, because a bus can carry both directions at once."""
+    """Two streams of one device, one per direction, because a bus can transfer data in both directions at once."""
 
     def __init__(self, device: torch.device, *, is_overlapped: bool | None = None) -> None:
         """Create the streams if `is_overlapped` is true. By default, it is true if the device has its own memory.
@@ -100,6 +100,6 @@ def pin(values: Tensor, device: torch.device) -> None:
     cudart: Any = torch.cuda.cudart()
     address = values.data_ptr()
     if int(cudart.cudaHostRegister(address, values.nbytes, 0)) != 0:
-        log.warning("%d MiB of memory cannot be pinned: outer steps will be slower", values.nbytes >> 20)
+        log.warning("could not pin %d MiB of memory; outer steps will be slower", values.nbytes >> 20)
         return
     weakref.finalize(values, cudart.cudaHostUnregister, address)

@@ -4,9 +4,9 @@ The functions compare tensors, positions in the run and the sketches that peers 
 a message that explains the problem. They do not use the network. `peer/state_admission.py` asks the swarm for the
 values that they need, and `robust_mean.py` compares states with each other.
 
-The limits come from honest swarms (`benchmarks/honest_states.py`) with a schedule of 40 rounds. Real runs have far
-longer schedules, so their weights move less in a round. States that were 32 rounds apart differed by up to 0.75 of
-their norm, and their norms differed by a factor of up to 1.6.
+The limits are based on measurements in honest swarms (`benchmarks/honest_states.py`) with a schedule of 40 rounds. Real
+runs have far longer schedules, so their weights move less in a round. States that were 32 rounds apart differed by up
+to 0.75 of their norm, and their norms differed by a factor of up to 1.6.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MIN_POSITIONS = 3  # with fewer positions, it is unclear which one is wrong
 MIN_SKETCHES = 2  # sketches of other peers; a single one is not enough to refuse a state
 MARKS_COMPARED = 2  # each mark takes one pass over the state, at 3 ns per number
 LARGEST_DISTANCE = 1.0  # relative to the norm: 0.75 plus three standard deviations of a sketch (9 % of a distance)
-LARGEST_NORM_RATIO = 1.75  # 1.6 in honest swarms
+LARGEST_NORM_RATIO = 1.75  # the ratio is up to 1.6 in honest swarms
 
 
 def vectors_of(outer: OuterSpec, num_elements: int) -> dict[str, int]:
@@ -63,18 +63,20 @@ def check_vectors(tensors: Mapping[str, object], expected: Mapping[str, int]) ->
     for name, num_elements in expected.items():
         vector = tensors.get(name)
         if not isinstance(vector, Tensor) or vector.shape != (num_elements,):
-            raise CheckpointError(f"the state has no {name} of {num_elements} numbers: it belongs to another model")
+            raise CheckpointError(
+                f"the state has no vector {name} of {num_elements} elements: it belongs to another model"
+            )
         if vector.dtype is not torch.float32:
-            raise CheckpointError(f"the state has {name} in {vector.dtype}, not float32")
+            raise CheckpointError(f"{name} in the state is {vector.dtype} instead of float32")
         if not all(bool(torch.isfinite(chunk).all()) for chunk in vector.split(CHUNK_ELEMENTS)):
-            raise CheckpointError(f"{name} in the state has values that are not finite")
+            raise CheckpointError(f"{name} in the state contains non-finite values")
 
 
 def check_position(round_index: int, progress: float, others: Sequence[tuple[int, float]], spec: Spec) -> None:
     """Raise CheckpointError if a position in the run is far from the positions of the swarm.
 
     `others` holds the round and the progress of each live peer, including the donor. The round counters of honest peers
-    differ with their speed and their round lengths, so a counter is refused only if it is far beyond that.
+    differ with their speed and their round lengths, so a counter is refused only if it deviates far more than that.
     """
     if len(others) < MIN_POSITIONS:
         return
@@ -86,14 +88,16 @@ def check_position(round_index: int, progress: float, others: Sequence[tuple[int
     shortest = outer.min_inner_steps if outer.is_auto else outer.longest_round
     most = FRESH_ROUNDS * outer.longest_round / shortest * median(count for count, _ in others) + STALE_ROUNDS
     if not 0 <= round_index <= most:
-        raise CheckpointError(f"the state is from round {round_index}, which no peer of this swarm can have reached")
+        raise CheckpointError(
+            f"the state claims to be from round {round_index}, which no peer of this swarm can have reached"
+        )
 
 
 def check_sketches(slow_weights: Tensor, published: Sequence[str], *, progress: float, spec: Spec) -> None:
     """Raise CheckpointError if the weights are far from the sketches that most of the other peers publish.
 
     `published` holds the packed sketches of the other peers. The state is sketched at the same marks, except for marks
-    that are further from `progress` than the staleness limit. Anyone can compute these sketches and make up weights
+    that are further from `progress` than the staleness limit. Anyone can compute these sketches and construct weights
     that pass. This check therefore finds only faults and simple lies, and a comparison with other donors finds more.
     """
     reach = STALE_ROUNDS * spec.outer.longest_round / spec.schedule_steps
@@ -106,7 +110,7 @@ def check_sketches(slow_weights: Tensor, published: Sequence[str], *, progress: 
     own = {mark: sketch(slow_weights, run=spec.digest(), mark=mark) for mark in marks}
     num_far = sum(_is_far(own[found.mark], length, found) for found in compared)
     if num_far > len(compared) / 2:
-        raise CheckpointError(f"the weights are far from what {num_far} of {len(compared)} other peers publish")
+        raise CheckpointError(f"the weights are far from those published by {num_far} of {len(compared)} other peers")
 
 
 def _is_far(own: Tensor, length: float, other: Sketch) -> bool:

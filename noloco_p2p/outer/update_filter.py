@@ -17,10 +17,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LossCheck:
-    """The gate that evaluates the model and undoes a swap that raises the loss on a private batch too much.
+    """A gate that evaluates the model and undoes a swap if it raises the loss on a private batch too much.
 
     During a checked step, the slow weights, the momentum and the model's weights are kept twice, which takes up to 12
-    more bytes per parameter. A gradient that comes after its boundary is not checked.
+    more bytes per parameter. A gradient that arrives after its boundary is not checked.
 
     Args:
         measure: A function that returns the current loss of the model, in nats per token, on a batch that no partner
@@ -78,7 +78,7 @@ class UpdateFilter:
         return alone, self._apply(alone, FilterVerdict(), is_closing=is_closing)
 
     def correct(self, correction: Correction) -> None:
-        """Apply a late part that came after its boundary."""
+        """Apply a late part that arrived after its boundary."""
         metrics, verdict = self._metrics, self._state.judge(correction.gradient, correction.agreed)
         if verdict.refusal:
             metrics.refused_gradients += 1
@@ -112,5 +112,5 @@ def admitted(outcome: Outcome, state: OuterState) -> tuple[Outcome, FilterVerdic
 
 
 def _refused(received: Received, why: str) -> Alone:
-    reason = f"what {named(received.partner)} sent was refused: {why}"
+    reason = f"the update from {named(received.partner)} was refused: {why}"
     return Alone(reason, LonelyCause.REFUSED_STATE, received.link)

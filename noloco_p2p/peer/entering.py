@@ -141,17 +141,17 @@ class Entering:
                 break
             if self.answering():
                 log.warning(
-                    "no live peer has a saved state yet; this peer starts from the initial weights, as they did"
+                    "no live peer has a saved state yet; this peer starts from the initial weights, as those peers did"
                 )
                 break
             if not told:
                 told = True
-                log.warning("no peer of the run answers; waiting until one does or until all records have expired")
+                log.warning("no peer of the run is answering; waiting until one does or all records have expired")
             if self._leaving.wait(self._pause_s):
-                raise Left("asked to leave before a peer of the run answered")
+                raise Left("asked to leave before any peer of the run answered")
             donors = self._look_for_donors()
         if told and not donors and self._live_peers.stage is not None:
-            raise Unreachable("the peers that held this stage are gone: restart this peer to wait for them")
+            raise Unreachable("the peers that held this stage are gone; restart this peer to wait for them")
         return None
 
     def answering(self) -> Sequence[Candidate]:
@@ -180,7 +180,7 @@ class Entering:
             return None
         began_s = time.monotonic()
         log.warning(
-            "this peer is at %.1f %% of the schedule, and most of the swarm is at %.1f %% or beyond: catching up",
+            "this peer is at %.1f %% of the schedule, but most of the swarm is at %.1f %% or beyond; catching up",
             100 * progress,
             100 * min(donor.progress for donor in ahead),
         )
@@ -197,9 +197,11 @@ class Entering:
             now_s = time.monotonic()
             self._catch_up_again_s = now_s + max(CATCH_UP_AGAIN_S, now_s - began_s)
         if manifest is None:
-            log.warning("no peer serves a newer state now; this peer will ask again later")
+            log.warning("no peer can provide a newer state at the moment; this peer will try again later")
             return None
-        log.warning("caught up with round %d, %.1f %% of the schedule", manifest.round, 100 * manifest.progress)
+        log.warning(
+            "caught up with the swarm: round %d, %.1f %% of the schedule", manifest.round, 100 * manifest.progress
+        )
         return manifest
 
     def _far_ahead(self, progress: float, *, round_progress: float) -> list[Candidate]:
@@ -306,6 +308,7 @@ class Entering:
             )
             if difference:
                 raise ModelError(
-                    f"this model is not the one that the swarm trains, according to {named(donor.peer_id)}: "
-                    f"{difference}. Use the same revision, folder and versions of torch and transformers as the others"
+                    f"the swarm trains a different model, according to {named(donor.peer_id)}: "
+                    f"{difference}. Use the same revision, folder and versions of torch and transformers as the other "
+                    "peers"
                 )

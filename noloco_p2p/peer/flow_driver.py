@@ -95,7 +95,7 @@ class FlowDriver:
         self._given_up: deque[object] = deque()
         self._to_evaluate: deque[object] = deque()
         self._microbatch: asyncio.Future[object] | None = None  # the next one
-        self._running = OwnedTasks("a task of the pipeline")
+        self._running = OwnedTasks("a pipeline task")
         links.neighbourhood = self
 
     def start(self) -> None:
@@ -173,7 +173,7 @@ class FlowDriver:
     def _count_dropped(self, peer: str, *, is_dropped: bool) -> None:
         self._num_dropped[peer] = self._num_dropped[peer] + 1 if is_dropped else 0
         if self._num_dropped[peer] > MAX_DROPPED and isinstance(self.machine, Replica):
-            sentence = f"it sent {MAX_DROPPED} forwards without a reservation"
+            sentence = f"it sent {MAX_DROPPED} forward frames without a reservation"
             self._strike(peer, sentence)
             self._loop.call_soon(self._links.drop, peer, Refused(sentence, peer=peer))
 
@@ -276,7 +276,7 @@ class FlowDriver:
         try:
             self.tasks.put(Handed(task, await decoding))
         except PeerError as error:
-            log.warning("a microbatch is lost: %s", error)
+            log.warning("a microbatch was lost: %s", error)
             self.failed(task)
         self._look_ahead()
 

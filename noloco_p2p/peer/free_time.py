@@ -38,14 +38,12 @@ class Reason:
     sentence: str
 
 
-BATTERY = Reason("battery", "this machine is running on its battery")
+BATTERY = Reason("battery", "this machine is running on battery power")
 IN_USE = Reason(
     "in use",
-    f"other programs used more than {100 * BUSY_SHARE:.0f} % of the processor within the last {QUIET_S / 60:.0f} min",
+    f"other programs used more than {100 * BUSY_SHARE:.0f} % of the processor in the last {QUIET_S / 60:.0f} min",
 )
-GPU_IN_USE = Reason(
-    "GPU in use", f"another program computed on the GPU of this peer within the last {QUIET_S / 60:.0f} min"
-)
+GPU_IN_USE = Reason("GPU in use", f"another program used this peer's GPU in the last {QUIET_S / 60:.0f} min")
 
 
 class FreeTime:
@@ -56,7 +54,7 @@ class FreeTime:
 
     def __init__(self, settings: PeerSettings) -> None:
         self._hours = settings.hours
-        self._is_outside = Reason("hours", f"the time is outside {settings.when}")
+        self._is_outside = Reason("hours", f"the current time is outside {settings.when}")
         self._spares_battery = settings.on_battery == "never"
         self.spares_users = settings.when == "idle"
         self.spares_gpu = self.spares_users or settings.on_busy_gpu == "never"

@@ -77,7 +77,7 @@ class GpuUse:
         try:
             pynvml.nvmlInit()
         except pynvml.NVMLError as error:
-            self.why_unknown = f"NVML does not answer: {error}"
+            self.why_unknown = f"NVML cannot be used: {error}"
             return
         self._nvml = pynvml
 

@@ -39,7 +39,7 @@ class NetworkThread:
         try:
             while leaving and time.monotonic() + LOOK_S < until_s:
                 if leaving.is_set():
-                    raise Left("asked to leave before it began to train")
+                    raise Left("asked to leave before training began")
                 concurrent.futures.wait([future], LOOK_S)
                 if future.done():
                     break

@@ -57,8 +57,10 @@ class Pausing:
     def sentence(self) -> str:
         """Return a sentence with the reason and how the pause ends, or "" if no pause is requested."""
         if self._machine and not self.is_asked:
-            return f"{self._machine.sentence}; training resumes by itself"
-        asked = "`noloco pause` asked for it; `noloco resume` continues, `noloco leave` ends the peer"
+            return f"{self._machine.sentence}; training will resume automatically"
+        asked = (
+            "requested with `noloco pause`; run `noloco resume` to resume training, or `noloco leave` to stop the peer"
+        )
         return asked if self._requested.is_set() else ""
 
 
@@ -82,5 +84,5 @@ async def watch(free_time: FreeTime, pausing: Pausing, look: Callable[[], Seen],
         try:
             pausing.heed(free_time.why_not(await asyncio.to_thread(look), now_s=time.monotonic()))
         except Exception:  # the peer stays in its present state
-            log.exception("the use of this machine could not be read")
+            log.exception("the load on this machine could not be measured")
         await asyncio.sleep(every_s)

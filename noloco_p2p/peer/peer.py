@@ -269,7 +269,7 @@ class Peer:
         try:
             self._call(self._net.directory.announce_now(), START_TIMEOUT_S)
         except (DirectoryError, TimeoutError) as error:
-            log.warning("the state %s could not be announced to the swarm: %s", state, error)
+            log.warning("could not announce the state %r to the swarm: %s", state, error)
 
     def last_fault(self) -> str:
         """Return a description of the last fault of another peer, or "" if there was none."""
@@ -337,7 +337,7 @@ class Peer:
         except TimeoutError:
             self.close()
             raise DirectoryError(
-                "the network did not start in time; the machine may be overloaded: try again"
+                "the network did not start in time; the machine may be overloaded, so try again"
             ) from None
         except BaseException:
             self.close()
@@ -400,7 +400,7 @@ class Peer:
                 live_peers=live_peers,
             )
         if self.spec.run_key != (self._invitation.run_key if self._invitation else ""):
-            raise TicketError("the run is private, but the ticket has no invitation: ask for a new ticket")
+            raise TicketError("the run is private, but the ticket contains no invitation; ask for a new ticket")
         states = StateServer(self.spec)
         stack = build_round_stack(
             self.spec,
@@ -532,9 +532,9 @@ class Peer:
         if self.fault is None:
             where = ", ".join(other.addresses) or "another machine"
             self.fault = IdentityError(
-                f"the key of this peer is also in use at {where}, by a peer that started later, so this one stops. "
-                f"A key must not be used twice: move {self.settings.state_dir / 'identity.key'} away on one of the two "
-                "machines, and `noloco id` creates a new one there"
+                f"the key of this peer is also in use at {where} by a peer that started later, so this peer stops. "
+                "Two peers must not use the same key: on one of the two machines, move "
+                f"{self.settings.state_dir / 'identity.key'} away, and run `noloco id` to create a new key"
             )
             log.error("%s", self.fault)
             self.request_leave()

@@ -175,7 +175,7 @@ class Reachability:
                     await self._directory.announce_now()
                     announced = now
                 except DirectoryError as error:
-                    log.debug("a change of addresses is not announced yet: %s", error)
+                    log.debug("the changed addresses could not be announced yet: %s", error)
             await asyncio.sleep(LOOK_S)
 
     # how reachability is determined

@@ -58,7 +58,7 @@ def read_spec(ticket: Ticket, state_dir: Path) -> Spec | None:
     try:
         return Spec.from_json(path.read_bytes(), expected_digest=ticket.spec_digest, origin=str(path))
     except (SpecError, OSError) as error:  # the file is incomplete, for example because the disk was full
-        log.warning("the spec will be fetched again: %s", error)
+        log.warning("the stored spec cannot be used and will be fetched again: %s", error)
         return None
 
 
@@ -75,7 +75,7 @@ def find_invitation(target: Spec | Ticket, settings: PeerSettings) -> Invitation
     elif settings.run_key:
         key = Identity.load(settings.run_key)
         if key.peer_id != target.run_key:
-            raise SettingsError(f"--run-key {settings.run_key}: this is not the key that the run spec names")
+            raise SettingsError(f"--run-key {settings.run_key}: this is not the run key that the run spec names")
         found = invite(key, expires_at_s=time.time() + OWN_INVITATION_S, seed=os.urandom(32))
     else:
         found = _kept_invitation(target, settings.state_dir)

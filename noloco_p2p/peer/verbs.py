@@ -57,7 +57,7 @@ def verbs(peer: Controlled) -> dict[str, Handler]:
 def why_no_pause(peer: Controlled) -> str:
     """Return why `peer` cannot be paused now, or "" if it can."""
     if peer.leave_requested.is_set():
-        return "it is leaving"
+        return "the peer is leaving"
     if not peer.has_entered:
-        return "it has not begun to train yet; try again, or stop it with `noloco leave`"
-    return "the run is done, so it no longer trains" if peer.state == "done" else ""
+        return "the peer has not started training yet; try again later, or stop it with `noloco leave`"
+    return "the run is done, so the peer is no longer training" if peer.state == "done" else ""

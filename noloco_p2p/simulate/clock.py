@@ -1,4 +1,4 @@
-"""A virtual clock, which is an event loop whose time jumps to the next timer, and an executor without threads."""
+"""Provides a virtual clock for coroutines, and an executor without threads."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from typing import Any, ParamSpec, TypeVar
 P = ParamSpec("P")
 T = TypeVar("T")
 
-TICK_S = 1e-9  # by which timers are late
+TICK_S = 1e-9  # the amount by which timers fire late
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
-    """An event loop whose `time()` begins at 0, and jumps to the next timer when all coroutines wait.
+    """An event loop whose `time()` begins at 0 and jumps to the next timer when all coroutines are waiting.
 
-    Code takes no time except when it sleeps. The same coroutines always give the same order of events. Raises
-    RuntimeError if all coroutines wait and no timer is left.
+    Code takes no time except when it sleeps. The same coroutines always produce the same order of events. The loop
+    raises RuntimeError if all coroutines are waiting and no timer is left.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._now_s = 0.0
-        # A timer must not fire even slightly early: code whose time has not come would wait again, and because
-        # nothing else moves the clock, it would wait forever.
+        # A timer must never fire early. Otherwise, its code would see that its time has not come and wait again, and
+        # because nothing else moves the clock, it would wait forever.
         self._clock_resolution = 0.0
-        self._selector = self  # `BaseEventLoop` waits by calling its `select`
+        self._selector = self  # `BaseEventLoop` waits by calling `select` of this object
 
     def time(self) -> float:
         return self._now_s
@@ -39,19 +39,19 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return []
 
     def _is_busy(self) -> bool:
-        """Whether a coroutine can run now."""
-        ready: Sized = getattr(self, "_ready")  # noqa: B009 - of BaseEventLoop, which stubs do not show
+        """Return whether a coroutine can run now."""
+        ready: Sized = getattr(self, "_ready")  # noqa: B009 - the type stubs lack it
         return len(ready) > 0
 
     def _process_events(self, event_list: list[Any]) -> None:
-        """Do nothing: without sockets there are no events."""
+        """Do nothing, because there are no events without sockets."""
 
     def _write_to_self(self) -> None:
-        """Do nothing: no other thread calls, so nothing needs to be woken."""
+        """Do nothing, because no other thread needs to wake the loop."""
 
 
 class InlineExecutor(Executor):
-    """Runs each call at once, in the thread that submits it, so that encoding a vector takes no virtual time."""
+    """Runs each call at once in the thread that submits it, so that work like encoding takes no virtual time."""
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         future: Future[T] = Future()

@@ -1,4 +1,4 @@
-"""Simulates the baselines: rules that see all replicas at once (`optim/rules.py`), with the same text and model."""
+"""Simulates the baselines, which are rules that see all replicas at once, with the same data and model."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ from noloco_p2p.trainer.inner_step import InnerStep
 def simulate_lockstep(material: Material, plan: Plan, *, rule: str) -> Result:
     """Simulate replicas that take every step together. Broken calls (`churn.lose`) and closing rounds do not apply.
 
-    A replica that is absent from a round of a collective rule contributes nothing to the mean. Afterwards it receives
-    the mean as one more encoded vector, so it continues with the weights of the others. No real system loses less when
-    a replica is absent.
+    A replica that is absent from a round of a collective rule contributes nothing to the mean. It then receives the
+    mean as one more encoded vector, so it continues with the weights of the others. A real system would lose at least
+    as much.
     """
     return _Lockstep(material, plan, rule).run()
 
 
 def ring_of(rule: str, codec_name: str, *, num_elements: int) -> Ring:
-    """Return the ring of a collective rule in a run with this codec of outer gradients.
+    """Return the ring all-reduce of a collective rule.
 
-    DiLoCo uses that codec. ddp sends fp32 if the codec is fp32, and otherwise bf16 gradients, like DDP's hook.
+    DiLoCo uses `codec_name`, which is the codec of outer gradients in the run. The rule `ddp` sends fp32 gradients if
+    the codec is fp32, and otherwise bf16 gradients, like the bf16 hook of DDP.
     """
     name = "bf16" if rule == "ddp" and codec_name != "fp32" else codec_name
     if name == "fp32":
@@ -40,7 +41,7 @@ def ring_of(rule: str, codec_name: str, *, num_elements: int) -> Ring:
 
     def coded(vector: Tensor) -> Tensor:
         if not vector.isfinite().all():
-            return vector  # a run that diverges continues to diverge
+            return vector  # keep a diverged run diverged
         parts = [vector[start:stop] for start, stop in chunk_bounds(vector.numel())]
         return torch.cat([codec.decode(codec.encode(part), num_elements=part.numel()) for part in parts])
 
@@ -66,7 +67,7 @@ class _Lockstep:
         self.absences = [
             random.Random(f"absent/{plan.seed}/{peer_name(number)}") for number in range(plan.num_replicas)
         ]
-        self.present = list(range(plan.num_replicas))  # in this round
+        self.present = list(range(plan.num_replicas))  # replicas that are present in this round
         self.sent_bytes = 0.0  # mean over replicas
         self.virtual_s = 0.0
         self.curve: list[Point] = []
@@ -114,7 +115,7 @@ class _Lockstep:
         own = [inner.gradients() for inner in self.inner]
         stacked = torch.stack([torch.cat([gradient.flatten() for gradient in gradients]) for gradients in own])
         if not self.present:
-            stacked.zero_()  # the round is lost for all
+            stacked.zero_()  # no replica gets gradients in this round
         else:
             mixed = stacked[self.present]
             self.rule.mix_gradients(mixed)
@@ -143,7 +144,7 @@ class _Lockstep:
         rows[absent] = mixed[:1].expand(len(absent), -1)
 
     def _count_bytes(self, num_bytes: float) -> None:
-        """Count an exchange in which each replica sends `num_bytes` when all are present."""
+        """Count the bytes of an exchange in which each replica would send `num_bytes` if all were present."""
         num_replicas, num_present = self.plan.num_replicas, len(self.present)
         if num_bytes and num_present < num_replicas:
             vector = self.ring.bytes_per_element * self.num_elements
@@ -155,7 +156,7 @@ class _Lockstep:
         return torch.stack([flat.read(0, self.num_elements) for flat in self.flat])
 
     def _exchange_s(self, num_bytes: float) -> float:
-        """Return the seconds of an exchange over the slowest link, for which all replicas wait."""
+        """Return how many seconds all replicas wait for an exchange over the slowest link."""
         if not num_bytes:
             return 0.0
         links = [self.plan.link(number) for number in range(self.plan.num_replicas)]

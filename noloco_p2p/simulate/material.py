@@ -1,4 +1,4 @@
-"""The model, data and held-out text of every replica of a simulation, built in the same way as the trainer's."""
+"""Builds the model, data and held-out text of the replicas of a simulation, in the same way as the trainer."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Material:
     tokenizer: PreTrainedTokenizerBase
     validation: list[Tensor]
     bindings: Mapping[str, str]
-    device: torch.device  # of all models; outer states stay on the CPU, like in a real peer
+    device: torch.device  # the device of all models; outer states are on the CPU, like in a real peer
 
     @classmethod
     def of(cls, spec: TrainerSpec, bindings: Mapping[str, str], *, device: torch.device = CPU) -> Material:
-        """Build the material of a spec. Raises DataError and ModelError, like the trainer."""
+        """Build the material of a spec. Raises DataError or ModelError, like the trainer."""
         tokenizer = build_tokenizer(spec.data)
         validation = validation_batches(
             spec.data,
@@ -46,10 +46,10 @@ class Material:
         return model
 
     def batches(self, peer_id: str, *, replica: int = 0, batch_size: int | None = None) -> TokenStream:
-        """Open the batches of a replica. `{replica}` in a binding is its number, so that each replica can read other
-        files.
+        """Return the batches of a replica.
 
-        If `batch_size` is None, it is `train.batch_size`. The sequences and their order do not depend on it.
+        `{replica}` in a binding is replaced by the number of the replica, so that each replica can read different
+        files. If `batch_size` is None, it is `train.batch_size`. The sequences and their order do not depend on it.
         """
         return TokenStream(
             self.spec.data,
@@ -64,6 +64,6 @@ class Material:
         return evaluate_loss(model, self.validation)
 
     def loss_of(self, weights: Tensor, scratch: PreTrainedModel) -> float:
-        """Return the validation loss of a flat vector, by writing it into the weights of `scratch`."""
+        """Return the validation loss of a flat vector of weights. This overwrites the weights of `scratch`."""
         FlatParameters(scratch).write(0, weights)
         return self.loss(scratch)

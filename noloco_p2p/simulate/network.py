@@ -1,4 +1,4 @@
-"""A network of links with a delay and a rate, on the clock of the running loop. It simulates what `net` does."""
+"""Simulates the network with links that have a delay and a rate, on the clock of the running loop."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from noloco_p2p.gossip.seams import Candidate, FrameStream
 from noloco_p2p.testing.links import BUFFER_S, PROFILES, LinkProfile, Shape
 from noloco_p2p.testing.memory import MemoryNetwork, Wrap, unchanged
 
-FRAME_BYTES = 64  # of a frame besides its payload
+FRAME_BYTES = 64  # size of a frame without its payload
 IDEAL = LinkProfile("ideal", down_mbit_s=float("inf"), up_mbit_s=float("inf"), delay_ms=0, jitter_ms=0)
 LINKS = {IDEAL.name: IDEAL, **PROFILES}
 
 
 class LinkDirection(Protocol):
-    """One direction of one peer's link, shared by the frames of all its swaps."""
+    """One direction of a peer's link, which the frames of all its swaps share."""
 
     def carry(self, num_bytes: int, then: Callable[[], None]) -> None:
-        """Call `then` when these bytes, which enter now, have left the link. Bytes leave in order of entry."""
+        """Accept `num_bytes`, and call `then` when they have left the link. Bytes leave in order of entry."""
         ...
 
     async def drain(self) -> None:
-        """Wait until the link accepts more bytes, like a sender whose buffer is full."""
+        """Wait while the buffer of the link is full."""
         ...
 
 
@@ -48,7 +48,7 @@ class ShapedWay:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """The link of a peer to all others. `up` leads away from the peer, `down` leads to it."""
+    """The link of a peer to all others. `up` leads away from the peer, and `down` leads to it."""
 
     up: LinkDirection
     down: LinkDirection
@@ -63,9 +63,9 @@ class Link:
 
 
 class LinkNetwork(MemoryNetwork):
-    """The peers that can be reached, and their links.
+    """A network of reachable peers and their links.
 
-    `lose` is the share of calls whose connection breaks, at one of the first `frames_a_swap` frames of the caller.
+    `lose` is the fraction of calls whose connection breaks at one of the first `frames_a_swap` frames of the caller.
     """
 
     def __init__(self, *, lose: float = 0.0, frames_a_swap: int = 8, seed: int = 0) -> None:
@@ -74,10 +74,10 @@ class LinkNetwork(MemoryNetwork):
         self._lose = lose
         self._frames_a_swap = frames_a_swap
         self._rng = random.Random(f"lost/{seed}")
-        self._streams: dict[str, list[LinkStream]] = {}  # the open ones of each peer, both ends
+        self._streams: dict[str, list[LinkStream]] = {}  # the open streams of each peer, with both ends
 
     def connect(self, caller: str, called: str) -> LinkStream:
-        """Return the caller's end; the called peer gets the other end when the call has arrived."""
+        """Open a stream, and return the caller's end. The called peer gets the other end when the call has arrived."""
         self.service(called)
         ours, theirs = self.links[caller], self.links[called]
         here, there = LinkStream(called, ours.up, ours.down), LinkStream(caller, theirs.up, theirs.down)
@@ -123,13 +123,16 @@ class LinkTransport:
         return await service.on_status(swap_id)
 
     async def fetch(self, candidate: Candidate, want: FetchWant, *, timeout_s: float) -> AsyncGenerator[FetchItem]:
-        """Raise Unreachable: simulated newcomers take their donor's state directly."""
+        """Raise Unreachable, because simulated newcomers copy the state of their donor directly."""
         raise Unreachable("states are not fetched in a simulation", peer=candidate.peer_id)
         yield
 
 
 class LinkStream:
-    """One end of a stream. Its frames pass its own up link and then the down link of the other end, in order."""
+    """One end of a stream.
+
+    Its frames pass the up link of this end, and then the down link of the other end, in order.
+    """
 
     def __init__(self, peer: str, up: LinkDirection, down: LinkDirection) -> None:
         self.other: LinkStream | None = None
@@ -137,7 +140,7 @@ class LinkStream:
         self._peer = peer
         self._up = up
         self._down = down
-        self._in_up: deque[Frame] = deque()  # in order, because timers for the same moment may fire in any order
+        self._in_up: deque[Frame] = deque()  # a queue, because timers for the same moment may fire in any order
         self._in_down: deque[Frame] = deque()
         self._received: asyncio.Queue[Frame | None] = asyncio.Queue()
         self._is_drained = False
@@ -148,7 +151,7 @@ class LinkStream:
         return self._peer
 
     def break_after(self, num_frames: int) -> None:
-        """Break the connection, for both ends, after this end has sent `num_frames`."""
+        """Break the connection for both ends after this end has sent `num_frames` frames."""
         self._frames_left = num_frames
 
     async def send(self, frame: Frame) -> None:
@@ -178,7 +181,7 @@ class LinkStream:
         self.end()
 
     def end(self) -> None:
-        """End the stream for both ends; frames in flight still arrive, as over TCP."""
+        """End the stream for both ends. Frames in flight still arrive, like over TCP."""
         for stream in (self, self._partner):
             if not stream.has_ended:
                 stream.has_ended = True

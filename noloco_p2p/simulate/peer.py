@@ -1,6 +1,6 @@
-"""The rounds of a simulated peer: the code of a real peer on a virtual network, and counters of the outcomes.
+"""Simulates the rounds of a peer, with the code of a real peer on a virtual network, and counts their outcomes.
 
-`Replica` trains a whole model, `StageNode` one stage.
+`SimulatedReplica` trains a whole model, and `StageNode` trains one stage.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from noloco_p2p.trainer.inner_step import InnerStep
 
 
 class SimulatedPeer:
-    """The base of simulated peers. The counters can be read at any time.
+    """The base class of simulated peers. Its counters can be read at any time.
 
-    `train` configures the inner optimizer. `absent` is the share of the rounds in which no peer can reach this one. If
-    `gates` is None, the limits of the spec apply. `follows_caller` is explained in `Rounds`.
+    `train` configures the inner optimizer. `absent` is the fraction of rounds in which no other peer can reach this
+    one. If `gates` is None, the limits of the spec apply. `Rounds` explains `follows_caller`.
     """
 
     def __init__(
@@ -59,9 +59,9 @@ class SimulatedPeer:
         self.state = OuterState(model, spec.outer, limits=gates or gate_limits(spec.codec))
         self.inner = InnerStep(model, train)
         self.steps = 0
-        self.cut_share = 0.0  # sum over swaps, of `Clipped`
+        self.cut_share = 0.0  # `Clipped.cut_share`, summed over swaps
         self.clipped = 0  # rounds in which a gate clipped what a partner sent
-        self.swapped = self.half = self.alone = 0  # rounds with inner steps, by their outcome
+        self.swapped = self.half = self.alone = 0  # rounds with inner steps, by outcome
         self._spec = spec
         self._network = network
         self._wrap = wrap
@@ -98,16 +98,16 @@ class SimulatedPeer:
 
     @property
     def refused(self) -> int:
-        """The number of rounds and late parts in which a gate refused what a partner sent."""
+        """The number of times that a gate refused what a partner sent."""
         return self._metrics.refused_gradients
 
     @property
     def late(self) -> int:
-        """The number of late parts that were applied after their boundary."""
+        """The number of outer gradients that were applied after their boundary."""
         return self._metrics.late
 
     def take(self, donor: SimulatedPeer) -> None:
-        """Take over the state of another peer, like a newcomer."""
+        """Copy the state of another peer, like a newcomer."""
         self.state.take(donor.state.tensors())
         self._rounds.restart(round_index=donor._rounds.round, progress=donor.progress)
 
@@ -126,7 +126,7 @@ class SimulatedPeer:
         self._rounds.open()
 
     async def _closing_round(self) -> None:
-        """Mix without training: both partners move to the midpoint."""
+        """Take a round without training, in which both partners move to their midpoint."""
         self._rounds.exchange = self._exchange
         wait_s = closing_wait_s(self._spec.outer, self.driver.step_rate.seconds_per_round())
         self._rounds.open(patience_s=wait_s, is_closing=True)
@@ -144,7 +144,7 @@ class SimulatedPeer:
             await self.driver.wait_until_over(self._rounds.wait_left_s)
 
     def _poll(self) -> RoundEnd | None:
-        """Take the outer step once the round is over."""
+        """Take the outer step and return its result if the round is over. Otherwise, return None."""
         end = self._rounds.poll()
         if end is None:
             return None
@@ -166,7 +166,7 @@ class SimulatedPeer:
 
 
 class Around:
-    """An `Exchange` that wraps another one, and forwards all calls."""
+    """An `Exchange` that wraps another one and forwards all calls to it."""
 
     def __init__(self, inner: Exchange) -> None:
         self._inner = inner
@@ -198,7 +198,7 @@ class Around:
 
 
 class Absent(Around):
-    """An exchange for a replica that cannot be reached: it trains, but its rounds are not open to others."""
+    """An exchange for a replica that cannot be reached. It trains, but its rounds are not open to other peers."""
 
     def open(self, round_index: int, *, state: dict[SectionName, Tensor], **options: Any) -> None:
         steps = {name: options[name] for name in ("steps_done", "inner_steps", "shortest_round_s")}

@@ -1,4 +1,4 @@
-"""The input of a simulation: replicas, their speeds and links, and what happens to them."""
+"""Defines and parses the input of a simulation: replicas, their speeds and links, and churn."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Churn:
-    """Faults, and peers that come and go.
+    """Faults, and peers that join, leave and crash.
 
-    `lose` is the share of calls whose connection breaks. Their peers then look for other partners, like on a real
-    network. `absent` is the share of rounds in which nobody can reach a replica, so that it has a solo round.
+    `lose` is the fraction of calls whose connection breaks. The peers of a broken call look for other partners, like on
+    a real network. `absent` is the fraction of rounds in which nobody can reach a replica, so that it has a solo round.
     """
 
     events: tuple[Event, ...] = ()
@@ -39,7 +39,7 @@ class Churn:
     absent: float = 0.0
 
     def joins_at_s(self, replica: int, stage: int = 0) -> float | None:
-        """Return when a replica joins; None if it is present from the start."""
+        """Return the time at which a replica joins, or None if it is present from the start."""
         joins = (event for event in self.events if event.kind == "join")
         return next((event.at_s for event in joins if (event.stage, event.replica) == (stage, replica)), None)
 
@@ -48,8 +48,8 @@ class Churn:
 class Plan:
     """The input of a simulation. `num_replicas` includes replicas that join later.
 
-    `step_s` is the virtual time of an inner step at speed 1. `speeds` and `links` have one item per replica, and repeat
-    if there are fewer items.
+    `step_s` is the virtual time of an inner step at speed 1. `speeds` and `links` have one item per replica. If there
+    are fewer items, they are repeated.
     """
 
     num_replicas: int
@@ -58,8 +58,8 @@ class Plan:
     speeds: tuple[float, ...] = (1.0,)
     links: tuple[LinkProfile, ...] = (IDEAL,)
     churn: Churn = Churn()
-    gates: GateLimits | None = None  # of all replicas; None = the gates of the spec
-    evaluations: int = 4  # points of the curve of validation loss
+    gates: GateLimits | None = None  # the gates of all replicas; None stands for the gates of the spec
+    evaluations: int = 4  # number of points on the curve of the validation loss
 
     def seconds_per_step(self, replica: int) -> float:
         return self.step_s / self.speeds[replica % len(self.speeds)]
@@ -69,10 +69,10 @@ class Plan:
 
 
 def parse_churn(text: str, *, num_replicas: int | tuple[int, ...]) -> Churn:
-    """Parse comma-separated items like in EXAMPLE. Raises SettingsError, which names the item.
+    """Parse comma-separated items like those in EXAMPLE. Raises SettingsError, which names the item that is wrong.
 
-    In a run with stages, `num_replicas` has one number per stage, and events name a replica by its stage:
-    `crash:1.2@200`.
+    In a run with stages, `num_replicas` has one number per stage, and events also name the stage of a replica, for
+    example `crash:1.2@200`.
     """
     stages = (num_replicas,) if isinstance(num_replicas, int) else num_replicas
     events: list[Event] = []
@@ -83,13 +83,13 @@ def parse_churn(text: str, *, num_replicas: int | tuple[int, ...]) -> Churn:
         elif match := SHARE.fullmatch(item):
             shares[match[1]] = float(match[2])
         else:
-            raise SettingsError(f"--churn {item}: is none of {EXAMPLE}")
+            raise SettingsError(f"--churn {item}: must look like one of these: {EXAMPLE}")
     churn = Churn(tuple(sorted(events, key=lambda event: event.at_s)), **shares)
     for stage, num in enumerate(stages):
         if all(churn.joins_at_s(replica, stage) is not None for replica in range(num)):
             of_stage = f" of stage {stage}" if len(stages) > 1 else ""
             raise SettingsError(
-                f"--churn: one replica{of_stage} at least must be present from the start, as the donor of the others"
+                f"--churn: at least one replica{of_stage} must be present from the start, as the donor of the others"
             )
     return churn
 
@@ -109,7 +109,7 @@ def _event(match: re.Match[str], item: str, stages: tuple[int, ...]) -> Event:
 
 
 def parse_speeds(text: str) -> tuple[float, ...]:
-    """Parse relative speeds: `1,1,2,4`. Raises SettingsError."""
+    """Parse relative speeds like `1,1,2,4`. Raises SettingsError if they are not positive numbers."""
     try:
         speeds = tuple(float(part) for part in text.split(","))
     except ValueError:
@@ -120,9 +120,9 @@ def parse_speeds(text: str) -> tuple[float, ...]:
 
 
 def parse_links(names: Sequence[str]) -> tuple[LinkProfile, ...]:
-    """Parse names of profiles, or a rate each way with the delay between two such peers, like `100mbit-50ms`.
+    """Parse links, which are names of profiles or have the form `100mbit-50ms`. Raises SettingsError if one is neither.
 
-    Raises SettingsError.
+    `100mbit-50ms` is a link with 100 Mbit/s in each direction, and with 50 ms of delay between two such peers.
     """
     return tuple(_link(name) for name in names) or (IDEAL,)
 

@@ -1,4 +1,4 @@
-"""Plots of the curves of a simulation. matplotlib is an extra: `pip install noloco_p2p[plot]`."""
+"""Plots the curves of a simulation. It needs matplotlib, which `pip install noloco_p2p[plot]` installs."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def check(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise SettingsError(f"--plot {folder}: cannot be made: {error.strerror}") from None
+        raise SettingsError(f"--plot {folder}: cannot be created: {error.strerror}") from None
 
 
 def draw(results: Sequence[Result], folder: Path) -> Path:
-    """Plot validation loss over virtual time, with a colour per rule and a line per replica. It returns the file."""
+    """Plot validation loss over virtual time, with a colour per rule and a line per replica, and return the file."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

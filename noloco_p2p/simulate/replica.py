@@ -1,4 +1,4 @@
-"""A simulated replica: the life of a peer as one coroutine, with the rounds, swaps and outer step of a real peer."""
+"""Simulates a replica from start to end in one coroutine, with the rounds, swaps and outer step of a real peer."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from noloco_p2p.simulate.peer import SimulatedPeer, now_s
 from noloco_p2p.simulate.result import Point
 from noloco_p2p.testing.memory import Wrap, unchanged
 
-AT_POINT = 1e-6  # progress is a sum of fractions
+AT_POINT = 1e-6  # tolerance, because progress is a sum of fractions
 
 
 class SimulatedReplica(SimulatedPeer):
-    """A replica. `run` trains until the schedule is done or somebody calls `leave`."""
+    """A simulated replica. `run` trains until the schedule is done or `leave` is called."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class SimulatedReplica(SimulatedPeer):
         )
         self.number = number
         self.curve: list[Point] = []
-        self.rounds_s: list[float] = []  # virtual, including waits
+        self.rounds_s: list[float] = []  # virtual duration of each round, including waits
         self._material = material
         self._batches = material.batches(peer_id, replica=number)
         self._step_s = step_s
@@ -58,7 +58,7 @@ class SimulatedReplica(SimulatedPeer):
         self._is_leaving = True
 
     async def run(self, *, closing_rounds: int = 0) -> None:
-        """Train, and then mix without training for `closing_rounds` rounds."""
+        """Train until the schedule is done, and then take `closing_rounds` rounds without training."""
         self._enter()
         try:
             while self.progress < 1 and not self._is_leaving:
@@ -86,7 +86,7 @@ class SimulatedReplica(SimulatedPeer):
         self._note_point()
 
     def _note_point(self) -> None:
-        """Evaluate the validation loss if the schedule has passed the next point."""
+        """Add a point to the curve if the schedule has passed the next one."""
         if self.progress * self._num_points >= len(self.curve) + 1 - AT_POINT:
             loss = self._material.loss(self.model)
             self.curve.append(Point(self.number, self.steps, now_s(), loss))

@@ -1,4 +1,4 @@
-"""The results of a simulation, as values, as JSON and as a table."""
+"""Computes the results of a simulation, and formats them as JSON and as a table."""
 
 from __future__ import annotations
 
@@ -31,32 +31,32 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The result of one rule. Losses are validation losses of slow weights at the end, in nats per token."""
+    """The result of one rule. Losses are validation losses of the final slow weights, in nats per token."""
 
     rule: str
     num_replicas: int  # replicas present at the end
     num_parameters: int
     loss: float  # mean over replicas
     worst_loss: float
-    merged_loss: float  # of the mean of the weights
+    merged_loss: float  # loss of the mean of the weights
     spread: float  # root mean square distance from the mean, relative to its norm
     sent_bytes: float  # payload, mean over replicas
     sent_per_parameter_step: float  # bytes
     steps: float  # inner steps, mean over replicas
-    swapped: int  # rounds, of all replicas
+    swapped: int  # number of rounds of all replicas, like the next two
     half: int
     alone: int
-    refused: int  # rounds that a gate turned into solo rounds, and late gradients that a gate refused
+    refused: int  # rounds that became solo, and late gradients that were refused, because of a gate
     clipped: int  # rounds in which a gate clipped what a partner sent
-    cut_share: float  # of the norm of the offsets that was clipped, mean over swaps
-    late: int  # gradients that arrived after their boundary, and were applied
+    cut_share: float  # fraction of the norm of the offsets that was clipped, mean over swaps
+    late: int  # outer gradients that were applied after their boundary
     modulo_chunks: int
     plain_chunks: int
     extended_chunks: int
     broken_chunks: int
     virtual_s: float
     curve: tuple[Point, ...]
-    rounds_s: tuple[float, ...] = ()  # virtual seconds of a round: for each replica the median of its second half
+    rounds_s: tuple[float, ...] = ()  # median virtual seconds of the second half of each replica's rounds
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -71,7 +71,7 @@ class Result:
 
 
 def judge(material: Material, weights: Sequence[Tensor]) -> dict[str, Any]:
-    """Compute the fields of a Result that follow from the flat weights of the replicas."""
+    """Compute the fields of a `Result` that depend only on the flat weights of the replicas."""
     scratch = material.model()
     losses = [material.loss_of(each, scratch) for each in weights]
     mean = torch.stack(list(weights)).mean(0)

@@ -1,8 +1,8 @@
-"""A link that the pipeline shares with swaps. Backward frames go first, then forward frames, and swaps last.
+"""Simulates a link that the pipeline shares with swaps. Backward frames have priority over forward frames.
 
-A swap gets a fifth of the link while frames of the pipeline wait, and all of it otherwise. A more urgent frame
-interrupts a less urgent one, because frames travel in chunks. Incoming traffic is shared in the same way as outgoing
-traffic, because its senders have ordered it.
+A swap gets a fifth of the link while frames of the pipeline are waiting, and the whole link otherwise. A more urgent
+frame interrupts a less urgent one, because frames travel in chunks. Incoming traffic is shared in the same way as
+outgoing traffic, because the senders use the same order.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from noloco_p2p.gossip.deadlines import Deadlines
 from noloco_p2p.simulate.network import Link
 from noloco_p2p.testing.links import BUFFER_S, LinkProfile
 
-SWAP_SHARE = 0.2  # share of the link while frames of the pipeline wait
-FASTEST = 1e15  # bytes per second of a link without a limit: infinity times 0 is undefined
+SWAP_SHARE = 0.2  # share of the link that a swap gets while frames of the pipeline are waiting
+FASTEST = 1e15  # bytes per second of an unlimited link; not infinity, because infinity times 0 is undefined
 CHUNKS_OF_PATIENCE = 3  # a chunk may wait behind another one on either link
 DONE_BYTES = 1e-3  # tolerance for rounding
 
 
 def patient(deadlines: Deadlines, *, chunk_bytes: int, mbit_s: float) -> Deadlines:
-    """Stretch deadlines if a link is so slow that a chunk of a swap takes longer than its partner waits for one.
+    """Extend deadlines if a link is so slow that one chunk of a swap takes longer than its receiver waits for progress.
 
-    This happens to a small model on a proportionally slow link, which has few and long chunks. A real model has many.
+    Simulations of small models need this, because their links are slow in proportion and their vectors have only a few
+    chunks. Real models have many chunks.
     """
     chunk_s = chunk_bytes / (SWAP_SHARE * mbit_s * 1e6 / 8)
     factor = max(1.0, CHUNKS_OF_PATIENCE * chunk_s / deadlines.progress_s)
@@ -47,7 +48,10 @@ class Cargo:
 
 
 class SharedWay:
-    """One direction of a link, without its delay. It counts its busy time, and the bytes of pipeline and swaps."""
+    """One direction of a link, without its delay.
+
+    It counts its busy time and the bytes of the pipeline and of swaps.
+    """
 
     def __init__(self, mbit_s: float) -> None:
         self.bytes_per_s = min(mbit_s * 1e6 / 8, FASTEST)
@@ -77,11 +81,11 @@ class SharedWay:
         self._plan()
 
     def swap_backlog_s(self) -> float:
-        """Return how long the swaps that have entered the link would take without the pipeline."""
+        """Return how many seconds the queued bytes of swaps would take if the pipeline did not use the link."""
         return sum(cargo.left for cargo in self._swaps) / self.bytes_per_s
 
     def _served(self) -> list[tuple[Cargo, float]]:
-        """Return the items that are being sent now, with their rates."""
+        """Return the items that are being sent, with their rates."""
         if not self._flow:
             return [(self._swaps[0], self.bytes_per_s)] if self._swaps else []
         flow = self._flow[0][2]
@@ -98,7 +102,7 @@ class SharedWay:
         self.busy_s += elapsed_s if served else 0.0
 
     def _plan(self) -> None:
-        """Wake up when the next item has left the link."""
+        """Set the timer for the moment when the next item has left the link."""
         if self._timer:
             self._timer.cancel()
         served = self._served()
@@ -137,7 +141,10 @@ class SwapWay:
 
 
 class SharedLink:
-    """The link of one peer. Jitter is replaced by its mean, so that the frames of a stream keep their order."""
+    """The link of one peer.
+
+    The delay includes the mean of the jitter, so that the frames of a stream keep their order.
+    """
 
     def __init__(self, profile: LinkProfile) -> None:
         self.up = SharedWay(profile.up_mbit_s)
@@ -158,9 +165,9 @@ def transfer(
     *,
     on_begin: Callable[[], None],
 ) -> None:
-    """Send a frame of the pipeline from one link to another. It passes both at once: the second does not wait for the
-    end.
+    """Send a frame of the pipeline from one link to another.
 
+    It passes both links at the same time, because the second link does not wait until the whole frame has arrived.
     `on_begin` is called when its first byte leaves.
     """
     loop = asyncio.get_running_loop()

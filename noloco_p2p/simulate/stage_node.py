@@ -1,7 +1,7 @@
-"""A node of a simulated pipeline. It drives the real `flow` on a virtual clock, and takes part in rounds.
+"""Simulates a node of a pipeline, which runs the real `flow` on a virtual clock and takes part in rounds.
 
 The pipeline never stops for a swap. From the boundary of a round until its outer step, tasks continue with unchanged
-weights, and only the closing of an inner step waits. The outer step is taken between two tasks.
+weights, but no inner step is closed. The outer step is taken between two tasks.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from noloco_p2p.spec import TrainerSpec
 from noloco_p2p.trainer.stage import train_of_stage
 from noloco_p2p.trainer.stage_work import StageWork
 
-FAILED = object()  # the result of a task that loses its microbatch
+FAILED = object()  # the result of a task whose microbatch is lost
 
 
 class Pipeline(Protocol):
-    """What a node needs of the rest of the pipeline."""
+    """The interface of the pipeline that a node uses."""
 
     def node(self, name: str) -> StageNode: ...
 
     def neighbours(self, node: StageNode, *, is_new_round: bool) -> None:
-        """Draw the peers that the node sends to, and pass them to its machine."""
+        """Draw the peers to which the node sends, and pass them to its state machine."""
         ...
 
     def launched(self, id: MicrobatchId) -> None: ...
@@ -53,10 +53,10 @@ class Pipeline(Protocol):
 
 
 class StageNode(SimulatedPeer):
-    """A node of a pipeline. In stage 0, it is a head.
+    """A node of a pipeline. A node of stage 0 is a head.
 
-    `begin` starts it. `has_finished` is set when its schedule is done, or when it has left. If `gossips` is False, it
-    never opens a round, so the replicas of a stage never mix.
+    `begin` starts the node. `has_finished` is set when its schedule is done, or when it has left. If `gossips` is
+    false, it never opens a round, so the replicas of a stage never mix.
     """
 
     def __init__(
@@ -92,29 +92,31 @@ class StageNode(SimulatedPeer):
         self.work, self.link = work, link
         self.flops, self.flops_per_s = flops, flops_per_s
         self.rng = random.Random(f"flow/{seed}/{name}")
-        self.streams: dict[str, None] = {}  # the open ones, in order of opening
+        self.streams: dict[str, None] = {}  # the peers with an open stream, in order of opening
         self.downstream: set[str] = set()  # neighbours in the next stage
-        self.ring: set[str] = set()  # of a head: sinks that it drew; of the last stage: heads that it drew
+        self.ring: set[str] = set()  # the sinks that a head drew, or the heads that a node of the last stage drew
         self.unreachable: set[str] = set()
         self.is_alive = True
         self.has_finished = asyncio.Event()
         self.busy_s = 0.0
-        self.lateness: Counter[int] = Counter()  # inner steps from a forward to its backward
-        self.latencies_s: list[float] = []  # of a head, from the launch to the end of the backward
-        self.num_counted = 0  # backwards; at a head, those of its front
-        self.trained_tokens = 0  # in closed steps, including the first ones of sequences
+        self.lateness: Counter[int] = Counter()  # counts of inner steps between a forward and its backward
+        self.latencies_s: list[float] = []  # at a head: from the launch to the end of the backward
+        self.num_counted = 0  # number of backwards; at a head, of its front
+        self.trained_tokens = 0  # tokens in closed steps, including the first token of each sequence
         self._pipeline = pipeline
         self._gossips = gossips
         self._is_frozen = False
-        self._is_running = False  # a task
+        self._is_running = False  # whether a task is running
         self._is_commit_due = False
         self._counted_tokens = 0
-        self._step_of: dict[MicrobatchId, int] = {}  # of its forward
+        self._step_of: dict[MicrobatchId, int] = {}  # the inner step of each forward
         self._launched_s: dict[MicrobatchId, float] = {}
         self._given_up: deque[Tensor] = deque()
         self._batches: Iterator[Tensor] = iter(())
-        self._tokens = spec.pipeline.microbatch * spec.data.sequence_length  # of a microbatch
-        self._microbatch_tokens = spec.pipeline.microbatch * (spec.data.sequence_length - 1)  # in its loss
+        self._tokens = spec.pipeline.microbatch * spec.data.sequence_length  # tokens of a microbatch
+        self._microbatch_tokens = spec.pipeline.microbatch * (
+            spec.data.sequence_length - 1
+        )  # tokens that its loss counts
         self._tasks: set[asyncio.Task[None]] = set()
 
     def begin(self, machine: Head | Replica, batches: Iterable[Tensor] = ()) -> None:
@@ -126,7 +128,7 @@ class StageNode(SimulatedPeer):
         asyncio.get_running_loop().call_later(TICK_S * self.rng.random(), self._tick)
 
     def weights(self) -> Tensor:
-        """Return the flat weights to evaluate: the slow weights, or the fast weights if there is no gossip."""
+        """Return the flat weights to evaluate: the slow weights if replicas mix, and the fast weights otherwise."""
         if self._gossips:
             return self.state.slow_weights
         return self.fast_weights()
@@ -161,12 +163,12 @@ class StageNode(SimulatedPeer):
             self._do(self.machine.neighbours_changed(self.downstream, now_s()))
 
     def leave(self) -> None:
-        """Accept nothing more, finish the microbatches that are here, and leave."""
+        """Accept no more microbatches, finish those that are here, and leave."""
         self._is_leaving = True
         self._do(self.machine.leave(now_s()))
 
     def vanish(self) -> None:
-        """Crash. Each peer with a stream to this node notices it later."""
+        """Crash the node. Each peer with a stream to this node notices it after the delay of their links."""
         self.is_alive = False
         self.has_finished.set()
         self._network.vanish(self.name)
@@ -175,13 +177,13 @@ class StageNode(SimulatedPeer):
             self._later(self.link.delay_s + other.link.delay_s, other.stream_closed, self.name)
 
     def freeze(self) -> None:
-        """End the work of the node: no task, frame or inner step follows."""
+        """Stop the node, so that it handles no more tasks, frames or inner steps."""
         self._is_frozen = True
         for task in list(self._tasks):
             task.cancel()
 
     async def close_rounds(self, num_rounds: int) -> None:
-        """Mix without training, when the whole pipeline has finished."""
+        """Take `num_rounds` rounds without training, after the whole pipeline has finished."""
         for _ in range(num_rounds):
             await self._closing_round()
 
@@ -252,7 +254,7 @@ class StageNode(SimulatedPeer):
             other.received(self.name, frame)
 
     def _compute(self, task: Compute) -> None:
-        """Compute the task at once, and report its result when its virtual time is over."""
+        """Compute the task at once, but report the result after its virtual duration."""
         seconds = self.flops.of_kind(task.kind) * self._tokens / self.flops_per_s
         self._is_running = True
         self.busy_s += seconds
@@ -261,7 +263,7 @@ class StageNode(SimulatedPeer):
             try:
                 result = self.work.run(task)
             except (ValueError, CorruptPayload):
-                result = FAILED  # non-finite, or far from the usual size
+                result = FAILED  # a non-finite or unusually large value
         self._later(seconds, self._computed, task, result)
 
     def _computed(self, task: Compute, result: object) -> None:
@@ -333,7 +335,7 @@ class StageNode(SimulatedPeer):
         if (machine.progress if isinstance(machine, Head) else self.progress) >= 1:
             self.has_finished.set()
             return
-        if isinstance(machine, Head) and self.progress < 1:  # it changes with a swap
+        if isinstance(machine, Head) and self.progress < 1:  # a swap can change it
             machine.progress = self.progress
         self._open_round()
         self._pipeline.neighbours(self, is_new_round=True)

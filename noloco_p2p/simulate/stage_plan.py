@@ -1,4 +1,4 @@
-"""The input of a simulation of a pipeline."""
+"""Defines and parses the input of a simulation of a pipeline."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ Paths = Literal["random", "fixed"]
 
 @dataclass(frozen=True, slots=True)
 class StagedPlan:
-    """The input of a simulation of a pipeline. `num_replicas` has one number per stage, including replicas that join
-    later.
+    """The input of a simulation of a pipeline.
 
-    `step_s` is the virtual time in which a peer at speed 1 would take an inner step of the whole model without
-    recomputation. Each task of a stage takes its share of these FLOPs. `speeds` and `links` have the values of each
-    stage in turn; the values of the last stage also apply to all that follow.
+    `num_replicas` has one number per stage, which includes replicas that join later. `step_s` is the virtual time in
+    which a peer at speed 1 would take an inner step of the whole model without recomputation. The time of each task is
+    proportional to its FLOPs. `speeds` and `links` have a tuple of values for each stage. If there are fewer tuples,
+    the last one also applies to all later stages.
 
-    `lost_share` is the share of microbatches that are lost, each at one of its computations except the first. A replica
-    then reports the microbatch as unusable, like after a damaged frame or without memory. `late_steps` is explained in
-    `LateStageWork`. `window` is the number of microbatches that a head may have in flight, and that a replica may hold;
-    None means as many as `flow.limits` allows. With `paths="fixed"`, each node sends to one replica of the next stage,
-    which needs equal numbers of replicas in all stages. If `gossips` is False, replicas never mix.
+    `lost_share` is the fraction of microbatches that are lost, each at one of its computations except the first. A
+    replica then reports the microbatch as unusable, like after a damaged frame. `LateStageWork` explains `late_steps`.
+    `window` is the number of microbatches that a head may have in flight, and that a replica may hold. If it is None,
+    `flow.limits` determines it. With `paths="fixed"`, each node sends to only one replica of the next stage, so all
+    stages need the same number of replicas. If `gossips` is false, replicas never mix.
     """
 
     num_replicas: tuple[int, ...]
@@ -68,7 +68,7 @@ def _of(lists: tuple[tuple[T, ...], ...], stage: int, replica: int) -> T:
 
 
 def parse_replicas(text: str, *, num_stages: int) -> tuple[int, ...]:
-    """Parse one number for all stages (`8`) or one per stage (`4,8,4`). Raises SettingsError."""
+    """Parse one number for all stages (`8`) or one per stage (`4,8,4`). Raises SettingsError if it is neither."""
     parts = text.split(",")
     numbers = tuple(int(part) for part in parts if part.strip().isdigit())
     if len(numbers) != len(parts) or not all(1 <= number <= 256 for number in numbers):
@@ -81,7 +81,10 @@ def parse_replicas(text: str, *, num_stages: int) -> tuple[int, ...]:
 def by_stage(
     text: str, parse: Callable[[str], tuple[T, ...]], *, num_stages: int, flag: str
 ) -> tuple[tuple[T, ...], ...]:
-    """Parse comma-separated lists, with slashes between the stages. The last list also applies to all that follow."""
+    """Parse lists of values for each stage, separated by slashes. The last list also applies to all later stages.
+
+    Raises SettingsError if there are more lists than stages.
+    """
     lists = tuple(parse(part) for part in text.split("/"))
     if len(lists) > num_stages:
         raise SettingsError(f"{flag} {text} has lists for {len(lists)} stages, but there are {num_stages}")
@@ -89,7 +92,7 @@ def by_stage(
 
 
 def parse_paths(text: str) -> Paths:
-    """Parse `fixed` or `random`. Raises SettingsError."""
+    """Return `text` if it is `fixed` or `random`. Raises SettingsError otherwise."""
     if text not in ("random", "fixed"):
         raise SettingsError(f"--paths {text}: must be random or fixed")
     return text

@@ -1,4 +1,4 @@
-"""Simulates a pipeline, and returns the results as values, as JSON and as a table."""
+"""Simulates a pipeline, and formats the results as JSON and as a table."""
 
 from __future__ import annotations
 
@@ -28,15 +28,16 @@ COLUMNS = (
     *("stage", "replicas", "parameters", "steps", "computing %", "up %", "down %", "late steps", "late %", "lost %"),
     *("spread %", "swapped", "half", "alone", "sent a peer", "of it swaps"),
 )
-NUM_PATHS = 8  # random paths, over which the loss is averaged
+NUM_PATHS = 8  # number of random paths over which the loss is averaged
 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Speeds while the heads train.
+    """The speed of a simulated pipeline while the heads train.
 
-    `tokens_per_s` is the speed of the whole pipeline from a quarter to three quarters of its tokens, when windows have
-    grown and no head has finished. `busy` has the busy shares of compute, up link and down link of each node.
+    `tokens_per_s` is the speed of the whole pipeline between the first and the last quarter of its tokens, when the
+    windows have grown and no head has finished. `busy` has, for each node, the fractions of time in which its compute,
+    its up link and its down link are busy.
     """
 
     virtual_s: float
@@ -67,22 +68,23 @@ class Speed:
 
 @dataclass(frozen=True, slots=True)
 class StageResult:
-    """The result of one stage. Means are over the replicas present at the end. Shares of time refer to the time in
-    which heads train.
+    """The result of one stage.
+
+    Means are over the replicas that are present at the end. Fractions of time refer to the time in which heads train.
     """
 
     stage: int
     num_replicas: int
     num_parameters: int
     steps: float  # inner steps
-    tokens_per_s: float  # that links and compute of this stage allow, by arithmetic
+    tokens_per_s: float  # upper bound, computed from the links and compute of this stage
     compute_busy: float
     up_busy: float
     down_busy: float
-    counted: int  # backwards, of all replicas; for a head, of its front
-    lost_share: float  # share of the microbatches that reached a stage without a backward there
-    lateness: float  # mean of inner steps from a forward to its backward
-    late_share: float  # share of the backwards that are at least one inner step late
+    counted: int  # number of backwards of all replicas; for heads, of their fronts
+    lost_share: float  # fraction of the microbatches in this stage that had no backward there
+    lateness: float  # mean number of inner steps from a forward to its backward
+    late_share: float  # fraction of the backwards that are at least one inner step late
     lateness_counts: dict[int, int]
     spread: float
     swapped: int
@@ -110,15 +112,15 @@ class StagedResult:
     """
 
     rule: str
-    loss: float  # mean over random paths, one replica of each stage
-    merged_loss: float  # of the mean of each stage
+    loss: float  # mean over random paths, which have one replica of each stage
+    merged_loss: float  # loss of the model that consists of the mean of each stage
     tokens: int  # tokens that reached a loss, in all sequences
-    trained_tokens: int  # how many of these tokens are in closed steps of the heads
+    trained_tokens: int  # number of these tokens in closed steps of the heads
     virtual_s: float  # until the last head has finished
     tokens_per_s: float
     predicted_tokens_per_s: float  # of the slowest stage
     latency_s: float
-    num_lost: int  # microbatches that a head gave up or whose gradient for its front did not arrive
+    num_lost: int  # microbatches that a head gave up, or whose gradient for its front did not arrive
     num_done: int
     num_rooms: int
     stages: tuple[StageResult, ...]
@@ -135,7 +137,7 @@ class StagedResult:
             f"{self.tokens_per_s:,.0f} tokens/s, {100 * share:.0f} % of the {self.predicted_tokens_per_s:,.0f} that "
             f"links and compute allow; {self.tokens:,} tokens in {self.virtual_s:,.1f} virtual s",
             f"a microbatch takes {self.latency_s:.2f} s; {100 * lost:.1f} % of {self.num_lost + self.num_done:,} lost; "
-            f"at most {self.num_rooms} in flight for a head",
+            f"at most {self.num_rooms} in flight per head",
             *aligned([COLUMNS, *(stage.row() for stage in self.stages)], num_left=0),
         ]
 
@@ -143,9 +145,9 @@ class StagedResult:
 def simulate_stages(
     material: Material, plan: StagedPlan, *, on_made: Callable[[list[StageNode]], None] | None = None
 ) -> StagedResult:
-    """Run the simulation. `material` belongs to a spec from `staged`.
+    """Run the simulation. `material` must belong to a spec from `staged`.
 
-    `on_made` gets the nodes before they run, so that the caller can inspect them afterwards.
+    `on_made` is called with the nodes before they run, so that the caller can inspect them afterwards.
     """
 
     async def run() -> StagedResult:
@@ -186,7 +188,7 @@ def judge_stages(swarm: StagedSwarm, speed: Speed) -> StagedResult:
 
 
 def predicted_tokens_per_s(swarm: StagedSwarm, nodes: Iterable[StageNode]) -> float:
-    """Predict the speed of a stage: the lower of what its links can carry and what its replicas can compute."""
+    """Predict the speed of a stage, where each replica is limited by its link or by its compute."""
     spec = swarm.spec
     total = 0.0
     for node in nodes:

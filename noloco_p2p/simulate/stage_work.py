@@ -1,4 +1,4 @@
-"""The cost of the tasks of a simulated node, and the ablation of gradients that arrive late."""
+"""Computes the cost of the tasks of a simulated node, and implements the ablation of late gradients."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from noloco_p2p.trainer.inner_step import InnerStep
 from noloco_p2p.trainer.stage import Stage
 from noloco_p2p.trainer.stage_work import StageWork
 
-FORWARD_SHARE = 0.25  # of the FLOPs of a block: 2 per weight, then 2 for the recomputed forward and 4 for the backward
+FORWARD_SHARE = 0.25  # a block has 2 FLOPs per weight forward, 2 recomputed and 4 backward
 
 
 @dataclass(frozen=True, slots=True)
 class TaskFlops:
-    """FLOPs per token, by the kind of the task."""
+    """FLOPs per token, by kind of task."""
 
     forward: float
     backward: float  # including the recomputed forward
@@ -48,16 +48,18 @@ class LateBackward:
 
 
 class LateStageWork(StageWork):
-    """Stage work whose parameter gradients arrive `late_steps` inner steps late. Input gradients are on time.
+    """Stage work whose parameter gradients are applied `late_steps` inner steps late. Input gradients are on time.
 
-    The gradients of the last steps are never applied.
+    The gradients of the last `late_steps` steps are never applied.
     """
 
     def __init__(self, stage: Stage, spec: TrainerSpec, *, late_steps: int) -> None:
         super().__init__(stage, spec)
         self._late_steps = late_steps
-        self._late: deque[tuple[list[LateBackward], int]] = deque()  # of closed steps, with their tokens
-        self._backwards: list[LateBackward] = []  # of the step that is open
+        self._late: deque[tuple[list[LateBackward], int]] = (
+            deque()
+        )  # backwards of closed steps, with the numbers of their tokens
+        self._backwards: list[LateBackward] = []  # backwards of the open step
 
     def close(self, inner: InnerStep, num_tokens: int, *, progress: float) -> None:
         for gradient in inner.gradients():

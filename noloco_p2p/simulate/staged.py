@@ -1,4 +1,4 @@
-"""A swarm with stages on a virtual clock: which peers are present, where they send, what is lost, and the result."""
+"""Simulates a swarm with stages on a virtual clock: its churn, the paths of microbatches, and their losses."""
 
 from __future__ import annotations
 
@@ -34,13 +34,16 @@ from noloco_p2p.trainer.stage import Stage, build_stage, measure
 from noloco_p2p.trainer.stage_work import StageWork
 from noloco_p2p.transfer.donor import state_file_bytes
 
-NUM_NEIGHBOURS = 4  # downstream; a head also has this number of sinks
+NUM_NEIGHBOURS = 4  # neighbours in the next stage; a head also draws this number of sinks
 NUM_HEADS = 2  # heads to which each replica of the last stage keeps a stream
-STUCK_S = 3600.0  # without one loss in the whole pipeline
+STUCK_S = 3600.0  # seconds without a loss in the whole pipeline after which the simulation fails
 
 
 def staged(spec: TrainerSpec, num_stages: int) -> TrainerSpec:
-    """Return the spec with that many stages. A spec that already has them keeps its cut. Raises SpecError."""
+    """Return the spec with `num_stages` stages. If it already has them, its cut is kept.
+
+    Raises SpecError if the model cannot be cut into these stages.
+    """
     if spec.pipeline.stages == num_stages and spec.pipeline.cut != "auto":
         return spec
     meta = build_on_meta(spec.model, sequence_length=spec.data.sequence_length)
@@ -50,7 +53,7 @@ def staged(spec: TrainerSpec, num_stages: int) -> TrainerSpec:
 
 
 class StagedSwarm:
-    """The `stage_node.Pipeline` of a simulation. `material` belongs to a spec from `staged`."""
+    """The `stage_node.Pipeline` of a simulation. `material` must belong to a spec from `staged`."""
 
     def __init__(self, material: Material, plan: StagedPlan) -> None:
         self.material, self.plan, self.spec = material, plan, material.spec
@@ -61,7 +64,7 @@ class StagedSwarm:
         self.sizes = measure(model, sequence_length=self.spec.data.sequence_length)
         self.flops = [TaskFlops.of(self.sizes, self.cut, stage) for stage in range(plan.num_stages)]
         churn = plan.churn
-        # Peers read the records of their stage; links are those of the whole swarm.
+        # Each stage has its own network for swaps, but a peer has only one link.
         self.networks = [
             LinkNetwork(lose=churn.lose, seed=plan.seed * plan.num_stages + stage) for stage in range(plan.num_stages)
         ]
@@ -89,7 +92,7 @@ class StagedSwarm:
         await self._until_heads_finish()
 
     async def finish(self) -> None:
-        """Finish what is in flight, and take the closing rounds, without further churn."""
+        """Stop the churn, finish the microbatches in flight, and take the closing rounds."""
         for event in self._events:
             event.cancel()
         await asyncio.gather(*self._events, return_exceptions=True)
@@ -121,7 +124,7 @@ class StagedSwarm:
     def living(self, stage: int) -> list[StageNode]:
         return [node for node in self.stages[stage] if node.is_alive]
 
-    # the interface of nodes
+    # the interface that nodes use
 
     def node(self, name: str) -> StageNode:
         return self.nodes[name]
@@ -145,7 +148,7 @@ class StagedSwarm:
             node.tell_neighbours(())
 
     def launched(self, id: MicrobatchId) -> None:
-        """Draw whether the microbatch is lost, and in which of its computations after the first one."""
+        """Draw whether the microbatch is lost, and at which computation. It is never lost at its first one."""
         if self._losses.random() < self.plan.lost_share:
             stages = range(self.plan.num_stages)
             forwards = [(Kind.FORWARD if stage else Kind.LOSS, stage) for stage in stages]
@@ -158,7 +161,7 @@ class StagedSwarm:
         self.losses_s.append(asyncio.get_running_loop().time())
 
     def step_closed(self, node: StageNode) -> None:
-        """Evaluate the merged model if the first head has passed the next point."""
+        """Evaluate the merged model if the first head has passed the next point of the curve."""
         heads = self.living(0)
         if heads and node is heads[0] and node.progress * self.plan.evaluations >= len(self.curve) + 1 - 1e-6:
             loss = self.merged_loss([[each.fast_weights() for each in self.living(s)] for s in range(len(self.cut))])
@@ -216,11 +219,11 @@ class StagedSwarm:
     def _flops_per_s(self) -> float:
         """Return the FLOP/s of a peer at speed 1."""
         sizes, spec = self.sizes, self.spec
-        flops = 0.75 * sizes.num_blocks * sizes.block.flops + sizes.vocabulary.flops  # nothing is recomputed
+        flops = 0.75 * sizes.num_blocks * sizes.block.flops + sizes.vocabulary.flops  # without recomputation
         return flops * spec.train.batch_size * spec.data.sequence_length / self.plan.step_s
 
     def _draw(self, node: StageNode, drawn: set[str], stage: int, number: int, *, is_new_round: bool) -> None:
-        """Fill `drawn` up to `number` live peers of a stage. In a new round, replace one of them."""
+        """Fill `drawn` up to `number` listed peers of a stage. In a new round, replace one of them."""
         listed = [name for name in self.networks[stage].listed if name not in node.unreachable]
         if self.plan.paths == "fixed":
             drawn.clear()
@@ -233,7 +236,7 @@ class StagedSwarm:
         drawn.update(node.rng.sample(others, min(len(others), max(0, number - len(drawn)))))
 
     def _sinks(self, head: StageNode) -> list[str]:
-        """Return the replicas of the last stage that have a stream to this head, opened by either side."""
+        """Return the replicas of the last stage that have a stream to this head, no matter who opened it."""
         if self.plan.paths == "fixed":
             return sorted(head.ring)
         return sorted(
@@ -264,7 +267,7 @@ class StagedSwarm:
         rate = min(self.plan.link(stage, number).down_mbit_s, self.plan.link(stage, donor.number).up_mbit_s)
         await asyncio.sleep(state_file_bytes(donor.state.num_elements, self.spec.outer) / (rate * 1e6 / 8))
         if donor.progress >= 1:
-            return  # training is over, and a head without a step to close would never finish
+            return  # training is over; a head that has no step to close would never finish
         self.neighbours(self._start(stage, number, donor), is_new_round=False)
 
     # the end
@@ -278,7 +281,10 @@ class StagedSwarm:
             await self._wait(self.stages[0], STUCK_S)
 
     async def _until_replicas_finish(self) -> None:
-        """Wait for the replicas. A replica that no end mark reaches ends when it forgets the heads."""
+        """Wait until the replicas have finished.
+
+        A replica that gets no end mark finishes when it forgets the heads.
+        """
         await self._wait([node for stage in range(1, self.plan.num_stages) for node in self.living(stage)], VOTE_S)
 
     async def _wait(self, nodes: Sequence[StageNode], timeout_s: float) -> None:

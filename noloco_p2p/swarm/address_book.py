@@ -49,7 +49,7 @@ class AddressBook:
         return dict(reversed(self._peers.items()))
 
     def save(self) -> None:
-        """Write the file atomically if the book has changed. This blocks on the disk and never raises."""
+        """Write the file atomically if the book has changed. This blocks on the disk and never raises an exception."""
         if self._path is None or not self._changed:
             return
         values = {"version": 1, "peers": list(self._peers.items())}
@@ -58,9 +58,7 @@ class AddressBook:
             write_atomically(self._path, json.dumps(values).encode())
             self._changed = False
         except OSError as error:
-            logger.warning(
-                "the addresses of %d peers could not be saved in %s: %s", len(self._peers), self._path, error
-            )
+            logger.warning("could not save the addresses of %d peers to %s: %s", len(self._peers), self._path, error)
 
 
 def _belongs(address: object, peer_id: str) -> bool:
@@ -68,7 +66,7 @@ def _belongs(address: object, peer_id: str) -> bool:
         isinstance(address, str)
         and len(address) <= MAX_ADDRESS_CHARS
         and address.startswith("/")
-        and CIRCUIT not in address  # works for calls while a relay holds the reservation, but not for entering the DHT
+        and CIRCUIT not in address  # usable for calls while a relay holds the reservation, but not for entering the DHT
         and address.endswith(f"/p2p/{peer_id}")
     )
 

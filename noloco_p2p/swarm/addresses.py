@@ -20,7 +20,7 @@ def listen_multiaddr(host: str, port: int) -> str:
         return f"/{_family(host)}/{_plain(host)}/tcp/{port}"
     except ValueError:
         raise DirectoryError(
-            f"cannot listen on {host!r}: use an IP address, such as 0.0.0.0 for all networks"
+            f"cannot listen on {host!r}, which is not an IP address; use 0.0.0.0 to listen on all network interfaces"
         ) from None
 
 
@@ -92,7 +92,7 @@ def split_peer_id(multiaddr: str) -> tuple[str, str]:
     address, separator, peer_id = multiaddr.rpartition("/p2p/")
     if not separator or not address.startswith("/") or not peer_id or "/" in peer_id:
         raise DirectoryError(
-            f"{multiaddr!r} is not an address to dial; it must look like /ip4/203.0.113.5/tcp/4001/p2p/12D3Koo.."
+            f"{multiaddr!r} is not a valid address; expected the form /ip4/203.0.113.5/tcp/4001/p2p/12D3Koo.."
         )
     return address, peer_id
 
@@ -105,13 +105,13 @@ def tcp_target(address: str) -> tuple[str, int] | None:
 
 
 async def guarded(guard: DialGuard, peer_id: str, address: str) -> str:
-    """Check an address that a stranger sent, and return the multiaddr to dial. Neither has a peer id.
+    """Check an address that a stranger sent, and return the multiaddr to dial. Neither contains a peer id.
 
     Raises Unreachable if the address is not a TCP address, or if the guard forbids dialling it.
     """
     target = tcp_target(address)
     if target is None:
-        raise Unreachable(f"{address} is not the address of a peer", peer=peer_id)
+        raise Unreachable(f"{address} is not the TCP address of a peer", peer=peer_id)
     return listen_multiaddr(await guard.way(peer_id, target[0]), target[1])
 
 
@@ -122,7 +122,7 @@ def host_in(address: str) -> str:
 
 
 def by_reach(multiaddrs: Iterable[str]) -> list[str]:
-    """Sort multiaddrs and remove duplicates. Public addresses and names come first, loopback addresses last."""
+    """Remove duplicates and sort multiaddrs, with public addresses and names first and loopback addresses last."""
     return sorted(dict.fromkeys(multiaddrs), key=_reach)
 
 

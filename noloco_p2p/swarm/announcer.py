@@ -92,7 +92,7 @@ class Announcer:
                 self._node.store(key, record.peer_id, value, expires_at_s=expires_at_s, timeout_s=timeout_s)
                 for key in keys
             ),
-            return_exceptions=True,  # a failure must not keep the other buckets from being tried
+            return_exceptions=True,  # a failure must not prevent the other buckets from being tried
         )
         for fault in filter(None, results):
             raise fault
@@ -125,9 +125,9 @@ class CopyWatch:
     """Detects whether another process uses the same key, by checking the records under this peer's id.
 
     A record outlives its process, so a single record of another process does not prove that the key was copied, but a
-    second, newer record does. The process that started later continues, according to the clocks of both machines. If
-    the start times are equal, the session keys decide, so that the two processes never both stop. This class does no
-    I/O.
+    second, newer record does. The process that started later, by the clocks of both machines, continues, and the other
+    process stops. If the start times are equal, the session keys decide, so that the two processes never both stop.
+    This class does no I/O.
     """
 
     def __init__(self) -> None:
@@ -136,7 +136,7 @@ class CopyWatch:
     def must_stop(self, own: PeerRecord, found: PeerRecord) -> bool:
         """Return whether this process must stop because a process that started later uses the same key.
 
-        `own` is the record that this process announces, and `found` is one that was read under its peer id.
+        `own` is the record that this process announces, and `found` is a record that was read under its peer id.
         """
         if found.peer_id != own.peer_id or found.session_key == own.session_key or found.state == "leaving":
             return False

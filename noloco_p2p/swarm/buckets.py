@@ -28,10 +28,11 @@ T = TypeVar("T")
 
 MEAN_OCCUPANCY = 32
 SPLIT_ABOVE, MERGE_BELOW = 48, 20  # records in a bucket
-# The gaps to the limits above exceed almost any difference between two estimates, whose standard error is 6%.
+# The gaps between this value and the limits above exceed almost any difference between two estimates, whose standard
+# error is 6%.
 ALSO_DEEPER_ABOVE, ALSO_SHALLOWER_BELOW = 36, 29
 MAX_DEPTH = 16  # enough for 2 million peers at the mean occupancy; beyond that, buckets grow
-MAX_BUCKET_BYTES = 64 * 1024  # the part of a larger bucket beyond this size is ignored
+MAX_BUCKET_BYTES = 64 * 1024  # entries of a larger bucket beyond this size are ignored
 WINDOW_READS = 8  # the number of reads from which the size is estimated
 PRIOR_READS = 4  # the weight of the old estimate after a change of depth, in reads
 LINGER_S = 120.0  # how long a peer is still announced at its old depth after a change: two TTLs
@@ -111,7 +112,7 @@ class Census:
         self._rng = rng
         self._counts: deque[float] = deque([0.0], maxlen=WINDOW_READS)  # live records in each bucket that was read
         self.base: int | None = None  # the old depth, at which this peer also reads and is announced
-        self.witness: str | None = None  # a peer from the base, to be looked for at the current depth
+        self.witness: str | None = None  # a peer from the base, which is looked for at the current depth
         self._num_along = 0  # witnesses in a row that were found at the current depth
         self._before = (0, -math.inf)  # the previous depth, and the time until which this peer is announced there
         self._asides: list[int] = []  # depths that remain to be probed
@@ -130,7 +131,7 @@ class Census:
     def depths(self, now_s: float) -> tuple[int, ...]:
         """Return the depths at which this peer must be announced at the time `now_s`.
 
-        The depth at which it reads comes first. At the other depths, peers with another estimate may look for it.
+        The depth at which it reads comes first. Peers with another estimate may look for it at the other depths.
         """
         occupancy, lingering = self._occupancy(), self._before
         depths = {self.depth: None}
@@ -161,8 +162,8 @@ class Census:
     def note_base(self, others: Sequence[str]) -> None:
         """Record that a bucket at the base held the peers `others`.
 
-        One of them becomes the witness, which is then looked for at the current depth. If there are none, the base is
-        dropped.
+        One of them becomes the witness, which this peer then looks for at the current depth. If there are none, the
+        base is dropped.
         """
         self.witness = self._rng.choice(others) if others else None
         if not others:
@@ -171,7 +172,7 @@ class Census:
     def note_witness(self, is_there: bool) -> None:
         """Record whether the witness was found at the current depth.
 
-        WINDOW_READS witnesses in a row show that most peers have moved to this depth too, so the base is dropped.
+        WINDOW_READS witnesses in a row show that most peers have also moved to this depth, so the base is dropped.
         """
         self.witness = None
         self._num_along = self._num_along + 1 if is_there else 0
@@ -208,7 +209,8 @@ class Census:
     def _size_below(self) -> float:
         """Return the estimated size for a move to a smaller depth.
 
-        While there is a base, it is at most the size that fits the base, because the larger swarm may be invented.
+        While there is a base, the estimate is at most the size that suits the depth of the base, because the larger
+        swarm may be invented.
         """
         return self.size if self.base is None else min(self.size, MEAN_OCCUPANCY * 2.0**self.base)
 
@@ -230,7 +232,7 @@ class Census:
 def is_enough(depth: int, nums_apart: Sequence[float]) -> bool:
     """Return whether enough buckets at this depth have been read.
 
-    This is the case if the last one has too little evidence, or if enough of them agree.
+    This is the case if the last bucket shows too little evidence, or if enough buckets agree.
     """
     most = min(LOOKS_THAT_AGREE, 1 << depth)
     return bool(nums_apart) and (nums_apart[-1] < EVIDENCE or len(nums_apart) >= most)
@@ -244,11 +246,11 @@ class BucketSampler:
         self._drawn: deque[tuple[Bucket, frozenset[str]]] = deque(maxlen=NUM_DRAWN)
 
     def next(self, depth: int) -> Bucket:
-        """Return the bucket to read next: a random one, except the one that was read last."""
+        """Return the bucket to read next: a random bucket other than the one that was read last."""
         return random_bucket(depth, self._rng, but=[bucket for bucket, _ in list(self._drawn)[-1:]])
 
     def took(self, bucket: Bucket, peer_ids: Iterable[str]) -> None:
-        """Record the peers that were found in a bucket. If the bucket was already drawn, its peers are replaced."""
+        """Record the peers that were found in a bucket. If it has already been drawn, its peers are replaced."""
         others = [drawn for drawn in self._drawn if drawn[0] != bucket]
         self._drawn = deque([*others, (bucket, frozenset(peer_ids))], maxlen=NUM_DRAWN)
 

@@ -1,6 +1,6 @@
 """Defines DHT time, the clock by which records expire. The clocks of all nodes must agree within 3 s.
 
-DHT time is the wall clock at the time when this peer entered the DHT, continued by a steady clock that nobody sets.
+DHT time is the wall clock at the time when this peer entered the DHT, advanced by a steady clock that nobody sets.
 Later jumps of the wall clock therefore have no effect. If the wall clock was wrong at the start, the answers of the
 first nodes reveal it.
 """
@@ -66,7 +66,7 @@ class Offset:
 
 
 def check_clock(offsets: Mapping[str, Offset]) -> None:
-    """Check this machine's clock. `offsets` has the clock offsets of other nodes by peer id.
+    """Check this machine's clock. `offsets` maps the peer ids of other nodes to their clock offsets.
 
     Raises DirectoryError, with a remedy in the message, if at least half of the offsets are too large.
     """
@@ -75,10 +75,10 @@ def check_clock(offsets: Mapping[str, Offset]) -> None:
         return
     offset_s = median(offset.seconds for offset in wrong.values())
     peer = short_id(next(iter(wrong)))
-    others = f"..{peer}" if len(wrong) == 1 else f"..{peer} and {len(wrong) - 1} more"
+    others = f"that of ..{peer}" if len(wrong) == 1 else f"those of ..{peer} and {len(wrong) - 1} more"
     raise DirectoryError(
-        f"the clock of this machine is {abs(offset_s):.1f} s {'behind' if offset_s > 0 else 'ahead of'} that of "
-        f"{others}, and clocks in the DHT must agree within {MAX_OFFSET_S:.0f} s; set it by NTP (for example, "
-        f"`sudo timedatectl set-ntp true`, `sudo chronyc makestep`, or `sudo sntp -sS time.apple.com` on macOS), "
+        f"this machine's clock is {abs(offset_s):.1f} s {'behind' if offset_s > 0 else 'ahead of'} {others}, but "
+        f"the clocks of DHT nodes must agree to within {MAX_OFFSET_S:.0f} s; synchronize it with NTP (for example, "
+        f"run `sudo timedatectl set-ntp true`, `sudo chronyc makestep`, or `sudo sntp -sS time.apple.com` on macOS), "
         f"then try again"
     )

@@ -34,11 +34,12 @@ logger = logging.getLogger(__name__)
 
 START_S = 60.0  # an idle machine needs a tenth of a second
 STOP_S = 3.0
-EXIT_CODE_S = 1.0  # to wait for the exit code of p2pd after the end of its output
+EXIT_CODE_S = 1.0  # time to wait for the exit code of p2pd after the end of its output
 FIRST_CLIENT_S = 30  # p2pd exits after this time without a client
 SOCKET_PREFIX = "noloco-"
 STALE_S = 60.0
-# The longest request or answer. p2pd buffers each of them whole, and would by default accept 4 MiB from every stream.
+# The longest request or answer. p2pd buffers each of them completely, and by default it would accept 4 MiB from every
+# stream.
 MAX_MESSAGE_BYTES = 256 * 1024
 MEMORY = "128MiB"  # Above this, p2pd collects garbage continuously.
 MAX_MEMORY_BYTES = 512 << 20  # Above this, p2pd is restarted. It uses 60 MiB when idle.
@@ -47,7 +48,7 @@ LAUNCHER = Path(__file__).with_name("launch.py")
 
 @dataclass(frozen=True, slots=True)
 class ListenOn:
-    """The address where the daemon listens, and the one that it announces. With port 0, the system chooses the port."""
+    """The address on which the daemon listens and the one it announces. If the port is 0, the system chooses one."""
 
     host: str
     port: int = 0
@@ -76,7 +77,7 @@ class Daemon:
 
     @classmethod
     async def start(cls, identity_path: Path, listen_on: ListenOn) -> Daemon:
-        """Start p2pd, and return when it is ready.
+        """Start p2pd, and return once it is ready.
 
         Raises DirectoryError if the port is taken, the binary is missing, or p2pd does not start in time.
         """
@@ -96,7 +97,7 @@ class Daemon:
                 start_new_session=True,
             )
         except OSError as error:
-            raise DirectoryError(f"p2pd could not be started: {error}; this machine may be out of memory") from error
+            raise DirectoryError(f"could not start p2pd: {error}; this machine may be out of memory") from error
         daemon = cls(process, control_socket)
         try:
             await daemon._wait_ready(listen_on)
@@ -170,10 +171,12 @@ class Daemon:
         if self._ready.is_set():
             return
         if not self._reader.done():
-            raise DirectoryError(f"p2pd did not start within {START_S:.0f} s; the machine may be overloaded: try again")
+            raise DirectoryError(
+                f"p2pd did not start within {START_S:.0f} s; the machine may be overloaded, so try again"
+            )
         if "address already in use" in self._said():
             raise DirectoryError(_taken(listen_on.host, listen_on.port))
-        raise DirectoryError(f"p2pd could not be started: {self._said() or 'it printed nothing'}")
+        raise DirectoryError(f"could not start p2pd: {self._said() or 'it printed nothing'}")
 
     async def _read_output(self) -> None:
         assert self._process.stdout is not None
@@ -212,17 +215,18 @@ def probe_port(host: str, port: int) -> int:
             raise DirectoryError(_taken(host, port)) from None
         if error.errno == errno.EADDRNOTAVAIL:
             raise DirectoryError(
-                f"this machine has no address {host}; use --listen 0.0.0.0:PORT to listen on all its networks"
+                f"{host} is not an address of this machine; "
+                "use --listen 0.0.0.0:PORT to listen on all its network interfaces"
             ) from None
         raise DirectoryError(
-            f"cannot listen on {host}, port {port}: {error.strerror}; choose another address with --listen"
+            f"cannot listen on {host}:{port}: {error.strerror}; choose another address with --listen HOST:PORT"
         ) from None
 
 
 def _taken(host: str, port: int) -> str:
     return (
-        f"port {port} on {host} is already in use, perhaps by another peer; stop that program, "
-        "or choose another port with --listen HOST:PORT (libp2p uses PORT+1; with 0, free ports are chosen)"
+        f"port {port} on {host} is already in use, perhaps by another peer; stop the program that uses it, "
+        "or choose another port with --listen HOST:PORT (libp2p uses PORT+1; port 0 selects free ports)"
     )
 
 
@@ -246,7 +250,7 @@ def _binary() -> Path:
     path = Path(str(files("hivemind.hivemind_cli").joinpath("p2pd")))
     if not os.access(path, os.X_OK):
         raise DirectoryError(
-            f"{path} is missing or cannot be run; install hivemind again: pip install --force-reinstall hivemind"
+            f"{path} is missing or not executable; run `pip install --force-reinstall hivemind` to reinstall hivemind"
         )
     return path
 

@@ -2,8 +2,8 @@
 
 It performs four periodic tasks:
 
-    heartbeat   Store this peer's record every 15 s and after changes; others drop it after 60 s. Before storing, read
-                the records under this peer's id to detect a copied key (`announcer.py`).
+    heartbeat   Store this peer's record every 15 s and after changes; other peers drop it after 60 s. Before storing,
+                read the records under this peer's id to detect a copied key (`announcer.py`).
     view        Read a bucket of records. A small run has a single bucket, which is read every 5 s. In a large run,
                 one bucket is read every 10 s. At first, and while no peer is live, the pause is only 1 s
                 (`membership_view.py`).
@@ -49,9 +49,9 @@ class SwarmDirectory:
     """An implementation of `gossip.seams.Directory` on top of a DHT node.
 
     Create it with `start()` on a running event loop, and end it with `stop()`. `describe` returns this peer's record,
-    or None while there is nothing to announce. A directory without `describe` belongs to a monitor. It only reads, it
-    reads all buckets, and it stays out of routing tables. A directory without `spec_digest` belongs to a bootstrap,
-    which is a plain DHT node.
+    or None while there is nothing to announce. A directory without `describe` belongs to a monitor, which announces
+    nothing, reads all buckets, and stays out of routing tables. A directory without `spec_digest` belongs to a
+    bootstrap, which is a plain DHT node.
     """
 
     def __init__(
@@ -143,14 +143,15 @@ class SwarmDirectory:
 
         The first start in a process takes several seconds, because it imports hivemind. `on_copy` is called, possibly
         repeatedly, when a process that was started later with the same identity key announces itself. Records for which
-        `ignores` returns true are dropped, such as those of peers that are banned or not invited. If `relays` is true,
-        this node relays calls to peers that cannot be dialled, and these bytes count as traffic of this machine. `key`
-        is the key of the view that is read and announced in. If it is None, the view of the whole run is used.
+        `ignores` returns true are dropped, such as the records of peers that are banned or not invited. If `relays` is
+        true, this node relays calls to peers that cannot be dialled, and these bytes count as traffic of this machine.
+        `key` identifies the view that this peer reads and in which it is announced. If it is None, this is the view of
+        the whole run.
 
         Raises DirectoryError if the port is taken, the daemon cannot run, or a bootstrap is not a valid address.
         """
         if describe is not None and spec_digest is None:
-            raise ValueError("a directory that announces a peer needs the spec_digest of its run")
+            raise ValueError("spec_digest is required for a directory that announces a peer")
         _by_peer(bootstraps)  # report a mistyped address before the slow import
         is_monitor = spec_digest is not None and describe is None
         listen_on = ListenOn(listen_host, listen_port, announce_host, announce_port)
@@ -205,7 +206,7 @@ class SwarmDirectory:
         return self._relay.passed_bytes if self._relay else 0
 
     def mirror(self, port: int) -> None:
-        """Set the port of this node at which relayed peers can ask for the address that others see."""
+        """Set the port of this node at which relayed peers can ask under which address others see them."""
         if self._relay:
             self._relay.mirror_port = port
 
@@ -242,13 +243,13 @@ class SwarmDirectory:
         return self._view.records()
 
     def read_age_s(self) -> float:
-        """Return the seconds since the DHT last answered, or since the start if it never has."""
+        """Return the number of seconds since the DHT last answered, or since the start if it has never answered."""
         return self._view.read_age_s()
 
     def multiaddrs(self) -> list[str]:
         """Return the multiaddrs at which this node can be dialled, with the announced host first.
 
-        Each ends in /p2p/PEER_ID. A peer in a swarm on public addresses leaves out private addresses.
+        Each multiaddr ends in /p2p/PEER_ID. A peer in a swarm on public addresses leaves out private addresses.
         """
         return only_public(self._node.multiaddrs()) if self.is_abroad() else self._node.multiaddrs()
 
@@ -262,7 +263,7 @@ class SwarmDirectory:
         return self._node.neighbours()
 
     def dial_nearby(self, peer_id: str, multiaddrs: Sequence[str]) -> None:
-        """Dial a peer at these addresses in the local network as well.
+        """Dial a peer at these addresses on the local network as well.
 
         If `multiaddrs` is empty, the peer is no longer dialled there.
         """
@@ -316,7 +317,7 @@ class SwarmDirectory:
     async def stop(self, *, farewell: bool = True) -> None:
         """Announce that this peer is leaving, for at most FAREWELL_S, then end all tasks and processes.
 
-        This method raises nothing, except when it is cancelled.
+        This method raises no exception, except when it is cancelled.
         """
         try:
             await end_tasks(self._tasks)

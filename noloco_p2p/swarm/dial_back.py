@@ -1,4 +1,4 @@
-"""Finds out whether others can dial this peer by asking three of them to dial back, and advises the user.
+"""Finds out whether other peers can dial this peer by asking three of them to dial back, and advises the user.
 
 `Reach` lists the kinds of reachability, both for this peer and for each of its neighbours.
 """
@@ -29,26 +29,26 @@ RECHECK_DIRECT_S = 900.0
 
 
 class Reach(StrEnum):
-    """The way in which a peer is reached."""
+    """A way in which a peer can be reached."""
 
-    DIRECT = "direct"  # other peers reach its gRPC port
+    DIRECT = "direct"  # other peers can reach its gRPC port
     MAPPED = "mapped"  # the same, at a port that its router forwards because the peer asked for it
     PUNCHED = "punched"  # through holes in the routers, punched with the help of a relay
     RELAYED = "relayed"  # through a relay, which carries all traffic
-    OUTBOUND_ONLY = "outbound-only"  # not at all; the peer makes offers, but gets none
+    OUTBOUND_ONLY = "outbound-only"  # not at all; the peer makes offers, but receives none
     UNKNOWN = "unknown"  # no peer has dialled back yet
 
 
 OPEN = frozenset({Reach.DIRECT, Reach.MAPPED})
-CLOSED = frozenset({Reach.PUNCHED, Reach.RELAYED, Reach.OUTBOUND_ONLY})  # Others cannot simply dial such a peer.
+CLOSED = frozenset({Reach.PUNCHED, Reach.RELAYED, Reach.OUTBOUND_ONLY})  # Others cannot dial such a peer directly.
 
 
 def way_to(published: str, last_way: Reach | None, *, is_closed: bool) -> Reach:
     """Return how a neighbour is reached.
 
-    `published` is the reachability in its record. `last_way` is the route of the last call to it, if that went through
-    a hole or a relay. `is_closed` is true if this peer cannot be dialled. Otherwise, a neighbour behind a closed port
-    can dial this peer directly.
+    `published` is the reachability in its record. `last_way` is the route of the last call to it, if that call went
+    through a hole or a relay. `is_closed` is true if this peer cannot be dialled. Otherwise, a neighbour behind a
+    closed port can dial this peer directly.
     """
     if published not in CLOSED:
         return Reach.MAPPED if published == Reach.MAPPED else Reach.DIRECT
@@ -112,33 +112,33 @@ def assess(
     if abroad and not is_public(host):
         reason = f"{host} is a private address, which peers on other networks cannot dial"
         if through:
-            return Verdict(closed, f"{reason}, though they get through to {observed}: join with --announce {observed}")
+            return Verdict(closed, f"{reason}, but they can reach {observed}: join with --announce {observed}")
         return Verdict(closed, f"{reason}; {_advice(ports, observed or 'HOST')}")
     if not dial_backs:
         if num_calls:
-            return Verdict(Reach.DIRECT, f"other peers have called {num_calls} times")
-        return Verdict(Reach.UNKNOWN, "no other peer has dialled back or called yet")
+            return Verdict(Reach.DIRECT, f"calls received from other peers: {num_calls}")
+        return Verdict(Reach.UNKNOWN, "no other peer has dialled back or called this peer yet")
     if 2 * len(through) >= len(dial_backs):
-        told = f"{len(through)} of {len(dial_backs)} peers that dialled back got through to port {ports[0]}"
+        told = f"{len(through)} of {len(dial_backs)} peers that dialled back reached port {ports[0]}"
         if mapped_by:
-            return Verdict(Reach.MAPPED, f"{told}, which the router maps ({mapped_by})")
+            return Verdict(Reach.MAPPED, f"{told}, which the router maps to this machine ({mapped_by})")
         if all(seen.reached.get(ports[1]) for seen in through):
-            told += f"; port {ports[1]} (libp2p) is closed; open it too, so that others can join through this peer"
+            told += f"; port {ports[1]} (libp2p) is closed; open it as well, so that others can join through this peer"
         return Verdict(Reach.DIRECT, told)
     why = next(reason for seen in dial_backs if (reason := seen.reached.get(ports[0], "not asked")))
-    told = f"{len(dial_backs) - len(through)} of {len(dial_backs)} peers could not dial port {ports[0]} ({why})"
+    told = f"{len(dial_backs) - len(through)} of {len(dial_backs)} peers could not reach port {ports[0]} ({why})"
     effect = {
-        Reach.OUTBOUND_ONLY: "so this peer makes offers but gets none",
-        Reach.RELAYED: "so other peers behind closed ports call it through a relay",
-        Reach.PUNCHED: f"so it connects to other such peers through holes in the routers, {num_holes} so far",
+        Reach.OUTBOUND_ONLY: "so this peer can make offers but cannot receive any",
+        Reach.RELAYED: "so other peers with closed ports call it through a relay",
+        Reach.PUNCHED: f"so it reaches other such peers by hole punching (connections so far: {num_holes})",
     }[closed]
     return Verdict(closed, f"{told}, {effect}; {_advice(ports, observed or host)}")
 
 
 def _advice(ports: tuple[int, int], host: str) -> str:
     return (
-        f"to be reachable, forward TCP {ports[0]} and {ports[1]} to this machine in the router, open them in this "
-        f"machine's firewall, and join with --announce {host}"
+        f"to make this peer reachable, forward TCP ports {ports[0]} and {ports[1]} from the router to this machine, "
+        f"open them in this machine's firewall, and join with --announce {host}"
     )
 
 
@@ -221,6 +221,6 @@ class DialBacks:
             found[peer.peer_id] = await self._ask(peer)
             self._first.set()
         except PeerError as error:
-            log.debug("%s could not be asked to dial back: %s", short_id(peer.peer_id), error)
+            log.debug("could not ask %s to dial back: %s", short_id(peer.peer_id), error)
         except Exception:  # an answer of a stranger must not keep the others from being asked
-            log.exception("could not handle the dial-back answer of %s", short_id(peer.peer_id))
+            log.exception("could not process the dial-back reply from %s", short_id(peer.peer_id))

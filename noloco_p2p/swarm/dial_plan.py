@@ -1,6 +1,6 @@
 """Decides which peers to dial, and when to try again.
 
-Nothing here touches the network or reads a clock. Callers pass the time.
+This module uses neither the network nor a clock. Callers supply the current time as an argument.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 FIRST_PAUSE_S = 1.0
 ENOUGH_NEIGHBOURS = 16  # with this many, only bootstraps and lost peers are dialled
 LOST_PEERS = 8  # the missing peers that were seen last; they may be alive on the other side of a partition
-LONGEST_PAUSE_LOST_S = 20.0  # short, so that the swarm is whole again within half a minute after a partition
+LONGEST_PAUSE_LOST_S = 20.0  # short, so that the swarm reunites within half a minute after a partition
 
 
 @dataclass(slots=True)
@@ -57,8 +57,8 @@ class DialPlan:
     ) -> dict[str, tuple[str, ...]]:
         """Return the addresses of at most `most` peers that must be dialled now, by peer id.
 
-        Missing bootstraps come first. The missing peers in `remembered` follow in the same order as there. A peer in
-        `neighbours` is not missing. If there are many neighbours, a peer in `heard_of` is not missing either, because
+        Missing bootstraps come first. The missing peers in `remembered` follow, in the order of `remembered`. A peer in
+        `neighbours` does not count as missing. If there are many neighbours, neither does a peer in `heard_of`, because
         its records arrive.
         """
         near = {*neighbours, self._own_peer_id}
@@ -96,7 +96,7 @@ class DialPlan:
         attempts = self._attempts.get(peer_id)
         if attempts is None:
             return -math.inf
-        # The longest pause is computed on each call, because the peer may not have been among the lost ones before.
+        # The longest pause is computed on each call, because the peer may not have been one of the lost peers before.
         if peer_id in self._bootstraps:
             longest_s = self._longest_pause_s
         else:

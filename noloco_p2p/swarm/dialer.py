@@ -53,8 +53,8 @@ class Dialer:
         self._on_wrong_clock = on_wrong_clock
         self._dial_now = asyncio.Event()
         self._has_dialled = asyncio.Event()
-        self._nearby: dict[str, Sequence[str]] = {}  # in the local network: peer id -> multiaddrs
-        self._offsets: dict[str, Offset] = {}  # of nodes, until this machine's clock is known to be right
+        self._nearby: dict[str, Sequence[str]] = {}  # on the local network: peer id -> multiaddrs
+        self._offsets: dict[str, Offset] = {}  # offsets of nodes, kept until this machine's clock is known to be right
         self._clock_is_right = False
 
     async def dial(self) -> float:
@@ -81,7 +81,7 @@ class Dialer:
         self._dial_now.set()
 
     def dial_nearby(self, peer_id: str, multiaddrs: Sequence[str]) -> None:
-        """Dial a peer at these addresses in the local network as well, now and whenever it is missing.
+        """Dial a peer at these addresses on the local network as well, now and whenever it is missing.
 
         If `multiaddrs` is empty, the peer is no longer dialled there.
         """
@@ -112,7 +112,7 @@ class Dialer:
             logger.debug("%s", error)
             self._plan.failed(peer_id, str(error), now_s=time.monotonic())
             return False
-        logger.info("entered the DHT through %s", short_id(peer_id))
+        logger.info("joined the DHT through %s", short_id(peer_id))
         self._plan.reached(peer_id, now_s=time.monotonic())
         # If libp2p was connected before, it dialled none of these addresses, so they may belong to another machine.
         for host in {host_in(address) for address in ways} & await self._hosts_of(peer_id):
@@ -120,7 +120,7 @@ class Dialer:
         CLOCK.heard(offset.seconds)
         if not self._clock_is_right:
             self._offsets[peer_id] = offset
-        # Do not remember local addresses, which would lead to other machines in another network.
+        # Do not remember local addresses, because on another network they would lead to other machines.
         nearby = self._nearby.get(peer_id, ())
         self._address_book.remember(peer_id, [address for address in multiaddrs if address not in nearby])
         return True
@@ -145,11 +145,11 @@ class Dialer:
             except Unreachable as error:
                 faults.append(str(error))
         if not ways:
-            raise DirectoryError(f"{short_id(peer_id)} was not dialled: {'; '.join(faults) or 'no address'}")
+            raise DirectoryError(f"{short_id(peer_id)} was not dialled: {'; '.join(faults) or 'it has no address'}")
         return ways
 
     def _look_at_clocks(self) -> None:
-        """Check this machine's clock against the known offsets. Once it proves to be right, they are dropped."""
+        """Check this machine's clock against the known offsets, and drop them once the clock proves to be right."""
         try:
             self.check_clock()
         except DirectoryError as error:

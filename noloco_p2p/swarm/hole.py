@@ -3,8 +3,9 @@
 Many routers map an internal port to the same external port, whatever the destination. A relay that is called from the
 internal port sees this external port, so each peer can learn its external port from the relay. Both peers then connect
 to each other's external port at the same time. To each router, the packets from the partner look like answers, so it
-lets them in. Each peer also listens on its port, because the partner may connect first, and some routers admit
-everybody. The first connection that carries the token in both directions is kept, and all others are closed.
+lets them in. Each peer also listens on its port, because the partner may connect first, and some routers accept
+connections from anybody. The first connection that carries the token in both directions is kept, and all others are
+closed.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class Hole:
         return View(await ask_from_where(connection), (host, self._port), round_trip_s)
 
     async def open(self, targets: Sequence[Endpoint], token: bytes, *, says_first: bool) -> socket.socket:
-        """Connect to all targets and accept connections, until one of them proves to be the partner's.
+        """Connect to all targets and accept connections until one of them proves to be the partner's.
 
         Call it after `look`. It has no time limit of its own, so the caller must set one. The caller owns the socket
         that is returned.

@@ -1,11 +1,11 @@
-"""Lets peers of the same run find each other in a local network by mDNS (RFC 6762), and call each other there.
+"""Lets peers of the same run find and call each other on a local network, using mDNS (RFC 6762).
 
-For this, the peers need no address that works from outside, and no router that supports hairpinning. Each peer
+The peers need neither an address that can be reached from outside nor a router that supports hairpinning. Each peer
 announces a service with the name MARK-PEERID. The port of the service is the libp2p port, and its text record has the
 gRPC port. The mark is a digest of the key under which the peers of the run store their records, so only they recognise
 it.
 
-Announcements are only hints, because any machine in the network can copy a mark. A peer dials only private addresses in
+Announcements are only hints, because any machine on the network can copy a mark. A peer dials only private addresses in
 a subnet of this machine. It keeps at most 16 peers at a time, and after the first 16 announcements it accepts one more
 per minute. A peer counts as near once it has proven, at its local address, that it owns the session key in its record.
 """
@@ -47,11 +47,12 @@ GRPC = b"grpc"  # the key of the gRPC port in the text record of a service
 NAME = re.compile(r"([0-9a-f]{8})-([1-9A-HJ-NP-Za-km-z]{40,54})\." + re.escape(SERVICE))
 MARK_CONTEXT = "noloco_p2p 2026 mark of a run in a local network"
 MAX_FOUND = 16
-# After the first 16. Otherwise, a stranger who keeps announcing services could make this peer scan the network.
+# This rate applies after the first 16 peers. Otherwise, a stranger who keeps announcing services could make this peer
+# scan the network.
 FOUND_PER_S = 1 / 60
 MAX_HOSTS = 4  # per peer
 ANSWER_MS = 3_000
-LOOK_S = 1.0  # how often the records of found peers are looked for
+LOOK_S = 1.0  # how often this peer looks for the records of found peers
 RECHECK_S = 60.0
 
 Interface = ipaddress.IPv4Interface
@@ -59,7 +60,7 @@ Interface = ipaddress.IPv4Interface
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The addresses at which a peer may be in the local network, according to its mDNS service."""
+    """The addresses at which a peer may be reachable on the local network, according to its mDNS service."""
 
     peer_id: str
     hosts: tuple[str, ...]
@@ -102,12 +103,12 @@ def nearby(hosts: Iterable[str], interfaces: Sequence[Interface]) -> tuple[str, 
 
 
 class Household:
-    """Finds peers of the run in the local network.
+    """Finds peers of the run on the local network.
 
-    Create it on the event loop. Call `look` first, and `announce` once this peer has a gRPC server. `view` is the
-    same as in `mark_of`. `live` returns the peers whose records were read. `on_found` is called with the id and
-    multiaddrs of a peer that may be in this network, and with no multiaddrs once the peer has left. `ask` calls a peer
-    and raises PeerError if the call fails; if it succeeds, the peer has proven its identity.
+    Create it on the event loop. Call `look` first, and `announce` once this peer has a gRPC server. `view` is the same
+    as in `mark_of`. `live` returns the peers whose records were read. `on_found` is called with the id and multiaddrs
+    of a peer that may be on this network, and without multiaddrs once the peer has left. `ask` calls a peer and raises
+    PeerError if the call fails; if it succeeds, the peer has proven its identity.
     """
 
     def __init__(
@@ -136,7 +137,7 @@ class Household:
         self._tasks: list[asyncio.Task[None]] = []
 
     def look(self) -> None:
-        """Start looking for other peers. Without multicast, or outside a local network, this does nothing."""
+        """Start looking for other peers. If there is no multicast or no local network, this does nothing."""
         if not self._interfaces:
             return
         # zeroconf logs a warning with a traceback about every network that is down or disappears.
@@ -145,13 +146,13 @@ class Household:
         try:
             self._mdns = AsyncZeroconf(interfaces=hosts, ip_version=IPVersion.V4Only)
         except OSError as error:
-            log.info("cannot look for peers in the local network: %s", error)
+            log.info("cannot look for peers on the local network: %s", error)
             return
         self._browser = AsyncServiceBrowser(self._mdns.zeroconf, SERVICE, handlers=[self._on_change])
         self._tasks = [asyncio.create_task(self._resolve()), asyncio.create_task(self._check())]
 
     def announce(self, *, grpc_port: int, libp2p_port: int) -> None:
-        """Let others in the local network find this peer."""
+        """Let others on the local network find this peer."""
         if self._mdns:
             self._tasks.append(asyncio.create_task(self._register(self._mdns, grpc_port, libp2p_port)))
 
@@ -167,13 +168,13 @@ class Household:
         return peer_id in self._near
 
     def reached(self, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-        """Return the same peers. Each peer in the local network gets its local address."""
+        """Return the candidates, after giving each peer on the local network its local address."""
         return [
             replace(each, address=self._near[each.peer_id], can_be_called=True) if self.is_near(each.peer_id) else each
             for each in candidates
         ]
 
-    # what others announce
+    # announcements of others
 
     def _on_change(self, zeroconf: Zeroconf, service_type: str, name: str, state_change: ServiceStateChange) -> None:
         named = NAME.fullmatch(name)
@@ -193,11 +194,11 @@ class Household:
             try:
                 answered = await info.async_request(self._mdns.zeroconf, ANSWER_MS)
             except (OSError, NotRunningException) as error:
-                log.debug("could not ask %s for its addresses: %s", name, error)
+                log.debug("could not get the addresses of %s: %s", name, error)
                 continue
             found = read(info, self._interfaces) if answered else None
             if found and self._may_use(found):
-                log.info("%s may be in this local network, at %s", short_id(found.peer_id), ", ".join(found.hosts))
+                log.info("%s may be on this local network, at %s", short_id(found.peer_id), ", ".join(found.hosts))
                 self._found[found.peer_id] = found
                 self._check_at_s.pop(found.peer_id, None)
                 self._on_found(found.peer_id, found.multiaddrs())
@@ -226,7 +227,7 @@ class Household:
             try:
                 await self._ask(replace(candidate, address=address))
             except PeerError as error:
-                log.debug("%s was not found at %s: %s", short_id(candidate.peer_id), address, error)
+                log.debug("could not reach %s at %s: %s", short_id(candidate.peer_id), address, error)
             else:
                 if candidate.peer_id in self._found:
                     self._near[candidate.peer_id] = address
@@ -239,7 +240,7 @@ class Household:
         self._near.pop(peer_id, None)
         self._check_at_s.pop(peer_id, None)
 
-    # what this peer announces
+    # announcements of this peer
 
     async def _register(self, mdns: AsyncZeroconf, grpc_port: int, libp2p_port: int) -> None:
         name = f"{self._mark}-{self._peer_id}.{SERVICE}"
@@ -254,7 +255,7 @@ class Household:
         try:
             await (await mdns.async_register_service(info))
         except (OSError, NonUniqueNameException, BadTypeInNameException) as error:
-            log.info("could not announce this peer in the local network: %s", error or type(error).__name__)
+            log.info("could not announce this peer on the local network: %s", error or type(error).__name__)
 
 
 def read(info: AsyncServiceInfo, interfaces: Sequence[Interface]) -> Found | None:

@@ -1,7 +1,7 @@
 """Starts p2pd so that it ends with its parent: `python -I -S launch.py PARENT_PID P2PD ARGUMENT ..`.
 
-This separate script runs by its path and without site packages, so it starts in 20 ms. It sets the death
-signal in its own process, and the signal survives the exec. The parent therefore runs no code between fork and exec,
+This is a separate script that is run by its path and without site packages, so it starts in 20 ms. It sets the death
+signal in its own process, and this setting survives the exec. The parent therefore runs no code between fork and exec,
 where a program with many threads can deadlock. On Linux, the kernel watches the *thread* that started this process. On
 other systems, a second process watches the parent and sends SIGTERM when the parent ends. That part was written for
 macOS, but has not been run there.
@@ -29,7 +29,7 @@ def main(arguments: list[str]) -> None:
     else:
         start_watcher(parent_pid)
     if os.getppid() != parent_pid:  # the parent died before the death signal was set
-        sys.exit("the parent has ended")
+        sys.exit("the parent process has exited")
     os.umask(0o077)  # only this user may use the control socket
     try:
         os.execv(command[0], command)
@@ -54,7 +54,7 @@ def start_watcher(parent_pid: int) -> None:
 def first_to_end(*pids: int) -> int:
     """Wait until one of these processes has ended, and return its id.
 
-    This uses kqueue where it exists, and otherwise polls every POLL_S.
+    This uses kqueue where available, and otherwise polls every POLL_S.
     """
     if hasattr(select, "kqueue"):
         queue = select.kqueue()

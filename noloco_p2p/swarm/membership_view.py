@@ -1,8 +1,8 @@
 """Keeps the membership view of a run by reading buckets of records and counting the peers in them.
 
 A small run has a single bucket, which holds all records. In a large run, a peer reads one bucket at a time, drawn at
-random, and a monitor reads all of them. Peers that have estimated a different size are found by probing buckets at
-other depths.
+random, and a monitor reads all of them. By probing buckets at other depths, it finds peers that have estimated a
+different size.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class Headcount:
 class MembershipView:
     """The records of a run that were read from the DHT.
 
-    `live`, `records` and `headcount` are thread-safe and do not wait. Everything else belongs to the event loop. `key`
-    is the key of the view to read; for a whole run, `buckets.run_key` returns it. A peer can have several views.
+    `live`, `records` and `headcount` are thread-safe and do not wait. Everything else must be used on the event loop.
+    `key` is the key of the view to read; for a whole run, `buckets.run_key` returns it. A peer can have several views.
     `spec_digest` is the digest of the run, and records of other runs are ignored. If `is_monitor` is true, all buckets
     are read, and this node is not a peer itself. Records for which `ignores` returns true are dropped. `only_public` is
     the same as in `DialGuard`. The event `somebody` is set while a live peer is known.
@@ -119,14 +119,14 @@ class MembershipView:
         return Headcount(max(num_known, round(self._census.size) - (not self._is_monitor)), is_estimate=True)
 
     def read_age_s(self) -> float:
-        """Return the seconds since the DHT last answered, or since the start if it never has."""
+        """Return the number of seconds since the DHT last answered, or since the start if it has never answered."""
         return time.monotonic() - self._read_at_s
 
     def depths(self) -> tuple[int, ...]:
         """Return the depths at which this peer's record must be stored now. The peer reads at the first of them."""
         return self._census.depths(time.monotonic())
 
-    # reading; all of these raise DirectoryError, and the view then stays unchanged
+    # reading: all of these methods can raise DirectoryError, and the view then stays unchanged
 
     async def look(self) -> float:
         """Refresh the view, probe another depth if needed, and return the pause until the next read."""

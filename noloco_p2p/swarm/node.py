@@ -2,7 +2,8 @@
 
 hivemind's DHTNode does not survive its daemon, because the calls of its client are never answered again. The new node
 has the same peer id, port and place in the key space, and other peers store their records on it again within one
-heartbeat. Every call has a deadline, and every failure becomes a DirectoryError, whatever hivemind raised.
+heartbeat. Every call has a deadline, and every failure becomes a DirectoryError, regardless of the error that hivemind
+raised.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ CLOSE_S = 2.0
 NOTICE_TURNS = 3  # turns of the event loop until this process has closed its connections to an ended daemon
 EXIT_S = 0.5  # The connection of a dying process closes before its exit is noticed.
 PING_S = 2.0
-HUNG_S = 9.0  # the longest silence of p2pd; including the restart, it is back within 15 s
+HUNG_S = 9.0  # the longest silence of p2pd before a restart; it is then back within 15 s in total
 RESTART_PAUSES_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0)  # the last one repeats
 CANCEL_AGAIN_S = 0.2
 
@@ -112,7 +113,7 @@ class SwarmNode:
     def multiaddrs(self) -> list[str]:
         """Return the multiaddrs at which others can dial this node.
 
-        The announced host comes first, and the others follow with public addresses before private ones.
+        The announced host comes first. Public addresses precede private addresses among the others.
         """
         return [f"{address}/p2p/{self.peer_id}" for address in self._addresses()]
 
@@ -143,7 +144,7 @@ class SwarmNode:
         await _guard(self._running_p2p().connect(peer_id, answering), CONNECT_S, what)
         offset = await _guard(self._running_dht().greet(peer_id), CALL_S, what)
         if offset is None:
-            raise DirectoryError(f"{what}: connected, but no DHT node answers")
+            raise DirectoryError(f"{what}: connected, but it does not answer as a DHT node")
         return offset
 
     async def open_stream(
@@ -164,7 +165,7 @@ class SwarmNode:
         return next((address for peer, address in found if peer == peer_id and tcp_target(address)), "")
 
     async def hosts_of(self, peer_id: str) -> set[str]:
-        """Return the hosts of a peer's connections, like `DaemonClient.hosts_of`.
+        """Return the hosts of a peer's connections, as `DaemonClient.hosts_of` does.
 
         Raises DirectoryError if p2pd does not answer.
         """
@@ -188,14 +189,14 @@ class SwarmNode:
         false if only the last of five nodes refused it. Raises DirectoryError if the call fails.
         """
         call = self._running_dht().store(key, value, expires_at_s, subkey=subkey)
-        await _guard(call, timeout_s, "storing in the DHT")
+        await _guard(call, timeout_s, "storing a record in the DHT")
 
     async def get(self, key: str, *, timeout_s: float = CALL_S) -> dict[str, tuple[bytes, float]]:
         """Read the values of a key from the nodes closest to it. Returns subkey -> (value, expiry).
 
         Raises DirectoryError if the call fails.
         """
-        found = await _guard(self._running_dht().get(key, latest=True), timeout_s, "reading from the DHT")
+        found = await _guard(self._running_dht().get(key, latest=True), timeout_s, "reading records from the DHT")
         if found is None or not isinstance(found.value, dict):
             return {}
         entries = ((subkey, entry.value, entry.expiration_time) for subkey, entry in found.value.items())
@@ -217,7 +218,7 @@ class SwarmNode:
         self._p2p = await _guard(kademlia.attach(self._daemon.control_socket), ATTACH_S, "attaching to p2pd")
         if str(self._p2p.peer_id) != self.peer_id:
             raise DirectoryError(
-                f"p2pd loaded the identity {self._p2p.peer_id} from {self._identity_path}, not {self.peer_id}"
+                f"p2pd loaded identity {self._p2p.peer_id} from {self._identity_path} instead of {self.peer_id}"
             )
         addresses = await _guard(self._p2p.get_visible_maddrs(), ATTACH_S, "asking p2pd for its addresses")
         suffix = f"/p2p/{self.peer_id}"
@@ -250,7 +251,7 @@ class SwarmNode:
     async def _watch(self) -> None:
         while True:
             reason = await self._lost()
-            logger.warning("p2pd has ended (%s); restarting it", reason)
+            logger.warning("p2pd has stopped (%s); restarting it", reason)
             await self._restart()
             self.on_restart()
 
@@ -296,7 +297,7 @@ class SwarmNode:
                 await self._bring_up()
                 return
             except (DirectoryError, OSError) as error:  # for example, out of file descriptors
-                logger.warning("p2pd could not be restarted: %s", error)
+                logger.warning("could not restart p2pd: %s", error)
 
 
 def _port_of(multiaddrs: Sequence[str]) -> int:
@@ -304,7 +305,7 @@ def _port_of(multiaddrs: Sequence[str]) -> int:
         parts = multiaddr.split("/")
         if len(parts) >= 5 and parts[3] == "tcp":
             return int(parts[4])
-    raise DirectoryError(f"p2pd listens on no address that others could dial ({', '.join(multiaddrs) or 'no address'})")
+    raise DirectoryError(f"p2pd is not listening on any TCP address (its addresses: {', '.join(multiaddrs) or 'none'})")
 
 
 async def knock(address: str) -> str:

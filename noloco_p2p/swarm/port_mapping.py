@@ -1,4 +1,6 @@
-"""Asks the router of this network to forward a peer's two ports to this machine, by NAT-PMP (RFC 6886) or else by UPnP.
+"""Asks the router of this network to forward a peer's two ports to this machine.
+
+It uses NAT-PMP (RFC 6886) or, if that fails, UPnP.
 
 The address that a router reports is only a hint. A peer stops announcing it when others report that it leads nowhere
 (see `peer/reachability.py`). The mappings expire, so they are renewed while the peer runs, and they are removed when it
@@ -29,7 +31,7 @@ T = TypeVar("T")
 
 LEASE_S = 3600  # the requested lifetime of a mapping; a router may grant less
 SHORTEST_LEASE_S = 60
-AGAIN_S = 600.0  # the pause after no router helped
+AGAIN_S = 600.0  # the pause if no router helped
 ANSWER_S = 10.0  # the time limit for one router and protocol
 FAREWELL_S = 2.0
 PMP_PORT = 5351
@@ -119,7 +121,12 @@ class PortMapping:
                 log.debug("%s: %s", type(client).__name__, error or "no answer")
                 continue
             self._client = client
-            log.info("the router maps %s:%d and %d to this machine (%s)", mapping.host, *mapping.ports, mapping.by)
+            log.info(
+                "the router at %s forwards ports %d and %d to this machine (%s)",
+                mapping.host,
+                *mapping.ports,
+                mapping.by,
+            )
             return mapping
         self._client = None
         return None
@@ -160,7 +167,7 @@ class NatPmp:
         request = struct.pack("!BBHHHI", 0, PMP_MAP_TCP, 0, inside, outside, lease_s)
         named, found, granted_s = await self._request(request, "!HHI")
         if named != inside or (lease_s and not (found and granted_s)):
-            raise NoMapping("the router's answer is for another port, or grants no mapping")
+            raise NoMapping("the router answered for another port or did not grant a mapping")
         return found, granted_s
 
     async def _request(self, request: bytes, layout: str) -> tuple[Any, ...]:
@@ -174,7 +181,7 @@ class NatPmp:
                 with contextlib.suppress(TimeoutError):
                     answer = await asyncio.wait_for(loop.sock_recv(udp, 64), patience_s)
                     return _fields(answer, request[1], layout)
-        raise NoMapping("the router does not answer")
+        raise NoMapping("the router did not answer")
 
 
 def _fields(answer: bytes, operation: int, layout: str) -> tuple[Any, ...]:
@@ -211,7 +218,7 @@ class Upnp:
 
     async def _beside(self, ask: Callable[[], T]) -> T:
         if self._thread and self._thread.is_alive():
-            raise NoMapping("UPnP: the router is still answering the last request")
+            raise NoMapping("UPnP: the router is still processing the previous request")
         answer: Future[T] = Future()
         answer.set_running_or_notify_cancel()  # a caller that gives up must not cancel it
 
@@ -232,11 +239,11 @@ class Upnp:
         try:
             return MappedPorts(str(ipaddress.IPv4Address(host)), (grpc, libp2p), "UPnP")
         except ValueError:
-            raise NoMapping("the router reported no valid address") from None
+            raise NoMapping("the router did not report a valid IPv4 address") from None
 
     def _map_one(self, router: Any, inside: int) -> int:
         """Map an internal port, and return the external one."""
-        fault = NoMapping(f"the router does not map port {inside}")
+        fault = NoMapping(f"the router did not map port {inside}")
         for outside in (inside, *random.sample(OTHER_PORTS, UPNP_TRIES)):
             try:
                 if _asked(router.addportmapping, outside, "TCP", self._local_host, inside, "noloco_p2p", "", LEASE_S):
@@ -252,7 +259,7 @@ class Upnp:
     def _router(self) -> Any:
         """Return the first gateway that answers."""
         try:
-            import miniupnpc  # there are wheels for some platforms only
+            import miniupnpc  # wheels exist only for some platforms
         except ImportError:
             raise NoMapping("the package miniupnpc is not installed") from None
         router = miniupnpc.UPnP(self._local_host, None, UPNP_DISCOVERY_MS)

@@ -10,8 +10,8 @@ round trip after it has sent that message, which is when the message should arri
 
 Messages are lines of JSON. Each peer measures its round-trip time to the relay, and the sum of the two is the
 round-trip time between the peers. `local` is sent only if the relay sees both peers at the same address, because they
-are then probably in the same local network. A message can make a peer dial one public address, which the partner claims
-as its own, and one address in the local network. The guard limits these dials.
+are then probably on the same local network. A message can make a peer dial one public address, which the partner claims
+as its own, and one address on the local network. The guard limits these dials.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from noloco_p2p.tcp import Endpoint, endpoint
 
 MAX_LINE_BYTES = 512
 PUNCH_S = 3.5  # for the whole attempt; the caller waits 5 s, so there is time left to connect through the relay
-MAX_WAIT_S = 1.0  # the limit on half a round-trip time
+MAX_WAIT_S = 1.0  # the limit for half a round-trip time
 NO_TOKEN = bytes(TOKEN_BYTES)
 
 
@@ -72,8 +72,8 @@ def targets(own: Endpoint, seen: Endpoint | None, local: Endpoint | None, *, onl
     """Return the endpoints of the partner to connect to.
 
     `own` and `seen` are the endpoints at which the relay sees this peer and the partner. `local` is the partner's
-    endpoint in its local network, if it has sent one. `only_public` is the same as in `DialGuard`. Raises ValueError if
-    the partner has sent no endpoint that may be dialled.
+    endpoint on its local network, if the partner has sent one. `only_public` is the same as in `DialGuard`. Raises
+    ValueError if the partner has sent no endpoint that may be dialled.
     """
     if seen is None or (only_public and not is_public(seen[0])) or ip_of(seen[0]).version != ip_of(own[0]).version:
         raise ValueError("the partner sent no address that may be dialled")

@@ -42,8 +42,8 @@ async def find_somebody(ticket: Ticket, directory: SwarmDirectory, *, timeout_s:
         return
     failures = "; ".join(f"{named(peer)}: {why}" for peer, why in directory.dial_failures().items())
     raise Unreachable(
-        f"no live peer of the run {ticket.run_name} was found within {timeout_s:.0f} s through "
-        f"{', '.join(ticket.addresses) or 'no address'}"
+        f"no live peer of run {ticket.run_name} was found within {timeout_s:.0f} s through "
+        f"{', '.join(ticket.addresses) or 'a ticket without addresses'}"
         + (f" ({failures})" if failures else "")
         + "; ask for a new ticket"
     )

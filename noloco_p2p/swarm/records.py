@@ -2,9 +2,9 @@
 
     value = signature:64 | canonical JSON       at most MAX_RECORD_BYTES
 
-The signature covers a domain prefix and the JSON. The expiry is part of the JSON, so nobody can prolong the record of a
-peer that has gone. Unknown JSON fields are ignored. This module does not import hivemind; the validator, which needs
-it, is in another file.
+The signature covers a domain prefix and the JSON. The expiry is part of the JSON, so nobody can extend the lifetime of
+a record whose peer has left. Unknown JSON fields are ignored. This module does not import hivemind; the validator,
+which needs it, is in another file.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from noloco_p2p.telemetry.metrics import DEFAULTS, LARGEST, METRICS, RECORDED, M
 TTL_S = 60.0
 MAX_RECORD_BYTES = 1024
 MAX_TEXT_CHARS = 320  # enough for a host name of 253 characters, followed by a peer id
-MAX_ADDRESSES = 4  # of each kind
+MAX_ADDRESSES = 4  # limit for each kind of address
 MAX_COUNTS = 16  # the longest list of counts
 SIGNATURE_BYTES = 64
-EXPIRY_SLACK_S = 1e-3  # allowed difference between the expiry in a record and the one that the DHT has
+EXPIRY_SLACK_S = 1e-3  # allowed difference between the expiry in a record and the expiry in the DHT
 DOMAIN = b"noloco_p2p record 1\x00"
 STATES = frozenset({"training", "paused", "leaving", "done"})
 # `asked` stands for `noloco pause`; the other reasons concern the use of the machine.
@@ -55,15 +55,15 @@ class PeerRecord:
     sequence: int = 0  # increases with every announcement, even across restarts
     expires_at_s: float = 0.0  # DHT time (Unix)
     state: str = "training"
-    metrics: Metrics = field(default_factory=Metrics)  # the record holds the metrics that have a key
+    metrics: Metrics = field(default_factory=Metrics)  # the encoded record holds the metrics that have a key
     reachability: str = "unknown"
     software: str = __version__
-    sketch: str = ""  # of the slow weights at a mark of the schedule (see `codec.sketch`)
-    depths: tuple[int, ...] = ()  # of its buckets: first where it reads, then where else it is announced; () = (0,)
+    sketch: str = ""  # sketch of the slow weights at a mark of the schedule (see `codec.sketch`)
+    depths: tuple[int, ...] = ()  # depth at which it reads, then other depths at which it is announced; () = (0,)
     session_key: str = ""  # identifies its gRPC server; base64; new at every start
-    started_at_ms: int = 0  # Unix time by its own clock; tells apart two processes with one key
-    mark: str = ""  # in a private run: the proof that a member wrote the record
-    stage: int = 0  # the stage that it holds in a run with stages; 0 = the head
+    started_at_ms: int = 0  # Unix time by its own clock; distinguishes two processes with the same key
+    mark: str = ""  # in a private run: proof that a member wrote the record
+    stage: int = 0  # its stage in a run with stages; 0 = the head
     stages: int = 0  # the number of stages of the run; 0 = every peer holds the whole model
     sends_to: tuple[str, ...] = ()  # the last characters of the ids of the peers to which it sends microbatches
     name: str = ""  # chosen by the peer; it proves nothing
@@ -104,7 +104,7 @@ def encode_record(record: PeerRecord, identity: Identity) -> bytes:
     until the record fits. Raises RecordError if it still does not fit.
     """
     if record.peer_id != identity.peer_id:
-        raise RecordError(f"a record of {record.peer_id} cannot be signed by {identity.peer_id}")
+        raise RecordError(f"the record of {record.peer_id} cannot be signed by {identity.peer_id}")
     record = replace(record, addresses=record.addresses[:MAX_ADDRESSES], multiaddrs=record.multiaddrs[:MAX_ADDRESSES])
     _check(record)
     body = _pack(record)
@@ -118,7 +118,7 @@ def encode_record(record: PeerRecord, identity: Identity) -> bytes:
         elif record.name:
             record = replace(record, name="")
         elif record.sketch:
-            record = replace(record, sketch="")  # being reachable is worth more than being measured
+            record = replace(record, sketch="")  # reachability matters more than measurements
         else:
             raise RecordError(
                 f"the record has {len(body)} bytes, but the limit is {MAX_RECORD_BYTES - SIGNATURE_BYTES}; "
@@ -144,7 +144,7 @@ def decode_record(data: bytes) -> PeerRecord:
     try:
         record = PeerRecord(**known)
     except TypeError:
-        raise RecordError("a record lacks the name of its run") from None
+        raise RecordError("the record does not contain the name of its run") from None
     record = replace(record, multiaddrs=tuple(f"{address}/p2p/{record.peer_id}" for address in record.multiaddrs))
     _check(record)
     return record
@@ -158,18 +158,18 @@ def open_envelope(data: bytes) -> dict[str, Any]:
     costs 0.1 ms, so callers must not change them. Raises RecordError if a check fails.
     """
     if not SIGNATURE_BYTES < len(data) <= MAX_RECORD_BYTES:
-        raise RecordError(f"a record has {len(data)} bytes; the limit is {MAX_RECORD_BYTES}")
+        raise RecordError(f"the record has {len(data)} bytes, but the limit is {MAX_RECORD_BYTES}")
     signature, body = data[:SIGNATURE_BYTES], data[SIGNATURE_BYTES:]
     try:
         values = json.loads(body, parse_constant=_refuse_constant)
     except (ValueError, RecursionError):
-        raise RecordError("a record is not valid JSON") from None
+        raise RecordError("the record is not valid JSON") from None
     if not isinstance(values, dict):
-        raise RecordError("a record is not a JSON object")
+        raise RecordError("the record is not a JSON object")
     peer_id, expires_at_s = _text("peer_id", values.get("id")), _number("expires_at_s", values.get("exp"))
     _text("spec_digest", values.get("spec"))
     if not verify(peer_id, DOMAIN + body, signature):
-        raise RecordError(f"a record of {peer_id} is not signed by that peer")
+        raise RecordError(f"the record of {peer_id} is not signed by that peer")
     return values | {"exp": expires_at_s}
 
 
@@ -201,7 +201,7 @@ def _check(record: PeerRecord) -> None:
     if record.state not in STATES:
         raise RecordError(f"unknown state {record.state!r} in the record of {record.peer_id}")
     if any(depth > MAX_DEPTH for depth in record.depths):  # readers would look for buckets at this depth
-        raise RecordError(f"a depth in the record of {record.peer_id} is over {MAX_DEPTH}")
+        raise RecordError(f"a depth in the record of {record.peer_id} is greater than {MAX_DEPTH}")
     suffix = f"/p2p/{record.peer_id}"
     if not all(address.startswith("/") and address.endswith(suffix) for address in record.multiaddrs):
         raise RecordError(f"a multiaddr in the record of {record.peer_id} does not end in {suffix}")
@@ -209,25 +209,25 @@ def _check(record: PeerRecord) -> None:
 
 def _text(name: str, value: object) -> str:
     if not isinstance(value, str) or len(value) > MAX_TEXT_CHARS or not value.isprintable():
-        raise RecordError(f"{name} in a record is not a short printable string")  # it is printed to terminals
+        raise RecordError(f"{name} in the record is not a short printable string")  # it is printed to terminals
     return value
 
 
 def _texts(name: str, value: object) -> tuple[str, ...]:
     if not isinstance(value, (list, tuple)) or len(value) > 2 * MAX_ADDRESSES:
-        raise RecordError(f"{name} in a record is not a short list")
+        raise RecordError(f"{name} in the record is not a short list")
     return tuple(_text(name, item) for item in value)
 
 
 def _count(name: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= LARGEST:
-        raise RecordError(f"{name} in a record is not a count")
+        raise RecordError(f"{name} in the record is not a valid count")
     return value
 
 
 def _counts(name: str, value: object) -> tuple[int, ...]:
     if not isinstance(value, (list, tuple)) or len(value) > MAX_COUNTS:
-        raise RecordError(f"{name} in a record is not a short list")
+        raise RecordError(f"{name} in the record is not a short list")
     return tuple(_count(name, item) for item in value)
 
 
@@ -237,9 +237,9 @@ def _maybe_count(name: str, value: object) -> int | None:
 
 def _number(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise RecordError(f"{name} in a record is not a number")
+        raise RecordError(f"{name} in the record is not a number")
     if not abs(value) <= LARGEST:  # this also excludes NaN
-        raise RecordError(f"{name} in a record is non-finite or over 2^53")
+        raise RecordError(f"{name} in the record is non-finite or larger than 2^53")
     return float(value)
 
 
@@ -248,7 +248,7 @@ def _maybe_number(name: str, value: object) -> float | None:
 
 
 def _refuse_constant(name: str) -> float:
-    raise RecordError(f"a record contains {name}")
+    raise RecordError(f"the record contains {name}")
 
 
 _CHECKS: dict[str, Callable[[str, object], object]] = {

@@ -1,9 +1,9 @@
 """Relays calls to peers that cannot be dialled.
 
-A peer that cannot be dialled keeps a stream to a relay, which is its reservation. p2pd has relays too, but they carry
-at most 128 KiB per call, regardless of its flags (this was measured). Here, the relaying node connects two libp2p
-streams and carries the traffic itself, so this limit does not apply. The streams carry gRPC over TLS, so a relay can
-interrupt a call, but cannot read it.
+A peer that cannot be dialled keeps a stream to a relay open; this stream is its reservation. p2pd also has relays, but
+measurements show that they carry at most 128 KiB per call, regardless of its flags. Here, the relaying node connects
+two libp2p streams and carries the traffic itself, so this limit does not apply. The streams carry gRPC over TLS, so a
+relay can interrupt a call, but cannot read it.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ RESERVE, CALL, DIAL = (f"/noloco_p2p/{name}/1" for name in ("place", "call", "di
 TUNNEL = "/noloco_p2p/tunnel/2"  # version 1 wrapped each connection, and could resume it over another relay
 PUNCH, HOLE = (f"/noloco_p2p/{name}/1" for name in ("punch", "hole"))  # like CALL and TUNNEL, but to agree on a hole
 YES, NO = b"yes\n", b"no\n"
-BEAT_S = 5.0  # between two heartbeats of a peer that keeps a reservation
+BEAT_S = 5.0  # interval between the heartbeats of a peer that keeps a reservation
 SILENT_S = 15.0
 ANSWER_S = 10.0
 MAX_RESERVATIONS = 32
-MAX_STREAMS_OF_A_RESERVATION = 2  # the second is for a peer that returns before the first is found to be lost
+MAX_STREAMS_OF_A_RESERVATION = 2  # the second is for a peer that reconnects before the first is known to be lost
 BEATS = Rate(per_s=1.0, burst=5.0)  # heartbeats per stream; the first two arrive together
 MAX_CALLS = 32
 MAX_CALLS_OF_ONE = 9  # per caller; a swap has up to eight connections
-MAX_CALL_BYTES = 4 << 30  # per direction; then the connection ends
+MAX_CALL_BYTES = 4 << 30  # per direction; beyond this, the connection ends
 MAX_CALL_S = 1800.0
 MAX_PORTS = 2
-DIALS_A_MINUTE_OF_ONE, DIALS_A_MINUTE = 4, 12  # per requesting peer, and per dialled network; all may come at once
-CALLS_A_MINUTE_OF_ONE = 120  # per caller; all may come at once
+DIALS_A_MINUTE_OF_ONE, DIALS_A_MINUTE = 4, 12  # per requesting peer, and per dialled network; bursts are allowed
+CALLS_A_MINUTE_OF_ONE = 120  # per caller; bursts are allowed
 NUM_RESERVATIONS = 2  # per peer, so that one remains when the other relay dies
-RETRY_S = 30.0  # the pause after a relay refused or was lost
+RETRY_S = 30.0  # the pause after a relay has refused or been lost
 LOOK_S = 1.0
 BLOCK_BYTES = 256 * 1024
 BROKEN = (OSError, EOFError, ValueError, RuntimeError, DirectoryError)  # broken streams; uvloop raises RuntimeError
@@ -67,7 +67,7 @@ class Relay:
 
     def __init__(self, node: SwarmNode, *, only_public: bool = False) -> None:
         self.passed_bytes = 0  # total over all calls and both directions
-        self.mirror_port = 0  # the port that tells others how they are seen (tcp.py); 0 = none
+        self.mirror_port = 0  # the port that tells others the address at which they are seen (tcp.py); 0 = none
         self._node = node
         self._reservations: Counter[str] = Counter()
         self._calls: Counter[str] = Counter()
@@ -106,7 +106,7 @@ class Relay:
     async def _on_punch(self, caller: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Relay the messages of two peers that punch a hole.
 
-        First, both peers receive the port at which they can ask for the address that others see.
+        First, both peers receive the port at which they can ask under which address others see them.
         """
         if not self.mirror_port:
             writer.write(NO)
@@ -286,9 +286,9 @@ class Reservations:
                 writer.write(b".")
                 async with asyncio.timeout(ANSWER_S):
                     if await reader.readline() != YES:
-                        raise DirectoryError("the relay has no free reservation")
+                        raise DirectoryError("the relay has no reservations left")
                 self._held[relay] = multiaddr
-                logger.info("%s relays calls to this peer", short_id(relay))
+                logger.info("%s is now relaying calls to this peer", short_id(relay))
                 await self._beat(reader, writer)
             finally:
                 writer.close()
@@ -311,7 +311,7 @@ class Reservations:
 
 def _expect(data: bytes) -> None:
     if not data:
-        raise DirectoryError("the relay has closed the stream")
+        raise DirectoryError("the relay closed the stream")
 
 
 def relays_of(multiaddrs: Sequence[str]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Keeps the newest record of each peer, and its age. It reads no clock, so callers pass the time.
+"""Keeps the newest record of each peer, and the record's age. Callers supply the current time as an argument.
 
 A monotonic clock measures ages. The expiry in a record is in DHT time, because another machine has set it.
 """
@@ -70,7 +70,7 @@ class Sightings:
 def _candidate(record: PeerRecord) -> Candidate:
     try:
         key = b64decode(record.session_key, validate=True)
-    except ValueError:  # the error appears when the peer is dialled
+    except ValueError:  # the error is reported when the peer is dialled
         key = b""
     address = record.addresses[0] if record.addresses else ""
     return Candidate(

@@ -16,9 +16,9 @@ logger = logging.getLogger(__name__)
 K = TypeVar("K")
 StreamHandler = Callable[[str, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
-MAX_STREAMS = 256  # each uses a file descriptor
+MAX_STREAMS = 256  # each stream uses a file descriptor
 MAX_STREAMS_OF_ONE = 64  # per peer; a relay carries the calls of many peers
-KEPT_FOR_RELAYS = 64  # of MAX_STREAMS, for the relays that hold a reservation for this peer
+KEPT_FOR_RELAYS = 64  # part of MAX_STREAMS that is kept for relays with a reservation for this peer
 FAULTS = (OSError, EOFError, RuntimeError, ValueError, NolocoError)  # TimeoutError is an OSError
 
 

@@ -11,8 +11,8 @@ from noloco_p2p.swarm.records import TTL_S
 class Timing:
     """The pauses of the periodic tasks of a directory.
 
-    The defaults are the values of the protocol. For the first `quick_for_s` after its start, a node reads records every
-    `quick_view_s`.
+    The defaults are the values of the protocol. During the first `quick_for_s` seconds after its start, a node reads
+    records every `quick_view_s` seconds.
     """
 
     heartbeat_s: float = TTL_S / 4

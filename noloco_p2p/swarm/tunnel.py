@@ -113,7 +113,7 @@ class Tunnels:
             port.close()
 
     def reached(self, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-        """Return the same peers. Each peer that only a tunnel can reach gets the address of a local port."""
+        """Return the candidates, after giving each peer that only a tunnel can reach the address of a local port."""
         if all(candidate.can_be_called for candidate in candidates) or not self._wanted():
             return candidates
         ways = {peer: relays_of(multiaddrs) for peer, multiaddrs in self._multiaddrs().items()}
@@ -153,7 +153,7 @@ class Tunnels:
             try:
                 connection, _ = await loop.sock_accept(listener)
             except OSError as error:  # for example, temporarily out of file descriptors
-                logger.debug("a call to %s could not be accepted: %s", short_id(peer_id), error)
+                logger.debug("could not accept a call to %s: %s", short_id(peer_id), error)
                 await asyncio.sleep(RETRY_S)
                 continue
             calling = self._own(self._call(peer_id, connection))
@@ -187,14 +187,14 @@ class Tunnels:
             try:
                 ends, line = await self._way(peer_id, relay, address, PUNCH)
             except FAULTS as error:
-                logger.debug("%s did not help to reach %s: %s", short_id(relay), short_id(peer_id), error)
+                logger.debug("the relay %s could not reach %s: %s", short_id(relay), short_id(peer_id), error)
                 continue
             try:
                 connection = await self._puncher.call(peer_id, ends, await self._mirror(relay, line))
                 self.num_holes += 1
                 return connection
             except FAULTS as error:
-                logger.debug("could not punch a hole to %s: %s", short_id(peer_id), error or "the time ran out")
+                logger.debug("could not punch a hole to %s: %s", short_id(peer_id), error or "timed out")
             finally:
                 ends[1].close()
             break
@@ -212,21 +212,21 @@ class Tunnels:
                 writer.write(peer_id.encode() + b"\n")
                 line = await reader.readline()
                 if line in (NO, b"") or (protocol == CALL and line != YES):
-                    raise DirectoryError("the relay cannot call the peer")
+                    raise DirectoryError("the relay cannot reach the peer")
             except BaseException:
                 writer.close()
                 raise
         return (reader, writer), line
 
     async def _mirror(self, relay: str, line: bytes) -> Endpoint:
-        """Return the endpoint of a relay at which this peer can ask for the address that others see.
+        """Return the endpoint of a relay at which this peer can ask under which address others see it.
 
         `line` is the relay's answer, which contains the port. Raises DirectoryError if the relay is gone, or ValueError
         if the port is invalid.
         """
         hosts = sorted(await self._node.hosts_of(relay), key=lambda host: ":" in host)  # IPv4 first
         if not hosts:
-            raise DirectoryError("the relay has left")
+            raise DirectoryError("the relay is no longer connected")
         return endpoint(hosts[0], int(line))
 
     # answering
@@ -259,7 +259,7 @@ class Tunnels:
             connection.setblocking(False)
             connection.bind((host, 0))
             own_port: int = connection.getsockname()[1]
-            self.local_ports[own_port] = relay  # before the server sees it
+            self.local_ports[own_port] = relay  # recorded before the server sees the connection
             try:
                 await asyncio.get_running_loop().sock_connect(connection, (host, port))
                 reader, writer = await asyncio.open_connection(sock=connection)

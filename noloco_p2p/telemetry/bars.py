@@ -1,4 +1,4 @@
-"""Shows the tasks of a `Progress`: as bars on a terminal, as an occasional line elsewhere. It hides short tasks."""
+"""Shows the tasks of a `Progress` as bars on a terminal, or as occasional lines elsewhere. Short tasks are hidden."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress as RichProgress
 
-SHOW_AFTER_S = 1.0  # a shorter task needs no bar
-TELL_AFTER_S = 2.0  # a longer task leaves a line behind
+SHOW_AFTER_S = 1.0  # shorter tasks get no bar
+TELL_AFTER_S = 2.0  # longer tasks leave a line behind
 LINE_EVERY_S = 10.0
 REFRESH_S = 0.2
 
 
 def drawing(say: Callable[[str], None]) -> Draw:
-    """Return bars if standard output is a terminal, else lines that are printed by `say`."""
+    """Return `Bars` if standard output is a terminal, and `Lines` otherwise. Both print lines with `say`."""
     return Bars(say) if sys.stdout.isatty() else Lines(say)
 
 
 class _Ticking:
-    """Redraws each long task in a thread, so that stalled work is also visible."""
+    """Redraws each long task from a thread, so that the display changes even when the work is stalled."""
 
     def __init__(self, say: Callable[[str], None], *, first_s: float, every_s: float) -> None:
         self._say = say
@@ -66,7 +66,7 @@ class _Ticking:
 
 
 class Lines(_Ticking):
-    """Prints lines, for logs and pipes."""
+    """Prints a line about each long task every few seconds, for logs and pipes."""
 
     def __init__(self, say: Callable[[str], None], *, every_s: float = LINE_EVERY_S) -> None:
         super().__init__(say, first_s=every_s, every_s=every_s)
@@ -116,7 +116,7 @@ class Bars(_Ticking):
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn
 
-        # Transient: the bar disappears when the work is done, and the line about it stays.
+        # The bar is transient: it disappears when the work is done, and only the line about it stays.
         columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), TextColumn("{task.fields[told]}"))
         return Progress(*columns, console=self._console or Console(), transient=True, refresh_per_second=1 / REFRESH_S)
 

@@ -1,4 +1,4 @@
-"""Formats numbers and rounds for people. Only cli/ prints them."""
+"""Formats numbers and rounds for people. Only code in `cli` prints the results."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def mib(num_bytes: float) -> str:
 def count(number: float) -> str:
     """Format a count: 1_234_567 -> '1.23M'."""
     for limit, suffix in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if abs(number) >= 0.9995 * limit:  # it is rounded to three digits
+        if abs(number) >= 0.9995 * limit:  # because the result is rounded to three digits
             return f"{number / limit:.3g}{suffix}"
     return f"{number:.0f}"
 
 
 def duration(seconds: float) -> str:
-    """Format seconds: 8.4 -> '8 s', 95 -> '1 min 35 s', 7_300 -> '2 h 1 min', 400_000 -> '4 d 15 h'."""
+    """Format a duration: 8.4 -> '8 s', 95 -> '1 min 35 s', 7_300 -> '2 h 1 min', 400_000 -> '4 d 15 h'."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"
@@ -63,7 +63,7 @@ def closing_line(metrics: Metrics, *, number: int, num_rounds: int) -> str:
 
 
 def named(peer_id: str) -> str:
-    """Return the end of a peer id for display, because all ids begin with the same characters."""
+    """Shorten a peer id to its end, because all ids begin with the same characters."""
     return f"..{peer_id[-6:]}"
 
 
@@ -73,7 +73,7 @@ def numbered_stages(stages: Sequence[int]) -> str:
 
 
 def cells(text: str) -> int:
-    """Return the columns of a terminal that `text` takes: two for a wide letter, none for a combining mark."""
+    """Return the width of `text` on a terminal, where a wide letter has two cells and a combining mark has none."""
     if text.isascii():
         return len(text)
     return sum(
@@ -83,7 +83,10 @@ def cells(text: str) -> int:
 
 
 def aligned(rows: Sequence[Sequence[str]], *, num_left: int | None = None) -> list[str]:
-    """Return one line per row. The first `num_left` columns (None = all) are left-aligned, the others right-aligned."""
+    """Return one line per row, with aligned columns.
+
+    The first `num_left` columns are left-aligned, and the others are right-aligned. With None, all are left-aligned.
+    """
     widths = [max(map(cells, column)) for column in zip(*rows, strict=True)]
     left = len(widths) if num_left is None else num_left
     return [

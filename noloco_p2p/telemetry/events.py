@@ -1,4 +1,4 @@
-"""Events for machines: one JSON object per line, appended to a file in the run folder."""
+"""Writes events for other programs, as one JSON object per line, to a file in the run folder."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ EVENT_VERSION = 1
 
 
 class EventLog:
-    """Appends events. A full disk is reported once and does not stop training."""
+    """Appends events to a file. Write errors are logged only once, and do not stop training."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._failed = False
 
     def write(self, event: str, **fields: Any) -> None:
-        """Append an event. `fields` must be JSON values; non-finite numbers become null."""
+        """Append an event. `fields` must be JSON values. Non-finite numbers become null."""
         entry = {"v": EVENT_VERSION, "time_s": round(time.time(), 3), "event": event, **fields}
         line = json.dumps({key: _json_number(value) for key, value in entry.items()})
         try:
@@ -30,12 +30,12 @@ class EventLog:
                 file.write(line + "\n")
         except OSError as error:
             if not self._failed:
-                log.error("writing events failed, and stops: %s: %s", self.path, error)
+                log.error("cannot write events to %s: %s", self.path, error)
             self._failed = True
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """Return all complete lines, or an empty list if the file does not exist yet."""
+    """Return the events in all complete lines, or an empty list if the file does not exist yet."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""A small HTTP server on an existing event loop. It is uvicorn, with signals and logging left unchanged."""
+"""Runs an HTTP server on an existing event loop. It is uvicorn, but does not touch signal handlers and logging."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ MAX_CONNECTIONS = 256
 class _Quiet(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Do nothing, because cli/ handles signals."""
+        """Do nothing, because `cli` handles signals."""
         yield
 
 
 class HttpServer:
-    """Serves an ASGI app from `start` to `stop`; `port` is the actual port."""
+    """Serves an ASGI app from `start` to `stop`. After `start`, `port` is the actual port."""
 
     def __init__(self, app: Any, *, host: str, port: int) -> None:
         self.port = port
@@ -48,13 +48,13 @@ class HttpServer:
         self._listening: socket.socket | None = None
 
     async def start(self, *, flag: str) -> None:
-        """Start to serve. Raises SettingsError, which names the flag, if the address cannot be used."""
+        """Start the server. Raises SettingsError, which names `flag`, if the address cannot be used."""
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
         listening = socket.socket(family)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listening.bind((self._host.strip("[]"), self.port))
-            listening.listen(MAX_CONNECTIONS)  # now, because a client that knows the address may connect at once
+            listening.listen(MAX_CONNECTIONS)  # now, so that a client can connect as soon as it knows the address
         except OSError as error:
             listening.close()
             raise SettingsError(f"{flag} {self._host}:{self.port}: {error.strerror}; choose another") from None
@@ -73,7 +73,7 @@ class HttpServer:
 
 
 def metrics_app(page: Callable[[], bytes]) -> Starlette:
-    """Return an ASGI app that serves /metrics and /healthz of a peer."""
+    """Return the ASGI app that serves /metrics and /healthz of a peer."""
     from starlette.applications import Starlette
     from starlette.requests import Request
     from starlette.responses import PlainTextResponse, Response

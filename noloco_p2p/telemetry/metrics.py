@@ -1,7 +1,7 @@
-"""The table of everything that a peer counts, with the kind, unit and meaning of each metric, and where it is shown.
+"""Defines all metrics of a peer, with their kinds, units and meanings, and where they are shown.
 
-Everything that shows a metric is generated from this table: the status of a peer, its events, its /metrics and its
-record in the directory; the monitor's JSON, tables, totals, curves and /metrics; and docs/metrics.md.
+Everything that shows a metric is generated from this table. It generates the status, events, /metrics and directory
+record of a peer, and the JSON, tables, totals, curves and /metrics of the monitor. It also generates docs/metrics.md.
 """
 
 from __future__ import annotations
@@ -15,13 +15,16 @@ from typing import Any
 class About:
     """Describes a metric.
 
-    `kind` is "counter" (it only increases, also over restarts), "gauge" (a current value) or "text" (not for
-    Prometheus). `key` is the name of the metric in the record that the peer signs, which should be short; with "" it is
-    not in the record, and "why:2" is the third number of the list "why". `digits` are the significant digits of a
-    number in the record. `column` is the head of the metric's column in the monitor's table of peers; "" means that it
-    has no column. `rank` is the order of the columns; on a narrow screen, the last ones are left out first. `total`
-    says how the monitor aggregates the values of all peers: it is a key of `telemetry.totals.WAYS`, or "" if the
-    monitor does not aggregate them.
+    `kind` is "counter" (a value that never decreases, not even after a restart), "gauge" (a current value) or "text"
+    (not for Prometheus).
+
+    `key` is the name of the metric in the peer's signed record, where short names save space. The key "why:2" stands
+    for the third number of the list "why". A metric whose key is "" is not in the record. `digits` is the number of
+    significant digits in the record.
+
+    `column` is the header of the metric's column in the monitor's table of peers, or "" if it has none. `rank` orders
+    the columns. On a narrow screen, the last columns are left out first. `total` says how the monitor aggregates the
+    values of all peers. It is a key of `telemetry.totals.WAYS`, or "" if the monitor does not aggregate them.
     """
 
     kind: str
@@ -35,7 +38,7 @@ class About:
 
 
 def _metric(kind: str, unit: str, meaning: str, default: Any, **shown: Any) -> Any:
-    """Return a field of `Metrics`. `shown` has further fields of `About`."""
+    """Return a field of `Metrics`. `shown` has the other fields of `About`."""
     return field(default=default, metadata={"about": About(kind, unit, meaning, **shown)})
 
 
@@ -69,7 +72,7 @@ class Metrics:
     tokens: int | None = _metric(
         "counter",
         "tokens",
-        "tokens that this peer trained on, including before a restart; in a run with stages, tokens that it computed",
+        "tokens that this peer trained on (with stages: that it computed), including those before a restart",
         None,
         key="tk",
         column="tokens",
@@ -77,12 +80,18 @@ class Metrics:
     )
     inner_steps: int = _metric("gauge", "steps", "length of the current round, or of the next one", 0)
     progress: float = _metric(
-        "gauge", "fraction", "position in the schedule of the run, 0 to 1", 0.0, key="prog", digits=9, total="highest"
+        "gauge",
+        "fraction",
+        "position in the schedule of the run, from 0 to 1",
+        0.0,
+        key="prog",
+        digits=9,
+        total="highest",
     )
     swaps: int = _metric(
         "counter",
         "rounds",
-        "rounds with a committed early part and late part",
+        "rounds in which both the early part and the late part were committed",
         0,
         key="swaps",
         column="swaps",
@@ -92,48 +101,59 @@ class Metrics:
     halves: int = _metric(
         "counter",
         "rounds",
-        "rounds with a committed early part only; counted neither in swaps nor in alone",
+        "rounds in which only the early part was committed; they count neither as swaps nor as alone",
         0,
         key="half",
         total="sum",
     )
     alone: int = _metric(
-        "counter", "rounds", "solo rounds: no part was committed", 0, key="alone", column="alone", rank=4, total="sum"
+        "counter",
+        "rounds",
+        "solo rounds, in which no part was committed",
+        0,
+        key="alone",
+        column="alone",
+        rank=4,
+        total="sum",
     )
     alone_nobody: int = _metric(
-        "counter", "rounds", "solo rounds because no other live peer was training", 0, key="why:0"
+        "counter", "rounds", "rounds that were solo because no other live peer was training", 0, key="why:0"
     )
     alone_refused: int = _metric(
-        "counter", "rounds", "solo rounds because the peers that were asked refused", 0, key="why:1"
+        "counter", "rounds", "rounds that were solo because the peers that were asked refused", 0, key="why:1"
     )
     alone_no_answer: int = _metric(
-        "counter", "rounds", "solo rounds because the peers that were asked did not answer", 0, key="why:2"
+        "counter", "rounds", "rounds that were solo because the peers that were asked did not answer", 0, key="why:2"
     )
     alone_failed: int = _metric(
-        "counter", "rounds", "solo rounds because a swap broke before anything was committed", 0, key="why:3"
+        "counter", "rounds", "rounds that were solo because a swap broke before anything was committed", 0, key="why:3"
     )
     alone_slow: int = _metric(
-        "counter", "rounds", "solo rounds because the swap was not ready at the boundary", 0, key="why:4"
+        "counter", "rounds", "rounds that were solo because the swap was not ready at the boundary", 0, key="why:4"
     )
     alone_refused_state: int = _metric(
-        "counter", "rounds", "solo rounds because the update filter refused what a partner sent", 0, key="why:5"
+        "counter",
+        "rounds",
+        "rounds that were solo because the update filter refused what a partner sent",
+        0,
+        key="why:5",
     )
     refused_not_finite: int = _metric(
-        "counter", "swaps", "swaps ended because a chunk of the partner held NaN or infinity", 0
+        "counter", "swaps", "swaps that ended because a chunk from the partner contained NaN or infinity", 0
     )
     refused_over_share: int = _metric(
         "counter",
         "offers",
-        "offers refused because the peer had already had its share of swaps, and other peers were live",
+        "offers refused because their sender had already had its share of swaps while other peers were live",
         0,
     )
     refused_unlisted: int = _metric(
-        "counter", "offers", "offers refused because no live record of the peer was known", 0
+        "counter", "offers", "offers refused because no live record of their sender was known", 0
     )
     refused_gradients: int = _metric(
         "counter",
         "swaps",
-        "outer gradients refused because they were far too large or pointed against this peer's own",
+        "outer gradients refused because they were far too large or pointed away from this peer's own",
         0,
     )
     refused_losses: int = _metric(
@@ -142,11 +162,11 @@ class Metrics:
         "rounds undone because the swap raised the loss on a private batch; only with --max-loss-rise",
         0,
     )
-    clipped_gradients: int = _metric("counter", "swaps", "swaps whose outer gradient from the partner was clipped", 0)
+    clipped_gradients: int = _metric("counter", "swaps", "swaps in which the partner's outer gradient was clipped", 0)
     clipped_offsets: int = _metric(
         "counter",
         "pieces",
-        "pieces of the partner's slow weights and momentum that were clipped to the radius around this peer's own",
+        "pieces of the partner's slow weights and momentum that were clipped to a radius around this peer's own",
         0,
     )
     gated_offsets: int = _metric(
@@ -155,7 +175,7 @@ class Metrics:
     diverged: int = _metric(
         "counter",
         "rounds",
-        "rounds discarded because of non-finite weights; training restarted from the start of the round",
+        "rounds discarded because of non-finite weights; training then restarted from the start of the round",
         0,
     )
     late: int = _metric(
@@ -167,12 +187,12 @@ class Metrics:
         total="sum",
     )
     catch_ups: int = _metric(
-        "counter", "times", "times that this peer fell far behind and took the state of a live peer", 0
+        "counter", "times", "times that this peer fetched the state of a live peer because it had fallen far behind", 0
     )
     loss: float | None = _metric(
         "gauge",
         "nats/token",
-        "training loss, mean over the last round, or over the current round so far",
+        "mean training loss over the last round, or over the current round so far",
         None,
         key="loss",
         column="loss",
@@ -210,7 +230,7 @@ class Metrics:
         "gauge", "s", "seconds that training waited for the network at the last boundary", 0.0, key="wait"
     )
     swap_hidden_s: float = _metric(
-        "gauge", "s", "time that the last committed swap ran in parallel with training, without blocked_s", 0.0
+        "gauge", "s", "seconds for which the last committed swap ran in parallel with training, without blocked_s", 0.0
     )
     lateness_s: float = _metric(
         "gauge",
@@ -221,7 +241,7 @@ class Metrics:
     transfer_s: float = _metric(
         "gauge",
         "s",
-        "duration of the late part of the last swap, from the moment when both peers were at their boundaries",
+        "seconds that the late part of the last swap took once both peers were at their boundaries",
         0.0,
     )
     spread: float | None = _metric(
@@ -237,8 +257,8 @@ class Metrics:
     mfu: float | None = _metric(
         "gauge",
         "fraction",
-        "model flops of the last round over the dense bf16 peak of the accelerator, including the time of waiting and "
-        "evaluation; missing if the peak is unknown",
+        "model FLOP/s during the last round, including waiting and evaluation, divided by the dense bf16 peak of the "
+        "accelerator; missing if the peak is unknown",
         None,
     )
     memory_bytes: int = _metric(
@@ -249,11 +269,13 @@ class Metrics:
         0,
     )
     data_wait_s: float = _metric("gauge", "s", "seconds that training waited for data in the last round", 0.0)
-    data_faults: int = _metric("counter", "faults", "unusable lines, rows and files of the data that were skipped", 0)
+    data_faults: int = _metric(
+        "counter", "faults", "lines, rows and files of the data that were skipped because they were unusable", 0
+    )
     bytes_sent: int = _metric(
         "counter",
         "bytes",
-        "payload of swaps, including failed ones, but without headers, the DHT and the first fetch",
+        "payload sent in swaps, including failed ones; headers, the DHT and the first fetch are not counted",
         0,
         key="out",
         column="out",
@@ -263,7 +285,7 @@ class Metrics:
     bytes_received: int = _metric(
         "counter",
         "bytes",
-        "payload of swaps, including failed ones, but without headers, the DHT and the first fetch",
+        "payload received in swaps, including failed ones; headers, the DHT and the first fetch are not counted",
         0,
         key="in",
         column="in",
@@ -282,13 +304,13 @@ class Metrics:
     extended_chunks: int = _metric(
         "counter",
         "chunks",
-        "times that this peer received two more bits of a chunk of the codec `modulo` because its bound did not hold",
+        "times that this peer received two more bits for a chunk in modulo coding because its bound did not hold",
         0,
     )
     broken_chunks: int = _metric(
         "counter",
         "chunks",
-        "chunks received in modulo coding whose bound did not hold, so that they were sent again as int8",
+        "chunks in modulo coding that were sent again as int8 because their bound did not hold",
         0,
     )
     microbatches: int = _metric(
@@ -297,14 +319,14 @@ class Metrics:
     lost_microbatches: int = _metric(
         "counter",
         "microbatches",
-        "microbatches begun here and lost before their gradients were counted (run with stages)",
+        "microbatches that began at this peer and were lost before it counted their gradients (run with stages)",
         0,
         key="mbx",
     )
     late_microbatches: int = _metric(
         "counter",
         "microbatches",
-        "microbatches counted in a later inner step than their forward pass (run with stages)",
+        "microbatches whose gradients were counted in a later inner step than their forward pass (run with stages)",
         0,
         key="mbl",
     )
@@ -317,7 +339,13 @@ class Metrics:
         key="cap",
     )
     last_partner: str = _metric(
-        "text", "peer id", "partner of the last committed swap or half", "", key="with", column="last with", rank=3
+        "text",
+        "peer id",
+        "partner of the last round in which a part was committed",
+        "",
+        key="with",
+        column="last with",
+        rank=3,
     )
     last_outcome: str = _metric("text", "text", "outcome of the last round in one phrase", "")
 
@@ -328,14 +356,14 @@ class Metrics:
 
     @property
     def alone_by_cause(self) -> dict[str, int]:
-        """Return the number of solo rounds by cause, which is a value of `gossip.outcome.LonelyCause`."""
+        """The number of solo rounds for each value of `gossip.outcome.LonelyCause`."""
         return {name.removeprefix("alone_"): getattr(self, name) for name in METRICS if name.startswith("alone_")}
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     def recorded(self, *, hides_contribution: bool = False) -> Metrics:
-        """Return the metrics in the peer's record, with few digits and without non-finite values."""
+        """Return the metrics that the peer publishes in its record, with few digits and without non-finite values."""
         hidden = CONTRIBUTION if hides_contribution else ()
         return Metrics(**{name: self._short(name) for name in RECORDED if name not in hidden})
 
@@ -349,13 +377,13 @@ class Metrics:
 METRICS: dict[str, About] = {item.name: item.metadata["about"] for item in fields(Metrics)}
 DEFAULTS: dict[str, Any] = {item.name: item.default for item in fields(Metrics)}
 NUMBERS = tuple(name for name, about in METRICS.items() if about.kind != "text")
-# What a peer may hide. The counts of rounds stay visible, because they show the health of the run.
+# A peer may hide these metrics. The counts of rounds stay visible, because they show the health of the run.
 CONTRIBUTION = ("trained_s", "tokens")
 RECORDED = tuple(name for name, about in METRICS.items() if about.key)
 IN_COLUMNS = sorted((name for name, about in METRICS.items() if about.column), key=lambda name: METRICS[name].rank)
-LARGEST = 2.0**53  # of any number in a record; browsers represent smaller integers exactly, and sums stay finite
+LARGEST = 2.0**53  # limit of the numbers in a record, so that browsers represent integers exactly and sums stay finite
 
 
 def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return the known numbers of `Metrics.as_dict()`."""
+    """Return the numbers in the result of `Metrics.as_dict` that are known."""
     return {name: float(metrics[name]) for name in NUMBERS if metrics.get(name) is not None}

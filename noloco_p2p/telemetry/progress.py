@@ -1,8 +1,8 @@
-"""The progress of long work: what is done, the rate, and the time left. `bars.py` draws it.
+"""Tracks the progress of long tasks: the work that is done, its rate, and the time left. `bars.py` draws it.
 
-`Progress` is passed to all code that may take seconds. Its tasks nest, any thread may report, and `noloco status` reads
-the innermost task at any moment. rich.progress only draws: its own rate does not fall when work stalls, and a peer
-without a terminal need not import it.
+A `Progress` is passed to all code that may take seconds. Its tasks can be nested, any thread can report progress, and
+`noloco status` can read the innermost task at any time. rich.progress only draws the bars, because its own rate does
+not fall when the work stalls, and because a peer without a terminal does not need to import it.
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ from typing import Any, Protocol
 
 from noloco_p2p.telemetry.console import count, duration, mib
 
-WINDOW_S = 15.0  # the window of the rate, so that a link that became slow shows
-SAMPLE_S = 0.25  # least distance of samples; a window has about sixty
+WINDOW_S = 15.0  # the window of the rate, which is short so that a slower link shows soon
+SAMPLE_S = 0.25  # minimum time between samples; a window has about sixty of them
 
 Report = Callable[[int, int], None]  # (done, total) in the unit of the task
 
 
 def ignore(done: int, total: int) -> None:
-    """A Report that is ignored."""
+    """Ignore a report."""
 
 
 class Meter:
-    """Computes rate and time left from samples of an increasing count. The caller passes times, in seconds of any
-    clock.
+    """Computes the rate and the time left from samples of an increasing count.
+
+    The caller passes the times, in seconds on any clock.
     """
 
     def __init__(self, *, now_s: float) -> None:
@@ -36,8 +37,9 @@ class Meter:
         self._samples: deque[tuple[float, int]] = deque([(now_s, 0)])
 
     def add(self, done: int, *, now_s: float) -> None:
-        """Add a sample of the total `done` so far. A count that falls, for example after a restart, begins a new
-        window.
+        """Add a sample, where `done` is the count so far.
+
+        If it is lower than before, for example after a restart, a new window begins.
         """
         if done < self.done:
             self._samples.clear()
@@ -54,15 +56,16 @@ class Meter:
         return (self.done - begun) / seconds if seconds > 0 else 0.0
 
     def left_s(self, total: int, *, now_s: float) -> float | None:
-        """Return the seconds until `total` at the current rate; None during a stall."""
+        """Return the seconds until `total` is reached at the current rate, or None during a stall."""
         rate = self.rate_per_s(now_s=now_s)
         return max(0, total - self.done) / rate if rate > 0 else None
 
 
 class Task:
-    """One piece of work. `unit` is "bytes" or the plural of what is counted; `total` is None until it is known.
+    """A task whose progress is tracked.
 
-    `what` is a description, or a function that returns the current one.
+    `what` is a description, or a function that returns the current one. `unit` is "bytes", or the plural of what is
+    counted. `total` is None until it is known.
     """
 
     def __init__(self, what: str | Callable[[], str], *, unit: str, now_s: float) -> None:
@@ -77,7 +80,7 @@ class Task:
         return self._what if isinstance(self._what, str) else self._what()
 
     def report(self, done: int, total: int) -> None:
-        """Report progress. Any thread may call this."""
+        """Report that `done` of `total` is done. Any thread can call this."""
         self.total = total
         self.meter.add(done, now_s=time.monotonic())
 
@@ -95,7 +98,7 @@ class Task:
 
 
 class Draw(Protocol):
-    """Shows tasks to a person. The thread that does the work calls it."""
+    """Shows tasks to a person. It is called by the thread that does the work."""
 
     def begin(self, task: Task) -> None: ...
 
@@ -103,7 +106,7 @@ class Draw(Protocol):
 
 
 class Progress:
-    """The running tasks, innermost last. Without `draw` they are only recorded."""
+    """The running tasks, with the innermost task last. Without `draw`, they are recorded but not shown."""
 
     def __init__(self, draw: Draw | None = None) -> None:
         self._draw = draw
@@ -112,8 +115,10 @@ class Progress:
 
     @contextmanager
     def task(self, what: str | Callable[[], str], *, unit: str = "") -> Iterator[Report]:
-        """`with progress.task("evaluating", unit="batches") as report: report(1, 20)`; without a unit there are no
-        reports.
+        """Track a task until the context ends, and yield the function that reports its progress.
+
+        For example, `with progress.task("evaluating", unit="batches") as report: report(1, 20)`. A task without a unit
+        makes no reports.
         """
         task = Task(what, unit=unit, now_s=time.monotonic())
         with self._lock:
@@ -129,18 +134,18 @@ class Progress:
                 self._draw.end(task)
 
     def now(self) -> dict[str, Any] | None:
-        """Return the innermost task as JSON values; None if no long task is running."""
+        """Return the innermost task as JSON values, or None if no task is running."""
         with self._lock:
             return self._tasks[-1].as_dict(now_s=time.monotonic()) if self._tasks else None
 
 
 def line(task: dict[str, Any]) -> str:
-    """Format a task: `fetching the state: 120.0 MiB of 953.7 MiB, 12.3 MiB/s, 68 s left`, from `Task.as_dict`."""
+    """Format the values of `Task.as_dict`: `fetching the state: 120.0 MiB of 953.7 MiB, 12.3 MiB/s, 68 s left`."""
     show = mib if task["unit"] == "bytes" else count
     unit = "" if task["unit"] in ("bytes", "") else f" {task['unit']}"
     if task["total"] is None:
         return f"{task['what']}: for {duration(task['since_s'])}"
-    left = "nothing moves" if task["left_s"] is None else f"{duration(task['left_s'])} left"
+    left = "stalled" if task["left_s"] is None else f"{duration(task['left_s'])} left"
     rate = f"{show(task['rate_per_s'])}/s" if task["unit"] == "bytes" or task["rate_per_s"] >= 10 else None
     parts = [f"{task['what']}: {show(task['done'])} of {show(task['total'])}{unit}", rate, left]
     return ", ".join(part for part in parts if part)

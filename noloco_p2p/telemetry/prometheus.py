@@ -1,4 +1,4 @@
-"""The metrics of one peer, and of a whole swarm, for Prometheus. Labels are few, and their values are bounded."""
+"""Exports the metrics of one peer, or of a whole swarm, to Prometheus. There are only a few labels, with few values."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One metric at /metrics, where the names of counters end with `_total`. `labels` are the names of its labels."""
+    """One metric at /metrics, where the names of counters end in `_total`. `labels` has the names of its labels."""
 
     name: str
     kind: str
@@ -39,13 +39,17 @@ PEER = tuple(
 PEER_INFO = Family(
     f"{PREFIX}_peer_info", "gauge", "1", "always 1; its labels identify this peer", ("peer_id", "run", "software")
 )
-LIVE_PEERS = Family(f"{PREFIX}_live_peers", "gauge", "peers", "other live peers; an estimate above 48")
+LIVE_PEERS = Family(f"{PREFIX}_live_peers", "gauge", "peers", "other live peers; an estimate if there are more than 48")
 SWARM_PREFIX = f"{PREFIX}_swarm"
 SWARM_PEERS = Family(
     f"{SWARM_PREFIX}_peers", "gauge", "peers", "peers by health, as judged by the monitor", ("health",)
 )
 SWARM_ALONE = Family(
-    f"{SWARM_PREFIX}_alone_rounds", "gauge", "rounds", "solo rounds of all peers listed, by cause", ("cause",)
+    f"{SWARM_PREFIX}_alone_rounds",
+    "gauge",
+    "rounds",
+    "solo rounds of all peers seen in the last hour, by cause",
+    ("cause",),
 )
 SWARM = (
     *(Family(f"{SWARM_PREFIX}_{total.name}", "gauge", total.unit, total.meaning) for total in TOTALS),
@@ -55,13 +59,14 @@ SWARM = (
             (
                 "spread",
                 "fraction",
-                "root mean square distance of replicas from their mean over its norm, at one mark; of the widest stage",
+                "root mean square distance of the replicas from their mean, relative to its norm, at one mark (with "
+                "stages: of the stage with the largest spread)",
             ),
-            ("spread_peers", "peers", "living peers with a sketch of that mark, from which the spread is estimated"),
+            ("spread_peers", "peers", "living peers from whose sketches at that mark the spread is estimated"),
             (
                 "spread_progress",
                 "fraction",
-                "that mark: the position in the schedule at which the weights are compared",
+                "position of that mark in the schedule",
             ),
         )
     ),
@@ -71,7 +76,7 @@ STAGES = tuple(
         f"{SWARM_PREFIX}_stage_{name}", "gauge", unit, f"sum over the living peers of a stage: {meaning}", ("stage",)
     )
     for name, unit, meaning in (
-        ("peers", "peers", "1 for each"),
+        ("peers", "peers", "1 for each peer"),
         *(
             (name, METRICS[name].unit, METRICS[name].meaning)
             for name in ("capacity", "tokens_per_s", "queue", "microbatches", "late_microbatches", "lost_microbatches")
@@ -135,5 +140,5 @@ def _page(collect: Callable[[], Iterator[Metric]]) -> bytes:
     from prometheus_client import CollectorRegistry, generate_latest
 
     registry: CollectorRegistry = CollectorRegistry(auto_describe=False)
-    registry.register(_Collector(collect))  # pyright: ignore[reportArgumentType] - the seam is `collect()` alone
+    registry.register(_Collector(collect))  # pyright: ignore[reportArgumentType] - it only needs `collect`
     return generate_latest(registry)

@@ -1,7 +1,6 @@
-"""How a monitor aggregates one metric over all peers.
+"""Defines how a monitor aggregates a metric over all peers.
 
-`About.total` names one of the WAYS below. The names of the totals, their units and their meanings follow from the
-metrics.
+`About.total` names one of the WAYS below. The name, unit and meaning of each total are derived from the metric.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ Values = Sequence[float]
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """The metrics of the peers that a total can count.
+    """The metrics of the peers over which totals are computed.
 
     `listed` has all known peers, and `living` has the peers that are alive or silent. `training` has the living peers
-    that train now. In a run with stages it has only the heads, because each token passes through all stages.
+    that train now. In a run with stages, it has only the heads, because each token passes through all stages.
     """
 
     listed: Sequence[Metrics]
@@ -31,7 +30,10 @@ class Peers:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A way to aggregate. `ending` ends the name of the total, and `of` is the field of `Peers` that is counted."""
+    """A way to aggregate a metric.
+
+    `ending` is appended to the metric's name, and `of` is the field of `Peers` to use.
+    """
 
     ending: str
     meaning: str
@@ -41,7 +43,15 @@ class Way:
 
 
 WAYS = {
-    "sum": (Way("", "sum over all peers listed, each until an hour after its last record", "listed", sum, 0),),
+    "sum": (
+        Way(
+            "",
+            "sum over all peers seen in the last hour",
+            "listed",
+            sum,
+            0,
+        ),
+    ),
     "speed": (Way("", "sum over living peers that train (in a run with stages: over the heads)", "training", sum, 0),),
     "highest": (Way("", "highest of the living peers", "living", max),),
     "mean": (
@@ -79,5 +89,5 @@ TOTALS = tuple(Total(name, way) for name, about in METRICS.items() if about.tota
 
 
 def totals(peers: Peers) -> dict[str, Any]:
-    """Return every total by its name. A total is None if no peer has a value."""
+    """Return all totals by name. A total may be None if no peer has a value."""
     return {total.name: total.over(peers) for total in TOTALS}

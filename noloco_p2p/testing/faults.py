@@ -1,10 +1,12 @@
-"""Faults at an exact frame of a stream. The same plan always gives the same fault.
+"""Injects faults at exact frames of a stream. The same plan always causes the same faults.
+
+For example:
 
 plan = FaultPlan().fail_at(At(Chunk, section=SectionName.OUTER_GRADIENT, index=1), send=FlipBit(3))
 faults = plan.wrapper()
-peer = swarm.peer("a", wrap=faults)          # the streams that it opens
+peer = swarm.peer("a", wrap=faults)          # wraps the streams that it opens
 ...
-assert faults.fired == 1                     # the fault was met
+assert faults.fired == 1                     # the fault happened
 """
 
 from __future__ import annotations
@@ -22,13 +24,13 @@ from noloco_p2p.errors import TimedOut, Unreachable
 from noloco_p2p.gossip.frames import Chunk, End, Frame, Header, Part, SectionName, chunk_digest
 from noloco_p2p.gossip.seams import FrameStream
 
-# Which digests match a damaged payload: none, only the digest of its chunk, or also the digest of the whole section.
+# the digests that match a damaged payload: none, only the one of its chunk, or also the one of the whole section
 Digests = Literal["stale", "chunk", "section"]
 
 
 @dataclass(frozen=True, slots=True)
 class At:
-    """The `nth` (from 1) frame of a stream and direction that matches all given fields."""
+    """A position in one direction of a stream: the `nth` frame, counted from 1, that matches all given fields."""
 
     kind: type[Frame] | UnionType = Frame
     section: SectionName | None = None
@@ -50,12 +52,12 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """Deliver nothing more in this direction, from this frame on and without any notice."""
+    """Silently stop delivering frames in this direction, beginning with this one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Lose the frame, but deliver later ones."""
+    """Lose the frame, but deliver all later frames."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +96,7 @@ class Truncate:
 
 @dataclass(frozen=True, slots=True)
 class Lengthen:
-    """Make a chunk's payload longer than announced, by `num_bytes`."""
+    """Append `num_bytes` to a chunk's payload, so that it is longer than announced."""
 
     num_bytes: int
     digests: Digests = "section"
@@ -105,7 +107,7 @@ class Lengthen:
 
 @dataclass(frozen=True, slots=True)
 class NotFinite:
-    """Set all bits of a chunk's payload, which means NaN in every codec."""
+    """Set all bits of a chunk's payload, which every codec decodes to NaN."""
 
     digests: Digests = "section"
 
@@ -115,7 +117,7 @@ class NotFinite:
 
 @dataclass(frozen=True, slots=True)
 class Announce:
-    """Change what a Header announces. None leaves a field unchanged."""
+    """Change what a Header announces. Fields that are None stay unchanged."""
 
     codec: str | None = None
     num_elements: int | None = None
@@ -134,7 +136,7 @@ class Announce:
 
 @dataclass(frozen=True, slots=True)
 class Replace:
-    """Deliver another frame instead."""
+    """Deliver another frame instead of this one."""
 
     frame: Frame
 
@@ -144,14 +146,15 @@ Fault = Cut | Stall | Drop | Repeat | SwapWithNext | FlipBit | Truncate | Length
 
 @dataclass(frozen=True, slots=True)
 class FaultPlan:
-    """An immutable plan of faults and the frames at which they happen. Each fault fires once per stream."""
+    """An immutable plan of faults and the frames at which they happen. Each fault happens once per stream."""
 
     sending: tuple[tuple[At, Fault], ...] = ()
     receiving: tuple[tuple[At, Fault], ...] = ()
 
     def fail_at(self, at: At, *, send: Fault | None = None, receive: Fault | None = None) -> FaultPlan:
-        """Return a plan with one more fault: `send` for a frame that the owner of the stream sends, `receive` for one
-        that it receives.
+        """Return a plan with one more fault.
+
+        `send` is for a frame that the owner of the stream sends, and `receive` is for a frame that it receives.
         """
         sending = (*self.sending, (at, send)) if send else self.sending
         receiving = (*self.receiving, (at, receive)) if receive else self.receiving
@@ -160,15 +163,16 @@ class FaultPlan:
     def wrapper(
         self, *, first_streams: int | None = None, on_fault: Callable[[], None] = lambda: None
     ) -> FaultyStreams:
-        """Return a function that wraps the streams of a peer. Only the `first_streams` are faulty; with None, all are.
+        """Return a function that wraps the streams of a peer.
 
-        `on_fault` is called at the moment of a fault, for example to let the whole peer vanish.
+        Only the first `first_streams` streams are faulty, or all of them if it is None. `on_fault` is called when a
+        fault happens, for example to make the whole peer vanish.
         """
         return FaultyStreams(self, first_streams, on_fault)
 
 
 class FaultyStreams:
-    """Applies a plan to each new stream; `fired` counts the faults that happened, `opened` the streams."""
+    """Applies a plan to each new stream. `opened` counts the streams, and `fired` counts the faults that happened."""
 
     def __init__(self, plan: FaultPlan, first_streams: int | None, on_fault: Callable[[], None]) -> None:
         self.fired = 0
@@ -206,7 +210,7 @@ class _FaultyStream:
 
     async def receive(self, timeout_s: float) -> Frame:
         try:
-            async with asyncio.timeout(timeout_s):  # a stall is a frame that does not arrive
+            async with asyncio.timeout(timeout_s):  # a stall looks like a frame that does not arrive
                 while not self._arrived:
                     frame = await self._stream.receive(timeout_s)
                     self._arrived.extend(await self._through(self._incoming, frame))
@@ -233,7 +237,7 @@ class _FaultyStream:
 
 
 class _Direction:
-    """Counts the frames of one direction of one stream, and decides the fate of each."""
+    """Counts the frames in one direction of one stream, and decides what happens to each of them."""
 
     def __init__(self, faults: Sequence[tuple[At, Fault]], on_fault: Callable[[], None]) -> None:
         self._faults = faults
@@ -241,7 +245,7 @@ class _Direction:
         self._seen = [0] * len(faults)
         self._held: tuple[Frame, ...] = ()
         self._stalled = False
-        self._digests: dict[SectionName, list[bytes]] = {}  # of the chunks so far
+        self._digests: dict[SectionName, list[bytes]] = {}  # digests of the chunks so far
         self._repaired: set[SectionName] = set()
 
     def pass_on(self, frame: Frame) -> Sequence[Frame] | Cut | Stall:
@@ -266,7 +270,7 @@ class _Direction:
                 return (*_altered(fault, frame), *held)
 
     def _repair(self, frame: Frame, *, digests: Digests = "stale") -> Frame:
-        """Make the End of a section match its damaged chunks, if the fault says so."""
+        """Make the digest in the End of a section match its damaged chunks, if the fault asks for that."""
         if isinstance(frame, Chunk):
             self._digests.setdefault(frame.section, []).append(frame.digest)
             if digests == "section":

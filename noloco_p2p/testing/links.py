@@ -1,22 +1,22 @@
-"""Named links of peers, for simulations and for a proxy that makes loopback slow."""
+"""Defines link profiles by name, for simulations and for a proxy that slows down loopback connections."""
 
 from __future__ import annotations
 
 import random
 from dataclasses import dataclass
 
-BUFFER_S = 0.05  # seconds at full rate that the link buffers before it accepts no more, like a modem
+BUFFER_S = 0.05  # seconds of data at full rate that a link buffers, like a modem, before it accepts no more
 
 
 @dataclass(frozen=True, slots=True)
 class LinkProfile:
-    """The link of one peer. `down` leads to the peer, `up` away from it. Delay and jitter apply in each direction."""
+    """The link of one peer. `down` leads to the peer, and `up` leads away from it. Both have the same delay."""
 
     name: str
     down_mbit_s: float
     up_mbit_s: float
     delay_ms: float
-    jitter_ms: float  # added to the delay, uniform between 0 and this
+    jitter_ms: float  # maximum of a uniformly distributed addition to the delay
 
 
 HOME_FIBRE = LinkProfile("home-fibre", down_mbit_s=500, up_mbit_s=200, delay_ms=4, jitter_ms=1)
@@ -28,8 +28,9 @@ PROFILES = {link.name: link for link in (HOME_FIBRE, CABLE, CONGESTED_WIFI, WEAK
 
 
 class Shape:
-    """Computes when bytes leave one direction of a link. It is pure: callers pass the time, and a seed fixes all
-    delays.
+    """Computes when bytes leave one direction of a link.
+
+    It has no clock, so callers pass the time. The seed determines all delays.
     """
 
     def __init__(self, *, mbit_s: float, delay_ms: float, jitter_ms: float, seed: int) -> None:
@@ -37,16 +38,16 @@ class Shape:
         self._delay_s = delay_ms / 1e3
         self._jitter_s = jitter_ms / 1e3
         self._rng = random.Random(seed)
-        self._free_s = 0.0  # when the last byte has been sent
+        self._free_s = 0.0  # when the last byte will have been sent
         self._last_due_s = 0.0
 
     def due_s(self, now_s: float, num_bytes: int) -> float:
-        """Return when `num_bytes` that enter now will have left the link. They never overtake earlier bytes."""
+        """Return when `num_bytes` that enter the link now will have left it. They never overtake earlier bytes."""
         self._free_s = max(self._free_s, now_s) + num_bytes / self._bytes_per_s
         due_s = self._free_s + self._delay_s + self._rng.uniform(0.0, self._jitter_s)
         self._last_due_s = max(self._last_due_s, due_s)
         return self._last_due_s
 
     def backlog_s(self, now_s: float) -> float:
-        """Return how long the link will take to send what has entered."""
+        """Return the number of seconds until the link has sent all bytes that have entered it."""
         return max(0.0, self._free_s - now_s)

@@ -1,4 +1,4 @@
-"""A network and a directory in memory, with the interfaces of `net` and `swarm`. All peers live on one event loop."""
+"""Implements the interfaces of `net` and `swarm` in memory. All peers share one event loop."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def unchanged(stream: FrameStream) -> FrameStream:
 
 
 class MemoryNetwork:
-    """The reachable peers. `add` registers a service under its peer id, and `remove` makes it unreachable.
+    """A network in memory. `add` registers a service under its peer id, and `remove` makes it unreachable.
 
-    Directories show the peers in `listed`. A peer that is listed and cannot be reached has just died. Peers in `closed`
-    get no offers, because their records say that nobody can call them.
+    Directories show the peers in `listed`. A listed peer that cannot be reached represents a peer that has just died.
+    Peers in `closed` get no offers, because their records say that nobody can call them.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class MemoryNetwork:
         del self.listed[peer_id]
 
     def vanish(self, peer_id: str) -> None:
-        """Make the peer unreachable, although it is still listed."""
+        """Make the peer unreachable, but keep it listed."""
         self.services.pop(peer_id, None)
 
     def service(self, peer_id: str) -> Service:
@@ -54,7 +54,7 @@ class MemoryNetwork:
             raise Unreachable(f"{peer_id} is not reachable", peer=peer_id) from None
 
     def call(self, peer_id: str, stream: FrameStream) -> None:
-        """Let a peer answer an offer that arrives over `stream`."""
+        """Pass a stream to the peer, which answers the offer that arrives over it."""
         service = self.service(peer_id)
         self.own(asyncio.create_task(service.on_swap(self._wraps[peer_id](stream))))
 
@@ -69,7 +69,7 @@ class MemoryNetwork:
 
 
 class MemoryDirectory:
-    """All peers of a MemoryNetwork, except the owner."""
+    """A directory that lists all peers of a MemoryNetwork except its owner."""
 
     def __init__(self, network: MemoryNetwork, *, own_id: str) -> None:
         self._network = network
@@ -90,7 +90,7 @@ class MemoryDirectory:
 
 
 class MemoryTransport:
-    """Calls on a MemoryNetwork. `wrap` is applied to the streams that it opens."""
+    """A transport that calls peers of a MemoryNetwork. `wrap` is applied to the streams that it opens."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class MemoryTransport:
 
 
 class MemoryStream:
-    """One end of a stream; each end receives what the other sends, in order, with back-pressure."""
+    """One end of a stream. Each end receives what the other end sends, in order and with back-pressure."""
 
     def __init__(self, peer: str, incoming: asyncio.Queue[Frame | None], outgoing: asyncio.Queue[Frame | None]) -> None:
         self._peer = peer

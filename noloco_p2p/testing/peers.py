@@ -1,4 +1,4 @@
-"""Peers in one process: real exchanges, swaps and pairing over a MemoryNetwork, without sockets and without a DHT."""
+"""Runs peers in one process, with real exchanges, swaps and pairing, but without sockets and without a DHT."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 POLL_S = 0.01
-THREAD_S = 300.0  # the limit of calls on the network thread, which only catches a hang
+THREAD_S = 300.0  # timeout of calls on the network thread, so that a hang does not last forever
 
 
 class MemorySwarm:
-    """A network thread with a MemoryNetwork; `peer(...)` adds a peer to it. Use as a context manager."""
+    """A network thread with a MemoryNetwork, to which `peer` adds a peer. Use it as a context manager."""
 
     def __init__(self, spec: Spec, *, deadlines: Deadlines = INTERNET) -> None:
         self.spec = spec
@@ -70,7 +70,7 @@ class MemorySwarm:
     ) -> MemoryPeer:
         """Add a live peer. A different `spec` or `protocol_version` makes it incompatible with the others.
 
-        `wrap` is applied to the streams that it opens, and `wrap_accepted` to streams that others open to it.
+        `wrap` is applied to the streams that the peer opens, and `wrap_accepted` to the streams that others open to it.
         """
         making = self._make(peer_id, spec or self.spec, run_folder, protocol_version, wrap, wrap_accepted)
         peer = asyncio.run_coroutine_threadsafe(making, self.loop).result(THREAD_S)
@@ -78,7 +78,7 @@ class MemorySwarm:
         return peer
 
     def kill(self, peer: MemoryPeer) -> None:
-        """Make the peer vanish: nobody can call it any more, and its streams break."""
+        """Make the peer vanish, so that nobody can call it and its streams break."""
 
         async def vanish() -> None:
             await self._disconnect(peer.peer_id)
@@ -86,7 +86,7 @@ class MemorySwarm:
 
         asyncio.run_coroutine_threadsafe(vanish(), self.loop).result(THREAD_S)
 
-    # what differs between memory and sockets
+    # Subclasses with sockets override these methods.
 
     def _new_loop(self) -> asyncio.AbstractEventLoop:
         return asyncio.new_event_loop()
@@ -97,7 +97,7 @@ class MemorySwarm:
         return transport, MemoryDirectory(self.network, own_id=peer_id)
 
     async def _connect(self, peer_id: str, service: PeerService, wrap: Wrap) -> None:
-        """Make the peer reachable for others."""
+        """Make the peer reachable."""
         self.network.add(peer_id, service, wrap=wrap)
 
     async def _disconnect(self, peer_id: str) -> None:
@@ -152,7 +152,7 @@ class MemorySwarm:
 
 
 class MemoryPeer:
-    """An in-memory peer for `NoLoCo` and the callbacks of other trainers."""
+    """A peer in memory, which `NoLoCo` and the callbacks of other trainers can use."""
 
     def __init__(
         self,
@@ -189,14 +189,14 @@ class MemoryPeer:
         return None
 
     def catch_up(self, *, progress: float, inner_steps: int, target: Path) -> StateManifest | None:
-        """Return None: in memory, no peer is ever far ahead."""
+        """Return None, because no peer in memory is ever far ahead."""
         return None
 
     def serve_state(self, saved: SavedState) -> None:
         self.states.saved = saved
 
     def sketch(self, slow_weights: Tensor, *, progress: float, at_rest: bool) -> None:
-        """Do nothing, because nobody reads records in memory."""
+        """Do nothing, because peers in memory have no records."""
 
     def weights_change(self) -> None:
         """Do nothing, because there are no sketches."""

@@ -25,7 +25,7 @@ def choose_device(name: str, gpu: int | None = None) -> torch.device:
     SettingsError if the device does not exist.
     """
     if not DEVICE.fullmatch(name):
-        raise SettingsError(f"--device {name!r} must be {DEVICES}")
+        raise SettingsError(f"--device {name!r} is not a known device; use {DEVICES}")
     if name == "auto" and not torch.cuda.is_available():
         return torch.device("mps" if gpu is None and torch.backends.mps.is_available() else "cpu")
     if name != "cpu" and gpu is not None:
@@ -35,11 +35,12 @@ def choose_device(name: str, gpu: int | None = None) -> torch.device:
     device = torch.device("cuda" if name == "auto" else name)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise SettingsError(
-            f"--device {name}: torch finds {torch.cuda.device_count()} CUDA devices here; use --device cpu or auto"
+            f"--device {name}: torch found {torch.cuda.device_count()} CUDA devices on this machine; "
+            "use --device cpu or auto"
         )
     if device.type == "mps" and not torch.backends.mps.is_available():
-        lacks = "finds no Apple GPU here" if torch.backends.mps.is_built() else "is built without MPS"
-        raise SettingsError(f"--device mps: this torch {lacks}; use --device cpu or auto")
+        lacks = "found no Apple GPU on this machine" if torch.backends.mps.is_built() else "was built without MPS"
+        raise SettingsError(f"--device mps: torch {lacks}; use --device cpu or auto")
     return device
 
 
@@ -66,7 +67,7 @@ class Compute:
     def of(cls, settings: PeerSettings, *, rank: int = 0, num_ranks: int = 1) -> Compute:
         """Create an instance from the settings of the peer. Raises SettingsError if two of them conflict."""
         if settings.offload_optimizer and num_ranks > 1:
-            raise SettingsError("--offload-optimizer is for one GPU: with several, each already holds only its part")
+            raise SettingsError("--offload-optimizer works with one GPU only; several GPUs already share the moments")
         return cls(
             precision=settings.precision,
             micro_batch=settings.micro_batch,
@@ -94,15 +95,15 @@ class Compute:
         """Return warnings about settings that are slow or ignored on this machine."""
         warnings = []
         if self.offload_optimizer and not has_own_memory(device):
-            warnings.append(f"--offload-optimizer is ignored: the memory of {device} is already main memory")
+            warnings.append(f"--offload-optimizer is ignored, because device {device} uses main memory anyway")
         if device.type == "mps" or has_fast_bf16(device):  # it is unknown whether MPS is fast
             return warnings
-        cost = "needs 3 to 20 times as long as with fp32" if device.type == "cpu" else "emulates them, which is slow"
-        slow = f"{device} has no bf16 instructions, and {cost}:"
+        cost = "takes 3 to 20 times as long as with fp32" if device.type == "cpu" else "emulates them, which is slow"
+        slow = f"{device} has no bf16 instructions and {cost};"
         if self.is_bf16(device):
-            warnings.append(f"{slow} --precision fp32 is faster here")
+            warnings.append(f"{slow} --precision fp32 is faster on this machine")
         if spec.model.lora.rank and spec.model.lora.base_dtype == "bf16":
-            warnings.append(f"{slow} model.lora.base_dtype makes the model use bf16")
+            warnings.append(f"{slow} the model uses bf16 because of model.lora.base_dtype")
         return warnings
 
 
@@ -115,7 +116,7 @@ def switch_on(model: nn.Module, compute: Compute, *, by_block: bool = False) -> 
     if compute.activation_checkpointing:
         layers = blocks(model)
         if not layers:
-            raise SettingsError("--activation-checkpointing: this model has no repeated layers")
+            raise SettingsError("--activation-checkpointing cannot be used, because this model has no repeated layers")
         for layer in layers:
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
     if compute.compile:

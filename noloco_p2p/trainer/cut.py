@@ -60,7 +60,7 @@ def auto_cut(sizes: Sizes, num_stages: int) -> tuple[int, ...]:
     head also holds logits. Raises SpecError if there are more stages than blocks.
     """
     if num_stages > sizes.num_blocks:
-        raise SpecError(f"pipeline.stages {num_stages} must be at most the {sizes.num_blocks} blocks of the model")
+        raise SpecError(f"pipeline.stages is {num_stages}, but the model has only {sizes.num_blocks} blocks")
     if num_stages == 1:
         return (sizes.num_blocks,)
     whole = sizes.block.times(sizes.num_blocks).plus(sizes.vocabulary)
@@ -78,8 +78,8 @@ def cut_of(spec: TrainerSpec) -> tuple[int, ...]:
     """Return the number of blocks of each stage. Raises SpecError if the spec does not contain the numbers yet."""
     if spec.pipeline.cut == "auto":
         raise SpecError(
-            "pipeline.cut is 'auto', and all peers need the same numbers: "
-            f"`noloco init --stages {spec.pipeline.stages}` writes them"
+            "pipeline.cut is 'auto', but all peers need the same numbers; "
+            f"`noloco init --stages {spec.pipeline.stages}` writes a spec that contains them"
         )
     return spec.pipeline.cut
 
@@ -125,15 +125,15 @@ def check_stages(spec: TrainerSpec, settings: PeerSettings) -> None:
     """Check the settings that concern stages. Raises SettingsError or SpecError if they do not fit the run."""
     if spec.pipeline.stages == 1:
         if settings.stage is not None:
-            raise SettingsError(f"--stage {settings.stage}: the run {spec.name} has no stages")
+            raise SettingsError(f"--stage {settings.stage} cannot be used: the run {spec.name} has no stages")
         return
     if settings.revive_from and settings.stage is None:
-        raise SettingsError("--revive-from needs --stage: name the stage that it holds")
+        raise SettingsError("--revive-from requires --stage: specify the stage whose weights it contains")
     cut_of(spec)
     if settings.gpus > 1:
-        raise SettingsError("--gpus cannot be used in a run with stages yet")
+        raise SettingsError("--gpus is not yet supported in a run with stages")
     if settings.max_loss_rise is not None:
-        raise SettingsError("--max-loss-rise cannot be used in a run with stages yet")
+        raise SettingsError("--max-loss-rise is not yet supported in a run with stages")
 
 
 def _deal(number: int, num_parts: int) -> tuple[int, ...]:

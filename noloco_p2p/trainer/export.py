@@ -101,7 +101,8 @@ def check_export_folder(folder: Path) -> None:
     """Raise SettingsError if an export to `folder` would overwrite something. Call this before any long work."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise SettingsError(
-            f"{folder} exists and is not an empty folder; nothing is overwritten, so choose another folder"
+            f"{folder} already exists and is not an empty folder; choose another folder, because files are never "
+            "overwritten"
         )
 
 

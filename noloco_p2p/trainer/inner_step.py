@@ -197,11 +197,11 @@ class InnerStep:
         if at_once <= 1 or self.compute.num_ranks > 1:
             offload = " or --offload-optimizer" if has_own_memory(self.device) else ""
             raise ModelError(
-                f"the accelerator is out of memory with {at_once} sequences at a time: try --micro-batch 1, "
+                f"the accelerator ran out of memory with a micro-batch of {at_once}; try --micro-batch 1, "
                 f"--activation-checkpointing{offload}, or free some of its memory"
             ) from error
         self.micro_batch = -(-at_once // 2)
         self._forget()  # drop the gradients of a part of the batch
         error.__traceback__ = None  # it would keep the activations in memory
         empty_cache(self.device)
-        log.warning("out of memory with %d sequences at a time; using %d from now on", at_once, self.micro_batch)
+        log.warning("out of memory with a micro-batch of %d; using %d from now on", at_once, self.micro_batch)

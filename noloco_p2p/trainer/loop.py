@@ -122,7 +122,7 @@ class Trainer(TrainerBase):
         at_once = self.inner_step.fit(whole)
         per_gpu = -(-batch_size // self.inner_step.compute.num_ranks)
         if at_once < per_gpu:
-            self.say(f"a step has {per_gpu} sequences per GPU, and runs in micro-batches of {at_once}")
+            self.say(f"a step processes {per_gpu} sequences per GPU in micro-batches of {at_once}")
         step_s = probe_step_s(self.inner_step.probe, whole)
         self.inner_step.forget()
         num_parameters = sum(param.numel() for param in self.inner_step.trainable.values())
@@ -241,7 +241,7 @@ def draw(next_batch: Callable[[], Tensor | None]) -> Tensor | None:
         return next_batch()
     except MemoryError:
         raise DataError(
-            "no memory is left for the next batch; the last checkpoint is intact: free some memory, and run the same "
+            "no memory is left for the next batch; the last checkpoint is intact; free some memory and run the same "
             "command again to resume"
         ) from None
 

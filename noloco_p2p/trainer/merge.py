@@ -103,8 +103,8 @@ def from_checkpoint(folder: Path, *, stage: int | None = None, folders: Mapping[
     spec = TrainerSpec.from_dict(checkpoint.meta["spec"], origin=str(checkpoint.path))
     if stage is None and spec.pipeline.stages > 1:
         raise CheckpointError(
-            f"{checkpoint.path} holds one of the {spec.pipeline.stages} stages of the run {spec.name}, "
-            "not a whole model; while every stage has live peers, `noloco export TICKET DIR --merge` writes "
+            f"{checkpoint.path} contains only one of the {spec.pipeline.stages} stages of the run {spec.name}, "
+            "not a whole model; while every stage has a live peer, `noloco export TICKET DIR --merge` writes "
             "the whole model, and `noloco fork TICKET NEW.toml` forks the run"
         )
     model = _build(spec, stage, folders)
@@ -125,7 +125,7 @@ def _newest(folder: Path, stage: int | None) -> Checkpoint:
     for place in (folder / "checkpoints", *kept, folder):
         if checkpoint := Checkpoints(place).newest():
             return checkpoint
-    raise CheckpointError(f"{folder} holds no readable checkpoint")
+    raise CheckpointError(f"{folder} contains no readable checkpoint")
 
 
 def _build(spec: TrainerSpec, stage: int | None, folders: Mapping[str, str] | None) -> PreTrainedModel:
@@ -250,7 +250,7 @@ class _Fetched:
     ) -> TakenState:
         refused = {peer: why for peer, why in self.refused.items() if peer not in self.states}
         distant = {
-            peer: f"its weights are {_percent(share)} of the norm away from the others" for peer, share in far.items()
+            peer: f"its weights differ from the others by {_percent(share)} of the norm" for peer, share in far.items()
         }
         num_silent = self.num_asked - len(self.states) - len(refused)
         return TakenState(
@@ -267,7 +267,7 @@ class _Fetched:
         if not num_peers:
             return _nobody(self.spec, self.stage)
         refused = "; ".join(f"{named(peer)}: {why}" for peer, why in self.refused.items())
-        return f"none of {num_peers} live peers of {_part(self.spec, self.stage)} gave a usable state" + (
+        return f"none of the {num_peers} live peers of {_part(self.spec, self.stage)} provided a usable state" + (
             f" ({refused})" if refused else "; try again in a minute"
         )
 
@@ -277,7 +277,7 @@ def _part(spec: TrainerSpec, stage: int | None) -> str:
 
 
 def _nobody(spec: TrainerSpec, stage: int | None) -> str:
-    return f"no reachable peer holds {_part(spec, stage)} now; try again in a minute"
+    return f"no peer of {_part(spec, stage)} can be reached now; try again in a minute"
 
 
 def _percent(share: float) -> str:
@@ -332,6 +332,6 @@ def _check_room(folder: Path, num_bytes: int, *, num_peers: int) -> None:
     free = shutil.disk_usage(folder).free
     if num_bytes > free:
         raise CheckpointError(
-            f"{num_peers} states take {num_bytes / 1e9:.3g} GB, but {folder.parent} has {free / 1e9:.3g} GB; "
-            "set TMPDIR to a folder with more space, or take fewer peers with `export --sample`"
+            f"{num_peers} states need {num_bytes / 1e9:.3g} GB, but {folder.parent} has only {free / 1e9:.3g} GB free; "
+            "set TMPDIR to a folder with more space, or fetch fewer states with `export --sample`"
         )

@@ -33,8 +33,8 @@ DIVISIBLE = ("gemma", "gemma2", "gemma3_text", "llama", "mistral", "qwen2", "qwe
 PIPELINE_PARTS = {"embed_tokens", "layers", "norm"}
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 HUB_ADVICE = (
-    "Check the name, the revision and the network, and log in with `hf auth login` if access is restricted; "
-    "or bind a folder on this machine with --model NAME=FOLDER"
+    "Check the name, the revision and the network, and log in with `hf auth login` if access is restricted. "
+    "Or bind a folder on this machine with --model NAME=FOLDER"
 )
 
 
@@ -103,14 +103,17 @@ def _check_divisible(config: PreTrainedConfig, name: str) -> None:
     kind = config.model_type
     if any(getattr(config.get_text_config(), key, None) for key in EXPERTS):
         raise ModelError(
-            f"{name!r} is a mixture of experts ({kind}), which cannot be cut into stages: its auxiliary loss spans them"
+            f"{name!r} is a mixture of experts ({kind}), which cannot be cut into stages: its auxiliary loss "
+            "spans all stages"
         )
     parts = getattr(config, "base_model_pp_plan", None) or {}
     if kind not in DIVISIBLE or set(parts) != PIPELINE_PARTS:
-        raise ModelError(f"{name!r} is a {kind}, which cannot be cut into stages; these can: {', '.join(DIVISIBLE)}")
+        raise ModelError(
+            f"{name!r} is a {kind} model, which cannot be cut into stages; use one of {', '.join(DIVISIBLE)}"
+        )
     if getattr(config, "quantization_config", None):
         raise ModelError(
-            f"{name!r} is quantized, and its parts cannot be loaded separately: name the unquantized model"
+            f"{name!r} is quantized, and its parts cannot be loaded separately; specify the unquantized model"
         )
 
 
@@ -118,7 +121,9 @@ def _for_training(model: PreTrainedModel, spec: ModelSpec, sequence_length: int)
     """Set the model up for training. Raises ModelError if the sequences are longer than the model allows."""
     limit = getattr(model.config, "max_position_embeddings", None)
     if isinstance(limit, int) and limit < sequence_length:
-        raise ModelError(f"data.sequence_length {sequence_length} exceeds the {limit} positions of {spec.pretrained!r}")
+        raise ModelError(
+            f"data.sequence_length is {sequence_length}, but {spec.pretrained!r} has only {limit} positions"
+        )
     model.config.use_cache = False  # training does not use a key-value cache; export switches it on again
     return model.train()
 
@@ -166,7 +171,7 @@ def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
     vocab_size = model.config.get_text_config().vocab_size
     if len(tokenizer) > vocab_size:
         raise ModelError(
-            f"model.vocab_size is {vocab_size}, but the tokenizer has {len(tokenizer)} tokens: "
+            f"model.vocab_size is {vocab_size}, but the tokenizer has {len(tokenizer)} tokens; "
             f"set model.vocab_size to {len(tokenizer)} or more, or choose another data.tokenizer"
         )
 

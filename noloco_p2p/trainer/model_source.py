@@ -57,7 +57,7 @@ class ModelSource:
             try:
                 return Path(hf_hub_download(self.name, name, revision=self.revision))
             except EntryNotFoundError:
-                raise FileNotFoundError(f"{self.name} has no {name}") from None
+                raise FileNotFoundError(f"{self.name} has no file {name}") from None
         path = self.bound / name
         if not path.is_file():
             raise FileNotFoundError(f"{path} does not exist")
@@ -75,13 +75,13 @@ def find_source(field: str, name: str, *, revision: str = "", folders: Mapping[s
     if bound is None:
         if not HUB_NAME.fullmatch(name):
             raise SpecError(
-                f"{field} {name!r} is not OWNER/NAME on the hub, and it is not bound on this machine: "
+                f"{field} {name!r} is neither OWNER/NAME on the hub nor bound on this machine; "
                 f"use --model {name}=FOLDER"
             )
         return ModelSource(name, revision or "main", None)
     folder = Path(bound)
     if not folder.is_dir():
-        raise ModelError(f"{name} is bound to {bound}: there is no such folder")
+        raise ModelError(f"{name} is bound to {bound}, which is not a folder")
     if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
-        raise ModelError(f"{field} {name!r} is an adapter, whose base model is elsewhere: bind the base model")
+        raise ModelError(f"{field} {name!r} is an adapter without its base model; bind the folder of the base model")
     return ModelSource(name, revision or "main", folder)

@@ -49,21 +49,25 @@ class Needs:
 
     def lines(self) -> list[str]:
         """Format the needs for the user."""
-        about = "about" if self.has_fixed_rounds else "depending on the link, at most"
+        about = " about" if self.has_fixed_rounds else ", depending on the link, up to"
         return [
-            f"model: {count(self.num_parameters)} trainable parameters, {self.step_s:.2f} s per inner step here",
+            f"model: {count(self.num_parameters)} trainable parameters, {self.step_s:.2f} s per inner step"
+            " on this machine",
             f"needs: {mib(self.model_bytes)} to train (plus activations), {mib(self.outer_bytes)} for the outer step,"
-            f" {mib(self.disk_bytes)} of disk",
-            f"sends and receives: {mib(self.round_bytes)} per round, {about} {mib(self.hour_bytes)} per hour, each way",
-            f"this machine has: {mib(self.memory_free_bytes)} of memory and {mib(self.disk_free_bytes)} of disk free",
+            f" {mib(self.disk_bytes)} of disk space",
+            f"sends and receives: {mib(self.round_bytes)} per round and{about} {mib(self.hour_bytes)} per hour,"
+            " in each direction",
+            f"free on this machine: {mib(self.memory_free_bytes)} of memory, {mib(self.disk_free_bytes)} of disk space",
         ]
 
     def warnings(self) -> list[str]:
         warnings = []
         if self.outer_bytes + (self.model_bytes if self.is_on_host else 0) > self.memory_free_bytes:
-            warnings.append("this run needs more memory than this machine has free; it may be killed")
+            warnings.append("this run needs more memory than is free on this machine; the peer may be killed")
         if self.disk_bytes > self.disk_free_bytes:
-            warnings.append("checkpoints need more disk space than is free; free some, or use another --state-dir")
+            warnings.append(
+                "checkpoints need more disk space than is free; delete some files, or use another --state-dir"
+            )
         return warnings
 
     def as_dict(self) -> dict[str, Any]:
@@ -155,7 +159,7 @@ def _must_fit(least_bytes: int, total_bytes: int, spec: Spec, num_parameters: in
     if least_bytes > total_bytes:
         raise SettingsError(
             f"the run {spec.name} trains {count(num_parameters)} parameters and needs at least {mib(least_bytes)} of "
-            f"{what}, not counting activations; this machine has {mib(total_bytes)}: join a smaller run, split the "
+            f"{what}, not counting activations; this machine has {mib(total_bytes)}; join a smaller run, split the "
             "model over several GPUs (--gpus), or use --offload-optimizer with one GPU"
         )
 

@@ -95,12 +95,12 @@ class StageLoop:
         try:
             result = self._work.compute(handed.inputs)
         except ValueError as error:
-            log.error("a microbatch is lost: %s", error)
+            log.error("a microbatch was lost: %s", error)
             self._flow.failed(handed.task)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            log.warning("a microbatch is lost, because the accelerator is out of memory")
+            log.warning("a microbatch was lost because the accelerator ran out of memory")
             error.__traceback__ = None  # it would keep the activations in memory
             empty_cache(self._work.stage.device)
             self._flow.failed(handed.task)

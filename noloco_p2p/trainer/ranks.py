@@ -94,7 +94,7 @@ class Ranks:
                 self.share(None)
             distributed.destroy_process_group()
         except RuntimeError as error:
-            log.debug("the ranks could not end cleanly: %s", error)
+            log.debug("the ranks could not shut down cleanly: %s", error)
 
 
 @contextmanager
@@ -106,6 +106,6 @@ def told() -> Iterator[None]:
         if not (isinstance(error, distributed.DistError) or "gloo" in str(error).lower()):
             raise
         raise RankError(
-            "another process of this peer has ended, or has missed a deadline; its own error is above. "
-            f"The same command resumes from the last checkpoint ({str(error).splitlines()[0][:200]})"
+            "another process of this peer has ended or missed a deadline; its own error is above. "
+            f"Run the same command again to resume from the last checkpoint ({str(error).splitlines()[0][:200]})"
         ) from error

@@ -29,7 +29,7 @@ def revive(model: PreTrainedModel, folder: Path) -> None:
         return
     checkpoint = Checkpoint(folder) if (folder / "manifest.json").is_file() else Checkpoints(folder).newest()
     if checkpoint is None:
-        raise CheckpointError(f"{folder} holds neither a checkpoint of this stage nor an exported model")
+        raise CheckpointError(f"{folder} contains neither a checkpoint of this stage nor an exported model")
     parameters = FlatParameters(model)
     check_layout(checkpoint.meta["outer"], parameters.model_layout, origin=str(checkpoint.path))
     parameters.write(0, checkpoint.load("outer")[SLOW_WEIGHTS])

@@ -43,4 +43,4 @@ class RmsGate:
         most = min(FIRST_TIMES, max(MOST_TIMES, FIRST_TIMES * HISTORY_FRAMES / self._num_frames))
         if not usual / most <= rms <= usual * most:
             times = rms / usual if usual else float("inf")
-            raise CorruptPayload(f"the RMS of {self._name} is {times:.3g} times the usual one")
+            raise CorruptPayload(f"the RMS of {self._name} is {times:.3g} times its usual value")

@@ -110,7 +110,7 @@ class ShardedStep(InnerStep):
         for key, tensor in tensors.items():
             name = key.partition("/")[2]
             if name not in self.trainable or (tensor.ndim and tensor.shape != self.trainable[name].shape):
-                raise CheckpointError(f"optimizer state {key} {tuple(tensor.shape)} belongs to no parameter")
+                raise CheckpointError(f"optimizer state {key} {tuple(tensor.shape)} does not belong to any parameter")
         self.make_room({key: None if tensor.ndim else float(tensor) for key, tensor in tensors.items()})
         for key, tensor in tensors.items():
             if tensor.ndim:

@@ -197,7 +197,7 @@ def keep_part(model: PreTrainedModel, cut: Sequence[int], index: int) -> None:
     base = _base(model)
     own = block_range(cut, index)
     if sum(cut) != len(base.layers):
-        raise ModelError(f"pipeline.cut has {sum(cut)} blocks in all, but the model has {len(base.layers)}")
+        raise ModelError(f"pipeline.cut lists {sum(cut)} blocks in total, but the model has {len(base.layers)}")
     layers = nn.ModuleList()
     for number in own:
         layers.add_module(str(number), base.layers[number])

@@ -99,7 +99,9 @@ class Fitting(list[int]):
         for stage in range(len(cut_of(needs.spec))):
             needed = needs.memory(stage)
             if needed > limit:
-                fitting.reasons[stage] = f"stage {stage} needs at least {mib(needed)} of memory, more than {mib(limit)}"
+                fitting.reasons[stage] = (
+                    f"stage {stage} needs at least {mib(needed)} of memory, but the limit is {mib(limit)}"
+                )
             elif stage == 0 and (why := _why_no_head(needs, settings)):
                 fitting.reasons[stage] = why
             else:

@@ -73,7 +73,7 @@ class StageNeeds:
             name = f"{index} (head)" if index == 0 else str(index)
             places = f"{blocks[0]}-{blocks[-1]}" if len(blocks) > 1 else str(blocks[0])
             rows.append((name, places, count(self.part(index).num_parameters), mib(self.memory(index))))
-        about = "memory includes weights, gradients, moments and slow weights, but not activations and swaps"
+        about = "the memory includes weights, gradients, moments and slow weights, but not activations or swaps"
         return [*aligned(rows, num_left=1), about]
 
     def _links(self) -> list[str]:
@@ -88,19 +88,19 @@ class StageNeeds:
         back = f"{bytes_per_token(pipeline.gradients, size):,} bytes ({pipeline.gradients})"
         own = self.spec.train.batch_size * length
         return [
-            f"per token, a stage sends {forward} to the next stage and {back} back",
+            f"for each token, a stage sends {forward} to the next stage and {back} to the previous one",
             *aligned(rows, num_left=1),
-            f"the smallest batch per replica and step keeps links 60 to 70 % busy; this spec has a batch of {own:,} "
-            "tokens",
-            "use links of at least 1 Gbit/s and at most 5 ms: on slower links, stages learn less per token "
-            "(docs/stages.md)",
+            f"with the smallest batch (per replica and step), links are busy 60 to 70 % of the time; the batch of this "
+            f"spec is {own:,} tokens",
+            "use links with at least 1 Gbit/s and a delay of at most 5 ms; on slower links, stages learn less per "
+            "token (docs/stages.md)",
         ]
 
     def _heads(self) -> str:
         sources = " or ".join(repr(part.source) for part, _ in self.spec.data.parts())
         num_stages = self.spec.pipeline.stages
         return (
-            f"a head needs the memory for stage 0 and the data ({sources}); every other peer can hold stage 1 or "
+            f"a head needs enough memory for stage 0 and the data ({sources}); every other peer can hold stage 1 or "
             f"higher. Training begins when each of the {num_stages} stages has a peer. One machine can run all of "
             "them, each as a process with its own --state-dir"
         )

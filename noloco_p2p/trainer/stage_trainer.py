@@ -121,7 +121,9 @@ class StageTrainer(TrainerBase):
         fitting = self._fitting
         if settings.stage is not None:
             if settings.stage >= num_stages:
-                raise SettingsError(f"--stage {settings.stage}: the run {spec.name} has stages 0 to {num_stages - 1}")
+                raise SettingsError(
+                    f"--stage {settings.stage} does not exist: the run {spec.name} has stages 0 to {num_stages - 1}"
+                )
             if settings.stage in fitting:
                 return settings.stage
             raise SettingsError(f"--stage {settings.stage}: {fitting.reasons[settings.stage]}")
@@ -129,7 +131,7 @@ class StageTrainer(TrainerBase):
         if kept:
             return max(kept, key=lambda stage: stage_folder(self.peer.run_folder, stage).stat().st_mtime)
         if not fitting:
-            raise SettingsError("no stage fits here: " + "; ".join(fitting.reasons.values()))
+            raise SettingsError("this machine cannot hold any stage: " + "; ".join(fitting.reasons.values()))
         return draw_stage(self.peer.stages.members(), fitting, num_stages=num_stages, rng=random.SystemRandom())
 
     def _build(self, compute: Compute, *, revives: bool) -> Stage:
@@ -172,9 +174,9 @@ class StageTrainer(TrainerBase):
                 return True
             if not told:
                 told = True
-                self.say(f"{why} (the operator of the run can provide one with --revive-from)")
+                self.say(f"{why} (the operator of the run can start one with --revive-from)")
             if peer.leave_requested.wait(self._look_s):
-                raise Left("asked to leave before it began to train")
+                raise Left("asked to leave before training began")
         return False
 
     def _lacks_state(self) -> str:
@@ -182,13 +184,13 @@ class StageTrainer(TrainerBase):
         spec, settings = self.spec, self.peer.settings
         if any(other.progress > 0 for other in self.peer.stages.members()):
             return (
-                f"stage {self.stage} has trained before, and no peer holds it now: this peer waits for one that has "
-                "its checkpoint"
+                f"stage {self.stage} has been trained, but no peer holds it now; waiting for a peer with a checkpoint "
+                "of it"
             )
         if not has_start(spec.model.start, state_dir=settings.state_dir):
             return (
                 f"the start state of the run is not in {settings.state_dir}, and no peer holds stage "
-                f"{self.stage} now: this peer waits for one that does"
+                f"{self.stage} now; waiting for a peer that does"
             )
         return ""
 
@@ -207,7 +209,7 @@ class StageTrainer(TrainerBase):
         self.peer.metrics.capacity = self._microbatch_tokens / microbatch_s
         self.say(
             f"stage {self.stage} of {spec.pipeline.stages}{' (head)' if self.stage == 0 else ''}: "
-            f"computes {count(self.peer.metrics.capacity)} tokens/s here"
+            f"this machine processes {count(self.peer.metrics.capacity)} tokens/s"
         )
         return estimate(
             spec,
@@ -340,7 +342,7 @@ class StageTrainer(TrainerBase):
         if target is None or target != self._switch[0]:
             self._switch = target, now_s + random.uniform(0.2, 0.6) * SWITCH_EPOCH_S
         elif now_s >= self._switch[1]:
-            self.say(f"stage {target} needs this peer more than stage {self.stage}: switching")
+            self.say(f"stage {target} needs this peer more than stage {self.stage} does; switching to it")
             self.switches_to = target
 
     def _tell_missing(self, missing: list[int]) -> None:
@@ -414,7 +416,7 @@ class StageTrainer(TrainerBase):
         self._evaluate()
         while self._evaluates_until_s is not None and not self.peer.leave_requested.is_set():
             if time.monotonic() > self._evaluates_until_s:
-                log.warning("the last evaluation was given up, because other stages did not answer")
+                log.warning("the last evaluation was abandoned because other stages did not answer")
                 return
             self._loop.turn()
             self._look_at_evaluation()

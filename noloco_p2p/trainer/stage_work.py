@@ -171,5 +171,5 @@ class StageWork:
 
 def _finite(values: Tensor) -> Tensor:
     if not within(values, lowest=-CODABLE, highest=CODABLE):
-        raise refused_value(values.flatten(), name="a codec of the pipeline")
+        raise refused_value(values.flatten(), name="a pipeline codec")
     return values

@@ -110,7 +110,7 @@ def _named(parameters: FlatParameters, start: str, folder: Path) -> dict[str, Te
     for name, param in parameters.named:
         if name not in found or found[name].shape != param.shape:
             has = f"the shape {list(found[name].shape)}" if name in found else "no values"
-            raise _other_sizes(f"for {name} of shape {list(param.shape)}, model.start has {has}")
+            raise _other_sizes(f"{name} has the shape {list(param.shape)} in this spec, but {has} in model.start")
     return found
 
 
@@ -123,18 +123,18 @@ def _flat(parameters: FlatParameters, start: str, path: Path) -> Tensor:
         raise _damaged(path)
     if slow_weights.numel() != parameters.num_elements:
         numbers = (
-            f"model.start has {slow_weights.numel()} numbers, but the model of this spec has {parameters.num_elements}"
+            f"model.start has {slow_weights.numel()} weights, but the model of this spec has {parameters.num_elements}"
         )
         raise _other_sizes(numbers)
     return slow_weights
 
 
 def _damaged(path: Path) -> ModelError:
-    return ModelError(f"{path} is damaged: its digest differs from model.start; remove it and fork again")
+    return ModelError(f"{path} is damaged: its digest differs from model.start; remove it and run `noloco fork` again")
 
 
 def _other_sizes(what: str) -> ModelError:
-    return ModelError(f"{what}: a fork cannot change the sizes of the model")
+    return ModelError(f"{what}; a fork cannot change the sizes of the model")
 
 
 def _digest(listed: bytes) -> str:

@@ -88,7 +88,9 @@ def evaluate_each(
         states = states or [state]  # one model suffices
         if state.spec != states[0].spec:
             ours, theirs = state.spec.run_id, states[0].spec.run_id
-            raise CheckpointError(f"{folder} belongs to the run {ours}, but the first one belongs to {theirs}")
+            raise CheckpointError(
+                f"{folder} belongs to the run {ours}, but the first folder belongs to the run {theirs}"
+            )
         weights[folder] = state.slow_weights
     spec, model = states[0].spec, states[0].model
     torch.nn.Module.to(model, device)

@@ -46,10 +46,10 @@ class Trackers:
                     made[name] = WeightsAndBiases(wandb, folder, run=run, peer_id=peer_id, config=config)
             except ImportError:
                 raise SettingsError(
-                    f"--tracker {name} needs a package that is not installed: pip install 'noloco_p2p[{name}]'"
+                    f"--tracker {name} requires a package that is not installed: pip install 'noloco_p2p[{name}]'"
                 ) from None
             except Exception as error:  # no login, no network, no space: whatever its library raises
-                raise SettingsError(f"--tracker {name} cannot start: {error}") from error
+                raise SettingsError(f"--tracker {name} cannot be started: {error}") from error
         return cls(made)
 
     def log(self, metrics: Mapping[str, Any]) -> None:
@@ -62,7 +62,7 @@ class Trackers:
             try:
                 tracker.log(values, step=int(metrics["step"]))
             except Exception as error:  # noqa: BLE001 - network, disk, service: a tracker must not stop training
-                log.error("%s failed and receives no more metrics of this run: %s", name, error)
+                log.error("%s failed and will not receive further metrics of this run: %s", name, error)
                 del self._trackers[name]
 
     def close(self) -> None:

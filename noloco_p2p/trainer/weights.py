@@ -115,6 +115,6 @@ def _files(source: ModelSource, names: list[str]) -> dict[Path, list[str]]:
     by_file: defaultdict[str, list[str]] = defaultdict(list)
     for name in names:
         if name not in file_of:
-            raise ModelError(f"{index} does not name a file for the tensor {name}")
+            raise ModelError(f"{index} lists no file for the tensor {name}")
         by_file[file_of[name]].append(name)
     return {source.file(file): held for file, held in by_file.items()}

@@ -1,4 +1,4 @@
-"""A donor serves the run spec, the layout of its model, and the newest saved state in chunks to newcomers.
+"""A donor serves newcomers the run spec, the layout of its model and, in chunks, its newest saved state.
 
 The state is read from a file, never from live tensors. `slots.py` limits the number of newcomers served at a time.
 """
@@ -45,7 +45,10 @@ class SavedState:
 
 
 def describe_state(path: Path, *, layout: str, num_elements: int, round_index: int, progress: float) -> SavedState:
-    """Compute the manifest of a state file at 4 GB/s. Raises OSError if the file cannot be read."""
+    """Compute the manifest of a state file. Raises OSError if the file cannot be read.
+
+    The file is hashed at about 4 GB/s.
+    """
     with path.open("rb") as file:
         digests = tuple(blake3(chunk).digest() for chunk in iter(lambda: file.read(STATE_CHUNK_BYTES), b""))
     num_bytes = path.stat().st_size
@@ -64,7 +67,7 @@ class StateServer:
     async def serve(self, want: FetchWant) -> AsyncGenerator[FetchItem]:
         """Yield the response to a request. Raises PeerError if the request cannot be served.
 
-        Close the generator when the caller goes away, so that its upload ends.
+        Close the generator when the caller disconnects, so that its upload ends.
         """
         match want:
             case WantSpec():
@@ -76,7 +79,7 @@ class StateServer:
             case WantChunks(manifest_digest, indices):
                 saved = self._saved()
                 if saved.manifest.digest() != manifest_digest:
-                    raise Refused("I have a newer state now: ask for its manifest", code=RefuseCode.BUSY.name)
+                    raise Refused("I now have a newer state: request its manifest", code=RefuseCode.BUSY.name)
                 async with aclosing(self._chunks(saved, indices)) as chunks:
                     async for chunk in chunks:
                         yield chunk
@@ -95,7 +98,7 @@ class StateServer:
 
     async def _chunks(self, saved: SavedState, indices: Sequence[int]) -> AsyncGenerator[FetchItem]:
         if any(later <= earlier for earlier, later in pairwise(indices)):
-            raise CorruptPayload("chunks must be requested in ascending order, each once")
+            raise CorruptPayload("chunks must be requested in ascending order and without duplicates")
         if indices and indices[-1] >= len(saved.manifest.chunk_digests):
             raise CorruptPayload(f"chunk {indices[-1]} does not exist")
         try:

@@ -1,6 +1,6 @@
-"""A newcomer fetches the run spec and the newest saved state of a live peer, chunk by chunk, from one or more donors.
+"""A newcomer fetches the run spec, and then the newest saved state chunk by chunk from one or more live donors.
 
-The manifest of a donor has a digest of each chunk. If a donor or this program dies, the verified chunks are kept, and
+A donor's manifest contains a digest of each chunk. If a donor or this program dies, the verified chunks are kept, and
 another donor sends the rest. The result then combines chunks of different replicas.
 """
 
@@ -95,7 +95,9 @@ async def fetch_spec(transport: Transport, donors: Sequence[Candidate], *, expec
             return Spec.from_json(spec.data, expected_digest=expected_digest, origin=donor.address)
         except (PeerError, ValueError) as error:
             reasons.append(f"{named(donor.peer_id)}: {error}")
-    raise Unreachable("no live peer served the run spec: " + ("; ".join(reasons) or "no peer is live"))
+    raise Unreachable(
+        "could not get the run spec from any live peer: " + ("; ".join(reasons) or "no live peer was found")
+    )
 
 
 async def fetch_manifest(transport: Transport, donor: Candidate) -> StateManifest:
@@ -104,7 +106,7 @@ async def fetch_manifest(transport: Transport, donor: Candidate) -> StateManifes
 
 
 def can_give(peer: Candidate) -> bool:
-    """Return whether a peer can be called and may have a saved state to serve."""
+    """Return whether a peer can be called and may have a saved state that it can serve."""
     return peer.can_be_called and peer.state in GIVING
 
 
@@ -133,13 +135,13 @@ async def fetch_state(
     for an hour. A state that fails `admission` is discarded.
 
     `layout`, `num_elements` and `num_bytes` describe this peer's own state file. A state that differs is refused before
-    a chunk is fetched. A donor serves the last state that it saved, whose progress must exceed `newer_than`. If
+    any chunk is fetched. A donor serves the last state that it saved, whose progress must exceed `newer_than`. If
     `may_end_busy` is false, busy donors are asked until the caller's deadline. `on_progress` is called with the number
     of verified bytes and the total. `on_wait` is called with True when all donors are busy, and with False for each
     chunk.
 
-    Returns the manifest of the donor that sent the last chunk, or None if no donor has a state that matches. Raises
-    OSError if `target` cannot be written.
+    Returns the manifest of the donor that sent the last chunk, or None if no donor has a matching state. Raises OSError
+    if `target` cannot be written.
     """
     async with KeptChunks(target, num_bytes=num_bytes) as kept:
         fetch = _Fetch(
@@ -162,7 +164,7 @@ async def fetch_state(
 
 
 class DonorRate:
-    """Measures the rate of one donor over all calls to it. Callers pass the time."""
+    """Measures the rate of one donor over all calls to it. Callers supply the current time as an argument."""
 
     def __init__(self, num_bytes: int, limits: FetchLimits) -> None:
         self._num_bytes = num_bytes  # the size of the whole state
@@ -189,7 +191,7 @@ class _Slow(Exception):
     """The rate of a donor is below the minimum."""
 
     def __init__(self, whole_s: float) -> None:
-        super().__init__(f"too slow: the whole state would take {whole_s / 3600:.1f} h")
+        super().__init__(f"too slow: fetching the whole state would take {whole_s / 3600:.1f} h")
         self.whole_s = whole_s
 
 
@@ -244,7 +246,7 @@ class _Fetch:
         self.known |= {donor.peer_id for donor in donors}
 
     async def _next(self) -> Candidate | None:
-        """Return the next donor, waiting while all are busy, or None if no donor is left except slow ones."""
+        """Return the next donor, waiting while all are busy, or None if only slow donors are left."""
         while not self.to_ask:
             self._add([peer for peer in self.live() if can_give(peer)])
             if self.to_ask or not self.busy:
@@ -261,17 +263,17 @@ class _Fetch:
 
     async def _try(self, donor: Candidate, *, may_be_slow: bool) -> StateManifest | None:
         """Fetch from `donor`, and return its manifest if the state is then complete and admitted."""
-        is_whole = not self.kept.done_bytes  # no chunk came from another donor
+        is_whole = not self.kept.done_bytes  # no chunk is from another donor
         try:
             manifest = await self._manifest(donor)
             await self._chunks(donor, manifest, may_be_slow=may_be_slow)
         except _Slow as slow:
-            log.info("leaving %s for another donor: %s", donor.address, slow)
+            log.info("switching from %s to another donor: %s", donor.address, slow)
             self.slow[donor] = slow.whole_s
         except (CheckpointError, CorruptPayload) as error:
             self._refuse(donor, error)
         except PeerError as error:
-            log.info("no state from %s: %s; %s", donor.address, error, self._missing())
+            log.info("could not fetch the state from %s: %s; %s", donor.address, error, self._missing())
             if isinstance(error, Refused) and error.code == RefuseCode.BUSY.name:
                 retry_s = max(self.limits.least_retry_s, min(error.retry_after_s, self.limits.longest_retry_s))
                 self.busy[donor] = self.clock() + retry_s
@@ -296,20 +298,20 @@ class _Fetch:
         return True
 
     def _refuse(self, donor: Candidate, error: Exception) -> None:
-        log.warning("no state from %s: %s; %s", donor.address, error, self._missing())
+        log.warning("could not fetch the state from %s: %s; %s", donor.address, error, self._missing())
         self.admission.refuse(donor, str(error))
 
     def _missing(self) -> str:
-        return f"{len(self.kept.missing)} chunks are still missing"
+        return f"chunks still missing: {len(self.kept.missing)}"
 
     async def _manifest(self, donor: Candidate) -> StateManifest:
         manifest = await fetch_manifest(self.transport, donor)
         shape = (manifest.layout, manifest.num_elements, manifest.num_bytes)
         num_chunks = -(-self.num_bytes // STATE_CHUNK_BYTES)
         if shape != (self.layout, self.num_elements, self.num_bytes) or len(manifest.chunk_digests) != num_chunks:
-            raise CorruptPayload("its state belongs to another model, or has another size", peer=donor.peer_id)
+            raise CorruptPayload("its state belongs to another model or has the wrong size", peer=donor.peer_id)
         if manifest.progress <= self.newer_than:
-            sentence = f"its last saved state is from round {manifest.round}, no newer than this peer's"
+            sentence = f"its last saved state is from round {manifest.round}, which is no newer than this peer's state"
             raise PeerError(sentence, peer=donor.peer_id)
         await self.admission.check_position(donor, manifest)
         return manifest
@@ -329,7 +331,7 @@ class _Fetch:
                 return
 
     def _keep(self, item: FetchItem, manifest: StateManifest) -> None:
-        """Store a chunk. Raises CorruptPayload if the item is damaged or is not the one that was requested next."""
+        """Store a chunk. Raises CorruptPayload if the item is damaged or is not the chunk that was requested next."""
         kept = self.kept
         if not isinstance(item, StateChunk) or not kept.missing or item.index != kept.missing[0]:
             raise CorruptPayload("it sent a chunk that was not requested")

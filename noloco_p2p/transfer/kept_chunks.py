@@ -1,8 +1,8 @@
-"""A file that arrives chunk by chunk, and a record of its verified chunks, are kept across restarts of this program.
+"""This module keeps a file that arrives in chunks, and a record of its verified chunks, across program restarts.
 
-FILE.digests, next to the file, has 32 bytes per chunk. They hold the digest of a verified chunk, or zeros for a missing
-one. When the file is opened again, all chunks are hashed to find those that a crash has damaged, so nothing needs to
-reach the disk in order.
+FILE.digests, next to the file, has 32 bytes per chunk: the digest of a verified chunk, or zeros for a missing chunk.
+When the file is opened again, all chunks are hashed to find the chunks that a crash has damaged, so writes can reach
+the disk in any order.
 """
 
 from __future__ import annotations

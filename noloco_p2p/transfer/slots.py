@@ -1,4 +1,4 @@
-"""A donor serves two newcomers at a time, and refuses others as BUSY with a time to ask again.
+"""A donor serves two newcomers at a time, and refuses others as BUSY with a retry time.
 
 Use this module only on the event loop.
 """
@@ -14,8 +14,8 @@ from noloco_p2p.gossip.frames import RefuseCode
 
 NUM_SLOTS = 2  # each further upload would slow down the others and the donor's swaps
 STALLED_S = 30.0  # an upload that accepts no chunk for this long loses its slot to the next caller
-FIRST_RETRY_S = 5.0  # while the duration of a chunk is unknown
-RETRY_S = (1.0, 60.0)  # bounds of the retry time that a caller gets
+FIRST_RETRY_S = 5.0  # used while the duration of a chunk is unknown
+RETRY_S = (1.0, 60.0)  # bounds of the retry time in a refusal
 
 
 class Upload:
@@ -57,7 +57,7 @@ class UploadSlots:
     def took(self, upload: Upload) -> None:
         """Record that the newcomer accepted a chunk. Raises Refused if another newcomer has been given its slot."""
         if upload.is_evicted:
-            sentence = f"you accepted no chunk for {STALLED_S:.0f} s, so another newcomer has your slot"
+            sentence = f"you accepted no chunk for {STALLED_S:.0f} s, so your slot was given to another newcomer"
             raise _busy(sentence, retry_after_s=self._retry_after_s())
         now_s = self._clock()
         chunk_s, upload.moved_s = now_s - upload.moved_s, now_s
@@ -71,7 +71,7 @@ class UploadSlots:
             self._uploads.remove(upload)
 
     def _retry_after_s(self) -> float:
-        """Return the expected seconds until the upload with the fewest remaining chunks ends."""
+        """Return the expected number of seconds until the upload with the fewest remaining chunks ends."""
         if self._chunk_s is None or not self._uploads:
             return FIRST_RETRY_S
         least, most = RETRY_S

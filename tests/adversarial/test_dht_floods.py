@@ -110,7 +110,7 @@ def test_a_question_is_short_and_so_is_its_answer(tmp_path: Path) -> None:
                 ([KEY.to_bytes()] * 6000, "a request of"),
                 ([KEY.to_bytes()] * 2, "without duplicates"),
                 ([DHTID.generate(str(number)).to_bytes() for number in range(5)], "at most 4 keys"),
-                ([b"short"], "a key must have 20 bytes"),
+                ([b"short"], "a key must be 20 bytes long"),
             ):
                 with pytest.raises(ANSWER_FAULTS, match=words):
                     await ask(attacker, victim, "Find", message("FindRequest", keys=keys))

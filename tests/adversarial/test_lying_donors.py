@@ -52,7 +52,7 @@ class Lie:
     data: Callable[[int], bytes] | None = None  # called with a size in bytes, for data that is not a state file
     round: int = ROUND
     progress: float = PROGRESS
-    why: str = "away from the others"
+    why: str = "differ from the others"
 
 
 def state_of(weights: Tensor) -> dict[str, Tensor]:
@@ -76,17 +76,17 @@ LIES = {
     "zeros": Lie(lambda weights: state_of(torch.zeros_like(weights))),
     "huge": Lie(lambda weights: state_of(torch.full_like(weights, 3e38))),
     "noise": Lie(lambda weights: state_of(noise(666, weights) * float(weights.norm()))),
-    "nan": Lie(lambda weights: state_of(torch.full_like(weights, torch.nan)), why="not finite"),
+    "nan": Lie(lambda weights: state_of(torch.full_like(weights, torch.nan)), why="non-finite"),
     "one-nan": Lie(
-        lambda weights: state_of(weights.where(torch.arange(len(weights)) != 7, torch.nan)), why="not finite"
+        lambda weights: state_of(weights.where(torch.arange(len(weights)) != 7, torch.nan)), why="non-finite"
     ),
     "infinite-momentum": Lie(
         lambda weights: {"slow_weights": weights, "outer_momentum": torch.full_like(weights, torch.inf)},
-        why="not finite",
+        why="non-finite",
     ),
     "garbage": Lie(data=lambda num_bytes: b"\xff" * num_bytes, why="not a safetensors file"),
     "other-shape": Lie(data=renamed, why="belongs to another model"),
-    "other-size": Lie(lambda weights: state_of(weights[:-1].clone()), why="another model, or has another size"),
+    "other-size": Lie(lambda weights: state_of(weights[:-1].clone()), why="another model or has the wrong size"),
     "far-ahead": Lie(progress=0.99, why="99.0 % of the schedule"),
     "nowhere": Lie(progress=float("nan"), why="nan % of the schedule"),
     "many-rounds": Lie(round=10**6, why="round 1000000"),
@@ -233,7 +233,7 @@ def test_where_only_a_liar_is_there_the_command_ends_with_a_sentence(
     state_dir = ["--state-dir", str(tmp_path / "state")] if command == ["fork"] else []
     assert run([*command, ticket, str(tmp_path / "made"), *state_dir]) == 4
     said = capsys.readouterr()
-    assert "gave a usable state" in said.err
+    assert "provided a usable state" in said.err
     assert named(LIAR) in said.err
     assert LIES[name].why in said.err
     assert "Traceback" not in said.err + said.out
@@ -277,7 +277,7 @@ def test_a_newcomer_passes_over_a_liar_and_takes_the_state_of_the_next_donor(
     assert manifest is not None
     assert (manifest.round, manifest.progress) == (ROUND, PROGRESS)
     assert torch.equal(load_file(tmp_path / "fetched")["slow_weights"], honest(0))
-    assert f"no state from {LIAR}" in caplog.text
+    assert f"could not fetch the state from {LIAR}" in caplog.text
 
 
 def test_who_spoils_a_part_of_a_state_does_not_bring_the_next_donor_into_disrepute(tmp_path: Path) -> None:

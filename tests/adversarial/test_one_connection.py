@@ -149,7 +149,7 @@ def test_a_call_that_is_refused_is_the_last_of_its_connection() -> None:
                 metadata = await proof(stub, there.candidate, "stranger")
                 refused = await fault_of(status(stub, "stranger"))
                 assert isinstance(refused, Refused)
-                assert "greet first" in str(refused)
+                assert "call Greet first" in str(refused)
                 again = await fault_of(status(stub, "stranger", metadata if is_proven else ()))
                 assert isinstance(again, Unreachable), again
             assert await is_served(there.candidate, "newcomer")

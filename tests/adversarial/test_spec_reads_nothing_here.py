@@ -73,9 +73,9 @@ def test_a_name_of_this_machine_is_a_wrong_spec(field: str, value: str, private:
 
 
 def test_a_plain_name_must_be_bound(private: Path) -> None:
-    with pytest.raises(SpecError, match=r"model\.pretrained 'private' is not OWNER/NAME .* --model private=FOLDER"):
+    with pytest.raises(SpecError, match=r"model\.pretrained 'private' is neither OWNER/NAME .* --model private=FOLDER"):
         build_model(ModelSpec(pretrained="private"), sequence_length=16)
-    with pytest.raises(SpecError, match=r"data\.tokenizer 'private' is not OWNER/NAME"):
+    with pytest.raises(SpecError, match=r"data\.tokenizer 'private' is neither OWNER/NAME"):
         build_tokenizer(DataSpec(tokenizer="private"))
 
 
@@ -120,7 +120,7 @@ def test_a_bound_adapter_whose_model_is_elsewhere_is_refused(private: Path, tmp_
     folder = tmp_path / "adapter"
     folder.mkdir()
     (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(private / "private")}))
-    with pytest.raises(ModelError, match="is an adapter, whose base model is elsewhere"):
+    with pytest.raises(ModelError, match="is an adapter without its base model"):
         build_model(ModelSpec(pretrained="mine"), sequence_length=16, folders={"mine": str(folder)})
 
 
@@ -135,7 +135,7 @@ def test_a_data_set_that_lists_files_elsewhere_is_refused(path: str, private: Pa
         done = noloco("data", "check", tmp_path / "run.toml", **hub.environment(tmp_path / "home"))
     assert done.returncode in (1, 3), done.stdout
     assert SECRET not in done.stdout + done.stderr
-    assert "which is not its own" in done.stderr or "cannot be opened" in done.stderr
+    assert "which does not belong to it" in done.stderr or "cannot be opened" in done.stderr
 
 
 def test_files_elsewhere_are_found_before_they_are_opened(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +143,7 @@ def test_files_elsewhere_are_found_before_they_are_opened(monkeypatch: pytest.Mo
 
     _check_files({"train": ["hf://datasets/lab/texts@0123/a.txt"]}, "lab/texts")
     for file in ("/etc/passwd", "https://example.invalid/x", "hf://datasets/lab/other@0123/a.txt", "diary.txt"):
-        with pytest.raises(SpecError, match="which is not its own"):
+        with pytest.raises(SpecError, match="which does not belong to it"):
             _check_files({"train": [file]}, "lab/texts")
 
 

@@ -99,7 +99,7 @@ def test_a_killed_p2pd_is_started_again_and_training_does_not_notice(swarm: Swar
     done = len(swarm.b.events("round"))
     old = swarm.b.p2pd()
     old.kill()
-    swarm.b.wait_for("p2pd has ended (signal 9); restarting it")
+    swarm.b.wait_for("p2pd has stopped (signal 9); restarting it")
     new = until(swarm.b.find_p2pd, what="another p2pd")
     assert new.pid != old.pid
     swarm.b.swap_with(swarm.a, after=done + 3)
@@ -124,7 +124,7 @@ def test_a_full_disk_is_told_and_the_last_good_checkpoint_stays(swarm: Swarm) ->
     room = swarm.b.log.stat().st_size + 200_000  # enough for log and events, not for a checkpoint
     _, hard = resource.prlimit(swarm.b.process.pid, resource.RLIMIT_FSIZE)
     resource.prlimit(swarm.b.process.pid, resource.RLIMIT_FSIZE, (room, hard))
-    swarm.b.wait_for("cannot be written to")
+    swarm.b.wait_for("cannot write the checkpoint")
     saved = swarm.b.events("saved")[-1]
     swarm.b.round_where(lambda event: event["step"] > saved["step"], after=len(swarm.b.events("round")) + 2)
     newest = Checkpoints(folder).newest()

@@ -132,7 +132,7 @@ def test_an_empty_stage_holds_the_others_until_its_checkpoint_comes_back(swarm: 
     kept = Checkpoints(victim.folder / "runs" / SPEC.run_id / "stage-2").newest()
     assert kept
     newcomer = swarm.join(ticket, "newcomer", "--stage", "2")
-    newcomer.wait_for("stage 2 has trained before, and no peer holds it now")
+    newcomer.wait_for("stage 2 has been trained, but no peer holds it now")
     back = swarm.join(ticket, "last")  # without --stage it resumes the stage that it held
     back.wait_for("resumed from step")
     assert status(back)["stage"] == 2
@@ -173,7 +173,7 @@ def test_a_pause_holds_a_stage_and_a_stage_that_does_not_exist_is_refused(swarm:
         assert "--stage 3: the run stages has stages 0 to 2" in wrong.text
     with PeerProcess(swarm.heads[0].ticket, swarm.folder / "small", "--max-memory", "0.1MB") as small:
         assert small.wait() == 3
-        assert "no stage fits here: stage 0 needs at least" in small.text
+        assert "this machine cannot hold any stage: stage 0 needs at least" in small.text
 
 
 def test_a_fork_with_fewer_stages_goes_on_from_the_weights_of_all(swarm: Swarm, tmp_path: Path) -> None:
@@ -187,7 +187,7 @@ def test_a_fork_with_fewer_stages_goes_on_from_the_weights_of_all(swarm: Swarm, 
     with ExitStack() as stack:
         head = stack.enter_context(PeerProcess(new, head_folder, "--stage", "0"))
         inner = stack.enter_context(PeerProcess(head.ticket, inner_folder, "--stage", "1"))
-        inner.wait_for("no peer holds stage 1 now: this peer waits for one that does")
+        inner.wait_for("no peer holds stage 1 now; waiting for a peer that does")
         shutil.copytree(head_folder / "starts", inner_folder / "starts")
         mate = stack.enter_context(PeerProcess(head.ticket, tmp_path / "mate", "--stage", "1"))
         assert head.event("evaluated")["validation_loss"] < before - 0.5, "the weights are those of the old run"

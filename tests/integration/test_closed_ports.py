@@ -35,7 +35,7 @@ def test_peers_behind_closed_ports_swap_and_are_told_what_to_open(tmp_path: Path
     with lab:
         lab.let_nothing_in(1, 2)
         found, _ = swap_at_two_homes(lab, tmp_path)
-    assert "1 of 1 peers could not dial port" in found["sentence"]
+    assert "1 of 1 peers could not reach port" in found["sentence"]
     assert "forward TCP" in found["sentence"]
 
 

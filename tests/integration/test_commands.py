@@ -133,7 +133,7 @@ def test_status(swarm: Swarm) -> None:
     doors = Ticket.decode(machines["ticket"]).addresses
     assert {door.rpartition("/")[2] for door in doors} >= {swarm.first.peer_id, swarm.second.peer_id}
     assert machines["reach"]["state"] == "direct"
-    assert "peers that dialled back got through" in machines["reach"]["sentence"]
+    assert "peers that dialled back reached port" in machines["reach"]["sentence"]
 
 
 def test_the_ticket_of_a_founder_holds_the_peers_that_came_later(swarm: Swarm) -> None:
@@ -235,7 +235,7 @@ def test_a_fork_goes_on_from_the_weights_of_a_live_peer(
 
 def test_a_ticket_that_leads_nowhere_is_4(swarm: Swarm) -> None:
     assert swarm.lost.wait() == 4
-    assert "no live peer of the run commands was found" in swarm.lost.text
+    assert "no live peer of run commands was found" in swarm.lost.text
     assert "Connection refused" in swarm.lost.text
     assert len(swarm.lost.text.splitlines()) == 1
 
@@ -258,7 +258,7 @@ def test_a_named_peer_waits_for_its_hours_and_says_so(
             return capsys.readouterr().out.strip()
 
         assert owl.event("paused")["paused_by"] == "hours"
-        why = f"the time is outside {later}; training resumes by itself"
+        why = f"the current time is outside {later}; training will resume automatically"
         owl.wait_for(f"paused: {why}")
         lines = say("status").splitlines()
         assert lines[1] == "name      Night Owl"

@@ -267,8 +267,8 @@ def run(main: Callable[[], Coroutine[None, None, None]]) -> None:
         (join(swap_id=b""), "no swap with this id"),
         (join("somebody else"), "no swap with this id"),
         (join(run_name="another"), "another run"),
-        (framing.encode(Ready(Part.EARLY)), "begins with a Join"),
-        (b"\xff\xff", "not a message of this protocol"),
+        (framing.encode(Ready(Part.EARLY)), "must begin with a Join"),
+        (b"\xff\xff", "not a valid protocol message"),
     ],
     ids=["unknown id", "no id", "another peer", "another run", "no join", "garbage"],
 )

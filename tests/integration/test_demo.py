@@ -104,5 +104,5 @@ def test_ctrl_c_ends_all_peers(folder: Path, tmp_path: Path) -> None:
         assert len(processes_in(folder)) == 4
         demo.send(signal.SIGINT)
         assert demo.wait() == 130
-    assert demo.text.splitlines()[-1] == "interrupted: the peers are asked to leave"
+    assert demo.text.splitlines()[-1] == "interrupted: asking the peers to leave"
     assert "Traceback" not in demo.text

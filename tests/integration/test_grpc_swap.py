@@ -185,7 +185,7 @@ def test_a_peer_that_gives_up_tells_its_partner_why(swarm: LoopbackSwarm, who: s
     open_round(leaver, Vectors.random(1), round_index=1)
     end_round(leaver, Vectors.random(1), wait_s=0.0)  # the next boundary, before the late part has arrived
     wait_until(lambda: other.driver.phase is RoundPhase.HALF)
-    assert "the next boundary came before the late part" in other.driver.last_fault
+    assert "the late part did not arrive before the next boundary" in other.driver.last_fault
 
 
 def test_a_peer_of_another_spec_is_refused_with_the_difference(swarm: LoopbackSwarm) -> None:

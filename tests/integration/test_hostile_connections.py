@@ -166,7 +166,7 @@ def test_one_peer_may_have_so_many_calls_open_and_no_more() -> None:
             streams = [await greedy.open_swap(there, timeout_s=PATIENCE_S) for _ in range(MAX_CALLS_PER_PEER)]
             for stream in streams:
                 await ping(stream)
-            with pytest.raises(Refused, match=f"{MAX_CALLS_PER_PEER} calls open"):
+            with pytest.raises(Refused, match=f"{MAX_CALLS_PER_PEER} open calls"):
                 await greedy.status(there, timeout_s=PATIENCE_S)
             assert await is_served(there), "others are not meant"
             await streams.pop().close()

@@ -186,7 +186,7 @@ def test_a_peer_serves_prometheus_and_tells_where_its_settings_came_from(swarm: 
     text = noloco("status", "--state-dir", swarm.peers[0].folder).stdout
     assert "settings  " in text
     assert "127.0.0.1:0  (flag)" in text
-    assert "have their defaults (shown by --json)" in text
+    assert "have their default values (shown by --json)" in text
     assert "save_every_rounds" not in text
 
 

@@ -100,7 +100,7 @@ def test_an_invitation_that_has_ended_is_told_in_words() -> None:
 def test_a_caller_asks_the_other_side_for_its_invitation_too() -> None:
     async def main() -> None:
         async with answering(None) as (service, open_peer):
-            with pytest.raises(Refused, match="shows no invitation"):
+            with pytest.raises(Refused, match="presented no invitation"):
                 await status(open_peer, invitation())
             assert not service.admitted
 

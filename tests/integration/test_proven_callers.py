@@ -164,7 +164,7 @@ def test_a_record_that_claims_the_session_of_another_leads_nowhere() -> None:
     async def main() -> None:
         async with answering() as (service, there):
             thief = replace(there, peer_id=identity_of("thief").peer_id)
-            with pytest.raises(PeerError, match="another peer answered"):
+            with pytest.raises(PeerError, match="another peer may have answered"):
                 await transport().status(thief, timeout_s=PATIENCE_S)
             assert not service.admitted
 
@@ -209,9 +209,9 @@ def test_no_proof_and_a_proof_used_before_are_told_in_words() -> None:
         request = pb.StatusRequest(hello=pb.Hello(peer_id=CALLER.identity.peer_id))
         async with answering() as (service, there):
             for used, metadata, words in (
-                (False, (), "greet first"),
-                (True, None, "a proof is valid for one call"),
-                (False, (("noloco-proof-bin", b"\xff"),), "not a message of this protocol"),
+                (False, (), "call Greet first"),
+                (True, None, "a proof is valid for only one call"),
+                (False, (("noloco-proof-bin", b"\xff"),), "not a valid protocol message"),
             ):
                 async with Connector(CALLER).dialled(there, timeout_s=PATIENCE_S) as connection:
                     stub = PeerStub(connection.channel)
@@ -238,7 +238,7 @@ def test_the_newest_fetch_of_a_peer_is_the_one_that_counts() -> None:
             for items in (older, friend, newer):
                 assert isinstance(await anext(items), StateChunk)
             assert isinstance(await first_item(transport(), there), SpecJson), "which ends none of them"
-            with pytest.raises(Refused, match="in another call"):
+            with pytest.raises(Refused, match="another fetch in progress"):
                 await rest(older)
             for items in (newer, friend):
                 for _ in range(5):
@@ -259,7 +259,7 @@ def test_a_third_fetch_of_a_peer_is_refused() -> None:
             for items in fetches[:2]:
                 assert isinstance(await anext(items), StateChunk)
             for items in fetches[2:]:
-                with pytest.raises(Refused, match="in another call"):
+                with pytest.raises(Refused, match="another fetch in progress"):
                     await anext(items)
             for items in fetches:
                 await items.aclose()

@@ -37,7 +37,9 @@ def test_a_verb_is_answered_and_the_socket_is_gone_afterwards(tmp_path: Path) ->
 
 
 def test_an_unknown_verb_is_told_what_is_known(tmp_path: Path) -> None:
-    assert served(tmp_path, "dance", status={}, leave={}) == {"error": "unknown verb; known are status, leave"}
+    assert served(tmp_path, "dance", status={}, leave={}) == {
+        "error": "unknown verb; the known verbs are status, leave"
+    }
 
 
 def test_nobody_there(tmp_path: Path) -> None:
@@ -67,7 +69,7 @@ def test_a_peer_that_does_not_answer_is_named(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as frozen:
         frozen.bind(str(socket_path(tmp_path)))
         frozen.listen()
-        with pytest.raises(SettingsError, match=f"the peer in {tmp_path} does not answer"):
+        with pytest.raises(SettingsError, match=f"the peer in {tmp_path} is not answering"):
             ask(tmp_path, "status", timeout_s=0.1)
 
 
@@ -124,7 +126,7 @@ os._exit(lock.is_held())
     second.check()
     lock.acquire()
     assert second.is_held()
-    with pytest.raises(SettingsError, match=f"another peer runs in {tmp_path}"):
+    with pytest.raises(SettingsError, match=f"another peer is running in {tmp_path}"):
         second.check()
     lock.release()
     second.check()

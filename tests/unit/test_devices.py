@@ -70,15 +70,15 @@ def test_auto_is_cuda_then_mps_then_the_cpu(monkeypatch: pytest.MonkeyPatch, mac
 def test_a_device_that_is_not_here_is_refused_in_words(monkeypatch: pytest.MonkeyPatch, mac: None) -> None:
     with pytest.raises(SettingsError, match=r"--device mps names one GPU"):
         choose_device("mps", gpu=0)
-    with pytest.raises(SettingsError, match=r"torch finds 0 CUDA devices here"):
+    with pytest.raises(SettingsError, match=r"torch found 0 CUDA devices on this machine"):
         choose_device("cuda:0")
-    with pytest.raises(SettingsError, match=r"--device 'tpu' must be auto, cpu, cuda:N"):
+    with pytest.raises(SettingsError, match=r"--device 'tpu' is not a known device; use auto, cpu, cuda:N"):
         choose_device("tpu")
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
-    with pytest.raises(SettingsError, match=r"this torch finds no Apple GPU here; use --device cpu"):
+    with pytest.raises(SettingsError, match=r"torch found no Apple GPU on this machine; use --device cpu"):
         choose_device("mps")
     monkeypatch.setattr(torch.backends.mps, "is_built", lambda: False)
-    with pytest.raises(SettingsError, match=r"this torch is built without MPS"):
+    with pytest.raises(SettingsError, match=r"torch was built without MPS"):
         choose_device("mps")
 
 

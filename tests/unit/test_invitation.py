@@ -32,7 +32,7 @@ def test_peers_with_different_invitations_to_a_run_know_each_other() -> None:
 @pytest.mark.parametrize(
     ("membership", "now_s", "words"),
     [
-        (b"", NOW_S, "shows no invitation"),
+        (b"", NOW_S, "presented no invitation"),
         (FOREIGN.membership(PEER), NOW_S, "not signed by its run key"),
         (THERE.membership(identity_of("thief").peer_id), NOW_S, "belongs to another peer"),
         (THERE.membership(PEER), NOW_S + 101, "expired on 2027-01-15"),

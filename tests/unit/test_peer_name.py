@@ -57,7 +57,9 @@ def test_what_is_not_safe_to_show_is_refused_in_words_that_are(text: str) -> Non
 
 def test_a_long_name_is_refused_here_and_cut_where_another_peer_sent_it() -> None:
     for text in (LONG, 2 * NUMEROUS):
-        with pytest.raises(SettingsError, match=f"at most {MAX_CHARS} characters; it has {len(check_length(text))}"):
+        with pytest.raises(
+            SettingsError, match=f"it has {len(check_length(text))} characters, and the limit is {MAX_CHARS}"
+        ):
             PeerSettings.load({"name": text})
     assert shown(LONG) == LONG[:MAX_CHARS]
     assert shown("a" * (MAX_CHARS - 1) + " b") == "a" * (MAX_CHARS - 1)

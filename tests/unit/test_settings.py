@@ -71,7 +71,9 @@ def test_when_to_train(when: str, hours: tuple[int, int] | None) -> None:
 
 @pytest.mark.parametrize("when", ["", "never", "7:00-9:00", "22-7", "24:00-07:00", "10:60-11:00", "08:00-08:00"])
 def test_other_times_are_refused_with_the_forms(when: str) -> None:
-    with pytest.raises(SettingsError, match=f"when '{when}' must be always, idle, or two different times such as"):
+    with pytest.raises(
+        SettingsError, match=f"when '{when}' is not valid; use always, idle, or two different times such as"
+    ):
         PeerSettings.load({"when": when})
 
 
@@ -104,12 +106,14 @@ def test_caps_come_from_every_source_and_are_off_at_first(user_file: Path, monke
     assert (settings.upload_bytes_per_s, settings.download_bytes_per_s) == (5e6, 12e6)
     assert PeerSettings.load({"max_upload": "8mbit"}).upload_bytes_per_s == 1e6
     monkeypatch.setenv("NOLOCO_MAX_DOWNLOAD", "fast")
-    with pytest.raises(SettingsError, match=r"environment NOLOCO_\*: max_download 'fast' must be a rate"):
+    with pytest.raises(SettingsError, match=r"environment NOLOCO_\*: max_download 'fast' is not a rate"):
         PeerSettings.load()
 
 
 def test_every_wrong_field_is_named_at_once() -> None:
-    with pytest.raises(SettingsError, match=r"device 'tpu' must be auto, cpu, cuda:N .*; max_steps must be "):
+    with pytest.raises(
+        SettingsError, match=r"device 'tpu' is not a known device; use auto, cpu, cuda:N .*; max_steps must be "
+    ):
         PeerSettings.load({"device": "tpu", "max_steps": 0})
 
 
@@ -121,7 +125,7 @@ def test_an_unknown_field_is_refused(user_file: Path) -> None:
 
 @pytest.mark.parametrize("address", ["", "host", ":1", "host:", "host:x", "host:65536", "host:-1"])
 def test_split_address_refuses(address: str) -> None:
-    with pytest.raises(ValueError, match="must be HOST:PORT"):
+    with pytest.raises(ValueError, match="must have the form HOST:PORT"):
         split_address(address)
 
 

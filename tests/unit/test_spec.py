@@ -29,18 +29,24 @@ def refuse(**values: object) -> str:
         ),
         ({"outer": {"alpha": 0.9, "gamma": 0.7, "swap_momentum": False}}, "diverges"),
         ({"outer": {"inner_step": 5}}, "outer.inner_step is not a known field"),
-        ({"outer": {"inner_steps": 0}}, "outer.inner_steps '0' must be a number of inner steps above 0, or 'auto'"),
+        ({"outer": {"inner_steps": 0}}, "outer.inner_steps '0' must be a positive number of inner steps or 'auto'"),
         ({"outer": {"inner_steps": "fast"}}, "outer.inner_steps 'fast' must be"),
         ({"outer": {"inner_steps": True}}, "outer.inner_steps 'True' must be"),
-        ({"outer": {"min_inner_steps": 9, "max_inner_steps": 8}}, "outer.min_inner_steps 9 must be at most max_inner"),
+        (
+            {"outer": {"min_inner_steps": 9, "max_inner_steps": 8}},
+            "outer.min_inner_steps (9) must be at most max_inner",
+        ),
         ({"outer": {"max_inner_steps": 0}}, "outer.max_inner_steps must be "),
         ({"outer": {"beta": float("nan")}}, "outer.beta must be "),
-        ({"train": {"warmup_steps": 9, "total_steps": 9}}, "train.warmup_steps 9 must be less than total_steps 9"),
+        ({"train": {"warmup_steps": 9, "total_steps": 9}}, "train.warmup_steps (9) must be less than total_steps (9)"),
         ({"model": {"hidden_size": 15, "num_heads": 5}}, "model.hidden_size 15 / num_heads 5 must be even"),
-        ({"model": {"hidden_size": 100, "num_heads": 3}}, "model.hidden_size 100 must be a multiple of num_heads 3"),
+        (
+            {"model": {"hidden_size": 100, "num_heads": 3}},
+            "model.hidden_size (100) must be a multiple of num_heads (3)",
+        ),
         ({"model": {"start": "../../etc/passwd"}}, "model.start: "),
         ({"data": {"source": "/etc/passwd"}}, "data.source '/etc/passwd' must be"),
-        ({"data": {"source": "../x"}}, "a spec never holds a path"),
+        ({"data": {"source": "../x"}}, "a spec cannot contain a path"),
         ({"codec": {"slow_weights": "int4"}}, "codec.slow_weights cannot be int4"),
         ({"codec": {"outer_gradient": "zip"}}, "codec.outer_gradient must be "),
         ({"version": 2}, "version must be "),
@@ -80,16 +86,16 @@ def test_the_digest_does_not_change_by_accident() -> None:
 def test_a_spec_from_the_network_must_be_the_one_that_was_asked_for() -> None:
     data = SPEC.canonical_json()
     assert TrainerSpec.from_json(data, expected_digest=SPEC.digest(), origin="peer") == SPEC
-    with pytest.raises(SpecError, match=r"but the ticket has 0000000000000000\.\."):
+    with pytest.raises(SpecError, match=r"but the digest in the ticket is 0000000000000000\.\."):
         TrainerSpec.from_json(data, expected_digest="0" * 64, origin="peer")
     with pytest.raises(SpecError, match="not JSON"):
         TrainerSpec.from_json(b"\xff", expected_digest=SPEC.digest(), origin="peer")
-    with pytest.raises(SpecError, match="over the limit"):
+    with pytest.raises(SpecError, match="exceeds the limit"):
         TrainerSpec.from_json(b" " * (MAX_SPEC_BYTES + 1), expected_digest=SPEC.digest(), origin="peer")
 
 
 def test_missing_and_broken_files_are_told(tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match="does not exist; `noloco init"):
+    with pytest.raises(SpecError, match="does not exist; run `noloco init"):
         TrainerSpec.load(tmp_path / "none.toml")
     broken = tmp_path / "broken.toml"
     broken.write_text("name = ")
@@ -126,7 +132,7 @@ def test_what_has_no_effect_without_a_late_part_is_warned_of() -> None:
     changes = {"outer.weigh_tokens": True, "outer.max_wait_s": 5.0}
     assert SPEC.with_changes(changes).warnings() == []
     weigh, wait = early.with_changes(changes).warnings()
-    assert weigh.startswith("outer.weigh_tokens is ignored: outer gradients do not travel")
+    assert weigh.startswith("outer.weigh_tokens is ignored: outer gradients are not sent")
     assert wait.startswith("outer.max_wait_s has an effect only in closing rounds")
 
 

@@ -1,15 +1,15 @@
-// Curves and the swap graph. Colours come from the style sheet, so that light and dark have one source.
+// Draws the curves and the swap graph. The style sheet defines the colours of the light and dark themes.
 "use strict";
 
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
-// Colours that are far apart for neighbours in a list: steps of the golden angle.
+// Steps of the golden angle give neighbours in a list very different colours.
 function listColour(index) {
   const dark = matchMedia("(prefers-color-scheme: dark)").matches;
   return `hsl(${(210 + 137.5 * index) % 360} 62% ${dark ? 65 : 42}%)`;
 }
 
-// Times of the day, or days when the curve is longer than that.
+// Formats ticks as times of day, or as dates if the curve spans days.
 function clock(ticks) {
   const step = ticks.length > 1 ? ticks[1] - ticks[0] : 60;
   const time = { hour: "2-digit", minute: "2-digit", hourCycle: "h23" };
@@ -46,7 +46,7 @@ class Chart {
       ...this.size(),
       cursor: { y: false, points: { show: this.series.length < 8 } },
       legend: { show: false },
-      padding: [null, 26, null, null], // half of the last time
+      padding: [null, 26, null, null], // space for half of the last label
       axes: [{ ...axis, values: (_, ticks) => clock(ticks), space: 70, size: 32 }, { ...axis, size: 58, values: (_, ticks) => ticks.map(this.format) }],
       series: [{}, ...this.series.map((one) => ({
         ...one, stroke: one.stroke.startsWith("--") ? colour(one.stroke) : one.stroke, spanGaps: true,
@@ -56,7 +56,7 @@ class Chart {
   }
 }
 
-// A canvas that is drawn anew when its size changes; `paint(pen, width, height, ...what)` is of the kind of drawing.
+// A canvas that is redrawn when its size changes. Subclasses define `paint(pen, width, height, ...what)`.
 class Drawing {
   constructor(id) {
     this.canvas = document.getElementById(id);
@@ -83,7 +83,7 @@ class Drawing {
   }
 }
 
-// Peers on a circle in the order of their ids; a chord for each pair that met, which fades in two minutes.
+// Draws peers on a circle, ordered by id, with a chord for each swap that fades within two minutes.
 class Graph extends Drawing {
   // peers: [{id, health}]; meetings: [[at_s, peer, partner]]
   paint(pen, width, height, peers, meetings, now) {
@@ -118,8 +118,8 @@ class Graph extends Drawing {
   }
 }
 
-// A column of peers for each stage, and the heads once more at the right, as there a path ends; a line from each peer
-// to those of the next column that it sends to.
+// Draws a column of peers for each stage, and the heads again on the right, because paths end at a head. A line connects
+// each peer with the peers in the next column that it sends to.
 class Paths extends Drawing {
   // peers: [{id, health, stage, sends_to (ends of ids)}]
   paint(pen, width, height, peers, numStages) {

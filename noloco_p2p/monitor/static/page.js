@@ -1,11 +1,11 @@
-// The page: what the monitor sends, kept in one map of peers, shown as tiles, curves, a graph and a table.
+// Keeps what the monitor sends in a map of peers, and shows it as tiles, curves, graphs and tables.
 "use strict";
 
 const SAMPLE_S = 10, FRESH_HISTORY_S = 600, MANY_PEERS = 40, PAGE = 50, GRAPH_S = 120, RATE_S = 60, MAX_CHORDS = 2000;
 const $ = (id) => document.getElementById(id);
 const text = (id, value) => { const node = $(id); if (node.textContent !== value) node.textContent = value; };
 
-// Numbers as a person reads them.
+// These functions format numbers for people.
 const count = (n) => n >= 1e9 ? (n / 1e9).toPrecision(3) + "B" : n >= 1e6 ? (n / 1e6).toPrecision(3) + "M"
   : n >= 1e4 ? (n / 1e3).toPrecision(3) + "k" : String(Math.round(n));
 const bytes = (n) => { for (const unit of ["B", "KiB", "MiB", "GiB"]) { if (n < 1024) return `${unit === "B" ? n : n.toFixed(1)} ${unit}`; n /= 1024; } return `${n.toFixed(1)} TiB`; };
@@ -32,7 +32,7 @@ const LAST = [
   { name: "version", show: (p) => p.software, key: (p) => p.software, text: true, wide: true },
   { name: "heard", show: (p) => `${span(Math.max(0, now() - p.made_at_s))} ago`, key: (p) => -p.made_at_s },
 ];
-let COLUMNS = [];  // those of metrics, which the monitor describes, stand between the first and the last
+let COLUMNS = [];  // FIRST, then the columns of metrics, which the monitor describes, then LAST
 
 function setColumns(told) {
   const columns = told.map(({ key, unit, ...column }) => {
@@ -67,7 +67,7 @@ function listen() {
   source.addEventListener("update", (event) => take(JSON.parse(event.data)));
   source.onerror = () => {
     $("link").className = "lost";
-    text("link", `no connection to the monitor; this is from ${new Date(1000 * (state.head ? state.head.time_s : now())).toLocaleTimeString()}`);
+    text("link", `no connection to the monitor; last update at ${new Date(1000 * (state.head ? state.head.time_s : now())).toLocaleTimeString()}`);
   };
 }
 
@@ -91,7 +91,7 @@ function take(news) {
   document.body.dataset.updates = Number(document.body.dataset.updates || 0) + 1;
 }
 
-// Curves: loaded once, then grown by what comes; loaded anew now and then, which keeps them small.
+// Curves are loaded once and then extended by each update. Reloading them now and then keeps them small.
 async function loadHistory() {
   try {
     const history = await (await fetch("api/history")).json();
@@ -103,13 +103,13 @@ async function loadHistory() {
     state.loadedAt = now();
     showCharts();
   } catch (error) {
-    state.history = null;  // asked for again with the next sample
+    state.history = null;  // the next update tries again
   }
 }
 
 function shownCurves() {
   const shown = state.peers.size <= MANY_PEERS ? [...state.peers.values()] : state.words ? chosen() : [];
-  const heads = shown.filter((peer) => !peer.stage).map((peer) => peer.peer_id);  // the others have no loss
+  const heads = shown.filter((peer) => !peer.stage).map((peer) => peer.peer_id);  // other stages have no loss
   return state.peers.size <= MANY_PEERS ? heads.sort() : heads.slice(0, MANY_PEERS);
 }
 
@@ -134,7 +134,7 @@ function addPoint(news) {
   showCharts();
 }
 
-// Growth per second of a count over about a minute; a fall (somebody was forgotten) is no growth.
+// Returns the growth of a count per second over about a minute, or 0 if it falls because a peer was forgotten.
 function rate(times, values, factor) {
   let from = 0;
   return times.map((time, index) => {
@@ -181,18 +181,18 @@ function showHead() {
   text("t-loss", loss(totals.loss));
   text("t-loss-sub", totals.loss === null ? "" : `${loss(totals.loss_lowest)} to ${loss(totals.loss_highest)}`);
   text("t-speed", count(totals.tokens_per_s));
-  text("t-speed-sub", `${bytes(totals.bytes_sent)} sent in all`);
+  text("t-speed-sub", `${bytes(totals.bytes_sent)} sent in total`);
   text("t-progress", totals.progress === null ? "–" : `${(100 * totals.progress).toFixed(1)} %`);
   text("t-progress-sub", [totals.round === null ? "" : `round ${totals.round}`, left(totals.progress)].filter(Boolean).join(", "));
   text("t-spread", share(totals.spread));
-  text("t-spread-sub", totals.spread === null ? "needs two sketches of one mark" : `estimated, ${totals.spread_peers} peers`);
+  text("t-spread-sub", totals.spread === null ? "needs sketches of two peers at one mark" : `estimated, ${totals.spread_peers} peers`);
   const lately = totals.lately, rounds = lately.swaps + lately.halves + lately.alone;
   text("t-alone", rounds ? `${Math.round(100 * lately.alone / rounds)} %` : "–");
   const causes = Object.keys(totals.alone_by_cause).filter((cause) => lately[cause]).sort((a, b) => lately[b] - lately[a]);
   text("t-alone-sub", causes.map((cause) => `${lately[cause]} ${cause.replace("_", " ")}`).join(", ") || (rounds ? `of ${rounds} rounds` : ""));
 }
 
-// Time left on the schedule at the pace of the last ten minutes.
+// Estimates the time left on the schedule from the progress in the last ten minutes.
 function left(progress) {
   const h = state.history;
   if (!h || progress === null || progress >= 1) return "";
@@ -298,5 +298,5 @@ $("search").oninput = (event) => {
 };
 $("previous").onclick = () => { state.page -= 1; showTable(); };
 $("next").onclick = () => { state.page += 1; showTable(); };
-setInterval(() => { if (state.head) showTable(); }, 5000);  // ages go on when nothing comes
+setInterval(() => { if (state.head) showTable(); }, 5000);  // ages grow even if no update arrives
 listen();

@@ -3,8 +3,8 @@
 A new release of hivemind therefore affects only these files. This module is the interface to the rest of the project.
 It imports hivemind when a node starts, which takes several seconds and 290 MB. It also undoes the side effects of that
 import: hivemind changes torch's sharing strategy, installs a log handler that writes to the terminal, and renames the
-log level WARNING. Its averagers, optimizers and experts are not used here. They would cost 52 MB and a third of the
-time, so their import is deferred until the first use.
+log level WARNING. Its averagers, optimizers and experts are not used here. Importing them would take 52 MB and a third
+of the import time, so they are imported only on first use.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _defer_package() -> None:
     def on_first_use(name: str) -> Any:
         if name.startswith("__"):  # requested by the import system or by introspection, not by a user
             raise AttributeError(name)
-        if submodule := sys.modules.get(f"hivemind.{name}"):  # already loaded, or being loaded
+        if submodule := sys.modules.get(f"hivemind.{name}"):  # the module is already loaded, or is being loaded
             return submodule
         del package.__dict__["__getattr__"]
         loader.exec_module(package)

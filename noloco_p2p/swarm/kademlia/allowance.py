@@ -1,9 +1,9 @@
-"""Limits the work that other peers may request of this node, with one rate per peer and one rate for all together.
+"""Limits the work that other peers may request of this node, with one rate per peer and one shared rate for all peers.
 
 Anybody can create peer ids, and a thousand of them together can use up the shared rate. A node that has answered a
-request of this one therefore also has a small allowance of its own, which no other peer can use up. Peers that only
-send requests never get one. The number of these allowances is limited, so new nodes have to wait while the owners of
-all allowances keep answering. This module reads no clock, so callers pass the time.
+request from this node therefore also has a small allowance of its own, which no other peer can use up. Peers that only
+send requests never get such an allowance. The number of these allowances is limited, so new nodes must wait while the
+owners of all allowances keep answering. This module reads no clock: callers supply the current time as an argument.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Allowance:
         self._known: OrderedDict[str, tuple[float, TokenBucket]] = OrderedDict()
 
     def answered(self, peer_id: str, *, now_s: float) -> None:
-        """Record that a node has answered a request of this one."""
+        """Record that a node has answered a request from this node."""
         if peer_id not in self._known and len(self._known) >= MAX_KNOWN:
             oldest, (at_s, _) = next(iter(self._known.items()))
             if now_s - at_s < KNOWN_FOR_S:

@@ -43,7 +43,7 @@ MESSAGE_BYTES = 1024  # space in a message to p2pd for everything except the ans
 ANSWER_FAULTS = (P2PDaemonError, P2PHandlerError, OSError, EOFError, ValueError, DecodeError, DirectoryError)
 
 _opened: ContextVar[list[asyncio.StreamWriter]] = ContextVar("connections to p2pd that a request has opened")
-known_id = lru_cache(maxsize=1024)(PeerID)  # cached, because each costs a hash and a base58 encoding
+known_id = lru_cache(maxsize=1024)(PeerID)  # cached, because creating one takes a hash and a base58 encoding
 
 
 class NotingConnector(DaemonConnector):
@@ -140,7 +140,7 @@ class DaemonClient(P2P):
         super().__init__()
         listen = f"{self._UNIX_SOCKET_PREFIX}p2pclient-{secrets.token_urlsafe(8)}.sock"
         self._client_listen_maddr = Multiaddr(listen)
-        self._daemon_listen_maddr = None  # the socket is removed by whoever created it
+        self._daemon_listen_maddr = None  # whoever created the socket removes it
         self._child, self._alive = None, True
 
     @classmethod

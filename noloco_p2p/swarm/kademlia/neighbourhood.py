@@ -1,9 +1,10 @@
-"""Decides what a DHT node believes of other nodes: their places in the key space, and their answers.
+"""Decides which claims of other nodes a DHT node believes: their places in the key space, and their answers.
 
 hivemind has three weaknesses here. First, it accepts every place that a node claims, so a single identity could
 surround a run's key and receive all requests for it. Second, it ends a search at an answer that claims to be valid
-forever, even if the answer is empty. Third, it keeps a list of every node that was ever reported to it. This module
-limits that list and rejects such answers. It accepts a reported node only at the place that follows from its peer id.
+forever, even if the answer is empty. Third, it keeps a list of every node that has ever been reported to it. This
+module limits that list and rejects such answers. It accepts a reported node only at the place that follows from its
+peer id.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ def place_of(peer_id: str) -> DHTID:
 def claim(table: RoutingTable, place: DHTID, peer: PeerID) -> PeerID | None:
     """Add a node to the table at the place that it claims. Returns a neighbour to ping, or None.
 
-    A node may claim any place first, because the places of plain hivemind nodes are random. It may not claim a second
-    place, or a place that belongs to another node.
+    The first claim of a node may be for any place, because the places of plain hivemind nodes are random. A node may
+    not claim a second place or a place that belongs to another node.
     """
     if table.get(peer_id=peer, default=place) != place or table.get(node_id=place, default=peer) != peer:
         return None
@@ -48,10 +49,10 @@ def claim(table: RoutingTable, place: DHTID, peer: PeerID) -> PeerID | None:
 
 
 def _forget_spare(table: RoutingTable, place: DHTID) -> None:
-    """Limit the number of spare nodes. hivemind keeps all nodes that do not fit into a full bucket."""
+    """Limit the number of spare nodes. hivemind keeps all nodes for which a full bucket has no space."""
     bucket = table.buckets[table.get_bucket_index(place)]
     while len(bucket.replacement_nodes) > bucket.size:
-        del table[next(iter(bucket.replacement_nodes))]  # the oldest one
+        del table[next(iter(bucket.replacement_nodes))]  # the oldest spare node
 
 
 def placed(nodes: dict[DHTID, PeerID]) -> dict[DHTID, PeerID]:
@@ -98,4 +99,4 @@ def told_records(packed: bytes) -> Iterator[tuple[str, bytes, float]]:
             case [str(peer_id), bytes(record), float(expires_at_s)]:
                 yield peer_id, record, expires_at_s
             case _:
-                raise ValueError("the answer has an entry that is not a record")
+                raise ValueError("the answer contains an entry that is not a record")

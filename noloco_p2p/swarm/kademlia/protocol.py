@@ -1,9 +1,9 @@
 """Extends hivemind's DHT node with limits on requests and answers, so that strangers cannot overload it.
 
-requests    A request has at most 16 KiB and no duplicate keys. The rate of requests is limited, per peer and for all
+requests    A request has at most 16 KiB, and no duplicate keys. The rate of requests is limited, per peer and for all
             peers together (`allowance.py`).
-answers     An answer has at most 128 KiB. If a bucket has more records, the node sends a random selection. Answers of
-            other nodes have the same limit, and each record in them is checked.
+answers     An answer has at most 128 KiB. If the records of a bucket exceed this, the node sends a random selection.
+            The same limit applies to answers of other nodes, and each record in them is checked.
 storing     Only records of peers are stored, up to 8 per request. A record is refused without a check of its signature
             if there is no space for it, or if it is not newer than the stored one.
 hand-over   hivemind sends the stored records to every new node, but this node does not. Each peer stores its record
@@ -58,7 +58,7 @@ BLACKLIST_S, BACKOFF = 5.0, 2.0
 OF_ONE, OF_ALL, OF_KNOWN = Rate(50.0, burst=500.0), Rate(150.0, burst=750.0), Rate(2.0, burst=100.0)
 UNIT_BYTES, STORE_UNITS = 8 * 1024, 4.0
 MAX_PINGS = 8  # simultaneous pings of neighbours that a newcomer may replace
-CHECKED_AT_ONCE = 16  # signatures to check before the event loop runs other callbacks
+CHECKED_AT_ONCE = 16  # signatures checked before the event loop runs other callbacks
 
 
 class RefusedRequest(DirectoryError):
@@ -110,7 +110,7 @@ class BoundedProtocol(DHTProtocol):
         for task in self._tasks:
             task.cancel()
 
-    # Requests from other nodes. Most are complete when these methods return; a few have to await another node.
+    # Requests from other nodes. Most are complete when these methods return; a few must await another node.
 
     def _answer(
         self, work: Callable[[bytes, PeerID], bytes | Awaitable[bytes]], data: bytes, peer: PeerID
@@ -121,7 +121,7 @@ class BoundedProtocol(DHTProtocol):
         """
         peer_id, now_s = str(peer), time.monotonic()
         if len(data) > MAX_REQUEST_BYTES:
-            raise RefusedRequest(f"a request of {len(data)} bytes is over the limit of {MAX_REQUEST_BYTES}")
+            raise RefusedRequest(f"the request has {len(data)} bytes, but the limit is {MAX_REQUEST_BYTES}")
         if not self._allowance.admits(peer_id, now_s=now_s):
             raise RefusedRequest("too many requests; try again later")
         self._allowance.charge(peer_id, 1.0, now_s=now_s)
@@ -153,7 +153,7 @@ class BoundedProtocol(DHTProtocol):
     def _find(self, request: Any, peer: PeerID) -> Any:
         keys = [_key(raw) for raw in request.keys[: MAX_KEYS + 1]]
         if len(keys) > MAX_KEYS or len(set(keys)) < len(keys):
-            raise RefusedRequest(f"a request may have at most {MAX_KEYS} keys, without duplicates")
+            raise RefusedRequest(f"a request may contain at most {MAX_KEYS} keys and no duplicates")
         asker = _key(request.peer.node_id) if request.peer.node_id else None
         results = [self._found(key, asker, most_bytes=MAX_ANSWER_BYTES // len(keys)) for key in keys]
         return _message("FindResponse", results=results, peer=self.node_info)
@@ -206,7 +206,7 @@ class BoundedProtocol(DHTProtocol):
         return await super().call_store(peer, *args, **kwargs)
 
     async def call_find(self, peer: PeerID, keys: Iterable[DHTID]) -> Any:
-        """Ask another node for keys. Returns key -> (its records, the nodes near the key).
+        """Ask another node for the records of keys. Returns key -> (its records, the nodes near the key).
 
         Returns None if the node does not answer properly.
         """
@@ -216,11 +216,11 @@ class BoundedProtocol(DHTProtocol):
             await self.whereabouts.make_way_to(peer)
             answer: Any = await self.get_stub(peer).rpc_find(request, timeout=self.wait_timeout)
             if len(answer.results) != len(keys):
-                raise ValueError("the answer has a different number of keys than the request")
+                raise ValueError("the number of results in the answer differs from the number of keys requested")
             found = {key: await self._believe(key, result) for key, result in zip(keys, answer.results, strict=True)}
             place = _key(answer.peer.node_id) if answer.peer.node_id else None
         except ANSWER_FAULTS as error:
-            logger.debug("no answer from ..%s: %s", str(peer)[-6:], error)
+            logger.debug("no valid answer from ..%s: %s", str(peer)[-6:], error)
             place = self.routing_table.peer_id_to_uid.get(peer)
             await self.update_routing_table(place, peer, responded=False)
             return None
@@ -269,9 +269,9 @@ class BoundedProtocol(DHTProtocol):
 class BoundedNode(DHTNode):
     """A version of hivemind's DHT node that uses a `BoundedProtocol`.
 
-    Its place follows from the peer id, so other nodes need not learn it again after a restart. All caches are off. The
-    view must always be read afresh, strangers could fill a cache that serves others, and hivemind's sharing of requests
-    keeps an entry for every key that was ever requested.
+    Its place follows from the peer id, so other nodes need not learn it again after a restart. All caches are off,
+    because the view must always be read afresh, because strangers could fill a cache that serves others, and because
+    hivemind's sharing of requests keeps an entry for every key that was ever requested.
     """
 
     def __init__(
@@ -324,5 +324,5 @@ def _message(name: str, **fields: Any) -> Any:
 
 def _key(raw: bytes) -> DHTID:
     if len(raw) != DHTID.HASH_NBYTES:
-        raise RefusedRequest(f"a key must have {DHTID.HASH_NBYTES} bytes")
+        raise RefusedRequest(f"a key must be {DHTID.HASH_NBYTES} bytes long")
     return DHTID.from_bytes(raw)

@@ -1,4 +1,4 @@
-"""Stores the records of other peers on a DHT node: the newest record of each peer, up to a total limit.
+"""Stores the newest record of each of the other peers on a DHT node, up to a total limit.
 
 hivemind's own storage has a flaw. If an older record of a peer is stored again, hivemind keeps the newer record, but
 with the expiry of the older one. Anybody could therefore make a peer vanish by replaying an old record. In addition,
@@ -52,11 +52,11 @@ class RecordStorage(DHTLocalStorage):
         self._sweep()
         kept = self._kept.get(key, {})
         if known := kept.get(peer_id):
-            return "" if known.expiration_time < expires_at_s else "the stored record is at least as new"
+            return "" if known.expiration_time < expires_at_s else "the record already stored is at least as new"
         if len(kept) >= MAX_RECORDS_PER_KEY:
             return f"this node already stores {MAX_RECORDS_PER_KEY} records for this key"
         if len(self._keys_of.get(peer_id, ())) >= MAX_RECORDS_OF_ONE:
-            return ""  # an older record of the same peer is removed
+            return ""  # because an older record of the same peer is removed
         return f"this node already stores {self._max_records} records" if self._num_records >= self._max_records else ""
 
     def store_subkey(self, key: DHTID, subkey: Any, value: bytes, expiration_time: float) -> bool:

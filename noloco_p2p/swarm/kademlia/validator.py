@@ -18,8 +18,9 @@ from noloco_p2p.swarm.records import EXPIRY_SLACK_S, MAX_RECORD_BYTES, TTL_S, Re
 class RecordValidator(RecordValidatorBase):
     """Accepts a record if its peer has signed it, its key is a bucket of that peer, and it has not expired.
 
-    In a private run, a member must also have marked it. Only the envelope is checked, so that older nodes accept
-    records with new fields. This matters because hivemind drops a whole answer if one of its records fails.
+    In a private run, the record must also contain proof that a member wrote it. Only the envelope is checked, so that
+    older nodes accept records with new fields. This matters because hivemind drops a whole answer if one of its records
+    fails.
     """
 
     def validate(self, record: DHTRecord) -> bool:
@@ -67,8 +68,8 @@ def _unpack(packed: bytes) -> bytes:
     other type.
     """
     if len(packed) > MAX_RECORD_BYTES + 3:
-        raise RecordError(f"a record has {len(packed)} bytes; the limit is {MAX_RECORD_BYTES + 3}")
+        raise RecordError(f"the record has {len(packed)} bytes, but the limit is {MAX_RECORD_BYTES + 3}")
     header = {b"\xc4": 2, b"\xc5": 3}.get(packed[:1])
     if header is None or int.from_bytes(packed[1:header], "big") != len(packed) - header:
-        raise RecordError("a record is not packed as bytes")
+        raise RecordError("the record is not packed as MessagePack bytes")
     return packed[header:]

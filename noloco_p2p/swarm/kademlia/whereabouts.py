@@ -34,8 +34,8 @@ MAX_ADDRESSES, MAX_ADDRESS_CHARS = 8, 200
 MAX_PEERS = 1024  # remembered peers in each table
 GOOD_FOR_S = 300.0
 MAX_WAITING = 4  # answers that wait for the same neighbour, so that a silent one cannot use up all waiting answers
-SILENT_FOR_S = 30.0  # after a neighbour did not report its addresses; meanwhile, requests for it get an empty answer
-DIALS = Rate(per_s=2.0, burst=64.0)  # of peers that others reported
+SILENT_FOR_S = 30.0  # after a neighbour reported no addresses; until this ends, requests for them get an empty answer
+DIALS = Rate(per_s=2.0, burst=64.0)  # dials of peers that others reported
 
 
 class Whereabouts:
@@ -89,8 +89,8 @@ class Whereabouts:
     async def make_way_to(self, peer: PeerID) -> None:
         """Connect libp2p to a node that is about to be called, at the addresses that another node reports.
 
-        For neighbours, and for nodes that nobody has reported, it does nothing, because p2pd may know their addresses.
-        It never raises, because the call that follows reports the error.
+        It does nothing for neighbours and for nodes that nobody has reported, because p2pd may know their addresses. It
+        never raises an exception, because the call that follows reports any error.
         """
         teller, now_s = self._told_by.pop(peer, None), time.monotonic()
         is_tried = now_s - self._tried_s.get(peer, -GOOD_FOR_S) < GOOD_FOR_S
@@ -104,7 +104,7 @@ class Whereabouts:
     async def _dial(self, peer_id: str, told: Sequence[str]) -> None:
         """Dial a reported peer. Raises Unreachable if the guard forbids it, and one of ANSWER_FAULTS if it fails."""
         if await self._client.hosts_of(peer_id):
-            return  # already connected, so the addresses do not matter
+            return  # the peer is already connected, so the addresses do not matter
         believed = of_one_host(told, only_public=self._guard.only_public)
         ways = [await guarded(self._guard, peer_id, address) for address in believed]
         if ways:

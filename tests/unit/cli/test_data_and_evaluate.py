@@ -86,7 +86,7 @@ def test_checkpoints_of_two_runs_and_of_another_model_are_refused(
     one = write_checkpoint(folder / "one", amount=0)
     two = write_checkpoint(folder / "two", amount=0, spec=SPEC.with_changes({"train.learning_rate": 0.5}))
     assert run(["evaluate", str(one), str(two), "--data", f"mine={folder}/*.jsonl"]) == 1
-    assert "but the first one belongs to" in capsys.readouterr().err
+    assert "but the first folder belongs to" in capsys.readouterr().err
     meta = json.loads((one / "meta.json").read_text())
     meta["spec"]["model"]["lora"]["rank"] = 3
     (one / "meta.json").write_text(json.dumps(meta))

@@ -17,15 +17,17 @@ stage     blocks  parameters   memory
 0 (head)       0        372k  5.9 MiB
 1              1        310k  4.7 MiB
 2              2        310k  4.7 MiB
-memory includes weights, gradients, moments and slow weights, but not activations and swaps
-per token, a stage sends 164 bytes (int8) to the next stage and 164 bytes (int8) back
+the memory includes weights, gradients, moments and slow weights, but not activations or swaps
+for each token, a stage sends 164 bytes (int8) to the next stage and 164 bytes (int8) to the previous one
 link, each way  tokens/s    smallest batch
 20 Mbit/s          7,622     79,315 tokens
 100 Mbit/s        38,110    371,998 tokens
 1,000 Mbit/s     381,098  3,664,681 tokens
-the smallest batch per replica and step keeps links 60 to 70 % busy; this spec has a batch of 1,024 tokens
-use links of at least 1 Gbit/s and at most 5 ms: on slower links, stages learn less per token (docs/stages.md)
-a head needs the memory for stage 0 and the data ('stdlib'); every other peer can hold stage 1 or higher. Training \
+with the smallest batch (per replica and step), links are busy 60 to 70 % of the time; the batch of this spec is \
+1,024 tokens
+use links with at least 1 Gbit/s and a delay of at most 5 ms; on slower links, stages learn less per token \
+(docs/stages.md)
+a head needs enough memory for stage 0 and the data ('stdlib'); every other peer can hold stage 1 or higher. Training \
 begins when each of the 3 stages has a peer. One machine can run all of them, each as a process with its own --state-dir
 """
 
@@ -42,7 +44,7 @@ def test_the_cut_is_in_the_spec_and_the_needs_are_printed(capsys: pytest.Capture
     assert (spec.pipeline.stages, spec.pipeline.cut, spec.model.parameter_seeds) == (3, (1, 1, 1), True)
     assert capsys.readouterr().out == TINY
     assert run(["join", "run.toml", "--gpus", "2"]) == 3
-    assert capsys.readouterr().err.strip().endswith("--gpus cannot be used in a run with stages yet")
+    assert capsys.readouterr().err.strip().endswith("--gpus is not yet supported in a run with stages")
 
 
 def test_a_model_by_name_is_cut_from_its_config_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -62,7 +64,7 @@ def test_a_model_by_name_is_cut_from_its_config_alone(tmp_path: Path, capsys: py
 
 def test_too_many_stages_are_refused_and_nothing_is_written(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["init", "run.toml", "--stages", "4"]) == 3
-    assert "pipeline.stages 4 must be at most the 3 blocks of the model" in capsys.readouterr().err
+    assert "pipeline.stages is 4, but the model has only 3 blocks" in capsys.readouterr().err
     assert not Path("run.toml").exists()
 
 

@@ -67,7 +67,7 @@ def test_usage_is_2(arguments: list[str], said: str, capsys: pytest.CaptureFixtu
         ('inner_steps = "auto"', 'inner_steps = "few"', "outer.inner_steps"),
         ("alpha = 0.0", "alfa = 0.5", "outer.alfa is not a known field"),
         ("[outer]", "[outer", "cannot be read as TOML"),
-        ('source = "stdlib"', 'source = "/etc/passwd"', "a spec never holds a path"),
+        ('source = "stdlib"', 'source = "/etc/passwd"', "a spec cannot contain a path"),
     ],
 )
 def test_a_wrong_spec_is_3_and_names_the_field(
@@ -83,19 +83,19 @@ def test_a_wrong_spec_is_3_and_names_the_field(
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--listen", "nowhere"], "listen 'nowhere' must be HOST:PORT"),
+        (["--listen", "nowhere"], "listen 'nowhere' must have the form HOST:PORT"),
         (["--listen", "localhost:0"], "must begin with an IP address of this machine"),
-        (["--listen", "127.0.0.1:65535"], "must leave room for libp2p on PORT+1"),
-        (["--listen", "203.0.113.5:4000"], "this machine has no address 203.0.113.5"),
-        (["--announce", "host:abc"], "announce 'host:abc' must be HOST:PORT"),
-        (["--device", "tpu"], "device 'tpu' must be auto, cpu, cuda:N (NVIDIA, AMD) or mps (Apple)"),
-        (["--device", "cuda:97"], "--device cuda:97: torch finds"),
+        (["--listen", "127.0.0.1:65535"], "leaves no port for libp2p, which uses PORT+1"),
+        (["--listen", "203.0.113.5:4000"], "203.0.113.5 is not an address of this machine"),
+        (["--announce", "host:abc"], "announce 'host:abc' must have the form HOST:PORT"),
+        (["--device", "tpu"], "device 'tpu' is not a known device; use auto, cpu, cuda:N (NVIDIA, AMD) or mps (Apple)"),
+        (["--device", "cuda:97"], "--device cuda:97: torch found"),
         (["--threads", "-1"], "threads must be greater than or equal to 0; it is -1"),
         (["--max-steps", "0"], "max_steps must be greater than 0; it is 0"),
-        (["--max-upload", "40mb"], "max_upload '40mb' must be a rate in bits or bytes: 2500kbit, 40mbit"),
-        (["--max-download", "1mbit"], "max_download '1mbit' must be at least 2mbit (250kB/s)"),
+        (["--max-upload", "40mb"], "max_upload '40mb' is not a rate in bits or bytes, such as 2500kbit, 40mbit"),
+        (["--max-download", "1mbit"], "max_download '1mbit' is too low: the minimum is 2mbit (250kB/s)"),
         (["--data", "c4"], "--data 'c4' must be NAME=GLOB"),
-        (["--bootstrap", "somewhere"], "bootstrap 'somewhere' must be an address such as /ip4/"),
+        (["--bootstrap", "somewhere"], "bootstrap 'somewhere' is not a peer address such as /ip4/"),
         (["--state-dir", "/proc/nothing"], "cannot be used as the state folder"),
     ],
 )
@@ -109,7 +109,7 @@ def test_a_wrong_setting_is_3_and_names_the_flag(
 @pytest.mark.parametrize(
     ("target", "said"),
     [
-        ("nothing.toml", "does not exist; `noloco init nothing.toml` writes one"),
+        ("nothing.toml", "does not exist; run `noloco init nothing.toml` to create it"),
         (TICKET[:-9], "the ticket is cut off"),
         (TICKET[:20] + ("a" if TICKET[20] != "a" else "b") + TICKET[21:], "the ticket is mistyped"),
         ("noloco2" + TICKET[7:], "install a newer noloco_p2p"),
@@ -155,7 +155,7 @@ def test_a_second_peer_in_one_state_folder_is_3(
     target = [spec] if verb == "join" else []
     code, line = complaint(capsys, verb, *target, "--state-dir", tmp_path / "peer")
     lock.release()
-    assert (code, "another peer runs in" in line) == (3, True), line
+    assert (code, "another peer is running in" in line) == (3, True), line
 
 
 def test_settings_in_the_environment_and_in_the_file_name_themselves(
@@ -182,7 +182,7 @@ def test_settings_in_the_environment_and_in_the_file_name_themselves(
         (["export", TICKET, "out"], 3, "--merge needs a ticket"),
         (["export", "--merge", "checkpoint", "out"], 3, "--merge needs a ticket"),
         (["export", "nothing", "out"], 1, "nothing does not exist"),
-        (["export", ".", "."], 3, "nothing is overwritten"),
+        (["export", ".", "."], 3, "files are never overwritten"),
         (["fork", "run.toml", "run.toml"], 3, "run.toml exists"),
         (["fork", "run.toml", "new.toml", "--set", "outer.alpha"], 3, "must be KEY=VALUE"),
         (["fork", "run.toml", "new.toml", "--set", "outer.alfa=1"], 3, "outer.alfa is not a field"),

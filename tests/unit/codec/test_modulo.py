@@ -255,7 +255,7 @@ def test_what_is_no_chunk_or_has_no_grid_is_refused(codec: ModuloCodec) -> None:
     for num_elements, chunk_index in ((BLOCK_ELEMENTS + 1, 0), (BLOCK_ELEMENTS, 1), (BLOCK_ELEMENTS, 0)):
         with pytest.raises(ValueError, match=f"chunk {chunk_index} of {num_elements} elements has no grid"):
             codec.encode(torch.ones(num_elements), grid=unknown, chunk_index=chunk_index)
-    with pytest.raises(ValueError, match="are not the differences of 9 elements"):
+    with pytest.raises(ValueError, match="the differences of 9 elements cannot have"):
         codec.half_difference(bytes(100), num_elements=9, grid=grid, chunk_index=0)
 
 

@@ -74,7 +74,7 @@ GOOD = '{"text": "good"}'
 CASES = [
     ("bad.jsonl", write_lines(GOOD, '{"text": oops', GOOD), 2, ["line 2: not JSON: Expecting value"]),
     ("bytes.jsonl", write_lines(GOOD, b'{"text": "\xff"}', GOOD), 2, ["line 2: not JSON: 'utf-8' codec"]),
-    ("list.jsonl", write_lines(GOOD, "", "5"), 1, ["line 3: holds int instead of a JSON object"]),
+    ("list.jsonl", write_lines(GOOD, "", "5"), 1, ["line 3: expected a JSON object, got int"]),
     ("field.jsonl", write_lines('{"body": "a"}', GOOD), 1, ["line 1: no field 'text' and no 'input_ids'; it has body"]),
     (
         "number.jsonl",
@@ -86,7 +86,7 @@ CASES = [
         "ids.jsonl",
         write_lines('{"input_ids": ["a"]}', GOOD),
         1,
-        ["line 1: field 'input_ids' does not hold a list of integers"],
+        ["line 1: field 'input_ids' is not a list of integers"],
     ),
     (
         "mask.jsonl",
@@ -98,20 +98,20 @@ CASES = [
         "ids.jsonl",
         write_lines(*(f'{{"input_ids": {ids}}}' for ids in ("5", "[[1], [2, 3]]", '{"a": 1}', '"text"')), GOOD),
         1,
-        [f"line {number}: field 'input_ids' does not hold a list of integers" for number in (1, 2, 3, 4)],
+        [f"line {number}: field 'input_ids' is not a list of integers" for number in (1, 2, 3, 4)],
     ),
     (
         "mask.jsonl",
         write_lines('{"input_ids": [5], "attention_mask": 1}', '{"input_ids": [], "attention_mask": []}', GOOD),
         1,
-        ["line 1: field 'attention_mask' does not hold a list"],
+        ["line 1: field 'attention_mask' is not a list"],
     ),
     ("deep.json", lambda path: path.write_text("[" * 100_000), 0, ["cannot be read: maximum recursion depth"]),
     (
         "ids.parquet",
         lambda path: pq.write_table(pa.table({"input_ids": [5, 6]}), path),
         0,
-        [f"line {number}: field 'input_ids' does not hold a list of integers" for number in (1, 2)],
+        [f"line {number}: field 'input_ids' is not a list of integers" for number in (1, 2)],
     ),
     ("bad.jsonl.gz", lambda path: path.write_bytes(b"no gzip"), 0, ["cannot be read: Not a gzipped file"]),
     ("cut.jsonl.gz", write_truncated_gzip, None, ["cannot be read: Compressed file ended before the end-of-stream"]),
@@ -187,7 +187,9 @@ def test_training_goes_on_beside_bad_files_and_counts_them_once(tmp_path: Path) 
 
 def test_a_source_of_nothing_but_faults_is_an_error_that_names_the_last(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"body": "a"}\n' * 3000)
-    with pytest.raises(DataError, match=r"no document to train on; the last fault of 10\d\d: .*a\.jsonl, line"):
+    with pytest.raises(
+        DataError, match=r"no document to train on; number of faults: 10\d\d; last fault: .*a\.jsonl, line"
+    ):
         next(make_stream(f"{tmp_path}/*"))
 
 

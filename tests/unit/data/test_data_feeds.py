@@ -100,7 +100,7 @@ def test_a_mixture_is_named_as_such_and_has_no_mixture_within() -> None:
 
     assert "data.source must be 'mix' if and only if [[data.mix]] lists sources" in refused(mix=[{"source": "a"}])
     assert "data.source must be 'mix'" in refused(source="mix")
-    assert "'mix' cannot contain itself" in refused(source="mix", mix=[{"source": "mix"}])
+    assert "'mix' is not allowed here" in refused(source="mix", mix=[{"source": "mix"}])
     assert "data.mix.0.weight" in refused(source="mix", mix=[{"source": "a", "weight": 0}])
 
 

@@ -12,7 +12,7 @@ from noloco_p2p.demo.plan import FEWEST_STEPS, DemoPlan, step_s_of_all, steps_th
 from noloco_p2p.demo.report import _half_reasons, report_lines
 from noloco_p2p.errors import SettingsError, SpecError
 
-ALONE = "alone: ..abc123 refused: I have a partner for round 3"
+ALONE = "alone: ..abc123 refused: I already have a partner for round 3"
 LATE = "its outer gradient has not arrived yet"
 
 

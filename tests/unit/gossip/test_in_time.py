@@ -133,4 +133,4 @@ def test_an_early_part_that_will_miss_the_boundary_gives_way_to_another_partner(
         open_at(fast, large_b, seconds_per_step=0.4, steps_left=45, index=3)
         wait_until(lambda: a.driver.phase is RoundPhase.EARLY)
         assert "slow" in a.driver.last_fault
-        assert "too slow for this round" in a.driver.last_fault
+        assert "the early part would arrive too late for this round" in a.driver.last_fault

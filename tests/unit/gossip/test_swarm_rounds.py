@@ -134,7 +134,7 @@ def test_a_partner_that_freezes_before_the_early_part_is_replaced_too() -> None:
         c = swarm.peer("c")
         open_round(c, Vectors.random(3))
         wait_until(lambda: b.driver.phase is RoundPhase.EARLY and c.driver.phase is RoundPhase.EARLY)
-        assert "..a failed: nothing moved for 0.3 s" in b.driver.last_fault
+        assert "..a failed: no progress for 0.3 s" in b.driver.last_fault
         assert (b.driver.partner, c.driver.partner) == ("c", "b")
 
 

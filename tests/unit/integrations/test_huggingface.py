@@ -158,7 +158,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path: Path, swarm: Memory
     make_trainer(tmp_path / "with", NoLoCoCallback(swarm.peer("a", run_folder=tmp_path / "a")), **settings).train()
     callback = NoLoCoCallback(swarm.peer("b", run_folder=tmp_path / "b"))
     foreign = str(tmp_path / "without" / "trainer" / "checkpoint-3")
-    with pytest.raises(CheckpointError, match="has no state of NoLoCo"):
+    with pytest.raises(CheckpointError, match="contains no NoLoCo state"):
         make_trainer(tmp_path / "without", callback, **settings).train(resume_from_checkpoint=foreign)
     with pytest.raises(CheckpointError, match="its weights differ"):
         make_trainer(tmp_path / "with", callback, **settings).train(resume_from_checkpoint=foreign)

@@ -216,7 +216,7 @@ def test_a_checkpoint_without_noloco_is_refused(tmp_path: Path, swarm: MemorySwa
     without.fit(Regression(), batches(3))
     without.save_checkpoint(kept)
     callback = NoLoCoCallback(swarm.peer("a", run_folder=tmp_path / "a"))
-    with pytest.raises(CheckpointError, match=r"kept\.ckpt has no state of NoLoCo"):
+    with pytest.raises(CheckpointError, match=r"kept\.ckpt contains no NoLoCo state"):
         make_trainer(tmp_path, callback, max_epochs=2).fit(Regression(), batches(3), ckpt_path=kept)
     fresh = NoLoCoCallback(swarm.peer("b", run_folder=tmp_path / "b"), resume=False)
     make_trainer(tmp_path, fresh, max_epochs=2).fit(Regression(), batches(3), ckpt_path=kept)

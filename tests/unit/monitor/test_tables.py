@@ -181,7 +181,7 @@ def test_a_page_fits_its_terminal(width: int) -> None:
     assert len(lines) < 24
     assert max(map(len, lines)) <= width
     assert any("..000000" in line for line in lines)
-    assert any("more: --filter" in line for line in lines)
+    assert any("more: use --filter" in line for line in lines)
     header = next(line for line in lines if line.startswith("peer"))
     assert {"state", "heard"} <= set(header.split())
     if width >= 80:

@@ -95,9 +95,9 @@ def test_a_request_is_answered() -> None:
 @pytest.mark.parametrize(
     ("messages", "takes", "sentence"),
     [
-        ((), True, "no request arrived"),
-        ((b"\xff",), True, "not a message of this protocol"),
-        ((b"",), False, "was accepted"),
+        ((), True, "no request was received"),
+        ((b"\xff",), True, "not a valid protocol message"),
+        ((b"",), False, "accepted no message"),
     ],
 )
 def test_who_says_nothing_or_nonsense_or_takes_nothing_is_not_waited_for(

@@ -179,11 +179,11 @@ def test_a_place_that_nobody_can_be_at_is_refused(round_index: int, progress: fl
     """A peer that adopted the value would end its learning rate schedule, or overflow a counter on the wire."""
     boundary = pb.Boundary(round=round_index, progress=progress)
     for frame in (pb.Frame(offer=pb.Offer(boundary=boundary)), pb.Frame(accept=pb.Accept(boundary=boundary))):
-        with pytest.raises(CorruptPayload, match="not a position in a run"):
+        with pytest.raises(CorruptPayload, match="not a valid position in a run"):
             framing.decode(frame.SerializeToString())
-    with pytest.raises(CorruptPayload, match="not a position in a run"):
+    with pytest.raises(CorruptPayload, match="not a valid position in a run"):
         convert.status_from_wire(pb.StatusReply(round=round_index, progress=progress))
-    with pytest.raises(CorruptPayload, match="not a position in a run"):
+    with pytest.raises(CorruptPayload, match="not a valid position in a run"):
         convert.manifest_from_wire(pb.Manifest(round=round_index, progress=progress, chunk_digests=[bytes(32)]))
 
 

@@ -180,7 +180,7 @@ def test_a_damaged_checkpoint_is_skipped_with_a_warning(
 
 
 def test_a_folder_that_is_no_checkpoint_is_an_error_in_words(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"not a checkpoint: it has no manifest\.json"):
+    with pytest.raises(CheckpointError, match=r"not a checkpoint: it does not contain manifest\.json"):
         Checkpoint(tmp_path)
     path = Checkpoints(tmp_path).save(0, files=tensors(), meta={})
     with pytest.raises(CheckpointError, match=r"has no model\.safetensors; it has meta\.json, outer\.safetensors"):
@@ -201,7 +201,10 @@ def file_size_limit(num_bytes: int) -> Iterator[None]:
 def test_a_full_disk_leaves_the_earlier_checkpoint_and_nothing_else(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=1)
     good = checkpoints.save(1, files=tensors(), meta={})
-    with file_size_limit(100_000), pytest.raises(CheckpointError, match=r"round 2 cannot be written.*free disk space"):
+    with (
+        file_size_limit(100_000),
+        pytest.raises(CheckpointError, match=r"cannot write the checkpoint of round 2 .*free up disk space"),
+    ):
         checkpoints.save(2, files=tensors(size=100_000), meta={})
     assert folders(tmp_path) == [good.name]
     newest = checkpoints.newest()
@@ -213,14 +216,14 @@ def test_a_full_disk_leaves_the_earlier_checkpoint_and_nothing_else(tmp_path: Pa
 
 def test_a_full_disk_while_writing_the_small_files_is_the_same(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
-    with file_size_limit(1000), pytest.raises(CheckpointError, match="cannot be written"):
+    with file_size_limit(1000), pytest.raises(CheckpointError, match="cannot write"):
         checkpoints.save(0, files={}, meta={"long": "x" * 5000})
     assert folders(tmp_path) == []
 
 
 def test_a_folder_that_cannot_be_made_is_an_error_in_words(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(CheckpointError, match=r"cannot be written to .*file"):
+    with pytest.raises(CheckpointError, match=r"cannot write the checkpoint .*file"):
         Checkpoints(tmp_path / "file").save(0, files={}, meta={})
 
 

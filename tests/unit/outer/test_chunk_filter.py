@@ -148,7 +148,7 @@ def test_a_gradient_against_the_own_one_refuses_the_swap(scale: float) -> None:
     theirs[GRADIENT] = theirs[GRADIENT] * scale
     outcome = take(here, theirs)
     assert isinstance(outcome, Alone)
-    assert "points against" in outcome.reason
+    assert "opposes" in outcome.reason
     alone.step(None)
     assert fingerprint(here) == fingerprint(alone), "bit for bit the solo step"
 
@@ -176,7 +176,7 @@ def test_a_partner_far_away_is_refused_among_near_ones() -> None:
     theirs[SLOW] = theirs[SLOW] + 10 * theirs[GRADIENT]
     outcome, _ = admitted(Swapped(received(sections(state), theirs)), state)
     assert isinstance(outcome, Alone)
-    assert "far away" in outcome.reason
+    assert "as far from" in outcome.reason
     assert outcome.cause is LonelyCause.REFUSED_STATE
 
 

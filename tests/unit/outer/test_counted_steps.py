@@ -144,7 +144,7 @@ def test_a_diverged_round_resets_the_moments(
         param.grad = torch.full_like(param, float("nan"))
     with caplog.at_level(logging.ERROR):
         optimizer.step()
-    assert "not finite" in caplog.text
+    assert "non-finite" in caplog.text
     assert not any(optimizer.state.values())
     for param, start in zip(model.parameters(), before, strict=True):
         assert torch.equal(param, start)
@@ -212,7 +212,7 @@ def test_a_state_dict_that_does_not_fit_is_refused(tmp_path: Path, swarm: Memory
     outer = NoLoCo(model, None, swarm.peer("a", run_folder=tmp_path), save_every_rounds=0)
     with pytest.raises(CheckpointError, match="another model"):
         NoLoCo(other, None, swarm.peer("b"), save_every_rounds=0, resume=outer.state_dict())
-    with pytest.raises(CheckpointError, match="not from a NoLoCo"):
+    with pytest.raises(CheckpointError, match="not created by NoLoCo"):
         outer.load_state_dict(model.state_dict())
     outer.step()
     with pytest.raises(SettingsError, match="before the first step"):
@@ -260,4 +260,4 @@ def test_an_optimizer_whose_state_is_no_tensor_trains_all_the_same(
     with caplog.at_level(logging.WARNING):
         outer.save()
         outer.save()
-    assert caplog.text.count("starts from scratch") == 1
+    assert caplog.text.count("will start from scratch") == 1

@@ -71,10 +71,10 @@ def test_the_learning_rate_stays_the_optimizers_own() -> None:
 def test_the_state_of_another_model_is_refused() -> None:
     model, optimizer = make_model()
     names = dict(model.named_parameters())
-    with pytest.raises(CheckpointError, match=r"exp_avg/elsewhere .* belongs to no parameter"):
+    with pytest.raises(CheckpointError, match=r"exp_avg/elsewhere .* does not match any parameter"):
         restore_optimizer(optimizer, names, {"exp_avg/elsewhere": torch.zeros(4)})
     for shape in ((3,), (3, 2)):
-        with pytest.raises(CheckpointError, match=r"exp_avg/1\.weight \(3,.*\) belongs to no parameter"):
+        with pytest.raises(CheckpointError, match=r"exp_avg/1\.weight \(3,.*\) does not match any parameter"):
             restore_optimizer(optimizer, names, {"exp_avg/1.weight": torch.zeros(shape)})
 
 

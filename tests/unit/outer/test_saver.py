@@ -49,7 +49,7 @@ def test_it_is_of_the_moment_and_a_second_one_is_left_out(tmp_path: Path, caplog
     assert begin(3)
     values.fill_(7.0)  # training goes on
     assert not begin(4)
-    assert "checkpoint of round 4 is skipped" in caplog.text
+    assert "skipped the checkpoint of round 4" in caplog.text
     disk.go_on.set()
     saver.wait()
     assert not saver.is_busy

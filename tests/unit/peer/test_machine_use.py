@@ -172,4 +172,4 @@ def test_a_card_that_does_not_count_is_not_known(monkeypatch: pytest.MonkeyPatch
 
 def test_a_machine_without_a_driver_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     use = gpu_use(monkeypatch, Nvml({}, {}, fault="init"))
-    assert (use.why_unknown, use.others_share({OWN})) == ("NVML does not answer: Driver Not Loaded", None)
+    assert (use.why_unknown, use.others_share({OWN})) == ("NVML cannot be used: Driver Not Loaded", None)

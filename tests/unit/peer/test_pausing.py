@@ -27,7 +27,7 @@ def test_a_pause_lasts_while_anybody_asks_for_it() -> None:
     assert (both.word, both.sentence, requested.is_set()) == ("", "", False)
     both.heed(BATTERY)
     assert (both.word, requested.is_set()) == ("battery", True)
-    assert both.sentence == "this machine is running on its battery; training resumes by itself"
+    assert both.sentence == "this machine is running on battery power; training will resume automatically"
     both.ask()
     assert (both.word, both.is_asked) == ("asked", True)
     both.heed(None)
@@ -77,7 +77,7 @@ def test_the_task_pauses_and_goes_on_with_what_is_seen_and_survives_a_failed_loo
     asyncio.run(run())
     assert words[:3] == ["battery", "", "battery"]
     assert requested.is_set(), "it stays as it was"
-    assert "could not be read" in caplog.text
+    assert "could not be measured" in caplog.text
 
 
 async def _tasks(settings: PeerSettings) -> int:

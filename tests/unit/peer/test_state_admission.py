@@ -114,17 +114,17 @@ def test_weights_are_compared_with_what_most_others_publish(tmp_path: Path) -> N
     vector = torch.randn(1000, generator=torch.Generator().manual_seed(1))
     near, lie = packed(1.1 * vector), packed(-666 * vector)
     check_state(tmp_path, vector, [near, near, lie])
-    with pytest.raises(CheckpointError, match="far from what 2 of 3 other peers publish"):
+    with pytest.raises(CheckpointError, match="far from those published by 2 of 3 other peers"):
         check_state(tmp_path, -vector, [near, near, packed(-vector)])
     for wrong in (3 * vector, vector / 3, -vector, torch.zeros_like(vector)):
-        with pytest.raises(CheckpointError, match="far from what 2 of 2 other peers publish"):
+        with pytest.raises(CheckpointError, match="far from those published by 2 of 2 other peers"):
             check_state(tmp_path, wrong, [near, near])
 
 
 def test_the_record_of_the_donor_itself_does_not_count(tmp_path: Path) -> None:
     vector = torch.randn(1000, generator=torch.Generator().manual_seed(1))
     near, lie = packed(vector), packed(-vector)
-    with pytest.raises(CheckpointError, match="far from what 2 of 3 other peers publish"):
+    with pytest.raises(CheckpointError, match="far from those published by 2 of 3 other peers"):
         check_state(tmp_path, -vector, [near, near, lie, lie], donor=Candidate("peer 3", "peer 3"))
 
 

@@ -71,7 +71,7 @@ def test_rules_side_by_side(spec: Path, tmp_path: Path, capsys: pytest.CaptureFi
         ([*STAGES, "--paths", "shortest"], "--paths shortest: must be random or fixed"),
         ([*STAGES, "--paths", "fixed", "--replicas", "2,3"], "--paths fixed: needs the same number of replicas"),
         ([*STAGES, "--set", "pipeline.microbatch=3"], "must be a multiple of pipeline.microbatch"),
-        (["--stages", "4"], "pipeline.stages 4 must be at most the 2 blocks"),
+        (["--stages", "4"], "pipeline.stages is 4, but the model has only 2 blocks"),
     ],
 )
 def test_mistakes_are_told_in_a_sentence(

@@ -48,7 +48,7 @@ def test_a_name_that_nobody_knows_is_told() -> None:
 def test_the_peer_id_comes_off() -> None:
     assert split_peer_id("/ip4/10.0.0.1/tcp/1/p2p/abc") == ("/ip4/10.0.0.1/tcp/1", "abc")
     for wrong in ("", "/ip4/10.0.0.1/tcp/1", "10.0.0.1:1", "/ip4/10.0.0.1/tcp/1/p2p/", "/ip4/1/p2p/a/b"):
-        with pytest.raises(DirectoryError, match="not an address to dial"):
+        with pytest.raises(DirectoryError, match="not a valid address"):
             split_peer_id(wrong)
 
 
@@ -84,5 +84,5 @@ def test_a_taken_port_is_told_even_when_its_holder_would_share_it() -> None:
 
 
 def test_a_foreign_address_is_told() -> None:
-    with pytest.raises(DirectoryError, match="no address 203"):
+    with pytest.raises(DirectoryError, match=r"203\.0\.113\.5 is not an address of this machine"):
         probe_port("203.0.113.5", 0)

@@ -91,7 +91,7 @@ def test_those_who_got_through_are_proof() -> None:
     found = verdict(PUBLIC, OPEN, OPEN, CLOSED)
     assert (found.state, found.sentence) == (
         Reach.DIRECT,
-        "2 of 3 peers that dialled back got through to port 31337",
+        "2 of 3 peers that dialled back reached port 31337",
     )
 
 
@@ -104,20 +104,20 @@ def test_a_closed_libp2p_port_is_told_to_a_direct_peer() -> None:
 def test_a_closed_port_comes_with_exact_advice() -> None:
     found = verdict(PUBLIC, CLOSED, CLOSED, OPEN)
     assert found.state == Reach.OUTBOUND_ONLY
-    assert "2 of 3 peers could not dial port 31337 (no answer within 4 s)" in found.sentence
+    assert "2 of 3 peers could not reach port 31337 (no answer within 4 s)" in found.sentence
     assert "forward TCP 31337 and 31338 to this machine" in found.sentence
     assert found.sentence.endswith("join with --announce 1.2.3.4")
     assert verdict(PUBLIC, CLOSED, relayed=True).state == Reach.RELAYED
     punched = verdict(PUBLIC, CLOSED, relayed=True, num_holes=3)
     assert punched.state == Reach.PUNCHED
-    assert "to other such peers through holes in the routers, 3 so far" in punched.sentence
+    assert "other such peers by hole punching (connections so far: 3)" in punched.sentence
 
 
 def test_a_private_address_in_a_public_swarm_is_outbound_only_whoever_gets_through() -> None:
     found = verdict(PRIVATE, OPEN)
     assert found.state == Reach.OUTBOUND_ONLY
     assert "172.17.0.2 is a private address" in found.sentence
-    assert found.sentence.endswith("they get through to 1.2.3.4: join with --announce 1.2.3.4")
+    assert found.sentence.endswith("they can reach 1.2.3.4: join with --announce 1.2.3.4")
     assert "forward TCP 31337 and 31338" in verdict(PRIVATE).sentence
     assert verdict(PRIVATE, OPEN, abroad=False).state == Reach.DIRECT
 

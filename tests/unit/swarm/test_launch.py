@@ -81,7 +81,7 @@ def test_the_end_of_the_output_of_a_command_is_seen_at_once() -> None:
 def test_a_parent_that_is_gone_already_starts_nothing() -> None:
     command = [sys.executable, "-I", "-S", str(launch.__file__), "1", "/bin/echo", "up"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (1, "", "the parent has ended\n")
+    assert (ended.returncode, ended.stdout, ended.stderr) == (1, "", "the parent process has exited\n")
 
 
 class Queue:

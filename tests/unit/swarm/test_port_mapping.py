@@ -79,7 +79,7 @@ def test_a_router_that_holds_a_request_up_is_not_asked_another_one() -> None:
         client, goes_on = Upnp("127.0.0.1"), threading.Event()
         held = asyncio.create_task(client._beside(goes_on.wait))
         await asyncio.sleep(0)
-        with pytest.raises(NoMapping, match="still answering"):
+        with pytest.raises(NoMapping, match="still processing"):
             await client.map(PORTS)
         assert client._thread is not None
         assert client._thread.daemon, "the process can end meanwhile"

@@ -290,7 +290,7 @@ def test_hours_and_tokens_that_are_not_told_are_not_known() -> None:
     assert decode_record(encode_record(hidden, ME)).metrics.tokens is None
     newcomer = changed(RECORD, trained_s=0.0, tokens=0)
     assert decode_record(encode_record(newcomer, ME)) == newcomer
-    with pytest.raises(RecordError, match="tokens in a record is not a count"):
+    with pytest.raises(RecordError, match="tokens in the record is not a valid count"):
         decode_record(sealed(tk=-1))
 
 

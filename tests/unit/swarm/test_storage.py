@@ -112,7 +112,7 @@ def test_a_refusal_says_why() -> None:
     storage, now_s = RecordStorage(max_records=MAX_RECORDS_PER_KEY + 1), time.time()
     for number in range(MAX_RECORDS_PER_KEY):
         storage.store_subkey(KEY, f"invented {number}", b"x", now_s + 10)
-    assert storage.refusal(KEY, "invented 1", now_s + 10) == "the stored record is at least as new"
+    assert storage.refusal(KEY, "invented 1", now_s + 10) == "the record already stored is at least as new"
     assert (
         storage.refusal(KEY, "newcomer", now_s + 10)
         == f"this node already stores {MAX_RECORDS_PER_KEY} records for this key"

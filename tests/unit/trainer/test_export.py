@@ -72,7 +72,7 @@ def test_the_model_in_training_is_left_as_it_was(tmp_path: Path) -> None:
 def test_a_folder_with_something_in_it_is_refused(tmp_path: Path) -> None:
     (tmp_path / "precious").touch()
     model, tokenizer = build_model(SMALL, sequence_length=16), build_tokenizer(DataSpec())
-    with pytest.raises(SettingsError, match="not an empty folder; nothing is overwritten"):
+    with pytest.raises(SettingsError, match="not an empty folder; choose another"):
         export_model(model, tokenizer, tmp_path)
     with pytest.raises(SettingsError, match="not an empty folder"):
         export_model(model, tokenizer, tmp_path / "precious")

@@ -57,7 +57,7 @@ def test_an_untied_head_is_no_matter_for_muon() -> None:
 
 
 def test_a_model_without_a_matrix_is_refused() -> None:
-    with pytest.raises(ValueError, match="inner_optimizer = 'muon'"):
+    with pytest.raises(ValueError, match="inner_optimizer is 'muon'"):
         make_inner_optimizers(nn.LayerNorm(3).parameters(), TrainSpec(inner_optimizer="muon"), matrices=[])
 
 

@@ -143,7 +143,7 @@ def test_a_stage_that_nobody_holds_is_named_before_anything_is_fetched(
     crowd.candidates = [each for each in crowd.candidates if each.stage != 2]
     assert run(["export", "--merge", use(crowd, monkeypatch), str(tmp_path / "model")]) != 0
     printed = capsys.readouterr()
-    assert "no reachable peer holds stage 2 of staged now" in printed.err
+    assert "no peer of stage 2 of staged can be reached now" in printed.err
     assert "fetching" not in printed.out
     assert not (tmp_path / "model").exists()
 
@@ -156,7 +156,7 @@ def test_a_stage_of_which_nobody_gives_a_state_is_named_and_nothing_is_left_behi
         cast(Donor, crowd.network.service(peer(1, number))).states.saved = None
     (tmp_path / "exports").mkdir()
     assert run(["export", "--merge", use(crowd, monkeypatch), str(tmp_path / "exports" / "model")]) != 0
-    assert "none of 2 live peers of stage 1 of staged gave a usable state" in capsys.readouterr().err
+    assert "none of the 2 live peers of stage 1 of staged provided a usable state" in capsys.readouterr().err
     assert not list((tmp_path / "exports").iterdir())
 
 
@@ -227,8 +227,8 @@ def test_a_whole_model_can_be_forked_into_stages(cut: object, tmp_path: Path, mo
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ("pipeline.stages=9", "pipeline.stages 9 must be at most the 3 blocks of the model"),
-        ("pipeline.cut=[2, 2, 2]", "pipeline.cut has 6 blocks in all, but model.num_layers is 3"),
+        ("pipeline.stages=9", "pipeline.stages is 9, but the model has only 3 blocks"),
+        ("pipeline.cut=[2, 2, 2]", "pipeline.cut lists 6 blocks in total, but model.num_layers is 3"),
         ("model.num_layers=4", "it keeps its model"),
     ],
 )
@@ -296,7 +296,7 @@ def test_a_checkpoint_of_one_stage_is_no_model(
             arguments += ["--state-dir", str(tmp_path / "state")]
         assert run(arguments) != 0
         error = capsys.readouterr().err
-        assert "holds one of the 3 stages of the run staged, not a whole model" in error
+        assert "contains only one of the 3 stages of the run staged, not a whole model" in error
         assert "`noloco export TICKET DIR --merge`" in error
         assert "`noloco fork TICKET NEW.toml`" in error
     assert not (tmp_path / "model").exists()

@@ -138,9 +138,9 @@ def test_the_architecture_of_a_named_model_takes_weights_of_the_seed(tmp_path: P
 
 def test_a_path_in_a_spec_is_refused_with_the_way_to_name_it() -> None:
     for values in ({"model": {"pretrained": "/etc"}}, {"data": {"tokenizer": "../x"}}):
-        with pytest.raises(SpecError, match=r"must be OWNER/NAME on the hub, or a plain name.*--model NAME=FOLDER"):
+        with pytest.raises(SpecError, match=r"is neither OWNER/NAME on the hub nor a plain name.*--model NAME=FOLDER"):
             TrainerSpec.from_dict({"name": "x", **values}, origin="run.toml")
-    with pytest.raises(SpecError, match=r"model\.random_weights needs a model"):
+    with pytest.raises(SpecError, match=r"model\.random_weights requires model"):
         TrainerSpec.from_dict({"name": "x", "model": {"random_weights": True}}, origin="run.toml")
 
 
@@ -151,7 +151,7 @@ def _embeddings(model: PreTrainedModel) -> torch.Tensor:
 def test_a_folder_that_is_bound_and_not_here_is_told(tmp_path: Path) -> None:
     """The hub is not asked instead, as the name may belong to somebody else there."""
     bound = {"llama": str(tmp_path / "llama")}
-    with pytest.raises(ModelError, match=r"llama is bound to .*llama: there is no such folder"):
+    with pytest.raises(ModelError, match=r"llama is bound to .*llama, which is not a folder"):
         build_model(ModelSpec(pretrained="llama"), sequence_length=16, folders=bound)
-    with pytest.raises(ModelError, match="there is no such folder"):
+    with pytest.raises(ModelError, match="which is not a folder"):
         build_tokenizer(DataSpec(tokenizer="llama"), folders=bound)

@@ -61,13 +61,15 @@ def test_tied_parameters_are_there_once_frozen_ones_by_content_and_buffers_not_a
 def test_the_first_differing_tensor_is_named() -> None:
     assert layout().first_difference(layout()) == ""
     assert layout().first_difference(layout(width=5)) == (
-        "trainable tensor first.weight [4, 4] here, first.weight [5, 4] there"
+        "the trainable tensors differ: this model has first.weight [4, 4], the other has first.weight [5, 4]"
     )
     assert layout().first_difference(layout(frozen_seed=1)) == (
-        "frozen tensor frozen.weight [4, 4] has other values there, from another revision or seed"
+        "the values of frozen tensor frozen.weight [4, 4] differ, perhaps because of another revision or seed"
     )
     less = ModelLayout(layout().trainable[:-1], layout().frozen)
-    assert layout().first_difference(less) == "trainable tensor tied.bias [4] here, none there"
+    assert layout().first_difference(less) == (
+        "the trainable tensors differ: this model has tied.bias [4], the other has none"
+    )
 
 
 TENSORS = st.lists(st.tuples(st.text(max_size=5), st.lists(st.integers(0, 9), max_size=3).map(tuple)), max_size=4)
@@ -96,9 +98,9 @@ def test_a_partner_with_another_model_is_refused_and_the_tensor_is_told() -> Non
         for outer in outers:
             outer.step()
         faults = (one.driver, two.driver)
-        until(lambda: any("trains another model" in r.last_fault for r in faults), what="a refusal")
-        told = next(runner.last_fault for runner in faults if "trains another model" in runner.last_fault)
-        assert "trainable tensor first.weight [" in told
+        until(lambda: any("is training another model" in r.last_fault for r in faults), what="a refusal")
+        told = next(runner.last_fault for runner in faults if "is training another model" in runner.last_fault)
+        assert "this model has first.weight [" in told
         assert one.metrics.swaps == two.metrics.swaps == 0
 
 
@@ -106,7 +108,10 @@ def test_a_checkpoint_of_another_model_is_refused_and_the_tensor_is_named(tmp_pa
     with MemorySwarm(SPEC) as swarm:
         outer = NoLoCo(Net(), None, swarm.peer("one", run_folder=tmp_path), save_every_rounds=0)
         outer.save()
-        for other, message in ((Net(5), r"first\.weight \[5, 4\] here"), (Net(frozen_seed=2), r"frozen\.weight")):
+        for other, message in (
+            (Net(5), r"first\.weight \[5, 4\], the other has"),
+            (Net(frozen_seed=2), r"frozen\.weight"),
+        ):
             with pytest.raises(CheckpointError, match=rf"belongs to another model: .*{message}"):
                 NoLoCo(other, None, swarm.peer(message, run_folder=tmp_path), save_every_rounds=0)
 

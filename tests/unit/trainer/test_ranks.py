@@ -231,7 +231,7 @@ def lose_one(ranks: Ranks) -> None:
     inner, _ = lead(ranks)
     began_s = time.monotonic()
     ranks.tell("no_method")  # makes the other ranks fail
-    with pytest.raises(RankError, match=r"resumes from the last checkpoint"), told():
+    with pytest.raises(RankError, match=r"resume from the last checkpoint"), told():
         inner(batch(0), progress=0.0)
     assert time.monotonic() - began_s < AT_ONCE_S
 

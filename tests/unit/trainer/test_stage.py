@@ -433,7 +433,7 @@ def test_weights_that_are_missing_or_of_another_shape_are_named(
         build_stage(spec, (2, 2), index=1, sequence_length=TOKENS, folders=folders)
     del values["weight_map"]["model.layers.2.mlp.up_proj.weight"]
     index.write_text(json.dumps(values))
-    with pytest.raises(ModelError, match=r"does not name a file for the tensor model\.layers\.2\.mlp\.up_proj\.weight"):
+    with pytest.raises(ModelError, match=r"lists no file for the tensor model\.layers\.2\.mlp\.up_proj\.weight"):
         build_stage(spec, (2, 2), index=1, sequence_length=TOKENS, folders=folders)
     index.unlink()
     with pytest.raises(ModelError, match=r"model 'mine' cannot be loaded: .*model\.safetensors"):
@@ -453,7 +453,9 @@ def test_a_mixture_of_experts_is_refused_by_name(kind: str, tmp_path: Path) -> N
 @pytest.mark.parametrize("kind", ["gpt2", "t5", "gpt_neox", "phi3", "granite", "gemma3", "bert"])
 def test_what_is_not_known_to_be_divisible_is_refused_by_name(kind: str, tmp_path: Path) -> None:
     spec, folders = named(CONFIG_MAPPING[kind](), tmp_path)
-    with pytest.raises(ModelError, match=rf"'mine' is a {kind}, which cannot be cut into stages; these can: gemma,"):
+    with pytest.raises(
+        ModelError, match=rf"'mine' is a {kind} model, which cannot be cut into stages; use one of gemma,"
+    ):
         build_stage(spec, (6, 6), index=0, sequence_length=TOKENS, folders=folders)
     with pytest.raises(ModelError, match="cannot be cut"):
         build_model(spec, sequence_length=TOKENS, folders=folders)
@@ -461,7 +463,7 @@ def test_what_is_not_known_to_be_divisible_is_refused_by_name(kind: str, tmp_pat
 
 def test_a_cut_of_another_model_and_sequences_too_long_are_refused(tmp_path: Path) -> None:
     spec, folders = named(config_of("llama"), tmp_path)
-    with pytest.raises(ModelError, match=r"pipeline\.cut has 5 blocks in all, but the model has 4"):
+    with pytest.raises(ModelError, match=r"pipeline\.cut lists 5 blocks in total, but the model has 4"):
         build_stage(spec, (2, 3), index=0, sequence_length=TOKENS, folders=folders)
     with pytest.raises(ModelError, match="33 exceeds the 32 positions"):
         build_stage(spec, (2, 2), index=0, sequence_length=33, folders=folders)

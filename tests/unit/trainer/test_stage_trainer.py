@@ -132,7 +132,7 @@ def test_a_newcomer_does_not_begin_a_stage_that_has_trained(tmp_path: Path) -> N
         with pytest.raises(Left):
             trainer_of(swarm, tmp_path, others=[other(0, 0.2), other(1, 0.2)], said=said, leaves=True, stage=2)
         assert len(said) == 1
-        assert "stage 2 has trained before, and no peer holds it now" in said[0]
+        assert "stage 2 has been trained, but no peer holds it now" in said[0]
         fresh = trainer_of(swarm, tmp_path, others=[other(0, 0.0), other(1, 0.0)], stage=2)
         assert fresh.outer.progress == 0.0
 
@@ -166,7 +166,7 @@ def test_what_cannot_revive_a_stage_is_refused(tmp_path: Path) -> None:
         head._save()
         for source, why in (
             (stage_folder(tmp_path / "head", 0), "belongs to another model"),
-            (tmp_path, "holds neither a checkpoint of this stage nor an exported model"),
+            (tmp_path, "contains neither a checkpoint of this stage nor an exported model"),
         ):
             with pytest.raises(CheckpointError, match=why):
                 trainer_of(swarm, tmp_path / "new", others=[other(0, 0.5)], stage=2, revive_from=source)
@@ -189,7 +189,7 @@ def test_a_stage_of_a_fork_begins_from_its_part_of_the_start_state(tmp_path: Pat
         with pytest.raises(Left):
             trainer_of(swarm, tmp_path / "second", stage=2, said=said, leaves=True)
         assert len(said) == 1
-        assert "no peer holds stage 2 now: this peer waits for one that does (the operator of the run can" in said[0]
+        assert "no peer holds stage 2 now; waiting for a peer that does (the operator of the run can" in said[0]
         with pytest.raises(ModelError, match=r"starts from the state blake3:.* which is not on this machine"):
             trainer_of(swarm, tmp_path / "second", stage=2, others=[other(2, 0.0)])
         revived = trainer_of(swarm, tmp_path / "third", stage=2, revive_from=stage_folder(tmp_path / "first", 2))
@@ -204,7 +204,7 @@ def test_a_peer_takes_only_what_fits_and_reads_data_only_where_it_has_them(tmp_p
         assert trainer_of(swarm, tmp_path / "any").stage in (1, 2)
         with pytest.raises(SettingsError, match="--stage 0: stage 0 reads the data, but the run trains on data named"):
             trainer_of(swarm, tmp_path / "head", stage=0)
-        with pytest.raises(SettingsError, match="no stage fits here: stage 0 needs at least"):
+        with pytest.raises(SettingsError, match="this machine cannot hold any stage: stage 0 needs at least"):
             trainer_of(swarm, tmp_path / "small", max_memory="0.01MB")
         with pytest.raises(SettingsError, match="--stage 3: the run staged has stages 0 to 2"):
             trainer_of(swarm, tmp_path / "none", stage=3)

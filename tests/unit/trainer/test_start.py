@@ -100,7 +100,7 @@ def test_a_vector_that_was_kept_as_one_file_is_still_read(tmp_path: Path) -> Non
     nn.init.zeros_(other.get_parameter("1.weight"))
     load_start(other, start, state_dir=tmp_path)
     assert torch.equal(other.get_parameter("1.weight"), model.get_parameter("1.weight"))
-    with pytest.raises(ModelError, match=r"has 13 numbers, but the model of this spec has 4: a fork cannot"):
+    with pytest.raises(ModelError, match=r"has 13 weights, but the model of this spec has 4; a fork cannot"):
         load_start(model_of(2), start, state_dir=tmp_path)
     save_file({"slow_weights": vector + 1}, path)
     with pytest.raises(ModelError, match="is damaged"):

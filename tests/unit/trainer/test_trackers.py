@@ -65,7 +65,7 @@ def test_a_tracker_that_fails_is_left_out_and_told_once(caplog: pytest.LogCaptur
         trackers.log(METRICS.as_dict())
     trackers.close()
     assert (one.calls, two.calls) == (1, 1)
-    assert caplog.text.count("one failed and receives no more metrics of this run: no space left") == 1
+    assert caplog.text.count("one failed and will not receive further metrics of this run: no space left") == 1
 
 
 def test_wandb_is_told_the_run_and_the_numbers(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def test_an_upload_that_takes_nothing_loses_its_slot_to_the_next_caller() -> Non
         clock.now_s = STALLED_S + 1
         with slots.take(5):
             refused(slots)
-            with pytest.raises(Refused, match="another newcomer has your slot"):
+            with pytest.raises(Refused, match="your slot was given to another newcomer"):
                 slots.took(stalled)
             slots.took(other)
     with slots.take(1), slots.take(1):
