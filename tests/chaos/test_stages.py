@@ -170,7 +170,7 @@ def test_a_pause_holds_a_stage_and_a_stage_that_does_not_exist_is_refused(swarm:
     swarm.assert_all_go_on()
     with PeerProcess(swarm.heads[0].ticket, swarm.folder / "wrong", "--stage", "3") as wrong:
         assert wrong.wait() == 3
-        assert "--stage 3: the run stages has stages 0 to 2" in wrong.text
+        assert "--stage 3 does not exist: the run stages has stages 0 to 2" in wrong.text
     with PeerProcess(swarm.heads[0].ticket, swarm.folder / "small", "--max-memory", "0.1MB") as small:
         assert small.wait() == 3
         assert "this machine cannot hold any stage: stage 0 needs at least" in small.text

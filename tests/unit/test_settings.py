@@ -131,7 +131,7 @@ def test_split_address_refuses(address: str) -> None:
 
 @pytest.mark.parametrize("pair", ["c4", "=x", "c4="])
 def test_a_binding_has_a_name_and_a_pattern(pair: str) -> None:
-    with pytest.raises(SettingsError, match="must be NAME=GLOB"):
+    with pytest.raises(SettingsError, match="must have the form NAME=GLOB"):
         parse_bindings([pair])
 
 

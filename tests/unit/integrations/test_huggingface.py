@@ -181,7 +181,7 @@ def test_without_a_checkpoint_of_the_trainer_the_peers_own_is_resumed(
     make_trainer(tmp_path, callback, at_begin, model=model, max_steps=2).train()
     assert_same(begun[0], weights(first.model))
     assert callback.outer.num_steps == 5
-    assert "own checkpoint of 3 steps" in caplog.text
+    assert "own checkpoint at step 3" in caplog.text
 
 
 def test_a_request_to_leave_ends_the_training_with_a_checkpoint(tmp_path: Path, swarm: MemorySwarm) -> None:

@@ -239,7 +239,7 @@ def test_without_a_checkpoint_of_lightning_the_peers_own_is_resumed(
     make_trainer(tmp_path, callback, Looks()).fit(second, batches(2))
     assert_same(begun[0], weights(first))
     assert callback.outer.num_steps == 5
-    assert "own checkpoint of 3 steps" in caplog.text
+    assert "own checkpoint at step 3" in caplog.text
 
 
 def test_a_request_to_leave_ends_the_training(tmp_path: Path, swarm: MemorySwarm) -> None:

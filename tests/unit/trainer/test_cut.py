@@ -74,7 +74,7 @@ def test_a_vocabulary_takes_the_place_of_blocks_in_the_head() -> None:
 
 def test_a_cut_that_is_not_made_is_refused_with_the_command_that_makes_it() -> None:
     spec = TrainerSpec(name="r", model=ModelSpec(parameter_seeds=True), pipeline=PipelineSpec(stages=2))
-    with pytest.raises(SpecError, match=r"pipeline\.cut is 'auto'.* `noloco init --stages 2` writes them"):
+    with pytest.raises(SpecError, match=r"pipeline\.cut is 'auto'.* `noloco init --stages 2` writes a spec that contains them"):
         cut_of(spec)
 
 
@@ -122,10 +122,10 @@ def test_what_a_run_with_stages_cannot_do_is_refused() -> None:
     with pytest.raises(SettingsError, match="--max-loss-rise is not yet supported in a run with stages"):
         check_stages(staged, PeerSettings(max_loss_rise=0.1))
     check_stages(staged, PeerSettings(stage=1))
-    with pytest.raises(SettingsError, match="--stage 1: the run r has no stages"):
+    with pytest.raises(SettingsError, match="--stage 1 cannot be used: the run r has no stages"):
         check_stages(TrainerSpec(name="r"), PeerSettings(stage=1))
     peer: Any = SimpleNamespace(spec=TrainerSpec(name="r"), settings=PeerSettings(stage=1, device="cpu"))
-    with pytest.raises(SettingsError, match="--stage 1: the run r has no stages"):
+    with pytest.raises(SettingsError, match="--stage 1 cannot be used: the run r has no stages"):
         Trainer(peer, say=print)  # with a ticket, too, as its spec is not known before
     with pytest.raises(SpecError, match=r"pipeline\.cut is 'auto'"):
         check_stages(staged.with_changes({"pipeline.cut": "auto"}), PeerSettings())

@@ -206,5 +206,5 @@ def test_a_peer_takes_only_what_fits_and_reads_data_only_where_it_has_them(tmp_p
             trainer_of(swarm, tmp_path / "head", stage=0)
         with pytest.raises(SettingsError, match="this machine cannot hold any stage: stage 0 needs at least"):
             trainer_of(swarm, tmp_path / "small", max_memory="0.01MB")
-        with pytest.raises(SettingsError, match="--stage 3: the run staged has stages 0 to 2"):
+        with pytest.raises(SettingsError, match="--stage 3 does not exist: the run staged has stages 0 to 2"):
             trainer_of(swarm, tmp_path / "none", stage=3)
