@@ -417,8 +417,8 @@ def _late() -> list[Phrase]:
             claim("mixed_donors", "half and half against one donor, after 20"),
         ),
         phrase(
-            "after {:.0f} inner steps per peer, the merged model had a validation loss of {:.3f}, with the weights"
-            " {:.2f} % of their norm apart",
+            "after {:.0f} inner steps per peer, the merged model had a validation loss of {:.3f}, and the spread of"
+            " the peers was {:.2f} %",
             *of_demo("demo.txt"),
             line("demo.txt", r"spread of the weights: ([\d.]+) %"),
         ),
@@ -754,20 +754,20 @@ def faults() -> list[Phrase]:
             claim("dht_flood", "memory grows by"),
         ),
         phrase("{:.1f}, {:.1f}, {:.1f} and {:.1f} / live after 20, 40, 100 and 300 rounds", *greedy),
-        phrase("it costs {:.1f} % of loss at most", worst),
+        phrase("it raises the loss by {:.1f} % at most", worst),
         phrase(
             "with a greedy liar, loss {:+.1f} and {:+.1f} % (without that gate {:+.0f} and {:+.0f} %)",
             *(of_greedy("stale"), of_greedy("noise"), without_distance("stale"), without_distance("noise")),
         ),
         phrase(
-            "next to 8 peers changes the loss by {:+.0f} and {:+.1f} % (target: 3 %;",
+            "next to 8 peers raises the loss by {:.0f} and {:.1f} % (target: 3 %;",
             *(of_greedy("adaptive-back"), of_greedy("adaptive-uphill")),
         ),
         phrase("over 90 % of the tokens/s with equal links"),  # the bound of the test
         phrase("| cosine | if the cosine of the two outer gradients is below -0.1"),
         phrase("in an honest swarm {:.1f} % of the norm", line("attacks.txt", r"cut off honest offsets: ([\d.]+) %")),
         phrase("8 replicas, 0.12M parameters"),
-        phrase("and 1.5 shares of its rounds"),
+        phrase("and 1.5 times an equal share of the rounds"),
         phrase("with AdamW, fp32, and 0.5, 0.7 and 0.7 for alpha, beta and gamma"),
         phrase(
             "the gates change the loss by {:+.2f} % (mean of 3 seeds; the noise from seed to seed is {:.2f} %). One"
@@ -784,15 +784,16 @@ def faults() -> list[Phrase]:
             line("attacks_none.txt", r"^honest +on .* ([-+][\d.]+) %"),
         ),
         phrase(
-            "One liar of eight raises the loss by {:.1f} % at worst, except the liar of row 52 ({:.0f} %)",
+            "One liar of eight raises the loss by {:.1f} % at worst, except for the liar of row 52, which raises it by"
+            " {:.0f} %.",
             max(one(attack, "attacks_none") for attack in _NAIVE),
             one("adaptive-back", "attacks_none"),
         ),
         phrase(
-            "costs more than 3 % of loss | {:+.0f} and {:+.1f} % (row 52)",
+            "raises the loss by more than 3 % | {:+.0f} and {:+.1f} % (row 52)",
             *(of_greedy("adaptive-back"), of_greedy("adaptive-uphill")),
         ),
-        phrase("| {:+.0f} % ([attacks_none]", one("adaptive-back", "attacks_none")),
+        phrase("raises the loss by more than 3 % | {:+.0f} % ([attacks_none]", one("adaptive-back", "attacks_none")),
         phrase("| {:.1f}, and {:.1f} after 300 rounds (row 50)", greedy[0], greedy[-1]),
         phrase(
             "| {:.0f} of {:,.0f} ([rms_gate]",
@@ -800,9 +801,10 @@ def faults() -> list[Phrase]:
             sum(each["value"] for each in result("rms_gate") if each["claim"].endswith("honest frames")),
         ),
         phrase(
-            "with {:.1f} % of all swaps committed by one peer only. The mean of the swarm ends {:.3f} away from the"
-            " mean with complete swaps, while a run with another noise seed ends {:.2f} away. The distance does not"
-            " grow (ratio of the last quarter to the third: {:.2f}). The spread is {:.0f} % larger",
+            "with {:.1f} % of all swaps committed by one peer only. At the end, the mean of the swarm is {:.3f} away"
+            " from the mean of a run with only complete swaps, while a run with another noise seed ends {:.2f} away."
+            " The distance does not grow (its ratio between the last quarter of the run and the third quarter is"
+            " {:.2f}). The spread is {:.0f} % larger",
             100 * claim("half_commits", "swaps committed by one side"),
             claim("half_commits", "mean of the swarm"),
             claim("half_commits", "the same, from another seed"),
@@ -893,7 +895,7 @@ def scale() -> list[Phrase]:
                 for which in ("unluckiest", "luckiest")
             ),
         ),
-        phrase("The goal, 95 % within 5 offers each"),
+        phrase("The goal was to pair 95 % of the peers within 5 offers each"),
         phrase("about 200 reads per minute of {:.0f} KB", claim("directory", "a bucket of 32") / 1e3),
         phrase("nearly 6 MB per minute (0.8 Mbit/s) of upload"),  # 200 times 29 KB
     ]
@@ -994,7 +996,8 @@ def _stage_settings() -> list[Phrase]:
             *of_demo("demo_stages.txt"),
         ),
         phrase(
-            "it drops {:.0f} of {:,.0f} honest payloads, while a limit of ten times from the start would drop {:.0f}",
+            "this check drops {:.0f} of {:,.0f} honest payloads, while a limit of ten times from the start would"
+            " drop {:.0f}",
             *(
                 sum(each["value"] for each in result("rms_gate") if each["claim"].endswith(what))
                 for what in ("dropped by the gate", "honest frames", "dropped by a tenfold limit")

@@ -1,7 +1,4 @@
-"""The `noloco` command.
-
-Each subcommand has its own file, which parses the arguments, imports and calls what it needs, and prints the result.
-"""
+"""The `noloco` command. Each verb has one file, which parses the flags, does the work and prints the result."""
 
 from __future__ import annotations
 

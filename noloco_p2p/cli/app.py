@@ -1,4 +1,4 @@
-"""The subcommands of `noloco`, and the one place where an error becomes a message and an exit code."""
+"""Registers the commands, and turns every error into a message and an exit code."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from noloco_p2p.errors import IdentityError, NolocoError, PeerError, SettingsErr
 
 EXIT_FAILED, EXIT_INVALID, EXIT_UNREACHABLE, EXIT_INTERRUPTED = 1, 3, 4, 130
 
-VERBOSITY = {"-v", "-vv", "-q", "--verbose", "--quiet"}  # accepted before and after the subcommand
+VERBOSITY = {"-v", "-vv", "-q", "--verbose", "--quiet"}  # allowed before or after the verb
 
 app = typer.Typer(
-    help="Train one model together over the internet: no data centre, no coordinator, no all-reduce.",
+    help="Train one model together over the internet, without a data centre, a coordinator or all-reduce.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
@@ -54,7 +54,7 @@ app.command(name="id")(identity.identity)
 @app.callback(invoke_without_command=True)
 def _options(
     version: bool = typer.Option(False, "--version", help="Print the version and exit."),
-    verbose: int = typer.Option(0, "--verbose", "-v", count=True, help="Log more. Use it twice to log everything."),
+    verbose: int = typer.Option(0, "--verbose", "-v", count=True, help="Log more. Repeat it (-vv) to log everything."),
     quiet: bool = typer.Option(False, "--quiet", "-q", help="Log warnings and errors only."),
 ) -> None:
     if version:
@@ -65,7 +65,7 @@ def _options(
 
 
 def configure_logging(level: int) -> None:
-    """Send logs to standard error. Other libraries log only warnings and errors, except with -vv."""
+    """Send logs to standard error. Other libraries log only with -vv."""
     handlers: list[logging.Handler] = [_StandardError()]
     logging.basicConfig(
         format="%(asctime)s %(levelname)s %(message)s",

@@ -13,26 +13,23 @@ from noloco_p2p.settings import PeerSettings
 @takes_settings("state_dir")
 def ban(
     peer_id: Annotated[
-        str | None, typer.Argument(help="A peer id (12D3Koo...). Without one, the command lists all bans.")
+        str | None, typer.Argument(help="The id of the peer to ban (12D3Koo...). Without it, all bans are listed.")
     ] = None,
     reason: Annotated[
-        str, typer.Option(help="The reason, shown to the peer and in the log.")
+        str, typer.Option(help="The reason to show to the peer and in the log.")
     ] = "by the owner of this peer",
-    for_: Annotated[str, typer.Option("--for", help="How long the ban lasts: 30min, 12h, 7d.")] = "7d",
-    lift: Annotated[bool, typer.Option("--lift", help="End the ban.")] = False,
+    for_: Annotated[str, typer.Option("--for", help="How long the ban lasts, for example 30min, 12h or 7d.")] = "7d",
+    lift: Annotated[bool, typer.Option("--lift", help="Lift the ban on this peer.")] = False,
     *,
     settings: PeerSettings,
     as_json: Json = False,
 ) -> None:
-    """Ban a peer, or list the banned peers.
-
-    A ban applies only to the peer on this machine, and takes effect at once.
-    """
+    """Ban a peer, or list the banned peers. A ban is local, and a running peer enforces it immediately."""
     from noloco_p2p.bans import BanList
 
     bans = BanList(settings.state_dir / "bans.json")
     if peer_id and lift:
-        print(f"{peer_id} is no longer banned" if bans.lift(peer_id) else f"{peer_id} was not banned")
+        print(f"{peer_id} is no longer banned" if bans.lift(peer_id) else f"{peer_id} is not on the ban list")
     elif peer_id:
         bans.ban(peer_id, reason, for_s=parse_duration(for_, flag="--for"))
         print(f"{peer_id} is {bans.why(peer_id)}")
@@ -42,4 +39,4 @@ def ban(
         for banned in bans.all():
             print(f"{banned} is {bans.why(banned)}")
         if not bans.all():
-            print("nobody is banned")
+            print("no peer is banned")

@@ -31,10 +31,10 @@ def bootstrap(
     settings: PeerSettings,
     address_file: Annotated[
         Path | None,
-        typer.Option(help="Write this node's address to FILE, for --bootstrap @FILE.", show_default=False),
+        typer.Option(help="Write this node's address to FILE, for use with --bootstrap @FILE.", show_default=False),
     ] = None,
 ) -> None:
-    """Run a DHT node through which peers can enter a run. It needs no model and no data."""
+    """Run a DHT node through which peers can enter a run. It has no model and no data."""
     import uvloop
 
     from noloco_p2p.control import FolderLock
@@ -79,7 +79,7 @@ async def _serve(settings: PeerSettings, identity: Identity, *, address_file: Pa
         directory.mirror(announce_port or mirror_port)
     except OSError as error:
         log.warning(
-            "port %d is in use, so this node cannot help peers behind routers to punch holes: %s",
+            "cannot listen on port %d, so this node cannot help peers behind routers with hole punching: %s",
             settings.listen_port,
             error,
         )
@@ -89,7 +89,7 @@ async def _serve(settings: PeerSettings, identity: Identity, *, address_file: Pa
         for multiaddr in directory.multiaddrs():
             print(multiaddr)
         entry.write(address_file, directory.multiaddrs()[0], flag="--address-file")
-        print(f"others enter with: noloco join SPEC.toml --bootstrap {directory.multiaddrs()[0]}", flush=True)
+        print(f"others can enter with: noloco join SPEC.toml --bootstrap {directory.multiaddrs()[0]}", flush=True)
         spare_what_is_loaded()
         await stop.wait()
     finally:
@@ -99,14 +99,14 @@ async def _serve(settings: PeerSettings, identity: Identity, *, address_file: Pa
 
 
 def _stop_or_exit(stop: asyncio.Event, signum: int) -> None:
-    """Stop the node cleanly at the first signal, and exit at once at the second."""
+    """Stop the node cleanly at the first signal, and exit immediately at the second."""
     if stop.is_set():
         os._exit(128 + signum)
     stop.set()
 
 
 def _control(settings: PeerSettings, directory: SwarmDirectory, *, leave: Callable[[], None]) -> ControlServer:
-    """Return a server that answers `noloco status` and `noloco leave`."""
+    """Create the server that answers `noloco status` and `noloco leave`."""
     from noloco_p2p.control import ControlServer
 
     def on_leave() -> dict[str, object]:

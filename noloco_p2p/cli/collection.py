@@ -1,4 +1,4 @@
-"""Tunes Python's garbage collector for long-running commands. The setting affects the whole process."""
+"""Tunes Python's garbage collector in long-running commands. Each process has a single collector."""
 
 from __future__ import annotations
 

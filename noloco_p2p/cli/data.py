@@ -23,7 +23,7 @@ app = typer.Typer(help="Check the data of a run on this machine.", no_args_is_he
 
 @app.callback()
 def _data() -> None:
-    """Keep the subcommand name `check`, which Typer would drop if there were no callback."""
+    """Without a callback, Typer would drop the name `check`."""
 
 
 @app.command()
@@ -31,7 +31,7 @@ def _data() -> None:
 def check(
     file: Annotated[Path, typer.Argument(metavar="SPEC.toml", help="The run spec.")],
     settings: PeerSettings,
-    full: Annotated[bool, typer.Option("--full", help="Read every file to its end instead of its first rows.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="Read all rows of every file, not only the first ones.")] = False,
     as_json: Json = False,
 ) -> None:
     """Show samples of the data, the reading speed, and faults in the files. The exit code is 1 if there are faults."""
@@ -64,17 +64,20 @@ def _tell(report: DataReport) -> None:
     from noloco_p2p.telemetry.console import count
 
     for source in report.sources:
-        looked = "" if source.num_looked_at == source.num_files else f" ({source.num_looked_at} looked at)"
+        looked = "" if source.num_looked_at == source.num_files else f" ({source.num_looked_at} examined)"
         print(
             f"{source.name}: {source.num_files} files{looked}, {count(source.num_documents)} documents "
-            f"in {count(source.num_rows)} rows read"
+            f"in the {count(source.num_rows)} rows that were read"
         )
     for number, sample in enumerate(report.samples, start=1):
         print(f"sample {number}: {sample[:SHOWN_CHARS]!r}")
-    print(f"reading and packing: {count(report.tokens_per_s)} tokens/s here ({count(report.num_tokens)} tokens)")
+    print(
+        f"this machine reads and packs {count(report.tokens_per_s)} tokens/s "
+        f"(measured on {count(report.num_tokens)} tokens)"
+    )
     print(f"held out: {report.num_held_out} sequences")
     print(f"faults: {report.num_faults or 'none'}")
     for fault in report.faults[:SHOWN_FAULTS]:
         print(f"  {fault}")
     if report.num_faults > SHOWN_FAULTS:
-        print(f"  and {report.num_faults - SHOWN_FAULTS} more; --json lists {len(report.faults)}")
+        print(f"  and {report.num_faults - SHOWN_FAULTS} more; --json lists the first {len(report.faults)}")

@@ -31,27 +31,30 @@ def demo(
     peers: Annotated[
         int | None,
         typer.Option(
-            help="Number of peers, each in its own process.", min=1, max=64, show_default="4, or two for each stage"
+            help="Number of peers, each in its own process.", min=1, max=64, show_default="4, or two per stage"
         ),
     ] = None,
     stages: Annotated[
-        int, typer.Option(help="Cut the model into this many stages; each peer holds one.", min=1, max=32)
+        int, typer.Option(help="Cut the model into this many stages. Each peer holds one stage.", min=1, max=32)
     ] = 1,
     steps: Annotated[
-        int | None, typer.Option(help="Inner steps per peer.", min=20, show_default="as many as --minutes allows")
+        int | None, typer.Option(help="Inner steps per peer.", min=20, show_default="as many as fit into --minutes")
     ] = None,
     minutes: Annotated[
-        float, typer.Option(help="Choose the number of steps so that the demo takes this long on this machine.", min=1)
+        float, typer.Option(help="Choose the number of steps so that the demo takes about this many minutes.", min=1)
     ] = 4.0,
     changes: Changes = None,
     port_base: Annotated[
-        int, typer.Option(help="Peer i listens on PORT_BASE + 2 i; 0 = free ports.", min=0, max=65000)
+        int,
+        typer.Option(
+            help="Peer i listens on port PORT_BASE + 2 i. With 0, each peer uses a free port.", min=0, max=65000
+        ),
     ] = 0,
     chaos: Annotated[
         int | None,
         typer.Option(
             metavar="SEED",
-            help="Kill and restart peers during the demo. The seed decides which and when.",
+            help="Kill and restart peers during the demo. SEED determines which peers, and when.",
             show_default=False,
             min=0,
         ),
@@ -61,7 +64,8 @@ def demo(
         typer.Option(metavar="DIR", help="Keep the logs and checkpoints in this folder.", show_default=False),
     ] = None,
     json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the report as JSON.", show_default=False)
+        Path | None,
+        typer.Option("--json", metavar="FILE", help="Write the report to FILE as JSON.", show_default=False),
     ] = None,
 ) -> None:
     """Train a small model with a swarm of real peers on this machine, and print a report."""
@@ -87,7 +91,7 @@ def demo(
     print(f"{_who(plan)} on this machine; logs: {folder}/peer-*/log.txt", flush=True)
     if keep is None:
         print("(logs and checkpoints are deleted at the end; --keep DIR keeps them)", flush=True)
-    # SIGINT and SIGTERM end the demo, which then ends its peers
+    # SIGINT and SIGTERM end the demo, which then stops its peers.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         _watch(swarm)
@@ -117,7 +121,7 @@ def demo(
 
 
 def _watch(swarm: Demo) -> None:
-    """Draw a bar and a table on a terminal, or print plain lines elsewhere."""
+    """Draw a bar and a table on a terminal, and print plain lines elsewhere."""
     from rich.console import Console
     from rich.live import Live
 
@@ -135,11 +139,11 @@ def _watch(swarm: Demo) -> None:
 
 def _who(plan: DemoPlan) -> str:
     peers = f"{plan.num_peers} peer{'' if plan.num_peers == 1 else 's'}"
-    return peers if plan.num_stages == 1 else f"{peers}, each with one of {plan.num_stages} stages of a model,"
+    return peers if plan.num_stages == 1 else f"{peers}, each with one of the {plan.num_stages} stages of a model,"
 
 
 def _plan_line(swarm: Demo) -> str:
-    who = "peer" if swarm.plan.num_stages == 1 else "peer of stage 0, the head,"
+    who = "peer" if swarm.plan.num_stages == 1 else "head (peer of stage 0)"
     steps = f"each {who} takes {swarm.num_steps} inner steps"
     if swarm.step_s is None:
         return steps
@@ -147,7 +151,7 @@ def _plan_line(swarm: Demo) -> str:
 
 
 class _Lines:
-    """Prints the first view of each phase, and then one view every PLAIN_EVERY_S seconds."""
+    """Prints the first view of each phase, and then one view every PLAIN_EVERY_S."""
 
     def __init__(self) -> None:
         self._began_s = time.monotonic()

@@ -22,7 +22,7 @@ def doctor(
         str | None,
         typer.Argument(
             metavar="[SPEC.toml|TICKET]",
-            help="Also check what this run needs, and with a ticket (or @FILE) the connection to its swarm.",
+            help="The run to check this machine for. With a ticket (or @FILE with one), the swarm is also checked.",
         ),
     ] = None,
     *,

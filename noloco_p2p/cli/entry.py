@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from noloco_p2p.spec import TrainerSpec
     from noloco_p2p.ticket import Ticket
 
-# time for a bootstrap node or a first peer, which may have been started at the same time, to write its file
+# The longest time that a bootstrap node or a first peer, started at the same moment, takes to write its file.
 FILE_TIMEOUT_S = 120.0
 POLL_S = 0.2
 MAX_FILE_BYTES = 64 * 1024
 
 
 def resolve(text: str, *, timeout_s: float = FILE_TIMEOUT_S) -> str:
-    """Wait for FILE and return the line in it if `text` is `@FILE`. Otherwise, return `text` unchanged.
+    """Wait until FILE exists and return its line for `@FILE`, or return any other text unchanged.
 
     Raises SettingsError if the file is not written in time.
     """
@@ -46,10 +46,7 @@ def opened(run: str) -> TrainerSpec | Ticket:
 
 
 def ticket_in(run: str) -> str:
-    """Return the ticket in FILE if `run` is `@FILE`. Otherwise, return `run` unchanged.
-
-    Raises TicketError if the file does not hold a valid ticket.
-    """
+    """Return the ticket in FILE for `@FILE`, and any other text unchanged. Raises TicketError if FILE has no ticket."""
     from noloco_p2p.ticket import Ticket
 
     if not run.startswith("@"):
@@ -62,7 +59,7 @@ def ticket_in(run: str) -> str:
 def check_writable(path: Path | None, *, flag: str) -> None:
     """Raise SettingsError if `path` is not writable. Commands call this before their slow imports."""
     if path and (path.is_dir() or not os.access(path.absolute().parent, os.W_OK)):
-        raise SettingsError(f"{flag} {path} is not writable; name a file in a folder that this user may write to")
+        raise SettingsError(f"{flag} {path} is not writable; choose a file in a folder that you can write to")
 
 
 def write(path: Path | None, line: str, *, flag: str, is_secret: bool = False) -> None:
@@ -85,12 +82,12 @@ def _read(path: Path) -> str:
     """
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
-            raise SettingsError(f"@{path}: {path.stat().st_size} bytes are too many for a ticket or an address")
+            raise SettingsError(f"@{path} is too large for a ticket or an address ({path.stat().st_size} bytes)")
         lines = path.read_text(encoding="utf-8").split()
     except FileNotFoundError:
         return ""
     except (OSError, UnicodeDecodeError) as error:
         raise SettingsError(f"@{path} cannot be read: {error}") from None
     if len(lines) > 1:
-        raise SettingsError(f"@{path} must hold one ticket or one address, and nothing else")
+        raise SettingsError(f"@{path} must contain one ticket or one address and nothing else")
     return lines[0] if lines else ""

@@ -16,14 +16,13 @@ def evaluate(
     checkpoints: Annotated[
         list[Path],
         typer.Argument(
-            metavar="CHECKPOINT...",
-            help="Checkpoints or run folders. If there are several, their mean is also evaluated.",
+            metavar="CHECKPOINT...", help="Checkpoints, or folders of runs. With several, their mean is also evaluated."
         ),
     ],
     settings: PeerSettings,
     as_json: Json = False,
 ) -> None:
-    """Measure the perplexity of each peer's weights, and of the merged model, on the held-out sequences of the run."""
+    """Measure the perplexity of each peer's weights and of the merged model on the held-out sequences of the run."""
     from noloco_p2p.peer.run_folder import check_checkpoint_folder
 
     for folder in checkpoints:
@@ -57,9 +56,9 @@ def evaluate(
         return
     rows = [(str(folder), loss) for folder, loss in evaluation.losses.items()]
     if len(rows) > 1:
-        rows.append((f"mean of {len(rows)}", evaluation.merged_loss))
+        rows.append((f"mean of {len(rows)} checkpoints", evaluation.merged_loss))
     for name, loss in rows:
         print(f"{name}: validation loss {loss:.4f}, perplexity {perplexity(loss):.4g}")
     if len(evaluation.losses) > 1:
         print(f"spread of the weights: {100 * evaluation.spread:.2g} % of their norm")
-    print(f"on {evaluation.num_sequences} held-out sequences of run {evaluation.spec.name}")
+    print(f"measured on {evaluation.num_sequences} held-out sequences of run {evaluation.spec.name}")

@@ -21,20 +21,23 @@ if TYPE_CHECKING:
 @takes_settings("models")
 def export(
     source: Annotated[
-        str, typer.Argument(metavar="CHECKPOINT|TICKET", help="A checkpoint folder, or a ticket with --merge.")
+        str, typer.Argument(metavar="CHECKPOINT|TICKET", help="A checkpoint folder or, with --merge, a ticket.")
     ],
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The Hugging Face folder to write.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The output folder, in Hugging Face format.")],
     merge: Annotated[bool, typer.Option("--merge", help="Average the slow weights of live peers.")] = False,
-    adapters: Annotated[bool, typer.Option("--adapters", help="LoRA: write only the adapters, for peft.")] = False,
+    adapters: Annotated[
+        bool, typer.Option("--adapters", help="For a LoRA run: write only the adapters, for peft.")
+    ] = False,
     *,
     settings: PeerSettings,
     sample: Annotated[
-        int | None, typer.Option(help="With --merge: number of peers to average.", show_default="all", min=1)
+        int | None, typer.Option(help="With --merge: the number of peers to average.", show_default="all", min=1)
     ] = None,
     push_to_hub: Annotated[
         str,
         typer.Option(
-            metavar="OWNER/NAME", help="Upload the folder to the Hugging Face Hub. A new repository is private."
+            metavar="OWNER/NAME",
+            help="Upload the folder to this repository of the Hugging Face Hub. A new repository is private.",
         ),
     ] = "",
 ) -> None:
@@ -44,12 +47,12 @@ def export(
 
     if merge != is_ticket(source):
         raise SettingsError(
-            "--merge needs a ticket, and a ticket needs --merge; without --merge, name a checkpoint folder"
+            "--merge requires a ticket, and a ticket requires --merge; to export a checkpoint, omit --merge"
         )
     if not merge:
         check_checkpoint_folder(Path(source))
     if sample and not merge:
-        raise SettingsError("--sample needs --merge")
+        raise SettingsError("--sample requires --merge")
     folders = settings.models
     from noloco_p2p.telemetry.bars import drawing
     from noloco_p2p.telemetry.progress import Progress
@@ -127,7 +130,9 @@ def _write(state: TakenState, folder: Path, folders: dict[str, str], *, adapters
 
 def _check_adapters(spec: TrainerSpec, *, adapters: bool) -> None:
     if adapters and not spec.model.lora.rank:
-        raise SettingsError(f"--adapters: the run {spec.name} trains all weights (model.lora.rank is 0)")
+        raise SettingsError(
+            f"--adapters: run {spec.name} has no adapters, because it trains all weights (model.lora.rank is 0)"
+        )
 
 
 def _mean(state: TakenState) -> str:
@@ -139,6 +144,6 @@ def _tell(state: TakenState) -> None:
         print(notice)
     if state.num_silent:
         print(
-            f"{state.num_silent} other peers have no state yet: a peer has one after its first round; "
-            "try again in a minute"
+            f"peers that have no state yet: {state.num_silent} (a peer has a state after its first round; "
+            "try again in a minute)"
         )

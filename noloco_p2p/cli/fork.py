@@ -23,27 +23,28 @@ def fork(
     new: Annotated[Path, typer.Argument(metavar="NEW.toml", help="Where to write the spec of the new run.")],
     changes: Changes = None,
     checkpoint: Annotated[
-        Path | None, typer.Option(help="Use this checkpoint instead of the newest.", show_default=False)
+        Path | None, typer.Option(help="Use this checkpoint instead of the newest one.", show_default=False)
     ] = None,
     *,
     settings: PeerSettings,
 ) -> None:
     """Start a new run from the weights of another one, with changed settings.
 
-    With a spec file, the fork starts from the newest checkpoint on this machine. With a ticket, it fetches the states
-    of five live peers, and starts from the state that is closest to their median. In a run with stages, it does this
-    for each stage.
+    With a spec file, the fork starts from the newest checkpoint on this machine. With a ticket, it fetches the
+    state of a live peer, which is the middle one of five. In a run with stages, it fetches one state per stage.
     """
     from noloco_p2p.spec import TrainerSpec
     from noloco_p2p.ticket import Ticket, is_ticket
 
     if new.exists() or not new.absolute().parent.is_dir():
-        why = "exists" if new.exists() else f"cannot be written: there is no folder {new.absolute().parent}"
-        raise SettingsError(f"{new} {why}; choose another name for the spec of the new run")
+        why = "already exists" if new.exists() else f"cannot be written: there is no folder {new.absolute().parent}"
+        raise SettingsError(f"{new} {why}; choose another path for the spec of the new run")
     values = parse_changes(changes)
     for key in values:
         if key.startswith("model."):
-            raise SettingsError(f"--set {key}: a fork starts from the weights of the run, so it keeps its model")
+            raise SettingsError(
+                f"--set {key}: the model cannot change, because a fork starts from the weights of the old run"
+            )
     entry = Ticket.decode(source) if is_ticket(source) else TrainerSpec.load(source)
     if isinstance(entry, TrainerSpec):
         _changed(entry, values)  # fail before the slow imports
@@ -63,11 +64,11 @@ def fork(
         join += f" --state-dir {settings.state_dir}"
     if spec.pipeline.stages > 1:
         join += " --stage 0"
-    print(f"wrote {new}: run {spec.name}, from the state of {old.name}; start it with: {join}")
+    print(f"wrote {new}: run {spec.name}, which starts from the state of run {old.name}; start it with: {join}")
     if spec.pipeline.stages > 1:
         print(
-            f"the first peer of each stage needs a copy of {start.folder} in the folder `starts` of its own "
-            "--state-dir; others fetch the state of their stage"
+            f"the first peer of each stage needs a copy of {start.folder} in the subfolder `starts` of its own "
+            "--state-dir; later peers fetch the state of their stage"
         )
 
 
@@ -78,18 +79,18 @@ def _take_kept(
     values: dict[str, Any],
     settings: PeerSettings,
 ) -> tuple[TrainerSpec, TrainerSpec]:
-    """Fork from a checkpoint on this machine, and return the specs of the old and the new run."""
+    """Fork from a checkpoint on this machine. Return the specs of the old and the new run."""
     from noloco_p2p.peer.run_folder import folder_of
     from noloco_p2p.spec import TrainerSpec
     from noloco_p2p.trainer.merge import from_checkpoint
 
     if checkpoint is None:
-        assert isinstance(entry, TrainerSpec), "a ticket takes the state of live peers"
+        assert isinstance(entry, TrainerSpec), "with a ticket, the state comes from live peers"
         checkpoint = folder_of(settings.state_dir, entry.run_id)
         if not checkpoint.is_dir():
             raise CheckpointError(
-                f"this machine has no checkpoint of the run {entry.name} in {checkpoint}; "
-                "fork with a ticket of a live peer, or name another --state-dir or --checkpoint"
+                f"this machine has no checkpoint of run {entry.name} in {checkpoint}; "
+                "use the ticket of a live peer, another --state-dir or --checkpoint"
             )
     state = from_checkpoint(checkpoint, folders=settings.models)
     old = entry if isinstance(entry, TrainerSpec) else state.spec
@@ -101,7 +102,7 @@ def _take_kept(
 async def _take_live(
     ticket: Ticket, start: NewStart, values: dict[str, Any], folders: dict[str, str]
 ) -> tuple[TrainerSpec, TrainerSpec]:
-    """Fork from live peers, and return the specs of the old and the new run. Only one stage is in memory at a time."""
+    """Fork from live peers, with one stage in memory at a time. Return the specs of the old and the new run."""
     import asyncio
 
     from noloco_p2p.telemetry.bars import drawing
@@ -121,7 +122,7 @@ async def _take_live(
 
 
 def _changed(old: TrainerSpec, values: dict[str, Any]) -> TrainerSpec:
-    """Return the spec of the fork, which has no cut yet if the number of stages changes."""
+    """Return the spec of the fork. If the number of stages changes, the model is not cut yet. Raises SpecError."""
     automatic: dict[str, Any] = {"name": f"{old.name}-fork"}
     if "pipeline.stages" in values:
         automatic["pipeline.cut"] = "auto"

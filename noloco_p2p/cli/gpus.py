@@ -21,7 +21,7 @@ from types import FrameType
 from noloco_p2p.errors import SettingsError
 
 POLL_S = 0.1
-END_S = 30.0  # time for the other ranks to end after rank 0, or after the first rank that failed
+END_S = 30.0  # how long the other ranks may take to end after the first one has ended
 FAILED = 1
 LAUNCHER = "NOLOCO_LAUNCHER"
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -46,7 +46,7 @@ def own_rank() -> OwnRank | None:
         return None
     if int(os.environ.get("LOCAL_WORLD_SIZE", str(size))) != size:
         raise SettingsError(
-            "torchrun --nnodes: a peer is one machine; start one peer per machine, and they swap with each other"
+            "torchrun --nnodes is not supported, because a peer is one machine; start one peer on each machine"
         )
     if os.environ.get(LAUNCHER) == str(os.getppid()):
         _leave_with(os.getppid())
@@ -109,7 +109,7 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
         time.sleep(POLL_S)
     for rank, process in enumerate(ranks):
         if (process.returncode or 0) < 0:
-            print(f"noloco: rank {rank} was ended by signal {-process.returncode}", file=sys.stderr)
+            print(f"noloco: rank {rank} was terminated by signal {-process.returncode}", file=sys.stderr)
     code = ranks[0].returncode
     return code if code is not None and code >= 0 else FAILED
 

@@ -18,6 +18,6 @@ def identity(settings: PeerSettings, as_json: Json = False) -> None:
         return
     print(peer_id)
     print(
-        f"The key is in {path}. Back it up and keep it secret, because it is the identity of this peer. "
-        "Never use it on two machines at once."
+        f"The key file is {path}. Back it up and keep it secret: it is the identity of this peer. "
+        "Never use it on two machines at the same time."
     )

@@ -19,19 +19,23 @@ if TYPE_CHECKING:
 def init(
     file: Annotated[Path, typer.Argument(help="Where to write the run spec.")] = Path("run.toml"),
     preset: Annotated[
-        str, typer.Option(help="tiny; small, medium or large (model sizes of the paper); paper (its exact outer step).")
+        str,
+        typer.Option(help="tiny; small, medium or large (the paper's model sizes); or paper (its exact outer step)."),
     ] = "tiny",
     name: Annotated[str | None, typer.Option(help="Name of the run.", show_default="the preset")] = None,
     private: Annotated[
         bool,
-        typer.Option("--private", help="Admit only peers with an invitation. The run key is written next to the spec."),
+        typer.Option(
+            "--private", help="Let only peers with an invitation enter. The run key is written next to the spec."
+        ),
     ] = False,
     stages: Annotated[
         int,
         typer.Option(min=1, help="Cut the model into this many stages, and print what each one needs."),
     ] = 1,
     pretrained: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Model and tokenizer to start from.", show_default=False)
+        str | None,
+        typer.Option(metavar="NAME", help="The pretrained model and tokenizer to start from.", show_default=False),
     ] = None,
     *,
     settings: PeerSettings,
@@ -41,9 +45,9 @@ def init(
     from noloco_p2p.presets import PRESETS, describe_size, render
 
     if preset not in PRESETS:
-        raise SettingsError(f"--preset {preset}: must be one of {', '.join(PRESETS)}")
+        raise SettingsError(f"--preset {preset}: no such preset; choose one of {', '.join(PRESETS)}")
     if file.exists() and not force:
-        raise SettingsError(f"{file} exists; choose another name, or overwrite it with --force")
+        raise SettingsError(f"{file} already exists; choose another name, or overwrite it with --force")
     spec = PRESETS[preset]
     if name:
         spec = spec.with_changes({"name": name}, origin="--name")
@@ -67,8 +71,8 @@ def init(
     for line in needs:
         print(line)
     if private:
-        print(f"{key_file} is the run key, which signs invitations. Back it up, and keep it secret.")
-        print("tickets are invitations: `noloco ticket --run-key FILE --expires 7d` makes one that expires")
+        print(f"{key_file} is the run key, which signs invitations. Back it up and keep it secret.")
+        print("each ticket is an invitation; `noloco ticket --run-key FILE --expires 7d` creates one that expires")
 
 
 def _in_stages(spec: TrainerSpec, num_stages: int, folders: dict[str, str]) -> tuple[TrainerSpec, list[str]]:

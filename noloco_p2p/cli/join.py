@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 STDOUT = 1
-ASKED = b"leaving after this inner step (a second Ctrl-C ends at once, without a checkpoint)\n"
+ASKED = b"leaving after this inner step (press Ctrl-C again to exit immediately, without a checkpoint)\n"
 
 
 @takes_settings()
@@ -43,10 +43,11 @@ def join(
     ],
     settings: PeerSettings,
     ticket_file: Annotated[
-        Path | None, typer.Option(help="Write the ticket of this peer to FILE, for join @FILE.", show_default=False)
+        Path | None,
+        typer.Option(help="Write the ticket of this peer to FILE, for use with join @FILE.", show_default=False),
     ] = None,
 ) -> None:
-    """Start or enter a run, and train. The same command resumes it later. Ctrl-C leaves cleanly."""
+    """Start or enter a run, and train. Ctrl-C leaves cleanly, and the same command resumes later."""
     own = gpus_of_peer.own_rank()
     if own and own.rank:
         return _follow(own, settings)
@@ -55,22 +56,22 @@ def join(
     entry.check_writable(ticket_file, flag="--ticket-file")
     if settings.gpus > 1 and own is None:
         raise typer.Exit(gpus_of_peer.launch(sys.argv[1:], settings.gpus))
-    # There is nothing to save before training begins, so SIGTERM ends the program at once, like Ctrl-C.
+    # Before training there is nothing to save, so SIGTERM ends the program immediately, as Ctrl-C does.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     _say("starting (loading torch and hivemind takes a few seconds)")
     from noloco_p2p.trainer.compute import choose_device
 
     choose_device(settings.device, own.gpu if own else None)
     if ticket:
-        _say(f"looking for live peers of the run {ticket.run_name}")
+        _say(f"looking for live peers of run {ticket.run_name}")
     try:
         _train(run, settings, ticket_file, own)
     except Left:
-        _say("left before training began; the same command continues with what was fetched")
+        _say("left before training began; run the same command to resume the download")
 
 
 def _train(run: str, settings: PeerSettings, ticket_file: Path | None, own: OwnRank | None) -> None:
-    """Train until the run is done or the peer is asked to leave. Raises Left if that happens while it enters."""
+    """Train until the run is done or the peer is asked to leave. Raises Left if that happens before training."""
     from noloco_p2p.devices import describe
     from noloco_p2p.peer.peer import Peer
     from noloco_p2p.spec import TrainerSpec
@@ -90,7 +91,7 @@ def _train(run: str, settings: PeerSettings, ticket_file: Path | None, own: OwnR
         Peer.join(run, settings, progress=Progress(drawing(_say))) as peer,
     ):
         spec = TrainerSpec.of(peer.spec)
-        _say(f"peer {peer.peer_id} of run {spec.name} ({spec.digest()[:16]}), announces {peer.address}")
+        _say(f"peer {peer.peer_id} of run {spec.name} ({spec.digest()[:16]}), announcing {peer.address}")
         _say(f"training on {describe(here)} ({here})")
         if peer.metrics_address:
             _say(f"metrics at http://{peer.metrics_address}/metrics")
@@ -108,7 +109,7 @@ def _train(run: str, settings: PeerSettings, ticket_file: Path | None, own: OwnR
         _say("others join with:")
         _say(f"noloco join {peer.ticket}")
         if not any_public(Ticket.decode(peer.ticket).addresses):
-            _say("(the ticket has only private addresses; for peers on other networks, start with --announce HOST)")
+            _say("(the ticket has only private addresses; for peers on other networks, restart with --announce HOST)")
         entry.write(ticket_file, peer.ticket, flag="--ticket-file", is_secret=bool(spec.run_key))
         _leave_on_signals(peer)
         spare_what_is_loaded()
@@ -120,7 +121,7 @@ def _train(run: str, settings: PeerSettings, ticket_file: Path | None, own: OwnR
             ranks.stop()
         if trainer.finished and not peer.leave_requested.is_set():
             peer.announce("done")
-            _say("the run is done; this peer serves its state to newcomers until Ctrl-C or `noloco leave`")
+            _say("the run is done; this peer will serve its state to newcomers until Ctrl-C or `noloco leave`")
             trainer.serve()
         if peer.fault:
             raise peer.fault
@@ -131,7 +132,9 @@ def _train(run: str, settings: PeerSettings, ticket_file: Path | None, own: OwnR
         _say(f"pushing {checkpoint} to the hub")
         _say(f"pushed to {push(checkpoint, settings.push_to_hub)}")
     _say(
-        "left; the same command resumes" if checkpoint else "left without a last checkpoint, because of the error above"
+        "left; run the same command to resume"
+        if checkpoint
+        else "left without a final checkpoint because of the error above"
     )
 
 
@@ -152,7 +155,7 @@ def _follow(own: OwnRank, settings: PeerSettings) -> None:
 
 
 def _check(run: str, settings: PeerSettings) -> Ticket | None:
-    """Check the settings, ports and data before the slow imports. Return the ticket if `run` is one."""
+    """Check the settings and ports before the slow imports. Return the ticket if `run` is one."""
     from noloco_p2p.control import FolderLock
     from noloco_p2p.peer.ports import Ports
     from noloco_p2p.ticket import Ticket
@@ -180,21 +183,21 @@ def unused_data(spec: TrainerSpec, settings: PeerSettings) -> list[str]:
     from noloco_p2p.data.sources import unused_bindings
 
     reads = ", ".join(part.source for part, _ in spec.data.parts())
-    return [f"--data {name}=.. is ignored: the run reads {reads}" for name in unused_bindings(spec.data, settings.data)]
+    return [
+        f"--data {name}=... is ignored, because the run reads only {reads}"
+        for name in unused_bindings(spec.data, settings.data)
+    ]
 
 
 def unknown_name(settings: PeerSettings) -> list[str]:
-    """Return a warning if this machine cannot resolve the host of --announce.
-
-    It is not an error, because other machines may be able to resolve it.
-    """
+    """Warn if the host of --announce does not resolve. It may resolve on other machines, so this is not an error."""
     from noloco_p2p.swarm.addresses import resolves
 
     host = settings.announced[0]
     if not host or resolves(host):
         return []
     return [
-        f"--announce {host}: this machine cannot resolve that name; peers that cannot resolve it either cannot connect"
+        f"--announce {host}: this machine cannot resolve this name, and peers that cannot resolve it cannot connect"
     ]
 
 

@@ -14,7 +14,7 @@ from noloco_p2p.settings import PeerSettings
 @takes_settings("state_dir")
 def leave(
     settings: PeerSettings,
-    timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds to wait until the peer has left.")] = 120.0,
+    timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds to wait for the peer to end.")] = 120.0,
 ) -> None:
     """Ask the peer on this machine to leave, and wait until it has ended."""
     from noloco_p2p.control import FolderLock, ask
@@ -26,7 +26,7 @@ def leave(
         if lock.is_held():
             print(f"the peer in {folder} is still starting and cannot answer yet; try again, or stop it with Ctrl-C")
             raise typer.Exit(1)
-        print(f"no peer runs in {folder}")
+        print(f"no peer is running in {folder}")
         return
     while lock.is_held():
         if time.monotonic() > until_s:

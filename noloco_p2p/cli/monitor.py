@@ -25,36 +25,41 @@ DEFAULT_WEB = "127.0.0.1:8080"
 
 def monitor(
     ticket: Annotated[str, typer.Argument(help="A ticket of the run, or @FILE with one.")],
-    watch: Annotated[bool, typer.Option("--watch", help="Update until Ctrl-C.")] = False,
-    web: Annotated[bool, typer.Option("--web", help="Serve a page, /api/status and /metrics until Ctrl-C.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Keep updating until Ctrl-C.")] = False,
+    web: Annotated[
+        bool, typer.Option("--web", help="Serve a web page, /api/status and /metrics until Ctrl-C.")
+    ] = False,
     listen: Annotated[
-        str | None, typer.Option(help="HOST:PORT of --web; port 0 picks a free port.", show_default=DEFAULT_WEB)
+        str | None,
+        typer.Option(help="HOST:PORT for --web. With port 0, a free port is used.", show_default=DEFAULT_WEB),
     ] = None,
     history: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="Where --web keeps its curves.  [default: in the state folder]", show_default=False
+            metavar="FILE",
+            help="The file in which --web stores its curves.  [default: in the state folder]",
+            show_default=False,
         ),
     ] = None,
     interval_s: Annotated[
         float, typer.Option("--interval", help="Seconds between updates with --watch.", min=0.1)
     ] = 2.0,
     sort: Annotated[str, typer.Option(help="Column to sort by, for example loss.")] = "state",
-    descending: Annotated[bool, typer.Option("--descending", help="Sort the largest first.")] = False,
+    descending: Annotated[bool, typer.Option("--descending", help="Sort in descending order.")] = False,
     words: Annotated[
         str,
         typer.Option(
-            "--filter", metavar="TEXT", help="Show only peers with TEXT in id, name, state, partner, reach or version."
+            "--filter", metavar="TEXT", help="Show only peers whose id, name, state, partner or version contains TEXT."
         ),
     ] = "",
     as_json: Json = False,
 ) -> None:
-    """Show the whole swarm, using only the DHT."""
+    """Show the whole swarm, based only on the records in the DHT."""
     from noloco_p2p.ticket import Ticket
 
     entry = Ticket.decode(resolve(ticket))
     if not web and (listen or history):
-        raise SettingsError("--listen and --history need --web")
+        raise SettingsError("--listen and --history require --web")
     if web and (watch or as_json):
         raise SettingsError("--watch and --json cannot be combined with --web, which serves /api/status as JSON")
     import uvloop
@@ -93,7 +98,7 @@ async def _watch(entry: Ticket, choice: Choice, interval_s: float, *, as_json: b
     watcher = Watcher(entry)
     async with reader(entry) as directory:
         if console.is_terminal and not as_json:
-            print(f"looking for live peers of the run {entry.run_name}", flush=True)
+            print(f"looking for live peers of run {entry.run_name}", flush=True)
         await find_somebody(entry, directory)
 
         def look() -> dict[str, Any]:
@@ -146,7 +151,7 @@ async def _serve(entry: Ticket, listen: str, history: Path | None) -> None:
     for signum in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(signum, stop.set)
     async with reader(entry) as directory:
-        print(f"looking for live peers of the run {entry.run_name}", flush=True)
+        print(f"looking for live peers of run {entry.run_name}", flush=True)
         looking = asyncio.create_task(find_somebody(entry, directory))
         stopping = asyncio.create_task(stop.wait())
         try:

@@ -1,4 +1,4 @@
-"""Defines flags that several subcommands share."""
+"""Flags that several commands share."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ from noloco_p2p.settings import Flag, kind_of
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Changes = Annotated[
-    list[str] | None, typer.Option("--set", help="KEY=VALUE, for example outer.alpha=0.3; may be repeated.")
+    list[str] | None,
+    typer.Option("--set", help="Set a field of the spec: KEY=VALUE, for example outer.alpha=0.3. Can be repeated."),
 ]
 
 
 def takes_settings(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return a decorator that replaces the parameter `settings` of a subcommand with the flags of the named settings.
+    """Replace the parameter `settings` of a command with the flags of these settings, or of all settings.
 
-    Without names, the subcommand gets the flags of all settings. It is called with an instance of the class that
-    annotates the parameter, in which the flags are merged with the other sources of settings.
+    The command receives an instance of the class with which the parameter is annotated. It also contains the values
+    from the other sources.
     """
 
     def decorate(verb: Callable[..., None]) -> Callable[..., None]:
@@ -64,7 +65,7 @@ def _option(name: str, field: FieldInfo) -> inspect.Parameter:
 
 
 def _given(value: Any, flag: Flag) -> Any:
-    """Convert a value from Typer for its field. None means that the flag was not given."""
+    """Convert a value from Typer for its field. None means that the flag was not given. Raises SettingsError."""
     if not isinstance(value, list):
         return value
     words = [entry.resolve(word) for word in value] if flag.takes_file else value
@@ -75,7 +76,7 @@ def parse_duration(text: str, *, flag: str) -> float:
     """Convert a duration like `90s`, `30min`, `12h` or `7d` to seconds. Raises SettingsError if it has another form."""
     match = re.fullmatch(r"(\d{1,6})(s|min|h|d)", text)
     if not match:
-        raise SettingsError(f"{flag} {text!r} must be a time such as 30min, 12h or 7d")
+        raise SettingsError(f"{flag} {text!r} is not a duration such as 30min, 12h or 7d")
     return int(match[1]) * {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}[match[2]]
 
 
@@ -87,7 +88,7 @@ def parse_changes(changes: list[str] | None) -> dict[str, Any]:
 def _parse(change: str) -> tuple[str, Any]:
     key, equals, text = change.partition("=")
     if not equals:
-        raise SettingsError(f"--set {change!r} must be KEY=VALUE, for example outer.alpha=0.3")
+        raise SettingsError(f"--set {change!r} is not of the form KEY=VALUE, for example outer.alpha=0.3")
     try:
         return key, tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:

@@ -11,7 +11,7 @@ import typer
 from noloco_p2p.cli.options import takes_settings
 from noloco_p2p.settings import PeerSettings
 
-Timeout = Annotated[float, typer.Option("--timeout", help="Seconds to wait for the new state.")]
+Timeout = Annotated[float, typer.Option("--timeout", help="Seconds to wait for the peer to pause or resume.")]
 POLL_S = 0.1
 
 
@@ -20,13 +20,13 @@ def pause(settings: PeerSettings, timeout_s: Timeout = 120.0) -> None:
     """Pause the peer on this machine after its current inner step. It keeps its state in memory."""
     folder, reply = _ask(settings.state_dir, "pause")
     if reply["refusal"]:
-        print(f"the peer (process {reply['pid']}) cannot pause: {reply['refusal']}")
+        print(f"the peer (process {reply['pid']}) cannot be paused: {reply['refusal']}")
         raise typer.Exit(1)
     if reply["was_asked"] and reply["state"] == "paused":
-        print("the peer is already paused; `noloco resume` continues")
+        print("the peer is already paused; run `noloco resume` to resume it")
         return
     _wait_for("paused", folder, timeout_s=timeout_s)
-    print("the peer is paused: it neither trains nor swaps until `noloco resume`")
+    print("the peer is paused: it will neither train nor swap until you run `noloco resume`")
 
 
 @takes_settings("state_dir")
@@ -34,13 +34,13 @@ def resume(settings: PeerSettings, timeout_s: Timeout = 120.0) -> None:
     """Resume a paused peer. If the swarm is far ahead, the peer catches up first."""
     folder, reply = _ask(settings.state_dir, "resume")
     if reply["stays_because"]:
-        print(f"the peer stays paused: {reply['stays_because']}")
+        print(f"the peer remains paused: {reply['stays_because']}")
         return
     if not reply["was_asked"]:
         print(f"the peer is not paused: it is {reply['state']}")
         return
     _wait_for("training", folder, timeout_s=timeout_s)
-    print("the peer trains again")
+    print("the peer is training again")
 
 
 def _ask(folder: Path, verb: str) -> tuple[Path, dict[str, Any]]:
@@ -50,10 +50,12 @@ def _ask(folder: Path, verb: str) -> tuple[Path, dict[str, Any]]:
     reply = ask(folder, verb)
     if reply is None:
         is_starting = FolderLock(folder).is_held()
-        print(f"the peer in {folder} is still starting; try again" if is_starting else f"no peer runs in {folder}")
+        print(
+            f"the peer in {folder} is still starting; try again" if is_starting else f"no peer is running in {folder}"
+        )
         raise typer.Exit(1)
-    if "error" in reply:  # from a bootstrap node
-        print(f"the process in {folder} does not train, so it cannot {verb}")
+    if "error" in reply:  # a bootstrap node
+        print(f"the process in {folder} is not a training peer, so it cannot be {verb}d")
         raise typer.Exit(1)
     return folder, reply
 
@@ -70,6 +72,6 @@ def _wait_for(state: str, folder: Path, *, timeout_s: float) -> None:
         if reply["state"] == state:
             return
         if time.monotonic() > until_s:
-            print(f"the peer (process {reply['pid']}) is not {state} after {timeout_s:.0f} s: it is {reply['state']}")
+            print(f"the peer (process {reply['pid']}) is still in the state {reply['state']} after {timeout_s:.0f} s")
             raise typer.Exit(1)
         time.sleep(POLL_S)

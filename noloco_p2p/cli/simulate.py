@@ -27,7 +27,7 @@ def simulate(
     file: Annotated[Path, typer.Argument(metavar="SPEC.toml", help="The run spec.")],
     replicas: Annotated[
         str,
-        typer.Option(help="Number of replicas. For a model with stages, one number for all or one per stage: 4,8,4."),
+        typer.Option(help="Number of replicas. With stages: one number for all stages, or one per stage (4,8,4)."),
     ] = "8",
     rules: Annotated[
         str,
@@ -51,15 +51,15 @@ def simulate(
     link: Annotated[
         str,
         typer.Option(
-            help="Links, assigned to replicas in turn: ideal, home-fibre, cable, weak-4g, ..., 100mbit-50ms. "
+            help="Links, assigned to replicas in turn: ideal, home-fibre, cable, weak-4g, ..., or 100mbit-50ms. "
             "With stages: cable/ideal."
         ),
     ] = "ideal",
     churn: Annotated[
         str,
         typer.Option(
-            help="join:8@300,leave:2@500,crash:3@200 (virtual seconds; with stages crash:1.3@200), lose:0.2, "
-            "absent:0.2 (shares)."
+            help="Events (replica@virtual seconds) and shares: join:8@300,leave:2@500,crash:3@200,lose:0.2,absent:0.2. "
+            "With stages: crash:1.3@200."
         ),
     ] = "",
     stages: Annotated[
@@ -69,34 +69,40 @@ def simulate(
     window: Annotated[
         int | None,
         typer.Option(
-            help="With stages: microbatches that each head has in flight.", show_default="a quarter of its batch", min=1
+            help="With stages: number of microbatches that each head keeps in flight.",
+            show_default="a quarter of its batch",
+            min=1,
         ),
     ] = None,
     lose: Annotated[
-        float, typer.Option(help="With stages: fraction of microbatches that are lost.", min=0, max=1)
+        float, typer.Option(help="With stages: share of the microbatches that are lost.", min=0, max=1)
     ] = 0.0,
     late_steps: Annotated[
         int, typer.Option(help="With stages: delay of backward passes, in inner steps.", min=0, max=16)
     ] = 0,
-    paths: Annotated[str, typer.Option(help="With stages: paths of microbatches, random or fixed.")] = "random",
+    paths: Annotated[str, typer.Option(help="With stages: random paths, or fixed paths for comparison.")] = "random",
     changes: Changes = None,
-    seed: Annotated[int, typer.Option(help="Seed for pairing, faults and initial weights.", min=0)] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the pairing, the faults and the initial weights.", min=0)] = 0,
     threads: Annotated[
-        int, typer.Option(help="Number of torch threads. It affects the last bits of the results.", min=1)
+        int,
+        typer.Option(
+            help="Number of torch threads. The results are bit-identical only if this number is the same.", min=1
+        ),
     ] = 1,
     device: Annotated[
-        str, typer.Option(help="cpu, cuda:N, mps or auto. Only the CPU gives the same bits each time.")
+        str, typer.Option(help="cpu, cuda:N, mps or auto. Only the CPU gives bit-identical results every time.")
     ] = "cpu",
     *,
     settings: PeerSettings,
     json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write results as JSON.", show_default=False)
+        Path | None,
+        typer.Option("--json", metavar="FILE", help="Write the results to FILE as JSON.", show_default=False),
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Write plots of the curves here (PNG).", show_default=False)
+        Path | None, typer.Option(metavar="DIR", help="Write plots of the curves (PNG) to DIR.", show_default=False)
     ] = None,
 ) -> None:
-    """Train many replicas in one process on a virtual clock, to see loss, spread, bytes and hours before a real run."""
+    """Train many replicas in one process on a virtual clock, to predict loss, spread, bytes and hours of a real run."""
     from noloco_p2p.simulate.plan import Plan, parse_churn, parse_links, parse_speeds
     from noloco_p2p.simulate.stage_plan import StagedPlan, by_stage, parse_paths, parse_replicas
     from noloco_p2p.spec import TrainerSpec
@@ -126,7 +132,7 @@ def simulate(
         _simulate_stages(spec, pipeline, names, bindings=settings.data, threads=threads, json_file=json_file)
         return
     if window or lose or late_steps or paths != "random":
-        raise SettingsError("--window, --lose, --late-steps and --paths need --stages")
+        raise SettingsError("--window, --lose, --late-steps and --paths require --stages")
     plan = Plan(
         num_replicas[0],
         seed=seed,
@@ -215,4 +221,4 @@ def _write(file: Path, results: Sequence[Result | StagedResult], *, spec: Traine
     try:
         file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
-        raise SettingsError(f"--json {file}: cannot be written: {error.strerror}") from None
+        raise SettingsError(f"--json {file} cannot be written: {error.strerror}") from None

@@ -25,7 +25,7 @@ def status(settings: PeerSettings, as_json: Json = False) -> None:
         if as_json:
             print_json({"state": "starting" if is_starting else "not running"})
         else:
-            print(f"a peer is starting in {folder}" if is_starting else f"no peer runs in {folder}")
+            print(f"a peer is starting in {folder}" if is_starting else f"no peer is running in {folder}")
         raise typer.Exit(0 if is_starting else 1)
     if as_json:
         print_json(reply)
@@ -49,7 +49,7 @@ def lines(reply: dict[str, Any]) -> list[str]:
         *([f"why       {reply['paused_because']}"] if reply["paused_because"] else []),
         *stage_lines(reply),
         *([f"now       {progress_line(reply['doing'])}"] if reply["doing"] else []),
-        f"swarm     {others}; this one announces {reply['address']}",
+        f"swarm     {others}; this peer announces {reply['address']}",
         f"reach     {reply['reach']['state']}: {reply['reach']['sentence']}",
         *([f"          neighbours: {ways(reply['neighbours'])}"] if reply["neighbours"] else []),
         f"rounds    {reply['rounds_here']} here: {reply['swaps']} swapped, {reply['halves']} half, "
@@ -68,23 +68,20 @@ def lines(reply: dict[str, Any]) -> list[str]:
 
 
 def ways(neighbours: dict[str, str]) -> str:
-    """Format how many neighbours are reached by each kind of path, for example `3 direct, 1 punched`."""
+    """Format how many neighbours are reached in each way, such as `3 direct, 1 punched`."""
     return ", ".join(f"{number} {way}" for way, number in Counter(neighbours.values()).most_common())
 
 
 def contribution(reply: dict[str, Any]) -> str:
-    """Format the contribution, for example `2 h 5 min of training, 3.41M tokens, 41 swaps`.
-
-    The tokens are left out if the training script does not count them.
-    """
+    """Format the contribution: `2 h 5 min of training, 3.41M tokens, 41 swaps`. Some trainers do not count tokens."""
     tokens = "" if reply["tokens"] is None else f"{count(reply['tokens'])} tokens, "
     swaps = "swap" if reply["swaps"] == 1 else "swaps"
-    hidden = " (hours and tokens are hidden)" if reply["settings"]["hide_contribution"]["value"] else ""
+    hidden = " (hours and tokens are hidden from others)" if reply["settings"]["hide_contribution"]["value"] else ""
     return f"{duration(reply['trained_s'])} of training, {tokens}{reply['swaps']} {swaps}{hidden}"
 
 
 def stage_lines(reply: dict[str, Any]) -> list[str]:
-    """Return lines about the stage that the peer holds. The list is empty if it holds the whole model."""
+    """Format the status of a stage. The list is empty for a peer that holds the whole model."""
     if reply["stage"] is None:
         return []
     of_all = f" of {reply['stages']}" if reply["stages"] else ""
@@ -99,14 +96,14 @@ def stage_lines(reply: dict[str, Any]) -> list[str]:
 
 
 def swap_line(swap: dict[str, Any]) -> str:
-    """Format the progress of the current swap.
+    """Format the swap in progress.
 
     For example, `early part with ..7f3a1c: 12.0 of 40.0 MiB out at 1.2 MiB/s, 11.0 MiB in at 1.1 MiB/s, 26 s left`.
     """
     partner, total = named(swap["partner"]), mib(swap["total_bytes"])
     if swap["part"] == "waiting":
-        return f"early part with {partner} done ({total} each way); its late part comes after the next boundary"
-    left = "stalled" if swap["left_s"] is None else f"{duration(swap['left_s'])} left"
+        return f"the early part with {partner} is done ({total} each way); the late part starts after the next boundary"
+    left = "no progress" if swap["left_s"] is None else f"{duration(swap['left_s'])} left"
     return (
         f"{swap['part']} part with {partner} for {duration(swap['since_s'])}, of {total} each way: "
         f"{mib(swap['sent_bytes'])} out at {mib(swap['sent_bytes_per_s'])}/s, "
@@ -125,11 +122,11 @@ def fault_lines(reply: dict[str, Any]) -> list[str]:
 
 
 def settings_lines(settings: dict[str, dict[str, Any]]) -> list[str]:
-    """Return lines with the settings that were changed, and their sources. `--json` also shows the defaults."""
+    """List the settings that differ from the defaults, and their sources. `--json` lists all settings."""
     made = {name: setting for name, setting in sorted(settings.items()) if setting["origin"] != "default"}
     width = max(map(len, made), default=0)
     lines = [f"{name.ljust(width)}  {_shown(row['value'])}  ({row['origin']})" for name, row in made.items()]
-    lines.append(f"{len(settings) - len(made)} have their default values (shown by --json)")
+    lines.append(f"{len(settings) - len(made)} settings have their default values (shown by --json)")
     return [f"{'settings' if index == 0 else '':8}  {line}" for index, line in enumerate(lines)]
 
 
@@ -144,6 +141,6 @@ def _shown(value: Any) -> str:
 def bootstrap_lines(reply: dict[str, Any]) -> list[str]:
     return [
         f"peer       {reply['peer_id']} (process {reply['pid']})",
-        f"bootstrap  {reply['neighbours']} DHT nodes connected",
+        f"bootstrap  connected to {reply['neighbours']} DHT nodes",
         *(f"address    {address}" for address in reply["addresses"]),
     ]

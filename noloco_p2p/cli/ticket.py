@@ -23,7 +23,9 @@ def ticket(
     settings: PeerSettings,
     expires: Annotated[
         str | None,
-        typer.Option(help="How long the invitation is valid: 30min, 12h, 7d. Private runs only.", show_default=False),
+        typer.Option(
+            help="For private runs: how long the invitation is valid, such as 30min, 12h or 7d.", show_default=False
+        ),
     ] = None,
 ) -> None:
     """Print a ticket for the run of the peer on this machine, with the addresses that are reachable now."""
@@ -32,7 +34,7 @@ def ticket(
 
     reply = ask(settings.state_dir, "status")
     if reply is None or "ticket" not in reply:
-        print(f"no training peer runs in {settings.state_dir}")
+        print(f"no training peer is running in {settings.state_dir}")
         raise typer.Exit(1)
     found = Ticket.decode(reply["ticket"])
     if expires or settings.origins()["run_key"] == "flag" or _opens(settings.run_key, found):
@@ -59,13 +61,13 @@ def _invited(ticket: Ticket, run_key: Path | None, for_s: float) -> Ticket:
 
     if ticket.invitation is None:
         raise SettingsError(
-            "--expires, --run-key: the run is open, so everybody may enter, and its tickets do not expire"
+            "--expires and --run-key work only for private runs; this run is open, and its tickets do not expire"
         )
     if run_key is None:
         raise SettingsError(
-            "--expires needs the run key (--run-key FILE): without the key, a peer can only pass on its own invitation"
+            "--expires requires the run key (--run-key FILE); without it, a peer can only pass on its own invitation"
         )
     key = Identity.load(run_key)
     if key.peer_id != ticket.invitation.run_key:
-        raise SettingsError(f"--run-key {run_key}: this is the key of another run")
+        raise SettingsError(f"--run-key {run_key} is the key of another run")
     return replace(ticket, invitation=invite(key, expires_at_s=time.time() + for_s, seed=os.urandom(32)))

@@ -1,1 +1,1 @@
-"""Runs a small swarm for demonstration on this machine, shows its progress, and evaluates the result."""
+"""A demonstration: it runs peers in processes on loopback, shows their progress, and evaluates the result."""

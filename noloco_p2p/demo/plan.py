@@ -13,19 +13,21 @@ from noloco_p2p.flow.limits import IN_FLIGHT_SHARE
 from noloco_p2p.presets import PRESETS
 from noloco_p2p.spec import TrainerSpec
 
-MEASURED_S, MEASURED_STEPS = 3.0, 8  # minimum seconds and inner steps of a measurement, without the first step
+MEASURED_S, MEASURED_STEPS = 3.0, 8  # minimum seconds and inner steps of a measurement, after the first step
 FEWEST_STEPS, FEWEST_ROUNDS = 60, 12
-MANY_STEPS = 10_000  # length of the spec that is checked and measured before the number of steps is known
-UPKEEP = 1.35  # factor by which swaps, evaluation and the network thread lengthen a step
-START_AND_END_S = 12.0  # for joining, closing rounds, leaving and merging
-START_AND_END_STEPS = 30  # steps that take as long as the first and last evaluation and the measurements
-MICROBATCH = 2  # sequences; with 1, streams would cost as much as computing; with 4, stages would wait
-PIPELINE_UPKEEP = 2.4  # the same factor for a pipeline, which also has codecs and streams between stages
+MANY_STEPS = 10_000  # total steps of the spec that is checked and measured before the number of steps is known
+UPKEEP = 1.35  # time of a step with swaps, evaluation and the network thread, relative to the time of a bare step
+START_AND_END_S = 12.0  # for joining, closing rounds, leaving and merging, without the steps below
+START_AND_END_STEPS = (
+    30  # these steps take as long as the evaluations at start and end and the measurements of each peer
+)
+MICROBATCH = 2  # sequences; with 1, the streams would cost as much as the compute; with 4, stages would wait
+PIPELINE_UPKEEP = 2.4  # the UPKEEP of a pipeline, which also has codecs and streams between stages
 
 
 @dataclass(frozen=True, slots=True)
 class DemoPlan:
-    """The plan of a demo.
+    """The plan of a demo. `folder` contains the spec, a folder with the log of each peer, and the exported model.
 
     `folder` holds the spec, a folder for each peer with its log, and the exported model. If `num_steps` is None, the
     demo takes as many steps as this machine can take in `minutes`.
@@ -44,18 +46,22 @@ class DemoPlan:
         """Check the plan before anything starts. Raises SettingsError or SpecError if it has a mistake."""
         spec, stages = self.spec(self.num_steps or MANY_STEPS), self.num_stages
         if spec.pipeline.stages != stages:
-            raise SettingsError(f"--set pipeline.stages={spec.pipeline.stages}: set it with --stages")
+            raise SettingsError(
+                f"--set pipeline.stages={spec.pipeline.stages} is not allowed in the demo; use --stages instead"
+            )
         if not spec.model.pretrained and spec.model.num_layers < stages:
             raise SettingsError(
                 f"--stages {stages}: the model has {spec.model.num_layers} blocks, and each stage needs at least one; "
-                f"--set model.num_layers={stages} gives it more"
+                f"add blocks with --set model.num_layers={stages}"
             )
         if self.num_peers < stages:
-            raise SettingsError(f"--peers {self.num_peers}: {stages} stages need at least one peer each")
+            raise SettingsError(
+                f"--peers {self.num_peers} is too few: each of the {stages} stages needs at least one peer"
+            )
         if stages > 1 and self.chaos_seed is not None and self.num_peers < 2 * stages:
             raise SettingsError(
                 f"--chaos with --peers {self.num_peers}: {stages} stages need {2 * stages} peers, two each, because a "
-                "stage loses its weights when its only peer is killed"
+                "stage loses its weights if its only peer is killed"
             )
 
     def stage(self, index: int) -> int | None:
@@ -83,7 +89,7 @@ class DemoPlan:
 
 
 def step_s_of_all(plan: DemoPlan, spec: TrainerSpec, *, step_s: float, num_cores: int) -> float:
-    """Return the seconds that each peer, or each head of a pipeline, needs for an inner step when all peers train.
+    """Return the seconds of one inner step of each peer, or of each head of a pipeline.
 
     `step_s` is the time of an inner step with one thread while every core is busy. For a pipeline, it is the sum over
     the stages.
@@ -96,16 +102,13 @@ def step_s_of_all(plan: DemoPlan, spec: TrainerSpec, *, step_s: float, num_cores
 
 
 def steps_that_fit(seconds: float, *, each_s: float) -> int:
-    """Return how many inner steps each peer can take in `seconds`, including the start and end of the demo.
-
-    The result is a multiple of ten.
-    """
+    """Return the number of inner steps per peer that fit into `seconds`, as a multiple of 10 and at least 60."""
     fitting = (seconds - START_AND_END_S) / each_s - START_AND_END_STEPS
     return max(FEWEST_STEPS, int(fitting) // 10 * 10)
 
 
 def measure_step_s(spec: TrainerSpec) -> float:
-    """Measure how many seconds an inner step takes with random tokens and one thread. Call it in a separate process."""
+    """Measure the seconds of an inner step on random tokens with one thread. Call it in a separate process."""
     import torch
 
     from noloco_p2p.trainer.inner_step import InnerStep
@@ -126,7 +129,7 @@ def measure_step_s(spec: TrainerSpec) -> float:
 
 
 def measure_pipeline_s(spec: TrainerSpec) -> float:
-    """Measure how many seconds the batch of one head takes in a pipeline: the sum over all stages, with one thread."""
+    """Measure the seconds of one head's batch, as the sum over all stages. Call it in a separate process."""
     import torch
 
     from noloco_p2p.trainer.cut import cut_of

@@ -1,6 +1,6 @@
 """Starts processes from a fork server that has imported torch, transformers and hivemind.
 
-Importing them takes about four seconds on one core. A forked peer does not have to import them again.
+Importing them takes a core about four seconds. Forked peers do not have to repeat it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def start_fork_server() -> None:
 
 @contextmanager
 def workers(num_processes: int, *, what: str) -> Iterator[ProcessPoolExecutor]:
-    """Yield a pool of processes that have imported torch. An interrupt ends them at once.
+    """Yield a pool of processes that have imported torch. An interrupt ends them immediately.
 
     `what` names the work in error messages. Raises NolocoError when the work fails.
     """
@@ -67,7 +67,7 @@ def workers(num_processes: int, *, what: str) -> Iterator[ProcessPoolExecutor]:
     except NolocoError:
         raise
     except BrokenProcessPool:
-        raise NolocoError(f"the process of the {what} was killed; the machine may be out of memory") from None
+        raise NolocoError(f"the process for the {what} was killed; the machine may be out of memory") from None
     except Exception as error:
         raise NolocoError(f"the {what} failed: {error}") from error
     finally:
@@ -135,7 +135,7 @@ class DemoPeer:
             "always",
             "--on-busy-gpu",
             "always",
-        ]  # override the user's settings file
+        ]  # regardless of the user's settings file
         if self.stage is not None:
             arguments += ["--stage", str(self.stage)]
         if self._plan.chaos_seed is not None:
@@ -145,7 +145,7 @@ class DemoPeer:
         self.process = process
 
     def ask(self) -> None:
-        """Update `status`, unless the peer does not answer in time."""
+        """Update `status`. If the peer does not answer in time, `status` does not change."""
         try:
             answer = ask(self.folder, "status", timeout_s=ASK_TIMEOUT_S)
         except SettingsError:
@@ -158,7 +158,7 @@ class DemoPeer:
 
     @property
     def exit_code(self) -> int | None:
-        """The exit code. It is None before the peer has ended, and negative if a signal ended it."""
+        """The exit code. It is None before the start and while the peer is running, and negative after a signal."""
         return self.process.exitcode if self.process else None
 
     @property
@@ -171,7 +171,7 @@ class DemoPeer:
         return self.exit_code is not None or (self.status or {}).get("state") == "done"
 
     def is_back(self) -> bool:
-        """Return whether the peer is in the run again after its last kill."""
+        """Whether the peer is training again after it was last killed."""
         return (self.status or {}).get("state", "entering") != "entering"
 
     def kill(self) -> None:
@@ -187,7 +187,7 @@ class DemoPeer:
             self.process.terminate()
 
     def wait_gone(self, until_s: float) -> None:
-        """Wait until the process has ended. At `until_s`, kill it, so that no peer outlives the demo."""
+        """Wait for the process to end, and kill it if necessary, so that no peer outlives the demo."""
         if self.process is None:
             return
         self.process.join(max(0.1, until_s - time.monotonic()))

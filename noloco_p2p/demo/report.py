@@ -1,4 +1,4 @@
-"""Creates the report of a demo from the files of its peers and the mean of their models."""
+"""The report of a demo, from the events that its peers logged and from the mean of their models."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from noloco_p2p.telemetry.console import aligned, loss, mib, named
 from noloco_p2p.telemetry.events import read_events
 
 WHY_SOLO = {
-    "nobody": "no other peer trained",
-    "refused": "the peers that it asked were busy",
-    "no_answer": "no peer had answered at the boundary",
-    "failed": "the swap broke",
-    "slow": "the swap was not ready at the boundary",
-    "refused_state": "the update filter refused what the partner sent",
+    "nobody": "no other peer was training",
+    "refused": "all the peers that it asked were busy",
+    "no_answer": "no peer had answered by the boundary",
+    "failed": "the swap failed",
+    "slow": "the swap was not ready by the boundary",
+    "refused_state": "the update filter rejected the partner's data",
 }
 
 
@@ -112,13 +112,13 @@ def _reason_lines(peers: list[dict[str, Any]]) -> list[str]:
 
 
 def _kill_lines(peers: list[dict[str, Any]]) -> list[str]:
-    killed = [f"peer {index} {peer['kills']}" for index, peer in enumerate(peers) if peer["kills"]]
+    killed = [f"peer {index}: {peer['kills']}" for index, peer in enumerate(peers) if peer["kills"]]
     total = sum(peer["kills"] for peer in peers)
     return [f"killed and restarted: {total} times ({', '.join(killed)})"] if killed else []
 
 
 def failure_lines(peers: Sequence[DemoPeer]) -> list[str]:
-    """Return a line for each peer that failed, which says how it ended."""
+    """List the peers that failed, and how they ended. The list is empty if all succeeded."""
     return [
         f"peer {peer.index} {peer.ending}; its log {peer.log} ends with: {peer.last_line()}"
         for peer in peers

@@ -1,4 +1,4 @@
-"""Runs the peers of a demo, shows their status, and kills some of them if asked to."""
+"""Runs the peers of a demo, shows their progress, and kills some of them on request."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ COLUMNS = ("peer", "state", "step", "round", "loss", "tokens/s", "last swap with
 class View:
     """The state of a demo that is shown to the user.
 
-    `done` is the number of inner steps that the slowest peer (or head of a pipeline) has taken, and `total` is the
-    number that it will take. Both are 0 before training begins. `columns` has the headers of `rows`. `left_s` is the
-    number of seconds until training is done, or None if it is unknown.
+    `done` and `total` count inner steps of the slowest peer (or head of a pipeline); both are 0 before training begins.
+    `columns` are the names of the columns of `rows`. `left_s` is the number of seconds until training is done, or None
+    while it is unknown.
     """
 
     doing: str
@@ -77,11 +77,11 @@ class Demo:
 
     @property
     def spec(self) -> TrainerSpec:
-        assert self._spec is not None, "`run` sets it"
+        assert self._spec is not None, "call `run` first"
         return self._spec
 
     def run(self) -> Iterator[View]:
-        """Run all peers until training is done. Raises NolocoError if the first peer does not start."""
+        """Run all peers until training ends. Raises NolocoError if the first peer does not start."""
         self._make_folder()
         yield from self._load()
         cut = self._cut()
@@ -121,7 +121,7 @@ class Demo:
             raise SettingsError(f"{folder} cannot be used: {error}") from None
 
     def _load(self) -> Iterator[View]:
-        """Start the fork server, and wait until it has finished its imports."""
+        """Start the fork server, and wait until it can fork processes."""
         start_fork_server()
         first = fork_server().Process(target=int)
         loading = threading.Thread(target=first.start, daemon=True)
@@ -183,7 +183,7 @@ class Demo:
         return View(doing, columns, rows, done, self.num_steps, left_s)
 
     def stop(self) -> None:
-        """Ask all peers to leave, and wait until they have ended. Calling it twice is safe."""
+        """Ask all peers to leave, and wait until all have ended. It is safe to call it twice."""
         for peer in self.peers:
             peer.ask_to_leave()
         until_s = time.monotonic() + LEAVE_TIMEOUT_S
@@ -199,7 +199,7 @@ class Demo:
         """
         left = [peer for peer in self.peers if peer.exit_code == 0]
         if not left:
-            raise NolocoError(f"no peer finished; the log of the first one ends with: {self.peers[0].last_line()}")
+            raise NolocoError(f"no peer finished; the log of the first peer ends with: {self.peers[0].last_line()}")
         run_id = self.spec.run_id
         folders = [
             [folder_of(peer.folder, run_id) for peer in left if (peer.stage or 0) == stage]
@@ -246,7 +246,7 @@ def _state(peer: DemoPeer) -> str:
 
 
 class Chaos:
-    """Kills and restarts peers at random times. The seed determines which peers are killed, and when."""
+    """Kills a peer now and then, and restarts it. The seed determines which peer and when."""
 
     def __init__(self, peers: Sequence[DemoPeer], *, ticket: str, seed: int, now_s: float) -> None:
         self._peers = peers
@@ -260,9 +260,8 @@ class Chaos:
         return self._dead is not None
 
     def step(self, now_s: float) -> None:
-        """Kill or restart a peer if it is time.
-
-        A peer is killed only when all peers are in the run, so at most one is down at a time.
+        """Kill or restart a peer if one is due. Kills begin when all peers train, and at most one peer is down at a
+        time.
         """
         if self._dead and now_s >= self._dead[1]:
             self._dead[0].start(self._ticket)

@@ -1,1 +1,1 @@
-"""Checks this machine and its connection to a run, finds what would prevent training, and says how to fix it."""
+"""Checks whether this machine and its connection to a run would prevent training, and says how to fix it."""

@@ -1,4 +1,4 @@
-"""Defines the result of a check, and checks whether the packages are installed that the other checks need."""
+"""The result of a check and its format, and the check of the packages that the other checks import."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MARKS: dict[str, str] = {"ok": "ok     ", "warning": "warning", "failed": "FAILE
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """The result of a check. `found` says what it found. Warnings and failures have a `fix`, which says what to do."""
+    """The result of one check. `found` describes the result. For warnings and failures, `fix` says what to do."""
 
     name: str
     level: Level
@@ -30,7 +30,7 @@ class Check:
 
 
 def report(checks: list[Check]) -> dict[str, Any]:
-    """Return the results as JSON values. `healthy` is false if a check failed."""
+    """Return the checks as JSON values. `healthy` determines the exit code."""
     return {"healthy": is_healthy(checks), "checks": [asdict(check) for check in checks]}
 
 
@@ -39,12 +39,14 @@ def is_healthy(checks: list[Check]) -> bool:
 
 
 def verdict(checks: list[Check]) -> str:
-    """Summarize the results in one sentence."""
+    """Summarize the checks in one sentence."""
     counts = Counter(check.level for check in checks)
     if counts["failed"]:
-        return f"{_numbered(counts['failed'], 'problem')} would prevent training: follow the arrows above"
-    warnings = f", with {_numbered(counts['warning'], 'warning')}" if counts["warning"] else ""
-    return f"nothing here would prevent training{warnings}"
+        return (
+            f"{_numbered(counts['failed'], 'problem')} would prevent training; see the advice next to the arrows above"
+        )
+    warnings = f" ({_numbered(counts['warning'], 'warning')})" if counts["warning"] else ""
+    return f"found nothing that would prevent training{warnings}"
 
 
 def _numbered(number: int, noun: str) -> str:

@@ -32,17 +32,19 @@ CODEC_CHUNKS = 8
 
 
 def ports(settings: PeerSettings) -> Check:
-    """Check that the ports are free, or used by the peer that runs on this machine."""
+    """Check that the ports are free, or in use by the peer on this machine."""
     running = ask(settings.state_dir, "status")
     if running:
-        return Check("ports", "ok", f"used by the peer that runs here (process {running['pid']})")
+        return Check("ports", "ok", f"in use by the peer running on this machine (process {running['pid']})")
     try:
         for port in (settings.listen_port, settings.libp2p_port):
             probe_port(settings.listen_host, port)
     except NolocoError as error:
-        return Check("ports", "failed", str(error), "stop the other program, or choose other ports: --listen HOST:PORT")
+        return Check(
+            "ports", "failed", str(error), "stop the other program, or choose other ports with --listen HOST:PORT"
+        )
     chosen = (
-        "any two free ports (port 0)"
+        "two ports chosen by the system (port 0)"
         if not settings.listen_port
         else f"{settings.listen_port} and {settings.libp2p_port}"
     )
@@ -60,7 +62,7 @@ async def p2pd() -> Check:
             daemon = await Daemon.start(key, ListenOn("127.0.0.1", 0, None, 0))
             await daemon.stop()
         except NolocoError as error:
-            return Check("p2pd", "failed", str(error), "reinstall hivemind (pip install --force-reinstall hivemind)")
+            return Check("p2pd", "failed", str(error), "reinstall hivemind: pip install --force-reinstall hivemind")
     return Check("p2pd", "ok", f"starts in {time.monotonic() - began_s:.1f} s")
 
 
@@ -68,7 +70,9 @@ def disk(settings: PeerSettings) -> Check:
     folder = settings.state_dir
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     if not os.access(existing, os.W_OK):
-        return Check("disk", "failed", f"{folder} cannot be written", "use another --state-dir, or fix its ownership")
+        return Check(
+            "disk", "failed", f"{folder} is not writable", "use another --state-dir, or fix the ownership of this one"
+        )
     free = shutil.disk_usage(existing).free
     if free < LOW_DISK_BYTES:
         fix = (
@@ -82,7 +86,10 @@ def memory() -> Check:
     free = psutil.virtual_memory().available
     if free < LOW_MEMORY_BYTES:
         return Check(
-            "memory", "warning", f"{mib(free)} free", "stop other programs: loading torch and hivemind needs 1 GiB"
+            "memory",
+            "warning",
+            f"{mib(free)} free",
+            "close other programs: loading torch and hivemind needs 1 GiB of memory",
         )
     return Check("memory", "ok", f"{mib(free)} free")
 
@@ -90,26 +97,26 @@ def memory() -> Check:
 def accelerator() -> Check:
     """Check the GPUs, and report what `--device auto` and `--precision auto` choose on this machine."""
     device = choose_device("auto")
-    chosen = f"auto is {device} in {'bf16' if Compute().is_bf16(device) else 'fp32'}"
+    chosen = f"auto selects {device} in {'bf16' if Compute().is_bf16(device) else 'fp32'}"
     if device.type == "cpu":
-        fix = "to train on a GPU, install its driver and a torch built for it (CUDA or ROCm); the CPU needs nothing"
-        return Check("accelerator", "warning", f"torch sees no GPU (CUDA, ROCm or MPS); {chosen}", fix)
+        fix = "to train on a GPU, install its driver and a build of torch for it (CUDA or ROCm)"
+        return Check("accelerator", "warning", f"torch found no GPU (CUDA, ROCm or MPS); {chosen}", fix)
     count = torch.cuda.device_count() if device.type == "cuda" else 1
     names = ", ".join(describe(torch.device(device.type, index)) for index in range(count))
     free, total = free_and_total_bytes(device)
-    return Check("accelerator", "ok", f"{names}; {mib(free)} of {mib(total)} free on the first; {chosen}")
+    return Check("accelerator", "ok", f"{names}; {mib(free)} of {mib(total)} free on the first one; {chosen}")
 
 
 def free_time() -> Check:
     """Report what `--when idle`, `--on-battery` and `--on-busy-gpu` can detect on this machine."""
-    powered = {None: "no battery", True: "a battery, which it runs on", False: "a battery, which is plugged in"}
+    powered = {None: "no battery", True: "on battery power", False: "plugged in, with a battery"}
     why_unknown = GpuUse().why_unknown
-    gpu = f"unknown, because {why_unknown}" if why_unknown else "known from NVML"
+    gpu = f"unknown, because {why_unknown}" if why_unknown else "available from NVML"
     return Check("free time", "ok", f"{powered[on_battery()]}; GPU use of other programs: {gpu}")
 
 
 def codec_speed(name: str = "int8") -> Check:
-    """Measure the speed at which a vector is encoded and decoded in preallocated memory, like in a swap.
+    """Measure the encoding and decoding of one vector in preallocated memory, as in a swap.
 
     The speed is the best of three measurements, in bytes of fp32 per second.
     """
@@ -124,9 +131,9 @@ def codec_speed(name: str = "int8") -> Check:
             codec.decode(coded.numpy().data, num_elements=CHUNK_ELEMENTS, out=decoded, scratch=scratch)
         seconds.append(time.perf_counter() - began_s)
     speed = CODEC_CHUNKS * 4 * CHUNK_ELEMENTS / min(seconds)
-    text = f"{name}: {mib(speed)}/s of fp32, encoding and decoding"
+    text = f"{name}: encodes and decodes {mib(speed)}/s of fp32"
     if speed < SLOW_CODEC_BYTES_PER_S:
         return Check(
-            "codec", "warning", text, "the processor is slow or busy, so swaps of large models will wait for it"
+            "codec", "warning", text, "the processor is slow or busy, so it will slow down swaps of large models"
         )
     return Check("codec", "ok", text)

@@ -1,4 +1,4 @@
-"""Checks that need a run: entering it, the clock, reachability, the link, and what the model needs."""
+"""The checks that need a run: entering it, the clock, reachability, the link, and the needs of the model."""
 
 from __future__ import annotations
 
@@ -49,9 +49,11 @@ async def examine(ticket: Ticket, settings: PeerSettings) -> list[Check]:
         try:
             await find_somebody(ticket, directory)
         except DirectoryError as error:
-            return [Check("clock", "failed", str(error), "set the clock of this machine, then run this again")]
+            return [
+                Check("clock", "failed", str(error), "set the clock of this machine, and run `noloco doctor` again")
+            ]
         except PeerError as error:
-            fix = "get a new ticket; if other peers can enter, allow outgoing TCP and set this machine's clock"
+            fix = "get a new ticket; if other peers can enter, allow outgoing TCP traffic and set this machine's clock"
             return [Check("way in", "failed", str(error), fix)]
         peers = [peer for peer in directory.live() if peer.can_be_called]
         random.shuffle(peers)
@@ -82,21 +84,18 @@ async def _model(
     try:
         spec = await fetch_spec(transport, peers, expected_digest=ticket.spec_digest)
     except NolocoError as error:
-        return [Check("the model", "skipped", f"no peer provided the spec: {error}")]
+        return [Check("the model", "skipped", f"no peer sent the spec: {error}")]
     if isinstance(spec, TrainerSpec) and spec.pipeline.stages > 1:
         return stages(spec, settings, download_bytes_per_s=bytes_per_s)
     return [needs(spec, manifest.num_elements, settings)]
 
 
 def ways(directory: SwarmDirectory, settings: PeerSettings) -> Check:
-    """Report how the local peer reaches its neighbours.
-
-    If no peer runs on this machine, report how peers can be reached according to their records.
-    """
+    """Report how the local peer reaches its neighbours. Without a local peer, report what the records say."""
     reply = ask(settings.state_dir, "status") or {}
     own = reply.get("neighbours") or {}
     found = Counter(own.values() if own else (record.reachability for record, _ in directory.records()))
-    how = "how the local peer reaches its neighbours" if own else "how peers are reached, according to their records"
+    how = "how the local peer reaches its neighbours" if own else "how peers can be reached, according to their records"
     counts = ", ".join(f"{number} {way}" for way, number in found.most_common())
     return Check("ways", "ok", f"{how}: {counts or 'no peer is known'}")
 
@@ -105,7 +104,12 @@ def _versions(directory: SwarmDirectory) -> Check:
     found = Counter(record.software for record, _ in directory.records())
     text = ", ".join(f"{version} ({number})" for version, number in sorted(found.items()))
     if __version__ not in found:
-        return Check("peers run", "warning", f"{text}; this is {__version__}", "install the same version")
+        return Check(
+            "peers run",
+            "warning",
+            f"{text}; this machine has {__version__}",
+            "install the version that the other peers run",
+        )
     return Check("peers run", "ok", text)
 
 
@@ -128,9 +132,9 @@ async def _dialled_back(
 
 def clock(probed: probe.Probed, peer: Candidate) -> Check:
     unsure = f"give or take {probed.round_trip_s / 2:.2f} s"
-    text = f"the clock of {named(peer.peer_id)} differs by {probed.clock_offset_s:+.1f} s from this one ({unsure})"
+    text = f"the clock of {named(peer.peer_id)} differs from this one by {probed.clock_offset_s:+.1f} s ({unsure})"
     if abs(probed.clock_offset_s) - probed.round_trip_s / 2 > MAX_OFFSET_S:
-        fix = "set this machine's clock (start systemd-timesyncd or ntpd): it cannot enter the run with a wrong one"
+        fix = "set the clock of this machine (start systemd-timesyncd or ntpd); it cannot enter with a wrong clock"
         return Check("clock", "failed", text, fix)
     return Check("clock", "ok", text)
 
@@ -142,18 +146,18 @@ def reachability(probed: probe.Probed, peer: Candidate) -> Check:
         text = "; ".join(f"port {port}: {why}" for port, why in closed.items())
         ports = " and ".join(str(port) for port in probed.reached)
         fix = (
-            f"forward TCP {ports} to this machine in the router, open it in the firewall, "
+            f"forward TCP ports {ports} to this machine in the router, open them in the firewall, "
             f"and join with --announce {probed.observed_host}"
         )
         return Check("reached", "failed", f"{seen}; {text}", fix)
     if not probed.reached:
-        return Check("reached", "skipped", f"{seen}; no port of this machine was free for a test")
-    return Check("reached", "ok", f"{seen}, and reached port {' and '.join(map(str, probed.reached))}")
+        return Check("reached", "skipped", f"{seen}; no port of this machine was free for the test")
+    return Check("reached", "ok", f"{seen} and can reach its ports {' and '.join(map(str, probed.reached))}")
 
 
 @asynccontextmanager
 async def _listening(settings: PeerSettings) -> AsyncIterator[list[int]]:
-    """Yield the two ports of the peer that runs here. If none runs, listen on the ports in the settings meanwhile."""
+    """Yield the two ports of the peer on this machine. If none is running, listen on its ports meanwhile."""
     if ask(settings.state_dir, "status"):
         yield [*remembered_ports(settings.state_dir).values()]
         return
@@ -177,7 +181,7 @@ async def _listening(settings: PeerSettings) -> AsyncIterator[list[int]]:
 async def _download(peers: Sequence[Candidate], transport: GrpcTransport) -> tuple[StateManifest | None, float, Check]:
     """Measure the download speed with a few chunks from the first peer that serves its state.
 
-    The result has the manifest of that state, the speed in bytes per second, and the check.
+    Return the manifest of the state, the speed in bytes per second, and the check.
     """
     faults = []
     for peer in peers[:ASKED_PEERS]:
@@ -187,9 +191,9 @@ async def _download(peers: Sequence[Candidate], transport: GrpcTransport) -> tup
         except (NolocoError, TimeoutError) as error:
             faults.append(f"{named(peer.peer_id)}: {error or 'too slow'}")
             continue
-        text = f"{mib(speed)}/s from {named(peer.peer_id)} (download; a state of {mib(manifest.num_bytes)})"
+        text = f"{mib(speed)}/s from {named(peer.peer_id)} (download; the state has {mib(manifest.num_bytes)})"
         if speed < SLOW_LINK_BYTES_PER_S:
-            fix = "every round sends and receives the encoded model: use a smaller model, or more inner steps"
+            fix = "every round sends the encoded model in both directions; use a smaller model, or more inner steps"
             return manifest, speed, Check("bandwidth", "warning", text, fix)
         return manifest, speed, Check("bandwidth", "ok", text)
     return None, 0.0, Check("bandwidth", "skipped", "no peer served a chunk of its state: " + "; ".join(faults))
@@ -208,10 +212,7 @@ async def _speed(transport: GrpcTransport, peer: Candidate, manifest: StateManif
 
 
 def model(spec: TrainerSpec, settings: PeerSettings) -> list[Check]:
-    """Check what the model of a run needs on this machine, using only its spec.
-
-    Raises ModelError if the model cannot be built.
-    """
+    """Check the needs of a run on this machine, using only its spec. Raises ModelError."""
     if spec.pipeline.stages > 1:
         return stages(spec, settings)
     num_parameters, _ = count_parameters(spec.model, sequence_length=spec.data.sequence_length, folders=settings.models)
@@ -219,12 +220,12 @@ def model(spec: TrainerSpec, settings: PeerSettings) -> list[Check]:
 
 
 def needs(spec: Spec, num_parameters: int, settings: PeerSettings) -> Check:
-    """Compare the memory and disk space that the model needs with what is free. Activations are not counted."""
+    """Compare the memory and disk space that the run's model needs, without activations, with the free space."""
     folder = next(parent for parent in (settings.state_dir, *settings.state_dir.parents) if parent.exists())
     found = estimate(spec, num_parameters=num_parameters, step_s=1.0, folder=folder)
     text = (
         f"{count(num_parameters)} parameters: {mib(found.model_bytes)} to train, {mib(found.outer_bytes)} for the "
-        f"outer step, {mib(found.disk_bytes)} of disk, {mib(found.round_bytes)} each way per round"
+        f"outer step, {mib(found.disk_bytes)} of disk space, {mib(found.round_bytes)} each way per round"
     )
     if warnings := found.warnings():
         return Check(
@@ -234,14 +235,15 @@ def needs(spec: Spec, num_parameters: int, settings: PeerSettings) -> Check:
 
 
 def stages(spec: TrainerSpec, settings: PeerSettings, *, download_bytes_per_s: float | None = None) -> list[Check]:
-    """Check what each stage needs on this machine, and how many tokens per second its link can carry.
+    """Check the cost of each stage on this machine, and how many tokens its link can carry.
 
-    If no stage fits, the checks fail. `download_bytes_per_s` is the measured speed, or None if it was not measured.
+    The check fails if this machine cannot hold any stage.
+    `download_bytes_per_s` is the measured speed, or None.
     """
     try:
         needs = StageNeeds.as_cut(spec, folders=settings.models)
     except NolocoError as error:
-        fix = "recreate the spec with `noloco init --stages`, or name the folder of its model: --model NAME=FOLDER"
+        fix = "recreate the spec with `noloco init --stages`, or give the folder of its model with --model NAME=FOLDER"
         return [Check("the stages", "failed", str(error), fix)]
     fitting = Fitting.of(needs, settings)
     found = [_stage(needs, fitting, stage, settings) for stage in range(spec.pipeline.stages)]
@@ -253,18 +255,18 @@ def _stage(needs: StageNeeds, fitting: Fitting, stage: int, settings: PeerSettin
     if why := fitting.reasons.get(stage):
         level, other = ("warning", "hold another stage, or ") if fitting else ("failed", "")
         is_too_large = needs.memory(stage) > memory_limit(settings)
-        fix = "use a machine with more memory" if is_too_large else "give the data"
+        fix = "use a machine with more memory" if is_too_large else "provide the data with --data"
         return Check(name, level, why, f"{other}{fix}")
     reads = "; this machine can be a head, because it can read the data" if stage == 0 else ""
     text = (
-        f"{count(needs.part(stage).num_parameters)} parameters: {mib(needs.memory(stage))} of memory, plus "
-        f"activations; this fits into the {mib(memory_limit(settings))} that may be used{reads}"
+        f"{count(needs.part(stage).num_parameters)} parameters: {mib(needs.memory(stage))} of memory plus activations, "
+        f"which fits within the limit of {mib(memory_limit(settings))}{reads}"
     )
     return Check(name, "ok", text)
 
 
 def _link(needs: StageNeeds, settings: PeerSettings, download_bytes_per_s: float | None) -> Check:
-    """Report the tokens per second that the link can carry, at the lower of its measured rate and its limits."""
+    """Check the link at the lowest of the measured rate and the limits in the settings."""
     known = {
         "measured": download_bytes_per_s,
         "--max-upload": settings.upload_bytes_per_s,
@@ -274,4 +276,4 @@ def _link(needs: StageNeeds, settings: PeerSettings, download_bytes_per_s: float
     origin = min(rates, key=lambda origin: rates[origin])
     mbit_s = rates[origin] * 8 / 1e6
     carried = link_tokens_per_s(needs.spec.pipeline, needs.sizes.hidden_size, mbit_s=mbit_s)
-    return Check("link", "ok", f"{mbit_s:,.0f} Mbit/s each way ({origin}) carry {count(carried)} tokens/s")
+    return Check("link", "ok", f"{mbit_s:,.0f} Mbit/s each way ({origin}) can carry {count(carried)} tokens/s")

@@ -1,6 +1,6 @@
-"""Observes a swarm from outside, using the records of its peers in the DHT.
+"""Describes a swarm from the outside, based on the records of its peers in the DHT.
 
-`Watcher` keeps the records that it has read. Its `summary` is the JSON that docs/monitoring.md describes.
+`Watcher` keeps the records that have been read; `summary` is the JSON that docs/monitoring.md describes.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from noloco_p2p.telemetry.totals import Peers, totals
 from noloco_p2p.ticket import Ticket
 
 SUMMARY_VERSION = 1
-SETTLE_S = 2.0  # after the first record, because the others arrive with the same read or the next one
-COMMON_MARK_S = TTL_S / 4 + 5.0  # time for every peer to announce itself again, and for its record to be read
-MOST = 2 / 3  # of the peers that publish a sketch
+SETTLE_S = 2.0  # wait after the first record; the others arrive with the same read or the next one
+COMMON_MARK_S = TTL_S / 4 + 5.0  # the time until every peer has announced itself again and its record has been read
+MOST = 2 / 3  # share of the peers that publish a sketch
 LOOK_AGAIN_S = 1.0
-# the causes of solo rounds are shown in one field
+# The causes of solo rounds are shown together.
 SHOWN = tuple(name for name in RECORDED if not name.startswith("alone_"))
 
 
 class Watcher:
-    """Observes one run. Each call of `look` reads what the directory holds at that moment."""
+    """Observes one run. Each `look` reads the current records of the directory."""
 
     def __init__(self, ticket: Ticket) -> None:
         self.ticket = ticket
@@ -93,7 +93,7 @@ class Watcher:
         }
 
     def estimate(self) -> int | None:
-        """Return the estimated number of live peers, or None if all of them have been read."""
+        """The estimated number of live peers. It is None once all peers have been read."""
         return self.headcount.others if self.headcount and self.headcount.is_estimate else None
 
     def totals(self) -> dict[str, Any]:
@@ -139,7 +139,7 @@ class Watcher:
 async def snapshot(ticket: Ticket) -> dict[str, Any]:
     """Read the swarm once, and return its summary. Raises Unreachable if no peer of the run is found.
 
-    If too few sketches can be compared, it keeps reading until every peer has had time to announce itself again.
+    If too few peers have comparable sketches, it keeps reading until every peer has announced itself again.
     """
     async with reader(ticket) as directory:
         await find_somebody(ticket, directory)

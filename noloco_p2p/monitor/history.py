@@ -1,4 +1,4 @@
-"""Stores the curves of a swarm in SQLite. Older parts of a curve are coarser, so the size is bounded.
+"""The curves of a swarm in SQLite. Recent samples are dense, older ones are sparse, and the size is bounded.
 
 There is one tick every SAMPLE_S seconds. A sample that was taken at tick k and is `a` ticks old is kept if k is a
 multiple of 2^j, where 2^j is the largest power of two that is at most a / FINE_TICKS (or 1). Each doubling of the age
@@ -26,8 +26,8 @@ MAX_PEER_ROWS = 400_000  # about 25 MB
 OCTAVES = 12  # doublings of age that fit: 360 ticks times 2^12 are half a year
 THIN_EVERY_TICKS = 30
 MAX_MEETINGS = 5_000
-MAX_SERIES = 60  # the largest number of peers whose curves are returned at once
-NAMES = (*(total.name for total in TOTALS), "spread")  # the totals whose curves are kept
+MAX_SERIES = 60  # maximum number of peers whose curves are returned at once
+NAMES = (*(total.name for total in TOTALS), "spread")  # of the totals whose curves are kept
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS swarm (tick INTEGER PRIMARY KEY, alive INTEGER);
 CREATE TABLE IF NOT EXISTS peer (id INTEGER PRIMARY KEY, name TEXT UNIQUE);
@@ -58,7 +58,7 @@ def _opened(path: Path | str) -> sqlite3.Connection:
 
 
 class History:
-    """The curves of one run in one file. Any thread can use them. A write error is logged only once."""
+    """The curves of one run in one file. Any thread can use them. A write error is logged once."""
 
     def __init__(self, path: Path | str, *, max_peer_rows: int = MAX_PEER_ROWS) -> None:
         """Open the file, or create it. Raises SettingsError if that fails."""
@@ -67,8 +67,8 @@ class History:
                 path.parent.mkdir(parents=True, exist_ok=True)
             self._db = _opened(path)
         except (OSError, sqlite3.Error) as error:
-            raise SettingsError(f"--history {path} cannot be used: {error}; name another file") from None
-        self._using = threading.Lock()  # guards the connection and the cached ids
+            raise SettingsError(f"--history {path} cannot be used: {error}; choose another file") from None
+        self._using = threading.Lock()  # guards the connection and the caches of its rows
         self._ids = {name: number for number, name in self._db.execute("SELECT id, name FROM peer")}
         self._last_tick = self._db.execute("SELECT max(tick) FROM swarm").fetchone()[0] or 0
         self._failed = False
@@ -79,7 +79,7 @@ class History:
         self._db.close()
 
     def add(self, summary: dict[str, Any], meetings: Sequence[Meeting]) -> bool:
-        """Store a sample if one is due, and return whether it was."""
+        """Store a sample if one is due, and return whether one was due."""
         tick = int(summary["time_s"] // SAMPLE_S)
         if tick <= self._last_tick:
             return False
@@ -91,7 +91,7 @@ class History:
                     self._thin(tick)
         except sqlite3.Error as error:
             if not self._failed:
-                log.error("cannot write the curves: %s", error)
+                log.error("cannot store the curves (further errors are not logged): %s", error)
             self._failed = True
         return True
 

@@ -1,4 +1,4 @@
-"""Makes the notices that tell an operator what to look at first. The functions are pure."""
+"""Notices about problems that an operator of a swarm should look at first. The functions are pure."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from noloco_p2p.telemetry.console import duration, named, numbered_stages
 STALE_AFTER_S = 20.0  # age of the directory, which is read every 5 s
 SOLO_SHARE = 0.25
 ENOUGH_ROUNDS = 10
-ASTRAY = 4.0  # multiple of the spread
+ASTRAY = 4.0  # multiple of the median distance
 UNREACHED_ROUNDS = 10
 
 CAUSES = {
     LonelyCause.NOBODY: "no other peer was training",
     LonelyCause.REFUSED: "partners refused",
     LonelyCause.NO_ANSWER: "partners did not answer",
-    LonelyCause.FAILED: "swaps broke",
+    LonelyCause.FAILED: "swaps failed",
     LonelyCause.SLOW: "swaps were not ready in time",
-    LonelyCause.REFUSED_STATE: "what partners sent was refused",
+    LonelyCause.REFUSED_STATE: "the data from partners was rejected",
 }
 
 
@@ -46,10 +46,10 @@ def notices(
     now_s: float,
     num_estimated: int | None = None,
 ) -> list[Notice]:
-    """Return the notices, with the most serious ones first. The list is empty if all is well.
+    """Return the notices, with the worst first. There are none if all is well.
 
-    `spreads` has one spread per stage. `num_estimated` is the estimated number of peers if not all of them have been
-    read.
+    `spreads` has one spread per stage. `num_estimated` is the estimated number of peers of a swarm that has not been
+    read completely.
     """
     found: list[Notice] = []
     health = {peer: member.health(now_s) for peer, member in roster.members.items()}
@@ -69,7 +69,9 @@ def notices(
         found.append(Notice("warn", f"{_peers(silent)} missed two announcements and may be gone."))
     found += _solo(roster, "no other peer held their stage" if stages else CAUSES[LonelyCause.NOBODY])
     far = [peer for spread in spreads if spread.num_peers >= 4 for peer in _astray(spread)]
-    found += [Notice("warn", f"{named(peer)} is far from the other replicas.") for peer in far[:3]]
+    found += [
+        Notice("warn", f"The weights of {named(peer)} are far from those of the other replicas.") for peer in far[:3]
+    ]
     unreached = [
         r
         for r in alive
@@ -77,7 +79,7 @@ def notices(
     ]
     if unreached and len(alive) > 1:
         found.append(
-            Notice("info", f"No other peer has ever reached {_peers(len(unreached))}. Are they behind a firewall?")
+            Notice("info", f"{_peers(len(unreached))} may be behind a firewall: no other peer has reached them yet.")
         )
     if num_estimated is not None:
         read = f"{len(alive)} of them have been read so far"
@@ -85,7 +87,7 @@ def notices(
     versions = Counter(record.software for record in alive)
     if len(versions) > 1:
         told = ", ".join(f"{version} ({number})" for version, number in sorted(versions.items()))
-        found.append(Notice("info", f"Peers run {len(versions)} versions: {told}."))
+        found.append(Notice("info", f"Peers are running {len(versions)} versions: {told}."))
     return found
 
 
@@ -95,12 +97,15 @@ def _lost(roster: Roster, health: dict[str, Health], now_s: float) -> list[Notic
     if not lately:
         return []
     names = ", ".join(named(peer) for _, peer in lately[:3]) + (" and others" if len(lately) > 3 else "")
-    said = f"Lost {_peers(len(lately))} without notice: {names}, last heard from {duration(lately[0][0])} ago."
+    said = (
+        f"Lost {_peers(len(lately))} that did not announce leaving: {names}. "
+        f"The newest record is {duration(lately[0][0])} old."
+    )
     return [Notice("warn", said)]
 
 
 def _solo(roster: Roster, nobody: str) -> list[Notice]:
-    """Return a notice if many rounds were solo. `nobody` is the text for the cause NOBODY."""
+    """Return notices about solo rounds. `nobody` is the text for the cause NOBODY."""
     lately = roster.lately()
     rounds = lately["swaps"] + lately["halves"] + lately["alone"]
     if rounds < ENOUGH_ROUNDS or lately["alone"] < SOLO_SHARE * rounds:
@@ -116,7 +121,7 @@ def _empty(stages: Sequence[Stage], alive: Sequence[PeerRecord]) -> list[Notice]
     empty = sorted(row["stage"] for row in stages if not row["peers"])
     if not empty or all(record.state != "training" for record in alive):
         return []
-    return [Notice("bad", f"No peer holds {numbered_stages(empty)}, so no microbatch gets through.")]
+    return [Notice("bad", f"No peer holds {numbered_stages(empty)}, so no microbatch can get through.")]
 
 
 def _astray(spread: Spread) -> list[str]:

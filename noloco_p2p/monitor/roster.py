@@ -25,12 +25,12 @@ ROUNDS = ("swaps", "halves", "alone", *LonelyCause)  # counted over the window
 
 
 class Health(StrEnum):
-    """The health of a peer, judged by its last record. Monitors show peers in this order."""
+    """The health of a peer, judged by the age of its last record. Monitors list peers in this order."""
 
     ALIVE = "alive"
     SILENT = "silent"  # it has missed two announcements
     LEAVING = "leaving"
-    LEFT = "left"  # it announced that it left
+    LEFT = "left"  # it announced that it was leaving
     GONE = "gone"  # its record expired before it announced leaving
 
 
@@ -45,7 +45,7 @@ class Meeting:
 
 @dataclass(slots=True)
 class Member:
-    """A peer, its newest record, and the time when that record was made."""
+    """A peer's newest record, and the time at which it was made, according to the clock of `Roster.take`."""
 
     record: PeerRecord
     made_at_s: float
@@ -64,9 +64,9 @@ class Member:
 
 @dataclass(slots=True)
 class Roster:
-    """The peers that were seen in the last hour. Call `take` after each read of the directory.
+    """All peers that have been seen. Call `take` after each read of the directory.
 
-    Times are Unix seconds of this machine.
+    Times are Unix seconds on this machine's clock.
     """
 
     members: dict[str, Member] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Uses the sketches in the records of peers to estimate how far apart their replicas are. No weights are transferred.
+"""Estimates how far apart the replicas are from the sketches in their records, without fetching any weights.
 
 spread = sqrt(mean_i |phi_i - mean|^2) / |mean|, where phi_i are the slow weights of peer i. It is the quantity that
 `trainer.swarm_evaluation` measures on checkpoints. The distances follow from the sketches, and the records contain the
@@ -6,13 +6,11 @@ exact norms. The norm of the mean follows from |mean|^2 = mean_i |phi_i|^2 - mea
 
 Peers make sketches at marks, which are fixed points of the schedule (`peer/sketcher.py`), and only sketches of the same
 mark can be compared. A record holds one sketch, and peers reach a mark and announce it at different times. For this
-reason, the monitor keeps the last few sketches of each peer. It finds the largest number of peers that share a mark,
-and uses the newest mark that nearly as many peers share. If the same peers share more marks close to it, the monitor
-averages over them, because the sketches of different marks are independent.
-
-With n peers whose deviations are independent, one mark yields the spread with a relative standard deviation of
-1 / sqrt(2 * SKETCH_SIZE * (n - 1)), which is 9 % for two peers. With k marks, it is smaller by a factor of sqrt(k). Two
-peers that have just swapped with each other count as one.
+reason, the monitor keeps the last few sketches of each peer. It uses the newest mark that nearly as many peers have as
+any other mark. If the same peers share more marks close to it, the monitor averages over them, because the sketches of
+different marks are independent. With n peers whose deviations are independent, one mark
+gives the spread with a relative standard deviation of 1 / sqrt(2 * SKETCH_SIZE * (n - 1)), which is 9 % for two peers.
+Averaging over k marks divides this by sqrt(k). Two peers that have just swapped with each other count as one.
 """
 
 from __future__ import annotations
@@ -36,9 +34,8 @@ NEARLY = 0.9
 class Spread:
     """The spread of the replicas.
 
-    `of_all` is the spread, relative to the norm of the mean. `of_each` is the distance of each peer from the mean,
-    relative to the same norm. `progress` is the point of the schedule at which the weights are compared. It is 1 for
-    peers that have stopped training.
+    `of_all` is relative to the norm of the mean. `of_each` is the distance of each peer from the mean, relative to the
+    same norm. `progress` is the point of the schedule at which the peers had these weights. It is 1 for peers at rest.
     """
 
     of_all: float
@@ -78,7 +75,7 @@ class Sketches:
         return len(self._by_peer)
 
     def take(self, records: Iterable[PeerRecord]) -> None:
-        """Add the sketches in `records`, and forget all peers that have no record there."""
+        """Add the sketches that these peers publish now, and forget all other peers."""
         before, self._by_peer = self._by_peer, {}
         for record in records:
             kept = before.get(record.peer_id) or _Kept()
@@ -87,7 +84,7 @@ class Sketches:
                 self._by_peer[record.peer_id] = kept
 
     def measure(self) -> Spread | None:
-        """Estimate the spread of the peers that share a mark. Return None if no two peers do."""
+        """Measure the spread of the peers that share a mark. It is None if no two peers do."""
         by_mark: dict[int, dict[str, Sketch]] = defaultdict(dict)
         for peer, kept in self._by_peer.items():
             for mark, sketch in kept.by_mark.items():

@@ -1,4 +1,4 @@
-"""Summarizes the records of the peers of each stage, in a run whose model is cut into stages."""
+"""Summarizes the peers of each stage, based on their records, in a run whose model is cut into stages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shows the swarm as text: as a table that fits the terminal, or as plain lines elsewhere."""
+"""Shows the swarm as text: drawn by rich on a terminal of any size, and as plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ GAP = 2  # between two columns
 class Column:
     """A column of the table of peers or of the table of stages.
 
-    `show` formats a cell. `key` sorts the rows of peers, with None last. On a narrow terminal, the columns with the
-    highest `rank` are left out first.
+    `show` formats a cell. `key` sorts the rows, with None last. Stages are not sorted. On a narrow terminal, the
+    columns of the highest `rank` are left out first.
     """
 
     name: str
@@ -103,10 +103,7 @@ STAGE_COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The column by which peers are sorted, and a filter.
-
-    With `words`, only peers that have them in their id, name, state, partner, reach or version are shown.
-    """
+    """The column to sort by, and a filter: peers with `words` in their id, name, state, partner, reach or version."""
 
     sort: str = "state"
     words: str = ""
@@ -114,7 +111,7 @@ class Choice:
 
     def __post_init__(self) -> None:
         if self.sort not in BY_NAME:
-            raise SettingsError(f"--sort {self.sort!r} must be one of: {', '.join(BY_NAME)}")
+            raise SettingsError(f"--sort {self.sort!r} is not a column; choose one of: {', '.join(BY_NAME)}")
 
     def of(self, peers: Sequence[Peer]) -> list[Peer]:
         key, words = BY_NAME[self.sort].key, self.words.lower()
@@ -132,7 +129,7 @@ def _texts(peer: Peer) -> tuple[str, ...]:
 
 
 def percent(share: float | None) -> str:
-    """Format a fraction: 0.0039 -> '0.39 %'. Values below the noise of the sketches become '<0.01 %'."""
+    """Format a share: 0.0039 -> '0.39 %'. Values below the noise of the sketches become '<0.01 %'."""
     if share is None:
         return "-"
     return "<0.01 %" if share < 1e-4 else f"{100 * share:.2g} %" if share < 0.1 else f"{100 * share:.0f} %"
@@ -145,7 +142,7 @@ def _part(share: float | None) -> str:
 def headline(swarm: dict[str, Any]) -> str:
     """Return the first line: `run tiny: 3 alive, 1 gone | 12.3k tokens/s | loss 1.498 | spread 0.39 % | 34 % done`."""
     totals = swarm["totals"]
-    counts = ", ".join(f"{totals[kind]} {kind}" for kind in Health if totals[kind]) or "no peer known"
+    counts = ", ".join(f"{totals[kind]} {kind}" for kind in Health if totals[kind]) or "no known peers"
     parts = [f"run {swarm['run']}: {counts}", f"{count(totals['tokens_per_s'])} tokens/s"]
     if totals["loss"] is not None:
         parts.append(f"loss {loss(totals['loss'])}")
@@ -179,13 +176,15 @@ def view(swarm: dict[str, Any], choice: Choice, *, width: int, height: int) -> G
     more = "and {} more: use --filter, --sort or a larger window"
     stages = swarm["stages"][: height // STAGES_SHARE]
     used = sum(len(textwrap.wrap(line.plain, width)) for line in [*lines, Text(more)])
-    used += len(stages) + 2 if stages else 0  # their header, and the line about hidden stages
-    room = max(1, height - used - 3)  # a blank line, the header, and the line of the cursor
+    used += len(stages) + 2 if stages else 0  # their header, and the line about hidden ones
+    room = max(
+        1, height - used - 3
+    )  # without a blank line, the header, and the line that a terminal reserves for the cursor
     shown = peers[:room]
     parts: list[Any] = [*lines, Text("")]
     if stages:
         hidden = len(swarm["stages"]) - len(stages)
-        rest = f"and {hidden} more with more capacity" if hidden else ""
+        rest = f"and {hidden} more stages with more capacity" if hidden else ""
         parts += [stage_table(stages, width=width), Text(rest, style="dim")]
     parts.append(table(shown, columns_of(swarm), width=width, sort=choice.sort))
     if len(shown) < len(peers):
@@ -233,7 +232,7 @@ def columns_of(swarm: dict[str, Any]) -> tuple[Column, ...]:
 def fitting(
     rows: Sequence[dict[str, Any]], columns: Sequence[Column], *, width: int | None
 ) -> tuple[list[Column], list[tuple[str, ...]]]:
-    """Return the columns that fit into `width`, in order, and the cells of the rows. With None, all columns fit."""
+    """Return the columns that fit, in order, and the cells of the rows. If `width` is None, all columns fit."""
     shown = {column.name: [column.show(row) for row in rows] for column in columns}
     widths = {name: max(map(cells, [name, *column])) for name, column in shown.items()}
     left = list(columns)

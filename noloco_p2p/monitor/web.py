@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 STATIC = Path(__file__).parent / "static"
 LOOK_S = 2.0
 KEEPALIVE_S = 15.0
-MAX_READERS = 100  # of server-sent events
+MAX_READERS = 100  # maximum number of readers of server-sent events
 MEETINGS_SHOWN_S = 120.0
 STALE_S = 30.0  # the monitor is unhealthy if it has not read the swarm for this long
 HEADERS = {
@@ -52,7 +52,7 @@ HEADERS = {
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
 }
-ROW = (  # the fields of a peer on the page; made_at_s instead of an age, so that unchanged peers need no update
+ROW = (  # the fields of a peer on the page, in order; made_at_s instead of an age, so that only changes are sent
     *(
         "peer_id",
         "name",
@@ -82,7 +82,7 @@ COLUMNS = [  # the columns of metrics; page.js defines the others
 
 
 class SwarmFeed:
-    """Sends the state of a watcher, and the changes after each read, to any number of readers."""
+    """Sends the newest state of a watcher, and the changes after each read, to any number of readers."""
 
     def __init__(self, watcher: Watcher, history: History) -> None:
         self.watcher = watcher
@@ -140,7 +140,7 @@ class SwarmFeed:
         return _event("whole", state)
 
     async def read(self) -> AsyncGenerator[bytes]:
-        """Yield server-sent events. A reader that is too slow for updates gets the whole state again."""
+        """Yield server-sent events. A reader that is too slow for updates is sent the whole state again."""
         self.num_readers += 1
         try:
             number, first = self._number, True
@@ -161,7 +161,7 @@ class SwarmFeed:
             self.num_readers -= 1
 
     def status(self) -> dict[str, Any]:
-        """Return the response of /api/status, which is the summary without the addresses of peers."""
+        """Return the response to /api/status: the summary without addresses, which stay private."""
         peers = [{name: value for name, value in peer.items() if name != "addresses"} for peer in self._peers()]
         return {**self.summary, "peers": peers}
 
@@ -248,7 +248,7 @@ async def serve(
         server = HttpServer(app(feed), host=host, port=port)
         await feed.look(lambda: feed.watcher.look(directory))
         await server.start(flag="--listen")
-        say(f"the page is at http://{host}:{server.port}/ (curves are kept in {history}); Ctrl-C stops it")
+        say(f"the page is at http://{host}:{server.port}/ (curves are stored in {history}); press Ctrl-C to stop")
         try:
             await _until(stop, lambda: feed.look(lambda: feed.watcher.look(directory)))
         finally:
@@ -262,8 +262,8 @@ async def _until(stop: asyncio.Event, look: Callable[[], Awaitable[None]]) -> No
     while not stop.is_set():
         try:
             await look()
-        except Exception:  # old values with a warning are better than none
-            log.exception("reading the swarm failed")
+        except Exception:  # showing old values, labelled as old, is better than showing nothing
+            log.exception("cannot read the swarm")
         with suppress(TimeoutError):
             await asyncio.wait_for(stop.wait(), LOOK_S)
 

@@ -10,14 +10,14 @@ from typing import Any, ParamSpec, TypeVar
 P = ParamSpec("P")
 T = TypeVar("T")
 
-TICK_S = 1e-9  # the amount by which timers fire late
+TICK_S = 1e-9  # the time by which timers are late
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
-    """An event loop whose `time()` begins at 0 and jumps to the next timer when all coroutines are waiting.
+    """An event loop whose `time()` starts at 0 and jumps to the next timer when all coroutines are waiting.
 
-    Code takes no time except when it sleeps. The same coroutines always produce the same order of events. The loop
-    raises RuntimeError if all coroutines are waiting and no timer is left.
+    Code takes no virtual time except when it sleeps. The same coroutines always produce the same order of events.
+    Raises RuntimeError if all coroutines are waiting and no timer is left.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def select(self, timeout: float | None) -> list[Any]:
         if timeout is None:
-            raise RuntimeError("all coroutines wait, and no timer is left to wake one")
+            raise RuntimeError("all coroutines are waiting, and no timer is left to wake one")
         if timeout > 0 or not self._is_busy():
             self._now_s += timeout + TICK_S
         return []
@@ -47,7 +47,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         """Do nothing, because there are no events without sockets."""
 
     def _write_to_self(self) -> None:
-        """Do nothing, because no other thread needs to wake the loop."""
+        """Do nothing, because no other thread has to wake the loop."""
 
 
 class InlineExecutor(Executor):
@@ -63,6 +63,6 @@ class InlineExecutor(Executor):
 
 
 def run_virtual(main: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine on a virtual clock, like `asyncio.run`."""
+    """Run a coroutine on a virtual clock, as `asyncio.run` does on a real one."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(main)

@@ -1,4 +1,4 @@
-"""Simulates the baselines, which are rules that see all replicas at once, with the same data and model."""
+"""Simulates the baselines, which are rules that see all replicas (`optim/rules.py`), on the same text and model."""
 
 from __future__ import annotations
 
@@ -31,8 +31,7 @@ def simulate_lockstep(material: Material, plan: Plan, *, rule: str) -> Result:
 def ring_of(rule: str, codec_name: str, *, num_elements: int) -> Ring:
     """Return the ring all-reduce of a collective rule.
 
-    DiLoCo uses `codec_name`, which is the codec of outer gradients in the run. The rule `ddp` sends fp32 gradients if
-    the codec is fp32, and otherwise bf16 gradients, like the bf16 hook of DDP.
+    DiLoCo uses that codec. ddp sends fp32 if the codec is fp32, and otherwise bf16 gradients, as DDP's hook does.
     """
     name = "bf16" if rule == "ddp" and codec_name != "fp32" else codec_name
     if name == "fp32":
@@ -41,7 +40,7 @@ def ring_of(rule: str, codec_name: str, *, num_elements: int) -> Ring:
 
     def coded(vector: Tensor) -> Tensor:
         if not vector.isfinite().all():
-            return vector  # keep a diverged run diverged
+            return vector  # a run that diverges must continue to diverge
         parts = [vector[start:stop] for start, stop in chunk_bounds(vector.numel())]
         return torch.cat([codec.decode(codec.encode(part), num_elements=part.numel()) for part in parts])
 

@@ -24,11 +24,11 @@ class Material:
     tokenizer: PreTrainedTokenizerBase
     validation: list[Tensor]
     bindings: Mapping[str, str]
-    device: torch.device  # the device of all models; outer states are on the CPU, like in a real peer
+    device: torch.device  # of all models; outer states stay on the CPU, as in a real peer
 
     @classmethod
     def of(cls, spec: TrainerSpec, bindings: Mapping[str, str], *, device: torch.device = CPU) -> Material:
-        """Build the material of a spec. Raises DataError or ModelError, like the trainer."""
+        """Build the material of a spec. Raises DataError and ModelError in the same cases as the trainer."""
         tokenizer = build_tokenizer(spec.data)
         validation = validation_batches(
             spec.data,
@@ -46,7 +46,8 @@ class Material:
         return model
 
     def batches(self, peer_id: str, *, replica: int = 0, batch_size: int | None = None) -> TokenStream:
-        """Return the batches of a replica.
+        """Open the batches of a replica. `{replica}` in a binding is its number, so each replica can read different
+        files.
 
         `{replica}` in a binding is replaced by the number of the replica, so that each replica can read different
         files. If `batch_size` is None, it is `train.batch_size`. The sequences and their order do not depend on it.

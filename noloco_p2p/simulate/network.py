@@ -1,4 +1,4 @@
-"""Simulates the network with links that have a delay and a rate, on the clock of the running loop."""
+"""A network of links with a delay and a rate, on the clock of the running loop. It takes the place of `net`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from noloco_p2p.gossip.seams import Candidate, FrameStream
 from noloco_p2p.testing.links import BUFFER_S, PROFILES, LinkProfile, Shape
 from noloco_p2p.testing.memory import MemoryNetwork, Wrap, unchanged
 
-FRAME_BYTES = 64  # size of a frame without its payload
+FRAME_BYTES = 64  # bytes of a frame besides its payload
 IDEAL = LinkProfile("ideal", down_mbit_s=float("inf"), up_mbit_s=float("inf"), delay_ms=0, jitter_ms=0)
 LINKS = {IDEAL.name: IDEAL, **PROFILES}
 
@@ -28,7 +28,7 @@ class LinkDirection(Protocol):
         ...
 
     async def drain(self) -> None:
-        """Wait while the buffer of the link is full."""
+        """Wait until the link accepts more bytes, as a sender does when its buffer is full."""
         ...
 
 
@@ -74,10 +74,10 @@ class LinkNetwork(MemoryNetwork):
         self._lose = lose
         self._frames_a_swap = frames_a_swap
         self._rng = random.Random(f"lost/{seed}")
-        self._streams: dict[str, list[LinkStream]] = {}  # the open streams of each peer, with both ends
+        self._streams: dict[str, list[LinkStream]] = {}  # open streams by peer, both ends of each
 
     def connect(self, caller: str, called: str) -> LinkStream:
-        """Open a stream, and return the caller's end. The called peer gets the other end when the call has arrived."""
+        """Return the caller's end of a new stream. The called peer gets the other end when the call has arrived."""
         self.service(called)
         ours, theirs = self.links[caller], self.links[called]
         here, there = LinkStream(called, ours.up, ours.down), LinkStream(caller, theirs.up, theirs.down)
@@ -123,8 +123,8 @@ class LinkTransport:
         return await service.on_status(swap_id)
 
     async def fetch(self, candidate: Candidate, want: FetchWant, *, timeout_s: float) -> AsyncGenerator[FetchItem]:
-        """Raise Unreachable, because simulated newcomers copy the state of their donor directly."""
-        raise Unreachable("states are not fetched in a simulation", peer=candidate.peer_id)
+        """Raise Unreachable: simulated newcomers take their donor's state directly."""
+        raise Unreachable("states cannot be fetched in a simulation", peer=candidate.peer_id)
         yield
 
 
@@ -171,7 +171,7 @@ class LinkStream:
         try:
             frame = await asyncio.wait_for(self._received.get(), timeout_s)
         except TimeoutError:
-            raise TimedOut(f"nothing arrived for {timeout_s:.1f} s", peer=self._peer) from None
+            raise TimedOut(f"no frame arrived for {timeout_s:.1f} s", peer=self._peer) from None
         if frame is None:
             self._is_drained = True
             raise Unreachable("the stream is closed", peer=self._peer)
@@ -181,7 +181,7 @@ class LinkStream:
         self.end()
 
     def end(self) -> None:
-        """End the stream for both ends. Frames in flight still arrive, like over TCP."""
+        """End the stream for both ends. Frames in flight still arrive, as over TCP."""
         for stream in (self, self._partner):
             if not stream.has_ended:
                 stream.has_ended = True

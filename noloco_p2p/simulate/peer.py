@@ -1,4 +1,4 @@
-"""Simulates the rounds of a peer, with the code of a real peer on a virtual network, and counts their outcomes.
+"""The rounds of a simulated peer: the code of a real peer on a virtual network, with counters of the outcomes.
 
 `SimulatedReplica` trains a whole model, and `StageNode` trains one stage.
 """
@@ -107,7 +107,7 @@ class SimulatedPeer:
         return self._metrics.late
 
     def take(self, donor: SimulatedPeer) -> None:
-        """Copy the state of another peer, like a newcomer."""
+        """Take over the state of another peer, as a newcomer does."""
         self.state.take(donor.state.tensors())
         self._rounds.restart(round_index=donor._rounds.round, progress=donor.progress)
 
@@ -198,7 +198,7 @@ class Around:
 
 
 class Absent(Around):
-    """An exchange for a replica that cannot be reached. It trains, but its rounds are not open to other peers."""
+    """An exchange for a replica that cannot be reached. The replica trains, but its rounds are not open to others."""
 
     def open(self, round_index: int, *, state: dict[SectionName, Tensor], **options: Any) -> None:
         steps = {name: options[name] for name in ("steps_done", "inner_steps", "shortest_round_s")}

@@ -1,4 +1,4 @@
-"""Defines and parses the input of a simulation: replicas, their speeds and links, and churn."""
+"""The input of a simulation: replicas, their speeds and links, and the events and faults that affect them."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Churn:
-    """Faults, and peers that join, leave and crash.
+    """The faults of a run, and the peers that join, leave or crash.
 
-    `lose` is the fraction of calls whose connection breaks. The peers of a broken call look for other partners, like on
-    a real network. `absent` is the fraction of rounds in which nobody can reach a replica, so that it has a solo round.
+    `lose` is the share of calls whose connection breaks. Their peers then look for other partners, as on a real
+    network. `absent` is the share of rounds in which nobody can reach a replica, so that it has a solo round.
     """
 
     events: tuple[Event, ...] = ()
@@ -69,7 +69,7 @@ class Plan:
 
 
 def parse_churn(text: str, *, num_replicas: int | tuple[int, ...]) -> Churn:
-    """Parse comma-separated items like those in EXAMPLE. Raises SettingsError, which names the item that is wrong.
+    """Parse comma-separated items such as those in EXAMPLE. Raises SettingsError, which names the wrong item.
 
     In a run with stages, `num_replicas` has one number per stage, and events also name the stage of a replica, for
     example `crash:1.2@200`.
@@ -83,13 +83,13 @@ def parse_churn(text: str, *, num_replicas: int | tuple[int, ...]) -> Churn:
         elif match := SHARE.fullmatch(item):
             shares[match[1]] = float(match[2])
         else:
-            raise SettingsError(f"--churn {item}: must look like one of these: {EXAMPLE}")
+            raise SettingsError(f"--churn {item} is not an event or a share; examples: {EXAMPLE}")
     churn = Churn(tuple(sorted(events, key=lambda event: event.at_s)), **shares)
     for stage, num in enumerate(stages):
         if all(churn.joins_at_s(replica, stage) is not None for replica in range(num)):
             of_stage = f" of stage {stage}" if len(stages) > 1 else ""
             raise SettingsError(
-                f"--churn: at least one replica{of_stage} must be present from the start, as the donor of the others"
+                f"--churn: at least one replica{of_stage} must be present from the start as the donor of the others"
             )
     return churn
 
@@ -97,13 +97,15 @@ def parse_churn(text: str, *, num_replicas: int | tuple[int, ...]) -> Churn:
 def _event(match: re.Match[str], item: str, stages: tuple[int, ...]) -> Event:
     kind, stage, replica, at_s = match.groups()
     if (stage is not None) != (len(stages) > 1):
-        wanted = "a replica of a stage, as in crash:1.2@200" if stage is None else "only a replica, as in crash:2@200"
-        raise SettingsError(f"--churn {item}: must name {wanted}")
+        wanted = "a stage and a replica, as in crash:1.2@200" if stage is None else "only a replica, as in crash:2@200"
+        raise SettingsError(f"--churn {item} must name {wanted}")
     index = int(stage or 0)
     if index >= len(stages):
-        raise SettingsError(f"--churn {item}: stages are 0 to {len(stages) - 1}")
+        raise SettingsError(f"--churn {item}: no such stage (they are numbered 0 to {len(stages) - 1})")
     if int(replica) >= stages[index]:
-        raise SettingsError(f"--churn {item}: replicas are 0 to {stages[index] - 1}; raise --replicas")
+        raise SettingsError(
+            f"--churn {item}: no such replica (they are numbered 0 to {stages[index] - 1}); increase --replicas"
+        )
     assert kind in ("join", "leave", "crash")
     return Event(kind, int(replica), float(at_s), index)
 
@@ -115,12 +117,12 @@ def parse_speeds(text: str) -> tuple[float, ...]:
     except ValueError:
         speeds = ()
     if not speeds or not all(0 < speed < float("inf") for speed in speeds):
-        raise SettingsError(f"--speeds {text}: must be comma-separated numbers above 0, for example 1,1,2,4")
+        raise SettingsError(f"--speeds {text} is invalid: give comma-separated numbers above 0, for example 1,1,2,4")
     return speeds
 
 
 def parse_links(names: Sequence[str]) -> tuple[LinkProfile, ...]:
-    """Parse links, which are names of profiles or have the form `100mbit-50ms`. Raises SettingsError if one is neither.
+    """Parse names of profiles, or a rate each way and the delay between two such peers, such as `100mbit-50ms`.
 
     `100mbit-50ms` is a link with 100 Mbit/s in each direction, and with 50 ms of delay between two such peers.
     """
@@ -133,5 +135,7 @@ def _link(name: str) -> LinkProfile:
         if rate > 0:
             return LinkProfile(name, down_mbit_s=rate, up_mbit_s=rate, delay_ms=delay_ms / 2, jitter_ms=0)
     if name not in LINKS:
-        raise SettingsError(f"--link {name}: must be one of {', '.join(LINKS)}, or a rate and a delay: 100mbit-50ms")
+        raise SettingsError(
+            f"--link {name} is unknown; choose from {', '.join(LINKS)}, or give a rate and a delay: 100mbit-50ms"
+        )
     return LINKS[name]

@@ -13,15 +13,15 @@ from noloco_p2p.simulate.result import Result
 def check(folder: Path) -> None:
     """Raise SettingsError if matplotlib is missing or the folder cannot be created."""
     if find_spec("matplotlib") is None:
-        raise SettingsError("--plot needs matplotlib: pip install 'noloco_p2p[plot]'")
+        raise SettingsError("--plot requires matplotlib: pip install 'noloco_p2p[plot]'")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise SettingsError(f"--plot {folder}: cannot be created: {error.strerror}") from None
+        raise SettingsError(f"--plot {folder} cannot be created: {error.strerror}") from None
 
 
 def draw(results: Sequence[Result], folder: Path) -> Path:
-    """Plot validation loss over virtual time, with a colour per rule and a line per replica, and return the file."""
+    """Plot validation loss over virtual time, with a colour per rule and a line per replica. Return the file."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -14,7 +14,7 @@ from noloco_p2p.telemetry.console import aligned, mib
 from noloco_p2p.trainer.swarm_evaluation import spread
 
 COLUMNS = (
-    *("rule", "replicas", "loss", "worst", "merged", "spread %", "sent a peer", "bytes/param/step"),
+    *("rule", "replicas", "loss", "worst", "merged", "spread %", "sent per peer", "bytes/param/step"),
     *("swapped", "half", "alone", "late", "virtual s"),
 )
 

@@ -27,13 +27,15 @@ def check_rules(rules: Sequence[str], plan: Plan) -> None:
     """Raise SettingsError if a rule does not exist or does not support the plan."""
     for rule in rules:
         if rule not in RULE_NAMES:
-            raise SettingsError(f"--rules {rule}: must be one of {', '.join(RULE_NAMES)}")
+            raise SettingsError(f"--rules {rule}: no such rule; choose from {', '.join(RULE_NAMES)}")
         if rule != NOLOCO and plan.churn.events:
             raise SettingsError(
-                f"--churn: replicas of {rule} cannot join, leave or crash; simulate this rule separately"
+                f"--churn: with the rule {rule}, replicas cannot join, leave or crash; simulate it separately"
             )
         if rule not in BEAR_ABSENCE and plan.churn.absent:
-            raise SettingsError(f"--churn: replicas of {rule} are never absent; leave out this rule, or absent")
+            raise SettingsError(
+                f"--churn: with the rule {rule}, replicas cannot be absent; omit either the rule or `absent`"
+            )
 
 
 def simulate(
@@ -44,10 +46,7 @@ def simulate(
     bindings: Mapping[str, str] | None = None,
     device: torch.device = CPU,
 ) -> Iterator[Result]:
-    """Yield the result of each rule when it is done.
-
-    On a CPU, the same spec, plan and number of threads always give the same bits.
-    """
+    """Yield the result of each rule when it is done. On a CPU, it is reproducible bit for bit."""
     material = Material.of(seeded(spec, plan.seed), bindings or {}, device=device)
     for rule in rules:
         yield simulate_swarm(material, plan) if rule == NOLOCO else simulate_lockstep(material, plan, rule=rule)
@@ -60,13 +59,13 @@ def check_stages(rules: Sequence[str], plan: StagedPlan, spec: TrainerSpec) -> N
     """Raise SettingsError if a pipeline cannot be simulated with these rules and settings."""
     for rule in rules:
         if rule not in STAGED_RULES:
-            raise SettingsError(f"--rules {rule}: with stages it must be one of {', '.join(STAGED_RULES)}")
+            raise SettingsError(f"--rules {rule} cannot be used with stages; choose from {', '.join(STAGED_RULES)}")
     if plan.paths == "fixed" and (len(set(plan.num_replicas)) > 1 or plan.churn.events):
-        raise SettingsError("--paths fixed: needs the same number of replicas in all stages, without events in --churn")
+        raise SettingsError("--paths fixed requires the same number of replicas in all stages, and no --churn events")
     if spec.train.batch_size % spec.pipeline.microbatch:
         raise SettingsError(
-            f"train.batch_size {spec.train.batch_size} must be a multiple of pipeline.microbatch "
-            f"{spec.pipeline.microbatch}, because otherwise the heads take larger steps than the spec says"
+            f"train.batch_size ({spec.train.batch_size}) must be a multiple of pipeline.microbatch "
+            f"({spec.pipeline.microbatch}); otherwise, the heads would take larger steps than the spec says"
         )
 
 
@@ -77,14 +76,14 @@ def simulate_stages(
     rules: Sequence[str] = (NOLOCO,),
     bindings: Mapping[str, str] | None = None,
 ) -> Iterator[StagedResult]:
-    """Yield the result of each rule for a model that is cut into stages. With `local`, replicas never mix."""
+    """Yield the result of each rule for a model cut into the stages of the plan. With `local`, replicas never mix."""
     material = Material.of(seeded(staged(spec, plan.num_stages), plan.seed), bindings or {})
     for rule in rules:
         yield run_pipeline(material, replace(plan, gossips=rule == NOLOCO))
 
 
 def seeded(spec: TrainerSpec, seed: int) -> TrainerSpec:
-    """Return a spec whose initial weights also depend on the seed. With seed 0, the spec is returned unchanged."""
+    """Return a spec whose start weights also depend on the seed. With the seed 0, the spec is unchanged."""
     if not seed:
         return spec
     return spec.with_changes({"model.seed": spec.model.seed + seed}, origin="--seed")

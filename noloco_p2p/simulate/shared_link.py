@@ -27,8 +27,7 @@ DONE_BYTES = 1e-3  # tolerance for rounding
 def patient(deadlines: Deadlines, *, chunk_bytes: int, mbit_s: float) -> Deadlines:
     """Extend deadlines if a link is so slow that one chunk of a swap takes longer than its receiver waits for progress.
 
-    Simulations of small models need this, because their links are slow in proportion and their vectors have only a few
-    chunks. Real models have many chunks.
+    This happens to a small model on a proportionally slow link, which has few, long chunks. A real model has many.
     """
     chunk_s = chunk_bytes / (SWAP_SHARE * mbit_s * 1e6 / 8)
     factor = max(1.0, CHUNKS_OF_PATIENCE * chunk_s / deadlines.progress_s)
@@ -48,10 +47,7 @@ class Cargo:
 
 
 class SharedWay:
-    """One direction of a link, without its delay.
-
-    It counts its busy time and the bytes of the pipeline and of swaps.
-    """
+    """One direction of a link, without delay. It counts its busy time and the bytes of the pipeline and of swaps."""
 
     def __init__(self, mbit_s: float) -> None:
         self.bytes_per_s = min(mbit_s * 1e6 / 8, FASTEST)
@@ -102,7 +98,7 @@ class SharedWay:
         self.busy_s += elapsed_s if served else 0.0
 
     def _plan(self) -> None:
-        """Set the timer for the moment when the next item has left the link."""
+        """Schedule `_finish` for the moment at which the next item has left the link."""
         if self._timer:
             self._timer.cancel()
         served = self._served()
@@ -165,7 +161,8 @@ def transfer(
     *,
     on_begin: Callable[[], None],
 ) -> None:
-    """Send a frame of the pipeline from one link to another.
+    """Send a frame of the pipeline from one link to another. It passes through both at the same time, so the second
+    link does not wait for the end of the frame.
 
     It passes both links at the same time, because the second link does not wait until the whole frame has arrived.
     `on_begin` is called when its first byte leaves.

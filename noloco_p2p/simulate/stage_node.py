@@ -1,4 +1,4 @@
-"""Simulates a node of a pipeline, which runs the real `flow` on a virtual clock and takes part in rounds.
+"""A node of a simulated pipeline. It drives the real `flow` code on a virtual clock, and takes part in rounds.
 
 The pipeline never stops for a swap. From the boundary of a round until its outer step, tasks continue with unchanged
 weights, but no inner step is closed. The outer step is taken between two tasks.
@@ -35,7 +35,7 @@ FAILED = object()  # the result of a task whose microbatch is lost
 
 
 class Pipeline(Protocol):
-    """The interface of the pipeline that a node uses."""
+    """The interface through which a node uses the rest of the pipeline."""
 
     def node(self, name: str) -> StageNode: ...
 
@@ -92,17 +92,17 @@ class StageNode(SimulatedPeer):
         self.work, self.link = work, link
         self.flops, self.flops_per_s = flops, flops_per_s
         self.rng = random.Random(f"flow/{seed}/{name}")
-        self.streams: dict[str, None] = {}  # the peers with an open stream, in order of opening
+        self.streams: dict[str, None] = {}  # open streams, in the order of opening
         self.downstream: set[str] = set()  # neighbours in the next stage
-        self.ring: set[str] = set()  # the sinks that a head drew, or the heads that a node of the last stage drew
+        self.ring: set[str] = set()  # at a head, the sinks that it drew; in the last stage, the heads that it drew
         self.unreachable: set[str] = set()
         self.is_alive = True
         self.has_finished = asyncio.Event()
         self.busy_s = 0.0
-        self.lateness: Counter[int] = Counter()  # counts of inner steps between a forward and its backward
-        self.latencies_s: list[float] = []  # at a head: from the launch to the end of the backward
-        self.num_counted = 0  # number of backwards; at a head, of its front
-        self.trained_tokens = 0  # tokens in closed steps, including the first token of each sequence
+        self.lateness: Counter[int] = Counter()  # inner steps from a forward to its backward
+        self.latencies_s: list[float] = []  # at a head, from a launch to the end of its backward
+        self.num_counted = 0  # backwards; at a head, the backwards of its front
+        self.trained_tokens = 0  # in closed steps, including the first ones of sequences
         self._pipeline = pipeline
         self._gossips = gossips
         self._is_frozen = False
@@ -163,7 +163,7 @@ class StageNode(SimulatedPeer):
             self._do(self.machine.neighbours_changed(self.downstream, now_s()))
 
     def leave(self) -> None:
-        """Accept no more microbatches, finish those that are here, and leave."""
+        """Accept no new microbatches, finish those that this node holds, and leave."""
         self._is_leaving = True
         self._do(self.machine.leave(now_s()))
 
@@ -183,7 +183,7 @@ class StageNode(SimulatedPeer):
             task.cancel()
 
     async def close_rounds(self, num_rounds: int) -> None:
-        """Take `num_rounds` rounds without training, after the whole pipeline has finished."""
+        """Mix without training, after the whole pipeline has finished."""
         for _ in range(num_rounds):
             await self._closing_round()
 
@@ -335,7 +335,7 @@ class StageNode(SimulatedPeer):
         if (machine.progress if isinstance(machine, Head) else self.progress) >= 1:
             self.has_finished.set()
             return
-        if isinstance(machine, Head) and self.progress < 1:  # a swap can change it
+        if isinstance(machine, Head) and self.progress < 1:  # a swap changes it
             machine.progress = self.progress
         self._open_round()
         self._pipeline.neighbours(self, is_new_round=True)

@@ -19,18 +19,18 @@ Paths = Literal["random", "fixed"]
 
 @dataclass(frozen=True, slots=True)
 class StagedPlan:
-    """The input of a simulation of a pipeline.
+    """The input of a simulation of a pipeline. `num_replicas` has one number per stage, and includes replicas that
+    join later.
 
-    `num_replicas` has one number per stage, which includes replicas that join later. `step_s` is the virtual time in
-    which a peer at speed 1 would take an inner step of the whole model without recomputation. The time of each task is
-    proportional to its FLOPs. `speeds` and `links` have a tuple of values for each stage. If there are fewer tuples,
-    the last one also applies to all later stages.
+    `step_s` is the virtual time in which a peer at speed 1 would take an inner step of the whole model without
+    recomputation. Each task of a stage takes its share of these FLOPs. `speeds` and `links` have the values of each
+    stage in turn; the values of the last stage also apply to all later stages.
 
-    `lost_share` is the fraction of microbatches that are lost, each at one of its computations except the first. A
-    replica then reports the microbatch as unusable, like after a damaged frame. `LateStageWork` explains `late_steps`.
-    `window` is the number of microbatches that a head may have in flight, and that a replica may hold. If it is None,
-    `flow.limits` determines it. With `paths="fixed"`, each node sends to only one replica of the next stage, so all
-    stages need the same number of replicas. If `gossips` is false, replicas never mix.
+    `lost_share` is the share of microbatches that are lost, each at one of its computations except the first. A
+    replica then reports the microbatch as unusable, as after a damaged frame or when memory is short. `late_steps` is
+    explained in `LateStageWork`. `window` is the number of microbatches that a head may have in flight, and that a
+    replica may hold; None means as many as `flow.limits` allows. With `paths="fixed"`, each node sends to one replica
+    of the next stage, which needs equal numbers of replicas in all stages. If `gossips` is False, replicas never mix.
     """
 
     num_replicas: tuple[int, ...]
@@ -72,9 +72,11 @@ def parse_replicas(text: str, *, num_stages: int) -> tuple[int, ...]:
     parts = text.split(",")
     numbers = tuple(int(part) for part in parts if part.strip().isdigit())
     if len(numbers) != len(parts) or not all(1 <= number <= 256 for number in numbers):
-        raise SettingsError(f"--replicas {text}: must be a number from 1 to 256, or one for each stage: 4,8,4")
+        raise SettingsError(
+            f"--replicas {text} is invalid: give a number from 1 to 256, or one number per stage: 4,8,4"
+        )
     if len(numbers) not in (1, num_stages):
-        raise SettingsError(f"--replicas {text}: has {len(numbers)} numbers, but there are {num_stages} stages")
+        raise SettingsError(f"--replicas {text} has {len(numbers)} numbers, but the number of stages is {num_stages}")
     return numbers * (num_stages // len(numbers))
 
 
@@ -87,12 +89,12 @@ def by_stage(
     """
     lists = tuple(parse(part) for part in text.split("/"))
     if len(lists) > num_stages:
-        raise SettingsError(f"{flag} {text} has lists for {len(lists)} stages, but there are {num_stages}")
+        raise SettingsError(f"{flag} {text} has lists for {len(lists)} stages, but there are only {num_stages}")
     return lists
 
 
 def parse_paths(text: str) -> Paths:
     """Return `text` if it is `fixed` or `random`. Raises SettingsError otherwise."""
     if text not in ("random", "fixed"):
-        raise SettingsError(f"--paths {text}: must be random or fixed")
+        raise SettingsError(f"--paths {text} is unknown; choose random or fixed")
     return text

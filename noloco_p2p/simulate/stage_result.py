@@ -26,18 +26,17 @@ from noloco_p2p.trainer.swarm_evaluation import spread
 
 COLUMNS = (
     *("stage", "replicas", "parameters", "steps", "computing %", "up %", "down %", "late steps", "late %", "lost %"),
-    *("spread %", "swapped", "half", "alone", "sent a peer", "of it swaps"),
+    *("spread %", "swapped", "half", "alone", "sent per peer", "of which swaps"),
 )
 NUM_PATHS = 8  # number of random paths over which the loss is averaged
 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """The speed of a simulated pipeline while the heads train.
+    """Speeds while the heads are training.
 
-    `tokens_per_s` is the speed of the whole pipeline between the first and the last quarter of its tokens, when the
-    windows have grown and no head has finished. `busy` has, for each node, the fractions of time in which its compute,
-    its up link and its down link are busy.
+    `tokens_per_s` is the speed of the whole pipeline from a quarter to three quarters of its tokens, after windows have
+    grown and before any head has finished. `busy` has the busy shares of compute, up link and down link of each node.
     """
 
     virtual_s: float
@@ -68,23 +67,22 @@ class Speed:
 
 @dataclass(frozen=True, slots=True)
 class StageResult:
-    """The result of one stage.
-
-    Means are over the replicas that are present at the end. Fractions of time refer to the time in which heads train.
+    """The result of one stage. Means are over the replicas present at the end. Shares of time refer to the time in
+    which the heads are training.
     """
 
     stage: int
     num_replicas: int
     num_parameters: int
     steps: float  # inner steps
-    tokens_per_s: float  # upper bound, computed from the links and compute of this stage
+    tokens_per_s: float  # computed limit from the links and compute of this stage
     compute_busy: float
     up_busy: float
     down_busy: float
-    counted: int  # number of backwards of all replicas; for heads, of their fronts
-    lost_share: float  # fraction of the microbatches in this stage that had no backward there
-    lateness: float  # mean number of inner steps from a forward to its backward
-    late_share: float  # fraction of the backwards that are at least one inner step late
+    counted: int  # backwards of all replicas; for a head, those of its front
+    lost_share: float  # share of the microbatches that reached a stage without a backward there
+    lateness: float  # mean of inner steps from a forward to its backward
+    late_share: float  # share of the backwards that are at least one inner step late
     lateness_counts: dict[int, int]
     spread: float
     swapped: int
@@ -133,11 +131,12 @@ class StagedResult:
         share = self.tokens_per_s / self.predicted_tokens_per_s
         lost = self.num_lost / max(1, self.num_lost + self.num_done)
         return [
-            f"loss {self.loss:.4f} over random paths, {self.merged_loss:.4f} of the merged stages",
+            f"loss {self.loss:.4f} over random paths, {self.merged_loss:.4f} for the merged stages",
             f"{self.tokens_per_s:,.0f} tokens/s, {100 * share:.0f} % of the {self.predicted_tokens_per_s:,.0f} that "
             f"links and compute allow; {self.tokens:,} tokens in {self.virtual_s:,.1f} virtual s",
-            f"a microbatch takes {self.latency_s:.2f} s; {100 * lost:.1f} % of {self.num_lost + self.num_done:,} lost; "
-            f"at most {self.num_rooms} in flight per head",
+            f"a microbatch takes {self.latency_s:.2f} s; "
+            f"{100 * lost:.1f} % of {self.num_lost + self.num_done:,} were lost; "
+            f"each head has at most {self.num_rooms} in flight",
             *aligned([COLUMNS, *(stage.row() for stage in self.stages)], num_left=0),
         ]
 
@@ -166,7 +165,7 @@ def judge_stages(swarm: StagedSwarm, speed: Speed) -> StagedResult:
     weights = [[node.weights() for node in swarm.living(stage)] for stage in range(swarm.plan.num_stages)]
     for stage, own in enumerate(weights):
         if not own:
-            raise SettingsError(f"every replica of stage {stage} is gone, so there is no result: use a smaller --churn")
+            raise SettingsError(f"every replica of stage {stage} is gone, so there is no result; reduce --churn")
     heads = [node.machine for node in swarm.stages[0] if isinstance(node.machine, Head)]
     stages = tuple(_stage(swarm, stage, own, speed) for stage, own in enumerate(weights))
     return StagedResult(
@@ -188,7 +187,7 @@ def judge_stages(swarm: StagedSwarm, speed: Speed) -> StagedResult:
 
 
 def predicted_tokens_per_s(swarm: StagedSwarm, nodes: Iterable[StageNode]) -> float:
-    """Predict the speed of a stage, where each replica is limited by its link or by its compute."""
+    """Predict the speed of a stage. Each replica adds the lower of the rates that its link and its compute allow."""
     spec = swarm.spec
     total = 0.0
     for node in nodes:

@@ -56,10 +56,8 @@ class LateStageWork(StageWork):
     def __init__(self, stage: Stage, spec: TrainerSpec, *, late_steps: int) -> None:
         super().__init__(stage, spec)
         self._late_steps = late_steps
-        self._late: deque[tuple[list[LateBackward], int]] = (
-            deque()
-        )  # backwards of closed steps, with the numbers of their tokens
-        self._backwards: list[LateBackward] = []  # backwards of the open step
+        self._late: deque[tuple[list[LateBackward], int]] = deque()  # of closed steps, with their tokens
+        self._backwards: list[LateBackward] = []  # of the current step
 
     def close(self, inner: InnerStep, num_tokens: int, *, progress: float) -> None:
         for gradient in inner.gradients():

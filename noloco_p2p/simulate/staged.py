@@ -1,4 +1,4 @@
-"""Simulates a swarm with stages on a virtual clock: its churn, the paths of microbatches, and their losses."""
+"""A swarm with stages on a virtual clock. It decides which peers are present, where they send, and what is lost."""
 
 from __future__ import annotations
 
@@ -34,16 +34,13 @@ from noloco_p2p.trainer.stage import Stage, build_stage, measure
 from noloco_p2p.trainer.stage_work import StageWork
 from noloco_p2p.transfer.donor import state_file_bytes
 
-NUM_NEIGHBOURS = 4  # neighbours in the next stage; a head also draws this number of sinks
+NUM_NEIGHBOURS = 4  # in the next stage; a head also has this number of sinks
 NUM_HEADS = 2  # heads to which each replica of the last stage keeps a stream
-STUCK_S = 3600.0  # seconds without a loss in the whole pipeline after which the simulation fails
+STUCK_S = 3600.0  # the time without any loss in the whole pipeline after which the simulation fails
 
 
 def staged(spec: TrainerSpec, num_stages: int) -> TrainerSpec:
-    """Return the spec with `num_stages` stages. If it already has them, its cut is kept.
-
-    Raises SpecError if the model cannot be cut into these stages.
-    """
+    """Return the spec with `num_stages` stages. A spec that already has this number keeps its cut. Raises SpecError."""
     if spec.pipeline.stages == num_stages and spec.pipeline.cut != "auto":
         return spec
     meta = build_on_meta(spec.model, sequence_length=spec.data.sequence_length)
@@ -78,7 +75,7 @@ class StagedSwarm:
         self._lost_at: dict[MicrobatchId, tuple[Kind, int]] = {}
 
     async def train(self, on_made: Callable[[list[StageNode]], None] | None) -> None:
-        """Run until the last head has finished, while peers come and go."""
+        """Run until the last head has finished, while peers join, leave and crash."""
         churn = self.plan.churn
         for stage, num in enumerate(self.plan.num_replicas):
             for number in range(num):
@@ -92,7 +89,7 @@ class StagedSwarm:
         await self._until_heads_finish()
 
     async def finish(self) -> None:
-        """Stop the churn, finish the microbatches in flight, and take the closing rounds."""
+        """Finish the microbatches in flight, and run the closing rounds, without further churn."""
         for event in self._events:
             event.cancel()
         await asyncio.gather(*self._events, return_exceptions=True)
@@ -236,7 +233,7 @@ class StagedSwarm:
         drawn.update(node.rng.sample(others, min(len(others), max(0, number - len(drawn)))))
 
     def _sinks(self, head: StageNode) -> list[str]:
-        """Return the replicas of the last stage that have a stream to this head, no matter who opened it."""
+        """Return the replicas of the last stage that have a stream to this head, whichever of them opened it."""
         if self.plan.paths == "fixed":
             return sorted(head.ring)
         return sorted(
@@ -281,10 +278,7 @@ class StagedSwarm:
             await self._wait(self.stages[0], STUCK_S)
 
     async def _until_replicas_finish(self) -> None:
-        """Wait until the replicas have finished.
-
-        A replica that gets no end mark finishes when it forgets the heads.
-        """
+        """Wait for the replicas. A replica that receives no end mark finishes when it forgets the heads."""
         await self._wait([node for stage in range(1, self.plan.num_stages) for node in self.living(stage)], VOTE_S)
 
     async def _wait(self, nodes: Sequence[StageNode], timeout_s: float) -> None:

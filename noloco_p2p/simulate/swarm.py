@@ -1,4 +1,4 @@
-"""Simulates a swarm of NoLoCo replicas on a virtual clock, with its churn, and computes the result."""
+"""Simulates a swarm of NoLoCo replicas on a virtual clock, and computes its result."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from noloco_p2p.simulate.result import Result, judge
 from noloco_p2p.simulate.shared_link import patient
 from noloco_p2p.transfer.donor import state_file_bytes
 
-LISTED_S = 60.0  # time for which a crashed peer is still listed, like the lifetime of a record
+LISTED_S = 60.0  # how long a peer stays listed after a crash: the lifetime of a record
 
 
 def simulate_swarm(
@@ -34,11 +34,10 @@ def simulate_swarm(
     on_made: Callable[[list[SimulatedReplica]], None] | None = None,
     liars: Mapping[int, Callable[..., SimulatedReplica]] | None = None,
 ) -> Result:
-    """Run the simulation.
+    """Run the simulation. `on_made` is called with the replicas first, so that the caller can inspect them afterwards.
 
-    `on_made` is called with the replicas before they run, so that the caller can inspect them afterwards. `liars` maps
-    numbers of replicas to functions that are called instead of `SimulatedReplica` to create a dishonest replica. The
-    result does not include them.
+    `liars` maps numbers of replicas to functions that create them instead of `SimulatedReplica`. The result does not
+    count these replicas.
     """
     return run_virtual(_Swarm(material, plan, liars or {}).run(on_made))
 
@@ -49,7 +48,7 @@ def peer_name(replica: int) -> str:
 
 
 def _late_median(values: Sequence[float]) -> float:
-    """Return the median of the second half, where round lengths have settled, or 0 if there are no values."""
+    """Return the median of the second half, in which round lengths have settled, or 0 if there are no values."""
     return median(values[len(values) // 2 :]) if values else 0.0
 
 
@@ -152,7 +151,7 @@ class _Swarm:
         everybody = list(honest.values())
         survivors = [replica for number, replica in honest.items() if number not in self.crashed]
         if not survivors:
-            raise SettingsError("every replica has crashed, so there is no result: use a smaller --churn")
+            raise SettingsError("every replica has crashed, so there is no result; reduce --churn")
         traffic = [replica.driver.traffic for replica in everybody]
         steps = sum(replica.steps for replica in everybody)
         sent_bytes = sum(each.bytes_sent for each in traffic)

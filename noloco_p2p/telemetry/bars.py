@@ -1,4 +1,4 @@
-"""Shows the tasks of a `Progress` as bars on a terminal, or as occasional lines elsewhere. Short tasks are hidden."""
+"""Shows the tasks of a `Progress`, as bars on a terminal and as occasional lines elsewhere. Short tasks are hidden."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress as RichProgress
 
-SHOW_AFTER_S = 1.0  # shorter tasks get no bar
-TELL_AFTER_S = 2.0  # longer tasks leave a line behind
+SHOW_AFTER_S = 1.0  # a shorter task needs no bar
+TELL_AFTER_S = 2.0  # a longer task leaves a line when it ends
 LINE_EVERY_S = 10.0
 REFRESH_S = 0.2
 
 
 def drawing(say: Callable[[str], None]) -> Draw:
-    """Return `Bars` if standard output is a terminal, and `Lines` otherwise. Both print lines with `say`."""
+    """Return bars if standard output is a terminal, and otherwise lines that `say` prints."""
     return Bars(say) if sys.stdout.isatty() else Lines(say)
 
 
@@ -116,7 +116,7 @@ class Bars(_Ticking):
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn
 
-        # The bar is transient: it disappears when the work is done, and only the line about it stays.
+        # With `transient`, the bar disappears when the work is done, and the line about it stays.
         columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), TextColumn("{task.fields[told]}"))
         return Progress(*columns, console=self._console or Console(), transient=True, refresh_per_second=1 / REFRESH_S)
 

@@ -73,7 +73,7 @@ def numbered_stages(stages: Sequence[int]) -> str:
 
 
 def cells(text: str) -> int:
-    """Return the width of `text` on a terminal, where a wide letter has two cells and a combining mark has none."""
+    """Return the terminal columns that `text` occupies: two for a wide letter, none for a combining mark."""
     if text.isascii():
         return len(text)
     return sum(

@@ -1,4 +1,4 @@
-"""Writes events for other programs, as one JSON object per line, to a file in the run folder."""
+"""Machine-readable events: one JSON object per line, appended to a file in the run folder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EVENT_VERSION = 1
 
 
 class EventLog:
-    """Appends events to a file. Write errors are logged only once, and do not stop training."""
+    """Appends events to a file. A full disk is reported once, and does not stop training."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -30,7 +30,7 @@ class EventLog:
                 file.write(line + "\n")
         except OSError as error:
             if not self._failed:
-                log.error("cannot write events to %s: %s", self.path, error)
+                log.error("cannot write events to %s (further errors are not logged): %s", self.path, error)
             self._failed = True
 
 

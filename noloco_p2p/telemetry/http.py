@@ -27,7 +27,7 @@ class _Quiet(uvicorn.Server):
 
 
 class HttpServer:
-    """Serves an ASGI app from `start` to `stop`. After `start`, `port` is the actual port."""
+    """Serves an ASGI app from `start` until `stop`. `port` is the actual port."""
 
     def __init__(self, app: Any, *, host: str, port: int) -> None:
         self.port = port
@@ -48,16 +48,16 @@ class HttpServer:
         self._listening: socket.socket | None = None
 
     async def start(self, *, flag: str) -> None:
-        """Start the server. Raises SettingsError, which names `flag`, if the address cannot be used."""
+        """Start the server. Raises SettingsError, which names the flag, if the address cannot be used."""
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
         listening = socket.socket(family)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listening.bind((self._host.strip("[]"), self.port))
-            listening.listen(MAX_CONNECTIONS)  # now, so that a client can connect as soon as it knows the address
+            listening.listen(MAX_CONNECTIONS)  # now, because a client that knows the address may connect immediately
         except OSError as error:
             listening.close()
-            raise SettingsError(f"{flag} {self._host}:{self.port}: {error.strerror}; choose another") from None
+            raise SettingsError(f"{flag} {self._host}:{self.port}: {error.strerror}; choose another address") from None
         self.port, self._listening = listening.getsockname()[1], listening
         self._task = asyncio.create_task(self._server.serve(sockets=[listening]))
 

@@ -1,4 +1,4 @@
-"""Defines all metrics of a peer, with their kinds, units and meanings, and where they are shown.
+"""The table of all metrics of a peer, with the kind, unit and meaning of each metric, and where it is shown.
 
 Everything that shows a metric is generated from this table. It generates the status, events, /metrics and directory
 record of a peer, and the JSON, tables, totals, curves and /metrics of the monitor. It also generates docs/metrics.md.
@@ -15,16 +15,13 @@ from typing import Any
 class About:
     """Describes a metric.
 
-    `kind` is "counter" (a value that never decreases, not even after a restart), "gauge" (a current value) or "text"
-    (not for Prometheus).
-
-    `key` is the name of the metric in the peer's signed record, where short names save space. The key "why:2" stands
-    for the third number of the list "why". A metric whose key is "" is not in the record. `digits` is the number of
-    significant digits in the record.
-
-    `column` is the header of the metric's column in the monitor's table of peers, or "" if it has none. `rank` orders
-    the columns. On a narrow screen, the last columns are left out first. `total` says how the monitor aggregates the
-    values of all peers. It is a key of `telemetry.totals.WAYS`, or "" if the monitor does not aggregate them.
+    `kind` is "counter" (it only increases, even across restarts), "gauge" (a current value) or "text" (not for
+    Prometheus). `key` is the name of the metric in the record that the peer signs, which should be short; "" means
+    that it is not in the record, and "why:2" is the third number of the list "why". `digits` is the number of
+    significant digits in the record. `column` is the head of the metric's column in the monitor's table of peers; ""
+    means that it has no column. `rank` is the order of the columns; on a narrow screen, the last ones are left out
+    first. `total` says how the monitor aggregates the values of all peers: it is a key of `telemetry.totals.WAYS`, or
+    "" if the monitor does not aggregate them.
     """
 
     kind: str
@@ -50,7 +47,7 @@ class Metrics:
     round: int = _metric(
         "gauge",
         "rounds",
-        "outer steps taken; a newcomer begins at the round of its donor",
+        "outer steps taken; a newcomer starts at the round of its donor",
         0,
         key="round",
         column="round",
@@ -63,7 +60,7 @@ class Metrics:
     trained_s: float | None = _metric(
         "counter",
         "s",
-        "seconds in the state `training`, including waiting and the time before a restart",
+        "time in the state `training`, including waiting and the time before a restart",
         None,
         key="tr",
         column="trained",
@@ -72,13 +69,13 @@ class Metrics:
     tokens: int | None = _metric(
         "counter",
         "tokens",
-        "tokens that this peer trained on (with stages: that it computed), including those before a restart",
+        "tokens that this peer trained on, including those before a restart; with stages, tokens that it computed",
         None,
         key="tk",
         column="tokens",
         rank=8,
     )
-    inner_steps: int = _metric("gauge", "steps", "length of the current round, or of the next one", 0)
+    inner_steps: int = _metric("gauge", "steps", "number of inner steps in the current round, or in the next one", 0)
     progress: float = _metric(
         "gauge",
         "fraction",
@@ -109,7 +106,7 @@ class Metrics:
     alone: int = _metric(
         "counter",
         "rounds",
-        "solo rounds, in which no part was committed",
+        "solo rounds, in which neither part was committed",
         0,
         key="alone",
         column="alone",
@@ -120,40 +117,36 @@ class Metrics:
         "counter", "rounds", "rounds that were solo because no other live peer was training", 0, key="why:0"
     )
     alone_refused: int = _metric(
-        "counter", "rounds", "rounds that were solo because the peers that were asked refused", 0, key="why:1"
+        "counter", "rounds", "rounds that were solo because the peers that were asked refused to swap", 0, key="why:1"
     )
     alone_no_answer: int = _metric(
         "counter", "rounds", "rounds that were solo because the peers that were asked did not answer", 0, key="why:2"
     )
     alone_failed: int = _metric(
-        "counter", "rounds", "rounds that were solo because a swap broke before anything was committed", 0, key="why:3"
+        "counter", "rounds", "rounds that were solo because a swap failed before anything was committed", 0, key="why:3"
     )
     alone_slow: int = _metric(
-        "counter", "rounds", "rounds that were solo because the swap was not ready at the boundary", 0, key="why:4"
+        "counter", "rounds", "rounds that were solo because the swap was not ready by the boundary", 0, key="why:4"
     )
     alone_refused_state: int = _metric(
-        "counter",
-        "rounds",
-        "rounds that were solo because the update filter refused what a partner sent",
-        0,
-        key="why:5",
+        "counter", "rounds", "rounds that were solo because the update filter rejected a partner's data", 0, key="why:5"
     )
     refused_not_finite: int = _metric(
-        "counter", "swaps", "swaps that ended because a chunk from the partner contained NaN or infinity", 0
+        "counter", "swaps", "swaps ended because a chunk from the partner contained NaN or infinity", 0
     )
     refused_over_share: int = _metric(
         "counter",
         "offers",
-        "offers refused because their sender had already had its share of swaps while other peers were live",
+        "offers refused because the offering peer had already used its share of swaps while other peers were live",
         0,
     )
     refused_unlisted: int = _metric(
-        "counter", "offers", "offers refused because no live record of their sender was known", 0
+        "counter", "offers", "offers refused because no live record of the offering peer was known", 0
     )
     refused_gradients: int = _metric(
         "counter",
         "swaps",
-        "outer gradients refused because they were far too large or pointed away from this peer's own",
+        "outer gradients refused because they were far too large or pointed against this peer's own outer gradient",
         0,
     )
     refused_losses: int = _metric(
@@ -166,7 +159,7 @@ class Metrics:
     clipped_offsets: int = _metric(
         "counter",
         "pieces",
-        "pieces of the partner's slow weights and momentum that were clipped to a radius around this peer's own",
+        "pieces of the partner's slow weights and momentum that were clipped to the radius around this peer's values",
         0,
     )
     gated_offsets: int = _metric(
@@ -181,13 +174,13 @@ class Metrics:
     late: int = _metric(
         "counter",
         "corrections",
-        "outer gradients that arrived after their boundary and were applied",
+        "outer gradients that were applied although they arrived after their boundary",
         0,
         key="late",
         total="sum",
     )
     catch_ups: int = _metric(
-        "counter", "times", "times that this peer fetched the state of a live peer because it had fallen far behind", 0
+        "counter", "times", "number of times that this peer fell far behind and fetched the state of a live peer", 0
     )
     loss: float | None = _metric(
         "gauge",
@@ -227,21 +220,21 @@ class Metrics:
         key="steps/s",
     )
     blocked_s: float = _metric(
-        "gauge", "s", "seconds that training waited for the network at the last boundary", 0.0, key="wait"
+        "gauge", "s", "time that training waited for the network at the last boundary", 0.0, key="wait"
     )
     swap_hidden_s: float = _metric(
-        "gauge", "s", "seconds for which the last committed swap ran in parallel with training, without blocked_s", 0.0
+        "gauge", "s", "time that the last committed swap ran in parallel with training, excluding blocked_s", 0.0
     )
     lateness_s: float = _metric(
         "gauge",
         "s",
-        "seconds by which the last partner reached its boundary later than this peer; 0 if it was earlier",
+        "time by which the last partner reached its boundary later than this peer; 0 if it was earlier",
         0.0,
     )
     transfer_s: float = _metric(
         "gauge",
         "s",
-        "seconds that the late part of the last swap took once both peers were at their boundaries",
+        "duration of the late part of the last swap, from the moment at which both peers had reached their boundaries",
         0.0,
     )
     spread: float | None = _metric(
@@ -257,8 +250,8 @@ class Metrics:
     mfu: float | None = _metric(
         "gauge",
         "fraction",
-        "model FLOP/s during the last round, including waiting and evaluation, divided by the dense bf16 peak of the "
-        "accelerator; missing if the peak is unknown",
+        "model FLOP/s in the last round (whose duration includes waiting and evaluation) divided by the dense bf16 "
+        "peak of the accelerator; missing if the peak is unknown",
         None,
     )
     memory_bytes: int = _metric(
@@ -268,14 +261,14 @@ class Metrics:
         "the peak of the process)",
         0,
     )
-    data_wait_s: float = _metric("gauge", "s", "seconds that training waited for data in the last round", 0.0)
+    data_wait_s: float = _metric("gauge", "s", "time that training waited for data in the last round", 0.0)
     data_faults: int = _metric(
-        "counter", "faults", "lines, rows and files of the data that were skipped because they were unusable", 0
+        "counter", "faults", "unusable lines, rows and files that were skipped when reading the data", 0
     )
     bytes_sent: int = _metric(
         "counter",
         "bytes",
-        "payload sent in swaps, including failed ones; headers, the DHT and the first fetch are not counted",
+        "payload sent in swaps, including failed ones; excludes headers, DHT traffic and the first fetch",
         0,
         key="out",
         column="out",
@@ -285,7 +278,7 @@ class Metrics:
     bytes_received: int = _metric(
         "counter",
         "bytes",
-        "payload received in swaps, including failed ones; headers, the DHT and the first fetch are not counted",
+        "payload received in swaps, including failed ones; excludes headers, DHT traffic and the first fetch",
         0,
         key="in",
         column="in",
@@ -293,10 +286,10 @@ class Metrics:
         total="sum",
     )
     relayed_bytes: int = _metric(
-        "counter", "bytes", "bytes that this relay forwarded between peers that cannot be dialled", 0
+        "counter", "bytes", "bytes that this peer, as a relay, forwarded between peers that cannot be dialled", 0
     )
     modulo_chunks: int = _metric(
-        "counter", "chunks", "chunks received in modulo coding, including chunks that were sent again", 0
+        "counter", "chunks", "chunks received in modulo coding, including those that were sent again", 0
     )
     plain_chunks: int = _metric(
         "counter", "chunks", "chunks of modulo sections received as int8 because no bound was known", 0
@@ -304,50 +297,50 @@ class Metrics:
     extended_chunks: int = _metric(
         "counter",
         "chunks",
-        "times that this peer received two more bits for a chunk in modulo coding because its bound did not hold",
+        "times that this peer received two more bits per value for a `modulo` chunk because its bound did not hold",
         0,
     )
     broken_chunks: int = _metric(
         "counter",
         "chunks",
-        "chunks in modulo coding that were sent again as int8 because their bound did not hold",
+        "chunks received in modulo coding whose bound did not hold, so they were sent again as int8",
         0,
     )
     microbatches: int = _metric(
-        "counter", "microbatches", "microbatches whose gradients this peer has counted (run with stages)", 0, key="mb"
+        "counter", "microbatches", "microbatches whose gradients the peer has counted (only with stages)", 0, key="mb"
     )
     lost_microbatches: int = _metric(
         "counter",
         "microbatches",
-        "microbatches that began at this peer and were lost before it counted their gradients (run with stages)",
+        "microbatches that the peer began and that were lost before their gradients were counted (only with stages)",
         0,
         key="mbx",
     )
     late_microbatches: int = _metric(
         "counter",
         "microbatches",
-        "microbatches whose gradients were counted in a later inner step than their forward pass (run with stages)",
+        "microbatches whose gradients were counted in a later inner step than their forward pass (only with stages)",
         0,
         key="mbl",
     )
-    queue: int = _metric("gauge", "microbatches", "microbatches that this peer holds now (run with stages)", 0, key="q")
+    queue: int = _metric("gauge", "microbatches", "microbatches that the peer holds now (only with stages)", 0, key="q")
     capacity: float = _metric(
         "gauge",
         "tokens/s",
-        "tokens per second that this peer computes when it never waits (run with stages)",
+        "tokens per second that the peer can compute if it never waits (only with stages)",
         0.0,
         key="cap",
     )
     last_partner: str = _metric(
         "text",
         "peer id",
-        "partner of the last round in which a part was committed",
+        "partner in the last round with a committed early part",
         "",
         key="with",
         column="last with",
         rank=3,
     )
-    last_outcome: str = _metric("text", "text", "outcome of the last round in one phrase", "")
+    last_outcome: str = _metric("text", "text", "outcome of the last round, as a short phrase", "")
 
     def count_solo(self, cause: str) -> None:
         """Count a solo round. `cause` is a value of `gossip.outcome.LonelyCause`."""

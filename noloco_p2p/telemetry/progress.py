@@ -1,8 +1,8 @@
-"""Tracks the progress of long tasks: the work that is done, its rate, and the time left. `bars.py` draws it.
+"""The progress of long tasks: the amount of work done, the rate, and the time left. `bars.py` draws it.
 
-A `Progress` is passed to all code that may take seconds. Its tasks can be nested, any thread can report progress, and
-`noloco status` can read the innermost task at any time. rich.progress only draws the bars, because its own rate does
-not fall when the work stalls, and because a peer without a terminal does not need to import it.
+`Progress` is passed to all code that may take seconds. Its tasks nest, any thread may report, and `noloco status` can
+read the innermost task at any moment. rich.progress is used only for drawing, because its own rate does not fall when
+work stalls, and because a peer without a terminal does not have to import it.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from typing import Any, Protocol
 
 from noloco_p2p.telemetry.console import count, duration, mib
 
-WINDOW_S = 15.0  # the window of the rate, which is short so that a slower link shows soon
-SAMPLE_S = 0.25  # minimum time between samples; a window has about sixty of them
+WINDOW_S = 15.0  # the window of the rate; it is short, so that a link that has become slow is noticed
+SAMPLE_S = 0.25  # least time between two samples; a window has about sixty
 
 Report = Callable[[int, int], None]  # (done, total) in the unit of the task
 
 
 def ignore(done: int, total: int) -> None:
-    """Ignore a report."""
+    """Ignore the progress. Use it as a `Report`."""
 
 
 class Meter:
     """Computes the rate and the time left from samples of an increasing count.
 
-    The caller passes the times, in seconds on any clock.
+    Callers supply the current time as an argument, in seconds on any clock.
     """
 
     def __init__(self, *, now_s: float) -> None:
@@ -37,9 +37,9 @@ class Meter:
         self._samples: deque[tuple[float, int]] = deque([(now_s, 0)])
 
     def add(self, done: int, *, now_s: float) -> None:
-        """Add a sample, where `done` is the count so far.
+        """Add a sample of the total `done` so far.
 
-        If it is lower than before, for example after a restart, a new window begins.
+        A count that falls, for example after a restart, begins a new window.
         """
         if done < self.done:
             self._samples.clear()
@@ -56,13 +56,13 @@ class Meter:
         return (self.done - begun) / seconds if seconds > 0 else 0.0
 
     def left_s(self, total: int, *, now_s: float) -> float | None:
-        """Return the seconds until `total` is reached at the current rate, or None during a stall."""
+        """Return the seconds until `total` at the current rate, or None during a stall."""
         rate = self.rate_per_s(now_s=now_s)
         return max(0, total - self.done) / rate if rate > 0 else None
 
 
 class Task:
-    """A task whose progress is tracked.
+    """A task. `unit` is "bytes" or the plural of the things that are counted. `total` is None until it is known.
 
     `what` is a description, or a function that returns the current one. `unit` is "bytes", or the plural of what is
     counted. `total` is None until it is known.
@@ -115,10 +115,9 @@ class Progress:
 
     @contextmanager
     def task(self, what: str | Callable[[], str], *, unit: str = "") -> Iterator[Report]:
-        """Track a task until the context ends, and yield the function that reports its progress.
+        """Run a task: `with progress.task("evaluating", unit="batches") as report: report(1, 20)`.
 
-        For example, `with progress.task("evaluating", unit="batches") as report: report(1, 20)`. A task without a unit
-        makes no reports.
+        Without a unit, do not call `report`.
         """
         task = Task(what, unit=unit, now_s=time.monotonic())
         with self._lock:
@@ -144,8 +143,8 @@ def line(task: dict[str, Any]) -> str:
     show = mib if task["unit"] == "bytes" else count
     unit = "" if task["unit"] in ("bytes", "") else f" {task['unit']}"
     if task["total"] is None:
-        return f"{task['what']}: for {duration(task['since_s'])}"
-    left = "stalled" if task["left_s"] is None else f"{duration(task['left_s'])} left"
+        return f"{task['what']}: {duration(task['since_s'])} so far"
+    left = "no progress" if task["left_s"] is None else f"{duration(task['left_s'])} left"
     rate = f"{show(task['rate_per_s'])}/s" if task["unit"] == "bytes" or task["rate_per_s"] >= 10 else None
     parts = [f"{task['what']}: {show(task['done'])} of {show(task['total'])}{unit}", rate, left]
     return ", ".join(part for part in parts if part)

@@ -1,4 +1,4 @@
-"""Exports the metrics of one peer, or of a whole swarm, to Prometheus. There are only a few labels, with few values."""
+"""The Prometheus metrics of one peer and of a whole swarm. There are few labels, and their values are bounded."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ PEER = tuple(
 PEER_INFO = Family(
     f"{PREFIX}_peer_info", "gauge", "1", "always 1; its labels identify this peer", ("peer_id", "run", "software")
 )
-LIVE_PEERS = Family(f"{PREFIX}_live_peers", "gauge", "peers", "other live peers; an estimate if there are more than 48")
+LIVE_PEERS = Family(
+    f"{PREFIX}_live_peers", "gauge", "peers", "number of other live peers; an estimate if there are more than 48"
+)
 SWARM_PREFIX = f"{PREFIX}_swarm"
 SWARM_PEERS = Family(
     f"{SWARM_PREFIX}_peers", "gauge", "peers", "peers by health, as judged by the monitor", ("health",)
@@ -59,22 +61,20 @@ SWARM = (
             (
                 "spread",
                 "fraction",
-                "root mean square distance of the replicas from their mean, relative to its norm, at one mark (with "
-                "stages: of the stage with the largest spread)",
+                "root mean square distance of the replicas from their mean, relative to its norm, at one mark; "
+                "with stages, the value of the stage with the largest spread",
             ),
-            ("spread_peers", "peers", "living peers from whose sketches at that mark the spread is estimated"),
+            ("spread_peers", "peers", "live peers from whose sketches the spread is estimated"),
             (
                 "spread_progress",
                 "fraction",
-                "position of that mark in the schedule",
+                "position in the schedule at which the weights are compared to estimate the spread",
             ),
         )
     ),
 )
 STAGES = tuple(
-    Family(
-        f"{SWARM_PREFIX}_stage_{name}", "gauge", unit, f"sum over the living peers of a stage: {meaning}", ("stage",)
-    )
+    Family(f"{SWARM_PREFIX}_stage_{name}", "gauge", unit, f"sum over the live peers of a stage: {meaning}", ("stage",))
     for name, unit, meaning in (
         ("peers", "peers", "1 for each peer"),
         *(

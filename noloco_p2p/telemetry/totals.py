@@ -20,7 +20,7 @@ class Peers:
     """The metrics of the peers over which totals are computed.
 
     `listed` has all known peers, and `living` has the peers that are alive or silent. `training` has the living peers
-    that train now. In a run with stages, it has only the heads, because each token passes through all stages.
+    that are training now. In a run with stages it has only the heads, because each token passes through all stages.
     """
 
     listed: Sequence[Metrics]
@@ -30,10 +30,7 @@ class Peers:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A way to aggregate a metric.
-
-    `ending` is appended to the metric's name, and `of` is the field of `Peers` to use.
-    """
+    """A way to aggregate a metric. `ending` is the suffix of the total's name, and `of` is a field of `Peers`."""
 
     ending: str
     meaning: str
@@ -43,21 +40,13 @@ class Way:
 
 
 WAYS = {
-    "sum": (
-        Way(
-            "",
-            "sum over all peers seen in the last hour",
-            "listed",
-            sum,
-            0,
-        ),
-    ),
-    "speed": (Way("", "sum over living peers that train (in a run with stages: over the heads)", "training", sum, 0),),
-    "highest": (Way("", "highest of the living peers", "living", max),),
+    "sum": (Way("", "sum over all peers seen in the last hour", "listed", sum, 0),),
+    "speed": (Way("", "sum over the live peers that are training (with stages: over the heads)", "training", sum, 0),),
+    "highest": (Way("", "highest value among live peers", "living", max),),
     "mean": (
-        Way("", "mean over living peers", "living", fmean),
-        Way("_lowest", "lowest of the living peers", "living", min),
-        Way("_highest", "highest of the living peers", "living", max),
+        Way("", "mean over live peers", "living", fmean),
+        Way("_lowest", "lowest value among live peers", "living", min),
+        Way("_highest", "highest value among live peers", "living", max),
     ),
 }
 
@@ -89,5 +78,5 @@ TOTALS = tuple(Total(name, way) for name, about in METRICS.items() if about.tota
 
 
 def totals(peers: Peers) -> dict[str, Any]:
-    """Return all totals by name. A total may be None if no peer has a value."""
+    """Return the value of every total by name. A total without a value at any peer is None, or 0 if it is a sum."""
     return {total.name: total.over(peers) for total in TOTALS}

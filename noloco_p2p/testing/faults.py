@@ -6,7 +6,7 @@ plan = FaultPlan().fail_at(At(Chunk, section=SectionName.OUTER_GRADIENT, index=1
 faults = plan.wrapper()
 peer = swarm.peer("a", wrap=faults)          # wraps the streams that it opens
 ...
-assert faults.fired == 1                     # the fault happened
+assert faults.fired == 1                     # the fault has happened
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """Silently stop delivering frames in this direction, beginning with this one."""
+    """Deliver neither this frame nor any later one in this direction, without any notice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class Truncate:
 
 @dataclass(frozen=True, slots=True)
 class Lengthen:
-    """Append `num_bytes` to a chunk's payload, so that it is longer than announced."""
+    """Make a chunk's payload `num_bytes` longer than announced."""
 
     num_bytes: int
     digests: Digests = "section"
@@ -117,7 +117,7 @@ class NotFinite:
 
 @dataclass(frozen=True, slots=True)
 class Announce:
-    """Change what a Header announces. Fields that are None stay unchanged."""
+    """Change fields of a Header. None leaves a field unchanged."""
 
     codec: str | None = None
     num_elements: int | None = None
@@ -154,7 +154,7 @@ class FaultPlan:
     def fail_at(self, at: At, *, send: Fault | None = None, receive: Fault | None = None) -> FaultPlan:
         """Return a plan with one more fault.
 
-        `send` is for a frame that the owner of the stream sends, and `receive` is for a frame that it receives.
+        `send` applies to a frame that the owner of the stream sends, and `receive` to a frame that it receives.
         """
         sending = (*self.sending, (at, send)) if send else self.sending
         receiving = (*self.receiving, (at, receive)) if receive else self.receiving
@@ -163,16 +163,16 @@ class FaultPlan:
     def wrapper(
         self, *, first_streams: int | None = None, on_fault: Callable[[], None] = lambda: None
     ) -> FaultyStreams:
-        """Return a function that wraps the streams of a peer.
+        """Return a function that wraps the streams of a peer. Only the first `first_streams` streams are faulty, or all
+        if it is None.
 
-        Only the first `first_streams` streams are faulty, or all of them if it is None. `on_fault` is called when a
-        fault happens, for example to make the whole peer vanish.
+        `on_fault` is called at the moment of a fault, for example to make the whole peer vanish.
         """
         return FaultyStreams(self, first_streams, on_fault)
 
 
 class FaultyStreams:
-    """Applies a plan to each new stream. `opened` counts the streams, and `fired` counts the faults that happened."""
+    """Applies a plan to each new stream. `fired` counts the faults that happened, and `opened` counts the streams."""
 
     def __init__(self, plan: FaultPlan, first_streams: int | None, on_fault: Callable[[], None]) -> None:
         self.fired = 0
@@ -215,7 +215,7 @@ class _FaultyStream:
                     frame = await self._stream.receive(timeout_s)
                     self._arrived.extend(await self._through(self._incoming, frame))
         except TimeoutError:
-            raise TimedOut(f"nothing arrived for {timeout_s:.1f} s", peer=self.peer) from None
+            raise TimedOut(f"no frame arrived for {timeout_s:.1f} s", peer=self.peer) from None
         return self._arrived.popleft()
 
     async def close(self) -> None:
@@ -245,7 +245,7 @@ class _Direction:
         self._seen = [0] * len(faults)
         self._held: tuple[Frame, ...] = ()
         self._stalled = False
-        self._digests: dict[SectionName, list[bytes]] = {}  # digests of the chunks so far
+        self._digests: dict[SectionName, list[bytes]] = {}  # of the chunks seen so far
         self._repaired: set[SectionName] = set()
 
     def pass_on(self, frame: Frame) -> Sequence[Frame] | Cut | Stall:
@@ -302,7 +302,7 @@ def _altered(fault: Fault, frame: Frame) -> tuple[Frame, ...]:
         case Announce(), Header():
             return (fault.alter(frame),)
         case _:
-            raise ValueError(f"{fault} does not fit a {type(frame).__name__}")
+            raise ValueError(f"{fault} cannot be applied to a {type(frame).__name__} frame")
 
 
 def _damaged(fault: FlipBit | Truncate | Lengthen | NotFinite, chunk: Chunk) -> Chunk:

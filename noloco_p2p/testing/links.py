@@ -1,16 +1,16 @@
-"""Defines link profiles by name, for simulations and for a proxy that slows down loopback connections."""
+"""Named link profiles of peers, for simulations and for a proxy that slows down loopback."""
 
 from __future__ import annotations
 
 import random
 from dataclasses import dataclass
 
-BUFFER_S = 0.05  # seconds of data at full rate that a link buffers, like a modem, before it accepts no more
+BUFFER_S = 0.05  # seconds at full rate that the link buffers before it accepts no more, as a modem does
 
 
 @dataclass(frozen=True, slots=True)
 class LinkProfile:
-    """The link of one peer. `down` leads to the peer, and `up` leads away from it. Both have the same delay."""
+    """The link of one peer. `down` leads to the peer, and `up` leads away from it. Delay and jitter apply to each."""
 
     name: str
     down_mbit_s: float
@@ -30,7 +30,7 @@ PROFILES = {link.name: link for link in (HOME_FIBRE, CABLE, CONGESTED_WIFI, WEAK
 class Shape:
     """Computes when bytes leave one direction of a link.
 
-    It has no clock, so callers pass the time. The seed determines all delays.
+    It is pure: callers supply the current time as an argument, and a seed determines all delays.
     """
 
     def __init__(self, *, mbit_s: float, delay_ms: float, jitter_ms: float, seed: int) -> None:
@@ -49,5 +49,5 @@ class Shape:
         return self._last_due_s
 
     def backlog_s(self, now_s: float) -> float:
-        """Return the number of seconds until the link has sent all bytes that have entered it."""
+        """Return how long the link will take to send the bytes that have entered it."""
         return max(0.0, self._free_s - now_s)

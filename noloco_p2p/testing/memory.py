@@ -22,8 +22,8 @@ def unchanged(stream: FrameStream) -> FrameStream:
 class MemoryNetwork:
     """A network in memory. `add` registers a service under its peer id, and `remove` makes it unreachable.
 
-    Directories show the peers in `listed`. A listed peer that cannot be reached represents a peer that has just died.
-    Peers in `closed` get no offers, because their records say that nobody can call them.
+    Directories show the peers in `listed`. A peer that is listed but cannot be reached has just died. Peers in `closed`
+    get no offers, because their records say that nobody can call them.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class MemoryNetwork:
         del self.listed[peer_id]
 
     def vanish(self, peer_id: str) -> None:
-        """Make the peer unreachable, but keep it listed."""
+        """Make the peer unreachable while it stays listed."""
         self.services.pop(peer_id, None)
 
     def service(self, peer_id: str) -> Service:
@@ -123,7 +123,7 @@ class MemoryTransport:
 
 
 class MemoryStream:
-    """One end of a stream. Each end receives what the other end sends, in order and with back-pressure."""
+    """One end of a stream. Each end receives the frames that the other end sends, in order and with back-pressure."""
 
     def __init__(self, peer: str, incoming: asyncio.Queue[Frame | None], outgoing: asyncio.Queue[Frame | None]) -> None:
         self._peer = peer
@@ -168,7 +168,7 @@ class MemoryStream:
         try:
             frame = await asyncio.wait_for(self._incoming.get(), timeout_s)
         except TimeoutError:
-            raise TimedOut(f"nothing arrived for {timeout_s:.1f} s", peer=self._peer) from None
+            raise TimedOut(f"no frame arrived for {timeout_s:.1f} s", peer=self._peer) from None
         if frame is None:
             raise Unreachable("the stream is closed", peer=self._peer)
         return frame

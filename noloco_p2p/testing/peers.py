@@ -1,4 +1,4 @@
-"""Runs peers in one process, with real exchanges, swaps and pairing, but without sockets and without a DHT."""
+"""Peers in one process, with real exchanges, swaps and pairing over a MemoryNetwork, without sockets or a DHT."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 POLL_S = 0.01
-THREAD_S = 300.0  # timeout of calls on the network thread, so that a hang does not last forever
+THREAD_S = 300.0  # timeout of calls on the network thread, which only catches hangs
 
 
 class MemorySwarm:
-    """A network thread with a MemoryNetwork, to which `peer` adds a peer. Use it as a context manager."""
+    """A network thread with a MemoryNetwork, used as a context manager. `peer(...)` adds a peer to it."""
 
     def __init__(self, spec: Spec, *, deadlines: Deadlines = INTERNET) -> None:
         self.spec = spec
@@ -189,7 +189,7 @@ class MemoryPeer:
         return None
 
     def catch_up(self, *, progress: float, inner_steps: int, target: Path) -> StateManifest | None:
-        """Return None, because no peer in memory is ever far ahead."""
+        """Return None, because no peer is ever far ahead in memory."""
         return None
 
     def serve_state(self, saved: SavedState) -> None:

@@ -81,7 +81,7 @@ FLAGS = {
     "flip-late": Flag("5", "early", "is damaged", late(FlipBit(77))),
     "other-codec": Flag("6", "nothing", "codec='int4'", early(Announce(codec="int4"), at=Header)),
     "other-shape": Flag("6", "nothing", "num_elements=7", early(Announce(num_elements=7), at=Header)),
-    "missing-tensor": Flag("6", "nothing", "announced chunk 0 of outer_momentum", early(Drop(), at=Header)),
+    "missing-tensor": Flag("6", "nothing", "got chunk 0 of outer_momentum", early(Drop(), at=Header)),
     "nan": Flag("7", "nothing", "NaN or infinity", early(NotFinite())),
     "nan-late": Flag("7", "early", "NaN or infinity", late(NotFinite())),
     "huge": Flag("8", "nothing", f"num_bytes={2**60}", early(Announce(num_bytes=2**60), at=Header)),

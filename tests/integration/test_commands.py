@@ -74,7 +74,7 @@ def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Swarm]:
         Command("bootstrap", *flags, log=folder / "bootstrap.txt") as bootstrap,
         Command("monitor", nowhere, log=folder / "lost.txt") as lost,
     ):
-        address = bootstrap.wait_for("others enter with:").split()[-1]
+        address = bootstrap.wait_for("others can enter with:").split()[-1]
         files = ("--bootstrap", f"@{entry}", "--ticket-file", str(folder / "ticket"))
         with PeerProcess(spec_file, folder / "first", *files) as first:
             first.event("evaluated", round=10)
@@ -149,7 +149,7 @@ def test_status_of_a_bootstrap(swarm: Swarm) -> None:
     folder = swarm.bootstrap.log.parent / "bootstrap"
     reply = json.loads(noloco("status", "--state-dir", folder, "--json").stdout)
     assert (reply["state"], reply["addresses"]) == ("bootstrap", [swarm.bootstrap_address])
-    assert "DHT nodes connected" in noloco("status", "--state-dir", folder).stdout
+    assert "DHT nodes" in noloco("status", "--state-dir", folder).stdout
 
 
 def test_a_bootstrap_is_small(swarm: Swarm) -> None:
@@ -163,9 +163,9 @@ def test_a_paused_peer_keeps_its_place_and_goes_on(swarm: Swarm, capsys: pytest.
         return code, capsys.readouterr().out.strip()
 
     assert say("resume") == (0, "the peer is not paused: it is training")
-    assert say("pause") == (0, "the peer is paused: it neither trains nor swaps until `noloco resume`")
+    assert say("pause") == (0, "the peer is paused: it will neither train nor swap until you run `noloco resume`")
     try:
-        assert say("pause") == (0, "the peer is already paused; `noloco resume` continues")
+        assert say("pause") == (0, "the peer is already paused; run `noloco resume` to resume it")
         paused = swarm.second.event("paused")
         rounds, first_rounds = len(swarm.second.events("round")), len(swarm.first.events("round"))
         solo = swarm.first.round_where(lambda event: "alone" in event["last_outcome"], after=first_rounds + 1)
@@ -173,7 +173,7 @@ def test_a_paused_peer_keeps_its_place_and_goes_on(swarm: Swarm, capsys: pytest.
         assert len(swarm.second.events("round")) == rounds
         assert say("status")[1].splitlines()[2].startswith("state     paused for ")
     finally:
-        assert say("resume") == (0, "the peer trains again")
+        assert say("resume") == (0, "the peer is training again")
     resumed = swarm.second.event("resumed")
     assert resumed["step"] == paused["step"]
     swarm.second.swap_with(swarm.first, after=rounds)
@@ -263,10 +263,10 @@ def test_a_named_peer_waits_for_its_hours_and_says_so(
         lines = say("status").splitlines()
         assert lines[1] == "name      Night Owl"
         assert f"why       {why}" in lines
-        assert say("resume") == f"the peer stays paused: {why}"
-        assert say("pause").startswith("the peer is paused: it neither trains nor swaps")
+        assert say("resume") == f"the peer remains paused: {why}"
+        assert say("pause").startswith("the peer is paused: it will neither train nor swap")
         assert json.loads(say("status", "--json"))["paused_by"] == "asked"
-        assert say("resume") == f"the peer stays paused: {why}"
+        assert say("resume") == f"the peer remains paused: {why}"
         seen = json.loads(noloco("monitor", swarm.first.ticket, "--json").stdout)["peers"]
         [shown] = [peer for peer in seen if peer["peer_id"] == owl.peer_id]
         assert (shown["name"], shown["state"], shown["paused_by"]) == ("Night Owl", "paused", "hours")
@@ -275,7 +275,7 @@ def test_a_named_peer_waits_for_its_hours_and_says_so(
         assert "the peer has left" in say("leave")
         assert owl.wait() == 0
         assert owl.event("stopped")["step"] == 0
-        assert owl.text.splitlines()[-1] == "left; the same command resumes"
+        assert owl.text.splitlines()[-1] == "left; run the same command to resume"
 
 
 @pytest.mark.slow
@@ -302,7 +302,7 @@ def test_leaving_keeps_everything_and_the_same_command_resumes(swarm: Swarm, tmp
         assert (done.returncode, "the peer has left" in done.stdout) == (0, True)
         assert guest.wait() == 0
         stopped = guest.event("stopped")
-        assert guest.text.splitlines()[-1] == "left; the same command resumes"
+        assert guest.text.splitlines()[-1] == "left; run the same command to resume"
         # The farewell removes it: without one its record would live longer.
         until(lambda: swarm.first.events("round")[-1]["live_peers"] == 1, timeout_s=0.7 * TTL_S, what="one peer left")
     assert not psutil.pid_exists(p2pd.pid)
@@ -372,13 +372,13 @@ def test_on_a_terminal_the_ticket_is_one_line_and_ctrl_c_is_polite(swarm: Swarm,
     assert Ticket.decode(tickets[0].removeprefix("noloco join ")).run_name == "commands"
     assert "\x1b" not in tickets[0]  # only a progress bar may have colours, where there is time to draw one
     assert "a second Ctrl-C ends at once" in text
-    assert text.splitlines()[-1] == "left; the same command resumes"
+    assert text.splitlines()[-1] == "left; run the same command to resume"
 
 
 def test_a_bootstrap_leaves_in_order(tmp_path: Path) -> None:
     flags = ("--state-dir", tmp_path / "state", "--listen", "127.0.0.1:0")
     with Command("bootstrap", *flags, log=tmp_path / "log.txt") as bootstrap:
-        bootstrap.wait_for("others enter with:")
+        bootstrap.wait_for("others can enter with:")
         p2pd = bootstrap.p2pd()
         bootstrap.send(signal.SIGINT)
         assert bootstrap.wait() == 0

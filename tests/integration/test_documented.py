@@ -25,7 +25,12 @@ from harness.patience import SLOW_TEST_S
 from harness.processes import TICKET_LINE, Command, noloco, small_spec, until, write_spec
 
 README = ROOT / "README.md"
-STAYS = {"join": TICKET_LINE, "bootstrap": "others enter with:", "--web": "http://", "--watch": "run"}  # once it is up
+STAYS = {
+    "join": TICKET_LINE,
+    "bootstrap": "others can enter with:",
+    "--web": "http://",
+    "--watch": "run",
+}  # once it is up
 ENDS_WITH = {"--web": 0, "--watch": 130}  # exit code after Ctrl-C; 0 for all others
 NOBODY = "12D3KooWK2gwFiFWxgNtk5RYUnaMSwBrBdWiVZaRwxqCoXQBHSA7"
 ELSEWHERE = {

@@ -28,7 +28,7 @@ def test_a_peer_of_two_processes_leaves_resumes_by_torchrun_too_and_tells_of_one
         assert len(processes) == 2
         peer.send(signal.SIGTERM)
         assert peer.wait() == 0
-        assert peer.text.splitlines()[-1] == "left; the same command resumes"
+        assert peer.text.splitlines()[-1] == "left; run the same command to resume"
         assert "Traceback" not in peer.text
         assert not any(process.is_running() for process in processes)
         stopped = peer.event("stopped")
@@ -38,7 +38,7 @@ def test_a_peer_of_two_processes_leaves_resumes_by_torchrun_too_and_tells_of_one
         assert peer.event("started")["resumed_at"] == stopped["step"]
         assert noloco("leave", "--state-dir", tmp_path / "peer").returncode == 0
         assert peer.wait() == 0
-        assert "left; the same command resumes" in peer.text
+        assert "left; run the same command to resume" in peer.text
         assert "Traceback" not in peer.text
         stopped = peer.event("stopped")
 
@@ -49,6 +49,6 @@ def test_a_peer_of_two_processes_leaves_resumes_by_torchrun_too_and_tells_of_one
         processes[1].kill()
         assert peer.wait() == 1
         assert "noloco: another process of this peer has ended" in peer.text
-        assert "rank 1 was ended by signal 9" in peer.text
+        assert "rank 1 was terminated by signal 9" in peer.text
         assert "Traceback" not in peer.text
         assert not any(process.is_running() for process in processes)

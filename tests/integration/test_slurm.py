@@ -73,5 +73,5 @@ def test_two_jobs_swap_and_leave_in_order(tmp_path: Path) -> None:
             os.killpg(process.pid, signal.SIGTERM)  # as Slurm signals every process of a step
         for name, process in (("more", more), ("first", first)):
             process.wait(timeout=SLOW_TEST_S)
-            wait(name, "left; the same command resumes")
+            wait(name, "left; run the same command to resume")
     assert len(list(tmp_path.glob("noloco/*-0/identity.key"))) == 2

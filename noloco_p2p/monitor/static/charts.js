@@ -1,4 +1,4 @@
-// Draws the curves and the swap graph. The style sheet defines the colours of the light and dark themes.
+// Draws the curves and the swap graph. The theme colours come from the style sheet.
 "use strict";
 
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -9,7 +9,7 @@ function listColour(index) {
   return `hsl(${(210 + 137.5 * index) % 360} 62% ${dark ? 65 : 42}%)`;
 }
 
-// Formats ticks as times of day, or as dates if the curve spans days.
+// Formats ticks as times of day, or as days if the curve is long.
 function clock(ticks) {
   const step = ticks.length > 1 ? ticks[1] - ticks[0] : 60;
   const time = { hour: "2-digit", minute: "2-digit", hourCycle: "h23" };
@@ -56,7 +56,7 @@ class Chart {
   }
 }
 
-// A canvas that is redrawn when its size changes. Subclasses define `paint(pen, width, height, ...what)`.
+// A canvas that is redrawn when its size changes. Subclasses implement `paint(pen, width, height, ...what)`.
 class Drawing {
   constructor(id) {
     this.canvas = document.getElementById(id);
@@ -83,7 +83,7 @@ class Drawing {
   }
 }
 
-// Draws peers on a circle, ordered by id, with a chord for each swap that fades within two minutes.
+// Draws the peers on a circle in the order of their ids, and a chord for each swap, which fades in two minutes.
 class Graph extends Drawing {
   // peers: [{id, health}]; meetings: [[at_s, peer, partner]]
   paint(pen, width, height, peers, meetings, now) {
@@ -118,8 +118,8 @@ class Graph extends Drawing {
   }
 }
 
-// Draws a column of peers for each stage, and the heads again on the right, because paths end at a head. A line connects
-// each peer with the peers in the next column that it sends to.
+// Draws a column of peers for each stage, the heads again on the right, where each path ends, and a line from each peer
+// to each peer of the next column to which it sends.
 class Paths extends Drawing {
   // peers: [{id, health, stage, sends_to (ends of ids)}]
   paint(pen, width, height, peers, numStages) {

@@ -1,11 +1,11 @@
-// Keeps what the monitor sends in a map of peers, and shows it as tiles, curves, graphs and tables.
+// Keeps the data from the monitor in one map of peers, and shows it as tiles, curves, a graph and a table.
 "use strict";
 
 const SAMPLE_S = 10, FRESH_HISTORY_S = 600, MANY_PEERS = 40, PAGE = 50, GRAPH_S = 120, RATE_S = 60, MAX_CHORDS = 2000;
 const $ = (id) => document.getElementById(id);
 const text = (id, value) => { const node = $(id); if (node.textContent !== value) node.textContent = value; };
 
-// These functions format numbers for people.
+// Formats numbers for people.
 const count = (n) => n >= 1e9 ? (n / 1e9).toPrecision(3) + "B" : n >= 1e6 ? (n / 1e6).toPrecision(3) + "M"
   : n >= 1e4 ? (n / 1e3).toPrecision(3) + "k" : String(Math.round(n));
 const bytes = (n) => { for (const unit of ["B", "KiB", "MiB", "GiB"]) { if (n < 1024) return `${unit === "B" ? n : n.toFixed(1)} ${unit}`; n /= 1024; } return `${n.toFixed(1)} TiB`; };
@@ -32,7 +32,7 @@ const LAST = [
   { name: "version", show: (p) => p.software, key: (p) => p.software, text: true, wide: true },
   { name: "heard", show: (p) => `${span(Math.max(0, now() - p.made_at_s))} ago`, key: (p) => -p.made_at_s },
 ];
-let COLUMNS = [];  // FIRST, then the columns of metrics, which the monitor describes, then LAST
+let COLUMNS = [];  // the columns of metrics, which the monitor describes, are between FIRST and LAST
 
 function setColumns(told) {
   const columns = told.map(({ key, unit, ...column }) => {
@@ -67,7 +67,7 @@ function listen() {
   source.addEventListener("update", (event) => take(JSON.parse(event.data)));
   source.onerror = () => {
     $("link").className = "lost";
-    text("link", `no connection to the monitor; last update at ${new Date(1000 * (state.head ? state.head.time_s : now())).toLocaleTimeString()}`);
+    text("link", `no connection to the monitor; showing data from ${new Date(1000 * (state.head ? state.head.time_s : now())).toLocaleTimeString()}`);
   };
 }
 
@@ -91,7 +91,7 @@ function take(news) {
   document.body.dataset.updates = Number(document.body.dataset.updates || 0) + 1;
 }
 
-// Curves are loaded once and then extended by each update. Reloading them now and then keeps them small.
+// Load the curves once, and append each update. Reload them now and then, which keeps them small.
 async function loadHistory() {
   try {
     const history = await (await fetch("api/history")).json();
@@ -103,7 +103,7 @@ async function loadHistory() {
     state.loadedAt = now();
     showCharts();
   } catch (error) {
-    state.history = null;  // the next update tries again
+    state.history = null;  // requested again with the next sample
   }
 }
 
@@ -134,7 +134,7 @@ function addPoint(news) {
   showCharts();
 }
 
-// Returns the growth of a count per second over about a minute, or 0 if it falls because a peer was forgotten.
+// Growth per second of a count over about a minute. A decrease (a peer was forgotten) counts as no growth.
 function rate(times, values, factor) {
   let from = 0;
   return times.map((time, index) => {
@@ -159,7 +159,7 @@ function showCharts() {
   const bounds = few ? [] : [line("lowest", "--faint"), line("mean", "--blue", { width: 2 }), line("highest", "--faint")];
   if (!few) tables.unshift([t, h.loss_lowest, h.loss, h.loss_highest]);
   if (tables.length) charts.loss.set([...bounds, ...own], uPlot.join(tables));
-  text("n-loss", few ? `one line for each ${state.head.stages.length ? "head" : `of ${names.length} peers`}` : `lowest, mean and highest of ${state.peers.size} peers${names.length ? `, and ${names.length} that match` : "; search for peers to see their lines"}`);
+  text("n-loss", few ? `one line for each ${state.head.stages.length ? "head" : `of ${names.length} peers`}` : `lowest, mean and highest of ${state.peers.size} peers${names.length ? `, and ${names.length} that match the search` : "; search for peers to see their lines"}`);
 }
 
 function showHead() {
@@ -185,7 +185,7 @@ function showHead() {
   text("t-progress", totals.progress === null ? "–" : `${(100 * totals.progress).toFixed(1)} %`);
   text("t-progress-sub", [totals.round === null ? "" : `round ${totals.round}`, left(totals.progress)].filter(Boolean).join(", "));
   text("t-spread", share(totals.spread));
-  text("t-spread-sub", totals.spread === null ? "needs sketches of two peers at one mark" : `estimated, ${totals.spread_peers} peers`);
+  text("t-spread-sub", totals.spread === null ? "needs comparable sketches of two peers" : `estimated, ${totals.spread_peers} peers`);
   const lately = totals.lately, rounds = lately.swaps + lately.halves + lately.alone;
   text("t-alone", rounds ? `${Math.round(100 * lately.alone / rounds)} %` : "–");
   const causes = Object.keys(totals.alone_by_cause).filter((cause) => lately[cause]).sort((a, b) => lately[b] - lately[a]);
@@ -298,5 +298,5 @@ $("search").oninput = (event) => {
 };
 $("previous").onclick = () => { state.page -= 1; showTable(); };
 $("next").onclick = () => { state.page += 1; showTable(); };
-setInterval(() => { if (state.head) showTable(); }, 5000);  // ages grow even if no update arrives
+setInterval(() => { if (state.head) showTable(); }, 5000);  // ages increase even without updates
 listen();

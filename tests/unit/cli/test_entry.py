@@ -48,7 +48,11 @@ def test_a_file_that_comes_later_is_waited_for(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "said"),
-    [("", "was not written within 0 s"), ("two words", "must hold one ticket"), ("a" * (MAX_FILE_BYTES + 1), "bytes")],
+    [
+        ("", "was not written within 0 s"),
+        ("two words", "must contain one ticket"),
+        ("a" * (MAX_FILE_BYTES + 1), "bytes"),
+    ],
 )
 def test_what_is_no_entry_is_told(content: str, said: str, tmp_path: Path) -> None:
     file = tmp_path / "ticket"

@@ -58,9 +58,9 @@ def test_peers_take_stages_in_turn() -> None:
 @pytest.mark.parametrize(
     ("plan", "error"),
     [
-        ({"num_peers": 2, "num_stages": 3}, "--peers 2: 3 stages need at least one peer each"),
+        ({"num_peers": 2, "num_stages": 3}, "--peers 2 is too few: each of the 3 stages needs at least one peer"),
         ({"num_peers": 5, "num_stages": 3, "chaos_seed": 1}, "3 stages need 6 peers, two each"),
-        ({"changes": {"pipeline.stages": 3, "model.parameter_seeds": True}}, "set it with --stages"),
+        ({"changes": {"pipeline.stages": 3, "model.parameter_seeds": True}}, "use --stages instead"),
         ({"num_peers": 8, "num_stages": 4}, "the model has 3 blocks"),
     ],
 )
@@ -98,7 +98,7 @@ PEER: dict[str, Any] = {
     "halves": 1,
     "alone": 2,
     "half_reasons": {LATE: 1},
-    "solo_reasons": {"no other peer trained": 2},
+    "solo_reasons": {"no other peer was training": 2},
     "loss_start": 5.8,
     "loss_end": 1.3,
     "bytes_sent": 1,
@@ -111,7 +111,7 @@ REST = {"merged_peers": 2, "merged_loss": 1.3, "spread": 0.001, "export_dir": "e
 def test_the_report_gives_the_reasons() -> None:
     calm = PEER | {"halves": 0, "alone": 0, "half_reasons": {}, "solo_reasons": {}}
     lines = report_lines({"peers": [calm, PEER], **REST})
-    assert f"peer 1: 1 half ({LATE}: 1), 2 solo (no other peer trained: 2)" in lines
+    assert f"peer 1: 1 half ({LATE}: 1), 2 solo (no other peer was training: 2)" in lines
     assert not any(line.startswith("peer 0: ") for line in lines)
     assert not any("stage" in line for line in lines)
 

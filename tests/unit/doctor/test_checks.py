@@ -40,8 +40,8 @@ def test_a_warning_is_healthy_a_failure_is_not_and_both_are_told_with_their_fix(
             {"name": "c", "level": "failed", "found": "z", "fix": "mend"},
         ],
     }
-    assert verdict([fine]) == "nothing here would prevent training"
-    assert verdict([fine, odd]) == "nothing here would prevent training, with 1 warning"
+    assert verdict([fine]) == "found nothing that would prevent training"
+    assert verdict([fine, odd]) == "found nothing that would prevent training (1 warning)"
     assert verdict([fine, odd, bad, bad]).startswith("2 problems would prevent training")
     assert len(fine.lines()) == 1
     assert "-> mend" in bad.lines()[1]
@@ -58,20 +58,23 @@ def test_the_doctor_says_what_auto_is_here(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     check = machine.accelerator()
-    assert (check.level, "auto is cpu in fp32" in check.found) == ("warning", True)
+    assert (check.level, "auto selects cpu in fp32" in check.found) == ("warning", True)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     monkeypatch.setattr(torch.backends.mps, "get_name", lambda: "Apple M2 Max", raising=False)
     monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 10 << 30)
     monkeypatch.setattr(torch.mps, "current_allocated_memory", lambda: 0)
     check = machine.accelerator()
     assert check.level == "ok"
-    assert check.found == "Apple M2 Max; 10.0 GiB of 10.0 GiB free on the first; auto is mps in fp32"
+    assert check.found == "Apple M2 Max; 10.0 GiB of 10.0 GiB free on the first one; auto selects mps in fp32"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"card {device.index}")
     monkeypatch.setattr(machine, "free_and_total_bytes", lambda _: (1 << 30, 2 << 30))
     monkeypatch.setattr(machine.Compute, "is_bf16", lambda *_: True)
-    assert machine.accelerator().found == "card 0, card 1; 1.0 GiB of 2.0 GiB free on the first; auto is cuda in bf16"
+    assert (
+        machine.accelerator().found
+        == "card 0, card 1; 1.0 GiB of 2.0 GiB free on the first one; auto selects cuda in bf16"
+    )
 
 
 def test_a_port_in_use_is_a_failure(tmp_path: Path) -> None:
@@ -88,7 +91,7 @@ def test_a_wrong_clock_and_a_closed_port_are_failures_with_a_way_out() -> None:
     assert reachability(Probed("192.0.2.9", {31337: "", 31338: ""}, 0.0, 0.1), PEER).level == "ok"
     closed = reachability(Probed("192.0.2.9", {31337: "no answer within 4 s", 31338: ""}, 0.0, 0.1), PEER)
     assert closed.level == "failed"
-    assert "forward TCP 31337 and 31338" in closed.fix
+    assert "forward TCP ports 31337 and 31338" in closed.fix
     assert "--announce 192.0.2.9" in closed.fix
 
 
@@ -112,10 +115,10 @@ def test_each_stage_is_examined_and_what_the_link_carries(tmp_path: Path) -> Non
     assert "5.9 MiB of memory" in checks[0].found
     assert "can be a head" in checks[0].found
     assert "can be a head" not in checks[1].found
-    assert checks[-1].found == "100 Mbit/s each way (not measured) carry 38.1k tokens/s"
+    assert checks[-1].found == "100 Mbit/s each way (not measured) can carry 38.1k tokens/s"
     assert stages(spec, settings(tmp_path), download_bytes_per_s=2.5e6)[-1].found.startswith("20 Mbit/s each way (meas")
     capped = stages(spec, settings(tmp_path, max_upload="10mbit"), download_bytes_per_s=2.5e6)
-    assert capped[-1].found == "10 Mbit/s each way (--max-upload) carry 3.81k tokens/s"
+    assert capped[-1].found == "10 Mbit/s each way (--max-upload) can carry 3.81k tokens/s"
 
 
 def test_a_stage_that_does_not_fit_is_a_failure_only_where_none_does(tmp_path: Path) -> None:
@@ -127,7 +130,7 @@ def test_a_stage_that_does_not_fit_is_a_failure_only_where_none_does(tmp_path: P
     assert [check.level for check in none] == ["failed"] * 3 + ["ok"]
     unbound = model(spec.with_changes({"data.source": "mine"}), settings(tmp_path))
     assert (unbound[0].level, "--data mine=GLOB" in unbound[0].found) == ("warning", True)
-    assert unbound[0].fix == "hold another stage, or give the data"
+    assert unbound[0].fix == "hold another stage, or provide the data with --data"
 
 
 def test_a_spec_that_was_not_cut_is_a_failure_with_a_way_out(tmp_path: Path) -> None:
@@ -176,4 +179,4 @@ def test_what_a_pause_can_go_by_is_told(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(machine, "on_battery", lambda: True)
     monkeypatch.setitem(sys.modules, "pynvml", None)
     gpu = "GPU use of other programs: unknown, because the package nvidia-ml-py is not installed"
-    assert machine.free_time() == Check("free time", "ok", f"a battery, which it runs on; {gpu}")
+    assert machine.free_time() == Check("free time", "ok", f"on battery power; {gpu}")

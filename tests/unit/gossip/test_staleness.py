@@ -65,7 +65,7 @@ def test_the_refusal_names_both_rounds_and_who_has_to_move() -> None:
     assert told is not None
     assert told.code is RefuseCode.STALE
     assert told.sentence == (
-        "I am in round 60 (60.00 % of the run), you are in round 9 (10.00 % of the run); "
+        "I am in round 60 (60.00 % of the run) and you are in round 9 (10.00 % of the run); "
         "you are too far behind and must fetch the state of a live peer"
     )
     told = refuse_stale(behind, ahead, total_steps=STEPS)

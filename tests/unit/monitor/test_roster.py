@@ -57,7 +57,7 @@ def test_a_peer_that_vanished_is_remembered_with_its_true_age_and_in_the_end_for
     made.take([(changed(B, sequence=2), 0.0)], now_s=NOW_S + 95.0)
     assert made.members[A.peer_id].age_s(NOW_S + 95.0) == 95.0
     assert told(made, after_s=95.0) == [
-        "warn: Lost 1 peer without notice: ..aaaaaa, last heard from 1 min 35 s ago.",
+        "warn: Lost 1 peer that did not announce leaving: ..aaaaaa. The newest record is 1 min 35 s old.",
     ]
     made.take([(changed(B, sequence=3), 0.0)], now_s=NOW_S + FORGET_AFTER_S + 1)
     assert set(made.members) == {B.peer_id}
@@ -97,7 +97,7 @@ def test_solo_rounds_are_told_with_their_main_cause() -> None:
 def test_stages_that_nobody_computes_are_told_while_somebody_trains() -> None:
     head, inner = changed(A, stages=4), changed(B, stages=4, stage=2)
     for state, lines in (
-        ("training", ["bad: No peer holds stages 1, 3, so no microbatch gets through."]),
+        ("training", ["bad: No peer holds stages 1, 3, so no microbatch can get through."]),
         ("done", []),
     ):
         records = [changed(head, state=state), changed(inner, state="done")]
@@ -122,14 +122,16 @@ def test_what_is_wrong_is_told_the_worst_first() -> None:
     lines = told(old, directory_age_s=40.0)
     assert lines[0] == "bad: The directory has not answered for 40 s, so the values shown are old."
     assert lines[1] == "warn: 2 peers missed two announcements and may be gone."
-    assert "No other peer has ever reached 1 peer" in lines[2]
+    assert "1 peer may be behind a firewall" in lines[2]
     assert "2 versions" in lines[3]
     assert told(Roster()) == ["bad: No peer is alive."]
 
 
 def test_one_replica_that_went_astray_is_named() -> None:
     spread = Spread(0.02, {"a": 0.004, "b": 0.0041, "c": 0.0039, "..stray!": 0.05}, progress=0.5)
-    assert told(roster(A, B), spreads=[spread]) == ["warn: ..stray! is far from the other replicas."]
+    assert told(roster(A, B), spreads=[spread]) == [
+        "warn: The weights of ..stray! are far from those of the other replicas."
+    ]
 
 
 def test_a_flood_of_peers_is_bounded() -> None:

@@ -72,7 +72,7 @@ def test_a_peer_has_the_promised_keys() -> None:
 
 def test_the_headline_counts_peers_and_the_speed_of_those_who_train() -> None:
     assert headline(swarm(A, B)) == "run r: 1 alive, 1 leaving | 1.5k tokens/s | loss 2.500 | 34 % done"
-    assert headline(swarm()) == "run r: no peer known | 0 tokens/s"
+    assert headline(swarm()) == "run r: no known peers | 0 tokens/s"
     assert rounds_line(swarm(A)) == "rounds: 5 swapped, 0 half, 2 alone (2 refused) | 3.0 MiB out, 0 B in"
 
 
@@ -168,7 +168,7 @@ def test_many_stages_leave_room_for_peers() -> None:
     lines = drawn(view(swarm(changed(HEAD, stages=MAX_STAGES)), Choice(), width=80, height=24), width=80)
     assert len(lines) < 24
     assert any("..aaaaaa" in line for line in lines)
-    assert any(line.strip() == "and 56 more with more capacity" for line in lines)
+    assert any(line.strip() == "and 56 more stages with more capacity" for line in lines)
 
 
 def test_a_token_that_passes_all_stages_is_counted_once() -> None:
@@ -203,7 +203,7 @@ def test_sorting_and_filtering() -> None:
     assert [peer["peer_id"][-6:] for peer in Choice(words="LEAVING").of(peers)] == ["bbbbbb"]
     assert [peer["state"] for peer in Choice().of(peers)] == ["training", "training", "leaving"]
     assert Choice(words="nothing").of(peers) == []
-    with pytest.raises(SettingsError, match=r"--sort 'speed' must be one of: peer, state, .*tokens/s"):
+    with pytest.raises(SettingsError, match=r"--sort 'speed' is not a column; choose one of: peer, state, .*tokens/s"):
         Choice("speed")
 
 

@@ -48,7 +48,7 @@ def test_a_scan_is_told_in_one_line_a_minute(caplog: pytest.LogCaptureFixture) -
             turned_away.note("ipv4:192.0.2.7:1", Refused("caller authentication failed", code="NOT_PROVEN"))
             clock.now_s += 0.2
     assert len(caplog.messages) == 2
-    assert "300 calls" in caplog.messages[1]
+    assert "calls refused: 300;" in caplog.messages[1]
 
 
 class Call:

@@ -183,7 +183,9 @@ def test_a_folder_that_is_no_checkpoint_is_an_error_in_words(tmp_path: Path) -> 
     with pytest.raises(CheckpointError, match=r"not a checkpoint: it does not contain manifest\.json"):
         Checkpoint(tmp_path)
     path = Checkpoints(tmp_path).save(0, files=tensors(), meta={})
-    with pytest.raises(CheckpointError, match=r"has no model\.safetensors; it has meta\.json, outer\.safetensors"):
+    with pytest.raises(
+        CheckpointError, match=r"does not contain model\.safetensors; it contains meta\.json, outer\.safetensors"
+    ):
         Checkpoint(path).load("model")
 
 

@@ -130,7 +130,7 @@ def test_training_does_not_wait_for_a_donor_without_end(caplog: pytest.LogCaptur
         await asyncio.Event().wait()
 
     catch_up(Others(recorded=FAR, told=FAR), num_rounds=2, fetch=fetch, catch_up_timeout_s=0.05)
-    assert caplog.text.count("did not answer within") == 1, "the second round does not try at once"
+    assert caplog.text.count("did not arrive within") == 1, "the second round does not try at once"
 
 
 def test_a_newcomer_with_another_model_learns_so_from_a_run_that_has_trained() -> None:

@@ -19,9 +19,9 @@ def test_churn_in_order_of_time() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("crash:4@20", r"crash:4@20: replicas are 0 to 3"),
-        ("lose:1.5", r"lose:1\.5: must look like one of"),
-        ("explode:1@3", r"explode:1@3: must look like one of"),
+        ("crash:4@20", r"crash:4@20: no such replica \(they are numbered 0 to 3\)"),
+        ("lose:1.5", r"lose:1\.5 is not an event"),
+        ("explode:1@3", r"explode:1@3 is not an event"),
         ("join:0@1,join:1@1,join:2@1,join:3@1", "must be present from the start"),
     ],
 )
@@ -43,5 +43,5 @@ def test_bad_speeds_are_refused(text: str) -> None:
 
 
 def test_an_unknown_link_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(SettingsError, match=r"--link modem: must be one of ideal, .*satellite"):
+    with pytest.raises(SettingsError, match=r"--link modem is unknown; choose from ideal, .*satellite"):
         parse_links(["modem"])

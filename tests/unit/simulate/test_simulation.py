@@ -207,9 +207,9 @@ def test_a_seed_starts_from_other_weights_and_0_is_the_spec() -> None:
 
 
 def test_rules_are_checked_before_anything_trains() -> None:
-    with pytest.raises(SettingsError, match="--rules fsdp: must be one of noloco, diloco"):
+    with pytest.raises(SettingsError, match="--rules fsdp: no such rule; choose from noloco, diloco"):
         check_rules(["noloco", "fsdp"], Plan(2))
-    with pytest.raises(SettingsError, match="replicas of gasloc are never absent"):
+    with pytest.raises(SettingsError, match="with the rule gasloc, replicas cannot be absent"):
         check_rules(["noloco", "gasloc"], Plan(2, churn=Churn(absent=0.2)))
     with pytest.raises(SettingsError, match="cannot join, leave or crash"):
         check_rules(["ddp"], Plan(2, churn=Churn((Event("crash", 0, 1.0),))))

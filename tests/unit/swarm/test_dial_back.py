@@ -105,7 +105,7 @@ def test_a_closed_port_comes_with_exact_advice() -> None:
     found = verdict(PUBLIC, CLOSED, CLOSED, OPEN)
     assert found.state == Reach.OUTBOUND_ONLY
     assert "2 of 3 peers could not reach port 31337 (no answer within 4 s)" in found.sentence
-    assert "forward TCP 31337 and 31338 to this machine" in found.sentence
+    assert "forward TCP ports 31337 and 31338 from the router to this machine" in found.sentence
     assert found.sentence.endswith("join with --announce 1.2.3.4")
     assert verdict(PUBLIC, CLOSED, relayed=True).state == Reach.RELAYED
     punched = verdict(PUBLIC, CLOSED, relayed=True, num_holes=3)
@@ -118,7 +118,7 @@ def test_a_private_address_in_a_public_swarm_is_outbound_only_whoever_gets_throu
     assert found.state == Reach.OUTBOUND_ONLY
     assert "172.17.0.2 is a private address" in found.sentence
     assert found.sentence.endswith("they can reach 1.2.3.4: join with --announce 1.2.3.4")
-    assert "forward TCP 31337 and 31338" in verdict(PRIVATE).sentence
+    assert "forward TCP ports 31337 and 31338" in verdict(PRIVATE).sentence
     assert verdict(PRIVATE, OPEN, abroad=False).state == Reach.DIRECT
 
 

@@ -71,8 +71,8 @@ def test_the_innermost_task_is_told_and_all_end() -> None:
     ("changes", "text"),
     [
         ({}, "fetching: 2.0 MiB of 8.0 MiB, 1.0 MiB/s, 1 min 35 s left"),
-        ({"left_s": None, "rate_per_s": 0.0}, "fetching: 2.0 MiB of 8.0 MiB, 0 B/s, stalled"),
-        ({"total": None}, "fetching: for 12 s"),
+        ({"left_s": None, "rate_per_s": 0.0}, "fetching: 2.0 MiB of 8.0 MiB, 0 B/s, no progress"),
+        ({"total": None}, "fetching: 12 s so far"),
         ({"unit": "batches", "done": 3, "total": 20, "rate_per_s": 1.5}, "fetching: 3 of 20 batches, 1 min 35 s left"),
     ],
 )

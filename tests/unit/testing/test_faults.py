@@ -170,5 +170,5 @@ def test_a_stall_ends_when_the_stream_is_closed() -> None:
 
 
 def test_a_fault_that_does_not_fit_its_frame_is_a_mistake_of_the_test() -> None:
-    with pytest.raises(ValueError, match="does not fit a Header"):
+    with pytest.raises(ValueError, match="cannot be applied to a Header frame"):
         run(FaultPlan().fail_at(At(Header), receive=FlipBit(0)), "receive")

@@ -229,7 +229,7 @@ def test_a_whole_model_can_be_forked_into_stages(cut: object, tmp_path: Path, mo
     [
         ("pipeline.stages=9", "pipeline.stages is 9, but the model has only 3 blocks"),
         ("pipeline.cut=[2, 2, 2]", "pipeline.cut lists 6 blocks in total, but model.num_layers is 3"),
-        ("model.num_layers=4", "it keeps its model"),
+        ("model.num_layers=4", "the model cannot change"),
     ],
 )
 def test_a_fork_that_cannot_be_cut_is_refused_before_anything_is_fetched(
