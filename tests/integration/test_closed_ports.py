@@ -67,7 +67,7 @@ def test_a_run_that_begins_behind_a_router_is_entered_at_the_ports_that_it_maps(
         ):
             two.swap_with(one)
             found = until(lambda: mapped(one), what="a dial-back to the mapped port")
-            assert "which the router maps (UPnP)" in found["sentence"]
+            assert "which the router maps to this machine (UPnP)" in found["sentence"]
             until(lambda: neighbours(two) == ["mapped"], what="the record of the first at the second")
             assert len(router.mapped) == 2
             one.send(signal.SIGINT)

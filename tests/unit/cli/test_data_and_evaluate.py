@@ -92,8 +92,8 @@ def test_checkpoints_of_two_runs_and_of_another_model_are_refused(
     (one / "meta.json").write_text(json.dumps(meta))
     assert run(["evaluate", str(one), "--data", f"mine={folder}/*.jsonl"]) == 1
     err = capsys.readouterr().err
-    assert "belongs to another model: trainable tensor" in err
-    assert "lora_A.default.weight [3, 32] here" in err
+    assert "belongs to another model: the trainable tensors differ" in err
+    assert "lora_A.default.weight [3, 32], the other has" in err
 
 
 def test_export_writes_the_whole_model_or_the_adapters(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -78,7 +78,7 @@ def test_a_mapping_is_published_unless_peers_dial_back_in_vain() -> None:
     assert peer.addresses() == ("45.77.0.9:41337",)
     assert peer.ways_in() == (OUTSIDE,)
     assert peer.verdict().state is Reach.MAPPED
-    assert "which the router maps (UPnP)" in peer.verdict().sentence
+    assert "which the router maps to this machine (UPnP)" in peer.verdict().sentence
 
 
 @pytest.mark.parametrize(
