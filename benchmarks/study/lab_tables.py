@@ -1,8 +1,8 @@
 """The tables of the lab, from benchmarks/results/lab.jsonl; `tables.py` writes them into docs/results.md.
 
-Every table ends with one line per rule that compares this project with it. A verdict needs all seeds on one side:
-"loses" and "ahead" hold with every seed, and anything else is "undecided". Two equal rules have
-three seeds on one side in a quarter of all cases, and the page says so.
+Every table of losses is followed by a table that compares this project with each other rule. A verdict needs all seeds
+on one side: "loses" and "ahead" hold with every seed, and anything else is "undecided". Two equal rules have three
+seeds on one side in a quarter of all cases, and the page says so.
 """
 
 from __future__ import annotations

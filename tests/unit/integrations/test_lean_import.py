@@ -25,5 +25,5 @@ def test_a_missing_trainer_is_named(name: str, missing: str, monkeypatch: pytest
             monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.setitem(sys.modules, missing, None)
     monkeypatch.delitem(sys.modules, f"noloco_p2p.integrations.{name}", raising=False)
-    with pytest.raises(ImportError, match=rf"needs .*: pip install '{missing}>="):
+    with pytest.raises(ImportError, match=rf"requires .*: pip install '{missing}>="):
         importlib.import_module(f"noloco_p2p.integrations.{name}")

@@ -74,9 +74,7 @@ def test_a_vocabulary_takes_the_place_of_blocks_in_the_head() -> None:
 
 def test_a_cut_that_is_not_made_is_refused_with_the_command_that_makes_it() -> None:
     spec = TrainerSpec(name="r", model=ModelSpec(parameter_seeds=True), pipeline=PipelineSpec(stages=2))
-    with pytest.raises(
-        SpecError, match=r"pipeline\.cut is 'auto'.* `noloco init --stages 2` writes a spec that contains them"
-    ):
+    with pytest.raises(SpecError, match=r"pipeline\.cut is 'auto'.* `noloco init --stages 2` writes a spec"):
         cut_of(spec)
 
 

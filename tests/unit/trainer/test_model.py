@@ -89,7 +89,7 @@ def test_a_saved_folder_is_a_pretrained_model(tmp_path: Path, capfd: pytest.Capt
 
 def test_a_sequence_longer_than_the_pretrained_model_knows_is_refused(tmp_path: Path) -> None:
     build_model(SMALL, sequence_length=16).save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match=r"data\.sequence_length 32 exceeds the 16 positions"):
+    with pytest.raises(ModelError, match=r"data\.sequence_length is 32, .* only 16 positions"):
         build_model(NAMED, sequence_length=32, folders={"mine": str(tmp_path)})
 
 
