@@ -465,7 +465,7 @@ def test_a_cut_of_another_model_and_sequences_too_long_are_refused(tmp_path: Pat
     spec, folders = named(config_of("llama"), tmp_path)
     with pytest.raises(ModelError, match=r"pipeline\.cut lists 5 blocks in total, but the model has 4"):
         build_stage(spec, (2, 3), index=0, sequence_length=TOKENS, folders=folders)
-    with pytest.raises(ModelError, match="is 33, .* only 32 positions"):
+    with pytest.raises(ModelError, match=r"is 33, .* only 32 positions"):
         build_stage(spec, (2, 2), index=0, sequence_length=33, folders=folders)
 
 
