@@ -1097,8 +1097,8 @@ def _ablations() -> list[Phrase]:
             " microbatches are then in flight, gradients are less stale ({:.2f} steps late instead of {:.2f})",
             *(speed("ablations", "20 % lost"), lossy[0], lateness("ablations", "3 stages x 4")[0]),
         ),
-        phrase("gradients are less stale ({:.2f}, {:.2f} and {:.2f} steps late)", *narrow),
-        phrase("reaches {:.0f} % of the tokens/s predicted for its narrower", speed("ablations", "4-2-4 replicas")),
+        phrase("gradients are less stale ({:.2f}, {:.2f} and {:.2f} steps late in stages", *narrow),
+        phrase("reaches {:.0f} % of the tokens/s predicted for the smaller", speed("ablations", "4-2-4 replicas")),
     ]
 
 

@@ -22,7 +22,8 @@ def doctor(
         str | None,
         typer.Argument(
             metavar="[SPEC.toml|TICKET]",
-            help="The run to check this machine for. With a ticket (or @FILE with one), the swarm is also checked.",
+            help="Check whether this machine can take part in this run. With a ticket (or @FILE that contains one), "
+            "the swarm is checked, too.",
         ),
     ] = None,
     *,

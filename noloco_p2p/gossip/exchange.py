@@ -207,8 +207,8 @@ class ThreadedExchange(LoopExchange):
     def _ask(self, function: Callable[[], T], otherwise: T, *, even_late: bool = False) -> T:
         """Call a function on the network thread. Return its result, or `otherwise` if the thread has stopped or hangs.
 
-        If `even_late` is true, the function is called even if a hanging thread resumes later. Most calls must not run
-        that late, because training has already continued without them.
+        If `even_late` is true, a thread that hung still calls the function when it resumes after the deadline. Most
+        calls must not run that late, because training has already continued without them.
         """
         given_up = threading.Event()
 

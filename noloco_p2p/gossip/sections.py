@@ -22,8 +22,8 @@ class SectionPlan:
     """The encoding of one named vector of a swap, on which both partners must agree.
 
     Without modulo coding, `modulo` is empty and `codec` encodes every chunk. With modulo coding, `codec` encodes only
-    the chunks for which modulo coding is impossible. The first codec in `modulo` encodes all other chunks. As long as a
-    chunk fails, the next codecs encode further bits of it, one codec after another.
+    the chunks for which modulo coding is impossible. The first codec in `modulo` encodes all other chunks. Each time a
+    chunk cannot be decoded, the next codec in `modulo` encodes further bits of it.
     """
 
     name: SectionName

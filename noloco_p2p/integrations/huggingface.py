@@ -124,7 +124,7 @@ def check_whole(args: TrainingArguments, state: TrainerState) -> None:
     if "lomo" in args.optim:
         raise SettingsError(f"--optim {args.optim} does not take optimizer steps that NoLoCo can count")
     if state.is_hyper_param_search:
-        raise SettingsError("a peer trains only one model of one run; search for hyperparameters without NoLoCo")
+        raise SettingsError("a peer can train only one model in one run; run the hyperparameter search without NoLoCo")
 
 
 def checkpoint_folder(args: TrainingArguments, state: TrainerState) -> Path:

@@ -1,4 +1,4 @@
-"""The curves of a swarm in SQLite. Recent samples are dense, older ones are sparse, and the size is bounded.
+"""Stores the curves of a swarm's metrics in SQLite. Older samples are sparser, and the size is bounded.
 
 There is one tick every SAMPLE_S seconds. A sample that was taken at tick k and is `a` ticks old is kept if k is a
 multiple of 2^j, where 2^j is the largest power of two that is at most a / FINE_TICKS (or 1). Each doubling of the age

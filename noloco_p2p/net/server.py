@@ -196,7 +196,7 @@ class ServerStream(SwapStream):
     def _check_end(self, connection: SwapConnection) -> None:
         # This is how a lost connection looks from here. The first connection always ends this way, so it is no failure.
         if connection is not self._first:
-            raise Unreachable("a connection of the swap was lost", peer=self._peer)
+            raise Unreachable("one of the swap's connections was lost", peer=self._peer)
 
 
 def check_name(proven: str, hello: frames.Hello) -> None:
@@ -340,7 +340,7 @@ class _Servicer:
                 await wire.closed()
             finally:
                 if not wire.is_closed:  # the caller is gone, and the connection with it
-                    stream.lose(Unreachable("a connection of the swap was lost", peer=stream.peer))
+                    stream.lose(Unreachable("one of the swap's connections was lost", peer=stream.peer))
 
     def _joined(self, data: bytes, caller: Caller) -> ServerStream:
         """Return the swap to which a connection belongs. Raises PeerError if there is none that the caller can join."""

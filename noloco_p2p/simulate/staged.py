@@ -233,7 +233,7 @@ class StagedSwarm:
         drawn.update(node.rng.sample(others, min(len(others), max(0, number - len(drawn)))))
 
     def _sinks(self, head: StageNode) -> list[str]:
-        """Return the replicas of the last stage that have a stream to this head, whichever of them opened it."""
+        """Return the replicas of the last stage that have a stream to this head, no matter which end opened it."""
         if self.plan.paths == "fixed":
             return sorted(head.ring)
         return sorted(
