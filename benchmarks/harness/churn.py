@@ -52,7 +52,7 @@ class Round:
 
     @property
     def kind(self) -> str:
-        """One of swapped, half and alone."""
+        """One of swapped, half and solo."""
         return self.outcome.split()[0].rstrip(":")
 
 
@@ -214,9 +214,9 @@ class Churn:
             report.rounds += len(kinds)
             report.swapped += kinds.count("swapped")
             report.half += kinds.count("half")
-            report.alone += kinds.count("alone")
+            report.alone += kinds.count("solo")
             for kind, group in groupby(rounds, key=lambda each: each.kind):
-                solo = [each.outcome for each in group] if kind == "alone" else []
+                solo = [each.outcome for each in group] if kind == "solo" else []
                 report.longest_alone = max(report.longest_alone, solo, key=len)
             report.longest_blocked_s = max([report.longest_blocked_s, *(each.blocked_s for each in rounds)])
             if "Traceback" in life.process.text:

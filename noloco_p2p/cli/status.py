@@ -53,7 +53,7 @@ def lines(reply: dict[str, Any]) -> list[str]:
         f"reach     {reply['reach']['state']}: {reply['reach']['sentence']}",
         *([f"          neighbours: {ways(reply['neighbours'])}"] if reply["neighbours"] else []),
         f"rounds    {reply['rounds_here']} here: {reply['swaps']} swapped, {reply['halves']} half, "
-        f"{reply['alone']} alone{partner}",
+        f"{reply['alone']} solo{partner}",
         f"round     {reply['inner_steps']} inner steps long",
         f"training  loss {loss(reply['loss'])}, validation {loss(reply['validation_loss'])}, "
         f"{count(reply['tokens_per_s'])} tokens/s",

@@ -35,6 +35,7 @@ from noloco_p2p.trainer.stage_choice import Fitting
 from noloco_p2p.trainer.stage_needs import StageNeeds
 from noloco_p2p.transfer.fetch import fetch_manifest, fetch_spec
 
+NOBODY = "no other peer can be dialled"
 ASKED_PEERS = 3
 PROBE_S = 12.0
 DOWNLOAD_CHUNKS = 16
@@ -55,7 +56,8 @@ async def examine(ticket: Ticket, settings: PeerSettings) -> list[Check]:
         except PeerError as error:
             fix = "get a new ticket; if other peers can enter, allow outgoing TCP traffic and set this machine's clock"
             return [Check("way in", "failed", str(error), fix)]
-        peers = [peer for peer in directory.live() if peer.can_be_called]
+        own = (ask(settings.state_dir, "status") or {}).get("peer_id")  # it would check this machine against itself
+        peers = [peer for peer in directory.live() if peer.can_be_called and peer.peer_id != own]
         random.shuffle(peers)
         session = Session(directory.identity, ticket.invitation)
         hello = Hello(directory.peer_id, ticket.run_name, ticket.spec_digest)
@@ -126,7 +128,7 @@ async def _dialled_back(
                 faults.append(f"{named(peer.peer_id)}: {error}")
                 continue
             return [clock(probed, peer), reachability(probed, peer)]
-    text = "no peer dialled back: " + "; ".join(faults)
+    text = "no peer dialled back: " + ("; ".join(faults) or NOBODY)
     return [Check("reached", "warning", text, "try again later; peers with an older version cannot dial back")]
 
 
@@ -196,7 +198,11 @@ async def _download(peers: Sequence[Candidate], transport: GrpcTransport) -> tup
             fix = "every round sends the encoded model in both directions; use a smaller model, or more inner steps"
             return manifest, speed, Check("bandwidth", "warning", text, fix)
         return manifest, speed, Check("bandwidth", "ok", text)
-    return None, 0.0, Check("bandwidth", "skipped", "no peer served a chunk of its state: " + "; ".join(faults))
+    return (
+        None,
+        0.0,
+        Check("bandwidth", "skipped", "no peer served a chunk of its state: " + ("; ".join(faults) or NOBODY)),
+    )
 
 
 async def _speed(transport: GrpcTransport, peer: Candidate, manifest: StateManifest) -> float:

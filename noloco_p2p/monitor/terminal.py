@@ -83,7 +83,7 @@ COLUMNS = (
     Column("reach", 13, lambda p: p["reachability"], lambda p: p["reachability"], is_text=True),
     Column("version", 10, lambda p: p["software"], lambda p: p["software"], is_text=True),
     Column("heard", 0, lambda p: f"{duration(p['age_s'])} ago", lambda p: p["age_s"]),
-    Column("alone as", 11, _why, lambda p: p["alone"], is_text=True),
+    Column("why solo", 11, _why, lambda p: p["alone"], is_text=True),
 )
 NAME_OF_PEER = Column("name", 5, lambda p: p["name"] or "-", lambda p: p["name"] or None, is_text=True)
 STAGE_OF_PEER = Column("stage", 1, lambda p: "-" if p["stage"] is None else str(p["stage"]), lambda p: p["stage"])
@@ -159,7 +159,7 @@ def rounds_line(swarm: dict[str, Any]) -> str:
     causes = [f"{number} {cause.replace('_', ' ')}" for cause, number in totals["alone_by_cause"].items() if number]
     why = f" ({', '.join(causes)})" if causes else ""
     return (
-        f"rounds: {totals['swaps']} swapped, {totals['halves']} half, {totals['alone']} alone{why} | "
+        f"rounds: {totals['swaps']} swapped, {totals['halves']} half, {totals['alone']} solo{why} | "
         f"{mib(totals['bytes_sent'])} out, {mib(totals['bytes_received'])} in"
     )
 

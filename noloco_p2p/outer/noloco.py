@@ -550,7 +550,7 @@ def describe_outcome(outcome: Outcome) -> str:
     """Describe an outcome in one phrase for a log line."""
     match outcome:
         case Alone(reason):
-            return f"alone: {reason}"
+            return f"solo: {reason}"
         case Half(received, reason):
             return f"half with {named(received.partner)}: {reason}"
         case Swapped(received):

@@ -15,7 +15,7 @@ from noloco_p2p.trainer.swarm_evaluation import spread
 
 COLUMNS = (
     *("rule", "replicas", "loss", "worst", "merged", "spread %", "sent per peer", "bytes/param/step"),
-    *("swapped", "half", "alone", "late", "virtual s"),
+    *("swapped", "half", "solo", "late", "virtual s"),
 )
 
 

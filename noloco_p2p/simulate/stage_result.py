@@ -26,7 +26,7 @@ from noloco_p2p.trainer.swarm_evaluation import spread
 
 COLUMNS = (
     *("stage", "replicas", "parameters", "steps", "computing %", "up %", "down %", "late steps", "late %", "lost %"),
-    *("spread %", "swapped", "half", "alone", "sent per peer", "of which swaps"),
+    *("spread %", "swapped", "half", "solo", "sent per peer", "of which swaps"),
 )
 NUM_PATHS = 8  # number of random paths over which the loss is averaged
 

@@ -98,7 +98,7 @@ class Metrics:
     halves: int = _metric(
         "counter",
         "rounds",
-        "rounds in which only the early part was committed; they count neither as swaps nor as alone",
+        "rounds in which only the early part was committed; they count neither as swaps nor as solo rounds",
         0,
         key="half",
         total="sum",
@@ -109,7 +109,7 @@ class Metrics:
         "solo rounds, in which neither part was committed",
         0,
         key="alone",
-        column="alone",
+        column="solo",
         rank=4,
         total="sum",
     )

@@ -168,7 +168,7 @@ def test_a_paused_peer_keeps_its_place_and_goes_on(swarm: Swarm, capsys: pytest.
         assert say("pause") == (0, "the peer is already paused; run `noloco resume` to resume it")
         paused = swarm.second.event("paused")
         rounds, first_rounds = len(swarm.second.events("round")), len(swarm.first.events("round"))
-        solo = swarm.first.round_where(lambda event: "alone" in event["last_outcome"], after=first_rounds + 1)
+        solo = swarm.first.round_where(lambda event: "solo" in event["last_outcome"], after=first_rounds + 1)
         assert solo["blocked_s"] < swarm.spec.outer.max_wait_s / 2, "nobody waits for who is paused"
         assert len(swarm.second.events("round")) == rounds
         assert say("status")[1].splitlines()[2].startswith("state     paused for ")

@@ -108,7 +108,7 @@ def test_a_hugging_face_trainer(run: Callable[..., str]) -> None:
 def test_a_lightning_trainer(run: Callable[..., str], caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="noloco_p2p"):
         run("lightning_trainer.py", "--steps", "120")
-    assert "round 1 | alone: " in caplog.text
+    assert "round 1 | solo: " in caplog.text
     assert "did not stop" not in caplog.text
 
 

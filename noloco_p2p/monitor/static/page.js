@@ -149,7 +149,7 @@ function showCharts() {
   const line = (label, stroke, more) => ({ label, stroke, width: 1.5, ...more });
   charts.speed.set([line("tokens/s", "--blue")], [t, h.tokens_per_s]);
   charts.spread.set([line("spread", "--blue")], [t, h.spread.map((n) => n === null ? null : 100 * n)]);
-  charts.rounds.set([line("swapped", "--green"), line("half", "--blue", { dash: [6, 3] }), line("alone", "--red", { dash: [2, 3] })],
+  charts.rounds.set([line("swapped", "--green"), line("half", "--blue", { dash: [6, 3] }), line("solo", "--red", { dash: [2, 3] })],
     [t, rate(t, h.swaps, 60), rate(t, h.halves, 60), rate(t, h.alone, 60)]);
   charts.bytes.set([line("sent", "--blue")], [t, rate(t, h.bytes_sent, 1 / 1048576)]);
   const names = [...state.curves.keys()].sort();

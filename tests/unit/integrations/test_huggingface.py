@@ -105,7 +105,7 @@ def test_the_logs_have_the_values_of_noloco(
     first, second, _ = trainer.state.log_history
     assert [entry["noloco/round"] for entry in (first, second)] == [1, 2]
     assert peer.metrics.loss == second["loss"]
-    assert "round 1 | alone: " in caplog.text
+    assert "round 1 | solo: " in caplog.text
 
 
 def test_two_peers_swap(tmp_path: Path) -> None:

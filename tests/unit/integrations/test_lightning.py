@@ -159,7 +159,7 @@ def test_the_loggers_have_the_values_of_noloco(
     header, *rows = file.read_text().splitlines()
     assert "noloco/round" in header
     assert len(rows) == 2
-    assert "round 1 | alone: " in caplog.text
+    assert "round 1 | solo: " in caplog.text
 
 
 def test_two_peers_swap(tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ def test_a_peer_has_the_promised_keys() -> None:
 def test_the_headline_counts_peers_and_the_speed_of_those_who_train() -> None:
     assert headline(swarm(A, B)) == "run r: 1 alive, 1 leaving | 1.5k tokens/s | loss 2.500 | 34 % done"
     assert headline(swarm()) == "run r: no known peers | 0 tokens/s"
-    assert rounds_line(swarm(A)) == "rounds: 5 swapped, 0 half, 2 alone (2 refused) | 3.0 MiB out, 0 B in"
+    assert rounds_line(swarm(A)) == "rounds: 5 swapped, 0 half, 2 solo (2 refused) | 3.0 MiB out, 0 B in"
 
 
 def test_plain_lines_are_aligned_one_a_peer() -> None:
@@ -185,7 +185,7 @@ def test_a_page_fits_its_terminal(width: int) -> None:
     header = next(line for line in lines if line.startswith("peer"))
     assert {"state", "heard"} <= set(header.split())
     if width >= 80:
-        assert {"round", "loss", "tokens/s", "last", "alone"} <= set(header.split())
+        assert {"round", "loss", "tokens/s", "last", "solo"} <= set(header.split())
     if width == 200:
         assert all(column.name in header for column in COLUMNS)
 
