@@ -371,7 +371,7 @@ def test_on_a_terminal_the_ticket_is_one_line_and_ctrl_c_is_polite(swarm: Swarm,
     assert len(tickets) == 1
     assert Ticket.decode(tickets[0].removeprefix("noloco join ")).run_name == "commands"
     assert "\x1b" not in tickets[0]  # only a progress bar may have colours, where there is time to draw one
-    assert "a second Ctrl-C ends at once" in text
+    assert "press Ctrl-C again to exit immediately" in text
     assert text.splitlines()[-1] == "left; run the same command to resume"
 
 
