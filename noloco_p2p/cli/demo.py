@@ -138,7 +138,9 @@ def _watch(swarm: Demo) -> None:
 
 
 def _who(plan: DemoPlan) -> str:
-    peers = f"{plan.num_peers} peer{'' if plan.num_peers == 1 else 's'}"
+    from noloco_p2p.telemetry.console import counted
+
+    peers = counted(plan.num_peers, "peer")
     return peers if plan.num_stages == 1 else f"{peers}, each with one of the {plan.num_stages} stages of a model,"
 
 

@@ -136,7 +136,9 @@ def _check_adapters(spec: TrainerSpec, *, adapters: bool) -> None:
 
 
 def _mean(state: TakenState) -> str:
-    return f"the mean of {state.num_peers} peer{'' if state.num_peers == 1 else 's'}"
+    from noloco_p2p.telemetry.console import counted
+
+    return f"the mean of {counted(state.num_peers, 'peer')}"
 
 
 def _tell(state: TakenState) -> None:

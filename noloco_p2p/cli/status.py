@@ -9,7 +9,7 @@ import typer
 
 from noloco_p2p.cli.options import Json, print_json, takes_settings
 from noloco_p2p.settings import PeerSettings
-from noloco_p2p.telemetry.console import count, duration, loss, mib, named, numbered_stages
+from noloco_p2p.telemetry.console import count, counted, duration, loss, mib, named, numbered_stages
 from noloco_p2p.telemetry.progress import line as progress_line
 
 
@@ -75,9 +75,8 @@ def ways(neighbours: dict[str, str]) -> str:
 def contribution(reply: dict[str, Any]) -> str:
     """Format the contribution: `2 h 5 min of training, 3.41M tokens, 41 swaps`. Some trainers do not count tokens."""
     tokens = "" if reply["tokens"] is None else f"{count(reply['tokens'])} tokens, "
-    swaps = "swap" if reply["swaps"] == 1 else "swaps"
     hidden = " (hours and tokens are hidden from others)" if reply["settings"]["hide_contribution"]["value"] else ""
-    return f"{duration(reply['trained_s'])} of training, {tokens}{reply['swaps']} {swaps}{hidden}"
+    return f"{duration(reply['trained_s'])} of training, {tokens}{counted(reply['swaps'], 'swap')}{hidden}"
 
 
 def stage_lines(reply: dict[str, Any]) -> list[str]:

@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
 
 from noloco_p2p._version import __version__
+from noloco_p2p.telemetry.console import counted
 
 PACKAGES = ("torch", "hivemind", "grpcio", "transformers")
 Level = Literal["ok", "warning", "failed", "skipped"]
@@ -42,15 +43,9 @@ def verdict(checks: list[Check]) -> str:
     """Summarize the checks in one sentence."""
     counts = Counter(check.level for check in checks)
     if counts["failed"]:
-        return (
-            f"{_numbered(counts['failed'], 'problem')} would prevent training; see the advice next to the arrows above"
-        )
-    warnings = f" ({_numbered(counts['warning'], 'warning')})" if counts["warning"] else ""
+        return f"{counted(counts['failed'], 'problem')} would prevent training; see the advice next to the arrows above"
+    warnings = f" ({counted(counts['warning'], 'warning')})" if counts["warning"] else ""
     return f"found nothing that would prevent training{warnings}"
-
-
-def _numbered(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def versions() -> Check:

@@ -6,8 +6,9 @@ import asyncio
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
+from typing import Any
 
 from noloco_p2p._version import __version__
 from noloco_p2p.control import ask
@@ -26,7 +27,7 @@ from noloco_p2p.spec import Spec, TrainerSpec
 from noloco_p2p.swarm.clock import MAX_OFFSET_S
 from noloco_p2p.swarm.dht import SwarmDirectory
 from noloco_p2p.swarm.reader import find_somebody, reader
-from noloco_p2p.telemetry.console import count, mib, named
+from noloco_p2p.telemetry.console import count, counted, mib, named
 from noloco_p2p.ticket import Ticket
 from noloco_p2p.trainer.cut import link_tokens_per_s
 from noloco_p2p.trainer.model import count_parameters
@@ -56,18 +57,18 @@ async def examine(ticket: Ticket, settings: PeerSettings) -> list[Check]:
         except PeerError as error:
             fix = "get a new ticket; if other peers can enter, allow outgoing TCP traffic and set this machine's clock"
             return [Check("way in", "failed", str(error), fix)]
-        own = (ask(settings.state_dir, "status") or {}).get("peer_id")  # it would check this machine against itself
-        peers = [peer for peer in directory.live() if peer.can_be_called and peer.peer_id != own]
+        local = ask(settings.state_dir, "status") or {}  # the peer that runs here, which cannot check this machine
+        peers = [peer for peer in directory.live() if peer.can_be_called and peer.peer_id != local.get("peer_id")]
         random.shuffle(peers)
         session = Session(directory.identity, ticket.invitation)
         hello = Hello(directory.peer_id, ticket.run_name, ticket.spec_digest)
         transport = GrpcTransport(lambda: hello, session=session, guard=directory.guard)
         checks = [
-            Check("way in", "ok", f"run {ticket.run_name}: {len(peers)} live {'peer' if len(peers) == 1 else 'peers'}"),
+            Check("way in", "ok", f"run {ticket.run_name}: {counted(len(peers), 'live peer')}"),
             _versions(directory),
-            ways(directory, settings),
+            ways(directory, local),
         ]
-        checks += await _dialled_back(peers, hello, session, settings, directory.guard)
+        checks += await _dialled_back(peers, hello, session, _listening(settings, local), directory.guard)
         manifest, bytes_per_s, check = await _download(peers, transport)
         checks.append(check)
         if manifest:
@@ -92,10 +93,9 @@ async def _model(
     return [needs(spec, manifest.num_elements, settings)]
 
 
-def ways(directory: SwarmDirectory, settings: PeerSettings) -> Check:
+def ways(directory: SwarmDirectory, local: Mapping[str, Any]) -> Check:
     """Report how the local peer reaches its neighbours. Without a local peer, report what the records say."""
-    reply = ask(settings.state_dir, "status") or {}
-    own = reply.get("neighbours") or {}
+    own = local.get("neighbours") or {}
     found = Counter(own.values() if own else (record.reachability for record, _ in directory.records()))
     how = "how the local peer reaches its neighbours" if own else "how peers can be reached, according to their records"
     counts = ", ".join(f"{number} {way}" for way, number in found.most_common())
@@ -116,11 +116,15 @@ def _versions(directory: SwarmDirectory) -> Check:
 
 
 async def _dialled_back(
-    peers: Sequence[Candidate], hello: Hello, session: Session, settings: PeerSettings, guard: DialGuard
+    peers: Sequence[Candidate],
+    hello: Hello,
+    session: Session,
+    listening: AbstractAsyncContextManager[list[int]],
+    guard: DialGuard,
 ) -> list[Check]:
     """Ask the first peer that answers to check the clock and the reachability of this machine."""
     faults = []
-    async with _listening(settings) as ports:
+    async with listening as ports:
         for peer in peers[:ASKED_PEERS]:
             try:
                 probed = await probe.ask(peer, hello, ports, timeout_s=PROBE_S, session=session, guard=guard)
@@ -158,9 +162,9 @@ def reachability(probed: probe.Probed, peer: Candidate) -> Check:
 
 
 @asynccontextmanager
-async def _listening(settings: PeerSettings) -> AsyncIterator[list[int]]:
+async def _listening(settings: PeerSettings, local: Mapping[str, Any]) -> AsyncIterator[list[int]]:
     """Yield the two ports of the peer on this machine. If none is running, listen on its ports meanwhile."""
-    if ask(settings.state_dir, "status"):
+    if local:
         yield [*remembered_ports(settings.state_dir).values()]
         return
     servers: list[asyncio.Server] = []

@@ -13,7 +13,7 @@ from noloco_p2p.monitor.spread import Spread
 from noloco_p2p.monitor.stages import Stage
 from noloco_p2p.swarm.dial_back import OPEN, Reach
 from noloco_p2p.swarm.records import PeerRecord
-from noloco_p2p.telemetry.console import duration, named, numbered_stages
+from noloco_p2p.telemetry.console import counted, duration, named, numbered_stages
 
 STALE_AFTER_S = 20.0  # age of the directory, which is read every 5 s
 SOLO_SHARE = 0.25
@@ -66,7 +66,7 @@ def notices(
     found += _lost(roster, health, now_s)
     silent = sum(state is Health.SILENT for state in health.values())
     if silent:
-        found.append(Notice("warn", f"{_peers(silent)} missed two announcements and may be gone."))
+        found.append(Notice("warn", f"{counted(silent, 'peer')} missed two announcements and may be gone."))
     found += _solo(roster, "no other peer held their stage" if stages else CAUSES[LonelyCause.NOBODY])
     far = [peer for spread in spreads if spread.num_peers >= 4 for peer in _astray(spread)]
     found += [
@@ -79,11 +79,14 @@ def notices(
     ]
     if unreached and len(alive) > 1:
         found.append(
-            Notice("info", f"{_peers(len(unreached))} may be behind a firewall: no other peer has reached them yet.")
+            Notice(
+                "info",
+                f"{counted(len(unreached), 'peer')} may be behind a firewall: no other peer has reached them yet.",
+            )
         )
     if num_estimated is not None:
         read = f"{len(alive)} of them have been read so far"
-        found.append(Notice("info", f"The swarm has about {_peers(num_estimated)}; {read}."))
+        found.append(Notice("info", f"The swarm has about {counted(num_estimated, 'peer')}; {read}."))
     versions = Counter(record.software for record in alive)
     if len(versions) > 1:
         told = ", ".join(f"{version} ({number})" for version, number in sorted(versions.items()))
@@ -98,7 +101,7 @@ def _lost(roster: Roster, health: dict[str, Health], now_s: float) -> list[Notic
         return []
     names = ", ".join(named(peer) for _, peer in lately[:3]) + (" and others" if len(lately) > 3 else "")
     said = (
-        f"Lost {_peers(len(lately))} that did not announce leaving: {names}. "
+        f"Lost {counted(len(lately), 'peer')} that did not announce leaving: {names}. "
         f"The newest record is {duration(lately[0][0])} old."
     )
     return [Notice("warn", said)]
@@ -131,7 +134,3 @@ def _astray(spread: Spread) -> list[str]:
 
 def _median(values: list[float]) -> float:
     return sorted(values)[len(values) // 2]
-
-
-def _peers(number: int) -> str:
-    return f"{number} peer{'' if number == 1 else 's'}"

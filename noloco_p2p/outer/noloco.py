@@ -531,7 +531,7 @@ class NoLoCo:
                 metrics.alone += 1
                 metrics.count_solo(cause)
                 if cause is LonelyCause.REFUSED_STATE:
-                    log.warning("round %d | %s | this peer keeps its own weights", result.round, reason)
+                    log.warning("round %d | %s | this peer's own weights are kept", result.round, reason)
                 return result
         received = result.outcome.received
         metrics.swap_hidden_s = max(0.0, received.seconds - result.blocked_s)

@@ -25,6 +25,11 @@ def count(number: float) -> str:
     return f"{number:.0f}"
 
 
+def counted(number: int, noun: str) -> str:
+    """Format a number with its noun: 1 -> '1 peer', 2 -> '2 peers'."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def duration(seconds: float) -> str:
     """Format a duration: 8.4 -> '8 s', 95 -> '1 min 35 s', 7_300 -> '2 h 1 min', 400_000 -> '4 d 15 h'."""
     whole = round(seconds)
@@ -49,7 +54,7 @@ def round_line(metrics: Metrics, *, num_live: int) -> str:
         f"waited {metrics.blocked_s:.1f} s",
         f"loss {loss(metrics.loss)}",
         f"{count(metrics.tokens_per_s)} tokens/s",
-        f"{num_live + 1} peer{'s' if num_live else ''}",
+        counted(num_live + 1, "peer"),
     ]
     return " | ".join(parts)
 

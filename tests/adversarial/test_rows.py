@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import math
-import re
 import time
 
 import pytest
@@ -121,7 +120,7 @@ def test_a_row(flag: Flag, caplog: pytest.LogCaptureFixture) -> None:
             assert torch.equal(after, all_numbers(twin))  # I1
             said = [text for text in caplog.messages if named(ADVERSARY) in text and flag.says in text]
             assert said, caplog.text  # I4
-            assert re.search("applied|kept|keeps", said[0])
+            assert "applied" in said[0] or "kept" in said[0]
         assert torch.equal(torch.get_rng_state(), random_state)
         swarm.addresses.pop(ADVERSARY)
         friend = swarm.peer("a-friend")

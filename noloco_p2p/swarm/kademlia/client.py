@@ -140,7 +140,7 @@ class DaemonClient(P2P):
         super().__init__()
         listen = f"{self._UNIX_SOCKET_PREFIX}p2pclient-{secrets.token_urlsafe(8)}.sock"
         self._client_listen_maddr = Multiaddr(listen)
-        self._daemon_listen_maddr = None  # whoever created the socket removes it
+        self._daemon_listen_maddr = None  # the process that created the socket removes it
         self._child, self._alive = None, True
 
     @classmethod

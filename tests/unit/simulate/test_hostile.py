@@ -38,6 +38,8 @@ def test_the_honest_replica_is_never_broken(attack: Attack, material: Material) 
         assert (result.refused, result.alone) == (3, 3)
     elif attack is Attack.NAN:
         assert (result.swapped, result.alone) == (0, 3)
+    elif attack in (Attack.ADAPTIVE_BACK, Attack.ADAPTIVE_DRIFT):  # the liar leaves before the last late part
+        assert result.swapped + result.half >= 2, "most of what it sends passes the gates"
     elif attack not in ADAPTIVE:
         assert result.swapped == 3
 
