@@ -108,7 +108,7 @@ def test_a_question_is_short_and_so_is_its_answer(tmp_path: Path) -> None:
             assert found is not None, "an answer that is full is one"
             for keys, words in (
                 ([KEY.to_bytes()] * 6000, "the request has .* bytes"),
-                ([KEY.to_bytes()] * 2, "without duplicates"),
+                ([KEY.to_bytes()] * 2, "no duplicates"),
                 ([DHTID.generate(str(number)).to_bytes() for number in range(5)], "at most 4 keys"),
                 ([b"short"], "a key must be 20 bytes long"),
             ):
