@@ -61,12 +61,12 @@ def check(
 
 
 def _tell(report: DataReport) -> None:
-    from noloco_p2p.telemetry.console import count
+    from noloco_p2p.telemetry.console import count, counted
 
     for source in report.sources:
         looked = "" if source.num_looked_at == source.num_files else f" ({source.num_looked_at} examined)"
         print(
-            f"{source.name}: {source.num_files} files{looked}, {count(source.num_documents)} documents "
+            f"{source.name}: {counted(source.num_files, 'file')}{looked}, {count(source.num_documents)} documents "
             f"in the {count(source.num_rows)} rows that were read"
         )
     for number, sample in enumerate(report.samples, start=1):

@@ -102,7 +102,7 @@ def demo(
         print("interrupted: asking the peers to leave", file=sys.stderr, flush=True)
         swarm.stop()
         if keep is None:
-            shutil.rmtree(folder)
+            shutil.rmtree(folder, ignore_errors=True)  # a process that is just ending may still create a file
         raise
     finally:
         swarm.stop()

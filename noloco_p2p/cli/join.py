@@ -16,6 +16,7 @@ from noloco_p2p.cli import entry
 from noloco_p2p.cli import gpus as gpus_of_peer
 from noloco_p2p.cli.collection import spare_what_is_loaded
 from noloco_p2p.cli.options import takes_settings
+from noloco_p2p.control import FolderLock
 from noloco_p2p.errors import Left, RankError
 from noloco_p2p.settings import PeerSettings
 
@@ -58,20 +59,27 @@ def join(
         raise typer.Exit(gpus_of_peer.launch(sys.argv[1:], settings.gpus))
     # Before training there is nothing to save, so SIGTERM ends the program immediately, as Ctrl-C does.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    _say("starting (loading torch and hivemind takes a few seconds)")
-    from noloco_p2p.trainer.compute import choose_device
-
-    choose_device(settings.device, own.gpu if own else None)
-    if ticket:
-        _say(f"looking for live peers of run {ticket.run_name}")
+    lock = FolderLock(settings.state_dir)
+    lock.acquire()  # so that `noloco status` and `noloco leave` find a peer that is starting
     try:
-        _train(run, settings, ticket_file, own)
+        _say("starting (loading torch and hivemind takes a few seconds)")
+        from noloco_p2p.trainer.compute import choose_device
+
+        choose_device(settings.device, own.gpu if own else None)
+        if ticket:
+            _say(f"looking for live peers of run {ticket.run_name}")
+        _train(run, settings, ticket_file, own, lock)
     except Left:
         _say("left before training began; run the same command to resume the download")
+    finally:
+        lock.release()
 
 
-def _train(run: str, settings: PeerSettings, ticket_file: Path | None, own: OwnRank | None) -> None:
-    """Train until the run is done or the peer is asked to leave. Raises Left if that happens before training."""
+def _train(run: str, settings: PeerSettings, ticket_file: Path | None, own: OwnRank | None, lock: FolderLock) -> None:
+    """Train until the run is done or the peer is asked to leave. Raises Left if that happens before training.
+
+    `lock` is released just before the peer acquires it itself.
+    """
     from noloco_p2p.devices import describe
     from noloco_p2p.peer.peer import Peer
     from noloco_p2p.spec import TrainerSpec
@@ -85,6 +93,7 @@ def _train(run: str, settings: PeerSettings, ticket_file: Path | None, own: OwnR
     from noloco_p2p.trainer.stage_trainer import StageTrainer
 
     here = choose_device(settings.device, own.gpu if own else None)
+    lock.release()
     with (
         told(),
         Ranks(own.rank, own.num_ranks, here) if own else nullcontext() as ranks,
@@ -156,7 +165,6 @@ def _follow(own: OwnRank, settings: PeerSettings) -> None:
 
 def _check(run: str, settings: PeerSettings) -> Ticket | None:
     """Check the settings and ports before the slow imports. Return the ticket if `run` is one."""
-    from noloco_p2p.control import FolderLock
     from noloco_p2p.peer.ports import Ports
     from noloco_p2p.ticket import Ticket
 

@@ -375,6 +375,18 @@ def test_on_a_terminal_the_ticket_is_one_line_and_ctrl_c_is_polite(swarm: Swarm,
     assert text.splitlines()[-1] == "left; run the same command to resume"
 
 
+def test_a_peer_that_is_starting_is_found(swarm: Swarm, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "state"
+    flags = ("--state-dir", folder, "--listen", "127.0.0.1:0")
+    with Command("join", swarm.spec_file, *flags, log=tmp_path / "log.txt") as early:
+        early.wait_for("starting (")
+        assert run(["status", "--state-dir", str(folder)]) == 0
+        assert run(["leave", "--state-dir", str(folder)]) == 1
+    shown = capsys.readouterr().out
+    assert f"a peer is starting in {folder}" in shown
+    assert "still starting" in shown
+
+
 def test_a_bootstrap_leaves_in_order(tmp_path: Path) -> None:
     flags = ("--state-dir", tmp_path / "state", "--listen", "127.0.0.1:0")
     with Command("bootstrap", *flags, log=tmp_path / "log.txt") as bootstrap:
