@@ -46,7 +46,7 @@ def write_checkpoint(folder: Path, *, amount: float, spec: TrainerSpec = SPEC) -
 def test_data_check_shows_samples_speed_and_no_fault(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["data", "check", str(folder / "run.toml"), "--data", f"mine={folder}/*.jsonl"]) == 0
     out = capsys.readouterr().out
-    assert "mine: 1 files, 200 documents in the 200 rows that were read" in out
+    assert "mine: 1 file, 200 documents in the 200 rows that were read" in out
     assert "document" in next(line for line in out.splitlines() if line.startswith("sample 1: "))
     assert "tokens/s" in out
     assert "held out: 4 sequences" in out
