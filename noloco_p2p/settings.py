@@ -159,7 +159,9 @@ class PeerSettings(BaseModel):
         about(f"A public name of up to {peer_name.MAX_CHARS} characters. It does not prove your identity."),
         Flag(default="none"),
     ] = ""
-    hide_contribution: Annotated[bool, about("Hide this peer's hours and tokens from other peers.")] = False
+    hide_contribution: Annotated[bool, about("Hide this peer's training time and token count from other peers.")] = (
+        False
+    )
     when: Annotated[
         str,
         about(
@@ -223,7 +225,7 @@ class PeerSettings(BaseModel):
     ] = None
     revive_from: Annotated[
         Path | None,
-        about("With --stage, start from these weights if no peer holds that stage."),
+        about("With --stage: the weights to start from if no peer holds that stage."),
         Flag(metavar="CHECKPOINT|EXPORT"),
     ] = None
     max_memory: Annotated[

@@ -113,7 +113,11 @@ class ModelSpec(Section):
     ] = True
     seed: Annotated[int, about("seed of the initial weights")] = 0
     parameter_seeds: Annotated[
-        bool, about("if true, each parameter has its own seed, derived from `seed` and its name; required for stages")
+        bool,
+        about(
+            "if true, each parameter has its own seed, derived from `seed` and the parameter's name; "
+            "required in runs with stages"
+        ),
     ] = False
     start: Annotated[
         str,
@@ -173,12 +177,13 @@ class SourceSpec(Section):
     ] = "stdlib"
     subset: Annotated[str, about("subset of a hub data set")] = ""
     revision: Annotated[str, about("commit or tag of a hub data set")] = ""
-    split: Annotated[str, about("split of a hub data set to train on")] = "train"
+    split: Annotated[str, about("training split of a hub data set")] = "train"
     validation_split: Annotated[
-        str, about("split of a hub data set to validate on; if empty, documents of `split` are held out")
+        str, about("validation split of a hub data set; if empty, documents of `split` are held out")
     ] = "validation"
     text_field: Annotated[
-        str, about("name of the text field in JSON Lines or Parquet files; token ids in `input_ids` also work")
+        str,
+        about("name of the text field in JSON Lines or Parquet files; a field `input_ids` with token ids also works"),
     ] = "text"
 
     @field_validator("source")
@@ -266,9 +271,7 @@ class TrainSpec(Section):
     )
     warmup_steps: Annotated[int, Field(ge=0), about("inner steps of linear warm-up")] = 100
     weight_decay: Annotated[NonNegative, about("weight decay of matrices; the paper uses none")] = 0.0
-    clip_norm: Annotated[PositiveFloat, about("largest norm of a gradient; larger gradients are scaled down to it")] = (
-        1.0
-    )
+    clip_norm: Annotated[PositiveFloat, about("maximum norm of a gradient; larger gradients are scaled down")] = 1.0
     adam_beta1: Annotated[float, Field(ge=0, lt=1), about("decay rate of the first moment")] = 0.9
     adam_beta2: Annotated[float, Field(ge=0, lt=1), about("decay rate of the second moment")] = 0.95
     inner_optimizer: Annotated[
@@ -292,7 +295,9 @@ class OuterSpec(Section):
 
     inner_steps: Annotated[
         Positive | Literal["auto"],
-        about('inner steps per round; shorter rounds mix better but send more; "auto" adapts the length to the link'),
+        about(
+            'inner steps per round; shorter rounds mix better but send more data; "auto" adapts the length to the link'
+        ),
     ] = 50
     min_inner_steps: Annotated[Positive, about('smallest number of inner steps per round with "auto"')] = 5
     max_inner_steps: Annotated[Positive, about('largest number of inner steps per round with "auto"')] = 200
@@ -456,7 +461,8 @@ class PipelineSpec(Section):
     cut: Annotated[
         tuple[int, ...] | Literal["auto"],
         about(
-            'number of blocks in each stage; stage 0 also holds the vocabulary; "auto" means that there is no cut yet'
+            'number of blocks in each stage; stage 0 also holds the vocabulary; "auto" means that the model has not '
+            "been cut yet"
         ),
     ] = "auto"
     microbatch: Annotated[Size, about("number of sequences that pass through the stages together")] = 1
@@ -668,7 +674,7 @@ class TrainerSpec(Spec):
     """The spec of a language model that `noloco join` trains."""
 
     model: Annotated[
-        ModelSpec, about("A Llama of the given sizes, or any causal language model, given by its name.")
+        ModelSpec, about("A Llama of the given size, or any causal language model, specified by name.")
     ] = ModelSpec()
     data: Annotated[
         DataSpec,

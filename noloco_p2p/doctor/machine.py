@@ -97,14 +97,14 @@ def memory() -> Check:
 def accelerator() -> Check:
     """Check the GPUs, and report what `--device auto` and `--precision auto` choose on this machine."""
     device = choose_device("auto")
-    chosen = f"auto selects {device} in {'bf16' if Compute().is_bf16(device) else 'fp32'}"
+    chosen = f"auto selects {device} and {'bf16' if Compute().is_bf16(device) else 'fp32'}"
     if device.type == "cpu":
         fix = "to train on a GPU, install its driver and a build of torch for it (CUDA or ROCm)"
         return Check("accelerator", "warning", f"torch found no GPU (CUDA, ROCm or MPS); {chosen}", fix)
     count = torch.cuda.device_count() if device.type == "cuda" else 1
     names = ", ".join(describe(torch.device(device.type, index)) for index in range(count))
     free, total = free_and_total_bytes(device)
-    return Check("accelerator", "ok", f"{names}; {mib(free)} of {mib(total)} free on the first one; {chosen}")
+    return Check("accelerator", "ok", f"{names}; {mib(free)} of {mib(total)} free on the first GPU; {chosen}")
 
 
 def free_time() -> Check:
