@@ -165,12 +165,12 @@ class PeerSettings(BaseModel):
     when: Annotated[
         str,
         about(
-            "When to train: always, idle (only while other programs hardly use the processor and GPU), or between two "
-            "times of day, for example 22:00-07:00."
+            "When to train: always, idle (only while other programs are barely using the processor and GPU), or between "
+            "two times of day, for example 22:00-07:00."
         ),
         Flag(metavar="always|idle|HH:MM-HH:MM"),
     ] = "always"
-    on_battery: Annotated[AlwaysOrNever, about("If set to never, pause while the machine is running on battery.")] = (
+    on_battery: Annotated[AlwaysOrNever, about("If set to never, pause while the machine is on battery power.")] = (
         "always"
     )
     on_busy_gpu: Annotated[

@@ -316,7 +316,7 @@ class OuterSpec(Section):
     ] = 1.0
     swap_momentum: Annotated[bool, about("also average the outer momentum; false gives the paper's exact rule")] = True
     weigh_tokens: Annotated[
-        bool, about("weight each of the two outer gradients by its number of tokens; the paper weights them equally")
+        bool, about("weight each outer gradient by the number of tokens in its round; the paper weights both equally")
     ] = False
     max_wait_s: Annotated[
         NonNegative, about("longest wait for a partner's outer gradient at the end of a round, in seconds")
@@ -324,7 +324,7 @@ class OuterSpec(Section):
     closing_rounds: Annotated[
         Annotated[int, Field(ge=0, le=64)] | Literal["auto"],
         about(
-            "number of rounds at the end of the run that mix without training; "
+            "number of closing rounds, which end the run and mix without training; "
             '"auto" means log2 of the number of peers, plus 3'
         ),
     ] = "auto"

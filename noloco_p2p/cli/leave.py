@@ -30,7 +30,7 @@ def leave(
         return
     while lock.is_held():
         if time.monotonic() > until_s:
-            print(f"the peer (process {reply['pid']}) was asked to leave but has not exited within {timeout_s:.0f} s")
+            print(f"the peer (process {reply['pid']}) was asked to leave but did not exit within {timeout_s:.0f} s")
             raise typer.Exit(1)
         time.sleep(0.05)
     print("the peer has left; run the command that started it to resume from its last checkpoint")

@@ -76,7 +76,8 @@ def disk(settings: PeerSettings) -> Check:
     free = shutil.disk_usage(existing).free
     if free < LOW_DISK_BYTES:
         fix = (
-            "free some space, or use another --state-dir: a checkpoint takes 20 bytes per parameter, and three are kept"
+            "free some space, or use another --state-dir: a checkpoint takes up to 20 bytes per parameter, and up to "
+            "three exist at a time"
         )
         return Check("disk", "warning", f"{mib(free)} free in {existing}", fix)
     return Check("disk", "ok", f"{mib(free)} free in {existing}")
@@ -112,7 +113,7 @@ def free_time() -> Check:
     powered = {None: "no battery", True: "on battery power", False: "plugged in, with a battery"}
     why_unknown = GpuUse().why_unknown
     gpu = f"unknown, because {why_unknown}" if why_unknown else "available from NVML"
-    return Check("free time", "ok", f"{powered[on_battery()]}; GPU use of other programs: {gpu}")
+    return Check("free time", "ok", f"{powered[on_battery()]}; GPU use by other programs: {gpu}")
 
 
 def codec_speed(name: str = "int8") -> Check:

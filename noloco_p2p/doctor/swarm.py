@@ -255,7 +255,7 @@ def stages(spec: TrainerSpec, settings: PeerSettings, *, download_bytes_per_s: f
     try:
         needs = StageNeeds.as_cut(spec, folders=settings.models)
     except NolocoError as error:
-        fix = "recreate the spec with `noloco init --stages`, or give the folder of its model with --model NAME=FOLDER"
+        fix = "recreate the spec with `noloco init --stages`, or pass the folder of its model with --model NAME=FOLDER"
         return [Check("the stages", "failed", str(error), fix)]
     fitting = Fitting.of(needs, settings)
     found = [_stage(needs, fitting, stage, settings) for stage in range(spec.pipeline.stages)]

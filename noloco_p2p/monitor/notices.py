@@ -87,7 +87,7 @@ def notices(
             )
         )
     if num_estimated is not None:
-        read = f"{len(alive)} of them have been read so far"
+        read = f"the records of {len(alive)} have been read so far"
         found.append(Notice("info", f"The swarm has about {counted(num_estimated, 'peer')}; {read}."))
     versions = Counter(record.software for record in alive)
     if len(versions) > 1:

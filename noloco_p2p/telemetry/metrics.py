@@ -69,7 +69,7 @@ class Metrics:
     tokens: int | None = _metric(
         "counter",
         "tokens",
-        "tokens that this peer trained on, including those before a restart; with stages, tokens that it computed",
+        "tokens that this peer trained on, including those before a restart; with stages, tokens that it processed",
         None,
         key="tk",
         column="tokens",
@@ -174,7 +174,7 @@ class Metrics:
     late: int = _metric(
         "counter",
         "corrections",
-        "outer gradients that were applied although they arrived after their boundary",
+        "outer gradients that were applied although they arrived after the boundary",
         0,
         key="late",
         total="sum",

@@ -178,5 +178,5 @@ def test_what_is_not_installed_is_told(tmp_path: Path) -> None:
 def test_what_a_pause_can_go_by_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "on_battery", lambda: True)
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    gpu = "GPU use of other programs: unknown, because the package nvidia-ml-py is not installed"
+    gpu = "GPU use by other programs: unknown, because the package nvidia-ml-py is not installed"
     assert machine.free_time() == Check("free time", "ok", f"on battery power; {gpu}")
