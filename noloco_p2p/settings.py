@@ -165,8 +165,8 @@ class PeerSettings(BaseModel):
     when: Annotated[
         str,
         about(
-            "When to train: always, idle (only while other programs are barely using the processor and GPU), or between "
-            "two times of day, for example 22:00-07:00."
+            "When to train: always, idle (only while other programs are barely using the processor and GPU), or "
+            "between two times of day, for example 22:00-07:00."
         ),
         Flag(metavar="always|idle|HH:MM-HH:MM"),
     ] = "always"
@@ -220,7 +220,7 @@ class PeerSettings(BaseModel):
     metrics: Annotated[str, about("Serve /metrics for Prometheus at this address."), Flag(metavar="HOST:PORT")] = ""
     stage: Annotated[
         Annotated[int, Field(ge=0)] | None,
-        about("Stage that this peer holds, in a run with stages. Stage 0 reads the data."),
+        about("In a run with stages: the stage that this peer holds. Stage 0 reads the data."),
         Flag(default="chosen automatically"),
     ] = None
     revive_from: Annotated[

@@ -98,9 +98,7 @@ class ModelSpec(Section):
     random_weights: Annotated[
         bool, about("if true, use only the architecture of `pretrained`, with random weights drawn from `seed`")
     ] = False
-    vocab_size: Annotated[
-        Size, about("number of token ids; at least as many as data.tokenizer has (384 for bytes)")
-    ] = 384
+    vocab_size: Annotated[Size, about("vocabulary size; at least as large as the tokenizer's (384 for bytes)")] = 384
     hidden_size: Annotated[Size, about("hidden width, a multiple of num_heads")] = 128
     num_layers: Annotated[int, Field(gt=0, le=MAX_LAYERS), about("number of transformer blocks")] = 4
     num_heads: Annotated[Size, about("number of attention heads; the usual width of a head is 32 to 128")] = 4
@@ -306,7 +304,7 @@ class OuterSpec(Section):
         Field(ge=0, lt=1),
         about("fraction of the outer momentum that is kept each round; 0 gave the best results; the paper uses 0.5"),
     ] = 0.0
-    beta: Annotated[PositiveFloat, about("strength of the outer gradient; the paper uses 0.7")] = 1.0
+    beta: Annotated[PositiveFloat, about("factor of the outer gradient in the outer step; the paper uses 0.7")] = 1.0
     gamma: Annotated[
         PositiveFloat,
         about(

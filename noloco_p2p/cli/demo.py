@@ -47,7 +47,9 @@ def demo(
     port_base: Annotated[
         int,
         typer.Option(
-            help="Peer i listens on port PORT_BASE + 2 i. With 0, each peer uses a free port.", min=0, max=65000
+            help="Peer i listens on port PORT_BASE + 2 i. If PORT_BASE is 0, each peer uses free ports.",
+            min=0,
+            max=65000,
         ),
     ] = 0,
     chaos: Annotated[
