@@ -97,7 +97,8 @@ def stage_lines(reply: dict[str, Any]) -> list[str]:
 def swap_line(swap: dict[str, Any]) -> str:
     """Format the swap in progress.
 
-    For example, `early part with ..7f3a1c: 12.0 of 40.0 MiB out at 1.2 MiB/s, 11.0 MiB in at 1.1 MiB/s, 26 s left`.
+    For example, `early part with ..7f3a1c (40.0 MiB each way), 10 s so far: 12.0 MiB out at 1.2 MiB/s, 11.0 MiB in at
+    1.1 MiB/s, 26 s left`.
     """
     partner, total = named(swap["partner"]), mib(swap["total_bytes"])
     if swap["part"] == "waiting":
