@@ -37,7 +37,7 @@ class DialGuard:
         address = await self._resolved(peer_id, host)
         if (peer_id, address) not in self._reached and not self._failures.take(address):
             raise Unreachable(
-                f"{FAILURES_A_MINUTE} attempts to dial {address} within a minute reached no peer", peer=peer_id
+                f"in the last minute, {FAILURES_A_MINUTE} attempts to dial {address} failed", peer=peer_id
             )
         return address
 

@@ -68,7 +68,7 @@ class Unreachable(PeerError):
     """No connection to the peer could be made."""
 
     advice = (
-        "if this affects a single peer, do nothing: it is gone or behind a firewall; "
+        "if only one peer is affected, it is gone or behind a firewall, and there is nothing to do; "
         "if no peer can be reached, run `noloco doctor TICKET`"
     )
 

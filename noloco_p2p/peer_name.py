@@ -33,7 +33,7 @@ def check(text: str) -> str:
         raise ValueError(f"{text!a} is too long: it has {len(name)} characters, and the limit is {MAX_CHARS}")
     if _marks_too_much(name):
         raise ValueError(
-            f"{text!a} is not allowed: a name has at most {MAX_MARKS} combining marks per character, and does not "
+            f"{text!a} is not allowed: a name can have at most {MAX_MARKS} combining marks per character, and cannot "
             "begin with one"
         )
     return name

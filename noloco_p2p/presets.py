@@ -160,9 +160,9 @@ def _header(spec: TrainerSpec) -> list[str]:
     return [
         "# This is a run spec of noloco_p2p, which all peers of one run share.",
         f"# Model: {describe_size(spec)}.",
-        f"# One peer reads {tokens:,} tokens per inner step, and {a_round}.",
-        "# Start the run with `noloco join FILE`. If you change a setting, the file defines a new run; `noloco fork` "
-        "copies the weights into it.",
+        f"# Each peer reads {tokens:,} tokens per inner step, and {a_round}.",
+        "# Start the run with `noloco join FILE`. If you change a setting, the file defines a new run. To start the "
+        "new run from the weights of this one, use `noloco fork`.",
         "",
     ]
 

@@ -159,16 +159,18 @@ class PeerSettings(BaseModel):
         about(f"A public name of up to {peer_name.MAX_CHARS} characters. It does not prove your identity."),
         Flag(default="none"),
     ] = ""
-    hide_contribution: Annotated[bool, about("Hide this peer's hours and tokens from other peers.")] = False
+    hide_contribution: Annotated[bool, about("Hide this peer's training time and token count from other peers.")] = (
+        False
+    )
     when: Annotated[
         str,
         about(
-            "When to train: always, idle (only while other programs hardly use the processor and GPU), or between two "
-            "times of day, for example 22:00-07:00."
+            "When to train: always, idle (only while other programs are barely using the processor and GPU), or "
+            "between two times of day, for example 22:00-07:00."
         ),
         Flag(metavar="always|idle|HH:MM-HH:MM"),
     ] = "always"
-    on_battery: Annotated[AlwaysOrNever, about("If set to never, pause while the machine is running on battery.")] = (
+    on_battery: Annotated[AlwaysOrNever, about("If set to never, pause while the machine is on battery power.")] = (
         "always"
     )
     on_busy_gpu: Annotated[
@@ -218,12 +220,12 @@ class PeerSettings(BaseModel):
     metrics: Annotated[str, about("Serve /metrics for Prometheus at this address."), Flag(metavar="HOST:PORT")] = ""
     stage: Annotated[
         Annotated[int, Field(ge=0)] | None,
-        about("Stage that this peer holds, in a run with stages. Stage 0 reads the data."),
+        about("In a run with stages: the stage that this peer holds. Stage 0 reads the data."),
         Flag(default="chosen automatically"),
     ] = None
     revive_from: Annotated[
         Path | None,
-        about("With --stage, start from these weights if no peer holds that stage."),
+        about("With --stage: the weights to start from if no peer holds that stage."),
         Flag(metavar="CHECKPOINT|EXPORT"),
     ] = None
     max_memory: Annotated[

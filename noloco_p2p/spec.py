@@ -98,9 +98,7 @@ class ModelSpec(Section):
     random_weights: Annotated[
         bool, about("if true, use only the architecture of `pretrained`, with random weights drawn from `seed`")
     ] = False
-    vocab_size: Annotated[
-        Size, about("number of token ids; at least as many as data.tokenizer has (384 for bytes)")
-    ] = 384
+    vocab_size: Annotated[Size, about("vocabulary size; at least as large as the tokenizer's (384 for bytes)")] = 384
     hidden_size: Annotated[Size, about("hidden width, a multiple of num_heads")] = 128
     num_layers: Annotated[int, Field(gt=0, le=MAX_LAYERS), about("number of transformer blocks")] = 4
     num_heads: Annotated[Size, about("number of attention heads; the usual width of a head is 32 to 128")] = 4
@@ -113,7 +111,11 @@ class ModelSpec(Section):
     ] = True
     seed: Annotated[int, about("seed of the initial weights")] = 0
     parameter_seeds: Annotated[
-        bool, about("if true, each parameter has its own seed, derived from `seed` and its name; required for stages")
+        bool,
+        about(
+            "if true, each parameter has its own seed, derived from `seed` and the parameter's name; "
+            "required in runs with stages"
+        ),
     ] = False
     start: Annotated[
         str,
@@ -173,12 +175,13 @@ class SourceSpec(Section):
     ] = "stdlib"
     subset: Annotated[str, about("subset of a hub data set")] = ""
     revision: Annotated[str, about("commit or tag of a hub data set")] = ""
-    split: Annotated[str, about("split of a hub data set to train on")] = "train"
+    split: Annotated[str, about("training split of a hub data set")] = "train"
     validation_split: Annotated[
-        str, about("split of a hub data set to validate on; if empty, documents of `split` are held out")
+        str, about("validation split of a hub data set; if empty, documents of `split` are held out")
     ] = "validation"
     text_field: Annotated[
-        str, about("name of the text field in JSON Lines or Parquet files; token ids in `input_ids` also work")
+        str,
+        about("name of the text field in JSON Lines or Parquet files; a field `input_ids` with token ids also works"),
     ] = "text"
 
     @field_validator("source")
@@ -266,9 +269,7 @@ class TrainSpec(Section):
     )
     warmup_steps: Annotated[int, Field(ge=0), about("inner steps of linear warm-up")] = 100
     weight_decay: Annotated[NonNegative, about("weight decay of matrices; the paper uses none")] = 0.0
-    clip_norm: Annotated[PositiveFloat, about("largest norm of a gradient; larger gradients are scaled down to it")] = (
-        1.0
-    )
+    clip_norm: Annotated[PositiveFloat, about("maximum norm of a gradient; larger gradients are scaled down")] = 1.0
     adam_beta1: Annotated[float, Field(ge=0, lt=1), about("decay rate of the first moment")] = 0.9
     adam_beta2: Annotated[float, Field(ge=0, lt=1), about("decay rate of the second moment")] = 0.95
     inner_optimizer: Annotated[
@@ -292,7 +293,9 @@ class OuterSpec(Section):
 
     inner_steps: Annotated[
         Positive | Literal["auto"],
-        about('inner steps per round; shorter rounds mix better but send more; "auto" adapts the length to the link'),
+        about(
+            'inner steps per round; shorter rounds mix better but send more data; "auto" adapts the length to the link'
+        ),
     ] = 50
     min_inner_steps: Annotated[Positive, about('smallest number of inner steps per round with "auto"')] = 5
     max_inner_steps: Annotated[Positive, about('largest number of inner steps per round with "auto"')] = 200
@@ -301,7 +304,7 @@ class OuterSpec(Section):
         Field(ge=0, lt=1),
         about("fraction of the outer momentum that is kept each round; 0 gave the best results; the paper uses 0.5"),
     ] = 0.0
-    beta: Annotated[PositiveFloat, about("strength of the outer gradient; the paper uses 0.7")] = 1.0
+    beta: Annotated[PositiveFloat, about("factor of the outer gradient in the outer step; the paper uses 0.7")] = 1.0
     gamma: Annotated[
         PositiveFloat,
         about(
@@ -311,7 +314,7 @@ class OuterSpec(Section):
     ] = 1.0
     swap_momentum: Annotated[bool, about("also average the outer momentum; false gives the paper's exact rule")] = True
     weigh_tokens: Annotated[
-        bool, about("weight each of the two outer gradients by its number of tokens; the paper weights them equally")
+        bool, about("weight each outer gradient by the number of tokens in its round; the paper weights both equally")
     ] = False
     max_wait_s: Annotated[
         NonNegative, about("longest wait for a partner's outer gradient at the end of a round, in seconds")
@@ -319,7 +322,7 @@ class OuterSpec(Section):
     closing_rounds: Annotated[
         Annotated[int, Field(ge=0, le=64)] | Literal["auto"],
         about(
-            "number of rounds at the end of the run that mix without training; "
+            "number of closing rounds, which end the run and mix without training; "
             '"auto" means log2 of the number of peers, plus 3'
         ),
     ] = "auto"
@@ -456,7 +459,8 @@ class PipelineSpec(Section):
     cut: Annotated[
         tuple[int, ...] | Literal["auto"],
         about(
-            'number of blocks in each stage; stage 0 also holds the vocabulary; "auto" means that there is no cut yet'
+            'number of blocks in each stage; stage 0 also holds the vocabulary; "auto" means that the model has not '
+            "been cut yet"
         ),
     ] = "auto"
     microbatch: Annotated[Size, about("number of sequences that pass through the stages together")] = 1
@@ -668,7 +672,7 @@ class TrainerSpec(Spec):
     """The spec of a language model that `noloco join` trains."""
 
     model: Annotated[
-        ModelSpec, about("A Llama of the given sizes, or any causal language model, given by its name.")
+        ModelSpec, about("A Llama of the given size, or any causal language model, specified by name.")
     ] = ModelSpec()
     data: Annotated[
         DataSpec,

@@ -48,7 +48,7 @@ class Ticket:
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.run_name):
-            raise TicketError(f"{self.run_name!r} is not a valid name of a run")
+            raise TicketError(f"{self.run_name!r} is not a valid run name")
         if not _DIGEST.fullmatch(self.spec_digest):
             raise TicketError(f"{self.spec_digest!r} is not the digest of a run spec (64 hexadecimal digits)")
         if len(self.addresses) > MAX_ADDRESSES:

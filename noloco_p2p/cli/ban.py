@@ -17,7 +17,7 @@ def ban(
     ] = None,
     reason: Annotated[
         str, typer.Option(help="The reason to show to the peer and in the log.")
-    ] = "by the owner of this peer",
+    ] = "manual ban by this peer's owner",
     for_: Annotated[str, typer.Option("--for", help="How long the ban lasts, for example 30min, 12h or 7d.")] = "7d",
     lift: Annotated[bool, typer.Option("--lift", help="Lift the ban on this peer.")] = False,
     *,

@@ -79,7 +79,7 @@ async def _serve(settings: PeerSettings, identity: Identity, *, address_file: Pa
         directory.mirror(announce_port or mirror_port)
     except OSError as error:
         log.warning(
-            "cannot listen on port %d, so this node cannot help peers behind routers with hole punching: %s",
+            "cannot listen on port %d, so this node cannot help peers to punch holes through routers: %s",
             settings.listen_port,
             error,
         )

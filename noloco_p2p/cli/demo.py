@@ -38,7 +38,7 @@ def demo(
         int, typer.Option(help="Cut the model into this many stages. Each peer holds one stage.", min=1, max=32)
     ] = 1,
     steps: Annotated[
-        int | None, typer.Option(help="Inner steps per peer.", min=20, show_default="as many as fit into --minutes")
+        int | None, typer.Option(help="Inner steps per peer.", min=20, show_default="as many as --minutes allows")
     ] = None,
     minutes: Annotated[
         float, typer.Option(help="Choose the number of steps so that the demo takes about this many minutes.", min=1)
@@ -47,7 +47,9 @@ def demo(
     port_base: Annotated[
         int,
         typer.Option(
-            help="Peer i listens on port PORT_BASE + 2 i. With 0, each peer uses a free port.", min=0, max=65000
+            help="Peer i listens on port PORT_BASE + 2 i. If PORT_BASE is 0, each peer uses free ports.",
+            min=0,
+            max=65000,
         ),
     ] = 0,
     chaos: Annotated[
@@ -95,7 +97,7 @@ def demo(
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         _watch(swarm)
-        print("the peers leave; their models are merged, and the mean is evaluated", flush=True)
+        print("the peers are leaving; then their models are merged, and the mean is evaluated", flush=True)
         swarm.stop()
         report = swarm.report(drawing(print))
     except KeyboardInterrupt:

@@ -23,7 +23,7 @@ def doctor(
         typer.Argument(
             metavar="[SPEC.toml|TICKET]",
             help="Check whether this machine can take part in this run. With a ticket (or @FILE that contains one), "
-            "the swarm is checked, too.",
+            "check the swarm as well.",
         ),
     ] = None,
     *,

@@ -16,7 +16,8 @@ def evaluate(
     checkpoints: Annotated[
         list[Path],
         typer.Argument(
-            metavar="CHECKPOINT...", help="Checkpoints, or folders of runs. With several, their mean is also evaluated."
+            metavar="CHECKPOINT...",
+            help="Checkpoints or run folders. If there are several, their mean is also evaluated.",
         ),
     ],
     settings: PeerSettings,

@@ -37,7 +37,7 @@ def export(
         str,
         typer.Option(
             metavar="OWNER/NAME",
-            help="Upload the folder to this repository of the Hugging Face Hub. A new repository is private.",
+            help="Upload the folder to this repository on the Hugging Face Hub. A new repository is private.",
         ),
     ] = "",
 ) -> None:

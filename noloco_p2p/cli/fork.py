@@ -31,7 +31,8 @@ def fork(
     """Start a new run from the weights of another one, with changed settings.
 
     With a spec file, the fork starts from the newest checkpoint on this machine. With a ticket, it fetches the
-    state of a live peer, which is the middle one of five. In a run with stages, it fetches one state per stage.
+    states of up to five live peers, and starts from the one nearest to their median. In a run with stages, it does
+    so for every stage.
     """
     from noloco_p2p.spec import TrainerSpec
     from noloco_p2p.ticket import Ticket, is_ticket

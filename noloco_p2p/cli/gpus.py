@@ -46,7 +46,7 @@ def own_rank() -> OwnRank | None:
         return None
     if int(os.environ.get("LOCAL_WORLD_SIZE", str(size))) != size:
         raise SettingsError(
-            "torchrun --nnodes is not supported, because a peer is one machine; start one peer on each machine"
+            "torchrun --nnodes is not supported, because a peer runs on one machine; start one peer on each machine"
         )
     if os.environ.get(LAUNCHER) == str(os.getppid()):
         _leave_with(os.getppid())

@@ -20,7 +20,10 @@ def init(
     file: Annotated[Path, typer.Argument(help="Where to write the run spec.")] = Path("run.toml"),
     preset: Annotated[
         str,
-        typer.Option(help="tiny; small, medium or large (the paper's model sizes); or paper (its exact outer step)."),
+        typer.Option(
+            help="tiny, small, medium or large (the last three are the paper's sizes), or paper (the paper's "
+            "exact outer step)."
+        ),
     ] = "tiny",
     name: Annotated[str | None, typer.Option(help="Name of the run.", show_default="the preset")] = None,
     private: Annotated[

@@ -39,7 +39,8 @@ def join(
     run: Annotated[
         str,
         typer.Argument(
-            metavar="SPEC.toml|TICKET", help="A run spec to start a run, or a ticket (or @FILE with one) to enter one."
+            metavar="SPEC.toml|TICKET",
+            help="A run spec, to start a run, or a ticket (or @FILE that contains one), to enter a run.",
         ),
     ],
     settings: PeerSettings,

@@ -14,9 +14,9 @@ from noloco_p2p.settings import PeerSettings
 @takes_settings("state_dir")
 def leave(
     settings: PeerSettings,
-    timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds to wait for the peer to end.")] = 120.0,
+    timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds to wait for the peer to exit.")] = 120.0,
 ) -> None:
-    """Ask the peer on this machine to leave, and wait until it has ended."""
+    """Ask the peer on this machine to leave, and wait until it has exited."""
     from noloco_p2p.control import FolderLock, ask
 
     folder = settings.state_dir
@@ -30,7 +30,7 @@ def leave(
         return
     while lock.is_held():
         if time.monotonic() > until_s:
-            print(f"the peer (process {reply['pid']}) was asked to leave but has not ended within {timeout_s:.0f} s")
+            print(f"the peer (process {reply['pid']}) was asked to leave but did not exit within {timeout_s:.0f} s")
             raise typer.Exit(1)
         time.sleep(0.05)
     print("the peer has left; run the command that started it to resume from its last checkpoint")

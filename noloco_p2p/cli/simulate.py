@@ -43,7 +43,10 @@ def simulate(
         ),
     ] = None,
     speeds: Annotated[
-        str, typer.Option(help="Relative speeds, assigned to replicas in turn: 1,1,2,4. With stages: 1/2/1,4.")
+        str,
+        typer.Option(
+            help="Relative speeds, assigned to replicas in turn, for example 1,1,2,4. Separate stages with /: 1/2/1,4."
+        ),
     ] = "1",
     step_seconds: Annotated[
         float, typer.Option(help="Virtual seconds per inner step of the whole model at speed 1.", min=1e-6)
@@ -52,14 +55,15 @@ def simulate(
         str,
         typer.Option(
             help="Links, assigned to replicas in turn: ideal, home-fibre, cable, weak-4g, ..., or 100mbit-50ms. "
-            "With stages: cable/ideal."
+            "Separate stages with /: cable/ideal."
         ),
     ] = "ideal",
     churn: Annotated[
         str,
         typer.Option(
-            help="Events (replica@virtual seconds) and shares: join:8@300,leave:2@500,crash:3@200,lose:0.2,absent:0.2. "
-            "With stages: crash:1.3@200."
+            help="Events (kind:replica@virtual seconds), for example join:8@300,leave:2@500,crash:3@200; with stages: "
+            "kind:stage.replica@seconds. Also lose:0.2 (share of calls that break), and absent:0.2 (share of rounds "
+            "in which a replica is unreachable)."
         ),
     ] = "",
     stages: Annotated[
@@ -102,7 +106,7 @@ def simulate(
         Path | None, typer.Option(metavar="DIR", help="Write plots of the curves (PNG) to DIR.", show_default=False)
     ] = None,
 ) -> None:
-    """Train many replicas in one process on a virtual clock, to predict loss, spread, bytes and hours of a real run."""
+    """Train many replicas in one process on a virtual clock, to predict the loss, spread, traffic and time of a run."""
     from noloco_p2p.simulate.plan import Plan, parse_churn, parse_links, parse_speeds
     from noloco_p2p.simulate.stage_plan import StagedPlan, by_stage, parse_paths, parse_replicas
     from noloco_p2p.spec import TrainerSpec

@@ -75,7 +75,7 @@ def ways(neighbours: dict[str, str]) -> str:
 def contribution(reply: dict[str, Any]) -> str:
     """Format the contribution: `2 h 5 min of training, 3.41M tokens, 41 swaps`. Some trainers do not count tokens."""
     tokens = "" if reply["tokens"] is None else f"{count(reply['tokens'])} tokens, "
-    hidden = " (hours and tokens are hidden from others)" if reply["settings"]["hide_contribution"]["value"] else ""
+    hidden = " (time and tokens are hidden from other peers)" if reply["settings"]["hide_contribution"]["value"] else ""
     return f"{duration(reply['trained_s'])} of training, {tokens}{counted(reply['swaps'], 'swap')}{hidden}"
 
 
@@ -97,14 +97,15 @@ def stage_lines(reply: dict[str, Any]) -> list[str]:
 def swap_line(swap: dict[str, Any]) -> str:
     """Format the swap in progress.
 
-    For example, `early part with ..7f3a1c: 12.0 of 40.0 MiB out at 1.2 MiB/s, 11.0 MiB in at 1.1 MiB/s, 26 s left`.
+    For example, `early part with ..7f3a1c (40.0 MiB each way), 10 s so far: 12.0 MiB out at 1.2 MiB/s, 11.0 MiB in at
+    1.1 MiB/s, 26 s left`.
     """
     partner, total = named(swap["partner"]), mib(swap["total_bytes"])
     if swap["part"] == "waiting":
-        return f"the early part with {partner} is done ({total} each way); the late part starts after the next boundary"
+        return f"early part with {partner} done ({total} each way); the late part starts after the next boundary"
     left = "no progress" if swap["left_s"] is None else f"{duration(swap['left_s'])} left"
     return (
-        f"{swap['part']} part with {partner} for {duration(swap['since_s'])}, of {total} each way: "
+        f"{swap['part']} part with {partner} ({total} each way), {duration(swap['since_s'])} so far: "
         f"{mib(swap['sent_bytes'])} out at {mib(swap['sent_bytes_per_s'])}/s, "
         f"{mib(swap['received_bytes'])} in at {mib(swap['received_bytes_per_s'])}/s, {left}"
     )

@@ -67,9 +67,9 @@ def workers(num_processes: int, *, what: str) -> Iterator[ProcessPoolExecutor]:
     except NolocoError:
         raise
     except BrokenProcessPool:
-        raise NolocoError(f"the process for the {what} was killed; the machine may be out of memory") from None
+        raise NolocoError(f"the process for {what} was killed; the machine may be out of memory") from None
     except Exception as error:
-        raise NolocoError(f"the {what} failed: {error}") from error
+        raise NolocoError(f"{what} failed: {error}") from error
     finally:
         for process in [*(pool._processes or {}).values()]:
             process.kill()

@@ -66,12 +66,12 @@ def _half_reasons(events: Sequence[Mapping[str, Any]]) -> dict[str, int]:
 def report_lines(report: dict[str, Any]) -> list[str]:
     """Return the lines of the report."""
     peers = report["peers"]
-    mean = "mean" if peers[0]["stage"] is None else "mean of each stage,"
+    mean = "" if peers[0]["stage"] is None else ", stage by stage"
     return [
         *aligned(_report_rows(peers)),
         *_reason_lines(peers),
         "",
-        f"merged model ({mean} of {report['merged_peers']} peers): validation loss {loss(report['merged_loss'])}",
+        f"merged model (mean of {report['merged_peers']} peers{mean}): validation loss {loss(report['merged_loss'])}",
         f"spread of the weights: {100 * report['spread']:.2f} % of their norm",
         f"exported for transformers: {report['export_dir']}",
         f"wall time: {report['wall_s']:.0f} s",

@@ -136,7 +136,7 @@ class Demo:
         spec = self.plan.spec(MANY_STEPS)
         if spec.pipeline.stages == 1 or spec.pipeline.cut != "auto":
             return {}
-        with workers(1, what="cut") as pool:
+        with workers(1, what="cutting the model") as pool:
             return {"pipeline.cut": pool.submit(cut_model, spec).result()}
 
     def _measure(self, cut: dict[str, Any]) -> Iterator[View]:
@@ -144,7 +144,7 @@ class Demo:
         spec = self.plan.spec(MANY_STEPS).with_changes(cut)
         measure = measure_step_s if spec.pipeline.stages == 1 else measure_pipeline_s
         at_once = min(self.plan.num_peers, self._num_cores)
-        with workers(at_once, what="measurement") as pool:
+        with workers(at_once, what="measuring") as pool:
             futures = [pool.submit(measure, spec) for _ in range(at_once)]
             while not all(future.done() for future in futures):
                 yield View("measuring how fast this machine trains")
@@ -206,7 +206,10 @@ class Demo:
             for stage in range(self.plan.num_stages)
         ]
         export_dir = self.plan.folder / "export"
-        with Progress(draw).task("merging the models and evaluating the result"), workers(1, what="merge") as pool:
+        with (
+            Progress(draw).task("merging the models and evaluating the result"),
+            workers(1, what="merging the models") as pool,
+        ):
             evaluated = pool.submit(evaluate_and_export, self.spec, folders, export_dir).result()
         return {
             "peers": [result_of(peer) for peer in self.peers],

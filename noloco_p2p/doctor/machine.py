@@ -76,7 +76,8 @@ def disk(settings: PeerSettings) -> Check:
     free = shutil.disk_usage(existing).free
     if free < LOW_DISK_BYTES:
         fix = (
-            "free some space, or use another --state-dir: a checkpoint takes 20 bytes per parameter, and three are kept"
+            "free some space, or use another --state-dir: a checkpoint takes up to 20 bytes per parameter, and up to "
+            "three exist at a time"
         )
         return Check("disk", "warning", f"{mib(free)} free in {existing}", fix)
     return Check("disk", "ok", f"{mib(free)} free in {existing}")
@@ -97,14 +98,14 @@ def memory() -> Check:
 def accelerator() -> Check:
     """Check the GPUs, and report what `--device auto` and `--precision auto` choose on this machine."""
     device = choose_device("auto")
-    chosen = f"auto selects {device} in {'bf16' if Compute().is_bf16(device) else 'fp32'}"
+    chosen = f"auto selects {device} and {'bf16' if Compute().is_bf16(device) else 'fp32'}"
     if device.type == "cpu":
         fix = "to train on a GPU, install its driver and a build of torch for it (CUDA or ROCm)"
         return Check("accelerator", "warning", f"torch found no GPU (CUDA, ROCm or MPS); {chosen}", fix)
     count = torch.cuda.device_count() if device.type == "cuda" else 1
     names = ", ".join(describe(torch.device(device.type, index)) for index in range(count))
     free, total = free_and_total_bytes(device)
-    return Check("accelerator", "ok", f"{names}; {mib(free)} of {mib(total)} free on the first one; {chosen}")
+    return Check("accelerator", "ok", f"{names}; {mib(free)} of {mib(total)} free on the first GPU; {chosen}")
 
 
 def free_time() -> Check:
@@ -112,7 +113,7 @@ def free_time() -> Check:
     powered = {None: "no battery", True: "on battery power", False: "plugged in, with a battery"}
     why_unknown = GpuUse().why_unknown
     gpu = f"unknown, because {why_unknown}" if why_unknown else "available from NVML"
-    return Check("free time", "ok", f"{powered[on_battery()]}; GPU use of other programs: {gpu}")
+    return Check("free time", "ok", f"{powered[on_battery()]}; GPU use by other programs: {gpu}")
 
 
 def codec_speed(name: str = "int8") -> Check:

@@ -138,9 +138,11 @@ async def _dialled_back(
 
 def clock(probed: probe.Probed, peer: Candidate) -> Check:
     unsure = f"give or take {probed.round_trip_s / 2:.2f} s"
-    text = f"the clock of {named(peer.peer_id)} differs from this one by {probed.clock_offset_s:+.1f} s ({unsure})"
+    text = (
+        f"the clock of {named(peer.peer_id)} differs from this machine's by {probed.clock_offset_s:+.1f} s ({unsure})"
+    )
     if abs(probed.clock_offset_s) - probed.round_trip_s / 2 > MAX_OFFSET_S:
-        fix = "set the clock of this machine (start systemd-timesyncd or ntpd); it cannot enter with a wrong clock"
+        fix = "set the clock of this machine (start systemd-timesyncd or ntpd); a peer with a wrong clock cannot enter"
         return Check("clock", "failed", text, fix)
     return Check("clock", "ok", text)
 
@@ -197,7 +199,7 @@ async def _download(peers: Sequence[Candidate], transport: GrpcTransport) -> tup
         except (NolocoError, TimeoutError) as error:
             faults.append(f"{named(peer.peer_id)}: {error or 'too slow'}")
             continue
-        text = f"{mib(speed)}/s from {named(peer.peer_id)} (download; the state has {mib(manifest.num_bytes)})"
+        text = f"{mib(speed)}/s from {named(peer.peer_id)} (download; the state is {mib(manifest.num_bytes)})"
         if speed < SLOW_LINK_BYTES_PER_S:
             fix = "every round sends the encoded model in both directions; use a smaller model, or more inner steps"
             return manifest, speed, Check("bandwidth", "warning", text, fix)
@@ -253,7 +255,7 @@ def stages(spec: TrainerSpec, settings: PeerSettings, *, download_bytes_per_s: f
     try:
         needs = StageNeeds.as_cut(spec, folders=settings.models)
     except NolocoError as error:
-        fix = "recreate the spec with `noloco init --stages`, or give the folder of its model with --model NAME=FOLDER"
+        fix = "recreate the spec with `noloco init --stages`, or pass the folder of its model with --model NAME=FOLDER"
         return [Check("the stages", "failed", str(error), fix)]
     fitting = Fitting.of(needs, settings)
     found = [_stage(needs, fitting, stage, settings) for stage in range(spec.pipeline.stages)]
@@ -286,4 +288,4 @@ def _link(needs: StageNeeds, settings: PeerSettings, download_bytes_per_s: float
     origin = min(rates, key=lambda origin: rates[origin])
     mbit_s = rates[origin] * 8 / 1e6
     carried = link_tokens_per_s(needs.spec.pipeline, needs.sizes.hidden_size, mbit_s=mbit_s)
-    return Check("link", "ok", f"{mbit_s:,.0f} Mbit/s each way ({origin}) can carry {count(carried)} tokens/s")
+    return Check("link", "ok", f"{mbit_s:,.0f} Mbit/s each way ({origin}) is enough for {count(carried)} tokens/s")

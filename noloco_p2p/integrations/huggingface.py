@@ -120,7 +120,7 @@ def check_whole(args: TrainingArguments, state: TrainerState) -> None:
     if args.n_gpu > 1:
         raise refuse("Trainer", f"DataParallel on {args.n_gpu} GPUs")
     if args.parallel_mode is not ParallelMode.NOT_PARALLEL:
-        raise refuse("Trainer", f"the parallel mode {args.parallel_mode.value} of torchrun or `accelerate launch`")
+        raise refuse("Trainer", f"torchrun or `accelerate launch` (parallel mode {args.parallel_mode.value})")
     if "lomo" in args.optim:
         raise SettingsError(f"--optim {args.optim} does not take optimizer steps that NoLoCo can count")
     if state.is_hyper_param_search:
@@ -154,8 +154,8 @@ def load_outer_state(folder: Path, model: nn.Module) -> dict[str, Any]:
         raise no_outer_state(str(folder))
     if saved.meta["weights"] != weights_digest(model):
         raise CheckpointError(
-            f"the Trainer did not resume from {folder}, because the weights differ; NoLoCo looks for its state only in "
-            "output_dir, so move the checkpoint from which the Trainer resumed there"
+            f"the weights in {folder} differ from the model's, so the Trainer has resumed from another checkpoint; "
+            "move that checkpoint to output_dir, the only folder in which NoLoCo looks for its state"
         )
     return {**saved.load(STATE_FILE), "place": saved.meta["place"]}
 

@@ -67,7 +67,7 @@ class TrainingSession:
             return
         self._withdraw()
         self._save()
-        log.info("paused; `noloco status` shows the reason, and how training can resume")
+        log.info("paused; `noloco status` shows why, and how to resume")
         self._peer.wait_while_paused()
         log.info("asked to leave" if self._peer.leave_requested.is_set() else "resumed")
 

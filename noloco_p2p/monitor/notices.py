@@ -57,7 +57,8 @@ def notices(
     if directory_age_s > STALE_AFTER_S:
         found.append(
             Notice(
-                "bad", f"The directory has not answered for {duration(directory_age_s)}, so the values shown are old."
+                "bad",
+                f"The directory has not answered for {duration(directory_age_s)}, so the values shown are out of date.",
             )
         )
     if not alive:
@@ -67,7 +68,7 @@ def notices(
     silent = sum(state is Health.SILENT for state in health.values())
     if silent:
         found.append(Notice("warn", f"{counted(silent, 'peer')} missed two announcements and may be gone."))
-    found += _solo(roster, "no other peer held their stage" if stages else CAUSES[LonelyCause.NOBODY])
+    found += _solo(roster, "no other peer held the same stage" if stages else CAUSES[LonelyCause.NOBODY])
     far = [peer for spread in spreads if spread.num_peers >= 4 for peer in _astray(spread)]
     found += [
         Notice("warn", f"The weights of {named(peer)} are far from those of the other replicas.") for peer in far[:3]
@@ -81,11 +82,12 @@ def notices(
         found.append(
             Notice(
                 "info",
-                f"{counted(len(unreached), 'peer')} may be behind a firewall: no other peer has reached them yet.",
+                f"{counted(len(unreached), 'peer')} may be behind a firewall: "
+                "no incoming connection has succeeded yet.",
             )
         )
     if num_estimated is not None:
-        read = f"{len(alive)} of them have been read so far"
+        read = f"the records of {len(alive)} have been read so far"
         found.append(Notice("info", f"The swarm has about {counted(num_estimated, 'peer')}; {read}."))
     versions = Counter(record.software for record in alive)
     if len(versions) > 1:
@@ -101,7 +103,7 @@ def _lost(roster: Roster, health: dict[str, Health], now_s: float) -> list[Notic
         return []
     names = ", ".join(named(peer) for _, peer in lately[:3]) + (" and others" if len(lately) > 3 else "")
     said = (
-        f"Lost {counted(len(lately), 'peer')} that did not announce leaving: {names}. "
+        f"Lost {counted(len(lately), 'peer')} that left without notice: {names}. "
         f"The newest record is {duration(lately[0][0])} old."
     )
     return [Notice("warn", said)]

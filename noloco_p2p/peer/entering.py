@@ -151,7 +151,7 @@ class Entering:
                 raise Left("asked to leave before any peer of the run answered")
             donors = self._look_for_donors()
         if told and not donors and self._live_peers.stage is not None:
-            raise Unreachable("the peers that held this stage are gone; restart this peer to wait for them")
+            raise Unreachable("the peers that held this stage are gone; restart this peer to wait for their return")
         return None
 
     def answering(self) -> Sequence[Candidate]:
@@ -308,7 +308,7 @@ class Entering:
             )
             if difference:
                 raise ModelError(
-                    f"the swarm trains a different model, according to {named(donor.peer_id)}: "
+                    f"the swarm is training a different model, according to {named(donor.peer_id)}: "
                     f"{difference}. Use the same revision, folder and versions of torch and transformers as the other "
                     "peers"
                 )

@@ -532,8 +532,8 @@ class Peer:
         if self.fault is None:
             where = ", ".join(other.addresses) or "another machine"
             self.fault = IdentityError(
-                f"the key of this peer is also in use at {where} by a peer that started later, so this peer stops. "
-                "Two peers must not use the same key: on one of the two machines, move "
+                f"the key of this peer is also in use at {where} by a peer that started later, so this peer is "
+                "stopping. Two peers must not use the same key: on one of the two machines, move "
                 f"{self.settings.state_dir / 'identity.key'} away, and run `noloco id` to create a new key"
             )
             log.error("%s", self.fault)

@@ -47,7 +47,7 @@ class Metrics:
     round: int = _metric(
         "gauge",
         "rounds",
-        "outer steps taken; a newcomer starts at the round of its donor",
+        "outer steps taken; a newcomer starts counting at its donor's round",
         0,
         key="round",
         column="round",
@@ -69,13 +69,13 @@ class Metrics:
     tokens: int | None = _metric(
         "counter",
         "tokens",
-        "tokens that this peer trained on, including those before a restart; with stages, tokens that it computed",
+        "tokens that this peer trained on, including those before a restart; with stages, tokens that it processed",
         None,
         key="tk",
         column="tokens",
         rank=8,
     )
-    inner_steps: int = _metric("gauge", "steps", "number of inner steps in the current round, or in the next one", 0)
+    inner_steps: int = _metric("gauge", "steps", "number of inner steps in the current round", 0)
     progress: float = _metric(
         "gauge",
         "fraction",
@@ -132,12 +132,12 @@ class Metrics:
         "counter", "rounds", "rounds that were solo because the update filter rejected a partner's data", 0, key="why:5"
     )
     refused_not_finite: int = _metric(
-        "counter", "swaps", "swaps ended because a chunk from the partner contained NaN or infinity", 0
+        "counter", "swaps", "swaps aborted because a chunk from the partner contained NaN or infinity", 0
     )
     refused_over_share: int = _metric(
         "counter",
         "offers",
-        "offers refused because the offering peer had already used its share of swaps while other peers were live",
+        "offers refused because the offering peer had already used up its share of this peer's swaps",
         0,
     )
     refused_unlisted: int = _metric(
@@ -174,7 +174,7 @@ class Metrics:
     late: int = _metric(
         "counter",
         "corrections",
-        "outer gradients that were applied although they arrived after their boundary",
+        "outer gradients that were applied although they arrived after the boundary",
         0,
         key="late",
         total="sum",
@@ -228,7 +228,7 @@ class Metrics:
     lateness_s: float = _metric(
         "gauge",
         "s",
-        "time by which the last partner reached its boundary later than this peer; 0 if it was earlier",
+        "time from this peer's boundary to its last partner's boundary; 0 if the partner's was earlier",
         0.0,
     )
     transfer_s: float = _metric(
@@ -297,7 +297,8 @@ class Metrics:
     extended_chunks: int = _metric(
         "counter",
         "chunks",
-        "times that this peer received two more bits per value for a `modulo` chunk because its bound did not hold",
+        "times that this peer received two more bits per value for a `modulo` chunk because the chunk's bound did "
+        "not hold",
         0,
     )
     broken_chunks: int = _metric(
@@ -319,7 +320,7 @@ class Metrics:
     late_microbatches: int = _metric(
         "counter",
         "microbatches",
-        "microbatches whose gradients were counted in a later inner step than their forward pass (only with stages)",
+        "microbatches whose gradients were counted at least one inner step after their forward pass (only with stages)",
         0,
         key="mbl",
     )
@@ -334,7 +335,7 @@ class Metrics:
     last_partner: str = _metric(
         "text",
         "peer id",
-        "partner in the last round with a committed early part",
+        "last partner whose early part was committed",
         "",
         key="with",
         column="last with",

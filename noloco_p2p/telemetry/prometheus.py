@@ -64,7 +64,7 @@ SWARM = (
                 "root mean square distance of the replicas from their mean, relative to its norm, at one mark; "
                 "with stages, the value of the stage with the largest spread",
             ),
-            ("spread_peers", "peers", "live peers from whose sketches the spread is estimated"),
+            ("spread_peers", "peers", "number of live peers whose sketches are used to estimate the spread"),
             (
                 "spread_progress",
                 "fraction",
@@ -74,11 +74,11 @@ SWARM = (
     ),
 )
 STAGES = tuple(
-    Family(f"{SWARM_PREFIX}_stage_{name}", "gauge", unit, f"sum over the live peers of a stage: {meaning}", ("stage",))
+    Family(f"{SWARM_PREFIX}_stage_{name}", "gauge", unit, meaning, ("stage",))
     for name, unit, meaning in (
-        ("peers", "peers", "1 for each peer"),
+        ("peers", "peers", "number of live peers that hold the stage"),
         *(
-            (name, METRICS[name].unit, METRICS[name].meaning)
+            (name, METRICS[name].unit, f"sum over the live peers of a stage: {METRICS[name].meaning}")
             for name in ("capacity", "tokens_per_s", "queue", "microbatches", "late_microbatches", "lost_microbatches")
         ),
     )

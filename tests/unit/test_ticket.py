@@ -90,7 +90,7 @@ def test_fields_of_the_future_are_skipped() -> None:
 @pytest.mark.parametrize(
     ("name", "digest", "addresses", "words"),
     [
-        ("", "00" * 32, (), "name of a run"),
+        ("", "00" * 32, (), "not a valid run name"),
         ("demo", "00", (), "64 hexadecimal"),
         ("demo", "00" * 32, ("/ip4/1.2.3.4/tcp/1",), "not a dialable address"),
         ("demo", "00" * 32, TICKET.addresses * (MAX_ADDRESSES + 1), "cannot contain 17 addresses"),

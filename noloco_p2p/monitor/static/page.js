@@ -185,7 +185,7 @@ function showHead() {
   text("t-progress", totals.progress === null ? "–" : `${(100 * totals.progress).toFixed(1)} %`);
   text("t-progress-sub", [totals.round === null ? "" : `round ${totals.round}`, left(totals.progress)].filter(Boolean).join(", "));
   text("t-spread", share(totals.spread));
-  text("t-spread-sub", totals.spread === null ? "needs comparable sketches of two peers" : `estimated, ${totals.spread_peers} peers`);
+  text("t-spread-sub", totals.spread === null ? "needs comparable sketches from two peers" : `estimated, ${totals.spread_peers} peers`);
   const lately = totals.lately, rounds = lately.swaps + lately.halves + lately.alone;
   text("t-alone", rounds ? `${Math.round(100 * lately.alone / rounds)} %` : "–");
   const causes = Object.keys(totals.alone_by_cause).filter((cause) => lately[cause]).sort((a, b) => lately[b] - lately[a]);

@@ -46,4 +46,4 @@ def test_what_a_peer_has_given() -> None:
     reply = {"trained_s": 7500.0, "tokens": 3_410_000, "swaps": 41, "settings": {"hide_contribution": {"value": False}}}
     assert contribution(reply) == "2 h 5 min of training, 3.41M tokens, 41 swaps"
     hidden = {**reply, "tokens": None, "settings": {"hide_contribution": {"value": True}}}
-    assert contribution(hidden) == "2 h 5 min of training, 41 swaps (hours and tokens are hidden from others)"
+    assert contribution(hidden) == "2 h 5 min of training, 41 swaps (time and tokens are hidden from other peers)"

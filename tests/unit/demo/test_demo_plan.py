@@ -124,4 +124,4 @@ def test_the_report_of_a_run_with_stages_names_them_and_gives_inner_peers_no_los
     assert "5.800 -> 1.300" in lines[1]
     assert lines[2].split()[:3] == ["peer", "1", "1"]
     assert "->" not in lines[2]
-    assert "merged model (mean of each stage, of 2 peers): validation loss 1.300" in lines
+    assert "merged model (mean of 2 peers, stage by stage): validation loss 1.300" in lines

@@ -58,14 +58,14 @@ def test_the_doctor_says_what_auto_is_here(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     check = machine.accelerator()
-    assert (check.level, "auto selects cpu in fp32" in check.found) == ("warning", True)
+    assert (check.level, "auto selects cpu and fp32" in check.found) == ("warning", True)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     monkeypatch.setattr(torch.backends.mps, "get_name", lambda: "Apple M2 Max", raising=False)
     monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 10 << 30)
     monkeypatch.setattr(torch.mps, "current_allocated_memory", lambda: 0)
     check = machine.accelerator()
     assert check.level == "ok"
-    assert check.found == "Apple M2 Max; 10.0 GiB of 10.0 GiB free on the first one; auto selects mps in fp32"
+    assert check.found == "Apple M2 Max; 10.0 GiB of 10.0 GiB free on the first GPU; auto selects mps and fp32"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"card {device.index}")
@@ -73,7 +73,7 @@ def test_the_doctor_says_what_auto_is_here(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(machine.Compute, "is_bf16", lambda *_: True)
     assert (
         machine.accelerator().found
-        == "card 0, card 1; 1.0 GiB of 2.0 GiB free on the first one; auto selects cuda in bf16"
+        == "card 0, card 1; 1.0 GiB of 2.0 GiB free on the first GPU; auto selects cuda and bf16"
     )
 
 
@@ -115,10 +115,10 @@ def test_each_stage_is_examined_and_what_the_link_carries(tmp_path: Path) -> Non
     assert "5.9 MiB of memory" in checks[0].found
     assert "can be a head" in checks[0].found
     assert "can be a head" not in checks[1].found
-    assert checks[-1].found == "100 Mbit/s each way (not measured) can carry 38.1k tokens/s"
+    assert checks[-1].found == "100 Mbit/s each way (not measured) is enough for 38.1k tokens/s"
     assert stages(spec, settings(tmp_path), download_bytes_per_s=2.5e6)[-1].found.startswith("20 Mbit/s each way (meas")
     capped = stages(spec, settings(tmp_path, max_upload="10mbit"), download_bytes_per_s=2.5e6)
-    assert capped[-1].found == "10 Mbit/s each way (--max-upload) can carry 3.81k tokens/s"
+    assert capped[-1].found == "10 Mbit/s each way (--max-upload) is enough for 3.81k tokens/s"
 
 
 def test_a_stage_that_does_not_fit_is_a_failure_only_where_none_does(tmp_path: Path) -> None:
@@ -178,5 +178,5 @@ def test_what_is_not_installed_is_told(tmp_path: Path) -> None:
 def test_what_a_pause_can_go_by_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "on_battery", lambda: True)
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    gpu = "GPU use of other programs: unknown, because the package nvidia-ml-py is not installed"
+    gpu = "GPU use by other programs: unknown, because the package nvidia-ml-py is not installed"
     assert machine.free_time() == Check("free time", "ok", f"on battery power; {gpu}")

@@ -57,7 +57,7 @@ def test_a_peer_that_vanished_is_remembered_with_its_true_age_and_in_the_end_for
     made.take([(changed(B, sequence=2), 0.0)], now_s=NOW_S + 95.0)
     assert made.members[A.peer_id].age_s(NOW_S + 95.0) == 95.0
     assert told(made, after_s=95.0) == [
-        "warn: Lost 1 peer that did not announce leaving: ..aaaaaa. The newest record is 1 min 35 s old.",
+        "warn: Lost 1 peer that left without notice: ..aaaaaa. The newest record is 1 min 35 s old.",
     ]
     made.take([(changed(B, sequence=3), 0.0)], now_s=NOW_S + FORGET_AFTER_S + 1)
     assert set(made.members) == {B.peer_id}
@@ -110,7 +110,7 @@ def test_who_is_alone_in_its_stage_has_others_around() -> None:
     made = roster(changed(A, stages=2))
     made.take([(changed(A, stages=2, sequence=2, alone=10, alone_nobody=10), 0.0)], now_s=NOW_S + 10.0)
     lines = told(made, after_s=10.0, stages=stage_rows([changed(A, stages=2)], {}))
-    assert lines[-1].endswith("were solo, mostly because no other peer held their stage.")
+    assert lines[-1].endswith("were solo, mostly because no other peer held the same stage.")
 
 
 def test_all_is_well() -> None:
@@ -120,7 +120,7 @@ def test_all_is_well() -> None:
 def test_what_is_wrong_is_told_the_worst_first() -> None:
     old = roster(changed(A, reachability="unknown", swaps=20), changed(B, software="9.9"), age_s=36.0)
     lines = told(old, directory_age_s=40.0)
-    assert lines[0] == "bad: The directory has not answered for 40 s, so the values shown are old."
+    assert lines[0] == "bad: The directory has not answered for 40 s, so the values shown are out of date."
     assert lines[1] == "warn: 2 peers missed two announcements and may be gone."
     assert "1 peer may be behind a firewall" in lines[2]
     assert "2 versions" in lines[3]
