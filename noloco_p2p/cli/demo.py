@@ -97,7 +97,7 @@ def demo(
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         _watch(swarm)
-        print("the peers are leaving; then their models are merged, and the mean is evaluated", flush=True)
+        print("the peers leave; their models are merged, and the mean is evaluated", flush=True)
         swarm.stop()
         report = swarm.report(drawing(print))
     except KeyboardInterrupt:
