@@ -41,8 +41,8 @@ def hub_source(part: SourceSpec, split: str, *, pause: Pause = time.sleep) -> So
     name = part.source.removeprefix("hub:")
     if Path(name).exists():  # `datasets` would read that folder
         raise SpecError(
-            f"the working directory has a folder named like data.source 'hub:{name}', which would be read instead; "
-            "start this peer in another directory"
+            f"the working directory contains the folder {name!r}, which would be read instead of data.source "
+            f"'hub:{name}'; start this peer in another directory"
         )
     datasets = import_datasets()
     for number in range(1, OPEN_TRIES + 1):

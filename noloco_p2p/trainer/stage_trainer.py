@@ -185,7 +185,7 @@ class StageTrainer(TrainerBase):
         if any(other.progress > 0 for other in self.peer.stages.members()):
             return (
                 f"stage {self.stage} has been trained, but no live peer holds it; waiting for a peer with a checkpoint "
-                "of it"
+                "of this stage"
             )
         if not has_start(spec.model.start, state_dir=settings.state_dir):
             return (

@@ -444,7 +444,7 @@ def test_a_hub_name_is_owner_and_name(name: str) -> None:
 def test_a_hub_name_that_is_a_folder_here_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "lab" / "secrets").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SpecError, match=r"has a folder named like data\.source 'hub:lab/secrets'"):
+    with pytest.raises(SpecError, match=r"contains the folder 'lab/secrets', which would be read instead"):
         open_source(DataSpec(source="hub:lab/secrets"), {})
 
 
