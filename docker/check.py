@@ -69,7 +69,8 @@ class Engine:
         """Run a command, and return its standard output. Raises Failed with its standard error."""
         done = run([self.command, *arguments], timeout_s=timeout_s)
         if done.returncode:
-            raise Failed(f"{self.command} {' '.join(arguments[:6])} .. ended with {done.returncode}: {done.stderr}")
+            command = f"{self.command} {' '.join(arguments[:6])}"
+            raise Failed(f"{command} .. failed with exit code {done.returncode}: {done.stderr}")
         return done.stdout
 
     def start(self, name: str, image: str, *arguments: str, flags: tuple[str, ...] = ()) -> Container:
@@ -128,7 +129,9 @@ class Container:
         until_s = time.monotonic() + timeout_s
         while not ((status := self.status()) and condition(status)):
             if time.monotonic() > until_s:
-                raise Failed(f"{self.name}: {what} not within {timeout_s:.0f} s; its log:\n{self.log()}")
+                raise Failed(
+                    f"{self.name}: timed out after {timeout_s:.0f} s waiting for {what}; its log:\n{self.log()}"
+                )
             time.sleep(POLL_S)
         return status
 
@@ -172,8 +175,8 @@ def check_image(engine: Engine, image: str) -> None:
     num_bytes = int(engine("inspect", "--type", "image", "--format", "{{.Size}}", image))
     say(f"  image {num_bytes / 1e6:.0f} MB")
     if unwanted := engine.once(image, UNWANTED).strip():
-        raise Failed(f"this should not be in the image:\n{unwanted}")
-    say("  no compiler, pip, test or package cache inside")
+        raise Failed(f"the image contains files that should not be in it:\n{unwanted}")
+    say("  the image contains no compiler, pip, tests or package cache")
 
 
 def check_swarm(engine: Engine, image: str) -> None:
@@ -223,8 +226,8 @@ def check_demo(engine: Engine, image: str) -> None:
 def check_locked(container: Container) -> None:
     proof = container.shell(PROOF).split()
     if proof != ["10001", "CapEff:0000000000000000", "NoNewPrivs:1", "tini"]:
-        raise Failed(f"the container is not locked as it should be: {proof}")
-    say("  user 10001, no capability, no new privileges, read-only root, tini as init")
+        raise Failed(f"the container is not locked down as expected: {proof}")
+    say("  user 10001, no capabilities, no new privileges, read-only root file system, tini as init")
 
 
 def check(engine: Engine, image: str) -> None:
@@ -258,8 +261,9 @@ def choose_engine() -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engine", choices=("docker", "podman", "sandbox"), help="default: what works here")
-    parser.add_argument("--keep", type=Path, metavar="DIR", help="sandbox: keep base and images there for a next time")
+    parser.add_argument("--engine", choices=("docker", "podman", "sandbox"), help="default: the first one that works")
+    keep_help = "folder in which the sandbox keeps the base and the images for the next run"
+    parser.add_argument("--keep", type=Path, metavar="DIR", help=keep_help)
     parser.add_argument("--inside", metavar="IMAGE", help=argparse.SUPPRESS)  # sandbox.py runs this script again inside
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # clean up after SIGTERM, too
@@ -291,7 +295,7 @@ def main() -> int:
         print(f"FAILED: {failure}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("interrupted; all is tidied up", file=sys.stderr)
+        print("interrupted; everything has been cleaned up", file=sys.stderr)
         return 130
     say("passed" if code == 0 else "failed")
     return code

@@ -70,9 +70,9 @@ class Sandbox:
 
     def __enter__(self) -> Self:
         if os.geteuid() != 0:
-            raise SystemExit("without a Docker daemon or a registry the check needs root (and Debian)")
+            raise SystemExit("without a Docker daemon or a registry, this check must run as root on Debian")
         if not all(map(shutil.which, ("buildah", "podman", "crun", "mmdebstrap", "iptables"))):
-            raise SystemExit(f"install first: apt-get install --no-install-recommends {' '.join(TOOLS)}")
+            raise SystemExit(f"tools are missing; run `apt-get install --no-install-recommends {' '.join(TOOLS)}`")
         self._folder.mkdir(parents=True, exist_ok=True)
         (self._folder / "storage.conf").write_text(STORAGE.format(folder=self._folder))
         (self._folder / "containers.conf").write_text(ENGINE.format(folder=self._folder))
@@ -170,7 +170,6 @@ def _must(command: list[str], *, env: dict[str, str] | None = None) -> str:
     """Run a command, and return its standard output. If it fails, raises SystemExit with the end of its output."""
     done = subprocess.run(command, env=env, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
     if done.returncode:
-        raise SystemExit(
-            f"{' '.join(command[:4])} .. ended with {done.returncode}:\n{(done.stdout + done.stderr)[-4000:]}"
-        )
+        output = (done.stdout + done.stderr)[-4000:]
+        raise SystemExit(f"{' '.join(command[:4])} .. failed with exit code {done.returncode}:\n{output}")
     return done.stdout

@@ -112,7 +112,7 @@ def check_length(payload: bytes | memoryview, *, codec: Sized, num_elements: int
     expected, received = codec.num_bytes(num_elements), memoryview(payload).nbytes
     if received != expected:
         raise CorruptPayload(
-            f"a {codec.name} chunk of {num_elements} elements must have {expected} bytes, but it has {received}; "
+            f"the {codec.name} chunk of {num_elements} elements must have {expected} bytes, but it has {received}; "
             "discard the part"
         )
 

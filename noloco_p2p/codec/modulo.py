@@ -77,7 +77,7 @@ class Grid:
         """
         exponents = self._of_chunk(chunk_index)
         if UNKNOWN in exponents or len(exponents) != num_blocks(num_elements):
-            raise ValueError(f"chunk {chunk_index} of {num_elements} elements has no grid; use another codec for it")
+            raise ValueError(f"chunk {chunk_index} ({num_elements} elements) has no grid; use another codec for it")
         for block, exponent in enumerate(exponents):
             start = block * BLOCK_ELEMENTS
             yield slice(start, min(start + BLOCK_ELEMENTS, num_elements)), exponent
@@ -202,7 +202,7 @@ class ModuloCodec:
         The partner computes exactly the negative of it, element by element.
         """
         if len(differences) != self.num_difference_bytes(num_elements):
-            raise ValueError(f"the differences of {num_elements} elements cannot have {len(differences)} bytes")
+            raise ValueError(f"{num_elements} encoded differences cannot have a length of {len(differences)} bytes")
         residues = _unpacked(differences, num_elements, bits=self._difference_bits)
         half = self._centred(residues).to(torch.float32)
         for place, exponent in grid.blocks(chunk_index, num_elements=num_elements):

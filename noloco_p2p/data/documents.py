@@ -104,8 +104,6 @@ class Faults:
         if fault.rest or number <= LOGGED_OF_A_FILE:
             log.warning("skipped: %s", fault)
         elif str(number).strip("0") == "1":
-            log.warning(
-                "skipped: %d lines of %s so far; the reason for the last one: %s", number, fault.file, fault.reason
-            )
+            log.warning("skipped: %d lines of %s so far; most recent reason: %s", number, fault.file, fault.reason)
         if self.on_fault:
             self.on_fault(fault)

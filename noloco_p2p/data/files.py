@@ -150,7 +150,7 @@ def _text_document(text: Any, file: str, number: int, text_field: str) -> Row:
         return None
     if not isinstance(text, str):
         return Fault(
-            file, number, f"field {text_field!r} has type {type(text).__name__} instead of text (data.text_field)"
+            file, number, f"field {text_field!r} (data.text_field) has type {type(text).__name__} instead of str"
         )
     return Document(text, origin=file, line=number)
 

@@ -41,7 +41,8 @@ def hub_source(part: SourceSpec, split: str, *, pause: Pause = time.sleep) -> So
     name = part.source.removeprefix("hub:")
     if Path(name).exists():  # `datasets` would read that folder
         raise SpecError(
-            f"data.source 'hub:{name}' is also a folder in the working directory; start this peer in another directory"
+            f"the working directory contains the folder {name!r}, which would be read instead of data.source "
+            f"'hub:{name}'; start this peer in another directory"
         )
     datasets = import_datasets()
     for number in range(1, OPEN_TRIES + 1):

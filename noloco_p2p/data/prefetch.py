@@ -73,7 +73,7 @@ class Prefetcher:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from the position in `state`. Call this only before the first batch."""
-        assert self._thread is None, "a stream that is being read cannot be moved"
+        assert self._thread is None, "the position of a stream cannot be changed while it is being read"
         self._stream.load_state_dict(state)
         self._position = self._stream.position
 

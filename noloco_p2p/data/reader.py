@@ -95,7 +95,7 @@ class Source:
     """
 
     def __init__(self, pieces: Sequence[Piece], *, thin: bool = True) -> None:
-        assert pieces, "a source without a piece must be refused where it is opened"
+        assert pieces, "a source must have at least one piece"
         self.pieces = pieces
         self._passes = THINNED_PASSES if thin and len(pieces) < FEW_PIECES else 1
 
@@ -176,7 +176,7 @@ class Reader:
         at = self.place
         self._failures[at.index] += self._tries == 0  # without a row in between, the network is at fault, not the piece
         if self._failures[at.index] > MAX_FAILURES:
-            reason = f"reading failed {MAX_FAILURES} times, while other files could be read: {error}"
+            reason = f"reading failed {MAX_FAILURES} times, although other files could be read: {error}"
             self._faults.note(Fault(piece.name, at.row + 1, reason, rest=True))
             self._go_to(at.next_piece())
             return

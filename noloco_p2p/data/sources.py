@@ -97,7 +97,10 @@ def _validation_files(part: SourceSpec, bindings: Mapping[str, str]) -> list[Pat
 
 def _file_source(paths: list[Path], part: SourceSpec) -> Source:
     if not paths:
-        raise DataError(f"every file in --data {part.source} is also in --data {part.source}.validation")
+        raise DataError(
+            f"every file in --data {part.source} is also in --data {part.source}.validation, so no file is left for "
+            "training"
+        )
     return Source([file_piece(path, part.text_field) for path in paths])
 
 

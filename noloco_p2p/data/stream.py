@@ -153,8 +153,8 @@ class TokenStream:
         if version == OLDER_VERSION and all(known) and state["position"]:
             if any(state["detours"]):
                 log.warning(
-                    "some files could not be read before this checkpoint was written, and its format is an older one: "
-                    "some text may be read twice or skipped"
+                    "some text may be read twice or skipped, because this checkpoint has an older format and was "
+                    "written after some files could not be read"
                 )
             self._rest = self._make_block()[int(state["position"]) :]
 
@@ -258,7 +258,7 @@ def _validation_pool(
         if num_tokens >= wanted_tokens:
             break
     if num_tokens < data.sequence_length:
-        why = f" (number of faults: {faults.count}; last fault: {faults.last})" if faults.last else ""
+        why = f" (lines and files skipped: {faults.count}; the last one: {faults.last})" if faults.last else ""
         raise DataError(
             f"data source {part.source!r} has only {num_tokens} held-out tokens, but one sequence needs "
             f"{data.sequence_length}; increase data.holdout, or use --data {part.source}.validation=GLOB{why}"

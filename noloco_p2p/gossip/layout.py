@@ -64,7 +64,7 @@ class ModelLayout:
 
 def _difference(what: str, ours: tuple[Any, ...] | None, theirs: tuple[Any, ...] | None) -> str:
     if ours and theirs and ours[:2] == theirs[:2]:
-        return f"the values of {what} tensor {_shown(ours)} differ, perhaps because of another revision or seed"
+        return f"the {what} tensor {_shown(ours)} has different values, perhaps because of another revision or seed"
     return f"the {what} tensors differ: this model has {_shown(ours)}, the other has {_shown(theirs)}"
 
 

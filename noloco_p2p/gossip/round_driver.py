@@ -126,7 +126,7 @@ class RoundDriver:
         self._rng = rng
         self._deadlines = deadlines
         self._clock = clock
-        self._tasks = OwnedTasks("a task of the rounds")
+        self._tasks = OwnedTasks("a task of a round")
         self._matchmaking: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
         self._staged = Staged()  # this peer's outer gradient, for the swap of this round
@@ -390,7 +390,7 @@ class RoundDriver:
     async def _compare_models(self, action: CompareModels, layout: ModelLayout) -> None:
         difference = await find_difference(self._transport, action.candidate, layout)
         if difference:
-            text = f"{named(action.candidate.peer_id)} is training another model: {difference}"
+            text = f"{named(action.candidate.peer_id)} is training a different model: {difference}"
             self.fault.report(text, action.error)
 
     # actions

@@ -373,7 +373,7 @@ class RoundState:
             return refuse
         if caller == ours.peer_id:
             return Refuse(
-                RefuseCode.MALFORMED, "your peer id is the same as mine: a key must not be used on two machines"
+                RefuseCode.MALFORMED, "your peer id is the same as mine: do not use one identity key on two machines"
             )
         if not incoming.is_listed:
             return Refuse(RefuseCode.UNLISTED, "I have no live record of you yet", UNLISTED_RETRY_S)
@@ -544,7 +544,7 @@ class RoundState:
         if not any(other.state == "training" for other in others):
             resting = ", ".join(sorted({other.state for other in others}))
             return Alone(
-                f"no other live peer{f' is training (the others are: {resting})' if resting else ''}",
+                f"no other live peer{f' is training (their states: {resting})' if resting else ''}",
                 LonelyCause.NOBODY,
             ), []
         return Alone(self.reason or "no offer has been answered yet", self.cause, self._failed_link), []

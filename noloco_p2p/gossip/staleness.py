@@ -68,7 +68,7 @@ def refuse_distant(mine: Boundary, theirs: Boundary, *, total_steps: int, longes
     """Return a refusal if the other peer's round does not match this peer's, and None otherwise."""
     far_s = too_far_s(mine, theirs)
     if far_s > 0:
-        sentence = f"the distance between our boundaries exceeds the limit of 0.6 rounds by {far_s:.2f} s"
+        sentence = f"our boundaries are {far_s:.2f} s further apart than the limit of 0.6 rounds"
         return Refuse(RefuseCode.TOO_FAR, sentence, far_s)
     if wrong := too_long(theirs, longest_round):
         return Refuse(RefuseCode.MALFORMED, wrong)

@@ -116,7 +116,7 @@ class GrpcTransport:
                             if len(digests) > MAX_MANIFEST_CHUNKS:
                                 raise CorruptPayload("the manifest lists too many chunks", peer=candidate.peer_id)
                         case _:  # an earlier version sends its position in a queue
-                            sentence = "it sent a reply of a kind that this version does not know"
+                            sentence = "it sent a kind of reply that this version does not support"
                             raise Refused(sentence, code=frames.RefuseCode.BUSY.name, peer=candidate.peer_id)
                 if manifest:
                     yield replace(manifest, chunk_digests=tuple(digests))

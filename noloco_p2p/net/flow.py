@@ -109,7 +109,7 @@ class FlowLinks:
         self._max_accepted = max_accepted
         self._links: dict[str, FlowLink] = {}
         self._dials: dict[str, Dial] = {}
-        self._tasks = OwnedTasks("a stream of the pipeline")
+        self._tasks = OwnedTasks("a pipeline stream")
         self._is_leaving = False
 
     @property

@@ -141,7 +141,9 @@ class FlowLink:
         elif len(self._control) < MAX_QUEUED:
             self._control.append((frame, since_s))
         else:
-            self.stop(TimedOut(f"{MAX_QUEUED} frames are waiting to be sent", peer=self.peer))
+            self.stop(
+                TimedOut(f"the neighbour is too slow: {MAX_QUEUED} frames are waiting to be sent", peer=self.peer)
+            )
         if len(self._control) >= PAUSE_QUEUED:
             self._few_queued.clear()
         self._something_to_send.set()
@@ -244,7 +246,7 @@ class FlowLink:
             why = (
                 f"{frame.num_bytes} bytes instead of {expected}"
                 if frame.num_bytes != expected
-                else "the previous one is incomplete"
+                else "the previous payload is incomplete"
             )
             raise CorruptPayload(f"an invalid payload was announced: {why}", peer=self.peer)
         self._inbound[is_backward] = ArrivingPayload(frame, self._clock())

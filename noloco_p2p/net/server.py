@@ -294,7 +294,7 @@ class _Servicer:
         self._limits = limits
         self.authenticator = authenticator
         self.prober = prober
-        self._swaps = OwnedTasks("a swap that a peer offered")
+        self._swaps = OwnedTasks("a swap offered by another peer")
         self._joinable: dict[bytes, ServerStream] = {}  # by swap id
         self.serve_flow = serve_flow
 

@@ -165,7 +165,8 @@ class DistanceHistory:
         if distance <= max(self._limits.far_above * usual, self._limits.offset_most * own_gradient):
             return ""
         return (
-            f"its weights are {distance / max(usual, 1e-30):.3g} times as far from this peer's as a typical partner's"
+            f"its weights are {distance / max(usual, 1e-30):.3g} times as far from this peer's weights as those of a "
+            "typical partner"
         )
 
 

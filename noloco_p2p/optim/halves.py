@@ -36,4 +36,5 @@ def _check(own_coded: Tensor, partner_coded: Tensor) -> None:
         if tensor.dtype != torch.float32:
             raise ValueError(f"{name} must be torch.float32, but it is {tensor.dtype}")
     if own_coded.shape != partner_coded.shape:
-        raise ValueError(f"shapes differ: own {tuple(own_coded.shape)}, partner {tuple(partner_coded.shape)}")
+        own, partner = tuple(own_coded.shape), tuple(partner_coded.shape)
+        raise ValueError(f"the shapes differ: own_coded has {own}, and partner_coded has {partner}")

@@ -331,7 +331,7 @@ class NoLoCo:
         knowing the others. This call blocks for at most `wait_s`, mainly to wait for peers that are still training. The
         last partner is chosen again only if no other peer is alive. The progress of this peer does not change.
         """
-        assert self.is_between_rounds, "inner steps were taken since the last outer step"
+        assert self.is_between_rounds, "inner steps have been taken since the last outer step"
         try:
             self._open(patience_s=wait_s, is_closing=True)
             self._rounds.reach_boundary(wait_s=wait_s)

@@ -83,7 +83,7 @@ def parse_churn(text: str, *, num_replicas: int | tuple[int, ...]) -> Churn:
         elif match := SHARE.fullmatch(item):
             shares[match[1]] = float(match[2])
         else:
-            raise SettingsError(f"--churn {item} is not an event or a share; examples: {EXAMPLE}")
+            raise SettingsError(f"--churn {item} is neither an event nor a share; examples: {EXAMPLE}")
     churn = Churn(tuple(sorted(events, key=lambda event: event.at_s)), **shares)
     for stage, num in enumerate(stages):
         if all(churn.joins_at_s(replica, stage) is not None for replica in range(num)):
@@ -136,6 +136,7 @@ def _link(name: str) -> LinkProfile:
             return LinkProfile(name, down_mbit_s=rate, up_mbit_s=rate, delay_ms=delay_ms / 2, jitter_ms=0)
     if name not in LINKS:
         raise SettingsError(
-            f"--link {name} is unknown; choose from {', '.join(LINKS)}, or give a rate and a delay: 100mbit-50ms"
+            f"--link {name} is unknown; choose from {', '.join(LINKS)}, or give a rate and a delay, such as "
+            "100mbit-50ms"
         )
     return LINKS[name]

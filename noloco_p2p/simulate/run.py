@@ -30,7 +30,7 @@ def check_rules(rules: Sequence[str], plan: Plan) -> None:
             raise SettingsError(f"--rules {rule}: no such rule; choose from {', '.join(RULE_NAMES)}")
         if rule != NOLOCO and plan.churn.events:
             raise SettingsError(
-                f"--churn: with the rule {rule}, replicas cannot join, leave or crash; simulate it separately"
+                f"--churn: with the rule {rule}, replicas cannot join, leave or crash; simulate this rule separately"
             )
         if rule not in BEAR_ABSENCE and plan.churn.absent:
             raise SettingsError(

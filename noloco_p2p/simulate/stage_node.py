@@ -297,7 +297,7 @@ class StageNode(SimulatedPeer):
     def _close_step(self, step: CloseStep) -> None:
         if self._is_frozen or not self.is_alive:
             return
-        assert step.num_tokens == self._counted_tokens, "the divisor differs from the counted tokens"
+        assert step.num_tokens == self._counted_tokens, "the divisor differs from the number of counted tokens"
         self.trained_tokens += self._tokens * self._counted_tokens // self._microbatch_tokens
         self._counted_tokens = 0
         self.work.close(self.inner, step.num_tokens, progress=self.progress)

@@ -73,7 +73,7 @@ def parse_replicas(text: str, *, num_stages: int) -> tuple[int, ...]:
     numbers = tuple(int(part) for part in parts if part.strip().isdigit())
     if len(numbers) != len(parts) or not all(1 <= number <= 256 for number in numbers):
         raise SettingsError(
-            f"--replicas {text} is invalid: give a number from 1 to 256, or one number per stage: 4,8,4"
+            f"--replicas {text} is invalid: give a number from 1 to 256, or one number per stage, such as 4,8,4"
         )
     if len(numbers) not in (1, num_stages):
         raise SettingsError(f"--replicas {text} has {len(numbers)} numbers, but the number of stages is {num_stages}")

@@ -133,9 +133,9 @@ class StagedResult:
         return [
             f"loss {self.loss:.4f} over random paths, {self.merged_loss:.4f} for the merged stages",
             f"{self.tokens_per_s:,.0f} tokens/s, {100 * share:.0f} % of the {self.predicted_tokens_per_s:,.0f} that "
-            f"links and compute allow; {self.tokens:,} tokens in {self.virtual_s:,.1f} virtual s",
+            f"links and compute allow; {self.tokens:,} tokens in {self.virtual_s:,.1f} s of virtual time",
             f"a microbatch takes {self.latency_s:.2f} s; "
-            f"{100 * lost:.1f} % of {self.num_lost + self.num_done:,} were lost; "
+            f"{100 * lost:.1f} % of the {self.num_lost + self.num_done:,} microbatches were lost; "
             f"each head has at most {self.num_rooms} in flight",
             *aligned([COLUMNS, *(stage.row() for stage in self.stages)], num_left=0),
         ]

@@ -75,7 +75,7 @@ def check_clock(offsets: Mapping[str, Offset]) -> None:
         return
     offset_s = median(offset.seconds for offset in wrong.values())
     peer = short_id(next(iter(wrong)))
-    others = f"that of ..{peer}" if len(wrong) == 1 else f"those of ..{peer} and {len(wrong) - 1} more"
+    others = f"that of ..{peer}" if len(wrong) == 1 else f"those of {len(wrong)} nodes, including ..{peer}"
     raise DirectoryError(
         f"this machine's clock is {abs(offset_s):.1f} s {'behind' if offset_s > 0 else 'ahead of'} {others}, but "
         f"the clocks of DHT nodes must agree to within {MAX_OFFSET_S:.0f} s; synchronize it with NTP (for example, "

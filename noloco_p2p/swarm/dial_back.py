@@ -129,8 +129,10 @@ def assess(
     told = f"{len(dial_backs) - len(through)} of {len(dial_backs)} peers could not reach port {ports[0]} ({why})"
     effect = {
         Reach.OUTBOUND_ONLY: "so this peer can make offers but cannot receive any",
-        Reach.RELAYED: "so other peers with closed ports call it through a relay",
-        Reach.PUNCHED: f"so it reaches other such peers by hole punching (connections so far: {num_holes})",
+        Reach.RELAYED: "so others with closed ports call this peer through a relay",
+        Reach.PUNCHED: (
+            f"so this peer reaches others with closed ports by hole punching (connections so far: {num_holes})"
+        ),
     }[closed]
     return Verdict(closed, f"{told}, {effect}; {_advice(ports, observed or host)}")
 

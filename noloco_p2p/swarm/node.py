@@ -144,7 +144,7 @@ class SwarmNode:
         await _guard(self._running_p2p().connect(peer_id, answering), CONNECT_S, what)
         offset = await _guard(self._running_dht().greet(peer_id), CALL_S, what)
         if offset is None:
-            raise DirectoryError(f"{what}: connected, but it does not answer as a DHT node")
+            raise DirectoryError(f"{what}: the connection succeeded, but the peer does not answer as a DHT node")
         return offset
 
     async def open_stream(
@@ -282,7 +282,7 @@ class SwarmNode:
         answered_s = time.monotonic()
         while time.monotonic() - answered_s < HUNG_S:
             if self._daemon.memory_bytes() > MAX_MEMORY_BYTES:
-                return f"it used more than {MAX_MEMORY_BYTES >> 20} MiB"
+                return f"it used more than {MAX_MEMORY_BYTES >> 20} MiB of memory"
             await asyncio.sleep(PING_S)
             with suppress(DirectoryError):
                 await _guard(self._running_p2p().answers(), PING_S, "pinging p2pd")

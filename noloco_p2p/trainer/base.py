@@ -222,8 +222,8 @@ class TrainerBase:
         start, state_dir = self.spec.model.start, self.peer.settings.state_dir
         if not (is_revived or has_start(start, state_dir=state_dir)):
             raise ModelError(
-                f"the run {self.spec.name} starts from the state {start}, which is not on this machine, and no "
-                "live peer sent it; join with the ticket of a live peer, or create the state again with `noloco fork`"
+                f"the start state {start} of the run {self.spec.name} is not on this machine, and no live peer sent "
+                "it; join with the ticket of a live peer, or create the state again with `noloco fork`"
             )
         if start:
             self._save()

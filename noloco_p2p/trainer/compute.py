@@ -30,7 +30,7 @@ def choose_device(name: str, gpu: int | None = None) -> torch.device:
         return torch.device("mps" if gpu is None and torch.backends.mps.is_available() else "cpu")
     if name != "cpu" and gpu is not None:
         if name not in ("auto", "cuda"):
-            raise SettingsError(f"--device {name} names one GPU; with several processes, use auto or cpu")
+            raise SettingsError(f"--device {name} names one GPU, but this peer has several processes; use auto or cpu")
         name = f"cuda:{gpu}"
     device = torch.device("cuda" if name == "auto" else name)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
@@ -67,7 +67,9 @@ class Compute:
     def of(cls, settings: PeerSettings, *, rank: int = 0, num_ranks: int = 1) -> Compute:
         """Create an instance from the settings of the peer. Raises SettingsError if two of them conflict."""
         if settings.offload_optimizer and num_ranks > 1:
-            raise SettingsError("--offload-optimizer works with one GPU only; several GPUs already share the moments")
+            raise SettingsError(
+                "--offload-optimizer works only with one GPU; several GPUs already split the optimizer's moments"
+            )
         return cls(
             precision=settings.precision,
             micro_batch=settings.micro_batch,
@@ -95,11 +97,11 @@ class Compute:
         """Return warnings about settings that are slow or ignored on this machine."""
         warnings = []
         if self.offload_optimizer and not has_own_memory(device):
-            warnings.append(f"--offload-optimizer is ignored, because device {device} uses main memory anyway")
+            warnings.append(f"--offload-optimizer is ignored, because the device {device} uses main memory anyway")
         if device.type == "mps" or has_fast_bf16(device):  # it is unknown whether MPS is fast
             return warnings
-        cost = "takes 3 to 20 times as long as with fp32" if device.type == "cpu" else "emulates them, which is slow"
-        slow = f"{device} has no bf16 instructions and {cost};"
+        cost = "a step takes 3 to 20 times as long as with fp32" if device.type == "cpu" else "it emulates them slowly"
+        slow = f"{device} has no bf16 instructions, so {cost};"
         if self.is_bf16(device):
             warnings.append(f"{slow} --precision fp32 is faster on this machine")
         if spec.model.lora.rank and spec.model.lora.base_dtype == "bf16":

@@ -78,8 +78,8 @@ def cut_of(spec: TrainerSpec) -> tuple[int, ...]:
     """Return the number of blocks of each stage. Raises SpecError if the spec does not contain the numbers yet."""
     if spec.pipeline.cut == "auto":
         raise SpecError(
-            "pipeline.cut is 'auto', but all peers need the same numbers; "
-            f"`noloco init --stages {spec.pipeline.stages}` writes a spec that contains them"
+            "pipeline.cut is 'auto', but all peers must use the same cut; "
+            f"`noloco init --stages {spec.pipeline.stages}` writes a spec that contains one"
         )
     return spec.pipeline.cut
 
@@ -128,7 +128,7 @@ def check_stages(spec: TrainerSpec, settings: PeerSettings) -> None:
             raise SettingsError(f"--stage {settings.stage} cannot be used: the run {spec.name} has no stages")
         return
     if settings.revive_from and settings.stage is None:
-        raise SettingsError("--revive-from requires --stage: specify the stage whose weights it contains")
+        raise SettingsError("--revive-from requires --stage: specify the stage whose weights the folder contains")
     cut_of(spec)
     if settings.gpus > 1:
         raise SettingsError("--gpus is not yet supported in a run with stages")

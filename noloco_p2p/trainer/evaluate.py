@@ -37,7 +37,7 @@ def evaluate_loss(
     This function draws no random numbers and leaves the model unchanged. It synchronises with the device only once, at
     the end.
     """
-    assert batches, "nothing to evaluate on"
+    assert batches, "there are no batches to evaluate on"
     device = next(model.parameters()).device
     num_predicted = 0
     losses: list[Tensor] = []

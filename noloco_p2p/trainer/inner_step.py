@@ -175,7 +175,7 @@ class InnerStep:
             loss = self.loss(batch[rows].to(self.device, non_blocking=has_own_memory(self.device))) * share
             (loss * compute.num_ranks).backward()  # because ranks average their gradients
             total = loss.detach() if total is None else total + loss.detach()
-        assert total is not None, "an empty batch"
+        assert total is not None, "the batch is empty"
         if compute.num_ranks > 1:
             distributed.all_reduce(total)
         return total
@@ -195,13 +195,13 @@ class InnerStep:
     def _halve(self, num_sequences: int, error: RuntimeError) -> None:
         at_once = min(self.micro_batch or num_sequences, num_sequences)
         if at_once <= 1 or self.compute.num_ranks > 1:
-            offload = " or --offload-optimizer" if has_own_memory(self.device) else ""
+            offload = ", --offload-optimizer" if has_own_memory(self.device) else ""
             raise ModelError(
-                f"the accelerator ran out of memory with a micro-batch of {at_once}; try --micro-batch 1, "
-                f"--activation-checkpointing{offload}, or free some of its memory"
+                f"the accelerator ran out of memory with a micro-batch size of {at_once}; try --micro-batch 1, "
+                f"--activation-checkpointing{offload}, or free some of the accelerator's memory"
             ) from error
         self.micro_batch = -(-at_once // 2)
         self._forget()  # drop the gradients of a part of the batch
         error.__traceback__ = None  # it would keep the activations in memory
         empty_cache(self.device)
-        log.warning("out of memory with a micro-batch of %d; using %d from now on", at_once, self.micro_batch)
+        log.warning("out of memory with a micro-batch size of %d; using %d from now on", at_once, self.micro_batch)

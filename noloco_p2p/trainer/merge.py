@@ -83,7 +83,8 @@ class TakenState:
         if self.shortened:
             peers = ", ".join(f"{named(peer)} ({_percent(share)})" for peer, share in self.shortened.items())
             notices.append(
-                f"these states are far from the others and were clipped; distances relative to the norm: {peers}"
+                "these states were clipped because they are far from the median (distances relative to its norm): "
+                f"{peers}"
             )
         return notices
 
@@ -104,8 +105,8 @@ def from_checkpoint(folder: Path, *, stage: int | None = None, folders: Mapping[
     if stage is None and spec.pipeline.stages > 1:
         raise CheckpointError(
             f"{checkpoint.path} contains only one of the {spec.pipeline.stages} stages of the run {spec.name}, "
-            "not a whole model; while every stage has a live peer, `noloco export TICKET DIR --merge` writes "
-            "the whole model, and `noloco fork TICKET NEW.toml` forks the run"
+            "not a whole model; if every stage has a live peer, export the whole model with "
+            "`noloco export TICKET DIR --merge`, or fork the run with `noloco fork TICKET NEW.toml`"
         )
     model = _build(spec, stage, folders)
     check_layout(checkpoint.meta["outer"], FlatParameters(model).model_layout, origin=str(checkpoint.path))
@@ -207,7 +208,7 @@ class LiveRun:
             try:
                 await _fetch(fetched, transport, peers, admission, Path(folder), sample=sample, progress=self.progress)
             except OSError as error:
-                raise CheckpointError(f"the states of peers cannot be written to {folder}: {error}") from None
+                raise CheckpointError(f"the states fetched from peers cannot be written to {folder}: {error}") from None
             if not fetched.states:
                 raise Unreachable(fetched.why_none(len(peers)))
             yield fetched
@@ -250,7 +251,8 @@ class _Fetched:
     ) -> TakenState:
         refused = {peer: why for peer, why in self.refused.items() if peer not in self.states}
         distant = {
-            peer: f"its weights differ from the others by {_percent(share)} of the norm" for peer, share in far.items()
+            peer: f"its weights are too far from the median of the peers ({_percent(share)} of the median's norm)"
+            for peer, share in far.items()
         }
         num_silent = self.num_asked - len(self.states) - len(refused)
         return TakenState(
@@ -277,7 +279,7 @@ def _part(spec: TrainerSpec, stage: int | None) -> str:
 
 
 def _nobody(spec: TrainerSpec, stage: int | None) -> str:
-    return f"no peer of {_part(spec, stage)} can be reached now; try again in a minute"
+    return f"no peer of {_part(spec, stage)} can be reached at the moment; try again in a minute"
 
 
 def _percent(share: float) -> str:

@@ -33,8 +33,8 @@ DIVISIBLE = ("gemma", "gemma2", "gemma3_text", "llama", "mistral", "qwen2", "qwe
 PIPELINE_PARTS = {"embed_tokens", "layers", "norm"}
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 HUB_ADVICE = (
-    "Check the name, the revision and the network, and log in with `hf auth login` if access is restricted. "
-    "Or bind a folder on this machine with --model NAME=FOLDER"
+    "Check the name, the revision and the network connection, and log in with `hf auth login` if access is "
+    "restricted. Alternatively, bind a folder on this machine with --model NAME=FOLDER"
 )
 
 
@@ -113,7 +113,7 @@ def _check_divisible(config: PreTrainedConfig, name: str) -> None:
         )
     if getattr(config, "quantization_config", None):
         raise ModelError(
-            f"{name!r} is quantized, and its parts cannot be loaded separately; specify the unquantized model"
+            f"{name!r} is quantized, so its parts cannot be loaded separately; specify the unquantized model"
         )
 
 

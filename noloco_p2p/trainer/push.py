@@ -30,10 +30,10 @@ def push(folder: Path, repo: str) -> str:
     Files with the same name are replaced. `folder` is never changed. Raises PushError if the upload fails.
     """
     try:
-        HfApi().upload_folder(repo_id=repo, folder_path=folder, commit_message=f"{folder.name}, by noloco_p2p")
+        HfApi().upload_folder(repo_id=repo, folder_path=folder, commit_message=f"{folder.name}, exported by noloco_p2p")
         return f"{HfApi().endpoint}/{repo}"
     except Exception as error:  # noqa: BLE001 - see above
-        raise PushError(f"{folder} is complete, but was not pushed to {repo}: {_first_line(error)}") from None
+        raise PushError(f"{folder} is complete but could not be pushed to {repo}: {_first_line(error)}") from None
 
 
 def _first_line(error: Exception) -> str:

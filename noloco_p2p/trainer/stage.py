@@ -136,7 +136,7 @@ class Stage:
             return self.model(inputs_embeds=hidden, labels=labels, shift_labels=labels, num_items_in_batch=1).loss
 
     def _chunks(self, hidden: Tensor, tokens: Tensor, chunk_tokens: int | None) -> Iterator[tuple[Tensor, Tensor]]:
-        assert self.is_head, "only the head has the LM head"
+        assert self.is_head, "only stage 0 (the head) has the LM head"
         labels = pad(tokens[:, 1:], (0, 1), value=IGNORED)
         vocabulary = _base(self.model).embed_tokens.weight.shape[0]
         at_once = chunk_tokens or max(1, LOGITS_BYTES // (4 * vocabulary))

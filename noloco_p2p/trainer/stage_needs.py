@@ -73,7 +73,7 @@ class StageNeeds:
             name = f"{index} (head)" if index == 0 else str(index)
             places = f"{blocks[0]}-{blocks[-1]}" if len(blocks) > 1 else str(blocks[0])
             rows.append((name, places, count(self.part(index).num_parameters), mib(self.memory(index))))
-        about = "the memory includes weights, gradients, moments and slow weights, but not activations or swaps"
+        about = "the memory includes weights, gradients, moments and slow weights, but not activations or swap payloads"
         return [*aligned(rows, num_left=1), about]
 
     def _links(self) -> list[str]:
@@ -90,8 +90,8 @@ class StageNeeds:
         return [
             f"for each token, a stage sends {forward} to the next stage and {back} to the previous one",
             *aligned(rows, num_left=1),
-            f"with the smallest batch (per replica and step), links are busy 60 to 70 % of the time; the batch of this "
-            f"spec is {own:,} tokens",
+            f"the smallest batch (per replica and step) keeps a link busy 60 to 70 % of the time; the batch of this "
+            f"spec has {own:,} tokens",
             "use links with at least 1 Gbit/s and a delay of at most 5 ms; on slower links, stages learn less per "
             "token (docs/stages.md)",
         ]
@@ -100,9 +100,9 @@ class StageNeeds:
         sources = " or ".join(repr(part.source) for part, _ in self.spec.data.parts())
         num_stages = self.spec.pipeline.stages
         return (
-            f"a head needs enough memory for stage 0 and the data ({sources}); every other peer can hold stage 1 or "
-            f"higher. Training begins when each of the {num_stages} stages has a peer. One machine can run all of "
-            "them, each as a process with its own --state-dir"
+            f"a head needs the data ({sources}) and enough memory for stage 0; every other peer can hold stage 1 or "
+            f"higher. Training begins when each of the {num_stages} stages has a peer. One machine can run all "
+            "stages, each in a process with its own --state-dir"
         )
 
 

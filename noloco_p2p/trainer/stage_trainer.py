@@ -174,7 +174,7 @@ class StageTrainer(TrainerBase):
                 return True
             if not told:
                 told = True
-                self.say(f"{why} (the operator of the run can start one with --revive-from)")
+                self.say(f"{why} (the operator of the run can start such a peer with --revive-from)")
             if peer.leave_requested.wait(self._look_s):
                 raise Left("asked to leave before training began")
         return False
@@ -184,13 +184,13 @@ class StageTrainer(TrainerBase):
         spec, settings = self.spec, self.peer.settings
         if any(other.progress > 0 for other in self.peer.stages.members()):
             return (
-                f"stage {self.stage} has been trained, but no peer holds it now; waiting for a peer with a checkpoint "
-                "of it"
+                f"stage {self.stage} has been trained, but no live peer holds it; waiting for a peer with a checkpoint "
+                "of this stage"
             )
         if not has_start(spec.model.start, state_dir=settings.state_dir):
             return (
-                f"the start state of the run is not in {settings.state_dir}, and no peer holds stage "
-                f"{self.stage} now; waiting for a peer that does"
+                f"the start state of the run is not in {settings.state_dir}, and no live peer holds stage "
+                f"{self.stage}; waiting for a peer that does"
             )
         return ""
 
@@ -342,7 +342,7 @@ class StageTrainer(TrainerBase):
         if target is None or target != self._switch[0]:
             self._switch = target, now_s + random.uniform(0.2, 0.6) * SWITCH_EPOCH_S
         elif now_s >= self._switch[1]:
-            self.say(f"stage {target} needs this peer more than stage {self.stage} does; switching to it")
+            self.say(f"switching to stage {target}, which needs this peer more than stage {self.stage} does")
             self.switches_to = target
 
     def _tell_missing(self, missing: list[int]) -> None:

@@ -52,7 +52,7 @@ class Lie:
     data: Callable[[int], bytes] | None = None  # called with a size in bytes, for data that is not a state file
     round: int = ROUND
     progress: float = PROGRESS
-    why: str = "differ from the others"
+    why: str = "too far from the median of the peers"
 
 
 def state_of(weights: Tensor) -> dict[str, Tensor]:
@@ -190,9 +190,8 @@ def test_a_state_that_counts_less_is_named(
     assert run(["export", "--merge", ticket, str(tmp_path / "model")]) == 0
     out = capsys.readouterr().out
     assert "the mean of 8 peers" in out
-    assert (
-        f"these states are far from the others and were clipped; distances relative to the norm: {named(LIAR)} (" in out
-    )
+    why = "these states were clipped because they are far from the median (distances relative to its norm)"
+    assert f"{why}: {named(LIAR)} (" in out
 
 
 def test_states_that_are_honest_are_averaged_as_they_are(

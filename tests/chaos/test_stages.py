@@ -132,7 +132,7 @@ def test_an_empty_stage_holds_the_others_until_its_checkpoint_comes_back(swarm: 
     kept = Checkpoints(victim.folder / "runs" / SPEC.run_id / "stage-2").newest()
     assert kept
     newcomer = swarm.join(ticket, "newcomer", "--stage", "2")
-    newcomer.wait_for("stage 2 has been trained, but no peer holds it now")
+    newcomer.wait_for("stage 2 has been trained, but no live peer holds it")
     back = swarm.join(ticket, "last")  # without --stage it resumes the stage that it held
     back.wait_for("resumed from step")
     assert status(back)["stage"] == 2
@@ -187,7 +187,7 @@ def test_a_fork_with_fewer_stages_goes_on_from_the_weights_of_all(swarm: Swarm, 
     with ExitStack() as stack:
         head = stack.enter_context(PeerProcess(new, head_folder, "--stage", "0"))
         inner = stack.enter_context(PeerProcess(head.ticket, inner_folder, "--stage", "1"))
-        inner.wait_for("no peer holds stage 1 now; waiting for a peer that does")
+        inner.wait_for("no live peer holds stage 1; waiting for a peer that does")
         shutil.copytree(head_folder / "starts", inner_folder / "starts")
         mate = stack.enter_context(PeerProcess(head.ticket, tmp_path / "mate", "--stage", "1"))
         assert head.event("evaluated")["validation_loss"] < before - 0.5, "the weights are those of the old run"

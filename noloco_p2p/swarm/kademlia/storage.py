@@ -54,10 +54,11 @@ class RecordStorage(DHTLocalStorage):
         if known := kept.get(peer_id):
             return "" if known.expiration_time < expires_at_s else "the record already stored is at least as new"
         if len(kept) >= MAX_RECORDS_PER_KEY:
-            return f"this node already stores {MAX_RECORDS_PER_KEY} records for this key"
+            return f"this node already stores the maximum of {MAX_RECORDS_PER_KEY} records for this key"
         if len(self._keys_of.get(peer_id, ())) >= MAX_RECORDS_OF_ONE:
             return ""  # because an older record of the same peer is removed
-        return f"this node already stores {self._max_records} records" if self._num_records >= self._max_records else ""
+        is_full = self._num_records >= self._max_records
+        return f"this node already stores the maximum of {self._max_records} records" if is_full else ""
 
     def store_subkey(self, key: DHTID, subkey: Any, value: bytes, expiration_time: float) -> bool:
         """Store a record. Returns False if the record is refused; `refusal` returns the reason."""

@@ -17,18 +17,18 @@ stage     blocks  parameters   memory
 0 (head)       0        372k  5.9 MiB
 1              1        310k  4.7 MiB
 2              2        310k  4.7 MiB
-the memory includes weights, gradients, moments and slow weights, but not activations or swaps
+the memory includes weights, gradients, moments and slow weights, but not activations or swap payloads
 for each token, a stage sends 164 bytes (int8) to the next stage and 164 bytes (int8) to the previous one
 link, each way  tokens/s    smallest batch
 20 Mbit/s          7,622     79,315 tokens
 100 Mbit/s        38,110    371,998 tokens
 1,000 Mbit/s     381,098  3,664,681 tokens
-with the smallest batch (per replica and step), links are busy 60 to 70 % of the time; the batch of this spec is \
+the smallest batch (per replica and step) keeps a link busy 60 to 70 % of the time; the batch of this spec has \
 1,024 tokens
 use links with at least 1 Gbit/s and a delay of at most 5 ms; on slower links, stages learn less per token \
 (docs/stages.md)
-a head needs enough memory for stage 0 and the data ('stdlib'); every other peer can hold stage 1 or higher. Training \
-begins when each of the 3 stages has a peer. One machine can run all of them, each as a process with its own --state-dir
+a head needs the data ('stdlib') and enough memory for stage 0; every other peer can hold stage 1 or higher. Training \
+begins when each of the 3 stages has a peer. One machine can run all stages, each in a process with its own --state-dir
 """
 
 

@@ -80,7 +80,7 @@ CASES = [
         "number.jsonl",
         write_lines('{"text": 5}', GOOD),
         1,
-        ["line 1: field 'text' has type int instead of text (data.text_field)"],
+        ["line 1: field 'text' (data.text_field) has type int instead of str"],
     ),
     (
         "ids.jsonl",
@@ -188,7 +188,7 @@ def test_training_goes_on_beside_bad_files_and_counts_them_once(tmp_path: Path) 
 def test_a_source_of_nothing_but_faults_is_an_error_that_names_the_last(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"body": "a"}\n' * 3000)
     with pytest.raises(
-        DataError, match=r"no document to train on; number of faults: 10\d\d; last fault: .*a\.jsonl, line"
+        DataError, match=r"no document to train on; lines and files skipped: 10\d\d; the last one: .*a\.jsonl, line"
     ):
         next(make_stream(f"{tmp_path}/*"))
 
@@ -261,7 +261,7 @@ def test_a_piece_that_always_fails_while_others_do_not_is_left_out_and_told() ->
     assert flaky.fails[3, 1] == 1000 - MAX_FAILURES - 1
     (fault,) = found
     assert fault.rest
-    assert "3, line 2: reading failed 8 times, while other files could be read" in str(fault)
+    assert "3, line 2: reading failed 8 times, although other files could be read" in str(fault)
 
 
 def test_a_network_that_never_comes_back_is_an_error_and_a_wait_ends_when_it_is_told_to() -> None:

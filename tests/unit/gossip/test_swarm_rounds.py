@@ -204,7 +204,7 @@ def test_a_peer_that_meets_its_own_id_says_what_is_wrong(swarm: MemorySwarm) -> 
     swarm.network.add("twin", swarm.network.service("a"))
     outcome = end_round(a, Vectors.random(1), wait_s=PATIENCE_S)
     assert isinstance(outcome, Alone)
-    assert "a key must not be used on two machines" in outcome.reason
+    assert "do not use one identity key on two machines" in outcome.reason
 
 
 def test_who_cannot_be_reached_is_remembered_as_long_as_it_is_listed(swarm: MemorySwarm) -> None:

@@ -20,8 +20,8 @@ def test_churn_in_order_of_time() -> None:
     ("text", "message"),
     [
         ("crash:4@20", r"crash:4@20: no such replica \(they are numbered 0 to 3\)"),
-        ("lose:1.5", r"lose:1\.5 is not an event"),
-        ("explode:1@3", r"explode:1@3 is not an event"),
+        ("lose:1.5", r"lose:1\.5 is neither an event"),
+        ("explode:1@3", r"explode:1@3 is neither an event"),
         ("join:0@1,join:1@1,join:2@1,join:3@1", "must be present from the start"),
     ],
 )

@@ -110,7 +110,7 @@ def test_a_closed_port_comes_with_exact_advice() -> None:
     assert verdict(PUBLIC, CLOSED, relayed=True).state == Reach.RELAYED
     punched = verdict(PUBLIC, CLOSED, relayed=True, num_holes=3)
     assert punched.state == Reach.PUNCHED
-    assert "other such peers by hole punching (connections so far: 3)" in punched.sentence
+    assert "reaches others with closed ports by hole punching (connections so far: 3)" in punched.sentence
 
 
 def test_a_private_address_in_a_public_swarm_is_outbound_only_whoever_gets_through() -> None:

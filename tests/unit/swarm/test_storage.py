@@ -115,12 +115,13 @@ def test_a_refusal_says_why() -> None:
     assert storage.refusal(KEY, "invented 1", now_s + 10) == "the record already stored is at least as new"
     assert (
         storage.refusal(KEY, "newcomer", now_s + 10)
-        == f"this node already stores {MAX_RECORDS_PER_KEY} records for this key"
+        == f"this node already stores the maximum of {MAX_RECORDS_PER_KEY} records for this key"
     )
     elsewhere = DHTID.generate("elsewhere")
     assert storage.store_subkey(elsewhere, "newcomer", b"x", now_s + 10)
     assert (
-        storage.refusal(elsewhere, "late", now_s + 10) == f"this node already stores {MAX_RECORDS_PER_KEY + 1} records"
+        storage.refusal(elsewhere, "late", now_s + 10)
+        == f"this node already stores the maximum of {MAX_RECORDS_PER_KEY + 1} records"
     )
     assert not storage.refusal(elsewhere, "newcomer", now_s + 11)
 

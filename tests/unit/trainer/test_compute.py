@@ -126,8 +126,8 @@ def test_out_of_memory_halves_what_is_done_at_a_time_and_goes_on(
         loss = float(narrow.backward(batch()))
     assert narrow.micro_batch == 2
     assert [record.getMessage() for record in caplog.records] == [
-        "out of memory with a micro-batch of 6; using 3 from now on",
-        "out of memory with a micro-batch of 3; using 2 from now on",
+        "out of memory with a micro-batch size of 6; using 3 from now on",
+        "out of memory with a micro-batch size of 3; using 2 from now on",
     ]
     assert loss == pytest.approx(float(plain.backward(batch())), rel=1e-6)
     assert torch.allclose(gradient(narrow), gradient(plain), atol=1e-6), "nothing of the failed attempts is left"
@@ -141,7 +141,7 @@ def test_another_error_is_not_taken_for_a_lack_of_memory() -> None:
 
 
 def test_a_sequence_that_does_not_fit_is_an_error_with_advice() -> None:
-    with pytest.raises(ModelError, match=r"with a micro-batch of 1; .*--activation-checkpointing"):
+    with pytest.raises(ModelError, match=r"with a micro-batch size of 1; .*--activation-checkpointing"):
         make(model=Narrow(0)).backward(batch())
 
 

@@ -60,7 +60,7 @@ def test_another_base_is_another_model_and_its_tensor_is_named() -> None:
     one = FlatParameters(build()).model_layout
     two = FlatParameters(build(LORA.model_copy(update={"seed": 4}))).model_layout
     assert one.digest() != two.digest()
-    assert one.first_difference(two).startswith("the values of frozen tensor model.embed_tokens.weight [384, 32] ")
+    assert one.first_difference(two).startswith("the frozen tensor model.embed_tokens.weight [384, 32] ")
     three = FlatParameters(build(LORA.model_copy(update={"lora": LoraSpec(rank=5)}))).model_layout
     assert "q_proj.lora_A.default.weight [4, 32], the other has" in one.first_difference(three)
 

@@ -143,7 +143,7 @@ def test_a_stage_that_nobody_holds_is_named_before_anything_is_fetched(
     crowd.candidates = [each for each in crowd.candidates if each.stage != 2]
     assert run(["export", "--merge", use(crowd, monkeypatch), str(tmp_path / "model")]) != 0
     printed = capsys.readouterr()
-    assert "no peer of stage 2 of staged can be reached now" in printed.err
+    assert "no peer of stage 2 of staged can be reached at the moment" in printed.err
     assert "fetching" not in printed.out
     assert not (tmp_path / "model").exists()
 

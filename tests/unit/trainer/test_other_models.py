@@ -64,7 +64,7 @@ def test_the_first_differing_tensor_is_named() -> None:
         "the trainable tensors differ: this model has first.weight [4, 4], the other has first.weight [5, 4]"
     )
     assert layout().first_difference(layout(frozen_seed=1)) == (
-        "the values of frozen tensor frozen.weight [4, 4] differ, perhaps because of another revision or seed"
+        "the frozen tensor frozen.weight [4, 4] has different values, perhaps because of another revision or seed"
     )
     less = ModelLayout(layout().trainable[:-1], layout().frozen)
     assert layout().first_difference(less) == (
@@ -98,8 +98,8 @@ def test_a_partner_with_another_model_is_refused_and_the_tensor_is_told() -> Non
         for outer in outers:
             outer.step()
         faults = (one.driver, two.driver)
-        until(lambda: any("is training another model" in r.last_fault for r in faults), what="a refusal")
-        told = next(runner.last_fault for runner in faults if "is training another model" in runner.last_fault)
+        until(lambda: any("is training a different model" in r.last_fault for r in faults), what="a refusal")
+        told = next(runner.last_fault for runner in faults if "is training a different model" in runner.last_fault)
         assert "this model has first.weight [" in told
         assert one.metrics.swaps == two.metrics.swaps == 0
 

@@ -132,7 +132,7 @@ def test_a_newcomer_does_not_begin_a_stage_that_has_trained(tmp_path: Path) -> N
         with pytest.raises(Left):
             trainer_of(swarm, tmp_path, others=[other(0, 0.2), other(1, 0.2)], said=said, leaves=True, stage=2)
         assert len(said) == 1
-        assert "stage 2 has been trained, but no peer holds it now" in said[0]
+        assert "stage 2 has been trained, but no live peer holds it" in said[0]
         fresh = trainer_of(swarm, tmp_path, others=[other(0, 0.0), other(1, 0.0)], stage=2)
         assert fresh.outer.progress == 0.0
 
@@ -189,8 +189,8 @@ def test_a_stage_of_a_fork_begins_from_its_part_of_the_start_state(tmp_path: Pat
         with pytest.raises(Left):
             trainer_of(swarm, tmp_path / "second", stage=2, said=said, leaves=True)
         assert len(said) == 1
-        assert "no peer holds stage 2 now; waiting for a peer that does (the operator of the run can" in said[0]
-        with pytest.raises(ModelError, match=r"starts from the state blake3:.* which is not on this machine"):
+        assert "no live peer holds stage 2; waiting for a peer that does (the operator of the run can" in said[0]
+        with pytest.raises(ModelError, match=r"the start state blake3:.* is not on this machine"):
             trainer_of(swarm, tmp_path / "second", stage=2, others=[other(2, 0.0)])
         revived = trainer_of(swarm, tmp_path / "third", stage=2, revive_from=stage_folder(tmp_path / "first", 2))
         assert revived.outer.progress == 0.0
