@@ -38,7 +38,7 @@ class Ban:
 class BanList:
     """The bans of this peer.
 
-    To find out whether a peer is banned, call `why`; the `in` operator is not supported. The list picks up a change of
+    To find out whether a peer is banned, call `why`; the `in` operator is not supported. The list picks up changes to
     the file within a second.
     """
 
@@ -86,7 +86,7 @@ class BanList:
         return was_banned
 
     def strike(self, peer_id: str, reason: str) -> None:
-        """Count an action that no honest peer takes, and ban the peer if it has too many strikes.
+        """Count a strike for an action that no honest peer takes, and ban the peer if it has too many strikes.
 
         This never raises an error.
         """

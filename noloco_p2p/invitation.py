@@ -31,7 +31,8 @@ MARK_BYTES = SIGNATURE_BYTES
 INVITES, MEMBER = b"noloco_p2p invitation 1\x00", b"noloco_p2p member 1\x00"
 SECRET, MARK = b"noloco_p2p run secret 1\x00", b"noloco_p2p mark 2\x00"
 TLS, LISTING = "noloco_p2p tls key of members 1", "noloco_p2p listing of members 1"
-PRIVATE = "p"  # prefix of the public half of the key, which a private run uses in place of the digest of its spec
+# Prefix of the listing key's public half, by which the directory names a private run instead of by its digest.
+PRIVATE = "p"
 
 
 class NotInvited(TicketError):
@@ -112,7 +113,7 @@ class Listing:
 
     @property
     def view(self) -> str:
-        """Return the name of the run in the directory, which replaces the digest of the spec."""
+        """Return the name that the run has in the directory, in place of the digest of its spec."""
         return PRIVATE + self.key.public_key.hex()
 
     def mark(self, peer_id: str) -> str:

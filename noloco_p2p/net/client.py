@@ -1,4 +1,4 @@
-"""Implement the Transport, with which this peer calls others, on gRPC.
+"""Implement Transport, the interface through which this peer calls others, on top of gRPC.
 
 It raises only PeerError and its subclasses.
 """
@@ -26,7 +26,7 @@ from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 from noloco_p2p.net.wire.v1.peer_pb2_grpc import PeerStub
 
 POLICY = ConnectionPolicy()
-SETTLE_ROUND_TRIPS = 40  # the time that a new TCP stream needs to find its rate
+SETTLE_ROUND_TRIPS = 40  # the round trips that a new TCP stream needs to find its rate
 MAX_MANIFEST_CHUNKS = 1 << 20  # enough for 1 TiB of state; a larger manifest is refused
 
 
@@ -57,7 +57,7 @@ class GrpcTransport:
     async def open_swap(self, candidate: Candidate, *, timeout_s: float) -> CallerStream:
         """Connect, and open a swap stream. Raises Unreachable or TimedOut."""
         wire = await connect(self._connector, candidate, SWAP_METHOD, timeout_s=timeout_s, limits=self._limits)
-        # The time to connect does not measure a round trip. If a hole is punched, it includes the relay's help.
+        # The time to connect is no measure of the round-trip time, because it can include the punching of a hole.
         settle_s = max(self._connections.window_s / 2, SETTLE_ROUND_TRIPS * wire.round_trip_s)
         return CallerStream(
             candidate,

@@ -27,7 +27,7 @@ def encode(frame: Frame, *, sequence: int = 0) -> bytes:
     numbered = _tagged(FRAME_SEQUENCE, sequence) if sequence else b""
     if not isinstance(frame, Chunk):
         return convert.frame_to_wire(frame).SerializeToString() + numbered
-    index = _tagged(CHUNK_INDEX, frame.index) if frame.index else b""  # protobuf leaves zeros out
+    index = _tagged(CHUNK_INDEX, frame.index) if frame.index else b""  # protobuf omits zeros
     head = _tagged(CHUNK_SECTION, frame.section) + index + _tagged(CHUNK_PAYLOAD, len(frame.payload))
     tail = _tagged(CHUNK_DIGEST, len(frame.digest)) + frame.digest
     length = len(head) + len(frame.payload) + len(tail)

@@ -74,13 +74,15 @@ class Greeting:
 
 
 class Challenges:
-    """The challenges of the answering peer. All it stores about callers are accepted challenges, until they expire."""
+    """The challenges of the answering peer. It stores nothing about callers except accepted challenges, and these only
+    until they expire.
+    """
 
     def __init__(self, session: Session, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._session = session
         self._clock = clock
         self._secret = secrets.token_bytes(32)
-        self._taken: dict[bytes, float] = {}  # challenge -> when it was accepted, in that order
+        self._taken: dict[bytes, float] = {}  # challenge -> when it was accepted, oldest first
 
     def answer(self, request: pb.GreetRequest, address: str) -> pb.GreetReply:
         """Answer a greeting. `address` is gRPC's name for the connection. Raises CorruptPayload for a nonce of the

@@ -2,10 +2,10 @@
 
 gRPC itself accepts connections in order of arrival, and reads 1 MiB at a time before the caller is authenticated. With
 the proxy, a connection costs only a socket until its first byte arrives. Until the caller has authenticated itself, the
-number of connections from its network is limited. After that, the caller's number of connections is limited, except for
-those on which the server has accepted something. If there are too many connections, the oldest one is closed. Until
-something is accepted, the number of bytes that a connection can send is limited, too. A refused call ends its
-connection. If a connection asks where it comes from (`tcp.py`), the proxy answers it and closes it.
+number of connections from its network is limited. After that, the caller's number of connections is limited, not
+counting connections on which the server has accepted a request. If there are too many connections, the oldest one is
+closed. Until a request is accepted, the number of bytes that a connection can send is limited, too. A refused call ends
+its connection. If a connection asks where it comes from (`tcp.py`), the proxy answers it and closes it.
 
 The proxy connects to gRPC through a Unix socket because the kernel buffers little data there, only 0.2 MB in each
 direction. A TCP connection on this machine would buffer about 4 MB that a slow link has not carried yet, and gRPC would
@@ -36,13 +36,14 @@ log = logging.getLogger(__name__)
 UNPROVEN_OF_ONE, UNPROVEN_IN_ALL = 16, 64  # per network (an IPv4 /24, an IPv6 /48 or one relay), and in all
 UNPROVEN_S = 15.0  # the greeting takes three or four round trips
 WAITING_OF_ONE, WAITING_IN_ALL = 16, 64  # per authenticated caller whose request is not answered yet, and in all
-UNACCEPTED_BYTES = 64 * 1024  # the bytes that a connection may send until the server has accepted something
-ANSWERED_SHARE = 16  # one more byte is allowed for each 16 bytes sent, because HTTP/2 acknowledges a long download
+UNACCEPTED_BYTES = 64 * 1024  # the bytes that a caller may send before the server has accepted its request
+# The caller may send one more byte for each 16 bytes that it receives, because HTTP/2 acknowledges downloads.
+ANSWERED_SHARE = 16
 GREETINGS_OF_ONE = 2  # per connection, which serves one call
 LAST_WORDS_S = 2.0  # the time for a refusal to reach its caller before the connection is closed
 BACKLOG = 1024
 TAKEN_AT_ONCE = 64  # connections that are accepted before other callbacks of the event loop run
-RETRY_S = 0.3  # the pause when this process has no file descriptor left
+RETRY_S = 0.3  # the pause when this process has no file descriptors left
 
 
 class Inbound:
@@ -130,7 +131,7 @@ class Proxy:
         Raises OSError if the port is in use, or if the host is not an address of this machine.
         """
         self._listener = _listening(host, port)
-        self._folder = Path(tempfile.mkdtemp(prefix="noloco-"))  # nobody else may enter
+        self._folder = Path(tempfile.mkdtemp(prefix="noloco-"))  # no other user can enter this folder
         return self._listener.getsockname()[1]
 
     @property
