@@ -447,9 +447,10 @@ class EvaluateSpec(Section):
 
 
 class PipelineSpec(Section):
-    """A pipeline, for a model that is larger than a peer.
+    """A pipeline, for a model that is too large for a single peer.
 
-    Each peer holds one of `stages` runs of consecutive blocks. With one stage, each peer holds all blocks.
+    The consecutive blocks of the model are divided into `stages` stages, and each peer holds one of them. With one
+    stage, each peer holds all blocks.
     """
 
     stages: Annotated[

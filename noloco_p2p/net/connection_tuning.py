@@ -157,8 +157,8 @@ class ConnectionTuner:
     def _window_is_full(self, now_s: float) -> bool:
         if not any(self._knows(direction) for direction in Direction):
             return False
-        # A direction gets more time if it is slower, or if its frames do not use the new connections yet. A direction
-        # that has nothing to send, or whose sender is slow, gets no extra time.
+        # A direction gets more time if it is slower, or if its frames do not use the new connections yet. Nothing waits
+        # for a direction without data, and the wait for a slow direction is limited.
         is_late = now_s - self._window_begins_s > 3 * self._policy.window_s
         return is_late or all(
             (self._knows(way) and self._is_spread(way)) or not self._meters[way].is_moving for way in Direction

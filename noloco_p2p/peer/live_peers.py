@@ -1,4 +1,4 @@
-"""Provide the live peers that this peer can call, from the directory, through the local network or through tunnels.
+"""Provide the live peers in the directory, with addresses to call them directly, on the local network or by tunnel.
 
 A peer of a pipeline gets only the live peers of its own stage.
 """
@@ -53,7 +53,7 @@ class LivePeers:
         return self._of_own_stage(self.everyone())
 
     def reached(self, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-        """Return the same peers, with their address on the local network, or with a tunnel's address if there is no
+        """Return the same peers, each with its address on the local network, or with a tunnel's address if it has no
         other.
         """
         return self._tunnels.reached(self._household.reached(candidates))

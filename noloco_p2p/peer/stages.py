@@ -1,6 +1,6 @@
 """Provide the network services that the trainer of a stage uses.
 
-They tell which peers hold which stage, and let this peer take part in the pipeline.
+They report which peers hold which stage, and let this peer take part in the pipeline.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Stages:
     def answering(self) -> Sequence[Candidate]:
         """Return some of the peers with the same stage, with their current values.
 
-        Dead peers are left out, because they do not answer, although their records remain. Raises Left.
+        Dead peers, whose records remain for a while, are left out because they do not answer. Raises Left.
         """
         return self._network().entering.answering()
 

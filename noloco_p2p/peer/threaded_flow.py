@@ -18,8 +18,8 @@ As = TypeVarTuple("As")
 class FlowCounts(NamedTuple):
     """Counts of microbatches.
 
-    `late` counts the microbatches of `done` whose forward pass was in an earlier inner step. `held` is the number that
-    is held now.
+    `late` counts the microbatches in `done` whose forward pass was in an earlier inner step. `held` is the number held
+    now.
     """
 
     done: int

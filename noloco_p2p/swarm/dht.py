@@ -8,7 +8,7 @@ It performs four periodic tasks:
                 one bucket is read every 10 s. At first, and while no peer is live, the pause is only 1 s
                 (`membership_view.py`).
     dial        Dial bootstraps and known peers, repeatedly while they are missing (`dialer.py`).
-    freshen     Look up a random key every 30 s, which keeps routing tables up to date. In a run, this is the key of a
+    freshen     Look up a random key every 30 s to keep routing tables up to date. In a run, this is the key of a
                 bucket at another depth.
 
 A directory also works without any other node, but it is then empty.
@@ -206,7 +206,7 @@ class SwarmDirectory:
         return self._relay.passed_bytes if self._relay else 0
 
     def mirror(self, port: int) -> None:
-        """Set the port of this node at which relayed peers can ask under which address others see them."""
+        """Set the port at which this node tells relayed peers the address that others see."""
         if self._relay:
             self._relay.mirror_port = port
 
@@ -315,7 +315,7 @@ class SwarmDirectory:
             await self._view.refresh()
 
     async def stop(self, *, farewell: bool = True) -> None:
-        """Announce that this peer is leaving, for at most FAREWELL_S, then end all tasks and processes.
+        """Announce within FAREWELL_S that this peer is leaving, then end all tasks and processes.
 
         This method raises no exception, except when it is cancelled.
         """
@@ -369,7 +369,7 @@ async def _forever(name: str, job: Callable[[], Awaitable[float]]) -> None:
         except DirectoryError as error:
             logger.debug("the directory task %s failed: %s", name, error)
             pause_s = 1.0
-        except Exception:  # a bug here must not end the membership of a peer that trains
+        except Exception:  # a bug here must not end the membership of a peer that is training
             logger.exception("the directory task %s failed; trying again", name)
             pause_s = 5.0
         await asyncio.sleep(pause_s)

@@ -49,7 +49,7 @@ MAX_PORTS = 2
 DIALS_A_MINUTE_OF_ONE, DIALS_A_MINUTE = 4, 12  # per requesting peer, and per dialled network; bursts are allowed
 CALLS_A_MINUTE_OF_ONE = 120  # per caller; bursts are allowed
 NUM_RESERVATIONS = 2  # per peer, so that one remains when the other relay dies
-RETRY_S = 30.0  # the pause after a relay has refused or been lost
+RETRY_S = 30.0  # the pause after a relay refused or was lost
 LOOK_S = 1.0
 BLOCK_BYTES = 256 * 1024
 BROKEN = (OSError, EOFError, ValueError, RuntimeError, DirectoryError)  # broken streams; uvloop raises RuntimeError
@@ -67,7 +67,7 @@ class Relay:
 
     def __init__(self, node: SwarmNode, *, only_public: bool = False) -> None:
         self.passed_bytes = 0  # total over all calls and both directions
-        self.mirror_port = 0  # the port that tells others the address at which they are seen (tcp.py); 0 = none
+        self.mirror_port = 0  # the port at which callers can ask for the address that others see (tcp.py); 0 = none
         self._node = node
         self._reservations: Counter[str] = Counter()
         self._calls: Counter[str] = Counter()
@@ -106,7 +106,7 @@ class Relay:
     async def _on_punch(self, caller: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Relay the messages of two peers that punch a hole.
 
-        First, both peers receive the port at which they can ask under which address others see them.
+        First, both peers receive the port at which they can ask for the address that others see.
         """
         if not self.mirror_port:
             writer.write(NO)

@@ -89,7 +89,7 @@ class Tunnels:
         # local port of each connection to this peer's server that arrived through a relay -> that relay
         self.local_ports: dict[int, str] = {}
         self.last_ways: dict[str, Reach] = {}  # peer id -> the route of the last call to it, PUNCHED or RELAYED
-        self.num_holes = 0  # punched in total, by calls in either direction
+        self.num_holes = 0  # total number of holes punched, for calls in either direction
         self._node = node
         self._multiaddrs = multiaddrs
         self._wanted = wanted
@@ -179,7 +179,7 @@ class Tunnels:
         ends[1].close()
 
     async def _hole(self, peer_id: str, relays: Mapping[str, str]) -> socket.socket | None:
-        """Open a direct connection to the peer. It is tried only once, with the first relay that helps."""
+        """Open a direct connection to the peer. Only one attempt is made, with the first relay that helps."""
         clock = asyncio.get_running_loop().time
         if clock() < self._no_hole_before_s.get(peer_id, 0.0):
             return None
@@ -219,7 +219,7 @@ class Tunnels:
         return (reader, writer), line
 
     async def _mirror(self, relay: str, line: bytes) -> Endpoint:
-        """Return the endpoint of a relay at which this peer can ask under which address others see it.
+        """Return the endpoint of a relay at which this peer can ask for the address that others see.
 
         `line` is the relay's answer, which contains the port. Raises DirectoryError if the relay is gone, or ValueError
         if the port is invalid.

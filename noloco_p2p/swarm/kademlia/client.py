@@ -1,7 +1,7 @@
 """Connects to p2pd with a client that is based on hivemind's, but limits how much work strangers can cause.
 
-hivemind creates a task for every request that p2pd passes on, without a limit, and reads all requests that have arrived
-in one turn of the event loop. Here, most requests are answered as they are read, and the rest by a limited number of
+hivemind creates a task for every request that p2pd passes on, without a limit. In one turn of the event loop, it reads
+all requests that have arrived. Here, most requests are answered as they are read, and the rest by a limited number of
 tasks. The event loop gets to run other callbacks every TURN_S. If answers pile up, this node reads no more requests,
 and p2pd waits.
 """

@@ -110,7 +110,7 @@ class BoundedProtocol(DHTProtocol):
         for task in self._tasks:
             task.cancel()
 
-    # Requests from other nodes. Most are complete when these methods return; a few must await another node.
+    # Requests from other nodes. Most are answered when these methods return; a few must await another node.
 
     def _answer(
         self, work: Callable[[bytes, PeerID], bytes | Awaitable[bytes]], data: bytes, peer: PeerID

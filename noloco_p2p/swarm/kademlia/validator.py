@@ -20,7 +20,7 @@ class RecordValidator(RecordValidatorBase):
 
     In a private run, the record must also contain proof that a member wrote it. Only the envelope is checked, so that
     older nodes accept records with new fields. This matters because hivemind drops a whole answer if one of its records
-    fails.
+    is invalid.
     """
 
     def validate(self, record: DHTRecord) -> bool:
