@@ -204,7 +204,7 @@ def unknown_name(settings: PeerSettings) -> list[str]:
 def _leave_on_signals(peer: Peer) -> None:
     """Leave cleanly at the first SIGINT or SIGTERM, and exit at once at the second.
 
-    A `noloco leave` does not count as a signal.
+    A `noloco leave` before that does not count as a first signal.
     """
     is_signalled = False
 

@@ -1,4 +1,4 @@
-"""The result of a check and its format, and the check of the packages that the other checks import."""
+"""Defines the result of a check and its output, and checks the packages that the other checks import."""
 
 from __future__ import annotations
 

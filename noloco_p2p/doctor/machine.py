@@ -116,7 +116,7 @@ def free_time() -> Check:
 
 
 def codec_speed(name: str = "int8") -> Check:
-    """Measure the encoding and decoding of one vector in preallocated memory, as in a swap.
+    """Measure the speed of encoding and decoding one vector in preallocated memory, as in a swap.
 
     The speed is the best of three measurements, in bytes of fp32 per second.
     """

@@ -57,7 +57,7 @@ async def examine(ticket: Ticket, settings: PeerSettings) -> list[Check]:
         except PeerError as error:
             fix = "get a new ticket; if other peers can enter, allow outgoing TCP traffic and set this machine's clock"
             return [Check("way in", "failed", str(error), fix)]
-        local = ask(settings.state_dir, "status") or {}  # the peer that runs here, which cannot check this machine
+        local = ask(settings.state_dir, "status") or {}  # the peer on this machine, which must not be asked to check it
         peers = [peer for peer in directory.live() if peer.can_be_called and peer.peer_id != local.get("peer_id")]
         random.shuffle(peers)
         session = Session(directory.identity, ticket.invitation)
@@ -163,7 +163,7 @@ def reachability(probed: probe.Probed, peer: Candidate) -> Check:
 
 @asynccontextmanager
 async def _listening(settings: PeerSettings, local: Mapping[str, Any]) -> AsyncIterator[list[int]]:
-    """Yield the two ports of the peer on this machine. If none is running, listen on its ports meanwhile."""
+    """Yield the two ports of the peer on this machine. If none is running, listen on the configured ports meanwhile."""
     if local:
         yield [*remembered_ports(settings.state_dir).values()]
         return
@@ -176,7 +176,7 @@ async def _listening(settings: PeerSettings, local: Mapping[str, Any]) -> AsyncI
         for port in (settings.listen_port, settings.libp2p_port):
             servers.append(await asyncio.start_server(hang_up, settings.listen_host.strip("[]"), port))
     except OSError:
-        pass  # the check of the ports reports why
+        pass  # the `ports` check reports why
     try:
         yield [server.sockets[0].getsockname()[1] for server in servers]
     finally:
@@ -230,7 +230,7 @@ def model(spec: TrainerSpec, settings: PeerSettings) -> list[Check]:
 
 
 def needs(spec: Spec, num_parameters: int, settings: PeerSettings) -> Check:
-    """Compare the memory and disk space that the run's model needs, without activations, with the free space."""
+    """Compare the memory and disk space that the run's model needs (without activations) with what is free."""
     folder = next(parent for parent in (settings.state_dir, *settings.state_dir.parents) if parent.exists())
     found = estimate(spec, num_parameters=num_parameters, step_s=1.0, folder=folder)
     text = (
@@ -276,7 +276,7 @@ def _stage(needs: StageNeeds, fitting: Fitting, stage: int, settings: PeerSettin
 
 
 def _link(needs: StageNeeds, settings: PeerSettings, download_bytes_per_s: float | None) -> Check:
-    """Check the link at the lowest of the measured rate and the limits in the settings."""
+    """Check the link at the measured rate or at the limits in the settings, whichever is lower."""
     known = {
         "measured": download_bytes_per_s,
         "--max-upload": settings.upload_bytes_per_s,

@@ -49,7 +49,7 @@ class NoLoCoCallback(Callback):
         self._session: TrainingSession | None = None
         self._saved: dict[str, Any] | None = None  # Lightning loads it, and it is used when training begins
         self._losses: list[Tensor] = []
-        self._num_steps = 0  # at the last check of this callback
+        self._num_steps = 0  # the number of steps when this callback last checked
 
     @property
     def outer(self) -> NoLoCo:
