@@ -1,7 +1,7 @@
 """Keep a list of peers that this peer refuses for a while, because its owner banned them or because they misbehaved.
 
 A ban is local and expires. A peer that collects STRIKES strikes within a few minutes is banned for an hour. Strikes
-fade over time. `noloco ban` can change the file while a peer is running.
+fade over time. The list is kept in a file, which `noloco ban` can change while a peer is running.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class Identity:
 
     @classmethod
     def load_or_create(cls, path: Path) -> Identity:
-        """Read the key file, or create it atomically with mode 0600.
+        """Read the key file. If it is missing, create it atomically with mode 0600.
 
         If two processes create it at the same time, both get the same key.
         """

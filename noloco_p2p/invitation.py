@@ -7,8 +7,8 @@ invitation's public key and the invitation's signature over the peer id. So nobo
 traffic.
 
 All members also share a secret, from which two keys are derived. TLS requires the first key from callers
-(`net/session.py`). The second key lists members in the directory. Their records are stored under its public half, which
-does not reveal the run. Its private half signs a mark in each record, which every DHT node checks.
+(`net/session.py`). The second key is used to list members in the directory. Their records are stored under its public
+half, which does not reveal the run. Its private half signs a mark in each record, which every DHT node checks.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PRIVATE = "p"
 
 
 class NotInvited(TicketError):
-    """A membership is missing, expired, or belongs to another run or peer."""
+    """A membership is missing, has expired, or belongs to another run or peer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ class Listing:
         return PRIVATE + self.key.public_key.hex()
 
     def mark(self, peer_id: str) -> str:
-        """Return the proof that a member wrote the record of this peer."""
+        """Return the proof that the record of `peer_id` was written by a member."""
         return base64.urlsafe_b64encode(self.key.sign(MARK + peer_id.encode())).decode().rstrip("=")
 
 

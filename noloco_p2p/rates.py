@@ -77,7 +77,9 @@ class Rates:
 
     @classmethod
     def a_minute(cls, most: float, *, clock: Callable[[], float] = time.monotonic) -> Rates:
-        """Allow at most `most` units in any minute, half of them at once and the other half as time passes."""
+        """Create limits that allow at most `most` units per key in any minute, half of them at once and the other half
+        as time passes.
+        """
         return cls(per_s=most / 120, at_once=most / 2, clock=clock)
 
     def __len__(self) -> int:

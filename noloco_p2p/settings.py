@@ -1,4 +1,5 @@
-"""Load the settings of one machine. Flags override NOLOCO_* variables, which override the user's file and the defaults.
+"""Load the settings of one machine. Flags override NOLOCO_* variables, which override the user's file, which overrides
+the defaults.
 
 The spec holds the settings that all peers of a run share.
 """
@@ -42,7 +43,7 @@ def default_state_dir() -> Path:
 
 
 def user_file() -> Path:
-    """Return the path of the user's settings file, which may not exist."""
+    """Return the path of the user's settings file, even if there is no such file."""
     return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "noloco" / "settings.toml"
 
 

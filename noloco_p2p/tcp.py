@@ -32,7 +32,7 @@ def tune(connection: socket.socket) -> None:
     connection.setblocking(False)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     for name, value in (("TCP_NOTSENT_LOWAT", UNSENT_BYTES), ("TCP_USER_TIMEOUT", UNACKNOWLEDGED_MS)):
-        if hasattr(socket, name):  # macOS does not have all of them
+        if hasattr(socket, name):  # macOS does not have all of these options
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 

@@ -17,7 +17,7 @@ MEASURED_S, MEASURED_STEPS = 3.0, 8  # minimum seconds and inner steps of a meas
 FEWEST_STEPS, FEWEST_ROUNDS = 60, 12
 MANY_STEPS = 10_000  # total steps of the spec that is checked and measured before the number of steps is known
 UPKEEP = 1.35  # time of a step with swaps, evaluation and the network thread, relative to the time of a bare step
-START_AND_END_S = 12.0  # for joining, closing rounds, leaving and merging, without the steps below
+START_AND_END_S = 12.0  # for joining, closing rounds, leaving and merging, not counting the steps below
 START_AND_END_STEPS = (
     30  # these steps take as long as the evaluations at start and end and the measurements of each peer
 )
@@ -91,7 +91,7 @@ class DemoPlan:
 
 
 def step_s_of_all(plan: DemoPlan, spec: TrainerSpec, *, step_s: float, num_cores: int) -> float:
-    """Return how many seconds an inner step of each peer takes, or of each head of a pipeline.
+    """Return how many seconds one inner step takes each peer, or each head of a pipeline.
 
     `step_s` is the time of an inner step with one thread while every core is busy. For a pipeline, it is the sum over
     the stages.

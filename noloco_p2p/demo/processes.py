@@ -1,6 +1,6 @@
 """Starts processes from a fork server that has imported torch, transformers and hivemind.
 
-Importing them takes a core about four seconds. Forked peers do not repeat these imports.
+Importing them takes one core about four seconds. Forked peers do not repeat these imports.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Checks this machine and its connection to a run for problems that would prevent training, and says how to fix them."""
+"""Checks this machine and its connection to a run for problems that prevent training, and says how to fix them."""

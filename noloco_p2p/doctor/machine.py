@@ -27,7 +27,7 @@ from noloco_p2p.trainer.compute import Compute, choose_device
 
 LOW_DISK_BYTES = 5 << 30
 LOW_MEMORY_BYTES = 2 << 30
-SLOW_CODEC_BYTES_PER_S = 200e6  # of fp32; a swap over a fast link waits for a slower codec
+SLOW_CODEC_BYTES_PER_S = 200e6  # of fp32 values; a slower codec would delay swaps over a fast link
 CODEC_CHUNKS = 8
 
 

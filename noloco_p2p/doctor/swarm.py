@@ -247,8 +247,7 @@ def needs(spec: Spec, num_parameters: int, settings: PeerSettings) -> Check:
 def stages(spec: TrainerSpec, settings: PeerSettings, *, download_bytes_per_s: float | None = None) -> list[Check]:
     """Check the cost of each stage on this machine, and how many tokens its link can carry.
 
-    The check fails if this machine cannot hold any stage.
-    `download_bytes_per_s` is the measured speed, or None.
+    The check fails if this machine cannot hold any stage. `download_bytes_per_s` is the measured speed, or None.
     """
     try:
         needs = StageNeeds.as_cut(spec, folders=settings.models)

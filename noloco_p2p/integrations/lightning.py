@@ -108,7 +108,7 @@ class NoLoCoCallback(Callback):
         self._saved = state_dict
 
     def _round_ended(self, trainer: Trainer) -> None:
-        """Update the loss and log the values of NoLoCo.
+        """Update the loss, and log the NoLoCo metrics.
 
         This runs within the step of the optimizer, so the loss of the current batch belongs to the next round.
         """

@@ -34,8 +34,7 @@ class GrpcTransport:
     """A transport that dials other peers.
 
     Each call has its own connection, because a swap can use the whole link for minutes. A swap opens further
-    connections as long as they make it faster. The best number of connections is remembered
-    for each address.
+    connections as long as they make it faster. The best number of connections is remembered for each address.
     """
 
     def __init__(
@@ -115,7 +114,7 @@ class GrpcTransport:
                             digests += part.chunk_digests
                             if len(digests) > MAX_MANIFEST_CHUNKS:
                                 raise CorruptPayload("the manifest lists too many chunks", peer=candidate.peer_id)
-                        case _:  # an earlier version sends its position in a queue
+                        case _:  # for example, the position in a queue, which earlier versions sent
                             sentence = "it sent a reply of a kind that this version does not know"
                             raise Refused(sentence, code=frames.RefuseCode.BUSY.name, peer=candidate.peer_id)
                 if manifest:

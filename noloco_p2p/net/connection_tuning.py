@@ -113,7 +113,7 @@ class ConnectionTuner:
         self._begin_window(now_s + self._settle_s)
 
     def pause(self, direction: Direction) -> None:
-        """Report that a section of this direction begins or has ended."""
+        """Report that a section in this direction is beginning or has ended."""
         self._meters[direction].pause()
 
     def moved(self, direction: Direction, num_bytes: int, now_s: float, *, connection: int) -> bool:

@@ -1,8 +1,8 @@
 """Convert frames to the bytes of a protobuf `Frame` message, and back.
 
 Nearly all bytes of a swap are payloads of chunks. protobuf would copy each payload three times when sending and
-receiving. Here, a chunk is written by hand with one copy, and read without any. The bytes are the same as protobuf's,
-which a test verifies.
+receiving. Here, chunks are encoded by hand with one copy, and decoded without any. The bytes are the same as
+protobuf's, which a test verifies.
 
 If a swap uses several connections, its frames are numbered (`swap_stream.py`). The number is the last field, and 0
 means that the frame is not numbered.

@@ -74,8 +74,8 @@ class Greeting:
 
 
 class Challenges:
-    """The challenges of the answering peer. It stores nothing about callers except accepted challenges, and these only
-    until they expire.
+    """The challenges of the answering peer. This class stores nothing about callers except accepted challenges, which
+    it forgets when they expire.
     """
 
     def __init__(self, session: Session, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -136,8 +136,8 @@ def check_membership(session: Session, membership: bytes, peer_id: str) -> None:
 
 
 def _words(role: bytes, nonce: bytes, challenge: bytes, session_key: bytes, ids: str) -> bytes:
-    """Join the parts to sign. The result is unambiguous because all parts but the last have a fixed length, as peer ids
-    do.
+    """Join the parts to sign. The result is unambiguous because all parts but the last, and the peer ids in the last
+    part, have a fixed length.
     """
     return role + nonce + challenge + session_key + ids.encode()
 

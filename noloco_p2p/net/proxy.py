@@ -110,8 +110,8 @@ class Quota:
 class Proxy:
     """A proxy for incoming connections.
 
-    If `asks` is true, callers have to prove who they are. Otherwise, all callers are accepted, for measurements.
-    `tunnelled` maps each local port from which tunnelled calls arrive to the relay that they come from.
+    If `asks` is true, callers have to prove who they are. Otherwise, all callers are accepted, which is meant for
+    measurements. `tunnelled` maps each local port from which tunnelled calls arrive to the relay that they come from.
     """
 
     def __init__(self, *, asks: bool, tunnelled: Mapping[int, str]) -> None:
@@ -141,7 +141,7 @@ class Proxy:
         return self._folder / "grpc"
 
     def open(self) -> None:
-        """Accept connections from now on. Call this on the event loop once gRPC listens."""
+        """Accept connections from now on. Call this on the event loop once gRPC is listening."""
         assert self._listener is not None
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._listener, self._take)

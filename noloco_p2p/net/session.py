@@ -56,7 +56,7 @@ class Session:
 
     @property
     def key_text(self) -> str:
-        """Return the key in the form of the record."""
+        """Return the key as text, in the form that the record uses."""
         return b64encode(self.key).decode()
 
     def server_credentials(self) -> grpc.ServerCredentials:

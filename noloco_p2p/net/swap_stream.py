@@ -6,9 +6,10 @@ early, and stops reading from a connection that is too far ahead. So each peer h
 frames plus one that is being read and one that is being written, of at most 1 MiB each. With eight connections, this
 makes 48 MiB, most of it payloads that the swap keeps anyway.
 
-Only the caller of a swap opens and closes further connections, because only it knows an address. Both partners send on
-all connections. A broken connection ends the swap, because nobody keeps the frames that it carried. Closing a
-connection loses nothing. In the protocol, a further connection is the call `Lane`, and the feature is named "lanes".
+Only the caller of a swap opens and closes further connections, because only the caller knows the partner's address.
+Both partners send on all connections. A broken connection ends the swap, because nobody keeps the frames that it
+carried. Closing a connection loses nothing. In the protocol, a further connection is the call `Lane`, and the feature
+is named "lanes".
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ class SwapStream:
 
     @property
     def num_connections(self) -> int:
-        """Return the number of connections, without those that are closing."""
+        """Return the number of connections, not counting those that are closing."""
         return sum(not connection.leaving for connection in self._connections)
 
     async def send(self, frame: Frame) -> None:

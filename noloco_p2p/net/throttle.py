@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-DEPTH_S = 0.05  # unused time that a sender can make up for; more would cause a burst
+DEPTH_S = 0.05  # idle time that a sender may make up for later; more would cause bursts
 SMALL_BYTES = 4096  # a message of up to this size, such as an offer, a Ready or an Abort, is charged but does not wait
 # Data that may be in flight, in seconds at the limit; with a longer round-trip time, the limit is not reached.
 READ_AHEAD_S = 0.5

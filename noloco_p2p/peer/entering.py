@@ -40,7 +40,7 @@ from noloco_p2p.transfer.kept_chunks import forget
 log = logging.getLogger(__name__)
 
 ENTER_TIMEOUT_S = 30.0  # for finding a live peer of the run that a ticket names
-LOOK_AROUND_S = 10.0  # the same without a ticket, where there may be no live peer
+LOOK_AROUND_S = 10.0  # the same without a ticket, in which case there may be no live peer
 ASK_AGAIN_S = 1.0  # between two requests for the spec
 ANSWER_S = 120.0  # for quick requests, on a slow machine
 FETCH_STATE_TIMEOUT_S = 24 * 3600.0  # long, because a starting peer has nothing else to do
@@ -155,9 +155,9 @@ class Entering:
         return None
 
     def answering(self) -> Sequence[Candidate]:
-        """Return some of the peers that this one swaps with, with their current values.
+        """Ask some of the peers that this one swaps with for their current values, and return the peers that answer.
 
-        Dead peers, whose records remain for a while, are left out because they do not answer. Raises Left.
+        Unlike the directory, the result contains no dead peers. Raises Left.
         """
         return self._thread.call(self._ask_for_positions(), ANSWER_S, leaving=self._leaving)
 

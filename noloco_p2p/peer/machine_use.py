@@ -28,7 +28,7 @@ class MachineUse:
         self._before: tuple[float, float, float] | None = None
 
     def look(self) -> Seen:
-        """Observe the machine, which takes a few milliseconds. `others_share` is known from the second call on."""
+        """Observe the machine. This takes a few milliseconds. `others_share` is known from the second call on."""
         own = self._own_processes()
         local = time.localtime()
         return Seen(

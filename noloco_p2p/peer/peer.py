@@ -229,7 +229,7 @@ class Peer:
         return self._net.reachability.address
 
     def live_peers(self) -> int:
-        """Return how many other peers are known to be alive. In a swarm of more than 48, this is an estimate."""
+        """Return how many other peers are known to be alive. In a swarm of more than 48 peers, this is an estimate."""
         return self._net.directory.headcount().others
 
     def wait_for_peers(self, num_peers: int, *, timeout_s: float) -> bool:
@@ -307,7 +307,7 @@ class Peer:
         self._status.count()
 
     def restore_metrics(self, values: dict[str, Any]) -> None:
-        """Continue the counters of a checkpoint. Unknown names are ignored."""
+        """Continue the counters from the values in a checkpoint. Unknown names are ignored."""
         self._status.restore_metrics(values)
 
     def status(self) -> dict[str, Any]:

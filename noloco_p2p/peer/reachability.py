@@ -166,7 +166,7 @@ class Reachability:
         return list(dict.fromkeys([*own, *met, *self._entrances.values()]))
 
     async def _announce_changes(self) -> None:
-        """Announce changed addresses, because others cannot call this peer until they have read them."""
+        """Announce changed addresses, because others cannot call this peer until they have read the new ones."""
         announced = ("", ())
         while True:
             now = (self.verdict().state, self._reservations.circuits())

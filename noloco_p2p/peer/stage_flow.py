@@ -1,8 +1,8 @@
 """Build the pipeline of a peer that holds a stage: its streams, the driver of its state machine, and its neighbours.
 
 A replica sends to a few replicas of the next stage, and redraws one of them from time to time. A head keeps streams to
-replicas of the last stage, through which its microbatches return. Each of those replicas also keeps streams to some
-heads, because the two sets are small and might not intersect otherwise. All of this runs on the network thread.
+replicas of the last stage, through which its microbatches return. A head chooses only a few of them, so each replica of
+the last stage also keeps streams to a few heads. All of this runs on the network thread.
 """
 
 from __future__ import annotations

@@ -63,16 +63,16 @@ class Stages:
         return self._network().live_peers.mates()
 
     def answering(self) -> Sequence[Candidate]:
-        """Return some of the peers with the same stage, with their current values.
+        """Ask some of the peers with the same stage for their current values, and return the peers that answer.
 
-        Dead peers, whose records remain for a while, are left out because they do not answer. Raises Left.
+        Unlike the directory, the result contains no dead peers. Raises Left.
         """
         return self._network().entering.answering()
 
     def num_mates(self) -> int:
         """Return the number of other live peers with the same stage.
 
-        In a swarm of more than 48, this is an estimate.
+        In a swarm of more than 48 peers, this is an estimate.
         """
         return self._network().live_peers.num_live() - 1
 

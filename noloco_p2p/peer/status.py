@@ -36,7 +36,8 @@ class Stopwatch:
     """A stopwatch that stops while the machine sleeps. Several threads can read it."""
 
     def __init__(self) -> None:
-        self._now: tuple[float, float | None] = 0.0, None  # the seconds before the last start, and when it was started
+        # The seconds counted before the last start, and the time of that start, or None while stopped.
+        self._now: tuple[float, float | None] = 0.0, None
 
     def run(self, is_running: bool) -> None:
         """Start or stop the stopwatch."""
@@ -129,7 +130,7 @@ class PublishedStatus:
         self._metrics.trained_s = self._training_time.seconds()
 
     def restore_metrics(self, values: dict[str, Any]) -> None:
-        """Continue the counters of a checkpoint. Unknown names are ignored."""
+        """Continue the counters from the values in a checkpoint. Unknown names are ignored."""
         for name in Metrics.__dataclass_fields__:
             if name in values:
                 setattr(self._metrics, name, values[name])

@@ -31,7 +31,8 @@ class FlowCounts(NamedTuple):
 class ThreadedFlow:
     """The computing thread's interface to a pipeline.
 
-    `take` waits no longer than requested. The reports never wait, and no fault of a neighbour raises an error here.
+    `take` waits no longer than requested. The methods that report something never wait, and no fault of a neighbour
+    raises an error here.
     """
 
     def __init__(self, driver: FlowDriver, loop: asyncio.AbstractEventLoop) -> None:

@@ -131,7 +131,8 @@ class Census:
     def depths(self, now_s: float) -> tuple[int, ...]:
         """Return the depths at which this peer must be announced at the time `now_s`.
 
-        The depth at which it reads comes first. Peers with another estimate may look for it at the other depths.
+        The depth at which this peer reads comes first. Peers with another estimate may look for this peer at the other
+        depths.
         """
         occupancy, lingering = self._occupancy(), self._before
         depths = {self.depth: None}
@@ -182,8 +183,8 @@ class Census:
     def aside(self) -> int:
         """Return the next depth to probe.
 
-        If some peers in the last bucket read at a distant depth, it is the most common of these depths. Otherwise, all
-        other depths take turns in random order.
+        If some peers in the last bucket read at distant depths, the result is the most common of these depths.
+        Otherwise, all other depths take turns in random order.
         """
         if self._hint is not None:
             hint, self._hint = self._hint, None

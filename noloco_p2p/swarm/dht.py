@@ -1,4 +1,4 @@
-"""The directory of a run. It finds live peers from signed records in a DHT that all peers keep together.
+"""The directory of a run. It finds live peers through signed records in a DHT that all peers keep together.
 
 It performs four periodic tasks:
 
@@ -259,7 +259,7 @@ class SwarmDirectory:
         return self._announcer is not None and (is_public(self._announce_host) or is_abroad(self._entrances, others))
 
     def neighbours(self) -> set[str]:
-        """Return the peer ids of DHT nodes that answered recently. They can belong to any run."""
+        """Return the peer ids of DHT nodes that answered recently. These nodes can belong to any run."""
         return self._node.neighbours()
 
     def dial_nearby(self, peer_id: str, multiaddrs: Sequence[str]) -> None:

@@ -59,7 +59,7 @@ class DialPlan:
 
         Missing bootstraps come first. The missing peers in `remembered` follow, in the order of `remembered`. A peer in
         `neighbours` does not count as missing. If there are many neighbours, neither does a peer in `heard_of`, because
-        its records arrive.
+        its records still arrive.
         """
         near = {*neighbours, self._own_peer_id}
         reachable = {*self._bootstraps, *remembered} - near

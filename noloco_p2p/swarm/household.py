@@ -2,8 +2,8 @@
 
 The peers need neither an address that can be reached from outside nor a router that supports hairpinning. Each peer
 announces a service with the name MARK-PEERID. The port of the service is the libp2p port, and its text record has the
-gRPC port. The mark is a digest of the key under which the peers of the run store their records, so only they recognise
-it.
+gRPC port. The mark is a digest of the key under which the peers of the run store their records, so only peers of the
+run recognise it.
 
 Announcements are only hints, because any machine on the network can copy a mark. A peer dials only private addresses in
 a subnet of this machine. It keeps at most 16 peers at a time, and after the first 16 announcements it accepts one more

@@ -1,7 +1,7 @@
 """Keeps the membership view of a run by reading buckets of records and counting the peers in them.
 
 A small run has a single bucket, which holds all records. In a large run, a peer reads one bucket at a time, drawn at
-random, and a monitor reads all of them. By probing buckets at other depths, it finds peers that have estimated a
+random, and a monitor reads all of them. Both also probe buckets at other depths, to find peers that have estimated a
 different size.
 """
 

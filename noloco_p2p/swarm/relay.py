@@ -1,7 +1,7 @@
 """Relays calls to peers that cannot be dialled.
 
 A peer that cannot be dialled keeps a stream to a relay open; this stream is its reservation. p2pd also has relays, but
-measurements show that they carry at most 128 KiB per call, regardless of its flags. Here, the relaying node connects
+measurements show that they carry at most 128 KiB per call, regardless of p2pd's flags. Here, the relaying node connects
 two libp2p streams and carries the traffic itself, so this limit does not apply. The streams carry gRPC over TLS, so a
 relay can interrupt a call, but cannot read it.
 """

@@ -1,12 +1,12 @@
 """Carries calls between peers that cannot be dialled, through tunnels.
 
-A tunnel leads through a hole in the routers or through a relay. For each such peer, there is a local port to which the
-gRPC client connects:
+A tunnel leads through a hole in the routers or through a relay. For each peer that needs a tunnel, there is a local
+port to which the gRPC client connects:
 
     gRPC client -> local port == hole in the routers (punch.py) == gRPC server
                        or     == stream to a relay == stream to the peer == gRPC server
 
-Each connection uses its own hole, and the relay only helps to punch it. If this fails for a peer, the following
+Each connection uses its own hole, and the relay only helps to punch it. If punching fails for a peer, the next
 connections to that peer use the relay immediately. A connection through a relay is lost when the relay is lost. A swap
 then ends in a solo round, a fetch continues with the missing chunks, and the next call uses another relay.
 """

@@ -1,4 +1,4 @@
-"""Runs an HTTP server on an existing event loop. It is based on uvicorn, but leaves signal handlers and logging alone."""
+"""Runs an HTTP server on an existing event loop. It uses uvicorn, but leaves signal handlers and logging alone."""
 
 from __future__ import annotations
 

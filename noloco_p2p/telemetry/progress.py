@@ -1,8 +1,8 @@
 """The progress of long tasks: the amount of work done, the rate, and the time left. `bars.py` draws it.
 
-`Progress` is passed to all code that may take seconds. Its tasks nest, any thread may report, and `noloco status` can
-read the innermost task at any moment. rich.progress is used only for drawing, because its own rate does not fall when
-work stalls. A peer without a terminal does not import it at all.
+`Progress` is passed to all code that may take seconds. Its tasks can be nested. Any thread may report progress, and
+`noloco status` can read the innermost task at any moment. rich.progress is used only for drawing, because its own rate
+does not fall when work stalls. A peer without a terminal does not import it at all.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from noloco_p2p.telemetry.console import count, duration, mib
 
-WINDOW_S = 15.0  # the window of the rate; it is short, so that a link that has become slow is noticed
+WINDOW_S = 15.0  # the time over which the rate is measured; it is short, so that a link that has become slow is noticed
 SAMPLE_S = 0.25  # minimum time between two samples; a window has about sixty samples
 
 Report = Callable[[int, int], None]  # (done, total) in the unit of the task

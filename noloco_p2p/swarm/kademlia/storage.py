@@ -18,7 +18,7 @@ from hivemind.utils.timed_storage import ValueWithExpiration
 
 from noloco_p2p.swarm.clock import CLOCK
 
-# A peer is announced under up to 8 keys: in two views, at two adjacent depths, the previous depth and the base.
+# A peer is announced under up to 8 keys: in each of two views, at two adjacent depths, the previous depth and the base.
 MAX_RECORDS_OF_ONE = 8
 MAX_RECORDS_PER_KEY = 256  # buckets are split above 48 records
 MAX_RECORDS = 10_000
