@@ -96,7 +96,7 @@ class Flag:
 
 
 def kind_of(annotation: Any) -> Any:
-    """Return the plain type of a setting, without `| None`, bounds and choices."""
+    """Return the plain type of a setting, without `| None`, bounds or choices."""
     origin = get_origin(annotation)
     if origin is Literal:
         return str

@@ -190,7 +190,9 @@ def unused_data(spec: TrainerSpec, settings: PeerSettings) -> list[str]:
 
 
 def unknown_name(settings: PeerSettings) -> list[str]:
-    """Warn if the host of --announce does not resolve. It may resolve on other machines, so this is not an error."""
+    """Return a warning if the host of --announce does not resolve. It may resolve on other machines, so this is not an
+    error.
+    """
     from noloco_p2p.swarm.addresses import resolves
 
     host = settings.announced[0]

@@ -222,7 +222,7 @@ async def _speed(transport: GrpcTransport, peer: Candidate, manifest: StateManif
 
 
 def model(spec: TrainerSpec, settings: PeerSettings) -> list[Check]:
-    """Check the needs of a run on this machine, using only its spec. Raises ModelError."""
+    """Check whether this machine meets the needs of a run, using only the run's spec. Raises ModelError."""
     if spec.pipeline.stages > 1:
         return stages(spec, settings)
     num_parameters, _ = count_parameters(spec.model, sequence_length=spec.data.sequence_length, folders=settings.models)

@@ -87,7 +87,7 @@ class NoLoCoCallback(Callback):
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, Tensor):
             self._losses.append(loss.detach() * trainer.accumulate_grad_batches)  # undo the division by Lightning
-        if self.outer.num_steps > self._num_steps:  # false between batches whose gradients are accumulated
+        if self.outer.num_steps > self._num_steps:  # false while Lightning accumulates gradients
             self._begun.pause_if_asked()
         self._num_steps = self.outer.num_steps
         if self.peer.leave_requested.is_set():

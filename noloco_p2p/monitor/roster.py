@@ -92,7 +92,7 @@ class Roster:
     def lately(self) -> dict[str, int]:
         """Return the numbers of rounds in the last ten minutes by outcome, and the numbers of solo rounds by cause.
 
-        It counts only rounds that this roster has observed.
+        Only rounds that this roster has observed are counted.
         """
         begun = self._window[0][1] if self._window else dict.fromkeys(ROUNDS, 0)
         return {name: self._counts[name] - begun[name] for name in ROUNDS}

@@ -64,7 +64,7 @@ class _Kept:
 
 
 class Sketches:
-    """The last few sketches of every peer, by mark."""
+    """The newest sketches of every peer, by mark."""
 
     def __init__(self) -> None:
         self._by_peer: dict[str, _Kept] = {}

@@ -3,7 +3,7 @@
 An unauthenticated caller can keep a connection for only a few seconds. The number of such connections per network is
 limited (`proxy.py`). Such a connection allows at most two greetings, and it is closed after one refused call. Once a
 peer has authenticated itself, its open calls are counted by peer id. `proxy.py` and `options.py` limit the sizes of
-messages. An accepted swap limits the number of its connections itself.
+messages. An accepted swap itself limits its number of connections.
 """
 
 from __future__ import annotations

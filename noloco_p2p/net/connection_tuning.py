@@ -117,7 +117,7 @@ class ConnectionTuner:
         self._meters[direction].pause()
 
     def moved(self, direction: Direction, num_bytes: int, now_s: float, *, connection: int) -> bool:
-        """Report that a frame has passed on the connection with this number.
+        """Report that a frame was sent or received on the connection with this number.
 
         The result is whether `wanted` or `is_settled` has changed.
         """
@@ -190,7 +190,8 @@ class _Known:
     num_connections: int
     quiet_swaps: int = 0  # the number of further swaps that use it unchanged
     is_settled: bool = False
-    before: Measured | None = None  # set if a trial with more connections was interrupted, which the next swap repeats
+    # Set if a trial with more connections was interrupted; the next swap repeats the trial.
+    before: Measured | None = None
 
 
 class ConnectionMemory:

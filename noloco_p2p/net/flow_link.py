@@ -118,7 +118,7 @@ class FlowLink:
         self._stuck_s = stuck_s
         self._control: deque[tuple[Frame, float]] = deque()
         self._backwards, self._forwards = Outbound(), Outbound()
-        self._inbound: dict[bool, ArrivingPayload] = {}  # keyed by whether it is a Backward
+        self._inbound: dict[bool, ArrivingPayload] = {}  # keyed by whether the payload is a Backward
         self._something_to_send = asyncio.Event()
         self._few_queued = asyncio.Event()
         self._few_queued.set()

@@ -50,7 +50,9 @@ def decode(data: bytes) -> tuple[Frame, int]:
 
 
 def _decode_chunk(data: bytes) -> tuple[Chunk, int] | None:
-    """Decode a chunk in the form that `encode` writes. Any other form gives None, and protobuf then reads it."""
+    """Decode a chunk in the form that `encode` writes. For any other form, the result is None, and protobuf decodes the
+    chunk instead.
+    """
     try:
         length, at = _varint(data, 1)
         end, sequence = at + length, 0

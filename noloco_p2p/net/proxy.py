@@ -5,7 +5,7 @@ the proxy, a connection costs only a socket until its first byte arrives. Until 
 number of connections from its network is limited. After that, the caller's number of connections is limited, not
 counting connections on which the server has accepted a request. If there are too many connections, the oldest one is
 closed. Until a request is accepted, the number of bytes that a connection can send is limited, too. A refused call ends
-its connection. If a connection asks where it comes from (`tcp.py`), the proxy answers it and closes it.
+its connection. If a connection asks where it comes from (`tcp.py`), the proxy answers and closes it.
 
 The proxy connects to gRPC through a Unix socket because the kernel buffers little data there, only 0.2 MB in each
 direction. A TCP connection on this machine would buffer about 4 MB that a slow link has not carried yet, and gRPC would
@@ -33,9 +33,9 @@ from noloco_p2p.tcp import ASK, seen_from, tune
 
 log = logging.getLogger(__name__)
 
-UNPROVEN_OF_ONE, UNPROVEN_IN_ALL = 16, 64  # per network (an IPv4 /24, an IPv6 /48 or one relay), and in all
+UNPROVEN_OF_ONE, UNPROVEN_IN_ALL = 16, 64  # per network (an IPv4 /24, an IPv6 /48 or one relay), and in total
 UNPROVEN_S = 15.0  # the greeting takes three or four round trips
-WAITING_OF_ONE, WAITING_IN_ALL = 16, 64  # per authenticated caller whose request is not answered yet, and in all
+WAITING_OF_ONE, WAITING_IN_ALL = 16, 64  # per authenticated caller whose request has not been answered, and in total
 UNACCEPTED_BYTES = 64 * 1024  # the bytes that a caller may send before the server has accepted its request
 # The caller may send one more byte for each 16 bytes that it receives, because HTTP/2 acknowledges downloads.
 ANSWERED_SHARE = 16
@@ -347,7 +347,7 @@ def named(host: str, port: int) -> str:
 
 
 def _answers(near: socket.socket) -> bool:
-    """Answer a connection that asks where it comes from, and return whether it did ask."""
+    """Answer a connection that asks where it comes from, and return whether it asked."""
     with suppress(OSError):  # the connection has ended, so the next read fails
         if near.recv(1, socket.MSG_PEEK) == ASK:
             near.recv(1)  # with an unread byte, closing would reset the connection and lose the answer

@@ -334,7 +334,7 @@ class _Servicer:
                 refuse = refuse_to_wire(
                     error if isinstance(error, PeerError) else _no_connection("no Join was received")
                 )
-                with contextlib.suppress(PeerError):  # it did not wait for the answer
+                with contextlib.suppress(PeerError):  # the caller did not wait for the answer
                     await wire.write(pb.Frame(refuse=refuse).SerializeToString())
                 return
             try:

@@ -146,7 +146,7 @@ class FlowDriver:
         self._neighbours_changed()
 
     async def checked(self, peer: str, frame: Frame) -> Frame:
-        """Check a frame and return it. The payload is removed if it contains non-finite values, which also counts as a
+        """Check a frame and return it. If the payload contains non-finite values, it is removed, and the peer gets a
         strike.
 
         Raises CorruptPayload for damage that the network cannot cause.

@@ -346,7 +346,7 @@ class Peer:
     def close(self) -> None:
         """Announce that this peer is leaving, and stop everything. It is safe to call this twice.
 
-        When it returns, none of the peer's threads and processes is left.
+        When it returns, none of the peer's threads or processes is left.
         """
         if self._thread:
             try:

@@ -55,7 +55,7 @@ class Reachability:
         self._settings = settings
         self._book = book
         self._entrances: dict[str, str] = {}
-        for door in entrances:  # keep the first address of each peer, which is its best
+        for door in entrances:  # keep the first address of each peer, because it is the best one
             self._entrances.setdefault(split_peer_id(door)[1], door)
         self._ask = ask
         self._server: GrpcServer | None = None

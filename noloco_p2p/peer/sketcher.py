@@ -67,7 +67,7 @@ class Sketcher:
                 self._executor.submit(self._make, slow_weights, state, mark)
 
     def weights_change(self) -> None:
-        """Discard an unfinished sketch, so that its mark stays without one. Call this before the slow weights change.
+        """Discard an unfinished sketch, so that its mark gets no sketch. Call this before the slow weights change.
 
         An unfinished sketch would mix two states, and a sketch after the next outer step would be one round late.
         """

@@ -59,7 +59,7 @@ class Stages:
         return self._network().live_peers.everyone()
 
     def mates(self) -> Sequence[Candidate]:
-        """Return the other live peers that hold the same stage as this peer, with which it swaps."""
+        """Return the other live peers that hold this peer's stage. This peer swaps only with them."""
         return self._network().live_peers.mates()
 
     def answering(self) -> Sequence[Candidate]:

@@ -22,7 +22,7 @@ from noloco_p2p.outer.state_checks import (
 from noloco_p2p.spec import Spec
 
 PLACES_ASKED = 5  # the number of peers that are asked for their position
-PLACE_S = 5.0  # the time that they have to answer
+PLACE_S = 5.0  # the time that each peer has to answer
 
 
 class StateAdmission:

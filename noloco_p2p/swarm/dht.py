@@ -73,7 +73,7 @@ class SwarmDirectory:
     ) -> None:
         self.guard = guard
         self._announce_host = announce_host
-        # the first address of each bootstrap, which is its best one
+        # the first address of each bootstrap, because it is the best one
         self._entrances = [addresses[0] for addresses in _by_peer(bootstraps).values()]
         self._node = node
         self._identity = identity
@@ -145,8 +145,8 @@ class SwarmDirectory:
         repeatedly, when a process that was started later with the same identity key announces itself. Records for which
         `ignores` returns true are dropped, such as the records of peers that are banned or not invited. If `relays` is
         true, this node relays calls to peers that cannot be dialled, and these bytes count as traffic of this machine.
-        `key` identifies the view that this peer reads and in which it is announced. If it is None, this is the view of
-        the whole run.
+        `key` identifies the view that this peer reads and in which it is announced. If `key` is None, the view of the
+        whole run is used.
 
         Raises DirectoryError if the port is taken, the daemon cannot run, or a bootstrap is not a valid address.
         """
@@ -276,7 +276,7 @@ class SwarmDirectory:
     async def wait_for_peers(self, timeout_s: float) -> bool:
         """Wait until a live peer of the run is known. Returns False if there is none within `timeout_s`.
 
-        Raises DirectoryError if the clock of this machine differs from the clocks of the others.
+        Raises DirectoryError if the clock of this machine differs from the clocks of the other nodes.
         """
         self._dialer.check_clock()
         try:
@@ -293,7 +293,7 @@ class SwarmDirectory:
     async def check_clock(self, timeout_s: float) -> None:
         """Wait until the bootstraps have been dialled once, then check the clock of this machine.
 
-        Raises DirectoryError if this clock differs from the clocks of the others.
+        Raises DirectoryError if this clock differs from the clocks of the other nodes.
         """
         await self._dialer.wait_until_tried(timeout_s)
         self._dialer.check_clock()

@@ -146,7 +146,7 @@ def _advice(ports: tuple[int, int], host: str) -> str:
 class DialBacks:
     """Asks up to three live peers to dial back, and repeats this from time to time.
 
-    Start `run()` as a task in the network thread. `live` returns the peers that are known now. `ask` asks one of them
+    Start `run()` as a task on the network thread. `live` returns the peers that are known now. `ask` asks one of them
     to dial back, and raises PeerError if the call fails.
     """
 

@@ -26,7 +26,7 @@ class Dialer:
     """Carries out a `DialPlan`, and compares this machine's clock with the clocks of the peers that answer.
 
     `heard_of` returns the peers whose records still arrive. `on_met` is awaited when a peer has answered.
-    `on_wrong_clock` is called when this machine's clock differs from the clocks of the others; `check_clock` then
+    `on_wrong_clock` is called when this machine's clock differs from the clocks of the other nodes; `check_clock` then
     raises an error.
     """
 
@@ -99,7 +99,7 @@ class Dialer:
         return self._plan.failures()
 
     def check_clock(self) -> None:
-        """Raise DirectoryError if the clock of this machine differs from the clocks of the others."""
+        """Raise DirectoryError if the clock of this machine differs from the clocks of the other nodes."""
         check_clock(self._offsets)
 
     async def wait_until_tried(self, timeout_s: float) -> None:

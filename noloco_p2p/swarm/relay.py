@@ -183,8 +183,8 @@ async def open_stream_to(
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """Open a raw byte stream to a relay that is said to be at `address`.
 
-    If there already is a connection to it, nothing is dialled, and the address is not verified. Raises DirectoryError,
-    or Unreachable if the guard forbids dialling the address.
+    If there is already a connection to the relay, nothing is dialled, and the address is not verified. Raises
+    DirectoryError, or Unreachable if the guard forbids dialling the address.
     """
     if await node.hosts_of(relay):
         return await node.open_stream(relay, (), protocol)

@@ -157,7 +157,7 @@ class Tunnels:
                 await asyncio.sleep(RETRY_S)
                 continue
             calling = self._own(self._call(peer_id, connection))
-            calling.add_done_callback(lambda _, near=connection: near.close())  # even if the task never started
+            calling.add_done_callback(lambda _, near=connection: near.close())  # closed even if the task never started
 
     async def _call(self, peer_id: str, near: socket.socket) -> None:
         """Carry one connection through a hole, or else through the first relay that reaches the peer."""

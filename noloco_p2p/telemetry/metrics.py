@@ -16,7 +16,7 @@ class About:
     """Describes a metric.
 
     `kind` is "counter" (it only increases, even across restarts), "gauge" (a current value) or "text" (not for
-    Prometheus). `key` is the name of the metric in the record that the peer signs, which should be short; "" means that
+    Prometheus). `key` is the name of the metric in the record that the peer signs, and should be short; "" means that
     it is not in the record, and "why:2" is the third number of the list "why". `digits` is the number of significant
     digits in the record. `column` is the heading of the metric's column in the monitor's table of peers; "" means that
     there is no column. `rank` is the order of the columns; on a narrow screen, the last ones are left out first.

@@ -39,7 +39,7 @@ MAX_ANSWERING, MAX_ANSWERING_OF_ONE = 64, 4  # requests whose answers need to wa
 MAX_UNSENT = 256  # unsent messages to p2pd
 MESSAGE_BYTES = 1024  # space in a message to p2pd for everything except the answer
 
-# The errors of a call to another node: from p2pd, sockets, timeouts, and malformed answers.
+# The errors that a call to another node can raise, caused by p2pd, sockets, timeouts or malformed answers.
 ANSWER_FAULTS = (P2PDaemonError, P2PHandlerError, OSError, EOFError, ValueError, DecodeError, DirectoryError)
 
 _opened: ContextVar[list[asyncio.StreamWriter]] = ContextVar("connections to p2pd that a request has opened")

@@ -145,7 +145,7 @@ class BoundedProtocol(DHTProtocol):
         return self._pong_after_ping(pong, request, peer) if request.validate else pong
 
     async def _pong_after_ping(self, pong: Any, request: Any, peer: PeerID) -> bytes:
-        """Ping a plain hivemind node in return, because it asks whether it can be called."""
+        """Ping the caller before answering, because plain hivemind nodes ask whether they can be called."""
         place = await self.call_ping(peer)
         pong.available = place is not None and place.to_bytes() == request.peer.node_id
         return pong.SerializeToString()

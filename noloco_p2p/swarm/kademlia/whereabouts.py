@@ -61,7 +61,7 @@ class Whereabouts:
         self._wait_s = wait_s
         self._dials = TokenBucket.full(DIALS, time.monotonic())
         self._told_by: OrderedDict[PeerID, PeerID] = OrderedDict()
-        # the addresses of neighbours as reported by themselves, and the time of the report
+        # the addresses that neighbours reported for themselves, each with the time of the report
         self._addresses: OrderedDict[PeerID, tuple[float, bytes]] = OrderedDict()
         self._tried_s: OrderedDict[PeerID, float] = OrderedDict()
         self._waiting: Counter[PeerID] = Counter()
