@@ -1,4 +1,4 @@
-"""Defines the result of a check and its output, and checks the packages that the other checks import."""
+"""Defines how the result of a check is stored and printed, and checks the packages that the other checks import."""
 
 from __future__ import annotations
 

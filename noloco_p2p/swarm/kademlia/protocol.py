@@ -269,9 +269,9 @@ class BoundedProtocol(DHTProtocol):
 class BoundedNode(DHTNode):
     """A version of hivemind's DHT node that uses a `BoundedProtocol`.
 
-    Its place follows from the peer id, so other nodes need not learn it again after a restart. All caches are off,
-    because the view must always be read afresh, because strangers could fill a cache that serves others, and because
-    hivemind's sharing of requests keeps an entry for every key that was ever requested.
+    Its place follows from the peer id, so other nodes need not learn it again after a restart. All caches are off. The
+    view must always be read afresh, strangers could fill a cache that serves others, and hivemind's sharing of requests
+    keeps an entry for every key that was ever requested.
     """
 
     def __init__(
