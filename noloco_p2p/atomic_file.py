@@ -1,6 +1,6 @@
 """Write small files that other processes may read at any moment.
 
-A reader finds the old content or the new content, never a part of it. This holds after a power failure, too.
+A reader finds either all of the old content or all of the new content, even after a power failure.
 """
 
 from __future__ import annotations

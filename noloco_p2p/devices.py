@@ -1,4 +1,4 @@
-"""Hide the differences between torch's devices: CUDA, ROCm (also called cuda), Apple's MPS and the CPU.
+"""Hide the differences between torch's devices: CUDA, ROCm (which torch also calls cuda), Apple's MPS and the CPU.
 
 The MPS code follows torch's sources. It is tested only with test doubles, and has not been run on a Mac.
 """
@@ -10,7 +10,8 @@ from pathlib import Path
 import psutil
 import torch
 
-# MPS has no error class of its own. It reports the second text for a single tensor that exceeds any Metal buffer.
+# MPS has no error class of its own. It reports the second text for a tensor that is larger than the largest Metal
+# buffer.
 MPS_OUT_OF_MEMORY = ("MPS backend out of memory", "Invalid buffer size")
 CGROUP = Path("/sys/fs/cgroup")
 CACHES = ("inactive_file ", "active_file ")  # file caches count as used, but the kernel frees them on demand
@@ -18,7 +19,7 @@ BF16_INSTRUCTIONS = frozenset({"avx512_bf16", "amx_bf16", "bf16", "sve_bf16"})  
 
 
 def has_own_memory(device: torch.device) -> bool:
-    """Return whether the device has its own memory, with streams and pinned memory for copying while it computes.
+    """Return whether the device has its own memory, and can copy data while it computes (streams and pinned memory).
 
     MPS shares main memory, so copying would gain nothing there.
     """
@@ -40,9 +41,9 @@ def empty_cache(device: torch.device) -> None:
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Return whether an accelerator ran out of memory.
+    """Return whether `error` means that an accelerator ran out of memory.
 
-    Main memory is not covered, because the system kills a process when it runs out.
+    Main memory is not covered, because the system kills the process when main memory runs out.
     """
     return isinstance(error, torch.OutOfMemoryError) or str(error).startswith(MPS_OUT_OF_MEMORY)
 
@@ -62,7 +63,7 @@ def free_and_total_bytes(device: torch.device) -> tuple[int, int]:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Return the peak memory of tensors since the start, in bytes.
+    """Return the peak memory that tensors have used since the start, in bytes.
 
     MPS does not record a peak, so the result there is the memory that the allocator holds now.
     """
@@ -74,8 +75,8 @@ def peak_bytes(device: torch.device) -> int:
 def has_fast_bf16(device: torch.device) -> bool:
     """Return whether bf16 matrix products are at least as fast as fp32 ones on this device.
 
-    CUDA devices qualify if they are Ampere or newer. On ROCm, torch says yes for every card. MPS does not qualify,
-    because it has not been measured.
+    CUDA devices qualify if they are Ampere or newer. ROCm devices always qualify, because torch reports support for
+    every card. MPS does not qualify, because it has not been measured.
     """
     if device.type == "cuda":
         with torch.cuda.device(device):  # torch checks the current device

@@ -15,7 +15,7 @@ from noloco_p2p.errors import Unreachable
 from noloco_p2p.hosts import ip_of, is_public
 from noloco_p2p.rates import Rates
 
-FAILURES_A_MINUTE = 20  # failed dials of one host per minute, and at once
+FAILURES_A_MINUTE = 20  # failed dials to one host: per minute in the long run, and in a burst
 MAX_REACHED = 4096
 RESOLVE_S = 5.0
 

@@ -80,7 +80,7 @@ class TimedOut(PeerError):
 
 
 class Refused(PeerError):
-    """The peer refused. `code` is meant for programs, and the message for people."""
+    """The peer refused a request. `code` is meant for programs, and the message for people."""
 
     advice = "if the run, spec or version differs, use the same ticket and the same version of noloco_p2p everywhere"
 
@@ -108,7 +108,7 @@ class CheckpointError(NolocoError):
 
 
 class PushError(NolocoError):
-    """The hub refused a checkpoint or a model, which is still on this machine."""
+    """The hub refused a checkpoint or a model. The files are still on this machine."""
 
 
 class ModelError(NolocoError):
@@ -120,7 +120,7 @@ class DataError(NolocoError):
 
 
 class RankError(NolocoError):
-    """Another process of this peer, which holds a part of its model, has ended or hangs."""
+    """Another process of this peer has ended or hangs. It holds a part of the peer's model."""
 
 
 class Left(NolocoError):

@@ -11,7 +11,8 @@ _NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_])?\.?")
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
-# All global unicast addresses that IANA has allocated. Site-local, IPv4-compatible and translated ones are not in it.
+# All global unicast addresses that IANA has allocated. Site-local, IPv4-compatible and translated addresses are
+# excluded.
 _GLOBAL = ipaddress.IPv6Network("2000::/3")
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 
@@ -43,7 +44,7 @@ def is_wildcard(host: str) -> bool:
 
 
 def is_public(host: str) -> bool:
-    """Return whether machines in other networks may be able to dial the host.
+    """Return whether machines on other networks may be able to dial the host.
 
     This holds for a public IP address and for any name that is not local.
     """
@@ -59,7 +60,7 @@ def is_public(host: str) -> bool:
 
 
 def is_home(host: str) -> bool:
-    """Return whether the host is a private IP address that other machines of the local network can reach.
+    """Return whether the host is a private IP address that other machines on the local network can reach.
 
     Raises ValueError for a name.
     """
@@ -68,7 +69,7 @@ def is_home(host: str) -> bool:
 
 
 def _embedded(address: Address) -> ipaddress.IPv4Address | None:
-    """Return the IPv4 address inside a 6to4 or NAT64 address. A router forwards packets to it."""
+    """Return the IPv4 address inside a 6to4 or NAT64 address. Routers forward packets to that IPv4 address."""
     if not isinstance(address, ipaddress.IPv6Address):
         return None
     return ipaddress.IPv4Address(address.packed[-4:]) if address in _NAT64 else address.sixtofour

@@ -1,9 +1,9 @@
 """Manage the Ed25519 key of this peer. It is also the libp2p key, so gRPC, the DHT and the logs share one peer id.
 
-The file holds libp2p's protobuf `PrivateKey {Type = 1; Data = 2}` with 64 bytes, private key first, then public key.
-The libp2p daemon can read it unchanged. A peer id is the identity multihash of the protobuf `PublicKey`, in base58. It
-contains the public key, so the id is enough to verify a signature. The format is described in
-https://github.com/libp2p/specs/blob/master/peer-ids/peer-ids.md
+The key file holds libp2p's protobuf `PrivateKey {Type = 1; Data = 2}`. Its 64 bytes of data are the private key,
+followed by the public key. The libp2p daemon can read the file unchanged. A peer id is the identity multihash of the
+protobuf `PublicKey`, in base58. It contains the public key, so the id is enough to verify a signature. The format is
+described in https://github.com/libp2p/specs/blob/master/peer-ids/peer-ids.md
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Identity:
 
     @classmethod
     def load_or_create(cls, path: Path) -> Identity:
-        """Read the key file, or create it atomically with mode 0600.
+        """Read the key file. If it is missing, create it atomically with mode 0600.
 
         If two processes create it at the same time, both get the same key.
         """
@@ -79,7 +79,7 @@ class Identity:
 def verify(peer_id: str, data: bytes, signature: bytes) -> bool:
     """Return whether `signature` was made over `data` with the key of `peer_id`.
 
-    An invalid id gives False, too.
+    For an invalid id, the result is False.
     """
     try:
         _public_key(peer_id).verify(signature, data)
@@ -106,7 +106,7 @@ def peer_id_of(public_key: bytes) -> str:
 
 
 def short_id(peer_id: str) -> str:
-    """Return the last six characters, which logs show. The first ones are the same for all peers."""
+    """Return the last six characters of an id, for logs. The first characters are the same for all peers."""
     return peer_id[-6:]
 
 

@@ -7,8 +7,8 @@ invitation's public key and the invitation's signature over the peer id. So nobo
 traffic.
 
 All members also share a secret, from which two keys are derived. TLS requires the first key from callers
-(`net/session.py`). The second key lists members in the directory. Their records are stored under its public half, which
-does not reveal the run. Its private half signs a mark in each record, which every DHT node checks.
+(`net/session.py`). The second key is used to list members in the directory. Their records are stored under its public
+half, which does not reveal the run. Its private half signs a mark in each record, which every DHT node checks.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ MARK_BYTES = SIGNATURE_BYTES
 INVITES, MEMBER = b"noloco_p2p invitation 1\x00", b"noloco_p2p member 1\x00"
 SECRET, MARK = b"noloco_p2p run secret 1\x00", b"noloco_p2p mark 2\x00"
 TLS, LISTING = "noloco_p2p tls key of members 1", "noloco_p2p listing of members 1"
-PRIVATE = "p"  # prefix of the public half of the key, which a private run uses in place of the digest of its spec
+# Prefix of the listing key's public half, by which the directory names a private run instead of by its digest.
+PRIVATE = "p"
 
 
 class NotInvited(TicketError):
-    """A membership is missing, expired, or belongs to another run or peer."""
+    """A membership is missing, has expired, or belongs to another run or peer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,11 +113,11 @@ class Listing:
 
     @property
     def view(self) -> str:
-        """Return the name of the run in the directory, which replaces the digest of the spec."""
+        """Return the name that the run has in the directory, in place of the digest of its spec."""
         return PRIVATE + self.key.public_key.hex()
 
     def mark(self, peer_id: str) -> str:
-        """Return the proof that a member wrote the record of this peer."""
+        """Return the proof that the record of `peer_id` was written by a member."""
         return base64.urlsafe_b64encode(self.key.sign(MARK + peer_id.encode())).decode().rstrip("=")
 
 

@@ -1,4 +1,4 @@
-"""Run tasks of an event loop that end with their owner."""
+"""Run asyncio tasks that end with their owner."""
 
 from __future__ import annotations
 

@@ -3,9 +3,9 @@
 `tiny` learns visibly within minutes on two cores and needs no download. `small`, `medium` and `large` have the model
 sizes of the NoLoCo paper (arXiv 2506.10911), and its data and schedule: Llama blocks, C4, sequence length 1,024, no
 weight decay, gradient clipping at 1.0, 1,000 warm-up steps, and a cosine decay to a tenth over 25,000 steps. The paper
-counts tokens per step over the whole swarm (half a million, one million and two million). Here they are divided among
-8, 16 and 16 peers. All four presets use the settings that did best in docs/results.md: Muon as the inner optimizer,
-rounds as short as the link allows, modulo coding for the state and int2 for gradients.
+counts tokens per step over the whole swarm (half a million, one million and two million). Here, these tokens are
+divided among 8, 16 and 16 peers. All four presets use the settings that did best in docs/results.md: Muon as the inner
+optimizer, rounds as short as the link allows, modulo coding for the state and int2 for gradients.
 
 `paper` is like `small`, but uses the paper's exact rule: Adam, 50 inner steps, alpha 0.5, beta = gamma = 0.7, no
 swapping of outer momentum, no compression and no closing rounds.
@@ -34,7 +34,7 @@ def _paper_preset(
 ) -> TrainerSpec:
     """Build a preset with one of the paper's model sizes.
 
-    `swarm_tokens` is the number of tokens per inner step of all `num_peers` peers together.
+    `swarm_tokens` is the number of tokens that all `num_peers` peers together process per inner step.
     """
     return TrainerSpec(
         name=name,
@@ -120,7 +120,7 @@ FIRST_SECTIONS = ("model", "data", "train")  # first in a file; the other sectio
 
 
 def render(spec: TrainerSpec) -> str:
-    """Render a spec as TOML that loads back to an equal spec. The description of each field becomes a comment.
+    """Render a spec as TOML that loads back as an equal spec. The description of each field becomes a comment.
 
     Keys begin at column 0. An optional key that is not set becomes a comment, because TOML has no null.
     """

@@ -15,7 +15,7 @@ MAX_KEYS = 4096  # hosts, networks or peers; beyond that, the least recently use
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """The number of units per second in the long run, and the most units at once."""
+    """A rate: the number of units per second in the long run, and the maximum number of units at once."""
 
     per_s: float
     burst: float
@@ -44,7 +44,9 @@ class TokenBucket:
 
 
 class Buckets:
-    """A token bucket for each of the `max_keys` most recently used keys. Callers pass the time."""
+    """A token bucket for each of the `max_keys` most recently used keys. Callers supply the current time as an
+    argument.
+    """
 
     def __init__(self, rate: Rate, *, max_keys: int = MAX_KEYS) -> None:
         self._rate = rate
@@ -75,7 +77,9 @@ class Rates:
 
     @classmethod
     def a_minute(cls, most: float, *, clock: Callable[[], float] = time.monotonic) -> Rates:
-        """Allow at most `most` units in any minute, half of them at once and the other half as time passes."""
+        """Create limits that allow at most `most` units per key in any minute, half of them at once and the other half
+        as time passes.
+        """
         return cls(per_s=most / 120, at_once=most / 2, clock=clock)
 
     def __len__(self) -> int:

@@ -1,4 +1,5 @@
-"""Load the settings of one machine. Flags override NOLOCO_* variables, which override the user's file and the defaults.
+"""Load the settings of one machine. Flags override NOLOCO_* variables, which override the user's file, which overrides
+the defaults.
 
 The spec holds the settings that all peers of a run share.
 """
@@ -29,7 +30,8 @@ RATE = re.compile(r"(\d+(?:\.\d+)?) ?(?:([kmgKMG])bit(?:/s)?|([kMG])B/s)")
 HOURS = re.compile(r"([01]\d|2[0-3]):([0-5]\d)-([01]\d|2[0-3]):([0-5]\d)")
 MEMORY = re.compile(r"(\d+(?:\.\d+)?) ?([MGTmgt])(i)?B")
 RATE_UNITS = {"k": 1e3, "m": 1e6, "g": 1e9}
-MIN_RATE_BYTES_PER_S = 250_000  # 2 Mbit/s; below that, two swaps and two newcomers cannot each get a chunk in 15 s
+# 2 Mbit/s; below that, two swaps and two newcomers cannot each transfer a chunk within 15 s.
+MIN_RATE_BYTES_PER_S = 250_000
 ENVIRONMENT_PREFIX = "NOLOCO_"
 DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d+)?")
 DEVICES = "auto, cpu, cuda:N (NVIDIA, AMD) or mps (Apple)"
@@ -41,7 +43,7 @@ def default_state_dir() -> Path:
 
 
 def user_file() -> Path:
-    """Return the path of the user's settings file, which may not exist."""
+    """Return the path of the user's settings file, even if there is no such file."""
     return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "noloco" / "settings.toml"
 
 
@@ -81,7 +83,7 @@ class Flag:
 
     name: str = ""  # a singular name for a field that holds several values, such as --model for `models`
     metavar: str | None = None
-    default: str = ""  # in words, if the value does not explain itself
+    default: str = ""  # in words, if the value is not self-explanatory
     parse: Callable[[list[str]], Any] = tuple  # for lists and tables; also applied to environment variables
     takes_file: bool = False  # on the command line, @FILE is replaced by the line in that file
 
@@ -94,7 +96,7 @@ class Flag:
 
 
 def kind_of(annotation: Any) -> Any:
-    """Return the plain type of a setting, without `| None`, bounds and choices."""
+    """Return the plain type of a setting, without `| None`, bounds or choices."""
     origin = get_origin(annotation)
     if origin is Literal:
         return str
@@ -339,7 +341,8 @@ class PeerSettings(BaseModel):
             values |= found
             origins |= dict.fromkeys(found, origin)
             try:
-                settings = cls.model_validate(values)  # after each source, so that a message can name it
+                # Checked after each source, so that an error message can name that source.
+                settings = cls.model_validate(values)
             except ValidationError as error:
                 raise SettingsError(f"{prefix}{describe(error)}") from None
         settings._origins = origins
@@ -351,17 +354,17 @@ class PeerSettings(BaseModel):
 
     @property
     def upload_bytes_per_s(self) -> float | None:
-        """Return the limit on what all swaps and fetches of this peer send, or None if there is no limit."""
+        """Return the limit on the upload rate of this peer's swaps and fetches together, or None for no limit."""
         return parse_rate(self.max_upload) if self.max_upload else None
 
     @property
     def download_bytes_per_s(self) -> float | None:
-        """Return the limit on what all swaps and fetches of this peer receive, or None if there is no limit."""
+        """Return the limit on the download rate of this peer's swaps and fetches together, or None for no limit."""
         return parse_rate(self.max_download) if self.max_download else None
 
     @property
     def hours(self) -> tuple[int, int] | None:
-        """Return the first minute of the day to train in, and the first minute not to train in.
+        """Return the minute of the day at which training may start, and the minute at which it must stop.
 
         None means that the peer can train at any time of day.
         """
@@ -379,12 +382,12 @@ class PeerSettings(BaseModel):
 
     @property
     def listen_port(self) -> int:
-        """Return the gRPC port, or 0 for any two free ports."""
+        """Return the gRPC port, or 0 if any two free ports may be used for gRPC and libp2p."""
         return split_address(self.listen)[1]
 
     @property
     def libp2p_port(self) -> int:
-        """Return the libp2p port, which follows the gRPC port, or 0 for any free port."""
+        """Return the libp2p port, which follows the gRPC port, or 0 if any free port may be used."""
         return self.listen_port + 1 if self.listen_port else 0
 
     @property
@@ -417,7 +420,7 @@ def parse_rate(rate: str) -> float:
     The prefixes k, M and G are powers of 1,000. Raises ValueError for anything else.
     """
     match = RATE.fullmatch(rate.strip())
-    if not match:  # "5mb" could mean either
+    if not match:  # "5mb" could mean bits or bytes
         raise ValueError(f"{rate!r} is not a rate in bits or bytes, such as 2500kbit, 40mbit, 1gbit, 500kB/s or 5MB/s")
     number, bits, num_bytes = match.groups()
     bytes_per_s = float(number) * RATE_UNITS[(bits or num_bytes).lower()] / (8 if bits else 1)
@@ -457,7 +460,9 @@ def _from_file(path: Path) -> dict[str, Any]:
 
 
 def _from_environment(model: type[PeerSettings], environment: Mapping[str, str]) -> dict[str, Any]:
-    """Read NOLOCO_LISTEN and so on. Commas separate the values of a list and the pairs of a table."""
+    """Read the NOLOCO_* variables, such as NOLOCO_LISTEN. Commas separate the values of a list and the pairs of a
+    table.
+    """
     values: dict[str, Any] = {}
     for name, field in model.model_fields.items():
         text = environment.get(ENVIRONMENT_PREFIX + name.upper())

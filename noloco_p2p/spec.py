@@ -25,7 +25,8 @@ SPEC_VERSION = 1
 MAX_SPEC_BYTES = 64 * 1024  # a larger spec from the network is refused
 
 CodecName = Literal["fp32", "bf16", "int8", "int4"]
-# Coarse codecs are for outer gradients only, because mixing slow weights removes the difference that their errors make.
+# Coarse codecs are for outer gradients only. Their errors make the replicas differ, and only the mixing of slow
+# weights, which needs a finer codec, removes this difference.
 CoarseName = Literal["int2", "sign1"]
 GradientCodecName = Literal[CodecName, CoarseName, "none"]
 # Modulo codecs are for vectors in which partners nearly agree.
@@ -41,12 +42,13 @@ def about(text: str) -> Any:
     return Field(description=text)
 
 
-Positive = Annotated[int, Field(gt=0, le=10**12)]  # a stranger's spec must not overflow a number
+Positive = Annotated[int, Field(gt=0, le=10**12)]  # bounded so that a stranger's spec cannot cause an overflow
 Size = Annotated[int, Field(gt=0, le=2**22)]  # the size of a tensor or a batch
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
-# Fields that were added after version 1. At their defaults, they are not part of the digest, so older runs keep theirs.
+# Fields that were added after version 1. At their defaults, they are not part of the digest, so the digests of older
+# specs have not changed.
 YOUNG = (
     "model.random_weights",
     "model.parameter_seeds",
@@ -61,7 +63,7 @@ OTHER_KIND = {
     "TrainerSpec": "this run is trained by `noloco join`, and a RunSpec has no model, data, train or evaluate section",
 }
 PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-# Without an owner, the hub's libraries would look for a packaged builder or for a folder on this machine.
+# For a name without an owner, the hub's libraries would look for a packaged builder or for a folder on this machine.
 HUB_NAME = re.compile(rf"{PLAIN_NAME.pattern}/{PLAIN_NAME.pattern}")
 MIXTURE = "mix"  # the `source` of a DataSpec that mixes several sources
 
@@ -347,7 +349,7 @@ class OuterSpec(Section):
 
     @property
     def first_inner_steps(self) -> int:
-        """Return the length of a peer's first round, before anything is measured.
+        """Return the length of a peer's first round, in inner steps, before anything is measured.
 
         With "auto", it is the geometric mean of the bounds.
         """
@@ -378,7 +380,7 @@ class OuterSpec(Section):
     def gamma_bound(self) -> float:
         """Return the mixing strength at which the spread of randomly paired replicas stops shrinking.
 
-        The bound is exact for the mean square.
+        The bound is exact for the mean square of the spread.
         """
         if self.swap_momentum:
             return 2 * (2 - self.alpha**2) / (2 + self.alpha)
@@ -448,9 +450,10 @@ class EvaluateSpec(Section):
 
 
 class PipelineSpec(Section):
-    """A pipeline, for a model that is larger than a peer.
+    """A pipeline, for a model that is too large for a single peer.
 
-    Each peer holds one of `stages` runs of consecutive blocks. With one stage, each peer holds all blocks.
+    The consecutive blocks of the model are divided into `stages` stages, and each peer holds one of them. With one
+    stage, each peer holds all blocks.
     """
 
     stages: Annotated[
@@ -495,8 +498,9 @@ class PipelineSpec(Section):
 class Spec(Section):
     """The settings that the peers of any run share.
 
-    `digest()` names the run, `load()` and `from_json()` check what they read, and peers send each other
-    `canonical_json()`. `RunSpec` is the spec of a training script, and `TrainerSpec` is the spec of `noloco join`.
+    `digest()` identifies the run, and `canonical_json()` is the form in which peers send the spec. `load()` and
+    `from_json()` check the specs that they read. `RunSpec` is the spec of a training script, and `TrainerSpec` is the
+    spec of `noloco join`.
     """
 
     version: Annotated[Literal[1], about("version of the spec format")] = SPEC_VERSION
@@ -528,7 +532,7 @@ class Spec(Section):
 
     @property
     def schedule_steps(self) -> int:
-        """Return the number of inner steps of the whole run. `progress` is a fraction of them."""
+        """Return the number of inner steps of the whole run. `progress` is the fraction of them that is done."""
         raise NotImplementedError
 
     @property
@@ -589,7 +593,8 @@ class Spec(Section):
 
     @classmethod
     def from_dict(cls, values: dict[str, Any], *, origin: str) -> Self:
-        """Check `values` and return the spec. Raises SpecError, which names every wrong dotted field and `origin`.
+        """Check `values` and return the spec. Raises SpecError, which gives `origin` and the dotted name of every
+        invalid field.
 
         `Spec.from_dict` returns a RunSpec or a TrainerSpec. The two subclasses refuse values of the other kind.
         """
@@ -620,8 +625,8 @@ class Spec(Section):
 
     @classmethod
     def from_json(cls, data: bytes, *, expected_digest: str, origin: str) -> Self:
-        """Read a spec that another peer sent. Raises SpecError if it is wrong or does not have the digest of the
-        ticket.
+        """Read a spec that another peer sent. Raises SpecError if the spec is invalid, or if its digest is not the one
+        in the ticket.
         """
         if len(data) > MAX_SPEC_BYTES:
             raise SpecError(f"{origin}: a spec of {len(data)} bytes exceeds the limit of {MAX_SPEC_BYTES} bytes")
@@ -723,9 +728,9 @@ class TrainerSpec(Spec):
 
 
 def _name(name: str) -> str:
-    """Check that `name` is a name on the hub or one that a machine can bind.
+    """Check that `name` is a name on the hub, or a name that a machine can bind.
 
-    A path would let a stranger choose a place on each machine.
+    A path would let a stranger choose a file or folder on each machine.
     """
     if name and not (HUB_NAME.fullmatch(name) or PLAIN_NAME.fullmatch(name)):
         raise ValueError(
@@ -743,7 +748,7 @@ def describe(error: ValidationError) -> str:
         message = item["msg"].removeprefix("Value error, ")
         first_word = message.split(" ", 1)[0]
         if item["type"] == "value_error":
-            if first_word.isidentifier():  # our own checks name the field themselves
+            if first_word.isidentifier():  # our own checks already name the field
                 dotted, message = f"{dotted}.{first_word}" if dotted else first_word, message.partition(" ")[2]
         elif item["type"] == "extra_forbidden":
             message = "is not a known field"

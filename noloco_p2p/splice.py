@@ -9,15 +9,15 @@ from pathlib import Path
 
 BLOCK_BYTES = 256 * 1024
 
-# All splices share it, because it holds nothing between two callbacks of the event loop.
+# All splices share this block, because it holds no data between two callbacks of the event loop.
 _block = memoryview(bytearray(BLOCK_BYTES))
 
 
 class OneWay:
     """A copy in one direction, from `source` to `sink`.
 
-    It reads only while it holds no unsent data. `may_take` returns how many more bytes may be read, and 0 ends the
-    copy. `on_end` is called once, with true if the source ended cleanly.
+    It reads only while it holds no unsent data. `may_take` returns how many more bytes may be read. If it returns 0,
+    the copy ends. `on_end` is called once, with true if the source ended cleanly.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class Splice:
         self._on_end()
 
     def _caller_ended(self, is_peaceful: bool) -> None:
-        """Forward a clean end to the server, which may still send."""
+        """Forward a clean end to the server, which can still send data."""
         try:
             if is_peaceful and not self._is_over:
                 self._far.shutdown(socket.SHUT_WR)

@@ -1,4 +1,4 @@
-"""Tune TCP sockets, and let a caller find out which address others see it at.
+"""Tune TCP sockets, and let a caller find out which address others see when it calls.
 
 A connection that begins with ASK is answered with the address and port that it comes from, and is then closed. TLS
 begins with a different byte.
@@ -13,9 +13,11 @@ from noloco_p2p.hosts import ip_of, is_port
 
 ASK = b"?"
 MAX_ANSWER_BYTES = 64
-# Sent data that is not yet acknowledged may fill the link. More data queued behind it would delay a ping.
+# The limit on data that is queued but not yet sent. Data in flight can fill the link, and more data queued behind it
+# would delay a ping.
 UNSENT_BYTES = 256 * 1024
-UNACKNOWLEDGED_MS = 5_000  # then the other machine counts as gone; gRPC uses the same value for its own connections
+# Without an acknowledgement for this long, the other machine counts as gone. gRPC uses the same value.
+UNACKNOWLEDGED_MS = 5_000
 FIRST_BYTE_S = 5.0
 MAX_ASKING = 256
 
@@ -30,7 +32,7 @@ def tune(connection: socket.socket) -> None:
     connection.setblocking(False)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     for name, value in (("TCP_NOTSENT_LOWAT", UNSENT_BYTES), ("TCP_USER_TIMEOUT", UNACKNOWLEDGED_MS)):
-        if hasattr(socket, name):  # macOS does not have all of them
+        if hasattr(socket, name):  # macOS does not have all of these options
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
@@ -48,7 +50,7 @@ def seen_from(connection: socket.socket) -> bytes:
 
 
 async def ask_from_where(connection: socket.socket) -> Endpoint:
-    """Ask the other end of a connection which address it sees. Raises OSError or ValueError."""
+    """Ask the other end of a connection which address it sees for this end. Raises OSError or ValueError."""
     loop = asyncio.get_running_loop()
     await loop.sock_sendall(connection, ASK)
     answer = b""
@@ -62,7 +64,7 @@ async def ask_from_where(connection: socket.socket) -> Endpoint:
 
 
 class Mirror:
-    """A server that tells callers which address it sees them at.
+    """A server that tells callers the address that they come from.
 
     A node without a gRPC server runs it on its own port.
     """
@@ -87,7 +89,7 @@ class Mirror:
                 async with asyncio.timeout(FIRST_BYTE_S):
                     if await reader.read(1) == ASK:
                         writer.write(seen_from(writer.get_extra_info("socket")))
-        except OSError:  # TimeoutError is one
+        except OSError:  # includes TimeoutError
             pass
         finally:
             self._num_asking -= 1

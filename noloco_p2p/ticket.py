@@ -1,9 +1,9 @@
-"""Encode and decode tickets. A ticket is one string that names a run and tells where to enter it.
+"""Encode and decode tickets. A ticket is one string that names a run and the addresses through which to enter it.
 
     noloco1 + base32( length:2 | fields.. | checksum:4 )      lower case, no padding, one line
 
-A field is `id:1 | length:2 | bytes`. Readers skip unknown ids, so newer tickets can carry more. The length makes it
-possible to tell a truncated ticket from a mistyped one. Numbers are big-endian.
+A field is `id:1 | length:2 | bytes`. Readers skip unknown ids, so newer tickets can have more fields. The length makes
+it possible to tell a truncated ticket from a mistyped one. Numbers are big-endian.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ MAX_FILE_BYTES = 64 * 1024
 
 
 def resolve(text: str, *, timeout_s: float = FILE_TIMEOUT_S) -> str:
-    """Wait until FILE exists and return its line for `@FILE`, or return any other text unchanged.
+    """For `@FILE`, wait until FILE exists, and return its line. Return any other text unchanged.
 
     Raises SettingsError if the file is not written in time.
     """
@@ -46,7 +46,9 @@ def opened(run: str) -> TrainerSpec | Ticket:
 
 
 def ticket_in(run: str) -> str:
-    """Return the ticket in FILE for `@FILE`, and any other text unchanged. Raises TicketError if FILE has no ticket."""
+    """For `@FILE`, return the ticket in FILE. Return any other text unchanged. Raises TicketError if FILE has no
+    ticket.
+    """
     from noloco_p2p.ticket import Ticket
 
     if not run.startswith("@"):
@@ -76,9 +78,9 @@ def write(path: Path | None, line: str, *, flag: str, is_secret: bool = False) -
 
 
 def _read(path: Path) -> str:
-    """Return an empty string while the file is missing or empty.
+    """Return the only word in the file, or an empty string if the file is missing or empty.
 
-    Raises SettingsError if it is unreadable, too large, or has more than one word.
+    Raises SettingsError if the file is unreadable, too large, or has more than one word.
     """
     try:
         if path.stat().st_size > MAX_FILE_BYTES:

@@ -54,7 +54,7 @@ def own_rank() -> OwnRank | None:
 
 
 def _leave_with(launcher_pid: int) -> None:
-    """Arrange that this process gets SIGTERM when the launcher ends. Rank 0 then leaves, and the other ranks follow."""
+    """Arrange for this process to get SIGTERM when the launcher ends. Rank 0 then leaves, and the others follow."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
         return

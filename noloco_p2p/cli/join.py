@@ -199,7 +199,9 @@ def unused_data(spec: TrainerSpec, settings: PeerSettings) -> list[str]:
 
 
 def unknown_name(settings: PeerSettings) -> list[str]:
-    """Warn if the host of --announce does not resolve. It may resolve on other machines, so this is not an error."""
+    """Return a warning if the host of --announce does not resolve. It may resolve on other machines, so this is not an
+    error.
+    """
     from noloco_p2p.swarm.addresses import resolves
 
     host = settings.announced[0]
@@ -213,7 +215,7 @@ def unknown_name(settings: PeerSettings) -> list[str]:
 def _leave_on_signals(peer: Peer) -> None:
     """Leave cleanly at the first SIGINT or SIGTERM, and exit at once at the second.
 
-    A `noloco leave` does not count as a signal.
+    A `noloco leave` before that does not count as a first signal.
     """
     is_signalled = False
 

@@ -27,8 +27,8 @@ Changes = Annotated[
 def takes_settings(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Replace the parameter `settings` of a command with the flags of these settings, or of all settings.
 
-    The command receives an instance of the class with which the parameter is annotated. It also contains the values
-    from the other sources.
+    The command receives an instance of the class with which the parameter is annotated. The instance also contains the
+    values from the other sources.
     """
 
     def decorate(verb: Callable[..., None]) -> Callable[..., None]:

@@ -44,7 +44,7 @@ def resume(settings: PeerSettings, timeout_s: Timeout = 120.0) -> None:
 
 
 def _ask(folder: Path, verb: str) -> tuple[Path, dict[str, Any]]:
-    """Send a command to the peer, and return the state folder and the answer. Exit with code 1 if no peer runs."""
+    """Send a command to the peer, and return the state folder and the answer. Exit with code 1 if there is no peer."""
     from noloco_p2p.control import FolderLock, ask
 
     reply = ask(folder, verb)

@@ -54,7 +54,7 @@ def _opens(run_key: Path | None, ticket: Ticket) -> bool:
 def _invited(ticket: Ticket, run_key: Path | None, for_s: float) -> Ticket:
     """Return the ticket with an invitation that expires after `for_s` seconds.
 
-    Raises SettingsError if it is impossible.
+    Raises SettingsError if the run is open, or if `run_key` is missing or is the key of another run.
     """
     from noloco_p2p.identity import Identity
     from noloco_p2p.invitation import invite

@@ -1,1 +1,1 @@
-"""A demonstration: it runs peers in processes on loopback, shows their progress, and evaluates the result."""
+"""A demonstration that runs peers in processes on loopback, shows their progress, and evaluates the result."""

@@ -17,7 +17,7 @@ MEASURED_S, MEASURED_STEPS = 3.0, 8  # minimum seconds and inner steps of a meas
 FEWEST_STEPS, FEWEST_ROUNDS = 60, 12
 MANY_STEPS = 10_000  # total steps of the spec that is checked and measured before the number of steps is known
 UPKEEP = 1.35  # time of a step with swaps, evaluation and the network thread, relative to the time of a bare step
-START_AND_END_S = 12.0  # for joining, closing rounds, leaving and merging, without the steps below
+START_AND_END_S = 12.0  # for joining, closing rounds, leaving and merging, not counting the steps below
 START_AND_END_STEPS = (
     30  # these steps take as long as the evaluations at start and end and the measurements of each peer
 )
@@ -27,7 +27,7 @@ PIPELINE_UPKEEP = 2.4  # the UPKEEP of a pipeline, which also has codecs and str
 
 @dataclass(frozen=True, slots=True)
 class DemoPlan:
-    """The plan of a demo. `folder` contains the spec, a folder with the log of each peer, and the exported model.
+    """The plan of a demo.
 
     `folder` holds the spec, a folder for each peer with its log, and the exported model. If `num_steps` is None, the
     demo takes as many steps as this machine can take in `minutes`.
@@ -43,7 +43,7 @@ class DemoPlan:
     num_stages: int = 1
 
     def check(self) -> None:
-        """Check the plan before anything starts. Raises SettingsError or SpecError if it has a mistake."""
+        """Check the plan before anything starts. Raises SettingsError or SpecError if the plan has a mistake."""
         spec, stages = self.spec(self.num_steps or MANY_STEPS), self.num_stages
         if spec.pipeline.stages != stages:
             raise SettingsError(
@@ -69,7 +69,9 @@ class DemoPlan:
         return index % self.num_stages if self.num_stages > 1 else None
 
     def spec(self, num_steps: int) -> TrainerSpec:
-        """Return the preset `tiny` with a schedule of `num_steps`, with rounds short enough for about a dozen."""
+        """Return the preset `tiny` with a schedule of `num_steps`, and with rounds that are short enough for about a
+        dozen.
+        """
         tiny = PRESETS["tiny"]
         longest = max(1, min(tiny.outer.max_inner_steps, num_steps // FEWEST_ROUNDS))
         changes = {
@@ -89,7 +91,7 @@ class DemoPlan:
 
 
 def step_s_of_all(plan: DemoPlan, spec: TrainerSpec, *, step_s: float, num_cores: int) -> float:
-    """Return the seconds of one inner step of each peer, or of each head of a pipeline.
+    """Return how many seconds one inner step takes each peer, or each head of a pipeline.
 
     `step_s` is the time of an inner step with one thread while every core is busy. For a pipeline, it is the sum over
     the stages.
@@ -108,7 +110,7 @@ def steps_that_fit(seconds: float, *, each_s: float) -> int:
 
 
 def measure_step_s(spec: TrainerSpec) -> float:
-    """Measure the seconds of an inner step on random tokens with one thread. Call it in a separate process."""
+    """Measure how many seconds an inner step takes on random tokens with one thread. Call it in a separate process."""
     import torch
 
     from noloco_p2p.trainer.inner_step import InnerStep
@@ -129,7 +131,7 @@ def measure_step_s(spec: TrainerSpec) -> float:
 
 
 def measure_pipeline_s(spec: TrainerSpec) -> float:
-    """Measure the seconds of one head's batch, as the sum over all stages. Call it in a separate process."""
+    """Measure how many seconds one head's batch takes, summed over all stages. Call it in a separate process."""
     import torch
 
     from noloco_p2p.trainer.cut import cut_of
@@ -146,7 +148,7 @@ def measure_pipeline_s(spec: TrainerSpec) -> float:
 
 
 def _lower_quartile_s(measure: Callable[[], float]) -> float:
-    """Return the lower quartile of many measurements, because other programs slow down some of them."""
+    """Return the lower quartile of many measurements, because other programs may slow down some of them."""
     durations_s: list[float] = []
     while sum(durations_s) < MEASURED_S or len(durations_s) < MEASURED_STEPS:
         durations_s.append(measure())

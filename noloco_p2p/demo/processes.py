@@ -1,6 +1,6 @@
 """Starts processes from a fork server that has imported torch, transformers and hivemind.
 
-Importing them takes a core about four seconds. Forked peers do not have to repeat it.
+Importing them takes one core about four seconds. Forked peers do not repeat these imports.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ class DemoPeer:
         return self.exit_code is not None or (self.status or {}).get("state") == "done"
 
     def is_back(self) -> bool:
-        """Whether the peer is training again after it was last killed."""
+        """Whether the peer has begun to train again since it was last killed."""
         return (self.status or {}).get("state", "entering") != "entering"
 
     def kill(self) -> None:

@@ -1,4 +1,4 @@
-"""The report of a demo, from the events that its peers logged and from the mean of their models."""
+"""Builds the report of a demo from the events that its peers logged, and from the mean of their models."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class Demo:
         self._num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self._began_s = time.monotonic()
         self._trains_since: tuple[float, int] | None = (
-            None  # the time when all peers had begun, and the steps they had done by then
+            None  # the time at which all peers had begun, and the number of steps done by then
         )
 
     @property
@@ -132,7 +132,7 @@ class Demo:
         first.join()
 
     def _cut(self) -> dict[str, Any]:
-        """Return the changes of the spec that cut the model. Raises SpecError if there are more stages than blocks."""
+        """Return the changes to the spec that cut the model. Raises SpecError if there are more stages than blocks."""
         spec = self.plan.spec(MANY_STEPS)
         if spec.pipeline.stages == 1 or spec.pipeline.cut != "auto":
             return {}
@@ -249,7 +249,7 @@ def _state(peer: DemoPeer) -> str:
 
 
 class Chaos:
-    """Kills a peer now and then, and restarts it. The seed determines which peer and when."""
+    """Kills a peer now and then, and restarts it. The seed determines which peers are killed, and when."""
 
     def __init__(self, peers: Sequence[DemoPeer], *, ticket: str, seed: int, now_s: float) -> None:
         self._peers = peers
@@ -263,8 +263,8 @@ class Chaos:
         return self._dead is not None
 
     def step(self, now_s: float) -> None:
-        """Kill or restart a peer if one is due. Kills begin when all peers train, and at most one peer is down at a
-        time.
+        """Kill or restart a peer if one is due. Kills begin once all peers are training, and at most one peer is down
+        at a time.
         """
         if self._dead and now_s >= self._dead[1]:
             self._dead[0].start(self._ticket)

@@ -1,1 +1,1 @@
-"""Checks whether this machine and its connection to a run would prevent training, and says how to fix it."""
+"""Checks this machine and its connection to a run for problems that prevent training, and says how to fix them."""

@@ -1,4 +1,4 @@
-"""The result of a check and its format, and the check of the packages that the other checks import."""
+"""Defines how the result of a check is stored and printed, and checks the packages that the other checks import."""
 
 from __future__ import annotations
 

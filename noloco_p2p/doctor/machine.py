@@ -27,7 +27,7 @@ from noloco_p2p.trainer.compute import Compute, choose_device
 
 LOW_DISK_BYTES = 5 << 30
 LOW_MEMORY_BYTES = 2 << 30
-SLOW_CODEC_BYTES_PER_S = 200e6  # of fp32; a swap over a fast link waits for a slower codec
+SLOW_CODEC_BYTES_PER_S = 200e6  # of fp32 values; a slower codec would delay swaps over a fast link
 CODEC_CHUNKS = 8
 
 
@@ -117,7 +117,7 @@ def free_time() -> Check:
 
 
 def codec_speed(name: str = "int8") -> Check:
-    """Measure the encoding and decoding of one vector in preallocated memory, as in a swap.
+    """Measure the speed of encoding and decoding one vector in preallocated memory, as in a swap.
 
     The speed is the best of three measurements, in bytes of fp32 per second.
     """

@@ -57,7 +57,7 @@ async def examine(ticket: Ticket, settings: PeerSettings) -> list[Check]:
         except PeerError as error:
             fix = "get a new ticket; if other peers can enter, allow outgoing TCP traffic and set this machine's clock"
             return [Check("way in", "failed", str(error), fix)]
-        local = ask(settings.state_dir, "status") or {}  # the peer that runs here, which cannot check this machine
+        local = ask(settings.state_dir, "status") or {}  # the peer on this machine, which must not be asked to check it
         peers = [peer for peer in directory.live() if peer.can_be_called and peer.peer_id != local.get("peer_id")]
         random.shuffle(peers)
         session = Session(directory.identity, ticket.invitation)
@@ -165,7 +165,7 @@ def reachability(probed: probe.Probed, peer: Candidate) -> Check:
 
 @asynccontextmanager
 async def _listening(settings: PeerSettings, local: Mapping[str, Any]) -> AsyncIterator[list[int]]:
-    """Yield the two ports of the peer on this machine. If none is running, listen on its ports meanwhile."""
+    """Yield the two ports of the peer on this machine. If none is running, listen on the configured ports meanwhile."""
     if local:
         yield [*remembered_ports(settings.state_dir).values()]
         return
@@ -178,7 +178,7 @@ async def _listening(settings: PeerSettings, local: Mapping[str, Any]) -> AsyncI
         for port in (settings.listen_port, settings.libp2p_port):
             servers.append(await asyncio.start_server(hang_up, settings.listen_host.strip("[]"), port))
     except OSError:
-        pass  # the check of the ports reports why
+        pass  # the `ports` check reports why
     try:
         yield [server.sockets[0].getsockname()[1] for server in servers]
     finally:
@@ -224,7 +224,7 @@ async def _speed(transport: GrpcTransport, peer: Candidate, manifest: StateManif
 
 
 def model(spec: TrainerSpec, settings: PeerSettings) -> list[Check]:
-    """Check the needs of a run on this machine, using only its spec. Raises ModelError."""
+    """Check whether this machine meets the needs of a run, using only the run's spec. Raises ModelError."""
     if spec.pipeline.stages > 1:
         return stages(spec, settings)
     num_parameters, _ = count_parameters(spec.model, sequence_length=spec.data.sequence_length, folders=settings.models)
@@ -232,7 +232,7 @@ def model(spec: TrainerSpec, settings: PeerSettings) -> list[Check]:
 
 
 def needs(spec: Spec, num_parameters: int, settings: PeerSettings) -> Check:
-    """Compare the memory and disk space that the run's model needs, without activations, with the free space."""
+    """Compare the memory and disk space that the run's model needs (without activations) with what is free."""
     folder = next(parent for parent in (settings.state_dir, *settings.state_dir.parents) if parent.exists())
     found = estimate(spec, num_parameters=num_parameters, step_s=1.0, folder=folder)
     text = (
@@ -249,8 +249,7 @@ def needs(spec: Spec, num_parameters: int, settings: PeerSettings) -> Check:
 def stages(spec: TrainerSpec, settings: PeerSettings, *, download_bytes_per_s: float | None = None) -> list[Check]:
     """Check the cost of each stage on this machine, and how many tokens its link can carry.
 
-    The check fails if this machine cannot hold any stage.
-    `download_bytes_per_s` is the measured speed, or None.
+    The check fails if this machine cannot hold any stage. `download_bytes_per_s` is the measured speed, or None.
     """
     try:
         needs = StageNeeds.as_cut(spec, folders=settings.models)
@@ -278,7 +277,7 @@ def _stage(needs: StageNeeds, fitting: Fitting, stage: int, settings: PeerSettin
 
 
 def _link(needs: StageNeeds, settings: PeerSettings, download_bytes_per_s: float | None) -> Check:
-    """Check the link at the lowest of the measured rate and the limits in the settings."""
+    """Check the link at the measured rate or at the limits in the settings, whichever is lower."""
     known = {
         "measured": download_bytes_per_s,
         "--max-upload": settings.upload_bytes_per_s,

@@ -92,7 +92,7 @@ class NoLoCoCallback(TrainerCallback):
             control.should_save = args.save_strategy != SaveStrategy.NO
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Add the values of NoLoCo to the Trainer's history, and to the logs that later callbacks get."""
+        """Add the NoLoCo metrics to the Trainer's history, and to the logs that later callbacks get."""
         logs, metrics = kwargs["logs"], self.peer.metrics
         metrics.loss = logs.get("loss", metrics.loss)
         metrics.validation_loss = logs.get("eval_loss", metrics.validation_loss)

@@ -49,7 +49,7 @@ class NoLoCoCallback(Callback):
         self._session: TrainingSession | None = None
         self._saved: dict[str, Any] | None = None  # Lightning loads it, and it is used when training begins
         self._losses: list[Tensor] = []
-        self._num_steps = 0  # at the last check of this callback
+        self._num_steps = 0  # the number of steps when this callback last checked
 
     @property
     def outer(self) -> NoLoCo:
@@ -87,7 +87,7 @@ class NoLoCoCallback(Callback):
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, Tensor):
             self._losses.append(loss.detach() * trainer.accumulate_grad_batches)  # undo the division by Lightning
-        if self.outer.num_steps > self._num_steps:  # false between batches whose gradients are accumulated
+        if self.outer.num_steps > self._num_steps:  # false while Lightning accumulates gradients
             self._begun.pause_if_asked()
         self._num_steps = self.outer.num_steps
         if self.peer.leave_requested.is_set():
@@ -108,7 +108,7 @@ class NoLoCoCallback(Callback):
         self._saved = state_dict
 
     def _round_ended(self, trainer: Trainer) -> None:
-        """Update the loss and log the values of NoLoCo.
+        """Update the loss, and log the NoLoCo metrics.
 
         This runs within the step of the optimizer, so the loss of the current batch belongs to the next round.
         """

@@ -97,7 +97,7 @@ class TrainingSession:
 
 
 def logged_values(metrics: Metrics) -> dict[str, float]:
-    """Return the values of NoLoCo for a trainer's own logs."""
+    """Return the NoLoCo metrics that a trainer adds to its own logs."""
     values = {
         "noloco/round": metrics.round,
         "noloco/progress": metrics.progress,

@@ -26,7 +26,7 @@ from noloco_p2p.ticket import Ticket
 SUMMARY_VERSION = 1
 SETTLE_S = 2.0  # wait after the first record; the others arrive with the same read or the next one
 COMMON_MARK_S = TTL_S / 4 + 5.0  # the time until every peer has announced itself again and its record has been read
-MOST = 2 / 3  # share of the peers that publish a sketch
+MOST = 2 / 3  # minimum share of the peers with sketches that must have a mark in common
 LOOK_AGAIN_S = 1.0
 # The causes of solo rounds are shown together.
 SHOWN = tuple(name for name in RECORDED if not name.startswith("alone_"))
@@ -99,7 +99,7 @@ class Watcher:
     def totals(self) -> dict[str, Any]:
         """Return the totals of the swarm.
 
-        In a run with stages, only the heads count for the speed, because each token passes through all stages. The
+        In a run with stages, only the heads count towards the speed, because each token passes through all stages. The
         spread is the largest spread of any stage.
         """
         health = Counter(member.health(self.now_s) for member in self.roster.members.values())

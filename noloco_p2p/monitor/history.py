@@ -27,7 +27,7 @@ OCTAVES = 12  # doublings of age that fit: 360 ticks times 2^12 are half a year
 THIN_EVERY_TICKS = 30
 MAX_MEETINGS = 5_000
 MAX_SERIES = 60  # maximum number of peers whose curves are returned at once
-NAMES = (*(total.name for total in TOTALS), "spread")  # of the totals whose curves are kept
+NAMES = (*(total.name for total in TOTALS), "spread")  # names of the totals whose curves are kept
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS swarm (tick INTEGER PRIMARY KEY, alive INTEGER);
 CREATE TABLE IF NOT EXISTS peer (id INTEGER PRIMARY KEY, name TEXT UNIQUE);
@@ -68,7 +68,7 @@ class History:
             self._db = _opened(path)
         except (OSError, sqlite3.Error) as error:
             raise SettingsError(f"--history {path} cannot be used: {error}; choose another file") from None
-        self._using = threading.Lock()  # guards the connection and the caches of its rows
+        self._using = threading.Lock()  # guards the database connection and the caches of its rows
         self._ids = {name: number for number, name in self._db.execute("SELECT id, name FROM peer")}
         self._last_tick = self._db.execute("SELECT max(tick) FROM swarm").fetchone()[0] or 0
         self._failed = False
@@ -130,7 +130,7 @@ class History:
 
     def _insert(self, tick: int, summary: dict[str, Any], meetings: Sequence[Meeting]) -> None:
         totals = summary["totals"]
-        # A sum of counts may exceed SQLite's integers, which end at 2^63.
+        # A sum of counts can exceed the range of SQLite's integers, which ends at 2^63.
         sums = [None if totals[name] is None else float(totals[name]) for name in NAMES]
         values = (tick, totals[Health.ALIVE] + totals[Health.SILENT], *sums)
         self._db.execute(f"INSERT OR REPLACE INTO swarm VALUES ({', '.join('?' * len(values))})", values)

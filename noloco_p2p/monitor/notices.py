@@ -15,10 +15,10 @@ from noloco_p2p.swarm.dial_back import OPEN, Reach
 from noloco_p2p.swarm.records import PeerRecord
 from noloco_p2p.telemetry.console import counted, duration, named, numbered_stages
 
-STALE_AFTER_S = 20.0  # age of the directory, which is read every 5 s
+STALE_AFTER_S = 20.0  # the directory is read every 5 s, and counts as stale after this long without a successful read
 SOLO_SHARE = 0.25
 ENOUGH_ROUNDS = 10
-ASTRAY = 4.0  # multiple of the median distance
+ASTRAY = 4.0  # a peer is reported if its distance from the mean of all peers is this multiple of the median distance
 UNREACHED_ROUNDS = 10
 
 CAUSES = {

@@ -1,7 +1,7 @@
 """Keeps track of the peers that a monitor has seen, their health, and who swapped with whom.
 
-The directory forgets a peer when its record expires, but an operator wants to know which peers were lost, and when. The
-code does no I/O and reads no clock.
+The directory forgets a peer when its record expires, but an operator wants to know which peers were lost, and when.
+This module does no I/O and reads no clock.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from enum import StrEnum
 from noloco_p2p.gossip.outcome import LonelyCause
 from noloco_p2p.swarm.records import TTL_S, PeerRecord
 
-SILENT_AFTER_S = 35.0  # it missed two announcements
-LEAVING_FOR_S = 20.0  # after this long, a peer that is leaving counts as having left
+SILENT_AFTER_S = 35.0  # after this long without a new record, a peer has missed two announcements
+LEAVING_FOR_S = 20.0  # after being in the state "leaving" for this long, a peer counts as having left
 FORGET_AFTER_S = 3600.0
 MAX_PEERS = 20_000
 MAX_MEETINGS = 5_000
@@ -90,9 +90,9 @@ class Roster:
             self._window.popleft()
 
     def lately(self) -> dict[str, int]:
-        """Return the number of rounds in the last ten minutes by outcome, and the number of solo rounds by cause.
+        """Return the numbers of rounds in the last ten minutes by outcome, and the numbers of solo rounds by cause.
 
-        It counts only rounds that this roster has observed.
+        Only rounds that this roster has observed are counted.
         """
         begun = self._window[0][1] if self._window else dict.fromkeys(ROUNDS, 0)
         return {name: self._counts[name] - begun[name] for name in ROUNDS}

@@ -1,4 +1,4 @@
-"""Estimates how far apart the replicas are from the sketches in their records, without fetching any weights.
+"""Uses the sketches in the peers' records to estimate how far apart the replicas are, without fetching any weights.
 
 spread = sqrt(mean_i |phi_i - mean|^2) / |mean|, where phi_i are the slow weights of peer i. It is the quantity that
 `trainer.swarm_evaluation` measures on checkpoints. The distances follow from the sketches, and the records contain the
@@ -8,9 +8,9 @@ Peers make sketches at marks, which are fixed points of the schedule (`peer/sket
 mark can be compared. A record holds one sketch, and peers reach a mark and announce it at different times. For this
 reason, the monitor keeps the last few sketches of each peer. It uses the newest mark that nearly as many peers have as
 any other mark. If the same peers share more marks close to it, the monitor averages over them, because the sketches of
-different marks are independent. With n peers whose deviations are independent, one mark
-gives the spread with a relative standard deviation of 1 / sqrt(2 * SKETCH_SIZE * (n - 1)), which is 9 % for two peers.
-Averaging over k marks divides this by sqrt(k). Two peers that have just swapped with each other count as one.
+different marks are independent. With n peers whose deviations are independent, one mark gives the spread with a
+relative standard deviation of 1 / sqrt(2 * SKETCH_SIZE * (n - 1)), which is 9 % for two peers. Averaging over k marks
+divides this by sqrt(k). Two peers that have just swapped with each other count as one.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class _Kept:
 
 
 class Sketches:
-    """The last few sketches of every peer, by mark."""
+    """The newest sketches of every peer, by mark."""
 
     def __init__(self) -> None:
         self._by_peer: dict[str, _Kept] = {}
@@ -84,7 +84,7 @@ class Sketches:
                 self._by_peer[record.peer_id] = kept
 
     def measure(self) -> Spread | None:
-        """Measure the spread of the peers that share a mark. It is None if no two peers do."""
+        """Measure the spread of the peers that share a mark. The result is None if no two peers share one."""
         by_mark: dict[int, dict[str, Sketch]] = defaultdict(dict)
         for peer, kept in self._by_peer.items():
             for mark, sketch in kept.by_mark.items():

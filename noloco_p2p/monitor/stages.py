@@ -15,7 +15,8 @@ COUNTED = ("queue", "microbatches", "lost_microbatches", "late_microbatches")
 
 
 def stage_rows(living: Sequence[PeerRecord], spreads: Mapping[int, Spread]) -> list[Stage]:
-    """Return one object per stage, with the least capacity first. The list is empty if peers hold whole models.
+    """Return one object per stage, with the stage of the least capacity first. The list is empty if peers hold whole
+    models.
 
     `living` has the records of the peers that are alive or silent. A stage that no peer serves has 0 peers.
     """

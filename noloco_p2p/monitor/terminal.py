@@ -176,7 +176,7 @@ def view(swarm: dict[str, Any], choice: Choice, *, width: int, height: int) -> G
     more = "and {} more: use --filter, --sort or a larger window"
     stages = swarm["stages"][: height // STAGES_SHARE]
     used = sum(len(textwrap.wrap(line.plain, width)) for line in [*lines, Text(more)])
-    used += len(stages) + 2 if stages else 0  # their header, and the line about hidden ones
+    used += len(stages) + 2 if stages else 0  # plus a header, and a line about hidden stages
     room = max(
         1, height - used - 3
     )  # without a blank line, the header, and the line that a terminal reserves for the cursor

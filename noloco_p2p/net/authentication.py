@@ -1,9 +1,9 @@
 """Authenticate callers, decide whether their calls may continue, and limit the number of calls that a caller has open.
 
-An unauthenticated caller gets a connection for a few seconds. The number of such connections per network is small
-(`proxy.py`). Such a connection allows at most two greetings, and it is closed after one refused call. Once a peer has
-authenticated itself, its open calls are counted by peer id. `proxy.py` and `options.py` limit the sizes of messages. An
-accepted swap limits the number of its connections itself.
+An unauthenticated caller can keep a connection for only a few seconds. The number of such connections per network is
+limited (`proxy.py`). Such a connection allows at most two greetings, and it is closed after one refused call. Once a
+peer has authenticated itself, its open calls are counted by peer id. `proxy.py` and `options.py` limit the sizes of
+messages. An accepted swap itself limits its number of connections.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Caller:
     """The peer that makes a call.
 
     `peer_id` is authenticated, or empty if there is no authentication. `address` is gRPC's name for the connection.
-    Call `accepted` once a request is accepted that takes long or transfers much data.
+    Call `accepted` after accepting a request that takes long or transfers much data.
     """
 
     peer_id: str
@@ -113,9 +113,9 @@ class Authenticator:
     def fetching(self, caller: str) -> Iterator[Callable[[], None]]:
         """Account for one fetch of chunks, and yield a function that checks whether it may continue.
 
-        That function raises Refused once the same peer has begun another fetch. The newer fetch counts, because the
-        older one may hang in a dead connection. A third fetch raises Refused at once, because each one can hold a slot
-        of the donor until it ends.
+        That function raises Refused once the same peer has begun another fetch. The newer fetch takes precedence,
+        because the older one may hang on a dead connection. A third fetch raises Refused at once, because each fetch
+        can hold a slot of the donor until it ends.
         """
         busy = Refused(
             "you already have another fetch in progress", code=frames.RefuseCode.BUSY.name, retry_after_s=5.0

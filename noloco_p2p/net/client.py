@@ -1,4 +1,4 @@
-"""Implement the Transport, with which this peer calls others, on gRPC.
+"""Implement Transport, the interface through which this peer calls others, on top of gRPC.
 
 It raises only PeerError and its subclasses.
 """
@@ -26,7 +26,7 @@ from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 from noloco_p2p.net.wire.v1.peer_pb2_grpc import PeerStub
 
 POLICY = ConnectionPolicy()
-SETTLE_ROUND_TRIPS = 40  # the time that a new TCP stream needs to find its rate
+SETTLE_ROUND_TRIPS = 40  # the round trips that a new TCP stream needs to find its rate
 MAX_MANIFEST_CHUNKS = 1 << 20  # enough for 1 TiB of state; a larger manifest is refused
 
 
@@ -34,8 +34,7 @@ class GrpcTransport:
     """A transport that dials other peers.
 
     Each call has its own connection, because a swap can use the whole link for minutes. A swap opens further
-    connections as long as they make it faster. The best number of connections is remembered
-    for each address.
+    connections as long as they make it faster. The best number of connections is remembered for each address.
     """
 
     def __init__(
@@ -57,7 +56,7 @@ class GrpcTransport:
     async def open_swap(self, candidate: Candidate, *, timeout_s: float) -> CallerStream:
         """Connect, and open a swap stream. Raises Unreachable or TimedOut."""
         wire = await connect(self._connector, candidate, SWAP_METHOD, timeout_s=timeout_s, limits=self._limits)
-        # The time to connect does not measure a round trip. If a hole is punched, it includes the relay's help.
+        # The time to connect is no measure of the round-trip time, because it can include the punching of a hole.
         settle_s = max(self._connections.window_s / 2, SETTLE_ROUND_TRIPS * wire.round_trip_s)
         return CallerStream(
             candidate,
@@ -115,7 +114,7 @@ class GrpcTransport:
                             digests += part.chunk_digests
                             if len(digests) > MAX_MANIFEST_CHUNKS:
                                 raise CorruptPayload("the manifest lists too many chunks", peer=candidate.peer_id)
-                        case _:  # an earlier version sends its position in a queue
+                        case _:  # for example, the position in a queue, which earlier versions sent
                             sentence = "it sent a kind of reply that this version does not support"
                             raise Refused(sentence, code=frames.RefuseCode.BUSY.name, peer=candidate.peer_id)
                 if manifest:

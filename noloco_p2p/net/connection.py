@@ -133,7 +133,7 @@ class Connector:
             reply = await PeerStub(channel).Greet(greeting.request())
         except grpc.aio.AioRpcError as error:
             fault = translate(error, candidate.peer_id)
-            if isinstance(fault, Unreachable):  # TLS 1.3 reports nothing else if a certificate is refused
+            if isinstance(fault, Unreachable):  # with TLS 1.3, a refused certificate looks like this
                 fault = Unreachable(f"{fault}{self._perhaps()}", peer=fault.peer)
             raise fault from None
         check_parsed(reply, candidate.peer_id)
@@ -141,7 +141,9 @@ class Connector:
 
 
 def split_address(candidate: Candidate) -> tuple[str, str]:
-    """Return the (host, port) at which the candidate claims to be. Raises Unreachable if it is not a valid address."""
+    """Return the (host, port) at which the candidate claims to be reachable. Raises Unreachable if it is not a valid
+    address.
+    """
     host, _, port = candidate.address.rpartition(":")
     if not is_host(host) or not is_port(port):
         raise Unreachable(f"{candidate.address!r} is not a valid peer address", peer=candidate.peer_id)

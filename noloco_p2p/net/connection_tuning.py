@@ -1,9 +1,9 @@
 """Tune the number of connections of a swap by hill climbing on its throughput. No constant here depends on the link.
 
-The number doubles while that pays. If packet loss limits a TCP stream, two streams carry nearly twice as much. A
-saturated link carries no more, however many there are. Each direction is judged separately. Because the frames of a new
-connection wait behind the backlog of the others, a trial that makes one direction faster and the other slower is
-measured once more. The result is remembered for the next swap with the same peer.
+The number doubles as long as that raises the throughput. If packet loss limits a TCP stream, two streams carry nearly
+twice as much. A saturated link carries no more, however many streams there are. Each direction is judged separately.
+Because the frames of a new connection wait behind the backlog of the others, a trial that makes one direction faster
+and the other slower is measured once more. The result is remembered for the next swap with the same peer.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 GAIN = 1.2  # a trial pays if one direction gets this much faster, and the other does not get this much slower
-FRAMES_PER_CONNECTION = 2  # fewest frames per direction in a window; at 2 Mbit/s, they take a connection two seconds
+# Minimum number of frames per direction in a window; at 2 Mbit/s, one connection needs two seconds for them.
+FRAMES_PER_CONNECTION = 2
 MAX_SETTLE_S = 5.0
 REMEMBERED_PEERS = 256
 QUIET_SWAPS = 8  # the number of swaps that use a result before another trial
@@ -29,8 +30,8 @@ class Direction(IntEnum):
 class ConnectionPolicy:
     """The limits of the tuning.
 
-    `max_connections` is the maximum number of connections of one swap. With 1, there is never a second one. `window_s`
-    is the shortest time over which a rate is measured.
+    `max_connections` is the maximum number of connections of one swap. With 1, there is never a second connection.
+    `window_s` is the shortest time over which a rate is measured.
     """
 
     max_connections: int = 8
@@ -38,8 +39,8 @@ class ConnectionPolicy:
 
 
 class _Meter:
-    """A meter for the rate of one direction in a window. Times between sections do not count, because nothing has to
-    move then.
+    """A meter for the rate of one direction in a window. The time between sections does not count, because no data is
+    due then.
     """
 
     def __init__(self) -> None:
@@ -76,7 +77,7 @@ class Measured:
 
 
 class ConnectionTuner:
-    """A tuner for the number of connections of one swap. Callers pass the time.
+    """A tuner for the number of connections of one swap. Callers supply the current time as an argument.
 
     The caller opens or closes connections until there are `wanted`, and then calls `in_place`. `moved` returns whether
     `wanted` has changed. A new TCP stream needs `settle_s`, which is many round trips, to find its rate, so that time
@@ -112,11 +113,11 @@ class ConnectionTuner:
         self._begin_window(now_s + self._settle_s)
 
     def pause(self, direction: Direction) -> None:
-        """Report that a section of this direction begins or has ended."""
+        """Report that a section in this direction is beginning or has ended."""
         self._meters[direction].pause()
 
     def moved(self, direction: Direction, num_bytes: int, now_s: float, *, connection: int) -> bool:
-        """Report that a frame has passed on the connection with this number.
+        """Report that a frame was sent or received on the connection with this number.
 
         The result is whether `wanted` or `is_settled` has changed.
         """
@@ -156,8 +157,8 @@ class ConnectionTuner:
     def _window_is_full(self, now_s: float) -> bool:
         if not any(self._knows(direction) for direction in Direction):
             return False
-        # A direction gets more time if it is slower, or if its frames do not use the new connections yet. There is no
-        # waiting for a direction that has nothing to send or whose sender is slow.
+        # A direction gets more time if it is slower, or if its frames do not use the new connections yet. Nothing waits
+        # for a direction without data, and the wait for a slow direction is limited.
         is_late = now_s - self._window_begins_s > 3 * self._policy.window_s
         return is_late or all(
             (self._knows(way) and self._is_spread(way)) or not self._meters[way].is_moving for way in Direction
@@ -189,7 +190,8 @@ class _Known:
     num_connections: int
     quiet_swaps: int = 0  # the number of further swaps that use it unchanged
     is_settled: bool = False
-    before: Measured | None = None  # set if a trial with more connections was interrupted, which the next swap repeats
+    # Set if a trial with more connections was interrupted; the next swap repeats the trial.
+    before: Measured | None = None
 
 
 class ConnectionMemory:

@@ -16,7 +16,7 @@ from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 from noloco_p2p.transfer.kept_chunks import DIGEST_BYTES
 
 MAX_TEXT = 1000  # characters of any name or sentence that another peer sends
-MAX_ROUND = 2**53  # more than any run has, and less than a counter in a message can hold
+MAX_ROUND = 2**53  # more rounds than any run has, and fewer than a counter in a message can hold
 
 
 def hello_to_wire(hello: frames.Hello) -> pb.Hello:

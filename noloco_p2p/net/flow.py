@@ -1,8 +1,9 @@
-"""Manage the streams of a peer to its neighbours in a pipeline. Each pair has one stream, which either peer can dial.
+"""Manage the streams of a peer to its neighbours in a pipeline. Each pair of neighbours shares one stream, which either
+of them can open.
 
-If both dial at once, the call of the peer with the higher id is used, and the other call is refused with CROSSED. A
-later call of the same peer replaces its stream, because the caller was the first to notice that the old stream is lost.
-All of this belongs to the network thread.
+If both dial at once, the call by the peer with the higher id is used, and the other call is refused with CROSSED. A
+later call by the same peer replaces its stream, because the caller was the first to notice that the old stream was
+lost. All of this runs on the network thread.
 """
 
 from __future__ import annotations
@@ -70,7 +71,8 @@ class Dial:
     """A stream that is being opened."""
 
     task: asyncio.Task[None]
-    frames: list[tuple[Frame, float]] = field(default_factory=list)  # frames that wait for the stream, and since when
+    # Frames that wait for the stream, each with the time at which it was ready.
+    frames: list[tuple[Frame, float]] = field(default_factory=list)
 
 
 class FlowLinks:
@@ -122,7 +124,7 @@ class FlowLinks:
         an error.
 
         `since_s` is the time on the event loop's clock at which the frame was ready, or None for now. The frame's
-        remaining time counts from then.
+        remaining time is counted from then.
         """
         since_s = asyncio.get_running_loop().time() if since_s is None else since_s
         if link := self._links.get(to):
@@ -185,7 +187,9 @@ class FlowLinks:
         self._add(self._link(peer, stage, wire, is_dialled=True))
 
     async def _called(self, peer: str) -> tuple[CallerWire, int]:
-        """Call a peer. The task is cancelled if that peer calls meanwhile. Raises PeerError or DirectoryError."""
+        """Call a peer. The task is cancelled if that peer calls this one in the meantime. Raises PeerError or
+        DirectoryError.
+        """
         try:
             async with asyncio.timeout(OPEN_S):
                 return await self._call(peer)
@@ -248,7 +252,7 @@ class FlowLinks:
     def _place_for(self, peer: str) -> FlowLink | None:
         """Return the stream to close for a new one, or None if there is space.
 
-        Raises Refused if this peer's own call is used instead, if all streams are busy, or if this peer leaves.
+        Raises Refused if this peer's own call is used instead, if all streams are busy, or if this peer is leaving.
         """
         if self._is_leaving:
             raise Refused("this peer is leaving", peer=peer, code=RefuseCode.NOT_TRAINING.name)

@@ -2,8 +2,8 @@
 
 Frames without a payload are sent first, then backward frames, then forward frames. A more urgent frame can be sent
 between two pieces of a less urgent one. On the receiving end, at most one payload per direction is held, and its size
-is known from the spec. Nothing more is read while a payload is checked or while answers wait to be sent, so a flood
-slows down its sender.
+is known from the spec. Nothing more is read while a payload is checked or while answers wait to be sent, so a peer that
+floods this one only slows itself down.
 """
 
 from __future__ import annotations
@@ -109,7 +109,8 @@ class FlowLink:
         self.peer, self.stage, self.is_dialled = peer, stage, is_dialled
         self._clock = asyncio.get_running_loop().time
         self.opened_s = self.used_s = self._clock()
-        self.worked_s = self.opened_s  # the time of the last payload in either direction; an idle stream has none
+        # The time of the last payload in either direction, or of the opening if there was none.
+        self.worked_s = self.opened_s
         self._wire = wire
         self._sizes = sizes
         self._checked, self._received = checked, received
@@ -117,7 +118,7 @@ class FlowLink:
         self._stuck_s = stuck_s
         self._control: deque[tuple[Frame, float]] = deque()
         self._backwards, self._forwards = Outbound(), Outbound()
-        self._inbound: dict[bool, ArrivingPayload] = {}  # keyed by whether it is a Backward
+        self._inbound: dict[bool, ArrivingPayload] = {}  # keyed by whether the payload is a Backward
         self._something_to_send = asyncio.Event()
         self._few_queued = asyncio.Event()
         self._few_queued.set()

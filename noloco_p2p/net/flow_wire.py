@@ -20,8 +20,8 @@ from noloco_p2p.gossip.frames import Hello, Refuse
 from noloco_p2p.net import convert
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 
-PIECE_BYTES = 1 << 18  # 0.1 s at 20 Mbit/s, for which a more urgent frame may have to wait
-MAX_NUMBER = 2**63 - 1  # the largest number of a microbatch
+PIECE_BYTES = 1 << 18  # a piece takes 0.1 s at 20 Mbit/s, so a more urgent frame can be delayed by that much
+MAX_NUMBER = 2**63 - 1  # the largest number that a microbatch can have
 SIGNATURE_BYTES = 64
 
 

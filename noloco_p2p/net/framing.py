@@ -1,8 +1,8 @@
 """Convert frames to the bytes of a protobuf `Frame` message, and back.
 
 Nearly all bytes of a swap are payloads of chunks. protobuf would copy each payload three times when sending and
-receiving. Here, a chunk is written by hand with one copy, and read without any. The bytes are the same as protobuf's,
-which a test verifies.
+receiving. Here, chunks are encoded by hand with one copy, and decoded without any. The bytes are the same as
+protobuf's, which a test verifies.
 
 If a swap uses several connections, its frames are numbered (`swap_stream.py`). The number is the last field, and 0
 means that the frame is not numbered.
@@ -27,7 +27,7 @@ def encode(frame: Frame, *, sequence: int = 0) -> bytes:
     numbered = _tagged(FRAME_SEQUENCE, sequence) if sequence else b""
     if not isinstance(frame, Chunk):
         return convert.frame_to_wire(frame).SerializeToString() + numbered
-    index = _tagged(CHUNK_INDEX, frame.index) if frame.index else b""  # protobuf leaves zeros out
+    index = _tagged(CHUNK_INDEX, frame.index) if frame.index else b""  # protobuf omits zeros
     head = _tagged(CHUNK_SECTION, frame.section) + index + _tagged(CHUNK_PAYLOAD, len(frame.payload))
     tail = _tagged(CHUNK_DIGEST, len(frame.digest)) + frame.digest
     length = len(head) + len(frame.payload) + len(tail)
@@ -50,7 +50,9 @@ def decode(data: bytes) -> tuple[Frame, int]:
 
 
 def _decode_chunk(data: bytes) -> tuple[Chunk, int] | None:
-    """Decode a chunk in the form that `encode` writes. Any other form gives None, and protobuf then reads it."""
+    """Decode a chunk in the form that `encode` writes. For any other form, the result is None, and protobuf decodes the
+    chunk instead.
+    """
     try:
         length, at = _varint(data, 1)
         end, sequence = at + length, 0

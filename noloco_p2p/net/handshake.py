@@ -74,13 +74,15 @@ class Greeting:
 
 
 class Challenges:
-    """The challenges of the answering peer. All it stores about callers are accepted challenges, until they expire."""
+    """The challenges of the answering peer. This class stores nothing about callers except accepted challenges, which
+    it forgets when they expire.
+    """
 
     def __init__(self, session: Session, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._session = session
         self._clock = clock
         self._secret = secrets.token_bytes(32)
-        self._taken: dict[bytes, float] = {}  # challenge -> when it was accepted, in that order
+        self._taken: dict[bytes, float] = {}  # challenge -> when it was accepted, oldest first
 
     def answer(self, request: pb.GreetRequest, address: str) -> pb.GreetReply:
         """Answer a greeting. `address` is gRPC's name for the connection. Raises CorruptPayload for a nonce of the
@@ -134,8 +136,8 @@ def check_membership(session: Session, membership: bytes, peer_id: str) -> None:
 
 
 def _words(role: bytes, nonce: bytes, challenge: bytes, session_key: bytes, ids: str) -> bytes:
-    """Join the parts to sign. The result is unambiguous because all parts but the last have a fixed length, as peer ids
-    do.
+    """Join the parts to sign. The result is unambiguous because all parts but the last, and the peer ids in the last
+    part, have a fixed length.
     """
     return role + nonce + challenge + session_key + ids.encode()
 

@@ -9,7 +9,7 @@ _ALIVE = [
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
     # Keepalive alone does not notice a frozen process, because its kernel still acknowledges data. A ping and its
-    # answer wait behind data that was sent before. With 1 MB in each direction at 2 Mbit/s, this takes 8 s, and a
+    # answer wait behind data that was sent before. With 1 MB in each direction at 2 Mbit/s, they take 8 s, and a
     # timeout of 5 s broke swaps.
     ("grpc.http2.ping_timeout_ms", 15_000),
     ("grpc.http2.max_pings_without_data", 0),
@@ -28,11 +28,12 @@ CLIENT = [
 
 SERVER = [
     *_ALIVE,
-    # Without these two a long call with keepalive ends with "too_many_pings".
+    # Without these two options, a long call with keepalive ends with "too_many_pings".
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
     ("grpc.http2.max_ping_strikes", 0),
-    # A connection serves one call, which is made at once. So that strangers cannot keep one, the TLS handshake must end
-    # within 5 s and a call must begin within 8 s. After 10 s, no further call is accepted, but a running one continues.
+    # A connection serves one call, which is made at once. To prevent strangers from holding connections, the TLS
+    # handshake must end within 5 s, and a call must begin within 8 s. After 10 s, no further call is accepted, but a
+    # running one continues.
     ("grpc.server_handshake_timeout_ms", 5_000),
     ("grpc.max_connection_idle_ms", 8_000),
     ("grpc.max_connection_age_ms", 10_000),

@@ -2,10 +2,10 @@
 
 gRPC itself accepts connections in order of arrival, and reads 1 MiB at a time before the caller is authenticated. With
 the proxy, a connection costs only a socket until its first byte arrives. Until the caller has authenticated itself, the
-number of connections from its network is limited. After that, the caller's number of connections is limited, except for
-those on which the server has accepted something. If there are too many connections, the oldest one is closed. Until
-something is accepted, the number of bytes that a connection can send is limited, too. A refused call ends its
-connection. If a connection asks where it comes from (`tcp.py`), the proxy answers it and closes it.
+number of connections from its network is limited. After that, the caller's number of connections is limited, not
+counting connections on which the server has accepted a request. If there are too many connections, the oldest one is
+closed. Until a request is accepted, the number of bytes that a connection can send is limited, too. A refused call ends
+its connection. If a connection asks where it comes from (`tcp.py`), the proxy answers and closes it.
 
 The proxy connects to gRPC through a Unix socket because the kernel buffers little data there, only 0.2 MB in each
 direction. A TCP connection on this machine would buffer about 4 MB that a slow link has not carried yet, and gRPC would
@@ -33,16 +33,17 @@ from noloco_p2p.tcp import ASK, seen_from, tune
 
 log = logging.getLogger(__name__)
 
-UNPROVEN_OF_ONE, UNPROVEN_IN_ALL = 16, 64  # per network (an IPv4 /24, an IPv6 /48 or one relay), and in all
+UNPROVEN_OF_ONE, UNPROVEN_IN_ALL = 16, 64  # per network (an IPv4 /24, an IPv6 /48 or one relay), and in total
 UNPROVEN_S = 15.0  # the greeting takes three or four round trips
-WAITING_OF_ONE, WAITING_IN_ALL = 16, 64  # per authenticated caller whose request is not answered yet, and in all
-UNACCEPTED_BYTES = 64 * 1024  # the bytes that a connection may send until the server has accepted something
-ANSWERED_SHARE = 16  # one more byte is allowed for each 16 bytes sent, because HTTP/2 acknowledges a long download
+WAITING_OF_ONE, WAITING_IN_ALL = 16, 64  # per authenticated caller whose request has not been answered, and in total
+UNACCEPTED_BYTES = 64 * 1024  # the bytes that a caller may send before the server has accepted its request
+# The caller may send one more byte for each 16 bytes that it receives, because HTTP/2 acknowledges downloads.
+ANSWERED_SHARE = 16
 GREETINGS_OF_ONE = 2  # per connection, which serves one call
 LAST_WORDS_S = 2.0  # the time for a refusal to reach its caller before the connection is closed
 BACKLOG = 1024
 TAKEN_AT_ONCE = 64  # connections that are accepted before other callbacks of the event loop run
-RETRY_S = 0.3  # the pause when this process has no file descriptor left
+RETRY_S = 0.3  # the pause when this process has no file descriptors left
 
 
 class Inbound:
@@ -109,8 +110,8 @@ class Quota:
 class Proxy:
     """A proxy for incoming connections.
 
-    If `asks` is true, callers have to prove who they are. Otherwise, all callers are accepted, for measurements.
-    `tunnelled` maps each local port from which tunnelled calls arrive to the relay that they come from.
+    If `asks` is true, callers have to prove who they are. Otherwise, all callers are accepted, which is meant for
+    measurements. `tunnelled` maps each local port from which tunnelled calls arrive to the relay that they come from.
     """
 
     def __init__(self, *, asks: bool, tunnelled: Mapping[int, str]) -> None:
@@ -130,7 +131,7 @@ class Proxy:
         Raises OSError if the port is in use, or if the host is not an address of this machine.
         """
         self._listener = _listening(host, port)
-        self._folder = Path(tempfile.mkdtemp(prefix="noloco-"))  # nobody else may enter
+        self._folder = Path(tempfile.mkdtemp(prefix="noloco-"))  # no other user can enter this folder
         return self._listener.getsockname()[1]
 
     @property
@@ -140,7 +141,7 @@ class Proxy:
         return self._folder / "grpc"
 
     def open(self) -> None:
-        """Accept connections from now on. Call this on the event loop once gRPC listens."""
+        """Accept connections from now on. Call this on the event loop once gRPC is listening."""
         assert self._listener is not None
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._listener, self._take)
@@ -346,7 +347,7 @@ def named(host: str, port: int) -> str:
 
 
 def _answers(near: socket.socket) -> bool:
-    """Answer a connection that asks where it comes from, and return whether it did ask."""
+    """Answer a connection that asks where it comes from, and return whether it asked."""
     with suppress(OSError):  # the connection has ended, so the next read fails
         if near.recv(1, socket.MSG_PEEK) == ASK:
             near.recv(1)  # with an unread byte, closing would reset the connection and lose the answer

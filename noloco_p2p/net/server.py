@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 SERVICE = "noloco_p2p.wire.v1.Peer"
 JOIN_S = 5.0  # from the call of a further connection to its Join
 FIRST_WORDS_S = 5.0  # from any other call to its request
-TAKE_S = 20.0  # for one answer of at most 1 MiB, because a slower reader would hold an upload slot forever
+TAKE_S = 20.0  # to read one answer of at most 1 MiB; without a limit, a slow reader could hold an upload slot forever
 MANIFEST_DIGESTS_PER_REPLY = 16_384
 
 
@@ -70,7 +70,7 @@ class GrpcServer:
         self.port = 0
 
     async def start(self, host: str, port: int) -> None:
-        """Start to listen. Raises SettingsError if the port is in use."""
+        """Start listening. Raises SettingsError if the port is in use."""
         try:
             self.port = self._proxy.listen(host, port)
             behind = f"unix:{self._proxy.behind}"
@@ -154,7 +154,7 @@ ServeFlow = Callable[[ServerWire, str, Callable[[frames.Hello], None]], Awaitabl
 
 
 class ServerStream(SwapStream):
-    """The acceptor's side of a swap. Once the swap is accepted, its caller can join more connections to it."""
+    """The acceptor's side of a swap. Once the swap is accepted, its caller can add more connections to it."""
 
     def __init__(self, first: ServerWire, running: dict[bytes, ServerStream], *, visitor: Caller) -> None:
         self._running = running
@@ -194,7 +194,8 @@ class ServerStream(SwapStream):
         await super()._end()
 
     def _check_end(self, connection: SwapConnection) -> None:
-        # This is how a lost connection looks from here. The first connection always ends this way, so it is no failure.
+        # This is how a lost connection looks from here. The first connection always ends this way, so its end is not a
+        # failure.
         if connection is not self._first:
             raise Unreachable("one of the swap's connections was lost", peer=self._peer)
 
@@ -333,7 +334,7 @@ class _Servicer:
                 refuse = refuse_to_wire(
                     error if isinstance(error, PeerError) else _no_connection("no Join was received")
                 )
-                with contextlib.suppress(PeerError):  # it did not wait for the answer
+                with contextlib.suppress(PeerError):  # the caller did not wait for the answer
                     await wire.write(pb.Frame(refuse=refuse).SerializeToString())
                 return
             try:

@@ -4,9 +4,9 @@ gRPC's TLS does not accept Ed25519 certificates, and its Python API cannot check
 caller creates a certificate authority from the session key in the record, and trusts no other authority. The server's
 certificate is issued by its session key, so the handshake pins that key without fetching it first.
 
-In a private run, callers also have a certificate. Its issuer is a key that is derived from the members' secret. Without
-such a certificate, the TLS handshake fails. `handshake.py` checks which peer calls, and whether its invitation is
-valid.
+In a private run, callers also have a certificate. It is issued with a key that is derived from the members' secret.
+Without such a certificate, the TLS handshake fails. `handshake.py` checks which peer is calling, and whether its
+invitation is valid.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ _anyone = ec.generate_private_key(_CURVE)  # the signature of a directly trusted
 
 
 class Session:
-    """The keys of a peer from its start to its end. `key` is a 33-byte public key, which the peer's record contains."""
+    """The keys that a peer uses from its start to its end. `key` is a 33-byte public key, which the peer's record
+    contains.
+    """
 
     def __init__(self, identity: Identity, invitation: Invitation | None = None) -> None:
         self.identity = identity
@@ -54,7 +56,7 @@ class Session:
 
     @property
     def key_text(self) -> str:
-        """Return the key in the form of the record."""
+        """Return the key as text, in the form that the record uses."""
         return b64encode(self.key).decode()
 
     def server_credentials(self) -> grpc.ServerCredentials:

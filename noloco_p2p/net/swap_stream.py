@@ -3,12 +3,13 @@
 Each connection carries one gRPC call. The sender numbers its frames, and writes each one to the first connection that
 is free, which means that gRPC has accepted the connection's previous frame. The receiver holds frames that arrive
 early, and stops reading from a connection that is too far ahead. So each peer holds, per connection, WINDOW_FRAMES
-frames, one that is being read and one that is being written, each of 1 MiB at most. With eight connections, this makes
-48 MiB, most of it payloads that the swap keeps anyway.
+frames plus one that is being read and one that is being written, of at most 1 MiB each. With eight connections, this
+makes 48 MiB, most of it payloads that the swap keeps anyway.
 
-Only the caller of a swap opens and closes further connections, because only it knows an address. Both partners send on
-all of them. A broken connection ends the swap, because nobody keeps the frames that it carried. Closing a connection
-loses nothing. In the protocol, a further connection is the call `Lane`, and the feature is named "lanes".
+Only the caller of a swap opens and closes further connections, because only the caller knows the partner's address.
+Both partners send on all connections. A broken connection ends the swap, because nobody keeps the frames that it
+carried. Closing a connection loses nothing. In the protocol, a further connection is the call `Lane`, and the feature
+is named "lanes".
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ class SwapStream:
 
     @property
     def num_connections(self) -> int:
-        """Return the number of connections, without those that are closing."""
+        """Return the number of connections, not counting those that are closing."""
         return sum(not connection.leaving for connection in self._connections)
 
     async def send(self, frame: Frame) -> None:
@@ -179,7 +180,7 @@ class SwapStream:
         """Handle the acceptance of an offer, if both partners support several connections."""
 
     def _moved(self, direction: Direction, frame: Frame, *, connection: int) -> None:
-        """Handle the passing of a frame."""
+        """Handle a frame that was sent or received."""
 
     async def _last_words(self) -> None:
         """Wait at least until everything is sent."""
@@ -201,7 +202,7 @@ class SwapStream:
             if task and not task.done()
         ]
         if tasks:
-            # They end with their call, so none is cancelled inside gRPC unnecessarily.
+            # The tasks end with their calls, so none of them is cancelled inside gRPC unnecessarily.
             await asyncio.wait(tasks, timeout=LAST_WORDS_S)
         for task in tasks:
             task.cancel()

@@ -2,8 +2,8 @@
 peer.
 
 An upload waits before a message is written. A download waits before the next message is read, so that HTTP/2 flow
-control slows down the sender. Only messages are counted, but not TCP and IP headers (about 4 %) and the small traffic
-of the DHT. All of this belongs to the network thread.
+control slows down the sender. Only messages are counted, not TCP and IP headers (about 4 %) or the small traffic of the
+DHT. All of this runs on the network thread.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-DEPTH_S = 0.05  # unused time that a sender can make up for; more would cause a burst
+DEPTH_S = 0.05  # idle time that a sender may make up for later; more would cause bursts
 SMALL_BYTES = 4096  # a message of up to this size, such as an offer, a Ready or an Abort, is charged but does not wait
-READ_AHEAD_S = 0.5  # data that may be in flight, in seconds at the limit; a longer round-trip time would slow the link
+# Data that may be in flight, in seconds at the limit; with a longer round-trip time, the limit is not reached.
+READ_AHEAD_S = 0.5
 MIN_WINDOW_BYTES = 64 * 1024  # the initial window of HTTP/2
 MAX_WINDOW_BYTES = 16 << 20
 
@@ -64,7 +65,7 @@ class Limits:
         """Return gRPC options for every channel and for the server.
 
         gRPC reads ahead of its caller, in a window that it widens as far as the link allows. With a low limit, such a
-        window would hold data for many seconds. With these options, it stays at READ_AHEAD_S.
+        window would hold many seconds of data. With these options, it holds READ_AHEAD_S of data.
         """
         if self.download is None:
             return []

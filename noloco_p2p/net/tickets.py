@@ -1,4 +1,6 @@
-"""Sign and check the tickets of microbatches. The head that launches a microbatch signs, and each replica checks."""
+"""Sign and check the tickets of microbatches. The head that launches a microbatch signs its ticket, and each replica
+checks it.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,10 @@ TICKET = b"noloco_p2p ticket 1\0"
 
 
 class Tickets:
-    """The tickets of one run, and the signer of this peer's tickets if it is a head.
+    """A checker of one run's tickets, which also signs this peer's own tickets if the peer is a head.
 
     `max_tokens` is the number of tokens in the loss of a microbatch, from the spec. A ticket with more tokens would
-    give its gradient too much weight.
+    give the gradient of its microbatch too much weight.
     """
 
     def __init__(self, identity: Identity, *, spec_digest: str, max_tokens: int) -> None:

@@ -1,6 +1,6 @@
-"""Fetch the spec, the initial state, and later states from live peers.
+"""Fetch the spec and states from live peers: first the initial state, and a newer one whenever it is needed.
 
-A later state is fetched if this peer is far behind the swarm.
+A newer state is needed if this peer is far behind the swarm.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from noloco_p2p.transfer.kept_chunks import forget
 log = logging.getLogger(__name__)
 
 ENTER_TIMEOUT_S = 30.0  # for finding a live peer of the run that a ticket names
-LOOK_AROUND_S = 10.0  # the same without a ticket, where there may be no live peer
+LOOK_AROUND_S = 10.0  # the same without a ticket, in which case there may be no live peer
 ASK_AGAIN_S = 1.0  # between two requests for the spec
 ANSWER_S = 120.0  # for quick requests, on a slow machine
 FETCH_STATE_TIMEOUT_S = 24 * 3600.0  # long, because a starting peer has nothing else to do
 CATCH_UP_TIMEOUT_S = 600.0  # shorter, because training waits; the next attempt continues with the data that arrived
-CATCH_UP_AGAIN_S = 60.0  # pause after an attempt, which is at least as long as the attempt took
-DONORS_ASKED = 3  # donors that are asked for their tensors if none of them had a state that fits
+CATCH_UP_AGAIN_S = 60.0  # minimum pause after an attempt; after a longer attempt, the pause is as long as the attempt
+DONORS_ASKED = 3  # donors that are asked for the layout of their model if none of them had a matching state
 
 
 async def find_spec(
@@ -75,10 +75,10 @@ class Entering:
 
     `enter` and `catch_up` are called on the main thread. They send their requests on the network thread.
 
-    `is_told_stale` returns whether, since its last call, a peer has refused this one because it is too far away in the
+    `is_told_stale` returns whether a peer has refused this one, since the last call, because of its position in the
     run. `ticket` is the ticket that this peer enters with. If `expects_others` is true, the peer can enter without a
-    ticket, and waits briefly for a live peer. `leaving` is set when this peer must end, and then any long work here
-    ends with Left.
+    ticket, and waits briefly for a live peer. `leaving` is set when this peer must end. Any long work here then ends
+    with Left.
     """
 
     def __init__(
@@ -155,9 +155,9 @@ class Entering:
         return None
 
     def answering(self) -> Sequence[Candidate]:
-        """Return some of the peers that this one swaps with, with their current values.
+        """Ask some of the peers that this one swaps with for their current values, and return the peers that answer.
 
-        Dead peers are left out, because they do not answer, although their records remain. Raises Left.
+        Unlike the directory, the result contains no dead peers. Raises Left.
         """
         return self._thread.call(self._ask_for_positions(), ANSWER_S, leaving=self._leaving)
 
@@ -168,7 +168,7 @@ class Entering:
 
         `progress` is this peer's position in the schedule, and `round_progress` is the length of one round in the same
         unit. Calling this is cheap, except after a refusal. The result is None if the swarm is not far ahead. It is
-        also None if no peer serves a newer state, which a call some time later tries again.
+        also None if no peer serves a newer state. A later call tries again.
         """
         if time.monotonic() < self._catch_up_again_s:
             return None
@@ -209,7 +209,7 @@ class Entering:
 
         Records can be as old as one heartbeat. If rounds are short, the swarm can advance in that time by more rounds
         than two partners may be apart. So a peer that was refused because of its position asks some others for theirs.
-        It does so rarely, because anybody can send such a refusal, and training waits meanwhile. Raises Left.
+        It does so rarely, because anybody can send such a refusal, and training waits for the answers. Raises Left.
         """
         live = self._live_peers.mates()
         if time.monotonic() >= self._ask_again_s and self._is_told_stale():
@@ -253,7 +253,7 @@ class Entering:
         donors = [peer for peer in self._live_peers.live() if can_give(peer)]
         random.shuffle(donors)
         middle = median(donor.progress for donor in donors) if donors else 0.0
-        return sorted(donors, key=lambda donor: donor.progress < middle)  # ask peers that are behind last
+        return sorted(donors, key=lambda donor: donor.progress < middle)  # peers that are behind come last
 
     def _fetch_state(
         self,

@@ -1,9 +1,9 @@
 """Drive the state machine of a pipeline stage over the streams to its neighbours, in parallel with the computing
 thread.
 
-The driver feeds `flow/` with events and their times, and performs the resulting actions on the network thread. It
-passes tasks one at a time to the only thread that touches weights (`threaded_flow.py`). While that thread computes,
-other threads decode the payload of the next task and encode the result of the previous one, so it waits for neither.
+The driver passes events and their times to `flow/`, and performs the resulting actions on the network thread. It passes
+tasks one at a time to the only thread that touches weights (`threaded_flow.py`). While that thread computes, other
+threads decode the payload of the next task and encode the result of the previous one, so it waits for neither.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 DIAL_AGAIN_S = 5.0  # between two dials of a neighbour to which a stream is kept open
-MAX_DROPPED = 16  # consecutive forwards of one neighbour, because an honest one sends only after a Credit
+MAX_DROPPED = 16  # consecutive forwards from one neighbour; an honest neighbour sends only after a Credit
 
 
 class Work(Protocol):
@@ -94,7 +94,7 @@ class FlowDriver:
         self._ahead: tuple[Compute, asyncio.Future[Compute]] | None = None
         self._given_up: deque[object] = deque()
         self._to_evaluate: deque[object] = deque()
-        self._microbatch: asyncio.Future[object] | None = None  # the next one
+        self._microbatch: asyncio.Future[object] | None = None  # the microbatch to launch next
         self._running = OwnedTasks("a pipeline task")
         links.neighbourhood = self
 
@@ -146,7 +146,7 @@ class FlowDriver:
         self._neighbours_changed()
 
     async def checked(self, peer: str, frame: Frame) -> Frame:
-        """Check a frame and return it. The payload is removed if it contains non-finite values, which also counts as a
+        """Check a frame and return it. If the payload contains non-finite values, it is removed, and the peer gets a
         strike.
 
         Raises CorruptPayload for damage that the network cannot cause.
@@ -224,7 +224,7 @@ class FlowDriver:
     def release_steps(self, progress: float) -> None:
         """Let inner steps close again after an outer step. `progress` is the progress of a head after that step.
 
-        An outer step cannot finish a head, because only the head's own inner step can.
+        An outer step cannot end a head's training; only an inner step of the head can.
         """
         machine = self.machine
         if isinstance(machine, Head) and progress < FINAL_MARK:
@@ -281,7 +281,7 @@ class FlowDriver:
         self._look_ahead()
 
     def _look_ahead(self) -> None:
-        """Start to decode the payload of the next task, unless that is already happening."""
+        """Start decoding the payload of the next task, unless that is already happening."""
         if not isinstance(self.machine.tasks.running, Compute):
             return
         task = self.machine.next_task

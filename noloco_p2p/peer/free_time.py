@@ -12,7 +12,7 @@ from noloco_p2p.swarm.records import PausedBy
 
 BUSY_SHARE = 0.25  # the share of all cores that other programs may use
 GPU_BUSY_SHARE = 0.1  # the share of the GPU's time that other programs may use; an idle desktop uses less
-QUIET_S = 120.0  # how long other programs must not be busy before training continues
+QUIET_S = 120.0  # how long other programs must have been quiet before training continues
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class Seen:
     """The use of the machine at one moment, where None means unknown.
 
     `minute` is the minute of the day in local time. `others_share` is the share of all cores that other programs used
-    since the last observation. `gpu_others_share` is the corresponding share of the time of the GPUs that this peer
+    since the last observation. `gpu_others_share` is the share of the time in which they used the GPUs that this peer
     computes on.
     """
 

@@ -1,4 +1,4 @@
-"""Provide the live peers that this peer can call, from the directory, through the local network or through tunnels.
+"""Provide the live peers in the directory, with addresses to call them directly, on the local network or by tunnel.
 
 A peer of a pipeline gets only the live peers of its own stage.
 """
@@ -17,8 +17,8 @@ class LivePeers:
     """The live peers that this one can call. It implements `gossip.seams.Directory`.
 
     In a run with stages, `stage` is the stage of this peer. Once it is set, the interface returns only peers of that
-    stage. `live`, `reached` and `find` belong to the network thread, because they may open a tunnel. The rest is
-    thread-safe.
+    stage. `live`, `reached` and `find` must be called on the network thread, because they may open a tunnel. The rest
+    is thread-safe.
     """
 
     def __init__(self, directory: SwarmDirectory, tunnels: Tunnels, household: Household) -> None:
@@ -53,7 +53,7 @@ class LivePeers:
         return self._of_own_stage(self.everyone())
 
     def reached(self, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-        """Return the same peers, with their address on the local network, or with a tunnel's address if there is no
+        """Return the same peers, each with its address on the local network, or with a tunnel's address if it has no
         other.
         """
         return self._tunnels.reached(self._household.reached(candidates))

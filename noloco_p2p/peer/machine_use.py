@@ -1,4 +1,4 @@
-"""Measure how other programs use this machine: its battery, its processor, and NVIDIA GPUs as reported by NVML."""
+"""Measure how much other programs use the processor and, according to NVML, the GPUs. Also observe the battery."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class MachineUse:
         self._before: tuple[float, float, float] | None = None
 
     def look(self) -> Seen:
-        """Observe the machine, which takes a few milliseconds. `others_share` is known from the second call on."""
+        """Observe the machine. This takes a few milliseconds. `others_share` is known from the second call on."""
         own = self._own_processes()
         local = time.localtime()
         return Seen(
@@ -101,14 +101,14 @@ class GpuUse:
             return None
         try:
             samples = nvml.nvmlDeviceGetProcessUtilization(device, self._since.get(index, 0))
-        except nvml.NVMLError_NotFound:  # no process was busy since then
+        except nvml.NVMLError_NotFound:  # no process has been busy since then
             return 0.0
         self._since[index] = max((sample.timeStamp for sample in samples), default=self._since.get(index, 0))
         return sum(sample.smUtil for sample in samples if sample.pid not in own) / 100
 
 
 def own_root() -> int:
-    """Return the id of the process whose children make up this peer.
+    """Return the id of the process that, together with its children, makes up this peer.
 
     With several GPUs, this is the process that started one process per GPU.
     """

@@ -47,8 +47,8 @@ class Membership:
     def enter(self, *, layout: ModelLayout, target: Path | None) -> StateManifest | None:
         """Announce which model this peer trains. If `target` is given, fetch the state of a live peer into that file.
 
-        Raises Left if this peer is asked to leave meanwhile, and ModelError if live peers train another model. The
-        ModelError names the first tensor that differs.
+        Raises Left if this peer is asked to leave during the fetch, and ModelError if live peers train another model.
+        The ModelError names the first tensor that differs.
         """
         network = self._network()
         self._status.layout = network.driver.layout = network.states.layout = layout
@@ -65,7 +65,7 @@ class Membership:
         """Fetch the state of a live peer into `target` if most of the swarm is far ahead, and return its manifest.
 
         Calling this is cheap. The result is None if the swarm is not far ahead. It is also None if no peer serves a
-        newer state, which a call some time later tries again.
+        newer state. A later call tries again.
         """
         assert self._status.layout, "call `enter` first"
         return self._network().entering.catch_up(

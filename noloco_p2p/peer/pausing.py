@@ -65,7 +65,7 @@ class Pausing:
 
 
 async def watch_machine(settings: PeerSettings, pausing: Pausing) -> list[asyncio.Task[None]]:
-    """Start to observe this machine, and return the tasks.
+    """Start observing this machine, and return the tasks that do so.
 
     There is no task if the settings let the peer train at any time.
     """

@@ -71,15 +71,15 @@ T = TypeVar("T")
 
 POLL_S = 0.05
 NOT_RUNNING = "this peer is not running: it was closed, for example at the end of its `with` block"
-NEAR_S = 4.0  # time for a peer in the local network to answer
-DIAL_BACK_S = 12.0  # time for one peer to report whether it can reach this one, which it tries for 4 s
+NEAR_S = 4.0  # time for a peer on the local network to answer
+DIAL_BACK_S = 12.0  # time for one peer to report whether it can reach this one; it tries for 4 s
 
 
 def resolve(target: Spec | Ticket | Path | str | None) -> Spec | Ticket:
     """Return the spec or the ticket that `target` names. Raises SpecError, TicketError, and SettingsError for None."""
     if isinstance(target, Spec | Ticket):
         return target
-    if target is None:  # an optional argument of a script, passed on
+    if target is None:  # for example, if a script passes on an optional argument
         raise SettingsError("Peer.join needs a spec, the path of a spec file, or a ticket; it got None")
     if isinstance(target, str) and is_ticket(target):
         return Ticket.decode(target)
@@ -87,7 +87,7 @@ def resolve(target: Spec | Ticket | Path | str | None) -> Spec | Ticket:
 
 
 class Peer:
-    """A running peer. Use `Peer.join(...)` as a context manager, so that the peer announces at the end that it leaves.
+    """A running peer. Use `Peer.join(...)` as a context manager, so that the peer announces its departure at the end.
 
     Attributes:
         spec: The settings that all peers of the run share.
@@ -102,7 +102,7 @@ class Peer:
 
     def __init__(self, target: Spec | Ticket, settings: PeerSettings, *, progress: Progress | None = None) -> None:
         self.settings = settings
-        self.progress = progress or Progress()  # of long work, as `noloco status` shows it
+        self.progress = progress or Progress()  # the progress of long work, which `noloco status` shows
         self.metrics = Metrics()
         self.leave_requested = threading.Event()
         self.fault: NolocoError | None = None  # why this peer has to leave although nobody asked it to
@@ -229,7 +229,7 @@ class Peer:
         return self._net.reachability.address
 
     def live_peers(self) -> int:
-        """Return how many other peers are known to be alive. In a swarm of more than 48, this is an estimate."""
+        """Return how many other peers are known to be alive. In a swarm of more than 48 peers, this is an estimate."""
         return self._net.directory.headcount().others
 
     def wait_for_peers(self, num_peers: int, *, timeout_s: float) -> bool:
@@ -296,7 +296,7 @@ class Peer:
         return DialBack(probed.observed_host, probed.reached)
 
     def wait_for_router(self) -> None:
-        """Wait until the router has answered whether it forwards ports, so that the ticket can contain them.
+        """Wait until the router has reported whether it forwards ports, so that the ticket can contain them.
 
         This takes a few seconds at most, and no time if no router is asked.
         """
@@ -307,7 +307,7 @@ class Peer:
         self._status.count()
 
     def restore_metrics(self, values: dict[str, Any]) -> None:
-        """Continue the counters of a checkpoint. Unknown names are ignored."""
+        """Continue the counters from the values in a checkpoint. Unknown names are ignored."""
         self._status.restore_metrics(values)
 
     def status(self) -> dict[str, Any]:
@@ -344,9 +344,9 @@ class Peer:
             raise
 
     def close(self) -> None:
-        """Announce that this peer leaves, and stop everything. It is safe to call this twice.
+        """Announce that this peer is leaving, and stop everything. It is safe to call this twice.
 
-        When it returns, none of the peer's threads and processes is left.
+        When it returns, none of the peer's threads or processes is left.
         """
         if self._thread:
             try:
@@ -521,7 +521,7 @@ class Peer:
         if self._reachability:
             await self._reachability.stop()
         if self._directory:
-            # If a copy announced that it leaves, others would think that the other copy leaves.
+            # If a copy announced that it is leaving, others would think that the other copy is leaving.
             await self._directory.stop(farewell=self.has_entered and self.fault is None)
         if self._network:
             await self._network.driver.stop()

@@ -28,7 +28,7 @@ OWN_DOORS = 4  # addresses of this peer in its ticket; the rest is for other liv
 OTHER_DOORS = 6  # other live peers in a ticket, which remains usable while one of them is alive
 FIRST_DIAL_BACK_S = 6.0  # how long a newcomer waits for the first answer before it announces itself
 ROUTER_S = 6.0
-LOOK_S = 1.0  # how often changes of the published addresses are checked
+LOOK_S = 1.0  # how often this peer checks whether its published addresses have changed
 
 Ask = Callable[[Candidate, Sequence[int]], Awaitable[DialBack]]
 
@@ -55,7 +55,7 @@ class Reachability:
         self._settings = settings
         self._book = book
         self._entrances: dict[str, str] = {}
-        for door in entrances:  # keep the first address of each peer, which is its best
+        for door in entrances:  # keep the first address of each peer, because it is the best one
             self._entrances.setdefault(split_peer_id(door)[1], door)
         self._ask = ask
         self._server: GrpcServer | None = None
@@ -102,7 +102,7 @@ class Reachability:
         await self.tunnels.stop()
 
     async def wait_for_router(self) -> None:
-        """Wait for the router to answer whether it forwards ports, but only for a few seconds."""
+        """Wait for the router to report whether it forwards ports, but only for a few seconds."""
         await self._port_mapping.wait(ROUTER_S)
 
     async def wait_for_dial_back(self) -> None:
@@ -166,7 +166,7 @@ class Reachability:
         return list(dict.fromkeys([*own, *met, *self._entrances.values()]))
 
     async def _announce_changes(self) -> None:
-        """Announce changed addresses, because others cannot call this peer until they have read them."""
+        """Announce changed addresses, because others cannot call this peer until they have read the new ones."""
         announced = ("", ())
         while True:
             now = (self.verdict().state, self._reservations.circuits())
@@ -194,7 +194,7 @@ class Reachability:
     def _mapped(self) -> MappedPorts | None:
         """Return the router's port mapping, unless peers have dialled back and none of them got through.
 
-        If a run begins behind a router, there is nobody to ask, and others can enter only if this peer trusts the
+        When a run begins behind a router, there is nobody to ask, and others can enter only if this peer trusts the
         router.
         """
         mapped, seen = self._port_mapping.mapped, self._dial_backs.seen()
@@ -204,7 +204,7 @@ class Reachability:
         return mapped if is_real or not seen else None
 
     def _outside(self, mapped: MappedPorts | None) -> tuple[str, ...]:
-        """Return the libp2p multiaddr behind a mapping."""
+        """Return the external libp2p multiaddr of a mapping."""
         return (f"/ip4/{mapped.host}/tcp/{mapped.ports[1]}/p2p/{self._directory.peer_id}",) if mapped else ()
 
     def is_closed(self) -> bool:

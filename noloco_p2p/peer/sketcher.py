@@ -3,15 +3,15 @@
 Weights at different times differ more than weights of different peers: from one round to the next, the mean of all
 peers moves by about as much as the spread. So a monitor compares only sketches of the same mark, which is a fixed
 fraction of the schedule. A peer sketches its slow weights after the first outer step that reaches a mark. Both partners
-of a swap compute its position in the schedule from the same numbers (`outer.outer_state.swap_progress`), so they agree
-which swap reached a mark. Weights are not interpolated to the exact mark. The difference between two peers changes from
-round to round, so the midpoint between two states has up to 30 % less spread than either state (measured on four
-peers).
+of a swap compute the swap's position in the schedule from the same numbers (`outer.outer_state.swap_progress`), so they
+agree on which swap reached a mark. Weights are not interpolated to the exact mark. The difference between two peers
+changes from round to round, so the midpoint between two states has up to 30 % less spread than either state (measured
+on four peers).
 
-The spacing of marks is the schedule divided by a power of two. A peer chooses the smallest spacing that lasts at least
-MARK_EVERY_S and at least one round at its speed. Peers with other speeds choose other spacings, but wide spacings use a
-subset of the marks of narrow ones. A record has space for one sketch. It is renewed more often than marks are reached,
-so a monitor that keeps the last few sketches of every peer (`monitor/spread.py`) misses none.
+The spacing of marks is the length of the schedule divided by a power of two. A peer chooses the smallest spacing that
+lasts at least MARK_EVERY_S and at least one round at its speed. Peers with other speeds choose other spacings, but wide
+spacings use a subset of the marks of narrow ones. A record has space for one sketch. The record is renewed more often
+than marks are reached, so a monitor that keeps the last few sketches of every peer (`monitor/spread.py`) misses none.
 
 A peer that has stopped training sketches its newest weights under the mark AT_REST, and again after each closing round.
 """
@@ -47,13 +47,13 @@ class Sketcher:
     """
 
     def __init__(self, run: str, *, clock: Callable[[], float] = time.monotonic) -> None:
-        """Create a sketcher. `run` is the digest of the spec, from which all peers derive the same sketches."""
+        """Create a sketcher. `run` is the digest of the spec, from which all peers derive the same maps."""
         self.latest = ""
         self._run = run
         self._clock = clock
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="noloco-sketch")
         self._step_rate: deque[tuple[float, float]] = deque(maxlen=LAST_ROUNDS)  # (seconds, progress) of outer steps
-        self._reached = 0.0  # the progress up to which marks have passed
+        self._reached = 0.0  # the progress up to which marks have been passed
         self._lock = threading.Lock()
         self._state = 0  # increases with every change of the slow weights
 
@@ -67,7 +67,7 @@ class Sketcher:
                 self._executor.submit(self._make, slow_weights, state, mark)
 
     def weights_change(self) -> None:
-        """Discard an unfinished sketch, so that its mark stays without one. Call this before the slow weights change.
+        """Discard an unfinished sketch, so that its mark gets no sketch. Call this before the slow weights change.
 
         An unfinished sketch would mix two states, and a sketch after the next outer step would be one round late.
         """
@@ -117,8 +117,8 @@ def finest_level(*, round_s: float, round_progress: float) -> int | None:
 def roundest(after: float, until: float, *, level: int) -> int | None:
     """Return the multiple of 2^-LEVEL in (after, until] that most other peers have as a mark, in units of 2^-FINEST.
 
-    This is the multiple of the largest power of two. The result is None if there is no multiple in the interval, or if
-    `until` is far past the end.
+    This is the multiple that is divisible by the largest power of two. The result is None if there is no multiple in
+    the interval, or if `until` is far past the end.
     """
     if not 0 <= until < 1 << (32 - FINEST - 1):
         return None

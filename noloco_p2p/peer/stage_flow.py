@@ -1,8 +1,8 @@
 """Build the pipeline of a peer that holds a stage: its streams, the driver of its state machine, and its neighbours.
 
 A replica sends to a few replicas of the next stage, and redraws one of them from time to time. A head keeps streams to
-replicas of the last stage, through which its microbatches return. Each of those replicas also keeps streams to some
-heads, because the two sets are small and might not intersect otherwise. All of this belongs to the network thread.
+replicas of the last stage, through which its microbatches return. A head chooses only a few of them, so each replica of
+the last stage also keeps streams to a few heads. All of this runs on the network thread.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ NUM_NEIGHBOURS = 4  # replicas of the next stage to which a replica sends
 NUM_HEADS = 2  # heads to which a replica of the last stage keeps a stream
 LOOK_S = 2.0  # how often the live peers are checked
 REDRAW_S = 60.0  # how often one neighbour is redrawn
-CODING_THREADS = 2  # one decodes the next payload while the other encodes the previous one
+CODING_THREADS = 2  # one decodes the next payload while the other encodes the previous result
 
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
-    """The part of a peer in the pipeline.
+    """A peer's role in the pipeline.
 
     `microbatch_tokens` is the number of tokens in the loss of each microbatch. A head has `batches`.
     """
@@ -58,8 +58,8 @@ class StagePlan:
 class Surroundings:
     """The parts of the peer that the pipeline needs.
 
-    `live` returns the reachable peers of all stages. `is_closed` returns whether no peer can dial this one, so that it
-    has to dial all neighbours.
+    `live` returns the reachable peers of all stages. `is_closed` returns whether no peer can dial this one, in which
+    case it must dial all its neighbours.
     """
 
     identity: Identity
@@ -75,7 +75,7 @@ class Surroundings:
 
 
 class Neighbours:
-    """The peers that this one sends to. They are a few random live peers, which are kept while they live."""
+    """The peers that this one sends to. They are a few random live peers, which are kept as long as they are alive."""
 
     def __init__(self, rng: random.Random, most: int) -> None:
         self.chosen: tuple[str, ...] = ()

@@ -1,6 +1,6 @@
 """Provide the network services that the trainer of a stage uses.
 
-They tell which peers hold which stage, and let this peer take part in the pipeline.
+They report which peers hold which stage, and let this peer take part in the pipeline.
 """
 
 from __future__ import annotations
@@ -59,20 +59,20 @@ class Stages:
         return self._network().live_peers.everyone()
 
     def mates(self) -> Sequence[Candidate]:
-        """Return the other live peers that hold the same stage as this peer, with which it swaps."""
+        """Return the other live peers that hold this peer's stage. This peer swaps only with them."""
         return self._network().live_peers.mates()
 
     def answering(self) -> Sequence[Candidate]:
-        """Return some of the peers with the same stage, with their current values.
+        """Ask some of the peers with the same stage for their current values, and return the peers that answer.
 
-        Dead peers are left out, because they do not answer, although their records remain. Raises Left.
+        Unlike the directory, the result contains no dead peers. Raises Left.
         """
         return self._network().entering.answering()
 
     def num_mates(self) -> int:
         """Return the number of other live peers with the same stage.
 
-        In a swarm of more than 48, this is an estimate.
+        In a swarm of more than 48 peers, this is an estimate.
         """
         return self._network().live_peers.num_live() - 1
 

@@ -22,14 +22,13 @@ from noloco_p2p.outer.state_checks import (
 from noloco_p2p.spec import Spec
 
 PLACES_ASKED = 5  # the number of peers that are asked for their position
-PLACE_S = 5.0  # the time that they have to answer
+PLACE_S = 5.0  # the time that each peer has to answer
 
 
 class StateAdmission:
     """A `transfer.fetch.Admission` that compares a state with the data that the live peers of the run publish.
 
-    `live` returns the peers that the directory knows now. `refused` holds, by peer id, the reason why a state was
-    refused.
+    `live` returns the live peers in the directory. `refused` holds, by peer id, the reason why a state was refused.
     """
 
     def __init__(self, spec: Spec, transport: Transport, *, live: Callable[[], Sequence[Candidate]]) -> None:
@@ -39,10 +38,10 @@ class StateAdmission:
         self._live = live
 
     async def check_position(self, donor: Candidate, manifest: StateManifest) -> None:
-        """Check a position against records. If it does not fit, check it against the answers of some peers.
+        """Check a donor's position against records. If it is too far away, check it against the answers of some peers.
 
         Records can be as old as one heartbeat. If rounds are short, the swarm can advance in that time by more rounds
-        than a state may be away from it.
+        than the check allows.
         """
         live = self._live()
         try:

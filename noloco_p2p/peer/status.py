@@ -33,10 +33,11 @@ log = logging.getLogger(__name__)
 
 
 class Stopwatch:
-    """A stopwatch that stands still while the machine sleeps. Several threads can read it."""
+    """A stopwatch that stops while the machine sleeps. Several threads can read it."""
 
     def __init__(self) -> None:
-        self._now: tuple[float, float | None] = 0.0, None  # the seconds before the last start, and when it was started
+        # The seconds counted before the last start, and the time of that start, or None while stopped.
+        self._now: tuple[float, float | None] = 0.0, None
 
     def run(self, is_running: bool) -> None:
         """Start or stop the stopwatch."""
@@ -55,8 +56,8 @@ class PublishedStatus:
     """The status that a peer publishes.
 
     `network` is set once everything has started. Until then, only `hello` and the counters are used. `run` is the name
-    and the digest of the run, and `layout` is the model's layout once it is known. `state` is what others see in the
-    record: training, paused, leaving or done. It is published once the peer `has_entered`.
+    and the digest of the run, and `layout` is the model's layout once it is known. `state` is the state in the record:
+    training, paused, leaving or done. It is published once the peer `has_entered`.
     """
 
     def __init__(
@@ -88,12 +89,12 @@ class PublishedStatus:
         self._training_time = Stopwatch()
         self.sketcher = Sketcher(run[1])
         self._started_at_s = self._state_since_s = time.time()
-        self._traffic_before, self._relayed_before = Traffic(), 0  # before a restart
+        self._traffic_before, self._relayed_before = Traffic(), 0  # counted before a restart
         self._told_outbound_only = False
         self._metrics_server: HttpServer | None = None
 
     async def serve_metrics(self) -> None:
-        """Start to serve /metrics if the settings say so. Raises SettingsError if the port is in use."""
+        """Start serving /metrics if the settings say so. Raises SettingsError if the port is in use."""
         if not self._settings.metrics:
             return
         from noloco_p2p.telemetry.http import HttpServer, metrics_app
@@ -129,7 +130,7 @@ class PublishedStatus:
         self._metrics.trained_s = self._training_time.seconds()
 
     def restore_metrics(self, values: dict[str, Any]) -> None:
-        """Continue the counters of a checkpoint. Unknown names are ignored."""
+        """Continue the counters from the values in a checkpoint. Unknown names are ignored."""
         for name in Metrics.__dataclass_fields__:
             if name in values:
                 setattr(self._metrics, name, values[name])
@@ -145,7 +146,7 @@ class PublishedStatus:
         return Hello(self._identity.peer_id, *self._run, layout=self.layout.digest() if self.layout else "")
 
     def standing(self) -> tuple[Hello, str, int, float]:
-        """Return the answer to a status request of another peer: hello, state, round and progress."""
+        """Return the answer to a status request from another peer: hello, state, round and progress."""
         return self.hello(), self.state, self._metrics.round, self._metrics.progress
 
     def ticket(self) -> str:

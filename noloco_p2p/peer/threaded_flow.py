@@ -18,8 +18,8 @@ As = TypeVarTuple("As")
 class FlowCounts(NamedTuple):
     """Counts of microbatches.
 
-    `late` counts the microbatches of `done` whose forward pass was in an earlier inner step. `held` is the number that
-    is held now.
+    `late` counts the microbatches in `done` whose forward pass was in an earlier inner step. `held` is the number held
+    now.
     """
 
     done: int
@@ -31,7 +31,8 @@ class FlowCounts(NamedTuple):
 class ThreadedFlow:
     """The computing thread's interface to a pipeline.
 
-    `take` waits no longer than requested. The reports never wait, and no fault of a neighbour raises an error here.
+    `take` waits no longer than requested. The methods that report something never wait, and no fault of a neighbour
+    raises an error here.
     """
 
     def __init__(self, driver: FlowDriver, loop: asyncio.AbstractEventLoop) -> None:

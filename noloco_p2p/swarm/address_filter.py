@@ -13,7 +13,7 @@ from noloco_p2p.swarm.records import PeerRecord
 
 _ID = "/p2p/[1-9A-HJ-NP-Za-km-z]{40,64}"
 _WAY = re.compile(rf"/[^/]+/[^/]+/tcp/[0-9]+{_ID}({CIRCUIT}{_ID})?")
-MAX_RELAYS = 2  # relay addresses per record; each has the host of its relay
+MAX_RELAYS = 2  # maximum number of relay addresses per record; each has the host of its relay
 
 
 def believable(record: PeerRecord, *, only_public: bool) -> PeerRecord:

@@ -83,7 +83,7 @@ def any_public(multiaddrs: Iterable[str]) -> bool:
 
 
 def only_public(multiaddrs: Iterable[str]) -> list[str]:
-    """Return the multiaddrs that machines in other networks may be able to dial."""
+    """Return the multiaddrs that machines on other networks may be able to dial."""
     return [multiaddr for multiaddr in multiaddrs if any_public([multiaddr])]
 
 
@@ -105,7 +105,7 @@ def tcp_target(address: str) -> tuple[str, int] | None:
 
 
 async def guarded(guard: DialGuard, peer_id: str, address: str) -> str:
-    """Check an address that a stranger sent, and return the multiaddr to dial. Neither contains a peer id.
+    """Check an address that a stranger sent, and return the multiaddr to dial. Neither of them contains a peer id.
 
     Raises Unreachable if the address is not a TCP address, or if the guard forbids dialling it.
     """

@@ -19,10 +19,10 @@ from noloco_p2p.swarm.records import EXPIRY_SLACK_S, TTL_S, PeerRecord, encode_r
 class Announcer:
     """Stores this peer's record in the buckets of the membership view.
 
-    `key` is the key of the view in which the record is stored. `describe` returns the current record without the
-    fields that the directory fills in, or None while there is nothing to announce. If the record has no multiaddrs,
-    it gets the addresses of this node that `multiaddrs` returns. `on_copy` is called, possibly
-    repeatedly, when a process that was started later with the same identity key announces itself.
+    `key` is the key of the view in which the record is stored. `describe` returns the current record without the fields
+    that the directory fills in, or None while there is nothing to announce. If the record has no multiaddrs, it gets
+    the addresses of this node that `multiaddrs` returns. `on_copy` is called, possibly repeatedly, when a process that
+    was started later with the same identity key announces itself.
     """
 
     def __init__(

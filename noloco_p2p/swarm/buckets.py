@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 MEAN_OCCUPANCY = 32
 SPLIT_ABOVE, MERGE_BELOW = 48, 20  # records in a bucket
-# The gaps between this value and the limits above exceed almost any difference between two estimates, whose standard
+# The gaps between these values and the limits above exceed almost any difference between two estimates, whose standard
 # error is 6%.
 ALSO_DEEPER_ABOVE, ALSO_SHALLOWER_BELOW = 36, 29
 MAX_DEPTH = 16  # enough for 2 million peers at the mean occupancy; beyond that, buckets grow
@@ -36,8 +36,8 @@ MAX_BUCKET_BYTES = 64 * 1024  # entries of a larger bucket beyond this size are 
 WINDOW_READS = 8  # the number of reads from which the size is estimated
 PRIOR_READS = 4  # the weight of the old estimate after a change of depth, in reads
 LINGER_S = 120.0  # how long a peer is still announced at its old depth after a change: two TTLs
-# If another peer reads at a depth this far from this peer's own, that depth is probed. Two peers near a limit differ by
-# only one depth.
+# If another peer reads at a depth that is at least this far from this peer's own, that depth is probed. Two peers near
+# a limit differ by only one depth.
 FAR_DEPTHS = 2
 EVIDENCE = 5  # records in a bucket at another depth that count as evidence of peers there
 LOOKS_THAT_AGREE = 3  # buckets at another depth that must show this evidence
@@ -131,7 +131,8 @@ class Census:
     def depths(self, now_s: float) -> tuple[int, ...]:
         """Return the depths at which this peer must be announced at the time `now_s`.
 
-        The depth at which it reads comes first. Peers with another estimate may look for it at the other depths.
+        The depth at which this peer reads comes first. Peers with another estimate may look for this peer at the other
+        depths.
         """
         occupancy, lingering = self._occupancy(), self._before
         depths = {self.depth: None}
@@ -182,8 +183,8 @@ class Census:
     def aside(self) -> int:
         """Return the next depth to probe.
 
-        If some peers in the last bucket read at a distant depth, it is the most common of these depths. Otherwise, all
-        other depths take turns in random order.
+        If some peers in the last bucket read at distant depths, the result is the most common of these depths.
+        Otherwise, all other depths take turns in random order.
         """
         if self._hint is not None:
             hint, self._hint = self._hint, None
@@ -209,8 +210,8 @@ class Census:
     def _size_below(self) -> float:
         """Return the estimated size for a move to a smaller depth.
 
-        While there is a base, the estimate is at most the size that suits the depth of the base, because the larger
-        swarm may be invented.
+        While there is a base, the estimate is at most the size that suits the depth of the base, because the records of
+        a larger swarm may be invented.
         """
         return self.size if self.base is None else min(self.size, MEAN_OCCUPANCY * 2.0**self.base)
 

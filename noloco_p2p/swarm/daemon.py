@@ -38,8 +38,8 @@ EXIT_CODE_S = 1.0  # time to wait for the exit code of p2pd after the end of its
 FIRST_CLIENT_S = 30  # p2pd exits after this time without a client
 SOCKET_PREFIX = "noloco-"
 STALE_S = 60.0
-# The longest request or answer. p2pd buffers each of them completely, and by default it would accept 4 MiB from every
-# stream.
+# The size limit for a request or an answer. p2pd buffers the whole message, and by default it would accept 4 MiB from
+# every stream.
 MAX_MESSAGE_BYTES = 256 * 1024
 MEMORY = "128MiB"  # Above this, p2pd collects garbage continuously.
 MAX_MEMORY_BYTES = 512 << 20  # Above this, p2pd is restarted. It uses 60 MiB when idle.

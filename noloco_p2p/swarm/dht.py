@@ -1,4 +1,4 @@
-"""The directory of a run. It finds live peers from signed records in a DHT that all peers keep together.
+"""The directory of a run. It finds live peers through signed records in a DHT that all peers keep together.
 
 It performs four periodic tasks:
 
@@ -8,7 +8,7 @@ It performs four periodic tasks:
                 one bucket is read every 10 s. At first, and while no peer is live, the pause is only 1 s
                 (`membership_view.py`).
     dial        Dial bootstraps and known peers, repeatedly while they are missing (`dialer.py`).
-    freshen     Look up a random key every 30 s, which keeps routing tables up to date. In a run, this is the key of a
+    freshen     Look up a random key every 30 s to keep routing tables up to date. In a run, this is the key of a
                 bucket at another depth.
 
 A directory also works without any other node, but it is then empty.
@@ -73,7 +73,7 @@ class SwarmDirectory:
     ) -> None:
         self.guard = guard
         self._announce_host = announce_host
-        # the first address of each bootstrap, which is its best one
+        # the first address of each bootstrap, because it is the best one
         self._entrances = [addresses[0] for addresses in _by_peer(bootstraps).values()]
         self._node = node
         self._identity = identity
@@ -145,8 +145,8 @@ class SwarmDirectory:
         repeatedly, when a process that was started later with the same identity key announces itself. Records for which
         `ignores` returns true are dropped, such as the records of peers that are banned or not invited. If `relays` is
         true, this node relays calls to peers that cannot be dialled, and these bytes count as traffic of this machine.
-        `key` identifies the view that this peer reads and in which it is announced. If it is None, this is the view of
-        the whole run.
+        `key` identifies the view that this peer reads and in which it is announced. If `key` is None, the view of the
+        whole run is used.
 
         Raises DirectoryError if the port is taken, the daemon cannot run, or a bootstrap is not a valid address.
         """
@@ -206,7 +206,7 @@ class SwarmDirectory:
         return self._relay.passed_bytes if self._relay else 0
 
     def mirror(self, port: int) -> None:
-        """Set the port of this node at which relayed peers can ask under which address others see them."""
+        """Set the port at which this node tells relayed peers the address that others see."""
         if self._relay:
             self._relay.mirror_port = port
 
@@ -259,7 +259,7 @@ class SwarmDirectory:
         return self._announcer is not None and (is_public(self._announce_host) or is_abroad(self._entrances, others))
 
     def neighbours(self) -> set[str]:
-        """Return the peer ids of DHT nodes that answered recently. They can belong to any run."""
+        """Return the peer ids of DHT nodes that answered recently. These nodes can belong to any run."""
         return self._node.neighbours()
 
     def dial_nearby(self, peer_id: str, multiaddrs: Sequence[str]) -> None:
@@ -276,7 +276,7 @@ class SwarmDirectory:
     async def wait_for_peers(self, timeout_s: float) -> bool:
         """Wait until a live peer of the run is known. Returns False if there is none within `timeout_s`.
 
-        Raises DirectoryError if the clock of this machine differs from the clocks of the others.
+        Raises DirectoryError if the clock of this machine differs from the clocks of the other nodes.
         """
         self._dialer.check_clock()
         try:
@@ -293,7 +293,7 @@ class SwarmDirectory:
     async def check_clock(self, timeout_s: float) -> None:
         """Wait until the bootstraps have been dialled once, then check the clock of this machine.
 
-        Raises DirectoryError if this clock differs from the clocks of the others.
+        Raises DirectoryError if this clock differs from the clocks of the other nodes.
         """
         await self._dialer.wait_until_tried(timeout_s)
         self._dialer.check_clock()
@@ -315,7 +315,7 @@ class SwarmDirectory:
             await self._view.refresh()
 
     async def stop(self, *, farewell: bool = True) -> None:
-        """Announce that this peer is leaving, for at most FAREWELL_S, then end all tasks and processes.
+        """Announce within FAREWELL_S that this peer is leaving, then end all tasks and processes.
 
         This method raises no exception, except when it is cancelled.
         """
@@ -369,7 +369,7 @@ async def _forever(name: str, job: Callable[[], Awaitable[float]]) -> None:
         except DirectoryError as error:
             logger.debug("the directory task %s failed: %s", name, error)
             pause_s = 1.0
-        except Exception:  # a bug here must not end the membership of a peer that trains
+        except Exception:  # a bug here must not end the membership of a peer that is training
             logger.exception("the directory task %s failed; trying again", name)
             pause_s = 5.0
         await asyncio.sleep(pause_s)

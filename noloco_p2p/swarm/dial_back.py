@@ -1,4 +1,4 @@
-"""Finds out whether other peers can dial this peer by asking three of them to dial back, and advises the user.
+"""Asks three peers to dial back, to find out whether others can dial this peer, and advises the user.
 
 `Reach` lists the kinds of reachability, both for this peer and for each of its neighbours.
 """
@@ -23,8 +23,9 @@ log = logging.getLogger(__name__)
 
 ASKED_PEERS = 3
 LOOK_S = 0.5  # how often more peers are asked while fewer than three have dialled back
-ASK_AGAIN_S = 15.0  # the pause after a peer could not be asked
-RECHECK_S = 60.0  # while the peer is not direct, so that a newly opened port is noticed without a restart
+ASK_AGAIN_S = 15.0  # the pause before the same peer is asked again
+# The interval between checks while this peer is not direct, so that a newly opened port is noticed without a restart.
+RECHECK_S = 60.0
 RECHECK_DIRECT_S = 900.0
 
 
@@ -147,7 +148,7 @@ def _advice(ports: tuple[int, int], host: str) -> str:
 class DialBacks:
     """Asks up to three live peers to dial back, and repeats this from time to time.
 
-    Start `run()` as a task in the network thread. `live` returns the peers that are known now. `ask` asks one of them
+    Start `run()` as a task on the network thread. `live` returns the peers that are known now. `ask` asks one of them
     to dial back, and raises PeerError if the call fails.
     """
 
@@ -224,5 +225,5 @@ class DialBacks:
             self._first.set()
         except PeerError as error:
             log.debug("could not ask %s to dial back: %s", short_id(peer.peer_id), error)
-        except Exception:  # an answer of a stranger must not keep the others from being asked
+        except Exception:  # a stranger's answer must not keep the others from being asked
             log.exception("could not process the dial-back reply from %s", short_id(peer.peer_id))

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 FIRST_PAUSE_S = 1.0
-ENOUGH_NEIGHBOURS = 16  # with this many, only bootstraps and lost peers are dialled
-LOST_PEERS = 8  # the missing peers that were seen last; they may be alive on the other side of a partition
+ENOUGH_NEIGHBOURS = 16  # with this many neighbours, only bootstraps and lost peers are dialled
+LOST_PEERS = 8  # how many of the most recently lost peers are dialled, because they may be alive beyond a partition
 LONGEST_PAUSE_LOST_S = 20.0  # short, so that the swarm reunites within half a minute after a partition
 
 
@@ -59,7 +59,7 @@ class DialPlan:
 
         Missing bootstraps come first. The missing peers in `remembered` follow, in the order of `remembered`. A peer in
         `neighbours` does not count as missing. If there are many neighbours, neither does a peer in `heard_of`, because
-        its records arrive.
+        its records still arrive.
         """
         near = {*neighbours, self._own_peer_id}
         reachable = {*self._bootstraps, *remembered} - near
@@ -73,7 +73,7 @@ class DialPlan:
         return {peer: self._merged(peer, remembered) for peer in due[:most]}
 
     def reached(self, peer_id: str, *, now_s: float) -> None:
-        """Record that a peer answered. Because it may not become a neighbour, it is not dialled again for a while."""
+        """Record that a peer answered. It is not dialled again for a while, even if it does not become a neighbour."""
         self._attempts[peer_id] = _Attempts(next_at_s=now_s + self._longest_pause_s)
 
     def failed(self, peer_id: str, reason: str, *, now_s: float) -> None:
@@ -96,7 +96,7 @@ class DialPlan:
         attempts = self._attempts.get(peer_id)
         if attempts is None:
             return -math.inf
-        # The longest pause is computed on each call, because the peer may not have been one of the lost peers before.
+        # The longest pause is computed on each call, because the peer may have become one of the lost peers since.
         if peer_id in self._bootstraps:
             longest_s = self._longest_pause_s
         else:

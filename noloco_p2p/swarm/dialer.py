@@ -25,8 +25,9 @@ LONGEST_SLEEP_S = 1.0  # the longest pause between two checks of the plan
 class Dialer:
     """Carries out a `DialPlan`, and compares this machine's clock with the clocks of the peers that answer.
 
-    `heard_of` returns the peers whose records arrive. `on_met` is awaited when a peer has answered. `on_wrong_clock` is
-    called when this machine's clock differs from the clocks of the others; `check_clock` then raises an error.
+    `heard_of` returns the peers whose records still arrive. `on_met` is awaited when a peer has answered.
+    `on_wrong_clock` is called when this machine's clock differs from the clocks of the other nodes; `check_clock` then
+    raises an error.
     """
 
     def __init__(
@@ -58,7 +59,9 @@ class Dialer:
         self._clock_is_right = False
 
     async def dial(self) -> float:
-        """Dial the peers that are due, then wait until others may be due. Returns 0, because it has already waited."""
+        """Dial the peers that are due, then wait until others may be due. Returns 0, because this method has already
+        waited.
+        """
         book, near = {**self._nearby, **self._address_book.addresses()}, self._node.neighbours()
         book |= {peer: (*nearby, *book.get(peer, ())) for peer, nearby in self._nearby.items()}
         due = self._plan.due(book, near, heard_of=self._heard_of(), now_s=time.monotonic())
@@ -96,7 +99,7 @@ class Dialer:
         return self._plan.failures()
 
     def check_clock(self) -> None:
-        """Raise DirectoryError if the clock of this machine differs from the clocks of the others."""
+        """Raise DirectoryError if the clock of this machine differs from the clocks of the other nodes."""
         check_clock(self._offsets)
 
     async def wait_until_tried(self, timeout_s: float) -> None:

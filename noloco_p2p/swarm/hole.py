@@ -44,7 +44,7 @@ class Hole:
         self._listener: socket.socket | None = None
 
     async def look(self, observer: Endpoint) -> View:
-        """Ask an observer at which address and port it sees this peer, and listen on the local port.
+        """Ask an observer for the address and port at which it sees this peer, and listen on the local port.
 
         The connection to the observer stays open, because routers forget the mapping when it ends. Raises OSError or
         ValueError if the observer does not answer properly.

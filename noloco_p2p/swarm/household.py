@@ -2,8 +2,8 @@
 
 The peers need neither an address that can be reached from outside nor a router that supports hairpinning. Each peer
 announces a service with the name MARK-PEERID. The port of the service is the libp2p port, and its text record has the
-gRPC port. The mark is a digest of the key under which the peers of the run store their records, so only they recognise
-it.
+gRPC port. The mark is a digest of the key under which the peers of the run store their records, so only peers of the
+run recognise it.
 
 Announcements are only hints, because any machine on the network can copy a mark. A peer dials only private addresses in
 a subnet of this machine. It keeps at most 16 peers at a time, and after the first 16 announcements it accepts one more
@@ -52,7 +52,7 @@ MAX_FOUND = 16
 FOUND_PER_S = 1 / 60
 MAX_HOSTS = 4  # per peer
 ANSWER_MS = 3_000
-LOOK_S = 1.0  # how often this peer looks for the records of found peers
+LOOK_S = 1.0  # how often this peer looks for the records of the peers that it has found
 RECHECK_S = 60.0
 
 Interface = ipaddress.IPv4Interface
@@ -95,7 +95,7 @@ def own_interfaces(listen_host: str) -> list[Interface]:
 
 
 def nearby(hosts: Iterable[str], interfaces: Sequence[Interface]) -> tuple[str, ...]:
-    """Return up to MAX_HOSTS hosts that are in a subnet of this machine, except the machine itself."""
+    """Return up to MAX_HOSTS hosts, other than this machine, that are in one of its subnets."""
     own = {each.ip for each in interfaces}
     addresses = [ipaddress.IPv4Address(host) for host in hosts]
     near = [each for each in addresses if each not in own and any(each in one.network for one in interfaces)]

@@ -1,7 +1,7 @@
 """Keeps the membership view of a run by reading buckets of records and counting the peers in them.
 
 A small run has a single bucket, which holds all records. In a large run, a peer reads one bucket at a time, drawn at
-random, and a monitor reads all of them. By probing buckets at other depths, it finds peers that have estimated a
+random, and a monitor reads all of them. Both also probe buckets at other depths, to find peers that have estimated a
 different size.
 """
 
@@ -237,7 +237,9 @@ class MembershipView:
         return await asyncio.gather(*(self._node.get(key, timeout_s=timeout_s) for key in keys))
 
     def _count(self, bucket: Bucket, records: Sequence[PeerRecord], share: float) -> None:
-        """Count the peers in a bucket at the current depth or the base, of which the fraction `share` was read."""
+        """Count the peers in a bucket at the current depth or the base. `share` is the fraction of its entries that was
+        read.
+        """
         live = [record for record in records if record.state != "leaving"]
         peer_ids, witness = [record.peer_id for record in live], self._census.witness
         self._sampler.took(bucket, peer_ids)

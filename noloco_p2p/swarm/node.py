@@ -49,7 +49,7 @@ CANCEL_AGAIN_S = 0.2
 class SwarmNode:
     """A node of the DHT.
 
-    Create it with `start()`. `stop()` leaves no process, socket or task behind. `guard` limits the dials of nodes that
+    Create it with `start()`. `stop()` leaves no process, socket or task behind. `guard` limits the dials to nodes that
     other nodes report.
     """
 

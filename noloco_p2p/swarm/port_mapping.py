@@ -38,7 +38,7 @@ PMP_PORT = 5351
 PMP_TRIES_S = (0.25, 0.5, 1.0)
 PMP_MAP_TCP = 2
 UPNP_DISCOVERY_MS = 2_000
-UPNP_TRIES = 3  # with random ports, after the desired port was refused
+UPNP_TRIES = 3  # attempts with random ports, after the desired port was refused
 OTHER_PORTS = range(20_000, 60_000)
 ROUTES = Path("/proc/net/route")
 

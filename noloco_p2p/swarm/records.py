@@ -27,7 +27,7 @@ TTL_S = 60.0
 MAX_RECORD_BYTES = 1024
 MAX_TEXT_CHARS = 320  # enough for a host name of 253 characters, followed by a peer id
 MAX_ADDRESSES = 4  # limit for each kind of address
-MAX_COUNTS = 16  # the longest list of counts
+MAX_COUNTS = 16  # maximum number of counts in a list
 SIGNATURE_BYTES = 64
 EXPIRY_SLACK_S = 1e-3  # allowed difference between the expiry in a record and the expiry in the DHT
 DOMAIN = b"noloco_p2p record 1\x00"
@@ -65,7 +65,7 @@ class PeerRecord:
     mark: str = ""  # in a private run: proof that a member wrote the record
     stage: int = 0  # its stage in a run with stages; 0 = the head
     stages: int = 0  # the number of stages of the run; 0 = every peer holds the whole model
-    sends_to: tuple[str, ...] = ()  # the last characters of the ids of the peers to which it sends microbatches
+    sends_to: tuple[str, ...] = ()  # the short ids of the peers to which it sends microbatches
     name: str = ""  # chosen by the peer; it proves nothing
     paused_by: PausedBy = ""  # why it is paused
 
@@ -154,8 +154,8 @@ def decode_record(data: bytes) -> PeerRecord:
 def open_envelope(data: bytes) -> dict[str, Any]:
     """Return the fields of a record after checking its size, signature, id, run and expiry.
 
-    Other fields are not checked. Results are cached because a reader sees the same record in every answer and a check
-    costs 0.1 ms, so callers must not change them. Raises RecordError if a check fails.
+    Other fields are not checked. A check costs 0.1 ms, and a reader sees the same record in every answer, so results
+    are cached. Callers must not change them. Raises RecordError if a check fails.
     """
     if not SIGNATURE_BYTES < len(data) <= MAX_RECORD_BYTES:
         raise RecordError(f"the record has {len(data)} bytes, but the limit is {MAX_RECORD_BYTES}")

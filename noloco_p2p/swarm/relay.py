@@ -1,7 +1,7 @@
 """Relays calls to peers that cannot be dialled.
 
 A peer that cannot be dialled keeps a stream to a relay open; this stream is its reservation. p2pd also has relays, but
-measurements show that they carry at most 128 KiB per call, regardless of its flags. Here, the relaying node connects
+measurements show that they carry at most 128 KiB per call, regardless of p2pd's flags. Here, the relaying node connects
 two libp2p streams and carries the traffic itself, so this limit does not apply. The streams carry gRPC over TLS, so a
 relay can interrupt a call, but cannot read it.
 """
@@ -49,7 +49,7 @@ MAX_PORTS = 2
 DIALS_A_MINUTE_OF_ONE, DIALS_A_MINUTE = 4, 12  # per requesting peer, and per dialled network; bursts are allowed
 CALLS_A_MINUTE_OF_ONE = 120  # per caller; bursts are allowed
 NUM_RESERVATIONS = 2  # per peer, so that one remains when the other relay dies
-RETRY_S = 30.0  # the pause after a relay has refused or been lost
+RETRY_S = 30.0  # the pause after a relay refused or was lost
 LOOK_S = 1.0
 BLOCK_BYTES = 256 * 1024
 BROKEN = (OSError, EOFError, ValueError, RuntimeError, DirectoryError)  # broken streams; uvloop raises RuntimeError
@@ -67,7 +67,7 @@ class Relay:
 
     def __init__(self, node: SwarmNode, *, only_public: bool = False) -> None:
         self.passed_bytes = 0  # total over all calls and both directions
-        self.mirror_port = 0  # the port that tells others the address at which they are seen (tcp.py); 0 = none
+        self.mirror_port = 0  # the port at which callers can ask for the address that others see (tcp.py); 0 = none
         self._node = node
         self._reservations: Counter[str] = Counter()
         self._calls: Counter[str] = Counter()
@@ -106,7 +106,7 @@ class Relay:
     async def _on_punch(self, caller: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Relay the messages of two peers that punch a hole.
 
-        First, both peers receive the port at which they can ask under which address others see them.
+        First, both peers receive the port at which they can ask for the address that others see.
         """
         if not self.mirror_port:
             writer.write(NO)
@@ -183,8 +183,8 @@ async def open_stream_to(
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """Open a raw byte stream to a relay that is said to be at `address`.
 
-    If there already is a connection to it, nothing is dialled, and the address is not verified. Raises DirectoryError,
-    or Unreachable if the guard forbids dialling the address.
+    If there is already a connection to the relay, nothing is dialled, and the address is not verified. Raises
+    DirectoryError, or Unreachable if the guard forbids dialling the address.
     """
     if await node.hosts_of(relay):
         return await node.open_stream(relay, (), protocol)

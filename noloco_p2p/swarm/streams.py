@@ -1,4 +1,4 @@
-"""Limits the streams that other peers open to this one, so that an error in one does not affect the others."""
+"""Limits how many streams other peers can open to this one, and keeps an error in one from affecting the others."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
 """Carries calls between peers that cannot be dialled, through tunnels.
 
-A tunnel leads through a hole in the routers or through a relay. For each such peer, there is a local port to which the
-gRPC client connects:
+A tunnel leads through a hole in the routers or through a relay. For each peer that needs a tunnel, there is a local
+port to which the gRPC client connects:
 
     gRPC client -> local port == hole in the routers (punch.py) == gRPC server
                        or     == stream to a relay == stream to the peer == gRPC server
 
-Each connection uses its own hole, and the relay only helps to punch it. If this fails for a peer, the following
+Each connection uses its own hole, and the relay only helps to punch it. If punching fails for a peer, the next
 connections to that peer use the relay immediately. A connection through a relay is lost when the relay is lost. A swap
 then ends in a solo round, a fetch continues with the missing chunks, and the next call uses another relay.
 """
@@ -89,7 +89,7 @@ class Tunnels:
         # local port of each connection to this peer's server that arrived through a relay -> that relay
         self.local_ports: dict[int, str] = {}
         self.last_ways: dict[str, Reach] = {}  # peer id -> the route of the last call to it, PUNCHED or RELAYED
-        self.num_holes = 0  # punched in total, by calls in either direction
+        self.num_holes = 0  # total number of holes punched, for calls in either direction
         self._node = node
         self._multiaddrs = multiaddrs
         self._wanted = wanted
@@ -157,7 +157,7 @@ class Tunnels:
                 await asyncio.sleep(RETRY_S)
                 continue
             calling = self._own(self._call(peer_id, connection))
-            calling.add_done_callback(lambda _, near=connection: near.close())  # even if the task never started
+            calling.add_done_callback(lambda _, near=connection: near.close())  # closed even if the task never started
 
     async def _call(self, peer_id: str, near: socket.socket) -> None:
         """Carry one connection through a hole, or else through the first relay that reaches the peer."""
@@ -179,7 +179,7 @@ class Tunnels:
         ends[1].close()
 
     async def _hole(self, peer_id: str, relays: Mapping[str, str]) -> socket.socket | None:
-        """Open a direct connection to the peer. It is tried only once, with the first relay that helps."""
+        """Open a direct connection to the peer. Only one attempt is made, with the first relay that helps."""
         clock = asyncio.get_running_loop().time
         if clock() < self._no_hole_before_s.get(peer_id, 0.0):
             return None
@@ -219,7 +219,7 @@ class Tunnels:
         return (reader, writer), line
 
     async def _mirror(self, relay: str, line: bytes) -> Endpoint:
-        """Return the endpoint of a relay at which this peer can ask under which address others see it.
+        """Return the endpoint of a relay at which this peer can ask for the address that others see.
 
         `line` is the relay's answer, which contains the port. Raises DirectoryError if the relay is gone, or ValueError
         if the port is invalid.

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
 
 SHOW_AFTER_S = 1.0  # a shorter task needs no bar
-TELL_AFTER_S = 2.0  # a longer task leaves a line when it ends
+TELL_AFTER_S = 2.0  # when a longer task ends, a line about it remains
 LINE_EVERY_S = 10.0
 REFRESH_S = 0.2
 

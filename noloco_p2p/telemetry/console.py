@@ -68,7 +68,7 @@ def closing_line(metrics: Metrics, *, number: int, num_rounds: int) -> str:
 
 
 def named(peer_id: str) -> str:
-    """Shorten a peer id to its end, because all ids begin with the same characters."""
+    """Shorten a peer id to its last characters, because all ids begin with the same ones."""
     return f"..{peer_id[-6:]}"
 
 

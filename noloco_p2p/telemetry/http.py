@@ -1,4 +1,4 @@
-"""Runs an HTTP server on an existing event loop. It is uvicorn, but does not touch signal handlers and logging."""
+"""Runs an HTTP server on an existing event loop. It uses uvicorn, but leaves signal handlers and logging alone."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The table of all metrics of a peer, with the kind, unit and meaning of each metric, and where it is shown.
 
-Everything that shows a metric is generated from this table. It generates the status, events, /metrics and directory
-record of a peer, and the JSON, tables, totals, curves and /metrics of the monitor. It also generates docs/metrics.md.
+Everything that shows a metric is generated from this table. This includes a peer's status, events, /metrics and
+directory record; the monitor's JSON, tables, totals, curves and /metrics; and docs/metrics.md.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ class About:
     """Describes a metric.
 
     `kind` is "counter" (it only increases, even across restarts), "gauge" (a current value) or "text" (not for
-    Prometheus). `key` is the name of the metric in the record that the peer signs, which should be short; "" means
-    that it is not in the record, and "why:2" is the third number of the list "why". `digits` is the number of
-    significant digits in the record. `column` is the head of the metric's column in the monitor's table of peers; ""
-    means that it has no column. `rank` is the order of the columns; on a narrow screen, the last ones are left out
-    first. `total` says how the monitor aggregates the values of all peers: it is a key of `telemetry.totals.WAYS`, or
-    "" if the monitor does not aggregate them.
+    Prometheus). `key` is the name of the metric in the record that the peer signs, and should be short; "" means that
+    it is not in the record, and "why:2" is the third number of the list "why". `digits` is the number of significant
+    digits in the record. `column` is the heading of the metric's column in the monitor's table of peers; "" means that
+    there is no column. `rank` is the order of the columns; on a narrow screen, the last ones are left out first.
+    `total` says how the monitor aggregates the values of all peers: it is a key of `telemetry.totals.WAYS`, or "" if
+    the monitor does not aggregate them.
     """
 
     kind: str
@@ -357,7 +357,9 @@ class Metrics:
         return asdict(self)
 
     def recorded(self, *, hides_contribution: bool = False) -> Metrics:
-        """Return the metrics that the peer publishes in its record, with few digits and without non-finite values."""
+        """Return the metrics that the peer publishes in its record, with their digits rounded and non-finite values
+        left out.
+        """
         hidden = CONTRIBUTION if hides_contribution else ()
         return Metrics(**{name: self._short(name) for name in RECORDED if name not in hidden})
 
@@ -379,5 +381,5 @@ LARGEST = 2.0**53  # limit of the numbers in a record, so that browsers represen
 
 
 def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers in the result of `Metrics.as_dict` that are known."""
+    """Return the known numbers in the result of `Metrics.as_dict`."""
     return {name: float(metrics[name]) for name in NUMBERS if metrics.get(name) is not None}

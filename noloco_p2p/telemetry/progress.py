@@ -1,8 +1,8 @@
 """The progress of long tasks: the amount of work done, the rate, and the time left. `bars.py` draws it.
 
-`Progress` is passed to all code that may take seconds. Its tasks nest, any thread may report, and `noloco status` can
-read the innermost task at any moment. rich.progress is used only for drawing, because its own rate does not fall when
-work stalls, and because a peer without a terminal does not have to import it.
+`Progress` is passed to all code that may take seconds. Its tasks can be nested. Any thread may report progress, and
+`noloco status` can read the innermost task at any moment. rich.progress is used only for drawing, because its own rate
+does not fall when work stalls. A peer without a terminal does not import it at all.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Any, Protocol
 
 from noloco_p2p.telemetry.console import count, duration, mib
 
-WINDOW_S = 15.0  # the window of the rate; it is short, so that a link that has become slow is noticed
-SAMPLE_S = 0.25  # least time between two samples; a window has about sixty
+WINDOW_S = 15.0  # the time over which the rate is measured; it is short, so that a link that has become slow is noticed
+SAMPLE_S = 0.25  # minimum time between two samples; a window has about sixty samples
 
 Report = Callable[[int, int], None]  # (done, total) in the unit of the task
 
 
 def ignore(done: int, total: int) -> None:
-    """Ignore the progress. Use it as a `Report`."""
+    """Ignore the progress. Use this function as a `Report`."""
 
 
 class Meter:
@@ -56,16 +56,16 @@ class Meter:
         return (self.done - begun) / seconds if seconds > 0 else 0.0
 
     def left_s(self, total: int, *, now_s: float) -> float | None:
-        """Return the seconds until `total` at the current rate, or None during a stall."""
+        """Return the seconds until `total` is reached at the current rate, or None during a stall."""
         rate = self.rate_per_s(now_s=now_s)
         return max(0, total - self.done) / rate if rate > 0 else None
 
 
 class Task:
-    """A task. `unit` is "bytes" or the plural of the things that are counted. `total` is None until it is known.
+    """A long task and its progress.
 
-    `what` is a description, or a function that returns the current one. `unit` is "bytes", or the plural of what is
-    counted. `total` is None until it is known.
+    `what` is a description, or a function that returns the current one. `unit` is "bytes", or the plural name of the
+    things that are counted. `total` is None until it is known.
     """
 
     def __init__(self, what: str | Callable[[], str], *, unit: str, now_s: float) -> None:

@@ -20,7 +20,8 @@ class Peers:
     """The metrics of the peers over which totals are computed.
 
     `listed` has all known peers, and `living` has the peers that are alive or silent. `training` has the living peers
-    that are training now. In a run with stages it has only the heads, because each token passes through all stages.
+    that are training now. In a run with stages, `training` has only the heads, because each token passes through all
+    stages.
     """
 
     listed: Sequence[Metrics]
@@ -78,5 +79,5 @@ TOTALS = tuple(Total(name, way) for name, about in METRICS.items() if about.tota
 
 
 def totals(peers: Peers) -> dict[str, Any]:
-    """Return the value of every total by name. A total without a value at any peer is None, or 0 if it is a sum."""
+    """Return the value of every total by name. A total is None if no peer has a value, or 0 if it is a sum."""
     return {total.name: total.over(peers) for total in TOTALS}

@@ -1,4 +1,4 @@
-"""Injects faults at exact frames of a stream. The same plan always causes the same faults.
+"""Injects faults at chosen frames of a stream. The same plan always causes the same faults.
 
 For example:
 
@@ -24,7 +24,7 @@ from noloco_p2p.errors import TimedOut, Unreachable
 from noloco_p2p.gossip.frames import Chunk, End, Frame, Header, Part, SectionName, chunk_digest
 from noloco_p2p.gossip.seams import FrameStream
 
-# the digests that match a damaged payload: none, only the one of its chunk, or also the one of the whole section
+# the digests that match a damaged payload: none, only its chunk's, or also the whole section's
 Digests = Literal["stale", "chunk", "section"]
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-BUFFER_S = 0.05  # seconds at full rate that the link buffers before it accepts no more, as a modem does
+# The size of the link's buffer, in seconds at full rate; when it is full, the link accepts no more, as a modem does.
+BUFFER_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +17,7 @@ class LinkProfile:
     down_mbit_s: float
     up_mbit_s: float
     delay_ms: float
-    jitter_ms: float  # maximum of a uniformly distributed addition to the delay
+    jitter_ms: float  # upper bound of the extra delay, which is uniformly distributed
 
 
 HOME_FIBRE = LinkProfile("home-fibre", down_mbit_s=500, up_mbit_s=200, delay_ms=4, jitter_ms=1)
@@ -42,7 +43,7 @@ class Shape:
         self._last_due_s = 0.0
 
     def due_s(self, now_s: float, num_bytes: int) -> float:
-        """Return when `num_bytes` that enter the link now will have left it. They never overtake earlier bytes."""
+        """Return when `num_bytes` that enter the link now will have left it. Bytes never overtake earlier bytes."""
         self._free_s = max(self._free_s, now_s) + num_bytes / self._bytes_per_s
         due_s = self._free_s + self._delay_s + self._rng.uniform(0.0, self._jitter_s)
         self._last_due_s = max(self._last_due_s, due_s)

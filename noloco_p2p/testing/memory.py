@@ -44,7 +44,7 @@ class MemoryNetwork:
         del self.listed[peer_id]
 
     def vanish(self, peer_id: str) -> None:
-        """Make the peer unreachable while it stays listed."""
+        """Make the peer unreachable, but keep it listed."""
         self.services.pop(peer_id, None)
 
     def service(self, peer_id: str) -> Service:

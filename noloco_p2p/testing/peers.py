@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 POLL_S = 0.01
-THREAD_S = 300.0  # timeout of calls on the network thread, which only catches hangs
+THREAD_S = 300.0  # timeout of calls on the network thread; its only purpose is to catch hangs
 
 
 class MemorySwarm:

@@ -103,7 +103,7 @@ class StateServer:
             raise CorruptPayload(f"chunk {indices[-1]} does not exist")
         try:
             with self._slots.take(len(indices)) as upload, saved.path.open("rb") as file:
-                for index in indices:  # a newer checkpoint may remove the file, but it stays readable here
+                for index in indices:  # a newer checkpoint may remove the file, but the open file stays readable
                     start, stop = saved.manifest.chunk_range(index)
                     yield StateChunk(index, await asyncio.to_thread(os.pread, file.fileno(), stop - start, start))
                     self._slots.took(upload)

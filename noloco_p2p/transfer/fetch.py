@@ -137,8 +137,8 @@ async def fetch_state(
     `layout`, `num_elements` and `num_bytes` describe this peer's own state file. A state that differs is refused before
     any chunk is fetched. A donor serves the last state that it saved, whose progress must exceed `newer_than`. If
     `may_end_busy` is false, busy donors are asked until the caller's deadline. `on_progress` is called with the number
-    of verified bytes and the total. `on_wait` is called with True when all donors are busy, and with False for each
-    chunk.
+    of verified bytes and the total. `on_wait` is called with True when all donors are busy, and with False when a chunk
+    arrives.
 
     Returns the manifest of the donor that sent the last chunk, or None if no donor has a matching state. Raises OSError
     if `target` cannot be written.

@@ -3,8 +3,8 @@
 A new release of hivemind therefore affects only these files. This module is the interface to the rest of the project.
 It imports hivemind when a node starts, which takes several seconds and 290 MB. It also undoes the side effects of that
 import: hivemind changes torch's sharing strategy, installs a log handler that writes to the terminal, and renames the
-log level WARNING. Its averagers, optimizers and experts are not used here. Importing them would take 52 MB and a third
-of the import time, so they are imported only on first use.
+log level WARNING. hivemind's averagers, optimizers and experts are not used here. Importing them would take 52 MB and a
+third of the import time, so they are imported only on first use.
 """
 
 from __future__ import annotations

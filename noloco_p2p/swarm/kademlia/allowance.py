@@ -1,9 +1,9 @@
 """Limits the work that other peers may request of this node, with one rate per peer and one shared rate for all peers.
 
-Anybody can create peer ids, and a thousand of them together can use up the shared rate. A node that has answered a
-request from this node therefore also has a small allowance of its own, which no other peer can use up. Peers that only
-send requests never get such an allowance. The number of these allowances is limited, so new nodes must wait while the
-owners of all allowances keep answering. This module reads no clock: callers supply the current time as an argument.
+Anybody can create peer ids, and a thousand ids together can use up the shared rate. A node that has answered a request
+from this node therefore also has a small allowance of its own, which no other peer can use up. Peers that only send
+requests never get such an allowance. The number of these allowances is limited, so new nodes must wait while the owners
+of all allowances keep answering. This module reads no clock: callers supply the current time as an argument.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from noloco_p2p.rates import Buckets, Rate, TokenBucket
 
 MAX_PEERS = 1024  # peers whose requests are counted
 MAX_KNOWN = 64  # nodes with their own allowance
-KNOWN_FOR_S = 300.0  # how long a node keeps its allowance after its last answer when others want it
+KNOWN_FOR_S = 300.0  # how long after its last answer a node keeps its allowance if others want one
 
 
 class Allowance:

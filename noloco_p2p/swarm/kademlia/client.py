@@ -1,7 +1,7 @@
 """Connects to p2pd with a client that is based on hivemind's, but limits how much work strangers can cause.
 
-hivemind creates a task for every request that p2pd passes on, without a limit, and reads all requests that have arrived
-in one turn of the event loop. Here, most requests are answered as they are read, and the rest by a limited number of
+hivemind creates a task for every request that p2pd passes on, without a limit. In one turn of the event loop, it reads
+all requests that have arrived. Here, most requests are answered as they are read, and the rest by a limited number of
 tasks. The event loop gets to run other callbacks every TURN_S. If answers pile up, this node reads no more requests,
 and p2pd waits.
 """
@@ -39,7 +39,7 @@ MAX_ANSWERING, MAX_ANSWERING_OF_ONE = 64, 4  # requests whose answers need to wa
 MAX_UNSENT = 256  # unsent messages to p2pd
 MESSAGE_BYTES = 1024  # space in a message to p2pd for everything except the answer
 
-# The errors of a call to another node: from p2pd, sockets, timeouts, and malformed answers.
+# The errors that a call to another node can raise, caused by p2pd, sockets, timeouts or malformed answers.
 ANSWER_FAULTS = (P2PDaemonError, P2PHandlerError, OSError, EOFError, ValueError, DecodeError, DirectoryError)
 
 _opened: ContextVar[list[asyncio.StreamWriter]] = ContextVar("connections to p2pd that a request has opened")

@@ -24,22 +24,22 @@ from noloco_p2p.swarm.clock import CLOCK
 from noloco_p2p.swarm.kademlia.storage import MAX_RECORDS_PER_KEY
 from noloco_p2p.swarm.records import MAX_RECORD_BYTES, TTL_S
 
-DICTIONARY = 0x50  # hivemind's MessagePack code of a dictionary
+DICTIONARY = 0x50  # hivemind's MessagePack code for a dictionary
 ENTRIES, PACKED_RECORD_BYTES = 3, MAX_RECORD_BYTES + 3
 MAX_PEER_ID_CHARS = 64
 
 
 @lru_cache(maxsize=4096)
 def place_of(peer_id: str) -> DHTID:
-    """Return the place of a peer's node, which stays the same after a restart."""
+    """Return the place of a peer's node in the key space, which stays the same after a restart."""
     return DHTID.generate(source=peer_id)
 
 
 def claim(table: RoutingTable, place: DHTID, peer: PeerID) -> PeerID | None:
     """Add a node to the table at the place that it claims. Returns a neighbour to ping, or None.
 
-    The first claim of a node may be for any place, because the places of plain hivemind nodes are random. A node may
-    not claim a second place or a place that belongs to another node.
+    The first claim of a node may be for any place, because the places of plain hivemind nodes are random. A node cannot
+    claim a second place or a place that belongs to another node.
     """
     if table.get(peer_id=peer, default=place) != place or table.get(node_id=place, default=peer) != peer:
         return None

@@ -110,7 +110,7 @@ class BoundedProtocol(DHTProtocol):
         for task in self._tasks:
             task.cancel()
 
-    # Requests from other nodes. Most are complete when these methods return; a few must await another node.
+    # Requests from other nodes. Most are answered when these methods return; a few must await another node.
 
     def _answer(
         self, work: Callable[[bytes, PeerID], bytes | Awaitable[bytes]], data: bytes, peer: PeerID
@@ -145,7 +145,7 @@ class BoundedProtocol(DHTProtocol):
         return self._pong_after_ping(pong, request, peer) if request.validate else pong
 
     async def _pong_after_ping(self, pong: Any, request: Any, peer: PeerID) -> bytes:
-        """Ping a plain hivemind node in return, because it asks whether it can be called."""
+        """Ping the caller before answering, because plain hivemind nodes ask whether they can be called."""
         place = await self.call_ping(peer)
         pong.available = place is not None and place.to_bytes() == request.peer.node_id
         return pong.SerializeToString()
@@ -269,9 +269,9 @@ class BoundedProtocol(DHTProtocol):
 class BoundedNode(DHTNode):
     """A version of hivemind's DHT node that uses a `BoundedProtocol`.
 
-    Its place follows from the peer id, so other nodes need not learn it again after a restart. All caches are off,
-    because the view must always be read afresh, because strangers could fill a cache that serves others, and because
-    hivemind's sharing of requests keeps an entry for every key that was ever requested.
+    Its place follows from the peer id, so other nodes need not learn it again after a restart. All caches are off. The
+    view must always be read afresh, strangers could fill a cache that serves others, and hivemind's sharing of requests
+    keeps an entry for every key that was ever requested.
     """
 
     def __init__(

@@ -18,9 +18,9 @@ from hivemind.utils.timed_storage import ValueWithExpiration
 
 from noloco_p2p.swarm.clock import CLOCK
 
-# A peer is announced under up to 8 keys: in two views, at two adjacent depths, the previous depth and the base.
+# A peer is announced under up to 8 keys: in each of two views, at two adjacent depths, the previous depth and the base.
 MAX_RECORDS_OF_ONE = 8
-MAX_RECORDS_PER_KEY = 256  # buckets are split above 48 records
+MAX_RECORDS_PER_KEY = 256  # far more than the 48 records above which a bucket is split
 MAX_RECORDS = 10_000
 SWEEP_EVERY_S = 1.0
 ENTRY_BYTES = 80  # the size of the peer id and the expiry that accompany each record in an answer

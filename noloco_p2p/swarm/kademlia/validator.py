@@ -16,11 +16,11 @@ from noloco_p2p.swarm.records import EXPIRY_SLACK_S, MAX_RECORD_BYTES, TTL_S, Re
 
 
 class RecordValidator(RecordValidatorBase):
-    """Accepts a record if its peer has signed it, its key is a bucket of that peer, and it has not expired.
+    """Accepts a record if it is signed by its peer, has the key of one of that peer's buckets, and has not expired.
 
     In a private run, the record must also contain proof that a member wrote it. Only the envelope is checked, so that
     older nodes accept records with new fields. This matters because hivemind drops a whole answer if one of its records
-    fails.
+    is invalid.
     """
 
     def validate(self, record: DHTRecord) -> bool:
@@ -55,7 +55,7 @@ def _keys_of(peer_id: str, spec_digest: str) -> frozenset[bytes]:
 
 
 def peer_of(packed: bytes) -> str | None:
-    """Return the peer id in a packed subkey, or None if the subkey is not a MessagePack str 8 of a peer id's length."""
+    """Return the peer id in a packed subkey, or None if the subkey is not a MessagePack str 8 as long as a peer id."""
     if not 34 <= len(packed) <= 66 or packed[0] != 0xD9 or packed[1] != len(packed) - 2 or not packed[2:].isascii():
         return None
     return packed[2:].decode()

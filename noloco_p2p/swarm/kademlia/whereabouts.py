@@ -33,9 +33,9 @@ LOCATE = "noloco_p2p.locate/1"  # request: a peer id, or nothing; answer: addres
 MAX_ADDRESSES, MAX_ADDRESS_CHARS = 8, 200
 MAX_PEERS = 1024  # remembered peers in each table
 GOOD_FOR_S = 300.0
-MAX_WAITING = 4  # answers that wait for the same neighbour, so that a silent one cannot use up all waiting answers
-SILENT_FOR_S = 30.0  # after a neighbour reported no addresses; until this ends, requests for them get an empty answer
-DIALS = Rate(per_s=2.0, burst=64.0)  # dials of peers that others reported
+MAX_WAITING = 4  # requests that may wait for the same neighbour, so that a silent one cannot hold up all of them
+SILENT_FOR_S = 30.0  # how long requests get an empty answer after a neighbour reported no addresses
+DIALS = Rate(per_s=2.0, burst=64.0)  # dials to peers that others reported
 
 
 class Whereabouts:
@@ -61,7 +61,7 @@ class Whereabouts:
         self._wait_s = wait_s
         self._dials = TokenBucket.full(DIALS, time.monotonic())
         self._told_by: OrderedDict[PeerID, PeerID] = OrderedDict()
-        # the addresses of neighbours as reported by themselves, and the time of the report
+        # the addresses that neighbours reported for themselves, each with the time of the report
         self._addresses: OrderedDict[PeerID, tuple[float, bytes]] = OrderedDict()
         self._tried_s: OrderedDict[PeerID, float] = OrderedDict()
         self._waiting: Counter[PeerID] = Counter()
