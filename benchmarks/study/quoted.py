@@ -978,7 +978,7 @@ def _stage_settings() -> list[Phrase]:
         phrase("The model has 0.22M parameters"),
         phrase("(0.008 to 0.024). The pipeline used a rate of 0.024 at 32 sequences"),
         phrase("and 0.016 with fewer sequences"),
-        phrase("match a single machine within 1e-5"),
+        phrase("match those of a single machine within 1e-5"),
         phrase("3 stages of 4, 0.84M parameters"),
         phrase("The target was 70 % for both links"),
         *(
@@ -1040,8 +1040,8 @@ def _gate() -> list[Phrase]:
             )
             for words, case in PIPELINES.items()
         ),
-        phrase("(0.032 gave {:.4f})", stage_loss("gate", GATE.replace("0.024", "0.032"))),
-        phrase("Whole models lose {:.0f} % between 4 and 32", above(whole[1], whole[0])),
+        phrase("(a rate of 0.032 gave a loss of {:.4f})", stage_loss("gate", GATE.replace("0.024", "0.032"))),
+        phrase("raises the loss of whole models by {:.0f} %", above(whole[1], whole[0])),
         phrase(
             "a pipeline is {:.1f} % behind whole models** at 32 sequences (three paired seeds: {:.1f}, {:.1f} and"
             " {:.1f} %), and {:.0f} to {:.0f} % at 8 and 16",
@@ -1169,7 +1169,7 @@ def _flow() -> list[Phrase]:
             "keep **{:.0f} %** of their tokens/s", 100 * claim("flow", "churn, 4 stages x 6: tokens/s / undisturbed")
         ),
         phrase(
-            "closed no inner step was {:.1f} s, the median was {:.1f} s, and each killed peer trained again"
+            "between two inner steps of a peer was {:.1f} s, the median interval was {:.1f} s, and each killed peer trained again"
             " within {:.0f} s",
             claim("stage_kills", "the longest time"),
             claim("stage_kills", "the same, median"),
