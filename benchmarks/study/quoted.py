@@ -822,8 +822,8 @@ def faults() -> list[Phrase]:
             soak["restarts"],
         ),
         phrase(
-            "After the kills, {:.0f} of 12 checkpoints were readable. Peers left within {:.1f} s of SIGTERM. Over the life"
-            " of a peer, memory changed by {:.1f} to {:+.1f} MiB",
+            "After the kills, {:.0f} of 12 checkpoints were readable. Peers left within {:.1f} s of SIGTERM. Over the"
+            " life of a peer, memory changed by {:.1f} to {:+.1f} MiB",
             soak["checkpoints_read_after_kill"],
             soak["slowest_farewell_s"],
             *(min(soak["growth_rss_mib"]), max(soak["growth_rss_mib"])),
@@ -1169,8 +1169,8 @@ def _flow() -> list[Phrase]:
             "keep **{:.0f} %** of their tokens/s", 100 * claim("flow", "churn, 4 stages x 6: tokens/s / undisturbed")
         ),
         phrase(
-            "between two inner steps of a peer was {:.1f} s, the median interval was {:.1f} s, and each killed peer trained again"
-            " within {:.0f} s",
+            "between two inner steps of a peer was {:.1f} s, the median interval was {:.1f} s, and each killed peer"
+            " trained again within {:.0f} s",
             claim("stage_kills", "the longest time"),
             claim("stage_kills", "the same, median"),
             claim("stage_kills", "from the start of a new process"),
