@@ -1043,8 +1043,8 @@ def _gate() -> list[Phrase]:
         phrase("(a rate of 0.032 gave a loss of {:.4f})", stage_loss("gate", GATE.replace("0.024", "0.032"))),
         phrase("raises the loss of whole models by {:.0f} %", above(whole[1], whole[0])),
         phrase(
-            "a pipeline is {:.1f} % behind whole models** at 32 sequences ({:.1f}, {:.1f} and {:.1f} % with three paired"
-            " seeds), and {:.0f} to {:.0f} % at 8 and 16",
+            "a pipeline is {:.1f} % behind whole models** at 32 sequences ({:.1f}, {:.1f} and {:.1f} % with three"
+            " paired seeds), and {:.0f} to {:.0f} % at 8 and 16",
             fmean(percent["gate, same"]),
             *percent["gate, same"],
             *sorted(at_same),
