@@ -734,20 +734,20 @@ def faults() -> list[Phrase]:
             *(of_greedy("sign-flipped"), of_greedy("flipped-gradient-x9")),
         ),
         phrase(
-            "by a copy of {:.0f} ms, which is {:.2f} % at one checkpoint in ten rounds",
+            "by {:.0f} ms, which is {:.2f} % of the time with one checkpoint every ten rounds",
             claim("step_cpu", "a checkpoint holds"),
             claim("step_cpu", "which is, one in ten"),
         ),
         phrase("after 10,000 refusals, less than 0.1 MB is held"),  # the bound of the test
         phrase("by more than 1 % of its norm"),  # the bound of the test
         phrase(
-            "at most {:.0f} % of the norm from the median",
+            "from the median is at most {:.0f} % of the norm",
             100 * line("honest_states.txt", r"1 of 8 apart(?:.*\n)*? +40 +\S+ +(\S+)"),
         ),
         phrase("and 75 % is the limit"),
         phrase(
-            "{:.1f} MB/s for a minute: swaps keep {:.2f} of their rate, the longest turn of the network thread takes"
-            " {:.0f} ms of CPU time, and memory grows by {:.0f} MiB",
+            "in a one-minute flood of {:.1f} MB/s, swaps keep {:.2f} of their rate, the longest iteration of the event"
+            " loop takes {:.0f} ms of CPU time, and memory grows by {:.0f} MiB",
             claim("dht_flood", "flood"),
             claim("dht_flood", "share of the rate"),
             claim("dht_flood", "longest turn while flooded"),
@@ -765,7 +765,7 @@ def faults() -> list[Phrase]:
         ),
         phrase("over 90 % of the tokens/s with equal links"),  # the bound of the test
         phrase("| cosine | if the cosine of the two outer gradients is below -0.1"),
-        phrase("in an honest swarm {:.1f} % of the norm", line("attacks.txt", r"cut off honest offsets: ([\d.]+) %")),
+        phrase("in an honest swarm, {:.1f} % of the norm", line("attacks.txt", r"cut off honest offsets: ([\d.]+) %")),
         phrase("8 replicas, 0.12M parameters"),
         phrase("and 1.5 times an equal share of the rounds"),
         phrase("with AdamW, fp32, and 0.5, 0.7 and 0.7 for alpha, beta and gamma"),
@@ -794,7 +794,7 @@ def faults() -> list[Phrase]:
             *(of_greedy("adaptive-back"), of_greedy("adaptive-uphill")),
         ),
         phrase("raises the loss by more than 3 % | {:+.0f} % ([attacks_none]", one("adaptive-back", "attacks_none")),
-        phrase("| {:.1f}, and {:.1f} after 300 rounds (row 50)", greedy[0], greedy[-1]),
+        phrase("| {:.1f} / live after 20 rounds, and {:.1f} / live after 300 (row 50)", greedy[0], greedy[-1]),
         phrase(
             "| {:.0f} of {:,.0f} ([rms_gate]",
             sum(each["value"] for each in result("rms_gate") if each["claim"].endswith("dropped by the gate")),
@@ -803,8 +803,8 @@ def faults() -> list[Phrase]:
         phrase(
             "with {:.1f} % of all swaps committed by one peer only. At the end, the mean of the swarm is {:.3f} away"
             " from the mean of a run with only complete swaps, while a run with another noise seed ends {:.2f} away."
-            " The distance does not grow (its ratio between the last quarter of the run and the third quarter is"
-            " {:.2f}). The spread is {:.0f} % larger",
+            " The distance does not grow: in the last quarter of the run, it is {:.2f} times the distance in the third"
+            " quarter. The spread is {:.0f} % larger",
             100 * claim("half_commits", "swaps committed by one side"),
             claim("half_commits", "mean of the swarm"),
             claim("half_commits", "the same, from another seed"),
@@ -816,20 +816,20 @@ def faults() -> list[Phrase]:
         ),
         phrase("around the minimum, is {:.1f} % higher", claim("half_commits", "loss, here all noise")),
         phrase(
-            "{:.0f} kills, {:.0f} freezes, {:.0f} SIGTERM, and kill -9 of p2pd {:.0f} times; there were {:.0f}"
-            " restarts",
+            "killed peers {:.0f} times, froze them {:.0f} times, sent SIGTERM {:.0f} times, and killed p2pd {:.0f}"
+            " times; there were {:.0f} restarts",
             *(soak["faults"][name] for name in ("kill", "freeze", "terminate", "kill p2pd")),
             soak["restarts"],
         ),
         phrase(
-            "After the kills, {:.0f} of 12 checkpoints were readable. Peers left within {:.1f} s. Over the life of a"
-            " peer, memory changed by {:.1f} to {:+.1f} MiB",
+            "After the kills, {:.0f} of 12 checkpoints were readable. Peers left within {:.1f} s of SIGTERM. Over the"
+            " life of a peer, memory changed by {:.1f} to {:+.1f} MiB",
             soak["checkpoints_read_after_kill"],
             soak["slowest_farewell_s"],
             *(min(soak["growth_rss_mib"]), max(soak["growth_rss_mib"])),
         ),
         phrase(
-            "Of {:,.0f} rounds, {:.0f} % were swapped. Of {:.0f} solo rounds, {:.0f}",
+            "Of {:,.0f} rounds, {:.0f} % were `swapped` or `half`. Of {:.0f} solo rounds, {:.0f}",
             soak["rounds"]["rounds_here"],
             100 * soak["swapped_share"],
             *(soak["rounds"][name] for name in ("alone", "alone_refused")),
@@ -978,9 +978,9 @@ def _stage_settings() -> list[Phrase]:
         phrase("The model has 0.22M parameters"),
         phrase("(0.008 to 0.024). The pipeline used a rate of 0.024 at 32 sequences"),
         phrase("and 0.016 with fewer sequences"),
-        phrase("match a single machine within 1e-5"),
+        phrase("match those of a single machine within 1e-5"),
         phrase("3 stages of 4, 0.84M parameters"),
-        phrase("The target was 70 % for both links"),
+        phrase("The target was 70 % of the predicted tokens/s for both links"),
         *(
             phrase(
                 f"| {words} | {{:,.0f}} | {{:.{max(0, len(digits) - 2)}f}} |",
@@ -1040,11 +1040,11 @@ def _gate() -> list[Phrase]:
             )
             for words, case in PIPELINES.items()
         ),
-        phrase("(0.032 gave {:.4f})", stage_loss("gate", GATE.replace("0.024", "0.032"))),
-        phrase("Whole models lose {:.0f} % between 4 and 32", above(whole[1], whole[0])),
+        phrase("(a rate of 0.032 gave a loss of {:.4f})", stage_loss("gate", GATE.replace("0.024", "0.032"))),
+        phrase("raises the loss of whole models by {:.0f} %", above(whole[1], whole[0])),
         phrase(
-            "a pipeline is {:.1f} % behind whole models** at 32 sequences (three paired seeds: {:.1f}, {:.1f} and"
-            " {:.1f} %), and {:.0f} to {:.0f} % at 8 and 16",
+            "a pipeline is {:.1f} % behind whole models** at 32 sequences ({:.1f}, {:.1f} and {:.1f} % with three"
+            " paired seeds), and {:.0f} to {:.0f} % at 8 and 16",
             fmean(percent["gate, same"]),
             *percent["gate, same"],
             *sorted(at_same),
@@ -1169,8 +1169,8 @@ def _flow() -> list[Phrase]:
             "keep **{:.0f} %** of their tokens/s", 100 * claim("flow", "churn, 4 stages x 6: tokens/s / undisturbed")
         ),
         phrase(
-            "closed no inner step was {:.1f} s, the median was {:.1f} s, and each killed peer trained again"
-            " within {:.0f} s",
+            "between two inner steps of a peer was {:.1f} s, the median interval was {:.1f} s, and each killed peer"
+            " trained again within {:.0f} s",
             claim("stage_kills", "the longest time"),
             claim("stage_kills", "the same, median"),
             claim("stage_kills", "from the start of a new process"),
