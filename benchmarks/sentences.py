@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = ("README.md", "SECURITY.md", "CONTRIBUTING.md", "CHANGELOG.md", "docker/README.md")
 FENCE = re.compile(r"```.*?```", re.DOTALL)
 LIST_ITEM = re.compile(r"^\s*(?:[*-]|\d+\.) ", re.MULTILINE)
-END = re.compile(r"(?<=[.!?:])\s+(?=[A-Z`*\"0-9])")
+END = re.compile(r"(?<=[.!?])\s+(?=[A-Z`*\"0-9])")
 LEAST_WORDS = 4
 Found = tuple[str, str]  # where it is, and the text
 

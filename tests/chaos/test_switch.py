@@ -41,7 +41,7 @@ def test_a_peer_switches_to_the_stage_that_needs_it_and_swaps_there(tmp_path: Pa
         everybody = [*heads, inner]
 
         def moved() -> PeerProcess | None:
-            return next((head for head in heads if "; switching" in head.text), None)
+            return next((head for head in heads if "switching to stage" in head.text), None)
 
         switcher = until(moved, timeout_s=PATIENCE_S + 4 * SWITCH_EPOCH_S, what="a head that switches")
         num_rounds = {peer.folder.name: len(peer.events("round")) for peer in everybody}
