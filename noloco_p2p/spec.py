@@ -113,7 +113,8 @@ class ModelSpec(Section):
     ] = True
     seed: Annotated[int, about("seed of the initial weights")] = 0
     parameter_seeds: Annotated[
-        bool, about("if true, each parameter has its own seed, derived from `seed` and its name; required for stages")
+        bool,
+        about("if true, each parameter has its own seed, derived from `seed` and its own name; required for stages"),
     ] = False
     start: Annotated[
         str,
@@ -266,9 +267,7 @@ class TrainSpec(Section):
     )
     warmup_steps: Annotated[int, Field(ge=0), about("inner steps of linear warm-up")] = 100
     weight_decay: Annotated[NonNegative, about("weight decay of matrices; the paper uses none")] = 0.0
-    clip_norm: Annotated[PositiveFloat, about("largest norm of a gradient; larger gradients are scaled down to it")] = (
-        1.0
-    )
+    clip_norm: Annotated[PositiveFloat, about("maximum norm of the gradient; larger gradients are scaled down")] = 1.0
     adam_beta1: Annotated[float, Field(ge=0, lt=1), about("decay rate of the first moment")] = 0.9
     adam_beta2: Annotated[float, Field(ge=0, lt=1), about("decay rate of the second moment")] = 0.95
     inner_optimizer: Annotated[
@@ -420,7 +419,7 @@ class CodecSpec(Section):
     outer_gradient: Annotated[
         GradientCodecName,
         about(
-            "codec of the outer gradients; in published runs, int8 did not raise the loss, and int4 hardly did; "
+            "codec of the outer gradients; in published runs, int8 did not raise the loss, and int4 hardly raised it; "
             'with "none", peers neither send outer gradients nor wait for them'
         ),
     ] = "int8"
@@ -507,7 +506,7 @@ class Spec(Section):
         str,
         Field(pattern=r"^(12D3KooW[1-9A-HJ-NP-Za-km-z]{44})?$"),
         about(
-            "key that signs invitations to a private run, written by `noloco init --private`; "
+            "id of the key that signs invitations to a private run, set by `noloco init --private`; "
             "if empty, anybody can join"
         ),
     ] = ""
@@ -518,7 +517,7 @@ class Spec(Section):
         CodecSpec,
         about(
             f"How vectors are encoded for swaps: {CODECS}. Slow weights and momentum can also use {STATE_CODECS}, "
-            f"and outer gradients {COARSE_CODECS}."
+            f"and outer gradients can also use {COARSE_CODECS}."
         ),
     ] = CodecSpec()
 

@@ -44,7 +44,7 @@ LIVE_PEERS = Family(
 )
 SWARM_PREFIX = f"{PREFIX}_swarm"
 SWARM_PEERS = Family(
-    f"{SWARM_PREFIX}_peers", "gauge", "peers", "peers by health, as judged by the monitor", ("health",)
+    f"{SWARM_PREFIX}_peers", "gauge", "peers", "number of peers by health, as judged by the monitor", ("health",)
 )
 SWARM_ALONE = Family(
     f"{SWARM_PREFIX}_alone_rounds",
@@ -61,24 +61,24 @@ SWARM = (
             (
                 "spread",
                 "fraction",
-                "root mean square distance of the replicas from their mean, relative to its norm, at one mark; "
-                "with stages, the value of the stage with the largest spread",
+                "root mean square distance of the replicas from their mean, relative to the norm of the mean, at one "
+                "mark; with stages, the value of the stage with the largest spread",
             ),
-            ("spread_peers", "peers", "live peers from whose sketches the spread is estimated"),
+            ("spread_peers", "peers", "number of live peers whose sketches are used to estimate the spread"),
             (
                 "spread_progress",
                 "fraction",
-                "position in the schedule at which the weights are compared to estimate the spread",
+                "position in the schedule of the mark at which weights are compared to estimate the spread",
             ),
         )
     ),
 )
 STAGES = tuple(
-    Family(f"{SWARM_PREFIX}_stage_{name}", "gauge", unit, f"sum over the live peers of a stage: {meaning}", ("stage",))
+    Family(f"{SWARM_PREFIX}_stage_{name}", "gauge", unit, meaning, ("stage",))
     for name, unit, meaning in (
-        ("peers", "peers", "1 for each peer"),
+        ("peers", "peers", "number of live peers of a stage"),
         *(
-            (name, METRICS[name].unit, METRICS[name].meaning)
+            (name, METRICS[name].unit, f"sum over the live peers of a stage: {METRICS[name].meaning}")
             for name in ("capacity", "tokens_per_s", "queue", "microbatches", "late_microbatches", "lost_microbatches")
         ),
     )
