@@ -80,10 +80,11 @@ SPEC_HEAD = """# The run spec
 
 `docs/generate.py` writes this page from `spec.py`. Change that file, not this page.
 
-All peers of a run share this TOML file. `noloco init run.toml` writes one that contains these explanations as comments.
-The spec of a run cannot be changed: if any value differs, the digest differs, and the spec belongs to another run.
-`noloco fork` starts a new run, with a changed spec, from the weights of an old run. The settings of one machine
-(device, ports, limits, paths of data) are not part of the spec. They have [their own page](settings.md).
+The run spec is a TOML file that all peers of a run share. `noloco init run.toml` writes a spec that contains these
+explanations as comments. The spec of a run cannot be changed: if any value differs, the digest differs, and the spec
+belongs to another run. `noloco fork` starts a new run, with a changed spec, from the weights of an old run. The
+settings of one machine (device, ports, limits, paths of data) are not part of the spec. They have [their own
+page](settings.md).
 """
 
 
@@ -154,8 +155,8 @@ stated otherwise. The scripts are in `benchmarks/`, and their output is in `benc
 COSTS_TAIL = """\
 "Two cores" excludes the time during which the training thread waits for a core. When a bare stream at 100 Mbit/s ran in
 parallel, the measured speed of training was 1.03 of the speed without a stream. So if a figure exceeds its target by
-less than 0.03, it is undecided whether the target is met. "One core" compares the numbers of steps per second of
-processor time that the process used. Both figures include the effect of other programs on the caches.
+less than 0.03, it is undecided whether the target is met. "One core" compares training steps per second of processor
+time. Both figures include the effect of other programs on the caches.
 
 Encoding and adding read each number from main memory once. Then they make 7 and about 20 passes, respectively, over
 each chunk of 1 MiB in the cache. We tried smaller chunks, but they were slower, because each operation of torch has a

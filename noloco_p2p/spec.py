@@ -516,8 +516,8 @@ class Spec(Section):
     codec: Annotated[
         CodecSpec,
         about(
-            f"How vectors are encoded for swaps: {CODECS}. Slow weights and momentum can also use {STATE_CODECS}, "
-            f"and outer gradients can also use {COARSE_CODECS}."
+            f"How vectors are encoded for swaps. The codecs are {CODECS}; for slow weights and momentum also "
+            f"{STATE_CODECS}; for outer gradients also {COARSE_CODECS}."
         ),
     ] = CodecSpec()
 
