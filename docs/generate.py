@@ -80,10 +80,11 @@ SPEC_HEAD = """# The run spec
 
 `docs/generate.py` writes this page from `spec.py`. Change that file, not this page.
 
-All peers of a run share this TOML file. `noloco init run.toml` writes one that contains these explanations as comments.
-A spec cannot be changed: a file with any change has another digest, and so belongs to another run. `noloco fork` starts
-such a run from the weights of the old one. The settings of one machine (device, ports, limits, paths of data) are not
-part of the spec. They have [their own page](settings.md).
+The run spec is a TOML file that all peers of a run share. `noloco init run.toml` writes a spec that contains these
+explanations as comments. The spec of a run cannot be changed: if any value differs, the digest differs, and the spec
+belongs to another run. `noloco fork` starts a new run, with a changed spec, from the weights of an old run. The
+settings of one machine (device, ports, limits, paths of data) are not part of the spec. They have [their own
+page](settings.md).
 """
 
 
@@ -133,33 +134,34 @@ BANDWIDTH_HEAD = """# What a run sends
 
 `docs/generate.py` writes this page from the presets and the sizes of the codecs. Change those, not this page.
 
-The table shows how much a peer sends in each round with a partner. It receives the same amount. Frames, digests, TLS
-and TCP add 5 to 8 % ([versus_allreduce](../benchmarks/results/versus_allreduce.txt)). Modulo coding adds up to a tenth,
-because chunks whose bound did not hold are sent again. `modulo` also adds up to half a byte per number, for chunks that
-need more than four bits. "With momentum" means that `outer.alpha` is above 0 and `outer.swap_momentum` is set.
+The table shows how much a peer sends in each round with a partner. The peer receives the same amount. Frames, digests,
+TLS and TCP add 5 to 8 % ([versus_allreduce](../benchmarks/results/versus_allreduce.txt)). Modulo coding adds up to a
+tenth, because chunks whose bound did not hold are sent again. `modulo` also adds up to half a byte per number, for
+chunks that need more than four bits per number. "With momentum" means that `outer.alpha` is above 0 and
+`outer.swap_momentum` is set.
 
-A round should last at least two and a half times as long as its early part takes. If `outer.max_wait_s` is 0, it should
-last at least three times as long as its whole swap. `outer.inner_steps = "auto"` ensures this.
+A round should last at least two and a half times as long as the transfer of its early part. If `outer.max_wait_s` is 0,
+a round should last at least three times as long as its whole swap. `outer.inner_steps = "auto"` ensures this.
 
-The [results](results.md#targets-that-were-missed) have the speed of a swap on a link, and the targets that it missed
-(overhead, goodput and blocked time).
+[Targets that were missed](results.md#targets-that-were-missed) lists the measured overhead, goodput and blocked time of
+swaps on a link.
 """
 COSTS_HEAD = """\
 ## What a swap costs this machine
 
-These figures were measured on two cores that also ran other programs. For this reason, they are processor time unless
+These figures were measured on two cores that also ran other programs. For this reason, times are processor times unless
 stated otherwise. The scripts are in `benchmarks/`, and their output is in `benchmarks/results/`.
 """
 COSTS_TAIL = """\
-"Two cores" leaves out the time in which the training thread waits for a core. During a bare stream at 100 Mbit/s,
-training was measured at 1.03 of its speed without one. So a figure that exceeds its target by less than 0.03 decides
-nothing. "One core" is the number of steps per second of processor time of the process. Both figures include the effect
-of other programs on the caches.
+"Two cores" excludes the time during which the training thread waits for a core. When a bare stream at 100 Mbit/s ran in
+parallel, the measured speed of training was 1.03 of the speed without a stream. So if a figure exceeds its target by
+less than 0.03, it is undecided whether the target is met. "One core" compares training steps per second of processor
+time. Both figures include the effect of other programs on the caches.
 
-Encoding and adding read each number from main memory once. Then they make 7 and about 20 passes, respectively, over a
-chunk of 1 MiB in the cache. We tried smaller chunks, but they were slower, because each operation of torch has a fixed
-cost. Encoding runs on the device of the model, even if that is an accelerator, so only encoded payloads are copied to
-the CPU. Adding runs on the CPU, because slow weights are in main memory.
+Encoding and adding read each number from main memory once. Then they make 7 and about 20 passes, respectively, over
+each chunk of 1 MiB in the cache. We tried smaller chunks, but they were slower, because each operation of torch has a
+fixed cost. Encoding runs on the device of the model, even if that is an accelerator, so only encoded payloads are
+copied to the CPU. Adding runs on the CPU, because slow weights are in main memory.
 """
 CODECS = {
     "fp32": ("fp32", "fp32", "fp32"),
@@ -212,7 +214,7 @@ def costs() -> list[tuple[str, ...]]:
         *(
             (
                 f"training during a swap (bf16) at {name}, {cores}",
-                f"{beside(rate, cores):.2f} of its speed",
+                f"{beside(rate, cores):.2f} of the speed without a swap",
                 reached(beside(rate, cores), target) if cores == "two cores" else "",
             )
             for name, rate, target in (("100 Mbit/s", 100, 0.98), ("1 Gbit/s", 1000, 0.88))

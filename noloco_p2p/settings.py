@@ -133,7 +133,7 @@ class PeerSettings(BaseModel):
     gpus: Annotated[Count, about("Number of GPUs that share this peer's model.")] = 1
     precision: Annotated[
         Literal["auto", "bf16", "fp32"],
-        about("Precision of the forward and backward passes; auto uses bf16 on devices where it is fast."),
+        about("Precision of the forward and backward passes; auto uses bf16 on GPUs that have bf16 instructions."),
     ] = "auto"
     micro_batch: Annotated[
         int,
@@ -142,7 +142,9 @@ class PeerSettings(BaseModel):
         Flag(default="as many as fit in memory"),
     ] = 0
     compile: Annotated[bool, about("Compile the model with torch.compile.")] = False
-    activation_checkpointing: Annotated[bool, about("Use less memory at the cost of a third more computation.")] = False
+    activation_checkpointing: Annotated[
+        bool, about("Use less memory, at the cost of about a third more computation.")
+    ] = False
     offload_optimizer: Annotated[bool, about("Keep the optimizer's moments in main memory instead of GPU memory.")] = (
         False
     )
@@ -158,7 +160,7 @@ class PeerSettings(BaseModel):
     ] = ""
     name: Annotated[
         str,
-        about(f"A public name of up to {peer_name.MAX_CHARS} characters. It does not prove your identity."),
+        about(f"Public name of this peer, of up to {peer_name.MAX_CHARS} characters. It does not prove your identity."),
         Flag(default="none"),
     ] = ""
     hide_contribution: Annotated[bool, about("Hide this peer's training time and token count from other peers.")] = (
@@ -216,7 +218,7 @@ class PeerSettings(BaseModel):
     ] = ()
     bootstrap: Annotated[
         tuple[str, ...],
-        about("Address of a peer to join through (/ip4/../tcp/../p2p/..), or @FILE to read it from. Can be repeated."),
+        about("Address of a peer to join through (/ip4/../tcp/../p2p/..), or @FILE that contains it. Can be repeated."),
         Flag(takes_file=True),
     ] = ()
     metrics: Annotated[str, about("Serve /metrics for Prometheus at this address."), Flag(metavar="HOST:PORT")] = ""
@@ -227,12 +229,12 @@ class PeerSettings(BaseModel):
     ] = None
     revive_from: Annotated[
         Path | None,
-        about("With --stage: the weights to start from if no peer holds that stage."),
+        about("With --stage, start from this checkpoint or export if no peer holds that stage."),
         Flag(metavar="CHECKPOINT|EXPORT"),
     ] = None
     max_memory: Annotated[
         str,
-        about("Main memory that this peer may use, for example 8GB."),
+        about("Maximum amount of main memory that this peer may use, for example 8GB."),
         Flag(metavar="SIZE", default="no limit"),
     ] = ""
     run_key: Annotated[

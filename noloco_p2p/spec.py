@@ -271,7 +271,7 @@ class TrainSpec(Section):
     )
     warmup_steps: Annotated[int, Field(ge=0), about("inner steps of linear warm-up")] = 100
     weight_decay: Annotated[NonNegative, about("weight decay of matrices; the paper uses none")] = 0.0
-    clip_norm: Annotated[PositiveFloat, about("maximum norm of a gradient; larger gradients are scaled down")] = 1.0
+    clip_norm: Annotated[PositiveFloat, about("maximum norm of the gradient; larger gradients are scaled down")] = 1.0
     adam_beta1: Annotated[float, Field(ge=0, lt=1), about("decay rate of the first moment")] = 0.9
     adam_beta2: Annotated[float, Field(ge=0, lt=1), about("decay rate of the second moment")] = 0.95
     inner_optimizer: Annotated[
@@ -425,7 +425,7 @@ class CodecSpec(Section):
     outer_gradient: Annotated[
         GradientCodecName,
         about(
-            "codec of the outer gradients; in published runs, int8 did not raise the loss, and int4 hardly did; "
+            "codec of the outer gradients; in published runs, int8 did not raise the loss, and int4 hardly raised it; "
             'with "none", peers neither send outer gradients nor wait for them'
         ),
     ] = "int8"
@@ -515,7 +515,7 @@ class Spec(Section):
         str,
         Field(pattern=r"^(12D3KooW[1-9A-HJ-NP-Za-km-z]{44})?$"),
         about(
-            "key that signs invitations to a private run, written by `noloco init --private`; "
+            "id of the key that signs invitations to a private run, set by `noloco init --private`; "
             "if empty, anybody can join"
         ),
     ] = ""
@@ -525,8 +525,8 @@ class Spec(Section):
     codec: Annotated[
         CodecSpec,
         about(
-            f"How vectors are encoded for swaps: {CODECS}. Slow weights and momentum can also use {STATE_CODECS}, "
-            f"and outer gradients {COARSE_CODECS}."
+            f"How vectors are encoded for swaps. The codecs are {CODECS}; for slow weights and momentum also "
+            f"{STATE_CODECS}; for outer gradients also {COARSE_CODECS}."
         ),
     ] = CodecSpec()
 

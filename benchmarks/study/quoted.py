@@ -1183,7 +1183,9 @@ def readme() -> list[Phrase]:
     return [
         phrase("Python 3.11 or newer"),
         phrase("Apache 2.0"),
-        phrase("The early part then takes at most {:g} of a round", line("round_lengths.txt", r"fill ([\d.]+)")),
+        phrase(
+            "The early part then takes at most {:g} % of a round", 100 * line("round_lengths.txt", r"fill ([\d.]+)")
+        ),
         phrase(
             "rounds of 5 steps | {:+.1f} %, for {:.1f} % of the bytes of fp32",
             between("best_8", "5: 0 1 1", "ddp"),

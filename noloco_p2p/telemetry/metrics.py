@@ -60,7 +60,7 @@ class Metrics:
     trained_s: float | None = _metric(
         "counter",
         "s",
-        "time in the state `training`, including waiting and the time before a restart",
+        "time in the state `training`, including time spent waiting and time before a restart",
         None,
         key="tr",
         column="trained",
@@ -137,7 +137,7 @@ class Metrics:
     refused_over_share: int = _metric(
         "counter",
         "offers",
-        "offers refused because the offering peer had already used up its share of this peer's swaps",
+        "offers refused because the offering peer had used up its share of swaps while other peers were live",
         0,
     )
     refused_unlisted: int = _metric(
@@ -152,14 +152,14 @@ class Metrics:
     refused_losses: int = _metric(
         "counter",
         "rounds",
-        "rounds undone because the swap raised the loss on a private batch; only with --max-loss-rise",
+        "rounds that were undone because the swap raised the loss on a private batch; only with --max-loss-rise",
         0,
     )
     clipped_gradients: int = _metric("counter", "swaps", "swaps in which the partner's outer gradient was clipped", 0)
     clipped_offsets: int = _metric(
         "counter",
         "pieces",
-        "pieces of the partner's slow weights and momentum that were clipped to the radius around this peer's values",
+        "pieces of the partner's slow weights and momentum that were clipped for being too far from this peer's",
         0,
     )
     gated_offsets: int = _metric(
@@ -234,7 +234,7 @@ class Metrics:
     transfer_s: float = _metric(
         "gauge",
         "s",
-        "duration of the late part of the last swap, from the moment at which both peers had reached their boundaries",
+        "duration of the late part of the last swap, measured from when both partners had reached their boundaries",
         0.0,
     )
     spread: float | None = _metric(
@@ -289,7 +289,7 @@ class Metrics:
         "counter", "bytes", "bytes that this peer, as a relay, forwarded between peers that cannot be dialled", 0
     )
     modulo_chunks: int = _metric(
-        "counter", "chunks", "chunks received in modulo coding, including those that were sent again", 0
+        "counter", "chunks", "chunks received with modulo coding, including those that were sent again", 0
     )
     plain_chunks: int = _metric(
         "counter", "chunks", "chunks of modulo sections received as int8 because no bound was known", 0
@@ -304,7 +304,7 @@ class Metrics:
     broken_chunks: int = _metric(
         "counter",
         "chunks",
-        "chunks received in modulo coding whose bound did not hold, so they were sent again as int8",
+        "chunks received with modulo coding whose bound did not hold, so that they were sent again as int8",
         0,
     )
     microbatches: int = _metric(
@@ -320,7 +320,7 @@ class Metrics:
     late_microbatches: int = _metric(
         "counter",
         "microbatches",
-        "microbatches whose gradients were counted at least one inner step after their forward pass (only with stages)",
+        "microbatches counted in a later inner step than the one in which their forward pass began (only with stages)",
         0,
         key="mbl",
     )
@@ -328,7 +328,7 @@ class Metrics:
     capacity: float = _metric(
         "gauge",
         "tokens/s",
-        "tokens per second that the peer can compute if it never waits (only with stages)",
+        "tokens per second that the peer could process if it never had to wait (only with stages)",
         0.0,
         key="cap",
     )

@@ -44,7 +44,7 @@ LIVE_PEERS = Family(
 )
 SWARM_PREFIX = f"{PREFIX}_swarm"
 SWARM_PEERS = Family(
-    f"{SWARM_PREFIX}_peers", "gauge", "peers", "peers by health, as judged by the monitor", ("health",)
+    f"{SWARM_PREFIX}_peers", "gauge", "peers", "number of peers by health, as judged by the monitor", ("health",)
 )
 SWARM_ALONE = Family(
     f"{SWARM_PREFIX}_alone_rounds",
@@ -61,14 +61,14 @@ SWARM = (
             (
                 "spread",
                 "fraction",
-                "root mean square distance of the replicas from their mean, relative to its norm, at one mark; "
-                "with stages, the value of the stage with the largest spread",
+                "root mean square distance of the replicas from their mean, relative to the norm of the mean, at one "
+                "mark; with stages, the value of the stage with the largest spread",
             ),
             ("spread_peers", "peers", "number of live peers whose sketches are used to estimate the spread"),
             (
                 "spread_progress",
                 "fraction",
-                "position in the schedule at which the weights are compared to estimate the spread",
+                "position in the schedule of the mark at which weights are compared to estimate the spread",
             ),
         )
     ),

@@ -160,7 +160,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path: Path, swarm: Memory
     foreign = str(tmp_path / "without" / "trainer" / "checkpoint-3")
     with pytest.raises(CheckpointError, match="contains no NoLoCo state"):
         make_trainer(tmp_path / "without", callback, **settings).train(resume_from_checkpoint=foreign)
-    with pytest.raises(CheckpointError, match="differ from the model.s"):
+    with pytest.raises(CheckpointError, match=r"differ from the model.s"):
         make_trainer(tmp_path / "with", callback, **settings).train(resume_from_checkpoint=foreign)
     fresh = NoLoCoCallback(swarm.peer("c", run_folder=tmp_path / "c"), resume=False)
     make_trainer(tmp_path / "without", fresh, **{**settings, "max_steps": 4}).train(resume_from_checkpoint=foreign)
