@@ -908,7 +908,7 @@ def scale() -> list[Phrase]:
         *pairs,
         phrase("a signed record ({:.1f} KB when full", claim("directory", "a record") / 1e3),
         phrase(
-            "is {:.2f} and {:.2f} at 1,000 peers, and {:.2f} and {:.2f} at 100,000 peers",
+            "are {:.2f} and {:.2f} at 1,000 peers, and {:.2f} and {:.2f} at 100,000 peers",
             *(
                 of(num_peers, f"chance of the {which}")
                 for num_peers in (1_000, 100_000)
@@ -916,7 +916,7 @@ def scale() -> list[Phrase]:
             ),
         ),
         phrase("The goal was to pair 95 % of the peers within 5 offers each"),
-        phrase("about 200 reads per minute of {:.0f} KB", claim("directory", "a bucket of 32") / 1e3),
+        phrase("about 200 reads of {:.0f} KB per minute", claim("directory", "a bucket of 32") / 1e3),
         phrase("nearly 6 MB per minute (0.8 Mbit/s) of upload"),  # 200 times 29 KB
     ]
 
