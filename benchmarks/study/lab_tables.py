@@ -194,7 +194,7 @@ def at_time(lab: Lab) -> list[str]:
     return [
         clock_line(),
         f"Every rule gets the time in which a card without communication computes {lab.steps} steps. Of the round "
-        f"lengths {', '.join(lengths)} and {longest}, each rule uses the one that ends with the lowest loss on the "
+        f"lengths {', '.join(lengths)} and {longest}, each rule uses the one that ends with the lowest loss with the "
         "seed of the search. A schedule consists of whole rounds, and its number of steps is a multiple of 10, so it "
         "can end early. To correct for that, the table multiplies the loss by (steps / steps that fit into the "
         f"time)^{STEPS_EXPONENT:g}, according to the [fitted curve](#round-length-at-equal-time).",
@@ -207,7 +207,7 @@ def at_time(lab: Lab) -> list[str]:
 def to_targets(lab: Lab) -> list[str]:
     lines = [
         clock_line(),
-        "Each cell shows the shortest whole schedule whose mean loss over the seeds is at or below the target.",
+        "Each cell shows the shortest complete schedule whose mean loss over the seeds is at or below the target.",
     ]
     for name, setting in target_settings(lab).items():
         target = mean_loss(lab, setting, steps=lab.steps)

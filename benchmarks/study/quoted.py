@@ -125,8 +125,8 @@ def _best() -> list[Phrase]:
             *(between(name, "5: 0 1 1", "ddp") for name in ("best_8", "best_16")),
         ),
         phrase(
-            "with `modulo8` end {:.1f} % below the loss of synchronous AdamW, and send {:.1f} % of the bytes that it"
-            " sends in fp32. Rounds of 8 steps end level with it ({:+.1f} %) and send {:.1f} % of its bytes.",
+            "with `modulo8` end {:.1f} % below the loss of synchronous AdamW, and send {:.1f} % of the bytes of its"
+            " fp32 gradients. Rounds of 8 steps end level with it ({:+.1f} %) and send {:.1f} % of its bytes.",
             -between("best_8", "5: 0 1 1", "ddp, adamw"),
             share_of_ddp("5: 0 1 1"),
             between("best_8", "8: 0 1 1", "ddp, adamw"),
@@ -149,8 +149,7 @@ def _best() -> list[Phrase]:
         ),
         phrase("one seed) is {:.1f} % lower than NoLoCo's", -above(everybody, pairs)),
         phrase(
-            "its loss is {:.2f} % below the loss of torch's Muon in fp32 in synchronous training, and {:.2f} % below"
-            " it in rounds",
+            "its loss is {:.2f} % lower than with torch's fp32 version in synchronous training, and {:.2f} % lower in rounds",
             *(
                 -line("study_orthogonalization.txt", rf"^{case} +mean .* ([-+][\d.]+) %")
                 for case in ("ddp", "5: 0 1 1")
@@ -290,7 +289,8 @@ def _round_lengths() -> list[Phrase]:
             for link, length, words in trained
         ),
         phrase(
-            "{:.1f} % above the loss with rounds of 12 steps on home-fibre, and {:.1f} % below the loss with 20 steps",
+            "{:.1f} % above the loss with rounds of 12 steps on home-fibre, and {:.1f} % below the loss with rounds of 20"
+            " steps",
             *(
                 abs(above(fmean(swept(link, "auto")[5:]), fmean(swept(link, links[link])[5:])))
                 for link in (fibre, fast)
@@ -338,7 +338,7 @@ def _codecs_and_churn() -> list[Phrase]:
             above(loss("churn", lost), loss("churn", "no churn", 0)),
         ),
         phrase(
-            "With modulo8, they cost {:.0f} % if each replica is absent in half of the rounds",
+            "With modulo8, they raise the loss by {:.0f} % if each replica is absent in half of the rounds",
             between("modulo_churn", f"modulo8, {lost}", "modulo8, no churn"),
         ),
         phrase(
@@ -481,8 +481,8 @@ def _late_causes() -> list[Phrase]:
         ),
         phrase(
             "cost {:+.1f} % if they are late only in the first quarter of the run, {:+.1f} % if they are late only"
-            " after it, and {:+.1f} % if they are late only in the last quarter. Waiting only in the last quarter"
-            " recovers almost nothing ({:+.1f} %)",
+            " after that quarter, and {:+.1f} % if they are late only in the last quarter. Waiting only in the last"
+            " quarter recovers almost nothing ({:+.1f} %)",
             *(
                 cost(f"late by 2{when}")
                 for when in (" at the start", ", waiting at the start", " at the end", ", waiting at the end")
@@ -577,11 +577,11 @@ def _allreduce() -> list[Phrase]:
     return [
         *rows,
         phrase(
-            "blocks training {:.1f} times as long as a swap that waits",
+            "blocks training for {:.1f} times as long as a swap that waits",
             claim("versus_allreduce", _RATIO + "gloo int8 / waiting"),
         ),
         phrase(
-            "busy for {:.2f} of the time of a waiting swap",
+            "busy for {:.2f} times as long as a waiting swap",
             claim("versus_allreduce", "N = 8, 32M: the line of a round, gloo int8"),
         ),
     ]
