@@ -149,7 +149,8 @@ def _best() -> list[Phrase]:
         ),
         phrase("one seed) is {:.1f} % lower than NoLoCo's", -above(everybody, pairs)),
         phrase(
-            "its loss is {:.2f} % lower than with torch's fp32 version in synchronous training, and {:.2f} % lower in rounds",
+            "its loss is {:.2f} % lower than with torch's fp32 version in synchronous training, and {:.2f} % lower in"
+            " rounds",
             *(
                 -line("study_orthogonalization.txt", rf"^{case} +mean .* ([-+][\d.]+) %")
                 for case in ("ddp", "5: 0 1 1")
@@ -289,8 +290,8 @@ def _round_lengths() -> list[Phrase]:
             for link, length, words in trained
         ),
         phrase(
-            "{:.1f} % above the loss with rounds of 12 steps on home-fibre, and {:.1f} % below the loss with rounds of 20"
-            " steps",
+            "{:.1f} % above the loss with rounds of 12 steps on home-fibre, and {:.1f} % below the loss with rounds of"
+            " 20 steps",
             *(
                 abs(above(fmean(swept(link, "auto")[5:]), fmean(swept(link, links[link])[5:])))
                 for link in (fibre, fast)
