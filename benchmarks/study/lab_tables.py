@@ -93,7 +93,7 @@ def best_rows(lab: Lab, **options: object) -> dict[str, dict[str, list[float]]]:
 def tokens(lab: Lab) -> list[str]:
     head = ("", "setting", *(f"{peers} replicas" for peers in PEERS), "0.9M, 8 replicas")
     chosen = finalists(lab)
-    tried = ", ".join(f"{name} had {lab.num_tried[name]}" for name in FAMILIES)
+    *tried, last = (f"{lab.num_tried[name]} ({name})" for name in FAMILIES)
 
     def cell(setting: Setting, **options: object) -> str:
         is_run = setting in chosen.values() or options == {"replicas": REPLICAS}
@@ -116,10 +116,10 @@ def tokens(lab: Lab) -> list[str]:
         for peers, cap in product(PEERS, CAPS)
     }
     return [
-        f"The table shows losses of the toy after {lab.steps} inner steps of each replica, as the mean over "
-        f"{len(SEEDS)} seeds (lowest-highest). The 0.9M model ran with one seed, so its column has no verdict. A "
-        f"search ends when no neighbour of a setting improves it, or after {BUDGET} runs. These are the lengths of "
-        f"the searches: {tried}.",
+        f"The table shows the losses of the toy after {lab.steps} inner steps per replica: the mean over {len(SEEDS)} "
+        "seeds, with the lowest and the highest loss in parentheses. The 0.9M model was trained with one seed, so "
+        "there are no verdicts for it. A search ends when no neighbour of the best setting is better, or after "
+        f"{BUDGET} runs. The searches took {', '.join(tried)} and {last} runs.",
         "",
         *table(head, rows),
         *verdicts(stands),
@@ -132,12 +132,12 @@ def by_bytes(lab: Lab) -> list[str]:
         done = [run for seed in SEEDS if (run := Run(setting, seed, steps=lab.steps)) in lab.rows]
         sent = fmean(lab.rows[run]["sent_per_parameter_step"] for run in done) if done else 0.0
         rows.append((sent, (name.replace("; ", ": "), f"{sent:.4f}", shown(losses(lab, setting, steps=lab.steps)))))
-    caps = ", ".join(f"{name} {cap:g}" for name, cap in CAPS.items())
+    caps = " or ".join(f"{cap:g} (a {name})" for name, cap in CAPS.items())
     return [
         f"The table shows losses of the toy with {REPLICAS} replicas, and the bytes that a replica sends, in "
-        f"descending order of bytes. A best setting has the shortest rounds whose nominal bytes stay under its cap "
-        f"({caps} bytes per parameter and step). Closing rounds, and chunks that `modulo` codecs send "
-        "again, are not included in the nominal bytes, so most settings of NoLoCo exceed their cap.",
+        f"descending order of bytes. A best setting uses the shortest rounds whose nominal bytes stay under its cap: "
+        f"{caps} bytes per parameter and step. Closing rounds, and chunks that `modulo` codecs send again, are not "
+        "included in the nominal bytes, so most settings of NoLoCo exceed their cap.",
         "",
         *table(
             ("", "bytes per parameter and step", "loss"), [row for _, row in sorted(rows, key=lambda each: -each[0])]
@@ -147,10 +147,10 @@ def by_bytes(lab: Lab) -> list[str]:
 
 
 def clock_line() -> str:
-    sizes = "; ".join(f"{size.name}: {size.tokens:,} tokens and {size.step_s:.1f} s a step" for size in SIZES)
+    sizes = "; ".join(f"{size.name}: {size.tokens:,} tokens and {size.step_s:.1f} s per step" for size in SIZES)
     return (
         f"The losses come from the toy (0.12M parameters, {REPLICAS} replicas). The clock assumes models of the stated "
-        f"sizes on a card that delivers {FLOP_PER_S / 1e12:.0f} TFLOP/s ({sizes}), and includes waiting and encoding."
+        f"sizes on a card that delivers {FLOP_PER_S / 1e12:.0f} TFLOP/s ({sizes}). It includes waiting and encoding."
     )
 
 
@@ -190,14 +190,14 @@ def at_time(lab: Lab) -> list[str]:
         f"{place.size.name}, {place.link}": {name: here[3] for name in FAMILIES if (here := found[place, name])}
         for place in PLACES
     }
-    lengths = ", ".join(map(str, ROUND_LENGTHS))
+    *lengths, longest = map(str, ROUND_LENGTHS)
     return [
         clock_line(),
-        f"Every rule gets the time in which a card without communication computes {lab.steps} steps. Its rounds have "
-        f"the length that ends lowest on the seed of the search, out of {lengths}. A schedule consists of whole "
-        "rounds and has a multiple of 10 steps, so it can end early. The table corrects for that: it multiplies the "
-        f"loss by (steps / steps in that time)^{STEPS_EXPONENT:g}, according to the "
-        "[fitted curve](#round-length-at-equal-time).",
+        f"Every rule gets the time in which a card without communication computes {lab.steps} steps. Of the round "
+        f"lengths {', '.join(lengths)} and {longest}, each rule uses the one that ends with the lowest loss with the "
+        "seed of the search. A schedule consists of whole rounds, and its number of steps is a multiple of 10, so it "
+        "can end early. To correct for that, the table multiplies the loss by (steps / steps that fit into the "
+        f"time)^{STEPS_EXPONENT:g}, according to the [fitted curve](#round-length-at-equal-time).",
         "",
         *places_table(lab, cell),
         *verdicts(stands),
@@ -207,7 +207,7 @@ def at_time(lab: Lab) -> list[str]:
 def to_targets(lab: Lab) -> list[str]:
     lines = [
         clock_line(),
-        "Each cell shows the shortest whole schedule whose mean loss over the seeds is at or below the target.",
+        "Each cell shows the shortest complete schedule whose mean loss over the seeds is at or below the target.",
     ]
     for name, setting in target_settings(lab).items():
         target = mean_loss(lab, setting, steps=lab.steps)
@@ -248,8 +248,8 @@ def under_churn(lab: Lab) -> list[str]:
         for absent in shares
     }
     return [
-        "In a lost round, nobody can reach the replica. ddp and DiLoCo average over the others, and the replica gets "
-        "their mean afterwards. In NoLoCo, the replica takes the outer step without a partner.",
+        "In a lost round, nobody can reach the replica. ddp and DiLoCo average over the other replicas, and the "
+        "unreachable replica receives their mean afterwards. In NoLoCo, it takes the outer step without a partner.",
         "",
         *table(("", "setting", *(f"{absent:.0%} of the rounds lost" for absent in shares)), rows),
         *verdicts(stands),

@@ -301,7 +301,10 @@ def codec_losses(rows: Rows, link: str) -> dict[str, tuple[int, dict[int, float]
 def codec_table() -> list[str]:
     """Return the table of docs/results.md: loss at equal time, its range, and the difference from CODEC."""
     rows = Rows()
-    lines = ["| codec | link | inner steps a round | loss | lowest-highest | against modulo8+int4 |", f"|{'---|' * 6}"]
+    lines = [
+        "| codec | link | inner steps per round | loss | lowest-highest | against modulo8+int4 |",
+        f"|{'---|' * 6}",
+    ]
     for link in LINKS:
         found = codec_losses(rows, link)
         for codec, (length, losses) in found.items() if len(found) > 1 else ():

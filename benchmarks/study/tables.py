@@ -92,7 +92,15 @@ def momentum_swap() -> list[str]:
     for case, runs in cases.items():
         home = cases.get(case.removesuffix(averaged)) if case.endswith(averaged) else None
         lines.append((case, *_by_seed(runs, home), f"{runs.num_bytes:.3f}"))
-    head = ("", "loss", "lowest to highest", "against home", "seed by seed", "spread", "bytes per parameter and step")
+    head = (
+        "",
+        "loss",
+        "lowest to highest",
+        "against no averaging",
+        "seed by seed",
+        "spread",
+        "bytes per parameter and step",
+    )
     return table(head, lines)
 
 
@@ -149,7 +157,7 @@ def leads() -> list[str]:
         by_seed = _by_seed(runs, None if case == today else cases[today])
         lines.append((case, *by_seed, f"{alone:.0f}", f"{runs.num_bytes:.3f}"))
     head = ("", "loss", "lowest to highest", "against today", "seed by seed", "spread", "solo rounds")
-    return table((*head, "bytes a parameter and step"), lines)
+    return table((*head, "bytes per parameter and step"), lines)
 
 
 def _by_seed(runs: Runs, other: Runs | None) -> tuple[str, ...]:
