@@ -227,8 +227,8 @@ def pack_odd(codes: Tensor, code_bytes: Tensor, *, bits: int) -> None:
 def unpack_odd(code_bytes: Tensor, codes: Tensor, scratch: Scratch, *, bits: int) -> None:
     size, num_fields = code_bytes.numel(), 8 // bits
     fields = scratch.take("fields", num_fields * size, dtype=torch.int8).view(num_fields, size)
-    # Each field is moved to the top of its byte and then back down, but one bit less far. This leaves 2 c plus an
-    # unused low bit, which is set to 1. A product of signed bytes keeps the low eight bits and is faster than a shift.
+    # Each field is moved to the top of its byte and then back down by one bit less. This leaves 2 c plus an unused low
+    # bit, which is set to 1. A product of signed bytes keeps the low eight bits and is faster than a shift.
     torch.mul(code_bytes, TO_THE_TOP[bits][:, None], out=fields)
     codes.copy_(fields.bitwise_right_shift_(7 - bits).bitwise_or_(1).view(-1)[: codes.numel()])
 

@@ -263,7 +263,7 @@ class Replica(Machine):
         held = self.stash.get(answer.id)
         is_taken = held is not None and self.departures.place(answer.id) is Place.TAKEN
         if held is not None and is_taken and not held.ticket.is_training:
-            actions += self._release(answer.id)  # an evaluation has no backward
+            actions += self._release(answer.id)  # an evaluation has no backward pass
         return actions
 
     def _lost(self, peer: str, id: MicrobatchId, now_s: float) -> list[Action]:

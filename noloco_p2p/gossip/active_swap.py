@@ -42,8 +42,8 @@ class ActiveSwap:
     """A swap that a round has begun.
 
     `mine` and `theirs` are the positions of the two partners at `began_s`, when the swap began. `boundary_s` is the
-    time at which this peer reached its boundary. `early_s` and `late_s` are the times at which the early and the late
-    part were committed.
+    time at which this peer reached its boundary. `early_s` and `late_s` are the times at which the early and late parts
+    were committed.
     """
 
     partner: str

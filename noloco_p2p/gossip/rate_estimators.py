@@ -12,7 +12,7 @@ from noloco_p2p.gossip.frames import Boundary
 WINDOW_STEPS = 32
 HEARD_FOR_ROUNDS = 20  # rounds of this peer after which an announcement expires, because its sender may be gone
 HEARD_PEERS = 64
-REMEMBERED = 8  # number of transfers; a change in the link takes effect after half of them
+REMEMBERED = 8  # number of transfers in the estimate; a change in the link takes effect after half as many
 
 
 class StepRate:

@@ -133,7 +133,7 @@ class Coding:
 
 @dataclass(slots=True)
 class Squares:
-    """The squared norms of both partners' encoded vectors, summed in chunk order so that both get equal sums."""
+    """The squared norms of both partners' encoded vectors, summed in chunk order so that their sums agree."""
 
     own: float = 0.0
     partner: float = 0.0

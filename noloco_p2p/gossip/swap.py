@@ -443,7 +443,7 @@ class Swap:
         return [plan for plan in self._plans if plan.part is part]
 
     async def _keep_alive(self) -> None:
-        """Repeat Ready while both partners wait for a boundary and send no data, so that each detects a frozen partner.
+        """Repeat Ready while both partners wait for a boundary and send no data, so that each notices a frozen partner.
 
         gRPC's keepalive is not used, because on a slow link its pings would wait behind megabytes of data.
         """
@@ -494,7 +494,7 @@ def _header(coding: Coding, indices: Sequence[int]) -> Header:
 
 
 def _show(frame: Frame | None) -> str:
-    """Describe a frame for a log line, without any field that a stranger can make long."""
+    """Describe a frame for a log line, without the fields whose length a stranger controls."""
     if isinstance(frame, Chunk):
         return f"chunk {frame.index} of {frame.section.name.lower()} ({len(frame.payload)} bytes)"
     if isinstance(frame, Header):

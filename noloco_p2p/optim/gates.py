@@ -85,14 +85,14 @@ def gate_limits(codecs: CodecSpec) -> GateLimits:
 
 @dataclass(frozen=True, slots=True)
 class GradientScales:
-    """The factors of the two decoded outer gradients of a swap. At most one of them is below 1."""
+    """The factors for the two decoded outer gradients of a swap. At most one of them is below 1."""
 
     own: float
     partner: float
 
 
 def gradient_scales(own_norm: float, partner_norm: float, *, limits: GateLimits = LIMITS) -> GradientScales:
-    """Return the factors of both outer gradients. The partner's call returns the same two numbers in reverse order."""
+    """Return the factors for both outer gradients. The partner's call returns the same two numbers in reverse order."""
     limit = limits.clip_above * min(own_norm, partner_norm)
     return GradientScales(*(limit / norm if norm > limit else 1.0 for norm in (own_norm, partner_norm)))
 

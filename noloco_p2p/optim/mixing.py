@@ -18,9 +18,9 @@ CLOSING_WAIT_S = (10.0, 600.0)
 class Agreement:
     """The terms on which two partners mix. Both partners compute the same terms from their announcements to each other.
 
-    `inner_steps` is the length of a round. `weight` is a factor of all half-differences, which is below 1 between peers
-    that are many rounds apart. `partner_share` is the partner's share of the inner steps of both rounds. The shares of
-    the two partners add up to 1.
+    `inner_steps` is the length of a round. All half-differences are multiplied by `weight`, which is below 1 between
+    peers that are many rounds apart. `partner_share` is the partner's share of the inner steps of both rounds. The
+    shares of the two partners add up to 1.
     """
 
     inner_steps: float

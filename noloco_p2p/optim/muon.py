@@ -2,8 +2,8 @@
 
 An update is the momentum of a matrix after a Newton-Schulz iteration has moved all its singular values close to 1.
 `torch.optim.Muon` computes this in bf16 on every device, one matrix after another, with five iterations. On a processor
-without bf16 instructions, such a product takes eight times as long as in fp32. This class therefore differs in three
-ways:
+without bf16 instructions, a matrix product in bf16 takes eight times as long as one in fp32. This class therefore
+differs in three ways:
 
 * It computes in fp32, except on an accelerator that supports bf16. All CPUs use fp32, so that two machines in a run, or
   a simulation of the run, get the same results.

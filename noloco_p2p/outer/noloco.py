@@ -213,7 +213,7 @@ class NoLoCo:
 
     @property
     def round(self) -> int:
-        """Return the number of outer steps of this replica, including the steps behind a state that it took over."""
+        """Return the number of outer steps of this replica, including those that produced a state that it took over."""
         return self._rounds.round
 
     @property
@@ -354,7 +354,8 @@ class NoLoCo:
         """Write a checkpoint, serve it to newcomers, and return its folder.
 
         The checkpoint contains the outer state, the state of the inner optimizer, the values of `meta` and, within a
-        round, the model's weights. Raises CheckpointError if writing fails; the last good checkpoint is then intact.
+        round, the model's weights. Raises CheckpointError if writing fails; in that case, the last good checkpoint
+        remains intact.
         """
         self._saver.wait()  # only one checkpoint can be written at a time
         files, meta = self._content()

@@ -51,7 +51,7 @@ class UpdateFilter:
         self._metrics = metrics
         self._loss_check = loss_check
         self.clipped = Clipped()  # in the last outer step
-        self.scales = UNSCALED  # factors of the outer gradients in the last outer step
+        self.scales = UNSCALED  # the factors for the outer gradients in the last outer step
 
     def step(self, outcome: Outcome, *, is_closing: bool) -> tuple[Outcome, bool]:
         """Take the outer step of a round.
@@ -67,7 +67,7 @@ class UpdateFilter:
         before = self._state.copy()
         loss = self._loss_check.measure()
         diverged = self._apply(admitted_outcome, verdict, is_closing=is_closing)
-        if diverged:  # there is no loss to compare with, and the partner did not cause it
+        if diverged:  # this peer's own weights are non-finite, so there is no loss to compare
             return admitted_outcome, True
         rise = self._loss_check.measure() - loss
         if rise <= self._loss_check.max_rise:  # false for NaN

@@ -161,10 +161,9 @@ def transfer(
     *,
     on_begin: Callable[[], None],
 ) -> None:
-    """Send a frame of the pipeline from one link to another. It passes through both at the same time, so the second
-    link does not wait for the end of the frame.
+    """Send a frame of the pipeline from one link to another.
 
-    It passes both links at the same time, because the second link does not wait until the whole frame has arrived.
+    It passes through both links at the same time, because the second link does not wait for the whole frame.
     `on_begin` is called when its first byte leaves.
     """
     loop = asyncio.get_running_loop()

@@ -99,7 +99,7 @@ class StageNode(SimulatedPeer):
         self.is_alive = True
         self.has_finished = asyncio.Event()
         self.busy_s = 0.0
-        self.lateness: Counter[int] = Counter()  # inner steps from a forward to its backward
+        self.lateness: Counter[int] = Counter()  # inner steps from a forward pass to its backward pass
         self.latencies_s: list[float] = []  # at a head, from a launch to the end of its backward
         self.num_counted = 0  # backwards; at a head, the backwards of its front
         self.trained_tokens = 0  # in closed steps, including the first ones of sequences

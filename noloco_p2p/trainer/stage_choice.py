@@ -23,7 +23,7 @@ from noloco_p2p.trainer.needs import memory_limit
 from noloco_p2p.trainer.stage_needs import StageNeeds
 
 WORTH = 1.25  # after a switch, both stages must have this many times the capacity that the poorer one had before
-LEFT_BEHIND = 2  # the fewest replicas that a switch leaves in its stage
+LEFT_BEHIND = 2  # a stage that a peer leaves must keep at least this many replicas
 
 
 def capacities(members: Sequence[Candidate], num_stages: int) -> list[float]:
