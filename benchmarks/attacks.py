@@ -5,11 +5,11 @@
 The swarms are simulated and train the toy model of the studies. Losses are validation losses, averaged over the honest
 replicas at the end. "open" means that no gate is active except the finite check. The noise is the difference in loss
 between seeds of the same honest swarm. With --greedy, the liar is a ninth peer, which makes offers to all peers at once
-over several calls. Swarms of sixteen peers with two or three such liars are measured, too. With --greedy, the
-optimizer, outer step and codecs are those that `noloco init` writes, and the model is still the toy. An adaptive liar
-knows the vectors and the gates of its partner, and sends the most harmful vectors that still pass. "share" is the share
-of one liar in the swaps of the honest replicas, in multiples of 1 / live. With --json, the file is written after every
-case, and cases that it already contains are skipped.
+over several calls. Swarms of sixteen peers with two or three such liars are measured, too. These swarms train the same
+model, but with the optimizer, outer step and codecs that `noloco init` writes. An adaptive liar knows the vectors and
+the gates of its partner, and sends the most harmful vectors that still pass. "share" is the share of one liar in the
+swaps of the honest replicas, in multiples of 1 / live. With --json, the file is written after every case, and cases
+that it already contains are skipped.
 """
 
 from __future__ import annotations

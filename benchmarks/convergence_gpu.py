@@ -6,7 +6,7 @@
 All replicas run in one process. An accelerator computes in bf16; weights, moments and outer state are fp32. `113m` is
 the small model of the paper with bytes as its vocabulary. The file is written after every case, and cases that it
 already contains are skipped, so repeat the command until no case is left. The speed is measured first, and a case that
-would exceed the budget at this speed is not started.
+would exceed the time budget at this speed is not started.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ def repeats(quick: bool) -> list[Claim]:
 def repeats_of(num_files: int, num_rows: int, *, thin: bool, share: float, swarm: int) -> tuple[float, float]:
     """Return the measured share of repeats, and the share expected from independent draws.
 
-    `share` is the number of documents that all peers read together, as a share of the corpus.
+    `share` is the number of documents that are read by all peers in total, relative to the size of the corpus.
     """
     source = Source([_piece(str(index), num_rows) for index in range(num_files)], thin=thin)
     each = int(share * num_files * num_rows / NUM_PEERS)

@@ -3,12 +3,12 @@
     python benchmarks/dht_flood.py [--quick] [--json FILE]
 
 Two peers in separate processes swap over TLS, again and again, as fast as they can. One of them also runs a DHT node on
-the same event loop, as real peers do. Attackers in its routing table send up to 10 MB/s: find requests that repeat one
-key 6,000 times, find requests for a full bucket, messages of 1 MiB, records of invented identities, damaged records,
-pings, and provider records for the DHT of p2pd. Every few seconds, the attackers switch between this peer and a decoy,
-which is another process with a DHT node but no peer. The machine's two cores are equally busy with either target, so
-the two rates can be compared. A turn of the loop is the CPU time of the network thread between two ticks of a 2 ms
-timer. Memory is the peak of the peer and its p2pd, minus their memory before the flood.
+the same event loop, as real peers do. Attackers in the node's routing table send up to 10 MB/s: find requests that
+repeat one key 6,000 times, find requests for a full bucket, messages of 1 MiB, records of invented identities, damaged
+records, pings, and provider records for the DHT of p2pd. Every few seconds, the attackers switch between this peer and
+a decoy, which is another process with a DHT node but no peer. The machine's two cores are equally busy with either
+target, so the two rates can be compared. A turn of the loop is the CPU time of the network thread between two ticks of
+a 2 ms timer. Memory is the peak of the peer and its p2pd, minus their memory before the flood.
 """
 
 from __future__ import annotations
@@ -146,7 +146,8 @@ def flooder(pipe: Connection, folder: str, doors: list[str]) -> None:
 
 
 class Flood:
-    """One attacker. Each kind of request has its own limits: a bit more than a third of the bytes, and a rate."""
+    """One attacker. Each kind of request may use slightly more than a third of the bytes, and has its own rate
+    limit."""
 
     def __init__(self, node: SwarmNode, bytes_a_s: float) -> None:
         self.target: str | None = None

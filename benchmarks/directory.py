@@ -9,9 +9,9 @@ Real reads: the production code stores records on DHT nodes on loopback, and rea
 copies that the nodes send.
 
 Sizes: 100 production censuses, which know no peers at first, run among bystanders. The bystanders are records that are
-    stored where those of a swarm of this size would be (`harness/bucket_swarm.py`). Bytes per minute combine the reads
-    and records of this simulation with the copies and bytes of the real reads. Then 1 % of the bystanders (at least 5)
-    die at once, and the time is measured until no peer can draw any of them.
+stored where those of a swarm of this size would be (`harness/bucket_swarm.py`). Bytes per minute combine the reads and
+records of this simulation with the copies and bytes of the real reads. Then 1 % of the bystanders (at least 5) die at
+once, and the time is measured until no peer can draw any of them.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     python benchmarks/goodput.py [--quick] [--json FILE]
 
-Each side is a separate process. The swap is that of production, with encoding, digests, checks and commits. The bare
+Each side is a separate process. The swap runs the production code, with encoding, digests, checks and commits. The bare
 stream sends messages of the same sizes and ignores their content. Both use TLS, as peers do; the bare stream is also
 measured without TLS. The methods take turns several times, and the best result of each counts, because the machine is
 shared. Bytes are payload bytes in both directions. While other programs use the cores, the processor time of all
@@ -34,7 +34,7 @@ AS_INIT = RunSpec(name="goodput", outer=OuterSpec(inner_steps=1, max_wait_s=120.
 
 
 def swap_side(name: str, pipe: Connection, num_elements: int, spec: RunSpec, repeats: int) -> None:
-    """Run the swap of production. The boundary is reached as soon as the round opens, so no waiting is measured."""
+    """Swap with the production code. The boundary is reached as soon as a round opens, so no waiting is measured."""
     peer = Side(name, pipe, spec, num_elements)
     for index in range(repeats):
         pipe.recv()
@@ -60,7 +60,7 @@ def bare_side(name: str, pipe: Connection, num_elements: int, is_plain: bool, re
 
 
 def message_sizes(num_elements: int) -> list[int]:
-    """Return the sizes of the chunks of a published swap."""
+    """Return the sizes of the encoded chunks in a swap of the published runs."""
     plans = section_plans(PUBLISHED.codec, swap_momentum=True, num_elements=num_elements)
     return [plan.codec.num_bytes(stop - start) for plan in plans for start, stop in chunk_bounds(num_elements)]
 

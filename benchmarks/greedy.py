@@ -1,4 +1,4 @@
-"""Measure the share of swaps of a greedy liar, which makes offers to all of 8 honest peers at once.
+"""Measure the share of swaps that a greedy liar gets by making offers to all eight honest peers at once.
 
     python benchmarks/greedy.py [--quick] [--json FILE]
 

@@ -2,9 +2,10 @@
 
     python benchmarks/half_commits.py [--quick] [--json FILE]
 
-Eight replicas, each with the outer state of production, minimize a noisy quadratic function in 1,000 rounds of random
-pairs. The first time, all swaps are whole. The second time, only one side commits the early or the late part in a tenth
-of the swaps, as after a lost Ready. Noise, pairs and start are the same in both cases, so only the half-commits differ.
+Eight replicas, which use the outer state of the production code, minimize a noisy quadratic function in 1,000 rounds of
+random pairs. The first time, all swaps are whole. The second time, only one side commits the early or the late part in
+a tenth of the swaps, as after a lost Ready. Noise, pairs and start are the same in both cases, so only the half-commits
+differ.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 
 The model is that of the demo, on one thread. A step consists of the forward and backward pass, clipping and the
 optimizer, in fp32 on a CPU. Steps with AdamW, with Muon and with `torch.optim.Muon` (bf16 products, one matrix after
-another) take turns in one process. Each figure is the median over the turns of a ratio of CPU times. The figures are
+another) take turns in one process. Each figure is the median, over all turns, of a ratio of CPU times. The figures are
 valid for this machine only.
 """
 

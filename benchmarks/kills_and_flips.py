@@ -2,11 +2,11 @@
 
     python benchmarks/kills_and_flips.py [--quick] [--json FILE]
 
-Two peers run the driver, the swap and the codecs of production over streams in memory. A kill breaks all connections of
-one peer at a frame of one of six phases. Both sides must then report the same outcome, and must have applied all parts
-that the outcome names, and nothing else. After a solo round, each peer must have the state of a peer without partners,
-bit for bit. Otherwise, the mean of both states must be the one that exact codecs would give. A flip changes a random
-bit of a random chunk that one peer sends. Nothing of the part with this chunk may be applied.
+Two peers run the driver, the swap and the codecs of the production code over streams in memory. A kill breaks all
+connections of one peer at a frame of one of six phases. Both sides must then report the same outcome, and must have
+applied all parts that the outcome names, and nothing else. After a solo round, each peer must have the state of a peer
+without partners, bit for bit. Otherwise, the mean of both states must be the one that exact codecs would give. A flip
+changes a random bit of a random chunk that one peer sends. Nothing of the part with this chunk may be applied.
 
 The codecs are those of `noloco init`. Their grid results from the previous swap, which has no fault.
 """

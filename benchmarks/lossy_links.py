@@ -4,9 +4,9 @@
 
 A line of 100 Mbit/s with a round trip of 50 ms joins two network namespaces. It loses 1 % of the packets, and is
 measured with cubic and with bbr as TCP's congestion control. The same line without loss, on which more connections
-cannot help, is measured as well. The swap is that of production, in both directions at once, with int8 slow weights and
-an int4 outer gradient. With several connections, two peers swap several times. The first swap finds out how many
-connections the line needs, and the last one starts with that number. Goodput is the number of payload bytes in each
+cannot help, is measured as well. The swap runs the production code, in both directions at once, with int8 slow weights
+and an int4 outer gradient. With several connections, two peers swap several times. The first swap finds out how many
+connections the line needs, and the last swap starts with that number. Goodput is the number of payload bytes in each
 direction, divided by the time of the whole swap: offer, both parts and commits. On the lossy line, a quarter of the
 vector is sent when there is one connection. This needs root (see netlab.py).
 """

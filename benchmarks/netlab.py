@@ -333,7 +333,7 @@ class NetLab:
         self._ask(blocked=ways)
 
     def let_nothing_in(self, *nodes: int) -> None:
-        """Let these nodes open connections but accept none, as behind a home router. All other nodes accept some."""
+        """Let these nodes open connections but accept none, as behind a home router. Others accept them."""
         self._ask(closed=nodes)
 
     def counters(self) -> list[Counters]:

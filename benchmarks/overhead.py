@@ -4,7 +4,7 @@
 
 One process trains a small transformer layer on one torch thread. It swaps with a second process, which does nothing
 else, through a link proxy in a third process. In real runs, the partner and the links are not on this machine, so the
-time that they and other programs use must not count here. It is excluded in two ways:
+time that they and other programs use must not count here. There are two figures:
 
 * two cores: the time in which the training thread waits for a core (/proc/thread-self/schedstat) is subtracted. The
   rest is what the network thread and the codecs cost a training thread that always has a core.

@@ -2,10 +2,10 @@
 
     python benchmarks/pairing.py [--quick] [--json FILE]
 
-The round drivers, swaps and bucket draws of production run on a virtual clock (`harness/walk.py`). The one-way delay is
-40 ms, a round takes 20 s, the duration of a step varies by 2 %, and a peer waits at most 20 s at a boundary. "In lock
-step" means that all peers start together. In "1x-4x", a quarter of the peers run at each of the speeds 1 to 4. The
-first round is left out. If the number of peers is odd, one of them cannot be paired, and the shares take this into
+The round drivers, swaps and bucket draws of the production code run on a virtual clock (`harness/walk.py`). The one-way
+delay is 40 ms, a round takes 20 s, the duration of a step varies by 2 %, and a peer waits at most 20 s at a boundary.
+"In lock step" means that all peers start together. In "1x-4x", a quarter of the peers run at each of the speeds 1 to 4.
+The first round is left out. If the number of peers is odd, one of them cannot be paired, and the shares take this into
 account. Mixing is the ratio of the variance between peers after a round to that before it; it is 0.5 for an ideal
 random matching. If only one side has committed a swap, the round counts as paired for that side.
 """

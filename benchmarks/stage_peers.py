@@ -1,6 +1,6 @@
 """Provide the peers of a pipeline for flow.py, each in its own process, without a DHT and a real model.
 
-A stage forwards what it receives. Everything else is code of production: state machine, driver, streams, codecs, gates,
+A stage forwards what it receives. Everything else is production code: state machine, driver, streams, codecs, gates,
 and rounds of swaps within a stage. A stage swaps the parameters of a small model, but sends payloads of the size of a
 large model's.
 """

@@ -3,8 +3,8 @@
     python benchmarks/step_gpu.py [--quick] [--json FILE]
 
 Targets: the loop takes at most 2 % more time than a bare PyTorch loop of the same model, and at most 5 % more peak
-    memory than plain AdamW training (see `step_loop.py`). MFU is reported for GPUs whose peak rate is known. Without an
-    accelerator, a toy model runs on the CPU, which tests the script but measures nothing useful.
+memory than plain AdamW training (see `step_loop.py`). MFU is reported for GPUs whose peak rate is known. Without an
+accelerator, a toy model runs on the CPU, which tests the script but measures nothing useful.
 """
 
 from __future__ import annotations

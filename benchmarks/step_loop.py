@@ -2,9 +2,9 @@
 
 The bare loop does what a script without noloco_p2p does with the same model: it takes prepared batches, and runs the
 forward and backward pass, clipping and AdamW with a learning rate schedule. The trainer's loop belongs to a real peer
-with a network thread and a directory, which is alone in its run. This loop reads its data, takes outer steps, and
-copies and writes checkpoints. `overhead.py` measures the cost of a swap during training. Rounds of both loops alternate
-in one process, and pairs of rounds are compared.
+with a network thread and a directory, which is the only peer of its run. This loop reads its data, takes outer steps,
+and copies and writes checkpoints. `overhead.py` measures the cost of a swap during training. Rounds of both loops
+alternate in one process, and pairs of rounds are compared.
 """
 
 from __future__ import annotations
