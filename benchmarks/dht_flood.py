@@ -146,8 +146,7 @@ def flooder(pipe: Connection, folder: str, doors: list[str]) -> None:
 
 
 class Flood:
-    """One attacker. Each kind of request may use slightly more than a third of the bytes, and has its own rate
-    limit."""
+    """One attacker. Each kind of request may use a bit more than a third of the bytes, and has a rate limit."""
 
     def __init__(self, node: SwarmNode, bytes_a_s: float) -> None:
         self.target: str | None = None

@@ -13,11 +13,11 @@ ms), and connect. The time ends when the caller has the connection. A dash stand
 hole; calls between such peers go through the relay.
 
 The swaps run the production code over lines of 20 and 100 Mbit/s, with the p2pd, the tunnels and the relay of real
-peers. Swaps without a hole, through a hole and through the relay, which has the same kind of line, take turns. Each way
-has its own two peers, because a peer remembers how many connections helped. All peers are behind emulated routers. The
-routers of the direct way forward their ports, so that the packets of a hole and of a direct swap take the same path.
-The ratio is the median of the ratios of successive swaps, because the machine is shared and its two cores are the limit
-at 100 Mbit/s. Bytes are those that the relay forwards for a swap. This needs root (see netlab.py).
+peers. Direct swaps, swaps through a hole and swaps through the relay take turns; the relay has the same kind of line.
+Each way has its own two peers, because a peer remembers how many connections helped. All peers are behind emulated
+routers. The routers of the direct way forward their ports, so that the packets of a hole and of a direct swap take the
+same path. The ratio is the median of the ratios of successive swaps, because the machine is shared and its two cores
+are the limit at 100 Mbit/s. Bytes are those that the relay forwards for a swap. This needs root (see netlab.py).
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ is `code * scale`.
 * int8 and int4: The scale is the largest magnitude in the block divided by max_code, rounded *up* to bf16. No code can
   exceed max_code, so nothing is clipped.
 * int2 and sign1: The codes are odd (-3, -1, 1, 3 for int2 and -1, 1 for sign1), and larger elements are clipped. The
-  scale of int2 is 0.4979 times the root mean square of the block. With that step, four equidistant levels have the
+  scale of int2 is 0.4979 times the root mean square of the block. With this scale, four equidistant levels have the
   smallest mean squared error for a Gaussian, which is 0.1188 (J. Max, "Quantizing for minimum distortion", IRE Trans.
   Inf. Theory 6, 1960, table II). Levels that are not equidistant reach 0.1175. The scale of sign1 is the mean
   magnitude, which is optimal for signs.

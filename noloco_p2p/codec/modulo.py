@@ -1,9 +1,9 @@
 """Implement modulo coding, which sends only the low-order bits of numbers.
 
 The vectors of two partners are close to each other, so the low-order bits of their elements determine the difference.
-Both partners use the same grid for a section, which has a power-of-two step for each block of BLOCK_ELEMENTS, and a
-shared dither. An element x corresponds to the grid integer k = round(x / step + dither), and it is sent as a residue, k
-mod 2**bits. With Q(x) = (k - dither) * step, the dither cancels in a difference, and
+Both partners use the same grid and the same dither for a section. The grid has a power-of-two step for each block of
+BLOCK_ELEMENTS. An element x corresponds to the grid integer k = round(x / step + dither), and it is sent as a residue,
+k mod 2**bits. With Q(x) = (k - dither) * step, the dither cancels in a difference, and
 
     h = (Q(partner) - Q(own)) / 2 = (k_partner - k_own) * step / 2
 

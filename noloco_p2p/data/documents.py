@@ -59,7 +59,7 @@ Row = Document | Fault | None  # None is a row without a document
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One file or shard. `rows(start)` yields the rows from row `start` on, and raises Unavailable."""
+    """One file or shard. `rows(start)` yields the rows from row `start` on, and may raise Unavailable."""
 
     name: str
     rows: Callable[[int], Iterator[Row]]

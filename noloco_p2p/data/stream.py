@@ -8,7 +8,7 @@ behind its share of the tokens.
 A restart continues in exactly the same order. The saved state consists of the rest of the block, which has at most half
 a million tokens, and the start of the next block. A restart therefore reads nothing twice, and does not depend on which
 files have failed in the meantime. `datasets` cannot do this. Its `interleave_datasets` counts documents instead of
-tokens, and the state of its `shuffle` does not include the buffer, so that other documents follow
+tokens, and the state of its `shuffle` does not include the buffer, so other documents follow after a restart
 (benchmarks/data_library.py).
 """
 

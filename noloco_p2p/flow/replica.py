@@ -121,7 +121,8 @@ class Replica(Machine):
         return self._settle(self.departures.look_again(now_s), now_s)
 
     def received(self, peer: str, frame: Frame, now_s: float) -> list[Action]:
-        """Handle a frame from a neighbour. The frame must be complete, and its size and ticket must be verified."""
+        """Handle a frame from a neighbour. The frame must be complete, and its size and ticket must have been
+        verified."""
         match frame:
             case Want():
                 actions = self._want(peer, frame, now_s)

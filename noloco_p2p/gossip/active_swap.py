@@ -125,7 +125,7 @@ class ActiveSwap:
         return max(0.0, (now_s if there_s is None else there_s) - self.boundary_s)
 
     def transfer_s(self, now_s: float) -> float:
-        """Return how many seconds the late part has taken since the later of the two boundaries, until its commit.
+        """Return how many seconds have passed from the later of the two boundaries until the late part's commit or now.
 
         The result is 0 until both partners have reached their boundaries.
         """

@@ -91,7 +91,7 @@ class Exchange(Protocol):
     def late(self, round_index: int) -> Correction | None:
         """Return a late part that arrived after the boundary of its round. This call is cheap.
 
-        The part must belong to a round before `round_index`.
+        Only late parts of rounds before `round_index` are returned.
 
         It returns None while the slow weights and momentum are being sent, because they must not change then. Call
         `corrected` after applying the correction.

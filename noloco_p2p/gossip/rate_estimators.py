@@ -88,7 +88,7 @@ class StepRate:
 class Goodput:
     """Estimates the duration of a transfer from the rates of the last transfers.
 
-    The rates apply to the slower direction, and include the time for encoding and for waiting for the partner.
+    The rates are those of the slower direction. The measured times include encoding and waiting for the partner.
     """
 
     def __init__(self) -> None:

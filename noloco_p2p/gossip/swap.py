@@ -140,7 +140,7 @@ class Swap:
         return {plan.name: self.pair(plan.name) for plan in self._plans if plan.part in self.ledger.committed}
 
     def num_bytes(self, part: Part) -> int:
-        """Return the known size of a part in each direction. Chunks are added when they are sent again."""
+        """Return the known size of a part in each direction. Chunks that are sent again are added."""
         return sum(self._num_bytes[plan.name] for plan in self._plans if plan.part is part)
 
     @property

@@ -37,7 +37,7 @@ class Vectors(Protocol):
 
 
 class OuterStep(Protocol):
-    """The outer step that a round takes with its outcome. `UpdateFilter` implements it."""
+    """The interface through which a round takes its outer step. `UpdateFilter` implements it."""
 
     def step(self, outcome: Outcome, *, is_closing: bool) -> tuple[Outcome, bool]:
         """Take the outer step.

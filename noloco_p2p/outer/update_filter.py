@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LossCheck:
-    """A gate that evaluates the model and undoes a swap if it raises the loss on a private batch too much.
+    """A gate that evaluates the model on a private batch, and undoes a swap that raises the loss too much.
 
     During a checked step, the slow weights, the momentum and the model's weights are kept twice, which takes up to 12
     more bytes per parameter. A gradient that arrives after its boundary is not checked.

@@ -22,8 +22,8 @@ def simulate_lockstep(material: Material, plan: Plan, *, rule: str) -> Result:
     """Simulate replicas that take every step together. Broken calls (`churn.lose`) and closing rounds do not apply.
 
     A replica that is absent from a round of a collective rule contributes nothing to the mean. It then receives the
-    mean as one more encoded vector, so it continues with the weights of the others. A real system would lose at least
-    as much.
+    mean as one more encoded vector, so it continues with the weights of the others. In a real system, the absence would
+    cost at least as much.
     """
     return _Lockstep(material, plan, rule).run()
 

@@ -30,8 +30,8 @@ class Event:
 class Churn:
     """The faults of a run, and the peers that join, leave or crash.
 
-    `lose` is the share of calls whose connection breaks. Their peers then look for other partners, as on a real
-    network. `absent` is the share of rounds in which nobody can reach a replica, so that it has a solo round.
+    `lose` is the share of calls whose connection breaks. The peers of such a call then look for other partners, as on a
+    real network. `absent` is the share of rounds in which nobody can reach a replica, so that it has a solo round.
     """
 
     events: tuple[Event, ...] = ()

@@ -58,7 +58,7 @@ class SimulatedReplica(SimulatedPeer):
         self._is_leaving = True
 
     async def run(self, *, closing_rounds: int = 0) -> None:
-        """Train until the schedule is done, and then take `closing_rounds` rounds without training."""
+        """Train until the schedule is done, and then run `closing_rounds` rounds without training."""
         self._enter()
         try:
             while self.progress < 1 and not self._is_leaving:

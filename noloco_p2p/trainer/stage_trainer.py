@@ -261,7 +261,7 @@ class StageTrainer(TrainerBase):
         return self.peer.leave_requested.is_set() or self.switches_to is not None
 
     def serve(self) -> None:
-        """Compute what other peers still send after the end of the run, until this peer is asked to leave."""
+        """Compute the tasks that other peers still send after the end of the run, until this peer is asked to leave."""
         while not self.peer.leave_requested.is_set():
             self._loop.turn()
 
