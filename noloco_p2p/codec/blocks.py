@@ -215,7 +215,8 @@ def pack_odd(codes: Tensor, code_bytes: Tensor, *, bits: int) -> None:
     j`. Fields beyond the last element are 0.
     """
     size, num_fields, half = code_bytes.numel(), 8 // bits, 1 << bits - 1
-    # One matrix product is faster than a sum for each field. It is exact because these are whole numbers below 256.
+    # One matrix product is faster than a sum for each field. It is exact because all values are whole numbers below
+    # 256.
     others = codes[size : num_fields * size].view(num_fields - 1, size)
     packed = codes[:size].addmv_(others.t(), PLACES[bits].to(codes.device))
     # Adding `half` to every c makes all fields unsigned, and the sum is then their byte. Subtracting 128 gives a signed

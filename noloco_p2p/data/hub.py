@@ -1,7 +1,7 @@
 """Read data sets of the Hugging Face hub. `datasets` finds them and streams their shards without caching them.
 
 Each shard is a separate stream, so that an error in the library affects only one shard. If the network may be the
-cause, the shard is set aside for a while. Otherwise the rest of the shard is skipped, and a fault reports the row.
+cause, the shard is set aside for a while. Otherwise, the rest of the shard is skipped, and a fault reports the row.
 """
 
 from __future__ import annotations

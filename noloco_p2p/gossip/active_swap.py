@@ -74,7 +74,7 @@ class ActiveSwap:
             self.late_s = now_s
 
     def broken_off(self, now_s: float, goodput: Goodput) -> None:
-        """Record the rate of an early part that failed. Otherwise a link that has become slow would go unnoticed."""
+        """Record the rate of an early part that failed. Otherwise, a link that has become slow would go unnoticed."""
         if self.early_s is None:
             goodput.note(self.swap.bytes_moved, now_s - self.began_s)
 

@@ -6,7 +6,7 @@ each round of this peer adds 1.5 / (live - 1) credits to every account. Offers f
 refused.
 
 This peer draws all other peers with equal probability, except that a peer with a negative balance is drawn only if
-there is no other. Otherwise a peer that is always free would be found more often than the others.
+there is no other. Otherwise, a peer that is always free would be found more often than the others.
 """
 
 from __future__ import annotations

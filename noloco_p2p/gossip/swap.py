@@ -400,7 +400,7 @@ class Swap:
             except Ended:
                 raise  # the partner announced that it will not commit
             except (Unreachable, TimedOut):
-                # The Ready may be lost, so ask the partner once. Without an answer the part is not committed.
+                # The Ready may be lost, so ask the partner once. Without an answer, the part is not committed.
                 if part not in (await self._ask_partner(self.partner, self.swap_id)).verified:
                     self.ledger.has_ended = True  # set before the error is handled, because the partner may ask now
                     raise

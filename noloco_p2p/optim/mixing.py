@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from noloco_p2p.spec import OuterSpec
 
-# In a closing round nobody trains, and both partners move to the midpoint.
+# In a closing round, nobody trains, and both partners move to the midpoint.
 CLOSING = OuterSpec(alpha=0.0, beta=1.0, gamma=1.0)
 CLOSING_MORE = 3  # closing rounds in addition to log2 of the number of peers
 # The shortest and the longest wait in a closing round. Between these limits, the wait is as long as a round.

@@ -42,7 +42,7 @@ class Speed:
     virtual_s: float
     tokens: int
     tokens_per_s: float
-    latency_s: float  # median, from a launch to the end of the backward at its head
+    latency_s: float  # median, from a launch to the end of the backward pass at its head
     busy: dict[str, tuple[float, float, float]]
 
     @classmethod
@@ -81,7 +81,7 @@ class StageResult:
     up_busy: float
     down_busy: float
     counted: int  # backward passes of all replicas; for a head, those of its front
-    lost_share: float  # share of the microbatches that reached a stage without a backward there
+    lost_share: float  # share of the microbatches that reached a stage without a backward pass there
     lateness: float  # mean number of inner steps from a forward pass to its backward pass
     late_share: float  # share of the backward passes that are at least one inner step late
     lateness_counts: dict[int, int]

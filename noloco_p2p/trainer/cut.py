@@ -25,7 +25,7 @@ class Part:
 
     num_parameters: int
     num_matrix_parameters: int  # the ones that Muon optimizes
-    flops: float  # per token: forward, backward, and a second forward where a stage recomputes it
+    flops: float  # per token: forward and backward pass, and a second forward pass where a stage recomputes it
 
     def times(self, number: int) -> Part:
         return Part(number * self.num_parameters, number * self.num_matrix_parameters, number * self.flops)

@@ -68,7 +68,7 @@ def needier_stage(
     """Return the stage to which the peer `own` should switch, or None if it should stay.
 
     `members` are the other peers. `epoch` is a number that is the same for all peers and changes from time to time.
-    Only one peer of a stage may switch in each epoch. Otherwise two peers that see the same need could both leave.
+    Only one peer of a stage may switch in each epoch. Otherwise, two peers that see the same need could both leave.
     """
     mates = [peer.peer_id for peer in members if peer.stage == own.stage and peer.state in SERVING]
     if len(mates) < LEFT_BEHIND:
