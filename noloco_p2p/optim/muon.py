@@ -94,7 +94,7 @@ def orthogonalize(matrices: Tensor) -> Tensor:
     if is_long and matrices.dtype is torch.float32:
         factor = _whole_factor(gram)
         return torch.bmm(matrices, factor) if is_tall else torch.bmm(factor, matrices)
-    polynomial, spare = torch.empty_like(gram), torch.empty_like(matrices)  # allocating memory for each product would be slow
+    polynomial, spare = torch.empty_like(gram), torch.empty_like(matrices)  # allocating these for each product is slow
     for iteration, (a, b, c) in enumerate(COEFFICIENTS):
         if iteration:
             torch.bmm(*((matrices.mT, matrices) if is_tall else (matrices, matrices.mT)), out=gram)
