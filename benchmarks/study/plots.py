@@ -28,7 +28,7 @@ BEST = {
 
 
 def losses(cases: Mapping[str, Runs], name: str) -> list[float]:
-    """Return the losses of a case by seed, or [] if it was not run. Of several rates ("name, 0.016") the best counts."""
+    """Return the losses of a case by seed, or [] if it was not run. Of rates ("name, 0.016"), the best counts."""
     tried = [runs.losses for case, runs in cases.items() if case == name or case.startswith(f"{name}, 0.")]
     return min(tried, key=fmean, default=[])
 
