@@ -35,7 +35,7 @@ def spec(steps: int) -> TrainerSpec:
 
 
 def after(material: Material, weights: torch.Tensor) -> tuple[float, float]:
-    """Return the validation loss of these weights, and the validation loss after MORE_STEPS further steps."""
+    """Return the validation loss of these weights before and after MORE_STEPS further steps."""
     model = material.model()
     at_once = material.loss_of(weights, model)
     inner, batches = InnerStep(model, material.spec.train), material.batches("newcomer")

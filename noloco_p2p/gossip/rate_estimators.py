@@ -102,8 +102,8 @@ class Goodput:
     def seconds_for(self, num_bytes: int) -> float | None:
         """Return a cautious estimate of the duration of a transfer in seconds, or None before the first transfer.
 
-        The estimate is the median plus the spread. After only one or two transfers the spread is unknown, so the median
-        is used in its place.
+        The estimate is the median plus the spread. After only one or two transfers, the spread is unknown, so the
+        median is used in its place.
         """
         samples = self._seconds_per_byte
         if not samples:

@@ -76,7 +76,7 @@ def check_position(round_index: int, progress: float, others: Sequence[tuple[int
     """Raise CheckpointError if a position in the run is far from the positions of the swarm.
 
     `others` holds the round and the progress of each live peer, including the donor. The round counters of honest peers
-    differ with their speed and their round lengths, so a counter is refused only if it deviates far more than that.
+    differ because their speeds and round lengths do, so a counter is refused only if it deviates far more.
     """
     if len(others) < MIN_POSITIONS:
         return
