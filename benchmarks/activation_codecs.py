@@ -1,15 +1,17 @@
-"""Measure activation codecs: speed on one core, and errors on synthetic tensors and on those of a small Llama.
+"""Measure activation codecs: speed on one core, and errors on synthetic tensors and on tensors of a small Llama.
 
     python benchmarks/activation_codecs.py [--quick] [--json FILE]
 
-Speed counts the bytes of fp32 values encoded or decoded per second of processor time, for 512 tokens of 4,096 channels.
-It is the best of many calls; copying the same tensor is the baseline. (A result of more than 32 MiB is allocated anew
-by the kernel at every call, which takes longer than the codec.) Set ATEN_CPU_CAPABILITY=avx2, ONEDNN_MAX_CPU_ISA=AVX2
-and MKL_ENABLE_INSTRUCTIONS=AVX2 to measure without AVX-512. Errors are Euclidean norms, relative to the exact tensor.
+Speed is the number of bytes of fp32 values that are encoded or decoded per second of processor time, for 512 tokens of
+4,096 channels. The best of many calls counts; copying the same tensor is the baseline. (At every call, the kernel
+allocates a result of more than 32 MiB anew, which takes longer than the codec.) Set ATEN_CPU_CAPABILITY=avx2,
+ONEDNN_MAX_CPU_ISA=AVX2 and MKL_ENABLE_INSTRUCTIONS=AVX2 to measure without AVX-512. Errors are Euclidean norms,
+relative to the exact tensor.
 
 The Llama is initialized from a seed and trained on the text of this project's documentation. Its activations and
 gradients are those after the second of four blocks. "A weight gradient" is activations^T times gradients; its error
-compares coded gradients with exact ones. Two other ways to round are measured as well, with the same blocks and scales.
+compares encoded gradients with exact ones. Two other ways of rounding are measured as well, with the same blocks and
+scales.
 """
 
 from __future__ import annotations
@@ -126,9 +128,9 @@ def llama_tensors(num_steps: int) -> tuple[Tensor, Tensor, float]:
 
 
 def with_equal_signs(name: str, values: Tensor, *, stochastic: bool) -> Tensor:
-    """Round `values` (tokens, hidden) as the codec would if all tokens had the signs of token 0 (int8 has no signs).
+    """Encode and decode `values` (tokens, hidden) as if all tokens had the signs of token 0 (int8 has no signs).
 
-    Stochastic rounding picks one of the two neighbours at random, so that the mean of many draws is exact.
+    Stochastic rounding picks one of the two nearest codes at random, so that the mean of many draws is exact.
     """
     rotated = name == "int4"
     blocks = values.unflatten(1, (-1, BLOCK_CHANNELS))

@@ -4,11 +4,12 @@
 
 The swarms are simulated and train the toy model of the studies. Losses are validation losses, averaged over the honest
 replicas at the end. "open" means that no gate is active except the finite check. The noise is the difference in loss
-between seeds of the same honest swarm. With --greedy the liar is a ninth peer, which makes offers to all peers at once
-over several calls; two and three such liars among sixteen peers are measured, too. The optimizer, outer step and codecs
-are then those that `noloco init` writes, with the toy's model. An adaptive liar knows the vectors and the gates of its
-partner, and sends the most harmful vectors that still pass. "share" is the share of one liar in the swaps of the honest
-replicas, in multiples of 1 / live. With --json the file is written after every case, and cases in it are not run again.
+between seeds of the same honest swarm. With --greedy, the liar is a ninth peer, which makes offers to all peers at once
+over several calls. Swarms of sixteen peers with two or three such liars are measured, too. These swarms train the same
+model, but with the optimizer, outer step and codecs that `noloco init` writes. An adaptive liar knows the vectors and
+the gates of its partner, and sends the most harmful vectors that still pass. "share" is the share of one liar in the
+swaps of the honest replicas, in multiples of 1 / live. With --json, the file is written after every case, and cases
+that it already contains are skipped.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def greedy_cases(seeds: list[int]) -> list[Case]:
 
 
 def cases(seeds: list[int], *, quick: bool) -> list[Case]:
-    """Return the cases, the most important first."""
+    """Return the cases, the most important ones first."""
     honest = [Case(HONEST, gates, seed) for seed in seeds for gates in ("open", "on")]
     attacks = [] if quick else [Case(attack, "on", seeds[0]) for attack in Attack]
     bare = [] if quick else [Case(attack, "open", seeds[0]) for attack in (Attack.SCALED, Attack.FLIPPED, Attack.NOISE)]

@@ -1,4 +1,4 @@
-"""A bare gRPC stream between two processes: the baseline for the cost of a swap."""
+"""Provide a bare gRPC stream between two processes, which is the baseline for the cost of a swap."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from noloco_p2p.net.session import SERVER_NAME, Session
 
 
 class BareStream:
-    """Sends messages of `sizes` bytes both ways at once, without coding or reading them; over TLS, or plain.
+    """Sends messages of `sizes` bytes in both directions at once, without encoding or reading them.
 
-    Side a calls and side b answers. `run_pair` drives both, each with a network thread of its own.
+    Side a calls, and side b answers. The stream uses TLS unless `is_plain` is true. `run_pair` drives both sides, each
+    of which has its own network thread.
     """
 
     def __init__(self, name: str, pipe: Connection, sizes: Sequence[int], *, is_plain: bool = False) -> None:
@@ -35,7 +36,7 @@ class BareStream:
         _, self._address, self._key = pipe.recv()
 
     def start(self) -> None:
-        """Start to send, and return at once."""
+        """Start sending, and return at once."""
         self._served.clear()
         self._calling = self._on_loop(self._call()) if self._name == "a" else None
 

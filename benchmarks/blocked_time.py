@@ -1,12 +1,12 @@
-"""Measure how long the end of a round blocks training: 125M parameters over 100 Mbit/s with a 50 ms round trip.
+"""Measure how long the end of a round blocks training, with 125M parameters on 100 Mbit/s and a 50 ms round trip.
 
     python benchmarks/blocked_time.py [--quick] [--json FILE]
 
-Two processes are joined by a link proxy. A round of training is 60 s of waiting (with --quick a tenth of that, and a
-tenth of the vector), during which the early part travels. Both sides meet before the boundary, so the partner is hardly
-late; its lateness is reported separately. Blocked time is the time that `stage` and `collect` take. In eager mode it
-includes the later correction, which is applied here as `NoLoCo` applies it. It does not include the outer step, which
-every outer optimizer has.
+Two processes are joined by a link proxy. A round of training is replaced by a wait of 60 s, during which the early part
+is sent. (With --quick, the wait and the vector are a tenth as long.) Both sides synchronize before the boundary, so the
+partner is hardly late; its lateness is reported separately. Blocked time is the time that `stage` and `collect` take.
+In eager mode, it includes the later correction, which is applied here as `NoLoCo` applies it. It does not include the
+outer step, which every outer optimizer has.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def side(name: str, pipe: Connection, num_elements: int, round_s: float, max_wai
 
 
 def apply(correction: Correction, peer: Side) -> float:
-    """Add `beta h` to slow and fast weights, as NoLoCo does between two inner steps, and return the seconds it took."""
+    """Add `beta h` to the slow and fast weights, as NoLoCo does between two inner steps, and return the time."""
     began_s, fast_weights = time.monotonic(), peer.slow_weights.clone()
     began_s = time.monotonic()
     gates = ChunkFilter([peer.slow_weights.numel()])
@@ -70,7 +70,7 @@ def apply(correction: Correction, peer: Side) -> float:
 
 
 def through_links() -> Callable[[int], int]:
-    """Return a function that puts a link proxy before a port. The proxies live as long as this process."""
+    """Return a function that puts a link proxy in front of a port. The proxies run until this process ends."""
     loop = start_loop()
 
     def between(port: int) -> int:

@@ -1,10 +1,11 @@
-"""Measure what a round of 125M parameters costs one core beside training: coding, checking and adding; no network.
+"""Measure the CPU time of a round of 125M parameters without training and network: encoding, checking and adding.
 
     python benchmarks/boundary.py [--quick] [--json FILE]
 
-Training waits for "boundary" and "eager"; the codec thread does "behind". The benchmark uses one torch thread, the
-codecs that `noloco init` writes, and tensors shaped like a Llama's. The best of several measurements of processor time
-counts. The baseline is a copy of as many fp32 values in memory: reading and writing the weights cannot be faster.
+Training waits for the work labelled "boundary" and "eager"; the codec thread does the work labelled "behind". The
+benchmark uses one torch thread, the codecs that `noloco init` writes, and tensors shaped like a Llama's. The shortest
+of several processor times counts. The baseline is a copy of the same number of fp32 values in memory, because reading
+and writing the weights cannot be faster.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def one_round(state: OuterState, trained: Callable[[], None], timed: Timed) -> N
 
 
 def modulo_pair(plan: SectionPlan, own: Tensor, timed: Timed) -> SectionPair:
-    """Code the slow weights of a partner that differ by about 1e-4, check them, and return the pair."""
+    """Encode and check a partner's slow weights, which differ from this peer's by about 1e-4, and return the pair."""
     (codec,), places = plan.modulo, list(enumerate(chunk_bounds(own.numel())))
     partner = own + 1e-4 * torch.randn_like(own)
     bounds = Bounds(own.numel(), codec=codec)

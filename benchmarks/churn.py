@@ -1,11 +1,11 @@
-"""Run real peers on one machine that join, leave and are killed at random times, which a seed determines.
+"""Run real peers on one machine, which join, leave and are killed at random times that a seed determines.
 
     python benchmarks/churn.py [--quick] [--json FILE]
 
-Twelve processes with a tiny model and one thread each run for five minutes; with --quick, six run for 90 seconds. Every
-few seconds one of them is killed (SIGKILL), leaves (SIGTERM) or comes back. The benchmark checks that every live peer
-swaps at least once in any 5 rounds, no round waits beyond its deadline, every peer leaves when asked, and no process or
-socket remains.
+Twelve processes, each with a tiny model and one thread, run for five minutes; with --quick, six run for 90 seconds.
+Every few seconds, one of them is killed (SIGKILL), leaves (SIGTERM) or comes back. The benchmark checks that every live
+peer swaps at least once in any 5 rounds, that no round waits beyond its deadline, that every peer leaves when asked,
+and that no process or socket remains.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The parts that all benchmarks share: the flags, the table, and the JSON of claims."""
+"""Provide the parts that all benchmarks share: the flags, the table, and the JSON of claims."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """One measured figure. `target` says in words what it had to reach; `met` is None if it is only reported."""
+    """One measured figure. `target` describes the required value, and `met` is None if there is no requirement."""
 
     claim: str
     value: float
@@ -25,7 +25,7 @@ class Claim:
 
 
 def run(measure: Callable[[bool], list[Claim]], *, doc: str | None) -> None:
-    """Parse --quick and --json, measure, and print the table. `measure(quick)` returns the claims."""
+    """Parse --quick and --json, run `measure(quick)`, which returns the claims, and print them as a table."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a smaller run, under a minute")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the claims as JSON")
@@ -41,7 +41,7 @@ def run(measure: Callable[[bool], list[Claim]], *, doc: str | None) -> None:
 
 
 def machine() -> str:
-    """Describe this machine in one line for the head of a result: date, cores, versions."""
+    """Return the first line of a result: the date, the cores of this machine and the versions of libraries."""
     libraries = " ".join(f"{name} {version(name)}" for name in ("torch", "grpcio", "uvloop"))
     cores = len(os.sched_getaffinity(0))
     python = f"Python {platform.python_version()}"

@@ -1,10 +1,10 @@
-"""Measure how fast each codec codes full chunks on one thread, relative to int4 in the same run.
+"""Measure how fast each codec encodes and decodes full chunks on one thread, relative to int4 in the same run.
 
     python benchmarks/codec_speed.py [--quick] [--json FILE]
 
-As in a swap, the memory for payloads, values and intermediate results is allocated beforehand. All codecs take turns,
-chunk after chunk, and the best time of each counts, because the machine is shared. Chunks are drawn from a normal
-distribution.
+As in a swap, the memory for payloads, values and intermediate results is allocated beforehand. The codecs take turns
+after every chunk, and the shortest time of each codec counts, because the machine is shared. Chunks are drawn from a
+normal distribution.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def actions(name: str) -> list[Callable[[], object]]:
 
 
 def speeds(repeats: int) -> dict[tuple[str, str], float]:
-    """Return GB/s of fp32 values, by codec and direction."""
+    """Return the GB/s of fp32 values for each codec and direction."""
     torch.set_num_threads(1)
     calls = {(name, way): call for name in CODEC_NAMES for way, call in zip(WAYS, actions(name), strict=True)}
     best = dict.fromkeys(calls, float("inf"))

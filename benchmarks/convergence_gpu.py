@@ -1,11 +1,12 @@
-"""Compare NoLoCo, DiLoCo and synchronous training at equal tokens, with N replicas in one process on one accelerator.
+"""Compare NoLoCo, DiLoCo and synchronous training for equal numbers of tokens, with N replicas on one accelerator.
 
     python benchmarks/convergence_gpu.py --json FILE [--size 113m|toy] [--replicas 8] [--steps 500] [--budget-s 3000]
         [--device auto] [--data c4=GLOB] [--seeds 0,1,2]
 
-An accelerator computes in bf16; weights, moments and outer state are fp32. `113m` is the small model of the paper with
-bytes as its vocabulary. The file is written after every case, and cases in it are not run again, so repeat the command
-until none is left. A case that would not end within the budget, by the speed measured first, is not started.
+All replicas run in one process. An accelerator computes in bf16; weights, moments and outer state are fp32. `113m` is
+the small model of the paper with bytes as its vocabulary. The file is written after every case, and cases that it
+already contains are skipped, so repeat the command until no case is left. The speed is measured first, and a case that
+would exceed the time budget at this speed is not started.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def spec_of(size: str, *, steps: int, source: str) -> TrainerSpec:
 
 
 def step_s(spec: TrainerSpec, device: torch.device, bindings: dict[str, str]) -> float:
-    """Measure the seconds of an inner step of one replica."""
+    """Measure how many seconds an inner step of one replica takes."""
     material = Material.of(spec, bindings, device=device)
     inner, batch = InnerStep(material.model(), spec.train), material.validation[0]
     durations_s = []

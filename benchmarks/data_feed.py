@@ -1,10 +1,10 @@
-"""Measure how data reaches training: packing waste, repeats across a swarm without coordination, tokens per second.
+"""Measure how peers read data: packing waste, repeats across a swarm without coordination, and tokens per second.
 
     python benchmarks/data_feed.py [--quick] [--json FILE]
 
-Repeats are the share of all documents read in a swarm that another peer had read before, averaged over several swarms.
-The baseline is independent random draws, without replacement within a peer; a swarm with a coordinator would have no
-repeats in an epoch.
+A document that another peer of the swarm has read before is a repeat. The figure is the share of repeats among all
+documents read, averaged over several swarms. In the baseline, each peer draws documents at random, independently of the
+others, but never the same one twice. A swarm with a coordinator would have no repeats in an epoch.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def measure(quick: bool) -> list[Claim]:
 
 
 def write_files(folder: Path, *, num_documents: int) -> str:
-    """Write documents of very different lengths (log-normal, about 350 words on average) in the format of C4."""
+    """Write documents in the format of C4, whose lengths vary widely (log-normal, about 350 words on average)."""
     rng = random.Random(7)
     words = [word for document in islice(builtin_corpus().read(), 50) for word in str(document.content).split()]
     for shard in range(8):
@@ -59,7 +59,7 @@ def write_files(folder: Path, *, num_documents: int) -> str:
 
 
 def packing(files: str, *, num_blocks: int) -> list[Claim]:
-    """Measure the share of tokens read that are padding, or belong to documents but reach no batch."""
+    """Measure the share of tokens that are padding, or that are read from documents but reach no batch."""
     data = DataSpec(source="c4", sequence_length=1024)
     stream = TokenStream(data, tokenizer=ByT5Tokenizer(), bindings={"c4": files}, peer_id="a", batch_size=1)
     given = padding = blocks = lost = taken = 0
@@ -91,9 +91,9 @@ def repeats(quick: bool) -> list[Claim]:
 
 
 def repeats_of(num_files: int, num_rows: int, *, thin: bool, share: float, swarm: int) -> tuple[float, float]:
-    """Return the measured share of repeats, and the one expected from independent draws.
+    """Return the measured share of repeats, and the share expected from independent draws.
 
-    share: documents that all peers read together, as a share of the corpus.
+    `share` is the number of documents that are read by all peers in total, relative to the size of the corpus.
     """
     source = Source([_piece(str(index), num_rows) for index in range(num_files)], thin=thin)
     each = int(share * num_files * num_rows / NUM_PEERS)

@@ -1,8 +1,9 @@
-"""Compare noloco_p2p/data/ with `datasets`: damaged files, the hold-out, mixtures, restarts, speed and memory.
+"""Compare noloco_p2p/data/ with `datasets`: damaged files, held-out documents, mixtures, restarts, speed and memory.
 
     python benchmarks/data_library.py [--quick] [--json FILE]
 
-Figures come in pairs: first this package, then the library. Where the library does as well, code here can be removed.
+Figures come in pairs: the first is for this package, the second for the library. Where the library is as good, code of
+this package can be removed.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def measure(quick: bool) -> list[Claim]:
 
 
 def faults(folder: Path) -> Iterator[Claim]:
-    """Count the documents that are read from three files when the second is damaged in the middle."""
+    """Count the documents that are read from three files if the second one is damaged in the middle."""
     lines = [json.dumps({"text": f"document {number}"}) for number in range(NUM_ROWS)]
     half = NUM_ROWS // 2
     good, table = _text(lines), _parquet()
@@ -87,7 +88,7 @@ def hold_out(folder: Path) -> Iterator[Claim]:
 
 
 def mixture(folder: Path) -> Iterator[Claim]:
-    """Measure the share of tokens from a source with half of the weight and documents ten times as long."""
+    """Measure the share of tokens from a source with half of the weight, whose documents are ten times as long."""
     for name, length in (("a", 1000), ("b", 100)):
         (folder / f"{name}.jsonl").write_bytes(_text(json.dumps({"text": name * length}) for _ in range(NUM_ROWS)))
     data = DataSpec(source="mix", mix=(MixSpec(source="a"), MixSpec(source="b")), sequence_length=64)
@@ -102,7 +103,7 @@ def mixture(folder: Path) -> Iterator[Claim]:
 
 
 def restart(folder: Path) -> Iterator[Claim]:
-    """Count how many of 100 documents in shuffled order are the same with and without a restart."""
+    """Count how many of 100 documents in shuffled order are the same after a restart."""
     for number in range(4):
         lines = (json.dumps({"text": f"{number}/{row}"}) for row in range(NUM_ROWS))
         (folder / f"{number}.jsonl").write_bytes(_text(lines))

@@ -3,12 +3,12 @@
     python benchmarks/dht_flood.py [--quick] [--json FILE]
 
 Two peers in separate processes swap over TLS, again and again, as fast as they can. One of them also runs a DHT node on
-the same event loop, as real peers do. Attackers in its routing table send up to 10 MB/s: find requests that repeat one
-key 6,000 times, find requests for a full bucket, messages of 1 MiB, records of invented identities, damaged records,
-pings, and provider records for the DHT of p2pd. Every few seconds the flood moves to another process, a DHT node
-without a peer, and back: the machine's two cores are then equally busy, so the two rates can be compared. A turn of the
-loop is the CPU time of the network thread between two ticks of a 2 ms timer. Memory is the peak of the peer and of its
-p2pd, above the memory before the flood.
+the same event loop, as real peers do. Attackers in the node's routing table send up to 10 MB/s: find requests that
+repeat one key 6,000 times, find requests for a full bucket, messages of 1 MiB, records of invented identities, damaged
+records, pings, and provider records for the DHT of p2pd. Every few seconds, the attackers switch between this peer and
+a decoy, which is another process with a DHT node but no peer. The machine's two cores are equally busy with either
+target, so the two rates can be compared. A turn of the loop is the CPU time of the network thread between two ticks of
+a 2 ms timer. Memory is the peak of the peer and its p2pd, minus their memory before the flood.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ LONGEST_TURN_S, LEAST_SHARE, MOST_GROWN_BYTES = 0.050, 0.9, 64 << 20
 
 @dataclass(slots=True)
 class Meter:
-    """Records the longest turn of the loop that it runs on, in seconds of CPU time."""
+    """Records the longest turn of its event loop in seconds of CPU time."""
 
     longest_s: float = 0.0
 
@@ -74,7 +74,7 @@ class Meter:
 
 
 def side(name: str, pipe: Connection, folder: str) -> None:
-    """Swap at each "swap"; at "turn", send the longest turn since the last one. Side a also runs a DHT node."""
+    """Swap on each "swap"; on "turn", send the longest turn since the last "turn". Side a also runs a DHT node."""
     peer, meter, node = Side(name, pipe, SPEC, NUM_ELEMENTS), Meter(), None
     if name == "b":
         peer.directory.others = []
@@ -108,7 +108,7 @@ async def start_node(folder: Path, name: str) -> SwarmNode:
 
 
 def decoy(pipe: Connection, folder: str) -> None:
-    """Run a DHT node that is flooded in the victim's place."""
+    """Run a DHT node that is flooded instead of the victim."""
 
     async def main() -> None:
         node = await start_node(Path(folder), "decoy")
@@ -120,7 +120,7 @@ def decoy(pipe: Connection, folder: str) -> None:
 
 
 def flooder(pipe: Connection, folder: str, doors: list[str]) -> None:
-    """Flood the node whose index comes through the pipe (None: no node), and answer with the counts sent until then."""
+    """Flood the node whose index the pipe delivers (None: no node), and reply with the counts of earlier requests."""
 
     async def main() -> None:
         attackers = [await start_node(Path(folder), f"attacker {number}") for number in range(NUM_ATTACKERS)]
@@ -146,7 +146,7 @@ def flooder(pipe: Connection, folder: str, doors: list[str]) -> None:
 
 
 class Flood:
-    """One attacker. Each kind of request has limits of its own: a bit over a third of the bytes, and a request rate."""
+    """One attacker. Each kind of request may use a bit more than a third of the bytes, and has a rate limit."""
 
     def __init__(self, node: SwarmNode, bytes_a_s: float) -> None:
         self.target: str | None = None
@@ -279,7 +279,7 @@ def varint(value: int) -> bytes:
 
 @dataclass(slots=True)
 class Slice:
-    """Measurements of a few seconds during which one target is flooded."""
+    """The measurements of a few seconds in which one target is flooded."""
 
     mb_a_s: float  # of swaps, each way
     turn_s: float
@@ -289,7 +289,7 @@ class Slice:
 
 
 class Bench:
-    """The processes of the benchmark; `end` stops them."""
+    """The processes of the benchmark, which `end` stops."""
 
     def __init__(self, folder: str) -> None:
         context = multiprocessing.get_context("spawn")
@@ -321,13 +321,13 @@ class Bench:
         return sum(process.memory_info().rss for process in self._watched)
 
     def swap(self) -> int:
-        """Swap once, and return the payload bytes per direction."""
+        """Swap once, and return the number of payload bytes in each direction."""
         for name in "ab":
             self.pipes[name].send("swap")
         return sum(self.pipes[name].recv() for name in "ab") // 2
 
     def flood(self, target: int | None) -> dict[str, int]:
-        """Flood this target from now on, and return the counts of what was sent before."""
+        """Flood this target from now on, and return the counts of the requests that were sent before."""
         self.pipes["flooder"].send(target)
         return self.pipes["flooder"].recv()
 

@@ -1,17 +1,17 @@
-"""Measure what the directory costs and how even its draws are, from 100 peers to a million.
+"""Measure the cost of the directory and how even its draws are, from 100 to a million peers.
 
     python benchmarks/directory.py [--quick] [--json FILE]
 
-Even draws: the exact probabilities that the luckiest and the unluckiest peer are drawn, relative to a uniform draw, by
-the sizes of the real buckets.
+Even draws: the exact probability of drawing the luckiest peer and that of drawing the unluckiest peer, relative to a
+uniform draw. They follow from the sizes of the real buckets.
 
-Real reads: DHT nodes on loopback whose records the production code stores and reads. The bytes of a read include all
+Real reads: the production code stores records on DHT nodes on loopback, and reads them. The bytes of a read include all
 copies that the nodes send.
 
-Sizes: 100 production censuses, which know nothing at the start, among bystanders that are stored where the peers of
-such a swarm would be (`harness/bucket_swarm.py`). Bytes per minute combine the reads and records of this simulation
-with the copies and bytes of the real reads. Then a hundredth of the bystanders (at least 5) die at once. They have
-vanished when no peer can draw any of them.
+Sizes: 100 production censuses, which know no peers at first, run among bystanders. The bystanders are records that are
+stored where those of a swarm of this size would be (`harness/bucket_swarm.py`). Bytes per minute combine the reads and
+records of this simulation with the copies and bytes of the real reads. Then 1 % of the bystanders (at least 5) die at
+once, and the time is measured until no peer can draw any of them.
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ def even_draws(num_peers: int) -> list[Claim]:
 
 
 def spread_of_draws(occupancies: Sequence[int]) -> tuple[float, float]:
-    """Return the probability that the unluckiest and the luckiest peer are drawn, relative to a uniform draw.
+    """Return the probabilities of the unluckiest and the luckiest peer, relative to a uniform draw.
 
-    Exact for two buckets drawn at random and a peer drawn from their union, or from the only bucket. occupancies: the
-    number of peers in each bucket.
+    The result is exact if a peer is drawn from the union of two random buckets, or from the only bucket. `occupancies`
+    has the number of peers in each bucket.
     """
     sizes, num_buckets, num_peers = Counter(occupancies), len(occupancies), sum(occupancies)
     if num_buckets < NUM_DRAWN:
@@ -83,7 +83,7 @@ def spread_of_draws(occupancies: Sequence[int]) -> tuple[float, float]:
 
 
 def describe(identity: Identity, number: int) -> PeerRecord:
-    """Return a record as full as a training peer's."""
+    """Return a record with as many fields as that of a training peer."""
     return PeerRecord(
         identity.peer_id,
         "directory",

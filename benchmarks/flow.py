@@ -1,17 +1,17 @@
-"""Measure the throughput of a pipeline over real sockets, what it costs, and how much remains under churn.
+"""Measure the throughput of a pipeline over real sockets, its cost, and how much throughput remains under churn.
 
     python benchmarks/flow.py [--quick] [--json FILE]
 
-carried   3 stages of 2 replicas, each peer a process in a network namespace, on lines of 20 and 100 Mbit/s (cubic) with
-          a round trip of 50 ms. Stages forward what they receive; a microbatch has 512 tokens of width 4096 in int8. A
-          batch has 32 or 64 microbatches, and a quarter of it may be in flight. The arithmetic divides the rate of a
-          line by the bytes of activations and gradients. The same on loopback, which stands for 1 Gbit/s, but there
-          the processors are the limit.
-swaps     the same on 100 Mbit/s with a round of swaps within each stage at each inner step
-churn     4 stages of 6 replicas on a virtual clock, on links of 100 Mbit/s and 50 ms one way. A peer is killed every
-          20 s, and 20 s later a new one starts to fetch its state.
+carried   3 stages of 2 replicas on lines of 20 and 100 Mbit/s (cubic) with a round trip of 50 ms. Each peer is a
+          process in its own network namespace. Stages forward what they receive; a microbatch has 512 tokens of width
+          4096 in int8. A batch has 32 or 64 microbatches, and a quarter of it may be in flight. The throughput is
+          compared with the rate of a line divided by the bytes of activations and gradients per token. The
+          measurement is repeated on loopback, which stands for 1 Gbit/s, but there the processors are the limit.
+swaps     as above, on 100 Mbit/s, with a round of swaps within each stage at each inner step
+churn     4 stages of 6 replicas on a virtual clock, on links of 100 Mbit/s with a one-way delay of 50 ms. A peer is
+          killed every 20 s, and 20 s later a new one starts to fetch its state.
 
-This takes about ten minutes on two idle cores (--quick: three minutes). It needs root (see netlab.py).
+This takes about ten minutes on two idle cores (three minutes with --quick), and needs root (see netlab.py).
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ FETCH_S = 150.0  # more than a newcomer takes to fetch a state, so that only pee
 
 
 def bench(*, batch: int = BATCH, inner_steps: int = NEVER) -> Bench:
-    """Return a bench whose stages swap 12M parameters each. batch: in microbatches. inner_steps: per round."""
+    """Return a bench in which each stage swaps 12M parameters. `batch` is a number of microbatches."""
     spec = TrainerSpec(
         name="flow",
         model=ModelSpec(hidden_size=1024, num_layers=NUM_STAGES, num_heads=8, mlp_size=2816, parameter_seeds=True),
@@ -99,7 +99,7 @@ class Measured:
 
     @property
     def late_share(self) -> float:
-        """The share of backwards, over all stages, that are at least one inner step later than their forward."""
+        """The share of backward passes, over all stages, that are at least one inner step late."""
         counted = Counter[int]()
         for place, each in self.after.items():
             counted += each.lateness - self.before[place].lateness
@@ -113,7 +113,7 @@ class Measured:
 
     @property
     def trip_s(self) -> float:
-        """The median time from the forward of a microbatch at its head to its backward there."""
+        """The median time from the forward pass of a microbatch at its head to its backward pass there."""
         heads = [place for place in self.after if place.stage == 0]
         return median(s for head in heads for s in self.after[head].trips_s[len(self.before[head].trips_s) :])
 
@@ -130,7 +130,7 @@ class Measured:
 
 
 def carry(bench: Bench, *, mbit_s: float, warm_s: float, seconds: float) -> Measured:
-    """Measure a pipeline for `seconds`, after `warm_s` in which the windows of the heads grow. mbit_s: 0 = loopback."""
+    """Measure a pipeline for `seconds`, after `warm_s` in which the heads' windows grow. `mbit_s=0` means loopback."""
     with contextlib.ExitStack() as stack:
         lab = None
         if mbit_s:
@@ -144,14 +144,14 @@ def carry(bench: Bench, *, mbit_s: float, warm_s: float, seconds: float) -> Meas
 
 
 def pressure_s() -> float:
-    """Return the seconds since boot in which some process waited for a core; 0 if the kernel does not count them."""
+    """Return for how many seconds since boot some process waited for a core, or 0 if the kernel does not count them."""
     if not PRESSURE.exists():
         return 0.0
     return int(PRESSURE.read_text().split("\n")[0].rpartition("total=")[2]) / 1e6
 
 
 def predicted(mbit_s: float) -> float:
-    """Return the tokens/s that the links carry by arithmetic; a microbatch passes one replica of each stage."""
+    """Compute how many tokens/s the links can carry. Each microbatch passes through one replica of each stage."""
     return NUM_REPLICAS * link_tokens_per_s(bench().spec.pipeline, WIDTH, mbit_s=mbit_s)
 
 
@@ -214,9 +214,9 @@ def churn_spec(num_stages: int, steps: int) -> TrainerSpec:
 
 
 def churn_plan(spec: TrainerSpec, num_replicas: int) -> StagedPlan:
-    """Return a plan in which a microbatch of any size takes HOP_S on a link.
+    """Return a plan in which a microbatch takes HOP_S to pass over a link, whatever its size.
 
-    The busiest stage computes half as long as that in each direction.
+    The busiest stage computes for half of that time in each direction.
     """
     tokens = spec.pipeline.microbatch * spec.data.sequence_length
     rate = tokens * link_bytes_per_token(spec.pipeline, spec.model.hidden_size) / 2 * 8 / 1e6 / HOP_S
@@ -232,7 +232,7 @@ def churn_plan(spec: TrainerSpec, num_replicas: int) -> StagedPlan:
 
 
 def with_kills(plan: StagedPlan, until_s: float) -> StagedPlan:
-    """Return the plan with a kill every KILL_S: a seed picks a peer that trains, and a new peer replaces it."""
+    """Return the plan with a kill every KILL_S. A seed picks a peer that trains, and a new peer replaces it."""
     rng = random.Random(0)
     there_from_s = {(stage, number): 0.0 for stage, most in enumerate(plan.num_replicas) for number in range(most)}
     numbers = list(plan.num_replicas)

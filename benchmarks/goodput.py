@@ -1,12 +1,12 @@
-"""Measure the goodput of a swap on loopback, both ways at once, relative to a bare gRPC stream and a TCP connection.
+"""Measure the goodput of a swap on loopback, in both directions at once, against a bare gRPC stream and a TCP socket.
 
     python benchmarks/goodput.py [--quick] [--json FILE]
 
-Each side is a process of its own. The swap is the production one: coding, digests, checks, commit. The bare stream
-sends messages of the same sizes and ignores their content. Both use TLS, as peers do; the bare stream is also measured
-without it. All are measured one after the other, several times, and the best of each counts, because the machine is
-shared. Bytes are payload bytes of both directions. The processor time of all threads of both processes is the better
-measure when other programs use the cores. The codecs of the published runs (bf16, bf16, int4) and those that
+Each side is a separate process. The swap runs the production code, with encoding, digests, checks and commits. The bare
+stream sends messages of the same sizes and ignores their content. Both use TLS, as peers do; the bare stream is also
+measured without TLS. The methods take turns several times, and the best result of each counts, because the machine is
+shared. Bytes are payload bytes in both directions. While other programs use the cores, the processor time of all
+threads of both processes is the better measure. The codecs of the published runs (bf16, bf16, int4) and those that
 `noloco init` writes are both measured.
 """
 
@@ -34,7 +34,7 @@ AS_INIT = RunSpec(name="goodput", outer=OuterSpec(inner_steps=1, max_wait_s=120.
 
 
 def swap_side(name: str, pipe: Connection, num_elements: int, spec: RunSpec, repeats: int) -> None:
-    """Run the production swap. The round ends as soon as it opens, so no waiting is measured."""
+    """Swap with the production code. The boundary is reached as soon as a round opens, so no waiting is measured."""
     peer = Side(name, pipe, spec, num_elements)
     for index in range(repeats):
         pipe.recv()
@@ -60,13 +60,13 @@ def bare_side(name: str, pipe: Connection, num_elements: int, is_plain: bool, re
 
 
 def message_sizes(num_elements: int) -> list[int]:
-    """Return the sizes of the chunks of a published swap."""
+    """Return the sizes of the encoded chunks in a swap of the published runs."""
     plans = section_plans(PUBLISHED.codec, swap_momentum=True, num_elements=num_elements)
     return [plan.codec.num_bytes(stop - start) for plan in plans for start, stop in chunk_bounds(num_elements)]
 
 
 def tcp_side(name: str, pipe: Connection, num_elements: int, repeats: int) -> None:
-    """Send the same number of bytes through a TCP socket each way, in writes of one chunk."""
+    """Send the same number of bytes in each direction through a TCP socket, one chunk per write."""
     total = sum(message_sizes(num_elements))
     listener = socket.create_server(("127.0.0.1", 0))
     pipe.send(listener.getsockname()[1])
@@ -95,7 +95,7 @@ Rate = tuple[float, float]  # MB/s of both directions, milliseconds of processor
 
 
 def rate(side: Callable[..., None], num_elements: int, *args: object, repeats: int) -> Rate:
-    """Return the highest speed and the lowest processor time of the repeats."""
+    """Return the highest speed and the lowest processor time among the repeats."""
     results = run_pair(side, num_elements, *args, repeats=repeats)
     mb = [(a[1] + b[1]) / 1e6 for a, b in results]
     speeds = [size / max(a[0], b[0]) for size, (a, b) in zip(mb, results, strict=True)]

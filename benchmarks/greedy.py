@@ -1,11 +1,11 @@
-"""Measure the share of swaps that a greedy liar gets: 8 honest peers, and a liar that offers to all of them at once.
+"""Measure the share of swaps that a greedy liar gets by making offers to all eight honest peers at once.
 
     python benchmarks/greedy.py [--quick] [--json FILE]
 
 The peers use real gRPC on this machine. The liar makes offers on three calls per victim, pauses for 20 ms after each
-answer, accepts every offer, and sends random vectors and no times. It has a live record in the directory; without one,
-all of its offers are refused. An honest peer that finds no partner within 2 s has a solo round. The figure is the
-liar's share of the swaps of honest peers, after 20, 40, 100 and 300 rounds.
+answer, accepts every offer, sends random vectors, and does not announce when its rounds end. It has a live record in
+the directory; without such a record, all of its offers are refused. An honest peer that finds no partner within 2 s has
+a solo round. The figure is the liar's share of the swaps of honest peers, after 20, 40, 100 and 300 rounds.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""Measure how swaps that only one side has applied affect a swarm.
+"""Measure how a swarm is affected by swaps that only one side has applied.
 
     python benchmarks/half_commits.py [--quick] [--json FILE]
 
-Eight replicas, each with the production outer state, descend one noisy quadratic for 1,000 rounds of random pairs: once
-with whole swaps only, and once with every tenth swap committed by one side only (its early part, or its late part, as
-after a lost Ready). Noise, pairs and start are the same in both, so only the half-commits differ.
+Eight replicas, which use the outer state of the production code, minimize a noisy quadratic function in 1,000 rounds of
+random pairs. The first time, all swaps are whole. The second time, only one side commits the early or the late part in
+a tenth of the swaps, as after a lost Ready. Noise, pairs and start are the same in both cases, so only the half-commits
+differ.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ SLOW, MOMENTUM, GRADIENT = SectionName
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """The result of a walk, by round. means: of all replicas. spreads: their root mean square distance from it."""
+    """The result of a walk by round: the mean of all replicas, and their root mean square distance from it."""
 
     means: Tensor
     spreads: Tensor
@@ -55,7 +56,7 @@ def part_of(whole: Received, names: tuple[SectionName, ...]) -> Received | None:
 
 
 def walk(num_rounds: int, *, share: float, seed: int) -> Walk:
-    """Run the rounds. Only one of the two peers commits in `share` of the swaps."""
+    """Run the rounds. In the fraction `share` of the swaps, only one of the two peers commits a part."""
     pairs, faults, noise = random.Random(seed), random.Random(seed + 1), torch.Generator().manual_seed(seed)
     curvature = torch.linspace(0.2, 2.0, SIZE)
     states = [OuterState(Bowl(), published()) for _ in range(NUM_REPLICAS)]

@@ -2,9 +2,9 @@
 
 sudo python benchmarks/healing.py [--quick] [--json FILE]
 
-cut         the network is cut for 120 s (--quick: 25 s), with two peers on each side and the bootstrap on one of them
-one way     packets from the first peer to the second are lost for 30 s; the other direction works
-daemon      p2pd of one peer is killed, and that of another is stopped (SIGSTOP)
+cut         the network is cut for 120 s (25 s with --quick) between two pairs of peers, one of which has the bootstrap
+one way     packets from the first peer to the second one are lost for 30 s; the other direction works
+daemon      the p2pd of one peer is killed, and that of another peer is stopped (SIGSTOP)
 entrance    the founder, the only bootstrap of all peers, is killed; a newcomer joins with another peer's ticket
 """
 
@@ -33,7 +33,7 @@ POLL_S = 0.5
 
 
 def status(peer: PeerProcess) -> dict[str, Any]:
-    """Return the output of `noloco status --json`; empty while the peer does not answer."""
+    """Return the output of `noloco status --json`, which is empty while the peer does not answer."""
     try:
         return ask(peer.folder, "status") or {}
     except SettingsError:
@@ -41,7 +41,7 @@ def status(peer: PeerProcess) -> dict[str, Any]:
 
 
 def seconds_until(condition: Callable[[], bool]) -> float:
-    """Return the seconds until the condition holds; infinity if it does not hold within PATIENCE_S."""
+    """Return how many seconds pass until the condition holds, or infinity if it does not hold within PATIENCE_S."""
     began_s = time.monotonic()
     while time.monotonic() - began_s < PATIENCE_S:
         if condition():
@@ -56,7 +56,7 @@ def partners(peer: PeerProcess, *, after: int = 0) -> set[str]:
 
 
 def swapped_across(sides: Sequence[Sequence[PeerProcess]], rounds: dict[PeerProcess, int]) -> bool:
-    """Whether every peer has swapped with a peer of the other side since `rounds`."""
+    """Return whether every peer has swapped with a peer of the other side since `rounds`."""
     for side, other in (sides, sides[::-1]):
         names = {peer.peer_id[-6:] for peer in other}
         if not all(names & partners(peer, after=rounds[peer]) for peer in side):
@@ -69,7 +69,7 @@ def num_rounds(peers: Sequence[PeerProcess]) -> dict[PeerProcess, int]:
 
 
 def longest_round_s(peers: Sequence[PeerProcess], since_s: float) -> float:
-    """Return the longest time between the ends of two rounds of one peer since `since_s`, from its events."""
+    """Return the longest time between the ends of two successive rounds of a peer since `since_s`, from its events."""
     longest_s = 0.0
     for peer in peers:
         times_s = [event["time_s"] for event in peer.events("round") if event["time_s"] >= since_s]

@@ -1,11 +1,11 @@
-"""Measure how far honest states are apart, for the limits of `outer/state_checks.py` and `outer/robust_mean.py`.
+"""Measure how far apart honest states are, for the limits in `outer/state_checks.py` and `outer/robust_mean.py`.
 
     python benchmarks/honest_states.py [--steps 120] [--rounds 40] [--seed 0]
 
-Eight simulated replicas train the toy of the studies. "N of 8 apart" means that these N never meet the others: each row
-then shows a swarm at the moment when a network cut heals. Distances are relative to a norm. Peers save at different
-times, so a merge receives states of several rounds; in the columns "saved 0 to 7 rounds ago", replica i contributes the
-state that it saved i rounds ago.
+Eight simulated replicas train the toy model of the studies. "N of 8 apart" means that N replicas never meet the others,
+so each row shows a swarm at the moment when a network partition ends. Distances are relative to a norm. Peers save at
+different times, so a merge receives states of several rounds. In the columns "saved 0 to 7 rounds ago", replica i
+contributes the state that it saved i rounds ago.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ NUM_REPLICAS = 8
 
 
 def histories(material: Material, *, seed: int, cut: int) -> list[list[Tensor]]:
-    """Return the slow weights of each replica after each of its rounds. The first `cut` ones never meet the others."""
+    """Return the slow weights of each replica after each round. The first `cut` replicas never meet the others."""
     found: list[list[Tensor]] = []
     names: list[str] = []
 
@@ -66,7 +66,7 @@ def distances(states: Sequence[Tensor]) -> list[float]:
 
 
 def far_on(found: Sequence[Sequence[Tensor]], now: int, rounds: int) -> float:
-    """Return the largest distance between a state and that of the next replica `rounds` later."""
+    """Return the largest distance between a state and the state of the next replica `rounds` rounds later."""
     then = min(len(found[0]) - 1, now + rounds)
     return max(float((one[now] - two[then]).norm() / two[then].norm()) for one, two in pairwise(found))
 

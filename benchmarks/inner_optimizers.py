@@ -1,10 +1,11 @@
-"""Measure an inner step with Muon, which may take 1.2 times as long as with AdamW, on the demo's model and one thread.
+"""Measure an inner step with Muon, which may take at most 1.2 times as long as one with AdamW.
 
     python benchmarks/inner_optimizers.py [--quick] [--json FILE]
 
-A step is forward, backward, clipping and the optimizer, on a CPU, in fp32. Steps with AdamW, with Muon and with
-`torch.optim.Muon` (bf16 products, one matrix after another) take turns in one process. The figures are medians over the
-turns of the ratio of CPU seconds. They hold for this machine only.
+The model is that of the demo, on one thread. A step consists of the forward and backward pass, clipping and the
+optimizer, in fp32 on a CPU. Steps with AdamW, with Muon and with `torch.optim.Muon` (bf16 products, one matrix after
+another) take turns in one process. Each figure is the median, over all turns, of a ratio of CPU times. The figures are
+valid for this machine only.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Check that a swap that is cut in any phase, or has one flipped bit, leaves nothing behind that it should not.
+"""Check that a swap that breaks in any phase, or that has one flipped bit, changes nothing that it should not change.
 
     python benchmarks/kills_and_flips.py [--quick] [--json FILE]
 
-Two peers run the production driver, swap and codecs over streams in memory. A kill breaks every connection of one peer
-at the frame of a phase (six phases). Both sides must report the same outcome, and must have applied the parts that it
-names completely, and nothing else. After a solo round each peer has, bit for bit, the state of a peer without partners;
-otherwise the mean of both is the one that exact codes give. A flip changes a random bit of a random chunk that one peer
-sends; nothing of its part may be applied.
+Two peers run the driver, the swap and the codecs of the production code over streams in memory. A kill breaks all
+connections of one peer at a frame of one of six phases. Both sides must then report the same outcome, and must have
+applied all parts that the outcome names, and nothing else. After a solo round, each peer must have the state of a peer
+without partners, bit for bit. Otherwise, the mean of both states must be the one that exact codecs would give. A flip
+changes a random bit of a random chunk that one peer sends. Nothing of the part with this chunk may be applied.
 
-The codecs are those of `noloco init`. Their grid is agreed on in the previous swap, which has no fault.
+The codecs are those of `noloco init`. Their grid results from the previous swap, which has no fault.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def is_caught(rng: random.Random) -> bool:
 
 
 def swap_with(at: Phase | At, fault: Fault) -> tuple[set[type], bool]:
-    """Run the round with the fault, which `a` sends.
+    """Run a round in which `a` causes the fault.
 
     Returns the types of both outcomes, and whether each side applied exactly the parts that its outcome names.
     """

@@ -1,11 +1,12 @@
-"""Compare the time of an exchange with one peer and with all peers: pair swap against tree all-reduce.
+"""Compare the time of an exchange with one peer (a swap) with that of an exchange with all peers (a tree all-reduce).
 
     python benchmarks/latency.py [--quick] [--json FILE] [--plot FILE.png]
 
-Sends take log-normal times with a median of 1, and nothing else takes time. A pair is done when both sends are. In a
-tree all-reduce every peer waits for its (up to) two children, adds, and sends to its parent; the sum returns the same
-way. Formulas: E[max of two sends] = (1 + erf(sigma / 2)) exp(sigma^2 / 2) for a pair, and twice the depth of the tree
-times that for the tree. In a large tree the slowest of many paths counts, which takes longer than the formula says.
+The time of a send has a log-normal distribution with a median of 1, and nothing else takes time. A pair is done when
+both sends are done. In a tree all-reduce, every peer waits for its children (at most two), adds their vectors to its
+own, and sends the sum to its parent. The total returns in the opposite direction. By formula, a pair takes E[max of two
+sends] = (1 + erf(sigma / 2)) exp(sigma^2 / 2), and a tree takes 2 x depth times as long. In a large tree, the slowest
+of many paths counts, so the time is longer than that of the formula.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ SIZES = tuple(2**power for power in range(1, 13))
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Mean times, in units of the median time of a send."""
+    """The mean times, in units of the median time of a send."""
 
     num_peers: int
     sigma: float
@@ -44,7 +45,7 @@ def pair_formula(sigma: float) -> float:
 
 
 def tree_depth(num_peers: int) -> int:
-    """Return the depth of a binary heap in which every node is a peer."""
+    """Return the depth of a binary tree in which every node is a peer, numbered as in a heap."""
     return num_peers.bit_length() - 1
 
 
@@ -53,7 +54,7 @@ def simulate_pair(rng: np.random.Generator, sigma: float, trials: int) -> float:
 
 
 def simulate_tree(rng: np.random.Generator, num_peers: int, sigma: float, trials: int) -> float:
-    """Return the mean time of a tree all-reduce. Peers are numbered as a heap: the parent of k is (k - 1) // 2."""
+    """Return the mean time of a tree all-reduce. Peers are numbered as in a heap: the parent of k is (k - 1) // 2."""
     parents = (np.arange(1, num_peers) - 1) // 2
     total = 0.0
     for _ in range(trials):

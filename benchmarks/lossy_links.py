@@ -1,13 +1,14 @@
-"""Measure the goodput of a swap over lines that lose packets, with several connections and with one.
+"""Measure the goodput of a swap over lines that lose packets, with one connection and with several.
 
     python benchmarks/lossy_links.py [--quick] [--json FILE]
 
-Two network namespaces are joined by a line of 100 Mbit/s with a round trip of 50 ms that loses 1 % of the packets, for
-TCP with cubic and with bbr; and by the same line without loss, where more connections cannot help. The swap is the
-production one, both ways at once: int8 slow weights and an int4 outer gradient. With several connections, two peers
-swap several times: the first swap finds out how many connections the line needs, and the last one starts with that
-number. Goodput counts payload bytes each way over the whole swap: offer, both parts and commits. With loss, the vector
-is four times smaller on one connection. Needs root (see netlab.py).
+A line of 100 Mbit/s with a round trip of 50 ms joins two network namespaces. It loses 1 % of the packets, and is
+measured with cubic and with bbr as TCP's congestion control. The same line without loss, on which more connections
+cannot help, is measured as well. The swap runs the production code, in both directions at once, with int8 slow weights
+and an int4 outer gradient. With several connections, two peers swap several times. The first swap finds out how many
+connections the line needs, and the last swap starts with that number. Goodput is the number of payload bytes in each
+direction, divided by the time of the whole swap: offer, both parts and commits. On the lossy line, a quarter of the
+vector is sent when there is one connection. This needs root (see netlab.py).
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def side(
     connections: ConnectionPolicy,
     repeats: int,
 ) -> None:
-    """Send (seconds, payload bytes received, connections learned) for each swap. Only `a` makes offers."""
+    """Send (seconds, payload bytes received, number of connections learned) for each swap. Only `a` makes offers."""
     enter(namespaces[name])
     peer = Side(name, pipe, SPEC, num_elements, host="0.0.0.0", connections=connections)
     others = peer.directory.others
@@ -66,7 +67,7 @@ def side(
 def goodputs(
     congestion_control: str, *, loss: float, connections: ConnectionPolicy, num_elements: int, repeats: int
 ) -> list[tuple[float, int]]:
-    """Return (Mbit/s each way, connections learned) of each swap."""
+    """Return (Mbit/s in each direction, number of connections learned) for each swap."""
     line = home(rate_mbit_s=RATE_MBIT_S, round_trip_ms=ROUND_TRIP_MS, loss=loss)
     # No offload even without loss, so that the figures differ by the loss alone.
     with NetLab([line] * 2, congestion_control=congestion_control, offload=False) as lab:
@@ -81,7 +82,7 @@ def goodputs(
 
 
 def compare(congestion_control: str, *, loss: float, num_elements: int, repeats: int) -> list[Claim]:
-    """Compare one connection with the first and the last swap over several connections."""
+    """Compare a swap over one connection with the first and the last swap over several connections."""
     name = f"{congestion_control}, {loss:.0%} loss"
     fewer = num_elements // 4 if loss else num_elements  # one connection gets 2 Mbit/s and would take minutes
     alone = goodputs(congestion_control, loss=loss, connections=ONE_CONNECTION, num_elements=fewer, repeats=1)[0][0]

@@ -1,9 +1,9 @@
-"""Measure the extra memory of a swap. Its limit is one coded payload per direction and section, and 64 MiB.
+"""Measure the extra memory of a swap. The limit is one encoded payload per direction and section, plus 64 MiB.
 
     python benchmarks/memory.py [--quick] [--json FILE]
 
-Two processes swap over loopback. Their extra memory is the peak resident memory of a round (VmHWM, reset before it)
-minus the resident memory before the first round; the larger of the two counts.
+Two processes swap over loopback. The extra memory of a process is its peak resident memory in a round (VmHWM, reset
+before the round) minus its resident memory before the first round. The process with more extra memory counts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MIB = 1 << 20
 
 
 def resident_bytes(field: str) -> int:
-    """Return VmRSS (current) or VmHWM (peak) of this process."""
+    """Return the VmRSS (current) or VmHWM (peak) of this process in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field):
             return int(line.split()[1]) * 1024

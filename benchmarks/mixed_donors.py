@@ -1,11 +1,11 @@
-"""Measure the cost in loss of a state whose halves come from two donors.
+"""Measure how much higher the loss of a state is if its halves come from two donors.
 
     python benchmarks/mixed_donors.py [--quick] [--json FILE]
 
-Eight simulated replicas of the study's toy (benchmarks/study/toy.toml) train at the peak learning rate, where the
-distance between replicas is largest. For pairs of replicas the benchmark measures the validation loss of both, that of
-a state with the first half of one and the second half of the other, and that of each after 20 more inner steps on the
-same text.
+Eight simulated replicas of the toy model (benchmarks/study/toy.toml) train at the peak learning rate, where the
+distance between replicas is largest. For some pairs of replicas, a mixed state consists of the first half of one and
+the second half of the other. The benchmark measures the validation losses of both replicas, of the mixed state and of
+the mean of both, and the losses after 20 more inner steps on the same text.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ MORE_STEPS = 20
 
 
 def spec(steps: int) -> TrainerSpec:
-    """Return the toy with a learning rate that stays at its peak; `min_learning_rate` is a share of the peak."""
+    """Return the spec of the toy with a constant learning rate, because `min_learning_rate` is a share of the peak."""
     changes = {"train.total_steps": steps, "train.min_learning_rate": 1.0}
     return TrainerSpec.load(TOY).with_changes(changes, origin="mixed donors")
 
 
 def after(material: Material, weights: torch.Tensor) -> tuple[float, float]:
-    """Return the validation loss of these weights, and that after MORE_STEPS further steps."""
+    """Return the validation loss of these weights before and after MORE_STEPS further steps."""
     model = material.model()
     at_once = material.loss_of(weights, model)
     inner, batches = InnerStep(model, material.spec.train), material.batches("newcomer")

@@ -1,10 +1,11 @@
-"""Measure the speed of modulo coding on one core, and its ratio to modulo8.
+"""Measure the speed of modulo coding on one core, and its ratio to the speed of modulo8.
 
     python benchmarks/modulo_codecs.py [--quick] [--json FILE]
 
-Speed counts the bytes of fp32 values encoded or compared (differences) per second of processor time, for a whole chunk:
-the best of many calls, in turn with modulo8. Codec modulo needs one pass for a chunk that fits into four bits, two for
-six and three for eight; its figures cover all passes of a chunk together.
+Speed is the number of bytes of fp32 values that are encoded or compared (`differences`) per second of processor time,
+for a whole chunk. The codecs take turns with modulo8, and the best of many calls counts. The codec `modulo` needs one
+pass for a chunk whose differences fit into four bits, two passes for six bits and three for eight; its figures cover
+all passes of a chunk together.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Measure the monitor's page with 3,000 peers: processor time of an update in browser and server, and memory.
+"""Measure the web page of the monitor with 3,000 peers: memory, and processor time per update in browser and server.
 
     python benchmarks/monitor_page.py --minutes 10 --json benchmarks/results/monitor_page.json
 
-Synthetic records replace the directory; all else runs as in `noloco monitor --web`, with one headless Chromium as the
-viewer. Targets: an update costs less than 200 ms of the page's main thread, and memory is flat after the warm-up.
+Synthetic records replace the directory. Everything else runs as in `noloco monitor --web`, with a headless Chromium as
+the only viewer. Targets: an update takes less than 200 ms on the page's main thread, and memory does not grow after the
+warm-up.
 """
 
 from __future__ import annotations

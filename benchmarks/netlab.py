@@ -1,4 +1,4 @@
-"""Emulate internet links between network namespaces of one machine, for benchmarks that need real sockets.
+"""Emulate internet links between network namespaces on one machine, for benchmarks that need real sockets.
 
     python benchmarks/netlab.py [--quick] [--json FILE]      measures the links themselves
 
@@ -7,13 +7,13 @@
         lab.partition([0, 1], [2, 3])
     NetLab([...] * 3, routers=[Router("endpoint", "port")], behind=[None, 0, 0])      two at home, behind one router
 
-Each node is a namespace with one TUN device. One forwarding process reads all of them, and delays every packet by the
-time of the sender's uplink, the path and the receiver's downlink. Rates belong to a node, as at home: all traffic of a
-node shares its uplink, whatever its destination. The kernel needs only namespaces and TUN (no netem); the lab needs
-root, /dev/net/tun and iproute2.
+Each node is a namespace with one TUN device. One forwarding process reads all of these devices, and delays every packet
+by the time that it takes on the sender's uplink, on the path and on the receiver's downlink. Rates belong to a node, as
+at home: all traffic of a node shares its uplink, whatever the destination. The kernel must support namespaces and TUN,
+but not netem. The lab needs root, /dev/net/tun and iproute2.
 
-The forwarding process owns the namespaces. When the lab is closed, or the process that made it dies in any way, the
-forwarding process kills all processes in the namespaces, deletes the namespaces, and ends.
+The forwarding process owns the namespaces. When the lab is closed or the process that made it dies, the forwarding
+process kills all processes in the namespaces, deletes the namespaces, and ends.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ MAX_FRAME_BYTES = OFFLOAD_HEADER.size + 65_535
 
 
 class LabError(RuntimeError):
-    """The lab cannot be made or does not answer; the message says what is missing."""
+    """Raised if the lab cannot be made or does not answer. The message says what is missing."""
 
 
 # links
@@ -91,9 +91,9 @@ class Access:
 def home(
     *, rate_mbit_s: float, round_trip_ms: float, jitter_ms: float = 0.0, loss: float = 0.0, queue_ms: float = 100.0
 ) -> Access:
-    """Return a symmetric line. Between two such nodes the round trip is `round_trip_ms`.
+    """Return a symmetric line. The round trip between two nodes with such lines is `round_trip_ms`.
 
-    `jitter_ms` and `loss` are those of a packet's whole path from one node to the other.
+    `jitter_ms` and `loss` apply to a packet's whole path from one node to the other.
     """
     leg_ms = round_trip_ms / 4
     up = Line(rate_mbit_s, leg_ms, jitter_ms, loss, queue_ms)
@@ -102,7 +102,7 @@ def home(
 
 @dataclass(slots=True)
 class Counters:
-    """The traffic of one node. Bytes count whole IP packets, with headers and retransmissions."""
+    """The traffic of one node. Bytes are those of whole IP packets, with headers and retransmissions."""
 
     sent_bytes: int = 0  # offered to the uplink, dropped packets included
     received_bytes: int = 0
@@ -125,7 +125,7 @@ class _Packet:
 
 @dataclass(slots=True)
 class Fabric:
-    """Decides where and when each packet arrives. Times are seconds of one clock, and must not go back."""
+    """Decides where and when each packet arrives. All times are in seconds on one clock, and must not decrease."""
 
     accesses: list[Access]
     rng: random.Random
@@ -194,7 +194,7 @@ class Fabric:
                 yield packet.destination, packet.frame
 
     def next_s(self) -> float | None:
-        """Return the time of the next event for `deliver`; None if there is none."""
+        """Return the time of the next event for `deliver`, or None if there is no such event."""
         return self._events[0][0] if self._events else None
 
     def _pass_downlink(self, packet: _Packet, when_s: float) -> float | None:
@@ -216,7 +216,7 @@ class Fabric:
 
 
 def serial_s(num_bytes: int, line: Line) -> float:
-    """Return the seconds that a line needs to send a packet."""
+    """Return how many seconds a line needs to send a packet."""
     return num_bytes * 8e-6 / line.rate_mbit_s if line.rate_mbit_s else 0.0
 
 
@@ -236,13 +236,13 @@ class Node:
 class NetLab:
     """Namespaces with lines between them, from `__enter__` to `__exit__`.
 
-    congestion_control: of TCP within the namespaces; None = the default of the machine. Raises LabError if the kernel
-        does not have it.
-    offload: TCP may hand over up to 16 KiB of segments as one packet, as to a network card, which is ten times less
-        work for the forwarding process. Loss and queues then drop such packets as a whole, so lines with loss need
-        `offload=False`, which is the default for them.
-    routers, behind: the routers, and for each node the index of its router, or None; harness/nat.py describes what
-        routers do, and which addresses nodes have then.
+    congestion_control: The congestion control of TCP within the namespaces. None is the default of the machine. Raises
+        LabError if the kernel does not have it.
+    offload: If true, TCP may hand over segments of up to 16 KiB in total as one packet, as to a network card. This is
+        ten times less work for the forwarding process, but loss and queues drop such packets as a whole. Lines with
+        loss therefore need `offload=False`, which is their default.
+    routers, behind: The routers, and for each node the index of its router, or None. harness/nat.py describes what
+        routers do, and which addresses nodes have behind them.
     """
 
     def __init__(
@@ -293,7 +293,7 @@ class NetLab:
         self.close()
 
     def close(self) -> None:
-        """End all processes in the namespaces, and delete the namespaces. Safe to call twice."""
+        """End all processes in the namespaces, and delete the namespaces. It is safe to call this twice."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -317,7 +317,7 @@ class NetLab:
         self._ask(node=index, access=asdict(access))
 
     def partition(self, *groups: Sequence[int]) -> None:
-        """Separate the groups from each other. A node that is in no group is separated from all others."""
+        """Separate the groups from each other. A node that is in no group is separated from all other nodes."""
         numbers = [-1 - index for index in range(len(self.nodes))]
         for number, group in enumerate(groups):
             for index in group:
@@ -329,11 +329,11 @@ class NetLab:
         self._ask(groups=[0] * len(self.nodes), blocked=[])
 
     def block(self, *ways: tuple[int, int]) -> None:
-        """Drop all packets from each source to its destination, but not back. Replaces earlier calls."""
+        """Drop all packets from each source to its destination, in this direction only. Each call replaces the last."""
         self._ask(blocked=ways)
 
     def let_nothing_in(self, *nodes: int) -> None:
-        """Let these nodes open connections but accept none, as behind a home router. All other nodes accept them."""
+        """Let these nodes open connections but accept none, as behind a home router. Others accept them."""
         self._ask(closed=nodes)
 
     def counters(self) -> list[Counters]:
@@ -360,7 +360,7 @@ class NetLab:
 
 
 def check_rights(user_id: int, *, tun: Path = TUN) -> None:
-    """Raise LabError that names the rights or tools that are missing for a lab."""
+    """Raise a LabError that names the missing rights or tools, if there are any."""
     if user_id != 0:
         raise LabError(
             "network namespaces need root: run this with sudo, or in a container with CAP_SYS_ADMIN and NET_ADMIN"
@@ -372,7 +372,7 @@ def check_rights(user_id: int, *, tun: Path = TUN) -> None:
 
 
 def why_not() -> str:
-    """Return why this process cannot make a lab; "" if it can."""
+    """Return the reason why this process cannot make a lab, or "" if it can."""
     try:
         check_rights(os.geteuid())
     except LabError as error:
@@ -381,7 +381,7 @@ def why_not() -> str:
 
 
 def enter(namespace: str) -> None:
-    """Move the calling thread, and all threads and processes that it starts afterwards, into a namespace of a lab."""
+    """Move the calling thread into a namespace of a lab, with all threads and processes that it starts afterwards."""
     with open(NAMESPACES / namespace, "rb") as there:
         _set_namespace(there.fileno())
 
@@ -397,7 +397,7 @@ def _set_namespace(fd: int) -> None:
 
 
 def forward() -> None:
-    """Make the namespaces that the first line of standard input names, forward until it ends, and clean up."""
+    """Make the namespaces that the first line of standard input names, forward packets until its end, and clean up."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     remove_stale()
     try:
@@ -424,7 +424,7 @@ def forward() -> None:
 
 
 class Open:
-    """A network without routers, in which every node can reach every other one."""
+    """A network without routers, in which every node can reach every other node."""
 
     route = "10.77.0.0/16"
 
@@ -517,7 +517,7 @@ def _say(**answer: Any) -> None:
 
 
 def make_node(name: str, address: str, route: str, congestion_control: str | None, *, offload: bool) -> int:
-    """Make the namespace and its device, route `route` through it, and return the open device."""
+    """Make the namespace and its device, route `route` through the device, and return the open device."""
     _ip("netns", "add", name)
     with open("/proc/self/ns/net", "rb") as here:
         enter(name)
@@ -590,7 +590,7 @@ def _ip(*arguments: str) -> None:
 
 
 def tcp_mbit_s(lab: NetLab, ways: Sequence[tuple[int, int]], *, seconds: float, congestion_control: str) -> float:
-    """Return the total payload rate of one TCP stream per (sender, receiver), all at once, after the first second."""
+    """Return the total payload rate of simultaneous TCP streams, one per (sender, receiver), after the first second."""
     streams = [_Stream(lab, way, congestion_control) for way in ways]
     threads = [threading.Thread(target=part) for stream in streams for part in (stream.receive, stream.send)]
     until_s = time.monotonic() + seconds
@@ -639,7 +639,7 @@ class _Stream:
 
 
 def round_trip_ms(lab: NetLab, *, repeats: int = 20, timeout_s: float = 5.0) -> float:
-    """Return the median round trip of small UDP packets between node 0 and node 1."""
+    """Return the median round-trip time of small UDP packets between node 0 and node 1."""
     times_ms = []
     with _socket_in(lab.nodes[0], socket.SOCK_DGRAM) as near, _socket_in(lab.nodes[1], socket.SOCK_DGRAM) as far:
         near.settimeout(timeout_s)

@@ -1,17 +1,17 @@
-"""Measure what a swap costs training: steps per second with a swap in the background, relative to none in the same run.
+"""Measure how much a swap in the background slows training: steps per second with a swap, relative to those without.
 
     python benchmarks/overhead.py [--quick] [--json FILE]
 
-One process trains a small transformer layer on one torch thread and swaps with another process, which does nothing
-else, over a link proxy in a third one. In real life partner and proxy are on other machines, so they must not slow
-training here, and neither may other programs of this machine:
+One process trains a small transformer layer on one torch thread. It swaps with a second process, which does nothing
+else, through a link proxy in a third process. In real runs, the partner and the links are not on this machine, so the
+time that they and other programs use must not count here. There are two figures:
 
 * two cores: the time in which the training thread waits for a core (/proc/thread-self/schedstat) is subtracted. The
-  rest is the cost of the network thread and the codecs to a training thread that always has a core.
+  rest is what the network thread and the codecs cost a training thread that always has a core.
 * one core: steps per second of processor time of the process, in all its threads.
 
-The same bytes over a bare gRPC stream are measured as well. Windows with and without traffic alternate; the median
-counts.
+The same bytes over a bare gRPC stream are measured as well. Windows with and without traffic alternate, and the median
+ratio counts.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def side(name: str, pipe: Connection, num_elements: int, repeats: int) -> None:
 
 
 def bare_side(name: str, pipe: Connection, num_elements: int, repeats: int) -> None:
-    """Measure training beside a bare stream with the messages of the early part, the baseline of `side`."""
+    """Measure training beside a bare stream with the messages of an early part, which is the baseline of `side`."""
     sizes = [BF16.num_bytes(stop - start) for start, stop in chunk_bounds(num_elements)] * 2
     stream = BareStream(name, pipe, sizes)
     torch.set_num_threads(1)
@@ -101,7 +101,7 @@ def bare_side(name: str, pipe: Connection, num_elements: int, repeats: int) -> N
 
 
 def steps_per_s(step: Callable[[], None], is_over: Callable[[float], bool]) -> tuple[float, float]:
-    """Train until `is_over`. Returns steps per second without waits for a core, and per second of processor time."""
+    """Train until `is_over`. Return the steps per second without waits for a core, and per second of processor time."""
     began_s, waited_s, cpu_s, steps = time.monotonic(), waited_for_core_s(), time.process_time(), 0
     while not is_over(time.monotonic() - began_s) or not steps:
         step()
@@ -111,7 +111,7 @@ def steps_per_s(step: Callable[[], None], is_over: Callable[[float], bool]) -> t
 
 
 def waited_for_core_s() -> float:
-    """Return the seconds that this thread has waited for a core since its start."""
+    """Return how many seconds this thread has waited for a core since its start."""
     return int(Path("/proc/thread-self/schedstat").read_text(encoding="ascii").split()[1]) / 1e9
 
 

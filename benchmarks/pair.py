@@ -1,4 +1,4 @@
-"""Peers in processes of their own, without DHT and model: the test bench of the swap benchmarks."""
+"""Provide peers without a DHT and a model, each in its own process, for the benchmarks of swaps."""
 
 from __future__ import annotations
 
@@ -57,9 +57,10 @@ class Told:
 
 
 class BarePeer:
-    """Network thread, server and exchange of a peer, and what the outer step does in training; no DHT, no model.
+    """A peer without a DHT and a model. It has the network thread, the server and the exchange of a real peer.
 
-    Peers have nearly the same vectors, as in a swarm: differences are about 1e-3, and values about 1.
+    Its methods replace the outer step. Peers have nearly the same vectors, as in a swarm: values are about 1, and the
+    values of two peers differ by about 1e-3.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class BarePeer:
         self.exchange.stage(lambda: (self.outer_gradient[a:b] for a, b in chunk_bounds(self.num_elements)))
 
     def wait_for_early(self) -> None:
-        """Wait until the early part is committed, as it normally is by the end of a round of training."""
+        """Wait until the early part is committed, which is normally the case at the end of a round of training."""
         self.until(lambda: self.driver.phase in (RoundPhase.EARLY, RoundPhase.DONE, RoundPhase.HALF))
 
     def wait_for_correction(self) -> Correction:
@@ -137,7 +138,7 @@ class BarePeer:
 
 
 class Side(BarePeer):
-    """One of two peers, each in a process of its own, that know each other. They use TLS, as peers do."""
+    """One of two peers that know each other, each in its own process. They use TLS, as real peers do."""
 
     def __init__(self, name: str, pipe: Connection, spec: RunSpec, num_elements: int, **options: Any) -> None:
         with tempfile.TemporaryDirectory() as folder:
@@ -164,9 +165,9 @@ def run_pair(
 ) -> list[tuple[Any, Any]]:
     """Run `side(name, pipe, *args, repeats)` in two processes, and return the results of both for each repeat.
 
-    A side sends its port (or a tuple that begins with it), receives (name, address, rest of the tuple) of the other,
-    and then, for each repeat, receives "go" and sends a result.
-    `between(port)` returns the port to dial instead, for example that of a link proxy. `hosts` are those of a and b.
+    A side sends its port, or a tuple that begins with its port. It then receives (name, address, rest of the tuple) of
+    the other side. For each repeat, it receives "go" and sends a result. `between(port)` returns the port to dial
+    instead, for example that of a link proxy. `hosts` are the hosts of a and b.
     """
     context = multiprocessing.get_context("spawn")
     pipes: dict[str, Any] = {}

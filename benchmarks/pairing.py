@@ -1,12 +1,13 @@
-"""Measure matchmaking without a coordinator: the share of paired rounds, offers per round, and how fast a swarm mixes.
+"""Measure matchmaking without a coordinator: the share of paired rounds, the offers per round, and the speed of mixing.
 
     python benchmarks/pairing.py [--quick] [--json FILE]
 
-Production round drivers, swaps and bucket draws run on a virtual clock (`harness/walk.py`): one-way delay 40 ms, rounds
-of 20 s, step times that vary by 2 %; a peer waits at most 20 s at a boundary. "In lock step" means that all peers start
-together; "1x-4x" has a quarter of the peers at each speed. The first round is left out. With an odd number of peers one
-of them cannot be paired, which the shares allow for. Mixing is the factor by which the variance between peers falls in
-a round; it is 0.5 for an ideal random matching. A swap that only one side committed counts as paired for that side.
+The round drivers, swaps and bucket draws of the production code run on a virtual clock (`harness/walk.py`). The one-way
+delay is 40 ms, a round takes 20 s, the duration of a step varies by 2 %, and a peer waits at most 20 s at a boundary.
+"In lock step" means that all peers start together. In "1x-4x", a quarter of the peers run at each of the speeds 1 to 4.
+The first round is left out. If the number of peers is odd, one of them cannot be paired, and the shares take this into
+account. Mixing is the ratio of the variance between peers after a round to that before it; it is 0.5 for an ideal
+random matching. If only one side has committed a swap, the round counts as paired for that side.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ SPEEDS = (1.0, 2.0, 3.0, 4.0)
 
 
 def spread_factor(result: WalkResult) -> float:
-    """Return the factor by which the variance falls per round at speed 1: geometric mean from the second round on."""
+    """Return the mean ratio of the variances after and before a round at speed 1, without the first round."""
     spreads = [float(vectors.var(0).mean()) for _, vectors in result.vectors]
     if spreads[-1] <= 1e-12 * spreads[0]:
         return 0.0

@@ -1,21 +1,23 @@
-"""Holes between peers behind every kind of router: which pairs meet, how fast, and what a swap through one costs.
+"""Measure holes between peers behind every kind of router: which pairs meet, how fast, and the cost of a swap.
 
     python benchmarks/punching.py [--quick] [--json FILE]
 
-Emulated routers between network namespaces (netlab.py, harness/nat.py), all peers 50 ms apart, there and back. A kind
-is MAPPING/FILTERING of RFC 4787: what of the partner the port outside depends on, and what of a stranger must be known
-to be let in. Routers never keep the port of the inside, drop silently, and return nothing to the inside (no hairpin).
+Routers are emulated between network namespaces (netlab.py, harness/nat.py). The round trip between any two peers is 50
+ms. A kind of router is MAPPING/FILTERING of RFC 4787. The mapping says on which part of the partner's address the outer
+port depends, and the filtering says which part of a sender's address the router must know to let a packet in. Routers
+never preserve the inner port, drop packets silently, and do not hairpin.
 
-The table: each kind against each, the side that calls in rows. Every attempt is the one of a call: ask the relay from
-where one is seen, exchange it through the relay (100 ms there and back), connect. Time is until the caller has the
-connection; a dash is a pair without a hole in all attempts, whose calls go by the relay.
+The table compares all pairs of kinds; the row is the side that calls. Every attempt does what a real call does: each
+side asks the relay for its own outer address, they exchange the addresses through the relay (with a round trip of 100
+ms), and connect. The time ends when the caller has the connection. A dash stands for a pair for which no attempt made a
+hole; calls between such peers go through the relay.
 
-The swaps: production ones over lines of 20 and of 100 Mbit/s, through p2pd, the tunnels and the relay of real peers, in
-turn directly, by a hole, and by the relay, which has such a line itself. Each way has two peers of its own, since a
-peer remembers how many connections helped. All are behind emulated routers; those of the direct way forward their
-ports, so that packets of a hole and of a direct swap take the same path. The ratio is the median of those of neighbours
-in time: the machine is shared, and at 100 Mbit/s its two cores are the limit. Bytes are those that the relay passed on
-for a swap. Needs root (see netlab.py).
+The swaps run the production code over lines of 20 and 100 Mbit/s, with the p2pd, the tunnels and the relay of real
+peers. Direct swaps, swaps through a hole and swaps through the relay take turns; the relay has the same kind of line.
+Each way has its own two peers, because a peer remembers how many connections helped. All peers are behind emulated
+routers. The routers of the direct way forward their ports, so that the packets of a hole and of a direct swap take the
+same path. The ratio is the median of the ratios of successive swaps, because the machine is shared and its two cores
+are the limit at 100 Mbit/s. Bytes are those that the relay forwards for a swap. This needs root (see netlab.py).
 """
 
 from __future__ import annotations
@@ -73,7 +75,7 @@ def router(kind: str, behind: int | None = None) -> Router:
 
 
 def must_work(one: str, other: str) -> bool:
-    """Asked for: mapping by endpoint on both sides, or any mapping against mapping and filtering by endpoint."""
+    """Return whether a hole is required: both sides map by endpoint, or one side maps and filters by endpoint."""
     return all(kind.startswith("endpoint") for kind in (one, other)) or "endpoint/endpoint" in (one, other)
 
 
@@ -132,7 +134,7 @@ def _show(kinds: Sequence[str], rows: Sequence[Sequence[float]]) -> None:
 
 
 def middle(pipe: Connection, namespace: str, address: str) -> None:
-    """A bootstrap: sends its multiaddr, and then at each word the bytes that it has passed on."""
+    """Run a bootstrap. It sends its multiaddrs, and on each request the number of bytes that it has forwarded."""
 
     async def serve() -> None:
         with tempfile.TemporaryDirectory() as folder:
@@ -151,7 +153,7 @@ def middle(pipe: Connection, namespace: str, address: str) -> None:
 
 
 class Swapper(BarePeer):
-    """A peer with a p2pd of its own; `tunnels` reach the other one, whose multiaddrs are `ways`."""
+    """A peer with its own p2pd. Its `tunnels` reach the other peer, whose multiaddrs are `ways`."""
 
     def __init__(self, name: str, address: str, num_elements: int, folder: Path) -> None:
         self.key = folder / "key"
@@ -162,7 +164,7 @@ class Swapper(BarePeer):
         self.peer_id = session.identity.peer_id
 
     async def enter(self, doors: Sequence[str]) -> list[str]:
-        """Until the relay holds a reservation: the multiaddrs by which this peer is called."""
+        """Wait until the relay holds a reservation, and return the multiaddrs through which this peer can be called."""
         self.node = await _node(self.key, self.address)
         relay = doors[0].rpartition("/")[2]
         self.reservations = Reservations(
@@ -198,9 +200,9 @@ def side(
     doors: Sequence[str],
     num_elements: int,
 ) -> None:
-    """Swap as asked to, by "hole", "relay" or "direct", and send (seconds, payload bytes, the way it took).
+    """Swap by "hole", "relay" or "direct", as requested, and send (seconds, payload bytes, way that was taken).
 
-    outside: where others call it, if they can.
+    `outside` is the host at which others call this side, if they can.
     """
     enter(namespace)
     with tempfile.TemporaryDirectory() as folder:
@@ -235,7 +237,7 @@ async def _reached(peer: Swapper, candidates: Sequence[Candidate]) -> list[Candi
 
 
 class Pair:
-    """Two sides in processes, each with the other's address."""
+    """Two sides in their own processes, each of which has the other's address."""
 
     def __init__(self, nodes: Sequence[Any], outside: Sequence[str], doors: Sequence[str], num_elements: int) -> None:
         context = get_context("spawn")
@@ -250,7 +252,7 @@ class Pair:
             pipe.send(other)
 
     def swap(self, way: str) -> float:
-        """Mbit/s each way."""
+        """Swap once, and return the Mbit/s in each direction."""
         for pipe in self._pipes:
             pipe.send(way)
         (a_s, a_bytes, took), (b_s, b_bytes, _) = (pipe.recv() for pipe in self._pipes)

@@ -2,9 +2,10 @@
 
     python benchmarks/rms_gate.py [--quick] [--json FILE]
 
-Three stages of two replicas train for real on a virtual clock, with a gate that records the size of each frame and
-admits all. The sizes then pass two gates: one with the tenfold limit from the start, and that of real peers. A lie is a
-frame a thousand times as large as the honest one in its place, after the honest frames before it.
+Three stages of two replicas really train on a virtual clock, with a gate that records the size of each frame and admits
+all frames. The sizes are then shown to two gates: one with the tenfold limit from the start, and the gate of real
+peers. A lie is a frame that is a thousand times as large as the honest frame that it replaces; all earlier frames are
+honest.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Draw sentences of the project at random, for a reader who judges its English.
+"""Draw sentences of the project at random, for a reader who judges their English.
 
     python benchmarks/sentences.py [--seed 20261126] [--number 100]
 
-One third each comes from the pages, from docstrings, and from messages, which are the other strings of the package with
-at least four words. `results/sentences.txt` has a sample of commit 3de4615 with the verdicts of a reader. An earlier
-form of this script drew it, which also read tables.
+A third of the sentences comes from the pages, a third from docstrings, and a third from messages, which are all other
+strings of the package with at least four words. `results/sentences.txt` has a sample from commit 3de4615 with the
+verdicts of a reader. It was drawn by an earlier version of this script, which also read tables.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def of_pages() -> Iterator[Found]:
 
 
 def of_code() -> tuple[list[Found], list[Found]]:
-    """Return the sentences of docstrings, and the messages."""
+    """Return the sentences of all docstrings, and all messages."""
     docstrings, messages = list[Found](), list[Found]()
     for path in sorted((ROOT / "noloco_p2p").rglob("*.py")):
         if "_pb2" in path.name:

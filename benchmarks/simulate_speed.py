@@ -1,9 +1,10 @@
-"""Compare the processor time of a simulated inner step, rounds included, with a plain training loop of the same model.
+"""Compare the processor time of a simulated inner step, including rounds, with that of a plain training loop.
 
     python benchmarks/simulate_speed.py [--quick] [--json FILE]
 
-The model is the tiny preset, on one thread. Processor time hardly depends on other programs of the machine. The cost of
-a run of half the length is subtracted, so that building models, reading text and the final evaluation do not count.
+Both train the model of the preset `tiny` on one thread. Other programs on the machine hardly affect processor time. The
+time of a run of half the length is subtracted, so that building models, reading text and the final evaluation do not
+count.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ MIB = 1 << 20
 
 
 def plain_s(material: Material) -> float:
-    """Return the processor seconds of a plain loop over one model and its batches."""
+    """Return the processor time of a plain loop over one model and its batches, in seconds."""
     inner, batches = InnerStep(material.model(), material.spec.train), material.batches("replica-0")
     next(batches)
     began_s = time.process_time()
@@ -35,7 +36,7 @@ def plain_s(material: Material) -> float:
 
 
 def simulated_s(material: Material, num_replicas: int) -> tuple[float, float]:
-    """Return (processor seconds, inner steps of all replicas). A round runs to its end, even beyond the schedule."""
+    """Return (processor seconds, inner steps of all replicas). Rounds are completed, even beyond the schedule."""
     began_s = time.process_time()
     result = simulate_swarm(material, Plan(num_replicas, evaluations=1))
     assert result.alone == 0, result

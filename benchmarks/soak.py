@@ -1,11 +1,11 @@
-"""Run real peers with a seeded fault every few seconds: what breaks, what it costs, and whether memory grows.
+"""Run real peers with a random fault every few seconds: what breaks, what it costs, and whether memory grows.
 
     python benchmarks/soak.py [--minutes 60] [--peers 4] [--seed 1] [--mtbf 60] [--json FILE]
 
-The faults are: kill -9 of a peer, a peer that is frozen for a while (SIGSTOP), SIGTERM, and kill -9 of a peer's p2pd. A
-peer that has ended comes back with its own folder. `make chaos` runs eight minutes with a fault every 15 s. The exit
-code is 1 when a peer ended by itself or did not leave with exit code 0, when a log has a traceback, or when a
-checkpoint cannot be read.
+A seed determines the faults: a peer gets SIGKILL or SIGTERM, a peer is frozen for a while (SIGSTOP), or the p2pd of a
+peer gets SIGKILL. A peer that has ended is started again with its own folder. `make chaos` runs for eight minutes with
+a fault every 15 s. The exit code is 1 if a peer ends by itself or leaves with an exit code other than 0, if a log
+contains a traceback, or if a checkpoint cannot be read.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Life:
             self.num_fds.append(fds)
 
     def growth(self) -> tuple[float, float] | None:
-        """Return the growth in (MiB, file descriptors) from the first to the last quarter; None for a short life."""
+        """Return the growth (MiB, file descriptors) from the first to the last quarter, or None for a short life."""
         quarter = len(self.rss_mib) // 4
         if quarter < 5:
             return None

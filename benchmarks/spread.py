@@ -1,18 +1,18 @@
-"""Compare the spread that a monitor shows with the spread of the weights: real peers on loopback, a tiny model.
+"""Compare the spread that a monitor shows with that of the weights, for real peers on loopback with a tiny model.
 
 python benchmarks/spread.py [--quick] [--json FILE]
 
-Two swarms, of two and of four peers with rounds of "auto" length, train a whole schedule while `noloco monitor --watch
---json` observes them. Every peer keeps a checkpoint of every round, from which the true spread is computed as in
-`noloco demo`. The shown spread is compared with that of:
+Two swarms, one of two and one of four peers, train for a whole schedule with rounds of "auto" length, while `noloco
+monitor --watch --json` observes them. Every peer keeps a checkpoint of every round, from which the true spread is
+computed as in `noloco demo`. The shown spread is compared with that of:
 
 same mark       the weights of each peer half a round after the first peer passed the mark that the monitor reports
                 (`spread_progress`): all peers are then in the round that begins at the mark
-sketches alone  the weights at 64 such moments; peers' and monitors' code sketches and compares them, with one mark and
-                with four
+sketches alone  the weights at 64 such moments; the code of peers and monitors sketches and compares these weights,
+                with one mark and with four marks
 same moment     the newest weights of each peer when the monitor looked; peers are then in different rounds
-without marks   as "same moment", but the exact spread at the times of the records replaces the shown one
-at rest         the last checkpoints, as the demo reports it, once every peer has announced its last weights
+without marks   as in "same moment", but the exact spread at the times of the records replaces the shown spread
+at rest         the last checkpoints, as in the report of the demo, once every peer has announced its last weights
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class State:
 
 
 def states(peer: PeerProcess) -> list[State]:
-    """Return the states of a peer in the order of its rounds. Of the closing rounds only the last has one."""
+    """Return the states of a peer in the order of its rounds. Only the last one of the closing rounds has a state."""
     ended_s = {event["round"]: event["time_s"] for event in [*peer.events("round"), *peer.events("closed")]}
     found = []
     for path in sorted(peer.folder.glob("runs/*/checkpoints/*-round-*")):
@@ -75,7 +75,7 @@ def true_spread(weights: Sequence[Tensor]) -> float:
 
 
 def before(own: list[State], time_s: float) -> Tensor | None:
-    """Return the newest weights at that time."""
+    """Return the weights that were the newest at that time, or None."""
     return next((state.slow_weights for state in own[::-1] if state.time_s <= time_s), None)
 
 
@@ -86,7 +86,7 @@ def half_a_round_after(swarm: dict[str, list[State]], mark: float) -> float:
 
 
 def spread_where(swarm: dict[str, list[State]], choose: Callable[[str, list[State]], Tensor | None]) -> float | None:
-    """Return the true spread of the chosen weights; None unless every peer has some."""
+    """Return the true spread of the chosen weights, or None if a peer has no such weights."""
     weights = [found for peer, own in swarm.items() if (found := choose(peer, own)) is not None]
     return true_spread(weights) if len(weights) == len(swarm) else None
 
@@ -97,7 +97,7 @@ def readings(log: Path) -> list[dict[str, Any]]:
 
 
 def replayed(swarm: dict[str, list[State]], *, num_marks: int) -> list[float]:
-    """Return shown over true spread at NUM_REPLAYED moments, with sketches of the same weights under several marks."""
+    """Return the ratio of the shown to the true spread at NUM_REPLAYED moments, with `num_marks` marks for each."""
     ratios = []
     for number in range(1, NUM_REPLAYED):
         moment_s = half_a_round_after(swarm, number / NUM_REPLAYED)

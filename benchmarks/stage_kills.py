@@ -2,11 +2,11 @@
 
     python benchmarks/stage_kills.py [--quick] [--json FILE]
 
-Six `noloco join` processes run on loopback, two for each of three stages. Each minute a random one is killed with
-SIGKILL, and joins again at once with its own state folder. A peer stalls when it closes no inner step for longer than a
-minute. Only the time from the first step of a process to its kill counts.
+Six `noloco join` processes run on loopback, two for each of three stages. Every minute, a random one is killed with
+SIGKILL, and joins again at once with its own state folder. A peer stalls if it closes no inner step for more than a
+minute. Only the time from the first step of a process until it is killed counts.
 
-This takes twelve minutes (--quick: four).
+This takes twelve minutes, or four minutes with --quick.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SPEC = small_spec(
 
 @dataclass
 class Peer:
-    """A state folder and its processes, one after the other. gaps_s: times between observed steps, of all processes."""
+    """A state folder and its successive processes. `gaps_s` has the times between observed steps of all processes."""
 
     process: PeerProcess
     step: int = -1  # the last observed step; -1 = none of this process

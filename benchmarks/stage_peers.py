@@ -1,8 +1,8 @@
-"""Peers of a pipeline in processes of their own, without DHT and real model: the test bench of flow.py.
+"""Provide the peers of a pipeline for flow.py, each in its own process, without a DHT and a real model.
 
-A stage forwards what it receives. All else is production code: state machine, driver, streams, codecs, gates, and
-rounds of swaps within a stage. A stage swaps the parameters of a small model, and sends payloads as wide as those of a
-large one.
+A stage forwards what it receives. Everything else is production code: state machine, driver, streams, codecs, gates,
+and rounds of swaps within a stage. A stage swaps the parameters of a small model, but sends payloads of the size of a
+large model's.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """The settings of all peers. width: hidden size of the payloads."""
+    """The settings of all peers. `width` is the hidden size of the payloads."""
 
     spec: TrainerSpec
     num_replicas: int
@@ -98,7 +98,7 @@ class Bench:
 
 @dataclass(slots=True)
 class Counts:
-    """The counts of one peer since its start. lateness: number of backwards by inner steps since their forward."""
+    """The counts of one peer since its start. `lateness` counts backward passes by their delay in inner steps."""
 
     losses: int = 0  # of a head: microbatches that reached a loss
     lost: int = 0
@@ -111,7 +111,7 @@ class Counts:
 
 
 class PassingWork(StageWork):
-    """Work without computation: a stage returns its input, and a head the same activations for each microbatch.
+    """Work without computation. A stage returns its input, and a head returns the same activations for each microbatch.
 
     An inner step changes no weights.
     """
@@ -148,7 +148,7 @@ class PassingWork(StageWork):
 
 
 class BenchPeer:
-    """One replica of one stage: server, streams and rounds on the network thread, and a thread for the work."""
+    """One replica of one stage. The network thread runs server, streams and rounds; another thread does the work."""
 
     def __init__(self, place: Place, bench: Bench, host: str) -> None:
         self.place, self.bench = place, bench
@@ -291,7 +291,7 @@ def cpu_s() -> float:
 
 
 def serve(place: Place, pipe: Connection, bench: Bench, namespace: str) -> None:
-    """Run a peer: send its address, receive those of the others, and send its counts on request."""
+    """Run a peer. It sends its address, receives the addresses of the other peers, and sends its counts on request."""
     if namespace:
         enter(namespace)
     torch.set_num_threads(1)
@@ -303,7 +303,7 @@ def serve(place: Place, pipe: Connection, bench: Bench, namespace: str) -> None:
 
 
 class Pipeline:
-    """All peers of a bench, each in a namespace if there is a lab. They train from `__enter__` to `__exit__`."""
+    """All peers of a bench, each in its own namespace if there is a lab. They train from `__enter__` to `__exit__`."""
 
     def __init__(self, bench: Bench, lab: NetLab | None = None) -> None:
         self._bench, self._lab = bench, lab

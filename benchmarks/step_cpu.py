@@ -1,8 +1,8 @@
-"""Measure the overhead of the trainer's loop on the CPU: at most 3 % of a bare PyTorch loop (`step_loop.py`).
+"""Measure the overhead of the trainer's loop on a CPU. The target is at most 3 % of a bare PyTorch loop.
 
     python benchmarks/step_cpu.py [--quick] [--json FILE]
 
-The model is that of the `tiny` preset, in fp32 on one torch thread.
+The model is that of the preset `tiny`, in fp32 on one torch thread. `step_loop.py` describes both loops.
 """
 
 from __future__ import annotations

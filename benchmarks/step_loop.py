@@ -1,9 +1,10 @@
-"""Compare an inner step of the trainer's loop with one of a bare PyTorch loop: time, memory, use of the machine.
+"""Compare an inner step of the trainer's loop with one of a bare PyTorch loop: time, memory and MFU.
 
-The bare loop does what a script without noloco_p2p does with the same model: forward, backward, clip, AdamW, learning
-rate, on prepared batches. The trainer's loop belongs to a real peer with its network thread and its directory, alone in
-its run: it reads its data, takes outer steps, and copies and writes checkpoints. `overhead.py` measures the cost of a
-swap during training. Rounds of both loops alternate in one process, and pairs of rounds are compared.
+The bare loop does what a script without noloco_p2p does with the same model: it takes prepared batches, and runs the
+forward and backward pass, clipping and AdamW with a learning rate schedule. The trainer's loop belongs to a real peer
+with a network thread and a directory, which is the only peer of its run. This loop reads its data, takes outer steps,
+and copies and writes checkpoints. `overhead.py` measures the cost of a swap during training. Rounds of both loops
+alternate in one process, and pairs of rounds are compared.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One measurement. `most`: the allowed overhead, as a share of a bare step."""
+    """One measurement. `most` is the allowed overhead, as a share of a bare step."""
 
     spec: TrainerSpec
     device: torch.device
@@ -97,7 +98,7 @@ class Ours:
             trainer.outer.step()
 
     def save(self) -> None:
-        """Measure how long a due checkpoint blocks training, which is the time of the copy."""
+        """Measure how long a checkpoint blocks training, which is the duration of the copy."""
         began_s = time.monotonic()
         trainer = self.trainer
         trainer.outer.save_in_background()
@@ -189,7 +190,7 @@ def trainer_of(case: Case) -> Iterator[Trainer]:
 
 
 def timed(round: Callable[[], None], device: torch.device) -> tuple[float, float]:
-    """Return (seconds, processor seconds of this thread) of a round."""
+    """Return the duration of a round and the processor time of this thread, both in seconds."""
     api = torch.get_device_module(device)
     api.synchronize()
     began_s, began_cpu_s = time.monotonic(), time.thread_time()
@@ -207,14 +208,14 @@ def peak_bytes(round: Callable[[], None], device: torch.device) -> int:
 
 
 def flops_per_token(spec: TrainerSpec, parameters: int) -> float:
-    """Return the FLOPs of forward and backward: 6 per parameter, except untied embeddings, and causal attention."""
+    """Return the FLOPs per token: 6 per parameter, except untied embeddings, and those of causal attention."""
     model = spec.model
     table = 0 if model.tied_embeddings else model.vocab_size * model.hidden_size
     return 6 * (parameters - table) + 6 * model.num_layers * model.hidden_size * spec.data.sequence_length
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Return the peak FLOP/s of the device; None if unknown, since no MFU is better than a wrong one."""
+    """Return the peak FLOP/s of the device, or None if it is unknown, because no MFU is better than a wrong one."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)

@@ -1,11 +1,12 @@
-"""Train a model that is too large for one process under a memory limit with four processes that each fit.
+"""Train a model that exceeds a memory limit for one process, with four processes that stay within the limit.
 
     python benchmarks/too_large.py [--limit-gb 3] [--json FILE]
 
-All peers are real processes on loopback, and the kernel enforces the limit for each of them (RLIMIT_DATA: the memory
-that a process allocates, without program files). The model is the preset `small` with a vocabulary of bytes, in two
-stages of two replicas. First a peer without stages starts under the same limit, with and without --max-memory. Then
-each of the four peers takes three inner steps and one swap. The run takes about five minutes.
+All peers are real processes on loopback, and the kernel enforces the limit for each of them (RLIMIT_DATA, which counts
+the memory that a process allocates, but not program files). The model is that of the preset `small` with bytes as its
+vocabulary, in two stages of two replicas. First, a peer without stages is started under the same limit, with and
+without --max-memory. Then each of the four peers takes three inner steps and does one swap. The benchmark takes about
+five minutes.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def limited(target: str | Path, folder: Path, limit_bytes: int, *flags: str) -> 
 
 
 def alone(spec: TrainerSpec, folder: Path, limit_bytes: int, *flags: str) -> str:
-    """Return how a peer that tries to hold the whole model ends."""
+    """Return what happens to a peer that tries to hold the whole model."""
     with limited(write_spec(spec, folder), folder / f"whole-{len(flags)}", limit_bytes, *flags) as peer:
         try:
             code = peer.process.wait(PATIENCE_S)

@@ -1,31 +1,31 @@
-"""Compare one synchronisation over home links: this project, all-reduce on gloo, and hivemind's averager.
+"""Compare a synchronisation over home links by this project, by all-reduce on gloo, and by hivemind's averager.
 
     sudo python benchmarks/versus_allreduce.py [--quick] [--json FILE]
 
-N peers run in one process each, in a network namespace of its own (`netlab.py`): 100 Mbit/s up and down, with a round
-trip of 50 ms. All methods synchronise the same fp32 vector over the same links, one after the other. *Blocked* is the
-time that the training thread waits at the boundary of a round:
+N peers run in separate processes, each in its own network namespace (`netlab.py`) with 100 Mbit/s in each direction and
+a round trip of 50 ms. All methods synchronise the same fp32 vector over the same links, one method after another.
+*Blocked* is the time that the training thread waits at the boundary of a round:
 
     gloo fp32         `all_reduce` of the vector, as DiLoCo does with its outer gradient
     gloo bf16         copy the vector to bf16, `all_reduce` the copy, copy it back
-    gloo int8         a ring of sends with every hop coded to int8, as in PRIME
-    ..., overlapped   bf16 and int8 beside the next inner steps: make a copy, and add the mean later
+    gloo int8         a ring of sends in which every hop encodes in int8, as in PRIME
+    ..., overlapped   bf16 and int8 during the next inner steps: make a copy, and add the mean later
     hivemind fp16     from the trigger of a step to its end, after matchmaking and with all connections open
-    waiting           stage + collect of the swap with one partner, including the wait for its outer gradient
-    eager             stage + collect without the wait, and the later time to add the partner's half
+    waiting           `stage` and `collect` of a swap with one partner, including the wait for its outer gradient
+    eager             `stage` and `collect` without the wait, and the later addition of the partner's half
 
-Swaps use TLS, as peers do; gloo and hivemind do not encrypt. Slow weights (modulo8) and the outer momentum, if swapped
-(modulo8), travel during the round: here the boundary comes when the early part is committed everywhere and the line has
-been idle for a while, as it would in a longer round. An unmeasured first round sets the bounds of modulo coding. A
-barrier right before the boundary makes partners punctual; their remaining lateness is part of "blocked", and is also
-reported separately. *The line of a round* is blocked time plus hidden early part: no round can be shorter, overlapped
-or not. Figures are medians over peers and repeats. "Sent" counts all that a peer puts on its uplink: IP packets,
-including acknowledgements.
+Swaps use TLS, as they do between real peers; gloo and hivemind do not encrypt. Slow weights and the outer momentum, if
+it is swapped, are sent during the round, both with modulo8. Here, the boundary comes once the early parts of all peers
+are committed and the lines have been idle for a while, as would be the case in a longer round. A first round, which is
+not measured, sets the bounds of modulo coding. A barrier right before the boundary makes partners punctual; their
+remaining lateness is part of "blocked", and is also reported separately. *The line of a round* is the blocked time plus
+the time of the hidden early part: no round can be shorter, overlapped or not. Figures are medians over peers and
+repeats. "Sent" is the size of all IP packets that a peer sends on its uplink, including acknowledgements.
 
-Peers of a swarm have a machine each; here N of them share the cores of one. This hardly affects time spent waiting for
-the network, but it slows computation. So the pairs of "eager" reach their boundaries one after the other, which gives
-them no advantage on the network, since pairs do not share a line. "eager, all at once" is the same with all N encoding
-at the same time, and "CPU of the training thread" is the cost of the boundary to a peer with a core of its own.
+In a real swarm, each peer has its own machine; here, N peers share the cores of one machine. This hardly affects the
+time spent waiting for the network, but it slows computation. So the pairs of "eager" reach their boundaries one after
+another. This gives them no advantage on the network, because pairs do not share a line. In "eager, all at once", all N
+peers encode at the same time. "CPU of the training thread" is the cost of the boundary for a peer with its own core.
 """
 
 from __future__ import annotations
@@ -78,12 +78,12 @@ MEMORY_PER_ELEMENT, MEMORY_PER_PEER, MEMORY_SHARE = 20, 400_000_000, 0.85
 
 
 class BenchmarkError(RuntimeError):
-    """A method failed; the message names the process and its error."""
+    """Raised if a method fails. The message names the process and its error."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """The arguments of one process: its rank, its namespace and the addresses of all."""
+    """The arguments of one process, including its rank, its namespace and the addresses of all processes."""
 
     rank: int
     namespace: str
@@ -115,7 +115,7 @@ class Sample:
 
 
 class Table:
-    """A barrier for the processes of one method, at which each receives the messages of all."""
+    """A barrier for the processes of one method, at which each of them receives the messages of all."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
@@ -131,7 +131,7 @@ class Table:
 
 
 def sit_down(method: Callable[[Seat, Table], list[Sample]], seat: Seat, pipe: Connection) -> None:
-    """Run `method` in the namespace of the seat, in a process of its own, and send its samples or its error."""
+    """Run `method` in this process and in the namespace of the seat, and send its samples or its error."""
     enter(seat.namespace)
     torch.set_num_threads(1)
     logging.basicConfig(level=logging.WARNING, format=f"peer {seat.rank}: %(message)s")
@@ -145,7 +145,7 @@ def sit_down(method: Callable[[Seat, Table], list[Sample]], seat: Seat, pipe: Co
 
 
 def noise(seat: Seat, *, scale: float = 1.0, seed: int = 0) -> torch.Tensor:
-    """Return the same numbers for every peer."""
+    """Return random numbers that are the same for every peer."""
     return torch.randn(seat.num_elements, generator=torch.Generator().manual_seed(seed)).mul_(scale)
 
 
@@ -215,12 +215,12 @@ def mean_in_bf16(vector: torch.Tensor) -> None:
 
 
 def mean_in_int8(vector: torch.Tensor) -> None:
-    """Average in a ring, since gloo cannot sum codes: N - 1 hops add one part each, then N - 1 pass on coded means."""
+    """Average in a ring, because gloo cannot sum codes. N - 1 hops add parts, and N - 1 more pass on encoded means."""
     rank, size = dist.get_rank(), dist.get_world_size()
     parts, scratch = vector.tensor_split(size), Scratch()
 
     def hop(sent: torch.Tensor, index: int) -> torch.Tensor:
-        """Send to the next peer, and return part `index` from the previous one."""
+        """Send a part to the next peer, and return part `index` from the previous peer."""
         request = dist.isend(sent, (rank + 1) % size)
         coded = torch.empty(section_bytes(INT8, parts[index].numel()), dtype=torch.uint8)
         dist.recv(coded, (rank - 1) % size)
@@ -269,9 +269,10 @@ def _int8_bounds(num_elements: int) -> Iterator[tuple[int, int, int, int]]:
 
 
 def reduce_beside_training(vector: torch.Tensor, mean: Callable[[torch.Tensor], None]) -> tuple[float, float, float]:
-    """Return the seconds that block training, those of them that add the mean, and the seconds until it arrives.
+    """Return the time that blocks training, the part of it that adds the mean, and the time until the mean arrives.
 
-    A thread averages a copy while this one would continue to train; the mean is then added to slow and fast weights.
+    A second thread averages a copy, while this thread would continue to train. Then the mean is added to the slow and
+    fast weights.
     """
     began_s = time.monotonic()
     copy = vector.clone()
@@ -288,7 +289,7 @@ def reduce_beside_training(vector: torch.Tensor, mean: Callable[[torch.Tensor], 
 
 
 def average_with_hivemind(seat: Seat, table: Table) -> list[Sample]:
-    """Average in one group of all peers, each with a DHT. fp16 is the smallest codec that runs with numpy 2.4."""
+    """Average in one group of all peers, each with a DHT. fp16 is the smallest codec that works with numpy 2.4."""
     multiprocessing.set_start_method("fork", force=True)  # hivemind is written for it
     from hivemind import DHT, DecentralizedAverager
     from hivemind.averaging.control import AveragingStage
@@ -357,7 +358,7 @@ def swap(seat: Seat, table: Table) -> list[Sample]:
 
 
 class Peer:
-    """One peer of this project in a swarm of N. It draws a partner in each round."""
+    """One peer of this project in a swarm of N peers. It draws a partner in each round."""
 
     def __init__(self, seat: Seat, table: Table) -> None:
         self._seat, self._table = seat, table
@@ -377,7 +378,7 @@ class Peer:
         self._round = 0
 
     def round(self, kind: str, *, waits: bool, momentum: bool = False, by_turns: bool = False) -> Sample:
-        """Open a round, wait for the early part and for all peers, and end it: all at once, or pair by pair."""
+        """Open a round, wait for the early part and for all peers, and end the round: all at once, or pair by pair."""
         peer, table = self._peer, self._table
         exchange = self._exchange(momentum=momentum)
         table.meet()
@@ -459,7 +460,7 @@ class Peer:
 def run_method(
     method: Callable[[Seat, Table], list[Sample]], *, num_peers: int, num_elements: int, rest_s: float
 ) -> list[list[Sample]]:
-    """Return the samples of each peer. Raises BenchmarkError when a process fails or stalls."""
+    """Return the samples of each peer. Raises BenchmarkError if a process fails or stalls."""
     # Fork from a server that has imported everything and runs no threads: sixteen imports would take a minute.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch.distributed", "uvloop", "noloco_p2p.net.server", "hivemind"])
@@ -532,14 +533,14 @@ def _listen(rank: int, pipe: Any) -> tuple[str, Any]:
 
 
 def largest_vector(num_peers: int, *, wanted: int) -> int:
-    """Return the size of the largest vector that fits into free memory: `wanted`, or fewer whole millions."""
+    """Return the number of elements that fit into free memory: `wanted`, or fewer whole millions."""
     free_bytes = psutil.virtual_memory().available * MEMORY_SHARE - num_peers * MEMORY_PER_PEER
     fits = int(free_bytes / (num_peers * MEMORY_PER_ELEMENT))
     return wanted if fits >= wanted else fits // 1_000_000 * 1_000_000
 
 
 class Result:
-    """All samples with one number of peers."""
+    """All samples for one number of peers."""
 
     def __init__(self, num_peers: int, num_elements: int) -> None:
         self.num_peers, self.num_elements = num_peers, num_elements
@@ -682,12 +683,12 @@ def comparison(result: Result) -> list[Claim]:
 
 
 def line_s(result: Result, kind: str) -> float:
-    """Return the seconds in which a round keeps the line busy, hidden or not: no round can be shorter."""
+    """Return how long a round keeps the line busy, hidden or not, in seconds. No round can be shorter."""
     return (result.median(kind) or 0.0) + (result.median(kind, "early_s") or 0.0)
 
 
 def flatness(few: Result, many: Result) -> list[Claim]:
-    """Return the ratio of blocked time at many peers to that at few, with the same vector."""
+    """Return the ratio of the blocked time with many peers to that with few peers, for the same vector."""
     claims = []
     for kind in many.kinds():
         at_few, at_many = few.median(kind), many.median(kind)

@@ -1,1 +1,1 @@
-"""Parts that tests and benchmarks share: processes, peers on loopback, liars. The wheel does not contain them."""
+"""Parts that tests and benchmarks share, such as processes, peers on loopback and liars. The wheel leaves them out."""

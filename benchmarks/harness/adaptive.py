@@ -1,4 +1,4 @@
-"""A liar that knows the gates of its victims, and sends the most harmful vectors that still pass.
+"""Provide a liar that knows the gates of its victims, and sends the most harmful vectors that still pass.
 
 It knows more than a real liar could: the exact vectors of its victim, and the state of the victim's gates.
 """
@@ -18,7 +18,7 @@ BELOW, MARGIN = 0.9, 0.02  # of thresholds, because codecs add errors
 
 
 class AdaptiveReplica(GreedyReplica):
-    """A `GreedyReplica` that makes new vectors for each partner. swarm: all replicas, by peer id."""
+    """A `GreedyReplica` that makes new vectors for each partner. `swarm` maps peer ids to all replicas."""
 
     def attack_with(self, attack: Attack, *, seed: int, swarm: Mapping[str, SimulatedReplica]) -> None:
         super().attack_with(attack, seed=seed, swarm=swarm)

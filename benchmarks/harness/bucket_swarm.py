@@ -1,4 +1,4 @@
-"""Directories of many peers in memory, on a virtual clock: the production census and sampler with a dict as the DHT.
+"""Run the production census and sampler of many peers in memory and on a virtual clock, with a dict as the DHT.
 
 Every peer announces itself, reads buckets and looks at other depths as often as `swarm.membership_view` does. Reads
 return exactly what is stored.
@@ -44,7 +44,7 @@ class Stored:
 
 
 class BucketSwarm:
-    """A swarm to change with `join` and `kill`, and to advance with `run`. Each group is separate until `heal`."""
+    """A swarm that `join` and `kill` change and `run` advances. Each group has its own DHT until `heal` is called."""
 
     def __init__(self, seed: int = 0) -> None:
         self.now_s = 0.0
@@ -71,7 +71,7 @@ class BucketSwarm:
             self._at(at_s + FRESHEN_S, "freshen", peer_id)
 
     def settle(self, number: int) -> None:
-        """Add bystanders: peers that joined long ago, are announced at the right depths, and read nothing."""
+        """Add bystanders, which are peers that joined long ago, are announced at the right depths, and read nothing."""
         depth, alike = best_depth(number), Census(random.Random(0))
         while alike.depth != depth or self.now_s < LINGER_S:
             alike.note(number / 2.0**alike.depth, now_s=self.now_s)
@@ -115,7 +115,7 @@ class BucketSwarm:
         self.now_s = until_s
 
     def visible_share(self, member: Member) -> float:
-        """Return the share of other members that this one can draw: those announced at a depth that it reads."""
+        """Return the share of other members that this one can draw, because it reads at the depth of their records."""
         depths = member.census.read_at
         others = [peer for peer in self.members if peer != member.peer_id]
         seen = [any(peer in self._found(member, bucket_of(peer, depth)) for depth in depths) for peer in others]

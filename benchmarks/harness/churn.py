@@ -1,7 +1,7 @@
-"""A swarm of real peers that join, leave and die at random, by a seed, and a report of how they fared.
+"""Run a swarm of real peers that join, leave and die at random times determined by a seed, and report the results.
 
-Each peer is a process with a state folder of its own. A peer that was killed or has left comes back later, with the
-ticket of a live peer. At the end all peers are asked to leave at once.
+Each peer is a process with its own state folder. A peer that was killed or has left comes back later, with the ticket
+of a live peer. At the end, all peers are asked to leave at the same time.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ POLL_S = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The plan of a churn. mean_pause_s: mean time between two events.
+    """The plan of a churn. `mean_pause_s` is the mean time between two events.
 
-    min_living: no peer leaves or is killed unless more than this many train. min_gone: the churn continues beyond
-    `seconds` until this many peers have gone, because peers take long to start on a slow machine.
+    A peer leaves or is killed only while more than `min_living` peers train. The churn continues beyond `seconds` until
+    `min_gone` peers have left or been killed, because peers take long to start on a slow machine.
     """
 
     num_peers: int
@@ -44,7 +44,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One round of one process. `has_others`: it knew of a live peer at the end."""
+    """One round of one process. `has_others` says whether the process knew of a live peer at the end."""
 
     outcome: str
     blocked_s: float
@@ -52,7 +52,7 @@ class Round:
 
     @property
     def kind(self) -> str:
-        """One of swapped, half and solo."""
+        """The outcome: swapped, half or solo."""
         return self.outcome.split()[0].rstrip(":")
 
 
@@ -74,11 +74,11 @@ class Life:
 
     @property
     def trains(self) -> bool:
-        """Whether it has started to train, and so handles SIGTERM as a training peer does."""
+        """Whether the process has started to train, so that it handles SIGTERM as a training peer does."""
         return self.daemon is not None and not self.is_over
 
     def look(self) -> None:
-        """Record the daemon of the peer once it trains."""
+        """Record the daemon of the peer once the peer trains."""
         if self.daemon is None and not self.is_over and self.process.events("round"):
             self.daemon = self.process.find_p2pd()
             if self.daemon:
@@ -94,7 +94,7 @@ class Life:
 
 @dataclass(slots=True)
 class Report:
-    """The result of a churn. Rounds are those of all processes, while they knew of a live peer."""
+    """The result of a churn. It counts the rounds of all processes in which they knew of a live peer."""
 
     joins: int = 0
     leaves: int = 0
@@ -114,7 +114,7 @@ class Report:
 
 
 class Churn:
-    """A churn. `run` takes the time of the plan, plus the time to start and to leave."""
+    """A churn. `run` takes as long as the plan says, plus the time in which peers start and leave."""
 
     def __init__(self, spec: TrainerSpec, plan: Plan, folder: Path) -> None:
         self._spec = spec

@@ -1,4 +1,4 @@
-"""The records of a synthetic swarm of any size, to show the monitor more peers than fit on this machine."""
+"""Make the records of a synthetic swarm of any size, so that the monitor shows more peers than fit on this machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DIGEST = "c0" * 32
 
 
 class Crowd:
-    """A synthetic swarm. `records` returns the content of its directory; the same seed gives the same swarm."""
+    """A synthetic swarm, determined by a seed. `records` returns the content of its directory."""
 
     def __init__(self, num_peers: int, *, began_s: float, seed: int = 0, sketch: str = "") -> None:
         self._rng = random.Random(seed)
@@ -30,7 +30,7 @@ class Crowd:
         self._gone[index] = now_s
 
     def records(self, now_s: float) -> list[tuple[PeerRecord, float]]:
-        """Return (record, age in seconds) of each peer at this Unix time. Live peers have announced within 15 s."""
+        """Return (record, age in seconds) of each peer at this Unix time. Records of live peers are under 15 s old."""
         found = []
         for index, record in enumerate(self.peers):
             phase_s = (index * 0.618 % 1) * TTL_S / 4

@@ -1,6 +1,6 @@
-"""A peer that tries to be every peer's partner: it makes offers to all at once, on many calls, and forges its times.
+"""Provide a peer that tries to be everybody's partner: it makes offers to all at once, on many calls, with false times.
 
-It also accepts every offer. A `Liar` makes its vectors. Swaps are real: its partners treat it like any other peer.
+It also accepts every offer. A `Liar` makes its vectors. Swaps are real: partners treat it as they treat any other peer.
 """
 
 from __future__ import annotations
@@ -54,19 +54,20 @@ class Liar(Protocol):
     def boundary(self, partner: str) -> Boundary: ...
 
     def vectors(self, partner: str) -> dict[SectionName, Tensor]:
-        """Return the vectors of the early part, flat, fp32."""
+        """Return the flat fp32 vectors of the early part."""
         ...
 
     def gradient(self, partner: str) -> Tensor | None:
-        """Return the vector of the late part; None = not yet, ask again in a moment."""
+        """Return the vector of the late part, or None if it is not available yet. In that case, call this again."""
         ...
 
 
 class GreedyPeer:
     """A `gossip.seams.Service` that also makes offers, while `run` runs.
 
-    victims: the peers that get offers. plans: the sections of a swap. num_calls: concurrent calls to each victim.
-    pause_s: from an answer to the next offer of that call. `swaps` counts the committed early parts by partner.
+    `victims` are the peers that get offers, and `plans` are the sections of a swap. `num_calls` is the number of
+    concurrent calls to each victim. `pause_s` is the time from an answer to the next offer of the same call. `swaps`
+    counts the committed early parts for each partner.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class GreedyPeer:
         self._bounds: dict[tuple[str, SectionName], Bounds] = {}
 
     async def run(self) -> None:
-        """Make offers until cancelled."""
+        """Make offers until this task is cancelled."""
         calls: dict[tuple[str, int], asyncio.Task[None]] = {}
         try:
             while True:
@@ -200,7 +201,7 @@ class GreedyPeer:
 
 
 class Noise:
-    """A `Liar` with random vectors, no times, and a place in the run that suits every partner."""
+    """A `Liar` that sends random vectors and no times, and claims a position in the run that suits every partner."""
 
     def __init__(self, lie: Vectors) -> None:
         self._lie = lie
@@ -216,9 +217,9 @@ class Noise:
 
 
 class GreedyNode:
-    """A `GreedyPeer` over gRPC among the peers of `swarm`. Each of its calls has a connection of its own.
+    """A `GreedyPeer` over gRPC among the peers of `swarm`. Each of its calls has its own connection.
 
-    is_listed: whether it has a live record in the directory.
+    `is_listed` says whether it has a live record in the directory.
     """
 
     def __init__(self, swarm: LoopbackSwarm, spec: RunSpec, *, is_listed: bool, pause_s: float = 0.02) -> None:
@@ -259,7 +260,7 @@ class GreedyNode:
 
 
 def count_swaps(peers: list[MemoryPeer], num_rounds: int, *, wait_s: float) -> Iterator[tuple[int, int]]:
-    """Yield (swaps of all `peers`, swaps with a `GreedyNode`) after each round, both counted from the start."""
+    """Yield (number of swaps of all `peers`, number of those with a `GreedyNode`) after each round, since the start."""
     swaps = bad = 0
     vectors = [Vectors.random(seed) for seed in range(len(peers))]
     for index in range(num_rounds):

@@ -1,6 +1,6 @@
-"""Hole punching between peers behind the routers of netlab.py: real sockets in namespaces, and a relay of two pipes.
+"""Punch holes between peers behind the routers of netlab.py, with real sockets in namespaces and a relay of two pipes.
 
-The sockets of a thread belong to the namespace of the thread, so each side has a thread with a loop of its own.
+The sockets of a thread belong to the namespace of the thread, so each side has a thread with its own loop.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BLOCK = bytes(range(256)) * 64
 
 
 class Inside:
-    """A thread in a namespace that runs coroutines, one after the other."""
+    """A thread in a namespace, which runs coroutines one after another."""
 
     def __init__(self, node: Node) -> None:
         self._thread = ThreadPoolExecutor(1)
@@ -89,14 +89,14 @@ class Middle:
 
 @dataclass(frozen=True, slots=True)
 class Met:
-    """How two sides met. `far`: the address that the caller connected to."""
+    """How two sides met. `far` is the address that the caller connected to."""
 
     seconds: float
     far: str
 
 
 class Homes:
-    """A lab with node 0 on the internet and the others behind routers. behind: the routers' numbers, from node 1 on."""
+    """A lab with node 0 on the internet and the others behind routers. `behind[k]` is the router of node k + 1."""
 
     def __init__(
         self, access: Access, routers: Sequence[Router], behind: Sequence[int], *, only_public: bool = True
@@ -118,7 +118,7 @@ class Homes:
         self.lab.close()
 
     def meet(self, caller: int, called: int) -> Met | None:
-        """Connect two nodes (from 1 on) by hole punching, and exchange data; None if no hole opens in time."""
+        """Connect two nodes (not node 0) by hole punching, and exchange data. Returns None if no hole opens in time."""
         calling = self._homes[caller - 1].start(self._side(is_caller=True))
         answering = self._homes[called - 1].start(self._side(is_caller=False))
         sides = calling.result(PATIENCE_S), answering.result(PATIENCE_S)

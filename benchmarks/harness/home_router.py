@@ -1,6 +1,6 @@
-"""Doubles of routers that map ports: NAT-PMP over UDP, and an Internet Gateway Device over SSDP and HTTP.
+"""Provide test doubles of routers that map ports, with NAT-PMP over UDP, or UPnP (IGD) over SSDP and HTTP.
 
-They map nothing. They answer as such routers do, and remember what they were asked.
+The doubles do not map any ports. They answer as such routers do, and remember the requests.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ DESCRIPTION = f"""<?xml version="1.0"?><root xmlns="urn:schemas-upnp-org:device-
 class PmpRouter:
     """A NAT-PMP router on a UDP port of loopback.
 
-    answer: replaces each answer; b"" = silence. lease_s: the longest that it grants. shift: added to the port
-    that was asked for.
+    `answer` replaces every answer; b"" means that there is no answer. `lease_s` is the longest lease that the router
+    grants. `shift` is added to the requested port.
     """
 
     def __init__(self, host: str, *, answer: bytes | None = None, lease_s: int = 7200, shift: int = 0) -> None:
@@ -76,7 +76,7 @@ class PmpRouter:
 
 
 class UpnpRouter:
-    """An Internet Gateway Device at `inside`. `refuses`: the ports that it does not map."""
+    """An Internet Gateway Device at `inside`. It refuses to map the ports in `refuses`."""
 
     def __init__(self, host: str, *, inside: str = "127.0.0.1", refuses: frozenset[int] = frozenset()) -> None:
         self.host, self.inside, self.refuses = host, inside, refuses
@@ -98,7 +98,7 @@ class UpnpRouter:
                 self.wfile.write(body.encode())
 
             def log_message(self, format: str, *args: object) -> None:
-                """Say nothing."""
+                """Log nothing."""
 
         self._http = ThreadingHTTPServer((inside, 0), Handler)
         self._ssdp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)

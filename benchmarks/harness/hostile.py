@@ -1,4 +1,4 @@
-"""Replicas that lie about their vectors, as their attack says, to measure what gates and shares prevent."""
+"""Provide replicas that lie about their vectors according to an attack, to measure what gates and shares prevent."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def streams_of(attack: Attack) -> Wrap:
 
 
 class Alteration:
-    """Alters the true vectors as an attack says."""
+    """Alters the true vectors according to an attack."""
 
     def __init__(self, attack: Attack, *, seed: int) -> None:
         self._attack = attack
@@ -108,7 +108,7 @@ class Lying(Around):
 
 
 class GreedyReplica(SimulatedReplica):
-    """A liar that makes offers to all peers at once, as long as it trains, and accepts every offer."""
+    """A liar that makes offers to all peers at once while it trains, and accepts every offer."""
 
     def attack_with(self, attack: Attack, *, seed: int, swarm: Mapping[str, SimulatedReplica]) -> None:
         self._hidden = Hidden(self._exchange, Alteration(attack, seed=seed))

@@ -1,4 +1,4 @@
-"""Simulated swarms in which some replicas lie; results are those of the honest replicas."""
+"""Simulate swarms in which some replicas lie. Results are those of the honest replicas."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def simulate_hostile(
 ) -> Result:
     """Run `simulate_swarm` with liars, whose attacks are given by replica number.
 
-    are_greedy: liars make offers to all peers at once.
+    If `are_greedy` is true, liars make offers to all peers at once.
     """
 
     def arm(replicas: list[SimulatedReplica]) -> None:

@@ -1,4 +1,4 @@
-"""Identities of tests: the same name gives the same key, and no key is written to a file."""
+"""Make identities for tests. The same name gives the same key, and no key is written to a file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults by peer, round and phase, which a test sets exactly.
+"""Inject faults at the peer, the round and the phase that a test chooses.
 
 injector = Injector().fail_at(peer="a", round=3, phase=Phase.LATE_CHUNK)
 a = swarm.peer("a", **injector.of("a"))
@@ -45,7 +45,7 @@ class Injector:
         self._on_fault = on_fault
 
     def fail_at(self, *, peer: str, round: int, phase: Phase | At, fault: Fault | None = None) -> Injector:
-        """Add a fault at the frame of `phase` in every swap of that round; None = the connection is cut."""
+        """Add a fault at the frame of `phase` in every swap of that round. None means that the connection breaks."""
         plan, at = self._faults.get((peer, round), FaultPlan()), phase.value if isinstance(phase, Phase) else phase
         self._faults[peer, round] = plan.fail_at(at, send=fault or Cut())
         return self

@@ -1,11 +1,11 @@
-"""A slow link on loopback: a TCP proxy that delays, jitters and limits traffic, and can cut or stall it.
+"""Emulate a slow link on loopback with a TCP proxy that delays, jitters and limits traffic, and can cut or stall it.
 
     async with LinkProxy("127.0.0.1:4000", WEAK_4G) as link:
         directory.addresses["b"] = link.address      # others now reach peer b over its weak link
 
 A proxy above TCP cannot lose packets, because TCP repairs loss. The profiles have the rate and the delay of their
 links, not their loss; to measure the effect of loss on a swap, use a link emulator below TCP (`netlab.py`). Loss makes
-TCP behave nearly as if each connection had a rate of its own, however many there are, which `own_rates` emulates.
+TCP behave nearly as if each connection had its own rate, however many connections there are. `own_rates` emulates this.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _Way:
 class LinkProxy:
     """A proxy for `target` (HOST:PORT). Others dial `address`; the counters count delivered bytes.
 
-    own_rates: the rates of the profile apply to each connection, not to all together.
+    If `own_rates` is true, the rates of the profile apply to each connection, not to all connections together.
     """
 
     def __init__(self, target: str, profile: LinkProfile, *, own_rates: bool = False, seed: int = 0) -> None:
@@ -102,11 +102,11 @@ class LinkProxy:
             task.cancel()
 
     def stall(self) -> None:
-        """Drop everything silently until `restore`, like a frozen peer or a lost route."""
+        """Drop all traffic silently until `restore`, as a frozen peer or a lost route does."""
         self._flows.clear()
 
     def restore(self) -> None:
-        """Resume stalled connections, and carry new ones again."""
+        """Resume stalled connections, and accept new ones again."""
         self._is_cut = False
         self._flows.set()
 

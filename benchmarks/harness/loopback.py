@@ -1,4 +1,4 @@
-"""Peers in one process over real gRPC on loopback, with a dict as directory: MemorySwarm with sockets."""
+"""Run peers in one process over real gRPC on loopback, with a dict as the directory: a MemorySwarm with sockets."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from noloco_p2p.testing.peers import MemorySwarm
 class LoopbackSwarm(MemorySwarm):
     """Peers over gRPC in one process, whose directory is `addresses`.
 
-    A test may replace an address by that of a LinkProxy, or by "" for a peer that accepts no calls. `rates` caps peers
-    that are made later: upload and download, in bytes per second.
+    A test may replace an address with that of a LinkProxy, or with "" for a peer that accepts no calls. `rates` limits
+    the upload and download of peers that are made later, in bytes per second.
     """
 
     def __init__(self, spec: Spec, *, deadlines: Deadlines = INTERNET, connections: ConnectionPolicy = POLICY) -> None:

@@ -1,11 +1,11 @@
-"""Routers that translate addresses (NAT), for the links of netlab.py. Pure: no sockets, no clock.
+"""Model routers that translate addresses (NAT), for the links of netlab.py. This module uses no sockets and no clock.
 
 RFC 4787 describes a router by two properties. Its *mapping* says which external port an internal port gets: one for all
 partners ("endpoint"), one per partner address ("address"), or one per partner address and port ("port"). Its
 *filtering* says which senders may reach such a port: all of them, addresses that were sent to, or addresses and ports
 that were sent to. The router drops all other packets silently, and does not return internal packets to the inside (no
 hairpinning). A router behind another one models a home whose carrier shares its addresses. A router may also forward
-all its ports to one node and keep their numbers, as an owner can set it up for a peer that others call.
+all its ports to one node without changing their numbers, as an owner can configure it for a peer that others call.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ FIRST_PORT = 20_000  # external ports, which differ from all internal ones
 class Router:
     """The properties of one router.
 
-    behind: the number of an earlier router that this one is behind; None = it is on the internet. forwards_to: the
-    number of the node that gets all ports; None = no node.
+    `behind` is the number of an earlier router that this one is behind, or None for a router on the internet.
+    `forwards_to` is the number of the node to which all ports are forwarded, or None.
     """
 
     mapping: Breadth
@@ -83,10 +83,10 @@ def outer_address(number: int, router: Router) -> str:
 
 
 class Routers:
-    """All routers of a network. behind: for each node the number of its router, or None.
+    """All routers of a network. `behind` has the number of the router of each node, or None.
 
-    Addresses: node k is 45.77.0.(k + 1) on the internet, and 192.168.r.(k + 1) behind router r. Router r is
-    45.78.0.(r + 1) on the internet, and 100.64.q.(r + 1) behind router q.
+    The address of node k is 45.77.0.(k + 1) on the internet, and 192.168.r.(k + 1) behind router r. The address of
+    router r is 45.78.0.(r + 1) on the internet, and 100.64.q.(r + 1) behind router q.
     """
 
     route = "default"  # the route through the device of a node
@@ -104,7 +104,7 @@ class Routers:
         self._tables: dict[tuple[int, int], _Table] = {}  # by (router, protocol)
 
     def leave(self, frame: bytes, node: int) -> tuple[bytes, int] | None:
-        """Return the packet as translated on its way out, and the node that it would reach; None if there is none."""
+        """Return the packet as it leaves the routers and the node that it reaches, or None if it reaches no node."""
         found = ends_of(frame)
         if found is None:
             return None
@@ -119,7 +119,7 @@ class Routers:
         return None if target is None else (with_ends(frame, source, destination), target)
 
     def arrive(self, frame: bytes) -> bytes | None:
-        """Return the packet as the node receives it; None if a router rejects it."""
+        """Return the packet as the node receives it, or None if a router rejects it."""
         found = ends_of(frame)
         assert found is not None
         protocol, source, destination = found

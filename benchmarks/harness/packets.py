@@ -1,4 +1,4 @@
-"""IPv4 packets from the TUN devices of netlab.py: read their ends and their size, and change their ends."""
+"""Read the endpoints and the size of IPv4 packets from the TUN devices of netlab.py, and change the endpoints."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ End = tuple[bytes, int]  # four bytes of address, and a port
 
 
 def wire_bytes(frame: bytes) -> int:
-    """Return the bytes on the wire of a frame of the TUN device, in which TCP may combine many segments."""
+    """Return how many bytes a frame of the TUN device, in which TCP may combine many segments, takes on the wire."""
     _, segmentation, header_bytes, segment_bytes, _, _ = OFFLOAD_HEADER.unpack_from(frame)
     packet_bytes = len(frame) - OFFLOAD_HEADER.size
     if not segmentation or not segment_bytes:
@@ -24,7 +24,7 @@ def wire_bytes(frame: bytes) -> int:
 
 
 def destination_address(frame: bytes) -> bytes | None:
-    """Return the four bytes of the address; None if the frame is no IPv4 packet."""
+    """Return the four bytes of the address, or None if the frame is not an IPv4 packet."""
     start = OFFLOAD_HEADER.size
     if len(frame) < start + 20 or frame[start] >> 4 != 4:
         return None
@@ -32,7 +32,7 @@ def destination_address(frame: bytes) -> bytes | None:
 
 
 def flow(frame: bytes, *, reverse: bool = False) -> bytes:
-    """Return protocol, addresses and ports of an IPv4 packet; with `reverse`, those of its answer."""
+    """Return the protocol, addresses and ports of an IPv4 packet, or with `reverse` those of its answer."""
     start = OFFLOAD_HEADER.size
     packet = frame[start:]
     header_bytes = 4 * (packet[0] & 15)
@@ -43,7 +43,7 @@ def flow(frame: bytes, *, reverse: bool = False) -> bytes:
 
 
 def ends_of(frame: bytes) -> tuple[int, End, End] | None:
-    """Return (protocol, source, destination) of a TCP or UDP packet; None for any other packet."""
+    """Return (protocol, source, destination) of a TCP or UDP packet, or None for any other packet."""
     start = OFFLOAD_HEADER.size
     if destination_address(frame) is None or frame[start + 9] not in CHECKSUM_AT:
         return None
@@ -53,7 +53,7 @@ def ends_of(frame: bytes) -> tuple[int, End, End] | None:
 
 
 def with_ends(frame: bytes, source: End, destination: End) -> bytes:
-    """Return the packet with other ends, and with both checksums updated (RFC 1624)."""
+    """Return the packet with other endpoints, and with both checksums updated (RFC 1624)."""
     start = OFFLOAD_HEADER.size
     body_at = start + 4 * (frame[start] & 15)
     changed = bytearray(frame)

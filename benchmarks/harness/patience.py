@@ -1,12 +1,12 @@
-"""How long tests wait. Limits exist only to catch a hang.
+"""Define how long tests wait. Limits exist only to detect a hang.
 
 Every wait ends as soon as its condition holds, so a limit costs nothing. It must hold on a machine that is several
-times slower than two free cores: a test with a shorter limit of its own would fail there. A whole test may take the
-time in pyproject.toml, or SLOW_TEST_S if it is marked slow.
+times slower than two free cores: a test with its own, shorter limit would fail there. A whole test may take the time in
+pyproject.toml, or SLOW_TEST_S if it is marked slow.
 
-A limit is not a promise about time, and does not test one. To show that a peer does not wait in vain, a test gives it a
-wait or a deadline of PATIENCE_S, and ends within AT_ONCE_S. Other promises are compared with a deadline of the test, or
-with a time measured in the same run.
+A limit is not a promise about time, and does not test such a promise. To show that a peer does not wait in vain, a test
+gives it a wait or a deadline of PATIENCE_S, and ends within AT_ONCE_S. Other durations are compared with a deadline of
+the test, or with a time that is measured in the same run.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Real peers for tests: each `noloco` command in a process and session of its own, watched through its output.
+"""Run real peers for tests. Each `noloco` command has its own process and session, and is watched through its output.
 
 Nothing here sleeps to synchronise: every wait polls a condition, and has a deadline.
 """
@@ -33,7 +33,7 @@ TICKET_LINE = "noloco join noloco1"
 
 
 def small_spec(name: str, **changes: Any) -> TrainerSpec:
-    """Return the spec of a run with rounds of about a third of a second on one core; `changes` have __ for the dot."""
+    """Return a spec whose rounds take about a third of a second on one core. In `changes`, __ stands for a dot."""
     small = {
         "name": name,
         "model.hidden_size": 64,
@@ -59,7 +59,7 @@ def write_spec(spec: TrainerSpec, folder: Path) -> Path:
 
 
 def until(condition: Callable[[], T | None], *, what: Callable[[], str] | str, timeout_s: float = PATIENCE_S) -> T:
-    """Poll, and return the first true value of `condition`. Raises AssertionError with `what` after the timeout."""
+    """Poll `condition`, and return its first true value. Raises AssertionError with `what` after the timeout."""
     until_s = time.monotonic() + timeout_s
     while not (value := condition()):
         if time.monotonic() > until_s:
@@ -69,7 +69,7 @@ def until(condition: Callable[[], T | None], *, what: Callable[[], str] | str, t
 
 
 def noloco(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run one command to its end, with separate stdout and stderr."""
+    """Run one command until it ends, with separate stdout and stderr."""
     return subprocess.run(
         _command(arguments),
         capture_output=True,
@@ -82,10 +82,10 @@ def noloco(*arguments: str | Path, **environment: str) -> subprocess.CompletedPr
 
 
 class Command:
-    """A running `noloco` command. Use as a context manager, which kills the process at its end in any case.
+    """A running `noloco` command. Use it as a context manager, which always kills the process at the end.
 
-    `namespace`: a network namespace to run in, as `ip netns` lists them. `ranks`: the number of processes that torchrun
-    starts.
+    `namespace` is the network namespace to run in, as listed by `ip netns`. `ranks` is the number of processes that
+    torchrun starts.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class Command:
             raise AssertionError(f"did not end within {timeout_s:.0f} s:\n{self.text}") from None
 
     def find_p2pd(self) -> psutil.Process | None:
-        """Return the libp2p daemon of this peer; None if none is running."""
+        """Return the libp2p daemon of this peer, or None if no daemon is running."""
         children = psutil.Process(self.process.pid).children(recursive=True)
         return next((child for child in children if child.name() == "p2pd"), None)
 
@@ -158,7 +158,7 @@ class Command:
 
 
 class PeerProcess(Command):
-    """A `noloco join TARGET` with its own state folder, on loopback or in a namespace at the address `host`."""
+    """A running `noloco join TARGET` with its own state folder, on loopback or in a namespace at the address `host`."""
 
     def __init__(
         self,
@@ -183,7 +183,7 @@ class PeerProcess(Command):
         return self.wait_for(TICKET_LINE).split()[-1]
 
     def events(self, kind: str) -> list[dict[str, Any]]:
-        """Return the events of one kind from this process, without those of earlier ones in the same folder."""
+        """Return the events of one kind from this process, without those of earlier processes in the same folder."""
         return [event for event in self._read()[self._events_before :] if event["event"] == kind]
 
     @property
@@ -206,7 +206,7 @@ class PeerProcess(Command):
         return until(found, timeout_s=timeout_s, what=lambda: f"{kind} {fields} of\n{self.text}")
 
     def round_where(self, condition: Callable[[dict[str, Any]], bool], *, after: int = 0) -> dict[str, Any]:
-        """Wait for a round of this process that fulfils a condition, after the first `after` rounds."""
+        """Wait for a round of this process that meets a condition, after the first `after` rounds."""
 
         def found() -> dict[str, Any] | None:
             return next(filter(condition, self.events("round")[after:]), None)
@@ -214,7 +214,7 @@ class PeerProcess(Command):
         return until(found, what=lambda: f"such a round in\n{self.text}")
 
     def swap_with(self, other: PeerProcess, *, after: int = 0) -> dict[str, Any]:
-        """Wait for a round with a swap with another process, after the first `after` rounds."""
+        """Wait for a round in which this process swaps with another one, after the first `after` rounds."""
         wanted = f"swapped with ..{other.peer_id[-6:]}"
         return self.round_where(lambda event: event["last_outcome"] == wanted, after=after)
 

@@ -1,4 +1,4 @@
-"""Replicas that apply the outcomes of rounds, to check that each part is applied completely or not at all."""
+"""Provide replicas that apply the outcomes of rounds, to check that each part is applied completely or not at all."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Replica:
         self.state.step(None if isinstance(outcome, Alone) else outcome.received)
 
     def numbers(self) -> Tensor:
-        """Return all that a swap may change: slow weights, momentum, the model's weights."""
+        """Return everything that a swap may change: the slow weights, the momentum and the model's weights."""
         return torch.cat([*self.state.tensors().values(), self.state.parameters.read(0, self.state.num_elements)])
 
 
@@ -64,7 +64,7 @@ class Pair:
         return cls(*([Replica(seed, outer=outer) for seed in (1, 2)] for _ in range(2)))
 
     def train(self) -> list[Vectors]:
-        """Train both for a round, after the twins take over their states, and return the vectors that they swap."""
+        """Train the replicas, and twins that first take over their states. Return the vectors of the replicas."""
         for replica, twin in zip(self.replicas, self.twins, strict=True):
             twin.state.take(replica.state.tensors())
             twin.train()

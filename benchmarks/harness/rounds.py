@@ -1,4 +1,4 @@
-"""Rounds of peers without a model: seeded vectors, one thread per peer, and the calls of the exchange."""
+"""Run rounds of peers without a model, with vectors from a seed, one thread per peer, and the calls of the exchange."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Vectors:
-    """The vectors that one peer swaps in a round: flat, fp32, of one size."""
+    """The vectors that one peer swaps in a round, which are flat fp32 vectors of the same size."""
 
     slow_weights: Tensor
     outer_momentum: Tensor
@@ -53,7 +53,7 @@ def end_round(peer: MemoryPeer, vectors: Vectors, *, wait_s: float) -> Outcome:
 def one_round(
     peers: Sequence[MemoryPeer], vectors: Sequence[Vectors], *, wait_s: float, round_index: int = 0
 ) -> list[Outcome]:
-    """Run one round of all peers, each in a thread of its own. All open the round before any ends it."""
+    """Run one round of all peers, each in its own thread. All peers open the round before any of them ends it."""
     opened = Barrier(len(peers))
 
     def take(peer: MemoryPeer, own: Vectors) -> Outcome:
@@ -65,7 +65,7 @@ def one_round(
 
 
 def together(*calls: Callable[[], T]) -> list[T]:
-    """Run each call in a thread of its own, and return the results. Raises what a call raises."""
+    """Run each call in its own thread, and return the results. An exception in a call is raised again."""
     with ThreadPoolExecutor(len(calls)) as threads:
         return [future.result(PATIENCE_S) for future in [threads.submit(call) for call in calls]]
 

@@ -1,4 +1,4 @@
-"""A hub on loopback: the routes of the Hugging Face Hub that data sets, models and pushes need, over real HTTP.
+"""Serve the routes of the Hugging Face Hub that data sets, models and pushes need, over real HTTP on loopback.
 
 with SmallHub({"lab/texts": {"train-0.jsonl": b"..."}}) as hub: run a command with hub.environment
 """
@@ -31,7 +31,7 @@ FILE = re.compile(r"/(?:datasets/)?(?P<name>[^/]+/[^/]+)/resolve/[^/]+/(?P<path>
 
 
 class SmallHub:
-    """A hub with `files`, by repository and path. `failures`: the number of next requests of a path that get a 503.
+    """A hub with `files` by repository and path. `failures` says how many of the next requests for a path get a 503.
 
     Pushes of a client with TOKEN are added to `files`; `private` lists the private repositories that pushes created.
     """
@@ -111,7 +111,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._error(HTTPStatus.NOT_FOUND, "EntryNotFound")
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Log nothing, since tests read `asked`."""
+        """Log nothing, because tests read `asked`."""
 
     def _body(self) -> bytes:
         if self.headers.get("Transfer-Encoding") != "chunked":

@@ -1,4 +1,4 @@
-"""Run specs for tests: small, exact on the wire, and with every section that a swap can have."""
+"""Provide run specs for tests. They are small, their codecs are exact, and swaps have every possible section."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Results of a swap, made from vectors without a network, for tests of their use."""
+"""Make the results of swaps from vectors, without a network, for tests that use such results."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def received(
     codec: CodecSpec = FP32,
     agreed: Agreement = EVEN,
 ) -> Received:
-    """Return the result of a swap of the sections in `own`: flat fp32 vectors of one size, without modulo codecs."""
+    """Return the result of a swap of the sections in `own` (flat fp32 vectors of one size) without modulo codecs."""
     num_elements = next(iter(own.values())).numel()
     sections = {}
     for plan in section_plans(codec, swap_momentum=True, num_elements=num_elements):

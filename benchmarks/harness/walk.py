@@ -1,7 +1,7 @@
-"""Peers without a model on a virtual clock: the rounds and swaps of real peers, with short vectors.
+"""Run the rounds and swaps of real peers without a model, on a virtual clock and with short vectors.
 
-Training takes virtual time but no work, so a thousand peers fit in one process. Only swaps change a vector (by plain
-averaging), which shows how fast the resulting pairs mix the swarm.
+Training takes virtual time but no computation, so a thousand peers fit in one process. Only swaps change a vector (by
+plain averaging), which shows how fast the resulting pairs mix the swarm.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ VIEW_S = 10.0  # interval at which one of two buckets is replaced, as in `swarm.
 class Walk:
     """The number and speed of peers and the length of their run.
 
-    speeds: one per peer, reused from the start. is_in_step: all start at once; otherwise each waits for up to a round.
-    late_parts_stall: outer gradients never arrive, and no error is raised.
+    `speeds` has one item per peer; if there are fewer items, they are repeated. If `is_in_step` is true, all peers
+    start at once; otherwise, each of them waits for up to a round. If `late_parts_stall` is true, outer gradients never
+    arrive, and no error is raised.
     """
 
     num_peers: int
@@ -73,7 +74,7 @@ class WalkResult:
     vectors: list[tuple[float, Tensor]]  # (virtual seconds, one row per peer), once per round at speed 1
 
     def in_two_swaps(self) -> list[Walked]:
-        """Return rounds whose partner reports a swap with another peer in that round of its own. There must be none."""
+        """Return the rounds whose partner reports a swap with another peer for its round. There must be none."""
         by_round = {(each.peer, each.round): each for each in self.rounds}
         pairs = ((each, by_round.get((each.partner, each.partner_round))) for each in self.rounds if each.partner)
         return [each for each, other in pairs if other and other.partner not in ("", each.peer)]
@@ -149,7 +150,7 @@ class _Walker:
         walkers.network.add(name, stack.service, wrap=wrap)
 
     async def run(self, seconds: float) -> None:
-        """Take whole rounds until the time is over."""
+        """Run whole rounds until the time is over."""
         plan = self.walkers.plan
         if not plan.is_in_step:
             await asyncio.sleep(self.rng.uniform(0.0, plan.inner_steps * self.step_s))
@@ -191,7 +192,7 @@ class _Walker:
         return outcome, False
 
     def correct(self, correction: Correction) -> None:
-        """Do nothing, since gradients are zero."""
+        """Do nothing, because gradients are zero."""
 
 
 class _CountingTransport:

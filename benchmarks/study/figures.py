@@ -1,14 +1,14 @@
-"""Keep the figures that pages quote from benchmarks/results up to date. Each stands in a phrase of its page.
+"""Keep the figures that pages quote from benchmarks/results up to date. Each figure is part of a phrase of its page.
 
     python benchmarks/study/quoted.py [--check]
 
-`quoted.py` lists the phrases. A phrase is the text of the page with a format in place of each figure: "keep {:.2f} of
-their rate". Line breaks in the page do not matter. A phrase without a format holds numbers that were not measured:
-settings, targets, arithmetic.
+`quoted.py` lists the phrases. A phrase is text of the page with a format in place of each figure, such as "keep {:.2f}
+of their rate". Line breaks in the page do not matter. A phrase without a format contains numbers that were not
+measured, such as settings, targets and results of arithmetic.
 
-Without --check the script writes the figures of the current results into the pages. With it, the script reports every
-figure that differs from the results, every phrase that its page lacks, and every percentage and decimal number that is
-in no phrase, table of `tables.py` or code.
+Without --check, the script writes the figures of the current results into the pages. With --check, it reports every
+figure that differs from the results, every phrase that is missing from its page, and every percentage and decimal
+number that is not in a phrase, in a table of `tables.py` or in code.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ NOT_PROSE = re.compile(r"```.*?```|`[^`\n]*`|<!-- (\w+) -->.*?<!-- /\1 -->|\]\([
 
 @dataclass(frozen=True, slots=True)
 class Phrase:
-    """A piece of a page: `template` with a format for each of `values`."""
+    """A piece of a page. `template` has a format for each of `values`."""
 
     template: str
     values: tuple[float, ...]
 
     def pattern(self) -> re.Pattern[str]:
-        """Return a pattern with a group per figure. Where the template has a space, the page may have a line break."""
+        """Return a pattern with a group for each figure. Spaces in the template also match line breaks in the page."""
         parts = []
         for text, field, *_ in Formatter().parse(self.template):
             parts.append(r"\s+".join(re.escape(word) for word in re.split(r"\s+", text)))
@@ -51,7 +51,7 @@ class Phrase:
         return [format(value, spec) for value, spec in zip(self.values, formats, strict=True)]
 
     def write(self, found: re.Match[str]) -> str:
-        """Return the found piece of the page with the current figures."""
+        """Return the piece of the page that was found, with the current figures."""
         text, start = found[0], found.start()
         for index, figure in reversed([*enumerate(self.figures(), 1)]):
             first, last = found.start(index) - start, found.end(index) - start
@@ -72,7 +72,7 @@ def result(name: str) -> Any:
 
 
 def claim(name: str, text: str) -> float:
-    """Return the value of the claim `text`, or of the only one that begins with it. Raises ValueError otherwise."""
+    """Return the value of the claim `text`, or of the only claim that begins with it. Otherwise, raise ValueError."""
     values = {row["claim"]: row["value"] for row in result(name)}
     if text not in values:
         (text,) = (claim for claim in values if claim.startswith(text))
@@ -80,7 +80,7 @@ def claim(name: str, text: str) -> float:
 
 
 def line(name: str, pattern: str) -> float:
-    """Return the number in the group of `pattern`, from a results file in plain text. Raises ValueError."""
+    """Return the number that the group of `pattern` matches in a plain-text results file. Raises ValueError."""
     text = (RESULTS / name).read_text(encoding="utf-8")
     found = re.search(pattern, text, re.MULTILINE)
     if found is None:
@@ -101,7 +101,7 @@ def loss(name: str, case: str, *seeds: int) -> float:
 
 
 def above(value: float, other: float) -> float:
-    """Return by how many per cent `value` is above `other`."""
+    """Return by how many per cent `value` exceeds `other`."""
     return 100 * (value / other - 1)
 
 
@@ -127,7 +127,7 @@ def check(name: str, phrases: Sequence[Phrase]) -> Iterator[str]:
 
 
 def check_transcript(name: str, result_name: str) -> Iterator[str]:
-    """Yield the lines of a page's code block with a merged model that the output of `noloco demo` does not contain."""
+    """Yield the lines of a page's transcript of `noloco demo` that are missing from the output of the demo."""
     lines = {"...", *(RESULTS / result_name).read_text(encoding="utf-8").splitlines()}
     for block in re.findall(r"^```\n(.*?)^```", (ROOT / name).read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE):
         if "merged model" in block:

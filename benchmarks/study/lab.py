@@ -1,23 +1,23 @@
-"""Compare all rules fairly: each with its published settings, and with the best that one search for all finds.
+"""Compare all rules fairly, each with its published settings and with the best settings that the same search finds.
 
     python benchmarks/study/lab.py search|tokens|bytes|time|target|churn [--jobs 2] [--steps 400] [--results FILE]
 
 Run `search` first. Every other command makes one table of docs/results.md: it does the missing runs and prints the
-table. Each run is appended to the results at once, and a repeated command continues where it stopped. At the start a
-command prints the number of missing runs and the hours of one core that they take. --steps sets another length for all
-schedules, for experiments.
+table. Each run is appended to the results at once, and a command that is repeated continues where it stopped. At the
+start, a command prints the number of missing runs and how many core hours they take. For experiments, --steps sets
+another length for all schedules.
 
-**The search** uses the toy with 8 replicas, seed 0 and 400 steps. A rule has BUDGET = 40 runs. Rules are compared under
-two caps on the bytes that a replica sends, about a tenth and a hundredth of ddp's bf16 gradients (0.36 and 0.036 bytes
-per parameter and inner step; closing rounds come on top). Each setting has the shortest rounds that its codec allows
-under the cap. The 40 runs are 16 for Muon under the first cap, and 8 each for Muon under the second and for AdamW under
-both; ddp and `local`, which have no cap, have 20 for each optimizer. A search descends coordinate by coordinate, from
-the published settings: it moves to the next value of a coordinate as long as the loss falls, first up and then down,
-and ends when no coordinate moves or the runs are used up. The second cap starts where the first ended, and AdamW starts
-from the outer settings of Muon. The loss is the validation loss of slow weights at the end of the schedule, averaged
-over the replicas.
+**The search** uses the toy model with 8 replicas, seed 0 and 400 steps. A rule has BUDGET = 40 runs. Rules are compared
+under two caps on the bytes that a replica sends, which are about a tenth and a hundredth of ddp's bf16 gradients (0.36
+and 0.036 bytes per parameter and inner step, without closing rounds). Each setting has the shortest rounds that its
+codec allows under the cap. The 40 runs are divided into 16 for Muon under the first cap, 8 for Muon under the second
+cap, and 8 for AdamW under each cap; ddp and `local`, which have no cap, have 20 runs for each optimizer. A search
+descends coordinate by coordinate from the published settings. It moves to the next value of a coordinate as long as the
+loss falls, first up and then down. It ends when no coordinate moves or the runs are used up. The search under the
+second cap starts where the first one ended, and AdamW starts from the outer settings of Muon. The loss is the
+validation loss of the slow weights at the end of the schedule, averaged over the replicas.
 
-**The winners** and all published settings then run with the three seeds in SEEDS, none of which is that of the search.
+**The winners** and all published settings then run with the three seeds in SEEDS, none of which is used in the search.
 The finalists, which are the better one of Muon and AdamW for each rule and cap, also run with 4 and 16 replicas and,
 with one seed, with a model of 0.9M parameters.
 """
@@ -73,7 +73,7 @@ FAILED = math.inf  # the loss of a run that diverged
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A rule with its settings. codec: of a ring, or of slow weights and outer gradients, such as "modulo8+int4"."""
+    """A rule with its settings. `codec` names the codec of a ring, or both codecs of a swap ("modulo8+int4")."""
 
     rule: str
     optimizer: str
@@ -111,7 +111,7 @@ class Setting:
         return bytes_of(self)
 
     def words(self) -> str:
-        """Describe all that differs between the settings of a family."""
+        """Describe everything that differs between the settings of a family."""
         outer = f"{self.inner_steps} steps, {self.alpha:g} {self.beta:g}"
         gamma = f" {self.gamma:g}" if self.rule == NOLOCO else ""
         nesterov = " Nesterov" if self.rule == "diloco-nesterov" else ""
@@ -133,8 +133,9 @@ START_RATES = {"muon": 16e-3, "adamw": 4e-3}  # from earlier studies
 class Family:
     """A rule as the tables name it.
 
-    published: the settings of its authors, with learning rates of the toy. starts: where the search starts, with Muon.
-    coordinates: field -> its values in order; `beta` of NoLoCo also sets gamma.
+    `published` has the settings of its authors, with learning rates for the toy. `starts` has the settings from which
+    the search starts, with Muon. `coordinates` maps each field to its values in order; `beta` of NoLoCo also sets
+    gamma.
     """
 
     published: Mapping[str, Setting]
@@ -220,12 +221,12 @@ class Run:
     model: str = "toy"
 
     def cost(self) -> float:
-        """Return the estimated core seconds of the inner steps of all replicas."""
+        """Estimate how many core seconds the inner steps of all replicas take."""
         return self.replicas * self.steps * SECONDS_A_STEP[self.model]
 
 
 class Lab:
-    """The finished runs, in a file with one JSON object per line, and the means to do further runs."""
+    """The finished runs, in a file with one JSON object per line. Further runs can be added."""
 
     def __init__(self, path: Path, *, jobs: int = 1, steps: int = STEPS, may_run: bool = True) -> None:
         self.path = path
@@ -240,7 +241,7 @@ class Lab:
             self.rows[Run(Setting(**row["setting"]), **{name: row[name] for name in RUN_FIELDS})] = row
 
     def loss(self, run: Run) -> float:
-        """Return the loss of a run, which is done first if it is missing."""
+        """Return the loss of a run. If the run is missing, do it first."""
         self.complete([run])
         return self.rows[run]["loss"] or FAILED
 
@@ -284,7 +285,7 @@ KEPT = ("loss", "worst_loss", "merged_loss", "spread", "sent_per_parameter_step"
 
 
 def perform(run: Run) -> tuple[Run, dict[str, Any]]:
-    """Do a run, and return its result. A loss of None means that it diverged."""
+    """Do a run, and return its result. A loss of None means that the run diverged."""
     torch.set_num_threads(1)
     sized = SMALL if run.model == "small" else {}
     case = Case(
@@ -329,7 +330,7 @@ def descend(
 
 
 def climb(line: Sequence[Setting], start: int, value_of: Callable[[Setting], float]) -> Setting:
-    """Move along the line as long as the loss falls, up or else down, and return the best setting."""
+    """Move along the line as long as the loss falls, upwards or else downwards, and return the best setting."""
     for ahead in (line[start + 1 :], line[:start][::-1]):
         best = line[start]
         for candidate in ahead:
@@ -375,7 +376,7 @@ def searched(lab: Lab, family: Family, tried: set[Setting]) -> Winners:
 
 
 def search(name: str, results: Path, steps: int) -> list[str]:
-    """Search one family in a process of its own, and describe its winners."""
+    """Search one family in a separate process, and describe its winners."""
     found = winners(Lab(results, steps=steps), name)
     return [f"best {name}, {optimizer}, {cap}: {setting.words()}" for (optimizer, cap), setting in found.items()]
 
@@ -393,7 +394,7 @@ def entrants(lab: Lab) -> dict[str, Setting]:
 
 
 def finalists(lab: Lab) -> dict[tuple[str, str | None], Setting]:
-    """Return, by (family, cap), the winner with the optimizer that did better in the search."""
+    """Return, for each (family, cap), the winner with the optimizer that did better in the search."""
 
     def searched_loss(setting: Setting) -> float:
         return lab.loss(Run(setting, SEARCH_SEED, steps=lab.steps))
@@ -412,9 +413,9 @@ def fitting(steps: float, inner_steps: int) -> int:
 
 
 def best_at(lab: Lab, name: str, inner_steps: int) -> Setting:
-    """Return the best setting with Muon for a round length. A family without a cap has no round length.
+    """Return the best setting with Muon for a round length. Families without a cap have no round length.
 
-    It has no closing rounds: they would take up to half of such a short schedule, but little of one of 25,000 steps.
+    It has no closing rounds, which would take up to half of such a short schedule, but little of one of 25,000 steps.
     """
     found = winners(lab, name)
     if not FAMILIES[name].is_capped:
@@ -439,11 +440,11 @@ class Place:
                 yield setting, clock
 
     def steps_in_time(self, lab: Lab, clock: Clock) -> float:
-        """Return the inner steps that fit into the time in which a card alone takes `lab.steps`."""
+        """Return how many inner steps fit into the time in which a single card takes `lab.steps` steps."""
         return (lab.steps * self.size.step_s - clock.closing_s) / clock.step_s
 
     def schedules(self, lab: Lab, name: str) -> dict[Setting, int]:
-        """Return the steps of the longest whole schedule that fits, by setting."""
+        """Return, for each setting, the number of steps of the longest whole schedule that fits."""
         fits = {
             setting: fitting(self.steps_in_time(lab, clock), setting.inner_steps)
             for setting, clock in self.candidates(lab, name)
@@ -451,14 +452,14 @@ class Place:
         return {setting: steps for setting, steps in fits.items() if steps >= 10}
 
     def choice(self, lab: Lab, name: str) -> tuple[Setting, int] | None:
-        """Return the setting and schedule with the lowest loss on the seed of the search; None if none fits."""
+        """Return the setting and schedule with the lowest loss on the seed of the search, or None if none fits."""
         schedules = self.schedules(lab, name)
         losses = {setting: lab.loss(Run(setting, SEARCH_SEED, steps=steps)) for setting, steps in schedules.items()}
         best = min(losses, key=losses.__getitem__, default=None)
         return None if best is None else (best, schedules[best])
 
     def setting(self, lab: Lab, name: str) -> Setting | None:
-        """Return the setting whose schedules are compared with a target; None if no setting can run here."""
+        """Return the setting whose schedules are compared with a target, or None if no setting can run on this link."""
         chosen = self.choice(lab, name)
         return chosen[0] if chosen else next((setting for setting, _ in self.candidates(lab, name)), None)
 
@@ -502,7 +503,7 @@ def need_time(lab: Lab) -> Iterator[Run]:
 
 
 def schedules_of(lab: Lab, setting: Setting) -> list[int]:
-    """Return the lengths of the schedules of `target`, the shortest first."""
+    """Return the lengths of the schedules of `target` in ascending order."""
     fits = (fitting(steps * lab.steps / STEPS, setting.inner_steps) for steps in SCHEDULES)
     return [steps for steps in dict.fromkeys(fits) if steps >= 10]
 

@@ -1,17 +1,19 @@
-"""Compute how long a round of each rule takes, for a model size and a link: the clock of the lab.
+"""Compute how long a round of each rule takes for a model size and a link. This is the clock of the lab.
 
     python benchmarks/study/lab_clock.py      # measures coding on one core, and writes results/lab_coding.json
 
-The lab takes its losses from the toy and its times from here. A card delivers FLOP_PER_S, and an inner step takes 6
-FLOP per parameter and token. All replicas have the same card and the same link, which carries both directions at once.
+The lab gets its losses from the toy model and its times from this module. A card delivers FLOP_PER_S, and an inner step
+takes 6 FLOP per parameter and token. All replicas have the same card and the same link, which carries both directions
+at once.
 
     ddp      the ring overlaps with the backward, which is two thirds of a step
     DiLoCo   all replicas wait for the ring after the inner steps, as in PRIME
     NoLoCo   the early part travels during the inner steps, and both partners wait for the late part
 
-Sending and coding overlap chunk by chunk: an exchange takes as long as the slower of the two, plus its delays.
-`tests/unit/study/test_lab.py` compares the rounds of NoLoCo with those of the simulated swarm. The clock does not model
-rounds of NoLoCo whose early part takes more than FILL of them: partners then wait for it and miss each other.
+Sending overlaps with encoding and decoding, chunk by chunk. An exchange takes as long as the slower of the two, plus
+its delays. `tests/unit/study/test_lab.py` compares the rounds of NoLoCo with those of the simulated swarm. The clock
+does not model rounds of NoLoCo whose early part takes more than the fraction FILL of the round: partners then wait for
+this part and miss each other.
 """
 
 from __future__ import annotations
@@ -66,8 +68,8 @@ SIZES = (Size("125M", 125_000_000, 65_536), Size("1B", 1_000_000_000, 65_536))  
 class Clock:
     """The times of one rule with its spec, size and link.
 
-    step_s: of an inner step, waits included. closing_s: after the schedule. is_hidden: whether the early part of a swap
-    fits beside the inner steps.
+    `step_s` is the duration of an inner step including waits, and `closing_s` is the time after the schedule.
+    `is_hidden` says whether the early part of a swap takes no longer than the inner steps.
     """
 
     step_s: float
@@ -81,7 +83,7 @@ class Clock:
 def clock_of(
     rule: str, spec: TrainerSpec, size: Size, link: LinkProfile, *, num_replicas: int, coding_s: float
 ) -> Clock:
-    """Return the clock of a rule. coding_s: time to encode one element and to decode two, see `coding`."""
+    """Return the clock of a rule. `coding_s` is the time to encode one element and to decode two (see `coding`)."""
     bytes_per_s = min(link.up_mbit_s, link.down_mbit_s) * 1e6 / 8
     delay_s = link.delay_ms / 1e3 + link.jitter_ms / 2e3
 
@@ -130,7 +132,7 @@ def coding() -> float:
 
 
 def measure_coding() -> dict[str, float]:
-    """Measure ns to encode one element and decode two on one core, by codec: the cost of a partner or a ring hop."""
+    """Measure how many ns it takes to encode one element and decode two, by codec, as a partner or a ring hop does."""
     torch.set_num_threads(1)
     values = torch.randn(CHUNK_ELEMENTS, generator=torch.manual_seed(0))
     found = {}

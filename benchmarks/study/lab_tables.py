@@ -1,8 +1,8 @@
-"""The tables of the lab, from benchmarks/results/lab.jsonl; `tables.py` writes them into docs/results.md.
+"""Make the tables of the lab from benchmarks/results/lab.jsonl. `tables.py` writes them into docs/results.md.
 
 Every table of losses is followed by a table that compares this project with each other rule. A verdict needs all seeds
-on one side: "loses" and "ahead" hold with every seed, and anything else is "undecided". Two equal rules have three
-seeds on one side in a quarter of all cases, and the page says so.
+on one side: "loses" and "ahead" are true for every seed, and anything else is "undecided". If two rules are equal,
+three seeds are on one side in a quarter of all cases, which the page mentions.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ SEVERAL = 3  # seeds that a verdict needs
 
 
 def losses(lab: Lab, setting: Setting, **options: object) -> list[float]:
-    """Return one loss for each seed of the lab that was run and did not diverge."""
+    """Return one loss for each seed of the lab whose run exists and did not diverge."""
     runs = (Run(setting, seed, **options) for seed in SEEDS)  # pyright: ignore[reportArgumentType]
     return [lab.rows[run]["loss"] for run in runs if run in lab.rows and lab.rows[run]["loss"] is not None]
 
@@ -70,7 +70,7 @@ def compared(ours: Sequence[float], theirs: Sequence[float]) -> str:
 
 
 def verdicts(groups: Mapping[str, Mapping[str, Sequence[float]]]) -> list[str]:
-    """Return a table with a column for each other family. `groups` maps place -> family -> losses, one per seed."""
+    """Return a table with a column for each other family. `groups` maps place -> family -> losses (one per seed)."""
     others = [name for name in FAMILIES if name != OURS]
     rows = [
         (where, *(compared(found[OURS], found[name]) if found.keys() >= {OURS, name} else "-" for name in others))
@@ -80,7 +80,7 @@ def verdicts(groups: Mapping[str, Mapping[str, Sequence[float]]]) -> list[str]:
 
 
 def best_rows(lab: Lab, **options: object) -> dict[str, dict[str, list[float]]]:
-    """Return 'optimizer, cap' -> family -> losses of its winner. Families without a cap are listed under every cap."""
+    """Return 'optimizer, cap' -> family -> losses of the winner. Families without a cap are listed under every cap."""
     rows = {tuple(name.split("; ")): setting for name, setting in entrants(lab).items()}
     found: dict[str, dict[str, list[float]]] = {}
     for optimizer, cap in product(("muon", "adamw"), CAPS):
@@ -218,7 +218,7 @@ def to_targets(lab: Lab) -> list[str]:
 
 @cache
 def to_reach(lab: Lab, place: Place, name: str, target: float) -> tuple[float, int] | None:
-    """Return seconds and inner steps of the shortest schedule of `name` that ends at or below `target`, or None."""
+    """Return the seconds and inner steps of the shortest schedule of `name` that ends at or below `target`, or None."""
     setting = place.setting(lab, name)
     if setting is None:
         return None
@@ -266,7 +266,7 @@ LAB_TABLES: Mapping[str, Callable[[Lab], list[str]]] = {
 
 
 def from_results(make: Callable[[Lab], list[str]]) -> list[str]:
-    """Return the table, or a line in its place while a run that the choice of settings needs is missing."""
+    """Return the table, or a line in its place if a run is missing that the choice of settings needs."""
     try:
         return make(of_results())
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""Find out why late corrections cost loss although they do not move the mean: experiments that separate the causes.
+"""Find out why late corrections increase the loss although they do not move the mean, with one experiment per cause.
 
     python benchmarks/study/lateness.py quadratic|toy|curvature [--steps 200] [--seeds 0] [--json FILE]
 
@@ -95,14 +95,15 @@ RATE, MUON_RATE = 4e-3, 24e-3
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One variant of the swap. late: steps between a boundary and its correction, at most a round; 0 = waiting.
+    """One variant of the swap.
 
-    part: the part of the correction that is late; the rest is added at the boundary. adds: what is added late, which
-    is c itself, nothing, or the remaining distance of the partners along c. group: the replicas that mix, a pair or
-    all. mixes: the slow weights that mix, which are those of the start of the round, those with all corrections since,
-    or those without the last correction even if that was not late. counts_from: the weights that the late part is
-    relative to, which are the slow weights with all corrections or those that travelled. solo: the share of rounds in
-    which a replica has no partner.
+    `late` is the number of steps between a boundary and its correction, which is at most a round, or 0 for waiting.
+    `part` is the part of the correction that is late; the rest is added at the boundary. `adds` says what is added
+    late: c itself, nothing, or the remaining distance of the partners along c. `group` says which replicas mix: a pair
+    or all of them. `mixes` says which slow weights mix: those at the start of the round, those with all corrections
+    since then, or those without the last correction, even if it was not late. `counts_from` says to which weights the
+    late part is relative: the slow weights with all corrections, or those that were sent. `solo` is the share of rounds
+    in which a replica has no partner.
     """
 
     case: str
@@ -150,7 +151,7 @@ VARIANTS = [
 
 
 def pairs(rng: random.Random, present: Sequence[int]) -> Tensor:
-    """Draw pairs, and return the matrix whose row i averages the pair of replica i; alone, i keeps its own."""
+    """Draw pairs, and return the matrix whose row i averages the pair of replica i. A replica alone keeps its own."""
     order, matrix = rng.sample(present, len(present)), torch.eye(REPLICAS)
     for one, other in zip(order[::2], order[1::2], strict=False):
         matrix[[one, one, other, other], [one, other, one, other]] = 0.5
@@ -244,7 +245,7 @@ class Toy:
 
     @staticmethod
     def along(left: Tensor, correction: Tensor) -> Tensor:
-        """Return the component of `left` along the correction; both (replicas, elements of one parameter).
+        """Return the component of `left` along the correction. Both have shape (replicas, elements of one parameter).
 
         All replicas use the same share, so the mean does not move.
         """
@@ -323,11 +324,11 @@ CURVATURES = (
 
 
 def quadratic() -> list[dict[str, Any]]:
-    """Return, for each curvature, the mean square distance of replicas from their mean, relative to that of waiting.
+    """Return, for each curvature, the mean square distance of replicas from their mean, relative to that when waiting.
 
-    8 replicas, 4,000 copies of each direction, rate 1, gradients with unit noise. 40 rounds forget the start, and 40
-    rounds are measured after each step. `rest` is r = (1 - e l)^L; `predicted` is the one that H1 expects to be nearer
-    to waiting.
+    There are 8 replicas and 4,000 copies of each direction. The rate is 1, and gradients have unit noise. After 40
+    rounds, in which the start is forgotten, 40 rounds are measured after each step. `rest` is r = (1 - e l)^L, and
+    `predicted` is the variant that H1 expects to be nearer to waiting.
     """
     rows = []
     for curvature in CURVATURES:
@@ -376,7 +377,7 @@ def trained(variant: Variant, steps: int, seed: int) -> dict[str, Any]:
 
 
 def curvature(variant: Variant, steps: int, seed: int) -> dict[str, Any]:
-    """Measure the curvature during a run, always on the same batch: the first data that a replica saw."""
+    """Measure the curvature during a run, always on the same batch, which is the first data that a replica saw."""
     toy, found, before = Toy(variant, steps=steps, seed=seed), {}, 0
     data = [toy.material.batches(peer_name(number), replica=number) for number in range(2)]
     batches = [torch.cat([next(each) for _ in range(4)]) for each in data]

@@ -2,24 +2,24 @@
 
     python benchmarks/study/leads.py [--seeds 0,1,2] [--json FILE]
 
-Each such change is a lead. The script prints one line per case. With --json the file is written after every case, and
-cases in it are not run again.
+Each such change is a lead. The script prints one line per case. With --json, the file is written after every case, and
+cases that it already contains are skipped.
 
 **Setting.** The toy with Muon at 24e-3, 0 1 1, modulo8 and int4, 80 rounds of 5 steps, waiting, closing rounds, 8
-replicas, 400 steps. With the same seed a lead and today's swap have the same start and the same data.
+replicas, 400 steps. With the same seed, a lead and today's swap have the same start and the same data.
 
 **Budget.** Stated before the first run. Every lead has three seeds and at most five runs of 8 replicas: a lead with a
 setting has two values on seed 0, and the better of them runs on the other seeds. `draw` also runs with 4 replicas,
-where the gain should be largest. About 13 minutes of a core.
+where the gain should be largest. This takes about 13 minutes on one core.
 
 **Decision.** Stated before the first run. A lead is kept if it ends lower than today's swap in each of the three seeds,
 each time by more than the standard deviation of today's losses over the three seeds. Anything less is "no gain".
 
 draw: `Pairing` draws uniformly from all live peers; the lead draws from the half that it met longest ago. As today, a
     peer that waits for this one goes first. If no peer of that half has time, the lead draws from all peers.
-align A: an inner step is (1 - A) times the own one plus A times the mean step of the pair in its last round (after
-    arXiv 2510.27403, which mixes directions before the step). Both partners know that mean when a round begins.
-quasi-global A: at the end of a round Muon's momentum of each matrix is turned towards the mean outer gradient of the
+align A: an inner step is (1 - A) times the peer's own step plus A times the mean step of the pair in its last round
+    (after arXiv 2510.27403, which mixes directions before the step). Both partners know that mean when a round begins.
+quasi-global A: at the end of a round, Muon's momentum of each matrix is turned towards the mean outer gradient of the
     pair: (1 - A) times itself plus A times the other, negated and scaled to the norm of the momentum (after 2102.04761,
     whose momentum consists of differences of weights alone). Parameters of AdamW keep their moments.
 rounds by the square of the rate: their length grows as the learning rate falls, by its inverse square, from 2 to 20
@@ -29,8 +29,8 @@ rounds by the rate: by its inverse. The distance of partners at a swap grows wit
 late swaps: the lengths of "by the square of the rate" in reverse order, with most swaps at the end (2507.06542).
 The last three have 80 rounds, so they send as many bytes as today.
 
-Left out: a second slow momentum beside the fast one (MT-DAO, 2510.05361), since it needs a search of its own over two
-time constants, and inner moments at a third of the frequency (DES-LOC), since averaged moments gained nothing
+Left out: a second slow momentum beside the fast one (MT-DAO, 2510.05361), because it needs a separate search over two
+time constants, and inner moments at a third of the frequency (DES-LOC), because averaged moments gained nothing
 (docs/results.md).
 """
 
@@ -86,7 +86,7 @@ def draw_longest_ago(replica: SimulatedReplica) -> None:
 
 
 class Aligned:
-    """An `InnerStep` with steps aligned to the last mean step of the pair."""
+    """An `InnerStep` whose steps are aligned with the last mean step of the pair."""
 
     def __init__(self, replica: SimulatedReplica, share: float) -> None:
         self.restore = replica.inner.restore
@@ -136,7 +136,7 @@ def quasi_global(share: float) -> Change:
 
 
 class Planned(RoundLength):
-    """Round lengths that are fixed beforehand. Closing rounds use the last one."""
+    """Round lengths that are fixed in advance. Closing rounds use the last of these lengths."""
 
     def __init__(self, replica: SimulatedReplica, lengths: Sequence[int]) -> None:
         super().__init__(replica._spec.outer)
@@ -182,9 +182,9 @@ def _swaps(rates: Sequence[float], power: float, at_peak: float) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class Lead:
-    """A lead. longest: the most inner steps of a round; partners refuse longer rounds.
+    """A lead. `longest` is the maximum number of inner steps in a round; partners refuse longer rounds.
 
-    family: of the leads that share one, only the best on the first seed runs on the other seeds.
+    Of the leads with the same `family`, only the best one on the first seed runs on the other seeds.
     """
 
     name: str
@@ -236,7 +236,7 @@ def run_lead(lead: Lead, seed: int) -> dict[str, Any]:
 
 
 def missing(seeds: Sequence[int], rows: Sequence[dict[str, Any]]) -> Iterator[tuple[Lead, int]]:
-    """Yield the missing runs. Reads the rows again after every run, since the first seed selects one of a family."""
+    """Yield the missing runs. Reads the rows again after every run, because the first seed selects leads."""
     for seed in seeds:
         for lead in LEADS:
             losses = {row["case"]: row["loss"] for row in rows if row["seed"] == seeds[0]}

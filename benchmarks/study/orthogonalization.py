@@ -1,4 +1,4 @@
-"""Compare the loss of Muon with this project's orthogonalization and with that of torch: paired seeds of the toy.
+"""Compare the loss of Muon with this project's orthogonalization and with that of torch, for paired seeds of the toy.
 
     python benchmarks/study/orthogonalization.py [--seeds 0,1,2]
 

@@ -28,7 +28,7 @@ BEST = {
 
 
 def losses(cases: Mapping[str, Runs], name: str) -> list[float]:
-    """Return the losses of a case by seed; [] if it was not run. Of several rates ("name, 0.016") the best counts."""
+    """Return the losses of a case by seed, or [] if it was not run. Of rates ("name, 0.016"), the best counts."""
     tried = [runs.losses for case, runs in cases.items() if case == name or case.startswith(f"{name}, 0.")]
     return min(tried, key=fmean, default=[])
 
@@ -47,7 +47,7 @@ def line(axes: Any, places: Sequence[float], samples: Sequence[Sequence[float]],
 
 
 def peers() -> None:
-    """Plot the loss of NoLoCo and of other rules at 4, 8 and 16 replicas."""
+    """Plot the losses of NoLoCo and of other rules with 4, 8 and 16 replicas."""
     made, (axes,) = figure(1, 6.5)
     found = {size: study(f"best_{size}") for size in PEERS}
     for name, label in BEST.items():
@@ -63,7 +63,7 @@ def peers() -> None:
 
 
 def ablations() -> None:
-    """Plot the loss against gamma, alpha, group size and inner steps, each with published values of the others."""
+    """Plot the loss against gamma, alpha, group size and inner steps, each with the published values of the others."""
     made, (gamma, alpha, group, steps) = figure(4, 3.6)
     for axes, name in ((gamma, "gamma"), (alpha, "alpha")):
         cases = study(name)

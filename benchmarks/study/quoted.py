@@ -40,12 +40,12 @@ PAPER = "NoLoCo, the paper's momentum"
 
 
 def by_seed(name: str, case: str, other: str) -> list[float]:
-    """Return by how many per cent `case` is above `other`, seed by seed."""
+    """Return by how many per cent `case` exceeds `other`, seed by seed."""
     return [above(loss(name, case, seed), loss(name, other, seed)) for seed in SEEDS]
 
 
 def between(name: str, case: str, other: str) -> float:
-    """Return by how many per cent the mean of `case` is above that of `other`."""
+    """Return by how many per cent the mean of `case` exceeds that of `other`."""
     return above(loss(name, case), loss(name, other))
 
 
@@ -235,8 +235,8 @@ _CODED = ("bf16+int8", "int8+int4", "modulo8+int4")
 def swept(link: str, length: str) -> list[float]:
     """Return the figures of a round length, or of "auto", in the sweep of a link.
 
-    They are its length, seconds per step, share of solo rounds, steps, loss by the curve, and the losses of seeds 0, 1
-    and 2 if they were trained.
+    The figures are the length, seconds per step, share of solo rounds, steps, loss by the curve, and the losses of
+    seeds 0, 1 and 2 if these were trained.
     """
     text = (RESULTS / "round_lengths.txt").read_text(encoding="utf-8")
     (section,) = (part for part in text.split("\n\n") if part.startswith(f"{link}:"))
@@ -245,7 +245,7 @@ def swept(link: str, length: str) -> list[float]:
 
 
 def gained(link: str, codec: str) -> float:
-    """Return by how many per cent a codec's loss at equal time is above that of CODEC."""
+    """Return by how many per cent a codec's loss at equal time exceeds that of CODEC."""
     found = codec_losses(Rows(), link)
     return above(fmean(found[codec][1].values()), fmean(found[CODEC][1].values()))
 
@@ -256,7 +256,7 @@ def gained_by_seed(link: str, codec: str) -> list[float]:
 
 
 def largest_correction() -> float:
-    """Return the largest correction, in per cent, of a trained run's loss to equal time."""
+    """Return the largest correction of a trained run's loss to equal time, in per cent."""
     rows = Rows()
     steps, time_s = fit(rows).steps, STEPS * SIZE.step_s
     trained = [run for link in LINKS for runs in rows.lost(link).values() for run in runs.values()]
@@ -685,7 +685,7 @@ def _missed_times() -> list[Phrase]:
 
 
 def behind_by(other: str, cap: str, replicas: int = REPLICAS) -> float:
-    """Return by how many per cent NoLoCo without outer momentum is above another rule at equal tokens, both at best."""
+    """Return by how many per cent NoLoCo's best loss without outer momentum exceeds another rule's at equal tokens."""
     lab = of_results()
     won = finalists(lab)
     ours, theirs = (mean_loss(lab, won[name, cap], replicas=replicas) for name in (OURS, other))
@@ -712,7 +712,7 @@ def _search() -> list[Phrase]:
 
 
 def harms(name: str, attack: str) -> list[float]:
-    """Return the cost of one liar among eight peers with all gates, in per cent of the loss, by seed.
+    """Return, by seed, the cost of one liar among eight peers with all gates, in per cent of the loss.
 
     A greedy liar is a ninth peer.
     """
@@ -930,7 +930,7 @@ def stage_loss(name: str, case: str, seed: int = 0) -> float:
 
 
 def speed(name: str, case: str) -> float:
-    """Return the speed as a percentage of the tokens/s that the links carry by arithmetic."""
+    """Return the speed as a percentage of the tokens/s that the links can carry in theory."""
     found = row(f"stages_{name}", case)
     return 100 * found["tokens_per_s"] / found["predicted_tokens_per_s"]
 
@@ -966,7 +966,7 @@ ABLATIONS = {
 
 
 def behind() -> dict[str, list[float]]:
-    """Return by how many per cent pipelines are above whole models, by comparison and then by seed."""
+    """Return by how many per cent pipelines exceed the losses of whole models, by comparison and then by seed."""
     gate = [stage_loss("gate", GATE, seed) for seed in SEEDS]
     fast = {
         size: stage_loss("fast", PIPELINES[f"| pipeline, fast links | {size} | {size // 4} |"][1]) for size in (8, 16)

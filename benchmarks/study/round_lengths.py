@@ -1,10 +1,10 @@
-"""Compare round lengths at equal time: what `outer.inner_steps = "auto"` settles at on each link, and fixed lengths.
+"""Compare round lengths at equal time: the length at which "auto" settles on each link, and fixed lengths.
 
     python benchmarks/study/round_lengths.py time|loss|curve|codecs|table [--seeds 0] [--link home-fibre] [--lengths 8]
 
-A swarm of 8 replicas is simulated with its links. The model is the toy; its links are slower than those of a 125M model
-by the ratio of the parameters, and an inner step takes as long as on the card of lab_clock.py, so that each transfer
-takes as long as with 125M parameters.
+A swarm of 8 replicas is simulated with its links; "auto" is a value of `outer.inner_steps`. The model is the toy. Its
+links are slower than those of a 125M model by the ratio of the numbers of parameters, so that each transfer takes as
+long as with 125M parameters. An inner step takes as long as on the card of lab_clock.py.
 
     time    without training: measure how long an inner step takes, waits included, and the share of solo rounds
     loss    after `time`: train the toy for as many inner steps as fit into the time of 400 steps without any swap
@@ -14,9 +14,9 @@ takes as long as with 125M parameters.
 
 "auto" starts far from the length at which it settles, and a schedule of the toy is short, so its loss is that of fixed
 rounds with the length at which it settled. A schedule has whole rounds, so its virtual time differs slightly from that
-of the others: the table corrects for this by the exponent of the curve. Closing rounds follow; their time does not
-count, because it hardly matters in a run of 25,000 steps. Each run is appended to results/round_lengths.jsonl, and a
-repeated command continues where it stopped.
+of the others. The table uses the exponent of the curve to correct this. The time of the closing rounds does not count,
+because it hardly matters in a run of 25,000 steps. Each run is appended to results/round_lengths.jsonl, and a repeated
+command continues where it stopped.
 """
 
 from __future__ import annotations
@@ -67,9 +67,10 @@ STARTS = [step / 2 for step in range(17)]  # starts of the curve to try
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """The settings of one run. codec: of slow weights and outer gradients. steps: of the schedule.
+    """The settings of one run. `codec` is that of slow weights and outer gradients. `steps` is the schedule's length.
 
-    link: "" = transfers take no time. inner_steps: 0 = "auto". seed: -1 = a run without training.
+    If `link` is "", transfers take no time. If `inner_steps` is 0, the length is "auto". If `seed` is -1, nothing is
+    trained.
     """
 
     link: str
@@ -119,10 +120,10 @@ def spec_of(key: Key) -> TrainerSpec:
 
 
 def slowed(link: LinkProfile, spec: TrainerSpec) -> LinkProfile:
-    """Return a link for the toy on which the early part takes as long as that of SIZE by the clock of the lab.
+    """Return a link for the toy whose early part takes as long as that of SIZE does by the clock of the lab.
 
-    Its rate is that of the slower direction, or of coding if that is slower. The other direction is unlimited, because
-    the toy's only chunk passes the two directions one after the other.
+    Its rate is that of the slower direction, or that of the codec if the codec is slower. The other direction is
+    unlimited, because the toy's only chunk passes the two directions one after the other.
     """
     bytes_per_s = min(link.up_mbit_s, link.down_mbit_s) * 1e6 / 8
     early_bytes, _ = swap_bytes(spec, SIZE.num_parameters)
@@ -132,7 +133,7 @@ def slowed(link: LinkProfile, spec: TrainerSpec) -> LinkProfile:
 
 
 class Untrained(InnerStep):
-    """An inner step that does nothing. Do not use it with codecs whose bytes depend on the weights."""
+    """An inner step that does nothing. Do not use it with codecs whose payload sizes depend on the weights."""
 
     def __call__(self, batch: Tensor, *, progress: float, seed: int | None = None) -> Tensor:
         return torch.zeros(())
@@ -160,7 +161,7 @@ def run(key: Key) -> dict[str, Any]:
 
 
 def last_s(replicas: Iterable[SimulatedReplica]) -> float:
-    """Return the virtual time at which the schedule ended, before closing rounds; mean over replicas."""
+    """Return the mean virtual time at which the replicas finished the schedule, before closing rounds."""
     return fmean(point.virtual_s for replica in replicas for point in replica.curve)
 
 
@@ -183,19 +184,19 @@ def auto_key(link: str, codec: str = CODEC) -> Key:
 
 
 def schedules(rows: Rows, link: str) -> dict[int, int]:
-    """Return the inner steps that fit into the time of STEPS without swaps, by round length."""
+    """Return, by round length, how many inner steps fit into the time of STEPS steps without swaps."""
     found = dict(schedule(row, length) for length, row in rows.timed(link).items())
     return {length: steps for length, steps in sorted(found.items()) if steps >= FEWEST_ROUNDS * length}
 
 
 def schedule(row: dict[str, Any], length: int) -> tuple[int, int]:
-    """Return the inner steps of (a round, the schedule). length: 0 = that at which "auto" settled."""
+    """Return the inner steps of (a round, the schedule). If `length` is 0, use the length at which "auto" settled."""
     own = length or round(fmean(row["lengths"]))
     return own, own * round(exact_steps(row) / own)
 
 
 def exact_steps(row: dict[str, Any]) -> float:
-    """Return the inner steps that fit into the time of STEPS, by a run without training. Rounds need not be whole."""
+    """Return how many inner steps fit into the time of STEPS in a run without training, even in partial rounds."""
     return STEPS * SIZE.step_s / row["step_s"]
 
 
@@ -231,7 +232,7 @@ def curve_runs(rows: Rows, seeds: Iterable[int]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """The curve loss = scale n^-steps (start + H)^length. error: relative, root mean square."""
+    """The curve loss = scale n^-steps (start + H)^length. `error` is the root mean square of the relative errors."""
 
     start: float
     scale: float
@@ -260,7 +261,8 @@ def fit(rows: Rows) -> Fit:
 def table(rows: Rows) -> Iterator[str]:
     """Yield the lines of the tables. Both losses are at equal time.
 
-    "curve" is the loss by the curve, in which solo rounds count as longer rounds; "toy" is the loss of trained runs.
+    "curve" is the loss according to the curve, where solo rounds count as longer rounds. "toy" is the loss of trained
+    runs.
     """
     curve, time_s = fit(rows), STEPS * SIZE.step_s
     num_runs = sum(not key.link for key in rows.by_key)
@@ -284,7 +286,7 @@ def table(rows: Rows) -> Iterator[str]:
 
 
 def codec_losses(rows: Rows, link: str) -> dict[str, tuple[int, dict[int, float]]]:
-    """Return, by codec, (round length of "auto", loss at equal time by seed), corrected by the curve as in `table`."""
+    """Return (round length of "auto", loss at equal time by seed) for each codec, corrected as in `table`."""
     curve, time_s, found = fit(rows), STEPS * SIZE.step_s, {}
     for codec in CODECS:
         auto = rows.timed(link, codec).get(0)
@@ -299,7 +301,7 @@ def codec_losses(rows: Rows, link: str) -> dict[str, tuple[int, dict[int, float]
 
 
 def codec_table() -> list[str]:
-    """Return the table of docs/results.md: loss at equal time, its range, and the difference from CODEC."""
+    """Return the table of docs/results.md with the loss at equal time, its range, and the difference from CODEC."""
     rows = Rows()
     lines = [
         "| codec | link | inner steps per round | loss | lowest-highest | against modulo8+int4 |",

@@ -1,4 +1,4 @@
-"""The results of the studies, from benchmarks/results/study_*.json, by case."""
+"""Read the results of the studies by case, from benchmarks/results/study_*.json."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ class Runs:
 def early_bytes(row: Mapping[str, Any]) -> float:
     """Return the bytes of the early part per parameter and swap, from the counts of received chunks.
 
-    The early part has one section of one chunk, in a modulo codec. The name of the case begins with the codec.
+    The early part has one section with one chunk, which a modulo codec encodes. The name of the case begins with the
+    codec.
     """
     codec, num_elements = MODULO_CODECS[row["case"].split(",")[0]][0], row["num_parameters"]
     num_bytes = (
@@ -58,7 +59,7 @@ def rows_of(name: str) -> list[dict[str, Any]]:
 
 
 def study(name: str) -> dict[str, Runs]:
-    """Return the cases of one study, in the order of their first runs; empty if it was not run."""
+    """Return the cases of one study in the order of their first runs. The result is empty if the study was not run."""
     rows = rows_of(name)
     cases = {row["case"]: [each for each in rows if each["case"] == row["case"]] for row in rows}
     return {
@@ -73,7 +74,7 @@ def study(name: str) -> dict[str, Runs]:
 
 
 def late_costs(case: str) -> dict[int, float]:
-    """Return by how many per cent a case of lateness.py is above waiting with the same optimizer and rate, by seed."""
+    """Return by how many per cent a case of lateness.py exceeds waiting with the same optimizer and rate, by seed."""
     waiting = {row["seed"]: row["loss"] for row in rows_of("lateness") if row["case"] == waits_like(case)}
     return {
         row["seed"]: 100 * (row["loss"] / waiting[row["seed"]] - 1)

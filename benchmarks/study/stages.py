@@ -1,19 +1,20 @@
-"""Compare pipelines of stages with whole models at equal tokens, with ablations, on simulated swarms.
+"""Compare pipelines of stages with whole models for equal numbers of tokens, with ablations, in simulated swarms.
 
     python benchmarks/study/stages.py STUDY [--model toy] [--sequences 12800] [--seeds 0,1,2] [--only WORDS]
         [--json FILE]
 
     python benchmarks/study/stages.py compare --json FILE --whole FILE
 
-The first form prints one line per case. With --json the file is written after every case, and cases in it are not run
-again. The second form prints the difference between pipelines and the best whole-model case with as many replicas, on
-paired seeds. All cases with the same seed start from the same weights, and head i of a pipeline reads the text of whole
-replica i.
+The first form prints one line per case. With --json, the file is written after every case, and cases that it already
+contains are skipped. The second form prints the difference between pipelines and the best whole-model case with as many
+replicas, on paired seeds. All cases with the same seed start from the same weights, and head i of a pipeline reads the
+text of whole replica i.
 
-A slow link carries a microbatch in 0.68 s, as 100 Mbit/s carry 2,048 tokens of width 4096 in int8, and the delay
-between two peers is 50 ms. The busiest stage computes half as long as its link transfers. A fast link is ten times as
-fast, with a delay of 5 ms; the stages compute as fast as on a slow one. Microbatches and the rates of links are smaller
-here, so that transfers, delays and computing keep their proportions. A swap has only one or a few chunks here.
+A slow link carries a microbatch in 0.68 s, the time that a link of 100 Mbit/s takes for 2,048 tokens of width 4096 in
+int8. The delay between two peers is 50 ms. The busiest stage computes half as long as its link transfers. A fast link
+is ten times as fast, with a delay of 5 ms; the stages compute at the same speed. Microbatches and the rates of links
+are smaller here, so that transfers, delays and computing keep their proportions. Here, a swap has only one or a few
+chunks.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ LOST = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A link. hop_s: the time in which it carries a microbatch. delay_ms: between two peers, one way."""
+    """A link. `hop_s` is the time in which it carries a microbatch. `delay_ms` is the one-way delay between peers."""
 
     hop_s: float
     delay_ms: float
@@ -70,9 +71,9 @@ SLOW, FAST = Link(HOP_S, 50.0), Link(HOP_S / 10, 5.0)
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A case of a study. num_stages: 1 = whole models. lot: sequences per inner step.
+    """A case of a study. `num_stages` is 1 for whole models. `lot` is the number of sequences per inner step.
 
-    steps: length of a run that only measures speed; 0 = as many as the sequences allow.
+    `steps` is the length of a run that only measures speed, or 0 for as many steps as the sequences allow.
     """
 
     name: str

@@ -2,8 +2,8 @@
 
     python benchmarks/study/study.py STUDY [--steps 400] [--replicas 8] [--seeds 0,1,2] [--json FILE]
 
-The script prints one line per case. With --json the file is written after every case, and cases in it are not run
-again.
+The script prints one line per case. With --json, the file is written after every case, and cases that it already
+contains are skipped.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TOY = Path(__file__).with_name("toy.toml")
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A case of a study: `changes` to the toy's spec, and `plan`, changes to the plan of all cases."""
+    """A case of a study. `changes` has changes to the toy's spec, and `plan` has changes to the plan of all cases."""
 
     name: str
     changes: dict[str, Any] = field(default_factory=dict)
@@ -265,7 +265,7 @@ def run_case(case: Case, *, steps: int, replicas: int, seed: int) -> dict[str, A
 
 
 def write_slices(folder: Path, num_slices: int, *, holdout: float) -> None:
-    """Write the built-in corpus in slices by module name, so that whole packages go to one replica."""
+    """Write the built-in corpus in slices by module name, so that each package goes to one replica."""
     documents = list(builtin_corpus().read())
     kept = [document for document in documents if not is_held_out(document, holdout)]
     each = sum(len(document.content) for document in kept) / num_slices

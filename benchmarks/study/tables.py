@@ -1,4 +1,4 @@
-"""Write the tables of docs/results.md from benchmarks/results/study_*.json, each between its two marks.
+"""Write the tables of docs/results.md, each between its two marks, from benchmarks/results/study_*.json.
 
     python benchmarks/study/tables.py [--check]
 
@@ -24,14 +24,14 @@ SIZES = (4, 8, 16)
 
 
 def percent(runs: Runs, against: Runs) -> str:
-    """Return the difference of the means over common seeds, in per cent."""
+    """Return the difference between the means over common seeds, in per cent."""
     seeds = runs.by_seed.keys() & against.by_seed.keys()
     ratio = fmean(runs.by_seed[seed] for seed in seeds) / fmean(against.by_seed[seed] for seed in seeds)
     return f"{100 * (ratio - 1):+.1f} %"
 
 
 def distances(name: str, against: Mapping[str, str]) -> list[str]:
-    """Compare every case of a study with those in `against` (case -> name of the column), and give its bytes."""
+    """Compare every case of a study with the cases in `against` (case -> name of the column), and add its bytes."""
     cases = study(name)
     against = {case: label for case, label in against.items() if case in cases}
     head = ("", "loss", "lowest to highest", *(f"against {label}" for label in against.values()), "spread")
@@ -59,7 +59,7 @@ def sizes(name: str) -> list[str]:
 
 
 def modulo_churn() -> list[str]:
-    """Compare every case with modulo8 under the same churn, and give the bytes of its early part."""
+    """Compare every case with modulo8 under the same churn, and add the bytes of its early part."""
     cases, rows = study("modulo_churn"), rows_of("modulo_churn")
     early = {case: fmean(early_bytes(row) for row in rows if row["case"] == case) for case in cases}
     head = ("", "loss", "lowest to highest", "against modulo8", "spread", "early part, bytes per parameter and swap")
@@ -87,7 +87,7 @@ def late(name: str) -> list[str]:
 
 
 def momentum_swap() -> list[str]:
-    """Compare averaged momentum with the case of the same name without it, seed by seed."""
+    """Compare each case with averaged momentum with the same case without averaged momentum, seed by seed."""
     averaged, cases, lines = ", momentum averaged", study("momentum_swap"), []
     for case, runs in cases.items():
         home = cases.get(case.removesuffix(averaged)) if case.endswith(averaged) else None
@@ -105,7 +105,7 @@ def momentum_swap() -> list[str]:
 
 
 def lateness() -> list[str]:
-    """Compare every case with the waiting one of the same optimizer and rate, seed by seed.
+    """Compare every case with the waiting case of the same optimizer and rate, seed by seed.
 
     Distances and gradient norms during the run are means over the seeds.
     """
@@ -130,7 +130,7 @@ def lateness() -> list[str]:
 
 
 def lateness_curvature() -> list[str]:
-    """Return the curvature during the runs: means over the seeds, and their range."""
+    """Return the curvature during the runs as means over the seeds, with their range."""
     rows = rows_of("lateness_curvature")
     names = [name for name in rows[0] if name.startswith("curvature_")] if rows else []
     lines = []
@@ -141,7 +141,7 @@ def lateness_curvature() -> list[str]:
 
 
 def lateness_quadratic() -> list[str]:
-    """Return mean square distances from the mean, relative to that of waiting, by curvature."""
+    """Return, by curvature, the mean square distances from the mean, relative to those of waiting."""
     rows = rows_of("lateness_quadratic")
     names = [name for name in rows[0] if name not in ("curvature", "rest", "predicted", "waiting")] if rows else []
     lines = [(name, *(f"{row[name]:.3g}" for row in rows)) for name in names]
@@ -149,7 +149,7 @@ def lateness_quadratic() -> list[str]:
 
 
 def leads() -> list[str]:
-    """Compare every lead with today's swap with as many replicas, seed by seed."""
+    """Compare every lead with today's swap for the same number of replicas, seed by seed."""
     cases, lines = study("leads"), []
     for case, runs in cases.items():
         today = f"{case.rpartition(': ')[0]}: today".removeprefix(": ")
@@ -200,7 +200,7 @@ TABLES: Mapping[str, Callable[[], list[str]]] = {
 
 
 def filled(page: str) -> str:
-    """Return the page with every table rewritten. Raises KeyError for a mark without a table."""
+    """Return the page with all tables rewritten. Raises KeyError for a mark without a table."""
 
     def written(found: re.Match[str]) -> str:
         lines = "\n".join(TABLES[found[1]]())

@@ -219,7 +219,7 @@ class BlockActivationCodec:
     def _scales_valid(self, coded: Tensor, *, hidden: int) -> bool:
         """Return whether all scales are normal, positive, and small enough to keep decoded values within LARGEST.
 
-        Decoded values must stay within it for every code that fits in the payload, up to max_code + 1.
+        Decoded values must stay within LARGEST for every code that fits in the payload, up to max_code + 1.
         """
         return all(
             within(_scales(coded, span=span), lowest=FLOAT32.tiny, highest=self._largest_scale(span))

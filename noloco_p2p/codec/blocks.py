@@ -6,7 +6,7 @@ is `code * scale`.
 * int8 and int4: The scale is the largest magnitude in the block divided by max_code, rounded *up* to bf16. No code can
   exceed max_code, so nothing is clipped.
 * int2 and sign1: The codes are odd (-3, -1, 1, 3 for int2 and -1, 1 for sign1), and larger elements are clipped. The
-  scale of int2 is 0.4979 times the root mean square of the block. With that step, four equidistant levels have the
+  scale of int2 is 0.4979 times the root mean square of the block. With this scale, four equidistant levels have the
   smallest mean squared error for a Gaussian, which is 0.1188 (J. Max, "Quantizing for minimum distortion", IRE Trans.
   Inf. Theory 6, 1960, table II). Levels that are not equidistant reach 0.1175. The scale of sign1 is the mean
   magnitude, which is optimal for signs.
@@ -215,7 +215,8 @@ def pack_odd(codes: Tensor, code_bytes: Tensor, *, bits: int) -> None:
     j`. Fields beyond the last element are 0.
     """
     size, num_fields, half = code_bytes.numel(), 8 // bits, 1 << bits - 1
-    # One matrix product is faster than a sum for each field. It is exact because these are whole numbers below 256.
+    # One matrix product is faster than a sum for each field. It is exact because all values are whole numbers below
+    # 256.
     others = codes[size : num_fields * size].view(num_fields - 1, size)
     packed = codes[:size].addmv_(others.t(), PLACES[bits].to(codes.device))
     # Adding `half` to every c makes all fields unsigned, and the sum is then their byte. Subtracting 128 gives a signed
@@ -227,8 +228,8 @@ def pack_odd(codes: Tensor, code_bytes: Tensor, *, bits: int) -> None:
 def unpack_odd(code_bytes: Tensor, codes: Tensor, scratch: Scratch, *, bits: int) -> None:
     size, num_fields = code_bytes.numel(), 8 // bits
     fields = scratch.take("fields", num_fields * size, dtype=torch.int8).view(num_fields, size)
-    # Each field is moved to the top of its byte and then back down, but one bit less far. This leaves 2 c plus an
-    # unused low bit, which is set to 1. A product of signed bytes keeps the low eight bits and is faster than a shift.
+    # Each field is moved to the top of its byte and then back down by one bit less. This leaves 2 c plus an unused low
+    # bit, which is set to 1. A product of signed bytes keeps the low eight bits and is faster than a shift.
     torch.mul(code_bytes, TO_THE_TOP[bits][:, None], out=fields)
     codes.copy_(fields.bitwise_right_shift_(7 - bits).bitwise_or_(1).view(-1)[: codes.numel()])
 

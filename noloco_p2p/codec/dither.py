@@ -1,7 +1,7 @@
 """Compute the dither that two partners share in a swap.
 
 Every machine computes the same bits from a seed and a position in the vector. WORDS are DITHER_ELEMENTS fixed 32-bit
-numbers: the output stream of blake3 of WORDS_KEY, read as little-endian. For block `b` of a section, two 32-bit numbers
+numbers: the blake3 output stream of WORDS_KEY, read as little-endian. For block `b` of a section, two 32-bit numbers
 are derived from the seed. The first, `a`, is always odd; the second, `c`, can have any value. Element i of the block
 gets the dither
 

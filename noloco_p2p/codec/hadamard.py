@@ -10,8 +10,8 @@ would be too coarse for the other numbers. If all tokens had the same signs, tok
 would get similar errors, which would add up in a weight gradient instead of cancelling (see
 benchmarks/activation_codecs.py).
 
-The signs are fixed. Bit i of the output stream of BLAKE3 of SIGNS_KEY, counted from the lowest bit of each byte,
-belongs to row i / LARGEST_ORDER and channel i mod LARGEST_ORDER of the block. A set bit means -1.
+The signs are fixed. Bit i of the BLAKE3 output stream of SIGNS_KEY, counted from the lowest bit of each byte, belongs
+to row i / LARGEST_ORDER and channel i mod LARGEST_ORDER of the block. A set bit means -1.
 """
 
 from __future__ import annotations

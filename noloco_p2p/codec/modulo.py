@@ -1,17 +1,17 @@
 """Implement modulo coding, which sends only the low-order bits of numbers.
 
 The vectors of two partners are close to each other, so the low-order bits of their elements determine the difference.
-Both partners use the same grid for a section, which has a power-of-two step for each block of BLOCK_ELEMENTS, and a
-shared dither. An element x corresponds to the grid integer k = round(x / step + dither), and it is sent as a residue, k
-mod 2**bits. With Q(x) = (k - dither) * step, the dither cancels in a difference, and
+Both partners use the same grid and the same dither for a section. The grid has a power-of-two step for each block of
+BLOCK_ELEMENTS. An element x corresponds to the grid integer k = round(x / step + dither), and it is sent as a residue,
+k mod 2**bits. With Q(x) = (k - dither) * step, the dither cancels in a difference, and
 
     h = (Q(partner) - Q(own)) / 2 = (k_partner - k_own) * step / 2
 
 follows from the residues as long as the integers differ by less than half of 2**bits. The residues alone do not show
-whether the integers are that close. Each payload therefore ends with a digest of the sender's full integers, which the
-receiver reconstructs from its own integers and compares. Both partners detect a failure in the same chunk, and they
-send that chunk again without modulo coding. The modulo and the shared dither come from Moniqua (arXiv 2002.11787); the
-grid, its bounds and the digest are new here.
+whether the integers are that close. Each payload therefore ends with a digest of the sender's full integers. The
+receiver reconstructs these integers from the residues and its own integers, and compares their digest. Both partners
+detect a failure in the same chunk, and they send that chunk again without modulo coding. The modulo and the shared
+dither come from Moniqua (arXiv 2002.11787); the grid, its bounds and the digest are new here.
 
 The codec `modulo` first sends the lowest 4 bits of each integer. If a chunk fails, bits 4 and 5 follow, and if it fails
 again, bits 6 and 7 follow. The number of bits therefore depends on the actual distance and not on a prediction, and the
@@ -53,7 +53,7 @@ REMEMBERED = 4  # number of recent swaps whose largest distances are kept
 # step is then rounded up to a power of two. Above a ratio of 2.4, the error of a swap (step**2 / 6 per number) exceeds
 # the distance, and replicas diverge.
 STEP_OVER_DISTANCE = 0.75
-MOST_HALVINGS = 2  # limit for halving a step, which is done once per round without a partner since the last swap
+MOST_HALVINGS = 2  # a step is halved once for each solo round since the last swap, but at most this many times
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,14 +4,14 @@ At each mark, all peers of a run use the same map. The map adds element i, with 
 hash of (run, mark, i) determines the sign and the bucket. On average over all hashes, the squared norm of a sketch
 equals that of the vector, with a relative standard deviation of sqrt(2 / SKETCH_SIZE) = 18 %. Because the map is
 linear, the same holds for distances between peers. See Charikar, Chen, Farach-Colton: Finding frequent items in data
-streams (2002). Each mark has its own map, so the errors at two marks are independent, and their mean is more accurate
-than either of them. Sketches made at different marks cannot be compared.
+streams (2002). Each mark has its own map, so the errors at two marks are independent, and the mean of two estimates is
+more accurate than either of them. Sketches made at different marks cannot be compared.
 
 A mark is a fraction of the schedule, in units of 1 / MARKS. AT_REST stands for the end of the schedule: it marks the
 final weights of a peer that has stopped training.
 
-The hash is a table of 2 x BLOCK_ELEMENTS bytes (the output stream of blake3 of KEY, mark and run). The lowest six bits
-of each byte are the bucket, and the highest bit is the sign. Each block b of the vector starts at its own offset in the
+The hash is a table of 2 x BLOCK_ELEMENTS bytes (the blake3 output stream of KEY, mark and run). The lowest six bits of
+each byte are the bucket, and the highest bit is the sign. Each block b of the vector starts at its own offset in the
 table and has its own sign; both come from blake3 of KEY, mark, run and b. A sketch takes 2 to 3 ns per element on one
 core. Sums are computed in fp64.
 """

@@ -19,8 +19,8 @@ from noloco_p2p.errors import DataError
 
 log = logging.getLogger(__name__)
 
-REMEMBERED = 100_000  # faults whose places are stored; a fault beyond these can count again in each epoch
-LOGGED_OF_A_FILE = 5  # faults logged one by one; after that, each time their number has grown tenfold
+REMEMBERED = 100_000  # faults whose places are stored; any further fault may be counted again in each epoch
+LOGGED_OF_A_FILE = 5  # faults logged one by one; after that, one is logged each time their number has grown tenfold
 
 
 class Unavailable(DataError):
@@ -59,7 +59,7 @@ Row = Document | Fault | None  # None is a row without a document
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One file or shard. `rows(start)` yields the rows from row `start` on, and raises Unavailable."""
+    """One file or shard. `rows(start)` yields the rows from row `start` on, and may raise Unavailable."""
 
     name: str
     rows: Callable[[int], Iterator[Row]]

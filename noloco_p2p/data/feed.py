@@ -88,11 +88,10 @@ class Feed:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
-        """Continue from the position in `state`. Return False, with a warning, if files were added or removed since
-        then.
+        """Continue from the position in `state`. Return False, with a warning, if files were added or removed.
 
-        The order of the files has then changed, so a new epoch begins. Raises KeyError, TypeError or ValueError for a
-        state that `state_dict` cannot have returned.
+        In that case, the order of the files has changed, so a new epoch begins. Raises KeyError, TypeError or
+        ValueError for a state that `state_dict` cannot have returned.
         """
         self.epoch, self.taken_tokens = int(state["epoch"]), int(state["taken_tokens"])
         place, known = Place.from_list(state["place"]), state["source"] == self._source.fingerprint
@@ -128,8 +127,8 @@ def make_encoder(data: DataSpec, tokenizer: PreTrainedTokenizerBase, faults: Fau
     `bytes`, it computes the ids directly. The tokenizer's own code runs in Python, one letter at a time, and would
     treat a "</s>" in a text as the end of the text.
 
-    If the token ids of a document do not fit the tokenizer, the document is reported as a fault and left out. Raises
-    DataError if the tokenizer has no end-of-text token.
+    If a document contains token ids that the tokenizer does not have, the document is reported as a fault and left out.
+    Raises DataError if the tokenizer has no end-of-text token.
     """
     end, num_ids = tokenizer.eos_token_id, len(tokenizer)
     if not isinstance(end, int):

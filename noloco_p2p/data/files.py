@@ -3,9 +3,10 @@
 A row is a document, a fault with its line and reason, or None if it is empty. Rows are numbered in file order, so that
 reading can start at any row. Errors that may be temporary, for example on a network file system, raise Unavailable.
 
-The builders of `datasets` cannot replace this module. Their errors do not name the file. A line that is not JSON or has
-other fields, a damaged row group, or a truncated file ends reading, even for all later files. They also use 330 MiB
-more memory per process, and read .json.gz at half the speed (benchmarks/data_library.py).
+The builders of `datasets` cannot replace this module. Their errors do not name the file. They stop at the first line
+that is not JSON or has other fields, the first damaged row group, or the end of a truncated file, and do not read the
+later files, either. They also use 330 MiB more memory per process, and read .json.gz at half the speed
+(benchmarks/data_library.py).
 """
 
 from __future__ import annotations

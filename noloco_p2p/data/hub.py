@@ -1,7 +1,7 @@
 """Read data sets of the Hugging Face hub. `datasets` finds them and streams their shards without caching them.
 
 Each shard is a separate stream, so that an error in the library affects only one shard. If the network may be the
-cause, the shard is set aside for a while. Otherwise the rest of the shard is skipped, and a fault reports the row.
+cause, the shard is set aside for a while. Otherwise, the rest of the shard is skipped, and a fault reports the row.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from datasets import IterableDataset
 
 OPEN_TRIES = 5
-LIBRARY_RETRIES = 2  # by the library, 1 s apart; then we read another shard, which the library cannot do
+LIBRARY_RETRIES = 2  # retries by the library, 1 s apart; after them, another shard is read
 # Errors in the content are permanent. All others (timeouts, resets, 5xx) may be due to the network.
 LASTING = (ValueError, TypeError, KeyError, EOFError, zlib.error, gzip.BadGzipFile, FileNotFoundError, PermissionError)
 BUSY = (408, 429)  # HTTP: too slow, too many requests
@@ -35,8 +35,8 @@ Pause = Callable[[float], object]
 def hub_source(part: SourceSpec, split: str, *, pause: Pause = time.sleep) -> Source:
     """Open a data set, with a few retries if the network may be the cause of a failure.
 
-    Raises DataError if the data set cannot be opened, and SpecError if it would read something from this machine or
-    from a third party.
+    Raises DataError if the data set cannot be opened, and SpecError if it refers to files on this machine or at a third
+    party.
     """
     name = part.source.removeprefix("hub:")
     if Path(name).exists():  # `datasets` would read that folder
@@ -118,7 +118,7 @@ def import_datasets() -> Any:
     import datasets.config
 
     datasets.disable_progress_bars()
-    datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)  # our messages include its log lines
+    datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)  # our messages repeat what it would log
     for what in ("OPEN", "READ"):
         setattr(datasets.config, f"STREAMING_{what}_MAX_RETRIES", LIBRARY_RETRIES)
     for name in ("OPEN_RETRY", "READ_RETRY", "READ_RATE_LIMIT_RETRY", "READ_SERVER_UNAVAILABLE_RETRY"):

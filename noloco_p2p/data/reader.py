@@ -30,9 +30,9 @@ log = logging.getLogger(__name__)
 FEW_PIECES = 16
 THINNED_PASSES = 8
 MAX_ASIDE = 4  # pieces set aside; if more cannot be read, the network is at fault, and the first one is retried
-MAX_FAILURES = 8  # of one piece while others can be read; after that, the rest of the piece is left out
+MAX_FAILURES = 8  # failures of one piece while others can be read; after that, the rest of the piece is left out
 MAX_PAUSE_S = 60.0
-GIVE_UP_S = 3600.0  # waiting time without a single row
+GIVE_UP_S = 3600.0  # total waiting time after which reading fails if no row has been read
 MAX_BAD_START = 1000  # a file that begins with more faults than this has another format
 
 

@@ -8,7 +8,7 @@ behind its share of the tokens.
 A restart continues in exactly the same order. The saved state consists of the rest of the block, which has at most half
 a million tokens, and the start of the next block. A restart therefore reads nothing twice, and does not depend on which
 files have failed in the meantime. `datasets` cannot do this. Its `interleave_datasets` counts documents instead of
-tokens, and the state of its `shuffle` does not include the buffer, so that other documents follow
+tokens, and the state of its `shuffle` does not include the buffer, so other documents follow after a restart
 (benchmarks/data_library.py).
 """
 
@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 BLOCK_TOKENS = 1 << 19  # 2 MB at most; about 30 files of the built-in corpus
 VALIDATION_POOL = 16  # sequences read for each evaluated one, so that they do not all come from one document
 STATE_VERSION = 3
-OLDER_VERSION = 2  # it has the start of the block and the number of returned sequences, so the block is read again
+OLDER_VERSION = 2  # stores the start of the block and the number of returned sequences, so the block is read again
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ class TokenStream:
     def position(self) -> Position:
         """The current position.
 
-        It is not packed yet, because one is made for each batch that is read ahead, and few of them are saved.
+        It is packed only when it is saved, because each batch that is read ahead has a position, and few are saved.
         """
         return Position([feed.state_dict() for feed in self._feeds], self._carry, self._block, self._rest)
 
@@ -132,7 +132,7 @@ class TokenStream:
         return self.position.as_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from the position in `state`. Raises DataError if it does not fit a TokenStream of this mixture.
+        """Continue from the position in `state`. Raises DataError if `state` belongs to another mixture.
 
         If files were added or removed since the state was saved, their order has changed. In that case, a new epoch
         begins after the current block, with a warning.
@@ -180,7 +180,7 @@ class TokenStream:
     def _read_tokens(self, report: Report = ignore) -> list[np.ndarray]:
         """Read documents until the block is full.
 
-        If there is a single source, the block also ends with the epoch, unless it does not have a whole sequence yet.
+        If there is a single source, the block also ends with the epoch, unless it is still shorter than one sequence.
         """
         arrays, num_tokens = [self._carry], len(self._carry)
         while num_tokens < self.block_tokens:

@@ -11,7 +11,7 @@ from noloco_p2p.flow.frames import Frame, MicrobatchId
 class Kind(IntEnum):
     """The tasks of the only thread that touches the weights, in order of urgency.
 
-    Backward passes precede forward passes because they free slots.
+    Backward passes come first because they free slots.
     """
 
     CLOSE_STEP = 0

@@ -109,8 +109,8 @@ class Lost:
 class Mark:
     """A notice that the head of this ticket has stopped launching microbatches.
 
-    With a mark of 1, the head has finished. With a lower mark and 0 tokens, it has paused or left, and it has no vote
-    until it launches again.
+    A mark of 1 means that the head has finished. A lower mark with 0 tokens means that the head has paused or left, and
+    that it has no vote until it launches again.
     """
 
     ticket: MicrobatchTicket

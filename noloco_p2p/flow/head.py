@@ -64,7 +64,7 @@ class InFlight:
     sent_s: float  # when it was sent, or the last tick at which it was still unsent
     deadline_s: float
     phase: HeadPhase = HeadPhase.FORWARD
-    step: int = 0  # the step in which its forward was computed
+    step: int = 0  # the step in which its forward pass was computed
     is_lost_upstream: bool = False  # whether no gradient for the front will arrive
     returned_by: str = ""  # the replica of the last stage that returned it
     received: object = None  # returned activations, then the gradient for the front

@@ -19,7 +19,7 @@ VOTE_S = 120.0  # the upper limit, which also applies to a head that has been he
 # A microbatch is given up after this multiple of the head's median latency. Queues alone can double or triple it.
 DEADLINE_LATENCIES = 4.0
 NUM_LATENCIES = 32  # number of latencies in the median; they cover a few steps of the head
-FIRST_DEADLINE_S = 120.0  # until a latency is measured; it is long because the first tasks compile and allocate
+FIRST_DEADLINE_S = 120.0  # used until a latency is measured; it is long because the first tasks compile and allocate
 SHORTEST_DEADLINE_S = 10.0  # long enough that swarms on one machine lose no microbatches when the machine pauses
 LONGEST_DEADLINE_S = 600.0  # limits how long a forged Want can hold a slot
 
@@ -28,9 +28,9 @@ FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 32.0
 
 TICK_S = 0.25  # how often the driver calls `tick`
-# If a neighbour does not answer a Want for this long, the next one is asked.
+# If a neighbour does not answer a Want for this long, the next neighbour is asked.
 ASK_PATIENCE_S = 1.0
-ASK_AGAIN_S = 5.0  # then all neighbours are asked again: one may have a slot now, or a frame may have been lost
+ASK_AGAIN_S = 5.0  # after this time, all neighbours are asked again, in case a slot is free or a frame was lost
 
 # The number of Forwards that a node requests slots for or sends at a time. A single one rarely saturates the uplink, so
 # slots are requested while others are being sent. With too many, reserved slots would wait for the uplink of this node.
@@ -39,7 +39,7 @@ MAX_SINKS = 8  # sinks in a Want, which are enough to choose from and take only 
 MAX_WANTS_PER_PEER = 8  # a neighbour sends MAX_UNDER_WAY Wants at a time, but earlier ones may still be queued
 FAIR_SHARES = 2.0  # limit for a head while others wait, relative to its fair share of a step's slots
 MAX_HEADS = 1024  # heads that a replica remembers; it forgets those that have been silent for longest
-SEEN_NUMBERS = 1024  # remembered per head; a head launches fewer microbatches than this within the longest deadline
+SEEN_NUMBERS = 1024  # numbers remembered per head; a head launches fewer microbatches within the longest deadline
 
 
 def num_rooms(*, memory_bytes: int, microbatch_bytes: int, batch_tokens: int, microbatch_tokens: int) -> int:

@@ -63,7 +63,7 @@ class Stashed:
     upstream: str  # "" once its stream has closed
     deadline_s: float
     phase: ReplicaPhase = ReplicaPhase.RESERVED
-    step: int = 0  # the step in which its forward was computed
+    step: int = 0  # the step in which its forward pass was computed
     data: object = None
     gradient: object = None
 
@@ -121,7 +121,7 @@ class Replica(Machine):
         return self._settle(self.departures.look_again(now_s), now_s)
 
     def received(self, peer: str, frame: Frame, now_s: float) -> list[Action]:
-        """Handle a frame from a neighbour. The frame must be complete, and its size and ticket must be verified."""
+        """Handle a frame from a neighbour. The frame must be complete, and its size and ticket verified."""
         match frame:
             case Want():
                 actions = self._want(peer, frame, now_s)
@@ -263,7 +263,7 @@ class Replica(Machine):
         held = self.stash.get(answer.id)
         is_taken = held is not None and self.departures.place(answer.id) is Place.TAKEN
         if held is not None and is_taken and not held.ticket.is_training:
-            actions += self._release(answer.id)  # an evaluation has no backward
+            actions += self._release(answer.id)  # an evaluation has no backward pass
         return actions
 
     def _lost(self, peer: str, id: MicrobatchId, now_s: float) -> list[Action]:

@@ -50,7 +50,7 @@ class Tasks:
         return [step]
 
     def end(self, task: Compute | CloseStep | None = None) -> bool:
-        """End the running task. Return False if `task` is not running, because its end was already reported."""
+        """End the running task. Return False if the end of `task` was already reported."""
         if self.running is None or (task is not None and task is not self.running):
             return False
         self.running = None

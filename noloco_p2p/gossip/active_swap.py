@@ -42,8 +42,8 @@ class ActiveSwap:
     """A swap that a round has begun.
 
     `mine` and `theirs` are the positions of the two partners at `began_s`, when the swap began. `boundary_s` is the
-    time at which this peer reached its boundary. `early_s` and `late_s` are the times at which the early and the late
-    part were committed.
+    time at which this peer reached its boundary. `early_s` and `late_s` are the times at which the early and late parts
+    were committed.
     """
 
     partner: str
@@ -74,7 +74,7 @@ class ActiveSwap:
             self.late_s = now_s
 
     def broken_off(self, now_s: float, goodput: Goodput) -> None:
-        """Record the rate of an early part that failed. Otherwise a link that has become slow would go unnoticed."""
+        """Record the rate of an early part that failed. Otherwise, a link that has become slow would go unnoticed."""
         if self.early_s is None:
             goodput.note(self.swap.bytes_moved, now_s - self.began_s)
 
@@ -125,7 +125,7 @@ class ActiveSwap:
         return max(0.0, (now_s if there_s is None else there_s) - self.boundary_s)
 
     def transfer_s(self, now_s: float) -> float:
-        """Return how many seconds the late part has taken since the later of the two boundaries, until its commit.
+        """Return how many seconds have passed from the later of the two boundaries until the late part's commit or now.
 
         The result is 0 until both partners have reached their boundaries.
         """

@@ -1,6 +1,6 @@
 """This module is the interface between training and the network.
 
-A round makes four calls, and none of them raises an exception if a partner fails.
+Training makes these four calls in each round, and none of them raises an exception if a partner fails:
 
 open(state)  ->  inner steps, polling late()  ->  stage(gradient)  ->  poll() or collect()  ->  apply  ->  open(...)
 
@@ -62,8 +62,9 @@ class Exchange(Protocol):
         must not change until the round ends, except by a correction from `late`. Sections are encoded as they are sent.
 
         `steps_done` is the number of inner steps of this round that were taken before a restart. `inner_steps` is the
-        length of the round; None keeps the last length. `shortest_round_s` is the duration of the shortest round that
-        this peer can keep up with, and is announced to other peers. `patience_s` is for closing rounds; see `Opening`.
+        length of the round; None keeps the previous length. `shortest_round_s` is the duration of the shortest round
+        that this peer can keep up with, and is announced to other peers. `patience_s` is for closing rounds; see
+        `Opening`.
         """
         ...
 
@@ -90,7 +91,7 @@ class Exchange(Protocol):
     def late(self, round_index: int) -> Correction | None:
         """Return a late part that arrived after the boundary of its round. This call is cheap.
 
-        The part must belong to a round before `round_index`.
+        Only late parts of rounds before `round_index` are returned.
 
         It returns None while the slow weights and momentum are being sent, because they must not change then. Call
         `corrected` after applying the correction.

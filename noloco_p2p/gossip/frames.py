@@ -61,11 +61,11 @@ class RefuseCode(IntEnum):
     it.
     """
 
-    BUSY = 1  # this peer has made an offer or is answering another one
+    BUSY = 1  # this peer is occupied for the moment, for example because its own offer is unanswered
     BETWEEN_ROUNDS = 2  # this peer has no open round
     CROSSED = 3  # the peers made offers to each other, and this peer's offer is used because its peer id is higher
     TAKEN = 4  # this peer has a partner for this round
-    TOO_FAR = 5  # the two boundaries are more than 0.6 of the shorter round apart
+    TOO_FAR = 5  # the boundaries are further apart than 0.6 times the duration of the shorter round
     NOT_TRAINING = 6  # this peer is paused, leaving or done
     OTHER_RUN = 7
     OTHER_SPEC = 8
@@ -179,7 +179,7 @@ class Grid:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The announcement of a section, or of the chunks of a section that are sent again.
+    """The announcement of a section, or of chunks that are sent again.
 
     The receiver aborts the swap if the header differs from the one that it computes from the spec and the grid.
     """
@@ -241,11 +241,11 @@ class PeerStatus:
 
 @dataclass(frozen=True, slots=True)
 class StateManifest:
-    """The manifest of a donor's newest saved state, which is a file that is split into chunks with one digest each.
+    """The manifest of a donor's newest saved state, which is a file split into chunks, each with its own digest.
 
     The file contains the slow weights and, if the run uses it, the outer momentum. A newcomer adopts `round` and
-    `progress` from the manifest, whose `layout` must equal its own. Each chunk except the last has STATE_CHUNK_BYTES
-    bytes. The number of chunks and the size of the file follow from the spec.
+    `progress` from the manifest, whose `layout` must be that of the newcomer's model. Each chunk except the last has
+    STATE_CHUNK_BYTES bytes. The number of chunks and the size of the file follow from the spec.
     """
 
     layout: str

@@ -16,8 +16,8 @@ class Received:
     """The result of a swap: one pair of encoded vectors per section, and the cost of the swap.
 
     The vectors are kept until they are applied. `lateness_s` is the time that this peer waited for its partner to reach
-    the boundary, or 0 if the partner was first. `transfer_s` is the time from when both had reached the boundary until
-    the late part was committed or the round ended without it.
+    the boundary, or 0 if the partner was first. `transfer_s` is the time from the later of the two boundaries until the
+    late part was committed or the round ended without it.
     """
 
     partner: str

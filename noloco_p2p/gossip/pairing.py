@@ -111,10 +111,10 @@ class Pairing:
     def choose(self, live: Sequence[Candidate], now_s: float, *, latest_s: float) -> Candidate | None:
         """Return the peer to ask now, or None if there is no suitable peer or the drawn one is not free yet.
 
-        One peer is drawn uniformly at random and kept. If the drawn peer already has a partner, this peer waits for the
-        next round of the drawn peer, provided that it begins before `latest_s`. Asking any free peer at once would pair
-        the same two peers again and again, because they begin each round together while all others are in the middle of
-        a round.
+        One peer is drawn uniformly at random, and it remains the choice as long as it is suitable. If the drawn peer
+        already has a partner, this peer waits for the next round of the drawn peer, provided that it begins before
+        `latest_s`. Asking any free peer at once would pair the same two peers again and again, because they begin each
+        round together while all others are in the middle of a round.
 
         The last partner, and any peer that has had more than its share of swaps, is drawn only if there is no other
         peer. A peer that was turned away in the last round is preferred, because it may be waiting for this round and

@@ -1,7 +1,7 @@
 """This module provides a pool of memory for the encoded sections of swaps.
 
 Each swap needs half as much memory as the model. A fresh allocation would take longer than encoding, because the kernel
-first fills each page with zeros (0.1 to 2 ns per byte, while bf16 encoding takes 0.1 ns).
+first fills each page with zeros (0.1 to 2 ns per byte, compared with 0.1 ns for bf16 encoding).
 
 A block returns to the pool when its last view is gone, not by an explicit call. gRPC may still read a payload after its
 swap has ended, so a block that was released earlier could be overwritten while gRPC sends it.

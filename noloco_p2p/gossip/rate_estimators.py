@@ -12,7 +12,7 @@ from noloco_p2p.gossip.frames import Boundary
 WINDOW_STEPS = 32
 HEARD_FOR_ROUNDS = 20  # rounds of this peer after which an announcement expires, because its sender may be gone
 HEARD_PEERS = 64
-REMEMBERED = 8  # number of transfers; a change in the link takes effect after half of them
+REMEMBERED = 8  # number of transfers in the estimate; a change in the link takes effect after half as many
 
 
 class StepRate:
@@ -88,7 +88,7 @@ class StepRate:
 class Goodput:
     """Estimates the duration of a transfer from the rates of the last transfers.
 
-    The rates apply to the slower direction, and include the time for encoding and for waiting for the partner.
+    The rates are those of the slower direction. The measured times include encoding and waiting for the partner.
     """
 
     def __init__(self) -> None:
@@ -102,8 +102,8 @@ class Goodput:
     def seconds_for(self, num_bytes: int) -> float | None:
         """Return a cautious estimate of the duration of a transfer in seconds, or None before the first transfer.
 
-        The estimate is the median plus the spread. After only one or two transfers the spread is unknown, so the median
-        is used in its place.
+        The estimate is the median plus the spread. After only one or two transfers, the spread is unknown, so the
+        median is used in its place.
         """
         samples = self._seconds_per_byte
         if not samples:

@@ -66,7 +66,7 @@ log = logging.getLogger(__name__)
 
 HOLD_S = 2.0  # the longest time for which an offer is held; shorter than the deadline of any offer
 WATCH_S = 0.5  # how often the progress of an early part is checked
-FAREWELL_S = 2.0  # for sending the Aborts of swaps when this peer stops
+FAREWELL_S = 2.0  # time limit for sending Abort to all partners when this peer stops
 SWAP_ID_BYTES = 16
 REMEMBERED_SWAPS = 16
 
@@ -176,7 +176,7 @@ class RoundDriver:
         return self.fault.text
 
     def take_refused_as_stale(self) -> bool:
-        """Return whether, since the last call, a peer has refused this one as stale. The call is thread-safe."""
+        """Return whether a peer has refused this one as stale since the last call. The call is thread-safe."""
         refused, self.round.was_refused_as_stale = self.round.was_refused_as_stale, False
         return refused
 
@@ -470,7 +470,7 @@ class RoundDriver:
             # The traceback and the swap refer to each other. Without this line, payloads as large as the model would
             # stay in memory until the garbage collector runs.
             error.__traceback__ = error.__context__ = None
-        except BaseException:  # cancellation or a bug, and the round must not wait for this swap
+        except BaseException:  # after cancellation or a bug, the round must not wait for this swap
             self._swap_ended(active, Unreachable("this peer aborted the swap", peer=active.partner))
             raise
         finally:

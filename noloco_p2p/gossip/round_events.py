@@ -28,8 +28,8 @@ class RoundPhase(Enum):
 class Opening:
     """The state of a peer when it opens a round. The tensors must not change until the round ends.
 
-    `patience_s` is for closing rounds, in which nobody trains. During this time, the peer waits for others that are in
-    the middle of a round, and it asks its last partner only if no other peer is live.
+    `patience_s` is for closing rounds, in which nobody trains. For this many seconds, the peer waits for others that
+    are in the middle of a round. It asks its last partner only if no other peer is live.
     """
 
     round: int

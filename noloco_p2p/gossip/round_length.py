@@ -31,8 +31,8 @@ FILL = 0.4
 FILL_UNWAITED = 1 / 3
 
 # These constants fit the loss of the toy model: after n inner steps in rounds of H steps, the loss is proportional to
-# n^-STEPS_EXPONENT (CURVE_START + H)^LENGTH_EXPONENT. benchmarks/study/round_lengths.py fits it to runs of 8 replicas
-# with Muon, modulo8 and int4, and benchmarks/results/round_lengths.txt reports the error of the fit.
+# n^-STEPS_EXPONENT (CURVE_START + H)^LENGTH_EXPONENT. benchmarks/study/round_lengths.py fits this formula to runs of 8
+# replicas with Muon, modulo8 and int4, and benchmarks/results/round_lengths.txt reports the error of the fit.
 STEPS_EXPONENT = 0.24
 LENGTH_EXPONENT = 0.09
 CURVE_START = 1.0
@@ -40,8 +40,8 @@ CURVE_START = 1.0
 MAX_CHANGE = 1.5  # largest factor between one round's length and the next
 STILL = 1.25  # changes by a smaller factor are skipped, so that noise alone does not change the length
 
-# This replaces STILL if partners wait for each other. If the lengths of their rounds differ by a quarter, one partner
-# waits for that quarter.
+# This replaces STILL if partners wait for each other. If one partner's rounds are longer by a quarter, the other
+# partner waits for that quarter.
 STILL_WAITING = 1.04
 
 # All peers adapt to the slowest one that is not an outlier, because peers whose rounds have similar durations find each

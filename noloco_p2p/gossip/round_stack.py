@@ -73,8 +73,8 @@ def build_round_stack(
 ) -> RoundStack:
     """Build the driver and the service. Call it on the event loop.
 
-    `serve` answers the requests of newcomers, usually from a `StateServer`. If `status` is None, the driver's own state
-    is reported. `RoundDriver` describes the other arguments.
+    `serve` answers the requests of newcomers; it is usually a method of a `StateServer`. If `status` is None, the
+    driver's own state is reported. `RoundDriver` describes the other arguments.
     """
     driver = RoundDriver(
         hello=hello,

@@ -24,7 +24,7 @@ class Candidate:
     progress: float = 0.0
     session_key: bytes = b""  # identifies its gRPC server, from its signed record
     sketch: str = ""  # packed sketch of its slow weights, from its record
-    can_be_called: bool = True  # False if this peer cannot call it; it can still make offers
+    can_be_called: bool = True  # False if this peer cannot call the candidate, which can still make offers
     stage: int = 0  # its stage, in a run with stages
     capacity: float = 0.0  # tokens/s that its stage can process; 0 = not measured yet
 
@@ -92,7 +92,7 @@ class Directory(Protocol):
     def live(self) -> Sequence[Candidate]:
         """Return the peers from which a partner can be drawn, excluding this one. The call never blocks.
 
-        These are all live peers of a small run, or a changing sample of a large one.
+        In a small run, these are all live peers; in a large run, they are a changing sample of the live peers.
         """
         ...
 

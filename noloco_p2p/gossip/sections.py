@@ -45,7 +45,7 @@ class SectionPlan:
 def section_plans(codecs: CodecSpec, *, swap_momentum: bool, num_elements: int) -> tuple[SectionPlan, ...]:
     """Return the sections of every swap of a run, in the order in which they are sent.
 
-    Without a codec for the outer gradient there is no late part.
+    Without a codec for the outer gradient, there is no late part.
     """
     momentum = [(SectionName.OUTER_MOMENTUM, Part.EARLY, codecs.outer_momentum)] if swap_momentum else []
     gradient = [(SectionName.OUTER_GRADIENT, Part.LATE, codecs.outer_gradient)] if codecs.has_late_part else []
@@ -133,7 +133,7 @@ class Coding:
 
 @dataclass(slots=True)
 class Squares:
-    """The squared norms of both partners' encoded vectors, summed in chunk order so that both get equal sums."""
+    """The squared norms of both partners' encoded vectors, summed in chunk order so that their sums agree."""
 
     own: float = 0.0
     partner: float = 0.0

@@ -65,7 +65,7 @@ def refuse_stale(mine: Boundary, theirs: Boundary, *, total_steps: int) -> Refus
 
 
 def refuse_distant(mine: Boundary, theirs: Boundary, *, total_steps: int, longest_round: int) -> Refuse | None:
-    """Return a refusal if the other peer's round does not match this peer's, and None otherwise."""
+    """Return a refusal if the other peer's boundary, round length or progress rules out a swap, or None."""
     far_s = too_far_s(mine, theirs)
     if far_s > 0:
         sentence = f"our boundaries are {far_s:.2f} s further apart than the limit of 0.6 rounds"

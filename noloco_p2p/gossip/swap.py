@@ -140,7 +140,7 @@ class Swap:
         return {plan.name: self.pair(plan.name) for plan in self._plans if plan.part in self.ledger.committed}
 
     def num_bytes(self, part: Part) -> int:
-        """Return the known size of a part in each direction. Chunks are added when they are sent again."""
+        """Return the known size of a part in each direction. Chunks that are sent again are added."""
         return sum(self._num_bytes[plan.name] for plan in self._plans if plan.part is part)
 
     @property
@@ -400,7 +400,7 @@ class Swap:
             except Ended:
                 raise  # the partner announced that it will not commit
             except (Unreachable, TimedOut):
-                # The Ready may be lost, so ask the partner once. Without an answer the part is not committed.
+                # The Ready may be lost, so ask the partner once. Without an answer, the part is not committed.
                 if part not in (await self._ask_partner(self.partner, self.swap_id)).verified:
                     self.ledger.has_ended = True  # set before the error is handled, because the partner may ask now
                     raise
@@ -443,7 +443,7 @@ class Swap:
         return [plan for plan in self._plans if plan.part is part]
 
     async def _keep_alive(self) -> None:
-        """Repeat Ready while both partners wait for a boundary and send no data, so that each detects a frozen partner.
+        """Repeat Ready while both partners wait for a boundary and send no data, so that each notices a frozen partner.
 
         gRPC's keepalive is not used, because on a slow link its pings would wait behind megabytes of data.
         """
@@ -494,7 +494,7 @@ def _header(coding: Coding, indices: Sequence[int]) -> Header:
 
 
 def _show(frame: Frame | None) -> str:
-    """Describe a frame for a log line, without any field that a stranger can make long."""
+    """Describe a frame for a log line, without the fields whose length a stranger controls."""
     if isinstance(frame, Chunk):
         return f"chunk {frame.index} of {frame.section.name.lower()} ({len(frame.payload)} bytes)"
     if isinstance(frame, Header):

@@ -1,4 +1,4 @@
-"""Model a ring all-reduce, so that its traffic, duration and encoding errors can be compared with a swap's."""
+"""Model a ring all-reduce, so that its traffic, duration and errors can be compared with those of a swap."""
 
 from __future__ import annotations
 

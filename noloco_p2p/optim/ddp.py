@@ -1,4 +1,4 @@
-"""Simulate synchronous data-parallel training, which averages gradients at every step, like DDP and FSDP."""
+"""Simulate synchronous data-parallel training, which averages gradients at every step, as DDP and FSDP do."""
 
 from __future__ import annotations
 

@@ -28,13 +28,13 @@ computed or received before.
 Outer gradients are compared after decoding, because both partners know only the decoded ones. A coarse codec changes
 norms and angles. int2 multiplies the norm of a normally distributed vector by 0.94, and sign1 multiplies it by 0.80.
 For real outer gradients of the toy model in benchmarks/study, the factor is 0.90 to 1.10 with int2 and 0.75 to 0.95
-with sign1. The factor never exceeds 1.5 with int2 or 1 with sign1. The limit of ten times the median compares the
-decoded norm of the partner with the exact norms of this peer. For two normally distributed vectors with cosine c, the
-decoded vectors have a cosine of 0.89 c (int2) or 2 / pi asin(c) (sign1), so the limit of -0.1 corresponds to a cosine
-of -0.11 or -0.16 of the exact vectors. Coarse codecs therefore make it less likely that an honest partner is refused,
-and a liar's influence stays as limited as before. In a run without a late part, only the gates on the weights and on
-the loss remain. The offsets of such a run are as long as outer gradients, so clipping begins later
-(`WITHOUT_LATE_PART`).
+with sign1. The factor never exceeds 1.5 with int2 or 1 with sign1. The limit of ten times the median compares the norm
+of the partner's decoded gradient with the norms of this peer's exact gradients. For two normally distributed vectors
+with cosine c, the decoded vectors have a cosine of 0.89 c (int2) or 2 / pi asin(c) (sign1), so the limit of -0.1
+corresponds to a cosine of -0.11 or -0.16 of the exact vectors. Coarse codecs therefore make it less likely that an
+honest partner is refused, and a liar's influence stays as limited as before. In a run without a late part, only the
+gates on the weights and on the loss remain. The offsets of such a run are as long as outer gradients, so clipping
+begins later (`WITHOUT_LATE_PART`).
 
 Slow weights have no cosine gate, because islands that merge may differ in any direction.
 """
@@ -85,14 +85,14 @@ def gate_limits(codecs: CodecSpec) -> GateLimits:
 
 @dataclass(frozen=True, slots=True)
 class GradientScales:
-    """The factors of the two decoded outer gradients of a swap. At most one of them is below 1."""
+    """The factors for the two decoded outer gradients of a swap. At most one of them is below 1."""
 
     own: float
     partner: float
 
 
 def gradient_scales(own_norm: float, partner_norm: float, *, limits: GateLimits = LIMITS) -> GradientScales:
-    """Return the factors of both outer gradients. The partner's call returns the same two numbers in reverse order."""
+    """Return the factors for both outer gradients. The partner's call returns the same two numbers in reverse order."""
     limit = limits.clip_above * min(own_norm, partner_norm)
     return GradientScales(*(limit / norm if norm > limit else 1.0 for norm in (own_norm, partner_norm)))
 
@@ -191,7 +191,7 @@ class PieceNorms:
 
 
 def offset_radius(*, usual: float, own_gradient: float, limits: GateLimits = LIMITS) -> float:
-    """Return the largest norm by which a partner may pull one piece.
+    """Return the largest distance by which a partner may move one piece.
 
     `usual` is the usual norm of the piece's offsets, and `own_gradient` is the norm of this peer's outer gradient in
     the piece. The lower bound, which depends on this gradient, admits the first swaps, for which there is no history.

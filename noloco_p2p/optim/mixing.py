@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from noloco_p2p.spec import OuterSpec
 
-# In a closing round nobody trains, and both partners move to the midpoint.
+# In a closing round, nobody trains, and both partners move to the midpoint.
 CLOSING = OuterSpec(alpha=0.0, beta=1.0, gamma=1.0)
 CLOSING_MORE = 3  # closing rounds in addition to log2 of the number of peers
 # The shortest and the longest wait in a closing round. Between these limits, the wait is as long as a round.
@@ -18,9 +18,9 @@ CLOSING_WAIT_S = (10.0, 600.0)
 class Agreement:
     """The terms on which two partners mix. Both partners compute the same terms from their announcements to each other.
 
-    `inner_steps` is the length of a round. `weight` is a factor of all half-differences, which is below 1 between peers
-    that are many rounds apart. `partner_share` is the partner's share of the inner steps of both rounds. The shares of
-    the two partners add up to 1.
+    `inner_steps` is the length of a round. All half-differences are multiplied by `weight`, which is below 1 between
+    peers that are many rounds apart. `partner_share` is the partner's share of the inner steps of both rounds. The
+    shares of the two partners add up to 1.
     """
 
     inner_steps: float

@@ -2,8 +2,8 @@
 
 An update is the momentum of a matrix after a Newton-Schulz iteration has moved all its singular values close to 1.
 `torch.optim.Muon` computes this in bf16 on every device, one matrix after another, with five iterations. On a processor
-without bf16 instructions, such a product takes eight times as long as in fp32. This class therefore differs in three
-ways:
+without bf16 instructions, a matrix product in bf16 takes eight times as long as one in fp32. This class therefore
+differs in three ways:
 
 * It computes in fp32, except on an accelerator that supports bf16. All CPUs use fp32, so that two machines in a run, or
   a simulation of the run, get the same results.
@@ -94,7 +94,7 @@ def orthogonalize(matrices: Tensor) -> Tensor:
     if is_long and matrices.dtype is torch.float32:
         factor = _whole_factor(gram)
         return torch.bmm(matrices, factor) if is_tall else torch.bmm(factor, matrices)
-    polynomial, spare = torch.empty_like(gram), torch.empty_like(matrices)  # allocating per product is slow
+    polynomial, spare = torch.empty_like(gram), torch.empty_like(matrices)  # allocating these for each product is slow
     for iteration, (a, b, c) in enumerate(COEFFICIENTS):
         if iteration:
             torch.bmm(*((matrices.mT, matrices) if is_tall else (matrices, matrices.mT)), out=gram)

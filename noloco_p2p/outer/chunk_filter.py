@@ -31,7 +31,7 @@ from noloco_p2p.optim.gates import (
 from noloco_p2p.optim.halves import half_difference_
 
 UNSCALED = GradientScales(1.0, 1.0)
-ESTIMATE_CHUNKS = 16  # each has 1 MiB in fp32, so an estimate takes milliseconds
+ESTIMATE_CHUNKS = 16  # chunks per estimate; each has 1 MiB in fp32, so an estimate takes milliseconds
 SECRET = random.SystemRandom()
 OFFSETS = (SectionName.SLOW_WEIGHTS, SectionName.OUTER_MOMENTUM)
 
@@ -41,7 +41,7 @@ class FilterVerdict:
     """The verdict of the gates on a whole swap.
 
     `refusal` is the reason why nothing of the swap is applied, or an empty string if the swap may be applied. `scales`
-    are the factors of the outer gradients.
+    are the factors by which the outer gradients are multiplied.
     """
 
     refusal: str = ""
@@ -79,7 +79,7 @@ class ChunkFilter:
     def judge_weights(self, partner: str, weights: SectionPair, gradient: SectionPair | None) -> str:
         """Return the reason to refuse the whole swap because of the partner's slow weights, or an empty string.
 
-        The distance of the slow weights is recorded in either case.
+        The distance between the partners' slow weights is recorded in either case.
         """
         own_gradient = max(self.gradients.usual(), math.sqrt(gradient.squares.own) if gradient else 0.0)
         scratch, square, num_chunks = Scratch(), 0.0, len(weights.partner)
@@ -115,7 +115,7 @@ class ChunkFilter:
         """Return the half-difference of one chunk of the scaled outer gradients.
 
         The gradients are scaled as a whole first, and then piece by piece. The result is the opposite of the partner's
-        half-difference, because the partner uses the same factors in reverse order.
+        half-difference, because the partner applies the same factors to the same two gradients.
         """
         own, partner = pair.decoded(index, scratch=scratch)
         for vector, scale in ((own, scales.own), (partner, scales.partner)):

@@ -60,7 +60,7 @@ class FlatParameters:
 
     @cached_property
     def model_layout(self) -> ModelLayout:
-        """Return the layout that the models of partners must have in common.
+        """Return the layout of the model, which must be the same for two partners.
 
         Frozen parameters are not sent, so the layout contains digests of their content, which are computed at about 4
         GB/s.
@@ -77,7 +77,7 @@ class FlatParameters:
         return torch.cat([piece.values.float() for piece in self._pieces(start, stop)])
 
     def minus(self, start: int, values: Tensor, *, out: Tensor) -> Tensor:
-        """Write the parameters minus `values` to the start of `out`, and return that part of it.
+        """Write the parameters minus `values` to the start of `out`, and return the part of `out` that was written.
 
         The parameters are elements [start, start + len) of the vector. `values` is 1-D and may be on any device. `out`
         is an fp32 tensor on the device of the parameters, at least as long as `values`.

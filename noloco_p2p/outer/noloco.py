@@ -118,8 +118,8 @@ class NoLoCo:
     Args:
         model: The model to train. Its trainable parameters form one flat vector, in the order of `named_parameters()`.
             They must all be on one device and can have any floating-point dtype. Frozen parameters are never sent. They
-            must be the same on all peers, which compare their content. Each peer keeps its own buffers, and a
-            checkpoint contains the persistent ones.
+            must be the same on all peers, and peers compare them. Each peer keeps its own buffers, and a checkpoint
+            contains the persistent ones.
         optimizer: One optimizer, or several in the order in which they step. A step of the last one is an inner step,
             unless a GradScaler skipped it, so batches whose gradients are accumulated count once. If this is None or an
             `InnerState` that is not a torch optimizer, call `step` after each inner step. Checkpoints contain the state
@@ -213,7 +213,7 @@ class NoLoCo:
 
     @property
     def round(self) -> int:
-        """Return the number of outer steps of this replica, including the steps behind a state that it took over."""
+        """Return the number of outer steps of this replica, including those that produced a state that it took over."""
         return self._rounds.round
 
     @property
@@ -327,9 +327,10 @@ class NoLoCo:
     def closing_round(self, *, wait_s: float) -> RoundResult:
         """Run a round without inner steps after training. Both partners move to their midpoint.
 
-        After about log2(N) + 3 of these rounds with N peers, each peer is close to the mean of all peers, without
-        knowing the others. This call blocks for at most `wait_s`, mainly to wait for peers that are still training. The
-        last partner is chosen again only if no other peer is alive. The progress of this peer does not change.
+        After about log2(N) + 3 of these rounds with N peers, each peer is close to the mean of all peers, even if it
+        has met only some of them. This call blocks for at most `wait_s`, mainly to wait for peers that are still
+        training. The last partner is chosen again only if no other peer is alive. The progress of this peer does not
+        change.
         """
         assert self.is_between_rounds, "inner steps have been taken since the last outer step"
         try:
@@ -354,7 +355,8 @@ class NoLoCo:
         """Write a checkpoint, serve it to newcomers, and return its folder.
 
         The checkpoint contains the outer state, the state of the inner optimizer, the values of `meta` and, within a
-        round, the model's weights. Raises CheckpointError if writing fails; the last good checkpoint is then intact.
+        round, the model's weights. Raises CheckpointError if writing fails; in that case, the last good checkpoint
+        remains intact.
         """
         self._saver.wait()  # only one checkpoint can be written at a time
         files, meta = self._content()

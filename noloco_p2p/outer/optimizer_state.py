@@ -171,7 +171,7 @@ def restore_optimizer(
 def _fits(value: Tensor, parameter: Tensor) -> bool:
     """Return whether a value can belong to a parameter.
 
-    It must be a scalar, have the parameter's shape, or be a row or column, which Adafactor keeps.
+    It must be a scalar, have the parameter's shape, or be one of its rows or columns, as with Adafactor.
     """
     if value.ndim == parameter.ndim:
         return all(mine in (1, whole) for mine, whole in zip(value.shape, parameter.shape, strict=True))

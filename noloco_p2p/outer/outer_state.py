@@ -146,7 +146,7 @@ class OuterState:
         """Take the outer step, and set the model's weights to the new slow weights. Returns the clipping statistics.
 
         If `received` is None, this is a solo step. Otherwise, half-differences are added to the peer's own exact
-        vectors, so encoding errors cannot move the mean of a pair. `scales` are the factors of the outer gradients,
+        vectors, so encoding errors cannot move the mean of a pair. `scales` are the factors for the outer gradients,
         which come from `judge`. The gates clip offsets before they are applied. If `is_closing` is true, nobody trains,
         and both partners move to the midpoint. On an accelerator, the next and the previous chunk are copied while the
         CPU works on the current one.

@@ -37,7 +37,7 @@ class Vectors(Protocol):
 
 
 class OuterStep(Protocol):
-    """The outer step that a round takes with its outcome. `UpdateFilter` implements it."""
+    """The interface through which a round takes its outer step. `UpdateFilter` implements it."""
 
     def step(self, outcome: Outcome, *, is_closing: bool) -> tuple[Outcome, bool]:
         """Take the outer step.
@@ -115,7 +115,7 @@ class Rounds:
 
         `patience_s` is used only in a closing round (see `Opening`).
         """
-        self.apply_late()  # a late part that arrived after the last outer step would keep partners waiting
+        self.apply_late()  # matchmaking would wait for a late part that arrived after the last outer step
         self._is_closing = is_closing
         self.is_open = True
         step_rate = self.exchange.step_rate
@@ -208,7 +208,7 @@ class Rounds:
         self._boundary_s = None
 
     def restart(self, *, round_index: int, progress: float, steps: int = 0) -> None:
-        """Continue from a new position in the run, after the vectors were replaced.
+        """Continue from a new position in the run, after the vectors have been replaced.
 
         The new vectors come from a checkpoint or from another peer.
         """

@@ -50,7 +50,7 @@ def put_back(checkpoint: Checkpoint, state: OuterState, model: nn.Module) -> dic
 
 
 def for_newcomers(folder: Path, state: OuterState, position: dict[str, Any]) -> SavedState:
-    """Describe the checkpoint in `folder` for newcomers. It was written at this position in the run."""
+    """Describe to newcomers the checkpoint in `folder`, which was written at this position in the run."""
     return describe_state(
         folder / f"{STATE_FILE}.safetensors",
         layout=state.layout,

@@ -2,7 +2,7 @@
 
 The functions compare tensors, positions in the run and the sketches that peers publish. They raise CheckpointError with
 a message that explains the problem. They do not use the network. `peer/state_admission.py` asks the swarm for the
-values that they need, and `robust_mean.py` compares states with each other.
+values that these functions need, and `robust_mean.py` compares states with each other.
 
 The limits are based on measurements in honest swarms (`benchmarks/honest_states.py`) with a schedule of 40 rounds. Real
 runs have far longer schedules, so their weights move less in a round. States that were 32 rounds apart differed by up
@@ -76,7 +76,7 @@ def check_position(round_index: int, progress: float, others: Sequence[tuple[int
     """Raise CheckpointError if a position in the run is far from the positions of the swarm.
 
     `others` holds the round and the progress of each live peer, including the donor. The round counters of honest peers
-    differ with their speed and their round lengths, so a counter is refused only if it deviates far more than that.
+    differ because their speeds and round lengths do, so a counter is refused only if it deviates far more.
     """
     if len(others) < MIN_POSITIONS:
         return

@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LossCheck:
-    """A gate that evaluates the model and undoes a swap if it raises the loss on a private batch too much.
+    """A gate that evaluates the model on a private batch, and undoes a swap that raises the loss too much.
 
     During a checked step, the slow weights, the momentum and the model's weights are kept twice, which takes up to 12
     more bytes per parameter. A gradient that arrives after its boundary is not checked.
@@ -51,7 +51,7 @@ class UpdateFilter:
         self._metrics = metrics
         self._loss_check = loss_check
         self.clipped = Clipped()  # in the last outer step
-        self.scales = UNSCALED  # factors of the outer gradients in the last outer step
+        self.scales = UNSCALED  # the factors for the outer gradients in the last outer step
 
     def step(self, outcome: Outcome, *, is_closing: bool) -> tuple[Outcome, bool]:
         """Take the outer step of a round.
@@ -67,7 +67,7 @@ class UpdateFilter:
         before = self._state.copy()
         loss = self._loss_check.measure()
         diverged = self._apply(admitted_outcome, verdict, is_closing=is_closing)
-        if diverged:  # there is no loss to compare with, and the partner did not cause it
+        if diverged:  # this peer's own weights are non-finite, so there is no loss to compare
             return admitted_outcome, True
         rise = self._loss_check.measure() - loss
         if rise <= self._loss_check.max_rise:  # false for NaN

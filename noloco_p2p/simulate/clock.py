@@ -51,7 +51,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
 
 class InlineExecutor(Executor):
-    """Runs each call at once in the thread that submits it, so that work like encoding takes no virtual time."""
+    """Runs each call at once in the thread that submits it, so that work such as encoding takes no virtual time."""
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         future: Future[T] = Future()

@@ -22,8 +22,8 @@ def simulate_lockstep(material: Material, plan: Plan, *, rule: str) -> Result:
     """Simulate replicas that take every step together. Broken calls (`churn.lose`) and closing rounds do not apply.
 
     A replica that is absent from a round of a collective rule contributes nothing to the mean. It then receives the
-    mean as one more encoded vector, so it continues with the weights of the others. A real system would lose at least
-    as much.
+    mean as one more encoded vector, so it continues with the weights of the others. In a real system, the absence would
+    cost at least as much.
     """
     return _Lockstep(material, plan, rule).run()
 
@@ -31,7 +31,8 @@ def simulate_lockstep(material: Material, plan: Plan, *, rule: str) -> Result:
 def ring_of(rule: str, codec_name: str, *, num_elements: int) -> Ring:
     """Return the ring all-reduce of a collective rule.
 
-    DiLoCo uses that codec. ddp sends fp32 if the codec is fp32, and otherwise bf16 gradients, as DDP's hook does.
+    DiLoCo uses the codec `codec_name`. ddp sends fp32 if that is the codec, and otherwise bf16 gradients, as DDP's hook
+    does.
     """
     name = "bf16" if rule == "ddp" and codec_name != "fp32" else codec_name
     if name == "fp32":
@@ -40,7 +41,7 @@ def ring_of(rule: str, codec_name: str, *, num_elements: int) -> Ring:
 
     def coded(vector: Tensor) -> Tensor:
         if not vector.isfinite().all():
-            return vector  # a run that diverges must continue to diverge
+            return vector  # codecs refuse such values, and a run that has diverged must stay diverged
         parts = [vector[start:stop] for start, stop in chunk_bounds(vector.numel())]
         return torch.cat([codec.decode(codec.encode(part), num_elements=part.numel()) for part in parts])
 

@@ -46,8 +46,7 @@ class Material:
         return model
 
     def batches(self, peer_id: str, *, replica: int = 0, batch_size: int | None = None) -> TokenStream:
-        """Open the batches of a replica. `{replica}` in a binding is its number, so each replica can read different
-        files.
+        """Open the batches of a replica.
 
         `{replica}` in a binding is replaced by the number of the replica, so that each replica can read different
         files. If `batch_size` is None, it is `train.batch_size`. The sequences and their order do not depend on it.

@@ -131,7 +131,7 @@ class LinkTransport:
 class LinkStream:
     """One end of a stream.
 
-    Its frames pass the up link of this end, and then the down link of the other end, in order.
+    Its frames pass through the up link of this end, and then through the down link of the other end, in order.
     """
 
     def __init__(self, peer: str, up: LinkDirection, down: LinkDirection) -> None:

@@ -126,7 +126,7 @@ class SimulatedPeer:
         self._rounds.open()
 
     async def _closing_round(self) -> None:
-        """Take a round without training, in which both partners move to their midpoint."""
+        """Run a round without training, in which both partners move to their midpoint."""
         self._rounds.exchange = self._exchange
         wait_s = closing_wait_s(self._spec.outer, self.driver.step_rate.seconds_per_round())
         self._rounds.open(patience_s=wait_s, is_closing=True)

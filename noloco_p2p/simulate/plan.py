@@ -30,8 +30,8 @@ class Event:
 class Churn:
     """The faults of a run, and the peers that join, leave or crash.
 
-    `lose` is the share of calls whose connection breaks. Their peers then look for other partners, as on a real
-    network. `absent` is the share of rounds in which nobody can reach a replica, so that it has a solo round.
+    `lose` is the share of calls whose connection breaks. The peers of such a call then look for other partners, as on a
+    real network. `absent` is the share of rounds in which nobody can reach a replica, so that it has a solo round.
     """
 
     events: tuple[Event, ...] = ()
@@ -58,7 +58,7 @@ class Plan:
     speeds: tuple[float, ...] = (1.0,)
     links: tuple[LinkProfile, ...] = (IDEAL,)
     churn: Churn = Churn()
-    gates: GateLimits | None = None  # the gates of all replicas; None stands for the gates of the spec
+    gates: GateLimits | None = None  # the limits of the gates of all replicas; None stands for those of the spec
     evaluations: int = 4  # number of points on the curve of the validation loss
 
     def seconds_per_step(self, replica: int) -> float:
@@ -122,7 +122,7 @@ def parse_speeds(text: str) -> tuple[float, ...]:
 
 
 def parse_links(names: Sequence[str]) -> tuple[LinkProfile, ...]:
-    """Parse names of profiles, or a rate each way and the delay between two such peers, such as `100mbit-50ms`.
+    """Parse links, each of which is the name of a profile, or a rate and a delay such as `100mbit-50ms`.
 
     `100mbit-50ms` is a link with 100 Mbit/s in each direction, and with 50 ms of delay between two such peers.
     """

@@ -58,7 +58,7 @@ class SimulatedReplica(SimulatedPeer):
         self._is_leaving = True
 
     async def run(self, *, closing_rounds: int = 0) -> None:
-        """Train until the schedule is done, and then take `closing_rounds` rounds without training."""
+        """Train until the schedule is done, and then run `closing_rounds` rounds without training."""
         self._enter()
         try:
             while self.progress < 1 and not self._is_leaving:
@@ -86,7 +86,7 @@ class SimulatedReplica(SimulatedPeer):
         self._note_point()
 
     def _note_point(self) -> None:
-        """Add a point to the curve if the schedule has passed the next one."""
+        """Add a point to the curve if the progress has reached the next one."""
         if self.progress * self._num_points >= len(self.curve) + 1 - AT_POINT:
             loss = self._material.loss(self.model)
             self.curve.append(Point(self.number, self.steps, now_s(), loss))

@@ -43,7 +43,7 @@ class Result:
     sent_bytes: float  # payload, mean over replicas
     sent_per_parameter_step: float  # bytes
     steps: float  # inner steps, mean over replicas
-    swapped: int  # number of rounds of all replicas, like the next two
+    swapped: int  # number of rounds of all replicas, as in the next two fields
     half: int
     alone: int
     refused: int  # rounds that became solo, and late gradients that were refused, because of a gate

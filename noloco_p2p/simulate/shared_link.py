@@ -27,7 +27,8 @@ DONE_BYTES = 1e-3  # tolerance for rounding
 def patient(deadlines: Deadlines, *, chunk_bytes: int, mbit_s: float) -> Deadlines:
     """Extend deadlines if a link is so slow that one chunk of a swap takes longer than its receiver waits for progress.
 
-    This happens to a small model on a proportionally slow link, which has few, long chunks. A real model has many.
+    This happens to a small model, which has few and long chunks, on a proportionally slow link. A real model has many
+    chunks.
     """
     chunk_s = chunk_bytes / (SWAP_SHARE * mbit_s * 1e6 / 8)
     factor = max(1.0, CHUNKS_OF_PATIENCE * chunk_s / deadlines.progress_s)
@@ -161,10 +162,9 @@ def transfer(
     *,
     on_begin: Callable[[], None],
 ) -> None:
-    """Send a frame of the pipeline from one link to another. It passes through both at the same time, so the second
-    link does not wait for the end of the frame.
+    """Send a frame of the pipeline from one link to another.
 
-    It passes both links at the same time, because the second link does not wait until the whole frame has arrived.
+    It passes through both links at the same time, because the second link does not wait for the whole frame.
     `on_begin` is called when its first byte leaves.
     """
     loop = asyncio.get_running_loop()

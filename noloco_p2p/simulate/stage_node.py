@@ -99,9 +99,9 @@ class StageNode(SimulatedPeer):
         self.is_alive = True
         self.has_finished = asyncio.Event()
         self.busy_s = 0.0
-        self.lateness: Counter[int] = Counter()  # inner steps from a forward to its backward
-        self.latencies_s: list[float] = []  # at a head, from a launch to the end of its backward
-        self.num_counted = 0  # backwards; at a head, the backwards of its front
+        self.lateness: Counter[int] = Counter()  # inner steps from a forward pass to its backward pass
+        self.latencies_s: list[float] = []  # at a head, from a launch to the end of its backward pass
+        self.num_counted = 0  # backward passes; at a head, those of its front
         self.trained_tokens = 0  # in closed steps, including the first ones of sequences
         self._pipeline = pipeline
         self._gossips = gossips
@@ -109,7 +109,7 @@ class StageNode(SimulatedPeer):
         self._is_running = False  # whether a task is running
         self._is_commit_due = False
         self._counted_tokens = 0
-        self._step_of: dict[MicrobatchId, int] = {}  # the inner step of each forward
+        self._step_of: dict[MicrobatchId, int] = {}  # the inner step of each forward pass
         self._launched_s: dict[MicrobatchId, float] = {}
         self._given_up: deque[Tensor] = deque()
         self._batches: Iterator[Tensor] = iter(())

@@ -19,18 +19,18 @@ Paths = Literal["random", "fixed"]
 
 @dataclass(frozen=True, slots=True)
 class StagedPlan:
-    """The input of a simulation of a pipeline. `num_replicas` has one number per stage, and includes replicas that
-    join later.
+    """The input of a simulation of a pipeline.
 
-    `step_s` is the virtual time in which a peer at speed 1 would take an inner step of the whole model without
-    recomputation. Each task of a stage takes its share of these FLOPs. `speeds` and `links` have the values of each
-    stage in turn; the values of the last stage also apply to all later stages.
+    `num_replicas` has one number per stage, and includes replicas that join later. `step_s` is the virtual time in
+    which a peer at speed 1 would take an inner step of the whole model without recomputation. Each task takes time in
+    proportion to its FLOPs. `speeds` and `links` have the values of each stage in turn; the last ones also apply to all
+    later stages.
 
-    `lost_share` is the share of microbatches that are lost, each at one of its computations except the first. A
-    replica then reports the microbatch as unusable, as after a damaged frame or when memory is short. `late_steps` is
-    explained in `LateStageWork`. `window` is the number of microbatches that a head may have in flight, and that a
-    replica may hold; None means as many as `flow.limits` allows. With `paths="fixed"`, each node sends to one replica
-    of the next stage, which needs equal numbers of replicas in all stages. If `gossips` is False, replicas never mix.
+    `lost_share` is the share of microbatches that are lost, each at one of its computations except the first. A replica
+    then reports the microbatch as unusable, as after a damaged frame or when memory is short. `late_steps` is explained
+    in `LateStageWork`. `window` is the number of microbatches that a head may have in flight, and that a replica may
+    hold; None means as many as `flow.limits` allows. With `paths="fixed"`, each node sends to one replica of the next
+    stage, which requires equal numbers of replicas in all stages. If `gossips` is False, replicas never mix.
     """
 
     num_replicas: tuple[int, ...]

@@ -42,7 +42,7 @@ class Speed:
     virtual_s: float
     tokens: int
     tokens_per_s: float
-    latency_s: float  # median, from a launch to the end of the backward at its head
+    latency_s: float  # median, from a launch to the end of the backward pass at its head
     busy: dict[str, tuple[float, float, float]]
 
     @classmethod
@@ -67,22 +67,23 @@ class Speed:
 
 @dataclass(frozen=True, slots=True)
 class StageResult:
-    """The result of one stage. Means are over the replicas present at the end. Shares of time refer to the time in
-    which the heads are training.
+    """The result of one stage. Means are over the replicas present at the end.
+
+    Shares of time refer to the time in which the heads are training.
     """
 
     stage: int
     num_replicas: int
     num_parameters: int
     steps: float  # inner steps
-    tokens_per_s: float  # computed limit from the links and compute of this stage
+    tokens_per_s: float  # limit, computed from the links and the compute of this stage
     compute_busy: float
     up_busy: float
     down_busy: float
-    counted: int  # backwards of all replicas; for a head, those of its front
-    lost_share: float  # share of the microbatches that reached a stage without a backward there
-    lateness: float  # mean of inner steps from a forward to its backward
-    late_share: float  # share of the backwards that are at least one inner step late
+    counted: int  # backward passes of all replicas; for a head, those of its front
+    lost_share: float  # share of the microbatches that reached a stage without a backward pass there
+    lateness: float  # mean number of inner steps from a forward pass to its backward pass
+    late_share: float  # share of the backward passes that are at least one inner step late
     lateness_counts: dict[int, int]
     spread: float
     swapped: int

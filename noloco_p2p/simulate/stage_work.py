@@ -15,7 +15,7 @@ from noloco_p2p.trainer.inner_step import InnerStep
 from noloco_p2p.trainer.stage import Stage
 from noloco_p2p.trainer.stage_work import StageWork
 
-FORWARD_SHARE = 0.25  # a block has 2 FLOPs per weight forward, 2 recomputed and 4 backward
+FORWARD_SHARE = 0.25  # a block takes 2 FLOPs per weight forward, 2 for recomputation and 4 backward
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class TaskFlops:
     """FLOPs per token, by kind of task."""
 
     forward: float
-    backward: float  # including the recomputed forward
+    backward: float  # including the recomputed forward pass
     loss: float
 
     @classmethod

@@ -36,7 +36,7 @@ from noloco_p2p.transfer.donor import state_file_bytes
 
 NUM_NEIGHBOURS = 4  # in the next stage; a head also has this number of sinks
 NUM_HEADS = 2  # heads to which each replica of the last stage keeps a stream
-STUCK_S = 3600.0  # the time without any loss in the whole pipeline after which the simulation fails
+STUCK_S = 3600.0  # the simulation fails if no microbatch reaches the loss for this long
 
 
 def staged(spec: TrainerSpec, num_stages: int) -> TrainerSpec:

@@ -193,7 +193,7 @@ class TrainerBase:
         self._save()
         self.say(f"paused: {self.peer.pausing.sentence}")
         self.events.write("paused", step=self.peer.metrics.step, paused_by=self.peer.pausing.word)
-        empty_cache(self.device)  # keeps the weights, and frees the memory that torch has cached for other programs
+        empty_cache(self.device)  # for other programs: frees memory that torch has cached, but not the weights
         began_s = time.monotonic()
         self.peer.wait_while_paused()
         self._timed_from_s += time.monotonic() - began_s

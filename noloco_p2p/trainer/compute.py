@@ -20,8 +20,8 @@ from noloco_p2p.spec import TrainerSpec
 def choose_device(name: str, gpu: int | None = None) -> torch.device:
     """Return the torch device for `name`, which is auto, cpu, mps, cuda or cuda:N.
 
-    For "auto", this is a CUDA or ROCm device if there is one. Otherwise it is Apple's MPS if a single process trains
-    the model, or the CPU. If several processes share a model, `gpu` is the index of this process's GPU. Raises
+    For "auto", this is a CUDA or ROCm device if there is one. Otherwise, it is Apple's MPS if a single process trains
+    the model, or else the CPU. If several processes share a model, `gpu` is the index of this process's GPU. Raises
     SettingsError if the device does not exist.
     """
     if not DEVICE.fullmatch(name):

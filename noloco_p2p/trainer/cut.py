@@ -15,7 +15,7 @@ from noloco_p2p.spec import PipelineSpec, TrainerSpec
 HOP_S = 0.1  # assumed latency and compute time of a microbatch at one stage, without its transfer
 LATE_SHARE = 4  # a quarter of a batch may be in flight
 # Random paths cross, and microbatches wait for each other. With four times as many in flight as a single path holds,
-# links of 20 and 100 Mbit/s carried 72 and 59 % of their capacity (benchmarks/flow.py).
+# links of 20 and 100 Mbit/s carried 72 % and 59 % of their capacity (benchmarks/flow.py).
 CROSSING = 4
 
 
@@ -25,7 +25,7 @@ class Part:
 
     num_parameters: int
     num_matrix_parameters: int  # the ones that Muon optimizes
-    flops: float  # per token: forward, backward, and a second forward where a stage recomputes it
+    flops: float  # per token: forward and backward pass, and a second forward pass where a stage recomputes it
 
     def times(self, number: int) -> Part:
         return Part(number * self.num_parameters, number * self.num_matrix_parameters, number * self.flops)
@@ -122,7 +122,7 @@ def filling_tokens(pipeline: PipelineSpec, hidden_size: int, *, sequence_length:
 
 
 def check_stages(spec: TrainerSpec, settings: PeerSettings) -> None:
-    """Check the settings that concern stages. Raises SettingsError or SpecError if they do not fit the run."""
+    """Check the settings that concern stages. Raises SettingsError or SpecError if they are invalid."""
     if spec.pipeline.stages == 1:
         if settings.stage is not None:
             raise SettingsError(f"--stage {settings.stage} cannot be used: the run {spec.name} has no stages")

@@ -12,8 +12,8 @@ from noloco_p2p.devices import describe, peak_bytes
 from noloco_p2p.telemetry.metrics import Metrics
 from noloco_p2p.trainer.model import attention_size
 
-# Peak rates for dense bf16 on the matrix cores, in flops per second, from the vendors' data sheets. A key is a part of
-# the device's name, and the first match is used. Without a match no MFU is reported, because it would be a guess.
+# Peak rates for dense bf16 on the matrix cores, in flops per second, from the vendors' data sheets. Each key is a part
+# of a device's name, and the first match is used. Without a match, no MFU is reported, because it would be a guess.
 PEAKS = {
     "H200": 989e12,
     "H100 PCIe": 756e12,

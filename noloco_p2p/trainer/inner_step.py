@@ -139,15 +139,13 @@ class InnerStep:
     # optimizer state
 
     def state(self) -> dict[str, Tensor]:
-        """Return the optimizers' state as named tensors (see `outer/optimizer_state.py`). The tensors are not
-        copies.
-        """
+        """Return the optimizers' state as named tensors, without copying them (see `outer/optimizer_state.py`)."""
         return flatten_optimizers(self.optimizers, self.trainable)
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
         """Load an optimizer state that `state` has returned. If there are no tensors, reset the optimizers.
 
-        Raises CheckpointError if a tensor does not fit the model.
+        Raises CheckpointError if a tensor does not match the model.
         """
         restore_optimizers(self.optimizers, self.trainable, tensors, keep_on_cpu=self._is_offloaded)
 

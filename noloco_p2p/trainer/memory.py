@@ -11,8 +11,8 @@ from noloco_p2p.devices import free_and_total_bytes, free_memory, has_own_memory
 
 USED_SHARE = 0.8  # share of the free memory that is used, because allocators lose some to fragmentation
 MOMENT_BYTES = 8  # per trainable parameter; the optimizer allocates them at its first step
-# The peak of a forward and backward pass, relative to the memory that is kept between the two. It is used where nothing
-# counts the peak.
+# The peak of a forward and backward pass, relative to the memory that is kept between the two. It is used on devices
+# that do not report the peak.
 TEMPORARY = 1.5
 
 
@@ -40,7 +40,7 @@ def sequence_bytes(backward: Callable[[Tensor], object], sequence: Tensor, devic
         with torch.compiler.set_stance("force_eager"):
             return max(1, int(TEMPORARY * _kept_bytes(backward, sequence)))
     accelerator = torch.get_device_module(device)
-    backward(sequence)  # creates gradients, workspaces and compiled code, which do not grow with the sequences
+    backward(sequence)  # allocates gradients, workspaces and compiled code, whatever the number of sequences
     before = accelerator.memory_allocated(device)
     accelerator.reset_peak_memory_stats(device)
     backward(sequence)

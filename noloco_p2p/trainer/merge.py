@@ -1,4 +1,4 @@
-"""Take the state of a run, as one flat vector, from a checkpoint, from a live peer, or as the mean over the swarm.
+"""Get the state of a run as one flat vector: from a checkpoint, from a live peer, or as the mean over the swarm.
 
 In a run with stages, each stage has its own state, and the states of all stages form a whole model.
 
@@ -56,8 +56,8 @@ COMPARED = 5  # states from which a fork picks the one in the middle; two of the
 class TakenState:
     """The slow weights (flat, fp32) of one peer, or the mean of several, with their model or stage.
 
-    The model of a stage has no memory for its weights. `left_out` maps each rejected peer to the reason for the
-    rejection. `shortened` maps each peer whose state was clipped to the distance of that state from the others,
+    The model of a stage is built without memory for its weights. `left_out` maps each rejected peer to the reason for
+    the rejection. `shortened` maps each peer whose state was clipped to the distance of that state from the others,
     relative to the norm.
     """
 

@@ -44,9 +44,9 @@ def build_model(spec: ModelSpec, *, sequence_length: int, folders: Mapping[str, 
     `folders` maps the names that are bound on this machine to their folders. With `lora.rank`, the weights are frozen
     and stored in `lora.base_dtype`, and the adapters are fp32.
 
-    Weights that are drawn from `spec.seed` have the same bits on machines with the same torch and kind of CPU.
-    Elsewhere the last bit may differ, which the first swaps even out. The caller's random state is not changed. No code
-    from the hub is run, and only safetensors files are read. Raises ModelError if the model cannot be loaded.
+    Weights that are drawn from `spec.seed` have the same bits on machines with the same version of torch and kind of
+    CPU. Elsewhere the last bit may differ, which the first swaps even out. The caller's random state is not changed. No
+    code from the hub is run, and only safetensors files are read. Raises ModelError if the model cannot be loaded.
     """
     with quiet(), torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(spec.seed)  # torch.manual_seed would also change the accelerators' state

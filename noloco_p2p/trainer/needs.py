@@ -30,7 +30,7 @@ WEIGHT_BYTES = 8  # per parameter: fp32 weights and gradients, without the momen
 VECTOR_BYTES = 4  # per parameter and vector: slow weights, and outer momentum if there is any, are fp32 on the CPU
 CHECKPOINT_BYTES = 12  # per parameter: moments, and the fast weights within a round, without the outer state
 PROBE_STEPS = 2
-PROBE_TOKENS = 2048  # enough to keep a small machine busy, and quick enough to wait for
+PROBE_TOKENS = 2048  # enough tokens to keep a small machine busy, but few enough not to delay the start
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Needs:
     step_s: float
     memory_free_bytes: int
     disk_free_bytes: int
-    is_on_host: bool  # whether the model is in main memory as well
+    is_on_host: bool  # whether the model is in main memory, as the outer state is
 
     def lines(self) -> list[str]:
         """Format the needs for the user."""

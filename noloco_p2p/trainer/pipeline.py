@@ -58,7 +58,7 @@ class StageLoop:
 
     @property
     def microbatch_s(self) -> float | None:
-        """The seconds that this stage computes for one microbatch, or None before the first one."""
+        """The compute time of a microbatch at this stage in seconds, or None before the first one."""
         return sum(self._task_s.values()) if Kind.BACKWARD in self._task_s else None
 
     def run(self, leaving: threading.Event) -> None:

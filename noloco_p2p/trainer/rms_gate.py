@@ -17,13 +17,13 @@ HISTORY_FRAMES = 64
 LEAST_FRAMES = 8  # the first frames are always admitted
 MOST_TIMES = 10.0  # limit for the ratio of a frame's RMS to the median, in either direction
 # The RMS changes most at the start. The limit is therefore wide at first, falls in inverse proportion to the number of
-# frames, and reaches MOST_TIMES with the 640th frame. It drops 5 of 134,000 honest frames. A limit of MOST_TIMES from
-# the start would drop 20 (benchmarks/rms_gate.py).
+# frames, and reaches MOST_TIMES with the 640th frame. This limit drops 5 of 134,000 honest frames. A limit of
+# MOST_TIMES from the start would drop 20 (benchmarks/rms_gate.py).
 FIRST_TIMES = 100.0
 
 
 class RmsGate:
-    """The gate of one boundary and direction. All frames count for its median, so that it follows real changes."""
+    """The gate of one boundary and direction. All frames count toward its median, so that it follows real changes."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -31,8 +31,7 @@ class RmsGate:
         self._num_frames = 0
 
     def admit(self, values: Tensor) -> None:
-        """Raise CorruptPayload if the RMS of a frame is more than ten times the usual value, or less than a tenth of
-        it.
+        """Raise CorruptPayload if the RMS of a frame is more than ten times, or less than a tenth of, the usual value.
 
         The limits are wider for the first frames.
         """

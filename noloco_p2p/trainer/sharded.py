@@ -141,8 +141,8 @@ class ShardedParameters(FlatParameters):
     """Rank 0's view of all trainable parameters. `flush` completes all writes.
 
     At any time, at most one parameter is gathered for reading and one for writing. `layout` is the layout of the model
-    before it was sharded. It is passed in because computing it later would take all ranks, for the digest of frozen
-    weights.
+    before it was sharded. It is passed in because computing it later would involve all ranks: it contains digests of
+    the frozen weights.
     """
 
     def __init__(self, step: ShardedStep, *, layout: ModelLayout) -> None:

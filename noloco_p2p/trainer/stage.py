@@ -184,7 +184,7 @@ def build_part(
 def train_of_stage(spec: TrainerSpec) -> TrainSpec:
     """Return the inner-step settings of one stage.
 
-    The clip norm is scaled so that all stages together clip like the whole model.
+    The clip norm is scaled so that all stages together clip as the whole model would.
     """
     return spec.train.model_copy(update={"clip_norm": spec.train.clip_norm / spec.pipeline.stages**0.5})
 

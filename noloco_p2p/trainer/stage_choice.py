@@ -23,7 +23,7 @@ from noloco_p2p.trainer.needs import memory_limit
 from noloco_p2p.trainer.stage_needs import StageNeeds
 
 WORTH = 1.25  # after a switch, both stages must have this many times the capacity that the poorer one had before
-LEFT_BEHIND = 2  # the fewest replicas that a switch leaves in its stage
+LEFT_BEHIND = 2  # a stage that a peer leaves must keep at least this many replicas
 
 
 def capacities(members: Sequence[Candidate], num_stages: int) -> list[float]:
@@ -68,7 +68,7 @@ def needier_stage(
     """Return the stage to which the peer `own` should switch, or None if it should stay.
 
     `members` are the other peers. `epoch` is a number that is the same for all peers and changes from time to time.
-    Only one peer of a stage may switch in each epoch. Otherwise two peers that see the same need could both leave.
+    Only one peer of a stage may switch in each epoch. Otherwise, two peers that see the same need could both leave.
     """
     mates = [peer.peer_id for peer in members if peer.stage == own.stage and peer.state in SERVING]
     if len(mates) < LEFT_BEHIND:

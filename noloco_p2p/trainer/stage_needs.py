@@ -31,8 +31,7 @@ class StageNeeds:
 
     @classmethod
     def of(cls, spec: TrainerSpec, num_stages: int, *, folders: Mapping[str, str] | None = None) -> StageNeeds:
-        """Cut the model of a spec into `num_stages` stages. If the spec gives the model by name, only its config is
-        read.
+        """Cut the model of a spec into `num_stages` stages. If it is given by name, only its config is read.
 
         Raises SpecError if there are more stages than blocks, and ModelError if the model cannot be cut.
         """

@@ -45,8 +45,8 @@ from noloco_p2p.trainer.start import has_start, load_start
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 1.0  # shortest time between two looks at everything besides the tasks
-LEAVE_S = 15.0  # the time to finish the tasks at hand before the peer leaves or pauses
+LOOK_S = 1.0  # shortest time between two checks of everything except the tasks
+LEAVE_S = 15.0  # time limit for finishing the current tasks before the peer leaves or pauses
 LAST_EVALUATION_S = 120.0
 SWITCH_EPOCH_S = 120.0  # in each such period, one peer of a stage, drawn at random, may switch to another stage
 ROOM_SHARE = 0.25  # share of the free main memory that microbatches may use
@@ -224,8 +224,7 @@ class StageTrainer(TrainerBase):
     # training
 
     def train(self) -> Path | None:
-        """Train until the schedule of all heads is complete, `max_steps` steps are taken, or the peer is asked to
-        leave.
+        """Train until all heads have finished, `max_steps` steps are taken, or the peer is asked to leave.
 
         Returns the checkpoint that was written at the end, or None if it could not be written.
         """
@@ -262,7 +261,7 @@ class StageTrainer(TrainerBase):
         return self.peer.leave_requested.is_set() or self.switches_to is not None
 
     def serve(self) -> None:
-        """Compute what other peers still send after the end of the run, until this peer is asked to leave."""
+        """Compute the tasks that other peers still send after the end of the run, until this peer is asked to leave."""
         while not self.peer.leave_requested.is_set():
             self._loop.turn()
 

@@ -96,8 +96,8 @@ class StageWork:
     def compute(self, task: Compute) -> Tensor | None:
         """Compute the content of the next frame, with the shape (sequences, tokens, hidden).
 
-        Returns None for a BACKWARD task of the head, and for a LOSS task that is only evaluated. Raises ValueError if
-        the result is not finite, or larger than a codec can represent.
+        Returns None for a BACKWARD task of the head, and for a LOSS task of an evaluation. Raises ValueError if the
+        result is not finite, or larger than a codec can represent.
         """
         inputs, received = task.data, task.received
         assert isinstance(inputs, Tensor)

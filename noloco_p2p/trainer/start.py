@@ -76,7 +76,7 @@ def new_start(state_dir: Path) -> Iterator[NewStart]:
 
 
 def has_start(start: str, *, state_dir: Path) -> bool:
-    """Return whether the start state that a spec names is on this machine, or the spec names none."""
+    """Return whether the start state that a spec names is on this machine, or that the spec names none."""
     return not start or _folder(start, state_dir).exists() or _file(start, state_dir).exists()
 
 
