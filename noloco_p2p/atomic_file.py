@@ -14,7 +14,7 @@ from pathlib import Path
 def write_atomically(path: Path, data: bytes, *, mode: int = 0o666) -> None:
     """Write `data` to a temporary file next to `path`, then rename it to `path`.
 
-    `mode` sets the permissions of the file, which the umask may restrict.
+    `mode` sets the permissions of the file, subject to the umask.
 
     Raises OSError if the file cannot be written. In that case, `path` is unchanged and the temporary file is removed.
     """

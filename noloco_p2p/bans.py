@@ -1,4 +1,4 @@
-"""Keep a list of peers that this peer refuses for a while, because its owner banned them or because they misbehaved.
+"""Keep a list of temporarily banned peers: those that the owner of this peer banned, and those that misbehaved.
 
 A ban is local and expires. A peer that collects STRIKES strikes within a few minutes is banned for an hour. Strikes
 fade over time. The list is kept in a file, which `noloco ban` can change while a peer is running.
@@ -36,7 +36,7 @@ class Ban:
 
 
 class BanList:
-    """The bans of this peer.
+    """The bans that this peer enforces.
 
     To find out whether a peer is banned, call `why`; the `in` operator is not supported. The list picks up changes to
     the file within a second.
@@ -86,7 +86,7 @@ class BanList:
         return was_banned
 
     def strike(self, peer_id: str, reason: str) -> None:
-        """Count a strike for an action that no honest peer takes, and ban the peer if it has too many strikes.
+        """Count a strike against a peer for an action that no honest peer takes, and ban it after too many strikes.
 
         This never raises an error.
         """

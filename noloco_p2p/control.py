@@ -121,7 +121,7 @@ def ask(state_dir: Path, verb: str, *, timeout_s: float = ANSWER_TIMEOUT_S) -> d
 
 
 class FolderLock:
-    """A lock that allows one peer per state folder, and thus one peer per identity on this machine.
+    """A lock that allows only one peer per state folder, and thus only one peer per identity on this machine.
 
     The kernel releases it when the process dies.
     """

@@ -1,6 +1,6 @@
 """Hide the differences between torch's devices: CUDA, ROCm (which torch also calls cuda), Apple's MPS and the CPU.
 
-The MPS code follows torch's sources. It is tested only with test doubles, and has not been run on a Mac.
+The MPS code is based on torch's source code. It is tested only with test doubles, and has never been run on a Mac.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ BF16_INSTRUCTIONS = frozenset({"avx512_bf16", "amx_bf16", "bf16", "sve_bf16"})  
 
 
 def has_own_memory(device: torch.device) -> bool:
-    """Return whether the device has its own memory, and can copy data while it computes (streams and pinned memory).
+    """Return whether the device both has its own memory and can copy data while it computes (streams, pinned memory).
 
     MPS shares main memory, so copying would gain nothing there.
     """
@@ -35,7 +35,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def empty_cache(device: torch.device) -> None:
-    """Give memory that torch has cached back to the device."""
+    """Release the device memory that torch has cached."""
     if device.type != "cpu":
         torch.get_device_module(device).empty_cache()
 

@@ -23,8 +23,9 @@ RESOLVE_S = 5.0
 class DialGuard:
     """The guard for all dials of a peer.
 
-    If `only_public` is true, private addresses that strangers name are refused. It is set when this peer entered the
-    swarm over a public address, because a private address would then belong to this peer's own network.
+    If `only_public` is true, private addresses that strangers name are refused. It is set if this peer announces a
+    public address or joins through one, because a stranger's private address would then lead into this peer's own
+    network.
     """
 
     def __init__(self, *, only_public: bool = False, clock: Callable[[], float] = time.monotonic) -> None:
@@ -33,7 +34,7 @@ class DialGuard:
         self._reached: OrderedDict[tuple[str, str], None] = OrderedDict()  # (peer id, IP address)
 
     async def way(self, peer_id: str, host: str) -> str:
-        """Return the IP address to dial now for a peer's host. Raises Unreachable if the host must not be dialled."""
+        """Return the IP address to dial for a peer's host. Raises Unreachable if the host must not be dialled."""
         address = await self._resolved(peer_id, host)
         if (peer_id, address) not in self._reached and not self._failures.take(address):
             raise Unreachable(

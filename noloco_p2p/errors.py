@@ -120,7 +120,7 @@ class DataError(NolocoError):
 
 
 class RankError(NolocoError):
-    """Another process of this peer has ended or hangs. It holds a part of the peer's model."""
+    """Another process of this peer has ended or is hanging. It holds a part of the peer's model."""
 
 
 class Left(NolocoError):

@@ -7,8 +7,8 @@ invitation's public key and the invitation's signature over the peer id. So nobo
 traffic.
 
 All members also share a secret, from which two keys are derived. TLS requires the first key from callers
-(`net/session.py`). The second key is used to list members in the directory. Their records are stored under its public
-half, which does not reveal the run. Its private half signs a mark in each record, which every DHT node checks.
+(`net/session.py`). The second key is used to list members in the directory. The members' records are stored under its
+public half, which does not reveal the run. Its private half signs a mark in each record, which every DHT node checks.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Listing:
 
     @property
     def view(self) -> str:
-        """Return the name that the run has in the directory, in place of the digest of its spec."""
+        """Return the directory's name for the run, which is used in place of the digest of its spec."""
         return PRIVATE + self.key.public_key.hex()
 
     def mark(self, peer_id: str) -> str:
@@ -123,7 +123,7 @@ class Listing:
 
 @lru_cache(maxsize=4096)
 def is_marked(view: str, peer_id: str, mark: str) -> bool:
-    """Return whether a member marked a peer's record in this view.
+    """Return whether `mark` proves that the record of `peer_id` in this view was written by a member.
 
     In the view of a public run, every record counts as marked.
     """

@@ -1,4 +1,4 @@
-"""Validate the name of a peer, and sanitize a name that another peer sent before it is shown.
+"""Validate the name of this peer, and sanitize the names of other peers for display.
 
 Like nicknames in RFC 8266, a name is normalized with NFKC and contains no consecutive spaces. It contains no invisible
 characters, and none that change the direction of text or control a terminal. A name proves nothing, because any peer

@@ -1,11 +1,12 @@
 """Define run specs to start from, and render them as commented TOML. This module does not import torch.
 
 `tiny` learns visibly within minutes on two cores and needs no download. `small`, `medium` and `large` have the model
-sizes of the NoLoCo paper (arXiv 2506.10911), and its data and schedule: Llama blocks, C4, sequence length 1,024, no
-weight decay, gradient clipping at 1.0, 1,000 warm-up steps, and a cosine decay to a tenth over 25,000 steps. The paper
-counts tokens per step over the whole swarm (half a million, one million and two million). Here, these tokens are
-divided among 8, 16 and 16 peers. All four presets use the settings that did best in docs/results.md: Muon as the inner
-optimizer, rounds as short as the link allows, modulo coding for the state and int2 for gradients.
+sizes, data and schedule of the NoLoCo paper (arXiv 2506.10911): Llama blocks, C4, and a sequence length of 1,024. There
+are 1,000 warm-up steps and a cosine decay to a tenth of the learning rate, in a total of 25,000 steps, with gradients
+clipped at 1.0 and without weight decay. The paper counts tokens per step over the whole swarm (half a million, one
+million and two million). Here, these tokens are divided among 8, 16 and 16 peers, respectively. All four presets use
+the settings that did best in docs/results.md: Muon as the inner optimizer, rounds as short as the link allows, modulo
+coding for the state and int2 for gradients.
 
 `paper` is like `small`, but uses the paper's exact rule: Adam, 50 inner steps, alpha 0.5, beta = gamma = 0.7, no
 swapping of outer momentum, no compression and no closing rounds.
@@ -131,7 +132,7 @@ def render(spec: TrainerSpec) -> str:
 
 
 def sections(model: type[Section] = TrainerSpec, prefix: str = "") -> Iterator[tuple[str, str, type[Section]]]:
-    """Yield the dotted name, the description and the model of each section, in the order of a file."""
+    """Yield the dotted name, the description and the model of each section, in the order of a spec file."""
     for name in sorted(model.model_fields, key=lambda name: name not in FIRST_SECTIONS):
         field = model.model_fields[name]
         if is_section(field):

@@ -356,12 +356,12 @@ class PeerSettings(BaseModel):
 
     @property
     def upload_bytes_per_s(self) -> float | None:
-        """Return the limit on the upload rate of this peer's swaps and fetches together, or None for no limit."""
+        """Return the limit on the combined upload rate of this peer's swaps and fetches, or None for no limit."""
         return parse_rate(self.max_upload) if self.max_upload else None
 
     @property
     def download_bytes_per_s(self) -> float | None:
-        """Return the limit on the download rate of this peer's swaps and fetches together, or None for no limit."""
+        """Return the limit on the combined download rate of this peer's swaps and fetches, or None for no limit."""
         return parse_rate(self.max_download) if self.max_download else None
 
     @property
@@ -434,7 +434,9 @@ def parse_rate(rate: str) -> float:
 
 
 def parse_hours(text: str) -> tuple[int, int]:
-    """Convert a time range such as 22:00-07:00 to two minutes of the day. Raises ValueError for anything else."""
+    """Convert a time range such as 22:00-07:00 to its start and end, in minutes since midnight. Raises ValueError for
+    anything else.
+    """
     match = HOURS.fullmatch(text.strip())
     if not match or match.group(1, 2) == match.group(3, 4):
         raise ValueError(f"{text!r} is not valid; use always, idle, or two different times such as 22:00-07:00")

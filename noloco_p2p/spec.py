@@ -336,7 +336,7 @@ class OuterSpec(Section):
 
     @property
     def keeps_momentum(self) -> bool:
-        """Return whether the outer momentum is carried over.
+        """Return whether the outer momentum is carried over from round to round.
 
         With alpha 0, it is neither kept in memory, nor saved in checkpoints, nor sent.
         """
@@ -557,7 +557,7 @@ class Spec(Section):
     def canonical_json(self) -> bytes:
         """Return the canonical bytes of a spec: sorted keys, no spaces, and all fields including defaults.
 
-        Fields in YOUNG are omitted if they have their defaults, and so is the run key of an open run.
+        Fields in YOUNG are omitted if they have their default values, and so is the run key of an open run.
         """
         values = self.model_dump(mode="json", exclude=None if self.run_key else {"run_key"})
         for dotted in YOUNG:
@@ -587,7 +587,7 @@ class Spec(Section):
     def run_id(self) -> str:
         """Return the run's name and the first eight digits of its digest.
 
-        It is short enough for folders and log lines.
+        It is short enough for folder names and log lines.
         """
         return f"{self.name}-{self.digest()[:8]}"
 
@@ -596,7 +596,7 @@ class Spec(Section):
         """Check `values` and return the spec. Raises SpecError, which gives `origin` and the dotted name of every
         invalid field.
 
-        `Spec.from_dict` returns a RunSpec or a TrainerSpec. The two subclasses refuse values of the other kind.
+        `Spec.from_dict` returns a RunSpec or a TrainerSpec. Each of the two subclasses refuses the values of the other.
         """
         kind = RunSpec if RUN_SPEC_FIELD in values else TrainerSpec
         if not issubclass(kind, cls):

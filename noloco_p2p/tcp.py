@@ -50,7 +50,9 @@ def seen_from(connection: socket.socket) -> bytes:
 
 
 async def ask_from_where(connection: socket.socket) -> Endpoint:
-    """Ask the other end of a connection which address it sees for this end. Raises OSError or ValueError."""
+    """Ask the other end of a connection which address it sees for this end. Raises OSError if the connection fails, and
+    ValueError if the answer is invalid.
+    """
     loop = asyncio.get_running_loop()
     await loop.sock_sendall(connection, ASK)
     answer = b""
@@ -66,7 +68,7 @@ async def ask_from_where(connection: socket.socket) -> Endpoint:
 class Mirror:
     """A server that tells callers the address that they come from.
 
-    A node without a gRPC server runs it on its own port.
+    A node without a gRPC server runs it on the port that gRPC would use.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Encode and decode tickets. A ticket is one string that names a run and the addresses through which to enter it.
+"""Encode and decode tickets. A ticket is one string that names a run and the addresses through which to join it.
 
     noloco1 + base32( length:2 | fields.. | checksum:4 )      lower case, no padding, one line
 
@@ -37,8 +37,8 @@ _ALPHABET = frozenset(string.ascii_lowercase + "234567")
 class Ticket:
     """A ticket to a run.
 
-    `addresses` are libp2p multiaddrs of the peers to dial first, each ending in /p2p/PEER_ID. If there is an
-    `invitation` to a private run, the ticket is a secret.
+    `addresses` are libp2p multiaddrs of the peers to dial first, each ending in /p2p/PEER_ID. A ticket with an
+    `invitation` to a private run is a secret.
     """
 
     run_name: str

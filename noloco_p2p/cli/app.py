@@ -80,7 +80,7 @@ def configure_logging(level: int) -> None:
 
 
 class _StandardError(logging.StreamHandler):
-    """A handler that writes to the current `sys.stderr`, which is different while a progress bar is shown."""
+    """A handler that writes to the current `sys.stderr`, which is replaced while a progress bar is shown."""
 
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stderr
@@ -91,7 +91,7 @@ def run(arguments: list[str]) -> int:
     """Run a command and return its exit code.
 
     The exit codes are 0 (success), 1 (failure), 2 (wrong usage), 3 (invalid spec or settings), 4 (network unreachable)
-    and 130 (interrupted). Typer itself reports wrong usage, and turns Ctrl-C into 130 and a closed pipe into 1.
+    and 130 (interrupted). Typer itself reports wrong usage, and exits with 130 on Ctrl-C and with 1 on a closed pipe.
     """
     everywhere = [argument for argument in arguments if argument in VERBOSITY]
     rest = [argument for argument in arguments if argument not in VERBOSITY]

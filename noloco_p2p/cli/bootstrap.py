@@ -34,7 +34,7 @@ def bootstrap(
         typer.Option(help="Write this node's address to FILE, for use with --bootstrap @FILE.", show_default=False),
     ] = None,
 ) -> None:
-    """Run a DHT node through which peers can enter a run. It has no model and no data."""
+    """Run a DHT node through which peers can join a run. It has no model and no data."""
     import uvloop
 
     from noloco_p2p.control import FolderLock

@@ -155,7 +155,7 @@ def _plan_line(swarm: Demo) -> str:
 
 
 class _Lines:
-    """Prints the first view of each phase, and then one view every PLAIN_EVERY_S."""
+    """Prints the first view of each phase, and then one view every PLAIN_EVERY_S seconds."""
 
     def __init__(self) -> None:
         self._began_s = time.monotonic()

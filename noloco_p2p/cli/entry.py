@@ -21,7 +21,7 @@ MAX_FILE_BYTES = 64 * 1024
 
 
 def resolve(text: str, *, timeout_s: float = FILE_TIMEOUT_S) -> str:
-    """For `@FILE`, wait until FILE exists, and return its line. Return any other text unchanged.
+    """For `@FILE`, wait until FILE has been written, and return its only line. Return any other text unchanged.
 
     Raises SettingsError if the file is not written in time.
     """

@@ -41,7 +41,7 @@ def export(
         ),
     ] = "",
 ) -> None:
-    """Write a model folder for transformers, from a checkpoint or from the live swarm."""
+    """Write a model folder for the transformers library, from a checkpoint or from the live swarm."""
     from noloco_p2p.peer.run_folder import check_checkpoint_folder
     from noloco_p2p.ticket import Ticket, is_ticket
 
@@ -99,7 +99,7 @@ async def _merge(
 
 
 async def _merge_stages(live: LiveRun, folder: Path, *, sample: int | None) -> None:
-    """Export one stage after the other, so that only one is in memory at a time."""
+    """Export the stages in turn, so that only one of them is in memory at a time."""
     import asyncio
 
     from noloco_p2p.trainer.export import StageShards, new_folder

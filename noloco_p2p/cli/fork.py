@@ -28,11 +28,11 @@ def fork(
     *,
     settings: PeerSettings,
 ) -> None:
-    """Start a new run from the weights of another one, with changed settings.
+    """Start a new run from the weights of another run, with changed settings.
 
-    With a spec file, the fork starts from the newest checkpoint on this machine. With a ticket, it fetches the
-    states of up to five live peers, and starts from the one nearest to their median. In a run with stages, it does
-    so for every stage.
+    With a spec file, the fork starts from the newest checkpoint on this machine. With a ticket, it fetches the states
+    of up to five live peers, and starts from the state nearest to their median. In a run with stages, this is done for
+    every stage.
     """
     from noloco_p2p.spec import TrainerSpec
     from noloco_p2p.ticket import Ticket, is_ticket
@@ -123,7 +123,10 @@ async def _take_live(
 
 
 def _changed(old: TrainerSpec, values: dict[str, Any]) -> TrainerSpec:
-    """Return the spec of the fork. If the number of stages changes, the model is not cut yet. Raises SpecError."""
+    """Return the spec of the fork. Raises SpecError.
+
+    If `values` sets the number of stages, `pipeline.cut` is still `auto`.
+    """
     automatic: dict[str, Any] = {"name": f"{old.name}-fork"}
     if "pipeline.stages" in values:
         automatic["pipeline.cut"] = "auto"

@@ -70,8 +70,8 @@ def _leave_with(launcher_pid: int) -> None:
 def launch(arguments: Sequence[str], num_ranks: int) -> int:
     """Run `noloco ARGUMENTS` in `num_ranks` processes, and return the exit code of rank 0.
 
-    The result is 1 if a signal ended rank 0, or if it did not end in time. SIGINT and SIGTERM are passed on to rank 0,
-    and the other ranks end when it does.
+    The result is 1 if rank 0 was killed by a signal or did not end in time. SIGINT and SIGTERM are passed on to rank 0,
+    and the other ranks end when rank 0 does.
     """
     shared = {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks), LAUNCHER: str(os.getpid())}
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
@@ -99,7 +99,7 @@ def launch(arguments: Sequence[str], num_ranks: int) -> int:
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
-    """Wait until all ranks have ended, but at most END_S after the first failure or the end of rank 0."""
+    """Wait until all ranks have ended, but no longer than END_S seconds after a rank fails or rank 0 ends."""
     until_s = None
     while any(process.poll() is None for process in ranks):
         if until_s is None and (ranks[0].returncode is not None or any(process.returncode for process in ranks)):

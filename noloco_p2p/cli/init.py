@@ -79,9 +79,10 @@ def init(
 
 
 def _in_stages(spec: TrainerSpec, num_stages: int, folders: dict[str, str]) -> tuple[TrainerSpec, list[str]]:
-    """Return the spec with its cut, and lines that say what each stage needs. This imports torch, which takes seconds.
+    """Return the spec with `pipeline.cut` filled in, and lines that say what each stage needs. This imports torch,
+    which takes seconds.
 
-    Raises SpecError or ModelError if the model cannot be cut into these stages.
+    Raises SpecError or ModelError if the model cannot be cut into `num_stages` stages.
     """
     from noloco_p2p.trainer.stage_needs import StageNeeds
 

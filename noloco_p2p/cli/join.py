@@ -49,7 +49,7 @@ def join(
         typer.Option(help="Write the ticket of this peer to FILE, for use with join @FILE.", show_default=False),
     ] = None,
 ) -> None:
-    """Start or enter a run, and train. Ctrl-C leaves cleanly, and the same command resumes later."""
+    """Start or join a run, and train. Ctrl-C leaves cleanly, and the same command resumes later."""
     own = gpus_of_peer.own_rank()
     if own and own.rank:
         return _follow(own, settings)
@@ -77,9 +77,10 @@ def join(
 
 
 def _train(run: str, settings: PeerSettings, ticket_file: Path | None, own: OwnRank | None, lock: FolderLock) -> None:
-    """Train until the run is done or the peer is asked to leave. Raises Left if that happens before training.
+    """Train until the run is done or the peer is asked to leave. Raises Left if the peer is asked to leave before
+    training begins.
 
-    `lock` is released just before the peer acquires it itself.
+    `lock` is released just before `Peer.join` acquires the lock of the same folder.
     """
     from noloco_p2p.devices import describe
     from noloco_p2p.peer.peer import Peer
@@ -215,7 +216,7 @@ def unknown_name(settings: PeerSettings) -> list[str]:
 def _leave_on_signals(peer: Peer) -> None:
     """Leave cleanly at the first SIGINT or SIGTERM, and exit at once at the second.
 
-    A `noloco leave` before that does not count as a first signal.
+    An earlier `noloco leave` does not count as the first signal.
     """
     is_signalled = False
 

@@ -25,7 +25,8 @@ Changes = Annotated[
 
 
 def takes_settings(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Replace the parameter `settings` of a command with the flags of these settings, or of all settings.
+    """Replace the parameter `settings` of a command with the flags of the named settings, or of all settings by
+    default.
 
     The command receives an instance of the class with which the parameter is annotated. The instance also contains the
     values from the other sources.
@@ -65,7 +66,9 @@ def _option(name: str, field: FieldInfo) -> inspect.Parameter:
 
 
 def _given(value: Any, flag: Flag) -> Any:
-    """Convert a value from Typer for its field. None means that the flag was not given. Raises SettingsError."""
+    """Convert a value from Typer to the type of its setting. None means that the flag was not given. Raises
+    SettingsError.
+    """
     if not isinstance(value, list):
         return value
     words = [entry.resolve(word) for word in value] if flag.takes_file else value
@@ -73,7 +76,7 @@ def _given(value: Any, flag: Flag) -> Any:
 
 
 def parse_duration(text: str, *, flag: str) -> float:
-    """Convert a duration like `90s`, `30min`, `12h` or `7d` to seconds. Raises SettingsError if it has another form."""
+    """Convert a duration like `90s`, `30min`, `12h` or `7d` to seconds. Raises SettingsError for any other form."""
     match = re.fullmatch(r"(\d{1,6})(s|min|h|d)", text)
     if not match:
         raise SettingsError(f"{flag} {text!r} is not a duration such as 30min, 12h or 7d")

@@ -68,7 +68,7 @@ def lines(reply: dict[str, Any]) -> list[str]:
 
 
 def ways(neighbours: dict[str, str]) -> str:
-    """Format how many neighbours are reached in each way, such as `3 direct, 1 punched`."""
+    """Format the number of neighbours by kind of connection, such as `3 direct, 1 punched`."""
     return ", ".join(f"{number} {way}" for way, number in Counter(neighbours.values()).most_common())
 
 
@@ -80,7 +80,7 @@ def contribution(reply: dict[str, Any]) -> str:
 
 
 def stage_lines(reply: dict[str, Any]) -> list[str]:
-    """Format the status of a stage. The list is empty for a peer that holds the whole model."""
+    """Return the lines that show the status of a stage, or no lines for a peer that holds the whole model."""
     if reply["stage"] is None:
         return []
     of_all = f" of {reply['stages']}" if reply["stages"] else ""
@@ -112,7 +112,7 @@ def swap_line(swap: dict[str, Any]) -> str:
 
 
 def fault_lines(reply: dict[str, Any]) -> list[str]:
-    """Return lines with the last fault, its age, and what to do about it."""
+    """Return the lines that show the last fault, its age and its remedy."""
     if not reply["last_fault"]:
         return ["fault     none"]
     return [

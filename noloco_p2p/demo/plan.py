@@ -30,7 +30,7 @@ class DemoPlan:
     """The plan of a demo.
 
     `folder` holds the spec, a folder for each peer with its log, and the exported model. If `num_steps` is None, the
-    demo takes as many steps as this machine can take in `minutes`.
+    demo takes as many steps as this machine can take in `minutes` minutes.
     """
 
     folder: Path
@@ -43,7 +43,7 @@ class DemoPlan:
     num_stages: int = 1
 
     def check(self) -> None:
-        """Check the plan before anything starts. Raises SettingsError or SpecError if the plan has a mistake."""
+        """Check the plan before anything starts. Raises SettingsError or SpecError if the plan is invalid."""
         spec, stages = self.spec(self.num_steps or MANY_STEPS), self.num_stages
         if spec.pipeline.stages != stages:
             raise SettingsError(
@@ -69,9 +69,7 @@ class DemoPlan:
         return index % self.num_stages if self.num_stages > 1 else None
 
     def spec(self, num_steps: int) -> TrainerSpec:
-        """Return the preset `tiny` with a schedule of `num_steps`, and with rounds that are short enough for about a
-        dozen.
-        """
+        """Return the preset `tiny` with a schedule of `num_steps` and rounds short enough for about a dozen to fit."""
         tiny = PRESETS["tiny"]
         longest = max(1, min(tiny.outer.max_inner_steps, num_steps // FEWEST_ROUNDS))
         changes = {
@@ -91,7 +89,7 @@ class DemoPlan:
 
 
 def step_s_of_all(plan: DemoPlan, spec: TrainerSpec, *, step_s: float, num_cores: int) -> float:
-    """Return how many seconds one inner step takes each peer, or each head of a pipeline.
+    """Return the seconds that each peer, or each head of a pipeline, needs for one inner step.
 
     `step_s` is the time of an inner step with one thread while every core is busy. For a pipeline, it is the sum over
     the stages.

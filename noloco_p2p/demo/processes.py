@@ -44,7 +44,7 @@ def fork_server() -> Any:
 def start_fork_server() -> None:
     """Start the fork server with SIGINT blocked.
 
-    Ctrl-C in the terminal also reaches the server, which does not ignore SIGINT until it has finished its imports.
+    Ctrl-C in the terminal also reaches the server, which begins to ignore SIGINT only after its imports.
     """
     resource_tracker.ensure_running()  # before blocking, because its start unblocks SIGINT
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -125,7 +125,7 @@ class DemoPeer:
         self.process: ForkServerProcess | None = None
 
     def start(self, target: str) -> None:
-        """Start the peer. After a kill, it resumes from its last checkpoint."""
+        """Start the peer. A peer that was killed resumes from its last checkpoint."""
         arguments = ["join", target, "--listen", f"127.0.0.1:{self._port}", "--state-dir", str(self.folder)]
         arguments += ["--threads", "1", "--device", "cpu", "--ticket-file", str(self.ticket_file)]
         arguments += [
@@ -158,7 +158,7 @@ class DemoPeer:
 
     @property
     def exit_code(self) -> int | None:
-        """The exit code. It is None before the start and while the peer is running, and negative after a signal."""
+        """The exit code: None before the start and while the peer is running, and negative if a signal killed it."""
         return self.process.exitcode if self.process else None
 
     @property

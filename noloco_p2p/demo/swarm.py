@@ -132,7 +132,9 @@ class Demo:
         first.join()
 
     def _cut(self) -> dict[str, Any]:
-        """Return the changes to the spec that cut the model. Raises SpecError if there are more stages than blocks."""
+        """Return the changes to the spec that cut the model into stages. Raises SpecError if there are more stages than
+        blocks.
+        """
         spec = self.plan.spec(MANY_STEPS)
         if spec.pipeline.stages == 1 or spec.pipeline.cut != "auto":
             return {}
@@ -193,7 +195,7 @@ class Demo:
             process.kill()
 
     def report(self, draw: Draw) -> dict[str, Any]:
-        """Evaluate the peers that left cleanly, from their files, and return the report. Call it after `stop`.
+        """Evaluate the checkpoints of the peers that left cleanly, and return the report. Call it after `stop`.
 
         Raises NolocoError if no peer left cleanly.
         """

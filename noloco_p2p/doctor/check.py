@@ -1,4 +1,4 @@
-"""Defines how the result of a check is stored and printed, and checks the packages that the other checks import."""
+"""Defines and formats the result of a check, and verifies that the required packages are installed."""
 
 from __future__ import annotations
 

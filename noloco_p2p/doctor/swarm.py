@@ -1,4 +1,4 @@
-"""The checks that need a run: entering it, the clock, reachability, the link, and the needs of the model."""
+"""The checks that need a run: entry, clock, reachability, link, and the requirements of the model."""
 
 from __future__ import annotations
 
@@ -94,7 +94,9 @@ async def _model(
 
 
 def ways(directory: SwarmDirectory, local: Mapping[str, Any]) -> Check:
-    """Report how the local peer reaches its neighbours. Without a local peer, report what the records say."""
+    """Report how the local peer reaches its neighbours. Without a local peer, report how peers can be reached according
+    to their records.
+    """
     own = local.get("neighbours") or {}
     found = Counter(own.values() if own else (record.reachability for record, _ in directory.records()))
     how = "how the local peer reaches its neighbours" if own else "how peers can be reached, according to their records"
@@ -187,7 +189,7 @@ async def _listening(settings: PeerSettings, local: Mapping[str, Any]) -> AsyncI
 
 
 async def _download(peers: Sequence[Candidate], transport: GrpcTransport) -> tuple[StateManifest | None, float, Check]:
-    """Measure the download speed with a few chunks from the first peer that serves its state.
+    """Measure the download speed by fetching a few chunks of state from the first peer that serves it.
 
     Return the manifest of the state, the speed in bytes per second, and the check.
     """
@@ -247,7 +249,7 @@ def needs(spec: Spec, num_parameters: int, settings: PeerSettings) -> Check:
 
 
 def stages(spec: TrainerSpec, settings: PeerSettings, *, download_bytes_per_s: float | None = None) -> list[Check]:
-    """Check the cost of each stage on this machine, and how many tokens its link can carry.
+    """Check the cost of each stage on this machine, and the number of tokens per second that the link can carry.
 
     The check fails if this machine cannot hold any stage. `download_bytes_per_s` is the measured speed, or None.
     """

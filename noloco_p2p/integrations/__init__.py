@@ -1,4 +1,5 @@
-"""Add NoLoCo to another trainer with a callback: `huggingface` is for transformers, `lightning` is for Lightning.
+"""Add NoLoCo to another trainer through a callback: `huggingface` for the transformers library, and `lightning` for
+Lightning.
 
     from noloco_p2p.integrations.huggingface import NoLoCoCallback
     trainer = Trainer(..., callbacks=[NoLoCoCallback(peer)])

@@ -1,4 +1,4 @@
-"""Use NoLoCo in the `Trainer` of transformers.
+"""Use NoLoCo in the `Trainer` of the transformers library.
 
 A script only has to start a peer and pass a callback to its Trainer.
 
@@ -38,14 +38,14 @@ FOLDER = "noloco"  # the subfolder of a Trainer checkpoint
 class NoLoCoCallback(TrainerCallback):
     """A callback that counts the optimizer steps of the Trainer as inner steps, and takes the outer steps.
 
-    `peer` is a running `Peer`, and `options` are passed to `NoLoCo`, for example `save_every_rounds` and `on_round`. An
-    outer step changes the Trainer's model in place.
+    `peer` is a running `Peer`. `options`, such as `save_every_rounds` and `on_round`, are passed to `NoLoCo`. An outer
+    step changes the Trainer's model in place.
 
     Each checkpoint of the Trainer also contains the outer state, in its subfolder `noloco`. With
     `resume_from_checkpoint`, the run continues from such a checkpoint, which must be in `output_dir`. Without this
     argument, NoLoCo resumes from the newest checkpoint in the peer's folder. This restores the weights, the moments and
     the position in the run, while the Trainer's schedule, data and step count start from scratch. With `resume=False`,
-    this machine enters the run as a new peer.
+    this machine joins the run as a new peer.
 
     `noloco leave` ends training after the current step. The Trainer then writes a checkpoint, unless its settings
     disable checkpoints.
@@ -130,7 +130,7 @@ def check_whole(args: TrainingArguments, state: TrainerState) -> None:
 def checkpoint_folder(args: TrainingArguments, state: TrainerState) -> Path:
     """Return the folder of the Trainer's checkpoint for this step.
 
-    The Trainer does not say from which folder it has resumed, so this assumes `output_dir`.
+    The Trainer does not say from which folder it has resumed, so `output_dir` is assumed.
     """
     return Path(str(args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
 

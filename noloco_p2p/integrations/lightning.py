@@ -29,14 +29,14 @@ from noloco_p2p.outer.noloco import NoLoCo, RoundResult
 class NoLoCoCallback(Callback):
     """A callback that counts the optimizer steps of the Trainer as inner steps, and takes the outer steps.
 
-    `peer` is a running `Peer`, and `options` are passed to `NoLoCo`, for example `save_every_rounds` and `on_round`. An
-    outer step changes the Trainer's module in place. If there are several optimizers, each step of the last one in
+    `peer` is a running `Peer`. `options`, such as `save_every_rounds` and `on_round`, are passed to `NoLoCo`. An outer
+    step changes the Trainer's module in place. If there are several optimizers, each step of the last one in
     `configure_optimizers` is an inner step.
 
     Lightning's checkpoints contain the outer state, and `fit(ckpt_path=...)` continues from it. Without `ckpt_path`,
     NoLoCo resumes from the newest checkpoint in the peer's folder. This restores the weights, the moments and the
     position in the run, while the Trainer's epochs, schedule and step count start from scratch. With `resume=False`,
-    this machine enters the run as a new peer.
+    this machine joins the run as a new peer.
 
     `noloco leave` ends training after the current batch, regardless of `min_steps` and `min_epochs`.
 

@@ -1,4 +1,4 @@
-"""Run NoLoCo in a training run of another library, from its first step to its last. All callbacks share this code."""
+"""Run NoLoCo within another library's training run, from the first step to the last. All callbacks share this code."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ class Watcher:
         return [member for member in members if member.health(self.now_s) in (Health.ALIVE, Health.SILENT)]
 
     def summary(self) -> dict[str, Any]:
-        """Return everything that is known about the swarm as JSON values, with the peers ordered by id."""
+        """Return a summary of the swarm as JSON values, with the peers ordered by id."""
         members = sorted(self.roster.members.items())
         stages = stage_rows([member.record for member in self.living()], self.spreads)
         told = notices(
@@ -122,7 +122,7 @@ class Watcher:
         }
 
     def has_common_marks(self) -> bool:
-        """Return whether most sketches can be compared in each stage where at least two peers publish one."""
+        """Return whether most sketches are comparable in each stage where at least two peers publish a sketch."""
         return all(
             stage in self.spreads and self.spreads[stage].num_peers >= MOST * sketches.num_peers
             for stage, sketches in self.sketches.items()

@@ -1,8 +1,8 @@
-"""Stores the curves of a swarm's metrics in SQLite. Older samples are sparser, and the size is bounded.
+"""Stores the curves of a swarm's metrics in SQLite. Older samples are sparser, and the size of the file is bounded.
 
 There is one tick every SAMPLE_S seconds. A sample that was taken at tick k and is `a` ticks old is kept if k is a
-multiple of 2^j, where 2^j is the largest power of two that is at most a / FINE_TICKS (or 1). Each doubling of the age
-costs FINE_TICKS rows per series, no matter how long the run is.
+multiple of 2^j, where 2^j is the largest power of two up to a / FINE_TICKS, or 1 if `a` is less than FINE_TICKS. Each
+doubling of the age costs FINE_TICKS rows per series, no matter how long the run is.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _opened(path: Path | str) -> sqlite3.Connection:
 
 
 class History:
-    """The curves of one run in one file. Any thread can use them. A write error is logged once."""
+    """The curves of one run, stored in one file. Any thread can use them. A write error is logged once."""
 
     def __init__(self, path: Path | str, *, max_peer_rows: int = MAX_PEER_ROWS) -> None:
         """Open the file, or create it. Raises SettingsError if that fails."""

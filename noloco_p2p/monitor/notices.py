@@ -110,7 +110,7 @@ def _lost(roster: Roster, health: dict[str, Health], now_s: float) -> list[Notic
 
 
 def _solo(roster: Roster, nobody: str) -> list[Notice]:
-    """Return notices about solo rounds. `nobody` is the text for the cause NOBODY."""
+    """Return notices about solo rounds. `nobody` is the text for `LonelyCause.NOBODY`."""
     lately = roster.lately()
     rounds = lately["swaps"] + lately["halves"] + lately["alone"]
     if rounds < ENOUGH_ROUNDS or lately["alone"] < SOLO_SHARE * rounds:

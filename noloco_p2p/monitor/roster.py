@@ -36,7 +36,7 @@ class Health(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """A swap of two peers. `at_s` is the Unix time at which `peer` first reported it."""
+    """A swap between two peers. `at_s` is the Unix time at which `peer` first reported it."""
 
     at_s: float
     peer: str
@@ -45,7 +45,7 @@ class Meeting:
 
 @dataclass(slots=True)
 class Member:
-    """A peer's newest record, and the time at which it was made, according to the clock of `Roster.take`."""
+    """A peer's newest record, and the time at which it was made, on the clock of `now_s` in `Roster.take`."""
 
     record: PeerRecord
     made_at_s: float
@@ -90,7 +90,7 @@ class Roster:
             self._window.popleft()
 
     def lately(self) -> dict[str, int]:
-        """Return the numbers of rounds in the last ten minutes by outcome, and the numbers of solo rounds by cause.
+        """Count the rounds of the last ten minutes by outcome, and the solo rounds among them by cause.
 
         Only rounds that this roster has observed are counted.
         """

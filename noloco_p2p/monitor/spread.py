@@ -6,11 +6,12 @@ exact norms. The norm of the mean follows from |mean|^2 = mean_i |phi_i|^2 - mea
 
 Peers make sketches at marks, which are fixed points of the schedule (`peer/sketcher.py`), and only sketches of the same
 mark can be compared. A record holds one sketch, and peers reach a mark and announce it at different times. For this
-reason, the monitor keeps the last few sketches of each peer. It uses the newest mark that nearly as many peers have as
-any other mark. If the same peers share more marks close to it, the monitor averages over them, because the sketches of
-different marks are independent. With n peers whose deviations are independent, one mark gives the spread with a
-relative standard deviation of 1 / sqrt(2 * SKETCH_SIZE * (n - 1)), which is 9 % for two peers. Averaging over k marks
-divides this by sqrt(k). Two peers that have just swapped with each other count as one.
+reason, the monitor keeps the last few sketches of each peer. Among the marks that are shared by nearly as many peers as
+the most common mark, it uses the newest. If the same peers also share earlier marks close to it, the monitor averages
+over all of these marks, because the sketches of different marks are independent. With n peers whose deviations are
+independent, one mark gives the spread with a relative standard deviation of 1 / sqrt(2 * SKETCH_SIZE * (n - 1)), which
+is 9 % for two peers. Averaging over k marks divides this by sqrt(k). Two peers that have just swapped with each other
+count as one.
 """
 
 from __future__ import annotations

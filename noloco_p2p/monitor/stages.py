@@ -1,4 +1,4 @@
-"""Summarizes the peers of each stage, based on their records, in a run whose model is cut into stages."""
+"""Summarizes the records of each stage's peers in a run whose model is cut into stages."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ COUNTED = ("queue", "microbatches", "lost_microbatches", "late_microbatches")
 
 
 def stage_rows(living: Sequence[PeerRecord], spreads: Mapping[int, Spread]) -> list[Stage]:
-    """Return one object per stage, with the stage of the least capacity first. The list is empty if peers hold whole
-    models.
+    """Return one object per stage, in ascending order of capacity. The list is empty if peers hold whole models.
 
     `living` has the records of the peers that are alive or silent. A stage that no peer serves has 0 peers.
     """

@@ -31,7 +31,7 @@ class Column:
     """A column of the table of peers or of the table of stages.
 
     `show` formats a cell. `key` sorts the rows, with None last. Stages are not sorted. On a narrow terminal, the
-    columns of the highest `rank` are left out first.
+    columns with the highest `rank` are left out first.
     """
 
     name: str
@@ -51,7 +51,7 @@ def _why(peer: Peer) -> str:
 
 
 def state_of(peer: Peer) -> str:
-    """Return the state that a peer reports if it is alive, and its health otherwise."""
+    """For a live peer, return the state that it reports; for any other peer, return its health."""
     if peer["health"] != Health.ALIVE:
         return peer["health"]
     return f"{peer['state']} ({peer['paused_by']})" if peer["paused_by"] else peer["state"]
@@ -103,7 +103,9 @@ STAGE_COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The column to sort by, and a filter: peers with `words` in their id, name, state, partner, reach or version."""
+    """The column to sort by, and a filter, which keeps peers with `words` in their id, name, state, partner, reach or
+    version.
+    """
 
     sort: str = "state"
     words: str = ""

@@ -127,7 +127,7 @@ class SwarmFeed:
             self._changed.notify_all()
 
     def whole(self) -> bytes:
-        """Return the event that a new reader gets first. It contains the whole state."""
+        """Return the first event for a new reader. It contains the whole state."""
         since_s = time.time() - MEETINGS_SHOWN_S
         recent = [meeting for meeting in self._meetings if meeting.at_s >= since_s]
         state = {

@@ -44,7 +44,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return len(ready) > 0
 
     def _process_events(self, event_list: list[Any]) -> None:
-        """Do nothing, because there are no events without sockets."""
+        """Do nothing, because without sockets there are no events."""
 
     def _write_to_self(self) -> None:
         """Do nothing, because no other thread has to wake the loop."""

@@ -31,8 +31,8 @@ def simulate_lockstep(material: Material, plan: Plan, *, rule: str) -> Result:
 def ring_of(rule: str, codec_name: str, *, num_elements: int) -> Ring:
     """Return the ring all-reduce of a collective rule.
 
-    DiLoCo uses the codec `codec_name`. ddp sends fp32 if that is the codec, and otherwise bf16 gradients, as DDP's hook
-    does.
+    DiLoCo uses the codec `codec_name`. The rule `ddp` sends fp32 gradients if the codec is fp32, and bf16 gradients
+    otherwise, as DDP's hook does.
     """
     name = "bf16" if rule == "ddp" and codec_name != "fp32" else codec_name
     if name == "fp32":

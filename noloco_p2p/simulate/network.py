@@ -1,4 +1,4 @@
-"""A network of links with a delay and a rate, on the clock of the running loop. It takes the place of `net`."""
+"""A network of links with a delay and a rate, on the clock of the running loop. It replaces the package `net`."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class ShapedWay:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """The link of a peer to all others. `up` leads away from the peer, and `down` leads to it."""
+    """The link of a peer to all others. `up` carries data from the peer, and `down` carries data to it."""
 
     up: LinkDirection
     down: LinkDirection

@@ -144,7 +144,7 @@ class SimulatedPeer:
             await self.driver.wait_until_over(self._rounds.wait_left_s)
 
     def _poll(self) -> RoundEnd | None:
-        """Take the outer step and return its result if the round is over. Otherwise, return None."""
+        """If the round is over, take the outer step and return its result. Otherwise, return None."""
         end = self._rounds.poll()
         if end is None:
             return None

@@ -69,7 +69,8 @@ class Plan:
 
 
 def parse_churn(text: str, *, num_replicas: int | tuple[int, ...]) -> Churn:
-    """Parse comma-separated items such as those in EXAMPLE. Raises SettingsError, which names the wrong item.
+    """Parse comma-separated items such as those in EXAMPLE. Raises SettingsError if an item is invalid, and names it in
+    the message.
 
     In a run with stages, `num_replicas` has one number per stage, and events also name the stage of a replica, for
     example `crash:1.2@200`.
@@ -124,7 +125,8 @@ def parse_speeds(text: str) -> tuple[float, ...]:
 def parse_links(names: Sequence[str]) -> tuple[LinkProfile, ...]:
     """Parse links, each of which is the name of a profile, or a rate and a delay such as `100mbit-50ms`.
 
-    `100mbit-50ms` is a link with 100 Mbit/s in each direction, and with 50 ms of delay between two such peers.
+    `100mbit-50ms` is a link with 100 Mbit/s in each direction, and with 50 ms of delay between two peers with such
+    links.
     """
     return tuple(_link(name) for name in names) or (IDEAL,)
 

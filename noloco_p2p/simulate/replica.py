@@ -86,7 +86,7 @@ class SimulatedReplica(SimulatedPeer):
         self._note_point()
 
     def _note_point(self) -> None:
-        """Add a point to the curve if the progress has reached the next one."""
+        """Add the next point to the curve if the progress has reached it."""
         if self.progress * self._num_points >= len(self.curve) + 1 - AT_POINT:
             loss = self._material.loss(self.model)
             self.curve.append(Point(self.number, self.steps, now_s(), loss))

@@ -46,7 +46,7 @@ def simulate(
     bindings: Mapping[str, str] | None = None,
     device: torch.device = CPU,
 ) -> Iterator[Result]:
-    """Yield the result of each rule when it is done. On a CPU, it is reproducible bit for bit."""
+    """Yield the result of each rule as soon as it is available. On a CPU, results are reproducible bit for bit."""
     material = Material.of(seeded(spec, plan.seed), bindings or {}, device=device)
     for rule in rules:
         yield simulate_swarm(material, plan) if rule == NOLOCO else simulate_lockstep(material, plan, rule=rule)
@@ -83,7 +83,7 @@ def simulate_stages(
 
 
 def seeded(spec: TrainerSpec, seed: int) -> TrainerSpec:
-    """Return a spec whose start weights also depend on the seed. With the seed 0, the spec is unchanged."""
+    """Return a spec whose initial weights also depend on the seed. With seed 0, the spec is unchanged."""
     if not seed:
         return spec
     return spec.with_changes({"model.seed": spec.model.seed + seed}, origin="--seed")

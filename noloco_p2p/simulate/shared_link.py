@@ -27,8 +27,8 @@ DONE_BYTES = 1e-3  # tolerance for rounding
 def patient(deadlines: Deadlines, *, chunk_bytes: int, mbit_s: float) -> Deadlines:
     """Extend deadlines if a link is so slow that one chunk of a swap takes longer than its receiver waits for progress.
 
-    This happens to a small model, which has few and long chunks, on a proportionally slow link. A real model has many
-    chunks.
+    This happens when a small model, which has few, long chunks, is simulated on a proportionally slow link. A real
+    model has many chunks.
     """
     chunk_s = chunk_bytes / (SWAP_SHARE * mbit_s * 1e6 / 8)
     factor = max(1.0, CHUNKS_OF_PATIENCE * chunk_s / deadlines.progress_s)

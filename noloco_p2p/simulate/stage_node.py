@@ -168,7 +168,7 @@ class StageNode(SimulatedPeer):
         self._do(self.machine.leave(now_s()))
 
     def vanish(self) -> None:
-        """Crash the node. Each peer with a stream to this node notices it after the delay of their links."""
+        """Crash the node. Each peer with a stream to this node notices the crash after the delay of their links."""
         self.is_alive = False
         self.has_finished.set()
         self._network.vanish(self.name)

@@ -26,7 +26,7 @@ class StagedPlan:
     proportion to its FLOPs. `speeds` and `links` have the values of each stage in turn; the last ones also apply to all
     later stages.
 
-    `lost_share` is the share of microbatches that are lost, each at one of its computations except the first. A replica
+    `lost_share` is the share of microbatches that are lost, each at a random computation after its first. A replica
     then reports the microbatch as unusable, as after a damaged frame or when memory is short. `late_steps` is explained
     in `LateStageWork`. `window` is the number of microbatches that a head may have in flight, and that a replica may
     hold; None means as many as `flow.limits` allows. With `paths="fixed"`, each node sends to one replica of the next

@@ -35,8 +35,9 @@ NUM_PATHS = 8  # number of random paths over which the loss is averaged
 class Speed:
     """Speeds while the heads are training.
 
-    `tokens_per_s` is the speed of the whole pipeline from a quarter to three quarters of its tokens, after windows have
-    grown and before any head has finished. `busy` has the busy shares of compute, up link and down link of each node.
+    `tokens_per_s` is the speed of the whole pipeline over the middle half of its tokens, when windows have grown and no
+    head has finished yet. `busy` has, for each node, the shares of time in which its compute, up link and down link are
+    busy.
     """
 
     virtual_s: float
@@ -107,7 +108,8 @@ class StageResult:
 class StagedResult:
     """The result of one rule.
 
-    Losses are final validation losses of the slow weights, or of the fast weights without gossip, in nats per token.
+    Losses are final validation losses in nats per token: of the slow weights with gossip, and of the fast weights
+    without.
     """
 
     rule: str
@@ -188,7 +190,9 @@ def judge_stages(swarm: StagedSwarm, speed: Speed) -> StagedResult:
 
 
 def predicted_tokens_per_s(swarm: StagedSwarm, nodes: Iterable[StageNode]) -> float:
-    """Predict the speed of a stage. Each replica adds the lower of the rates that its link and its compute allow."""
+    """Predict the speed of a stage. Each replica contributes the lower of the rates that its link and its compute
+    allow.
+    """
     spec = swarm.spec
     total = 0.0
     for node in nodes:

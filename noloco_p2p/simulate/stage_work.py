@@ -48,7 +48,7 @@ class LateBackward:
 
 
 class LateStageWork(StageWork):
-    """Stage work whose parameter gradients are applied `late_steps` inner steps late. Input gradients are on time.
+    """Stage work whose parameter gradients are applied `late_steps` inner steps late. Input gradients are not delayed.
 
     The gradients of the last `late_steps` steps are never applied.
     """

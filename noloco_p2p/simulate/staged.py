@@ -115,7 +115,7 @@ class StagedSwarm:
         return self.material.loss(model)
 
     def merged_loss(self, weights: Sequence[Sequence[Tensor]]) -> float:
-        """Return the validation loss of the model that consists of the mean of each stage."""
+        """Return the validation loss of the model that consists of each stage's mean weights."""
         return self.loss([torch.stack(list(own)).mean(0) for own in weights])
 
     def living(self, stage: int) -> list[StageNode]:
@@ -145,7 +145,7 @@ class StagedSwarm:
             node.tell_neighbours(())
 
     def launched(self, id: MicrobatchId) -> None:
-        """Draw whether the microbatch is lost, and at which computation. It is never lost at its first one."""
+        """Draw whether the microbatch is lost, and at which computation. It is never lost at its first computation."""
         if self._losses.random() < self.plan.lost_share:
             stages = range(self.plan.num_stages)
             forwards = [(Kind.FORWARD if stage else Kind.LOSS, stage) for stage in stages]
@@ -220,7 +220,7 @@ class StagedSwarm:
         return flops * spec.train.batch_size * spec.data.sequence_length / self.plan.step_s
 
     def _draw(self, node: StageNode, drawn: set[str], stage: int, number: int, *, is_new_round: bool) -> None:
-        """Fill `drawn` up to `number` listed peers of a stage. In a new round, replace one of them."""
+        """Draw listed peers of a stage until `drawn` has `number` of them. In a new round, also replace one of them."""
         listed = [name for name in self.networks[stage].listed if name not in node.unreachable]
         if self.plan.paths == "fixed":
             drawn.clear()

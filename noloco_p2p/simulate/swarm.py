@@ -34,10 +34,11 @@ def simulate_swarm(
     on_made: Callable[[list[SimulatedReplica]], None] | None = None,
     liars: Mapping[int, Callable[..., SimulatedReplica]] | None = None,
 ) -> Result:
-    """Run the simulation. `on_made` is called with the replicas first, so that the caller can inspect them afterwards.
+    """Run the simulation. `on_made` is called with the replicas before they run, so that the caller can inspect them
+    afterwards.
 
-    `liars` maps numbers of replicas to functions that create them instead of `SimulatedReplica`. The result does not
-    count these replicas.
+    `liars` maps the numbers of some replicas to functions that create them in place of `SimulatedReplica`. The result
+    does not count these replicas.
     """
     return run_virtual(_Swarm(material, plan, liars or {}).run(on_made))
 
@@ -48,7 +49,7 @@ def peer_name(replica: int) -> str:
 
 
 def _late_median(values: Sequence[float]) -> float:
-    """Return the median of the second half, in which round lengths have settled, or 0 if there are no values."""
+    """Return the median of the second half of the values, when round lengths have settled, or 0 if there are none."""
     return median(values[len(values) // 2 :]) if values else 0.0
 
 

@@ -357,9 +357,7 @@ class Metrics:
         return asdict(self)
 
     def recorded(self, *, hides_contribution: bool = False) -> Metrics:
-        """Return the metrics that the peer publishes in its record, with their digits rounded and non-finite values
-        left out.
-        """
+        """Return the metrics that the peer publishes in its record, rounded and without non-finite values."""
         hidden = CONTRIBUTION if hides_contribution else ()
         return Metrics(**{name: self._short(name) for name in RECORDED if name not in hidden})
 

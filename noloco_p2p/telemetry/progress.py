@@ -50,7 +50,9 @@ class Meter:
             self._samples.popleft()
 
     def rate_per_s(self, *, now_s: float) -> float:
-        """Return the rate over the last WINDOW_S or since the start. It falls towards 0 during a stall."""
+        """Return the rate over the last WINDOW_S seconds, or since the start if that is more recent. It falls towards 0
+        during a stall.
+        """
         began_s, begun = self._samples[0] if self._samples else (now_s, self.done)
         seconds = now_s - began_s
         return (self.done - begun) / seconds if seconds > 0 else 0.0
@@ -64,8 +66,8 @@ class Meter:
 class Task:
     """A long task and its progress.
 
-    `what` is a description, or a function that returns the current one. `unit` is "bytes", or the plural name of the
-    things that are counted. `total` is None until it is known.
+    `what` is a description, or a function that returns the current one. `unit` is "bytes", or the plural noun for what
+    is counted. `total` is None until it is known.
     """
 
     def __init__(self, what: str | Callable[[], str], *, unit: str, now_s: float) -> None:
@@ -80,7 +82,7 @@ class Task:
         return self._what if isinstance(self._what, str) else self._what()
 
     def report(self, done: int, total: int) -> None:
-        """Report that `done` of `total` is done. Any thread can call this."""
+        """Report that `done` of `total` units are done. Any thread can call this."""
         self.total = total
         self.meter.add(done, now_s=time.monotonic())
 

@@ -79,5 +79,5 @@ TOTALS = tuple(Total(name, way) for name, about in METRICS.items() if about.tota
 
 
 def totals(peers: Peers) -> dict[str, Any]:
-    """Return the value of every total by name. A total is None if no peer has a value, or 0 if it is a sum."""
+    """Return the value of every total by name. If no peer has a value, a sum is 0, and any other total is None."""
     return {total.name: total.over(peers) for total in TOTALS}

@@ -11,7 +11,9 @@ BUFFER_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class LinkProfile:
-    """The link of one peer. `down` leads to the peer, and `up` leads away from it. Delay and jitter apply to each."""
+    """The link of one peer. `down` carries data to the peer, and `up` carries data from it. Delay and jitter apply to
+    each direction.
+    """
 
     name: str
     down_mbit_s: float

@@ -22,8 +22,8 @@ def unchanged(stream: FrameStream) -> FrameStream:
 class MemoryNetwork:
     """A network in memory. `add` registers a service under its peer id, and `remove` makes it unreachable.
 
-    Directories show the peers in `listed`. A peer that is listed but cannot be reached has just died. Peers in `closed`
-    get no offers, because their records say that nobody can call them.
+    Directories show the peers in `listed`. A peer that is listed but cannot be reached represents one that has just
+    died. Peers in `closed` get no offers, because their records say that nobody can call them.
     """
 
     def __init__(self) -> None:

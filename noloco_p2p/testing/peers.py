@@ -189,7 +189,7 @@ class MemoryPeer:
         return None
 
     def catch_up(self, *, progress: float, inner_steps: int, target: Path) -> StateManifest | None:
-        """Return None, because no peer is ever far ahead in memory."""
+        """Return None, because peers in memory are never far ahead of each other."""
         return None
 
     def serve_state(self, saved: SavedState) -> None:
