@@ -49,7 +49,8 @@ def is_out_of_memory(error: RuntimeError) -> bool:
 
 
 def free_and_total_bytes(device: torch.device) -> tuple[int, int]:
-    """Return the (free, total) bytes of an accelerator for this process. Memory that torch has cached counts as free.
+    """Return the memory of an accelerator for this process in bytes, as (free, total). Memory that torch has cached
+    counts as free.
 
     On MPS, the total is the amount that Metal recommends. By default, torch raises an error only at 1.7 times that
     amount, when the machine is already slow.

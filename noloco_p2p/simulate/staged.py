@@ -40,7 +40,9 @@ STUCK_S = 3600.0  # the simulation fails if no microbatch reaches the loss for t
 
 
 def staged(spec: TrainerSpec, num_stages: int) -> TrainerSpec:
-    """Return the spec with `num_stages` stages. A spec that already has this number keeps its cut. Raises SpecError."""
+    """Return the spec with `num_stages` stages. A spec that already has `num_stages` stages keeps its cut. Raises
+    SpecError.
+    """
     if spec.pipeline.stages == num_stages and spec.pipeline.cut != "auto":
         return spec
     meta = build_on_meta(spec.model, sequence_length=spec.data.sequence_length)
