@@ -6,9 +6,10 @@ Each peer signs data that only this call, on this connection, to this session ca
     answerer -> challenge, signature over (ANSWERER, nonce, challenge, session key, answerer)
     caller   -> the call; in its metadata a Proof: signature over (CALLER, nonce, challenge, session key, both ids)
 
-A proof is valid for one call. The challenge is bound to the network address of the connection, is accepted once, and
-expires according to the monotonic clock of the peer that created it. The proof also covers the answerer's session key,
-so the answerer cannot forward the proof to another peer and pose as the caller. From then on, TLS protects the call.
+A proof is valid for one call. The challenge is bound to the network address of the connection, and is accepted only
+once. It expires according to the monotonic clock of the peer that created it. The proof also covers the answerer's
+session key, so the answerer cannot forward the proof to another peer and pose as the caller. From then on, TLS protects
+the call.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ TICKET = b"noloco_p2p ticket 1\0"
 class Tickets:
     """A checker of one run's tickets, which also signs this peer's own tickets if the peer is a head.
 
-    `max_tokens` is the number of tokens in the loss of a microbatch, from the spec. A ticket with more tokens would
-    give the gradient of its microbatch too much weight.
+    `max_tokens` is the number of tokens that the loss of a microbatch covers, according to the spec. A ticket with more
+    tokens would give the gradient of its microbatch too much weight.
     """
 
     def __init__(self, identity: Identity, *, spec_digest: str, max_tokens: int) -> None:
