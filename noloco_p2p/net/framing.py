@@ -1,6 +1,6 @@
 """Convert frames to the bytes of a protobuf `Frame` message, and back.
 
-Nearly all bytes of a swap are payloads of chunks. From sending to receiving, protobuf would copy each payload three
+Nearly all bytes of a swap are payloads of chunks. Between sender and receiver, protobuf would copy each payload three
 times. Here, chunks are encoded by hand with one copy, and decoded without any. A test verifies that the bytes are the
 same as protobuf's.
 

@@ -1,4 +1,4 @@
-"""Provide the TLS keys of a peer. A peer creates a new P-256 session key at every start, and includes it in its signed
+"""Provide the TLS keys of a peer. A peer creates a new P-256 session key at every start, and publishes it in its signed
 record.
 
 gRPC's TLS does not accept Ed25519 certificates, and its Python API cannot check fingerprints. So for each call, the

@@ -3,13 +3,13 @@
 Each connection carries one gRPC call. The sender numbers its frames, and writes each one to the first free connection.
 A connection is free once gRPC has accepted its previous frame. The receiver holds frames that arrive early, and stops
 reading from a connection that is too far ahead. For each connection, a peer therefore holds at most WINDOW_FRAMES
-frames, one that is being read and one that is being written, each of up to 1 MiB. With eight connections, the total is
-48 MiB, most of which is payloads that the swap keeps anyway.
+frames plus one that is being read and one that is being written, each of up to 1 MiB. With eight connections, the total
+is 48 MiB, most of which is payloads that the swap keeps anyway.
 
 Only the caller of a swap opens and closes further connections, because only the caller knows the partner's address.
 Both partners send on all connections. A broken connection ends the swap, because nobody keeps the frames that it
-carried. No frame is lost when a connection is closed. In the protocol, a further connection is the call `Lane`, and the
-feature is named "lanes".
+carried. No frame is lost when a connection is closed properly. In the protocol, a further connection is the call
+`Lane`, and the feature is named "lanes".
 """
 
 from __future__ import annotations
