@@ -126,7 +126,7 @@ class FlowLinks:
         an error.
 
         `since_s` is the time on the event loop's clock at which the frame was ready, or None for now. The frame's
-        remaining time is counted from then.
+        remaining time is counted from that moment.
         """
         since_s = asyncio.get_running_loop().time() if since_s is None else since_s
         if link := self._links.get(to):

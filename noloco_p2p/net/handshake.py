@@ -55,7 +55,7 @@ class Greeting:
         return pb.GreetRequest(nonce=self.nonce)
 
     def prove(self, reply: pb.GreetReply, session: Session) -> Metadata:
-        """Return the metadata of the call. Raises PeerError if another peer has answered."""
+        """Return the metadata of the call. Raises PeerError if a different peer has answered."""
         if len(reply.challenge) != CHALLENGE_BYTES:
             raise CorruptPayload("its reply to the greeting has no valid challenge", peer=self.peer_id)
         words = _words(ANSWERER, self.nonce, reply.challenge, self.session_key, self.peer_id)
@@ -137,8 +137,8 @@ def check_membership(session: Session, membership: bytes, peer_id: str) -> None:
 
 
 def _words(role: bytes, nonce: bytes, challenge: bytes, session_key: bytes, ids: str) -> bytes:
-    """Join the parts to sign. The result is unambiguous because all parts but the last, and the peer ids in the last
-    part, have a fixed length.
+    """Return the bytes to sign. They are unambiguous because all parts but the last, and the peer ids in the last part,
+    have a fixed length.
     """
     return role + nonce + challenge + session_key + ids.encode()
 

@@ -44,7 +44,7 @@ class Tickets:
             raise CorruptPayload(f"a ticket is not signed by the head that it names, ..{short_id(ticket.id.head)}")
 
     def _words(self, ticket: MicrobatchTicket) -> bytes:
-        """Join the parts to sign. The result is unambiguous because all parts but the last have a fixed length."""
+        """Return the bytes to sign. They are unambiguous because all parts but the last have a fixed length."""
         number, head = ticket.id.number, ticket.id.head
         numbers = struct.pack(">QdQ?", number, ticket.mark, ticket.num_tokens, ticket.is_training)
         return TICKET + self._spec_digest + numbers + head.encode()

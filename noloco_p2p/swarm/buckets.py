@@ -131,8 +131,8 @@ class Census:
     def depths(self, now_s: float) -> tuple[int, ...]:
         """Return the depths at which this peer must be announced at the time `now_s`.
 
-        The depth at which this peer reads comes first. Peers with another estimate may look for this peer at the other
-        depths.
+        The depth at which this peer reads comes first. Peers with a different estimate may look for this peer at the
+        other depths.
         """
         occupancy, lingering = self._occupancy(), self._before
         depths = {self.depth: None}
