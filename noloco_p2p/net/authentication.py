@@ -1,9 +1,9 @@
-"""Authenticate callers, decide whether their calls may continue, and limit the number of calls that a caller has open.
+"""Authenticate callers, decide whether their calls may continue, and limit the number of open calls per caller.
 
 An unauthenticated caller can keep a connection for only a few seconds. The number of such connections per network is
 limited (`proxy.py`). Such a connection allows at most two greetings, and it is closed after one refused call. Once a
 peer has authenticated itself, its open calls are counted by peer id. `proxy.py` and `options.py` limit the sizes of
-messages. An accepted swap itself limits its number of connections.
+messages. Each accepted swap limits the number of its own connections.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Caller:
     """The peer that makes a call.
 
     `peer_id` is authenticated, or empty if there is no authentication. `address` is gRPC's name for the connection.
-    Call `accepted` after accepting a request that takes long or transfers much data.
+    Call `accepted` after accepting a request that takes a long time or transfers a lot of data.
     """
 
     peer_id: str
@@ -114,8 +114,8 @@ class Authenticator:
         """Account for one fetch of chunks, and yield a function that checks whether it may continue.
 
         That function raises Refused once the same peer has begun another fetch. The newer fetch takes precedence,
-        because the older one may hang on a dead connection. A third fetch raises Refused at once, because each fetch
-        can hold a slot of the donor until it ends.
+        because the older one may be stuck on a dead connection. A third fetch raises Refused at once, because each
+        fetch can occupy one of the donor's slots until it ends.
         """
         busy = Refused(
             "you already have another fetch in progress", code=frames.RefuseCode.BUSY.name, retry_after_s=5.0

@@ -1,4 +1,4 @@
-"""Implement the caller's side of a swap: its first connection, and further ones as long as they make it faster."""
+"""Implement the caller's side of a swap, which opens further connections as long as they raise the throughput."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ OPEN_CONNECTION_S = 5.0  # to connect, and as much again for the answer
 class CallerWire:
     """A call on its own connection.
 
-    The connection ends when the last reference to the call is dropped. So `close` drops its reference, and errors that
-    are raised here do not have the call in their tracebacks. Otherwise, keeping an error would keep the connection open
-    until a garbage collection.
+    The connection ends when the last reference to the call is dropped. `close` therefore drops its reference, and the
+    tracebacks of errors raised here do not refer to the call. Otherwise, a stored error would keep the connection open
+    until the next garbage collection.
     """
 
     def __init__(self, peer: str, connection: Connection, call: Any, limits: Limits) -> None:
@@ -69,7 +69,7 @@ class CallerWire:
             await channel.close()
 
     async def _do(self, action: Callable[[Any], Awaitable[Any]]) -> Any:
-        """Perform an action on the call. Raises PeerError if the call has ended."""
+        """Run `action` on the call. Raises PeerError if the call has ended."""
         fault: PeerError | asyncio.CancelledError = Unreachable("the stream is closed", peer=self._peer)
         if self._call is not None:
             try:

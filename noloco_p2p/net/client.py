@@ -34,7 +34,7 @@ class GrpcTransport:
     """A transport that dials other peers.
 
     Each call has its own connection, because a swap can use the whole link for minutes. A swap opens further
-    connections as long as they make it faster. The best number of connections is remembered for each address.
+    connections as long as they raise the throughput. The best number of connections is remembered for each address.
     """
 
     def __init__(

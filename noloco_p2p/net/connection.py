@@ -41,7 +41,7 @@ class Connection:
 
 
 class Connector:
-    """A dialler of connections, each of which serves one call.
+    """A dialler that opens one connection per call.
 
     Without a session, connections are plain and unauthenticated. This is for measurements and tests on one machine.
     """

@@ -39,8 +39,8 @@ class ConnectionPolicy:
 
 
 class _Meter:
-    """A meter for the rate of one direction in a window. The time between sections does not count, because no data is
-    due then.
+    """A meter of the throughput in one direction during a window. The time between sections does not count, because no
+    data is due then.
     """
 
     def __init__(self) -> None:
@@ -79,10 +79,10 @@ class Measured:
 class ConnectionTuner:
     """A tuner for the number of connections of one swap. Callers supply the current time as an argument.
 
-    The caller opens or closes connections until there are `wanted`, and then calls `in_place`. `moved` returns whether
-    `wanted` has changed. A new TCP stream needs `settle_s`, which is many round trips, to find its rate, so that time
-    is not measured. `before` is the measurement before the trial with `start` connections, if an earlier swap began
-    that trial.
+    The caller opens or closes connections until their number is `wanted`, and then calls `in_place`. `moved` returns
+    whether `wanted` has changed. A new TCP stream needs many round trips to reach its full rate, so the first
+    `settle_s` are not measured. If an earlier swap began the trial with `start` connections, `before` is the
+    measurement that preceded it.
     """
 
     def __init__(
@@ -195,9 +195,9 @@ class _Known:
 
 
 class ConnectionMemory:
-    """A memory of how many connections the last swaps with each address needed.
+    """A memory of the number of connections that worked best for each address.
 
-    It fades, because every ninth swap starts from half that number.
+    Every ninth swap starts with half that number, because the link may have changed.
     """
 
     def __init__(self, policy: ConnectionPolicy) -> None:

@@ -1,7 +1,7 @@
 """Convert frames to protobuf messages and back, with one table for each direction.
 
-Network input is checked for form here. A missing or unknown variant, an unknown enum value or a number out of range
-raises CorruptPayload. `gossip/` decides whether the content makes sense.
+Only the form of network input is checked here. A missing or unknown variant, an unknown enum value or a number out of
+range raises CorruptPayload. `gossip/` decides whether the content makes sense.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def manifest_to_wire(manifest: frames.StateManifest, digests: tuple[bytes, ...])
 def manifest_from_wire(message: pb.Manifest) -> frames.StateManifest:
     """Convert a message to a manifest or a part of one.
 
-    Raises CorruptPayload for a part without valid digests, because such parts could repeat forever.
+    Raises CorruptPayload for a part without valid digests; otherwise, a peer could send empty parts forever.
     """
     digests = tuple(message.chunk_digests)
     if not digests or any(len(digest) != DIGEST_BYTES for digest in digests):
@@ -124,8 +124,8 @@ def finite(value: float) -> float:
 
 
 def run_position(round_index: int, progress: float) -> tuple[int, float]:
-    """Return a peer's position in the run. Raises CorruptPayload if it is out of range, because newcomers adopt both
-    values.
+    """Return a peer's round and progress. Raises CorruptPayload if either is out of range, because newcomers adopt
+    both.
     """
     if round_index > MAX_ROUND or not 0 <= progress < math.inf:
         raise CorruptPayload(f"round {round_index} at progress {progress:g} is not a valid position in a run")
@@ -135,7 +135,7 @@ def run_position(round_index: int, progress: float) -> tuple[int, float]:
 def _enum(value: int) -> Any:
     """Convert an enum value.
 
-    Protobuf's stubs require their own types, but ours have the same numbers, which a test verifies.
+    Protobuf's stubs require their own enum types. A test verifies that ours have the same numbers.
     """
     return int(value)
 

@@ -42,7 +42,9 @@ MAX_ACCEPTED = 32  # streams; beyond that, the longest idle one is closed, if it
 
 
 class Neighbourhood(Protocol):
-    """The interface through which a driver deals with its neighbours. All methods are called on the event loop."""
+    """The interface through which a driver learns about its neighbours and receives their frames. All methods are
+    called on the event loop.
+    """
 
     def opened(self, peer: str, stage: int) -> None: ...
 
@@ -124,7 +126,7 @@ class FlowLinks:
         an error.
 
         `since_s` is the time on the event loop's clock at which the frame was ready, or None for now. The frame's
-        remaining time is counted from then.
+        remaining time is counted from that moment.
         """
         since_s = asyncio.get_running_loop().time() if since_s is None else since_s
         if link := self._links.get(to):
@@ -222,7 +224,7 @@ class FlowLinks:
         """Serve a stream until it has ended.
 
         `caller` is the authenticated peer id, or "". `admit` is called once there is space for the stream. It raises
-        PeerError for a caller that may not enter.
+        PeerError if the caller is not admitted.
         """
         try:
             async with asyncio.timeout(FIRST_WORDS_S):
@@ -250,7 +252,7 @@ class FlowLinks:
                 self._drop(link, Unreachable("the connection was lost", peer=peer))
 
     def _place_for(self, peer: str) -> FlowLink | None:
-        """Return the stream to close for a new one, or None if there is space.
+        """Return the stream to close to make room for a new one, or None if there is room.
 
         Raises Refused if this peer's own call is used instead, if all streams are busy, or if this peer is leaving.
         """

@@ -28,14 +28,14 @@ PAUSE_QUEUED = 256  # with a longer queue, nothing is read, because each frame t
 
 @dataclass(frozen=True, slots=True)
 class PayloadSizes:
-    """The sizes of a microbatch's payloads in the codecs of the spec."""
+    """The sizes of a microbatch's payloads, encoded with the codecs in the spec."""
 
     forward_bytes: int
     backward_bytes: int
 
 
 class Outbound:
-    """A queue of payloads in one direction. The memory limits of both peers bound its length."""
+    """A queue of payloads in one direction. Its length is bounded by the memory limits of both peers."""
 
     def __init__(self) -> None:
         self._waiting: deque[tuple[Forward | Backward, float]] = deque()  # with the time at which each began to wait
@@ -58,7 +58,7 @@ class Outbound:
 
 
 class ArrivingPayload:
-    """A payload that is arriving. `frame` is its announcement."""
+    """A payload that is arriving. `frame` is the frame that announced it."""
 
     def __init__(self, frame: ForwardAnnounced | BackwardAnnounced, now_s: float) -> None:
         self._frame = frame
@@ -159,7 +159,7 @@ class FlowLink:
             self._stopped.set_result(fault)
 
     async def run(self) -> PeerError:
-        """Carry frames in both directions until the stream ends, close it, and return the reason for its end."""
+        """Carry frames in both directions until the stream ends, then close it and return the error that ended it."""
         tasks = [asyncio.create_task(self._until_fault(way)) for way in (self._read_all, self._write_all)]
         try:
             return await self._stopped

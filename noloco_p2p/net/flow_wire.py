@@ -1,7 +1,7 @@
 """Convert frames of a pipeline to the bytes of a protobuf `FlowFrame` message, and back.
 
 A payload is sent in pieces, separately from the frame that announces it, so that more urgent frames can be sent in
-between. Network input is checked for form here. A missing or unknown variant or a number out of range raises
+between. Only the form of network input is checked here. A missing or unknown variant or a number out of range raises
 CorruptPayload. `flow/` decides whether the content makes sense.
 """
 
@@ -52,7 +52,7 @@ class BackwardAnnounced:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The next PIECE_BYTES of the payload of the last Backward or Forward, or the rest of it.
+    """The next PIECE_BYTES of the payload that the last Backward or Forward announced, or all that remain.
 
     `digest` comes from `chunk_digest`.
     """

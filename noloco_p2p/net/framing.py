@@ -1,8 +1,8 @@
 """Convert frames to the bytes of a protobuf `Frame` message, and back.
 
-Nearly all bytes of a swap are payloads of chunks. protobuf would copy each payload three times when sending and
-receiving. Here, chunks are encoded by hand with one copy, and decoded without any. The bytes are the same as
-protobuf's, which a test verifies.
+Nearly all bytes of a swap are payloads of chunks. Between sender and receiver, protobuf would copy each payload three
+times. Here, chunks are encoded by hand with one copy, and decoded without any. A test verifies that the bytes are the
+same as protobuf's.
 
 If a swap uses several connections, its frames are numbered (`swap_stream.py`). The number is the last field, and 0
 means that the frame is not numbered.
@@ -91,7 +91,7 @@ def _tagged(tag: int, value: int) -> bytes:
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """Return the value of a varint and its end. A varint has at most ten bytes, as in protobuf.
+    """Return the value of a varint and the position after it. A varint has at most ten bytes, as in protobuf.
 
     Raises IndexError if `data` ends too early.
     """

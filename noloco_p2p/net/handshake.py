@@ -6,9 +6,10 @@ Each peer signs data that only this call, on this connection, to this session ca
     answerer -> challenge, signature over (ANSWERER, nonce, challenge, session key, answerer)
     caller   -> the call; in its metadata a Proof: signature over (CALLER, nonce, challenge, session key, both ids)
 
-A proof is valid for one call. The challenge is bound to the network address of the connection, is accepted once, and
-expires according to the monotonic clock of the peer that created it. The proof also covers the answerer's session key,
-so the answerer cannot forward the proof to another peer and pose as the caller. From then on, TLS protects the call.
+A proof is valid for one call. The challenge is bound to the network address of the connection, and is accepted only
+once. It expires according to the monotonic clock of the peer that created it. The proof also covers the answerer's
+session key, so the answerer cannot forward the proof to another peer and pose as the caller. From then on, TLS protects
+the call.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Greeting:
         return pb.GreetRequest(nonce=self.nonce)
 
     def prove(self, reply: pb.GreetReply, session: Session) -> Metadata:
-        """Return the metadata of the call. Raises PeerError if another peer has answered."""
+        """Return the metadata of the call. Raises PeerError if a different peer has answered."""
         if len(reply.challenge) != CHALLENGE_BYTES:
             raise CorruptPayload("its reply to the greeting has no valid challenge", peer=self.peer_id)
         words = _words(ANSWERER, self.nonce, reply.challenge, self.session_key, self.peer_id)
@@ -136,8 +137,8 @@ def check_membership(session: Session, membership: bytes, peer_id: str) -> None:
 
 
 def _words(role: bytes, nonce: bytes, challenge: bytes, session_key: bytes, ids: str) -> bytes:
-    """Join the parts to sign. The result is unambiguous because all parts but the last, and the peer ids in the last
-    part, have a fixed length.
+    """Return the bytes to sign. They are unambiguous because all parts but the last, and the peer ids in the last part,
+    have a fixed length.
     """
     return role + nonce + challenge + session_key + ids.encode()
 

@@ -1,4 +1,4 @@
-"""Ask another peer to dial back, to learn whether this peer can be reached from there and how far the clocks differ.
+"""Ask another peer to dial back, to learn whether it can reach this peer and by how much the clocks differ.
 
 Nobody can make a peer dial a stranger. A peer dials only the address that the call came from, on a few ports, and only
 a few times per minute.
@@ -34,7 +34,7 @@ PORTS_A_MINUTE = 48  # for all peers of one network
 
 
 async def _dial(host: str, port: int) -> str:
-    """Return "" if a connection could be made, and otherwise the same sentence for every reason."""
+    """Return "" if a connection could be made, and otherwise a message that does not depend on the cause."""
     try:
         async with asyncio.timeout(DIAL_S):
             _, writer = await asyncio.open_connection(host, port)
@@ -114,7 +114,9 @@ async def ask(
     session: Session | None = None,
     guard: DialGuard | None = None,
 ) -> Probed:
-    """Ask a peer to dial back. Raises PeerError, and Refused with the code UNIMPLEMENTED if the peer is too old."""
+    """Ask a peer to dial back. Raises PeerError, or Refused with the code UNIMPLEMENTED if the peer's version is too
+    old.
+    """
     request = pb.ProbeRequest(hello=convert.hello_to_wire(hello), ports=ports)
     # A reply arrives only after the dials. So an empty request is sent first, to compare the clocks.
     empty = pb.ProbeRequest(hello=convert.hello_to_wire(hello))
@@ -138,7 +140,7 @@ def _reason(sentence: str) -> str:
 async def _asked(
     connector: Connector, candidate: Candidate, request: pb.ProbeRequest, timeout_s: float
 ) -> tuple[pb.ProbeReply, float, float]:
-    """Return the answer, when it was requested, and how long it took.
+    """Return the answer, the time of the request, and the response time.
 
     Each request has its own connection, because a proof is valid for one call.
     """
@@ -158,7 +160,7 @@ async def _asked(
 
 
 def caller_host(caller: str) -> str:
-    """Return the host in gRPC's name of a caller, such as ipv4:1.2.3.4:5, ipv6:[::1]:5 or ipv6:%5B::1%5D:5.
+    """Return the host in gRPC's name for a caller, such as ipv4:1.2.3.4:5, ipv6:[::1]:5 or ipv6:%5B::1%5D:5.
 
     Raises CorruptPayload for anything else.
     """

@@ -95,7 +95,7 @@ class Quota:
         return gone
 
     def leave(self, member: int) -> None:
-        """Remove a member, if it is one."""
+        """Remove the member with this number, if there is one."""
         group = self._group_of.pop(member, None)
         if group is not None:
             del self._groups[group][member]
@@ -111,7 +111,8 @@ class Proxy:
     """A proxy for incoming connections.
 
     If `asks` is true, callers have to prove who they are. Otherwise, all callers are accepted, which is meant for
-    measurements. `tunnelled` maps each local port from which tunnelled calls arrive to the relay that they come from.
+    measurements. For each local port from which tunnelled calls arrive, `tunnelled` contains the relay that forwards
+    them.
     """
 
     def __init__(self, *, asks: bool, tunnelled: Mapping[int, str]) -> None:
@@ -185,7 +186,7 @@ class Proxy:
         return inbound.address
 
     def greeted(self, peer: str) -> None:
-        """Count a greeting. Raises Refused if there were too many on this connection."""
+        """Count a greeting. Raises Refused if there were too many greetings on this connection."""
         inbound = self._inbound_of(peer)
         inbound.num_greetings += 1
         if inbound.num_greetings > GREETINGS_OF_ONE:

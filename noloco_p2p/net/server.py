@@ -44,9 +44,9 @@ MANIFEST_DIGESTS_PER_REPLY = 16_384
 class GrpcServer:
     """The gRPC server. `port` is the actual port once `start` has returned.
 
-    `serve_flow` is `FlowLinks.serve` on a peer that holds a stage, and None otherwise. `tunnelled` maps each local port
-    from which tunnelled calls arrive to the relay that they come from, and it can change at any time. `only_public` has
-    the same meaning as in `DialGuard`.
+    `serve_flow` is `FlowLinks.serve` on a peer that holds a stage, and None otherwise. For each local port from which
+    tunnelled calls arrive, `tunnelled` contains the relay that forwards them; it can change at any time. `only_public`
+    has the same meaning as in `DialGuard`.
     """
 
     def __init__(
@@ -201,7 +201,7 @@ class ServerStream(SwapStream):
 
 
 def check_name(proven: str, hello: frames.Hello) -> None:
-    """Raise CorruptPayload if the peer id in a caller's Hello is not the one that the caller has proven."""
+    """Raise CorruptPayload if the peer id in a caller's Hello is not the authenticated one."""
     if proven and hello.peer_id != proven:
         raise CorruptPayload(f"the caller is ..{short_id(proven)} but claims to be another peer", peer=proven)
 
@@ -211,7 +211,9 @@ def _no_connection(sentence: str) -> Refused:
 
 
 def _handlers(servicer: _Servicer) -> grpc.GenericRpcHandler:
-    """Return the handlers of all methods. They stream bytes, because gRPC itself would wait for a request forever."""
+    """Return the handlers of all methods. All of them are streaming handlers, because gRPC would wait forever for the
+    request of a unary call.
+    """
     methods = {
         "Greet": _Asked(servicer.Greet, pb.GreetRequest, enter=contextlib.nullcontext).handler(),
         "Swap": grpc.stream_stream_rpc_method_handler(servicer.Swap),
@@ -227,7 +229,7 @@ def _handlers(servicer: _Servicer) -> grpc.GenericRpcHandler:
 class _Asked:
     """A method with one request, which must arrive soon, and one or more answers, which must be read soon.
 
-    `enter` yields the caller before any byte of the request is read, and ends the call of a caller that may not enter.
+    `enter` yields the caller before any byte of the request is read, and ends the call if the caller is not admitted.
     The method gets the request and the result of `enter`.
     """
 

@@ -1,10 +1,11 @@
-"""Provide the TLS keys of a peer. Its P-256 session key is new at every start, and its signed record contains that key.
+"""Provide the TLS keys of a peer. A peer creates a new P-256 session key at every start, and publishes it in its signed
+record.
 
 gRPC's TLS does not accept Ed25519 certificates, and its Python API cannot check fingerprints. So for each call, the
 caller creates a certificate authority from the session key in the record, and trusts no other authority. The server's
-certificate is issued by its session key, so the handshake pins that key without fetching it first.
+certificate is signed with its session key, so the handshake pins that key without fetching it first.
 
-In a private run, callers also have a certificate. It is issued with a key that is derived from the members' secret.
+In a private run, callers also have a certificate. It is signed with a key that is derived from the members' secret.
 Without such a certificate, the TLS handshake fails. `handshake.py` checks which peer is calling, and whether its
 invitation is valid.
 """
@@ -38,9 +39,7 @@ _anyone = ec.generate_private_key(_CURVE)  # the signature of a directly trusted
 
 
 class Session:
-    """The keys that a peer uses from its start to its end. `key` is a 33-byte public key, which the peer's record
-    contains.
-    """
+    """The keys that a peer uses until it stops. `key` is a 33-byte public key, which the peer's record contains."""
 
     def __init__(self, identity: Identity, invitation: Invitation | None = None) -> None:
         self.identity = identity

@@ -1,15 +1,15 @@
 """Carry the frames of one swap over one or more connections, and restore their order.
 
-Each connection carries one gRPC call. The sender numbers its frames, and writes each one to the first connection that
-is free, which means that gRPC has accepted the connection's previous frame. The receiver holds frames that arrive
-early, and stops reading from a connection that is too far ahead. So each peer holds, per connection, WINDOW_FRAMES
-frames plus one that is being read and one that is being written, of at most 1 MiB each. With eight connections, this
-makes 48 MiB, most of it payloads that the swap keeps anyway.
+Each connection carries one gRPC call. The sender numbers its frames, and writes each one to the first free connection.
+A connection is free once gRPC has accepted its previous frame. The receiver holds frames that arrive early, and stops
+reading from a connection that is too far ahead. For each connection, a peer therefore holds at most WINDOW_FRAMES
+frames plus one that is being read and one that is being written, each of up to 1 MiB. With eight connections, the total
+is 48 MiB, most of which is payloads that the swap keeps anyway.
 
 Only the caller of a swap opens and closes further connections, because only the caller knows the partner's address.
 Both partners send on all connections. A broken connection ends the swap, because nobody keeps the frames that it
-carried. Closing a connection loses nothing. In the protocol, a further connection is the call `Lane`, and the feature
-is named "lanes".
+carried. No frame is lost when a connection is closed properly. In the protocol, a further connection is the call
+`Lane`, and the feature is named "lanes".
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Wire(Protocol):
 
 
 class Order:
-    """A buffer that puts frames into the order of their numbers, which begin at 1.
+    """A buffer that reorders frames by sequence number, starting at 1.
 
     A frame is accepted if its number is less than `window` ahead of the next frame to take.
     """
@@ -71,7 +71,7 @@ class Order:
         return sequence < self._next + window
 
     def put(self, sequence: int, frame: Frame) -> None:
-        """Add a frame. Raises CorruptPayload if its number has been used."""
+        """Add a frame. Raises CorruptPayload if its number has already been used."""
         if sequence < self._next or sequence in self._early:
             raise CorruptPayload(f"frame {sequence} arrived twice")
         self._early[sequence] = frame
@@ -101,7 +101,7 @@ class SwapConnection:
 
 
 class SwapStream:
-    """A FrameStream over one or more connections, for both partners of a swap. Its tasks end in `close` or `lose`."""
+    """A FrameStream over one or more connections, for both partners of a swap. `close` ends all its tasks."""
 
     def __init__(self, peer: str, first: Wire) -> None:
         self._peer = peer
@@ -188,7 +188,7 @@ class SwapStream:
             await self._written(connection)
 
     def _check_end(self, connection: SwapConnection) -> None:
-        """Handle the end of a connection without a Leave. Raises Unreachable if that was a failure."""
+        """Handle the end of a connection without a Leave. Raises Unreachable if the connection was lost."""
 
     async def _end(self) -> None:
         """End all tasks and calls."""

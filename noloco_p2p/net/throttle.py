@@ -2,8 +2,8 @@
 peer.
 
 An upload waits before a message is written. A download waits before the next message is read, so that HTTP/2 flow
-control slows down the sender. Only messages are counted, not TCP and IP headers (about 4 %) or the small traffic of the
-DHT. All of this runs on the network thread.
+control slows down the sender. Only messages are counted; TCP and IP headers (about 4 %) and the small traffic of the
+DHT are not. All of this runs on the network thread.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ class Limits:
         )
 
     async def sending(self, num_bytes: int) -> None:
-        """Wait before a message is written, as long as the upload limit requires."""
+        """Before a message is written, wait as long as the upload limit requires."""
         if self.upload:
             await self.upload.take(num_bytes)
 
     async def receiving(self, num_bytes: int) -> None:
-        """Wait after a message was read and before the next one is read, as long as the download limit requires."""
+        """After a message is read, wait as long as the download limit requires."""
         if self.download:
             await self.download.take(num_bytes)
 

@@ -17,8 +17,8 @@ TICKET = b"noloco_p2p ticket 1\0"
 class Tickets:
     """A checker of one run's tickets, which also signs this peer's own tickets if the peer is a head.
 
-    `max_tokens` is the number of tokens in the loss of a microbatch, from the spec. A ticket with more tokens would
-    give the gradient of its microbatch too much weight.
+    `max_tokens` is the number of tokens that the loss of a microbatch covers, according to the spec. A ticket with more
+    tokens would give the gradient of its microbatch too much weight.
     """
 
     def __init__(self, identity: Identity, *, spec_digest: str, max_tokens: int) -> None:
@@ -44,7 +44,7 @@ class Tickets:
             raise CorruptPayload(f"a ticket is not signed by the head that it names, ..{short_id(ticket.id.head)}")
 
     def _words(self, ticket: MicrobatchTicket) -> bytes:
-        """Join the parts to sign. The result is unambiguous because all parts but the last have a fixed length."""
+        """Return the bytes to sign. They are unambiguous because all parts but the last have a fixed length."""
         number, head = ticket.id.number, ticket.id.head
         numbers = struct.pack(">QdQ?", number, ticket.mark, ticket.num_tokens, ticket.is_training)
         return TICKET + self._spec_digest + numbers + head.encode()

@@ -17,7 +17,7 @@ MAX_RELAYS = 2  # maximum number of relay addresses per record; each has the hos
 
 
 def believable(record: PeerRecord, *, only_public: bool) -> PeerRecord:
-    """Return the record without invalid addresses and without the addresses of any second host.
+    """Return the record without invalid addresses, and without direct addresses of any host but the first.
 
     If `only_public` is true, private addresses are removed as well.
     """
@@ -36,8 +36,8 @@ def believable(record: PeerRecord, *, only_public: bool) -> PeerRecord:
 def of_one_host(addresses: Iterable[str], *, only_public: bool) -> list[str]:
     """Return the valid addresses that have the same host as the first valid one.
 
-    `addresses` are multiaddrs, without a peer id, that another node has sent. If `only_public` is true, private
-    addresses do not count as valid.
+    `addresses` are multiaddrs without peer ids that another node has sent. If `only_public` is true, private addresses
+    do not count as valid.
     """
     left = [each for each in addresses if _may_be(tcp_host(each), only_public)]
     return [each for each in left if tcp_host(each) == tcp_host(left[0])]

@@ -122,7 +122,9 @@ def host_in(address: str) -> str:
 
 
 def by_reach(multiaddrs: Iterable[str]) -> list[str]:
-    """Remove duplicates and sort multiaddrs, with public addresses and names first and loopback addresses last."""
+    """Return the multiaddrs without duplicates, sorted with public addresses and names first and loopback addresses
+    last.
+    """
     return sorted(dict.fromkeys(multiaddrs), key=_reach)
 
 

@@ -112,7 +112,7 @@ class Announcer:
         return self._sequence
 
     def _next_expiry_s(self) -> float:
-        """Return an expiry that is later than the last one, because DHT nodes keep the record that expires last."""
+        """Return a later expiry than the previous one, because DHT nodes keep the record that expires last."""
         expires_at_s = CLOCK.now() + TTL_S
         # If the clock was far ahead before, no node would accept an even later expiry.
         if self._expires_at_s <= expires_at_s + TTL_S:

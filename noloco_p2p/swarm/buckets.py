@@ -131,8 +131,8 @@ class Census:
     def depths(self, now_s: float) -> tuple[int, ...]:
         """Return the depths at which this peer must be announced at the time `now_s`.
 
-        The depth at which this peer reads comes first. Peers with another estimate may look for this peer at the other
-        depths.
+        The depth at which this peer reads comes first. Peers with a different estimate may look for this peer at the
+        other depths.
         """
         occupancy, lingering = self._occupancy(), self._before
         depths = {self.depth: None}
@@ -208,7 +208,7 @@ class Census:
             self.base, self._num_along = base if base != self.depth else None, 0
 
     def _size_below(self) -> float:
-        """Return the estimated size for a move to a smaller depth.
+        """Return the size estimate for choosing a smaller depth.
 
         While there is a base, the estimate is at most the size that suits the depth of the base, because the records of
         a larger swarm may be invented.
@@ -233,7 +233,8 @@ class Census:
 def is_enough(depth: int, nums_apart: Sequence[float]) -> bool:
     """Return whether enough buckets at this depth have been read.
 
-    This is the case if the last bucket shows too little evidence, or if enough buckets agree.
+    One bucket with too little evidence for a move is enough. Otherwise, LOOKS_THAT_AGREE buckets are needed, or all
+    buckets if there are fewer.
     """
     most = min(LOOKS_THAT_AGREE, 1 << depth)
     return bool(nums_apart) and (nums_apart[-1] < EVIDENCE or len(nums_apart) >= most)

@@ -27,7 +27,7 @@ def _steady_s() -> float:
 
 
 class DhtClock:
-    """A clock that returns the seconds since 1970, as the other nodes are expected to count them."""
+    """A clock that returns DHT time in seconds since 1970."""
 
     def __init__(self, wall: Callable[[], float] = time.time, steady: Callable[[], float] = _steady_s) -> None:
         self._wall = wall
@@ -42,7 +42,7 @@ class DhtClock:
         self._ahead_s = self._wall() - self._steady()
 
     def heard(self, offset_s: float) -> None:
-        """Follow the wall clock if another node's clock agrees with it, but not with this clock.
+        """Set DHT time to the wall clock if another node's clock agrees with the wall clock, but not with this clock.
 
         `offset_s` is the other node's clock minus this one.
         """

@@ -1,8 +1,8 @@
 """Runs p2pd, the libp2p daemon from hivemind's wheel, as a child process.
 
 hivemind itself starts p2pd in the terminal's process group, where Ctrl-C kills it before the peer can announce that it
-is leaving. It also leaves p2pd running when the program is killed. Here, p2pd has its own session. On Linux, p2pd
-ends with the thread that started it, and on other systems with the process.
+is leaving. It also leaves p2pd running when the program is killed. Here, p2pd runs in a session of its own. On Linux,
+p2pd ends with the thread that started it, and on other systems with the process.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class Daemon:
         """Wait until the process has ended. Returns its exit code, or None if the event loop does not report one.
 
         libuv uses SIGCHLD to notice that a child has ended. Some libraries break this by resetting all signal handlers,
-        as Lightning does after training. The end of the output is therefore used as a second sign.
+        as Lightning does after training. The end of the child's output is therefore treated as its exit, too.
         """
         exits = asyncio.ensure_future(self._process.wait())
         try:

@@ -1,4 +1,4 @@
-"""The directory of a run. It finds live peers through signed records in a DHT that all peers keep together.
+"""The directory of a run. It finds live peers through signed records in a DHT that the peers maintain together.
 
 It performs four periodic tasks:
 
@@ -8,8 +8,8 @@ It performs four periodic tasks:
                 one bucket is read every 10 s. At first, and while no peer is live, the pause is only 1 s
                 (`membership_view.py`).
     dial        Dial bootstraps and known peers, repeatedly while they are missing (`dialer.py`).
-    freshen     Look up a random key every 30 s to keep routing tables up to date. In a run, this is the key of a
-                bucket at another depth.
+    freshen     Look up a random key every 30 s to keep routing tables up to date. A peer or a monitor looks up a bucket
+                at another depth instead.
 
 A directory also works without any other node, but it is then empty.
 """
@@ -144,9 +144,9 @@ class SwarmDirectory:
         The first start in a process takes several seconds, because it imports hivemind. `on_copy` is called, possibly
         repeatedly, when a process that was started later with the same identity key announces itself. Records for which
         `ignores` returns true are dropped, such as the records of peers that are banned or not invited. If `relays` is
-        true, this node relays calls to peers that cannot be dialled, and these bytes count as traffic of this machine.
-        `key` identifies the view that this peer reads and in which it is announced. If `key` is None, the view of the
-        whole run is used.
+        true, this node relays calls to peers that cannot be dialled, and the relayed bytes count as traffic of this
+        machine. `key` identifies the view that this peer reads and in which it is announced. If `key` is None, the view
+        of the whole run is used.
 
         Raises DirectoryError if the port is taken, the daemon cannot run, or a bootstrap is not a valid address.
         """
@@ -206,7 +206,7 @@ class SwarmDirectory:
         return self._relay.passed_bytes if self._relay else 0
 
     def mirror(self, port: int) -> None:
-        """Set the port at which this node tells relayed peers the address that others see."""
+        """Set the port on which this node tells relayed peers their external addresses."""
         if self._relay:
             self._relay.mirror_port = port
 
@@ -270,7 +270,7 @@ class SwarmDirectory:
         self._dialer.dial_nearby(peer_id, multiaddrs)
 
     def dial_failures(self) -> dict[str, str]:
-        """Return the reasons why bootstraps could not be reached on the last attempt, by peer id."""
+        """Return, by peer id, why bootstraps could not be reached on the last attempt."""
         return self._dialer.failures()
 
     async def wait_for_peers(self, timeout_s: float) -> bool:
@@ -317,7 +317,7 @@ class SwarmDirectory:
     async def stop(self, *, farewell: bool = True) -> None:
         """Announce within FAREWELL_S that this peer is leaving, then end all tasks and processes.
 
-        This method raises no exception, except when it is cancelled.
+        This method raises no exception unless it is cancelled.
         """
         try:
             await end_tasks(self._tasks)

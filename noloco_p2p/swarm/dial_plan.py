@@ -55,11 +55,11 @@ class DialPlan:
         now_s: float,
         most: int = 8,
     ) -> dict[str, tuple[str, ...]]:
-        """Return the addresses of at most `most` peers that must be dialled now, by peer id.
+        """Return, by peer id, the addresses of at most `most` peers that must be dialled now.
 
         Missing bootstraps come first. The missing peers in `remembered` follow, in the order of `remembered`. A peer in
-        `neighbours` does not count as missing. If there are many neighbours, neither does a peer in `heard_of`, because
-        its records still arrive.
+        `neighbours` does not count as missing. If there are many neighbours, a peer in `heard_of` does not count as
+        missing either, because its records still arrive.
         """
         near = {*neighbours, self._own_peer_id}
         reachable = {*self._bootstraps, *remembered} - near
@@ -88,7 +88,7 @@ class DialPlan:
         self._attempts.clear()
 
     def failures(self) -> dict[str, str]:
-        """Return the reasons why bootstraps could not be reached on the last attempt, by peer id."""
+        """Return, by peer id, why bootstraps could not be reached on the last attempt."""
         tried = {peer: self._attempts[peer] for peer in self._bootstraps if peer in self._attempts}
         return {peer: attempts.reason for peer, attempts in tried.items() if attempts.failures}
 

@@ -95,7 +95,7 @@ class Dialer:
         self._dial_now.set()
 
     def failures(self) -> dict[str, str]:
-        """Return the reasons why bootstraps could not be reached on the last attempt, by peer id."""
+        """Return, by peer id, why bootstraps could not be reached on the last attempt."""
         return self._plan.failures()
 
     def check_clock(self) -> None:

@@ -137,7 +137,8 @@ class Hole:
     async def _greet(
         self, connection: socket.socket, token: bytes, found: asyncio.Future[socket.socket], *, says_first: bool
     ) -> None:
-        """Exchange the token, and complete `found` with this connection if it is the first to prove itself.
+        """Exchange the token, and complete `found` with this connection if the token is right and `found` is still
+        pending.
 
         The peer that receives the token first answers on a single connection only, so both peers keep the same one.
         """

@@ -1,9 +1,9 @@
 """Lets peers of the same run find and call each other on a local network, using mDNS (RFC 6762).
 
 The peers need neither an address that can be reached from outside nor a router that supports hairpinning. Each peer
-announces a service with the name MARK-PEERID. The port of the service is the libp2p port, and its text record has the
-gRPC port. The mark is a digest of the key under which the peers of the run store their records, so only peers of the
-run recognise it.
+announces a service with the name MARK-PEERID. The port of the service is the libp2p port, and its TXT record contains
+the gRPC port. The mark is a digest of the key under which the peers of the run store their records, so only peers of
+the run recognise it.
 
 Announcements are only hints, because any machine on the network can copy a mark. A peer dials only private addresses in
 a subnet of this machine. It keeps at most 16 peers at a time, and after the first 16 announcements it accepts one more
@@ -137,7 +137,7 @@ class Household:
         self._tasks: list[asyncio.Task[None]] = []
 
     def look(self) -> None:
-        """Start looking for other peers. If there is no multicast or no local network, this does nothing."""
+        """Start looking for other peers. Does nothing if multicast is unavailable or there is no local network."""
         if not self._interfaces:
             return
         # zeroconf logs a warning with a traceback about every network that is down or disappears.
@@ -168,7 +168,7 @@ class Household:
         return peer_id in self._near
 
     def reached(self, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-        """Return the candidates, after giving each peer on the local network its local address."""
+        """Return the candidates, with local addresses for the peers on the local network."""
         return [
             replace(each, address=self._near[each.peer_id], can_be_called=True) if self.is_near(each.peer_id) else each
             for each in candidates
@@ -259,7 +259,7 @@ class Household:
 
 
 def read(info: AsyncServiceInfo, interfaces: Sequence[Interface]) -> Found | None:
-    """Return the usable addresses and ports of a service, or None if it has no usable address or an invalid port."""
+    """Return the usable addresses and ports of a service, or None if a port is invalid or no address is usable."""
     named = NAME.fullmatch(info.name)
     port = (info.properties.get(GRPC) or b"").decode("ascii", "replace")
     hosts = nearby(info.parsed_addresses(IPVersion.V4Only), interfaces)

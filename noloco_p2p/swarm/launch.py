@@ -1,10 +1,10 @@
 """Starts p2pd so that it ends with its parent: `python -I -S launch.py PARENT_PID P2PD ARGUMENT ..`.
 
-This is a separate script that is run by its path and without site packages, so it starts in 20 ms. It sets the death
-signal in its own process, and this setting survives the exec. The parent therefore runs no code between fork and exec,
-where a program with many threads can deadlock. On Linux, the kernel watches the *thread* that started this process. On
-other systems, a second process watches the parent and sends SIGTERM when the parent ends. That part was written for
-macOS, but has not been run there.
+This is a separate script that is run by its path and without site packages, so it starts in 20 ms. It sets the
+parent-death signal in its own process, and this setting survives the exec. The parent therefore runs no code between
+fork and exec, where a program with many threads can deadlock. On Linux, the kernel watches the *thread* that started
+this process. On other systems, a second process watches the parent and sends SIGTERM when the parent ends. That part
+was written for macOS, but has not been run there.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def main(arguments: list[str]) -> None:
 
 
 def start_watcher(parent_pid: int) -> None:
-    """Fork a process that sends SIGTERM to this one when the parent ends. The fork exits when either has ended."""
+    """Fork a process that sends SIGTERM to this one when the parent ends. The fork exits when either process ends."""
     own_pid = os.getpid()
     if os.fork():
         return

@@ -113,7 +113,7 @@ class SwarmNode:
     def multiaddrs(self) -> list[str]:
         """Return the multiaddrs at which others can dial this node.
 
-        The announced host comes first. Public addresses precede private addresses among the others.
+        The announced host comes first. Among the others, public addresses come before private ones.
         """
         return [f"{address}/p2p/{self.peer_id}" for address in self._addresses()]
 
@@ -126,7 +126,7 @@ class SwarmNode:
         return list(dict.fromkeys(announced + by_reach(self._listening)))
 
     def neighbours(self) -> set[str]:
-        """Return the peer ids in the routing table, which are DHT nodes that answered recently."""
+        """Return the peer ids of the DHT nodes in the routing table, all of which answered recently."""
         return self._dht.neighbours() if self._dht is not None else set()
 
     async def dial(self, peer_id: str, addresses: Sequence[str]) -> Offset:
@@ -174,7 +174,7 @@ class SwarmNode:
     async def handle_streams(self, protocol: str, handler: StreamHandler) -> None:
         """Call `handler` with (peer id, reader, writer) for each stream of this protocol that others open.
 
-        The handler is also used after a restart of p2pd.
+        The handler remains in use after p2pd restarts.
         """
         self._handlers[protocol] = handler
         handling = self._running_p2p().handle_streams(protocol, self.streams.bounded(handler))
@@ -185,8 +185,8 @@ class SwarmNode:
     ) -> None:
         """Store a value on the nodes closest to the key, until `expires_at_s` in DHT time.
 
-        hivemind's result is not returned because it means little: it is true if only this node stored the value, and
-        false if only the last of five nodes refused it. Raises DirectoryError if the call fails.
+        hivemind's result is not returned because it means little: it is true even if only this node stored the value,
+        and false even if only the last of five nodes refused it. Raises DirectoryError if the call fails.
         """
         call = self._running_dht().store(key, value, expires_at_s, subkey=subkey)
         await _guard(call, timeout_s, "storing a record in the DHT")
@@ -276,7 +276,7 @@ class SwarmNode:
     async def _unfit(self) -> str:
         """Wait until the daemon uses too much memory, or has not answered for HUNG_S. Returns the reason.
 
-        Each check comes after a new request, so the daemon is not blamed for a pause of this program.
+        A new request is sent before each check, so the daemon is not restarted merely because this program was paused.
         """
         assert self._daemon is not None
         answered_s = time.monotonic()

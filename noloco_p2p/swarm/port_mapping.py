@@ -201,7 +201,7 @@ class Upnp:
     """A client for UPnP Internet Gateway Devices, based on miniupnpc.
 
     The calls of miniupnpc block, so they run in a daemon thread. A router that answers byte by byte delays this thread,
-    but not the event loop or the exit of the process. If the router has already given the external port to another
+    but neither the event loop nor the exit of the process. If the router has already given the external port to another
     machine, a random port is used instead.
     """
 
@@ -280,7 +280,7 @@ def _asked(ask: Callable[..., Any], *arguments: object) -> Any:
 
 
 def clients_of(local_host: str) -> list[RouterClient]:
-    """Return the clients to try for a peer at this address. There are none unless it is a private IPv4 address."""
+    """Return the clients to try for a peer at this address. If it is not a private IPv4 address, the list is empty."""
     if ip_of(local_host).version != 4 or not is_home(local_host):
         return []
     router = gateway()

@@ -69,7 +69,7 @@ def in_one_household(one: Endpoint, other: Endpoint) -> bool:
 
 
 def targets(own: Endpoint, seen: Endpoint | None, local: Endpoint | None, *, only_public: bool) -> list[Endpoint]:
-    """Return the endpoints of the partner to connect to.
+    """Return the partner's endpoints to dial.
 
     `own` and `seen` are the endpoints at which the relay sees this peer and the partner. `local` is the partner's
     endpoint on its local network, if the partner has sent one. `only_public` is the same as in `DialGuard`. Raises

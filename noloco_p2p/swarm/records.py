@@ -100,8 +100,8 @@ TYPES["paused_by"] = "str"
 def encode_record(record: PeerRecord, identity: Identity) -> bytes:
     """Pack and sign a record.
 
-    If the record is too large, the least useful addresses are left out, and then `sends_to`, the name and the sketch,
-    until the record fits. Raises RecordError if it still does not fit.
+    If the record is too large, fields are left out until it fits: first the least useful addresses, then `sends_to`,
+    the name and the sketch. Raises RecordError if it still does not fit.
     """
     if record.peer_id != identity.peer_id:
         raise RecordError(f"the record of {record.peer_id} cannot be signed by {identity.peer_id}")
@@ -154,7 +154,7 @@ def decode_record(data: bytes) -> PeerRecord:
 def open_envelope(data: bytes) -> dict[str, Any]:
     """Return the fields of a record after checking its size, signature, id, run and expiry.
 
-    Other fields are not checked. A check costs 0.1 ms, and a reader sees the same record in every answer, so results
+    Other fields are not checked. A check takes 0.1 ms, and a reader sees the same record in every answer, so results
     are cached. Callers must not change them. Raises RecordError if a check fails.
     """
     if not SIGNATURE_BYTES < len(data) <= MAX_RECORD_BYTES:

@@ -67,7 +67,7 @@ class Relay:
 
     def __init__(self, node: SwarmNode, *, only_public: bool = False) -> None:
         self.passed_bytes = 0  # total over all calls and both directions
-        self.mirror_port = 0  # the port at which callers can ask for the address that others see (tcp.py); 0 = none
+        self.mirror_port = 0  # the port on which this node tells callers their external addresses (tcp.py); 0 = none
         self._node = node
         self._reservations: Counter[str] = Counter()
         self._calls: Counter[str] = Counter()
@@ -106,7 +106,7 @@ class Relay:
     async def _on_punch(self, caller: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Relay the messages of two peers that punch a hole.
 
-        First, both peers receive the port at which they can ask for the address that others see.
+        First, both peers receive the port on which this node tells them their external addresses.
         """
         if not self.mirror_port:
             writer.write(NO)
@@ -200,9 +200,9 @@ async def open_stream_to(
 
 
 async def splice(near: Ends, far: Ends, *, on_passed: Callable[[int], None] = lambda _: None) -> None:
-    """Copy in both directions until one end closes or a limit of a call is reached, then close both ends.
+    """Copy in both directions until one end closes or the call reaches a limit, then close both ends.
 
-    `on_passed` is called with the number of bytes after each write.
+    After each write, `on_passed` is called with the number of bytes.
     """
     ways = ((near[0], far[1]), (far[0], near[1]))
     tasks = [asyncio.create_task(_pass_on(reader, writer, on_passed)) for reader, writer in ways]

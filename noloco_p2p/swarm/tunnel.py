@@ -72,7 +72,7 @@ class Tunnels:
     `multiaddrs` returns the multiaddrs of live peers by peer id. `wanted` returns whether this peer cannot be dialled;
     such peers need tunnels to make offers to each other. `server` returns the host and port of this peer's gRPC server,
     once it runs. `take` lets this server handle a connection that arrived through a hole. `relays` returns the peers
-    that hold a reservation for this one, and only they may forward calls to it.
+    that hold a reservation for this one, and only those peers may forward calls to it.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class Tunnels:
             port.close()
 
     def reached(self, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-        """Return the candidates, after giving each peer that only a tunnel can reach the address of a local port."""
+        """Return the candidates, with a local port as the address of each peer that only a tunnel can reach."""
         if all(candidate.can_be_called for candidate in candidates) or not self._wanted():
             return candidates
         ways = {peer: relays_of(multiaddrs) for peer, multiaddrs in self._multiaddrs().items()}
@@ -219,7 +219,7 @@ class Tunnels:
         return (reader, writer), line
 
     async def _mirror(self, relay: str, line: bytes) -> Endpoint:
-        """Return the endpoint of a relay at which this peer can ask for the address that others see.
+        """Return the endpoint at which a relay tells this peer its external address.
 
         `line` is the relay's answer, which contains the port. Raises DirectoryError if the relay is gone, or ValueError
         if the port is invalid.

@@ -1,10 +1,10 @@
 """Provides the DHT node, which is built on hivemind. Only this package imports hivemind.
 
 A new release of hivemind therefore affects only these files. This module is the interface to the rest of the project.
-It imports hivemind when a node starts, which takes several seconds and 290 MB. It also undoes the side effects of that
-import: hivemind changes torch's sharing strategy, installs a log handler that writes to the terminal, and renames the
-log level WARNING. hivemind's averagers, optimizers and experts are not used here. Importing them would take 52 MB and a
-third of the import time, so they are imported only on first use.
+It imports hivemind when a node starts, which takes several seconds and 290 MB of memory. It also undoes the side
+effects of that import: hivemind changes torch's sharing strategy, installs a log handler that writes to the terminal,
+and renames the log level WARNING. hivemind's averagers, optimizers and experts are not used here. Importing them would
+take 52 MB of memory and a third of the import time, so they are imported only on first use.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class Allowance:
         self._peers.of(peer_id, now_s).left -= units
 
     def _payer(self, peer_id: str, now_s: float) -> TokenBucket:
-        """Return the refilled bucket to charge: the shared one, or the peer's own one if the shared one is empty."""
+        """Return the refilled bucket to charge: the shared bucket, or the peer's own if the shared bucket is empty."""
         payer = self._all
         if self._all.refill(now_s) <= 0.0 and peer_id in self._known:
             payer = self._known[peer_id][1]

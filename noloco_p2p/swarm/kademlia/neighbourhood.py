@@ -1,4 +1,5 @@
-"""Decides which claims of other nodes a DHT node believes: their places in the key space, and their answers.
+"""Decides which claims of other nodes a DHT node believes: their places in the key space, and the contents of their
+answers.
 
 hivemind has three weaknesses here. First, it accepts every place that a node claims, so a single identity could
 surround a run's key and receive all requests for it. Second, it ends a search at an answer that claims to be valid

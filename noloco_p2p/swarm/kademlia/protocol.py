@@ -7,7 +7,7 @@ answers     An answer has at most 128 KiB. If the records of a bucket exceed thi
 storing     Only records of peers are stored, up to 8 per request. A record is refused without a check of its signature
             if there is no space for it, or if it is not newer than the stored one.
 hand-over   hivemind sends the stored records to every new node, but this node does not. Each peer stores its record
-            again every 15 s, and finds the new node then.
+            again every 15 s, and then also finds the new node.
 addresses   A node reports the addresses of its neighbours, because p2pd's own DHT serves no requests and keeps nothing.
 """
 
@@ -103,7 +103,9 @@ class BoundedProtocol(DHTProtocol):
 
     @classmethod
     def _get_handle_name(cls, namespace: str | None, method_name: str) -> str:
-        """Return hivemind's name for a method, because other nodes use it regardless of the name of this class."""
+        """Return the name under which other nodes call a method. It contains the name of hivemind's class, not of this
+        one.
+        """
         return f"{DHTProtocol.__name__}.{method_name}"
 
     def end(self) -> None:
@@ -117,7 +119,7 @@ class BoundedProtocol(DHTProtocol):
     ) -> bytes | Awaitable[bytes]:
         """Answer a request, and charge its sender for the work.
 
-        Raises RefusedRequest before parsing if the request is too long, or exceeds the allowance.
+        Raises RefusedRequest before parsing if the request is too long or exceeds the allowance.
         """
         peer_id, now_s = str(peer), time.monotonic()
         if len(data) > MAX_REQUEST_BYTES:
@@ -145,7 +147,7 @@ class BoundedProtocol(DHTProtocol):
         return self._pong_after_ping(pong, request, peer) if request.validate else pong
 
     async def _pong_after_ping(self, pong: Any, request: Any, peer: PeerID) -> bytes:
-        """Ping the caller before answering, because plain hivemind nodes ask whether they can be called."""
+        """Ping the caller before answering, because plain hivemind nodes want to know whether others can call them."""
         place = await self.call_ping(peer)
         pong.available = place is not None and place.to_bytes() == request.peer.node_id
         return pong.SerializeToString()
@@ -183,7 +185,7 @@ class BoundedProtocol(DHTProtocol):
         return _message("StoreResponse", store_ok=kept, peer=self.node_info)
 
     def _keep(self, peer: PeerID, record: DHTRecord) -> bool:
-        """Store a record if it is valid. The signature is checked last, because other reasons to refuse are cheaper."""
+        """Store a record if it is valid. The signature is checked last, because the other checks are cheaper."""
         key, owner = _key(record.key), peer_of(record.subkey)
         if owner is None or len(record.value) > MAX_RECORD_BYTES + 3:
             return False
@@ -296,7 +298,7 @@ class BoundedNode(DHTNode):
         self.bounded.end()
 
     def neighbours(self) -> set[str]:
-        """Return the peer ids in the routing table, which are nodes that answered recently."""
+        """Return the peer ids of the nodes in the routing table, all of which answered recently."""
         return {str(peer_id) for peer_id in list(self.protocol.routing_table.peer_id_to_uid)}
 
     async def greet(self, peer_id: str) -> Offset | None:

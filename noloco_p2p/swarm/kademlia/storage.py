@@ -1,4 +1,4 @@
-"""Stores the newest record of each of the other peers on a DHT node, up to a total limit.
+"""Stores other peers' newest records on a DHT node, up to a total limit.
 
 hivemind's own storage has a flaw. If an older record of a peer is stored again, hivemind keeps the newer record, but
 with the expiry of the older one. Anybody could therefore make a peer vanish by replaying an old record. In addition,

@@ -55,7 +55,7 @@ def _keys_of(peer_id: str, spec_digest: str) -> frozenset[bytes]:
 
 
 def peer_of(packed: bytes) -> str | None:
-    """Return the peer id in a packed subkey, or None if the subkey is not a MessagePack str 8 as long as a peer id."""
+    """Return the peer id in a packed subkey, or None if it is not a MessagePack str 8 with the length of a peer id."""
     if not 34 <= len(packed) <= 66 or packed[0] != 0xD9 or packed[1] != len(packed) - 2 or not packed[2:].isascii():
         return None
     return packed[2:].decode()

@@ -69,7 +69,8 @@ class Whereabouts:
     def tell(self, data: bytes, asker: PeerID) -> bytes | Awaitable[bytes]:
         """Return the addresses of the neighbour whose peer id is `data`, or of this node if `data` is empty.
 
-        Raises DirectoryError if the peer is not a neighbour, or if too many requests wait for its answer.
+        Raises DirectoryError if the peer is not a neighbour, or if too many requests are already waiting for its
+        answer.
         """
         if not data:
             return pack(self._own_addresses())
@@ -102,7 +103,9 @@ class Whereabouts:
             await self._dial(str(peer), unpack(await self._ask(teller, peer.to_bytes())))
 
     async def _dial(self, peer_id: str, told: Sequence[str]) -> None:
-        """Dial a reported peer. Raises Unreachable if the guard forbids it, and one of ANSWER_FAULTS if it fails."""
+        """Dial a reported peer. Raises Unreachable if the guard forbids this, or one of ANSWER_FAULTS if the dial
+        fails.
+        """
         if await self._client.hosts_of(peer_id):
             return  # the peer is already connected, so the addresses do not matter
         believed = of_one_host(told, only_public=self._guard.only_public)
@@ -113,7 +116,9 @@ class Whereabouts:
                 self._guard.reached(peer_id, host)
 
     async def _ask_itself(self, peer: PeerID) -> bytes:
-        """Ask a neighbour for its own addresses. Raises DirectoryError if too many requests wait for its answer."""
+        """Ask a neighbour for its own addresses. Raises DirectoryError if too many requests are already waiting for its
+        answer.
+        """
         if self._waiting[peer] >= MAX_WAITING:
             raise DirectoryError("too many requests are waiting for that peer; try again later")
         self._waiting[peer] += 1
