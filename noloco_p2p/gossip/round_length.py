@@ -122,7 +122,7 @@ class RoundLength:
             self.inner_steps = self._bounded(inner_steps)
 
     def note(self, link: LinkMeasure) -> None:
-        """Record the measurement of a round. An abandoned swap provides only a lower bound."""
+        """Record the measurement of a round. An abandoned swap provides only a lower bound on the transfer time."""
         wait_s = min(link.late_s, self._max_wait_s)
         beside_s = link.early_s + link.late_s - wait_s
         if link.is_whole:
@@ -159,7 +159,7 @@ class RoundLength:
     def needed_s(self) -> float:
         """Return the duration of the shortest round into which the transfers fit, or 0 before the first measurement.
 
-        Two abandoned swaps in a row take effect at once, because each of them has cost a round.
+        Two abandoned swaps in a row affect the result at once, because each of them has cost a round.
         """
         is_too_short = len(self._given_up_s) == self._given_up_s.maxlen
         beside_s = max(cautious(self._beside_s), min(self._given_up_s) if is_too_short else 0.0)
