@@ -1,6 +1,6 @@
 """This module tracks the swap of a round: both partners' positions, the commit times, and estimates based on them.
 
-It reads the swap's counters but no clock. Callers supply the current time as an argument.
+It reads the swap's counters, but never a clock. Callers supply the current time as an argument.
 """
 
 from __future__ import annotations
@@ -74,7 +74,10 @@ class ActiveSwap:
             self.late_s = now_s
 
     def broken_off(self, now_s: float, goodput: Goodput) -> None:
-        """Record the rate of an early part that failed. Otherwise, a link that has become slow would go unnoticed."""
+        """Record the transfer rate of a failed early part.
+
+        Otherwise, a link that has become slow would go unnoticed.
+        """
         if self.early_s is None:
             goodput.note(self.swap.bytes_moved, now_s - self.began_s)
 
@@ -91,7 +94,7 @@ class ActiveSwap:
         )
 
     def misses(self, boundary_s: float, now_s: float, goodput: Goodput) -> bool:
-        """Return whether the early part will miss `boundary_s` and there is still time to find another partner.
+        """Return whether the early part will miss `boundary_s` while there is still time to find another partner.
 
         The result is true only if the early part has already taken longer than a complete early part usually takes.
         """
@@ -103,7 +106,7 @@ class ActiveSwap:
         return moved == 0 or now_s + (total - moved) * elapsed_s / moved > boundary_s
 
     def expected_s(self, now_s: float, goodput: Goodput) -> float:
-        """Return the estimated time at which the last part arrives.
+        """Return the estimated time at which the last part will arrive.
 
         The late part starts only after the early part has arrived and the partner has reached its boundary. Unknown
         durations count as 0.
@@ -125,7 +128,7 @@ class ActiveSwap:
         return max(0.0, (now_s if there_s is None else there_s) - self.boundary_s)
 
     def transfer_s(self, now_s: float) -> float:
-        """Return how many seconds have passed from the later of the two boundaries until the late part's commit or now.
+        """Return the seconds from the later boundary to the commit of the late part, or to now if that is pending.
 
         The result is 0 until both partners have reached their boundaries.
         """

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Deadlines:
-    """Deadlines in seconds. The defaults are for the internet; tests use shorter ones."""
+    """Deadlines in seconds. The defaults suit the internet; tests use shorter deadlines."""
 
     dial_s: float = 5.0
     offer_s: float = 5.0  # from the offer to its answer

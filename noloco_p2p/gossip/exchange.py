@@ -58,8 +58,9 @@ class Exchange(Protocol):
     ) -> None:
         """Begin a round: start matchmaking, and send the early part in the background. The call does not block.
 
-        `state` holds the slow weights, and the outer momentum if it is swapped, as flat fp32 vectors on the CPU. They
-        must not change until the round ends, except by a correction from `late`. Sections are encoded as they are sent.
+        `state` holds the slow weights (and the outer momentum, if it is swapped) as flat fp32 vectors on the CPU. They
+        must not change until the round ends, except by a correction from `late`. Sections are encoded while they are
+        being sent.
 
         `steps_done` is the number of inner steps of this round that were taken before a restart. `inner_steps` is the
         length of the round; None keeps the previous length. `shortest_round_s` is the duration of the shortest round
@@ -71,15 +72,16 @@ class Exchange(Protocol):
     def stage(self, chunks: Callable[[], Iterable[Tensor]]) -> None:
         """Encode the outer gradient at the boundary, chunk by chunk on its device, and pass it to the network.
 
-        `chunks()` yields the chunks in order. It is not called if no partner can be found in this round or if swaps
-        have no late part. A gradient with non-finite values is not sent, so the round keeps at most its early part.
+        `chunks()` yields the chunks in order. `chunks` is not called if no partner can be found in this round or if
+        swaps have no late part. A gradient with non-finite values is not sent, so the round keeps at most its early
+        part.
         """
         ...
 
     def poll(self, *, wait_s: float) -> Outcome | None:
         """End the round and return its outcome, or return None if something may still arrive within `wait_s` seconds.
 
-        Call it after `stage`. If it returns None, call it again with the remaining wait. If `wait_s` is 0, the round
+        Call it after `stage`. If it returns None, call it again with the remaining time. If `wait_s` is 0, the round
         always ends.
         """
         ...
@@ -103,7 +105,10 @@ class Exchange(Protocol):
         ...
 
     def forget(self) -> None:
-        """Report, between rounds, that the vectors have been replaced. This drops late parts for the old vectors."""
+        """Report, between rounds, that the vectors have been replaced.
+
+        This drops late parts that belong to the old vectors.
+        """
         ...
 
 

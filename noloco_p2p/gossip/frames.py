@@ -181,7 +181,7 @@ class Grid:
 class Header:
     """The announcement of a section, or of chunks that are sent again.
 
-    The receiver aborts the swap if the header differs from the one that it computes from the spec and the grid.
+    The receiver computes the expected header from the spec and the grid, and aborts the swap if this header differs.
     """
 
     section: SectionName
@@ -243,9 +243,9 @@ class PeerStatus:
 class StateManifest:
     """The manifest of a donor's newest saved state, which is a file split into chunks, each with its own digest.
 
-    The file contains the slow weights and, if the run uses it, the outer momentum. A newcomer adopts `round` and
-    `progress` from the manifest, whose `layout` must be that of the newcomer's model. Each chunk except the last has
-    STATE_CHUNK_BYTES bytes. The number of chunks and the size of the file follow from the spec.
+    The file contains the slow weights and, if the run uses it, the outer momentum. `layout` must be that of the
+    newcomer's model. The newcomer adopts `round` and `progress`. Each chunk except the last has STATE_CHUNK_BYTES
+    bytes. The number of chunks and the size of the file follow from the spec.
     """
 
     layout: str

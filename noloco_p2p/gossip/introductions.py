@@ -18,7 +18,7 @@ LOOK_S = 2.0  # the time limit for one lookup; shorter than the deadline of any 
 
 
 class Introductions:
-    """Checks whether callers have a live record, from a local copy of the directory or by a lookup.
+    """Checks whether callers have a live record, using a local copy of the directory or a lookup.
 
     All callers together cause at most 30 lookups per minute. Beyond that, a newcomer is recognized only after the next
     regular read of the directory. `clock` returns seconds.

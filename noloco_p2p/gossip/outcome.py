@@ -13,7 +13,7 @@ from noloco_p2p.optim.mixing import Agreement
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """The result of a swap: one pair of encoded vectors per section, and the cost of the swap.
+    """The result of a swap: one pair of encoded vectors per section, and the swap's traffic and timing.
 
     The vectors are kept until they are applied. `lateness_s` is the time that this peer waited for its partner to reach
     the boundary, or 0 if the partner was first. `transfer_s` is the time from the later of the two boundaries until the
@@ -49,7 +49,10 @@ class Half:
 
 
 class LonelyCause(StrEnum):
-    """The reason why a round had no partner. Append new causes, because records list the counts in this order."""
+    """The reason why a round had no partner.
+
+    Add new causes at the end, because records list the counts in this order.
+    """
 
     NOBODY = "nobody"  # no other live peer was known
     REFUSED = "refused"  # the drawn peer was busy or paused, or its boundary was too far away

@@ -33,7 +33,7 @@ def lateness_s(mine: Boundary, theirs: Boundary) -> float:
 
 
 def too_far_s(mine: Boundary, theirs: Boundary) -> float:
-    """Return by how many seconds two boundaries are too far apart for a swap, or 0 if they are close enough."""
+    """Return by how many seconds the time between two boundaries exceeds the limit for a swap, or 0 if it does not."""
     rounds_s = [b.seconds_per_round for b in (mine, theirs) if b.seconds_per_round is not None]
     if not rounds_s:
         return 0.0
@@ -101,7 +101,7 @@ class Pairing:
     def turned_away(self, peer_id: str, *, mine: Boundary, theirs: Boundary) -> None:
         """Record a peer whose offer was refused because this peer already had a partner.
 
-        If this peer's next round opens before that peer's current round ends, that peer is asked first.
+        This peer asks the refused peer first if its own next round opens before the refused peer's current round ends.
         """
         if mine.seconds_to_boundary is None or theirs.seconds_to_boundary is None:
             return
@@ -109,12 +109,12 @@ class Pairing:
             self._turned_away.add(peer_id)
 
     def choose(self, live: Sequence[Candidate], now_s: float, *, latest_s: float) -> Candidate | None:
-        """Return the peer to ask now, or None if there is no suitable peer or the drawn one is not free yet.
+        """Return the peer to ask now, or None if there is no suitable peer or the drawn peer is not free yet.
 
         One peer is drawn uniformly at random, and it remains the choice as long as it is suitable. If the drawn peer
-        already has a partner, this peer waits for the next round of the drawn peer, provided that it begins before
-        `latest_s`. Asking any free peer at once would pair the same two peers again and again, because they begin each
-        round together while all others are in the middle of a round.
+        already has a partner but its next round begins before `latest_s`, this peer waits for that round. Asking any
+        free peer at once would pair the same two peers again and again, because they begin each round together while
+        all others are in the middle of a round.
 
         The last partner, and any peer that has had more than its share of swaps, is drawn only if there is no other
         peer. A peer that was turned away in the last round is preferred, because it may be waiting for this round and
@@ -172,7 +172,7 @@ class Pairing:
         self._memory[peer_id] = _Memory(_Answer.NONE, now_s + FAILED_RETRY_S)
 
     def _share_of_real(self, live: Sequence[Candidate]) -> float:
-        """Return the fraction of listed peers that have been partners or may still be reachable.
+        """Return the fraction of listed peers that have been partners of this peer or may still be reachable.
 
         Anyone can create records for free. If fake records counted, the fair share of each honest peer would become too
         small for any swap.
@@ -195,7 +195,10 @@ class Pairing:
         return memory is None or memory.retry_at_s <= now_s
 
     def _in_time(self, candidate: Candidate, now_s: float, latest_s: float) -> bool:
-        """Return whether a peer may be asked now or will be free by `latest_s`. Unreachable peers do not count."""
+        """Return whether a peer may be asked now or will be free by `latest_s`.
+
+        The result is False for unreachable peers.
+        """
         memory = self._memory.get(candidate.peer_id)
         if memory is None or memory.retry_at_s <= now_s:
             return True

@@ -1,7 +1,8 @@
 """This module encodes a swap's chunks ahead of sending and checks received chunks, both off the event loop.
 
 Both tasks work in batches of a few chunks, because switching to another thread and back takes longer than encoding one
-chunk. The reason is that the event loop, the codec thread and the training thread share one interpreter lock.
+chunk. Switching is slow because the event loop, the codec thread and the training thread share the interpreter lock
+(GIL).
 """
 
 from __future__ import annotations

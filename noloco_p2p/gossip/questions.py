@@ -21,7 +21,10 @@ ANSWER_S = 60.0  # for a whole spec, layout or manifest; the manifest of a 64 Gi
 
 
 async def ask(transport: Transport, peer: Candidate, want: FetchWant, kind: type[T]) -> T:
-    """Send the request `want` to `peer` and return the response. Raises PeerError if no `kind` arrives."""
+    """Send the request `want` to `peer` and return the response.
+
+    Raises PeerError if no response of type `kind` arrives.
+    """
     try:
         async with (
             asyncio.timeout(ANSWER_S),

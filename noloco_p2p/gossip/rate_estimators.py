@@ -41,7 +41,7 @@ class StepRate:
                 del self._heard[next(iter(self._heard))]
 
     def others_s(self, now_s: float) -> list[float]:
-        """Return the shortest rounds, in seconds, that other peers have announced recently."""
+        """Return the durations, in seconds, of the shortest rounds that other peers have announced recently."""
         long_s = HEARD_FOR_ROUNDS * (self.seconds_per_round() or math.inf)
         return [shortest_s for shortest_s, heard_s in list(self._heard.values()) if now_s - heard_s <= long_s]
 
@@ -112,7 +112,10 @@ class Goodput:
 
 
 def cautious(values: Iterable[float]) -> float:
-    """Return the median plus the median absolute deviation, which exceeds most of `values`, or 0 if there are none."""
+    """Return the median of `values` plus their median absolute deviation, or 0 if there are none.
+
+    Most of `values` are below the result.
+    """
     known = list(values)
     if not known:
         return 0.0

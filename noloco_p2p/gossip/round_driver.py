@@ -136,7 +136,7 @@ class RoundDriver:
         self._ledgers: OrderedDict[bytes, Ledger] = OrderedDict()
 
     def now_s(self) -> float:
-        """Return the time of this driver's clock in seconds. The call is thread-safe if the clock is."""
+        """Return the current time of this driver's clock, in seconds. The call is thread-safe if the clock is."""
         return self._clock()
 
     @property
@@ -176,7 +176,7 @@ class RoundDriver:
         return self.fault.text
 
     def take_refused_as_stale(self) -> bool:
-        """Return whether a peer has refused this one as stale since the last call. The call is thread-safe."""
+        """Return whether any peer has refused this peer as stale since the last call. The call is thread-safe."""
         refused, self.round.was_refused_as_stale = self.round.was_refused_as_stale, False
         return refused
 
@@ -188,7 +188,7 @@ class RoundDriver:
         self.round.is_leaving = True
 
     def swap_now(self) -> tuple[Swap, float] | None:
-        """Return the current swap, or else the trailing one, and its start time on the driver's clock."""
+        """Return the current swap (or the trailing swap if there is none) and its start time on the driver's clock."""
         active = self.round.active or self.round.trailing
         return (_swap_of(active), active.began_s) if active else None
 
@@ -220,7 +220,7 @@ class RoundDriver:
         self._do(self.round.cannot_stage(reason, self._clock()))
 
     def poll(self, wait_s: float) -> Outcome | None:
-        """End a round that is at its boundary if it is over or if nothing more can arrive within `wait_s` seconds.
+        """At the boundary, end the round if it is complete or if nothing more can arrive within `wait_s` seconds.
 
         It returns None if waiting may help, because a partner may still be found or a part may still arrive.
         """
@@ -343,7 +343,8 @@ class RoundDriver:
     async def _seek(self, opening: Opening) -> None:
         """Look for partners until the round ends, because another partner is needed whenever a swap fails.
 
-        The loop also checks `opening`, because before Python 3.12 `wait_for` can swallow the cancellation of this task.
+        The loop also checks `opening`, because `wait_for` can swallow the cancellation of this task in Python versions
+        before 3.12.
         """
         while self.round.opening is opening and (step := self.round.seek(self._clock())) is not None:
             if isinstance(step, Wait):
@@ -378,7 +379,7 @@ class RoundDriver:
     async def _send(self, stream: FrameStream, frame: Frame) -> None:
         """Send an offer or an answer. Raises PeerError.
 
-        These frames are small, so a peer that does not accept one in time must be frozen.
+        These frames are small, so a peer that does not accept one in time is evidently frozen.
         """
         try:
             await asyncio.wait_for(stream.send(frame), self._deadlines.offer_s)
@@ -453,7 +454,7 @@ class RoundDriver:
         )
 
     def _bounds_of(self, plans: Iterable[SectionPlan], round_index: int) -> dict[SectionName, Bounds]:
-        """Return the bounds of each section with modulo coding. The bounds adapt from swap to swap."""
+        """Return the bounds of each section that uses modulo coding. The bounds adapt from swap to swap."""
         for plan in plans:
             if plan.modulo and plan.name not in self._bounds:
                 self._bounds[plan.name] = Bounds(plan.num_elements, codec=plan.modulo[0])

@@ -49,7 +49,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Call `seek` again when something changes, or after `at_most_s` seconds."""
+    """Call `seek` again when the state of the round changes, or after `at_most_s` seconds."""
 
     at_most_s: float
 

@@ -5,8 +5,8 @@ but training waits for the late part of each round, and also for the early part 
 inner steps. `best_inner_steps` weighs the first wait against the loss, and `FILL` avoids the second wait.
 
 The rounds of all peers converge to about the same duration, because each peer announces the shortest round that it can
-keep up with, and a faster peer takes more steps. Callers supply the measurements of each round and the duration of an
-inner step.
+keep up with, and faster peers take more steps per round. Callers supply the measurements of each round and the duration
+of an inner step.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class RoundLength:
             self.inner_steps = self._bounded(inner_steps)
 
     def note(self, link: LinkMeasure) -> None:
-        """Record the measurement of a round. An abandoned swap provides only a lower bound."""
+        """Record the measurement of a round. An abandoned swap provides only a lower bound on the transfer time."""
         wait_s = min(link.late_s, self._max_wait_s)
         beside_s = link.early_s + link.late_s - wait_s
         if link.is_whole:
@@ -157,16 +157,16 @@ class RoundLength:
         return max(self.needed_s(), max(best, self._outer.min_inner_steps) * seconds_per_step)
 
     def needed_s(self) -> float:
-        """Return the duration of the shortest round into which the transfers fit, or 0 while nothing is measured.
+        """Return the duration of the shortest round into which the transfers fit, or 0 before the first measurement.
 
-        Two abandoned swaps in a row take effect at once, because each of them has cost a round.
+        Two abandoned swaps in a row affect the result at once, because each of them has cost a round.
         """
         is_too_short = len(self._given_up_s) == self._given_up_s.maxlen
         beside_s = max(cautious(self._beside_s), min(self._given_up_s) if is_too_short else 0.0)
         return beside_s / (FILL if self._max_wait_s else FILL_UNWAITED)
 
     def _nearer_to(self, wanted: int) -> int:
-        """Return a length closer to `wanted`, changed by a factor of at most MAX_CHANGE, but by at least one step."""
+        """Return the length moved towards `wanted`, by a factor of at most MAX_CHANGE but by at least one step."""
         now = self.inner_steps
         if wanted > now:
             return min(wanted, max(now + 1, math.floor(now * MAX_CHANGE)))

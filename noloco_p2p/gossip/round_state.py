@@ -71,9 +71,10 @@ OTHER_KINDS = (RefuseCode.OTHER_VERSION, RefuseCode.OTHER_SPEC, RefuseCode.OTHER
 class RoundState:
     """The current round of one peer, and the trailing swap and corrections of earlier rounds.
 
-    `hello`, `live` and `num_live` return this peer's Hello, the membership view, and the number of live peers including
-    this one. `step_rate` holds the measured speeds, and `pairing` remembers the answers of peers. Each method handles
-    an event. It changes the state at once and returns the actions that the driver must perform, in order.
+    `hello` returns this peer's Hello, `live` the known live peers, and `num_live` the number of all live peers,
+    including this peer. `step_rate` holds the measured speeds, and `pairing` remembers the answers of peers. Each
+    method handles an event. It changes the state at once and returns the actions that the driver must perform, in
+    order.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class RoundState:
     # the phases of a round, in the order of training
 
     def open(self, opening: Opening, plans: tuple[SectionPlan, ...], now_s: float) -> list[Action]:
-        """Begin a round. If the last round was never ended because the network thread hung, end it first."""
+        """Begin a round. If a hung network thread left the last round open, end that round first."""
         actions: list[Action] = []
         if self.phase is not RoundPhase.CLOSED:
             actions += self._drop_trailing() + self.end(now_s)[1] + self._drop_trailing()
@@ -130,7 +131,7 @@ class RoundState:
         return actions + self._release(now_s)
 
     def reach_boundary(self, now_s: float) -> list[Action]:
-        """Drop the trailing swap, and close the round if no partner can be found in it."""
+        """Drop the trailing swap, and close the round if it can no longer find a partner."""
         actions = self._drop_trailing()
         self._boundary_s = now_s
         if self.active:
@@ -140,7 +141,10 @@ class RoundState:
         return actions
 
     def cannot_stage(self, reason: str, now_s: float) -> list[Action]:
-        """Abandon the swap because this peer's outer gradient cannot be sent. Only a committed early part is kept."""
+        """Abandon the swap because this peer's outer gradient cannot be sent.
+
+        The early part is kept if it was committed.
+        """
         actions: list[Action] = []
         if self.active:
             error = CorruptPayload(f"this peer's outer gradient cannot be sent: {reason}")
@@ -181,7 +185,7 @@ class RoundState:
         return outcome, actions
 
     def take_correction(self, before: int) -> Correction | None:
-        """Return a late part from a round before `before`. Apply it at once, then call `corrected`.
+        """Return a late part of a round whose index is below `before`. Apply it at once, then call `corrected`.
 
         The result is None while the vectors that it changes are being sent, or are about to be sent, to a partner.
         """
@@ -218,7 +222,7 @@ class RoundState:
         return self._step_rate.boundary(round_index=self.index, progress=self.progress, now_s=now_s)
 
     def waits_for_trailing(self, now_s: float) -> bool:
-        """Return whether matchmaking must wait for the trailing swap, or for its correction to be applied.
+        """Return whether matchmaking must wait for the trailing swap to end or for its correction to be applied.
 
         During this wait, the trailing swap has the link to itself, so that the last partner's gradient arrives early.
         The correction is applied first, because the vectors must not change once this round has begun to send them. If
@@ -232,7 +236,7 @@ class RoundState:
         return not is_long and (self.trailing is not None or bool(self.corrections))
 
     def is_hopeless(self, now_s: float) -> bool:
-        """Return whether no live peer can still become the partner of this round."""
+        """Return whether this round can no longer find a partner."""
         if self.phase is not RoundPhase.SEEKING:
             return False
         if self._boundary_s is not None and now_s > max(self._boundary_s + LAST_LOOK_S, self._patient_until_s):
@@ -310,7 +314,7 @@ class RoundState:
         return [Report(f"the offer to {named(peer_id)} failed: {error}", error, level)]
 
     def _latest_offer_s(self, now_s: float) -> float:
-        """Return the latest time for an offer whose early part can still arrive within the round."""
+        """Return the latest time at which an offer still lets the early part arrive within the round."""
         early_s = self.goodput.seconds_for(part_bytes(self.plans, Part.EARLY)) or 0.0
         if self._patient_until_s > now_s:
             return self._patient_until_s - early_s
@@ -339,7 +343,7 @@ class RoundState:
             self._held.remove(incoming)
 
     def _holds(self, offer: Offer) -> bool:
-        """Return whether an offer is held instead of being refused as BUSY while this peer's own offer is pending.
+        """Return whether to hold an offer, instead of refusing it as BUSY, while this peer's own offer is pending.
 
         Only offers from higher peer ids are held, so that peers never wait for each other in a cycle.
         """
@@ -453,7 +457,7 @@ class RoundState:
         return self.active, self._release(now_s)
 
     def watches(self, active: ActiveSwap) -> bool:
-        """Return whether this swap may still be abandoned for another. If so, `swap_watched` must be called."""
+        """Return whether this swap may still be abandoned for another. If so, the driver must call `swap_watched`."""
         return self.phase is RoundPhase.SWAPPING and active is self.active and self._boundary_s is None
 
     def swap_watched(self, active: ActiveSwap, now_s: float) -> list[Action]:

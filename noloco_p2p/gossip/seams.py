@@ -15,7 +15,7 @@ from noloco_p2p.gossip.frames import FetchItem, FetchWant, Frame, Hello, PeerSta
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A live peer as listed in the directory, with everything that is needed to dial it and to make it an offer."""
+    """A live peer as listed in the directory, with everything that is needed to dial it and to send it an offer."""
 
     peer_id: str
     address: str  # HOST:PORT of its gRPC server

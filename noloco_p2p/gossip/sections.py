@@ -67,8 +67,8 @@ def _plan(name: SectionName, part: Part, codec: str, num_elements: int) -> Secti
 class Coding:
     """The encoding of a section's chunks in one swap, which is the same for both partners.
 
-    `grid` is the agreed grid, or None if this section, or this repair of it, does not use modulo coding. `times_broken`
-    counts how often these chunks have failed.
+    `grid` is the agreed grid, or None if the section (or the repair of its failed chunks) does not use modulo coding.
+    `times_broken` counts how often these chunks have failed.
     """
 
     plan: SectionPlan
@@ -82,7 +82,7 @@ class Coding:
         return None if is_last else replace(self, times_broken=self.times_broken + 1)
 
     def modulo(self, index: int) -> tuple[ModuloCodec, Grid] | None:
-        """Return the modulo codec and the grid of a chunk, or None if the plan's plain codec encodes it."""
+        """Return the modulo codec and the grid of a chunk, or None if the plan's plain codec encodes that chunk."""
         if not self.plan.modulo or self.grid is None or not self.grid.covers(index):
             return None
         return self.plan.modulo[self.times_broken], self.grid

@@ -1,8 +1,8 @@
 """This module keeps accounts that limit each of the other peers to its fair share of this peer's swaps.
 
 Without a limit, a peer that constantly makes offers to everybody would be this peer's partner in most rounds. So this
-peer keeps an account for each authenticated peer id. A swap costs one credit, regardless of who made the offer, and
-each round of this peer adds 1.5 / (live - 1) credits to every account. Offers from a peer with less than one credit are
+peer keeps an account for each authenticated peer id. A swap costs one credit, regardless of who made the offer. Each
+round of this peer adds 1.5 / (live - 1) credits to every account. Offers from a peer with less than one credit are
 refused.
 
 This peer draws all other peers with equal probability, except that a peer with a negative balance is drawn only if

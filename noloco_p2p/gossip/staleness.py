@@ -23,7 +23,7 @@ STALE_RETRY_S = 30.0  # long enough for a peer with a small model to catch up
 
 
 def told_lengths(mine: Boundary, theirs: Boundary) -> tuple[int, int]:
-    """Return the inner steps of both rounds. If only one peer announces a number, it is used for both.
+    """Return the number of inner steps in each peer's round. If only one peer announces a number, it is used for both.
 
     A peer therefore cannot hide its age by announcing nothing.
     """

@@ -140,7 +140,7 @@ class Swap:
         return {plan.name: self.pair(plan.name) for plan in self._plans if plan.part in self.ledger.committed}
 
     def num_bytes(self, part: Part) -> int:
-        """Return the known size of a part in each direction. Chunks that are sent again are added."""
+        """Return the known size of a part in each direction. The size includes chunks that are sent again."""
         return sum(self._num_bytes[plan.name] for plan in self._plans if plan.part is part)
 
     @property
@@ -308,7 +308,7 @@ class Swap:
         self._codings[name].set_result(coding)
 
     async def _repair(self, broken: Sequence[Again]) -> None:
-        """Exchange again the chunks in which modulo coding failed, which are the same for both partners.
+        """Repeat the exchange of the chunks in which modulo coding failed. These chunks are the same for both partners.
 
         At first only further bits are sent. Chunks that keep failing are sent again without modulo coding.
         """

@@ -249,7 +249,7 @@ def _describe(path: Path) -> dict[str, Any]:
 
 
 def _sync(path: Path) -> None:
-    """Flush a file to the disk. For a folder, this flushes the names in it."""
+    """Flush a file to the disk. For a folder, this flushes its directory entries."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

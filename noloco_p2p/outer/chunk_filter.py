@@ -114,7 +114,7 @@ class ChunkFilter:
     def half_gradient(self, pair: SectionPair, index: int, scales: GradientScales, *, scratch: Scratch) -> Tensor:
         """Return the half-difference of one chunk of the scaled outer gradients.
 
-        The gradients are scaled as a whole first, and then piece by piece. The result is the opposite of the partner's
+        The gradients are scaled as a whole first, and then piece by piece. The result is the negation of the partner's
         half-difference, because the partner applies the same factors to the same two gradients.
         """
         own, partner = pair.decoded(index, scratch=scratch)

@@ -60,7 +60,7 @@ class FlatParameters:
 
     @cached_property
     def model_layout(self) -> ModelLayout:
-        """Return the layout of the model, which must be the same for two partners.
+        """Return the model's layout, which must be the same for both partners of a swap.
 
         Frozen parameters are not sent, so the layout contains digests of their content, which are computed at about 4
         GB/s.

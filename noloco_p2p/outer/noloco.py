@@ -1,8 +1,8 @@
 """Add NoLoCo to any training loop.
 
-NoLoCo counts the steps of the inner optimizer, so the loop needs no other call. Every `outer.inner_steps` steps, it
-takes the outer step (arXiv 2506.10911) in place on the model, with the vectors that one random live peer has sent. With
-"auto", it does so as often as this peer's link allows. Between outer steps, slow weights and momentum are swapped in
+NoLoCo counts the steps of the inner optimizer, so the loop needs no additional calls. Every `outer.inner_steps` steps,
+it takes the outer step (arXiv 2506.10911) in place on the model, with the vectors that one random live peer has sent.
+With "auto", it adapts this interval to the peer's link. Between outer steps, slow weights and momentum are swapped in
 the background.
 """
 
@@ -118,12 +118,12 @@ class NoLoCo:
     Args:
         model: The model to train. Its trainable parameters form one flat vector, in the order of `named_parameters()`.
             They must all be on one device and can have any floating-point dtype. Frozen parameters are never sent. They
-            must be the same on all peers, and peers compare them. Each peer keeps its own buffers, and a checkpoint
+            must be the same on all peers, and peers verify this. Each peer keeps its own buffers, and a checkpoint
             contains the persistent ones.
         optimizer: One optimizer, or several in the order in which they step. A step of the last one is an inner step,
-            unless a GradScaler skipped it, so batches whose gradients are accumulated count once. If this is None or an
-            `InnerState` that is not a torch optimizer, call `step` after each inner step. Checkpoints contain the state
-            of all optimizers. After a round with non-finite weights, that state is reset.
+            unless a GradScaler skips it. Batches whose gradients are accumulated therefore count once. If this is None
+            or an `InnerState` that is not a torch optimizer, call `step` after each inner step. Checkpoints contain the
+            state of all optimizers. After a round with non-finite weights, that state is reset.
         peer: A running `Peer`. It trains the model of the latest NoLoCo that was created for it. If the peer enters a
             swarm that is already training, the model takes over the state of the swarm. Otherwise, training starts from
             the model's own weights. Peers that start at the same time must have equal weights, so set a seed before you
@@ -213,7 +213,7 @@ class NoLoCo:
 
     @property
     def round(self) -> int:
-        """Return the number of outer steps of this replica, including those that produced a state that it took over."""
+        """Return the number of outer steps of this replica, including the steps behind any state that it took over."""
         return self._rounds.round
 
     @property
@@ -243,7 +243,7 @@ class NoLoCo:
         Call this after every inner step, unless NoLoCo counts the steps of the optimizer itself. Returns the result at
         the end of a round, and None otherwise. This call blocks only at the end of a round, for at most
         `outer.max_wait_s`. It never raises an error because of another peer. It raises SettingsError if another NoLoCo
-        was created for this peer, if a boundary is being polled, or if the steps of the optimizer are counted. It
+        was created for this peer, if a boundary is being polled, or if NoLoCo counts the optimizer's steps itself. It
         raises ModelError if the set of trainable parameters has changed.
         """
         self._check_is_callers()
@@ -271,8 +271,8 @@ class NoLoCo:
     def advance(self) -> bool:
         """Count an inner step as `step` does, but without waiting.
 
-        Returns True at the boundary. In that case, call `poll` until it returns the result. Until then, gradients may
-        be computed because the weights do not change, but no optimizer step may be taken.
+        Returns True at the boundary. In that case, call `poll` until it returns the result. Until then, the weights do
+        not change, so gradients may be computed, but the optimizer must not take a step.
         """
         self._check_is_callers()
         self._check_step()
@@ -316,7 +316,7 @@ class NoLoCo:
     def poll(self) -> RoundResult | None:
         """Return the result of the round if it is over, or None if it is not. This call never waits.
 
-        The round is over at most `outer.max_wait_s` after the boundary. When this call returns a result, the outer step
+        The round ends at most `outer.max_wait_s` after the boundary. When this call returns a result, the outer step
         has been taken and the next round is open.
         """
         if not self._rounds.is_at_boundary:
@@ -325,7 +325,7 @@ class NoLoCo:
         return self._ended(end) if end else None
 
     def closing_round(self, *, wait_s: float) -> RoundResult:
-        """Run a round without inner steps after training. Both partners move to their midpoint.
+        """After training, run a round without inner steps. Both partners move to their midpoint.
 
         After about log2(N) + 3 of these rounds with N peers, each peer is close to the mean of all peers, even if it
         has met only some of them. This call blocks for at most `wait_s`, mainly to wait for peers that are still
@@ -367,7 +367,7 @@ class NoLoCo:
     def save_in_background(self, *, done: Callable[[Path], None] | None = None) -> bool:
         """Save the current state as `save` does, while training continues. Return False if the last save is unfinished.
 
-        `done` is called with the folder, on the thread that wrote it. A failure is logged.
+        `done` is called with the folder, on the thread that wrote the checkpoint. A failure is logged.
         """
         position = self._position()
 

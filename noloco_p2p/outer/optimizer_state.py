@@ -111,7 +111,7 @@ def restore_optimizers(
 
 
 def flatten_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the state of each parameter as `field/parameter name`. The result is empty before the first step.
+    """Return the state of each parameter under keys `field/parameter name`. The result is empty before the first step.
 
     The fields are step, exp_avg and exp_avg_sq for AdamW, and momentum_buffer for Muon. `names` maps names to the
     parameters of the optimizer, as `dict(model.named_parameters())` does, so the order of the optimizer's groups does
@@ -171,7 +171,7 @@ def restore_optimizer(
 def _fits(value: Tensor, parameter: Tensor) -> bool:
     """Return whether a value can belong to a parameter.
 
-    It must be a scalar, have the parameter's shape, or be one of its rows or columns, as with Adafactor.
+    It must be a scalar or have the shape of the parameter or, as with Adafactor, of one of its rows or columns.
     """
     if value.ndim == parameter.ndim:
         return all(mine in (1, whole) for mine, whole in zip(value.shape, parameter.shape, strict=True))

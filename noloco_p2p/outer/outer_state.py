@@ -42,8 +42,8 @@ class Kept:
 class OuterState:
     """The slow weights of one replica and, if alpha is above 0, its outer momentum, as flat fp32 vectors on the CPU.
 
-    The model may be on any one device and have any floating-point dtype. Its weights become the first slow weights. All
-    steps work chunk by chunk, so they never allocate another vector of the model's size.
+    The model may be on any one device and have any floating-point dtype. Its weights become the initial slow weights.
+    All steps work chunk by chunk, so they never allocate another vector of the model's size.
     """
 
     def __init__(self, model: nn.Module | FlatParameters, outer: OuterSpec, *, limits: GateLimits = LIMITS) -> None:
@@ -64,7 +64,7 @@ class OuterState:
             pin(vector, self.parameters.device)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the vectors that a newcomer takes over with `take`, without copying them."""
+        """Return, without copying them, the vectors that a newcomer takes over with `take`."""
         momentum = {} if self.outer_momentum is None else {OUTER_MOMENTUM: self.outer_momentum}
         return {SLOW_WEIGHTS: self.slow_weights, **momentum}
 
@@ -124,7 +124,7 @@ class OuterState:
     def judge(self, gradient: SectionPair | None, agreed: Agreement) -> FilterVerdict:
         """Judge whether a partner's outer gradient may be applied, and how to scale it. This changes nothing.
 
-        `gradient` is None if it has not arrived. `agreed` is the agreement of the swap.
+        `gradient` is None if it has not arrived. `agreed` holds the terms on which the partners mix.
         """
         return self.gating.judge(gradient, times_longer=agreed.partner_share / max(1e-6, 1 - agreed.partner_share))
 
@@ -205,9 +205,9 @@ def next_progress(progress: float, total_steps: int) -> float:
 def progress_after(progress: float, received: Received, *, inner_steps: int, spec: Spec) -> float:
     """Return the progress of a peer after a swap.
 
-    `progress` is this peer's progress at the end of a round of `inner_steps`. Both partners move by the same amount,
-    which is at most one round of the agreed length, and less if the agreed weight is below 1. The spec limits the round
-    length that a partner can claim.
+    `progress` is this peer's progress at the end of a round of `inner_steps` steps. Both partners move by the same
+    amount, which is at most one round of the agreed length, and less if the agreed weight is below 1. The spec limits
+    the round length that a partner can claim.
     """
     outer, total = spec.outer, spec.schedule_steps
     agreed = min(received.agreed.inner_steps, outer.max_inner_steps) if outer.is_auto else inner_steps
@@ -218,9 +218,9 @@ def progress_after(progress: float, received: Received, *, inner_steps: int, spe
 def swap_progress(progress: float, received: Received, *, inner_steps: int, spec: Spec) -> float:
     """Return the progress of a swap, which is the same number for both partners.
 
-    `progress` is this peer's progress at the end of a round of `inner_steps`. The result is the midpoint between the
-    points at which the partners opened their rounds, plus one round of the agreed length. If the partners are too far
-    apart, the midpoint is limited to one round from this peer's own opening.
+    `progress` is this peer's progress at the end of a round of `inner_steps` steps. The result is the midpoint between
+    the points at which the partners opened their rounds, plus one round of the agreed length. If the partners are too
+    far apart, the midpoint is limited to one round from this peer's own opening.
     """
     total = spec.schedule_steps
     agreed = min(received.agreed.inner_steps, spec.outer.longest_round) / total
@@ -232,8 +232,8 @@ def swap_progress(progress: float, received: Received, *, inner_steps: int, spec
 def met_progress(progress: float, partner_progress: float, *, round_progress: float, at_most: float) -> float:
     """Return this peer's progress after it has moved towards its partner's progress.
 
-    `progress` is this peer's progress at the end of a round of `round_progress`. `partner_progress` is the partner's
-    progress when it opened its round. `at_most` limits the move.
+    `progress` is this peer's progress at the end of a round of length `round_progress`. `partner_progress` is the
+    partner's progress when it opened its round. `at_most` limits the move.
     """
     apart = (partner_progress - (progress - round_progress)) / 2
     return _settled(progress + max(-at_most, min(at_most, apart)))

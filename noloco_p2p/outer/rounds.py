@@ -56,7 +56,7 @@ class RoundEnd:
     """The end of one round.
 
     `round` is the index of the round. `swap_progress` is the progress of the swap, which is the same for both partners.
-    Without a swap, it is the progress of this replica. `boundary_s` is the duration of the boundary. `diverged` says
+    Without a swap, it is the progress of this replica. `boundary_s` is the time spent at the boundary. `diverged` says
     whether this replica's weights were non-finite.
     """
 
@@ -149,11 +149,11 @@ class Rounds:
 
     @property
     def wait_left_s(self) -> float:
-        """Return how many seconds the boundary may still last."""
+        """Return for how many more seconds this replica may wait at the boundary."""
         return max(0.0, self._until_s - self._clock())
 
     def poll(self) -> RoundEnd | None:
-        """Take the outer step if the round is over, and return its end. Returns None if it is not over.
+        """If the round is over, take the outer step and return the `RoundEnd`. Otherwise, return None.
 
         This method may be called only at the boundary.
         """

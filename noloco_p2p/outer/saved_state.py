@@ -50,7 +50,7 @@ def put_back(checkpoint: Checkpoint, state: OuterState, model: nn.Module) -> dic
 
 
 def for_newcomers(folder: Path, state: OuterState, position: dict[str, Any]) -> SavedState:
-    """Describe to newcomers the checkpoint in `folder`, which was written at this position in the run."""
+    """Return a description for newcomers of the checkpoint in `folder`, written at this position in the run."""
     return describe_state(
         folder / f"{STATE_FILE}.safetensors",
         layout=state.layout,
@@ -78,9 +78,9 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     """Return the buffers in `state_dict`, such as running statistics, by name. Each appears once, and none is copied.
 
     Each peer keeps its own buffers, which are not sent. Partners whose running statistics differ a little can swap
-    without harm, because training does not read them. A newcomer starts with the buffers of its own model. After a
-    merge, recompute them from data (`torch.optim.swa_utils.update_bn`), because the mean of several models' statistics
-    differs from the statistics of the mean model.
+    without harm, because training does not read these statistics. A newcomer starts with the buffers of its own model.
+    After a merge, recompute them from data (`torch.optim.swa_utils.update_bn`), because the mean of several models'
+    statistics differs from the statistics of the mean model.
     """
     kept = model.state_dict(keep_vars=True).keys()
     return {name: buffer for name, buffer in model.named_buffers() if name in kept}

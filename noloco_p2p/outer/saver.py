@@ -45,8 +45,9 @@ class Saver:
         """Copy `content()` (files and metadata), and write it in the background.
 
         Returns False if the last checkpoint is unfinished. `done` is called with the folder, on the thread that wrote
-        it. A failure is logged, and the last good checkpoint is kept. If the program exits during a write, the process
-        ends only after the write. If there is too little memory for a copy, this call returns after the write.
+        the checkpoint. A failure is logged, and the last good checkpoint is kept. If the program exits during a write,
+        the process ends only after the write. If there is too little memory for a copy, this call blocks until the
+        checkpoint is written.
         """
         if self.is_busy:
             log.warning("skipped the checkpoint of round %d because the previous one is still being written", round)

@@ -1,6 +1,6 @@
-"""Check a stranger's state before a newcomer, a peer that catches up, a merge or a fork uses it.
+"""Check another peer's state before it is used by a newcomer, a peer that catches up, a merge or a fork.
 
-The functions compare tensors, positions in the run and the sketches that peers publish. They raise CheckpointError with
+The functions check tensors, positions in the run, and the sketches that peers publish. They raise CheckpointError with
 a message that explains the problem. They do not use the network. `peer/state_admission.py` asks the swarm for the
 values that these functions need, and `robust_mean.py` compares states with each other.
 

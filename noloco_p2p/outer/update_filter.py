@@ -1,4 +1,4 @@
-"""Filter updates: the gates check the numbers of a swap, and a loss check evaluates the model itself."""
+"""Filter updates: the gates check the vectors of a swap, and a loss check evaluates the model itself."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class UpdateFilter:
 
 
 def admitted(outcome: Outcome, state: OuterState) -> tuple[Outcome, FilterVerdict]:
-    """Apply the gates that can refuse a whole swap. After a refusal, the outcome is a solo round."""
+    """Apply the gates that can refuse a whole swap. After a refusal, the outcome is that of a solo round."""
     if isinstance(outcome, Alone):
         return outcome, FilterVerdict()
     received = outcome.received

@@ -1,4 +1,4 @@
-"""Fetch the spec and states from live peers: first the initial state, and a newer one whenever it is needed.
+"""Fetch the spec, the initial state and, whenever it is needed, a newer state from live peers.
 
 A newer state is needed if this peer is far behind the swarm.
 """
@@ -75,10 +75,9 @@ class Entering:
 
     `enter` and `catch_up` are called on the main thread. They send their requests on the network thread.
 
-    `is_told_stale` returns whether a peer has refused this one, since the last call, because of its position in the
-    run. `ticket` is the ticket that this peer enters with. If `expects_others` is true, the peer can enter without a
-    ticket, and waits briefly for a live peer. `leaving` is set when this peer must end. Any long work here then ends
-    with Left.
+    `is_told_stale` returns whether, since the last call, any peer has refused this peer because of its position in the
+    run. `ticket` is the ticket that this peer enters with. If `expects_others` is true, a peer without a ticket waits
+    briefly for a live peer. `leaving` is set when this peer must end. Long operations then raise Left.
     """
 
     def __init__(
@@ -128,8 +127,9 @@ class Entering:
         If no listed peer answers, this waits until one does or until all records have expired, because the records of
         dead peers remain for a while.
 
-        Raises Left, TimedOut, Unreachable if there is a ticket but no live peer, CheckpointError if the state cannot be
-        written, and ModelError if live peers train another model. The ModelError names the first tensor that differs.
+        Raises Left or TimedOut; Unreachable if there is a ticket but no live peer; CheckpointError if the state cannot
+        be written; and ModelError if live peers train another model. The ModelError names the first tensor that
+        differs.
         """
         donors, told = self._look_for_donors(), False
         while donors:
@@ -155,7 +155,7 @@ class Entering:
         return None
 
     def answering(self) -> Sequence[Candidate]:
-        """Ask some of the peers that this one swaps with for their current values, and return the peers that answer.
+        """Request the current status of some of this peer's possible partners, and return those that answer.
 
         Unlike the directory, the result contains no dead peers. Raises Left.
         """

@@ -104,8 +104,9 @@ class FlowDriver:
     def meet(self, downstream: Collection[str], ring: Collection[str] = ()) -> None:
         """Set the neighbours of this peer.
 
-        `downstream` are the replicas of the next stage. `ring` are the peers to which a stream is kept open where the
-        pipeline closes: a head keeps streams to replicas of the last stage, and these replicas keep streams to heads.
+        `downstream` holds the replicas of the next stage. `ring` holds the peers to which a stream is kept open where
+        the pipeline closes: a head keeps streams to replicas of the last stage, and these replicas keep streams to
+        heads.
         """
         self._downstream = frozenset(downstream)
         self._kept = dict.fromkeys(ring, -DIAL_AGAIN_S)
@@ -129,7 +130,7 @@ class FlowDriver:
         self._do([])
 
     async def stop(self) -> None:
-        """Stop the driver. The owner ends the streams first."""
+        """Stop the driver. The owner must end the streams first."""
         await self._running.stop(grace_s=0.0)
 
     # neighbours
@@ -281,7 +282,7 @@ class FlowDriver:
         self._look_ahead()
 
     def _look_ahead(self) -> None:
-        """Start decoding the payload of the next task, unless that is already happening."""
+        """Start decoding the payload of the next task, unless it is already being decoded."""
         if not isinstance(self.machine.tasks.running, Compute):
             return
         task = self.machine.next_task

@@ -20,8 +20,8 @@ class Seen:
     """The use of the machine at one moment, where None means unknown.
 
     `minute` is the minute of the day in local time. `others_share` is the share of all cores that other programs used
-    since the last observation. `gpu_others_share` is the share of the time in which they used the GPUs that this peer
-    computes on.
+    since the last observation. `gpu_others_share` is the share of the time during which they used the GPUs that this
+    peer computes on.
     """
 
     minute: int

@@ -1,4 +1,4 @@
-"""Provide the live peers in the directory, with addresses to call them directly, on the local network or by tunnel.
+"""Provide the live peers in the directory, each with a direct address, a local-network address or a tunnel's address.
 
 A peer of a pipeline gets only the live peers of its own stage.
 """
@@ -17,8 +17,8 @@ class LivePeers:
     """The live peers that this one can call. It implements `gossip.seams.Directory`.
 
     In a run with stages, `stage` is the stage of this peer. Once it is set, the interface returns only peers of that
-    stage. `live`, `reached` and `find` must be called on the network thread, because they may open a tunnel. The rest
-    is thread-safe.
+    stage. `live`, `reached` and `find` must be called on the network thread, because they may open a tunnel. The other
+    methods are thread-safe.
     """
 
     def __init__(self, directory: SwarmDirectory, tunnels: Tunnels, household: Household) -> None:

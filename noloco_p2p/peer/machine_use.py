@@ -1,4 +1,4 @@
-"""Measure how much other programs use the processor and, according to NVML, the GPUs. Also observe the battery."""
+"""Measure how much other programs use the processor and the GPUs (with NVML), and detect battery power."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ BUSY = ("user", "nice", "system", "irq", "softirq")  # processor times spent wor
 class MachineUse:
     """An observer of this machine.
 
-    `root_pid` is the process that, together with its children, makes up this peer. `gpu` is None if GPUs are not
-    observed.
+    `root_pid` is the id of the process that, together with its children, makes up this peer. `gpu` is None if GPUs are
+    not observed.
     """
 
     def __init__(self, *, root_pid: int | None = None, gpu: GpuUse | None = None) -> None:

@@ -78,7 +78,7 @@ class Membership:
             network.states.saved = saved
 
     def sketch(self, slow_weights: Tensor, *, progress: float, at_rest: bool) -> None:
-        """Sketch the weights after an outer step, in the background, if `progress` reached a mark that all peers share.
+        """After an outer step, sketch the weights in the background if `progress` has reached a shared mark.
 
         If `at_rest` is true, training is over, and the final weights are sketched.
         """

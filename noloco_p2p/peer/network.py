@@ -23,7 +23,7 @@ from noloco_p2p.transfer.donor import StateServer
 class Network:
     """The parts of a peer that live on its network thread, after all of them have started.
 
-    `watching` are the tasks that watch the swap and the machine. `stage_flow` is set while this peer holds a stage.
+    `watching` holds the tasks that watch the swap and the machine. `stage_flow` is set while this peer holds a stage.
     """
 
     directory: SwarmDirectory

@@ -76,7 +76,10 @@ DIAL_BACK_S = 12.0  # time for one peer to report whether it can reach this one;
 
 
 def resolve(target: Spec | Ticket | Path | str | None) -> Spec | Ticket:
-    """Return the spec or the ticket that `target` names. Raises SpecError, TicketError, and SettingsError for None."""
+    """Return the spec or the ticket that `target` names.
+
+    Raises SpecError or TicketError if it is invalid, and SettingsError if it is None.
+    """
     if isinstance(target, Spec | Ticket):
         return target
     if target is None:  # for example, if a script passes on an optional argument
@@ -93,9 +96,9 @@ class Peer:
         spec: The settings that all peers of the run share.
         settings: The settings of this machine.
         metrics: The metrics of this peer. Other peers see `metrics.loss`, which the script sets.
-        leave_requested: An event. `noloco leave` sets it to ask the script to stop after the inner step.
-        pause_requested: An event. `noloco pause` or the use of this machine sets it to request a pause after the inner
-            step.
+        leave_requested: An event. `noloco leave` sets it to ask the script to stop after the current inner step.
+        pause_requested: An event. `noloco pause` or the use of this machine sets it to request a pause after the
+            current inner step.
         pausing: The reason for a pause.
         fault: The reason why this peer has to leave although nobody asked it to, or None.
     """
@@ -148,19 +151,20 @@ class Peer:
     ) -> Self:
         """Start a peer of the run that `target` (a spec, a spec file or a ticket) names.
 
-        The call returns once the peer answers others. With a ticket, the peer has fetched the spec from a live peer by
-        then.
+        The call returns once the peer can answer other peers. If `target` is a ticket, the peer has fetched the spec
+        from a live peer by then.
 
-        Raises SpecError, TicketError, SettingsError if a port or a folder is in use, DirectoryError, and Unreachable if
-        no peer of the ticket's run answers.
+        Raises SpecError, TicketError or DirectoryError; SettingsError if a port or a folder is in use; and Unreachable
+        if no peer of the ticket's run answers.
 
         Args:
             target: A spec, the path of a spec file, or a ticket.
             settings: All settings of this machine. If this is None, the arguments below apply. Those that are None come
                 from the NOLOCO_* environment variables, the user's file, or the defaults.
             state_dir: The folder of the identity and the checkpoints. Each peer on a machine needs its own.
-            listen: The IP:PORT of gRPC. libp2p uses the next port. With port 0, any two free ports are used.
-            announce: The HOST[:PORT] at which others reach this machine, if it differs.
+            listen: The IP:PORT of gRPC. libp2p uses the next port. Port 0 stands for the two ports of the last start if
+                they are free, and for any two free ports otherwise.
+            announce: The HOST[:PORT] at which others reach this machine, if it differs from `listen`.
             bootstrap: Multiaddrs of peers through which to enter the DHT, in addition to those in the ticket.
             max_upload: The limit on the total upload rate of swaps and fetches, such as "40mbit" or "5MB/s".
             max_download: The limit on the total download rate of swaps and fetches.
@@ -203,7 +207,7 @@ class Peer:
 
     @property
     def ticket(self) -> str:
-        """Return the ticket to share. Anyone who has it can enter the run through this peer, its bootstraps, or other
+        """Return the ticket to share. Anyone who has it can join the run through this peer, its bootstraps, or other
         live peers.
         """
         return self._status.ticket()
@@ -250,7 +254,7 @@ class Peer:
             self._network.driver.hurry()
 
     def wait_while_paused(self) -> None:
-        """Wait until the reason for the pause ends or this peer is asked to leave.
+        """Wait until the reason for the pause no longer applies or this peer is asked to leave.
 
         The swarm sees the peer as paused meanwhile. Call `NoLoCo.withdraw` first, so that no partner waits.
         """

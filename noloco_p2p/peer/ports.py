@@ -38,7 +38,7 @@ class Ports:
             check_free(self._host, self.grpc, self.libp2p)
 
     async def try_both(self, port: int, start: Callable[[int], Coroutine[Any, Any, T]]) -> T:
-        """Start on `port`. If it is a remembered port that is now in use, start on any free port instead."""
+        """Start on `port`. If `port` is remembered and now in use, start on any free port instead."""
         try:
             return await start(port)
         except (SettingsError, DirectoryError):
@@ -54,7 +54,7 @@ class Ports:
 
 
 def remembered_ports(state_dir: Path) -> dict[str, int]:
-    """Return the ports `grpc` and `libp2p` of the peer that runs in this folder, or ran there last; {} if unknown."""
+    """Return the ports `grpc` and `libp2p` of the peer that runs or last ran in this folder, or {} if unknown."""
     try:
         ports = json.loads((state_dir / FILE).read_text())
         return {name: int(ports[name]) for name in ("grpc", "libp2p")}

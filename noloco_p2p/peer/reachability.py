@@ -36,8 +36,8 @@ Ask = Callable[[Candidate, Sequence[int]], Awaitable[DialBack]]
 class Reachability:
     """The part of a peer that determines and publishes how others can reach it.
 
-    Create it once the directory exists, and `start` it once the server listens. `tunnels` work from the beginning.
-    `entrances` are the multiaddrs through which this peer was configured to enter. `ask` raises PeerError.
+    Create it once the directory exists, and `start` it once the server listens. `tunnels` work even before `start`.
+    `entrances` are the configured multiaddrs through which this peer enters the DHT. `ask` raises PeerError.
     """
 
     def __init__(
@@ -156,8 +156,8 @@ class Reachability:
         return (*self._reservations.circuits(), *self._outside(self._mapped()), *self._directory.multiaddrs())
 
     def doors(self) -> list[str]:
-        """Return the multiaddrs for a ticket: those of this peer, of live peers that others reach, and of its
-        entrances.
+        """Return the multiaddrs for a ticket: those of this peer, of its entrances, and of live peers that others can
+        reach.
         """
         alive = {candidate.peer_id for candidate in self._directory.live() if candidate.can_be_called}
         others = sorted((peer, addresses[0]) for peer, addresses in self._book.addresses().items() if peer in alive)
@@ -192,7 +192,7 @@ class Reachability:
         return (announced_port, announced_port + 1) if announced_port else (self._port, self._directory.port)
 
     def _mapped(self) -> MappedPorts | None:
-        """Return the router's port mapping, unless peers have dialled back and none of them got through.
+        """Return the router's port mapping, unless peers have tried to dial back and none got through.
 
         When a run begins behind a router, there is nobody to ask, and others can enter only if this peer trusts the
         router.
@@ -208,7 +208,7 @@ class Reachability:
         return (f"/ip4/{mapped.host}/tcp/{mapped.ports[1]}/p2p/{self._directory.peer_id}",) if mapped else ()
 
     def is_closed(self) -> bool:
-        """Return whether no other peer can dial this one, according to their reports."""
+        """Return whether, according to the other peers' reports, none of them can dial this peer."""
         return self._server is not None and self.verdict().state in CLOSED
 
     def _take(self, connection: socket.socket) -> None:
@@ -220,7 +220,7 @@ class Reachability:
         return self.is_closed() or not any(candidate.can_be_called for candidate in self._directory.live())
 
     def _relays(self) -> Mapping[str, Sequence[str]]:
-        """Return the nodes that may relay calls: live peers that others reach, and this peer's entrances."""
+        """Return the nodes that may relay calls: live peers that others can reach, and this peer's entrances."""
         records = self._directory.records()
         peers = {record.peer_id: record.multiaddrs for record, _ in records if record.reachability in OPEN}
         return {peer: (door,) for peer, door in self._entrances.items()} | peers

@@ -28,7 +28,7 @@ def folder_of(state_dir: Path, run_id: str) -> Path:
 
 
 def stage_folder(run_folder: Path, stage: int) -> Path:
-    """Return the folder of a peer's checkpoints of one stage."""
+    """Return the folder of a peer's checkpoints for one stage."""
     return run_folder / f"stage-{stage}"
 
 

@@ -9,9 +9,10 @@ changes from round to round, so the midpoint between two states has up to 30 % l
 on four peers).
 
 The spacing of marks is the length of the schedule divided by a power of two. A peer chooses the smallest spacing that
-lasts at least MARK_EVERY_S and at least one round at its speed. Peers with other speeds choose other spacings, but wide
-spacings use a subset of the marks of narrow ones. A record has space for one sketch. The record is renewed more often
-than marks are reached, so a monitor that keeps the last few sketches of every peer (`monitor/spread.py`) misses none.
+lasts at least MARK_EVERY_S and at least one round at its speed. Peers with other speeds choose other spacings, but the
+marks of a wide spacing are a subset of the marks of any narrower spacing. A record has space for one sketch. The record
+is renewed more often than marks are reached, so a monitor that keeps the last few sketches of every peer
+(`monitor/spread.py`) misses none.
 
 A peer that has stopped training sketches its newest weights under the mark AT_REST, and again after each closing round.
 """

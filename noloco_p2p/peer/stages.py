@@ -63,7 +63,7 @@ class Stages:
         return self._network().live_peers.mates()
 
     def answering(self) -> Sequence[Candidate]:
-        """Ask some of the peers with the same stage for their current values, and return the peers that answer.
+        """Request the current status of some of the peers with the same stage, and return those that answer.
 
         Unlike the directory, the result contains no dead peers. Raises Left.
         """
@@ -77,7 +77,7 @@ class Stages:
         return self._network().live_peers.num_live() - 1
 
     def hold(self, stage: int) -> None:
-        """Hold a stage, so that this peer swaps only with the peers of that stage, and fetches their state.
+        """Hold a stage, so that this peer swaps only with peers of that stage and fetches its state from them.
 
         Call this before a NoLoCo is created. The layout of a stage that was held before is dropped, because peers of
         the new stage would refuse it as another model.

@@ -1,4 +1,4 @@
-"""Admit or refuse another peer's state. The first fetch, catch-up, merge and fork use this."""
+"""Admit or refuse another peer's state. A newcomer, a peer that catches up, a merge and a fork use this module."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ class StateAdmission:
         self._live = live
 
     async def check_position(self, donor: Candidate, manifest: StateManifest) -> None:
-        """Check a donor's position against records. If it is too far away, check it against the answers of some peers.
+        """Check a donor's position against records. If it is too far from them, check it against the answers of some
+        peers.
 
         Records can be as old as one heartbeat. If rounds are short, the swarm can advance in that time by more rounds
         than the check allows.

@@ -142,7 +142,7 @@ class PublishedStatus:
     # the data that is published
 
     def hello(self) -> Hello:
-        """Return the introduction that is part of every call."""
+        """Return the `Hello` that is part of every call."""
         return Hello(self._identity.peer_id, *self._run, layout=self.layout.digest() if self.layout else "")
 
     def standing(self) -> tuple[Hello, str, int, float]:
@@ -152,7 +152,7 @@ class PublishedStatus:
     def ticket(self) -> str:
         """Return a ticket.
 
-        Anyone who has it can enter the run through this peer, its bootstraps, or other live peers.
+        Anyone who has it can join the run through this peer, its bootstraps, or other live peers.
         """
         doors = tuple(self._net.reachability.doors())[:MAX_ADDRESSES]
         return Ticket(*self._run, doors, self._invitation).encode()

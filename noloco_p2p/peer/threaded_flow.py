@@ -31,8 +31,8 @@ class FlowCounts(NamedTuple):
 class ThreadedFlow:
     """The computing thread's interface to a pipeline.
 
-    `take` waits no longer than requested. The methods that report something never wait, and no fault of a neighbour
-    raises an error here.
+    `take` waits no longer than requested. Methods that report an event never wait, and a neighbour's fault never raises
+    an error here.
     """
 
     def __init__(self, driver: FlowDriver, loop: asyncio.AbstractEventLoop) -> None:
@@ -41,7 +41,7 @@ class ThreadedFlow:
 
     @property
     def is_over(self) -> bool:
-        """Return whether no head is training any more, as far as known, and nothing is left to compute."""
+        """Return whether, as far as is known, no head is training any more and nothing is left to compute."""
         return self._driver.is_over
 
     @property
@@ -73,14 +73,17 @@ class ThreadedFlow:
         self._tell(self._driver.computed, task, result)
 
     def failed(self, task: Compute) -> None:
-        """Report a failed task, so that its gradients, and no others, are discarded."""
+        """Report a failed task, so that only its gradients are discarded."""
         self._tell(self._driver.failed, task)
 
     def step_closed(self, progress: float) -> None:
         self._tell(self._driver.step_closed, progress)
 
     def leave(self) -> None:
-        """Stop launching and accepting microbatches. Once the held ones are finished, `is_idle` is true."""
+        """Stop launching and accepting microbatches.
+
+        Once the held microbatches are finished, `is_idle` becomes true.
+        """
         self._tell(self._driver.leave)
 
     def rejoin(self) -> None:
@@ -94,11 +97,14 @@ class ThreadedFlow:
         self._tell(self._driver.evaluate, microbatches)
 
     def hold_steps(self) -> None:
-        """Report that a round is at its boundary. No inner step closes until `release_steps`, but tasks continue."""
+        """Report that a round is at its boundary.
+
+        No inner step closes until `release_steps` is called, but tasks continue.
+        """
         self._tell(self._driver.hold_steps)
 
     def release_steps(self, progress: float) -> None:
-        """Report that the outer step is done. `progress` is the progress of this peer after it."""
+        """Report that the outer step is done. `progress` is this peer's progress after that step."""
         self._tell(self._driver.release_steps, progress)
 
     def _tell(self, function: Callable[[*As], None], *arguments: *As) -> None:

@@ -74,7 +74,7 @@ class Admission(Protocol):
     """
 
     async def check_position(self, donor: Candidate, manifest: StateManifest) -> None:
-        """Check the position in the run that the manifest states, before any chunk is fetched."""
+        """Before any chunk is fetched, check the position in the run that the manifest states."""
         ...
 
     async def check_state(self, donor: Candidate, manifest: StateManifest, path: Path) -> None:
@@ -129,16 +129,16 @@ async def fetch_state(
 ) -> StateManifest | None:
     """Fetch the state of a live peer and write it to `target`.
 
-    The donors are asked in the given order, followed by the peers that `live` lists by then. Busy donors are asked
+    The donors are asked in the given order, followed by the peers that `live` lists at that time. Busy donors are asked
     again until one has a free slot. Slow donors are abandoned, and the fastest of them is used only if no other donor
     can serve the state. If a donor dies, the verified chunks are kept. If this program dies, they are kept in `target`
     for an hour. A state that fails `admission` is discarded.
 
     `layout`, `num_elements` and `num_bytes` describe this peer's own state file. A state that differs is refused before
     any chunk is fetched. A donor serves the last state that it saved, whose progress must exceed `newer_than`. If
-    `may_end_busy` is false, busy donors are asked until the caller's deadline. `on_progress` is called with the number
-    of verified bytes and the total. `on_wait` is called with True when all donors are busy, and with False when a chunk
-    arrives.
+    `may_end_busy` is false, busy donors are asked again until the caller's deadline. `on_progress` is called with the
+    number of verified bytes and the total. `on_wait` is called with True when all donors are busy, and with False when
+    a chunk arrives.
 
     Returns the manifest of the donor that sent the last chunk, or None if no donor has a matching state. Raises OSError
     if `target` cannot be written.
