@@ -29,7 +29,10 @@ class Unavailable(DataError):
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A text, or its token ids (1-D integers). If `name` is set, a hash of the name decides whether it is held out."""
+    """A text, or its token ids (1-D integers).
+
+    If `name` is set, a hash of the name decides whether the document is held out.
+    """
 
     content: str | np.ndarray
     origin: str  # the file or data set that it comes from, for messages
@@ -39,7 +42,7 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """An unusable line of a file, or row of a table, counted from 1.
+    """An unusable line of a file or row of a table. `line` is its number, counted from 1.
 
     If `rest` is true, the rest of the file is unusable as well.
     """

@@ -2,7 +2,7 @@
 
 A source is a list of pieces, which are files or shards of a hub data set. A piece that cannot be read for the moment,
 for example because of the network, is set aside at its current row. Another piece is read in the meantime. When that
-piece ends, reading returns to the first one.
+piece ends, reading returns to the piece that was set aside.
 
 An `IterableDataset` of `datasets` ends at the first unreadable file. Its retries wait for the same file, and its
 `shuffle` draws from a buffer that a restart does not restore (benchmarks/data_library.py).

@@ -1,4 +1,4 @@
-"""Decide how much of a partner's vectors is applied, and scale them accordingly. This module does no I/O.
+"""Decide how strongly a partner's vectors are applied, and scale them accordingly. This module does no I/O.
 
 A partner is a stranger. The vectors that it sends have arrived intact and are finite, but they can otherwise be
 anything. Several gates protect the weights. All of them compare the vectors with values that this peer itself has
@@ -20,7 +20,7 @@ computed or received before.
              distant partners are refused until this peer has met as many distant partners as close ones.
 * offset     The half-differences of slow weights and outer momentum are clipped to a radius around this peer
              (ClippedGossip, arXiv 2202.01545), separately for each tensor. The radius is twice the median norm of
-             recent offsets, but at least half and at most twice the norm of this peer's outer gradient in the tensor.
+             recent offsets, but at least half and at most twice the norm of this peer's outer gradient in that tensor.
              Each partner computes its own radius.
 * loss       `outer/update_filter.py` compares the loss on a private batch before and after the step. This gate is off
              by default.
@@ -30,11 +30,11 @@ norms and angles. int2 multiplies the norm of a normally distributed vector by 0
 For real outer gradients of the toy model in benchmarks/study, the factor is 0.90 to 1.10 with int2 and 0.75 to 0.95
 with sign1. The factor never exceeds 1.5 with int2 or 1 with sign1. The limit of ten times the median compares the norm
 of the partner's decoded gradient with the norms of this peer's exact gradients. For two normally distributed vectors
-with cosine c, the decoded vectors have a cosine of 0.89 c (int2) or 2 / pi asin(c) (sign1), so the limit of -0.1
-corresponds to a cosine of -0.11 or -0.16 of the exact vectors. Coarse codecs therefore make it less likely that an
-honest partner is refused, and a liar's influence stays as limited as before. In a run without a late part, only the
-gates on the weights and on the loss remain. The offsets of such a run are as long as outer gradients, so clipping
-begins later (`WITHOUT_LATE_PART`).
+with cosine c, the decoded vectors have a cosine of 0.89 c (int2) or 2 / pi asin(c) (sign1). The limit of -0.1
+corresponds to a cosine of -0.11 (int2) or -0.16 (sign1) between the exact vectors. Coarse codecs therefore make it less
+likely that an honest partner is refused, and a liar's influence stays as limited as before. In a run without a late
+part, only the gates on the weights and on the loss remain. The offsets of such a run are as long as outer gradients, so
+clipping begins later (`WITHOUT_LATE_PART`).
 
 Slow weights have no cosine gate, because islands that merge may differ in any direction.
 """
@@ -215,7 +215,7 @@ def shorten_longer_(own: Tensor, partner: Tensor, *, limits: GateLimits = LIMITS
 
 
 def clip_offset_(offset: Tensor, radius: float) -> tuple[float, float]:
-    """Clip one piece of a half-difference in place, and return its norm before and after."""
+    """Clip one piece of a half-difference in place, and return its norm before and after clipping."""
     norm = float(torch.linalg.vector_norm(offset))
     if norm <= radius:
         return norm, norm

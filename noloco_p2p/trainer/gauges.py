@@ -67,7 +67,7 @@ class Gauges:
 
 
 class RecentSpeed:
-    """The rate at which counters have grown over the last RECENT_S seconds. All times must be from one clock."""
+    """The rate at which counters have grown over the last RECENT_S seconds. All times must come from the same clock."""
 
     def __init__(self, now_s: float, *counts: int) -> None:
         self._samples: deque[tuple[float, tuple[int, ...]]] = deque([(now_s, counts)])

@@ -75,10 +75,10 @@ class Stage:
         return _base(self.model).config.hidden_size
 
     def forward(self, inputs: Tensor, *, seed: int | None = None) -> Tensor:
-        """Compute the input of the next stage, (sequences, tokens, hidden), without building an autograd graph.
+        """Compute the input of the next stage, of shape (sequences, tokens, hidden), without an autograd graph.
 
-        For the head, `inputs` are token ids, (sequences, tokens). For other stages, they are the output of the previous
-        stage. `seed` is the seed for dropout.
+        For the head, `inputs` are token ids of shape (sequences, tokens). For other stages, they are the output of the
+        previous stage. `seed` is the seed for dropout.
         """
         with torch.no_grad():
             return self._blocks(inputs, seed)

@@ -57,7 +57,7 @@ class StageWork:
         return None if result is None else self.encoded(task.kind, result)
 
     def probe(self) -> float:
-        """Measure the time for one microbatch on this machine twice, and return the better result in seconds.
+        """Measure the time for one microbatch on this machine twice, and return the shorter time in seconds.
 
         The caller must drop the gradients that this leaves behind.
         """
