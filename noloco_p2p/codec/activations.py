@@ -340,6 +340,9 @@ def _times_hadamard(blocks: Tensor) -> Tensor:
 
 
 def _saturated(values: Tensor, *, dtype: torch.dtype) -> Tensor:
-    """Clamp values that would be infinite in `dtype`. All values are within LARGEST, so only fp16 needs this."""
+    """Clamp values that would be infinite in `dtype`.
+
+    All decoded values are within LARGEST, so only fp16 needs this clamping.
+    """
     largest = torch.finfo(dtype).max
     return values.float().clamp(-largest, largest) if largest < LARGEST else values  # bf16 cannot represent 65504

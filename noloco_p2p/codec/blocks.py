@@ -56,7 +56,7 @@ class BlockCodec:
     Each byte holds `codes_a_byte` codes. `quantize` is called with blocks of shape (num_blocks, block_elements), the
     number of elements, and a workspace of the same shape as the blocks. The last block is padded with zeros beyond the
     last element. `quantize` writes integers to the workspace, which `pack` reads and may overwrite. It returns the
-    scales, which are bf16 values in fp32. The scale of a block with a non-finite value is invalid.
+    scales, which are bf16 values stored as fp32. The scale of a block with a non-finite value is invalid.
     """
 
     name: str
@@ -142,7 +142,7 @@ class BlockCodec:
 def block_scales(largest: Tensor, *, max_code: int) -> Tensor:
     """Return the scale of each block, given the largest magnitude in the block.
 
-    The scales are bf16 values in fp32. The scale of a block whose magnitude is not finite is invalid.
+    The scales are bf16 values stored as fp32. The scale of a block whose magnitude is not finite is invalid.
     """
     scales = (largest / max_code).clamp_min_(FLOAT32.tiny)
     # Round up to the next bf16 value. Its bits are the upper 16 bits of the fp32 value.

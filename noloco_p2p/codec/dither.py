@@ -50,7 +50,7 @@ def fill_dither(out: Tensor, *, scratch: Tensor, seed: int, block_index: int) ->
 def block_numbers(seed: int, block_index: int) -> tuple[int, int]:
     """Return the int32 numbers a (always odd) and c of a block.
 
-    They come from the blake3 hash of the seed and the block index, which are 8 bytes each, little-endian.
+    They come from the blake3 hash of the seed and the block index, each encoded as 8 little-endian bytes.
     """
     a, c = struct.unpack("<ii", blake3(struct.pack("<QQ", seed, block_index)).digest(8))
     return a | 1, c

@@ -21,7 +21,7 @@ The payload of a chunk of n elements consists of the residues, followed by the f
 covers the seed (8 bytes), the exponents of the chunk (one byte each) and the n integers as int32, all little-endian.
 The digest therefore also reveals differences between the two grids. With 8 bits, each residue takes one byte. With 4
 bits, byte i holds residue i + 16 * residue (i + ceil(n / 2)), as in `blocks.py`. With 2 bits, byte i holds the residues
-i, i + q, i + 2 q and i + 3 q, where q = ceil(n / 4); the first one is in the lowest bits. If earlier payloads carried b
+i, i + q, i + 2 q and i + 3 q, where q = ceil(n / 4); residue i is in the lowest bits. If earlier payloads carried b
 bits in total, the residues are those of k // 2**b, and the digest stays the same.
 """
 
@@ -252,9 +252,9 @@ def num_blocks(num_elements: int) -> int:
 def agree(own: bytes, partner: bytes, *, by_need: bool = False) -> bytes:
     """Combine the proposals of two partners into the exponents of their grid.
 
-    Each block gets the coarser of the two steps, or UNKNOWN if either partner does not know one. If `by_need` is true,
-    each block gets the finer step, or UNKNOWN if neither partner knows one. Raises CorruptPayload if the partner's
-    proposal has the wrong length or an exponent that is out of range.
+    Each block gets the coarser of the two steps, or UNKNOWN if either step is unknown. If `by_need` is true, each block
+    gets the finer step, or UNKNOWN if both steps are unknown. Raises CorruptPayload if the partner's proposal has the
+    wrong length or an exponent that is out of range.
     """
     if len(partner) != len(own):
         raise CorruptPayload(f"it proposes a grid of {len(partner)} blocks, but the section has {len(own)}")
@@ -288,7 +288,7 @@ class Bounds:
     def begin_swap(self, round_index: int) -> None:
         """Begin the swap of a round.
 
-        All rounds since the last swap that received anything count as rounds without a partner.
+        All rounds since the last swap in which a chunk was received count as rounds without a partner.
         """
         self._round = round_index
 

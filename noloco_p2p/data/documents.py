@@ -83,7 +83,7 @@ def is_held_out(document: Document, share: float) -> bool:
 
 
 class Faults:
-    """A log that counts and reports each fault once. It calls `on_fault` for each fault, on the thread that reads."""
+    """A log that counts and reports each fault once. It calls `on_fault` for each fault, on the reading thread."""
 
     def __init__(self, on_fault: Callable[[Fault], None] | None = None) -> None:
         self.on_fault = on_fault

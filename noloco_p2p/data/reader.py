@@ -90,8 +90,8 @@ class Source:
 
     If all peers read a single large file from its start, they would train on the same text at the same time. A source
     with few pieces is therefore read in eight passes per epoch. Each pass yields a different eighth of the documents,
-    which depends on the order. The additional passes take time for parsing (about 200,000 rows per second), but no
-    memory. `thin` is false if reading a source again means downloading it again.
+    and the order determines which eighth. The additional passes take time for parsing (about 200,000 rows per second),
+    but no memory. `thin` is false if reading a source again means downloading it again.
     """
 
     def __init__(self, pieces: Sequence[Piece], *, thin: bool = True) -> None:

@@ -5,10 +5,10 @@ cut into sequences. The remaining tokens go to the next block, so no token is lo
 shuffled, so that a batch mixes many documents. A mixture takes its next documents from the source that is furthest
 behind its share of the tokens.
 
-A restart continues in exactly the same order. The saved state consists of the rest of the block, which has at most half
-a million tokens, and the start of the next block. A restart therefore reads nothing twice, and does not depend on which
-files have failed in the meantime. `datasets` cannot do this. Its `interleave_datasets` counts documents instead of
-tokens. The state of its `shuffle` does not include the buffer, so a restart continues with other documents
+A restart continues in exactly the same order. The saved state consists of the rest of the block (at most half a million
+tokens) and the start of the next block. A restart therefore reads nothing twice, and does not depend on which files
+have failed in the meantime. `datasets` cannot do this. Its `interleave_datasets` counts documents instead of tokens.
+The state of its `shuffle` does not include the buffer, so a restart continues with other documents
 (benchmarks/data_library.py).
 """
 
@@ -62,7 +62,7 @@ class Position:
 
 
 class TokenStream:
-    """An endless iterator over the batches of one peer, which are LongTensors (batch_size, sequence_length) on the CPU.
+    """An endless iterator over one peer's batches: LongTensors of shape (batch_size, sequence_length) on the CPU.
 
     Raises DataError if a source cannot be opened, at the start or later. The message names the flag or the file.
     Unusable rows of a file are skipped and reported to `faults`. If `stop` is set while the stream waits for the

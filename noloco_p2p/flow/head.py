@@ -209,7 +209,7 @@ class Head(Machine):
     def launch(
         self, microbatch: object, num_tokens: int, now_s: float, *, is_training: bool = True
     ) -> tuple[MicrobatchId, list[Action]]:
-        """Launch a microbatch whose loss has `num_tokens` tokens. Return its id and the actions."""
+        """Launch a microbatch whose loss covers `num_tokens` tokens. Return its id and the actions."""
         assert self.can_launch(now_s, is_training=is_training)
         id = self._new_id()
         ticket = MicrobatchTicket(id, min(self.progress, FINAL_MARK), num_tokens, is_training)

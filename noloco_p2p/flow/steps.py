@@ -47,7 +47,7 @@ class _Vote:
 
 
 class MedianSteps:
-    """The progress of an inner replica, which is the lower median of the last marks of all live heads.
+    """The progress of an inner replica: the lower median of the last marks of all live heads.
 
     Each live head has one vote. Each rise of the median closes at most one step, so a stage with few replicas takes
     larger steps instead of more steps. The median falls when slow heads are heard from again. The progress does not

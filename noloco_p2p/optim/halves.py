@@ -1,8 +1,8 @@
 """Compute half-differences. A partner's vectors affect a peer only through half-differences.
 
-Let Q be encoding followed by decoding, and let h = (Q(partner) - Q(own)) / 2. A peer adds h to its own *exact* vector,
-which is its slow weights, its outer momentum or its outer gradient. Both partners know both decoded vectors, so both
-compute the same h up to its sign:
+Let Q be encoding followed by decoding, and let h = (Q(partner) - Q(own)) / 2. A peer adds h to its own *exact* vector
+(slow weights, outer momentum or outer gradient). Both partners know both decoded vectors, so both compute the same h up
+to its sign:
 
     (own_a + h) + (own_b - h) = own_a + own_b
 

@@ -73,7 +73,7 @@ class RecentSpeed:
         self._samples: deque[tuple[float, tuple[int, ...]]] = deque([(now_s, counts)])
 
     def at(self, now_s: float, *counts: int) -> tuple[float, ...]:
-        """Record the counts at `now_s`, and return how much each of them has grown per second."""
+        """Record the counts at `now_s`, and return the growth of each count per second."""
         samples = self._samples
         samples.append((now_s, counts))
         while samples[1][0] <= now_s - RECENT_S and len(samples) > 2:

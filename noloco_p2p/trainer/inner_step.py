@@ -34,7 +34,7 @@ class InnerStep:
     over the sequences of a batch on the model's device, with its autograd graph.
 
     `micro_batch` is the number of sequences per forward and backward pass, or 0 for a whole batch. Gradients are summed
-    over the passes, so the result of a step does not depend on it.
+    over the passes, so the result of a step does not depend on `micro_batch`.
     """
 
     def __init__(

@@ -95,8 +95,8 @@ def from_checkpoint(folder: Path, *, stage: int | None = None, folders: Mapping[
     `folder` is a checkpoint, a folder of checkpoints, or the folder of a run; the newest checkpoint in it is used.
     `stage` is the stage that the checkpoint must hold. `folders` maps the names of bound models to their folders.
 
-    Raises CheckpointError if there is no readable checkpoint, if it does not match the model of its spec, or if it
-    holds a stage while a whole model is wanted.
+    Raises CheckpointError if no checkpoint can be read, if the checkpoint does not match the model of its spec, or if
+    it holds a stage although a whole model is wanted.
     """
     checkpoint = _newest(folder, stage)
     if "spec" not in checkpoint.meta:

@@ -1,4 +1,4 @@
-"""Decide which stages a machine can hold, which one its peer takes, and when the peer switches to another stage.
+"""Decide which stages a machine can hold, which stage its peer takes, and when the peer switches to another stage.
 
 A newcomer draws its stage at random, weighted by need, so that peers that arrive together do not all take the same one.
 A peer switches only if that helps the whole run considerably, because it then has to fetch the state of the other

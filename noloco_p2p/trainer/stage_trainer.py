@@ -55,10 +55,10 @@ ROOM_SHARE = 0.25  # share of the free main memory that microbatches may use
 class StageTrainer(TrainerBase):
     """One peer of a run with stages.
 
-    The peer holds the stage that the settings name, or else the stage of its newest checkpoint. Without either, it
-    draws a stage by need from the stages that fit into its memory. A stage that has trained never restarts from its
-    initial weights. If no peer holds such a stage, a newcomer without a checkpoint has to wait. Raises the same errors
-    as `Trainer`, and Left if the peer is asked to leave while it waits.
+    The peer holds the stage that the settings name, or else the stage of its newest checkpoint. If there is neither, it
+    draws a stage at random, weighted by need, from the stages that fit into its memory. A stage that has trained never
+    restarts from its initial weights. If no peer holds such a stage, a newcomer without a checkpoint has to wait.
+    Raises the same errors as `Trainer`, and Left if the peer is asked to leave while it waits.
     """
 
     def __init__(
