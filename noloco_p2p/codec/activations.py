@@ -86,7 +86,7 @@ class ActivationCodec(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RawActivationCodec:
-    """A codec that stores each element in `dtype`, little-endian and rounded to nearest even."""
+    """A codec that rounds each element to `dtype` (to nearest even) and stores it in little-endian order."""
 
     name: str
     dtype: torch.dtype

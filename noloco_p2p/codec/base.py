@@ -68,7 +68,7 @@ class Codec(Sized, Protocol):
         ...
 
     def encode(self, values: Tensor) -> bytes:
-        """Return the bytes that `encode_into` writes, in new memory."""
+        """Return a new buffer with the bytes that `encode_into` would write."""
         ...
 
     def check(self, payload: bytes | memoryview, *, num_elements: int) -> None:

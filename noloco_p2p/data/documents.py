@@ -1,8 +1,8 @@
 """Define the rows of a source, which are documents or faults.
 
-A hash decides which documents are held out, because all machines must agree on them without communicating. `datasets`
-splits by a seed and the number of rows instead. If one machine had one more document than the others, four in five of
-its held-out documents would differ (benchmarks/data_library.py).
+A hash decides which documents are held out, because all machines must agree on them without communicating. By contrast,
+`datasets` splits by a seed and the number of rows. With that method, if one machine had one more document than the
+others, four in five of its held-out documents would differ (benchmarks/data_library.py).
 """
 
 from __future__ import annotations

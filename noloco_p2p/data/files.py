@@ -1,4 +1,4 @@
-"""Read local files row by row: text, JSON lines (both also as .gz) and Parquet.
+"""Read local files row by row: text and JSON lines (plain or .gz), and Parquet.
 
 A row is a document, a fault with its line and reason, or None if it is empty. Rows are numbered in file order, so that
 reading can start at any row. Errors that may be temporary, for example on a network file system, raise Unavailable.

@@ -19,7 +19,7 @@ JOIN_S = 5.0
 
 
 class Prefetcher:
-    """An iterator over the batches of a TokenStream. A thread reads ahead as soon as the first batch is requested.
+    """An iterator over the batches of a TokenStream. A thread starts to read ahead when the first batch is requested.
 
     `state_dict` returns the position after the last batch that was returned, no matter how far the thread has read. If
     the stream cannot read a batch, its error is raised in place of that batch. `close` ends the thread, even if it is

@@ -24,8 +24,8 @@ class Kind(IntEnum):
 class Send:
     """Send a frame to a neighbour, over a stream that is opened on demand.
 
-    If the peer cannot be reached, the driver calls `stream_closed`. The driver subtracts the time that the frame waits
-    in its queue from `remaining_s`, and it sends Backward frames first.
+    If the peer cannot be reached, the driver calls `stream_closed`. The driver reduces `remaining_s` by the time that
+    the frame waits in its queue, and it sends Backward frames first.
     """
 
     to: str

@@ -25,12 +25,12 @@ computed or received before.
 * loss       `outer/update_filter.py` compares the loss on a private batch before and after the step. This gate is off
              by default.
 
-Outer gradients are compared after decoding, because both partners know only the decoded ones. A coarse codec changes
-norms and angles. int2 multiplies the norm of a normally distributed vector by 0.94, and sign1 multiplies it by 0.80.
-For real outer gradients of the toy model in benchmarks/study, the factor is 0.90 to 1.10 with int2 and 0.75 to 0.95
-with sign1. The factor never exceeds 1.5 with int2 or 1 with sign1. The limit of ten times the median compares the norm
-of the partner's decoded gradient with the norms of this peer's exact gradients. For two normally distributed vectors
-with cosine c, the decoded vectors have a cosine of 0.89 c (int2) or 2 / pi asin(c) (sign1). The limit of -0.1
+Outer gradients are compared after decoding, because only the decoded ones are known to both partners. A coarse codec
+changes norms and angles. int2 multiplies the norm of a normally distributed vector by 0.94, and sign1 multiplies it by
+0.80. For real outer gradients of the toy model in benchmarks/study, the factor is 0.90 to 1.10 with int2 and 0.75 to
+0.95 with sign1. The factor never exceeds 1.5 with int2 or 1 with sign1. The limit of ten times the median compares the
+norm of the partner's decoded gradient with the norms of this peer's exact gradients. For two normally distributed
+vectors with cosine c, the decoded vectors have a cosine of 0.89 c (int2) or 2 / pi asin(c) (sign1). The limit of -0.1
 corresponds to a cosine of -0.11 (int2) or -0.16 (sign1) between the exact vectors. Coarse codecs therefore make it less
 likely that an honest partner is refused, and they do not increase a liar's influence. In a run without a late part,
 only the gates on the weights and on the loss remain. The offsets of such a run are as long as outer gradients, so
@@ -141,7 +141,7 @@ def cosine_refusal(*, dot: float, own_norm: float, partner_norm: float, limits: 
 
 
 class DistanceHistory:
-    """The distances of the slow weights of the last `HISTORY_ROUNDS` different partners, including refused ones.
+    """The distances to the slow weights of the last `HISTORY_ROUNDS` different partners, including refused ones.
 
     Distances are norms of half-differences.
     """

@@ -102,5 +102,5 @@ def flops_per_token(model: nn.Module, *, sequence_length: int) -> float:
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Return the peak rate of an accelerator by its name, or None if it is not in the table."""
+    """Look up the peak rate of an accelerator by name. Return None if it is not in the table."""
     return next((peak for part, peak in PEAKS.items() if part in device_name), None)

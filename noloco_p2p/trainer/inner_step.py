@@ -89,7 +89,7 @@ class InnerStep:
                 param.grad = gradient if param.grad is None else gradient.add_(param.grad)
 
     def update(self, *, progress: float) -> None:
-        """Complete the step: clip the gradients, step with the learning rate at `progress`, and drop the gradients.
+        """Clip the gradients, update the parameters with the learning rate at `progress`, and drop the gradients.
 
         If there are no gradients, the parameters and the state of the optimizers stay unchanged.
         """

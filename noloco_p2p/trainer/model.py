@@ -212,7 +212,7 @@ def attention_size(model: nn.Module) -> tuple[int, int]:
 
 @contextmanager
 def configured_for_export(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
-    """Configure the model for other programs inside a `with` block.
+    """Inside a `with` block, configure the model for other programs.
 
     The key-value cache, which training disables, is switched on, and the token ids of the tokenizer are set.
     """

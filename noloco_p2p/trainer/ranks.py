@@ -99,7 +99,7 @@ class Ranks:
 
 @contextmanager
 def told() -> Iterator[None]:
-    """Turn torch's error about a rank that has ended or hangs into a RankError with a clear message."""
+    """Convert torch's error about a rank that has exited or hangs to a RankError with a clear message."""
     try:
         yield
     except RuntimeError as error:
