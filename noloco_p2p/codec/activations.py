@@ -11,7 +11,7 @@ token hold one bf16 scale for each block, followed by the codes of each block.
   (1 + 2^-7) over the block.
 * int4: A block x of n values is first rotated (see `hadamard.py`), and the rotated block y is encoded. A short last
   block is padded with zeros to a power of two that is at least 2, and the codes of all n rotated values are sent. Byte
-  i of a block holds code i + 16 * code (i + n / 2). The decoded values are `signs * (codes H) * scale`. The Euclidean
+  i of a block holds code[i] + 16 * code[i + n / 2]. The decoded values are `signs * (codes H) * scale`. The Euclidean
   norm of a block's error is at most n / 2 times the scale, and the scale is at most max|y| / (7 n) * (1 + 2^-7).
   Because max|y| <= sqrt(n) |x|, the norm of the block also bounds the scale.
 

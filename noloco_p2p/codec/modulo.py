@@ -20,7 +20,7 @@ the grid need not be coarse as a precaution against large distances.
 The payload of a chunk of n elements consists of the residues, followed by the first 16 bytes of a blake3 hash. The hash
 covers the seed (8 bytes), the exponents of the chunk (one byte each) and the n integers as int32, all little-endian.
 The digest therefore also reveals differences between the two grids. With 8 bits, each residue takes one byte. With 4
-bits, byte i holds residue i + 16 * residue (i + ceil(n / 2)), as in `blocks.py`. With 2 bits, byte i holds the residues
+bits, byte i holds residue[i] + 16 * residue[i + ceil(n / 2)], as in `blocks.py`. With 2 bits, byte i holds the residues
 i, i + q, i + 2 q and i + 3 q, where q = ceil(n / 4); residue i is in the lowest bits. If earlier payloads carried b
 bits in total, the residues are those of k // 2**b, and the digest stays the same.
 """

@@ -88,7 +88,7 @@ class Feed:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
-        """Continue from the position in `state`. Return False, with a warning, if files were added or removed.
+        """Continue from the position in `state`. Log a warning and return False if files were added or removed.
 
         In that case, the order of the files has changed, so a new epoch begins. Raises KeyError, TypeError or
         ValueError for a state that `state_dict` cannot have returned.

@@ -1,8 +1,8 @@
 """Turn documents into packed batches of token ids, in an order that is unique to each peer.
 
-Tokens are processed in blocks. The documents of a block, in the peer's order, are joined by the end-of-text token and
-cut into sequences. The remaining tokens go to the next block, so no token is lost. The sequences of a block are
-shuffled, so that a batch mixes many documents. A mixture takes its next documents from the source that is furthest
+Tokens are processed in blocks. The documents of a block are concatenated in the peer's order, each with an end-of-text
+token, and cut into sequences. The remaining tokens go to the next block, so no token is lost. The sequences of a block
+are shuffled, so that a batch mixes many documents. A mixture takes its next documents from the source that is furthest
 behind its share of the tokens.
 
 A restart continues in exactly the same order. The saved state consists of the rest of the block (at most half a million

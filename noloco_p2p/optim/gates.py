@@ -33,8 +33,8 @@ norm of the partner's decoded gradient with the norms of this peer's exact gradi
 vectors with cosine c, the decoded vectors have a cosine of 0.89 c (int2) or 2 / pi asin(c) (sign1). The limit of -0.1
 corresponds to a cosine of -0.11 (int2) or -0.16 (sign1) between the exact vectors. Coarse codecs therefore make it less
 likely that an honest partner is refused, and they do not increase a liar's influence. In a run without a late part,
-only the gates on the weights and on the loss remain. The offsets of such a run are as long as outer gradients, so
-clipping begins later (`WITHOUT_LATE_PART`).
+only the gates on the weights and on the loss remain. The offsets of such a run are as long as outer gradients, so the
+smallest clipping radius is larger (`WITHOUT_LATE_PART`).
 
 Slow weights have no cosine gate, because islands that merge may differ in any direction.
 """

@@ -108,9 +108,9 @@ def orthogonalize(matrices: Tensor) -> Tensor:
 def _whole_factor(gram: Tensor) -> Tensor:
     """Return the matrix that applies all iterations at once. The Gram matrices in `gram` are overwritten.
 
-    All products have the size of the shorter side, and they commute. If one side is 2.7 times as long as the other,
-    this saves a quarter of the work of separate iterations. It is not used in bf16, where the rounding errors of a Gram
-    matrix would grow.
+    All products are square, with the length of the shorter side, and they commute. If one side is 2.7 times as long as
+    the other, this saves a quarter of the work of separate iterations. It is not used in bf16, where the rounding
+    errors of a Gram matrix would grow.
     """
     polynomial, product = torch.empty_like(gram), torch.empty_like(gram)
     factor: Tensor | None = None
