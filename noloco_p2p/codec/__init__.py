@@ -1,8 +1,8 @@
 """Encode vectors as bytes, chunk by chunk, and decode them. This package does no I/O.
 
-Each section of a swap is one vector. It is cut into chunks of CHUNK_ELEMENTS elements, of which the last may be
-shorter. Each chunk is encoded separately, so neither partner ever holds a second fp32 copy of the vector. The codec and
-the number of elements determine all sizes before any byte is read.
+Each section of a swap is one vector. It is cut into chunks of CHUNK_ELEMENTS elements; the last chunk may be shorter.
+Each chunk is encoded separately, so neither partner ever holds a second fp32 copy of the vector. The codec and the
+number of elements determine all sizes, so a receiver knows them before it reads any byte.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Encode activations and their gradients, which travel between the stages of a pipeline.
 
-A tensor has shape (..., hidden), where the last axis is the hidden axis of one token. The payload holds the bytes of
-each token in turn, so its size depends only on the shape. The codecs of a swap encode a flat vector in chunks. By
-contrast, these codecs never let two tokens share a scale.
+A tensor has shape (..., hidden), where the last axis holds the channels of one token. The payload is a sequence of
+encoded tokens of equal size, so its size depends only on the shape. Unlike the codecs of a swap, which encode a flat
+vector in chunks, these codecs never let two tokens share a scale.
 
 int8 and int4 cut the channels of a token into blocks of BLOCK_CHANNELS; the last block may be shorter. The bytes of a
 token hold one bf16 scale for each block, followed by the codes of each block.
@@ -11,7 +11,7 @@ token hold one bf16 scale for each block, followed by the codes of each block.
   (1 + 2^-7) over the block.
 * int4: A block x of n values is first rotated (see `hadamard.py`), and the rotated block y is encoded. A short last
   block is padded with zeros to a power of two that is at least 2, and the codes of all n rotated values are sent. Byte
-  i of a block holds code i + 16 * code (i + n / 2). The decoded values are `signs * (codes H) * scale`. The Euclidean
+  i of a block holds code[i] + 16 * code[i + n / 2]. The decoded values are `signs * (codes H) * scale`. The Euclidean
   norm of a block's error is at most n / 2 times the scale, and the scale is at most max|y| / (7 n) * (1 + 2^-7).
   Because max|y| <= sqrt(n) |x|, the norm of the block also bounds the scale.
 
@@ -19,9 +19,9 @@ These error bounds hold for each block of each token, so a channel that is far l
 only in its own block. Rounding in fp32 adds at most 2^-13 of the block's norm to either error. A scale is never below
 2^-126. Codes are small integers, so decoding to fp32 is exact and every machine decodes the same numbers.
 
-Activations and gradients are rounded to the nearest code. Stochastic rounding would have no bias, but it leaves a
-larger error in a weight gradient: the signs of gradients already vary from token to token, which keeps the errors of
-tokens from adding up (see benchmarks/activation_codecs.py).
+Activations and gradients are rounded to the nearest code. Stochastic rounding would be unbiased, but it would increase
+the error of weight gradients. The errors of nearest rounding do not add up over tokens, because the signs of gradients
+vary from token to token (see benchmarks/activation_codecs.py).
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ class ActivationCodec(Protocol):
         ...
 
     def encode(self, values: Tensor) -> memoryview:
-        """Return the payload of a tensor of shape (..., hidden) in new memory.
+        """Encode a tensor of shape (..., hidden) into a newly allocated payload.
 
-        The tensor may have any floating-point dtype and be on any device; it is not changed. The work is done on its
-        device, and only the encoded bytes are copied to the CPU, with one synchronization. Raises ValueError for any
-        other kind of tensor, and for a value that is non-finite or too large for the codec. These checks protect the
-        sender, because a receiver blames the sender for a bad frame.
+        The tensor may have any floating-point dtype and be on any device; it is not changed. Encoding runs on the
+        tensor's device and synchronizes once, to copy the encoded bytes to the CPU. Raises ValueError for any other
+        kind of tensor, and for a value that is non-finite or too large for the codec. These checks protect the sender,
+        because a receiver blames the sender for a bad frame.
         """
         ...
 
@@ -86,7 +86,7 @@ class ActivationCodec(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RawActivationCodec:
-    """A codec that stores each element in `dtype`, little-endian and rounded to nearest even."""
+    """A codec that rounds each element to `dtype` (to nearest even) and stores it in little-endian order."""
 
     name: str
     dtype: torch.dtype
@@ -219,7 +219,8 @@ class BlockActivationCodec:
     def _scales_valid(self, coded: Tensor, *, hidden: int) -> bool:
         """Return whether all scales are normal, positive, and small enough to keep decoded values within LARGEST.
 
-        Decoded values must stay within LARGEST for every code that fits in the payload, up to max_code + 1.
+        Decoded values must stay within LARGEST for every code that the payload can represent, up to max_code + 1 in
+        magnitude.
         """
         return all(
             within(_scales(coded, span=span), lowest=FLOAT32.tiny, highest=self._largest_scale(span))
@@ -286,7 +287,7 @@ def _num_tokens_and_hidden(shape: Sequence[int]) -> tuple[int, int]:
 
 
 def _as_tokens(values: Tensor) -> Tensor:
-    """Return `values` detached and with shape (tokens, hidden). The result is a view if possible."""
+    """Return `values`, detached and reshaped to (tokens, hidden). The result is a view if possible."""
     num_tokens, hidden = _num_tokens_and_hidden(values.shape)
     if not values.is_floating_point():
         raise ValueError(f"activations must be floating-point numbers, not {values.dtype}")
@@ -308,7 +309,7 @@ def _payload_bytes(payload: bytes | memoryview, *, codec: ActivationCodec, shape
 
 
 def _chunks(num_tokens: int, width: int, *, device: torch.device) -> Iterator[range]:
-    """Yield ranges of tokens that are processed together. Each token has `width` elements."""
+    """Yield the ranges of tokens to process one after another. Each token has `width` elements."""
     num_elements = CPU_CHUNK_ELEMENTS if device.type == "cpu" else ACCELERATOR_CHUNK_ELEMENTS
     step = max(1, num_elements // width)
     return (range(start, min(start + step, num_tokens)) for start in range(0, num_tokens, step))
@@ -339,6 +340,9 @@ def _times_hadamard(blocks: Tensor) -> Tensor:
 
 
 def _saturated(values: Tensor, *, dtype: torch.dtype) -> Tensor:
-    """Clamp values that would be infinite in `dtype`. All values are within LARGEST, so only fp16 needs this."""
+    """Clamp values that would be infinite in `dtype`.
+
+    All decoded values are within LARGEST, so only fp16 needs this clamping.
+    """
     largest = torch.finfo(dtype).max
     return values.float().clamp(-largest, largest) if largest < LARGEST else values  # bf16 cannot represent 65504

@@ -18,7 +18,7 @@ assert sys.byteorder == "little", "big-endian machines are not supported, becaus
 
 
 class Scratch:
-    """Memory for intermediate values that is reused from chunk to chunk, by one thread at a time.
+    """Scratch memory for intermediate values, which one thread at a time reuses from chunk to chunk.
 
     Reusing memory is worthwhile because the first use of fresh memory takes longer than the arithmetic on it.
     """
@@ -27,7 +27,7 @@ class Scratch:
         self._tensors: dict[tuple[str, torch.device], Tensor] = {}
 
     def take(self, name: str, num_elements: int, *, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
-        """Return memory of shape (num_elements,), which is at most one chunk.
+        """Return a buffer of `num_elements` elements, which must not exceed one chunk.
 
         Calls with the same name and device return the same memory.
         """
@@ -60,15 +60,15 @@ class Codec(Sized, Protocol):
         """Encode a chunk into `out`.
 
         `values` is a contiguous 1-D tensor of at most CHUNK_ELEMENTS elements, in any floating-point dtype and on any
-        device; it is not changed. `out` is a uint8 tensor of shape (num_bytes,) on the CPU. The work is done on the
-        device of `values`, and only the encoded bytes are copied to the CPU, with one synchronization. Raises
-        ValueError for any other shape, and for a value that is non-finite or too large for the codec. After an error,
-        the content of `out` is undefined.
+        device; it is not changed. `out` is a uint8 tensor of shape (num_bytes,) on the CPU. Encoding runs on the device
+        of `values` and synchronizes once, to copy the encoded bytes to the CPU. Raises ValueError for any other shape,
+        and for a value that is non-finite or too large for the codec. After an error, the content of `out` is
+        undefined.
         """
         ...
 
     def encode(self, values: Tensor) -> bytes:
-        """Return the bytes that `encode_into` writes, in new memory."""
+        """Return a new buffer with the bytes that `encode_into` would write."""
         ...
 
     def check(self, payload: bytes | memoryview, *, num_elements: int) -> None:
@@ -83,7 +83,7 @@ class Codec(Sized, Protocol):
         out: Tensor | None = None,
         scratch: Scratch | None = None,
     ) -> Tensor:
-        """Decode a payload to fp32 on the CPU, either into `out` or to a new tensor.
+        """Decode a payload to fp32 on the CPU, into `out` or a new tensor.
 
         The result has shape (num_elements,), and all its values are finite. Raises CorruptPayload for a wrong length
         and for values that are non-finite once decoded. The caller knows the sender and adds its name to the error.

@@ -5,15 +5,15 @@ is `code * scale`.
 
 * int8 and int4: The scale is the largest magnitude in the block divided by max_code, rounded *up* to bf16. No code can
   exceed max_code, so nothing is clipped.
-* int2 and sign1: The codes are odd (-3, -1, 1, 3 for int2 and -1, 1 for sign1), and larger elements are clipped. The
-  scale of int2 is 0.4979 times the root mean square of the block. With this scale, four equidistant levels have the
-  smallest mean squared error for a Gaussian, which is 0.1188 (J. Max, "Quantizing for minimum distortion", IRE Trans.
-  Inf. Theory 6, 1960, table II). Levels that are not equidistant reach 0.1175. The scale of sign1 is the mean
-  magnitude, which is optimal for signs.
-* A scale is never smaller than the smallest normal number, not even for a block of zeros. Its reciprocal is therefore
-  finite, and machines that flush subnormal numbers to zero get the same result.
-* The product of a code of up to 8 bits and a bf16 with 8 significant bits is exact in fp32, so every machine decodes
-  the same numbers.
+* int2 and sign1: The codes are odd (-3, -1, 1, 3 for int2 and -1, 1 for sign1), and elements beyond the outermost codes
+  are clipped. The scale of int2 is 0.4979 times the root mean square of the block. For a Gaussian, this scale minimizes
+  the mean squared error of four equidistant levels, at 0.1188 of the variance (J. Max, "Quantizing for minimum
+  distortion", IRE Trans. Inf. Theory 6, 1960, table II). Levels with optimal spacing would reach 0.1175. The scale of
+  sign1 is the mean magnitude, which minimizes the mean squared error of a sign code.
+* A scale is never smaller than the smallest normal fp32 number, not even for a block of zeros. Its reciprocal is
+  therefore finite, and machines that flush subnormal numbers to zero get the same result.
+* The product of a code (at most 8 bits) and a bf16 scale (8 significant bits) is exact in fp32, so every machine
+  decodes the same numbers.
 * Codes that share a byte are not adjacent. int4 packs element i of the first half of the chunk with element i of the
   second half, as `low + 16 * high`. In the same way, int2 packs the four quarters of the chunk, and sign1 packs its
   eight eighths. Each of these parts is contiguous in memory, which suits vector units.
@@ -56,7 +56,7 @@ class BlockCodec:
     Each byte holds `codes_a_byte` codes. `quantize` is called with blocks of shape (num_blocks, block_elements), the
     number of elements, and a workspace of the same shape as the blocks. The last block is padded with zeros beyond the
     last element. `quantize` writes integers to the workspace, which `pack` reads and may overwrite. It returns the
-    scales, which are bf16 values in fp32. The scale of a block with a non-finite value is invalid.
+    scales, which are bf16 values stored as fp32. The scale of a block with a non-finite value is invalid.
     """
 
     name: str
@@ -129,7 +129,7 @@ class BlockCodec:
     def _scales_valid(self, scales: Tensor) -> bool:
         """Return whether all scales are normal, positive, and small enough to keep decoded values finite.
 
-        Decoded values must be finite for every code that fits in a byte, up to max_code + 1.
+        Decoded values must be finite for every code that the payload can represent, up to max_code + 1 in magnitude.
         """
         return within(scales.float(), lowest=FLOAT32.tiny, highest=FLOAT32.max / (self.max_code + 1))
 
@@ -142,7 +142,7 @@ class BlockCodec:
 def block_scales(largest: Tensor, *, max_code: int) -> Tensor:
     """Return the scale of each block, given the largest magnitude in the block.
 
-    The scales are bf16 values in fp32. The scale of a block whose magnitude is not finite is invalid.
+    The scales are bf16 values stored as fp32. The scale of a block whose magnitude is not finite is invalid.
     """
     scales = (largest / max_code).clamp_min_(FLOAT32.tiny)
     # Round up to the next bf16 value. Its bits are the upper 16 bits of the fp32 value.
@@ -170,7 +170,7 @@ def quantize_rms(blocks: Tensor, num_elements: int, workspace: Tensor) -> Tensor
 def quantize_signs(blocks: Tensor, num_elements: int, workspace: Tensor) -> Tensor:
     """Write -1 for each negative element and 0 for all others, and return the scales.
 
-    The numbers that are written are the c of the codes 2 c + 1.
+    Each written number is the c of a code 2 c + 1.
     """
     block_elements = blocks.shape[1]
     scales = torch.abs(blocks, out=workspace).sum(dim=1).mul_(1 / block_elements)

@@ -1,9 +1,9 @@
 """Compute the dither that two partners share in a swap.
 
 Every machine computes the same bits from a seed and a position in the vector. WORDS are DITHER_ELEMENTS fixed 32-bit
-numbers: the blake3 output stream of WORDS_KEY, read as little-endian. For block `b` of a section, two 32-bit numbers
-are derived from the seed. The first, `a`, is always odd; the second, `c`, can have any value. Element i of the block
-gets the dither
+numbers: the blake3 output stream of WORDS_KEY, read as little-endian integers. For block `b` of a section, two 32-bit
+numbers are derived from the seed. The first, `a`, is always odd; the second, `c`, can have any value. Element i of the
+block gets the dither
 
     dither = int32(a * WORDS[i] + c, wrapped) / 2**32          in [-0.5, 0.5]
 
@@ -28,8 +28,8 @@ WORDS_KEY = b"noloco_p2p shared dither 1"
 def dither_seed(swap_id: bytes, section: int) -> int:
     """Return the seed of one section of one swap.
 
-    The seed is the first 8 bytes, as a little-endian number, of the blake3 hash of the swap ID and the section (one
-    byte).
+    The seed consists of the first 8 bytes of the blake3 hash of the swap ID and the section (one byte), read as a
+    little-endian number.
     """
     return int.from_bytes(blake3(swap_id + bytes([section])).digest(8), "little")
 
@@ -50,7 +50,7 @@ def fill_dither(out: Tensor, *, scratch: Tensor, seed: int, block_index: int) ->
 def block_numbers(seed: int, block_index: int) -> tuple[int, int]:
     """Return the int32 numbers a (always odd) and c of a block.
 
-    They come from the blake3 hash of the seed and the block index, which are 8 bytes each, little-endian.
+    They come from the blake3 hash of the seed and the block index, each encoded as 8 little-endian bytes.
     """
     a, c = struct.unpack("<ii", blake3(struct.pack("<QQ", seed, block_index)).digest(8))
     return a | 1, c

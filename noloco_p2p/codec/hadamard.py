@@ -1,4 +1,4 @@
-"""Rotate blocks for the int4 activation codec, with random signs and then a Hadamard matrix.
+"""Rotate blocks for the int4 activation codec by applying random signs and then a Hadamard matrix.
 
 The rotation is the same on every machine. A block x of n channels of token t becomes y = (signs[t mod NUM_SIGNS] * x)
 H. H is Sylvester's matrix of order n: H[i, j] = (-1)^(number of bits set in i & j). All entries are 1 or -1, and H H =
@@ -29,7 +29,7 @@ SIGNS_KEY = b"noloco_p2p hadamard signs 1"
 
 @lru_cache(maxsize=64)
 def hadamard(order: int, device: torch.device) -> Tensor:
-    """Return the Hadamard matrix in fp32, shape (order, order), which must not be changed.
+    """Return the Hadamard matrix in fp32, with shape (order, order). Do not modify it.
 
     `order` must be a power of two and at most LARGEST_ORDER.
     """
@@ -50,7 +50,7 @@ def signs(tokens: range, order: int, device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=8)
 def _all_signs(device: torch.device) -> Tensor:
-    """Return all signs, with shape (NUM_SIGNS, LARGEST_ORDER). They must not be changed."""
+    """Return all signs, with shape (NUM_SIGNS, LARGEST_ORDER). Do not modify them."""
     data = bytearray(blake3(SIGNS_KEY).digest(NUM_SIGNS * LARGEST_ORDER // 8))
     bits = torch.frombuffer(data, dtype=torch.uint8)[:, None] >> torch.arange(8, dtype=torch.uint8) & 1
     return (1 - 2 * bits.float()).view(NUM_SIGNS, LARGEST_ORDER).to(device)

@@ -9,19 +9,19 @@ k mod 2**bits. With Q(x) = (k - dither) * step, the dither cancels in a differen
 
 follows from the residues as long as the integers differ by less than half of 2**bits. The residues alone do not show
 whether the integers are that close. Each payload therefore ends with a digest of the sender's full integers. The
-receiver reconstructs these integers from the residues and its own integers, and compares their digest. Both partners
-detect a failure in the same chunk, and they send that chunk again without modulo coding. The modulo and the shared
-dither come from Moniqua (arXiv 2002.11787); the grid, its bounds and the digest are new here.
+receiver reconstructs these integers from the residues and its own integers, and checks them against the digest. Both
+partners detect a failure in the same chunk, and they send that chunk again without modulo coding. The modulo and the
+shared dither come from Moniqua (arXiv 2002.11787); this module adds the grid, its bounds and the digest.
 
 The codec `modulo` first sends the lowest 4 bits of each integer. If a chunk fails, bits 4 and 5 follow, and if it fails
-again, bits 6 and 7 follow. The number of bits therefore depends on the actual distance and not on a prediction, and the
-grid need not be coarse just in case a distance is large.
+again, bits 6 and 7 follow. The number of bits therefore depends on the actual distance rather than a prediction, and
+the grid need not be coarse as a precaution against large distances.
 
 The payload of a chunk of n elements consists of the residues, followed by the first 16 bytes of a blake3 hash. The hash
 covers the seed (8 bytes), the exponents of the chunk (one byte each) and the n integers as int32, all little-endian.
 The digest therefore also reveals differences between the two grids. With 8 bits, each residue takes one byte. With 4
-bits, byte i holds residue i + 16 * residue (i + ceil(n / 2)), as in `blocks.py`. With 2 bits, byte i holds the residues
-i, i + q, i + 2 q and i + 3 q, where q = ceil(n / 4); the first one is in the lowest bits. If earlier payloads carried b
+bits, byte i holds residue[i] + 16 * residue[i + ceil(n / 2)], as in `blocks.py`. With 2 bits, byte i holds the residues
+i, i + q, i + 2 q and i + 3 q, where q = ceil(n / 4); residue i is in the lowest bits. If earlier payloads carried b
 bits in total, the residues are those of k // 2**b, and the digest stays the same.
 """
 
@@ -96,9 +96,9 @@ class Grid:
 class ModuloCodec:
     """A codec that sends `bits` low-order bits of each grid integer.
 
-    If `after` is set, a chunk has failed with that codec, and this one sends the next higher bits. `margin` is the
-    ratio of the bound to the largest recent distance. It is None for a codec that sends more bits as needed, because
-    the step of such a codec depends only on the acceptable error.
+    If `after` is set, this codec sends the next higher bits of the chunks that failed with the codec `after`. `margin`
+    is the ratio of the bound to the largest recent distance. It is None for a codec that sends more bits as needed,
+    because the step of such a codec depends only on the acceptable error.
     """
 
     name: str
@@ -170,8 +170,9 @@ class ModuloCodec:
         """Return k_partner - k_own for a chunk, packed for `half_difference`, or None if the chunk failed.
 
         `values` is this peer's own chunk, as it was passed to `encode`, and `partner` is the partner's payload.
-        `earlier` holds the concatenated payloads before that one, which `after` has checked. Either both partners get
-        None or neither does. Raises ValueError in the same cases as `encode`, and CorruptPayload for a wrong length.
+        `earlier` holds the concatenation of the partner's earlier payloads, which `after` has checked. Either both
+        partners get None or neither does. Raises ValueError in the same cases as `encode`, and CorruptPayload for a
+        wrong length.
         """
         check_values(values)
         self.check(partner, num_elements=values.numel())
@@ -199,7 +200,7 @@ class ModuloCodec:
     ) -> Tensor:
         """Return the half-difference h of a chunk in fp32 on the CPU.
 
-        The partner computes exactly the negative of it, element by element.
+        The partner computes exactly its negative, element by element.
         """
         if len(differences) != self.num_difference_bytes(num_elements):
             raise ValueError(f"{num_elements} encoded differences cannot have a length of {len(differences)} bytes")
@@ -210,7 +211,7 @@ class ModuloCodec:
         return half
 
     def _residues(self, payload: bytes | memoryview, earlier: bytes | memoryview, num_elements: int) -> Tensor:
-        """Return the partner's residues with all known bits. The bits above those are undefined."""
+        """Return the partner's residues with all known bits. Higher bits are undefined."""
         residues = _unpacked(memoryview(payload)[:-DIGEST_BYTES], num_elements, bits=self.bits)
         if self.after is None:
             return residues
@@ -251,9 +252,9 @@ def num_blocks(num_elements: int) -> int:
 def agree(own: bytes, partner: bytes, *, by_need: bool = False) -> bytes:
     """Combine the proposals of two partners into the exponents of their grid.
 
-    Each block gets the coarser of the two steps, or UNKNOWN if either partner does not know one. If `by_need` is true,
-    each block gets the finer step, or UNKNOWN if neither partner knows one. Raises CorruptPayload if the partner's
-    proposal has the wrong length or an exponent that no peer proposes.
+    Each block gets the coarser of the two steps, or UNKNOWN if either step is unknown. If `by_need` is true, each block
+    gets the finer step, or UNKNOWN if both steps are unknown. Raises CorruptPayload if the partner's proposal has the
+    wrong length or an exponent that is out of range.
     """
     if len(partner) != len(own):
         raise CorruptPayload(f"it proposes a grid of {len(partner)} blocks, but the section has {len(own)}")
@@ -269,8 +270,8 @@ def agree(own: bytes, partner: bytes, *, by_need: bool = False) -> bytes:
 class Bounds:
     """Recent distances between partners, from which a peer proposes the next grid of a section.
 
-    At most REMEMBERED + 1 numbers are kept per block. Only one thread at a time may update a chunk, but chunks are
-    independent of each other.
+    At most REMEMBERED + 1 numbers are kept per block. Only one thread at a time may update a chunk, but different
+    chunks may be updated at the same time.
     """
 
     def __init__(self, num_elements: int, *, codec: ModuloCodec) -> None:
@@ -287,7 +288,7 @@ class Bounds:
     def begin_swap(self, round_index: int) -> None:
         """Begin the swap of a round.
 
-        All rounds since the last swap that received anything count as rounds without a partner.
+        All rounds since the last swap in which a chunk was received count as rounds without a partner.
         """
         self._round = round_index
 
@@ -308,9 +309,9 @@ class Bounds:
     def propose(self) -> bytes:
         """Return a proposal with one exponent per block.
 
-        The exponent is UNKNOWN if no distance was recorded, or only distances of 0, because neither predicts anything.
-        If the codec sends bits as needed, the exponents are lower after rounds without a partner, because errors
-        persist longer when peers mix less often.
+        The exponent is UNKNOWN if no nonzero distance was recorded, because there is nothing to predict from. If the
+        codec sends bits as needed, the exponents are lower after rounds without a partner, because errors persist
+        longer when peers mix less often.
         """
         largest = self._distances.amax(dim=0)
         wanted = _above(largest * self._distance_to_step)
@@ -328,7 +329,7 @@ def _root_mean_square(values: Tensor) -> Tensor:
 
 
 def _packed(residues: Tensor, *, bits: int) -> bytes:
-    """Pack the low `bits` of each of the uint8 `residues`, which are overwritten."""
+    """Pack the lowest `bits` bits of each uint8 residue, overwriting `residues`."""
     packed, *others = residues.split(max(1, -(-len(residues) * bits // 8)))
     if bits < 8:
         packed.bitwise_and_((1 << bits) - 1)
@@ -338,9 +339,9 @@ def _packed(residues: Tensor, *, bits: int) -> bytes:
 
 
 def _unpacked(packed: bytes | memoryview, num_elements: int, *, bits: int) -> Tensor:
-    """Unpack to new uint8 memory of shape (num_elements,) on the CPU.
+    """Unpack residues into a new uint8 tensor of shape (num_elements,) on the CPU.
 
-    In each residue, only the lowest `bits` are defined.
+    Only the lowest `bits` bits of each residue are defined.
     """
     if not num_elements:
         return torch.empty(0, dtype=torch.uint8)
@@ -363,8 +364,8 @@ def _grid_integers(values: Tensor, *, grid: Grid, chunk_index: int) -> Iterator[
 
     If an integer exceeds MAX_INTEGER, None takes the place of that block's integers, and the iterator ends. Two buffers
     are reused from block to block to keep the working set in a core's cache, so each block overwrites the integers of
-    the previous block. Computing x / step is exact, and adding the dither rounds to fp32. Q(x) is therefore within step
-    / 2 + 2**-24 |x| of x.
+    the previous block. Dividing x by the step is exact, but adding the dither rounds to fp32. Q(x) is therefore within
+    step / 2 + 2**-24 |x| of x.
     """
     values = values.detach()
     steps = torch.empty(min(len(values), BLOCK_ELEMENTS), dtype=torch.float32, device=values.device)

@@ -11,9 +11,9 @@ A mark is a fraction of the schedule, in units of 1 / MARKS. AT_REST stands for 
 final weights of a peer that has stopped training.
 
 The hash is a table of 2 x BLOCK_ELEMENTS bytes (the blake3 output stream of KEY, mark and run). The lowest six bits of
-each byte are the bucket, and the highest bit is the sign. Each block b of the vector starts at its own offset in the
-table and has its own sign; both come from blake3 of KEY, mark, run and b. A sketch takes 2 to 3 ns per element on one
-core. Sums are computed in fp64.
+each byte are the bucket, and the highest bit is the sign. Each block b of the vector has its own sign and its own
+starting offset in the table; both come from the blake3 hash of KEY, mark, run and b. A sketch takes 2 to 3 ns per
+element on one core. Sums are computed in fp64.
 """
 
 from __future__ import annotations
@@ -77,9 +77,9 @@ def norm(vector: Tensor) -> float:
 def pack(values: Tensor, *, mark: int, norm: float) -> str:
     """Pack a sketch into 175 characters, or return an empty string if the vector is non-finite or all zeros.
 
-    The characters are the Base85 encoding of the mark, the norm, the step between two 16-bit integers, and the
-    integers. The error is at most half a step, which is 1.5e-5 of the largest number, so distances of 1e-4 of the norm
-    are preserved.
+    The characters are the Base85 encoding of the mark, the norm, the quantization step, and the numbers as 16-bit
+    multiples of the step. The error is at most half a step, which is 1.5e-5 of the largest number, so distances as
+    small as 1e-4 of the norm are preserved.
     """
     largest = float(values.abs().max())
     if not (largest < LARGEST_STEP and 0 < norm < LARGEST_STEP):
@@ -90,7 +90,7 @@ def pack(values: Tensor, *, mark: int, norm: float) -> str:
 
 
 def unpack(text: str) -> Sketch | None:
-    """Unpack a sketch. Returns None for invalid text, which strangers can put in their records."""
+    """Unpack a sketch. Returns None for invalid text, because strangers can put any text in their records."""
     try:
         mark, norm, step, *integers = _PACKED.unpack(b85decode(text))
     except (ValueError, struct.error):
@@ -102,7 +102,7 @@ def unpack(text: str) -> Sketch | None:
 
 @lru_cache(maxsize=4)
 def _table(key: bytes) -> tuple[Tensor, Tensor]:
-    """Return the buckets (int64) and signs (fp32), each of shape (2 * BLOCK_ELEMENTS,), which must not be changed."""
+    """Return the buckets (int64) and signs (fp32), each of shape (2 * BLOCK_ELEMENTS,). Do not modify them."""
     data = torch.frombuffer(bytearray(blake3(key).digest(2 * BLOCK_ELEMENTS)), dtype=torch.uint8)
     return (data & (SKETCH_SIZE - 1)).long(), 1.0 - 2.0 * (data >> 7).float()
 

@@ -1,8 +1,8 @@
 """Define the rows of a source, which are documents or faults.
 
-A hash decides which documents are held out, because all machines must agree on them without communicating. `datasets`
-splits by a seed and the number of rows instead. If one machine had one more document than the others, four in five of
-its held-out documents would differ (benchmarks/data_library.py).
+A hash decides which documents are held out, because all machines must agree on them without communicating. By contrast,
+`datasets` splits by a seed and the number of rows. With that method, if one machine had one more document than the
+others, four in five of its held-out documents would differ (benchmarks/data_library.py).
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ class Unavailable(DataError):
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A text, or its token ids (1-D integers). If `name` is set, a hash of the name decides whether it is held out."""
+    """A text, or its token ids (1-D integers).
+
+    If `name` is set, a hash of the name decides whether the document is held out.
+    """
 
     content: str | np.ndarray
     origin: str  # the file or data set that it comes from, for messages
@@ -39,7 +42,7 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """An unusable line of a file, or row of a table, counted from 1.
+    """An unusable line of a file or row of a table. `line` is its number, counted from 1.
 
     If `rest` is true, the rest of the file is unusable as well.
     """
@@ -80,7 +83,7 @@ def is_held_out(document: Document, share: float) -> bool:
 
 
 class Faults:
-    """A log that counts and reports each fault once. It calls `on_fault` for each fault, on the thread that reads."""
+    """A log that counts and reports each fault once. It calls `on_fault` for each fault, on the reading thread."""
 
     def __init__(self, on_fault: Callable[[Fault], None] | None = None) -> None:
         self.on_fault = on_fault

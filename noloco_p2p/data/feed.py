@@ -61,8 +61,8 @@ class Feed:
     def read(self) -> list[np.ndarray]:
         """Return the token ids of the next documents, one array each. An empty list marks the end of an epoch.
 
-        After an empty list, the next call begins a new epoch. Raises DataError if a whole epoch had no document, or if
-        no document could be read for a long time.
+        After an empty list, the next call begins a new epoch. Raises DataError if a whole epoch contained no document,
+        or if no document could be read for a long time.
         """
         while documents := self._next_documents():
             if arrays := self._encode(documents):
@@ -88,7 +88,7 @@ class Feed:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
-        """Continue from the position in `state`. Return False, with a warning, if files were added or removed.
+        """Continue from the position in `state`. Log a warning and return False if files were added or removed.
 
         In that case, the order of the files has changed, so a new epoch begins. Raises KeyError, TypeError or
         ValueError for a state that `state_dict` cannot have returned.
@@ -124,8 +124,8 @@ def make_encoder(data: DataSpec, tokenizer: PreTrainedTokenizerBase, faults: Fau
     """Return a function that turns documents into token ids (int32), each document ending with the end-of-text token.
 
     The function encodes several texts at once, because a hub tokenizer spreads them over the cores. For the tokenizer
-    `bytes`, it computes the ids directly. The tokenizer's own code runs in Python, one letter at a time, and would
-    treat a "</s>" in a text as the end of the text.
+    `bytes`, it computes the ids directly. The tokenizer's own code would process one letter at a time in Python, and
+    would treat a "</s>" in a text as the end of the text.
 
     If a document contains token ids that the tokenizer does not have, the document is reported as a fault and left out.
     Raises DataError if the tokenizer has no end-of-text token.

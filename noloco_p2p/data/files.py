@@ -1,11 +1,11 @@
-"""Read local files row by row: text, JSON lines (both also as .gz) and Parquet.
+"""Read local files row by row: text and JSON lines (plain or .gz), and Parquet.
 
 A row is a document, a fault with its line and reason, or None if it is empty. Rows are numbered in file order, so that
 reading can start at any row. Errors that may be temporary, for example on a network file system, raise Unavailable.
 
 The builders of `datasets` cannot replace this module. Their errors do not name the file. They stop at the first line
-that is not JSON or has other fields, the first damaged row group, or the end of a truncated file, and do not read the
-later files, either. They also use 330 MiB more memory per process, and read .json.gz at half the speed
+that has other fields or is not JSON, at the first damaged row group, or at the end of a truncated file, and never read
+the files that follow. They also use 330 MiB more memory per process, and read .json.gz at half the speed
 (benchmarks/data_library.py).
 """
 
@@ -46,7 +46,7 @@ def file_piece(path: Path, text_field: str) -> Piece:
 
 
 def _guarded(path: Path, read: Read, start: int, text_field: str) -> Iterator[Row]:
-    """Yield the rows of a file. If the rest of the file cannot be read, the last row is a fault."""
+    """Yield the rows of a file. If the rest of the file cannot be read, the last row yielded is a fault."""
     number = start
     try:
         for row in read(path, start, text_field):
@@ -64,7 +64,7 @@ def _opened(path: Path) -> IO[bytes]:
 
 
 def _lines(file: IO[bytes]) -> Iterator[bytes | None]:
-    """Yield the lines of a file, with None in place of a line that is over the limit."""
+    """Yield the lines of a file, with None in place of a line that is longer than the limit."""
     while line := file.readline(MAX_LINE_BYTES):
         if len(line) < MAX_LINE_BYTES or line.endswith(b"\n"):
             yield line
@@ -218,7 +218,7 @@ def _parquet_rows(path: Path, start: int, text_field: str) -> Iterator[Row]:
 
 
 def _group_rows(batches: Iterator[Any], path: str, first: int, num_rows: int, text_field: str) -> Iterator[Row]:
-    """Yield the `num_rows` rows of one group. `first` is the number of its first row in the file, from 0."""
+    """Yield the `num_rows` rows of one group. `first` is the number of its first row in the file, counted from 0."""
     number = 0
     try:
         for table in batches:

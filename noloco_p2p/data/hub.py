@@ -33,7 +33,7 @@ Pause = Callable[[float], object]
 
 
 def hub_source(part: SourceSpec, split: str, *, pause: Pause = time.sleep) -> Source:
-    """Open a data set, with a few retries if the network may be the cause of a failure.
+    """Open a data set, and retry a few times if the network may have caused a failure.
 
     Raises DataError if the data set cannot be opened, and SpecError if it refers to files on this machine or at a third
     party.

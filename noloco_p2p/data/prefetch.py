@@ -19,10 +19,11 @@ JOIN_S = 5.0
 
 
 class Prefetcher:
-    """An iterator over the batches of a TokenStream. A thread reads ahead as soon as the first batch is requested.
+    """An iterator over the batches of a TokenStream. A thread starts to read ahead when the first batch is requested.
 
-    `state_dict` returns the position after the last batch that was returned, no matter how far the thread has read. An
-    error of the stream is raised in place of its batch. `close` ends the thread, even if it is waiting for the network.
+    `state_dict` returns the position after the last batch that was returned, no matter how far the thread has read. If
+    the stream cannot read a batch, its error is raised in place of that batch. `close` ends the thread, even if it is
+    waiting for the network.
 
     torch's DataLoader has no state. torchdata's `nodes.Prefetcher` has one, but its `next` has no timeout, and a peer
     must be able to leave at any time.
@@ -49,7 +50,7 @@ class Prefetcher:
         return batch
 
     def get(self, *, until: Callable[[], bool] = lambda: False) -> Tensor | None:
-        """Return the next batch, or None after `close` or if `until` becomes true before the batch is ready."""
+        """Return the next batch, or None if `close` is called or `until` becomes true before the batch is ready."""
         if self._thread is None and not self._closed.is_set():
             self._thread = threading.Thread(target=self._main, name="noloco-data", daemon=True)
             self._thread.start()
@@ -78,7 +79,7 @@ class Prefetcher:
         self._position = self._stream.position
 
     def close(self) -> None:
-        """End the thread. This can be called twice, and from any thread."""
+        """End the thread. This can be called more than once, and from any thread."""
         self._closed.set()
         self._stream.stop.set()
         if self._thread is not None and self._thread is not threading.current_thread():

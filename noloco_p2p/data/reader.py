@@ -2,7 +2,7 @@
 
 A source is a list of pieces, which are files or shards of a hub data set. A piece that cannot be read for the moment,
 for example because of the network, is set aside at its current row. Another piece is read in the meantime. When that
-piece ends, reading returns to the first one.
+piece ends, reading returns to the piece that was set aside.
 
 An `IterableDataset` of `datasets` ends at the first unreadable file. Its retries wait for the same file, and its
 `shuffle` draws from a buffer that a restart does not restore (benchmarks/data_library.py).
@@ -90,8 +90,8 @@ class Source:
 
     If all peers read a single large file from its start, they would train on the same text at the same time. A source
     with few pieces is therefore read in eight passes per epoch. Each pass yields a different eighth of the documents,
-    which depends on the order. The additional passes take time for parsing (about 200,000 rows per second), but no
-    memory. `thin` is false if reading a source again means downloading it again.
+    and the order determines which eighth. The additional passes take time for parsing (about 200,000 rows per second),
+    but no memory. `thin` is false if reading a source again means downloading it again.
     """
 
     def __init__(self, pieces: Sequence[Piece], *, thin: bool = True) -> None:

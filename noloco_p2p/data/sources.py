@@ -105,7 +105,7 @@ def _file_source(paths: list[Path], part: SourceSpec) -> Source:
 
 
 def builtin_corpus() -> Source:
-    """Return a source with the Python files of the standard library, which are about 11 MB and need no download.
+    """Return a source with the Python files of the standard library, which take up about 11 MB and need no download.
 
     Held-out files are chosen by path, so that peers with different versions of Python hold out the same ones. Raises
     DataError if Python was installed without these files.

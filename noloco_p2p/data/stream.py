@@ -1,14 +1,14 @@
 """Turn documents into packed batches of token ids, in an order that is unique to each peer.
 
-Tokens are processed in blocks. The documents of a block, in the peer's order, are joined by the end-of-text token and
-cut into sequences. The remaining tokens go to the next block, so no token is lost. The sequences of a block are
-shuffled, so that a batch mixes many documents. A mixture takes its next documents from the source that is furthest
+Tokens are processed in blocks. The documents of a block are concatenated in the peer's order, each with an end-of-text
+token, and cut into sequences. The remaining tokens go to the next block, so no token is lost. The sequences of a block
+are shuffled, so that a batch mixes many documents. A mixture takes its next documents from the source that is furthest
 behind its share of the tokens.
 
-A restart continues in exactly the same order. The saved state consists of the rest of the block, which has at most half
-a million tokens, and the start of the next block. A restart therefore reads nothing twice, and does not depend on which
-files have failed in the meantime. `datasets` cannot do this. Its `interleave_datasets` counts documents instead of
-tokens, and the state of its `shuffle` does not include the buffer, so other documents follow after a restart
+A restart continues in exactly the same order. The saved state consists of the rest of the block (at most half a million
+tokens) and the start of the next block. A restart therefore reads nothing twice, and does not depend on which files
+have failed in the meantime. `datasets` cannot do this. Its `interleave_datasets` counts documents instead of tokens.
+The state of its `shuffle` does not include the buffer, so a restart continues with other documents
 (benchmarks/data_library.py).
 """
 
@@ -55,14 +55,14 @@ class Position:
     rest: np.ndarray  # the sequences of this block that were not returned yet, (num, sequence_length), int32
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the position as JSON values. For a whole block, this takes about 40 ms and 0.6 to 1.1 MB."""
+        """Return the position as JSON values. For a whole block, this takes about 40 ms and returns 0.6 to 1.1 MB."""
         packed = base64.b64encode(zlib.compress(self.rest.astype("<i4").tobytes(), level=1)).decode()
         carry = self.carry.tolist()
         return {"version": STATE_VERSION, "feeds": self.feeds, "carry": carry, "block": self.block, "rest": packed}
 
 
 class TokenStream:
-    """An endless iterator over the batches of one peer, which are LongTensors (batch_size, sequence_length) on the CPU.
+    """An endless iterator over one peer's batches: LongTensors of shape (batch_size, sequence_length) on the CPU.
 
     Raises DataError if a source cannot be opened, at the start or later. The message names the flag or the file.
     Unusable rows of a file are skipped and reported to `faults`. If `stop` is set while the stream waits for the
@@ -106,7 +106,8 @@ class TokenStream:
     def position(self) -> Position:
         """The current position.
 
-        It is packed only when it is saved, because each batch that is read ahead has a position, and few are saved.
+        It is packed only when it is saved, because every batch that is read ahead has a position, but few positions are
+        saved.
         """
         return Position([feed.state_dict() for feed in self._feeds], self._carry, self._block, self._rest)
 
@@ -208,7 +209,7 @@ def validation_batches(
     progress: Progress | None = None,
     faults: Faults | None = None,
 ) -> list[Tensor]:
-    """Return batches of held-out sequences, (batch_size or fewer, sequence_length) each.
+    """Return batches of held-out sequences, each of shape (batch_size or fewer, sequence_length).
 
     Peers with the same data get the same sequences. They are spread evenly over a pool that is 16 times as large, in
     the plain order of the source. Each source of a mixture contributes its share. If there are fewer than

@@ -24,8 +24,8 @@ class Kind(IntEnum):
 class Send:
     """Send a frame to a neighbour, over a stream that is opened on demand.
 
-    If the peer cannot be reached, the driver calls `stream_closed`. The driver subtracts the time that the frame waits
-    in its queue from `remaining_s`, and it sends Backward frames first.
+    If the peer cannot be reached, the driver calls `stream_closed`. The driver reduces `remaining_s` by the time that
+    the frame waits in its queue, and it sends Backward frames first.
     """
 
     to: str
@@ -44,7 +44,7 @@ class Broadcast:
 class Compute:
     """Run this task, and report `computed` or `compute_failed`. At most one task runs at a time, including `CloseStep`.
 
-    `data` is the encoded input of a replica, or the microbatch as the head received it. `received` is the encoded
+    `data` is the encoded input of a replica, or the microbatch that the head launched. `received` is the encoded
     gradient for BACKWARD and the encoded activations for LOSS. The result is the payload of the next frame, except for
     BACKWARD at the head, which has no result. If a task fails, the driver must discard the gradients of that task and
     no others.

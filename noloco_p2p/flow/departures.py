@@ -48,10 +48,10 @@ class Departure:
 class Departures:
     """The microbatches that a node is sending to the next stage.
 
-    `candidates` returns the peers to ask for a microbatch. `returns` is true at the last stage, which sends
-    microbatches to the head without asking. If `gives_up` is true, a microbatch that all neighbours refuse is dropped
-    to free its slot. A head keeps such a microbatch and asks again, because no other microbatch is waiting for that
-    slot.
+    `candidates` returns the peers from which to request a slot for a microbatch. `returns` is true at the last stage,
+    which sends microbatches to the head without asking. If `gives_up` is true, a microbatch that all neighbours refuse
+    is dropped to free its slot. A head keeps such a microbatch and asks again, because no other microbatch is waiting
+    for that slot.
     """
 
     def __init__(
@@ -85,7 +85,10 @@ class Departures:
     def begin(
         self, ticket: MicrobatchTicket, payload: object, *, sinks: tuple[str, ...], deadline_s: float, now_s: float
     ) -> list[Action]:
-        """Add a microbatch. The last stage sends it at once, and all other stages ask for a slot in `start`."""
+        """Add a microbatch.
+
+        The last stage sends it at once; any other stage first asks for a slot when `start` is called.
+        """
         departure = Departure(ticket, payload, sinks, deadline_s)
         self._departures[ticket.id] = departure
         return self._send(departure, ticket.id.head, now_s) if self._returns else []

@@ -8,7 +8,7 @@ It is a pure state machine.
 
 The window of microbatches in flight doubles until the first losses, grows by one from then on, and halves when losses
 occur in quick succession. If no slot is free for a microbatch, it waits at the head, and no other microbatch is
-launched until it has been sent, so that a full pipeline does not waste training data.
+launched until it has been sent. A full pipeline therefore wastes no training data.
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ class Head(Machine):
     def launch(
         self, microbatch: object, num_tokens: int, now_s: float, *, is_training: bool = True
     ) -> tuple[MicrobatchId, list[Action]]:
-        """Launch a microbatch whose loss has `num_tokens` tokens. Return its id and the actions."""
+        """Launch a microbatch whose loss covers `num_tokens` tokens. Return its id and the actions."""
         assert self.can_launch(now_s, is_training=is_training)
         id = self._new_id()
         ticket = MicrobatchTicket(id, min(self.progress, FINAL_MARK), num_tokens, is_training)
@@ -327,7 +327,8 @@ class Head(Machine):
     def _returned(self, peer: str, forward: Forward) -> list[Action]:
         """Handle a microbatch that the last stage returns.
 
-        Its slot was reserved at launch, so it is refused only if it was given up, is damaged or took another path.
+        Its slot was reserved at launch, so it is refused only if it was given up, arrived damaged, or took another
+        path.
         """
         flying = self.in_flight.get(forward.id)
         if flying is not None and flying.returned_by == peer:  # repeated

@@ -121,7 +121,10 @@ class Replica(Machine):
         return self._settle(self.departures.look_again(now_s), now_s)
 
     def received(self, peer: str, frame: Frame, now_s: float) -> list[Action]:
-        """Handle a frame from a neighbour. The frame must be complete, and its size and ticket verified."""
+        """Handle a frame from a neighbour.
+
+        The frame must be complete, and the driver must have verified its size and ticket.
+        """
         match frame:
             case Want():
                 actions = self._want(peer, frame, now_s)

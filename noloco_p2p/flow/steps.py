@@ -47,7 +47,7 @@ class _Vote:
 
 
 class MedianSteps:
-    """The progress of an inner replica, which is the lower median of the last marks of all live heads.
+    """The progress of an inner replica: the lower median of the last marks of all live heads.
 
     Each live head has one vote. Each rise of the median closes at most one step, so a stage with few replicas takes
     larger steps instead of more steps. The median falls when slow heads are heard from again. The progress does not
@@ -85,7 +85,7 @@ class MedianSteps:
         return marks[(len(marks) - 1) // 2] if marks else None
 
     def take_step(self, now_s: float) -> int:
-        """Return the number of tokens in the step that closes now, or 0 if no step does.
+        """Return the number of tokens in the step that closes now, or 0 if no step closes.
 
         Except at the end of the run, a rise of the median does not close a step of less than half a batch.
         """
@@ -139,7 +139,7 @@ class BatchSteps:
         self.loss_tokens += num_tokens
 
     def count_done(self, num_tokens: int) -> None:
-        """Count the tokens of a microbatch with a loss once its backward pass at the front is complete or lost."""
+        """Count a microbatch's tokens once its loss is known and its backward pass at the front is complete or lost."""
         self.done_tokens += num_tokens
 
     @property
@@ -147,7 +147,7 @@ class BatchSteps:
         return self.done_tokens >= self._batch_tokens
 
     def take_step(self) -> int:
-        """Return the number of tokens in the step that closes now, or 0 if no step does."""
+        """Return the number of tokens in the step that closes now, or 0 if no step closes."""
         if not self.is_due:
             return 0
         num_tokens, self.loss_tokens, self.done_tokens = self.loss_tokens, 0, 0

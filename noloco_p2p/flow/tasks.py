@@ -9,7 +9,7 @@ from noloco_p2p.flow.frames import MicrobatchId
 
 
 class Tasks:
-    """A queue of tasks, of which one runs at a time.
+    """A queue of tasks that run one at a time.
 
     The most urgent kind comes first, and tasks of the same kind run in order of arrival. `take` returns the next task
     if none is running. Closing a step has priority, and no other task runs until the step is closed.

@@ -32,8 +32,8 @@ class Wants:
     def add(self, waiting: Waiting) -> bool:
         """Queue a Want. A repeated Want keeps its place.
 
-        Return False if another neighbour is waiting with the same microbatch, or if this neighbour is waiting with too
-        many.
+        Return False if another neighbour is waiting with the same microbatch, or if this neighbour has too many
+        microbatches waiting.
         """
         id = waiting.want.ticket.id
         before = self._waiting.get(id)

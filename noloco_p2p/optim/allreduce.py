@@ -32,10 +32,10 @@ class Ring:
     `coded` is a function that encodes and decodes a vector; if it is None, messages are lossless. `bytes_per_element`
     is the size of an encoded message per element.
 
-    Each replica owns a segment of the vector. Each of the N - 1 hops of the reduce-scatter encodes a partial sum again,
+    Each replica owns a segment of the vector. Each of the N - 1 hops of the reduce-scatter re-encodes a partial sum,
     and its receiver adds its own segment in fp32. The owner encodes the mean once, and every replica, including the
-    owner, uses the encoded mean. Errors therefore accumulate with N, and all replicas end with the same bits. PRIME
-    works in the same way (see `ring_allreduce` in PrimeIntellect-ai/prime at 5cc57a0).
+    owner, uses the encoded mean. Errors therefore accumulate with N, but the results of all replicas are bitwise
+    identical. PRIME works in the same way (see `ring_allreduce` in PrimeIntellect-ai/prime at 5cc57a0).
     """
 
     coded: Callable[[Tensor], Tensor] | None = None

@@ -10,8 +10,8 @@ from noloco_p2p.optim.allreduce import Ring
 class DataParallel:
     """Synchronous data-parallel training as an outer rule.
 
-    Replicas that start out equal stay equal, bit for bit. Together they train one model with the batches of all
-    replicas.
+    Replicas that start out bitwise identical stay bitwise identical. Together they train one model with the batches of
+    all replicas.
     """
 
     is_collective = True

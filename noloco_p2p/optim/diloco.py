@@ -5,9 +5,9 @@ With the outer gradient g (which points downhill), the momentum m, and alpha and
     heavy ball                m <- alpha m + beta g       slow weights += m
     Nesterov                  m <- alpha m + beta g       slow weights += beta g + alpha m
 
-They are the steps of `torch.optim.SGD` with lr = beta and momentum = alpha, without and with `nesterov=True`. DiLoCo
-(arXiv 2311.08105) uses Nesterov momentum with alpha = 0.9 and beta = 0.7. NoLoCo's reference code uses the heavy ball
-with alpha = 0.3 and beta = 0.7 as its baseline. This baseline is NoLoCo with all replicas in one group, where the
+`torch.optim.SGD` with lr = beta and momentum = alpha takes the same steps; `nesterov=True` selects the second one.
+DiLoCo (arXiv 2311.08105) uses Nesterov momentum with alpha = 0.9 and beta = 0.7. NoLoCo's reference code uses the heavy
+ball with alpha = 0.3 and beta = 0.7 as its baseline. This baseline is NoLoCo with all replicas in one group, where the
 mixing term vanishes.
 """
 

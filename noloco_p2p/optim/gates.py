@@ -1,10 +1,10 @@
-"""Decide how much of a partner's vectors is applied, and scale them accordingly. This module does no I/O.
+"""Decide how strongly a partner's vectors are applied, and scale them accordingly. This module does no I/O.
 
 A partner is a stranger. The vectors that it sends have arrived intact and are finite, but they can otherwise be
 anything. Several gates protect the weights. All of them compare the vectors with values that this peer itself has
 computed or received before.
 
-* finite     If a norm is non-finite, the whole swap is refused. Chunks with non-finite values never get this far.
+* finite     If a norm is non-finite, the whole swap is refused. Chunks with non-finite values are rejected earlier.
 * gradient   A partner is refused entirely if the norm of its outer gradient is more than ten times the median norm of
              this peer's recent outer gradients. Otherwise, the longer of the two outer gradients is scaled down to
              twice the norm of the shorter one. Then, in each tensor, the longer of the two is scaled down to four times
@@ -14,27 +14,27 @@ computed or received before.
 * cosine     A partner is refused entirely if its outer gradient points against this peer's outer gradient. The cosine
              is estimated on at most 16 chunks that this peer draws in secret, so that a liar cannot keep only those
              chunks clean. Honest gradients of one run either agree or are unrelated, so the limit is well below 0.
-* distance   A partner is refused entirely if the distance of its slow weights is more than three times the median
-             distance of recent partners, and also larger than this peer's outer gradient allows. Each partner counts
-             once, so a liar that this peer meets often does not make large distances normal. When islands merge,
-             distant partners are refused until this peer has met as many distant partners as close ones.
+* distance   A partner is refused entirely if the distance between the two peers' slow weights is more than three times
+             the median distance of recent partners, and also larger than this peer's outer gradient allows. Each
+             partner counts once, so a liar that this peer meets often does not make large distances normal. When
+             islands merge, distant partners are refused until this peer has met as many distant partners as close ones.
 * offset     The half-differences of slow weights and outer momentum are clipped to a radius around this peer
              (ClippedGossip, arXiv 2202.01545), separately for each tensor. The radius is twice the median norm of
-             recent offsets, but at least half and at most twice the norm of this peer's outer gradient in the tensor.
+             recent offsets, but at least half and at most twice the norm of this peer's outer gradient in that tensor.
              Each partner computes its own radius.
 * loss       `outer/update_filter.py` compares the loss on a private batch before and after the step. This gate is off
              by default.
 
-Outer gradients are compared after decoding, because both partners know only the decoded ones. A coarse codec changes
-norms and angles. int2 multiplies the norm of a normally distributed vector by 0.94, and sign1 multiplies it by 0.80.
-For real outer gradients of the toy model in benchmarks/study, the factor is 0.90 to 1.10 with int2 and 0.75 to 0.95
-with sign1. The factor never exceeds 1.5 with int2 or 1 with sign1. The limit of ten times the median compares the norm
-of the partner's decoded gradient with the norms of this peer's exact gradients. For two normally distributed vectors
-with cosine c, the decoded vectors have a cosine of 0.89 c (int2) or 2 / pi asin(c) (sign1), so the limit of -0.1
-corresponds to a cosine of -0.11 or -0.16 of the exact vectors. Coarse codecs therefore make it less likely that an
-honest partner is refused, and a liar's influence stays as limited as before. In a run without a late part, only the
-gates on the weights and on the loss remain. The offsets of such a run are as long as outer gradients, so clipping
-begins later (`WITHOUT_LATE_PART`).
+Outer gradients are compared after decoding, because only the decoded ones are known to both partners. A coarse codec
+changes norms and angles. int2 multiplies the norm of a normally distributed vector by 0.94, and sign1 multiplies it by
+0.80. For real outer gradients of the toy model in benchmarks/study, the factor is 0.90 to 1.10 with int2 and 0.75 to
+0.95 with sign1. The factor never exceeds 1.5 with int2 or 1 with sign1. The limit of ten times the median compares the
+norm of the partner's decoded gradient with the norms of this peer's exact gradients. For two normally distributed
+vectors with cosine c, the decoded vectors have a cosine of 0.89 c (int2) or 2 / pi asin(c) (sign1). The limit of -0.1
+corresponds to a cosine of -0.11 (int2) or -0.16 (sign1) between the exact vectors. Coarse codecs therefore make it less
+likely that an honest partner is refused, and they do not increase a liar's influence. In a run without a late part,
+only the gates on the weights and on the loss remain. The offsets of such a run are as long as outer gradients, so the
+smallest clipping radius is larger (`WITHOUT_LATE_PART`).
 
 Slow weights have no cosine gate, because islands that merge may differ in any direction.
 """
@@ -114,8 +114,8 @@ class GradientHistory:
     def refusal(self, own_norm: float, partner_norm: float, *, times_longer: float = 1.0) -> str:
         """Return the reason to refuse the partner, or an empty string if there is none.
 
-        `own_norm` is the norm of this peer's outer gradient in this round, which has not been recorded yet.
-        `times_longer` is the ratio of the partner's inner steps to this peer's inner steps.
+        `own_norm` is the norm of this peer's outer gradient in this round; it has not been recorded yet. `times_longer`
+        is the ratio of the partner's inner steps to this peer's inner steps.
         """
         if not math.isfinite(partner_norm):
             return "the norm of its outer gradient is not finite"
@@ -141,7 +141,7 @@ def cosine_refusal(*, dot: float, own_norm: float, partner_norm: float, limits: 
 
 
 class DistanceHistory:
-    """The distances of the slow weights of the last `HISTORY_ROUNDS` different partners, including refused ones.
+    """The distances to the slow weights of the last `HISTORY_ROUNDS` different partners, including refused ones.
 
     Distances are norms of half-differences.
     """
@@ -215,7 +215,7 @@ def shorten_longer_(own: Tensor, partner: Tensor, *, limits: GateLimits = LIMITS
 
 
 def clip_offset_(offset: Tensor, radius: float) -> tuple[float, float]:
-    """Clip one piece of a half-difference in place, and return its norm before and after."""
+    """Clip one piece of a half-difference in place, and return its norm before and after clipping."""
     norm = float(torch.linalg.vector_norm(offset))
     if norm <= radius:
         return norm, norm

@@ -1,4 +1,4 @@
-"""Simulate NoLoCo with groups of more than two replicas, which all-reduce within a random group.
+"""Simulate NoLoCo with random groups of more than two replicas, which all-reduce within their group.
 
 The size of a group is n in arXiv 2506.10911. With groups of two, this rule behaves as peers do, except that nothing is
 encoded and momentum is averaged within the group. With all replicas in one group, it is DiLoCo.

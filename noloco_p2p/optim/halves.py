@@ -1,8 +1,8 @@
-"""Compute half-differences. A partner's vectors change a peer only through them.
+"""Compute half-differences. A partner's vectors affect a peer only through half-differences.
 
-Let Q be encoding followed by decoding, and let h = (Q(partner) - Q(own)) / 2. A peer adds h to its own *exact* vector,
-which is its slow weights, its outer momentum or its outer gradient. Both partners know both decoded vectors, so both
-compute the same h up to its sign:
+Let Q be encoding followed by decoding, and let h = (Q(partner) - Q(own)) / 2. A peer adds h to its own *exact* vector
+(slow weights, outer momentum or outer gradient). Both partners know both decoded vectors, so both compute the same h up
+to its sign:
 
     (own_a + h) + (own_b - h) = own_a + own_b
 
@@ -22,7 +22,7 @@ def half_difference_(own_coded: Tensor, partner_coded: Tensor) -> Tensor:
     """Compute (partner - own) / 2 in place of `partner_coded`. Adding the result to `own` gives the midpoint.
 
     `own_coded` is the peer's own vector after encoding and decoding, not the exact vector; it is overwritten. The
-    partner's call gives exactly the opposite, element by element, because each operand is halved separately and
+    partner's call returns exactly the negative, element by element, because each operand is halved separately and
     rounding a difference to nearest is symmetric. A zero stays a zero. Halving first also keeps the result finite if
     both vectors are finite, whereas (partner - own) could overflow. The computation is not fused into one multiply-add,
     which would round subnormal operands differently. Raises ValueError if a dtype is not fp32 or the shapes differ.

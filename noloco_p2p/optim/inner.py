@@ -20,7 +20,7 @@ def make_inner_optimizers(
 ) -> list[torch.optim.Optimizer]:
     """Return the optimizers for `train.inner_optimizer`. Each parameter belongs to exactly one of them.
 
-    `matrices` are the parameters that Muon may train. They are 2-D and neither the embedding nor the head (see
+    `matrices` are the parameters that Muon may train. They are 2-D and exclude the embedding and the head (see
     `trainer.model.hidden_matrices`). Muon's step is scaled to the size of an AdamW step (0.2 sqrt(longer side), arXiv
     2502.16982), so that one learning rate suits both. Everything else is the same as in `make_inner_optimizer`.
     """

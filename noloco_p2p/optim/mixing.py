@@ -1,4 +1,7 @@
-"""Compute the terms on which two partners mix, and the closing rounds of a run. This module does not use torch."""
+"""Compute the terms on which two partners mix, and the number and length of a run's closing rounds.
+
+This module does not use torch.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ def gradient_weight(outer: OuterSpec, agreed: Agreement) -> float:
 
 
 def agreed_inner_steps(one: int, other: int) -> float:
-    """Return the agreed round length of two partners: the geometric mean, bit for bit the same for both.
+    """Return the round length that two partners agree on: the geometric mean, which is bitwise identical for both.
 
     It is the square root of a product of integers, which every machine rounds in the same way.
     """

@@ -7,7 +7,7 @@ differs in three ways:
 
 * It computes in fp32, except on an accelerator that supports bf16. All CPUs use fp32, so that two machines in a run, or
   a simulation of the run, get the same results.
-* It computes matrices of the same shape in one batched product.
+* It combines matrices of the same shape into batched products.
 * It needs only three iterations. It first scales the rows of a matrix so that its largest singular value is at most 1
   (almost-orthogonal layers, Prach and Lampert 2022, as in Turbo-Muon, arXiv 2512.04632). Each iteration then uses the
   coefficients that are optimal after the previous iteration (Polar Express, arXiv 2505.16932). benchmarks/study
@@ -108,8 +108,9 @@ def orthogonalize(matrices: Tensor) -> Tensor:
 def _whole_factor(gram: Tensor) -> Tensor:
     """Return the matrix that applies all iterations at once. The Gram matrices in `gram` are overwritten.
 
-    All products have the size of the shorter side, and they commute. If one side is 2.7 times as long as the other,
-    this takes a quarter less work. It is not used in bf16, where the rounding errors of a Gram matrix would grow.
+    All products are square, with the length of the shorter side, and they commute. If one side is 2.7 times as long as
+    the other, this saves a quarter of the work of separate iterations. It is not used in bf16, where the rounding
+    errors of a Gram matrix would grow.
     """
     polynomial, product = torch.empty_like(gram), torch.empty_like(gram)
     factor: Tensor | None = None

@@ -34,9 +34,9 @@ def outer_step(
 
     Elements are independent, so a vector can be updated slice by slice with the same result. Nothing is allocated. If
     momenta are swapped as well, add their half-difference to `outer_momentum` before the call. The sign of beta agrees
-    with the proof (eq. 32) and the published code: eq. 2 of the paper has a minus, although Delta points downhill.
-    Raises ValueError, before anything changes, if dtypes, shapes or devices do not match, or if alpha is set without a
-    momentum.
+    with the proof (equation 32) and the published code. Equation 2 of the paper has a minus sign instead, although
+    Delta points downhill. Raises ValueError, before anything changes, if dtypes, shapes or devices do not match, or if
+    alpha is not 0 but there is no momentum.
     """
     _check(slow_weights, outer_momentum, mean_outer_gradient, mean_slow_offset)
     if outer_momentum is None:

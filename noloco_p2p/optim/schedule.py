@@ -14,8 +14,8 @@ def learning_rate(train: TrainSpec, progress: float) -> float:
     """Return the learning rate of the inner step that starts at `progress`, a fraction of the run's schedule.
 
     The first step has progress 0, and the schedule ends at 1. After that, the learning rate stays at the minimum. The
-    warm-up covers warmup_steps / total_steps, and its first step gets 1 / warmup_steps of the peak rather than 0.
-    Raises ValueError if `progress` is negative or NaN.
+    warm-up covers warmup_steps / total_steps of the schedule, and its first step gets 1 / warmup_steps of the peak
+    rather than 0. Raises ValueError if `progress` is negative or NaN.
     """
     if not progress >= 0:
         raise ValueError(f"progress, as a fraction of the schedule, must be at least 0, but it is {progress}")

@@ -49,10 +49,10 @@ class Compute:
     """The settings with which this machine computes an inner step.
 
     `precision` is "bf16" (autocast over fp32 weights), "fp32" or "auto", which selects bf16 on a CUDA or ROCm device
-    that is fast at it. `micro_batch` is the number of sequences per forward and backward pass, whose gradients are
-    summed. If it is 0, a pass processes the whole batch, or as many sequences as fit into memory. `rank` is the index
-    of this process among the `num_ranks` processes that share a model. Each process computes its share of the rows of a
-    batch.
+    that is fast at it. `micro_batch` is the number of sequences per forward and backward pass; gradients are summed
+    over the passes. If `micro_batch` is 0, a pass processes the whole batch, or as many sequences as fit into memory.
+    `rank` is the index of this process among the `num_ranks` processes that share a model. Each process computes its
+    share of the rows of a batch.
     """
 
     precision: str = "auto"
@@ -83,8 +83,8 @@ class Compute:
     def is_bf16(self, device: torch.device) -> bool:
         """Return whether the forward and backward passes use bf16.
 
-        All ranks get the same answer, because they exchange tensors of one dtype. If `precision` is "auto", the slowest
-        GPU of all ranks decides.
+        All ranks get the same answer, because they exchange tensors of the same dtype. If `precision` is "auto", the
+        slowest GPU of all ranks decides.
         """
         if self.precision != "auto":
             return self.precision == "bf16"

@@ -30,7 +30,7 @@ def evaluate_loss(
     Each of the `batches` holds token ids of shape (batch, sequence). A token counts once, regardless of the size of its
     batch. The first token of a sequence is not predicted.
 
-    With a large vocabulary, logits need most of the memory. A batch is therefore split until the logits of one pass
+    With a large vocabulary, logits take up most of the memory. A batch is therefore split until the logits of one pass
     take at most `logits_bytes`, or belong to a single sequence. `logits` is a function that returns logits of shape
     (batch, sequence, vocabulary).
 

@@ -122,7 +122,7 @@ def _write(
 def _for_export(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
     """Return a tokenizer that other programs can load.
 
-    A byte tokenizer keeps the ids of ByT5, but no longer adds an end token, which would close a prompt. Other
+    A byte tokenizer keeps the ids of ByT5, but no longer adds an end token, which would terminate a prompt. Other
     tokenizers are returned unchanged.
     """
     if not isinstance(tokenizer, ByT5Tokenizer):

@@ -67,13 +67,13 @@ class Gauges:
 
 
 class RecentSpeed:
-    """The rate at which counters have grown over the last RECENT_S seconds. All times must be from one clock."""
+    """The rate at which counters have grown over the last RECENT_S seconds. All times must come from the same clock."""
 
     def __init__(self, now_s: float, *counts: int) -> None:
         self._samples: deque[tuple[float, tuple[int, ...]]] = deque([(now_s, counts)])
 
     def at(self, now_s: float, *counts: int) -> tuple[float, ...]:
-        """Record the counts at `now_s`, and return how much each of them has grown per second."""
+        """Record the counts at `now_s`, and return the growth of each count per second."""
         samples = self._samples
         samples.append((now_s, counts))
         while samples[1][0] <= now_s - RECENT_S and len(samples) > 2:
@@ -102,5 +102,5 @@ def flops_per_token(model: nn.Module, *, sequence_length: int) -> float:
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Return the peak rate of an accelerator by its name, or None if it is not in the table."""
+    """Look up the peak rate of an accelerator by name. Return None if it is not in the table."""
     return next((peak for part, peak in PEAKS.items() if part in device_name), None)

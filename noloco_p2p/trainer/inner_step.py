@@ -1,4 +1,7 @@
-"""Take one inner step: forward, backward, clip, optimizer. The trainer and the simulated replicas use this code."""
+"""Take one inner step: forward and backward passes, gradient clipping, and the optimizer step.
+
+The trainer and the simulated replicas use this code.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ class InnerStep:
     over the sequences of a batch on the model's device, with its autograd graph.
 
     `micro_batch` is the number of sequences per forward and backward pass, or 0 for a whole batch. Gradients are summed
-    over the passes, so the result of a step does not depend on it.
+    over the passes, so the result of a step does not depend on `micro_batch`.
     """
 
     def __init__(
@@ -56,9 +59,9 @@ class InnerStep:
         self._steppers = [OffloadedOptimizer(one) if self._is_offloaded else one for one in self.optimizers]
 
     def __call__(self, batch: Tensor, *, progress: float, seed: int | None = None) -> Tensor:
-        """Take one step, and return its loss on the device, because reading it would wait for the accelerator.
+        """Take one step, and return its loss as a tensor on the device, because reading the value would wait for it.
 
-        `batch` holds token ids, (sequences, tokens), on any device. `progress` is the position in the schedule.
+        `batch` holds token ids of shape (sequences, tokens), on any device. `progress` is the position in the schedule.
         """
         loss = self.backward(batch, seed=seed)
         self.update(progress=progress)
@@ -86,7 +89,7 @@ class InnerStep:
                 param.grad = gradient if param.grad is None else gradient.add_(param.grad)
 
     def update(self, *, progress: float) -> None:
-        """Complete the step: clip the gradients, step with the learning rate at `progress`, and drop the gradients.
+        """Clip the gradients, update the parameters with the learning rate at `progress`, and drop the gradients.
 
         If there are no gradients, the parameters and the state of the optimizers stay unchanged.
         """
@@ -121,8 +124,8 @@ class InnerStep:
     def fit(self, batch: Tensor) -> int:
         """Return how many sequences of `batch` fit into memory at a time, and use that number in later steps.
 
-        The number is measured with one sequence, unless the settings of the machine fix it. Gradients are dropped. Call
-        this before the first step.
+        The number is estimated from one measured sequence, unless the settings of the machine fix it. Gradients are
+        dropped. Call this before the first step.
         """
         if not self.compute.micro_batch:
             needed = sequence_bytes(self._backward_alone, batch[:1], self.device)

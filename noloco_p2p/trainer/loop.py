@@ -113,7 +113,7 @@ class Trainer(TrainerBase):
     def needs(self) -> Needs:
         """Estimate the memory, disk space and traffic that this run needs on this machine.
 
-        The speed is measured with a few forward and backward passes. This also finds out how many sequences fit into
+        The speed is measured with a few forward and backward passes. This also determines how many sequences fit into
         memory at a time.
         """
         self.model.train()

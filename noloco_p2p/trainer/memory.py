@@ -17,7 +17,7 @@ TEMPORARY = 1.5
 
 
 def free_bytes(device: torch.device, *, num_parameters: int, has_moments: bool) -> int:
-    """Return the bytes of `device` that remain free for activations after the optimizer has allocated its moments.
+    """Return the bytes on `device` that remain free for activations once the optimizer has allocated its moments.
 
     `has_moments` says whether the moments are on that device.
     """
@@ -31,7 +31,7 @@ def free_bytes(device: torch.device, *, num_parameters: int, has_moments: bool) 
 
 
 def sequence_bytes(backward: Callable[[Tensor], object], sequence: Tensor, device: torch.device) -> int:
-    """Return the memory that the forward and backward pass of one sequence, (1, tokens), needs.
+    """Return the memory that the forward and backward passes of one sequence, of shape (1, tokens), need.
 
     Weights and gradients are not included. On an accelerator, the result is the measured peak. The CPU and MPS do not
     measure a peak, so the result is 1.5 times the memory that autograd keeps between the two passes.

@@ -2,9 +2,9 @@
 
 In a run with stages, each stage has its own state, and the states of all stages form a whole model.
 
-Peers are strangers. Every state passes `peer/state_admission.py`, and the states of several peers are compared with
-each other (`outer/robust_mean.py`). The states are stored on disk, so that memory holds only the mean and a chunk of
-each state.
+Peers are strangers. Every state is checked by `peer/state_admission.py`, and the states of several peers are compared
+with each other (`outer/robust_mean.py`). The states are stored on disk, so that memory holds only the mean and a chunk
+of each state.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class TakenState:
     """The slow weights (flat, fp32) of one peer, or the mean of several, with their model or stage.
 
     The model of a stage is built without memory for its weights. `left_out` maps each rejected peer to the reason for
-    the rejection. `shortened` maps each peer whose state was clipped to the distance of that state from the others,
+    the rejection. For each peer whose state was clipped, `shortened` holds the distance of that state from the others,
     relative to the norm.
     """
 
@@ -95,8 +95,8 @@ def from_checkpoint(folder: Path, *, stage: int | None = None, folders: Mapping[
     `folder` is a checkpoint, a folder of checkpoints, or the folder of a run; the newest checkpoint in it is used.
     `stage` is the stage that the checkpoint must hold. `folders` maps the names of bound models to their folders.
 
-    Raises CheckpointError if there is no readable checkpoint, if it does not match the model of its spec, or if it
-    holds a stage while a whole model is wanted.
+    Raises CheckpointError if no checkpoint can be read, if the checkpoint does not match the model of its spec, or if
+    it holds a stage although a whole model is wanted.
     """
     checkpoint = _newest(folder, stage)
     if "spec" not in checkpoint.meta:
@@ -183,7 +183,7 @@ class LiveRun:
             return fetched.take(mean.weights, len(mean.admitted), far=mean.left_out, shortened=mean.shortened)
 
     async def state_in_the_middle(self, stage: int | None) -> TakenState:
-        """Return the state of one live peer: among COMPARED states, the nearest to their coordinate-wise median.
+        """Fetch COMPARED states of live peers, and return the one nearest to their coordinate-wise median.
 
         This raises the same errors as `mean`.
         """
@@ -194,7 +194,10 @@ class LiveRun:
 
     @asynccontextmanager
     async def _fetched(self, stage: int | None, *, sample: int | None) -> AsyncIterator[_Fetched]:
-        """Fetch the states of `sample` live peers, or of all. Raises Unreachable if no peer provides one."""
+        """Fetch the states of `sample` live peers, or of all if `sample` is None.
+
+        Raises Unreachable if no peer provides one.
+        """
 
         def live() -> list[Candidate]:
             return [peer for peer in self._live() if stage is None or peer.stage == stage]

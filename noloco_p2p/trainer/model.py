@@ -44,9 +44,10 @@ def build_model(spec: ModelSpec, *, sequence_length: int, folders: Mapping[str, 
     `folders` maps the names that are bound on this machine to their folders. With `lora.rank`, the weights are frozen
     and stored in `lora.base_dtype`, and the adapters are fp32.
 
-    Weights that are drawn from `spec.seed` have the same bits on machines with the same version of torch and kind of
-    CPU. Elsewhere the last bit may differ, which the first swaps even out. The caller's random state is not changed. No
-    code from the hub is run, and only safetensors files are read. Raises ModelError if the model cannot be loaded.
+    Weights that are drawn from `spec.seed` are bitwise identical on machines with the same version of torch and the
+    same kind of CPU. On other machines, the last bit may differ, but the first swaps even out such differences. The
+    caller's random state is not changed. No code from the hub is run, and only safetensors files are read. Raises
+    ModelError if the model cannot be loaded.
     """
     with quiet(), torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(spec.seed)  # torch.manual_seed would also change the accelerators' state
@@ -64,9 +65,9 @@ def build_model(spec: ModelSpec, *, sequence_length: int, folders: Mapping[str, 
 def build_on_meta(
     spec: ModelSpec, *, sequence_length: int, folders: Mapping[str, str] | None = None
 ) -> PreTrainedModel:
-    """Build the model without memory for its weights, to be cut into stages or drawn parameter by parameter.
+    """Build the model without memory for its weights, so that a caller can cut it into stages or draw its parameters.
 
-    Raises ModelError if the model cannot be cut. Only its config has been read by then.
+    Raises ModelError if the model cannot be cut. Until then, only its config is read.
     """
     with quiet(), torch.device("meta"):
         if not spec.pretrained:
@@ -82,7 +83,7 @@ def build_on_meta(
 
 
 def give_weights(model: PreTrainedModel, spec: ModelSpec, *, folders: Mapping[str, str] | None = None) -> None:
-    """Draw or read the start weights of a model from `build_on_meta`, or of a part of one, in place.
+    """Draw or read the start weights of a model (or part of a model) that `build_on_meta` built, in place.
 
     Raises ModelError if the weights cannot be read.
     """
@@ -131,7 +132,7 @@ def _for_training(model: PreTrainedModel, spec: ModelSpec, sequence_length: int)
 def count_parameters(
     spec: ModelSpec, *, sequence_length: int, folders: Mapping[str, str] | None = None
 ) -> tuple[int, int]:
-    """Return the number of trainable parameters and the bytes of the frozen ones in the model of `build_model`.
+    """Count the trainable parameters and the bytes of the frozen ones in the model that `build_model` builds.
 
     No memory is used for the weights. If the spec gives the model by name, only its config is read. Raises ModelError
     if the config cannot be read.
@@ -199,7 +200,7 @@ def causal_lm_loss(model: nn.Module, tokens: Tensor) -> Tensor:
 
 
 def causal_lm_logits(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Return the logits, (sequences, tokens, vocabulary), of `tokens`, (sequences, tokens)."""
+    """Return logits of shape (sequences, tokens, vocabulary) for `tokens` of shape (sequences, tokens)."""
     return model(input_ids=tokens).logits
 
 
@@ -211,7 +212,7 @@ def attention_size(model: nn.Module) -> tuple[int, int]:
 
 @contextmanager
 def configured_for_export(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
-    """Configure the model for other programs inside a `with` block.
+    """Inside a `with` block, configure the model for other programs.
 
     The key-value cache, which training disables, is switched on, and the token ids of the tokenizer are set.
     """

@@ -17,8 +17,8 @@ class OffloadedOptimizer:
     """An optimizer whose moments are in main memory. A step processes the parameters bucket by bucket.
 
     For each bucket, the moments are copied to the device of the weights, used, and copied back. The arithmetic runs on
-    the same device as without offloading, and gives the same bits. Between steps, the state is in pinned CPU memory,
-    where checkpoints read it. Each step moves 16 bytes per parameter over the bus.
+    the same device as without offloading, with bitwise identical results. Between steps, the state is in pinned CPU
+    memory, where checkpoints read it. Each step moves 16 bytes per parameter over the bus.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, bucket_bytes: int = BUCKET_BYTES) -> None:

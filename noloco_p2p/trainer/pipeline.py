@@ -70,7 +70,7 @@ class StageLoop:
             pass
 
     def turn(self) -> bool:
-        """Compute the next task, or wait for one for a moment.
+        """Compute the next task, or wait briefly for one.
 
         Returns False once no head is training and the last round has ended. After that, a peer can still call this
         method to serve heads that evaluate. Errors of a head's data source propagate to the caller.
@@ -153,7 +153,7 @@ class StageLoop:
             self._on_round(result)
 
     def end_round(self) -> None:
-        """Resume inner steps after the outer step was taken or the round was given up."""
+        """Resume inner steps after the outer step has been taken or the round has been given up."""
         self.is_at_boundary = False
         if not self._has_finished:
             self._flow.release_steps(self._outer.progress)

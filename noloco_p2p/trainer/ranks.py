@@ -54,7 +54,7 @@ class Ranks:
     def share(self, value: object = None) -> Any:
         """Return rank 0's value on every rank. The other ranks wait for it, and get None if rank 0 has ended.
 
-        The value may consist of CPU tensors and JSON values, so that reading it runs no code.
+        The value may contain only CPU tensors and JSON values, so that deserializing it runs no code.
         """
         size, content = torch.zeros(1, dtype=torch.int64), torch.empty(0, dtype=torch.uint8)
         if self.rank == 0:
@@ -99,7 +99,7 @@ class Ranks:
 
 @contextmanager
 def told() -> Iterator[None]:
-    """Turn torch's error about a rank that has ended or hangs into a RankError with a clear message."""
+    """Convert torch's error about a rank that has exited or hangs to a RankError with a clear message."""
     try:
         yield
     except RuntimeError as error:

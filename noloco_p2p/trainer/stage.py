@@ -10,8 +10,8 @@ microbatch travels from its head through the inner stages and back to the same h
     head.backward(tokens, gradient)
 
 Gradients accumulate in the parameters. They are the gradients of the sum of losses over tokens, so that a replica can
-divide them by the number of tokens that it has counted. `backward` computes the forward pass again from `inputs`, with
-the current weights. Only one thread may use a stage.
+divide them by the number of tokens that it has counted. `backward` recomputes the forward pass from `inputs`, with the
+current weights. Only one thread may use a stage.
 """
 
 from __future__ import annotations
@@ -75,16 +75,16 @@ class Stage:
         return _base(self.model).config.hidden_size
 
     def forward(self, inputs: Tensor, *, seed: int | None = None) -> Tensor:
-        """Compute the input of the next stage, (sequences, tokens, hidden), without building an autograd graph.
+        """Compute the input of the next stage, of shape (sequences, tokens, hidden), without an autograd graph.
 
-        For the head, `inputs` are token ids, (sequences, tokens). For other stages, they are the output of the previous
-        stage. `seed` is the seed for dropout.
+        For the head, `inputs` are token ids of shape (sequences, tokens). For other stages, they are the output of the
+        previous stage. `seed` is the seed for dropout.
         """
         with torch.no_grad():
             return self._blocks(inputs, seed)
 
     def backward(self, inputs: Tensor, gradient: Tensor, *, seed: int | None = None) -> Tensor | None:
-        """Compute `forward(inputs)` again, and add the gradients of the parameters to the existing ones.
+        """Recompute `forward(inputs)`, and add the gradients of the parameters to the existing ones.
 
         `gradient` is the gradient with respect to the output of `forward`. `seed` must be the seed that was passed to
         `forward`. Returns the gradient with respect to `inputs`, or None for the head, whose inputs are token ids.
@@ -190,7 +190,7 @@ def train_of_stage(spec: TrainerSpec) -> TrainSpec:
 
 
 def keep_part(model: PreTrainedModel, cut: Sequence[int], index: int) -> None:
-    """Remove everything that stage `index` does not hold from a whole model, in place.
+    """Remove from a whole model, in place, everything that stage `index` does not hold.
 
     Names and `model.config` are kept. Raises ModelError if the cut does not match the model.
     """

@@ -1,7 +1,8 @@
-"""Decide which stages a machine can hold, which one its peer takes, and when the peer switches to another stage.
+"""Decide which stages a machine can hold, which stage its peer takes, and when the peer switches to another stage.
 
 A newcomer draws its stage at random, weighted by need, so that peers that arrive together do not all take the same one.
-A peer switches only if that helps the whole run a lot, because it then has to fetch the state of the other stage.
+A peer switches only if that helps the whole run considerably, because it then has to fetch the state of the other
+stage.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ def missing_stages(members: Sequence[Candidate], *, own: int | None, num_stages:
 def draw_stage(members: Sequence[Candidate], fitting: Collection[int], *, num_stages: int, rng: random.Random) -> int:
     """Draw one of the stages in `fitting` at random.
 
-    A stage with half the capacity is four times as likely to be drawn. An empty stage counts as if it had half the
-    capacity of an average peer.
+    Halving the capacity of a stage makes it four times as likely to be drawn. An empty stage counts as if it had half
+    the capacity of an average peer.
     """
     assert fitting, "no stage fits"
     found = capacities(members, num_stages)

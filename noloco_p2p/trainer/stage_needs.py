@@ -31,7 +31,7 @@ class StageNeeds:
 
     @classmethod
     def of(cls, spec: TrainerSpec, num_stages: int, *, folders: Mapping[str, str] | None = None) -> StageNeeds:
-        """Cut the model of a spec into `num_stages` stages. If it is given by name, only its config is read.
+        """Cut the model of a spec into `num_stages` stages. If the model is given by name, only its config is read.
 
         Raises SpecError if there are more stages than blocks, and ModelError if the model cannot be cut.
         """
@@ -54,7 +54,7 @@ class StageNeeds:
         return self.sizes.stage(cut_of(self.spec), stage)
 
     def memory(self, stage: int) -> int:
-        """Return the bytes that a peer of `stage` keeps between two steps, without activations and swaps."""
+        """Return the bytes that a peer of `stage` keeps between two steps, excluding activations and swap payloads."""
         part = self.part(stage)
         return training_bytes(
             self.spec, num_parameters=part.num_parameters, num_matrix_parameters=part.num_matrix_parameters

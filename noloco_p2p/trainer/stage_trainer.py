@@ -55,10 +55,10 @@ ROOM_SHARE = 0.25  # share of the free main memory that microbatches may use
 class StageTrainer(TrainerBase):
     """One peer of a run with stages.
 
-    The peer holds the stage that the settings name, or else the stage of its newest checkpoint. Without either, it
-    draws a stage by need from the stages that fit into its memory. A stage that has trained never restarts from its
-    initial weights. If no peer holds such a stage, a newcomer without a checkpoint has to wait. Raises the same errors
-    as `Trainer`, and Left if the peer is asked to leave while it waits.
+    The peer holds the stage that the settings name, or else the stage of its newest checkpoint. If there is neither, it
+    draws a stage at random, weighted by need, from the stages that fit into its memory. A stage that has trained never
+    restarts from its initial weights. If no peer holds such a stage, a newcomer without a checkpoint has to wait.
+    Raises the same errors as `Trainer`, and Left if the peer is asked to leave while it waits.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class StageTrainer(TrainerBase):
     def _wait_for_state(self) -> bool:
         """Wait for a peer of this stage if this peer cannot start the stage itself.
 
-        If the run has begun, a peer cannot start a stage, because only peers of the stage know what it has learned. The
+        If the run has begun, a peer cannot start a stage, because only peers of the stage have its trained weights. The
         same is true if the start state of the run is not on this machine. Returns True if no peer of the stage answers
         and the weights come from `settings.revive_from` instead. Raises Left if the peer is asked to leave.
         """
@@ -180,7 +180,7 @@ class StageTrainer(TrainerBase):
         return False
 
     def _lacks_state(self) -> str:
-        """Return why this peer cannot start its stage without another peer of it, or an empty string if it can."""
+        """Return the reason why this peer cannot start its stage on its own, or an empty string if it can."""
         spec, settings = self.spec, self.peer.settings
         if any(other.progress > 0 for other in self.peer.stages.members()):
             return (

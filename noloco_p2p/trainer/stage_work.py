@@ -57,7 +57,7 @@ class StageWork:
         return None if result is None else self.encoded(task.kind, result)
 
     def probe(self) -> float:
-        """Measure the time for one microbatch on this machine twice, and return the better result in seconds.
+        """Measure the time for one microbatch on this machine twice, and return the shorter time in seconds.
 
         The caller must drop the gradients that this leaves behind.
         """
@@ -97,7 +97,7 @@ class StageWork:
         """Compute the content of the next frame, with the shape (sequences, tokens, hidden).
 
         Returns None for a BACKWARD task of the head, and for a LOSS task of an evaluation. Raises ValueError if the
-        result is not finite, or larger than a codec can represent.
+        result is non-finite or larger than a codec can represent.
         """
         inputs, received = task.data, task.received
         assert isinstance(inputs, Tensor)

@@ -2,8 +2,8 @@
 
 A start state is a folder, named after the digest in the spec of its run. It contains the parameters by name, and the
 file DIGESTS with the digest of each parameter. The digest of the file DIGESTS identifies the whole state. A peer of a
-stage therefore reads and checks only its own part, however the forked run is cut. Older start states are a single file
-with the flat vector of a whole model.
+stage therefore reads and checks only its own part, however the forked run is cut. Older start states consist of a
+single file with the flat vector of a whole model.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def new_start(state_dir: Path) -> Iterator[NewStart]:
 
 
 def has_start(start: str, *, state_dir: Path) -> bool:
-    """Return whether the start state that a spec names is on this machine, or that the spec names none."""
+    """Return True if the start state that a spec names is on this machine, or if the spec names none."""
     return not start or _folder(start, state_dir).exists() or _file(start, state_dir).exists()
 
 

@@ -55,7 +55,7 @@ class Trackers:
     def log(self, metrics: Mapping[str, Any]) -> None:
         """Send `metrics`, the result of `Metrics.as_dict()`, to all trackers.
 
-        Values that are not numbers, or are not known yet, are left out.
+        Values that are still unknown or are not numbers are left out.
         """
         values = numbers(metrics)
         for name, tracker in list(self._trackers.items()):

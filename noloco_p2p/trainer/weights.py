@@ -1,7 +1,7 @@
-"""Draw or read the weights of a model on the meta device, or of a part of one, parameter by parameter.
+"""Draw or read the weights of a model (or part of a model) on the meta device, parameter by parameter.
 
-Memory is allocated only for the parameters that the model has. Each parameter is drawn or read independently, so a part
-of a model gets the same bits as the whole model.
+Memory is allocated only for the parameters that the model has. Each parameter is drawn or read independently, so the
+weights of a part of a model are bitwise identical to those in the whole model.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def draw(model: PreTrainedModel, *, seed: int) -> None:
 
 
 def load(model: PreTrainedModel, source: ModelSource) -> None:
-    """Read each parameter from the safetensors of a source as fp32, opening only the files that hold one of them.
+    """Read each parameter as fp32 from a source's safetensors, opening only the files that hold the model's parameters.
 
     Raises ModelError if a parameter is missing or has another shape. Errors of the hub's client propagate to the
     caller.
