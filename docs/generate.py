@@ -135,10 +135,10 @@ BANDWIDTH_HEAD = """# What a run sends
 `docs/generate.py` writes this page from the presets and the codecs' payload sizes. Change those, not this page.
 
 The table shows how much data a peer sends its partner in each round. The peer receives the same amount. Frames,
-digests, TLS and TCP add 5 to 8 % ([versus_allreduce](../benchmarks/results/versus_allreduce.txt)). Modulo coding can
-add another tenth, because a chunk is sent again if its bound did not hold. `modulo` can also add up to half a byte per
-number, for chunks that need more than four bits per number. "With momentum" means that `outer.alpha` is above 0 and
-`outer.swap_momentum` is set.
+digests, TLS and TCP add 5 to 8 % to this ([versus_allreduce](../benchmarks/results/versus_allreduce.txt)). Modulo
+coding can add another tenth, because a chunk is sent again if its bound did not hold. `modulo` can also add up to half
+a byte per number, for chunks that need more than four bits per number. "With momentum" means that `outer.alpha` is
+above 0 and `outer.swap_momentum` is set.
 
 A round should last at least two and a half times as long as the transfer of its early part. If `outer.max_wait_s` is 0,
 a round should last at least three times as long as its whole swap. `outer.inner_steps = "auto"` ensures this.
