@@ -34,7 +34,7 @@ METRICS_HEAD = """# Metrics
 `docs/generate.py` writes this page from `telemetry/metrics.py` and `telemetry/prometheus.py`. Change those files,
 not this page.
 
-A counter never decreases, not even when the peer restarts. A loss that is not known yet is left out.
+A counter never decreases, not even when the peer restarts. The loss is omitted until it is known.
 """
 
 
@@ -59,7 +59,7 @@ def metrics_page() -> list[str]:
         "## One peer",
         "",
         "`noloco join --metrics HOST:PORT` serves these metrics at `/metrics`. `noloco status --json` and the events",
-        "`round`, `finished` and `stopped` have the same fields, without the prefix `noloco_` and the suffix `_total`.",
+        "`round`, `finished` and `stopped` contain the same metrics, without the prefix `noloco_` and suffix `_total`.",
         "",
         *families(own),
         "These fields are only in the status and in events:",
@@ -67,7 +67,7 @@ def metrics_page() -> list[str]:
         *table([("name", "unit", "meaning"), *rows]),
         "## The swarm",
         "",
-        "`noloco monitor TICKET --web` reads these metrics from the records of the directory, and serves them at",
+        "`noloco monitor TICKET --web` reads these metrics from the records in the directory, and serves them at",
         "`/metrics`. The number of label values does not grow with the swarm.",
         "",
         *families(swarm),
@@ -132,19 +132,19 @@ def settings_page() -> list[str]:
 
 BANDWIDTH_HEAD = """# What a run sends
 
-`docs/generate.py` writes this page from the presets and the sizes of the codecs. Change those, not this page.
+`docs/generate.py` writes this page from the presets and the codecs' payload sizes. Change those, not this page.
 
-The table shows how much a peer sends in each round with a partner. The peer receives the same amount. Frames, digests,
-TLS and TCP add 5 to 8 % ([versus_allreduce](../benchmarks/results/versus_allreduce.txt)). Modulo coding adds up to a
-tenth, because chunks whose bound did not hold are sent again. `modulo` also adds up to half a byte per number, for
-chunks that need more than four bits per number. "With momentum" means that `outer.alpha` is above 0 and
-`outer.swap_momentum` is set.
+The table shows how much data a peer sends its partner in each round. The peer receives the same amount. Frames,
+digests, TLS and TCP add 5 to 8 % to this ([versus_allreduce](../benchmarks/results/versus_allreduce.txt)). Modulo
+coding can add another tenth, because a chunk is sent again if its bound did not hold. `modulo` can also add up to half
+a byte per number, for chunks that need more than four bits per number. "With momentum" means that `outer.alpha` is
+above 0 and `outer.swap_momentum` is set.
 
 A round should last at least two and a half times as long as the transfer of its early part. If `outer.max_wait_s` is 0,
 a round should last at least three times as long as its whole swap. `outer.inner_steps = "auto"` ensures this.
 
-[Targets that were missed](results.md#targets-that-were-missed) lists the measured overhead, goodput and blocked time of
-swaps on a link.
+[Targets that were missed](results.md#targets-that-were-missed) lists the measured overhead and goodput of swaps on a
+link, and the time for which they block training.
 """
 COSTS_HEAD = """\
 ## What a swap costs this machine
@@ -154,12 +154,12 @@ stated otherwise. The scripts are in `benchmarks/`, and their output is in `benc
 """
 COSTS_TAIL = """\
 "Two cores" excludes the time during which the training thread waits for a core. When a bare stream at 100 Mbit/s ran in
-parallel, the measured speed of training was 1.03 of the speed without a stream. So if a figure exceeds its target by
-less than 0.03, it is undecided whether the target is met. "One core" compares training steps per second of processor
-time. Both figures include the effect of other programs on the caches.
+parallel, the measured training speed was 1.03 times the speed without a stream. So if a figure exceeds its target by
+less than 0.03, we call the result undecided. "One core" compares speeds in training steps per second of processor time.
+Both figures include the effect of other programs on the caches.
 
 Encoding and adding read each number from main memory once. Then they make 7 and about 20 passes, respectively, over
-each chunk of 1 MiB in the cache. We tried smaller chunks, but they were slower, because each operation of torch has a
+each chunk of 1 MiB in the cache. We tried smaller chunks, but they were slower, because each torch operation has a
 fixed cost. Encoding runs on the device of the model, even if that is an accelerator, so only encoded payloads are
 copied to the CPU. Adding runs on the CPU, because slow weights are in main memory.
 """
