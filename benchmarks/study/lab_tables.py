@@ -194,7 +194,7 @@ def at_time(lab: Lab) -> list[str]:
     return [
         clock_line(),
         f"Every rule gets the time in which a card without communication computes {lab.steps} steps. Each rule uses "
-        "the round length with which it reached the lowest loss with the seed of the search. The candidates are "
+        "the round length that gave it the lowest loss with the seed of the search. The candidates are "
         f"{', '.join(lengths)} and {longest} steps. A schedule consists of whole rounds, and its number of steps is a "
         "multiple of 10, so it can end before the time is up. To correct for that, the table multiplies the loss by "
         f"(steps / steps that fit into the time)^{STEPS_EXPONENT:g}, according to the [fitted "

@@ -530,7 +530,7 @@ def _leads() -> list[Phrase]:
             -between("leads", "rounds by the rate", "today"),
             *changes("rounds by the rate"),
         ),
-        phrase("longest ago, the loss changes by {:+.1f}, {:+.1f} and {:+.1f} %", *changes("draw")),
+        phrase("for the longest time, the loss changes by {:+.1f}, {:+.1f} and {:+.1f} %", *changes("draw")),
         phrase("*Aligned steps* change the loss by {:+.1f}, {:+.1f} and {:+.1f} %", *changes("align 0.1")),
         phrase("*Quasi-global momentum* raises the loss by {:.1f} to {:.1f} %", min(quasi), max(quasi)),
         phrase(
