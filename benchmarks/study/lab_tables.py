@@ -93,7 +93,7 @@ def best_rows(lab: Lab, **options: object) -> dict[str, dict[str, list[float]]]:
 def tokens(lab: Lab) -> list[str]:
     head = ("", "setting", *(f"{peers} replicas" for peers in PEERS), "0.9M, 8 replicas")
     chosen = finalists(lab)
-    *tried, last = (f"{lab.num_tried[name]} ({name})" for name in FAMILIES)
+    *tried, last = (f"{lab.num_tried[name]} for {name.replace(', ', ' with ')}" for name in FAMILIES)
 
     def cell(setting: Setting, **options: object) -> str:
         is_run = setting in chosen.values() or options == {"replicas": REPLICAS}
@@ -119,7 +119,7 @@ def tokens(lab: Lab) -> list[str]:
         f"The table shows the losses of the toy after {lab.steps} inner steps per replica: the mean over {len(SEEDS)} "
         "seeds, with the lowest and the highest loss in parentheses. The 0.9M model was trained with one seed, so "
         "there are no verdicts for it. A search ends when no neighbour of the best setting is better, or after "
-        f"{BUDGET} runs. The searches took {', '.join(tried)} and {last} runs.",
+        f"{BUDGET} runs. The searches took the following numbers of runs: {', '.join(tried)} and {last}.",
         "",
         *table(head, rows),
         *verdicts(stands),
@@ -134,10 +134,10 @@ def by_bytes(lab: Lab) -> list[str]:
         rows.append((sent, (name.replace("; ", ": "), f"{sent:.4f}", shown(losses(lab, setting, steps=lab.steps)))))
     caps = " or ".join(f"{cap:g} (a {name})" for name, cap in CAPS.items())
     return [
-        f"The table shows losses of the toy with {REPLICAS} replicas, and the bytes that a replica sends, in "
+        f"For the toy with {REPLICAS} replicas, the table shows the bytes that each replica sends and the loss, in "
         f"descending order of bytes. A best setting uses the shortest rounds whose nominal bytes stay under its cap: "
-        f"{caps} bytes per parameter and step. Closing rounds, and chunks that `modulo` codecs send again, are not "
-        "included in the nominal bytes, so most settings of NoLoCo exceed their cap.",
+        f"{caps} bytes per parameter and step. The nominal bytes include neither closing rounds nor chunks that "
+        "`modulo` codecs send again, so most settings of NoLoCo exceed their cap.",
         "",
         *table(
             ("", "bytes per parameter and step", "loss"), [row for _, row in sorted(rows, key=lambda each: -each[0])]
@@ -150,7 +150,7 @@ def clock_line() -> str:
     sizes = "; ".join(f"{size.name}: {size.tokens:,} tokens and {size.step_s:.1f} s per step" for size in SIZES)
     return (
         f"The losses come from the toy (0.12M parameters, {REPLICAS} replicas). The clock assumes models of the stated "
-        f"sizes on a card that delivers {FLOP_PER_S / 1e12:.0f} TFLOP/s ({sizes}). It includes waiting and encoding."
+        f"sizes on a card that delivers {FLOP_PER_S / 1e12:.0f} TFLOP/s ({sizes}). It also counts waiting and encoding."
     )
 
 
@@ -193,11 +193,12 @@ def at_time(lab: Lab) -> list[str]:
     *lengths, longest = map(str, ROUND_LENGTHS)
     return [
         clock_line(),
-        f"Every rule gets the time in which a card without communication computes {lab.steps} steps. Of the round "
-        f"lengths {', '.join(lengths)} and {longest}, each rule uses the one that ends with the lowest loss with the "
-        "seed of the search. A schedule consists of whole rounds, and its number of steps is a multiple of 10, so it "
-        "can end early. To correct for that, the table multiplies the loss by (steps / steps that fit into the "
-        f"time)^{STEPS_EXPONENT:g}, according to the [fitted curve](#round-length-at-equal-time).",
+        f"Every rule gets the time in which a card without communication computes {lab.steps} steps. Each rule uses "
+        "the round length that gave it the lowest loss with the seed of the search. The candidates are "
+        f"{', '.join(lengths)} and {longest} steps. A schedule consists of whole rounds, and its number of steps is a "
+        "multiple of 10, so it can end before the time is up. To correct for that, the table multiplies the loss by "
+        f"(steps / steps that fit into the time)^{STEPS_EXPONENT:g}, according to the [fitted "
+        "curve](#round-length-at-equal-time).",
         "",
         *places_table(lab, cell),
         *verdicts(stands),
@@ -248,8 +249,9 @@ def under_churn(lab: Lab) -> list[str]:
         for absent in shares
     }
     return [
-        "In a lost round, nobody can reach the replica. ddp and DiLoCo average over the other replicas, and the "
-        "unreachable replica receives their mean afterwards. In NoLoCo, it takes the outer step without a partner.",
+        "In a lost round, no other replica can reach the affected replica. ddp and DiLoCo average over the other "
+        "replicas, and send their mean to the affected replica afterwards. In NoLoCo, the affected replica takes the "
+        "outer step without a partner.",
         "",
         *table(("", "setting", *(f"{absent:.0%} of the rounds lost" for absent in shares)), rows),
         *verdicts(stands),

@@ -85,11 +85,12 @@ def _settings() -> list[Phrase]:
         phrase("**0.12M parameters, 8 replicas"),
         phrase("0.9M parameters, 8 replicas"),
         phrase("a difference below 3 % is not meaningful"),
-        phrase("0.5 0.7 0.7"),
+        phrase("alpha 0.5, beta 0.7 and gamma 0.7"),
+        phrase("with 0.5 0.7 0.7"),
         phrase("a loss within 2 % of synchronous training"),
         phrase("(Momentum 0.9 is better"),
         phrase("the 0.3 % that a codec may cost"),
-        phrase("int2 costs more than 0.3 % at equal round length"),
+        phrase("int2 raises the loss by more than 0.3 %"),
         phrase("In these runs, alpha is 0.5 and beta is 0.7"),
         phrase("1 - alpha^2, which is 0.75 here. A spec is valid only if gamma is below its bound, which is 1.5 here"),
         phrase("rounds of 6 steps, Muon with a learning rate of 0.024"),
@@ -113,7 +114,7 @@ def _best() -> list[Phrase]:
     ]
     return [
         phrase(
-            "three seeds differ from synchronous AdamW by {:+.1f}, {:+.1f} and {:+.1f} %",
+            "the loss of NoLoCo differs from that of synchronous AdamW by {:+.1f}, {:+.1f} and {:+.1f} %",
             *by_seed("best_8", "8: 0 1 1", "ddp, adamw"),
         ),
         phrase(
@@ -121,64 +122,67 @@ def _best() -> list[Phrase]:
             -above(loss("churn", "each reads everything, from files"), loss("churn", "no churn", 0)),
         ),
         phrase(
-            "the loss of NoLoCo is {:.1f} % higher with 8 replicas, and {:.1f} % higher with 16",
+            "above that of synchronous Muon, by {:.1f} % with 8 replicas and {:.1f} % with 16",
             *(between(name, "5: 0 1 1", "ddp") for name in ("best_8", "best_16")),
         ),
         phrase(
-            "with `modulo8` end {:.1f} % below the loss of synchronous AdamW, and send {:.1f} % of the bytes of its"
-            " fp32 gradients. Rounds of 8 steps end level with it ({:+.1f} %) and send {:.1f} % of its bytes.",
+            "and `modulo8` is {:.1f} % below that of synchronous AdamW, at {:.1f} % of the bytes of fp32 gradients."
+            " With rounds of 8 steps, the two losses are level ({:+.1f} %), at {:.1f} % of the bytes.",
             -between("best_8", "5: 0 1 1", "ddp, adamw"),
             share_of_ddp("5: 0 1 1"),
             between("best_8", "8: 0 1 1", "ddp, adamw"),
             share_of_ddp("8: 0 1 1"),
         ),
         phrase(
-            "end {:.1f} % lower ({:+.1f}, {:+.1f} and {:+.1f} % seed by seed) and send {:.1f} % of its bytes",
+            "is {:.1f} % below that of synchronous AdamW ({:+.1f}, {:+.1f} and {:+.1f} % seed by seed), at {:.1f} % of"
+            " the bytes",
             -between("best_8", "6: 0 1 1, modulo4", "ddp, adamw"),
             *by_seed("best_8", "6: 0 1 1, modulo4", "ddp, adamw"),
             share_of_ddp("6: 0 1 1, modulo4"),
         ),
         phrase(
-            "rounds of 8 steps end {:.1f} % above synchronous AdamW (one seed)",
+            "rounds of 8 steps, the loss is {:.1f} % above that of synchronous AdamW (one seed)",
             between("best_16", "8: 0 1 1", "ddp, adamw"),
         ),
         phrase(
-            "In rounds of 20 steps, the loss of NoLoCo is {:.1f} % higher with {:.0f} % of DiLoCo's bytes",
+            "With rounds of 20 steps, the loss of NoLoCo is {:.1f} % higher than DiLoCo's, at {:.0f} % of DiLoCo's"
+            " bytes",
             between("best_8", "20: 0 1 1", "diloco 20, 0.016"),
             100 * share_of_ddp("20: 0 1 1") / share_of_ddp("diloco 20, 0.016"),
         ),
         phrase("one seed) is {:.1f} % lower than NoLoCo's", -above(everybody, pairs)),
         phrase(
-            "its loss is {:.2f} % lower than with torch's fp32 version in synchronous training, and {:.2f} % lower in"
-            " rounds",
+            "lower than with torch's fp32 version, by {:.2f} % in synchronous training and by {:.2f} % in rounds",
             *(
                 -line("study_orthogonalization.txt", rf"^{case} +mean .* ([-+][\d.]+) %")
                 for case in ("ddp", "5: 0 1 1")
             ),
         ),
         phrase(
-            "the loss with rounds of 5 steps is {:.1f} % above synchronous Muon and {:.1f} % below synchronous AdamW."
-            " With 16 replicas, it is {:.1f} % above synchronous Muon and {:.1f} % below synchronous AdamW",
+            "the loss with rounds of 5 steps is {:.1f} % above that of synchronous Muon and {:.1f} % below that of"
+            " synchronous AdamW. With 16 replicas, it is {:.1f} % above that of synchronous Muon and {:.1f} % below"
+            " that of synchronous AdamW",
             between("best_4", "5: 0 1 1", "ddp"),
             -between("best_4", "5: 0 1 1", "ddp, adamw"),
             between("best_16", "5: 0 1 1", "ddp"),
             -between("best_16", "5: 0 1 1", "ddp, adamw"),
         ),
         phrase(
-            "rounds of 20 steps, the loss of NoLoCo is {:.1f} % higher than DiLoCo's",
+            "With 4 replicas and rounds of 20 steps, the loss of NoLoCo is {:.1f} % higher than DiLoCo's",
             between("best_4", "20: 0 1 1", "diloco 20, 0.016"),
         ),
         phrase(
-            "the loss of NoLoCo is {:.1f} % above synchronous Muon here, and {:.1f} % above it in the toy",
+            "the loss of NoLoCo is {:.1f} % above that of synchronous Muon with this model, and {:.1f} % above it with"
+            " the toy",
             between("small", "5: 0 1 1", "ddp"),
             between("best_8", "5: 0 1 1", "ddp"),
         ),
         phrase(
-            "the loss of the toy is {:.4f}. This is {:.1f} % above synchronous Muon with this seed ({:.4f}), and"
-            " {:.1f} % below mixing in pairs ({:.4f})",
+            "the loss of the toy is {:.4f}. With this seed, it is {:.1f} % above that of synchronous Muon"
+            " ({:.4f}), and {:.1f} % below the loss if replicas mix in pairs ({:.4f})",
             *(everybody, above(everybody, ddp), ddp, -above(everybody, pairs), pairs),
         ),
-        phrase("the distance at {:.0f} to {:.0f} %", min(distances), max(distances)),
+        phrase("leave the loss of NoLoCo {:.0f} to {:.0f} % above", min(distances), max(distances)),
     ]
 
 
@@ -194,9 +198,9 @@ def _rules() -> list[Phrase]:
             "the mean loss of NoLoCo differs from DiLoCo's by {:+.1f} %, {:+.1f} % and {:+.1f} %",
             *(between(name, "noloco", "diloco") for name in studies),
         ),
-        phrase("individual seeds differ by {:+.1f} to {:+.1f} %", min(diloco), max(diloco)),
+        phrase("differs from DiLoCo's by {:+.1f} to {:+.1f} % for individual seeds", min(diloco), max(diloco)),
         phrase(
-            "GASLoC are within {:.1f} % of NoLoCo. NoLoCo itself is {:.0f} to {:.0f} %",
+            "are within {:.1f} % of NoLoCo's. The loss of NoLoCo is {:.0f} to {:.0f} %",
             *(max(others), min(to_ddp), max(to_ddp)),
         ),
         phrase(
@@ -205,16 +209,16 @@ def _rules() -> list[Phrase]:
             *(loss("momentum", f"{steps}: {alpha}") for steps, alpha in momentum),
         ),
         phrase(
-            "its mean loss is {:.4f}, against {:.4f} without momentum, and it wins in two of three seeds. With 8"
-            " replicas, the result is undecided ({:+.1f}, {:+.1f} and {:+.1f} %)",
+            "its mean loss is {:.4f}, against {:.4f} without momentum. It wins with two of three seeds. With 8"
+            " replicas, the seeds disagree: momentum changes the loss by {:+.1f}, {:+.1f} and {:+.1f} %",
             loss("rules_4", "noloco"),
             loss("rules_4", "noloco, 0 1 1"),
             *by_seed("rules_8", "noloco", "noloco, 0 1 1"),
         ),
         phrase(
             "the loss of the merged model is {:.4f} with 0.5 0.7 0.7 and {:.4f} with 0 1 1. With rounds of 50 steps, it"
-            " is {:.4f} and {:.4f}. With swapped momentum and a learning rate of 0.024 instead of 0.016, it is {:.4f}"
-            " with rounds of 20 steps, at {:.1f} times the bytes.",
+            " is {:.4f} and {:.4f}, respectively. If momentum is swapped and the learning rate is 0.024 instead of"
+            " 0.016, the loss with rounds of 20 steps is {:.4f}, at {:.1f} times the bytes.",
             *(each["merged_loss"] for each in muon),
             muon[-1]["sent_per_parameter_step"] / muon[0]["sent_per_parameter_step"],
         ),
@@ -273,7 +277,7 @@ def _round_lengths() -> list[Phrase]:
         *(("data centre", length, words) for length, words in (("2", '2, "auto"'), ("3", "3"))),
     ]
     return [
-        phrase("fitted to 16 runs (root mean square error {:.1f} %)", line(file, r"error ([\d.]+) %")),
+        phrase("that we fitted to 16 runs (root mean square error {:.1f} %)", line(file, r"error ([\d.]+) %")),
         *(
             phrase(
                 f"| {link} | {{:.0f}} | {{:.2f}} | {{:.3f}} | {best} | {{:.2f}} | {{:.3f}} |",
@@ -308,16 +312,16 @@ def _round_lengths() -> list[Phrase]:
             ),
         ),
         phrase(
-            "`modulo` takes {:.1f} times as long as int4 if it uses 4 bits, and {:.0f} to {:.0f} times as long",
+            "takes {:.1f} times as long as with int4 if `modulo` uses 4 bits, and {:.0f} to {:.0f} times as long",
             *(
                 claim("codec_speed", "int4 encode, one core") / claim("modulo_codecs", f"modulo, {bits} bits: encode")
                 for bits in (4, 6, 8)
             ),
         ),
-        phrase("12 and 30 steps at 100 Mbit/s end with losses of {:.3f} and {:.3f}", twelve[5], swept(fast, "30")[5]),
-        phrase("With a lower limit of 5, the loss is {:.3f}", swept("data centre", "5")[4]),
+        phrase("the losses with rounds of 12 and 30 steps are {:.3f} and {:.3f}", twelve[5], swept(fast, "30")[5]),
+        phrase("With a minimum of 5 steps, the loss is {:.3f}", swept("data centre", "5")[4]),
         phrase("can hide an early part that takes up to {:g} of a round", line(file, r"fill ([\d.]+)")),
-        phrase("rounds of 12 steps make a step last {:.2f} s, and {:.0f} % of the rounds", twelve[1], 100 * twelve[2]),
+        phrase("for example, a step takes {:.2f} s, and {:.0f} % of the rounds", twelve[1], 100 * twelve[2]),
     ]
 
 
@@ -333,9 +337,9 @@ def _codecs_and_churn() -> list[Phrase]:
             "modulo8 + int4 differs from the loss with fp32 by {:+.2f} % over the seeds",
             above(loss("codecs", "5 steps, 0 1 1, modulo8+int4", 0, 1), loss("codecs", "5 steps, 0 1 1, fp32", 0, 1)),
         ),
-        phrase("Individual seeds differ by up to {:.0f} % either way", max(coded)),
+        phrase("the loss with a codec is up to {:.0f} % above or below", max(coded)),
         phrase(
-            "half of the rounds, the loss is {:.1f} % higher here",
+            "half of the rounds, the loss is {:.1f} % higher than without churn",
             above(loss("churn", lost), loss("churn", "no churn", 0)),
         ),
         phrase(
@@ -351,7 +355,8 @@ def _codecs_and_churn() -> list[Phrase]:
             100 * fmean(row("modulo_churn", f"modulo4, {lost}", seed)["spread"] for seed in SEEDS),
         ),
         phrase(
-            "early part of {:.2f} bytes per parameter, or {:.2f} if peers are absent. Its loss is {:.1f} % higher",
+            "early part of {:.2f} bytes per parameter, or {:.2f} if peers are absent. If half of the calls break, its"
+            " loss is {:.1f} % higher",
             *early.values(),
             between("modulo_churn", f"modulo, {broken}", f"modulo8, {broken}"),
         ),
@@ -360,8 +365,8 @@ def _codecs_and_churn() -> list[Phrase]:
             between("modulo_churn", f"modulo, {broken}", f"modulo8, {broken}"),
         ),
         phrase(
-            "the loss with `modulo` is {:.1f} % higher than with modulo8, and there are {:.0f} instead of {:.0f} solo"
-            " rounds (modulo4: {:.0f})",
+            "the loss with `modulo` is {:.1f} % higher than with modulo8. There are {:.0f} solo rounds with `modulo`,"
+            " {:.0f} with modulo8 and {:.0f} with modulo4",
             between("modulo_churn", f"modulo, {broken}", f"modulo8, {broken}"),
             *(rounds_alone("modulo_churn", f"{codec}, {broken}") for codec in ("modulo", "modulo8", "modulo4")),
         ),
@@ -378,8 +383,8 @@ def _coarser() -> list[Phrase]:
         phrase(
             "and raises the loss by {:.1f} to {:.1f} % at equal round length", min(ranges["int2"]), max(ranges["int2"])
         ),
-        phrase("`sign1` raises it by {:.1f} to {:.1f} %", min(ranges["sign1"]), max(ranges["sign1"])),
-        phrase("the loss is {:.1f} to {:.1f} % higher", min(ranges["none"]), max(ranges["none"])),
+        phrase("`sign1` raises the loss by {:.1f} to {:.1f} %", min(ranges["sign1"]), max(ranges["sign1"])),
+        phrase("the loss is {:.1f} to {:.1f} % higher than with `int4`", min(ranges["none"]), max(ranges["none"])),
         phrase(
             "`int2` raises the loss by {:.1f} and {:.1f} %.", cost("int2", 8, "modulo4"), cost("int2", 20, "modulo4")
         ),
@@ -388,7 +393,7 @@ def _coarser() -> list[Phrase]:
             -between("late", "3: modulo8, int2", "5: modulo8, int4"),
         ),
         phrase(
-            "level with rounds of 5 steps and `int4` ({:+.1f} %)",
+            "level with that of rounds of 5 steps and `int4` ({:+.1f} %)",
             between("late", "3: modulo8, none", "5: modulo8, int4"),
         ),
     ]
@@ -423,7 +428,8 @@ def _late() -> list[Phrase]:
         ),
         phrase("increases the loss, from {:.4f} to {:.4f} ({:+.1f} %; 200 steps", waiting, late, above(late, waiting)),
         phrase(
-            "At a spread of {:.1f} %, this changes the loss by {:+.1f} % at once and by {:+.2f} % after 20 steps",
+            "At a spread of {:.1f} %, the loss with two donors differs from the loss with one by {:+.1f} % at once and"
+            " by {:+.2f} % after 20 steps",
             claim("mixed_donors", "spread of the donors"),
             claim("mixed_donors", "half and half against one donor, at once"),
             claim("mixed_donors", "half and half against one donor, after 20"),
@@ -450,7 +456,7 @@ def _late_causes() -> list[Phrase]:
         return 100 * fmean(row[what] for row in rows_of("lateness") if row["case"] == case)
 
     return [
-        phrase("without a partner in 14 % of its rounds"),
+        phrase("has no partner in 14 % of its rounds"),
         phrase(
             "After 2 steps, the distance between the partners along the correction has shrunk by only {:.0f} %. After 4"
             " steps, this distance has grown by {:.0f} %",
@@ -462,46 +468,48 @@ def _late_causes() -> list[Phrase]:
             *(cost("what is left"), cost("late by 2")),
         ),
         phrase(
-            "is late, the cost is {:+.1f} %. If only the other nine tenths are late, it is {:+.1f} %",
+            "the loss is {:.1f} % higher than with waiting. If it is late only for the other nine tenths, the loss is"
+            " {:.1f} % higher",
             *(cost("curved late"), cost("flat late")),
         ),
-        phrase("They cost {:+.1f} %, although the replicas", cost("solo")),
-        phrase("A late mean of all replicas costs {:+.1f} %", cost("late mean of all")),
+        phrase("They raise the loss by only {:.1f} %, although the replicas", cost("solo")),
+        phrase("A late mean of all replicas raises the loss by {:.1f} %", cost("late mean of all")),
         phrase(
             "the replicas are {:.2f} % apart if corrections are late by 2 steps, and {:.2f} % if all replicas wait",
             *(measured("late by 2", "apart_last"), measured("waiting", "apart_last")),
         ),
-        phrase("That alone costs {:+.1f} % (waiting", cost("waiting, mixes stale weights")),
+        phrase("That alone raises the loss by {:.1f} %", cost("waiting, mixes stale weights")),
         phrase(
-            "one such step costs {:+.1f} %, and two steps cost {:+.1f} %",
+            "one such step raises the loss by {:.1f} %, and two steps raise it by {:.1f} %",
             *(cost("late by 1, mixes corrected weights"), cost("mixes corrected weights")),
         ),
         phrase(
-            "the cost is {:+.1f} % after one step and {:+.1f} % after two",
+            "late by one step raise the loss by {:.1f} %, and corrections that are late by two steps raise it by"
+            " {:.1f} %",
             *(cost("late by 1"), cost("late by 2")),
         ),
         phrase(
-            "cost {:+.1f} % if they are late only in the first quarter of the run, {:+.1f} % if they are late only"
-            " after that quarter, and {:+.1f} % if they are late only in the last quarter. Waiting only in the last"
-            " quarter recovers almost nothing ({:+.1f} %)",
+            "raise the loss by {:.1f} % if they are late only in the first quarter of the run, by {:.1f} % if they are"
+            " late only after that quarter, and by {:.1f} % if they are late only in the last quarter. Waiting only in"
+            " the last quarter recovers almost nothing ({:+.1f} % instead of {:+.1f} %)",
             *(
                 cost(f"late by 2{when}")
-                for when in (" at the start", ", waiting at the start", " at the end", ", waiting at the end")
+                for when in (" at the start", ", waiting at the start", " at the end", ", waiting at the end", "")
             ),
         ),
         phrase("leave replicas {:.1f} to {:.1f} times as far apart", *(found(late) for found in (min, max))),
-        phrase("In a very steep direction (1.8)"),
+        phrase("In a very steep direction (curvature times rate of 1.8)"),
         phrase(
             "in all three seeds, by {:.2f} to {:.2f} of the bound",
             *(found(steeper) for found in (min, max)),
         ),
-        phrase("Late corrections cost only {:+.1f} % at 1e-3", cost("late, rate 0.001")),
+        phrase("At 1e-3, late corrections raise the loss by only {:.1f} %", cost("late, rate 0.001")),
         phrase("*Dropping late corrections* ({:+.1f} %)", cost("dropped")),
         phrase(
-            "then cost less ({:+.1f} %), and corrections that are late by two steps cost more ({:+.1f} %,",
+            "if corrections are late by one step ({:+.1f} %), and more if they are late by two steps ({:+.1f} %,",
             *(cost(f"late by {steps}, counted from what travelled") for steps in (1, 2)),
         ),
-        phrase("Late corrections cost less with Muon: {:+.1f} % if they are late by 2 steps", cost("Muon, late by 2")),
+        phrase("late by 2 steps raise the loss by only {:.1f} %", cost("Muon, late by 2")),
     ]
 
 
@@ -514,18 +522,22 @@ def _leads() -> list[Phrase]:
     quasi = [change for lead in ("quasi-global 0.3", "quasi-global 0.6") for change in changes(lead)]
     return [
         phrase(
-            "standard deviation of today's losses ({:.1f} %)", 100 * stdev(losses.values()) / fmean(losses.values())
+            "standard deviation of the losses of today's swap ({:.1f} %)",
+            100 * stdev(losses.values()) / fmean(losses.values()),
         ),
         phrase(
-            "the loss is {:.1f} % lower ({:+.1f}, {:+.1f} and {:+.1f} %)",
+            "the loss is {:.1f} % lower than with today's swap ({:+.1f}, {:+.1f} and {:+.1f} %)",
             -between("leads", "rounds by the rate", "today"),
             *changes("rounds by the rate"),
         ),
-        phrase("longest ago, the loss changes by {:+.1f}, {:+.1f} and {:+.1f} %", *changes("draw")),
+        phrase("for the longest time, the loss changes by {:+.1f}, {:+.1f} and {:+.1f} %", *changes("draw")),
         phrase("*Aligned steps* change the loss by {:+.1f}, {:+.1f} and {:+.1f} %", *changes("align 0.1")),
-        phrase("*Quasi-global momentum* ends {:.1f} to {:.1f} % higher", min(quasi), max(quasi)),
-        phrase("and end level ({:+.1f}, {:+.1f} and {:+.1f} %)", *changes("rounds by the square of the rate")),
-        phrase("in reverse order, and end {:.1f} and {:.1f} % higher with two seeds", *changes("late swaps")),
+        phrase("*Quasi-global momentum* raises the loss by {:.1f} to {:.1f} %", min(quasi), max(quasi)),
+        phrase(
+            "about the same as with today's swap ({:+.1f}, {:+.1f} and {:+.1f} %)",
+            *changes("rounds by the square of the rate"),
+        ),
+        phrase("in reverse order, and raise the loss by {:.1f} and {:.1f} % with two seeds", *changes("late swaps")),
     ]
 
 
@@ -702,7 +714,10 @@ def _search() -> list[Phrase]:
 
     diloco = [behind_by("DiLoCo", cap, peers) for cap, peers in product(CAPS, PEERS)]
     return [
-        phrase("by {:.1f} % with 8 replicas and {:.1f} % with 16", *(behind_by(PAPER, "tenth", n) for n in (8, 16))),
+        phrase(
+            "than with the paper's momentum, by {:.1f} % with 8 replicas and {:.1f} % with 16",
+            *(behind_by(PAPER, "tenth", n) for n in (8, 16)),
+        ),
         phrase("the loss of NoLoCo without outer momentum is {:.1f} to {:.1f} % higher", min(diloco), max(diloco)),
         phrase("NoLoCo also sends {:.1f} times as many bytes as DiLoCo", sent(OURS) / sent("DiLoCo")),
     ]
@@ -909,7 +924,7 @@ def scale() -> list[Phrase]:
     return [
         *sizes,
         *pairs,
-        phrase("a signed record ({:.1f} KB when full", claim("directory", "a record") / 1e3),
+        phrase("a signed record ({:.1f} KB with all fields", claim("directory", "a record") / 1e3),
         phrase(
             "are {:.2f} and {:.2f} at 1,000 peers, and {:.2f} and {:.2f} at 100,000 peers",
             *(
@@ -919,8 +934,8 @@ def scale() -> list[Phrase]:
             ),
         ),
         phrase("The goal was to pair 95 % of the peers within 5 offers each"),
-        phrase("about 200 reads of {:.0f} KB per minute", claim("directory", "a bucket of 32") / 1e3),
-        phrase("nearly 6 MB per minute (0.8 Mbit/s) of upload"),  # 200 times 29 KB
+        phrase("about 200 reads per minute with {:.0f} KB each", claim("directory", "a bucket of 32") / 1e3),
+        phrase("an upload of nearly 6 MB per minute (0.8 Mbit/s)"),  # 200 times 29 KB
     ]
 
 
