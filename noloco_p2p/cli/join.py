@@ -40,16 +40,16 @@ def join(
         str,
         typer.Argument(
             metavar="SPEC.toml|TICKET",
-            help="A run spec, to start a run, or a ticket (or @FILE that contains one), to enter a run.",
+            help="A run spec to start a run, or a ticket (or @FILE containing one) to join an existing run.",
         ),
     ],
     settings: PeerSettings,
     ticket_file: Annotated[
         Path | None,
-        typer.Option(help="Write the ticket of this peer to FILE, for use with join @FILE.", show_default=False),
+        typer.Option(help="Write this peer's ticket to FILE, for use with `noloco join @FILE`.", show_default=False),
     ] = None,
 ) -> None:
-    """Start or enter a run, and train. Ctrl-C leaves cleanly, and the same command resumes later."""
+    """Start or join a run, and train. Ctrl-C leaves cleanly, and the same command resumes later."""
     own = gpus_of_peer.own_rank()
     if own and own.rank:
         return _follow(own, settings)

@@ -188,7 +188,8 @@ def test_training_goes_on_beside_bad_files_and_counts_them_once(tmp_path: Path) 
 def test_a_source_of_nothing_but_faults_is_an_error_that_names_the_last(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"body": "a"}\n' * 3000)
     with pytest.raises(
-        DataError, match=r"no document to train on; lines and files skipped: 10\d\d; the last one: .*a\.jsonl, line"
+        DataError,
+        match=r"no document to train on; lines and files skipped: 10\d\d; most recent reason: .*a\.jsonl, line",
     ):
         next(make_stream(f"{tmp_path}/*"))
 
