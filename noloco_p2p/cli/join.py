@@ -207,9 +207,7 @@ def unknown_name(settings: PeerSettings) -> list[str]:
     host = settings.announced[0]
     if not host or resolves(host):
         return []
-    return [
-        f"--announce {host}: this machine cannot resolve this name, and peers that cannot resolve it cannot connect"
-    ]
+    return [f"--announce {host}: this machine cannot resolve this name, but other peers must resolve it to connect"]
 
 
 def _leave_on_signals(peer: Peer) -> None:
