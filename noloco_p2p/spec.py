@@ -102,7 +102,9 @@ class ModelSpec(Section):
     random_weights: Annotated[
         bool, about("if true, use only the architecture of `pretrained`, with random weights drawn from `seed`")
     ] = False
-    vocab_size: Annotated[Size, about("vocabulary size; at least as large as the tokenizer's (384 for bytes)")] = 384
+    vocab_size: Annotated[Size, about("vocabulary size; must not be smaller than the tokenizer's (384 for bytes)")] = (
+        384
+    )
     hidden_size: Annotated[Size, about("hidden width, a multiple of num_heads")] = 128
     num_layers: Annotated[int, Field(gt=0, le=MAX_LAYERS), about("number of transformer blocks")] = 4
     num_heads: Annotated[Size, about("number of attention heads; the usual width of a head is 32 to 128")] = 4
@@ -196,7 +198,7 @@ class SourceSpec(Section):
                 raise ValueError(f"{source!r} must have the form hub:OWNER/NAME, for example hub:allenai/c4")
         elif not source.replace("-", "").replace("_", "").isalnum():
             raise ValueError(
-                f"{source!r} is not 'stdlib', 'hub:OWNER/NAME' or a plain name bound with --data NAME=GLOB; "
+                f"must be 'stdlib', 'hub:OWNER/NAME' or a plain name bound with --data NAME=GLOB, not {source!r}; "
                 "a spec cannot contain a path"
             )
         return source
@@ -278,7 +280,7 @@ class TrainSpec(Section):
     adam_beta2: Annotated[float, Field(ge=0, lt=1), about("decay rate of the second moment")] = 0.95
     inner_optimizer: Annotated[
         Literal["adamw", "muon"],
-        about("adamw, or muon, which uses Muon for hidden matrices and AdamW for embeddings, head and vectors"),
+        about("adamw or muon; muon applies Muon to hidden matrices, and AdamW to embeddings, the head and vectors"),
     ] = "adamw"
     muon_momentum: Annotated[float, Field(ge=0, lt=1), about("momentum of Muon")] = 0.95
 

@@ -146,7 +146,7 @@ class Metrics:
     refused_gradients: int = _metric(
         "counter",
         "swaps",
-        "outer gradients refused because they were far too large or pointed against this peer's own outer gradient",
+        "outer gradients refused because they were far too large or opposed this peer's own outer gradient",
         0,
     )
     refused_losses: int = _metric(
@@ -288,7 +288,7 @@ class Metrics:
         total="sum",
     )
     relayed_bytes: int = _metric(
-        "counter", "bytes", "bytes that this peer, as a relay, forwarded between peers that cannot be dialled", 0
+        "counter", "bytes", "bytes that this peer relayed between peers that cannot be dialled", 0
     )
     modulo_chunks: int = _metric(
         "counter", "chunks", "chunks received with modulo coding, including chunks that later had to be sent again", 0
@@ -315,7 +315,7 @@ class Metrics:
     lost_microbatches: int = _metric(
         "counter",
         "microbatches",
-        "microbatches that the peer began and that were lost before their gradients were counted (only with stages)",
+        "microbatches that the peer started but that were lost before it counted their gradients (only with stages)",
         0,
         key="mbx",
     )
