@@ -198,7 +198,7 @@ class SourceSpec(Section):
                 raise ValueError(f"{source!r} must have the form hub:OWNER/NAME, for example hub:allenai/c4")
         elif not source.replace("-", "").replace("_", "").isalnum():
             raise ValueError(
-                f"must be 'stdlib', 'hub:OWNER/NAME' or a plain name bound with --data NAME=GLOB, not {source!r}; "
+                f"{source!r} must be 'stdlib', 'hub:OWNER/NAME' or a plain name bound with --data NAME=GLOB; "
                 "a spec cannot contain a path"
             )
         return source
