@@ -68,7 +68,7 @@ class Unreachable(PeerError):
     """No connection to the peer could be made."""
 
     advice = (
-        "if only one peer is affected, it is gone or behind a firewall, and there is nothing to do; "
+        "if only one peer is affected, it is gone or behind a firewall, and no action is needed; "
         "if no peer can be reached, run `noloco doctor TICKET`"
     )
 

@@ -160,7 +160,7 @@ class PeerSettings(BaseModel):
     ] = ""
     name: Annotated[
         str,
-        about(f"Public name of this peer, of up to {peer_name.MAX_CHARS} characters. It does not prove your identity."),
+        about(f"Public name of this peer (up to {peer_name.MAX_CHARS} characters). It does not prove your identity."),
         Flag(default="none"),
     ] = ""
     hide_contribution: Annotated[bool, about("Hide this peer's training time and token count from other peers.")] = (
@@ -229,7 +229,7 @@ class PeerSettings(BaseModel):
     ] = None
     revive_from: Annotated[
         Path | None,
-        about("With --stage, start from this checkpoint or export if no peer holds that stage."),
+        about("With --stage, start from this checkpoint or exported model if no peer holds that stage."),
         Flag(metavar="CHECKPOINT|EXPORT"),
     ] = None
     max_memory: Annotated[

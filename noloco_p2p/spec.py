@@ -60,7 +60,9 @@ YOUNG = (
 RUN_SPEC_FIELD = "total_steps"  # at the top level of a RunSpec, but in the `train` section of a TrainerSpec
 OTHER_KIND = {
     "RunSpec": "this run is trained by a script; start that script with the same spec or ticket",
-    "TrainerSpec": "this run is trained by `noloco join`, and a RunSpec has no model, data, train or evaluate section",
+    "TrainerSpec": (
+        "this run is trained by `noloco join`; a RunSpec cannot have a model, data, train or evaluate section"
+    ),
 }
 PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 # For a name without an owner, the hub's libraries would look for a packaged builder or for a folder on this machine.
@@ -100,7 +102,9 @@ class ModelSpec(Section):
     random_weights: Annotated[
         bool, about("if true, use only the architecture of `pretrained`, with random weights drawn from `seed`")
     ] = False
-    vocab_size: Annotated[Size, about("vocabulary size; at least as large as the tokenizer's (384 for bytes)")] = 384
+    vocab_size: Annotated[Size, about("vocabulary size; must not be smaller than the tokenizer's (384 for bytes)")] = (
+        384
+    )
     hidden_size: Annotated[Size, about("hidden width, a multiple of num_heads")] = 128
     num_layers: Annotated[int, Field(gt=0, le=MAX_LAYERS), about("number of transformer blocks")] = 4
     num_heads: Annotated[Size, about("number of attention heads; the usual width of a head is 32 to 128")] = 4
@@ -194,7 +198,7 @@ class SourceSpec(Section):
                 raise ValueError(f"{source!r} must have the form hub:OWNER/NAME, for example hub:allenai/c4")
         elif not source.replace("-", "").replace("_", "").isalnum():
             raise ValueError(
-                f"{source!r} is not 'stdlib', 'hub:OWNER/NAME' or a plain name bound with --data NAME=GLOB; "
+                f"{source!r} must be 'stdlib', 'hub:OWNER/NAME' or a plain name bound with --data NAME=GLOB; "
                 "a spec cannot contain a path"
             )
         return source
@@ -223,7 +227,7 @@ class DataSpec(SourceSpec):
         str, about("'bytes' (no download), OWNER/NAME on the hub, or a name bound with --model NAME=FOLDER")
     ] = "bytes"
     tokenizer_revision: Annotated[
-        str, about("commit or tag of the tokenizer; set it so that all peers use the same one")
+        str, about("commit or tag of the tokenizer; set it so that all peers use the same version")
     ] = ""
     sequence_length: Annotated[Size, about("tokens per sequence")] = 256
     holdout: Annotated[
@@ -276,7 +280,7 @@ class TrainSpec(Section):
     adam_beta2: Annotated[float, Field(ge=0, lt=1), about("decay rate of the second moment")] = 0.95
     inner_optimizer: Annotated[
         Literal["adamw", "muon"],
-        about("adamw, or muon, which uses Muon for hidden matrices and AdamW for embeddings, head and vectors"),
+        about("adamw or muon; muon applies Muon to hidden matrices, and AdamW to embeddings, the head and vectors"),
     ] = "adamw"
     muon_momentum: Annotated[float, Field(ge=0, lt=1), about("momentum of Muon")] = 0.95
 
@@ -296,7 +300,8 @@ class OuterSpec(Section):
     inner_steps: Annotated[
         Positive | Literal["auto"],
         about(
-            'inner steps per round; shorter rounds mix better but send more data; "auto" adapts the length to the link'
+            "inner steps per round; shorter rounds keep replicas closer but send more data; "
+            '"auto" adapts the length to the link'
         ),
     ] = 50
     min_inner_steps: Annotated[Positive, about('smallest number of inner steps per round with "auto"')] = 5
@@ -304,19 +309,26 @@ class OuterSpec(Section):
     alpha: Annotated[
         float,
         Field(ge=0, lt=1),
-        about("fraction of the outer momentum that is kept each round; 0 gave the best results; the paper uses 0.5"),
+        about(
+            "fraction of the outer momentum kept in each round; 0 gave the lowest loss in our tests; the paper uses 0.5"
+        ),
     ] = 0.0
-    beta: Annotated[PositiveFloat, about("factor of the outer gradient in the outer step; the paper uses 0.7")] = 1.0
+    beta: Annotated[PositiveFloat, about("coefficient of the outer gradient in the outer step; the paper uses 0.7")] = (
+        1.0
+    )
     gamma: Annotated[
         PositiveFloat,
         about(
-            "strength of the pull toward the partner's weights; about 1 - alpha^2 is recommended, and values at which "
-            "training diverges are rejected; the paper uses 0.7"
+            "strength of the pull toward the partner's weights (recommended: about 1 - alpha^2; the paper uses 0.7); "
+            "values that make training diverge are rejected"
         ),
     ] = 1.0
     swap_momentum: Annotated[bool, about("also average the outer momentum; false gives the paper's exact rule")] = True
     weigh_tokens: Annotated[
-        bool, about("weight each outer gradient by the number of tokens in its round; the paper weights both equally")
+        bool,
+        about(
+            "weight each partner's outer gradient by the number of tokens in its round; the paper weights them equally"
+        ),
     ] = False
     max_wait_s: Annotated[
         NonNegative, about("longest wait for a partner's outer gradient at the end of a round, in seconds")
@@ -324,7 +336,7 @@ class OuterSpec(Section):
     closing_rounds: Annotated[
         Annotated[int, Field(ge=0, le=64)] | Literal["auto"],
         about(
-            "number of closing rounds, which end the run and mix without training; "
+            "number of closing rounds, in which peers swap without training at the end of the run; "
             '"auto" means log2 of the number of peers, plus 3'
         ),
     ] = "auto"
@@ -415,8 +427,8 @@ class CodecSpec(Section):
     slow_weights: Annotated[
         StateCodecName,
         about(
-            "codec of the slow weights, int8 or better; modulo8 is as large as int8 but far more accurate; "
-            "modulo is half as large while the partners' weights are close"
+            "codec of the slow weights, at least as precise as int8; modulo8 takes as many bytes as int8 but is far "
+            "more accurate; modulo takes half as many while the partners' weights are close"
         ),
     ] = "bf16"
     outer_momentum: Annotated[StateCodecName, about("codec of the outer momentum; bf16 or modulo8 is recommended")] = (
@@ -425,8 +437,8 @@ class CodecSpec(Section):
     outer_gradient: Annotated[
         GradientCodecName,
         about(
-            "codec of the outer gradients; in published runs, int8 did not raise the loss, and int4 hardly raised it; "
-            'with "none", peers neither send outer gradients nor wait for them'
+            "codec of the outer gradients; in published runs, int8 matched the loss without compression, and int4 "
+            'nearly did; with "none", peers neither send outer gradients nor wait for them'
         ),
     ] = "int8"
 
@@ -466,12 +478,14 @@ class PipelineSpec(Section):
             "been cut yet"
         ),
     ] = "auto"
-    microbatch: Annotated[Size, about("number of sequences that pass through the stages together")] = 1
+    microbatch: Annotated[
+        Size, about("number of sequences in a microbatch, which passes through the stages as a unit")
+    ] = 1
     activations: Annotated[
-        CodecName, about(f"codec of the activations that a stage sends to the next one: {CODECS}")
+        CodecName, about(f"codec of the activations that a stage sends to the next stage: {CODECS}")
     ] = "int8"
     gradients: Annotated[
-        CodecName, about("codec of the gradients of activations that a stage sends to the previous one")
+        CodecName, about("codec of the gradients of activations that a stage sends to the previous stage")
     ] = "int8"
     routing: Annotated[
         Literal["random", "fast"],
@@ -520,13 +534,16 @@ class Spec(Section):
         ),
     ] = ""
     outer: Annotated[
-        OuterSpec, about("The NoLoCo outer step (arXiv 2506.10911): mixing with one random live peer after each round.")
+        OuterSpec,
+        about(
+            "The NoLoCo outer step (arXiv 2506.10911), which mixes weights with one random live peer after each round."
+        ),
     ] = OuterSpec()
     codec: Annotated[
         CodecSpec,
         about(
-            f"How vectors are encoded for swaps. The codecs are {CODECS}; for slow weights and momentum also "
-            f"{STATE_CODECS}; for outer gradients also {COARSE_CODECS}."
+            f"How vectors are encoded for swaps. The codecs are {CODECS}. Additional codecs for slow weights and "
+            f"momentum: {STATE_CODECS}. Additional codecs for outer gradients: {COARSE_CODECS}."
         ),
     ] = CodecSpec()
 
@@ -677,7 +694,7 @@ class TrainerSpec(Spec):
     """The spec of a language model that `noloco join` trains."""
 
     model: Annotated[
-        ModelSpec, about("A Llama of the given size, or any causal language model, specified by name.")
+        ModelSpec, about("A Llama model of the given size, or any causal language model specified by name.")
     ] = ModelSpec()
     data: Annotated[
         DataSpec,
@@ -707,7 +724,9 @@ class TrainerSpec(Spec):
                 "model.parameter_seeds must be true in a run with stages, because a peer initializes only its part"
             )
         if self.model.lora.rank:
-            raise ValueError("model.lora.rank must be 0 in a run with stages, because adapters cannot be cut yet")
+            raise ValueError(
+                "model.lora.rank must be 0 in a run with stages, because adapters cannot be cut into stages yet"
+            )
         if self.pipeline.microbatch > self.train.batch_size:
             raise ValueError(
                 f"pipeline.microbatch ({self.pipeline.microbatch}) must be at most train.batch_size "

@@ -16,7 +16,7 @@ def ban(
         str | None, typer.Argument(help="The id of the peer to ban (12D3Koo...). Without it, all bans are listed.")
     ] = None,
     reason: Annotated[
-        str, typer.Option(help="The reason to show to the peer and in the log.")
+        str, typer.Option(help="The reason, as shown to the peer and in the log.")
     ] = "manual ban by this peer's owner",
     for_: Annotated[str, typer.Option("--for", help="How long the ban lasts, for example 30min, 12h or 7d.")] = "7d",
     lift: Annotated[bool, typer.Option("--lift", help="Lift the ban on this peer.")] = False,

@@ -79,7 +79,7 @@ async def _serve(settings: PeerSettings, identity: Identity, *, address_file: Pa
         directory.mirror(announce_port or mirror_port)
     except OSError as error:
         log.warning(
-            "cannot listen on port %d, so this node cannot help peers to punch holes through routers: %s",
+            "cannot listen on port %d, so this node cannot help peers punch holes through their routers: %s",
             settings.listen_port,
             error,
         )
@@ -89,7 +89,7 @@ async def _serve(settings: PeerSettings, identity: Identity, *, address_file: Pa
         for multiaddr in directory.multiaddrs():
             print(multiaddr)
         entry.write(address_file, directory.multiaddrs()[0], flag="--address-file")
-        print(f"others can enter with: noloco join SPEC.toml --bootstrap {directory.multiaddrs()[0]}", flush=True)
+        print(f"others can join with: noloco join SPEC.toml --bootstrap {directory.multiaddrs()[0]}", flush=True)
         spare_what_is_loaded()
         await stop.wait()
     finally:

@@ -31,7 +31,7 @@ def _data() -> None:
 def check(
     file: Annotated[Path, typer.Argument(metavar="SPEC.toml", help="The run spec.")],
     settings: PeerSettings,
-    full: Annotated[bool, typer.Option("--full", help="Read all rows of every file, not only the first ones.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="Read all rows of every file, not only the first rows.")] = False,
     as_json: Json = False,
 ) -> None:
     """Show samples of the data, the reading speed, and faults in the files. The exit code is 1 if there are faults."""

@@ -22,8 +22,8 @@ def doctor(
         str | None,
         typer.Argument(
             metavar="[SPEC.toml|TICKET]",
-            help="Check whether this machine can take part in this run. With a ticket (or @FILE that contains one), "
-            "check the swarm as well.",
+            help="Check whether this machine can take part in this run. With a ticket (or @FILE containing one), "
+            "also check the swarm.",
         ),
     ] = None,
     *,

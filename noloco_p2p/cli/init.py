@@ -29,12 +29,12 @@ def init(
     private: Annotated[
         bool,
         typer.Option(
-            "--private", help="Let only peers with an invitation enter. The run key is written next to the spec."
+            "--private", help="Let only peers with an invitation join. The run key is written next to the spec."
         ),
     ] = False,
     stages: Annotated[
         int,
-        typer.Option(min=1, help="Cut the model into this many stages, and print what each one needs."),
+        typer.Option(min=1, help="Cut the model into this many stages, and print what each stage needs."),
     ] = 1,
     pretrained: Annotated[
         str | None,

@@ -40,13 +40,13 @@ def join(
         str,
         typer.Argument(
             metavar="SPEC.toml|TICKET",
-            help="A run spec, to start a run, or a ticket (or @FILE that contains one), to enter a run.",
+            help="A run spec to start a run, or a ticket (or @FILE containing one) to join an existing run.",
         ),
     ],
     settings: PeerSettings,
     ticket_file: Annotated[
         Path | None,
-        typer.Option(help="Write the ticket of this peer to FILE, for use with join @FILE.", show_default=False),
+        typer.Option(help="Write this peer's ticket to FILE, for use with `noloco join @FILE`.", show_default=False),
     ] = None,
 ) -> None:
     """Start or join a run, and train. Ctrl-C leaves cleanly, and the same command resumes later."""
@@ -208,9 +208,7 @@ def unknown_name(settings: PeerSettings) -> list[str]:
     host = settings.announced[0]
     if not host or resolves(host):
         return []
-    return [
-        f"--announce {host}: this machine cannot resolve this name, and peers that cannot resolve it cannot connect"
-    ]
+    return [f"--announce {host}: this machine cannot resolve this name, but other peers must resolve it to connect"]
 
 
 def _leave_on_signals(peer: Peer) -> None:

@@ -24,7 +24,7 @@ DEFAULT_WEB = "127.0.0.1:8080"
 
 
 def monitor(
-    ticket: Annotated[str, typer.Argument(help="A ticket of the run, or @FILE that contains one.")],
+    ticket: Annotated[str, typer.Argument(help="A ticket for the run, or @FILE containing one.")],
     watch: Annotated[bool, typer.Option("--watch", help="Keep updating until Ctrl-C.")] = False,
     web: Annotated[
         bool, typer.Option("--web", help="Serve a web page, /api/status and /metrics until Ctrl-C.")

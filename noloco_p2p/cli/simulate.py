@@ -61,9 +61,9 @@ def simulate(
     churn: Annotated[
         str,
         typer.Option(
-            help="Events (kind:replica@virtual seconds), for example join:8@300,leave:2@500,crash:3@200; with stages: "
-            "kind:stage.replica@seconds. Also lose:0.2 (share of calls that break), and absent:0.2 (share of rounds "
-            "in which a replica is unreachable)."
+            help="Events in the form kind:replica@seconds (virtual time), for example "
+            "join:8@300,leave:2@500,crash:3@200 (with stages: kind:stage.replica@seconds). lose:0.2 breaks this share "
+            "of calls, and absent:0.2 makes replicas unreachable in this share of rounds."
         ),
     ] = "",
     stages: Annotated[

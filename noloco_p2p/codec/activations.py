@@ -116,7 +116,7 @@ class RawActivationCodec:
         coded = _payload_bytes(payload, codec=self, shape=shape).view(self.dtype)
         if not within(coded, lowest=-LARGEST, highest=LARGEST):
             raise NotFinite(
-                f"{self.name} activations contain NaN, infinity or a value above {LARGEST:.3g}; discard them"
+                f"{self.name} activations contain NaN, infinity or a magnitude above {LARGEST:.3g}; discard them"
             )
         return coded
 
@@ -212,7 +212,8 @@ class BlockActivationCodec:
         coded = _payload_bytes(payload, codec=self, shape=shape).view(num_tokens, self._token_bytes(hidden))
         if not self._scales_valid(coded, hidden=hidden):
             raise NotFinite(
-                f"{self.name} activations have a scale that is not a positive number or overflows; discard them"
+                f"{self.name} activations have a scale that is non-positive, subnormal, non-finite or too large; "
+                "discard them"
             )
         return coded
 

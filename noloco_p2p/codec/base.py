@@ -95,7 +95,8 @@ class Codec(Sized, Protocol):
 def check_num_elements(num_elements: int) -> None:
     if not 0 <= num_elements <= CHUNK_ELEMENTS:
         raise ValueError(
-            f"a chunk must have 0 to {CHUNK_ELEMENTS} elements, not {num_elements}; split with chunk_bounds()"
+            f"a chunk must have 0 to {CHUNK_ELEMENTS} elements, not {num_elements}; split the tensor with "
+            "chunk_bounds()"
         )
 
 

@@ -113,8 +113,8 @@ class BlockCodec:
         scales, code_bytes = self._parts(coded, num_elements=num_elements)
         if not self._scales_valid(scales):
             raise NotFinite(
-                f"the {self.name} chunk of {num_elements} elements has a scale that is not a positive number or "
-                "overflows; discard the part"
+                f"the {self.name} chunk of {num_elements} elements has a scale that is non-positive, subnormal, "
+                "non-finite or too large; discard the part"
             )
         return scales, code_bytes
 

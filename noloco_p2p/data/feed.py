@@ -71,7 +71,7 @@ class Feed:
                 return arrays
         if not self._found:
             last = self._faults.last
-            why = f"; lines and files skipped: {self._faults.count}; the last one: {last}" if last else ""
+            why = f"; lines and files skipped: {self._faults.count}; most recent reason: {last}" if last else ""
             raise DataError(f"data source {self.name!r} contains no document to train on{why}")
         self.epoch += 1
         self._found = False

@@ -185,7 +185,7 @@ def _integers(values: Any, *, kinds: str = "iu") -> np.ndarray | None:
 
 def _no_field(text_field: str, fields: list[str]) -> str:
     return (
-        f"there is no field {text_field!r} or {TOKENS_FIELD!r} among the fields {', '.join(fields)[:200]}; "
+        f"the fields ({', '.join(fields)[:200]}) include neither {text_field!r} nor {TOKENS_FIELD!r}; "
         "data.text_field in the run spec must name the field that contains the text"
     )
 

@@ -72,7 +72,7 @@ def _check_files(files: Mapping[str, Sequence[str]], name: str) -> None:
     """
     for file in (file for split in files.values() for file in split):
         if not file.startswith(f"hf://datasets/{name}@"):
-            raise SpecError(f"data.source 'hub:{name}' lists the file {file!r}, which does not belong to it")
+            raise SpecError(f"data.source 'hub:{name}' lists the file {file!r}, which is not part of that data set")
 
 
 def shard_source(stream: IterableDataset, *, name: str, text_field: str) -> Source:

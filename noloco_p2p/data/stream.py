@@ -259,7 +259,7 @@ def _validation_pool(
         if num_tokens >= wanted_tokens:
             break
     if num_tokens < data.sequence_length:
-        why = f" (lines and files skipped: {faults.count}; the last one: {faults.last})" if faults.last else ""
+        why = f" (lines and files skipped: {faults.count}; most recent reason: {faults.last})" if faults.last else ""
         raise DataError(
             f"data source {part.source!r} has only {num_tokens} held-out tokens, but one sequence needs "
             f"{data.sequence_length}; increase data.holdout, or use --data {part.source}.validation=GLOB{why}"

@@ -60,8 +60,8 @@ class DemoPlan:
             )
         if stages > 1 and self.chaos_seed is not None and self.num_peers < 2 * stages:
             raise SettingsError(
-                f"--chaos with --peers {self.num_peers}: {stages} stages need {2 * stages} peers, two each, because a "
-                "stage loses its weights if its only peer is killed"
+                f"--chaos with --peers {self.num_peers}: {stages} stages need {2 * stages} peers (two per stage), "
+                "because a stage loses its weights if its only peer is killed"
             )
 
     def stage(self, index: int) -> int | None:

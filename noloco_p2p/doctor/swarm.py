@@ -55,7 +55,7 @@ async def examine(ticket: Ticket, settings: PeerSettings) -> list[Check]:
                 Check("clock", "failed", str(error), "set the clock of this machine, and run `noloco doctor` again")
             ]
         except PeerError as error:
-            fix = "get a new ticket; if other peers can enter, allow outgoing TCP traffic and set this machine's clock"
+            fix = "get a new ticket; if other peers can join, allow outgoing TCP traffic and set this machine's clock"
             return [Check("way in", "failed", str(error), fix)]
         local = ask(settings.state_dir, "status") or {}  # the peer on this machine, which must not be asked to check it
         peers = [peer for peer in directory.live() if peer.can_be_called and peer.peer_id != local.get("peer_id")]
@@ -139,12 +139,12 @@ async def _dialled_back(
 
 
 def clock(probed: probe.Probed, peer: Candidate) -> Check:
-    unsure = f"give or take {probed.round_trip_s / 2:.2f} s"
+    unsure = f"±{probed.round_trip_s / 2:.2f} s"
     text = (
         f"the clock of {named(peer.peer_id)} differs from this machine's by {probed.clock_offset_s:+.1f} s ({unsure})"
     )
     if abs(probed.clock_offset_s) - probed.round_trip_s / 2 > MAX_OFFSET_S:
-        fix = "set the clock of this machine (start systemd-timesyncd or ntpd); a peer with a wrong clock cannot enter"
+        fix = "set the clock of this machine (start systemd-timesyncd or ntpd); a peer with a wrong clock cannot join"
         return Check("clock", "failed", text, fix)
     return Check("clock", "ok", text)
 

@@ -283,7 +283,7 @@ class RoundState:
         if isinstance(answer, Refuse):
             return Refused(answer.sentence, peer=peer_id, code=answer.code.name, retry_after_s=answer.retry_after_s)
         if not isinstance(answer, Accept) or answer.hello.peer_id != peer_id:
-            return CorruptPayload("the reply to an offer is not a valid Accept or Refuse", peer=peer_id)
+            return CorruptPayload("the reply to an offer is neither a valid Accept nor a valid Refuse", peer=peer_id)
         if refuse := other_kind(self._hello(), answer.hello):
             return Refused(refuse.sentence, peer=peer_id, code=refuse.code.name)
         return None

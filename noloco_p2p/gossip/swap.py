@@ -379,7 +379,7 @@ class Swap:
             chunk = await self._receive()
             if not isinstance(chunk, Chunk) or (chunk.section, chunk.index) != (plan.name, index):
                 wanted = f"chunk {index} of {plan.name.name.lower()}"
-                raise CorruptPayload(f"{wanted} is missing: got {_show(chunk)}")
+                raise CorruptPayload(f"expected {wanted}, got {_show(chunk)}")
             await check.add(chunk)
             digests.update(chunk.digest)
             self.bytes_received += len(chunk.payload)

@@ -128,5 +128,5 @@ def no_outer_state(where: str) -> CheckpointError:
     """Return the error for a trainer's checkpoint that was written without NoLoCo."""
     return CheckpointError(
         f"{where} contains no NoLoCo state, so the position in the run is unknown; resume from a checkpoint that was "
-        "written with NoLoCoCallback, or pass NoLoCoCallback(peer, resume=False) to enter the run with these weights"
+        "written with NoLoCoCallback, or pass NoLoCoCallback(peer, resume=False) to join the run with these weights"
     )

@@ -126,7 +126,7 @@ def _empty(stages: Sequence[Stage], alive: Sequence[PeerRecord]) -> list[Notice]
     empty = sorted(row["stage"] for row in stages if not row["peers"])
     if not empty or all(record.state != "training" for record in alive):
         return []
-    return [Notice("bad", f"No peer holds {numbered_stages(empty)}, so no microbatch can get through.")]
+    return [Notice("bad", f"No peer holds {numbered_stages(empty)}, so no microbatch can be completed.")]
 
 
 def _astray(spread: Spread) -> list[str]:

@@ -193,7 +193,7 @@ def app(feed: SwarmFeed) -> Starlette:
 
     async def events(request: Request) -> Response:
         if feed.num_readers >= MAX_READERS:
-            return PlainTextResponse("too many readers; use /api/status\n", status_code=503)
+            return PlainTextResponse("too many event streams are open; poll /api/status instead\n", status_code=503)
         headers = {"cache-control": "no-store", "x-accel-buffering": "no"}  # keep proxies from buffering events
         return StreamingResponse(feed.read(), media_type="text/event-stream", headers=headers)
 

@@ -123,7 +123,7 @@ class Connector:
             if self._session.invitation
             else "its run is private"
         )
-        return f", or its session key does not match its record, or {private}"
+        return f", or the peer's session key does not match its record, or {private}"
 
     async def _greet(self, channel: grpc.aio.Channel, candidate: Candidate) -> Metadata:
         if self._session is None:

@@ -91,7 +91,7 @@ class Prober:
             raise CorruptPayload("in a public swarm, callers from private networks are not dialled")
         num_ports = len(request.ports)
         if num_ports > MAX_PORTS or not all(0 < port < 65_536 for port in request.ports):
-            raise CorruptPayload(f"at most {MAX_PORTS} ports can be requested, each from 1 to 65535")
+            raise CorruptPayload(f"a request may contain at most {MAX_PORTS} ports, each from 1 to 65535")
         if not self._of_one.take(peer_id, num_ports) or not self._of_network.take(network_of(host), num_ports):
             raise Refused(
                 "I dial back only a few times per minute", code=frames.RefuseCode.BUSY.name, retry_after_s=60.0

@@ -41,7 +41,7 @@ def outer_step(
     _check(slow_weights, outer_momentum, mean_outer_gradient, mean_slow_offset)
     if outer_momentum is None:
         if alpha:
-            raise ValueError(f"outer_momentum is required if alpha is not 0, but alpha is {alpha:g}")
+            raise ValueError(f"outer_momentum is missing; it is required because alpha is {alpha:g}")
         slow_weights.add_(mean_outer_gradient, alpha=beta)
         if mean_slow_offset is not None:
             slow_weights.add_(mean_slow_offset, alpha=gamma)

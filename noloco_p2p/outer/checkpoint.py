@@ -98,7 +98,7 @@ class Checkpoint:
             or not isinstance(files, dict)
         ):
             raise CheckpointError(
-                f"{self.path / MANIFEST} is not a manifest of checkpoint version {VERSION}, the version used here"
+                f"{self.path / MANIFEST} is not a manifest of checkpoint version {VERSION}, the only supported version"
             )
         return files
 

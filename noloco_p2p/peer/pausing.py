@@ -74,7 +74,7 @@ async def watch_machine(settings: PeerSettings, pausing: Pausing) -> list[asynci
         return []
     gpu = await asyncio.to_thread(GpuUse) if free_time.spares_gpu else None  # a driver can take a second to answer
     if gpu and gpu.why_unknown and settings.on_busy_gpu == "never":
-        log.warning("--on-busy-gpu never is ignored: %s", gpu.why_unknown)
+        log.warning("`--on-busy-gpu never` is ignored: %s", gpu.why_unknown)
     return [asyncio.create_task(watch(free_time, pausing, MachineUse(gpu=gpu).look))]
 
 

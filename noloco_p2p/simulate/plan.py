@@ -90,7 +90,7 @@ def parse_churn(text: str, *, num_replicas: int | tuple[int, ...]) -> Churn:
         if all(churn.joins_at_s(replica, stage) is not None for replica in range(num)):
             of_stage = f" of stage {stage}" if len(stages) > 1 else ""
             raise SettingsError(
-                f"--churn: at least one replica{of_stage} must be present from the start as the donor of the others"
+                f"--churn: at least one replica{of_stage} must be present from the start as a donor for the others"
             )
     return churn
 

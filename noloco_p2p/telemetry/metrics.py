@@ -146,7 +146,7 @@ class Metrics:
     refused_gradients: int = _metric(
         "counter",
         "swaps",
-        "outer gradients refused because they were far too large or pointed against this peer's own outer gradient",
+        "outer gradients refused because they were far too large or opposed this peer's own outer gradient",
         0,
     )
     refused_losses: int = _metric(
@@ -159,7 +159,8 @@ class Metrics:
     clipped_offsets: int = _metric(
         "counter",
         "pieces",
-        "pieces of the partner's slow weights and momentum that were clipped for being too far from this peer's",
+        "pieces of the partner's slow weights and momentum that were clipped because they were too far from this "
+        "peer's own",
         0,
     )
     gated_offsets: int = _metric(
@@ -168,7 +169,8 @@ class Metrics:
     diverged: int = _metric(
         "counter",
         "rounds",
-        "rounds discarded because of non-finite weights; training then restarted from the start of the round",
+        "rounds discarded because of non-finite weights; training then resumed from the weights at the start of the "
+        "round",
         0,
     )
     late: int = _metric(
@@ -204,8 +206,8 @@ class Metrics:
     tokens_per_s: float = _metric(
         "gauge",
         "tokens/s",
-        "tokens trained on per second during the round that the loss covers (with stages: during the last 30 s), "
-        "including waiting and evaluation",
+        "training throughput in tokens per second over the round that the loss covers (with stages: over the last "
+        "30 s); the time includes waiting and evaluation",
         0.0,
         key="tok/s",
         column="tokens/s",
@@ -215,7 +217,7 @@ class Metrics:
     inner_steps_per_s: float = _metric(
         "gauge",
         "steps/s",
-        "inner steps per second during the round that the loss covers, including waiting and evaluation",
+        "inner steps per second over the round that the loss covers; the time includes waiting and evaluation",
         0.0,
         key="steps/s",
     )
@@ -228,7 +230,7 @@ class Metrics:
     lateness_s: float = _metric(
         "gauge",
         "s",
-        "time from this peer's boundary to its last partner's boundary; 0 if the partner's was earlier",
+        "time from this peer's boundary to its last partner's boundary; 0 if the partner reached its boundary first",
         0.0,
     )
     transfer_s: float = _metric(
@@ -263,7 +265,7 @@ class Metrics:
     )
     data_wait_s: float = _metric("gauge", "s", "time that training waited for data in the last round", 0.0)
     data_faults: int = _metric(
-        "counter", "faults", "unusable lines, rows and files that were skipped when reading the data", 0
+        "counter", "faults", "unusable lines, rows and files that were skipped while reading the data", 0
     )
     bytes_sent: int = _metric(
         "counter",
@@ -286,10 +288,10 @@ class Metrics:
         total="sum",
     )
     relayed_bytes: int = _metric(
-        "counter", "bytes", "bytes that this peer, as a relay, forwarded between peers that cannot be dialled", 0
+        "counter", "bytes", "bytes that this peer relayed between peers that cannot be dialled", 0
     )
     modulo_chunks: int = _metric(
-        "counter", "chunks", "chunks received with modulo coding, including those that were sent again", 0
+        "counter", "chunks", "chunks received with modulo coding, including chunks that later had to be sent again", 0
     )
     plain_chunks: int = _metric(
         "counter", "chunks", "chunks of modulo sections received as int8 because no bound was known", 0
@@ -304,7 +306,7 @@ class Metrics:
     broken_chunks: int = _metric(
         "counter",
         "chunks",
-        "chunks received with modulo coding whose bound did not hold, so that they were sent again as int8",
+        "chunks received with modulo coding and then sent again as int8 because their bound did not hold",
         0,
     )
     microbatches: int = _metric(
@@ -313,7 +315,7 @@ class Metrics:
     lost_microbatches: int = _metric(
         "counter",
         "microbatches",
-        "microbatches that the peer began and that were lost before their gradients were counted (only with stages)",
+        "microbatches that the peer started but that were lost before it counted their gradients (only with stages)",
         0,
         key="mbx",
     )

@@ -61,8 +61,8 @@ SWARM = (
             (
                 "spread",
                 "fraction",
-                "root mean square distance of the replicas from their mean, relative to the norm of the mean, at one "
-                "mark; with stages, the value of the stage with the largest spread",
+                "root mean square distance of the replicas from their mean, relative to the norm of the mean, "
+                "estimated from sketches of the same mark; with stages, the value of the stage with the largest spread",
             ),
             ("spread_peers", "peers", "number of live peers whose sketches are used to estimate the spread"),
             (

@@ -89,7 +89,7 @@ class StageNeeds:
         return [
             f"for each token, a stage sends {forward} to the next stage and {back} to the previous one",
             *aligned(rows, num_left=1),
-            f"the smallest batch (per replica and step) keeps a link busy 60 to 70 % of the time; the batch of this "
+            f"with the smallest batch (per replica and step), a link is busy 60 to 70 % of the time; the batch of this "
             f"spec has {own:,} tokens",
             "use links with at least 1 Gbit/s and a delay of at most 5 ms; on slower links, stages learn less per "
             "token (docs/stages.md)",

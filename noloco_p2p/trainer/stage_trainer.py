@@ -190,7 +190,7 @@ class StageTrainer(TrainerBase):
         if not has_start(spec.model.start, state_dir=settings.state_dir):
             return (
                 f"the start state of the run is not in {settings.state_dir}, and no live peer holds stage "
-                f"{self.stage}; waiting for a peer that does"
+                f"{self.stage}; waiting for a peer that holds it"
             )
         return ""
 

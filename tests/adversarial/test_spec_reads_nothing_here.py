@@ -135,7 +135,7 @@ def test_a_data_set_that_lists_files_elsewhere_is_refused(path: str, private: Pa
         done = noloco("data", "check", tmp_path / "run.toml", **hub.environment(tmp_path / "home"))
     assert done.returncode in (1, 3), done.stdout
     assert SECRET not in done.stdout + done.stderr
-    assert "which does not belong to it" in done.stderr or "cannot be opened" in done.stderr
+    assert "which is not part of that data set" in done.stderr or "cannot be opened" in done.stderr
 
 
 def test_files_elsewhere_are_found_before_they_are_opened(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +143,7 @@ def test_files_elsewhere_are_found_before_they_are_opened(monkeypatch: pytest.Mo
 
     _check_files({"train": ["hf://datasets/lab/texts@0123/a.txt"]}, "lab/texts")
     for file in ("/etc/passwd", "https://example.invalid/x", "hf://datasets/lab/other@0123/a.txt", "diary.txt"):
-        with pytest.raises(SpecError, match="which does not belong to it"):
+        with pytest.raises(SpecError, match="which is not part of that data set"):
             _check_files({"train": [file]}, "lab/texts")
 
 

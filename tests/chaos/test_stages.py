@@ -187,7 +187,7 @@ def test_a_fork_with_fewer_stages_goes_on_from_the_weights_of_all(swarm: Swarm, 
     with ExitStack() as stack:
         head = stack.enter_context(PeerProcess(new, head_folder, "--stage", "0"))
         inner = stack.enter_context(PeerProcess(head.ticket, inner_folder, "--stage", "1"))
-        inner.wait_for("no live peer holds stage 1; waiting for a peer that does")
+        inner.wait_for("no live peer holds stage 1; waiting for a peer that holds it")
         shutil.copytree(head_folder / "starts", inner_folder / "starts")
         mate = stack.enter_context(PeerProcess(head.ticket, tmp_path / "mate", "--stage", "1"))
         assert head.event("evaluated")["validation_loss"] < before - 0.5, "the weights are those of the old run"

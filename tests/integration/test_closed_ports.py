@@ -91,7 +91,7 @@ def swap_at_two_homes(lab: netlab.NetLab, tmp_path: Path) -> tuple[dict[str, Any
     door = tmp_path / "door"
     flags = ("--state-dir", tmp_path / "boot", "--listen", f"{middle.address}:0", "--address-file", door)
     with Command("bootstrap", *flags, log=tmp_path / "boot.txt", namespace=middle.namespace) as bootstrap:
-        bootstrap.wait_for("others can enter with:")
+        bootstrap.wait_for("others can join with:")
         where = [partial(PeerProcess, namespace=home.namespace, host=home.address) for home in homes]
         with where[0](file, tmp_path / "one", "--bootstrap", f"@{door}") as one:
             found = until(lambda: relayed(one), what="a relay for the first")

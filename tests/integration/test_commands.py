@@ -74,7 +74,7 @@ def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Swarm]:
         Command("bootstrap", *flags, log=folder / "bootstrap.txt") as bootstrap,
         Command("monitor", nowhere, log=folder / "lost.txt") as lost,
     ):
-        address = bootstrap.wait_for("others can enter with:").split()[-1]
+        address = bootstrap.wait_for("others can join with:").split()[-1]
         files = ("--bootstrap", f"@{entry}", "--ticket-file", str(folder / "ticket"))
         with PeerProcess(spec_file, folder / "first", *files) as first:
             first.event("evaluated", round=10)
@@ -390,7 +390,7 @@ def test_a_peer_that_is_starting_is_found(swarm: Swarm, tmp_path: Path, capsys: 
 def test_a_bootstrap_leaves_in_order(tmp_path: Path) -> None:
     flags = ("--state-dir", tmp_path / "state", "--listen", "127.0.0.1:0")
     with Command("bootstrap", *flags, log=tmp_path / "log.txt") as bootstrap:
-        bootstrap.wait_for("others can enter with:")
+        bootstrap.wait_for("others can join with:")
         p2pd = bootstrap.p2pd()
         bootstrap.send(signal.SIGINT)
         assert bootstrap.wait() == 0

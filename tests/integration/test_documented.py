@@ -27,7 +27,7 @@ from harness.processes import TICKET_LINE, Command, noloco, small_spec, until, w
 README = ROOT / "README.md"
 STAYS = {
     "join": TICKET_LINE,
-    "bootstrap": "others can enter with:",
+    "bootstrap": "others can join with:",
     "--web": "http://",
     "--watch": "run",
 }  # once it is up

@@ -45,7 +45,7 @@ def refuse(**values: object) -> str:
             "model.hidden_size (100) must be a multiple of num_heads (3)",
         ),
         ({"model": {"start": "../../etc/passwd"}}, "model.start: "),
-        ({"data": {"source": "/etc/passwd"}}, "data.source '/etc/passwd' is not 'stdlib'"),
+        ({"data": {"source": "/etc/passwd"}}, "data.source '/etc/passwd' must be 'stdlib'"),
         ({"data": {"source": "../x"}}, "a spec cannot contain a path"),
         ({"codec": {"slow_weights": "int4"}}, "codec.slow_weights cannot be int4"),
         ({"codec": {"outer_gradient": "zip"}}, "codec.outer_gradient must be "),

@@ -75,7 +75,7 @@ CASES = [
     ("bad.jsonl", write_lines(GOOD, '{"text": oops', GOOD), 2, ["line 2: not JSON: Expecting value"]),
     ("bytes.jsonl", write_lines(GOOD, b'{"text": "\xff"}', GOOD), 2, ["line 2: not JSON: 'utf-8' codec"]),
     ("list.jsonl", write_lines(GOOD, "", "5"), 1, ["line 3: expected a JSON object, got int"]),
-    ("field.jsonl", write_lines('{"body": "a"}', GOOD), 1, ["line 1: there is no field 'text' or 'input_ids'"]),
+    ("field.jsonl", write_lines('{"body": "a"}', GOOD), 1, ["line 1: the fields (body) include neither 'text' nor"]),
     (
         "number.jsonl",
         write_lines('{"text": 5}', GOOD),
@@ -122,7 +122,7 @@ CASES = [
         "field.parquet",
         lambda path: pq.write_table(pa.table({"body": ["a"]}), path),
         0,
-        ["no field 'text' or 'input_ids' among the fields body; data.text_field"],
+        ["the fields (body) include neither 'text' nor 'input_ids'; data.text_field"],
     ),
 ]
 
@@ -188,7 +188,8 @@ def test_training_goes_on_beside_bad_files_and_counts_them_once(tmp_path: Path) 
 def test_a_source_of_nothing_but_faults_is_an_error_that_names_the_last(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"body": "a"}\n' * 3000)
     with pytest.raises(
-        DataError, match=r"no document to train on; lines and files skipped: 10\d\d; the last one: .*a\.jsonl, line"
+        DataError,
+        match=r"no document to train on; lines and files skipped: 10\d\d; most recent reason: .*a\.jsonl, line",
     ):
         next(make_stream(f"{tmp_path}/*"))
 

@@ -59,7 +59,7 @@ def test_peers_take_stages_in_turn() -> None:
     ("plan", "error"),
     [
         ({"num_peers": 2, "num_stages": 3}, "--peers 2 is too few: each of the 3 stages needs at least one peer"),
-        ({"num_peers": 5, "num_stages": 3, "chaos_seed": 1}, "3 stages need 6 peers, two each"),
+        ({"num_peers": 5, "num_stages": 3, "chaos_seed": 1}, r"3 stages need 6 peers \(two per stage\)"),
         ({"changes": {"pipeline.stages": 3, "model.parameter_seeds": True}}, "use --stages instead"),
         ({"num_peers": 8, "num_stages": 4}, "the model has 3 blocks"),
     ],

@@ -175,8 +175,8 @@ CORRUPT: list[tuple[str, Fault, At, str]] = [
     ("bit-flip-digest-fits", FlipBit(5, digests="chunk"), At(Chunk), "{} does not end with the expected digest"),
     ("nan", NotFinite(), At(Chunk), "contains NaN or infinity"),
     ("repeated", Repeat(), At(Chunk), "{} does not end with the expected digest"),
-    ("dropped", Drop(), At(Chunk), "chunk 0 of {} is missing: got End"),
-    ("after-its-end", SwapWithNext(), At(Chunk), "chunk 0 of {} is missing: got End"),
+    ("dropped", Drop(), At(Chunk), "expected chunk 0 of {}, got End"),
+    ("after-its-end", SwapWithNext(), At(Chunk), "expected chunk 0 of {}, got End"),
     ("no-header", Drop(), At(Header), "got chunk 0 of {}"),
     ("other-size", Announce(num_elements=10**12), At(Header), "num_elements=1000000000000"),
     ("other-codec", Announce(codec="bf16"), At(Header), "codec='bf16'"),
@@ -227,7 +227,7 @@ def test_chunks_in_another_order_are_refused() -> None:
     plan = FaultPlan().fail_at(at, send=SwapWithNext())
     outcomes, last_faults, _ = round_with_fault(plan, num_elements=CHUNK_ELEMENTS + 100)
     assert [type(outcome) for outcome in outcomes] == [Alone, Alone]
-    assert "chunk 0 of outer_momentum is missing: got chunk 1" in last_faults[1]
+    assert "expected chunk 0 of outer_momentum, got chunk 1" in last_faults[1]
 
 
 @pytest.mark.parametrize("bit", [0, 7, 3199, 1600])

@@ -97,7 +97,7 @@ def test_solo_rounds_are_told_with_their_main_cause() -> None:
 def test_stages_that_nobody_computes_are_told_while_somebody_trains() -> None:
     head, inner = changed(A, stages=4), changed(B, stages=4, stage=2)
     for state, lines in (
-        ("training", ["bad: No peer holds stages 1, 3, so no microbatch can get through."]),
+        ("training", ["bad: No peer holds stages 1, 3, so no microbatch can be completed."]),
         ("done", []),
     ):
         records = [changed(head, state=state), changed(inner, state="done")]

@@ -143,7 +143,7 @@ def test_a_wrong_dtype_or_shape_changes_nothing(index: int, wrong: Tensor) -> No
 
 def test_without_momentum_there_must_be_no_alpha() -> None:
     slow, gradient, offset = torch.ones(3), torch.full((3,), 2.0), torch.full((3,), 4.0)
-    with pytest.raises(ValueError, match=r"outer_momentum is required .* alpha is 0\.5"):
+    with pytest.raises(ValueError, match=r"outer_momentum is missing; .* alpha is 0\.5"):
         outer_step(slow, None, gradient, offset, alpha=0.5, beta=0.5, gamma=0.25)
     outer_step(slow, None, gradient, offset, alpha=0.0, beta=0.5, gamma=0.25)
     assert torch.equal(slow, torch.full((3,), 3.0))

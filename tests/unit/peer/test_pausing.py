@@ -98,7 +98,7 @@ def test_a_setting_that_has_no_effect_here_is_told(
     asyncio.run(_tasks(PeerSettings(when="idle")))
     assert not caplog.records
     asyncio.run(_tasks(PeerSettings(on_busy_gpu="never")))
-    assert "--on-busy-gpu never is ignored: the package nvidia-ml-py is not installed" in caplog.text
+    assert "`--on-busy-gpu never` is ignored: the package nvidia-ml-py is not installed" in caplog.text
 
 
 def test_a_stopwatch_counts_while_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:

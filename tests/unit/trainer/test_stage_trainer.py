@@ -189,7 +189,7 @@ def test_a_stage_of_a_fork_begins_from_its_part_of_the_start_state(tmp_path: Pat
         with pytest.raises(Left):
             trainer_of(swarm, tmp_path / "second", stage=2, said=said, leaves=True)
         assert len(said) == 1
-        assert "no live peer holds stage 2; waiting for a peer that does (the operator of the run can" in said[0]
+        assert "no live peer holds stage 2; waiting for a peer that holds it (the operator of the run can" in said[0]
         with pytest.raises(ModelError, match=r"the start state blake3:.* is not on this machine"):
             trainer_of(swarm, tmp_path / "second", stage=2, others=[other(2, 0.0)])
         revived = trainer_of(swarm, tmp_path / "third", stage=2, revive_from=stage_folder(tmp_path / "first", 2))
