@@ -1,8 +1,8 @@
 """Defines DHT time, the clock by which records expire. The clocks of all nodes must agree within 3 s.
 
 DHT time is the wall clock at the time when this peer entered the DHT, advanced by a steady clock that nobody sets.
-Later jumps of the wall clock therefore have no effect. If the wall clock was wrong at the start, the answers of the
-first nodes reveal it.
+A later jump of the wall clock therefore has no effect, unless another node's clock confirms the new time. If the wall
+clock was wrong at the start, the answers of the first nodes reveal it.
 """
 
 from __future__ import annotations
