@@ -82,7 +82,7 @@ def test_stages_train_to_their_end_and_make_one_model(folder: Path, tmp_path: Pa
     with Command("demo", *flags, log=tmp_path / "log.txt") as demo:
         assert demo.wait(SLOW_TEST_S) == 0
     assert "Traceback" not in demo.text
-    assert "6 peers, each with one of 3 stages of a model, on this machine" in demo.text
+    assert "6 peers, each with one of the 3 stages of a model, on this machine" in demo.text
     logs = "".join((folder / f"peer-{index}" / "log.txt").read_text() for index in range(6))
     assert "banned" not in logs
     report = json.loads((tmp_path / "report.json").read_text())
