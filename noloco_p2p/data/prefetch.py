@@ -25,8 +25,8 @@ class Prefetcher:
     the stream cannot read a batch, its error is raised in place of that batch. `close` ends the thread, even if it is
     waiting for the network.
 
-    torch's DataLoader has no state. torchdata's `nodes.Prefetcher` has one, but its `next` has no timeout, and a peer
-    must be able to leave at any time.
+    torch's DataLoader cannot save and restore its state. torchdata's `nodes.Prefetcher` can, but its `next` has no
+    timeout, and a peer must be able to leave at any time.
     """
 
     def __init__(self, stream: TokenStream, *, pin_memory: bool = False) -> None:

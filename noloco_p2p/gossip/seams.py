@@ -30,7 +30,7 @@ class Candidate:
 
 
 class FrameStream(Protocol):
-    """One end of a bidirectional stream of frames. Its methods raise only PeerError and its subclasses."""
+    """One end of a bidirectional stream of frames. Its methods raise only PeerError or one of its subclasses."""
 
     @property
     def peer(self) -> str:
@@ -55,7 +55,7 @@ class FrameStream(Protocol):
 
 
 class Transport(Protocol):
-    """Makes calls to other peers. Every call has a deadline and raises only PeerError and its subclasses."""
+    """Makes calls to other peers. Every call has a deadline and raises only PeerError or one of its subclasses."""
 
     async def open_swap(self, candidate: Candidate, *, timeout_s: float) -> FrameStream: ...
 

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 try:
     from accelerate.optimizer import AcceleratedOptimizer
 except ImportError:
-    raise ImportError("the Trainer of transformers requires accelerate: pip install 'accelerate>=1.10'") from None
+    raise ImportError("the transformers Trainer requires accelerate: pip install 'accelerate>=1.10'") from None
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 from transformers.training_args import ParallelMode

@@ -1,6 +1,6 @@
 """Implement Transport, the interface through which this peer calls others, on top of gRPC.
 
-It raises only PeerError and its subclasses.
+It raises only PeerError or one of its subclasses.
 """
 
 from __future__ import annotations

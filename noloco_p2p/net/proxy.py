@@ -358,7 +358,7 @@ def _answers(near: socket.socket) -> bool:
 
 
 def _number(peer: str) -> int:
-    """Return the number of a connection that gRPC names unix:FOLDER/NUMBER, or -1 for any other name."""
+    """Return NUMBER if gRPC names the connection unix:FOLDER/NUMBER, or -1 if its name has another form."""
     kind, _, path = peer.partition(":")
     number = path.rpartition("/")[2]
     return int(number) if kind == "unix" and number.isdecimal() else -1

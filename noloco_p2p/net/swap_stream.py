@@ -33,8 +33,8 @@ LAST_WORDS_S = 0.5  # from the last message to the end of the stream
 
 
 class Wire(Protocol):
-    """A gRPC call, as seen by either peer. It carries ordered messages in both directions. Raises PeerError and its
-    subclasses.
+    """A gRPC call, as seen by either peer. It carries ordered messages in both directions. Raises PeerError or one of
+    its subclasses.
     """
 
     async def write(self, data: bytes) -> None:

@@ -300,7 +300,7 @@ class Peer:
         return DialBack(probed.observed_host, probed.reached)
 
     def wait_for_router(self) -> None:
-        """Wait until the router has reported whether it forwards ports, so that the ticket can contain them.
+        """Wait until the router has accepted or refused to forward ports, so that the ticket can contain them.
 
         This takes a few seconds at most, and no time if no router is asked.
         """

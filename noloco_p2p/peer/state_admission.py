@@ -38,8 +38,9 @@ class StateAdmission:
         self._live = live
 
     async def check_position(self, donor: Candidate, manifest: StateManifest) -> None:
-        """Check a donor's position against records. If it is too far from them, check it against the answers of some
-        peers.
+        """Check the position that a donor claims against the records of live peers.
+
+        If the difference is too large, ask some of these peers for their current positions.
 
         Records can be as old as one heartbeat. If rounds are short, the swarm can advance in that time by more rounds
         than the check allows.

@@ -79,7 +79,7 @@ class StateServer:
             case WantChunks(manifest_digest, indices):
                 saved = self._saved()
                 if saved.manifest.digest() != manifest_digest:
-                    raise Refused("I now have a newer state: request its manifest", code=RefuseCode.BUSY.name)
+                    raise Refused("this donor now has a newer state; request its manifest", code=RefuseCode.BUSY.name)
                 async with aclosing(self._chunks(saved, indices)) as chunks:
                     async for chunk in chunks:
                         yield chunk
