@@ -1,10 +1,9 @@
 """Draw sentences of the project at random, for a reader who judges their English.
 
-    python benchmarks/sentences.py [--seed 20261126] [--number 100]
+    python benchmarks/sentences.py [--seed 20261128] [--number 100]
 
 A third of the sentences comes from the pages, a third from docstrings, and a third from messages, which are all other
-strings of the package with at least four words. `results/sentences.txt` has a sample from commit 3de4615 with the
-verdicts of a reader. It was drawn by an earlier version of this script, which also read tables.
+strings of the package with at least four words. `results/sentences.txt` has a sample with the verdicts of two readers.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ def _field(part: ast.expr) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seed", type=int, default=20261126)
+    parser.add_argument("--seed", type=int, default=20261128)
     parser.add_argument("--number", type=int, default=100)
     args = parser.parse_args()
     rng = random.Random(args.seed)
