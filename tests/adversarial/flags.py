@@ -93,7 +93,7 @@ FLAGS = {
     "lost-ready": Flag("31", "clipped", plan=ready(Part.LATE, Drop())),
     "one-way": Flag("32", "nothing", "no progress for", FaultPlan().fail_at(At(Header), send=Stall())),
     "repeat": Flag("35", "nothing", "does not end with the expected digest", early(Repeat())),
-    "reorder": Flag("35", "nothing", "is missing", early(SwapWithNext())),
+    "reorder": Flag("35", "nothing", "expected chunk 0", early(SwapWithNext())),
     "longer": Flag("36", "nothing", "must have", early(Lengthen(4000))),
     "longer-late": Flag("36", "early", "must have", late(Lengthen(4000))),
     "behind": Flag("38", "clipped", lie=state(-1), round=50),

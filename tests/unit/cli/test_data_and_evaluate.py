@@ -62,7 +62,7 @@ def test_data_check_names_what_is_wrong_and_says_so_in_its_exit_code(
     report = json.loads(capsys.readouterr().out)
     assert (report["num_faults"], report["faults"][0]["line"]) == (1, 2)
     assert report["faults"][0]["file"] == f"{folder}/b.jsonl"
-    assert "no field 'text' or" in report["faults"][0]["reason"]
+    assert "include neither 'text' nor" in report["faults"][0]["reason"]
 
 
 def test_evaluate_tells_each_peer_and_the_merged_model(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
