@@ -1,4 +1,4 @@
-# Two commands do everything on a fresh machine: `make demo` and `make test`. Both make the environment first.
+# On a fresh machine, `make demo` and `make test` first create the environment and install everything.
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -8,14 +8,14 @@ STAMP := .venv/installed
 
 install: $(STAMP)
 
-# One line a step, with its time; pip says only what went wrong.
+# Prints one line per step, with its duration. pip prints only errors.
 step = @printf '%s ... ' $(1); began=$$(date +%s); $(2) && echo "$$(($$(date +%s) - began)) s"
 PIP := $(BIN)/python -m pip --quiet --quiet --disable-pip-version-check install --constraint constraints.txt
 
 $(STAMP): pyproject.toml constraints.txt
 	@echo "installing into .venv, which takes one to five minutes"
 	$(call step,"making the environment",$(PYTHON) -m venv .venv)
-	@# torch first, pinned: a later resolution then finds it and brings no other build.
+	@# torch is installed first and pinned, so that a later resolution does not choose another build.
 	$(call step,"installing torch",$(PIP) torch)
 	$(call step,"installing noloco_p2p and what it needs",$(PIP) --editable '.[dev]')
 	@touch $(STAMP)
@@ -26,32 +26,32 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest -m "not slow"
 
-# Real swarms for minutes: churn, the monitor in a browser, closed ports, several processes a peer.
+# Runs real swarms for minutes: churn, the monitor's page in a browser, closed ports, and peers with several processes.
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow
 
-# The same tests with every line counted that they run, in the processes that they start, too; prints what they miss.
+# Runs the tests of `make test`, and prints the lines that neither they nor the processes that they start execute.
 coverage: $(STAMP)
 	$(BIN)/coverage erase
 	$(BIN)/coverage run -m pytest -m "not slow"
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
 
-# Small faults, put into a copy of the code one by one: each must make the test fail that is named beside it. Minutes.
+# Applies small faults one by one to a copy of the code. For each fault, the named test must fail. This takes minutes.
 mutants: $(STAMP)
 	$(BIN)/python tests/mutants/run.py
 
-# A quarter of an hour of real peers that are killed, frozen and asked to leave, from a seed; not a part of `test`.
+# Kills, freezes and stops real peers for a quarter of an hour, as a seed decides. `make test` does not include this.
 chaos: $(STAMP)
 	$(BIN)/python -m pytest tests/adversarial tests/chaos
 	$(BIN)/python benchmarks/soak.py --minutes 8 --mtbf 15 --seed 2506
 
-# Every decoder of bytes from the network, for so many minutes: make fuzz MINUTES=30.
+# Fuzzes every decoder of bytes from the network for the given number of minutes: make fuzz MINUTES=30.
 MINUTES ?= 5
 fuzz: $(STAMP)
 	PYTHONPATH=benchmarks $(BIN)/python tests/fuzzed.py --minutes $(MINUTES)
 
-# The packages that are installed, against the list of known weaknesses; needs the network.
+# Checks the installed packages for known vulnerabilities. This needs the network.
 audit: $(STAMP)
 	$(PYTHON) -m venv .audit-venv
 	.audit-venv/bin/pip install --quiet pip-audit==2.10.1
@@ -76,7 +76,7 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/basedpyright
 
-# The site, into build/site; a dead link or a warning is an error. Its tools need neither torch nor .venv.
+# Builds the site into build/site. Dead links and warnings are errors. The tools need neither torch nor .venv.
 DOCS_EXTRA := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])
 docs: .docs-venv/installed
 	NO_MKDOCS_2_WARNING=1 .docs-venv/bin/mkdocs build --strict
@@ -88,15 +88,16 @@ docs: .docs-venv/installed
 
 check: lint types test test-slow
 
-# Wheel, sdist and workflows, as far as no account is needed; what runs where is in CONTRIBUTING.md.
+# Checks the wheel, the sdist and the workflows as far as possible without accounts (see CONTRIBUTING.md).
 release-check: $(STAMP)
 	.ci/release
 
-# Actions and base images to the newest commits and digests; needs the network. Read the diff.
+# Updates actions and base images to the newest commits and digests. This needs the network. Review the diff.
 pin:
 	$(PYTHON) .ci/pin.py
 
-# Minutes, and gigabytes: not a part of `check`. Needs Docker, Podman, or root on Debian.
+# Builds and checks the images, which takes minutes and gigabytes, so `check` does not include it. It needs Docker,
+# Podman, or root on Debian.
 docker-check:
 	$(PYTHON) docker/check.py
 

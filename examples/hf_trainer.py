@@ -3,7 +3,7 @@
     python examples/hf_trainer.py                # start the first peer, which prints a ticket
     python examples/hf_trainer.py noloco1...     # start another peer, on any machine
 
-Install the dependencies with `pip install 'noloco_p2p[hf]'`.
+The script also needs the package accelerate, which `make install` and the extra `hf` install.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     python examples/lightning_trainer.py                # start the first peer, which prints a ticket
     python examples/lightning_trainer.py noloco1...     # start another peer, on any machine
 
-Install the dependencies with `pip install 'noloco_p2p[lightning]'`.
+The script also needs the package lightning, which `make install` and the extra `lightning` install.
 """
 
 import argparse

@@ -4,7 +4,7 @@
     python examples/lora.py MODEL --ticket noloco1...   # start another peer, on any machine with the same MODEL
 
 MODEL is a folder or a name on the hub. `noloco join` does the same if the run spec sets `rank = 16` in `[model.lora]`.
-Install the dependencies with `pip install 'noloco_p2p[lora]'`.
+The script also needs the package peft, which `make install` and the extra `lora` install.
 """
 
 from __future__ import annotations

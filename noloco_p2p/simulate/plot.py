@@ -1,4 +1,4 @@
-"""Plots the curves of a simulation. It needs matplotlib, which `pip install noloco_p2p[plot]` installs."""
+"""Plots the curves of a simulation. It needs matplotlib, which the extra `plot` installs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from noloco_p2p.simulate.result import Result
 def check(folder: Path) -> None:
     """Raise SettingsError if matplotlib is missing or the folder cannot be created."""
     if find_spec("matplotlib") is None:
-        raise SettingsError("--plot requires matplotlib: pip install 'noloco_p2p[plot]'")
+        raise SettingsError("--plot requires matplotlib: pip install matplotlib")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

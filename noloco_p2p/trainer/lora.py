@@ -29,7 +29,7 @@ def add_adapters(model: PreTrainedModel, lora: LoraSpec) -> None:
     try:
         from peft import inject_adapter_in_model
     except ImportError:
-        raise ModelError("model.lora requires the package peft: pip install 'noloco_p2p[lora]'") from None
+        raise ModelError("model.lora requires the package peft: pip install peft") from None
     try:
         inject_adapter_in_model(_config(lora), model, adapter_name=ADAPTER)
     except ValueError as error:

@@ -46,7 +46,7 @@ class Trackers:
                     made[name] = WeightsAndBiases(wandb, folder, run=run, peer_id=peer_id, config=config)
             except ImportError:
                 raise SettingsError(
-                    f"--tracker {name} requires a package that is not installed: pip install 'noloco_p2p[{name}]'"
+                    f"--tracker {name} requires a package that is not installed: pip install {name}"
                 ) from None
             except Exception as error:  # no login, no network, no space: whatever its library raises
                 raise SettingsError(f"--tracker {name} cannot be started: {error}") from error

@@ -87,7 +87,7 @@ def test_wandb_is_told_the_run_and_the_numbers(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("wandb") is not None, reason="wandb is installed here")
 def test_an_extra_that_is_missing_is_named(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match=r"--tracker wandb requires .*pip install 'noloco_p2p\[wandb\]'"):
+    with pytest.raises(SettingsError, match=r"--tracker wandb requires .*pip install wandb"):
         make(tmp_path, "wandb")
 
 
