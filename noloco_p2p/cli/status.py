@@ -36,7 +36,7 @@ def status(settings: PeerSettings, as_json: Json = False) -> None:
 
 def lines(reply: dict[str, Any]) -> list[str]:
     """Return the lines that show the status of a training peer."""
-    others = "1 other live peer" if reply["live_peers"] == 1 else f"{reply['live_peers']} other live peers"
+    others = counted(reply["live_peers"], "other live peer")
     if reply["live_peers_is_estimate"]:
         others = f"about {others}"
     partner = f", last with {named(reply['last_partner'])}" if reply["last_partner"] else ""

@@ -9,7 +9,7 @@ from typing import Any
 
 from noloco_p2p.demo.processes import DemoPeer
 from noloco_p2p.spec import TrainerSpec
-from noloco_p2p.telemetry.console import aligned, loss, mib, named
+from noloco_p2p.telemetry.console import aligned, counted, loss, mib, named
 from noloco_p2p.telemetry.events import read_events
 
 WHY_SOLO = {
@@ -66,12 +66,12 @@ def _half_reasons(events: Sequence[Mapping[str, Any]]) -> dict[str, int]:
 def report_lines(report: dict[str, Any]) -> list[str]:
     """Return the lines of the report."""
     peers = report["peers"]
-    mean = "" if peers[0]["stage"] is None else ", stage by stage"
+    mean = counted(report["merged_peers"], "peer") + ("" if peers[0]["stage"] is None else ", stage by stage")
     return [
         *aligned(_report_rows(peers)),
         *_reason_lines(peers),
         "",
-        f"merged model (mean of {report['merged_peers']} peers{mean}): validation loss {loss(report['merged_loss'])}",
+        f"merged model (mean of {mean}): validation loss {loss(report['merged_loss'])}",
         f"spread of the weights: {100 * report['spread']:.2f} % of their norm",
         f"exported for transformers: {report['export_dir']}",
         f"wall time: {report['wall_s']:.0f} s",

@@ -75,7 +75,12 @@ CASES = [
     ("bad.jsonl", write_lines(GOOD, '{"text": oops', GOOD), 2, ["line 2: not JSON: Expecting value"]),
     ("bytes.jsonl", write_lines(GOOD, b'{"text": "\xff"}', GOOD), 2, ["line 2: not JSON: 'utf-8' codec"]),
     ("list.jsonl", write_lines(GOOD, "", "5"), 1, ["line 3: expected a JSON object, got int"]),
-    ("field.jsonl", write_lines('{"body": "a"}', GOOD), 1, ["line 1: the fields (body) include neither 'text' nor"]),
+    (
+        "field.jsonl",
+        write_lines('{"body": "a"}', GOOD),
+        1,
+        ["line 1: the fields (body) include neither 'text' nor 'input_ids'"],
+    ),
     (
         "number.jsonl",
         write_lines('{"text": 5}', GOOD),
