@@ -1,4 +1,4 @@
-"""The hostile peer, which breaks the protocol in one way for each flag: one flag for each row of docs/faults.md."""
+"""The hostile peer, which breaks the protocol in one way for each flag. SECURITY.md names the flags in its tables."""
 
 from __future__ import annotations
 
@@ -33,14 +33,15 @@ class Flag:
     """One way to misbehave, and its effect on the victim.
 
     left: what the victim has kept after the swap. says: what its log line contains, besides the name of the peer.
+    is_strike: whether only a faulty peer does this, so that three of them are a ban.
     """
 
-    row: str
     left: Left
     says: str = ""
     plan: FaultPlan = field(default_factory=FaultPlan)
     lie: Callable[[Vectors], Vectors] = lambda vectors: vectors
     round: int = 0
+    is_strike: bool = False
 
 
 def early(fault: object, *, at: type = Chunk) -> FaultPlan:
@@ -71,30 +72,30 @@ def noise(vectors: Vectors) -> Vectors:
 
 
 FLAGS = {
-    "vanish-early": Flag("1", "nothing", "nothing applied", early(Cut())),
-    "vanish-late": Flag("1", "early", "early part kept", late(Cut())),
-    "freeze-early": Flag("2", "nothing", "no progress for", early(Stall())),
-    "freeze-late": Flag("2", "early", "no progress for", late(Stall())),
-    "truncate": Flag("4", "nothing", "is damaged", early(Truncate(40))),
-    "truncate-late": Flag("4", "early", "is damaged", late(Truncate(40))),
-    "flip": Flag("5", "nothing", "is damaged", early(FlipBit(77))),
-    "flip-late": Flag("5", "early", "is damaged", late(FlipBit(77))),
-    "other-codec": Flag("6", "nothing", "codec='int4'", early(Announce(codec="int4"), at=Header)),
-    "other-shape": Flag("6", "nothing", "num_elements=7", early(Announce(num_elements=7), at=Header)),
-    "missing-tensor": Flag("6", "nothing", "got chunk 0 of outer_momentum", early(Drop(), at=Header)),
-    "nan": Flag("7", "nothing", "NaN or infinity", early(NotFinite())),
-    "nan-late": Flag("7", "early", "NaN or infinity", late(NotFinite())),
-    "huge": Flag("8", "nothing", f"num_bytes={2**60}", early(Announce(num_bytes=2**60), at=Header)),
-    "scale": Flag("21", "nothing", "times this peer's usual norm", lie=gradient(1000)),
-    "scale-state": Flag("21", "clipped", lie=state(1000)),
-    "random": Flag("21", "clipped", lie=noise),
-    "flip-sign": Flag("22", "clipped", lie=gradient(-1)),
-    "flip-sign-x7": Flag("22", "clipped", lie=gradient(-7)),
-    "lost-ready": Flag("31", "clipped", plan=ready(Part.LATE, Drop())),
-    "one-way": Flag("32", "nothing", "no progress for", FaultPlan().fail_at(At(Header), send=Stall())),
-    "repeat": Flag("35", "nothing", "does not end with the expected digest", early(Repeat())),
-    "reorder": Flag("35", "nothing", "expected chunk 0", early(SwapWithNext())),
-    "longer": Flag("36", "nothing", "must have", early(Lengthen(4000))),
-    "longer-late": Flag("36", "early", "must have", late(Lengthen(4000))),
-    "behind": Flag("38", "clipped", lie=state(-1), round=50),
+    "vanish-early": Flag("nothing", "nothing applied", early(Cut())),
+    "vanish-late": Flag("early", "early part kept", late(Cut())),
+    "freeze-early": Flag("nothing", "no progress for", early(Stall())),
+    "freeze-late": Flag("early", "no progress for", late(Stall())),
+    "truncate": Flag("nothing", "is damaged", early(Truncate(40)), is_strike=True),
+    "truncate-late": Flag("early", "is damaged", late(Truncate(40)), is_strike=True),
+    "flip": Flag("nothing", "is damaged", early(FlipBit(77)), is_strike=True),
+    "flip-late": Flag("early", "is damaged", late(FlipBit(77)), is_strike=True),
+    "other-codec": Flag("nothing", "codec='int4'", early(Announce(codec="int4"), at=Header), is_strike=True),
+    "other-shape": Flag("nothing", "num_elements=7", early(Announce(num_elements=7), at=Header), is_strike=True),
+    "missing-tensor": Flag("nothing", "got chunk 0 of outer_momentum", early(Drop(), at=Header), is_strike=True),
+    "nan": Flag("nothing", "NaN or infinity", early(NotFinite()), is_strike=True),
+    "nan-late": Flag("early", "NaN or infinity", late(NotFinite()), is_strike=True),
+    "huge": Flag("nothing", f"num_bytes={2**60}", early(Announce(num_bytes=2**60), at=Header), is_strike=True),
+    "scale": Flag("nothing", "times this peer's usual norm", lie=gradient(1000)),
+    "scale-state": Flag("clipped", lie=state(1000)),
+    "random": Flag("clipped", lie=noise),
+    "flip-sign": Flag("clipped", lie=gradient(-1)),
+    "flip-sign-x7": Flag("clipped", lie=gradient(-7)),
+    "lost-ready": Flag("clipped", plan=ready(Part.LATE, Drop())),
+    "one-way": Flag("nothing", "no progress for", FaultPlan().fail_at(At(Header), send=Stall())),
+    "repeat": Flag("nothing", "does not end with the expected digest", early(Repeat()), is_strike=True),
+    "reorder": Flag("nothing", "expected chunk 0", early(SwapWithNext()), is_strike=True),
+    "longer": Flag("nothing", "must have", early(Lengthen(4000)), is_strike=True),
+    "longer-late": Flag("early", "must have", late(Lengthen(4000)), is_strike=True),
+    "behind": Flag("clipped", lie=state(-1), round=50),
 }

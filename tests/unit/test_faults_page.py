@@ -1,4 +1,4 @@
-"""The tests, scripts and flags that docs/faults.md names exist, and it marks the rows that no test covers."""
+"""The tests, scripts and flags that the tables of SECURITY.md name exist, and each row names what shows it."""
 
 from __future__ import annotations
 
@@ -9,46 +9,37 @@ import pytest
 from adversarial.flags import FLAGS
 from documented import ROOT
 
-PAGE = ROOT.joinpath("docs", "faults.md").read_text(encoding="utf-8")
-ROWS = {
-    row[0]: row for line in PAGE.splitlines() if (row := [cell.strip() for cell in line.split("|")[1:-1]])[:1] != []
-}
-NUMBERED = {number: row for number, row in ROWS.items() if number.isdigit()}
-TESTS = {path.stem: path for path in ROOT.joinpath("tests").rglob("test_*.py")}
+PAGE = ROOT.joinpath("SECURITY.md").read_text(encoding="utf-8")
+TABLES = PAGE.partition("## Faults and attacks")[2].partition("## Not solved")[0]
+TABLE_LINES = [line for line in TABLES.splitlines() if line.startswith("|")]
+HEADS = {"| fault | what a peer does | test |", "| attack | what a peer does | test |"}
+HEADS |= {"| fault or attack | what a peer does | test |", "|---|---|---|"}
+ROWS = [[cell.strip() for cell in line.split("|")[1:-1]] for line in TABLE_LINES if line not in HEADS]
+TESTS = {path.stem for path in ROOT.joinpath("tests").rglob("test_*.py")}
 SCRIPTS = {path.name for path in ROOT.joinpath("benchmarks").glob("*.py")}
 
 
-def shown_by(number: str) -> str:
-    return NUMBERED[number][3]
+def flags_in(row: list[str]) -> list[str]:
+    """Return the patterns of flags that follow test_rows in the last cell of a row."""
+    listed = re.search(r"test_rows((?: `[^`]*`)+)", row[-1])
+    return re.findall(r"`([^`]*)`", listed[1]) if listed else []
 
 
-def test_every_row_has_five_cells_and_they_are_numbered_in_order() -> None:
-    assert [int(number) for number in NUMBERED] == list(range(1, len(NUMBERED) + 1))
-    assert all(len(row) == 5 for row in NUMBERED.values())
+def test_the_page_names_tests_that_exist() -> None:
+    assert set(re.findall(r"\btest_\w+", PAGE)) <= TESTS
 
 
-@pytest.mark.parametrize("number", NUMBERED)
-def test_what_a_row_names_exists(number: str) -> None:
-    cell = shown_by(number)
-    names = set(re.findall(r"\btest_\w+", cell))
-    assert names <= TESTS.keys()
-    assert set(re.findall(r"\b\w+\.py\b", cell)) - {f"{name}.py" for name in names} <= SCRIPTS
-    listed = re.search(r"adversarial (`[^`]*`(?:, `[^`]*`)*)", cell)
-    flags = re.findall(r"`([^`]*)`", listed[1]) if listed else []
-    assert bool(flags) == ("adversarial `" in cell)
-    for pattern in flags:
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
+def test_a_row_names_what_shows_it(row: list[str]) -> None:
+    assert len(row) == 3
+    cell = row[-1]
+    assert "test_" in cell, "each row has a test; a script that runs by hand is not enough"
+    assert set(re.findall(r"\b\w+\.py\b", cell)) <= SCRIPTS
+    assert bool(flags_in(row)) == ("test_rows" in cell)
+    for pattern in flags_in(row):
         assert any(fnmatch(flag, pattern) for flag in FLAGS), pattern
 
 
-@pytest.mark.parametrize("number", NUMBERED)
-def test_a_row_without_a_test_says_how_it_was_tried(number: str) -> None:
-    cell = shown_by(number)
-    has_test = "test_" in cell or "adversarial `" in cell or "make fuzz" in cell
-    is_open = cell == "-" and "not solved" in NUMBERED[number][2]
-    assert has_test or is_open or "by script" in cell or "by hand" in cell, cell
-    named = set(re.findall(r"\b(\w+\.py)\b", cell)) & SCRIPTS
-    assert not named or "by script" in cell, f"{named} are no tests"
-
-
-def test_every_flag_of_the_hostile_peer_has_the_row_that_it_names() -> None:
-    assert {flag.row for flag in FLAGS.values()} <= NUMBERED.keys()
+def test_every_flag_of_the_hostile_peer_is_in_a_row() -> None:
+    patterns = [pattern for row in ROWS for pattern in flags_in(row)]
+    assert [flag for flag in FLAGS if not any(fnmatch(flag, pattern) for pattern in patterns)] == []
