@@ -193,6 +193,9 @@ class BenchPeer:
         counts.peak_bytes = resident_bytes("VmHWM") - self._start_bytes
         return counts
 
+    async def look_for(self, head: str) -> None:
+        """Every head is listed from the beginning."""
+
     async def find(self, peer_id: str, *, timeout_s: float) -> Candidate | None:
         return self.others.get(peer_id)
 
@@ -214,6 +217,7 @@ class BenchPeer:
             self.links,
             self.work,
             Tickets(self.identity, spec_digest=spec.digest(), max_tokens=bench.microbatch_tokens),
+            look_for=self.look_for,
             stage=self.place.stage,
             num_stages=spec.pipeline.stages,
             executor=self.executor,
@@ -233,6 +237,7 @@ class BenchPeer:
             return Replica(
                 stage=self.place.stage,
                 num_stages=stages,
+                heads=self.others,
                 num_rooms=bench.num_rooms,
                 batch_tokens=batch_tokens,
                 rng=rng,

@@ -24,11 +24,34 @@ Each message says what happened, which peer was involved, and what to do next.
 
 from __future__ import annotations
 
+
+def printable(text: str) -> str:
+    r"""Return text with escapes such as `\u001b` in place of all characters that could manipulate a terminal.
+
+    These are control characters, characters that change the direction of text, and other invisible ones. Line breaks
+    and tabs remain.
+    """
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() or char in "\n\t" else _escape(char) for char in text)
+
+
+def _escape(char: str) -> str:
+    number = ord(char)
+    return f"\\u{number:04x}" if number < 0x10000 else f"\\U{number:08x}"
+
+
 MAX_SENTENCE = 500  # characters of a message about another peer, because that peer may have written part of it
 
 
 class NolocoError(Exception):
-    """The base class of all errors that noloco_p2p raises for a user to read."""
+    """The base class of all errors that noloco_p2p raises for a user to read.
+
+    A message is a printable line, because it may quote what a stranger wrote.
+    """
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(printable(message))
 
 
 class SpecError(NolocoError, ValueError):

@@ -643,10 +643,15 @@ class Spec(Section):
     @classmethod
     def from_json(cls, data: bytes, *, expected_digest: str, origin: str) -> Self:
         """Read a spec that another peer sent. Raises SpecError if the spec is invalid, or if its digest is not the one
-        in the ticket.
+        in the ticket. Nothing of a spec with another digest is read or described.
         """
         if len(data) > MAX_SPEC_BYTES:
             raise SpecError(f"{origin}: a spec of {len(data)} bytes exceeds the limit of {MAX_SPEC_BYTES} bytes")
+        if (got := blake3(data).hexdigest()) != expected_digest:
+            raise SpecError(
+                f"{origin}: its spec has the digest {got[:16]}.., but the digest in the ticket is "
+                f"{expected_digest[:16]}.."
+            )
         try:
             values = json.loads(data)
         except (ValueError, RecursionError) as error:
@@ -654,9 +659,8 @@ class Spec(Section):
         if not isinstance(values, dict):
             raise SpecError(f"{origin}: a spec must be a table of fields, but this is of type {type(values).__name__}")
         spec = cls.from_dict(values, origin=origin)
-        if spec.digest() != expected_digest:
-            got, asked = spec.digest()[:16], expected_digest[:16]
-            raise SpecError(f"{origin}: its spec has the digest {got}.., but the digest in the ticket is {asked}..")
+        if spec.canonical_json() != data:
+            raise SpecError(f"{origin}: its spec is not in the canonical form")
         return spec
 
     def with_changes(self, changes: dict[str, Any], *, origin: str = "change") -> Self:
@@ -759,11 +763,17 @@ def _name(name: str) -> str:
     return name
 
 
+def _key(part: str | int) -> str:
+    """Return a part of a field's dotted name. A name that no field has may be anything."""
+    text = str(part)
+    return text if text.isidentifier() or text.isdecimal() else reprlib.repr(text)
+
+
 def describe(error: ValidationError) -> str:
     """Describe each wrong field with its dotted name, for example `outer.gamma must be < ...`."""
     lines = []
     for item in error.errors():
-        dotted = ".".join(str(part) for part in item["loc"])
+        dotted = ".".join(_key(part) for part in item["loc"])
         message = item["msg"].removeprefix("Value error, ")
         first_word = message.split(" ", 1)[0]
         if item["type"] == "value_error":

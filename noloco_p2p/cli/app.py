@@ -27,7 +27,8 @@ from noloco_p2p.cli import (
     status,
     ticket,
 )
-from noloco_p2p.errors import IdentityError, NolocoError, PeerError, SettingsError, SpecError, TicketError
+from noloco_p2p.errors import IdentityError, NolocoError, PeerError, SettingsError, SpecError, TicketError, printable
+from noloco_p2p.telemetry.console import PrintableStream
 
 EXIT_FAILED, EXIT_INVALID, EXIT_UNREACHABLE, EXIT_INTERRUPTED = 1, 3, 4, 130
 
@@ -66,17 +67,19 @@ def _options(
 
 def configure_logging(level: int) -> None:
     """Send logs to standard error. Other libraries log only with -vv."""
-    handlers: list[logging.Handler] = [_StandardError()]
-    logging.basicConfig(
-        format="%(asctime)s %(levelname)s %(message)s",
-        datefmt="%Y-%m-%d %H:%M:%S",
-        handlers=handlers,
-        level=logging.WARNING,
-        force=True,
-    )
+    handler = _StandardError()
+    handler.setFormatter(_Printable("%(asctime)s %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S"))
+    logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
     logging.getLogger("noloco_p2p").setLevel(level)
     if level == logging.DEBUG:
         logging.getLogger().setLevel(logging.INFO)
+
+
+class _Printable(logging.Formatter):
+    """A formatter for messages that may quote what a stranger wrote. Rich would pass its escapes on to the terminal."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
 
 
 class _StandardError(logging.StreamHandler):
@@ -93,6 +96,7 @@ def run(arguments: list[str]) -> int:
     The exit codes are 0 (success), 1 (failure), 2 (wrong usage), 3 (invalid spec or settings), 4 (network unreachable)
     and 130 (interrupted). Typer itself reports wrong usage, and exits with 130 on Ctrl-C and with 1 on a closed pipe.
     """
+    sys.stdout, sys.stderr = PrintableStream.around(sys.stdout), PrintableStream.around(sys.stderr)
     everywhere = [argument for argument in arguments if argument in VERBOSITY]
     rest = [argument for argument in arguments if argument not in VERBOSITY]
     try:

@@ -16,6 +16,7 @@ import typer
 
 from noloco_p2p.cli import entry
 from noloco_p2p.cli.options import Changes, parse_changes
+from noloco_p2p.telemetry.console import terminal
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -124,10 +125,9 @@ def demo(
 
 def _watch(swarm: Demo) -> None:
     """Draw a bar and a table on a terminal, and print plain lines elsewhere."""
-    from rich.console import Console
     from rich.live import Live
 
-    console = Console()
+    console = terminal()
     screen = Live(console=console, auto_refresh=False) if console.is_terminal else None
     with screen or nullcontext():
         show = (lambda view: screen.update(_drawn(view), refresh=True)) if screen else _Lines().show

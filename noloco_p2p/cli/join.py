@@ -17,7 +17,7 @@ from noloco_p2p.cli import gpus as gpus_of_peer
 from noloco_p2p.cli.collection import spare_what_is_loaded
 from noloco_p2p.cli.options import takes_settings
 from noloco_p2p.control import FolderLock
-from noloco_p2p.errors import Left, RankError
+from noloco_p2p.errors import Left, RankError, printable
 from noloco_p2p.settings import PeerSettings
 
 if TYPE_CHECKING:
@@ -232,4 +232,4 @@ def _leave_on_signals(peer: Peer) -> None:
 
 
 def _say(line: str) -> None:
-    print(line, flush=True)
+    print(printable(line), flush=True)  # rich passes escapes on while a bar is drawn

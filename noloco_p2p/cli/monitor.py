@@ -15,6 +15,7 @@ import typer
 from noloco_p2p.cli.entry import resolve
 from noloco_p2p.cli.options import Json, print_json
 from noloco_p2p.errors import SettingsError
+from noloco_p2p.telemetry.console import terminal
 
 if TYPE_CHECKING:
     from noloco_p2p.monitor.terminal import Choice
@@ -79,22 +80,18 @@ def monitor(
     if as_json:
         print_json(swarm)
     elif sys.stdout.isatty():
-        from rich.console import Console
-
-        console = Console()
+        console = terminal()
         console.print(view(swarm, choice, width=console.width, height=len(swarm["peers"]) + 20))
     else:
         print("\n".join(plain(swarm, choice)))
 
 
 async def _watch(entry: Ticket, choice: Choice, interval_s: float, *, as_json: bool) -> None:
-    from rich.console import Console
-
     from noloco_p2p.monitor.collect import Watcher
     from noloco_p2p.monitor.terminal import plain
     from noloco_p2p.swarm.reader import find_somebody, reader
 
-    console = Console()
+    console = terminal()
     watcher = Watcher(entry)
     async with reader(entry) as directory:
         if console.is_terminal and not as_json:

@@ -14,6 +14,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import yaml
+from huggingface_hub import DatasetCard, HfApi, hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError
+
 from noloco_p2p.data.documents import Fault, Piece, Row, Unavailable
 from noloco_p2p.data.files import ROWS_A_READ, first_line, table_rows
 from noloco_p2p.data.reader import Source
@@ -27,6 +31,8 @@ OPEN_TRIES = 5
 LIBRARY_RETRIES = 2  # retries by the library, 1 s apart; after them, another shard is read
 # Errors in the content are permanent. All others (timeouts, resets, 5xx) may be due to the network.
 LASTING = (ValueError, TypeError, KeyError, EOFError, zlib.error, gzip.BadGzipFile, FileNotFoundError, PermissionError)
+DESCRIPTIONS = ("README.md", ".huggingface.yaml")  # where a data set names its files
+FORMATS = ("arrow", "csv", "json", "parquet", "text")  # their files hold their rows, and name no other files
 BUSY = (408, 429)  # HTTP: too slow, too many requests
 
 Pause = Callable[[float], object]
@@ -47,7 +53,9 @@ def hub_source(part: SourceSpec, split: str, *, pause: Pause = time.sleep) -> So
     datasets = import_datasets()
     for number in range(1, OPEN_TRIES + 1):
         try:
-            builder = datasets.load_dataset_builder(name, part.subset or None, revision=part.revision or None)
+            commit = _checked_commit(name, part.revision)
+            builder = datasets.load_dataset_builder(name, part.subset or None, revision=commit)
+            _check_format(type(builder), name)
             _check_files(builder.config.data_files or {}, name)
             stream = builder.as_streaming_dataset(split=split)
         except SpecError:
@@ -65,11 +73,52 @@ def hub_source(part: SourceSpec, split: str, *, pause: Pause = time.sleep) -> So
     raise AssertionError("unreachable")
 
 
-def _check_files(files: Mapping[str, Sequence[str]], name: str) -> None:
-    """Raise SpecError if a data set lists files that are not its own.
+def _checked_commit(name: str, revision: str) -> str:
+    """Return the commit at `revision` of a data set, or at its newest revision if that is "".
 
-    A data set can list any paths and addresses in its description. This check runs before any of them is opened.
+    Raises SpecError if its description names files that may not be its own. Libraries ask the servers that a pattern
+    names as soon as they read it, so this check comes first, and they are then given the same commit.
     """
+    commit = HfApi().dataset_info(name, revision=revision or None).sha
+    assert commit
+    for file in DESCRIPTIONS:
+        try:
+            path = hf_hub_download(name, file, repo_type="dataset", revision=commit)
+        except EntryNotFoundError:
+            continue
+        is_card = file.endswith(".md")
+        said = DatasetCard.load(path).data.to_dict() if is_card else yaml.safe_load(Path(path).read_text("utf-8"))
+        configs = said.get("configs") if isinstance(said, dict) else None
+        for config in configs if isinstance(configs, list) else ():
+            places = [config.get("data_files"), config.get("data_dir")] if isinstance(config, dict) else [config]
+            for pattern in _strings(places):
+                if ":" in pattern or pattern.startswith("/") or ".." in pattern.split("/"):
+                    raise SpecError(
+                        f"data.source 'hub:{name}' lists the file {pattern!r}, which is not part of that data set"
+                    )
+    return commit
+
+
+def _strings(value: object) -> Iterator[str]:
+    """Yield all strings in nested lists and dicts."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _strings(item)
+
+
+def _check_format(builder: type, name: str) -> None:
+    """Raise SpecError if the library would read a format whose files may refer to other files, such as Iceberg's."""
+    kinds = [each.__module__.rpartition(".")[2] for each in builder.__mro__ if ".packaged_modules." in each.__module__]
+    if not kinds or kinds[0] not in FORMATS:
+        raise SpecError(
+            f"data.source 'hub:{name}' has the format {''.join(kinds[:1])!r}; a run can use {', '.join(FORMATS)}"
+        )
+
+
+def _check_files(files: Mapping[str, Sequence[str]], name: str) -> None:
+    """Raise SpecError if the library has found files that are not those of the data set."""
     for file in (file for split in files.values() for file in split):
         if not file.startswith(f"hf://datasets/{name}@"):
             raise SpecError(f"data.source 'hub:{name}' lists the file {file!r}, which is not part of that data set")

@@ -43,6 +43,7 @@ from noloco_p2p.flow.limits import (
     MAX_SINKS,
     NUM_LATENCIES,
     SHORTEST_DEADLINE_S,
+    TELL_AGAIN_S,
 )
 from noloco_p2p.flow.routing import Routing, Rule
 from noloco_p2p.flow.steps import FINAL_MARK, BatchSteps
@@ -161,6 +162,7 @@ class Head(Machine):
         self._peer_id = peer_id
         self._draws_sinks = num_stages == 2
         self._next_number = first_number
+        self._told_s = 0.0  # when it last told everybody that it has finished
         self._rng = rng
         self._neighbours: frozenset[str] = frozenset()
         self._sinks: tuple[str, ...] = ()
@@ -281,7 +283,7 @@ class Head(Machine):
         self.tasks.end()
         self._num_steps += 1
         self.progress = progress
-        return self._settle([Broadcast(self._last_mark())] if progress >= FINAL_MARK else [], now_s)
+        return self._settle(self._tell_the_end(now_s), now_s)
 
     def stream_opened(self, peer: str, now_s: float) -> list[Action]:
         """Notify a neighbour that was absent when this head finished. The neighbour forwards the notice."""
@@ -289,7 +291,7 @@ class Head(Machine):
 
     def tick(self, now_s: float) -> list[Action]:
         """Give up microbatches whose deadline has passed, and ask neighbours again. Call this every TICK_S."""
-        actions: list[Action] = []
+        actions = self._tell_the_end(now_s) if now_s - self._told_s >= TELL_AGAIN_S else []
         for id, flying in list(self.in_flight.items()):
             if flying.phase is HeadPhase.AWAY and not self.departures.has_left(id):
                 # The deadline counts from the first Forward, so that repeated refusals cannot extend it forever.
@@ -311,6 +313,10 @@ class Head(Machine):
             if self._is_unsent(id):
                 actions += self._lose(id, now_s)
         return self._settle(actions, now_s)
+
+    def _tell_the_end(self, now_s: float) -> list[Action]:
+        self._told_s = now_s
+        return [Broadcast(self._last_mark())] if self.progress >= FINAL_MARK else []
 
     def _last_mark(self) -> Mark:
         return Mark(MicrobatchTicket(self._new_id(), min(self.progress, FINAL_MARK), num_tokens=0))

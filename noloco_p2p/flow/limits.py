@@ -16,6 +16,9 @@ VOTE_INTERVALS = 8.0
 SHORTEST_VOTE_S = 15.0  # the lower limit, because a head is silent for some seconds at the boundary of a round
 VOTE_S = 120.0  # the upper limit, which also applies to a head that has been heard from only once
 
+# A head that has finished repeats its final mark, because a peer that had not seen its record did not count the first.
+TELL_AGAIN_S = 30.0
+
 # A microbatch is given up after this multiple of the head's median latency. Queues alone can double or triple it.
 DEADLINE_LATENCIES = 4.0
 NUM_LATENCIES = 32  # number of latencies in the median; they cover a few steps of the head

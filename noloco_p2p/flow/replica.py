@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Container
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -71,6 +71,7 @@ class Stashed:
 class Replica(Machine):
     """The state machine of an inner replica. Its methods handle events and return actions.
 
+    `heads` contains the heads that the directory lists now; frames with tickets of other heads are refused.
     `num_rooms` is the number of slots, from `limits.num_rooms`. `rng` draws the path.
     """
 
@@ -79,6 +80,7 @@ class Replica(Machine):
         *,
         stage: int,
         num_stages: int,
+        heads: Container[str],
         num_rooms: int,
         batch_tokens: int,
         rng: random.Random,
@@ -90,7 +92,7 @@ class Replica(Machine):
         )
         super().__init__()
         self.stash: dict[MicrobatchId, Stashed] = {}
-        self.steps = MedianSteps(batch_tokens=batch_tokens, progress=progress)
+        self.steps = MedianSteps(heads=heads, batch_tokens=batch_tokens, progress=progress)
         self.wants = Wants()
         self.seen = SeenForwards()
         self._num_rooms = num_rooms
@@ -126,6 +128,8 @@ class Replica(Machine):
         The frame must be complete, and the driver must have verified its size and ticket.
         """
         match frame:
+            case Want(ticket) if ticket.id.head not in self.steps.heads:
+                actions: list[Action] = [_drop(peer, ticket.id)]
             case Want():
                 actions = self._want(peer, frame, now_s)
             case Forward():

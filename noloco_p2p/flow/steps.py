@@ -6,6 +6,7 @@ An inner replica follows the median mark of the heads, and a head follows its ow
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Container
 from dataclasses import dataclass, replace
 
 from noloco_p2p.flow.frames import MicrobatchTicket
@@ -49,23 +50,30 @@ class _Vote:
 class MedianSteps:
     """The progress of an inner replica: the lower median of the last marks of all live heads.
 
+    `heads` contains the heads that the directory lists now. Anyone can make a key and sign marks with it, so only these
+    heads vote, and no vote outlives the record of its head.
+
     Each live head has one vote. Each rise of the median closes at most one step, so a stage with few replicas takes
     larger steps instead of more steps. The median falls when slow heads are heard from again. The progress does not
     fall, and the next rise of the median closes a step.
     """
 
-    def __init__(self, *, batch_tokens: int, progress: float = 0.0) -> None:
+    def __init__(self, *, heads: Container[str], batch_tokens: int, progress: float = 0.0) -> None:
+        self.heads = heads
         self.progress = progress
         self.num_tokens = 0  # tokens counted since the last step
         self._batch_tokens = batch_tokens
         self._last_median = progress
+        self._has_ended = False  # whether the last median was 1
         self._votes: OrderedDict[str, _Vote] = OrderedDict()  # the most recent last
 
     def vote(self, ticket: MicrobatchTicket, now_s: float, *, is_away: bool = False) -> bool:
-        """Record the vote of a head. Return True if the ticket is newer than the last one from this head.
+        """Record the vote of a head. Return True if the head is listed and has sent no newer ticket before.
 
         If `is_away` is true, the head has no vote until a newer ticket arrives.
         """
+        if ticket.id.head not in self.heads:
+            return False
         before = self._votes.get(ticket.id.head)
         if before is not None and ticket.id.number <= before.number:
             return False  # outdated, or repeated by a peer that wants to keep the vote of a dead head alive
@@ -75,14 +83,23 @@ class MedianSteps:
         self._votes.move_to_end(ticket.id.head)
         if len(self._votes) > MAX_HEADS:
             self._votes.popitem(last=False)
+        self.median(now_s)
         return True
 
     def count(self, num_tokens: int) -> None:
         self.num_tokens += num_tokens
 
     def median(self, now_s: float) -> float | None:
-        marks = sorted(vote.mark for vote in self._votes.values() if vote.counts(now_s))
-        return marks[(len(marks) - 1) // 2] if marks else None
+        """Return the median mark, or None if no head votes.
+
+        If no head votes after a median of 1, it stays 1, because heads that have finished leave the directory.
+        """
+        marks = sorted(vote.mark for vote in self._counting(now_s))
+        if not marks:
+            return FINAL_MARK if self._has_ended else None
+        median = marks[(len(marks) - 1) // 2]
+        self._has_ended = median >= FINAL_MARK
+        return median
 
     def take_step(self, now_s: float) -> int:
         """Return the number of tokens in the step that closes now, or 0 if no step closes.
@@ -114,8 +131,10 @@ class MedianSteps:
 
     def is_over(self, now_s: float) -> bool:
         """Return whether this replica and all live heads have finished."""
-        votes = [vote for vote in self._votes.values() if vote.counts(now_s)]
-        return self.progress >= FINAL_MARK and all(vote.mark >= FINAL_MARK for vote in votes)
+        return self.progress >= FINAL_MARK and all(vote.mark >= FINAL_MARK for vote in self._counting(now_s))
+
+    def _counting(self, now_s: float) -> list[_Vote]:
+        return [vote for head, vote in self._votes.items() if head in self.heads and vote.counts(now_s)]
 
     def __len__(self) -> int:
         return len(self._votes)

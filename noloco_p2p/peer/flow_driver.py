@@ -13,7 +13,7 @@ import concurrent.futures
 import logging
 import queue
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
@@ -30,6 +30,7 @@ from noloco_p2p.owned_tasks import OwnedTasks
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+LookFor = Callable[[str], Awaitable[None]]
 
 DIAL_AGAIN_S = 5.0  # between two dials of a neighbour to which a stream is kept open
 MAX_DROPPED = 16  # consecutive forwards from one neighbour; an honest neighbour sends only after a Credit
@@ -56,6 +57,9 @@ class Handed:
 class FlowDriver:
     """The driver of a pipeline stage, which belongs to the network thread.
 
+    `look_for` reads the record of a head again if the directory does not list it. A replica waits for it before it
+    handles a ticket of that head, because a record reaches it later than the first microbatch may.
+
     The computing thread reads `tasks`, which can also contain an exception that was raised while reading data. A head
     has `batches`, from which another thread reads the next microbatch before it is due. `microbatch_tokens` is the
     number of tokens in the loss of each microbatch.
@@ -68,6 +72,7 @@ class FlowDriver:
         work: Work,
         tickets: Tickets,
         *,
+        look_for: LookFor,
         stage: int,
         num_stages: int,
         executor: concurrent.futures.Executor,
@@ -81,6 +86,7 @@ class FlowDriver:
         self._links = links
         self._work = work
         self._tickets = tickets
+        self._look_for = look_for
         self._last_stage = num_stages - 1
         self._executor = executor
         self._strike = strike
@@ -154,6 +160,8 @@ class FlowDriver:
         """
         if isinstance(frame, Want | Mark):
             self._tickets.check(frame.ticket)
+            if isinstance(self.machine, Replica):
+                await self._look_for(frame.ticket.id.head)
         if not isinstance(frame, Forward | Backward) or frame.payload is None:
             return frame
         payload, is_backward = frame.payload, isinstance(frame, Backward)

@@ -12,6 +12,26 @@ from noloco_p2p.swarm.dht import SwarmDirectory
 from noloco_p2p.swarm.household import Household
 from noloco_p2p.swarm.tunnel import Tunnels
 
+LOOK_S = 5.0  # longest wait for the record of a head
+
+
+class ListedHeads:
+    """The peers that the directory lists as heads now. It is a container of their peer ids.
+
+    A peer of a private run has no record here without an invitation, because the records are kept under a secret key.
+    """
+
+    def __init__(self, directory: SwarmDirectory) -> None:
+        self._directory = directory
+
+    def __contains__(self, peer_id: object) -> bool:
+        return isinstance(peer_id, str) and self._directory.stage_of(peer_id) == 0
+
+    async def look_for(self, peer_id: str) -> None:
+        """Read the record of a peer that is not listed as a head, because this peer may not have seen it yet."""
+        if peer_id not in self:
+            await self._directory.look_for(peer_id, timeout_s=LOOK_S)
+
 
 class LivePeers:
     """The live peers that this one can call. It implements `gossip.seams.Directory`.
@@ -26,6 +46,7 @@ class LivePeers:
         self._directory = directory
         self._tunnels = tunnels
         self._household = household
+        self.heads = ListedHeads(directory)
 
     def live(self) -> Sequence[Candidate]:
         return self._of_own_stage(self.reached(self._directory.live()))

@@ -27,7 +27,7 @@ from noloco_p2p.net.server import ServeFlow
 from noloco_p2p.net.throttle import Limits
 from noloco_p2p.net.tickets import Tickets
 from noloco_p2p.owned_tasks import OwnedTasks
-from noloco_p2p.peer.flow_driver import FlowDriver, Work
+from noloco_p2p.peer.flow_driver import FlowDriver, LookFor, Work
 from noloco_p2p.peer.threaded_flow import ThreadedFlow
 from noloco_p2p.swarm.records import SERVING
 
@@ -58,8 +58,8 @@ class StagePlan:
 class Surroundings:
     """The parts of the peer that the pipeline needs.
 
-    `live` returns the reachable peers of all stages. `is_closed` returns whether no peer can dial this one, in which
-    case it must dial all its neighbours.
+    `look_for` reads the record of a head again if it is not listed. `live` returns the reachable peers of all stages.
+    `is_closed` returns whether no peer can dial this one, in which case it must dial all its neighbours.
     """
 
     identity: Identity
@@ -68,6 +68,7 @@ class Surroundings:
     connector: Connector
     find: Find
     limits: Limits
+    look_for: LookFor
     live: Callable[[], Sequence[Candidate]]
     is_closed: Callable[[], bool]
     why_banned: Callable[[str], str]
@@ -123,6 +124,7 @@ class StageFlow:
             self._links,
             plan.work,
             Tickets(around.identity, spec_digest=around.spec_digest, max_tokens=max_tokens),
+            look_for=around.look_for,
             stage=plan.stage,
             num_stages=plan.num_stages,
             executor=self._executor,

@@ -5,7 +5,7 @@ They report which peers hold which stage, and let this peer take part in the pip
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Container, Coroutine, Sequence
 from typing import Any
 
 from noloco_p2p.bans import BanList
@@ -76,6 +76,11 @@ class Stages:
         """
         return self._network().live_peers.num_live() - 1
 
+    @property
+    def heads(self) -> Container[str]:
+        """Return the heads that the directory lists now."""
+        return self._network().live_peers.heads
+
     def hold(self, stage: int) -> None:
         """Hold a stage, so that this peer swaps only with peers of that stage and fetches its state from them.
 
@@ -108,6 +113,7 @@ class Stages:
             connector=Connector(self._session, limits, why_banned=self._bans.why, guard=net.directory.guard),
             find=live_peers.find,
             limits=limits,
+            look_for=live_peers.heads.look_for,
             live=lambda: live_peers.reached(live_peers.everyone()),
             is_closed=net.reachability.is_closed,
             why_banned=self._bans.why,

@@ -213,7 +213,7 @@ class StagedSwarm:
         shared |= {"rule": spec.pipeline.routing, "progress": node.progress}
         if node.stage == 0:
             return Head(peer_id=node.name, max_in_flight=rooms, first_number=0, **shared)
-        return Replica(stage=node.stage, num_rooms=rooms, **shared)
+        return Replica(stage=node.stage, heads=self.networks[0].listed, num_rooms=rooms, **shared)
 
     def _flops_per_s(self) -> float:
         """Return the FLOP/s of a peer at speed 1."""

@@ -234,6 +234,14 @@ class SwarmDirectory:
         """Find a peer, and read its bucket if the peer is not known yet. Returns None if the peer cannot be found."""
         return await self._view.find(peer_id, timeout_s=timeout_s)
 
+    def stage_of(self, peer_id: str) -> int | None:
+        """Return the stage of a peer with a record, or None for any other name. It is thread-safe and does not wait."""
+        return self._view.stage_of(peer_id)
+
+    async def look_for(self, peer_id: str, *, timeout_s: float) -> None:
+        """Read the record of a peer again, unless its bucket was read too often because of such requests."""
+        await self._view.look_for(peer_id, timeout_s=timeout_s)
+
     def headcount(self) -> Headcount:
         """Return the number of other live peers. This method is thread-safe and does not wait."""
         return self._view.headcount()

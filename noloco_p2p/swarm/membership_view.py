@@ -8,6 +8,7 @@ different size.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 import time
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from noloco_p2p.errors import DirectoryError
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.identity import short_id
+from noloco_p2p.rates import Rates
 from noloco_p2p.swarm.address_book import AddressBook
 from noloco_p2p.swarm.address_filter import believable
 from noloco_p2p.swarm.buckets import (
@@ -41,6 +43,7 @@ logger = logging.getLogger(__name__)
 READS_AT_ONCE = 16
 WHOLE_POLL_S = 0.1
 LONGEST_SURVEY_PAUSE_S = 30.0
+LOOKS_A_MINUTE = 24  # reads of one bucket because somebody named a peer that is not listed
 
 Read = tuple[Bucket, list[PeerRecord], float]  # a bucket, its valid records, and the share of its entries that was read
 
@@ -87,6 +90,7 @@ class MembershipView:
         self._ignores = ignores
         self._only_public = only_public
         self._sightings = Sightings(own_peer_id)
+        self._looks = Rates.a_minute(LOOKS_A_MINUTE)
         rng = random.SystemRandom()
         self._rng, self._census, self._sampler = rng, Census(rng), BucketSampler(rng)
         self._whole_depth: int | None = None  # the depth at which all buckets were read
@@ -106,6 +110,13 @@ class MembershipView:
     def knows(self, peer_id: str) -> bool:
         """Return whether a peer was seen in any bucket within the TTL and is not leaving."""
         return bool(self._sightings.live(now_s=time.monotonic(), among={peer_id}))
+
+    def stage_of(self, peer_id: str) -> int | None:
+        """Return the stage of a peer whose record was read from any bucket within the TTL, or None for any other name.
+
+        Leaving peers are included.
+        """
+        return self._sightings.stage_of(peer_id, now_s=time.monotonic())
 
     def records(self) -> list[tuple[PeerRecord, float]]:
         """Return (record, age in seconds) for each peer whose record was read, including leaving peers."""
@@ -179,6 +190,17 @@ class MembershipView:
         except DirectoryError:
             return None
         return next(iter(self._sightings.live(now_s=time.monotonic(), among={peer_id})), None)
+
+    async def look_for(self, peer_id: str, *, timeout_s: float) -> None:
+        """Read the buckets of a peer now, but each bucket only a few times a minute, because strangers invent names.
+
+        A read brings the records of all peers in its bucket, so this limit delays no peer for long.
+        """
+        buckets = [bucket_of(peer_id, depth) for depth in self._census.read_at]
+        due = [bucket for bucket in buckets if self._looks.take(bucket.key(self._key))]
+        with contextlib.suppress(DirectoryError):
+            if due:
+                await self._read(due, timeout_s=timeout_s)
 
     async def stored_under(self, peer_id: str, *, timeout_s: float) -> list[PeerRecord]:
         """Return the records that are stored under one peer id at the depths in use."""

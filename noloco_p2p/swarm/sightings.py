@@ -61,6 +61,14 @@ class Sightings:
             if record.state != "leaving" and (among is None or record.peer_id in among)
         ]
 
+    def stage_of(self, peer_id: str, *, now_s: float) -> int | None:
+        """Return the stage in the record of a peer, or None if no record was seen within the TTL.
+
+        A leaving peer counts, because other peers still compute its last microbatches.
+        """
+        sighting = self._sightings.get(peer_id)
+        return sighting.record.stage if sighting and now_s - sighting.made_at_s <= TTL_S else None
+
     def records(self, *, now_s: float) -> list[tuple[PeerRecord, float]]:
         """Return (record, age in seconds) for each other peer that was seen within the TTL, including leaving peers."""
         aged = [(sighting.record, max(0.0, now_s - sighting.made_at_s)) for sighting in self._sightings.values()]

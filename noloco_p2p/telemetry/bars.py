@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from noloco_p2p.telemetry.console import count, duration, mib
+from noloco_p2p.telemetry.console import count, duration, mib, terminal
 from noloco_p2p.telemetry.progress import Draw, Task, line
 
 if TYPE_CHECKING:
@@ -113,12 +113,11 @@ class Bars(_Ticking):
                     self._drawn = None
 
     def _make(self) -> RichProgress:
-        from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn
 
         # With `transient`, the bar disappears when the work is done, and the line about it stays.
         columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), TextColumn("{task.fields[told]}"))
-        return Progress(*columns, console=self._console or Console(), transient=True, refresh_per_second=1 / REFRESH_S)
+        return Progress(*columns, console=self._console or terminal(), transient=True, refresh_per_second=1 / REFRESH_S)
 
 
 def _told(task: Task, seconds: float) -> str:

@@ -2,10 +2,49 @@
 
 from __future__ import annotations
 
+import sys
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
+from noloco_p2p.errors import printable
 from noloco_p2p.telemetry.metrics import Metrics
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+class PrintableStream:
+    """Standard output or standard error that shows control characters as escapes, because a stranger may have written
+    them.
+
+    `rich_proxied_file` is the stream itself, to which rich writes the colours and the cursor movements of a display.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self.rich_proxied_file = stream
+
+    @classmethod
+    def around(cls, stream: TextIO) -> TextIO:
+        return stream if isinstance(stream, cls) else cast("TextIO", cls(stream))
+
+    def write(self, text: str) -> int:
+        self.rich_proxied_file.write(printable(text))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.rich_proxied_file, name)
+
+
+def terminal() -> Console:
+    """Return rich's console for displays on standard output. Text in a display must be printable."""
+    from rich.console import Console
+
+    return Console(file=getattr(sys.stdout, "rich_proxied_file", sys.stdout))
 
 
 def mib(num_bytes: float) -> str:

@@ -74,7 +74,7 @@ def build_on_meta(
             return _for_training(_llama(spec, sequence_length), spec, sequence_length)
         source = _source(spec, folders)
         try:
-            config = AutoConfig.from_pretrained(source.folder(CONFIG), trust_remote_code=False)
+            config = _config(source.folder(CONFIG))
         except Exception as error:  # noqa: BLE001 - as in _named
             raise _unreadable("model", spec.pretrained, spec.revision, error) from None
         _check_divisible(config, spec.pretrained)
@@ -274,13 +274,23 @@ def _named(spec: ModelSpec, source: ModelSource) -> PreTrainedModel:
     """Load a model by name. It uses sdpa attention, or eager attention if the model lacks sdpa (Gemma2)."""
     try:
         if spec.random_weights:
-            config = AutoConfig.from_pretrained(source.folder(CONFIG), trust_remote_code=False)
+            config = _config(source.folder(CONFIG))
             return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
+        folder, dtype = source.folder(WEIGHTS), base_dtype(spec.lora)
         return AutoModelForCausalLM.from_pretrained(
-            source.folder(WEIGHTS), use_safetensors=True, dtype=base_dtype(spec.lora), trust_remote_code=False
+            folder, config=_config(folder), use_safetensors=True, dtype=dtype, trust_remote_code=False
         )
+    except ModelError:
+        raise
     except Exception as error:  # noqa: BLE001 - hub, network, parser and version errors share no base
         raise _unreadable("model", spec.pretrained, spec.revision, error) from None
+
+
+def _config(folder: Path) -> PreTrainedConfig:
+    """Read the config of a model. Its choice of attention is dropped, because it can name a kernel on the hub."""
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    config._attn_implementation = None
+    return config
 
 
 def _unreadable(what: str, name: str, revision: str, error: Exception) -> ModelError:

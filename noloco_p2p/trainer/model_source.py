@@ -8,6 +8,7 @@ the hub's cache, and then read from there.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,14 +40,15 @@ class ModelSource:
     def folder(self, files: tuple[str, ...]) -> Path:
         """Return a folder with the files that match the patterns `files`.
 
-        Errors of the hub's client propagate to the caller.
+        Raises ModelError if an index of weights names a file outside the folder. Errors of the hub's client propagate
+        to the caller.
         """
-        if self.bound:
-            return self.bound
-        fetched = snapshot_download(
-            self.name, revision=self.revision, allow_patterns=[*files], ignore_patterns=[*NEVER]
+        folder = self.bound or Path(
+            snapshot_download(self.name, revision=self.revision, allow_patterns=[*files], ignore_patterns=[*NEVER])
         )
-        return Path(fetched)
+        for index in folder.glob("*.index.json"):
+            files_of(index)
+        return folder
 
     def file(self, name: str) -> Path:
         """Return the path of one file.
@@ -62,6 +64,22 @@ class ModelSource:
         if not path.is_file():
             raise FileNotFoundError(f"{path} does not exist")
         return path
+
+
+def files_of(index: Path) -> dict[str, str]:
+    """Return the name of the file of each tensor from an index of weights.
+
+    Raises ModelError if it names anything but files beside it. `transformers` would open any path, so a model on the
+    hub could start a run from the private weights of this machine.
+    """
+    try:
+        found = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        names = {str(tensor): str(file) for tensor, file in found.items()}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ModelError(f"{index} is not an index of weights") from None
+    if foreign := next((name for name in names.values() if name != Path(name).name), None):
+        raise ModelError(f"{index} lists the file {foreign!r}, which is not beside it")
+    return names
 
 
 def find_source(field: str, name: str, *, revision: str = "", folders: Mapping[str, str] | None = None) -> ModelSource:

@@ -304,6 +304,7 @@ class StageTrainer(TrainerBase):
         return Replica(
             stage=self.stage,
             num_stages=stages,
+            heads=self.peer.stages.heads,
             num_rooms=rooms,
             batch_tokens=batch_tokens,
             rng=rng,

@@ -6,7 +6,6 @@ weights of a part of a model are bitwise identical to those in the whole model.
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from noloco_p2p.errors import ModelError
-from noloco_p2p.trainer.model_source import ModelSource
+from noloco_p2p.trainer.model_source import ModelSource, files_of
 
 SEED_BYTES = 6  # 2 ** 48 seeds
 KEPT = "_is_hf_initialized"  # an attribute of transformers: `_init_weights` skips a parameter that has it
@@ -111,7 +110,7 @@ def _files(source: ModelSource, names: list[str]) -> dict[Path, list[str]]:
         index = source.file(SAFE_WEIGHTS_INDEX_NAME)
     except FileNotFoundError:  # a model in one file has no index
         return {source.file(SAFE_WEIGHTS_NAME): names}
-    file_of = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    file_of = files_of(index)
     by_file: defaultdict[str, list[str]] = defaultdict(list)
     for name in names:
         if name not in file_of:

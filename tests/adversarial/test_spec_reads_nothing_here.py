@@ -6,28 +6,26 @@ Each test starts in a folder with a private text and a private model; the strang
 from __future__ import annotations
 
 import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 from harness.processes import noloco
 from harness.small_hub import SmallHub
+from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from noloco_p2p.data.hub import hub_source
 from noloco_p2p.data.sources import open_source
 from noloco_p2p.errors import DataError, ModelError, SpecError
 from noloco_p2p.spec import DataSpec, ModelSpec, TrainerSpec
 from noloco_p2p.trainer.model import build_model, build_tokenizer
 
 SECRET = "a private sentence"
-README = """---
-configs:
-- config_name: default
-  data_files:
-  - split: train
-    path: {path}
----
-"""
 
 
 @pytest.fixture
@@ -124,18 +122,153 @@ def test_a_bound_adapter_whose_model_is_elsewhere_is_refused(private: Path, tmp_
         build_model(ModelSpec(pretrained="mine"), sequence_length=16, folders={"mine": str(folder)})
 
 
+class Inside:
+    """A server behind the firewall of a peer, which answers every request and records it."""
+
+    def __init__(self) -> None:
+        self.requests: list[str] = []
+        requests = self.requests
+
+        class Handler(BaseHTTPRequestHandler):
+            def handle_one_request(self) -> None:
+                self.raw_requestline = self.rfile.readline()
+                if not self.raw_requestline or not self.parse_request():
+                    self.close_connection = True
+                    return
+                requests.append(f"{self.command} {self.path}")
+                self.send_response(200)
+                self.send_header("Content-Length", "7")
+                self.end_headers()
+                if self.command == "GET":
+                    self.wfile.write(b"private")
+
+            def log_message(self, format: str, *args: Any) -> None:
+                """Log nothing."""
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.address = f"http://127.0.0.1:{self._server.server_port}"
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+
+    def __enter__(self) -> Inside:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+CONFIG = "configs:\n- config_name: default\n"
+PLACES = {
+    "file": CONFIG + "  data_files: {url}\n",
+    "list": CONFIG + "  data_files:\n  - a.txt\n  - {url}\n",
+    "split": CONFIG + "  data_files:\n  - split: train\n    path: {url}\n",
+    "paths": CONFIG + "  data_files:\n  - split: train\n    path:\n    - a.txt\n    - {url}\n",
+    "archive": CONFIG + "  data_files: 'zip://*.txt::{url}'\n",
+    "folder": CONFIG + "  data_dir: {url}\n",
+    "other": CONFIG + "  data_files: a.txt\n- config_name: other\n  data_files: {url}\n",
+    "local": CONFIG + "  data_files: {private}/diary.txt\n",
+    "above": CONFIG + "  data_files: ../../../../../../..{private}/diary.txt\n",
+}
+
+
+def described(file: str, place: str, private: Path, inside: Inside) -> dict[str, bytes]:
+    """Return a data set whose description in `file` names a place elsewhere."""
+    said = PLACES[place].format(url=f"{inside.address}/reboot.txt?now=1", private=private)
+    return {file: (f"---\n{said}---\n" if file == "README.md" else said).encode(), "a.txt": b"public"}
+
+
+@pytest.mark.parametrize("file", ["README.md", ".huggingface.yaml"])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_description_is_refused_before_a_library_reads_it(
+    place: str, file: str, private: Path, hub: SmallHub
+) -> None:
+    with hub, Inside() as inside:
+        hub.files = {"lab/texts": described(file, place, private, inside)}
+        with pytest.raises(SpecError, match="which is not part of that data set"):
+            hub_source(DataSpec(source="hub:lab/texts"), "train", pause=lambda seconds: None)
+    assert not inside.requests
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("path", ["diary.txt", "https://example.invalid/x.txt"])
-def test_a_data_set_that_lists_files_elsewhere_is_refused(path: str, private: Path, tmp_path: Path) -> None:
-    """The card of a data set may name any path, and `datasets` would read it."""
-    listed = path if "://" in path else str(private / path)
+@pytest.mark.parametrize(
+    ("file", "place"), [*(("README.md", place) for place in PLACES), (".huggingface.yaml", "file")]
+)
+def test_a_data_set_that_lists_files_elsewhere_is_refused(place: str, file: str, private: Path, tmp_path: Path) -> None:
+    """The description of a data set may name any path and URL; nothing is read there, and no request arrives."""
     spec = TrainerSpec.from_dict({"name": "r", "data": {"source": "hub:lab/texts"}}, origin="test")
     (tmp_path / "run.toml").write_text(f'name = "r"\n[data]\nsource = "{spec.data.source}"\n')
-    with SmallHub({"lab/texts": {"README.md": README.format(path=listed).encode(), "a.txt": b"public"}}) as hub:
+    with SmallHub() as hub, Inside() as inside:
+        hub.files = {"lab/texts": described(file, place, private, inside)}
         done = noloco("data", "check", tmp_path / "run.toml", **hub.environment(tmp_path / "home"))
-    assert done.returncode in (1, 3), done.stdout
+    assert not inside.requests
+    assert done.returncode == 3, done.stdout
     assert SECRET not in done.stdout + done.stderr
-    assert "which is not part of that data set" in done.stderr or "cannot be opened" in done.stderr
+    assert "which is not part of that data set" in done.stderr
+
+
+@pytest.mark.slow
+def test_rows_that_name_images_elsewhere_cause_no_request(private: Path, tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    (tmp_path / "run.toml").write_text('name = "r"\n[data]\nsource = "hub:lab/texts"\n')
+    with SmallHub() as hub, Inside() as inside:
+        rows = {"text": ["a public sentence " * 20] * 50, "image": [f"{inside.address}/reboot.png"] * 50}
+        table = datasets.Dataset.from_dict(rows).cast_column("image", datasets.Image(decode=True))
+        pq.write_table(table.data.table, tmp_path / "rows")
+        content = (tmp_path / "rows").read_bytes()
+        hub.files = {"lab/texts": {"train.parquet": content, "validation.parquet": content}}
+        done = noloco("data", "check", tmp_path / "run.toml", **hub.environment(tmp_path / "home"))
+    assert done.returncode == 0, done.stderr
+    assert not inside.requests
+
+
+@pytest.mark.slow
+def test_a_format_whose_files_name_other_files_is_refused(private: Path, tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text('name = "r"\n[data]\nsource = "hub:lab/texts"\nvalidation_split = ""\n')
+    with SmallHub({"lab/texts": {"train.h5": b"\x89HDF\r\n\x1a\n"}}) as hub:
+        done = noloco("data", "check", tmp_path / "run.toml", **hub.environment(tmp_path / "home"))
+    assert done.returncode == 3, done.stderr
+    assert "has the format 'hdf5'" in done.stderr
+
+
+def test_an_index_of_weights_does_not_lead_to_weights_here(private: Path, hub: SmallHub) -> None:
+    own, listed = private / "private", files_of(private / "private")
+    tensors = load_file(own / "model.safetensors")
+    with hub:
+        for number, file in enumerate((str(own / "model.safetensors"), "../../private/model.safetensors")):
+            index = {"metadata": {}, "weight_map": dict.fromkeys(tensors, file)}
+            files = {"config.json": listed["config.json"], "model.safetensors.index.json": json.dumps(index).encode()}
+            name = f"lab/model{number}"
+            hub.files = {name: files}
+            for seeds in (False, True):
+                with pytest.raises(ModelError, match="which is not beside it"):
+                    build_model(ModelSpec(pretrained=name, parameter_seeds=seeds), sequence_length=16)
+
+
+@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])
+def test_a_config_does_not_choose_a_kernel(key: str, private: Path, hub: SmallHub, tmp_path: Path) -> None:
+    files = files_of(private / "private")
+    config = json.loads(files["config.json"]) | {key: "lab/kernel"}
+    with hub:
+        hub.files = {"lab/model": {**files, "config.json": json.dumps(config).encode()}}
+        for random in (False, True):
+            model = build_model(ModelSpec(pretrained="lab/model", random_weights=random), sequence_length=16)
+            assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("key", ["vocab_file", "merges_file", "tokenizer_file", "spm_file"])
+@pytest.mark.parametrize("kind", ["BertTokenizer", "GPT2Tokenizer", "T5Tokenizer", "PreTrainedTokenizerFast"])
+def test_a_tokenizer_does_not_read_a_file_here(key: str, kind: str, private: Path, hub: SmallHub) -> None:
+    (private / "words.txt").write_text("\n".join(["[UNK]", "[CLS]", "[SEP]", "[PAD]", "[MASK]", "secretword"]))
+    config = {"tokenizer_class": kind, key: str(private / "words.txt")}
+    with hub:
+        hub.files = {"lab/words": {"tokenizer_config.json": json.dumps(config).encode()}}
+        try:
+            tokenizer = build_tokenizer(DataSpec(tokenizer="lab/words"))
+        except ModelError:
+            return
+        assert "secretword" not in tokenizer.get_vocab()
 
 
 def test_files_elsewhere_are_found_before_they_are_opened(monkeypatch: pytest.MonkeyPatch) -> None:

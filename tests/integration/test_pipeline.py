@@ -19,7 +19,7 @@ from harness.rounds import wait_until
 from staged_reference import FP32, material_of, spec_of, trained_alone
 
 from noloco_p2p.errors import PeerError
-from noloco_p2p.flow.frames import Answer, Credit, Lost, MicrobatchId, MicrobatchTicket, Want
+from noloco_p2p.flow.frames import Answer, Credit, Lost, Mark, MicrobatchId, MicrobatchTicket, Want
 from noloco_p2p.flow.head import Head
 from noloco_p2p.flow.replica import Replica
 from noloco_p2p.gossip.exchange import ThreadedExchange
@@ -60,6 +60,7 @@ class StagePeer:
         self.spec = spec
         self.stage = stage
         self.strikes: list[str] = []
+        self.looked_for: list[str] = []
         self.identity = identity_of(f"stage {stage} replica {number}")
         self.session = Session(self.identity)
         built = build_stage(spec.model, cut, index=stage, sequence_length=spec.data.sequence_length)
@@ -90,6 +91,7 @@ class StagePeer:
             self.links,
             self.work,
             Tickets(self.identity, spec_digest=spec.digest(), max_tokens=tokens),
+            look_for=self.look_for,
             stage=self.stage,
             num_stages=spec.pipeline.stages,
             executor=swarm.executor,
@@ -152,6 +154,12 @@ class StagePeer:
     def candidate(self) -> Candidate:
         return Candidate(self.peer_id, f"127.0.0.1:{self.server.port}", session_key=self.session.key)
 
+    async def look_for(self, head: str) -> None:
+        """Read the record of a head, which this peer may not have seen yet."""
+        self.looked_for.append(head)
+        if head in self.swarm.unread:
+            self.swarm.listed.add(head)
+
     def strike(self, peer: str, why: str) -> None:
         self.strikes.append(why)
 
@@ -175,7 +183,14 @@ class StagePeer:
                 first_number=0,
                 rng=rng,
             )
-        return Replica(stage=self.stage, num_stages=stages, num_rooms=self._rooms, batch_tokens=batch_tokens, rng=rng)
+        return Replica(
+            stage=self.stage,
+            num_stages=stages,
+            heads=self.swarm.listed,
+            num_rooms=self._rooms,
+            batch_tokens=batch_tokens,
+            rng=rng,
+        )
 
     def _batches(self) -> Iterator[object]:
         spec = self.swarm.spec
@@ -212,6 +227,8 @@ class StageSwarm:
     def __init__(self, spec: TrainerSpec, folder: Path, *, num_replicas: int, rooms: int) -> None:
         self.spec = spec
         self.network = NetworkThread()
+        self.listed: set[str] = set()  # heads whose record every peer has seen
+        self.unread: set[str] = set()  # heads whose record a peer sees once it looks for it
         self.executor = ThreadPoolExecutor(2)
         self.peers = [
             StagePeer(self, stage, number, rooms=rooms, folder=folder / f"{stage}-{number}")
@@ -226,6 +243,7 @@ class StageSwarm:
         return [peer for peer in self.peers if peer.stage == stage % self.spec.pipeline.stages]
 
     async def start(self) -> None:
+        self.listed.update(head.peer_id for head in self.of_stage(0))
         for peer in self.peers:
             await peer.start()
         for peer in self.peers:
@@ -245,10 +263,20 @@ class StageSwarm:
 
 
 @contextmanager
-def swarm_of(spec: TrainerSpec, folder: Path, *, num_replicas: int, rooms: int) -> Iterator[StageSwarm]:
+def swarm_of(
+    spec: TrainerSpec,
+    folder: Path,
+    *,
+    num_replicas: int,
+    rooms: int,
+    before: Callable[[StageSwarm], Coroutine[None, None, None]] | None = None,
+) -> Iterator[StageSwarm]:
+    """Train, after `before` has run while the streams are open."""
     swarm = StageSwarm(spec, folder, num_replicas=num_replicas, rooms=rooms)
     try:
         swarm.network.call(swarm.start(), PATIENCE_S)
+        if before:
+            swarm.network.call(before(swarm), PATIENCE_S)
         for peer in swarm.peers:
             peer.thread.start()
         yield swarm
@@ -322,10 +350,12 @@ async def ended(wire: CallerWire) -> None:
             await heard(wire)
 
 
-def ticket_of(peer: StagePeer, number: int) -> MicrobatchTicket:
-    head = identity_of("stranger")
-    tickets = Tickets(head, spec_digest=peer.spec.digest(), max_tokens=15)
-    return tickets.signed(MicrobatchTicket(MicrobatchId(head.peer_id, number), 0.0, 15))
+def ticket_of(
+    peer: StagePeer, number: int, *, head: str = "stranger", mark: float = 0.0, num_tokens: int = 15
+) -> MicrobatchTicket:
+    identity = identity_of(head)
+    tickets = Tickets(identity, spec_digest=peer.spec.digest(), max_tokens=15)
+    return tickets.signed(MicrobatchTicket(MicrobatchId(identity.peer_id, number), mark, num_tokens))
 
 
 async def send_forward(wire: CallerWire, peer: StagePeer, number: int, value: float) -> None:
@@ -394,6 +424,38 @@ async def forge_a_ticket(peer: StagePeer) -> None:
     await wire.close()
 
 
+async def invent_heads(swarm: StageSwarm) -> None:
+    (peer,) = swarm.of_stage(1)
+    wire = await stranger(peer)
+    for head in ("invented 1", "invented 2", "invented 3"):
+        final = ticket_of(peer, 1, head=head, mark=1.0, num_tokens=0)
+        await wire.write(flow_wire.encode(Mark(final)))
+    await wire.write(flow_wire.encode(Want(ticket_of(peer, 1, mark=1.0), 60.0)))
+    assert await heard(wire) == Answer(ticket_of(peer, 1).id, is_taken=False)
+    await wire.close()
+
+
+def test_invented_heads_do_not_end_the_training_of_a_stage(tmp_path: Path) -> None:
+    """One stream and four keys; the stages follow the head to the end, and no Mark of these keys is passed on."""
+    with swarm_of(spec_of(steps=6, **FP32), tmp_path, num_replicas=1, rooms=1, before=invent_heads) as swarm:
+        swarm.wait(swarm.peers)
+        assert [(peer.loop.steps, peer.outer.progress) for peer in swarm.peers] == [(6, 1.0)] * 3
+        assert not [peer.strikes for peer in swarm.peers if peer.strikes]
+        invented = {identity_of(name).peer_id for name in ("invented 1", "invented 2", "invented 3", "stranger")}
+        heard_of = [bool(invented & set(peer.looked_for)) for peer in swarm.peers]
+        assert heard_of == [False, True, False]
+
+
+def test_a_replica_looks_for_the_record_of_a_head_that_it_has_not_seen(tmp_path: Path) -> None:
+    async def forget(swarm: StageSwarm) -> None:
+        swarm.unread.update(swarm.listed)
+        swarm.listed.clear()
+
+    with swarm_of(spec_of(steps=4, **FP32), tmp_path, num_replicas=1, rooms=1, before=forget) as swarm:
+        swarm.wait(swarm.peers)
+        assert [(peer.loop.steps, peer.outer.progress) for peer in swarm.peers] == [(4, 1.0)] * 3
+
+
 @pytest.mark.parametrize(
     "attack",
     [
@@ -410,6 +472,7 @@ def test_a_dishonest_head_changes_nothing(
 ) -> None:
     swarm = StageSwarm(spec_of(steps=4, **FP32), tmp_path, num_replicas=1, rooms=2)
     swarm.peers = [peer] = swarm.of_stage(1)
+    swarm.listed.add(identity_of("stranger").peer_id)
     try:
         swarm.network.call(swarm.start(), PATIENCE_S)
         swarm.network.call(attack(peer), PATIENCE_S)

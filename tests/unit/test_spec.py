@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from blake3 import blake3
 
 from noloco_p2p.errors import SpecError
 from noloco_p2p.spec import MAX_SPEC_BYTES, OuterSpec, RunSpec, Spec, TrainerSpec, TrainSpec
@@ -89,7 +90,9 @@ def test_a_spec_from_the_network_must_be_the_one_that_was_asked_for() -> None:
     with pytest.raises(SpecError, match=r"but the digest in the ticket is 0000000000000000\.\."):
         TrainerSpec.from_json(data, expected_digest="0" * 64, origin="peer")
     with pytest.raises(SpecError, match="not JSON"):
-        TrainerSpec.from_json(b"\xff", expected_digest=SPEC.digest(), origin="peer")
+        TrainerSpec.from_json(b"\xff", expected_digest=blake3(b"\xff").hexdigest(), origin="peer")
+    with pytest.raises(SpecError, match="not in the canonical form"):
+        TrainerSpec.from_json(data + b" ", expected_digest=blake3(data + b" ").hexdigest(), origin="peer")
     with pytest.raises(SpecError, match="exceeds the limit"):
         TrainerSpec.from_json(b" " * (MAX_SPEC_BYTES + 1), expected_digest=SPEC.digest(), origin="peer")
 
@@ -150,7 +153,7 @@ def test_a_codec_of_a_later_version_is_refused_with_the_known_ones() -> None:
     values["codec"]["outer_gradient"] = "int3"
     data = json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
     with pytest.raises(SpecError, match=r"peer: codec.outer_gradient must be 'fp32', .* or 'none'; it is 'int3'"):
-        TrainerSpec.from_json(data, expected_digest=SPEC.digest(), origin="peer")
+        TrainerSpec.from_json(data, expected_digest=blake3(data).hexdigest(), origin="peer")
 
 
 def test_the_first_round_is_of_the_fixed_length_or_between_the_bounds() -> None:

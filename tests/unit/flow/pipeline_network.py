@@ -158,6 +158,7 @@ class Network:
             machine = Replica(
                 stage=stage,
                 num_stages=self.num_stages,
+                heads=self.stages[0],
                 num_rooms=self.num_rooms,
                 batch_tokens=self._batch_tokens,
                 rng=rng,

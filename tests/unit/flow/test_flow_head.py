@@ -204,6 +204,9 @@ a head at the boundary of a round goes on, closes no step, and launches no more 
     hold; trained; can_launch -> yes; BACKWARD; computed -> nothing; can_launch -> no; release -> close 40
 a head that has finished tells all
     trained; BACKWARD; computed -> close 40; step_closed 1 -> tell all 1; can_launch -> no; can_evaluate -> yes
+a head that has finished repeats its final mark
+    trained; BACKWARD; computed -> close 40; step_closed 1 -> tell all 1; at 29; tick -> nothing;
+    at 31; tick -> tell all 1; tick -> nothing; at 61; tick -> tell all 1
 a neighbour that comes after the end hears of it, and an evaluation does not keep a head from its end
     stream_opened x -> nothing; trained; BACKWARD; computed -> close 40; is_over -> no; step_closed 1 -> tell all 1
     stream_opened x -> tell x h.3; is_over -> yes; evaluate; computed; is_over -> yes

@@ -103,7 +103,7 @@ def num_under_way(machine: Any) -> int:
 @given(events=EVENTS, stage=st.integers(1, 3), seed=st.integers(0, 100))
 @settings(max_examples=150, deadline=None)
 def test_a_replica_bears_any_neighbours(events: list[Any], stage: int, seed: int) -> None:
-    replica = Replica(stage=stage, num_stages=4, num_rooms=2, batch_tokens=40, rng=random.Random(seed))
+    replica = Replica(stage=stage, num_stages=4, heads={"h"}, num_rooms=2, batch_tokens=40, rng=random.Random(seed))
     driver = Driver(replica)
     driver.do(replica.neighbours_changed(["x", "y"], 0.0))
     for event in events:

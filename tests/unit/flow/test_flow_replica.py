@@ -40,17 +40,25 @@ class ReplicaBench(Bench):
 
     def __init__(self) -> None:
         super().__init__()
+        self.listed = set("hij")
         self.replica("1", "4")
 
     def replica(self, stage: str, num_stages: str, rooms: str = "2") -> None:
         self.machine = Replica(
             stage=int(stage),
             num_stages=int(num_stages),
+            heads=self.listed,
             num_rooms=int(rooms),
             batch_tokens=BATCH_TOKENS,
             rng=InOrder(0),
         )
         self.neighbours("x", "y")
+
+    def list(self, head: str) -> None:
+        self.listed.add(head)
+
+    def unlist(self, head: str) -> None:
+        self.listed.remove(head)
 
     def neighbours(self, *peers: str) -> str:
         return self.words(self.machine.neighbours_changed(peers, self.now_s))
@@ -292,6 +300,24 @@ after the end the others are served
     mark a h.2; mark a i.2; want b j.1 0.9 -> credit b j.1; is_over -> no;
     forward b j.1 -> taken b j.1, compute forward j.1; computed; closed b; is_over -> no;
     at {VOTE_S + 1}; is_over -> yes
+
+# heads that are not listed
+
+invented heads have no vote, and nobody hears of them
+    count 4; want a h.1 0.1 -> credit a h.1, close 40 at 0.1; step_closed; mark a u.1 -> nothing; mark a v.1 -> nothing;
+    mark a w.1 -> nothing; away a u.2 0.2 -> nothing; count 4; want a h.2 0.2 -> credit a h.2, close 40 at 0.2
+a microbatch or evaluation of an invented head gets no slot
+    want a u.1 -> drop a u.1; evaluate a u.1 -> drop a u.1; want a h.1 -> credit a h.1
+a head counts from its next frame on once its record is seen
+    want a u.1 0.1 -> drop a u.1; mark a u.1 -> nothing; list u; count 4;
+    want a u.1 0.1 -> credit a u.1, close 40 at 0.1; step_closed; mark a u.2 -> tell all but a 1
+no vote outlives the record of its head
+    want a h.1 0; want a i.1 0.1; lost a h.1; lost a i.1; count 4; tick -> nothing; unlist h; tick -> close 40 at 0.1
+no final vote outlives the record of its head
+    want a h.1 0.1; lost a h.1; mark a i.1 -> tell all but a 1; unlist i; at {VOTE_S + 1}; count 4; tick -> nothing;
+    want a h.2 0.2 -> credit a h.2, close 40 at 0.2
+the end is not forgotten when the last head goes
+    hold; count 4; mark a h.1 -> tell all but a 1; unlist h; release -> close 40 at 1; step_closed; is_over -> yes
 
 # evaluation
 

@@ -14,6 +14,12 @@ from noloco_p2p.flow.replica import SeenForwards
 from noloco_p2p.flow.steps import BatchSteps, MedianSteps
 from noloco_p2p.flow.wants import Waiting, Wants
 
+HEADS = [f"h{number}" for number in range(2 * MAX_HEADS)]
+
+
+def median_steps() -> MedianSteps:
+    return MedianSteps(heads={*"abcde", *HEADS}, batch_tokens=40)
+
 
 def vote(steps: MedianSteps, head: str, number: int, mark: float, now_s: float = 0.0) -> None:
     steps.vote(MicrobatchTicket(MicrobatchId(head, number), mark, 10), now_s)
@@ -21,7 +27,7 @@ def vote(steps: MedianSteps, head: str, number: int, mark: float, now_s: float =
 
 def test_the_median_is_the_lower_one() -> None:
     """Half of the heads alone cannot push the others forward."""
-    steps = MedianSteps(batch_tokens=40)
+    steps = median_steps()
     for head, mark in {"a": 0.1, "b": 0.2, "c": 0.3, "d": 0.4}.items():
         vote(steps, head, 1, mark)
     assert steps.median(0.0) == 0.2
@@ -30,7 +36,7 @@ def test_the_median_is_the_lower_one() -> None:
 
 
 def test_a_head_votes_again_when_it_is_heard_again() -> None:
-    steps = MedianSteps(batch_tokens=40)
+    steps = median_steps()
     vote(steps, "a", 1, 0.1)
     assert steps.median(VOTE_S) == 0.1
     assert steps.median(VOTE_S + 1) is None
@@ -44,7 +50,7 @@ def test_a_head_votes_again_when_it_is_heard_again() -> None:
 )
 @settings(max_examples=100, deadline=None)
 def test_no_token_is_in_two_steps_and_none_is_lost(marks: list[tuple[str, int, int]], seed: int) -> None:
-    steps, rng, now_s = MedianSteps(batch_tokens=40), random.Random(seed), 0.0
+    steps, rng, now_s = median_steps(), random.Random(seed), 0.0
     mark_of = dict.fromkeys("abc", 0)
     num_counted, closed = 0, []
     for number, (head, num_microbatches, rise) in enumerate(marks):
@@ -75,10 +81,24 @@ def test_a_head_with_one_microbatch_in_flight_divides_by_its_batch() -> None:
 
 
 def test_votes_are_bounded() -> None:
-    steps = MedianSteps(batch_tokens=40)
-    for head in range(2 * MAX_HEADS):
-        vote(steps, f"h{head}", 1, 0.5)
+    steps = median_steps()
+    for head in HEADS:
+        vote(steps, head, 1, 0.5)
     assert len(steps) == MAX_HEADS
+
+
+def test_invented_heads_neither_outvote_nor_evict_honest_ones() -> None:
+    """Eight heads take 100 steps while one neighbour signs marks with 9 keys, then with as many as are remembered."""
+    steps, closed = median_steps(), 0
+    for number in range(1, 101):
+        for head in HEADS[:8]:
+            steps.count(10)
+            vote(steps, head, number, number / 100)
+        for key in range(9 if number < 50 else MAX_HEADS):
+            vote(steps, f"invented {key}", number, 1.0 if number % 2 else 0.0)
+        closed += bool(steps.take_step(0.0))
+        assert steps.progress == number / 100
+    assert closed == 100
 
 
 @given(numbers=st.lists(st.integers(0, 3 * SEEN_NUMBERS), max_size=200))
@@ -150,7 +170,7 @@ def test_a_head_that_had_twice_its_fair_share_is_passed_over_while_others_wait()
 
 @pytest.mark.parametrize("interval_s", [0.1, 5.0])
 def test_a_head_that_falls_silent_loses_its_vote_after_some_of_its_intervals(interval_s: float) -> None:
-    steps = MedianSteps(batch_tokens=40)
+    steps = median_steps()
     for number in range(20):
         vote(steps, "a", number, 0.1, number * interval_s)
         vote(steps, "b", number, 0.2, number * interval_s)
