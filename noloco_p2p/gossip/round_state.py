@@ -533,7 +533,7 @@ class RoundState:
     def _outcome(self, now_s: float) -> tuple[Outcome, list[Action]]:
         active = self.active
         if active is not None and self.has_early_part:
-            received, self.active = active.received(now_s), None
+            received, self.active = active.received(now_s, num_live=self._num_live()), None
             if self.phase is RoundPhase.DONE:
                 return Swapped(received), []
             if self.phase is RoundPhase.EARLY:
