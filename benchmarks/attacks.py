@@ -1,6 +1,6 @@
 """Measure what the gates cost an honest swarm, and what they prevent when one peer of eight lies.
 
-    python benchmarks/attacks.py [--quick] [--greedy] [--late CODEC] [--seeds 0,1,2] [--jobs 2] [--json FILE]
+    python benchmarks/attacks.py [--quick] [--greedy | --claims] [--late CODEC] [--seeds 0,1,2] [--jobs 2] [--json FILE]
 
 The swarms are simulated and train the toy model of the studies. Losses are validation losses, averaged over the honest
 replicas at the end. "open" means that no gate is active except the finite check. The noise is the difference in loss
@@ -8,8 +8,9 @@ between seeds of the same honest swarm. With --greedy, the liar is a ninth peer,
 over several calls. Swarms of sixteen peers with two or three such liars are measured, too. These swarms train the same
 model, but with the optimizer, outer step and codecs that `noloco init` writes. An adaptive liar knows the vectors and
 the gates of its partner, and sends the most harmful vectors that still pass. "share" is the share of one liar in the
-swaps of the honest replicas, in multiples of 1 / live. With --json, the file is written after every case, and cases
-that it already contains are skipped.
+swaps of the honest replicas, in multiples of 1 / live. With --claims, the greedy liar sends its partner's own weights
+and no gradient, and claims to be far ahead of its partner in the schedule, or far behind. With --json, the file is
+written after every case, and cases that it already contains are skipped.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from typing import Any
 
 import torch
 from claims import machine
-from harness.hostile import ADAPTIVE, Attack, GreedyReplica
+from harness.hostile import ADAPTIVE, CLAIMS, Attack, GreedyReplica
 from harness.hostile_swarm import simulate_hostile
 
 from noloco_p2p.optim.gates import OPEN
@@ -53,6 +54,7 @@ class Case:
     is_greedy: bool = False
     settings: str = "toy"  # of optimizer, outer step and codecs: those of the toy, or those that `noloco init` writes
     late: str = ""  # codec of the outer gradient; "" = that of the settings
+    is_auto: bool = False  # rounds of 5 to 100 inner steps instead of NUM_ROUNDS rounds
 
 
 def greedy_cases(seeds: list[int]) -> list[Case]:
@@ -62,6 +64,16 @@ def greedy_cases(seeds: list[int]) -> list[Case]:
     cases += [greedy(attack, "on", seed, 9) for seed in seeds for attack in attacks]
     cases.append(honest("on", seeds[0], 16))
     return cases + [greedy(Attack.FLIPPED_GRADIENT, "on", seeds[0], 16, num) for num in (2, 3)]
+
+
+def claim_cases(seeds: list[int]) -> list[Case]:
+    liars = [(HONEST, 8, False), *((attack, 9, True) for attack in CLAIMS)]
+    return [
+        Case(attack, "on", seed, num_peers, is_greedy=is_greedy, settings="init", is_auto=is_auto)
+        for is_auto in (True, False)
+        for seed in seeds
+        for attack, num_peers, is_greedy in liars
+    ]
 
 
 def cases(seeds: list[int], *, quick: bool) -> list[Case]:
@@ -87,6 +99,8 @@ def run_case(case: Case, *, steps: int) -> dict[str, Any]:
     }
     if case.settings == "init":
         changes = settings_of_init() | changes
+    if case.is_auto:
+        changes |= {"outer.inner_steps": "auto", "outer.min_inner_steps": 5, "outer.max_inner_steps": 100}
     if case.late:
         changes["codec.outer_gradient"] = case.late
     spec = TrainerSpec.load(TOY).with_changes(changes, origin="attacks.py")
@@ -104,9 +118,10 @@ def run_case(case: Case, *, steps: int) -> dict[str, Any]:
         result = simulate_hostile(Material.of(spec, {}), plan, attacks, are_greedy=case.is_greedy, on_made=made.extend)
     except ValueError as error:  # the weights have grown too large to be coded
         return row | {"loss": None, "failed": str(error)}
+    honest = [replica for replica in made if not isinstance(replica, GreedyReplica)]
+    row["trained"] = [min(replica.steps for replica in honest), max(replica.steps for replica in honest)]
     if case.is_greedy:
         greedy = [replica for replica in made if isinstance(replica, GreedyReplica)]
-        honest = [replica for replica in made if not isinstance(replica, GreedyReplica)]
         taken = sum(liar.greedy.swaps[replica.peer_id] for liar in greedy for replica in honest)
         swaps = sum(replica.swapped + replica.half + replica.refused for replica in honest)
         row["share"] = taken / case.num_liars / max(1, swaps) * case.num_peers
@@ -165,10 +180,21 @@ def report_greedy(rows: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
+def report_claims(rows: list[dict[str, Any]]) -> list[str]:
+    honest = {(row["is_auto"], row["seed"]): row["loss"] for row in rows if row["attack"] == HONEST}
+    lines = [f"{'rounds':<7} {'attack':<11} {'seed':>4} {'inner steps':>12} {'loss':>8} {'against honest':>15}"]
+    for row in rows:
+        rounds, trained = "auto" if row["is_auto"] else "fixed", "{} to {}".format(*row["trained"])
+        change = f"{100 * (row['loss'] / honest[row['is_auto'], row['seed']] - 1):+.2f} %"
+        lines.append(f"{rounds:<7} {row['attack']:<11} {row['seed']:>4} {trained:>12} {row['loss']:>8.4f} {change:>15}")
+    return lines
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="40 steps and no attack")
     parser.add_argument("--greedy", action="store_true", help="liars that make offers to everybody at once")
+    parser.add_argument("--claims", action="store_true", help="greedy liars with false claims about the schedule")
     parser.add_argument("--late", default="", metavar="CODEC", help="of the outer gradient, none included")
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--steps", type=int, default=200)
@@ -177,10 +203,13 @@ def main() -> None:
     args = parser.parse_args()
     steps = 40 if args.quick else args.steps
     rows: list[dict[str, Any]] = json.loads(args.json.read_text())["rows"] if args.json and args.json.exists() else []
-    keys = ("attack", "gates", "seed", "num_peers", "num_liars", "settings", "late")
+    keys = ("attack", "gates", "seed", "num_peers", "num_liars", "settings", "late", "is_auto")
     done = {tuple((asdict(Case("", "", 0)) | row)[key] for key in keys) for row in rows}
     seeds = [int(seed) for seed in args.seeds.split(",")]
-    plain = greedy_cases(seeds) if args.greedy else cases(seeds, quick=args.quick)
+    if args.claims:
+        plain = claim_cases(seeds)
+    else:
+        plain = greedy_cases(seeds) if args.greedy else cases(seeds, quick=args.quick)
     wanted = [replace(case, late=args.late) for case in plain]
     todo = [case for case in wanted if tuple(asdict(case)[key] for key in keys) not in done]
     with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as pool:
@@ -192,8 +221,8 @@ def main() -> None:
                     json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n", encoding="utf-8"
                 )
     print(machine())
-    for line in report_greedy(rows) if args.greedy else report(rows):
-        print(line)
+    reported = report_claims if args.claims else report_greedy if args.greedy else report
+    print(*reported(rows), sep="\n")
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from noloco_p2p.outer.outer_state import OuterState
 from noloco_p2p.spec import CodecSpec, OuterSpec
 
 CODECS = CodecSpec(slow_weights="modulo8", outer_gradient="int4")
-EVEN = Agreement(5.0)
+EVEN = Agreement(5)
 Timed = Callable[[str, Callable[[], object]], None]
 
 
@@ -81,7 +81,7 @@ def one_round(state: OuterState, trained: Callable[[], None], timed: Timed) -> N
     gradient = SectionPair(coding, [*own], [*partner], squares)
     weights = modulo_pair(early, state.slow_weights, timed)
     link = LinkMeasure(early_s=1.0, late_s=0.0, is_whole=True)
-    received = Received("b", 0, 0.0, EVEN, {early.name: weights, late.name: gradient}, link, 0, 0, 1.0, 0.0, 0.0)
+    received = Received("b", 0, 0.0, EVEN, {early.name: weights, late.name: gradient}, link, 0, 0, 1.0, 0.0, 0.0, 2)
     timed("boundary: adding", lambda: state.step(received))
     trained()
     correction = Correction(gradient, "b", 0, EVEN)

@@ -37,9 +37,13 @@ class Attack(StrEnum):
     ADAPTIVE_BACK = "adaptive-back"  # towards the weights before any training
     ADAPTIVE_UPHILL = "adaptive-uphill"  # against its last outer gradient
     ADAPTIVE_DRIFT = "adaptive-drift"  # always in one direction, the same for all partners
+    # Honest weights, and false claims about the schedule (`false_claims.py`)
+    FAR_AHEAD = "far-ahead"
+    FAR_BEHIND = "far-behind"
 
 
 ADAPTIVE = (Attack.ADAPTIVE_BACK, Attack.ADAPTIVE_UPHILL, Attack.ADAPTIVE_DRIFT)
+CLAIMS = (Attack.FAR_AHEAD, Attack.FAR_BEHIND)
 SCALE = {
     Attack.SCALED: (100.0, 100.0),
     Attack.SCALED_STATE: (100.0, 1.0),
@@ -76,10 +80,10 @@ class Alteration:
                 return noise.mul_(vector.norm() / noise.norm())
             case Attack.STALE:
                 return self._first.setdefault(name, vector.clone())
-            case Attack.NAN | Attack.ADAPTIVE_BACK | Attack.ADAPTIVE_UPHILL | Attack.ADAPTIVE_DRIFT:
-                return vector
-            case _:
+            case _ if self._attack in SCALE:
                 return vector * SCALE[self._attack][part]
+            case _:
+                return vector
 
 
 class HostileReplica(SimulatedReplica):

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from harness.adaptive import AdaptiveReplica
-from harness.hostile import ADAPTIVE, Attack, GreedyReplica, HostileReplica, streams_of
+from harness.false_claims import ClaimingReplica
+from harness.hostile import ADAPTIVE, CLAIMS, Attack, GreedyReplica, HostileReplica, streams_of
 from noloco_p2p.simulate.material import Material
 from noloco_p2p.simulate.plan import Plan
 from noloco_p2p.simulate.replica import SimulatedReplica
@@ -42,6 +43,8 @@ def simulate_hostile(
 
 
 def _kind(attack: Attack, *, are_greedy: bool) -> type[SimulatedReplica]:
+    if attack in CLAIMS:
+        return ClaimingReplica
     if attack in ADAPTIVE:
         return AdaptiveReplica
     return GreedyReplica if are_greedy else HostileReplica

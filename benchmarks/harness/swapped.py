@@ -15,7 +15,7 @@ from noloco_p2p.gossip.sections import Coding, SectionPair, Squares, section_pla
 from noloco_p2p.optim.mixing import Agreement
 from noloco_p2p.spec import CodecSpec
 
-EVEN = Agreement(50.0)
+EVEN = Agreement(50)
 NO_LINK = LinkMeasure(early_s=1.0, late_s=0.0, is_whole=True)
 
 
@@ -55,4 +55,5 @@ def received(
         seconds=0.0,
         lateness_s=0.0,
         transfer_s=0.0,
+        num_live=2,
     )

@@ -137,7 +137,7 @@ class ActiveSwap:
             return 0.0
         return max(0.0, (now_s if self.late_s is None else self.late_s) - max(self.boundary_s, there_s))
 
-    def received(self, now_s: float) -> Received:
+    def received(self, now_s: float, *, num_live: int) -> Received:
         """Return the result of the swap for its round, which ends now. This removes the sections from the swap."""
         return Received(
             partner=self.partner,
@@ -151,4 +151,5 @@ class ActiveSwap:
             seconds=now_s - self.began_s,
             lateness_s=self.lateness_s(now_s),
             transfer_s=self.transfer_s(now_s),
+            num_live=num_live,
         )

@@ -17,7 +17,7 @@ class Received:
 
     The vectors are kept until they are applied. `lateness_s` is the time that this peer waited for its partner to reach
     the boundary, or 0 if the partner was first. `transfer_s` is the time from the later of the two boundaries until the
-    late part was committed or the round ended without it.
+    late part was committed or the round ended without it. `num_live` is the number of live peers, including this one.
     """
 
     partner: str
@@ -31,6 +31,7 @@ class Received:
     seconds: float
     lateness_s: float
     transfer_s: float
+    num_live: int
 
 
 @dataclass(frozen=True, slots=True)

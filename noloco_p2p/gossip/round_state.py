@@ -55,7 +55,7 @@ from noloco_p2p.gossip.round_events import (
 from noloco_p2p.gossip.round_length import LinkMeasure
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.gossip.sections import SectionPlan, part_bytes
-from noloco_p2p.gossip.staleness import refuse_distant, too_long
+from noloco_p2p.gossip.staleness import refuse_distant, refuse_stale, too_long
 from noloco_p2p.gossip.swap import Ended
 from noloco_p2p.telemetry.console import named
 
@@ -266,7 +266,7 @@ class RoundState:
             self._step_rate.hear(ask.candidate.peer_id, answer.boundary, now_s=now_s)
             if self.asked is not ask:
                 return []  # superseded while the answer was in flight
-            if not (fault := self._fault_of_boundary(ask.candidate, answer.boundary)):
+            if not (fault := self._fault_of_boundary(ask.candidate, mine, answer.boundary)):
                 return [self._bind(ask, ask.candidate.peer_id, mine, answer.boundary)]
         assert fault is not None
         actions = self._refused(ask, fault, now_s) if isinstance(fault, Refused) else self._failed(ask, fault, now_s)
@@ -288,9 +288,11 @@ class RoundState:
             return Refused(refuse.sentence, peer=peer_id, code=refuse.code.name)
         return None
 
-    def _fault_of_boundary(self, candidate: Candidate, theirs: Boundary) -> PeerError | None:
+    def _fault_of_boundary(self, candidate: Candidate, mine: Boundary, theirs: Boundary) -> PeerError | None:
         assert self.opening is not None
         wrong = too_long(theirs, self.opening.longest_round)
+        if not wrong and refuse_stale(mine, theirs, total_steps=self.opening.total_steps):
+            wrong = f"it claims to be at {100 * theirs.progress:.2f} % of the run, too far from this peer"
         return CorruptPayload(f"it accepted the offer, but {wrong}", peer=candidate.peer_id) if wrong else None
 
     def _refused(self, ask: Ask, error: Refused, now_s: float) -> list[Action]:
@@ -531,7 +533,7 @@ class RoundState:
     def _outcome(self, now_s: float) -> tuple[Outcome, list[Action]]:
         active = self.active
         if active is not None and self.has_early_part:
-            received, self.active = active.received(now_s), None
+            received, self.active = active.received(now_s, num_live=self._num_live()), None
             if self.phase is RoundPhase.DONE:
                 return Swapped(received), []
             if self.phase is RoundPhase.EARLY:

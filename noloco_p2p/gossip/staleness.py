@@ -31,7 +31,7 @@ def told_lengths(mine: Boundary, theirs: Boundary) -> tuple[int, int]:
 
 
 def rounds_apart(mine: Boundary, theirs: Boundary, *, total_steps: int) -> float:
-    """Return how many rounds of the agreed length the peers are apart, or 0 if neither has announced a length."""
+    """Return how many of the shorter rounds the peers are apart, or 0 if neither has announced a length."""
     agreed = agreed_inner_steps(*told_lengths(mine, theirs))
     return abs(mine.progress - theirs.progress) * total_steps / agreed if agreed else 0.0
 
@@ -44,7 +44,7 @@ def age_weight(age_rounds: float) -> float:
 def too_long(told: Boundary, longest_round: int) -> str:
     """Return a description of the error if a round is longer than the run allows, and "" otherwise.
 
-    By announcing such a length, a partner would increase its own weight and appear closer than it is.
+    By announcing such a length, a partner would increase its own weight.
     """
     if told.inner_steps <= longest_round:
         return ""

@@ -26,7 +26,7 @@ class Agreement:
     shares of the two partners add up to 1.
     """
 
-    inner_steps: float
+    inner_steps: int
     weight: float = 1.0
     partner_share: float = 0.5
 
@@ -41,12 +41,9 @@ def gradient_weight(outer: OuterSpec, agreed: Agreement) -> float:
     return agreed.weight * (2 * agreed.partner_share if outer.weigh_tokens else 1.0)
 
 
-def agreed_inner_steps(one: int, other: int) -> float:
-    """Return the round length that two partners agree on: the geometric mean, which is bitwise identical for both.
-
-    It is the square root of a product of integers, which every machine rounds in the same way.
-    """
-    return math.sqrt(one * other)
+def agreed_inner_steps(one: int, other: int) -> int:
+    """Return the round length that two partners agree on: the shorter of both, which neither of them can stretch."""
+    return min(one, other)
 
 
 def closing_rounds(outer: OuterSpec, num_peers: int) -> int:

@@ -23,9 +23,8 @@ from noloco_p2p.outer.chunk_filter import UNSCALED, ChunkFilter, Clipped, Filter
 from noloco_p2p.outer.flat import FlatParameters
 from noloco_p2p.outer.staging import Staging, pin
 from noloco_p2p.outer.state_checks import OUTER_MOMENTUM, SLOW_WEIGHTS, check_vectors
-from noloco_p2p.spec import OuterSpec, Spec
+from noloco_p2p.spec import OuterSpec
 
-ROUNDING = 1e-9  # progress is a sum of fractions, and counts as 1 if it is this close to 1
 SPREAD_CHUNKS = 16  # fewer than twice this many chunks are sampled to estimate the spread, which takes milliseconds
 
 
@@ -195,49 +194,3 @@ class OuterState:
     def _gradient(self, index: int, memory: Tensor) -> Tensor:
         start, stop = self._bounds[index]
         return self.parameters.minus(start, self.slow_weights[start:stop], out=memory)
-
-
-def next_progress(progress: float, total_steps: int) -> float:
-    """Return the progress after one more inner step."""
-    return _settled(progress + 1 / total_steps)
-
-
-def progress_after(progress: float, received: Received, *, inner_steps: int, spec: Spec) -> float:
-    """Return the progress of a peer after a swap.
-
-    `progress` is this peer's progress at the end of a round of `inner_steps` steps. Both partners move by the same
-    amount, which is at most one round of the agreed length, and less if the agreed weight is below 1. The spec limits
-    the round length that a partner can claim.
-    """
-    outer, total = spec.outer, spec.schedule_steps
-    agreed = min(received.agreed.inner_steps, outer.max_inner_steps) if outer.is_auto else inner_steps
-    at_most = received.agreed.weight * agreed / total
-    return met_progress(progress, received.partner_progress, round_progress=inner_steps / total, at_most=at_most)
-
-
-def swap_progress(progress: float, received: Received, *, inner_steps: int, spec: Spec) -> float:
-    """Return the progress of a swap, which is the same number for both partners.
-
-    `progress` is this peer's progress at the end of a round of `inner_steps` steps. The result is the midpoint between
-    the points at which the partners opened their rounds, plus one round of the agreed length. If the partners are too
-    far apart, the midpoint is limited to one round from this peer's own opening.
-    """
-    total = spec.schedule_steps
-    agreed = min(received.agreed.inner_steps, spec.outer.longest_round) / total
-    opened = progress - inner_steps / total
-    apart = (received.partner_progress - opened) / 2
-    return opened + max(-agreed, min(agreed, apart)) + agreed
-
-
-def met_progress(progress: float, partner_progress: float, *, round_progress: float, at_most: float) -> float:
-    """Return this peer's progress after it has moved towards its partner's progress.
-
-    `progress` is this peer's progress at the end of a round of length `round_progress`. `partner_progress` is the
-    partner's progress when it opened its round. `at_most` limits the move.
-    """
-    apart = (partner_progress - (progress - round_progress)) / 2
-    return _settled(progress + max(-at_most, min(at_most, apart)))
-
-
-def _settled(progress: float) -> float:
-    return 1.0 if abs(progress - 1) < ROUNDING else progress

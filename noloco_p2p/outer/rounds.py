@@ -18,9 +18,9 @@ from torch import Tensor
 
 from noloco_p2p.gossip.exchange import Exchange
 from noloco_p2p.gossip.frames import SectionName
-from noloco_p2p.gossip.outcome import Alone, Correction, Outcome
+from noloco_p2p.gossip.outcome import Alone, Correction, Outcome, Received
 from noloco_p2p.gossip.round_length import RoundLength
-from noloco_p2p.outer.outer_state import next_progress, progress_after, swap_progress
+from noloco_p2p.outer.progress import PartnerPositions, next_progress, swap_progress
 from noloco_p2p.spec import Spec
 
 
@@ -96,6 +96,8 @@ class Rounds:
         self._is_closing = False
         self._vectors = vectors
         self._outer_step = outer_step
+        self._partners = PartnerPositions()
+        self._steps_taken = 0  # inner steps of all rounds
         self._clock = clock
         self._boundary_s: float | None = None  # when the boundary was reached; None before that
         self._until_s = 0.0
@@ -135,6 +137,7 @@ class Rounds:
         """Record an inner step. Returns True after the last step of the round; call `reach_boundary` next."""
         assert not self.is_at_boundary, "call `poll` until the round has ended"
         self.steps += 1
+        self._steps_taken += 1
         if not self.follows_caller:
             self.progress = next_progress(self.progress, self.spec.schedule_steps)
         self.exchange.step_rate.step(self._clock())
@@ -171,9 +174,8 @@ class Rounds:
         swapped_at = self.progress
         if not isinstance(outcome, Alone):
             if not (self._is_closing or self.follows_caller):
-                received, steps = outcome.received, self.steps
-                swapped_at = swap_progress(self.progress, received, inner_steps=steps, spec=self.spec)
-                self.progress = progress_after(self.progress, received, inner_steps=steps, spec=self.spec)
+                swapped_at = swap_progress(self.progress, outcome.received, inner_steps=self.steps, spec=self.spec)
+                self._approach_partners(outcome.received)
             outcome.received.sections.clear()  # payloads are as large as the model, and callers may keep results
         end = RoundEnd(self.round, outcome, swapped_at, boundary_s, diverged)
         self.round += 1
@@ -181,6 +183,18 @@ class Rounds:
         self.is_open = self._is_closing = False
         self._boundary_s = None
         return end
+
+    def _approach_partners(self, received: Received) -> None:
+        """Move towards the progress of the partners, after a swap.
+
+        The move is at most as long as the round, so this peer ends no round at a lower progress than it began with.
+        """
+        total = self.spec.schedule_steps
+        trained, round_progress = self._steps_taken / total, self.steps / total
+        self._partners.note(received.partner, received.partner_progress, trained=trained - round_progress)
+        self.progress = self._partners.move(
+            self.progress, trained=trained, at_most=round_progress, num_live=received.num_live
+        )
 
     def withdraw(self) -> RoundEnd | None:
         """Make sure that no partner waits for this peer.
@@ -212,6 +226,7 @@ class Rounds:
 
         The new vectors come from a checkpoint or from another peer.
         """
+        self._partners = PartnerPositions()
         self.round, self.progress, self.steps = round_index, progress, steps
 
     def apply_late(self) -> None:

@@ -3,7 +3,7 @@
 Weights at different times differ more than weights of different peers: from one round to the next, the mean of all
 peers moves by about as much as the spread. So a monitor compares only sketches of the same mark, which is a fixed
 fraction of the schedule. A peer sketches its slow weights after the first outer step that reaches a mark. Both partners
-of a swap compute the swap's position in the schedule from the same numbers (`outer.outer_state.swap_progress`), so they
+of a swap compute the swap's position in the schedule from the same numbers (`outer.progress.swap_progress`), so they
 agree on which swap reached a mark. Weights are not interpolated to the exact mark. The difference between two peers
 changes from round to round, so the midpoint between two states has up to 30 % less spread than either state (measured
 on four peers).

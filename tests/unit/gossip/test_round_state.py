@@ -332,6 +332,8 @@ an answer that is neither yes nor no
     live alpha; open; seek; answered_with_nonsense -> report [SEEKING]
 an acceptance of a round longer than the run allows
     live alpha; open; seek; accepted long -> report
+an acceptance by a peer that is too far away
+    live alpha; open; seek; accepted stale -> report
 an answer after the round ended changes nothing
     live alpha; open; seek; boundary; end -> alone no_answer; open; accepted -> nothing [SEEKING];
     refused BUSY -> nothing [SEEKING]

@@ -59,6 +59,12 @@ def test_who_tells_no_length_of_its_round_is_as_old_as_with_the_other_ones() -> 
     assert rounds_apart(silent, at(0.9, inner_steps=0), total_steps=STEPS) == 0
 
 
+def test_a_longer_round_than_this_peers_does_not_make_a_distant_partner_near() -> None:
+    here, far = at(0.1, inner_steps=10), at(0.1 + 2 * STALE_ROUNDS * 10 / STEPS, inner_steps=1000)
+    assert rounds_apart(here, far, total_steps=STEPS) == pytest.approx(2 * STALE_ROUNDS)
+    assert refuse_stale(here, far, total_steps=STEPS) is not None
+
+
 def test_the_refusal_names_both_rounds_and_who_has_to_move() -> None:
     ahead, behind = at(0.6, round_index=60), at(0.1, round_index=9)
     told = refuse_stale(ahead, behind, total_steps=STEPS)
@@ -100,7 +106,7 @@ def test_peers_too_far_apart_do_not_swap_and_read_why() -> None:
 
 
 def test_a_round_longer_than_the_run_allows_is_refused_by_either_side() -> None:
-    """The declared length would make a distant peer look near, and would move its partner by as much."""
+    """The declared length would give the longer round more weight."""
     spec = RunSpec(name="long", outer=published(inner_steps=10, max_wait_s=0.5), total_steps=STEPS)
     with MemorySwarm(spec) as swarm:
         honest, liar = swarm.peer("a"), swarm.peer("b")

@@ -7,15 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from harness.specs import published
-from harness.swapped import received
 from torch import nn
 
 from noloco_p2p.errors import CheckpointError
-from noloco_p2p.gossip.frames import SectionName
-from noloco_p2p.optim.mixing import Agreement
-from noloco_p2p.outer.outer_state import OuterState, met_progress, next_progress, progress_after
+from noloco_p2p.outer.outer_state import OuterState
 from noloco_p2p.outer.staging import Staging
-from noloco_p2p.spec import OuterSpec, RunSpec
+from noloco_p2p.spec import OuterSpec
 
 
 def test_a_refused_state_changes_nothing() -> None:
@@ -56,19 +53,6 @@ def test_a_state_with_more_than_is_needed_is_taken() -> None:
     assert torch.equal(state.parameters.read(0, 8), torch.arange(8.0))
 
 
-@pytest.mark.parametrize(("partner_opened_at", "met"), [(0.4, 0.5), (0.44, 0.52), (0.9, 0.6), (0.0, 0.4)])
-def test_partners_meet_on_the_schedule_within_one_round(partner_opened_at: float, met: float) -> None:
-    assert met_progress(0.5, partner_opened_at, round_progress=0.1, at_most=0.1) == pytest.approx(met)
-
-
-def test_a_partner_of_little_weight_moves_the_place_by_little() -> None:
-    spec = RunSpec(name="far", total_steps=100, outer=published(inner_steps=10))
-    own = {SectionName.SLOW_WEIGHTS: torch.zeros(4)}
-    for weight, moved in ((1.0, 0.1), (0.25, 0.025)):
-        behind = received(own, own, agreed=Agreement(10.0, weight=weight))  # the partner is at the start of the run
-        assert progress_after(0.5, behind, inner_steps=10, spec=spec) == pytest.approx(0.5 - moved)
-
-
 def test_the_overlapped_outer_step_is_the_plain_one() -> None:
     """The CPU takes the path of an accelerator here, with streams that do nothing."""
     ends = []
@@ -84,16 +68,6 @@ def test_the_overlapped_outer_step_is_the_plain_one() -> None:
         assert torch.equal(state.parameters.read(0, state.num_elements), state.slow_weights)
         ends.append(state.slow_weights)
     assert torch.equal(ends[0], ends[1])
-
-
-@pytest.mark.parametrize("total_steps", [7, 480, 2_000, 20_000, 60_000])
-def test_the_schedule_ends_at_one_however_its_fractions_are_rounded(total_steps: int) -> None:
-    progress = 0.0
-    for _ in range(total_steps):
-        assert progress < 1
-        progress = next_progress(progress, total_steps)
-    assert progress == 1.0
-    assert met_progress(1 - 1e-12, 0.999, round_progress=1e-3, at_most=1e-3) == 1.0
 
 
 def test_streams_are_those_of_the_models_card_whichever_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:

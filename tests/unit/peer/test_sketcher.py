@@ -21,7 +21,7 @@ from noloco_p2p.codec.sketch import AT_REST, MARKS, unpack
 from noloco_p2p.gossip.frames import SectionName
 from noloco_p2p.monitor.spread import Sketches
 from noloco_p2p.optim.mixing import Agreement, agreed_inner_steps
-from noloco_p2p.outer.outer_state import progress_after, swap_progress
+from noloco_p2p.outer.progress import PartnerPositions, swap_progress
 from noloco_p2p.peer.sketcher import FINEST, MARK_EVERY_S, Sketcher, finest_level, roundest
 from noloco_p2p.spec import OuterSpec, TrainerSpec, TrainSpec
 from noloco_p2p.swarm.records import TTL_S, PeerRecord
@@ -211,6 +211,8 @@ class Pair:
         self.announced = [torch.zeros(20_000)] * 2  # the weights when the record was written
         self._mean = self._random()
         self._progress = [0.0, 0.00018]
+        self._trained = [0.0, 0.0]
+        self._partners = [PartnerPositions(), PartnerPositions()]
         self._announce_s = [self.rng.uniform(0, TTL_S / 4) for _ in self.peers]
 
     def _random(self) -> Tensor:
@@ -228,7 +230,12 @@ class Pair:
             inner_steps = ROUNDS_OF[index]
             ended = opened[index] + inner_steps / SPEC.train.total_steps
             at = swap_progress(ended, swap, inner_steps=inner_steps, spec=SPEC)
-            self._progress[index] = progress_after(ended, swap, inner_steps=inner_steps, spec=SPEC)
+            self._trained[index] += inner_steps / SPEC.train.total_steps
+            partners, opened_at = self._partners[index], self._trained[index] - inner_steps / SPEC.train.total_steps
+            partners.note("the other", opened[1 - index], trained=opened_at)
+            self._progress[index] = partners.move(
+                ended, trained=self._trained[index], at_most=inner_steps / SPEC.train.total_steps, num_live=2
+            )
             peer.step(self.weights[index], progress=at, after_s=after_s)
             if self.now_s >= self._announce_s[index]:
                 self._announce_s[index] += TTL_S / 4

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from harness.hostile import ADAPTIVE, Attack
+from harness.hostile import ADAPTIVE, CLAIMS, Attack
 from harness.hostile_swarm import simulate_hostile
 from harness.specs import published, tiny_llama
 
@@ -40,6 +40,8 @@ def test_the_honest_replica_is_never_broken(attack: Attack, material: Material) 
         assert (result.swapped, result.alone) == (0, 3)
     elif attack in (Attack.ADAPTIVE_BACK, Attack.ADAPTIVE_DRIFT):  # the liar leaves before the last late part
         assert result.swapped + result.half >= 2, "most of what it sends passes the gates"
+    elif attack in CLAIMS:
+        assert result.half >= 1, "it sends no gradient"
     elif attack not in ADAPTIVE:
         assert result.swapped == 3
 

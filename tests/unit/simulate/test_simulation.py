@@ -145,6 +145,18 @@ def test_faster_replicas_take_as_many_steps_in_less_time() -> None:
     assert result.virtual_s <= 16
 
 
+@pytest.mark.parametrize(("num_peers", "at_most_s"), [(2, 155.0), (3, 150.0), (6, 145.0)])
+def test_a_slow_peer_ends_the_schedule_with_the_others(num_peers: int, at_most_s: float) -> None:
+    """Alone, it would take 185 s. Of two peers, each goes half of the way. In a larger swarm, it joins after 30 s."""
+    outer = published(inner_steps=4, max_wait_s=0.0, closing_rounds=0)
+    spec = SPEC.with_changes({"train.total_steps": 120, "train.batch_size": 1, "outer": outer.model_dump()})
+    last = num_peers - 1
+    churn = Churn((Event("join", last, 30.5),) if num_peers > 2 else ())
+    result, _ = weights_after(spec, Plan(num_peers, speeds=(*[1.0] * last, 0.65), churn=churn, evaluations=1))
+    assert result.num_replicas == num_peers
+    assert 120 <= result.virtual_s <= at_most_s
+
+
 @pytest.mark.parametrize("rule", RULES)
 def test_other_rules_learn(rule: str) -> None:
     """A rule learns more than half as much as local training; one that ignored the fast weights would learn little."""
