@@ -806,7 +806,10 @@ def _faults() -> list[Phrase]:
             "{:+.1f} and {:+.1f} % (without that gate {:+.0f} and {:+.0f} %)",
             *(of_greedy("stale"), of_greedy("noise"), without_distance("stale"), without_distance("noise")),
         ),
-        phrase("the loss rises by at most 3 %"),
+        phrase(
+            "false claims about the schedule raise the loss by {:.1f} % at most",
+            line("attacks_claims.txt", r"^auto +far-ahead +0 .*\+([\d.]+) %"),
+        ),
         phrase("then 1.5 / (live - 1) of its rounds"),
         phrase(
             "{:.1f}, {:.1f}, {:.1f} and {:.1f} / live after 20, 40, 100 and 300 rounds",
