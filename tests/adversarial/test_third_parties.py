@@ -30,6 +30,7 @@ from noloco_p2p.swarm.kademlia.whereabouts import MAX_ADDRESSES
 from noloco_p2p.swarm.records import TTL_S, PeerRecord, encode_record
 from noloco_p2p.swarm.relay import RESERVE, open_stream_to
 from noloco_p2p.swarm.timing import Timing
+from noloco_p2p.ticket import MAX_ADDRESSES as MAX_ENTRANCES
 
 DIGEST = "ab" * 32
 NUM_LIARS = 60
@@ -177,7 +178,33 @@ def test_the_addresses_in_records_of_liars_are_dialled_a_few_times(tmp_path: Pat
                 await evil.node.store(ROOT.key(run_key(DIGEST)), liar, record, expires_at_s=expires_at_s)
             await until(lambda: len(victim.live()) >= NUM_LIARS)
             await until(lambda: len(victim._dialer._plan._attempts) >= NUM_LIARS)
-            assert 0 < there.num_dials <= 2 * there.most()  # each dial opens a plain connection, and then one of libp2p
+            assert 0 < there.num_dials <= there.most()
+
+    run(main)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.9", "localhost.example.org"], ids=["address", "name"])
+def test_the_entrances_that_a_ticket_invents_are_dialled_a_few_times(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str
+) -> None:
+    """A public ticket can make everybody who joins dial the same host."""
+
+    async def main() -> None:
+        async def look_up(name: str) -> list[str]:
+            return ["127.0.0.9"]
+
+        monkeypatch.setattr("noloco_p2p.dial_guard.look_up", look_up)
+        async with bystander() as (there, port):
+            kind = "ip4" if host[0].isdigit() else "dns4"
+            ids = [identity_of(f"entrance {number}").peer_id for number in range(MAX_ENTRANCES)]
+            entrances = [f"/{kind}/{host}/tcp/{port}/p2p/{peer_id}" for peer_id in ids]
+            async with directory(tmp_path, "victim", *entrances) as victim:
+
+                def num_tried(times: int) -> int:
+                    return sum(each.failures >= times for each in victim._dialer._plan._attempts.values())
+
+                await until(lambda: num_tried(2) == MAX_ENTRANCES)
+                assert 0 < there.num_dials <= there.most()
 
     run(main)
 
