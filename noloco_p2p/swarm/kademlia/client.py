@@ -28,7 +28,7 @@ from hivemind.utils.multiaddr import Multiaddr
 
 from noloco_p2p.errors import DirectoryError
 from noloco_p2p.identity import MAX_ID_CHARS
-from noloco_p2p.swarm.addresses import host_in
+from noloco_p2p.swarm.addresses import host_in, tcp_target
 from noloco_p2p.swarm.daemon import MAX_MESSAGE_BYTES
 from noloco_p2p.swarm.streams import StreamHandler
 
@@ -218,7 +218,12 @@ class DaemonClient(P2P):
         return answer
 
     async def connect(self, peer_id: str, addresses: Sequence[str]) -> None:
-        """Connect libp2p to a peer at one of `addresses`, which have no peer id."""
+        """Connect libp2p to a peer at one of `addresses`, which have no peer id.
+
+        Raises DirectoryError if one of them is not a TCP address.
+        """
+        if not all(map(tcp_target, addresses)):
+            raise DirectoryError(f"not all of these are TCP addresses: {', '.join(addresses)}")
         multiaddrs = [Multiaddr(address) for address in addresses]
         await _asked(self._control.connect(id_in(peer_id), multiaddrs))
 
