@@ -39,6 +39,7 @@ TURN_S = 0.002  # the time for reading before other callbacks of the event loop 
 MAX_ANSWERING, MAX_ANSWERING_OF_ONE = 64, 4  # requests whose answers need to wait, in total and per peer
 MAX_UNSENT = 256  # unsent messages to p2pd
 MESSAGE_BYTES = 1024  # space in a message to p2pd for everything except the answer
+MAX_ERROR_BYTES = 200  # of the text with which another node refuses a request
 MAX_ID_BYTES = 64  # an Ed25519 id has 38; encoding an id in base58, as PeerID() does, takes quadratic time
 
 # The errors that a call to another node can raise, caused by p2pd, sockets, timeouts or malformed answers.
@@ -103,7 +104,8 @@ class BoundedControl(ControlClient):
         elif not message.HasField("callUnaryResponse"):
             future.set_result(b"")
         elif message.callUnaryResponse.HasField("error"):
-            future.set_exception(P2PHandlerError(message.callUnaryResponse.error.decode(errors="replace")))
+            error = message.callUnaryResponse.error[:MAX_ERROR_BYTES].decode(errors="replace")
+            future.set_exception(P2PHandlerError("".join(filter(str.isprintable, error))))  # it is shown to the user
         else:
             future.set_result(message.callUnaryResponse.response)
 
