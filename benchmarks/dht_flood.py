@@ -178,7 +178,7 @@ class Flood:
             ("ping", lambda: b"", 300.0),
             ("ping", lambda: filler(12_000), 1000.0),
             ("ping", self._introduction, 2.0),
-            ("locate", lambda: bytes(LONG_ID_BYTES), 100.0),
+            ("locate", lambda: b"\xff" * LONG_ID_BYTES, 100.0),
         ]
         handlers = self._node._p2p._client.control.unary_handlers
         self._answer, handlers["DHTProtocol.rpc_find"] = handlers["DHTProtocol.rpc_find"], self._lie
@@ -225,7 +225,7 @@ class Flood:
         if str(asker) != self.target:
             return self._answer(data, asker)
         self.sent["answers"] += 1
-        return field(2, field(4, bytes(20)) + field(5, bytes(LONGEST_ID_BYTES)))
+        return field(2, field(4, bytes(20)) + field(5, b"\xff" * LONGEST_ID_BYTES))
 
     async def _provide(self) -> int:
         """Send 500 provider records on a stream of p2pd's own DHT, and return their estimated size."""
