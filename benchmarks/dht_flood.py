@@ -5,10 +5,12 @@
 Two peers in separate processes swap over TLS, again and again, as fast as they can. One of them also runs a DHT node on
 the same event loop, as real peers do. Attackers in the node's routing table send up to 10 MB/s: find requests that
 repeat one key 6,000 times, find requests for a full bucket, messages of 1 MiB, records of invented identities, damaged
-records, pings, and provider records for the DHT of p2pd. Every few seconds, the attackers switch between this peer and
-a decoy, which is another process with a DHT node but no peer. The machine's two cores are equally busy with either
-target, so the two rates can be compared. A turn of the loop is the CPU time of the network thread between two ticks of
-a 2 ms timer. Memory is the peak of the peer and its p2pd, minus their memory before the flood.
+records, pings, questions for the addresses of peers whose ids have 16 KiB, and provider records for the DHT of p2pd.
+The node also reads a bucket every second, and the attackers answer its questions with peer ids of 100 kB. Every few
+seconds, the attackers switch between this peer and a decoy, which is another process with a DHT node but no peer. The
+machine's two cores are equally busy with either target, so the two rates can be compared. A turn of the loop is the CPU
+time of the network thread between two ticks of a 2 ms timer. Memory is the peak of the peer and its p2pd, minus their
+memory before the flood.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from harness.identities import identity_of
 from pair import Side
 
 from noloco_p2p.cli.collection import spare_what_is_loaded
+from noloco_p2p.errors import DirectoryError
 from noloco_p2p.gossip.outcome import Swapped
 from noloco_p2p.identity import Identity
 from noloco_p2p.spec import CodecSpec, OuterSpec, RunSpec
@@ -54,6 +57,8 @@ NUM_ATTACKERS = 3
 PERIOD_S = 0.1
 MAX_OPEN = 64  # unanswered requests of one attacker
 REQUEST_S = 2.0
+READ_S = 1.0
+LONG_ID_BYTES, LONGEST_ID_BYTES = 16 * 1024, 100_000  # in requests, which p2pd passes on up to 256 KiB, and in answers
 LOOK_S = 0.002
 LONGEST_TURN_S, LEAST_SHARE, MOST_GROWN_BYTES = 0.050, 0.9, 64 << 20
 
@@ -81,6 +86,7 @@ def side(name: str, pipe: Connection, folder: str) -> None:
     else:
         node = peer.on_loop(start_node(Path(folder), "victim"))
         asyncio.run_coroutine_threadsafe(meter.run(), peer.loop)
+        asyncio.run_coroutine_threadsafe(read(node), peer.loop)
     pipe.send((node.multiaddrs()[0], node.daemon_pid) if node else None)
     spare_what_is_loaded()  # as `noloco join` does
     for number in itertools.count():
@@ -100,6 +106,14 @@ def side(name: str, pipe: Connection, folder: str) -> None:
     if node:
         peer.on_loop(node.stop())
     peer.stop()
+
+
+async def read(node: SwarmNode) -> None:
+    """Read the bucket of the run again and again, as a peer does. Nodes that answer badly are not asked for a while."""
+    while True:
+        with suppress(DirectoryError):
+            await node.get(ROOT.key(run_key(RUN)))
+        await asyncio.sleep(READ_S)
 
 
 async def start_node(folder: Path, name: str) -> SwarmNode:
@@ -163,7 +177,11 @@ class Flood:
             ("store", self._damaged_records, 1000.0),
             ("ping", lambda: b"", 300.0),
             ("ping", lambda: filler(12_000), 1000.0),
+            ("ping", self._introduction, 2.0),
+            ("locate", lambda: b"\xff" * LONG_ID_BYTES, 100.0),
         ]
+        handlers = self._node._p2p._client.control.unary_handlers
+        self._answer, handlers["DHTProtocol.rpc_find"] = handlers["DHTProtocol.rpc_find"], self._lie
         # More than an eighth: small kinds do not use up theirs, p2pd accepts no provider records, 1 MiB requests wait.
         share = bytes_a_s / 2.7
         self._jobs = [self._keep_on(share, most, self._ask, what, make) for what, make, most in kinds]
@@ -187,13 +205,27 @@ class Flood:
     async def _ask(self, what: str, make: Callable[[], bytes]) -> int:
         from hivemind.p2p import PeerID
 
+        from noloco_p2p.swarm.kademlia.whereabouts import LOCATE
+
         data, peer = make(), PeerID.from_base58(self.target or "")
         await self._open.acquire()
-        calling = self._node._p2p._client.call_unary_handler(peer, f"DHTProtocol.rpc_{what}", data)
+        protocol = LOCATE if what == "locate" else f"DHTProtocol.rpc_{what}"
+        calling = self._node._p2p._client.call_unary_handler(peer, protocol, data)
         self._own(asyncio.wait_for(calling, REQUEST_S))
         self.sent["requests"] += 1
         self.sent["bytes"] += len(data)
         return max(len(data), 100)
+
+    def _introduction(self) -> bytes:
+        """Return a ping that names this node, so that the target asks it questions."""
+        return field(2, field(1, self._node._dht.node_id.to_bytes()))
+
+    def _lie(self, data: bytes, asker: Any) -> bytes:
+        """Answer a question of the target with a node whose peer id is too long."""
+        if str(asker) != self.target:
+            return self._answer(data, asker)
+        self.sent["answers"] += 1
+        return field(2, field(4, bytes(20)) + field(5, b"\xff" * LONGEST_ID_BYTES))
 
     async def _provide(self) -> int:
         """Send 500 provider records on a stream of p2pd's own DHT, and return their estimated size."""
@@ -374,6 +406,7 @@ def measure(quick: bool) -> list[Claim]:
         Claim("flood", sum(part.flood.get("bytes", 0) for part in victim) / flooded_s / 1e6, "MB/s"),
         Claim("flood, requests", sum(part.flood.get("requests", 0) for part in victim) / flooded_s, "a second"),
         Claim("flood of the victim, in all", flooded_s, "s"),
+        Claim("answers with a peer id of 100 kB", sum(part.flood.get("answers", 0) for part in victim), ""),
         Claim("swaps without a flood, each way", calm.mb_a_s, "MB/s"),
         Claim("swaps while another process is flooded", rate_elsewhere, "MB/s"),
         Claim("swaps while the peer is flooded", rate, "MB/s"),

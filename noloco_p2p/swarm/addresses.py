@@ -104,15 +104,16 @@ def tcp_target(address: str) -> tuple[str, int] | None:
     return (parts[2], int(parts[4])) if is_plain and parts[4].isdecimal() else None
 
 
-async def guarded(guard: DialGuard, peer_id: str, address: str) -> str:
-    """Check an address that a stranger sent, and return the multiaddr to dial. Neither of them contains a peer id.
+async def guarded(guard: DialGuard, peer_id: str, address: str, *, num_dials: int = 1, is_given: bool = False) -> str:
+    """Check an address with `DialGuard.way`, and return the multiaddr to dial. Neither of them contains a peer id.
 
     Raises Unreachable if the address is not a TCP address, or if the guard forbids dialling it.
     """
     target = tcp_target(address)
     if target is None:
         raise Unreachable(f"{address} is not the TCP address of a peer", peer=peer_id)
-    return listen_multiaddr(await guard.way(peer_id, target[0]), target[1])
+    host = await guard.way(peer_id, target[0], num_dials=num_dials, is_given=is_given)
+    return listen_multiaddr(host, target[1])
 
 
 def host_in(address: str) -> str:

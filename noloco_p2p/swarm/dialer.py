@@ -20,6 +20,7 @@ from noloco_p2p.swarm.node import SwarmNode
 logger = logging.getLogger(__name__)
 
 LONGEST_SLEEP_S = 1.0  # the longest pause between two checks of the plan
+NUM_DIALS = 2  # connections to each address: `SwarmNode.dial` opens a plain one, and then libp2p opens another
 
 
 class Dialer:
@@ -119,7 +120,7 @@ class Dialer:
         self._plan.reached(peer_id, now_s=time.monotonic())
         # If libp2p was connected before, it dialled none of these addresses, so they may belong to another machine.
         for host in {host_in(address) for address in ways} & await self._hosts_of(peer_id):
-            self._guard.reached(peer_id, host)
+            self._guard.reached(peer_id, host, num_dials=NUM_DIALS)
         CLOCK.heard(offset.seconds)
         if not self._clock_is_right:
             self._offsets[peer_id] = offset
@@ -137,14 +138,15 @@ class Dialer:
     async def _ways(self, peer_id: str, multiaddrs: Sequence[str]) -> list[str]:
         """Return the addresses to dial, without peer ids.
 
-        The user's own addresses are always included, and addresses from others only if the guard allows them. Raises
-        DirectoryError if none may be dialled now.
+        The addresses of the user and of the ticket may be private, unlike those from others. Raises DirectoryError if
+        the guard allows none of them now.
         """
         ways, faults = [], []
         for multiaddr in multiaddrs:
             address = split_peer_id(multiaddr)[0]
             try:
-                ways.append(address if multiaddr in self._given else await guarded(self._guard, peer_id, address))
+                is_given = multiaddr in self._given
+                ways.append(await guarded(self._guard, peer_id, address, num_dials=NUM_DIALS, is_given=is_given))
             except Unreachable as error:
                 faults.append(str(error))
         if not ways:

@@ -5,19 +5,37 @@ parent-death signal in its own process, and this setting survives the exec. The 
 fork and exec, where a program with many threads can deadlock. On Linux, the kernel watches the *thread* that started
 this process. On other systems, a second process watches the parent and sends SIGTERM when the parent ends. That part
 was written for macOS, but has not been run there.
+
+On Linux, p2pd can also create no UDP sockets. It has no flag that turns QUIC off: it would dial the QUIC addresses that
+nodes claim when they connect, and thereby send packets to any host that a stranger names.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
+import platform
 import select
 import signal
+import socket
+import struct
 import sys
 import time
 from contextlib import suppress
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+PR_SET_SECCOMP, SECCOMP_MODE_FILTER, PR_SET_NO_NEW_PRIVS = 22, 2, 38
+ALLOW, REFUSE = 0x7FFF0000, 0x00050000 | errno.EACCES  # linux/seccomp.h
+LOAD, AND, EQUAL, RETURN = (
+    0x20,
+    0x54,
+    0x15,
+    0x06,
+)  # linux/bpf_common.h: 32 bits at an offset; operations with a constant
+CALL, ARCHITECTURE, FAMILY, KIND = 0, 4, 16, 24  # offsets in seccomp_data; the last two are arguments of socket()
+# machine -> its number in linux/audit.h, and the number of the system call socket()
+SOCKET = {"x86_64": (0xC000003E, 41), "aarch64": (0xC00000B7, 198)}
 POLL_S = 0.5
 
 
@@ -26,6 +44,8 @@ def main(arguments: list[str]) -> None:
     if sys.platform == "linux":
         if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM) != 0:
             sys.exit(f"prctl failed: {os.strerror(ctypes.get_errno())}")
+        if not refuse_udp():
+            sys.stderr.write("this kernel cannot keep p2pd from using QUIC\n")
     else:
         start_watcher(parent_pid)
     if os.getppid() != parent_pid:  # the parent died before the death signal was set
@@ -35,6 +55,32 @@ def main(arguments: list[str]) -> None:
         os.execv(command[0], command)
     except OSError as error:
         sys.exit(f"{command[0]} cannot be run: {error.strerror}")
+
+
+def refuse_udp() -> bool:
+    """Let socket() fail for UDP in this process and the programs that it runs. Returns False if that is impossible."""
+    if platform.machine() not in SOCKET:
+        return False
+    architecture, socket_call = SOCKET[platform.machine()]
+    steps = [  # (operation, steps to skip if equal, steps to skip otherwise, constant)
+        (LOAD, 0, 0, ARCHITECTURE),
+        (EQUAL, 0, 8, architecture),
+        (LOAD, 0, 0, CALL),
+        (EQUAL, 0, 6, socket_call),
+        (LOAD, 0, 0, FAMILY),
+        (EQUAL, 1, 0, socket.AF_INET),
+        (EQUAL, 0, 3, socket.AF_INET6),
+        (LOAD, 0, 0, KIND),
+        (AND, 0, 0, 0xF),  # without SOCK_NONBLOCK and SOCK_CLOEXEC
+        (EQUAL, 1, 0, socket.SOCK_DGRAM),
+        (RETURN, 0, 0, ALLOW),
+        (RETURN, 0, 0, REFUSE),
+    ]
+    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
+    program = ctypes.create_string_buffer(struct.pack("HP", len(steps), ctypes.addressof(code)))
+    prctl = ctypes.CDLL(None).prctl
+    is_locked = prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0
+    return is_locked and prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, program, 0, 0) == 0
 
 
 def start_watcher(parent_pid: int) -> None:

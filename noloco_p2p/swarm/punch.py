@@ -26,9 +26,9 @@ from noloco_p2p.dial_guard import DialGuard
 from noloco_p2p.hosts import ip_of, is_home, is_public
 from noloco_p2p.swarm.hole import TOKEN_BYTES, Hole
 from noloco_p2p.swarm.relay import Ends
+from noloco_p2p.swarm.streams import MAX_LINE_BYTES, read_line
 from noloco_p2p.tcp import Endpoint, endpoint
 
-MAX_LINE_BYTES = 512
 PUNCH_S = 3.5  # for the whole attempt; the caller waits 5 s, so there is time left to connect through the relay
 MAX_WAIT_S = 1.0  # the limit for half a round-trip time
 NO_TOKEN = bytes(TOKEN_BYTES)
@@ -112,7 +112,7 @@ class Puncher:
             async with asyncio.timeout(PUNCH_S):
                 view, token = await hole.look(observer), secrets.token_bytes(TOKEN_BYTES)
                 writer.write(Words(view.seen, token=token, round_trip_s=view.round_trip_s).line())
-                partner = Words.parse(await reader.readline())
+                partner = Words.parse(await read_line(reader))
                 ways = targets(view.seen, partner.seen, partner.local, only_public=self._guard.only_public)
                 return await self._open(hole, peer_id, ways, token, says_first=True)
         finally:
@@ -125,7 +125,7 @@ class Puncher:
         try:
             async with asyncio.timeout(PUNCH_S):
                 view = await hole.look(observer)
-                caller = Words.parse(await reader.readline())
+                caller = Words.parse(await read_line(reader))
                 ways = targets(view.seen, caller.seen, None, only_public=self._guard.only_public)
                 local = view.local if in_one_household(view.seen, ways[0]) else None
                 writer.write(Words(view.seen, local).line())

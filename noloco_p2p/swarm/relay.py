@@ -27,7 +27,7 @@ from noloco_p2p.swarm.address_book import CIRCUIT
 from noloco_p2p.swarm.addresses import guarded, host_in, listen_multiaddr, split_peer_id, tcp_target
 from noloco_p2p.swarm.dial_back import DialBack
 from noloco_p2p.swarm.node import SwarmNode, end_tasks, knock
-from noloco_p2p.swarm.streams import count_down
+from noloco_p2p.swarm.streams import count_down, read_line
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +117,7 @@ class Relay:
         self, protocol: str, yes: bytes, caller: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         async with asyncio.timeout(ANSWER_S):
-            wanted = (await reader.readline()).decode("ascii", errors="replace").strip()
+            wanted = (await read_line(reader)).decode("ascii", errors="replace").strip()
         is_full = self._calls.total() >= MAX_CALLS or self._calls[caller] >= MAX_CALLS_OF_ONE
         if wanted not in self._reservations or is_full or not self._called.take(caller):
             writer.write(NO)
@@ -143,7 +143,7 @@ class Relay:
         This serves nodes that are not peers; `net/probe.py` does the same for peers.
         """
         async with asyncio.timeout(ANSWER_S):
-            ports = [int(port) for port in (await reader.readline()).split()][:MAX_PORTS]
+            ports = [int(port) for port in (await read_line(reader)).split()][:MAX_PORTS]
         may_ask = all(0 < port < 65_536 for port in ports) and self._dials_of_one.take(peer)
         target = tcp_target(await self._node.remote_address(peer)) if may_ask else None
         if target is None or not self._may_dial(target[0]):
@@ -169,7 +169,7 @@ async def ask_to_dial(node: SwarmNode, peer: str, ports: Sequence[int]) -> DialB
         try:
             writer.write(" ".join(map(str, ports)).encode() + b"\n")
             async with asyncio.timeout(ANSWER_S):
-                line = await reader.readline()
+                line = await read_line(reader)
         finally:
             writer.close()
         host, reached = json.loads(line)
@@ -285,7 +285,7 @@ class Reservations:
             try:
                 writer.write(b".")
                 async with asyncio.timeout(ANSWER_S):
-                    if await reader.readline() != YES:
+                    if await read_line(reader) != YES:
                         raise DirectoryError("the relay has no reservations left")
                 self._held[relay] = multiaddr
                 logger.info("%s is now relaying calls to this peer", short_id(relay))

@@ -18,6 +18,7 @@ StreamHandler = Callable[[str, asyncio.StreamReader, asyncio.StreamWriter], Awai
 
 MAX_STREAMS = 256  # each stream uses a file descriptor
 MAX_STREAMS_OF_ONE = 64  # per peer; a relay carries the calls of many peers
+MAX_LINE_BYTES = 512
 KEPT_FOR_RELAYS = 64  # part of MAX_STREAMS that is kept for relays with a reservation for this peer
 FAULTS = (OSError, EOFError, RuntimeError, ValueError, NolocoError)  # TimeoutError is an OSError
 
@@ -48,6 +49,14 @@ class Streams:
                 count_down(self._open, peer)
 
         return on_stream
+
+
+async def read_line(reader: asyncio.StreamReader) -> bytes:
+    """Read a line from another peer. Raises ValueError if it is longer than MAX_LINE_BYTES."""
+    line = await reader.readline()
+    if len(line) > MAX_LINE_BYTES:
+        raise ValueError(f"received a line of {len(line)} bytes, but the limit is {MAX_LINE_BYTES}")
+    return line
 
 
 def count_down(counter: Counter[K], key: K) -> None:

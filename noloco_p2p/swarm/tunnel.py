@@ -42,6 +42,7 @@ from noloco_p2p.swarm.relay import (
     relays_of,
     splice,
 )
+from noloco_p2p.swarm.streams import read_line
 from noloco_p2p.tcp import Endpoint, endpoint, tune
 
 logger = logging.getLogger(__name__)
@@ -210,7 +211,7 @@ class Tunnels:
             reader, writer = await open_stream_to(self._node, self._guard, relay, address, protocol)
             try:
                 writer.write(peer_id.encode() + b"\n")
-                line = await reader.readline()
+                line = await read_line(reader)
                 if line in (NO, b"") or (protocol == CALL and line != YES):
                     raise DirectoryError("the relay cannot reach the peer")
             except BaseException:
@@ -245,7 +246,7 @@ class Tunnels:
         self._num_punching += 1
         try:
             async with asyncio.timeout(ANSWER_S):
-                mirror = await self._mirror(relay, await reader.readline())
+                mirror = await self._mirror(relay, await read_line(reader))
             self._take(await self._puncher.answer((reader, writer), mirror))
             self.num_holes += 1
         finally:

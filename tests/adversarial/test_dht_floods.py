@@ -15,7 +15,7 @@ import psutil
 import pytest
 import uvloop
 from harness.identities import identity_of
-from harness.patience import PATIENCE_S
+from harness.patience import PATIENCE_S, until
 from hivemind.dht.crypto import DHTRecord
 from hivemind.dht.routing import DHTID
 from hivemind.p2p import PeerID
@@ -27,9 +27,11 @@ from noloco_p2p.identity import Identity
 from noloco_p2p.invitation import invite
 from noloco_p2p.swarm.buckets import ROOT, run_key
 from noloco_p2p.swarm.daemon import ListenOn
+from noloco_p2p.swarm.dht import SwarmDirectory
 from noloco_p2p.swarm.kademlia import validator
 from noloco_p2p.swarm.kademlia.client import ANSWER_FAULTS
 from noloco_p2p.swarm.kademlia.storage import MAX_RECORDS_PER_KEY
+from noloco_p2p.swarm.kademlia.whereabouts import LOCATE
 from noloco_p2p.swarm.node import SwarmNode
 from noloco_p2p.swarm.records import TTL_S, PeerRecord, encode_record
 
@@ -38,6 +40,9 @@ KEY = DHTID.generate(run_key(RUN))
 MOST_ANSWERED = 2_000  # answers to a flood; a node answers a burst of 500 and then 50 a second
 FLOOD = 20_000
 NUM_STRANGERS = 10_000
+LONG_ID = b"\xff" * (16 * 1024)  # encoding this in base58 takes 0.3 to 0.8 s; zeros would take no time
+MOST_CPU_S = 0.5  # for requests or answers with long ids, all together
+PRIVATE = invite(identity_of("run key"), expires_at_s=4e9, seed=bytes(32)).listing(RUN).view
 
 
 def run(main: Callable[[], Coroutine[object, object, None]]) -> None:
@@ -114,6 +119,106 @@ def test_a_question_is_short_and_so_is_its_answer(tmp_path: Path) -> None:
             ):
                 with pytest.raises(ANSWER_FAULTS, match=words):
                     await ask(attacker, victim, "Find", message("FindRequest", keys=keys))
+
+    run(main)
+
+
+def find_response(*ids: bytes, value: bytes = b"", place: bytes = b"") -> Any:
+    """Return an answer that names nodes with these ids, all at the same place."""
+    nodes = {"nearest_node_ids": [bytes(DHTID.HASH_NBYTES)] * len(ids), "nearest_peer_ids": ids}
+    result = message("FindResult", value=value, **nodes)
+    return message("FindResponse", results=[result], peer=message("NodeInfo", node_id=place))
+
+
+def answers_with(monkeypatch: pytest.MonkeyPatch, liar: Any, response: Any) -> asyncio.Event:
+    """Let a node give this answer to every question. Returns an event that is set when it has been asked."""
+    asked = asyncio.Event()
+
+    def lie(data: bytes, peer: PeerID) -> bytes:
+        asked.set()
+        return response.SerializeToString()
+
+    monkeypatch.setitem(liar._p2p._client.control.unary_handlers, "DHTProtocol.rpc_find", lie)
+    return asked
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [[b"\xff" * 100_000], [b"\xff" * 200_000], [bytes([n]) * 10_000 for n in range(1, 21)]],
+    ids=["100 kB", "200 kB", "20 x 10 kB"],
+)
+@pytest.mark.parametrize("view", [RUN, PRIVATE], ids=["public", "private"])
+def test_answers_with_long_ids_do_not_stop_the_peer_that_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ids: list[bytes], view: str
+) -> None:
+    """A peer asks every node that it meets. The stranger needs no invitation to be asked."""
+
+    async def main() -> None:
+        path = tmp_path / "victim.key"
+        async with node(tmp_path, "stranger") as stranger:
+            asked = answers_with(monkeypatch, stranger, find_response(*ids))
+            began_s = time.thread_time()
+            victim = await SwarmDirectory.start(
+                identity_path=path,
+                identity=Identity.load_or_create(path),
+                listen_host="127.0.0.1",
+                listen_port=0,
+                bootstraps=stranger.multiaddrs(),
+                spec_digest=RUN,
+                key=run_key(view),
+            )
+            try:
+                await asked.wait()
+                await until(lambda: stranger.peer_id not in victim.neighbours())
+                assert time.thread_time() - began_s < MOST_CPU_S
+            finally:
+                await victim.stop()
+
+    run(main)
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        find_response(bytes(65)),
+        find_response(place=bytes(21)),
+        find_response(place=bytes(100_000)),
+        find_response(value=bytes(200_000)),
+    ],
+    ids=["long id", "long place", "very long place", "long value"],
+)
+def test_answers_that_no_node_gives_are_refused_before_they_are_parsed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, response: Any
+) -> None:
+    async def main() -> None:
+        async with victim_and_attacker(tmp_path) as (victim, attacker):
+            peer, protocol = PeerID.from_base58(attacker.peer_id), victim._dht.protocol
+            for good in (bytes(38), bytes(64)):
+                answers_with(monkeypatch, attacker, find_response(good))
+                assert await protocol.call_find(peer, [KEY]) == {KEY: (None, {})}
+            answers_with(monkeypatch, attacker, response)
+            assert await protocol.call_find(peer, [KEY]) is None
+
+    run(main)
+
+
+def test_requests_with_long_ids_take_milliseconds_and_are_charged_by_their_length(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with victim_and_attacker(tmp_path) as (victim, attacker):
+            answer, peer = victim._p2p._client.control.unary_handlers[LOCATE], PeerID.from_base58(attacker.peer_id)
+            outcomes: Counter[str] = Counter()
+            began_s = time.thread_time()
+            for number in range(222):
+                try:
+                    answer(LONG_ID[number:], peer)
+                except ValueError:
+                    outcomes["no id"] += 1
+                except DirectoryError:
+                    outcomes["too many"] += 1
+            assert time.thread_time() - began_s < MOST_CPU_S
+            assert 100 < outcomes["no id"] < 222 == outcomes.total(), "500 of an empty request are admitted"
+            with pytest.raises(ANSWER_FAULTS, match="at most 64 bytes"):
+                await victim._p2p.ask(PeerID.from_base58(attacker.peer_id), LOCATE, LONG_ID, most_bytes=1000)
 
     run(main)
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import uvloop
 from harness.identities import identity_of
@@ -17,7 +20,7 @@ from hivemind.dht.routing import DHTID
 from hivemind.p2p import PeerID
 
 from noloco_p2p.dial_guard import FAILURES_A_MINUTE
-from noloco_p2p.errors import PeerError
+from noloco_p2p.errors import DirectoryError, PeerError
 from noloco_p2p.gossip.frames import Hello
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.identity import Identity
@@ -25,11 +28,14 @@ from noloco_p2p.net.client import GrpcTransport
 from noloco_p2p.net.session import Session
 from noloco_p2p.swarm.buckets import ROOT, run_key
 from noloco_p2p.swarm.clock import CLOCK
+from noloco_p2p.swarm.daemon import ListenOn, probe_port
 from noloco_p2p.swarm.dht import SwarmDirectory
 from noloco_p2p.swarm.kademlia.whereabouts import MAX_ADDRESSES
+from noloco_p2p.swarm.node import SwarmNode
 from noloco_p2p.swarm.records import TTL_S, PeerRecord, encode_record
 from noloco_p2p.swarm.relay import RESERVE, open_stream_to
 from noloco_p2p.swarm.timing import Timing
+from noloco_p2p.ticket import MAX_ADDRESSES as MAX_ENTRANCES
 
 DIGEST = "ab" * 32
 NUM_LIARS = 60
@@ -147,6 +153,49 @@ def test_a_peer_that_is_connected_is_not_taken_to_be_where_it_says(tmp_path: Pat
     run(main)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere, nothing keeps p2pd from dialling QUIC addresses")
+def test_quic_is_neither_listened_on_nor_dialled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """libp2p remembers the addresses that a node claims when it connects, and dials them when the node is gone."""
+
+    async def main() -> None:
+        async with bystander() as (there, port), directory(tmp_path, "victim", spec_digest=None) as victim:
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as packets:
+                packets.bind(("127.0.0.9", 0))
+                packets.setblocking(False)
+                quic = f"/ip4/127.0.0.9/udp/{packets.getsockname()[1]}/quic-v1"
+                lies = f"-announceAddrs={quic},/ip4/127.0.0.9/tcp/{port}"
+                with monkeypatch.context() as patch:
+                    plain = ListenOn.arguments
+                    patch.setattr(ListenOn, "arguments", lambda self: [*plain(self), lies])
+                    free = ListenOn("127.0.0.1", probe_port("127.0.0.1", 0))
+                    path = tmp_path / "liar.key"
+                    liar = await SwarmNode.start(path, Identity.load_or_create(path).peer_id, free)
+                address, _, peer_id = victim.multiaddrs()[0].partition("/p2p/")
+                await liar.dial(peer_id, [address])
+                await until(lambda: liar.peer_id in victim.neighbours())
+                await liar.stop()
+                protocol: Any = victim.node._dht.bounded  # pyright: ignore[reportOptionalMemberAccess]
+                while not there.num_dials:  # until p2pd has noticed that the liar is gone, and dials its addresses
+                    assert await protocol.call_ping(PeerID.from_base58(liar.peer_id)) is None
+                with pytest.raises(DirectoryError, match="not all of these are TCP addresses"):
+                    await victim.node.open_stream(liar.peer_id, [quic], RESERVE)
+                with pytest.raises(BlockingIOError):
+                    packets.recv(1)
+                assert not psutil.Process(victim.daemon_pid).net_connections("udp")
+
+    run(main)
+
+
+def test_the_entrances_of_a_ticket_are_tcp_addresses(tmp_path: Path) -> None:
+    async def main() -> None:
+        entrance = f"/ip4/127.0.0.9/udp/4001/quic-v1/p2p/{identity_of('entrance').peer_id}"
+        async with directory(tmp_path, "victim", entrance) as victim:
+            await until(victim.dial_failures)
+            assert "is not the TCP address of a peer" in victim.dial_failures()[identity_of("entrance").peer_id]
+
+    run(main)
+
+
 def lies(port: int) -> list[tuple[str, bytes, float]]:
     """Return signed, well-formed records, each of which names many ports of a third party."""
     expires_at_s, told = CLOCK.now() + TTL_S, []
@@ -177,7 +226,33 @@ def test_the_addresses_in_records_of_liars_are_dialled_a_few_times(tmp_path: Pat
                 await evil.node.store(ROOT.key(run_key(DIGEST)), liar, record, expires_at_s=expires_at_s)
             await until(lambda: len(victim.live()) >= NUM_LIARS)
             await until(lambda: len(victim._dialer._plan._attempts) >= NUM_LIARS)
-            assert 0 < there.num_dials <= 2 * there.most()  # each dial opens a plain connection, and then one of libp2p
+            assert 0 < there.num_dials <= there.most()
+
+    run(main)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.9", "localhost.example.org"], ids=["address", "name"])
+def test_the_entrances_that_a_ticket_invents_are_dialled_a_few_times(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str
+) -> None:
+    """A public ticket can make everybody who joins dial the same host."""
+
+    async def main() -> None:
+        async def look_up(name: str) -> list[str]:
+            return ["127.0.0.9"]
+
+        monkeypatch.setattr("noloco_p2p.dial_guard.look_up", look_up)
+        async with bystander() as (there, port):
+            kind = "ip4" if host[0].isdigit() else "dns4"
+            ids = [identity_of(f"entrance {number}").peer_id for number in range(MAX_ENTRANCES)]
+            entrances = [f"/{kind}/{host}/tcp/{port}/p2p/{peer_id}" for peer_id in ids]
+            async with directory(tmp_path, "victim", *entrances) as victim:
+
+                def num_tried(times: int) -> int:
+                    return sum(each.failures >= times for each in victim._dialer._plan._attempts.values())
+
+                await until(lambda: num_tried(2) == MAX_ENTRANCES)
+                assert 0 < there.num_dials <= there.most()
 
     run(main)
 

@@ -100,6 +100,13 @@ def test_one_package_alone_depends_on_hivemind(path: Path) -> None:
     assert not inside or path == PACKAGE / "swarm" / "node.py", inside
 
 
+def test_peer_ids_are_parsed_in_two_places_which_check_their_length_first() -> None:
+    """Both directions of base58 take quadratic time."""
+    parses = re.compile(r"\bPeerID\(|\bfrom_base58\(|\bb58(?:de|en)code\(|\(PeerID\)")
+    places = {path for path in files() if parses.search(path.read_text(encoding="utf-8"))}
+    assert places == {PACKAGE / "identity.py", HIVEMIND / "client.py"}
+
+
 @pytest.mark.parametrize("place", PURE)
 def test_pure_rooms_know_no_clock_and_no_network(place: str) -> None:
     paths = [PACKAGE / place] if place.endswith(".py") else list((PACKAGE / place).rglob("*.py"))

@@ -27,7 +27,8 @@ from hivemind.proto import p2pd_pb2
 from hivemind.utils.multiaddr import Multiaddr
 
 from noloco_p2p.errors import DirectoryError
-from noloco_p2p.swarm.addresses import host_in
+from noloco_p2p.identity import MAX_ID_CHARS
+from noloco_p2p.swarm.addresses import host_in, tcp_target
 from noloco_p2p.swarm.daemon import MAX_MESSAGE_BYTES
 from noloco_p2p.swarm.streams import StreamHandler
 
@@ -38,12 +39,28 @@ TURN_S = 0.002  # the time for reading before other callbacks of the event loop 
 MAX_ANSWERING, MAX_ANSWERING_OF_ONE = 64, 4  # requests whose answers need to wait, in total and per peer
 MAX_UNSENT = 256  # unsent messages to p2pd
 MESSAGE_BYTES = 1024  # space in a message to p2pd for everything except the answer
+MAX_ERROR_BYTES = 200  # of the text with which another node refuses a request
+MAX_ID_BYTES = 64  # an Ed25519 id has 38; encoding an id in base58, as PeerID() does, takes quadratic time
 
 # The errors that a call to another node can raise, caused by p2pd, sockets, timeouts or malformed answers.
 ANSWER_FAULTS = (P2PDaemonError, P2PHandlerError, OSError, EOFError, ValueError, DecodeError, DirectoryError)
 
 _opened: ContextVar[list[asyncio.StreamWriter]] = ContextVar("connections to p2pd that a request has opened")
-known_id = lru_cache(maxsize=1024)(PeerID)  # cached, because creating one takes a hash and a base58 encoding
+
+
+@lru_cache(maxsize=1024)
+def known_id(raw: bytes) -> PeerID:
+    """Return a peer id that arrived as bytes. Raises ValueError if it is too long to be one."""
+    if len(raw) > MAX_ID_BYTES:
+        raise ValueError(f"a peer id has at most {MAX_ID_BYTES} bytes, not {len(raw)}")
+    return PeerID(raw)
+
+
+def id_in(text: str) -> PeerID:
+    """Return the peer id in a text in base58. Raises ValueError if it is not one."""
+    if len(text) > MAX_ID_CHARS:
+        raise ValueError(f"a peer id has at most {MAX_ID_CHARS} characters, not {len(text)}")
+    return PeerID.from_base58(text)
 
 
 class NotingConnector(DaemonConnector):
@@ -87,7 +104,8 @@ class BoundedControl(ControlClient):
         elif not message.HasField("callUnaryResponse"):
             future.set_result(b"")
         elif message.callUnaryResponse.HasField("error"):
-            future.set_exception(P2PHandlerError(message.callUnaryResponse.error.decode(errors="replace")))
+            error = message.callUnaryResponse.error[:MAX_ERROR_BYTES].decode(errors="replace")
+            future.set_exception(P2PHandlerError("".join(filter(str.isprintable, error))))  # it is shown to the user
         else:
             future.set_result(message.callUnaryResponse.response)
 
@@ -192,18 +210,28 @@ class DaemonClient(P2P):
         """Let `handler` answer the requests of a protocol. Its errors are sent to the caller."""
         await self._control.add_unary_handler(protocol, handler)  # pyright: ignore[reportArgumentType]
 
-    async def ask(self, peer: PeerID, protocol: str, request: bytes) -> bytes:
-        """Send a request to another peer, and return the answer."""
-        return await self._control.call_unary_handler(peer, protocol, request)
+    async def ask(self, peer: PeerID, protocol: str, request: bytes, *, most_bytes: int) -> bytes:
+        """Send a request to another peer, and return the answer. Raises DirectoryError if the answer is longer than
+        `most_bytes`.
+        """
+        answer = await self._control.call_unary_handler(peer, protocol, request)
+        if len(answer) > most_bytes:
+            raise DirectoryError(f"the answer has {len(answer)} bytes, but the limit is {most_bytes}")
+        return answer
 
     async def connect(self, peer_id: str, addresses: Sequence[str]) -> None:
-        """Connect libp2p to a peer at one of `addresses`, which have no peer id."""
+        """Connect libp2p to a peer at one of `addresses`, which have no peer id.
+
+        Raises DirectoryError if one of them is not a TCP address.
+        """
+        if not all(map(tcp_target, addresses)):
+            raise DirectoryError(f"not all of these are TCP addresses: {', '.join(addresses)}")
         multiaddrs = [Multiaddr(address) for address in addresses]
-        await _asked(self._control.connect(PeerID.from_base58(peer_id), multiaddrs))
+        await _asked(self._control.connect(id_in(peer_id), multiaddrs))
 
     async def open_stream(self, peer_id: str, protocol: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """Open a raw byte stream to a peer to which libp2p is connected, or which it can dial."""
-        _, reader, writer = await _asked(self.call_binary_stream_handler(PeerID.from_base58(peer_id), protocol))
+        _, reader, writer = await _asked(self.call_binary_stream_handler(id_in(peer_id), protocol))
         return reader, writer
 
     async def remote_addresses(self) -> list[tuple[str, str]]:

@@ -3,7 +3,7 @@
 requests    A request has at most 16 KiB, and no duplicate keys. The rate of requests is limited, per peer and for all
             peers together (`allowance.py`).
 answers     An answer has at most 128 KiB. If the records of a bucket exceed this, the node sends a random selection.
-            The same limit applies to answers of other nodes, and each record in them is checked.
+            Answers of other nodes have limits, too, and each peer id, place and record in them is checked.
 storing     Only records of peers are stored, up to 8 per request. A record is refused without a check of its signature
             if there is no space for it, or if it is not newer than the stored one.
 hand-over   hivemind sends the stored records to every new node, but this node does not. Each peer stores its record
@@ -34,7 +34,7 @@ from noloco_p2p.errors import DirectoryError
 from noloco_p2p.rates import Rate
 from noloco_p2p.swarm.clock import CLOCK, Offset
 from noloco_p2p.swarm.kademlia.allowance import Allowance
-from noloco_p2p.swarm.kademlia.client import ANSWER_FAULTS, DaemonClient, known_id
+from noloco_p2p.swarm.kademlia.client import ANSWER_FAULTS, DaemonClient, id_in, known_id
 from noloco_p2p.swarm.kademlia.neighbourhood import claim, is_of_now, pack_records, place_of, placed, told_records
 from noloco_p2p.swarm.kademlia.storage import NoStorage, RecordStorage
 from noloco_p2p.swarm.kademlia.validator import RecordValidator, peer_of
@@ -46,15 +46,17 @@ logger = logging.getLogger(__name__)
 MAX_CALLS = 1000  # simultaneous calls to other nodes; each search makes a few
 WAIT_TIMEOUT_S = 3.0  # hivemind's time limit for a call to another node
 MAX_REQUEST_BYTES = 16 * 1024
-MAX_ANSWER_BYTES = 128 * 1024
+MAX_ANSWER_BYTES = 128 * 1024  # records in an answer, for all keys together
+# The limits for whole answers of other nodes. Besides the records, an answer names up to 20 nodes for each key.
+LONGEST_ANSWERS = {"Find": MAX_ANSWER_BYTES + 16 * 1024, "Ping": 1024, "Store": 1024}
 MAX_KEYS = 4  # per request
 MAX_STORED_AT_ONCE = 8
 BUCKET_SIZE, NUM_REPLICAS, DEPTH_MODULO = 20, 5, 5  # hivemind's defaults
 NUM_WORKERS = 4
 BLACKLIST_S, BACKOFF = 5.0, 2.0
 
-# A unit is about 50 us of this thread's time, or 8 KiB of an answer. A peer in a large swarm sends less than one
-# request per second to another one, and reading a bucket of 32 records costs 4 units.
+# A unit is about 50 us of this thread's time, or 8 KiB of a request or an answer. A peer in a large swarm sends less
+# than one request per second to another one, and reading a bucket of 32 records costs 4 units.
 OF_ONE, OF_ALL, OF_KNOWN = Rate(50.0, burst=500.0), Rate(150.0, burst=750.0), Rate(2.0, burst=100.0)
 UNIT_BYTES, STORE_UNITS = 8 * 1024, 4.0
 MAX_PINGS = 8  # simultaneous pings of neighbours that a newcomer may replace
@@ -63,6 +65,33 @@ CHECKED_AT_ONCE = 16  # signatures checked before the event loop runs other call
 
 class RefusedRequest(DirectoryError):
     """A request that this node refuses to answer. The message is sent to the caller."""
+
+
+class BoundedStub:
+    """The calls to one node. An answer is parsed only if it is not too long, and must not claim an impossible place."""
+
+    def __init__(self, client: DaemonClient, peer: PeerID) -> None:
+        self._client = client
+        self._peer = peer
+
+    async def rpc_ping(self, request: Any, *, timeout: float) -> Any:
+        return await self._call("Ping", request, timeout)
+
+    async def rpc_find(self, request: Any, *, timeout: float) -> Any:
+        return await self._call("Find", request, timeout)
+
+    async def rpc_store(self, request: Any, *, timeout: float) -> Any:
+        return await self._call("Store", request, timeout)
+
+    async def _call(self, what: str, request: Any, timeout_s: float) -> Any:
+        asking = self._client.ask(
+            self._peer, _protocol(what), request.SerializeToString(), most_bytes=LONGEST_ANSWERS[what]
+        )
+        answer = _message(f"{what}Response")
+        answer.ParseFromString(await asyncio.wait_for(asking, timeout_s))
+        if answer.peer.node_id:
+            _key(answer.peer.node_id)
+        return answer
 
 
 class BoundedProtocol(DHTProtocol):
@@ -98,15 +127,11 @@ class BoundedProtocol(DHTProtocol):
         """Start answering requests from other nodes. A client does not call this, because it only reads."""
         for name, work in (("Ping", self._pong), ("Find", self._find), ("Store", self._store)):
             answer = partial(self._answer, partial(self._parsed, work, f"{name}Request"))
-            await self._client.handle_requests(f"DHTProtocol.rpc_{name.lower()}", answer)
+            await self._client.handle_requests(_protocol(name), answer)
         await self._client.handle_requests(LOCATE, partial(self._answer, self.whereabouts.tell))
 
-    @classmethod
-    def _get_handle_name(cls, namespace: str | None, method_name: str) -> str:
-        """Return the name under which other nodes call a method. It contains the name of hivemind's class, not of this
-        one.
-        """
-        return f"{DHTProtocol.__name__}.{method_name}"
+    def get_stub(self, peer: PeerID) -> BoundedStub:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return BoundedStub(self._client, peer)
 
     def end(self) -> None:
         for task in self._tasks:
@@ -126,7 +151,7 @@ class BoundedProtocol(DHTProtocol):
             raise RefusedRequest(f"the request has {len(data)} bytes, but the limit is {MAX_REQUEST_BYTES}")
         if not self._allowance.admits(peer_id, now_s=now_s):
             raise RefusedRequest("too many requests; try again later")
-        self._allowance.charge(peer_id, 1.0, now_s=now_s)
+        self._allowance.charge(peer_id, 1.0 + len(data) / UNIT_BYTES, now_s=now_s)
         answer = work(data, peer)
         if isinstance(answer, bytes):
             self._allowance.charge(peer_id, len(answer) / UNIT_BYTES, now_s=now_s)
@@ -280,7 +305,7 @@ class BoundedNode(DHTNode):
         self, client: DaemonClient, *, is_client: bool, own_addresses: Callable[[], Sequence[str]], guard: DialGuard
     ) -> None:
         super().__init__(_initialized_with_create=True)
-        self.peer_id = PeerID(client.own_id)
+        self.peer_id = known_id(client.own_id)
         self.node_id = place_of(str(self.peer_id))
         self.p2p, self.is_alive = client, True
         self.num_replicas, self.num_workers, self.chunk_size = NUM_REPLICAS, NUM_WORKERS, MAX_KEYS
@@ -306,7 +331,7 @@ class BoundedNode(DHTNode):
 
         Returns the offset of its clock, or None if it is not a DHT node.
         """
-        peer = PeerID.from_base58(peer_id)
+        peer = id_in(peer_id)
         if await self.protocol.call_ping(peer) is None:
             return None
         offset = await self._offset(peer)
@@ -318,6 +343,11 @@ class BoundedNode(DHTNode):
         answer: Any = await self.protocol.get_stub(peer).rpc_ping(_message("PingRequest"), timeout=WAIT_TIMEOUT_S)
         unsure_s = (time.monotonic() - asked_s) / 2
         return Offset(answer.dht_time - (wall_s + unsure_s), unsure_s)
+
+
+def _protocol(what: str) -> str:
+    """Return the name under which nodes call each other for a kind of request: the method of hivemind's class."""
+    return f"{DHTProtocol.__name__}.rpc_{what.lower()}"
 
 
 def _message(name: str, **fields: Any) -> Any:

@@ -23,7 +23,7 @@ from noloco_p2p.errors import DirectoryError, Unreachable
 from noloco_p2p.rates import Rate, TokenBucket
 from noloco_p2p.swarm.address_filter import of_one_host
 from noloco_p2p.swarm.addresses import by_reach, guarded, host_in, tcp_target
-from noloco_p2p.swarm.kademlia.client import ANSWER_FAULTS, DaemonClient
+from noloco_p2p.swarm.kademlia.client import ANSWER_FAULTS, DaemonClient, known_id
 from noloco_p2p.swarm.streams import count_down
 
 K = TypeVar("K")
@@ -69,12 +69,12 @@ class Whereabouts:
     def tell(self, data: bytes, asker: PeerID) -> bytes | Awaitable[bytes]:
         """Return the addresses of the neighbour whose peer id is `data`, or of this node if `data` is empty.
 
-        Raises DirectoryError if the peer is not a neighbour, or if too many requests are already waiting for its
-        answer.
+        Raises ValueError if `data` is too long for a peer id. Raises DirectoryError if the peer is not a neighbour, or
+        if too many requests are already waiting for its answer.
         """
         if not data:
             return pack(self._own_addresses())
-        wanted = PeerID(data)
+        wanted = known_id(data)
         if wanted not in self._table.peer_id_to_uid:
             raise DirectoryError("this node does not know that peer")
         when_s, addresses = self._addresses.get(wanted, (-math.inf, b""))
@@ -132,7 +132,8 @@ class Whereabouts:
         return addresses
 
     async def _ask(self, peer: PeerID, question: bytes) -> bytes:
-        return await asyncio.wait_for(self._client.ask(peer, LOCATE, question), self._wait_s)
+        asking = self._client.ask(peer, LOCATE, question, most_bytes=MAX_ADDRESSES * (MAX_ADDRESS_CHARS + 1))
+        return await asyncio.wait_for(asking, self._wait_s)
 
 
 def pack(addresses: Iterable[str]) -> bytes:
@@ -141,7 +142,7 @@ def pack(addresses: Iterable[str]) -> bytes:
 
 def unpack(told: bytes) -> list[str]:
     """Return the addresses in an answer, without the invalid ones."""
-    lines = told[: MAX_ADDRESSES * MAX_ADDRESS_CHARS].decode(errors="replace").split("\n")[:MAX_ADDRESSES]
+    lines = told.decode(errors="replace").split("\n")[:MAX_ADDRESSES]
     return [line for line in lines if len(line) <= MAX_ADDRESS_CHARS and line.isascii() and tcp_target(line)]
 
 

@@ -121,6 +121,21 @@ def test_a_fault_and_a_long_answer_are_told_in_words() -> None:
     run(main)
 
 
+def test_what_another_node_says_of_a_request_is_short_and_printable() -> None:
+    async def main(control: Control) -> None:
+        call_id, refused = uuid4(), asyncio.get_running_loop().create_future()
+        control._pending_calls[call_id] = refused
+        error = b"no\x1b]0;title\x07\n" + b"x" * 10_000
+        control.feed(callId=call_id.bytes, callUnaryResponse=vars(p2pd_pb2)["CallUnaryResponse"](error=error))
+        await control.read_all()
+        words = str(refused.exception())
+        assert words.startswith("no]0;titlex")
+        assert words.isprintable()
+        assert len(words) < 200
+
+    run(main)
+
+
 def test_an_answer_that_nobody_waits_for_any_more_ends_nothing() -> None:
     """hivemind's own reader would stop at such an answer, and end all calls of this node with it."""
 

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from noloco_p2p.swarm.hole import TOKEN_BYTES
-from noloco_p2p.swarm.punch import MAX_LINE_BYTES, MAX_WAIT_S, NO_TOKEN, Words, targets, wait_s
+from noloco_p2p.swarm.punch import MAX_WAIT_S, NO_TOKEN, Words, targets, wait_s
+from noloco_p2p.swarm.streams import MAX_LINE_BYTES
 from noloco_p2p.tcp import Endpoint
 
 OWN, SEEN, ROUTER = ("8.8.8.8", 20_000), ("9.9.9.9", 20_001), ("8.8.8.8", 20_002)

@@ -12,7 +12,7 @@ from noloco_p2p.errors import DirectoryError
 from noloco_p2p.swarm import relay as relays
 from noloco_p2p.swarm.node import end_tasks
 from noloco_p2p.swarm.relay import BEATS, DIALS_A_MINUTE_OF_ONE, MAX_STREAMS_OF_A_RESERVATION, NO, YES, Relay
-from noloco_p2p.swarm.streams import KEPT_FOR_RELAYS, MAX_STREAMS, MAX_STREAMS_OF_ONE, Streams
+from noloco_p2p.swarm.streams import KEPT_FOR_RELAYS, MAX_LINE_BYTES, MAX_STREAMS, MAX_STREAMS_OF_ONE, Streams
 
 NOBODY: Any = None
 
@@ -168,5 +168,19 @@ def test_a_reservation_is_lost_when_its_peer_beats_without_a_pause() -> None:
         reader.feed_data(b"." * (1 << 20))
         await asyncio.wait_for(Relay(NOBODY)._on_reserve("peer", reader, cast(Any, writer)), PATIENCE_S)
         assert BEATS.burst <= writer.said.count(b".") < 4 * BEATS.burst
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("line", [b"1 " * MAX_LINE_BYTES, b"9" * 60_000], ids=["many ports", "a long port"])
+def test_a_line_is_not_parsed_if_it_is_longer_than_any_request(line: bytes) -> None:
+    async def main() -> None:
+        relay = Relay(NOBODY)
+        for handle in (relay._on_dial, lambda *stream: relay._on_call("protocol", YES, *stream)):
+            reader, writer = asyncio.StreamReader(), Writer()
+            reader.feed_data(line + b"\n")
+            with pytest.raises(ValueError, match="but the limit is 512"):
+                await handle("stranger", reader, cast(Any, writer))
+            assert not writer.said
 
     asyncio.run(main())

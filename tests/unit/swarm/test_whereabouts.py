@@ -42,7 +42,7 @@ class Client:
         self.dialled: list[tuple[str, list[str]]] = []
         self.hosts: dict[str, set[str]] = {}  # hosts of existing connections
 
-    async def ask(self, peer: PeerID, protocol: str, question: bytes) -> bytes:
+    async def ask(self, peer: PeerID, protocol: str, question: bytes, *, most_bytes: int) -> bytes:
         self.asked.append((peer, question))
         if not self.answer:
             raise TimeoutError
@@ -63,7 +63,7 @@ class SilentClient(Client):
 
     num_asked = 0
 
-    async def ask(self, peer: PeerID, protocol: str, question: bytes) -> bytes:
+    async def ask(self, peer: PeerID, protocol: str, question: bytes, *, most_bytes: int) -> bytes:
         self.num_asked += 1
         await asyncio.sleep(PATIENCE_S)
         return b""
