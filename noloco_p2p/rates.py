@@ -93,6 +93,6 @@ class Rates:
             bucket.left -= cost
         return has_enough
 
-    def give_back(self, key: str) -> None:
+    def give_back(self, key: str, cost: float = 1.0) -> None:
         bucket = self._buckets.of(key, self._clock())
-        bucket.left = min(bucket.rate.burst, bucket.left + 1.0)
+        bucket.left = min(bucket.rate.burst, bucket.left + cost)

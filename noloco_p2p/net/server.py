@@ -380,7 +380,7 @@ class _Servicer:
                         if is_upload:  # it holds an upload slot
                             caller.accepted()
                         for reply in _replies(item):
-                            await self._limits.sending(reply.ByteSize())
+                            await self._limits.uploading(reply.ByteSize())
                             yield reply
         except PeerError as error:
             yield pb.FetchReply(refuse=refuse_to_wire(error))
