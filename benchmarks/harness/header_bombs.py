@@ -9,7 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import socket
 import ssl
+
+import psutil
+
+from harness.patience import AT_ONCE_S
 
 NAME_BYTES = 3000  # the table of a connection holds 4,096 bytes
 FRAME_BYTES = 16_384  # the largest frame of HTTP/2
@@ -67,7 +72,7 @@ class Bombers:
 
     async def _throw(self) -> None:
         while True:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, RuntimeError):  # uvloop raises it for a lost connection
                 reader, writer = await asyncio.open_connection(
                     "127.0.0.1", self._port, ssl=self._tls, local_addr=(next(self._hosts), 0)
                 )
@@ -84,3 +89,20 @@ def trusting() -> ssl.SSLContext:
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.set_alpn_protocols(["h2"])
     return context
+
+
+def port_of(process: psutil.Process) -> int:
+    """Return the TCP port on which a peer serves its callers."""
+    ports = {each.laddr.port for each in process.net_connections("tcp") if each.status == psutil.CONN_LISTEN}
+    return next(port for port in ports if _speaks_tls(port))
+
+
+def _speaks_tls(port: int) -> bool:
+    try:
+        with (
+            socket.create_connection(("127.0.0.1", port), AT_ONCE_S) as plain,
+            trusting().wrap_socket(plain) as connection,
+        ):
+            return connection.selected_alpn_protocol() == "h2"
+    except OSError:
+        return False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import Callable, Coroutine
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -11,8 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 import uvloop
-from harness.header_bombs import FRAME_BYTES, Bombers, bomb, trusting
-from harness.patience import AT_ONCE_S, PATIENCE_S
+from harness.header_bombs import FRAME_BYTES, Bombers, bomb, port_of, trusting
+from harness.patience import PATIENCE_S
 from harness.processes import PeerProcess, small_spec, write_spec
 
 from adversarial.test_one_connection import is_served
@@ -87,7 +86,7 @@ def test_bombs_neither_stop_the_swaps_of_a_real_peer_nor_make_it_grow(tmp_path: 
         swapped = asyncio.Event()
 
         async def main() -> None:
-            flood = Bombers(_port_of(there), bomb(14_000, acknowledges=False), num=16, hosts=ONE_NETWORK)
+            flood = Bombers(port_of(there), bomb(14_000, acknowledges=False), num=16, hosts=ONE_NETWORK)
             try:
                 await flood.thrown(NUM_BOMBS)
                 await asyncio.to_thread(peer.swap_with, partner, after=len(peer.events("round")))
@@ -98,20 +97,3 @@ def test_bombs_neither_stop_the_swaps_of_a_real_peer_nor_make_it_grow(tmp_path: 
         run(main)
         assert swapped.is_set()
         assert (there.memory_info().rss - before_bytes) / 2**20 < MOST_OF_A_PEER_MIB
-
-
-def _port_of(process: psutil.Process) -> int:
-    """Return the TCP port on which a peer serves its callers."""
-    ports = {each.laddr.port for each in process.net_connections("tcp") if each.status == psutil.CONN_LISTEN}
-    return next(port for port in ports if _speaks_tls(port))
-
-
-def _speaks_tls(port: int) -> bool:
-    try:
-        with (
-            socket.create_connection(("127.0.0.1", port), AT_ONCE_S) as plain,
-            trusting().wrap_socket(plain) as connection,
-        ):
-            return connection.selected_alpn_protocol() == "h2"
-    except OSError:
-        return False

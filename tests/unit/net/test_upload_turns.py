@@ -58,7 +58,7 @@ def test_a_swap_waits_for_one_upload_and_not_for_a_queue_of_them() -> None:
     async def main() -> None:
         throttle = Throttle(RATE)
         uploads = [asyncio.create_task(throttle.take_what_is_left(MESSAGE_BYTES)) for _ in range(50)]
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(2 * UPLOAD_WAIT_S + 0.5)
         began_s = now_s()
         await throttle.take(MESSAGE_BYTES)
         assert now_s() - began_s <= 1.5
