@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,8 +17,9 @@ _block = memoryview(bytearray(BLOCK_BYTES))
 class OneWay:
     """A copy in one direction, from `source` to `sink`.
 
-    It reads only while it holds no unsent data. `may_take` returns how many more bytes may be read. If it returns 0,
-    the copy ends. `on_end` is called once, with true if the source ended cleanly.
+    It reads only while it holds no unsent data. `may_take` returns how many more bytes may be read. The copy ends if it
+    returns 0, or if `admits` returns false for the data. `on_end` is called once, with true if the source ended
+    cleanly.
     """
 
     def __init__(
@@ -27,13 +29,15 @@ class OneWay:
         *,
         may_take: Callable[[], int],
         on_end: Callable[[bool], None],
+        admits: Callable[[memoryview], bool] = lambda data: True,
     ) -> None:
         self.passed_bytes = 0
         self._loop = asyncio.get_running_loop()
         self._source, self._sink = source, sink
         self._may_take = may_take
+        self._admits = admits
         self._on_end = on_end
-        self._held = b""
+        self._held = memoryview(b"")
         self._is_reading = self._is_writing = False
 
     def start(self) -> None:
@@ -51,18 +55,19 @@ class OneWay:
     def _read(self) -> None:
         room = min(self._may_take(), BLOCK_BYTES)
         try:
-            num_bytes = self._source.recv_into(_block, room) if room > 0 else 0
-        except (BlockingIOError, InterruptedError):
+            num_bytes = self._receive(room)
+        except (BlockingIOError, InterruptedError, ssl.SSLWantReadError):
             return
         except OSError:
             num_bytes = 0
-        if not num_bytes:
-            self._end(is_peaceful=room > 0)
+        data = _block[:num_bytes]
+        if not data or not self._admits(data):
+            self._end(is_peaceful=room > 0 and not data)
             return
         self.passed_bytes += num_bytes
-        sent = self._send(_block[:num_bytes])
+        sent = self._send(data)
         if sent is not None and sent < num_bytes:
-            self._held = bytes(_block[sent:num_bytes])
+            self._held = memoryview(bytes(data[sent:]))
             self._loop.remove_reader(self._source)
             self._loop.add_writer(self._sink, self._write)
             self._is_reading, self._is_writing = False, True
@@ -77,15 +82,33 @@ class OneWay:
             self._is_writing = False
             self.start()
 
-    def _send(self, data: memoryview | bytes) -> int | None:
+    def _receive(self, room: int) -> int:
+        """Read up to `room` bytes into the block, and return their number, or 0 at the end. Raises OSError."""
+        num_bytes = 0
+        while num_bytes < room:  # a TLS socket delivers 16 KiB at a time, and no event for data that it holds
+            try:
+                new_bytes = self._source.recv_into(_block[num_bytes:], room - num_bytes)
+            except OSError:
+                if not num_bytes:
+                    raise
+                break  # the next read raises it again
+            num_bytes += new_bytes
+            if not new_bytes:
+                break
+        return num_bytes
+
+    def _send(self, data: memoryview) -> int | None:
         """Send data and return the number of bytes sent, or None if the copy has ended."""
+        num_bytes = 0
         try:
-            return self._sink.send(data)
-        except (BlockingIOError, InterruptedError):
-            return 0
+            while num_bytes < len(data):  # a TLS socket accepts 16 KiB at a time
+                num_bytes += self._sink.send(data[num_bytes:])
+        except (BlockingIOError, InterruptedError, ssl.SSLWantWriteError):
+            pass
         except OSError:
             self._end(is_peaceful=False)
             return None
+        return num_bytes
 
     def _end(self, *, is_peaceful: bool) -> None:
         self.stop()
@@ -96,7 +119,8 @@ class Splice:
     """A connection between a caller's socket `near` and a socket `far`, which leads to the server. It owns both
     sockets.
 
-    `may_take` returns how many more bytes the caller may send. `on_end` is called once, when both sockets are closed.
+    `near` can be a TLS socket after its handshake. `may_take` returns how many more bytes the caller may send, and
+    `admits` whether it may send this data. `on_end` is called once, when both sockets are closed.
     """
 
     def __init__(
@@ -105,12 +129,13 @@ class Splice:
         far: socket.socket,
         *,
         may_take: Callable[[], int] = lambda: BLOCK_BYTES,
+        admits: Callable[[memoryview], bool] = lambda data: True,
         on_end: Callable[[], None],
     ) -> None:
         self._near, self._far = near, far
         self._on_end = on_end
         self._is_over = False
-        self._in = OneWay(near, self._far, may_take=may_take, on_end=self._caller_ended)
+        self._in = OneWay(near, self._far, may_take=may_take, admits=admits, on_end=self._caller_ended)
         self._out = OneWay(self._far, near, may_take=lambda: BLOCK_BYTES, on_end=lambda _: self.close())
         self._in.start()
         self._out.start()

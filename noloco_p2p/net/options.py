@@ -31,12 +31,14 @@ SERVER = [
     # Without these two options, a long call with keepalive ends with "too_many_pings".
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
     ("grpc.http2.max_ping_strikes", 0),
-    # A connection serves one call, which is made at once. To prevent strangers from holding connections, the TLS
-    # handshake must end within 5 s, and a call must begin within 8 s. After 10 s, no further call is accepted, but a
+    # A connection serves one call, which is made at once. To prevent strangers from holding connections, the handshake
+    # of HTTP/2 must end within 5 s, and a call must begin within 8 s. After 10 s, no further call is accepted, but a
     # running one continues.
     ("grpc.server_handshake_timeout_ms", 5_000),
     ("grpc.max_connection_idle_ms", 8_000),
     ("grpc.max_connection_age_ms", 10_000),
     ("grpc.max_concurrent_streams", 4),
+    # No table of headers, in which a few bytes could repeat a long header (`preamble.py`).
+    ("grpc.http2.hpack_table_size.decoder", 0),
     ("grpc.max_allowed_incoming_connections", 512),  # never reached, because `proxy.py` limits connections
 ]

@@ -92,10 +92,14 @@ class Prober:
         num_ports = len(request.ports)
         if num_ports > MAX_PORTS or not all(0 < port < 65_536 for port in request.ports):
             raise CorruptPayload(f"a request may contain at most {MAX_PORTS} ports, each from 1 to 65535")
-        if not self._of_one.take(peer_id, num_ports) or not self._of_network.take(network_of(host), num_ports):
-            raise Refused(
-                "I dial back only a few times per minute", code=frames.RefuseCode.BUSY.name, retry_after_s=60.0
-            )
+        is_too_often = Refused(
+            "I dial back only a few times per minute", code=frames.RefuseCode.BUSY.name, retry_after_s=60.0
+        )
+        if not self._of_one.take(peer_id, num_ports):
+            raise is_too_often
+        if not self._of_network.take(network_of(host), num_ports):
+            self._of_one.give_back(peer_id, num_ports)  # nothing is dialled
+            raise is_too_often
         told_s = time.time()
         sentences = await asyncio.gather(*(self._dial(host, port) for port in request.ports))
         ports = [

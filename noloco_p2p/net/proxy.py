@@ -1,7 +1,9 @@
 """Run a proxy in front of the gRPC server, which listens on a Unix socket. Strangers connect to the proxy.
 
-gRPC itself accepts connections in order of arrival, and reads 1 MiB at a time before the caller is authenticated. With
-the proxy, a connection costs only a socket until its first byte arrives. Until the caller has authenticated itself, the
+gRPC itself accepts connections in order of arrival, and reads 1 MiB at a time before the caller is authenticated. It
+also lets a caller without a name expand 14 KB of compressed headers to 100 MB (`preamble.py`). The proxy therefore ends
+the TLS connections, and looks at what callers send. A connection costs only a socket until its first byte arrives, and
+reaches gRPC only after its TLS handshake. Until the caller has authenticated itself, the
 number of connections from its network is limited. After that, the caller's number of connections is limited, not
 counting connections on which the server has accepted a request. If there are too many connections, the oldest one is
 closed. Until a request is accepted, the number of bytes that a connection can send is limited, too. A refused call ends
@@ -18,6 +20,7 @@ import asyncio
 import logging
 import shutil
 import socket
+import ssl
 import tempfile
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -28,6 +31,7 @@ from typing import Any
 from noloco_p2p.errors import CorruptPayload
 from noloco_p2p.hosts import ip_of, is_wildcard, network_of
 from noloco_p2p.net.handshake import not_proven
+from noloco_p2p.net.preamble import Preamble
 from noloco_p2p.splice import BLOCK_BYTES, Splice, connected
 from noloco_p2p.tcp import ASK, seen_from, tune
 
@@ -110,13 +114,13 @@ class Quota:
 class Proxy:
     """A proxy for incoming connections.
 
-    If `asks` is true, callers have to prove who they are. Otherwise, all callers are accepted, which is meant for
+    With `tls`, callers have to use TLS and prove who they are. Otherwise, all callers are accepted, which is meant for
     measurements. For each local port from which tunnelled calls arrive, `tunnelled` contains the relay that forwards
     them.
     """
 
-    def __init__(self, *, asks: bool, tunnelled: Mapping[int, str]) -> None:
-        self._asks = asks
+    def __init__(self, *, tls: ssl.SSLContext | None, tunnelled: Mapping[int, str]) -> None:
+        self._tls = tls
         self._tunnelled = tunnelled
         self._listener: socket.socket | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -212,7 +216,7 @@ class Proxy:
         """
         number = _number(peer)
         inbound = self._inbound.get(number)
-        if inbound is None or inbound.is_turned_away or not self._asks:
+        if inbound is None or inbound.is_turned_away or not self._tls:
             return
         assert inbound.splice is not None
         assert self._loop is not None
@@ -236,7 +240,7 @@ class Proxy:
         """Record that a call of an authenticated peer is over, so that its connection is limited again."""
         number = _number(peer)
         inbound = self._inbound.get(number)
-        if inbound is None or not self._asks:
+        if inbound is None or not self._tls:
             return
         inbound.num_calls -= 1
         if not inbound.num_calls and not inbound.is_turned_away and number not in self._waiting:
@@ -287,7 +291,7 @@ class Proxy:
         number = self._num_came
         inbound = self._inbound[number] = Inbound(near, named(host, port))
         self._loop.add_reader(near, self._first_byte, number)
-        if not self._asks:
+        if not self._tls:
             inbound.is_accepted = True
             return
         inbound.deadline = self._loop.call_later(UNPROVEN_S, self._drop, number)
@@ -296,18 +300,45 @@ class Proxy:
             self._drop(each)
 
     def _first_byte(self, number: int) -> None:
-        """Open a connection to the server once the first byte has arrived."""
         assert self._loop is not None
         inbound = self._inbound[number]
         self._loop.remove_reader(inbound.near)
         if _answers(inbound.near):
             self._drop(number)
+        elif self._tls:
+            try:
+                near = self._tls.wrap_socket(inbound.near, server_side=True, do_handshake_on_connect=False)
+            except OSError:  # it is already closed
+                inbound.near.close()
+                self._forget(number)
+                return
+            inbound.near = near
+            self._loop.add_reader(near, self._shake_hands, number, near)
+        else:
+            self._open(number)
+
+    def _shake_hands(self, number: int, near: ssl.SSLSocket) -> None:
+        assert self._loop is not None
+        try:
+            near.do_handshake()
+        except ssl.SSLWantReadError:
             return
+        except OSError as error:
+            log.debug("a TLS handshake failed: %s", error)
+            self._drop(number)
+            return
+        self._loop.remove_reader(near)
+        self._open(number)
+
+    def _open(self, number: int) -> None:
+        """Connect a caller to the server."""
+        inbound = self._inbound[number]
         try:
             inbound.splice = Splice(
                 inbound.near,
                 connected(self.behind, own_path=self.behind.with_name(str(number))),
                 may_take=inbound.may_take,
+                admits=Preamble().admits if self._tls else lambda data: True,
                 on_end=lambda: self._forget(number),
             )
         except OSError as error:

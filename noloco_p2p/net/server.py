@@ -61,11 +61,10 @@ class GrpcServer:
         only_public: bool = False,
     ) -> None:
         self._server = grpc.aio.server(options=[*options.SERVER, *limits.options()])
-        self._proxy = Proxy(asks=session is not None, tunnelled=tunnelled)
+        self._proxy = Proxy(tls=session.server_context() if session else None, tunnelled=tunnelled)
         authenticator = Authenticator(self._proxy, session, why_banned=why_banned)
         prober = Prober(tunnelled=tunnelled, only_public=only_public)
         self._servicer = _Servicer(service, limits, authenticator, prober, serve_flow)
-        self._session = session
         self._server.add_generic_rpc_handlers((_handlers(self._servicer),))
         self.port = 0
 
@@ -73,11 +72,7 @@ class GrpcServer:
         """Start listening. Raises SettingsError if the port is in use."""
         try:
             self.port = self._proxy.listen(host, port)
-            behind = f"unix:{self._proxy.behind}"
-            if self._session:
-                self._server.add_secure_port(behind, self._session.server_credentials())
-            else:
-                self._server.add_insecure_port(behind)
+            self._server.add_insecure_port(f"unix:{self._proxy.behind}")
         except (OSError, RuntimeError):
             self._proxy.close()
             raise SettingsError(
@@ -385,7 +380,7 @@ class _Servicer:
                         if is_upload:  # it holds an upload slot
                             caller.accepted()
                         for reply in _replies(item):
-                            await self._limits.sending(reply.ByteSize())
+                            await self._limits.uploading(reply.ByteSize())
                             yield reply
         except PeerError as error:
             yield pb.FetchReply(refuse=refuse_to_wire(error))

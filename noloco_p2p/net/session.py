@@ -12,6 +12,8 @@ invitation is valid.
 
 from __future__ import annotations
 
+import ssl
+import tempfile
 import time
 from base64 import b64encode
 from datetime import datetime
@@ -58,12 +60,22 @@ class Session:
         """Return the key as text, in the form that the record uses."""
         return b64encode(self.key).decode()
 
-    def server_credentials(self) -> grpc.ServerCredentials:
-        pair = (self._private_pem(), self._certificate)
-        if self._members_key is None:
-            return grpc.ssl_server_credentials([pair])
-        members = authority(_point(self._members_key.public_key()))
-        return grpc.ssl_server_credentials([pair], root_certificates=members, require_client_auth=True)
+    def server_context(self) -> ssl.SSLContext:
+        """Return the TLS settings of the server."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.num_tickets = 0  # each call has its own connection, so none resumes another
+        context.set_alpn_protocols(["h2"])
+        with (
+            tempfile.NamedTemporaryFile() as file
+        ):  # Python reads keys only from files; only this user can read this one
+            file.write(self._private_pem() + self._certificate)
+            file.flush()
+            context.load_cert_chain(file.name)
+        if self._members_key is not None:
+            context.verify_mode = ssl.CERT_REQUIRED
+            context.load_verify_locations(cadata=authority(_point(self._members_key.public_key())).decode())
+        return context
 
     def channel_credentials(self, candidate: Candidate) -> grpc.ChannelCredentials:
         """Return credentials for a connection that only the holder of the candidate's session key can answer.

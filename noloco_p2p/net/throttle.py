@@ -2,8 +2,9 @@
 peer.
 
 An upload waits before a message is written. A download waits before the next message is read, so that HTTP/2 flow
-control slows down the sender. Only messages are counted; TCP and IP headers (about 4 %) and the small traffic of the
-DHT are not. All of this runs on the network thread.
+control slows down the sender. Anybody may fetch the state, so a fetch only uploads at the rate that swaps leave, and a
+fetch that ends while it waits costs nothing. Only messages are counted; TCP and IP headers (about 4 %) and the small
+traffic of the DHT are not. All of this runs on the network thread.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import asyncio
 from dataclasses import dataclass
 
 DEPTH_S = 0.05  # idle time that a sender may make up for later; more would cause bursts
+UPLOAD_WAIT_S = 5.0  # after this time, a message of an upload passes even while swaps use the whole rate
 SMALL_BYTES = 4096  # a message of up to this size, such as an offer, a Ready or an Abort, is charged but does not wait
 # Data that may be in flight, in seconds at the limit; with a longer round-trip time, the limit is not reached.
 READ_AHEAD_S = 0.5
@@ -20,17 +22,35 @@ MAX_WINDOW_BYTES = 16 << 20
 
 
 class Throttle:
-    """A token bucket that is empty at first and DEPTH_S deep. It serves messages in order of arrival."""
+    """A token bucket that is empty at first and DEPTH_S deep. It serves messages in order of arrival, uploads last."""
 
     def __init__(self, bytes_per_s: float) -> None:
         self.bytes_per_s = bytes_per_s
-        self._paid_until_s = asyncio.get_running_loop().time()
+        self._loop = asyncio.get_running_loop()
+        self._paid_until_s = self._loop.time()
+        self._uploads = asyncio.Lock()  # held by the upload that is next
 
     async def take(self, num_bytes: int) -> None:
-        """Wait until a message of this size may pass. If the task is cancelled while it waits, the message is still
-        charged.
-        """
-        now_s = asyncio.get_running_loop().time()
+        """Wait until a message of this size may be sent. It is charged unless the task is cancelled."""
+        try:
+            await self.arrived(num_bytes)
+        except asyncio.CancelledError:
+            self._paid_until_s -= num_bytes / self.bytes_per_s
+            raise
+
+    async def take_what_is_left(self, num_bytes: int) -> None:
+        """Do the same as `take` once no other message waits, but after UPLOAD_WAIT_S even if one does."""
+        if num_bytes <= SMALL_BYTES:
+            return await self.take(num_bytes)
+        async with self._uploads:
+            until_s = self._loop.time() + UPLOAD_WAIT_S
+            while (wait_s := min(self._paid_until_s, until_s) - self._loop.time()) > 0:  # noqa: ASYNC110 - swaps go on
+                await asyncio.sleep(wait_s)
+            await self.take(num_bytes)
+
+    async def arrived(self, num_bytes: int) -> None:
+        """Charge a message that has arrived, and wait until the next one may be read."""
+        now_s = self._loop.time()
         self._paid_until_s = max(self._paid_until_s, now_s - DEPTH_S) + num_bytes / self.bytes_per_s
         if num_bytes > SMALL_BYTES and self._paid_until_s > now_s:
             await asyncio.sleep(self._paid_until_s - now_s)
@@ -52,14 +72,19 @@ class Limits:
         )
 
     async def sending(self, num_bytes: int) -> None:
-        """Before a message is written, wait as long as the upload limit requires."""
+        """Before a message of a swap is written, wait as long as the upload limit requires."""
         if self.upload:
             await self.upload.take(num_bytes)
+
+    async def uploading(self, num_bytes: int) -> None:
+        """Before a message of an answer to a fetch is written, wait until swaps leave enough of the upload limit."""
+        if self.upload:
+            await self.upload.take_what_is_left(num_bytes)
 
     async def receiving(self, num_bytes: int) -> None:
         """After a message is read, wait as long as the download limit requires."""
         if self.download:
-            await self.download.take(num_bytes)
+            await self.download.arrived(num_bytes)
 
     def options(self) -> list[tuple[str, int]]:
         """Return gRPC options for every channel and for the server.

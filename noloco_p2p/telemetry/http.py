@@ -37,6 +37,7 @@ class HttpServer:
             log_config=None,
             access_log=False,
             lifespan="off",
+            http="h11",  # limits the size of headers; httptools, which would be preferred if installed, does not
             ws="none",
             server_header=False,
             limit_concurrency=MAX_CONNECTIONS,

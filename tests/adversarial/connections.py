@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import ssl
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
+from harness.header_bombs import trusting
 from harness.patience import PATIENCE_S
 
 JUNK = {
@@ -23,7 +23,7 @@ PIECE_BYTES = 64 * 1024
 
 async def visit(port: int, data: bytes, *, tls: bool = False) -> asyncio.StreamWriter | None:
     """Connect, send `data` and stay connected; return None when the connection is refused."""
-    context = _trusting() if tls else None
+    context = trusting() if tls else None
     try:
         async with asyncio.timeout(PATIENCE_S):
             _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
@@ -123,7 +123,7 @@ class Silent:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _hold(self, index: int) -> None:
-        context = _trusting() if index % 2 else None
+        context = trusting() if index % 2 else None
         while True:
             with contextlib.suppress(OSError):
                 reader, writer = await asyncio.open_connection(
@@ -136,10 +136,3 @@ class Silent:
                 finally:
                     writer.transport.abort()
             await asyncio.sleep(0.05)  # about as long as a distant machine needs to reconnect
-
-
-def _trusting() -> ssl.SSLContext:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    context.set_alpn_protocols(["h2"])
-    return context

@@ -141,6 +141,27 @@ def test_in_no_minute_are_more_ports_dialled_than_promised(num_peers: int, most:
     assert most / 2 < busiest <= most
 
 
+def test_a_probe_that_its_network_may_not_make_costs_the_peer_nothing() -> None:
+    now_s = 1000.0
+
+    async def dial(host: str, port: int) -> str:
+        return ""
+
+    async def main() -> None:
+        nonlocal now_s
+        prober = probe.Prober(tunnelled={}, only_public=False, clock=lambda: now_s, dial=dial)
+        request = pb.ProbeRequest(ports=[1, 2, 3, 4])
+        for name in map(str, range(100)):  # the network uses up its limit
+            with suppress(Refused):
+                await prober.probe(request, "ipv4:192.0.2.7:5", name)
+        for _ in range(100):
+            with pytest.raises(Refused):
+                await prober.probe(request, "ipv4:192.0.2.7:5", "neighbour")
+        assert (await prober.probe(request, "ipv4:203.0.113.9:5", "neighbour")).ports
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("ports", [[1, 2, 3, 4, 5], [0], [70_000]])
 def test_ports_are_bounded(ports: list[int]) -> None:
     async def main() -> None:
