@@ -871,8 +871,6 @@ def _unsolved() -> list[Phrase]:
             max(harms("attacks_none", attack)[0] for attack in _NAIVE),
         ),
         phrase("Go 1.20.11, which gets no fixes any more, go-libp2p 0.32.1 and quic-go 0.40.0"),
-        phrase("A caller with TLS 1.2 is accepted"),
-        phrase("Two peers of this program use TLS 1.3"),
     ]
 
 
