@@ -1,0 +1,199 @@
+"""Encode the slices of a vector, and compute the half-differences of two partners.
+
+With the codec `modulo`, a chunk is coded in up to four passes: its lowest four bits on a grid that both partners know,
+two more bits, two more, and at last int8 without a grid. A pass carries only the chunks that failed in the one before,
+which are the same for both partners. Chunks without a known distance begin with int8. All other codecs need one pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from blake3 import blake3
+from torch import Tensor
+
+from noloco_p2p.codec import Codec, get_codec
+from noloco_p2p.codec.modulo import (
+    BLOCK_ELEMENTS,
+    FINEST,
+    HIGHEST_EXPONENT,
+    LOWEST_EXPONENT,
+    MODULO_CODECS,
+    STEP_OVER_DISTANCE,
+    UNKNOWN,
+    Grid,
+    ModuloCodec,
+    agree,
+)
+from noloco_p2p.errors import CorruptPayload
+from noloco_p2p.gossip.frames import Payload
+from noloco_p2p.mix.units import Chunk, Slice, Units
+from noloco_p2p.optim.halves import half_difference_
+
+MODULO = "modulo"
+BESIDE_MODULO = "int8"
+
+
+class Coder:
+    """What a peer remembers about its vector between swaps: the distances to its last partners, block by block.
+
+    Swaps of different slices may use a coder at the same time.
+    """
+
+    def __init__(self, codec: str, units: Units) -> None:
+        self.units = units
+        self.plain: Codec = get_codec(BESIDE_MODULO if codec == MODULO else codec)
+        self.passes: tuple[ModuloCodec, ...] = MODULO_CODECS[MODULO] if codec == MODULO else ()
+        self._distances = torch.zeros(units.num_blocks)  # root mean square of the last difference of each block
+        self._magnitudes = torch.zeros(units.num_blocks)  # largest value in each block at that time
+
+    def propose(self, part: Slice) -> bytes:
+        """Return the exponents of the grid that this peer proposes for a slice, or nothing if there is no grid."""
+        if not self.passes:
+            return b""
+        place = slice(self.units.blocks(part).start, self.units.blocks(part).stop)
+        distances = self._distances[place]
+        exponents = torch.maximum(
+            _exponent_above(distances * STEP_OVER_DISTANCE), _exponent_above(self._magnitudes[place]) - FINEST
+        )
+        exponents.clamp_min_(LOWEST_EXPONENT)
+        exponents[(distances == 0) | (exponents > HIGHEST_EXPONENT)] = UNKNOWN
+        return exponents.to(torch.int8).numpy().tobytes()
+
+    def most_bytes(self, part: Slice) -> int:
+        """Return the largest number of payload bytes that each partner of a swap may send."""
+        sizes = [chunk.num_elements for chunk in self.units.chunks(part)]
+        return sum(sum(codec.num_bytes(size) for codec in (*self.passes, self.plain)) for size in sizes)
+
+    def learn(self, blocks: range, distances: Tensor, magnitudes: Tensor) -> None:
+        """Remember the distances of a committed swap."""
+        place = slice(blocks.start, blocks.stop)
+        self._distances[place], self._magnitudes[place] = distances, magnitudes
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """A chunk that arrived: the packed differences of grid integers, or both partners' payloads."""
+
+    codec: ModuloCodec | Codec
+    own: Payload
+    partner: Payload
+
+
+class Coding:
+    """One swap's coding of a slice. `values` is this peer's snapshot, which must not change.
+
+    `swap_id` and the agreed exponents determine the grid and the dither, which are the same for both partners.
+    """
+
+    def __init__(self, coder: Coder, part: Slice, values: Tensor, *, swap_id: bytes, proposals: tuple[bytes, bytes]):
+        """Raise CorruptPayload if the partner's proposal, the second one, is invalid."""
+        self.part = part
+        self.values = values
+        self.chunks = coder.units.chunks(part)
+        self.square = 0.0  # of the half-difference
+        self._coder = coder
+        self._swap_id = swap_id
+        self._blocks = coder.units.blocks(part)
+        self._exponents = agree(*proposals, by_need=True)
+        self._kept: dict[int, _Kept] = {}
+        self._sent: dict[int, Payload] = {}
+        self._earlier: dict[int, bytes] = {}
+        self._distances, self._magnitudes = torch.zeros(len(self._blocks)), torch.zeros(len(self._blocks))
+
+    def num_bytes(self, number: int, indices: Sequence[int]) -> int:
+        """Return the size of pass `number` (from 0) with these chunks."""
+        sizes = ((self._codec(number, index), self.chunks[index].num_elements) for index in indices)
+        return sum(codec.num_bytes(size) for codec, size in sizes)
+
+    def encode(self, number: int, indices: Sequence[int]) -> list[Payload]:
+        """Encode these chunks. Raises ValueError if a value is not finite."""
+        payloads: list[Payload] = []
+        for index in indices:
+            codec, values = self._codec(number, index), self._values(index)
+            if isinstance(codec, ModuloCodec):
+                payload = codec.encode(values, grid=self._grid(index), chunk_index=0)
+            else:
+                payload = self._sent[index] = codec.encode(values)
+            payloads.append(payload)
+        return payloads
+
+    def check(self, number: int, indices: Sequence[int], payloads: Sequence[Payload]) -> list[int]:
+        """Check the partner's payloads, and return the chunks that need another pass.
+
+        Raises CorruptPayload if a payload is invalid. `encode` has been called for the same pass.
+        """
+        return [
+            index for index, payload in zip(indices, payloads, strict=True) if not self._check(number, index, payload)
+        ]
+
+    def half_difference(self, index: int) -> Tensor:
+        """Return (Q(partner) - Q(own)) / 2 of a chunk, in fp32. The partner computes exactly its negative."""
+        kept, size = self._kept[index], self.chunks[index].num_elements
+        if isinstance(kept.codec, ModuloCodec):
+            grid = self._grid(index)
+            return kept.codec.half_difference(kept.partner, num_elements=size, grid=grid, chunk_index=0)
+        own, partner = (kept.codec.decode(payload, num_elements=size) for payload in (kept.own, kept.partner))
+        return half_difference_(own, partner)
+
+    def learn(self) -> None:
+        """Let the coder remember the distances of this swap, after its commit."""
+        self._coder.learn(self._blocks, self._distances, self._magnitudes)
+
+    def _check(self, number: int, index: int, payload: Payload) -> bool:
+        codec, chunk = self._codec(number, index), self.chunks[index]
+        codec.check(payload, num_elements=chunk.num_elements)
+        if isinstance(codec, ModuloCodec):
+            earlier = self._earlier.pop(index, b"")
+            differences = codec.differences(
+                self._values(index), payload, grid=self._grid(index), chunk_index=0, earlier=earlier
+            )
+            if differences is None:
+                self._earlier[index] = earlier + bytes(payload)
+                return False
+            self._kept[index] = _Kept(codec, b"", differences)
+        else:
+            self._kept[index] = _Kept(codec, self._sent.pop(index), bytes(payload))
+        self._measure(index, chunk)
+        return True
+
+    def _measure(self, index: int, chunk: Chunk) -> None:
+        halves, values = self.half_difference(index), self._values(index)
+        self.square += float(torch.linalg.vector_norm(halves)) ** 2
+        pairs = zip(halves.split(BLOCK_ELEMENTS), values.split(BLOCK_ELEMENTS), strict=True)
+        for block, (half, own) in zip(chunk.blocks, pairs, strict=True):
+            at = block - self._blocks.start
+            self._distances[at] = 2 * torch.linalg.vector_norm(half) / len(half) ** 0.5
+            self._magnitudes[at] = own.abs().amax()
+
+    def _codec(self, number: int, index: int) -> ModuloCodec | Codec:
+        passes = self._coder.passes
+        return passes[number] if number < len(passes) and UNKNOWN not in self._exponents_of(index) else self._coder.plain
+
+    def _exponents_of(self, index: int) -> list[int]:
+        blocks, start = self.chunks[index].blocks, self._blocks.start
+        return memoryview(self._exponents)[blocks.start - start : blocks.stop - start].cast("b").tolist()
+
+    def _grid(self, index: int) -> Grid:
+        blocks, start = self.chunks[index].blocks, self._blocks.start
+        exponents = self._exponents[blocks.start - start : blocks.stop - start]
+        seed = blake3(self._swap_id + blocks.start.to_bytes(4, "little")).digest(8)
+        return Grid(exponents, int.from_bytes(seed, "little"))
+
+    def _values(self, index: int) -> Tensor:
+        chunk = self.chunks[index]
+        return self.values[chunk.start : chunk.stop]
+
+
+def check_proposal(coder: Coder, part: Slice, proposal: bytes) -> None:
+    """Raise CorruptPayload if a partner's proposal has the wrong length."""
+    expected = len(coder.units.blocks(part)) if coder.passes else 0
+    if len(proposal) != expected:
+        raise CorruptPayload(f"it proposes a grid of {len(proposal)} blocks, but the slice has {expected}")
+
+
+def _exponent_above(values: Tensor) -> Tensor:
+    """Return the exponent of the smallest power of two above each value, or LOWEST_EXPONENT for 0."""
+    return torch.frexp(values).exponent.masked_fill_(values == 0, LOWEST_EXPONENT)

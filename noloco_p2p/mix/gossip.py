@@ -1,0 +1,387 @@
+"""Swap slices with random live peers, one swap after another, on the network thread.
+
+While one swap uses the link, the next one finds its partner and gets its snapshot, so that the link is never idle. Only
+one swap of a peer moves at a time, in both directions: if a peer sent to one partner while another one sent to it, some
+peers would receive twice and others not at all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import random
+from collections import Counter, OrderedDict
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import Protocol
+
+from noloco_p2p.errors import CorruptPayload, PeerError, Refused
+from noloco_p2p.gossip.introductions import Introductions
+from noloco_p2p.gossip.seams import Candidate, Directory
+from noloco_p2p.mix.coder import Coder
+from noloco_p2p.mix.exchange import Committed, Exchange
+from noloco_p2p.mix.frames import Accept, Frame, Hello, Offer, Refuse, RefuseCode, Standing, other_kind
+from noloco_p2p.mix.pairing import Pairing
+from noloco_p2p.mix.swap import INTERNET, Agreed, Deadlines, Ledger, Stream, Swap, Traffic
+from noloco_p2p.mix.units import Ages, Slice
+from noloco_p2p.telemetry.console import named
+
+log = logging.getLogger(__name__)
+
+LEAST_UNITS = 8  # of a vector that has two swaps at a time; with fewer, they would need the same units
+HOLD_S = 2.0  # for which an offer waits for the answer to an offer of this peer; shorter than an offer's deadline
+BUSY_RETRY_S = 0.1
+STALE_RETRY_S = 30.0  # long enough for a peer with a small model to catch up
+SHARE_RETRY_S = 1.0
+PAUSED_S = 0.5  # how often a paused peer looks whether it may continue
+SLICE_STEPS = 0.8  # inner steps in which a slice should travel, so that it arrives within one
+ROUND_TRIPS = 20  # in which it travels at least
+MOST_STEP_S = 300.0  # that a partner may claim for an inner step; this peer waits for two of them
+SWAP_ID_BYTES = 16
+REMEMBERED_SWAPS = 64
+
+
+class Transport(Protocol):
+    """Makes calls to other peers. Every call has a deadline and raises only PeerError or one of its subclasses."""
+
+    async def open_swap(self, candidate: Candidate, *, timeout_s: float) -> Stream: ...
+
+    async def has_verified(self, candidate: Candidate, swap_id: bytes, *, timeout_s: float) -> bool: ...
+
+
+@dataclass(slots=True)
+class Link:
+    """What this peer's swaps have measured: running means, or 0 before the first one."""
+
+    elements_per_s: float = 0.0
+    round_trip_s: float = 0.0
+
+    def answered(self, seconds: float) -> None:
+        """Record the time from an offer to its answer. Most answers take longer than a round trip, so low ones count."""
+        self.round_trip_s = min(1.1 * self.round_trip_s or seconds, seconds)
+
+    def sent(self, num_elements: int, seconds: float) -> None:
+        rate = num_elements / max(seconds, 1e-6)
+        self.elements_per_s += (rate - self.elements_per_s) * (0.25 if self.elements_per_s else 1.0)
+
+
+@dataclass(slots=True)
+class Failure:
+    """The last failure of another peer, for `noloco status`."""
+
+    peer: str = ""
+    reason: str = ""
+    advice: str = ""
+
+
+class Gossip:
+    """The swaps of one peer.
+
+    `furthest` is the largest difference in progress between two partners. `on_corrupt` is called with the id of a
+    partner that sent data which no honest peer sends. `rng` draws partners and ids of swaps, which must be
+    unpredictable. A peer swaps only in the state "training".
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        coder: Coder,
+        *,
+        hello: Callable[[], Hello],
+        progress: Callable[[], float],
+        furthest: float,
+        transport: Transport,
+        directory: Directory,
+        executor: Executor,
+        rng: random.Random,
+        deadlines: Deadlines = INTERNET,
+        on_corrupt: Callable[[str, str], None] = lambda peer_id, reason: None,
+    ) -> None:
+        self.state = "training"
+        self.traffic = Traffic()
+        self.link = Link()
+        self.num_swaps = self.num_failed = 0
+        self.refused: Counter[str] = Counter()  # offers of other peers, by reason
+        self.last_failure = Failure()
+        self.was_refused_as_stale = False
+        self._exchange = exchange
+        self._units = exchange.units
+        self._coder = coder
+        self._hello = hello
+        self._progress = progress
+        self._furthest = furthest
+        self._transport = transport
+        self._directory = directory
+        self._executor = executor
+        self._rng = rng
+        self._deadlines = deadlines
+        self._on_corrupt = on_corrupt
+        self._loop = asyncio.get_running_loop()
+        self._introductions = Introductions(directory, clock=self._loop.time)
+        self._pairing = Pairing(rng)
+        self._ages = Ages(self._units.num_units)
+        self._ask_task: asyncio.Task[Agreed | None] | None = None
+        self._running: list[Swap] = []
+        self._changed = asyncio.Condition()
+        self._turn = asyncio.Lock()
+        self._asking = ""  # the peer that has an offer of this one
+        self._ledgers: OrderedDict[bytes, Ledger] = OrderedDict()
+
+    async def run(self) -> None:
+        """Ask one peer after another, and swap with those that accept, until this task is cancelled."""
+        async with asyncio.TaskGroup() as swaps:
+            while True:
+                async with self._changed:
+                    await self._changed.wait_for(self._may_agree)
+                self._ask_task = asyncio.create_task(self._ask_somebody())
+                try:
+                    await asyncio.wait({self._ask_task})
+                finally:
+                    self._ask_task.cancel()
+                if not self._ask_task.cancelled() and (agreed := self._ask_task.result()):
+                    swaps.create_task(self._swap_of_ours(agreed))
+                else:
+                    await self._wait_for_somebody()
+
+    def _may_agree(self) -> bool:
+        """Return whether this peer may agree on another swap: if there is none, or the only one is moving.
+
+        A swap that waits for the link therefore waits only for swaps that are moving, and no circle of peers can wait.
+        """
+        if not self._running:
+            return True
+        swap = self._running[0]
+        return len(self._running) == 1 and swap.is_moving and self._units.num_units >= LEAST_UNITS
+
+    # offers of this peer
+
+    async def _ask_somebody(self) -> Agreed | None:
+        if self.state != "training" or not self._ages.num_free:
+            return None
+        candidate = self._pairing.next(self._directory.live(), self._loop.time())
+        if not candidate:
+            return None
+        reserved = self._ages.reserve(self._exchange.step, at_most=self._at_most())
+        if not reserved:
+            return None
+        told, window = reserved
+        self._asking, agreed = candidate.peer_id, None
+        try:
+            agreed = await self._ask(candidate, told)
+            return agreed
+        except PeerError as error:
+            self._pairing.failed(candidate.peer_id, self._loop.time())
+            self._note(candidate.peer_id, "cannot be asked", error)
+            return None
+        finally:
+            self._asking = ""
+            await self._tell_change()
+            self._ages.end(window, mixed_at=None)
+            if agreed:
+                self._ages.begin(agreed.part)
+
+    async def _wait_for_somebody(self) -> None:
+        """Wait until a peer may be asked, and let the offers of others have the slot meanwhile."""
+        if self.state == "training" and self._ages.num_free:
+            await asyncio.sleep(self._pairing.wait_s(self._directory.live(), self._loop.time()))
+        else:
+            await asyncio.sleep(PAUSED_S)
+
+    async def _ask(self, candidate: Candidate, told: bytes) -> Agreed | None:
+        stream = await self._transport.open_swap(candidate, timeout_s=self._deadlines.dial)
+        agreed = None
+        try:
+            swap_id, began_s = self._rng.randbytes(SWAP_ID_BYTES), self._loop.time()
+            await stream.send(Offer(self._hello(), swap_id, self._standing(), told, self._at_most()))
+            answer = await stream.receive(self._deadlines.offer)
+            self.link.answered(self._loop.time() - began_s)
+            agreed = self._answered(candidate, stream, swap_id, told, answer)
+            return agreed
+        finally:
+            if not agreed:
+                await stream.close()
+
+    def _answered(
+        self, candidate: Candidate, stream: Stream, swap_id: bytes, told: bytes, answer: Frame
+    ) -> Agreed | None:
+        partner = candidate.peer_id
+        match answer:
+            case Accept(hello, standing, part):
+                if hello.peer_id != partner or other_kind(self._hello(), hello):
+                    raise CorruptPayload("its answer names another peer or run", peer=partner)
+                if not 0 <= part.first < part.first + part.count <= len(told) or 0 in told[slice(*_range(part))]:
+                    raise CorruptPayload("it chose units that were not offered", peer=partner)
+                return self._agree(stream, swap_id, partner, standing, part)
+            case Refuse():
+                self.was_refused_as_stale |= answer.code is RefuseCode.STALE
+                now_s = self._loop.time()
+                self._pairing.refused(partner, answer.code, retry_after_s=answer.retry_after_s, now_s=now_s)
+                return None
+            case _:
+                raise CorruptPayload(f"it answered an offer with {type(answer).__name__}", peer=partner)
+
+    def _standing(self) -> Standing:
+        return Standing(self._progress(), self._exchange.step_s)
+
+    def _at_most(self) -> int:
+        """Return how many units this peer's link should carry in one swap."""
+        seconds = max(SLICE_STEPS * self._exchange.step_s, ROUND_TRIPS * self.link.round_trip_s)
+        return self._units.count_of(self.link.elements_per_s * seconds)
+
+    def _agree(self, stream: Stream, swap_id: bytes, partner: str, theirs: Standing, part: Slice) -> Agreed:
+        self._pairing.began(partner, self._directory.live(), num_live=self._directory.num_live())
+        step_s = min(max(0.0, theirs.step_s), MOST_STEP_S)
+        return Agreed(stream, swap_id, partner, theirs.progress, step_s, part)
+
+    # offers of other peers
+
+    def admit(self, hello: Hello) -> None:
+        """Raise Refused if the caller has a different protocol version, run, spec or model."""
+        if refuse := other_kind(self._hello(), hello):
+            raise Refused(refuse.sentence, peer=hello.peer_id, code=refuse.code.name)
+
+    def is_verified(self, swap_id: bytes) -> bool:
+        """Return whether this peer has verified a swap and not abandoned it. The partner asks this."""
+        ledger = self._ledgers.get(swap_id)
+        return ledger is not None and ledger.verified and not ledger.ended
+
+    async def on_swap(self, stream: Stream) -> None:
+        """Answer one offer and, if it is accepted, run the swap to its end."""
+        try:
+            offer = await stream.receive(self._deadlines.offer)
+            refusal = await self._refusal(offer)
+            if not refusal:
+                assert isinstance(offer, Offer)
+                refusal = await self._accept(stream, offer)
+            if refusal:
+                self.refused[refusal.code.name] += 1
+                await stream.send(refusal)
+        except PeerError as error:
+            log.debug("an offer from %s failed: %s", stream.peer, error)
+        finally:
+            await stream.close()
+
+    async def _accept(self, stream: Stream, offer: Offer) -> Refuse | None:
+        """Run a swap if there is a slot and a slice for it. Otherwise, return a refusal."""
+        caller = offer.hello.peer_id
+        if self._ask_task and not self._ask_task.done():
+            # Of two offers, that of the higher peer id counts, so that no circle of peers can wait.
+            if caller > self._hello().peer_id:
+                self._ask_task.cancel()
+            elif caller == self._asking:
+                return Refuse(RefuseCode.CROSSED, "we have made offers to each other, and mine counts")
+            await asyncio.wait({self._ask_task}, timeout=HOLD_S)
+        if self._asking or not self._may_agree():
+            return Refuse(RefuseCode.BUSY, "I have a partner", BUSY_RETRY_S)
+        part = self._ages.choose(offer.ages, self._exchange.step, at_most=min(offer.at_most, self._at_most()))
+        if not part:
+            return Refuse(RefuseCode.BUSY, "other swaps carry all slices that we could swap", BUSY_RETRY_S)
+        self._ages.begin(part)
+        agreed = self._agree(stream, offer.swap_id, caller, offer.standing, part)
+        await self._swap(agreed, first=stream.send(Accept(self._hello(), self._standing(), part)))
+        return None
+
+    async def _refusal(self, offer: Frame) -> Refuse | None:
+        """Return the reason to refuse an offer, whether or not there is a slot."""
+        if not isinstance(offer, Offer) or not self._is_sound(offer):
+            return Refuse(RefuseCode.MALFORMED, "a swap must begin with a valid offer")
+        caller, apart = offer.hello.peer_id, offer.standing.progress - self._progress()
+        if refuse := other_kind(self._hello(), offer.hello):
+            return refuse
+        if self.state != "training":
+            return Refuse(RefuseCode.NOT_TRAINING, f"this peer is {self.state}", PAUSED_S)
+        if not await self._introductions.is_listed(caller):
+            return Refuse(RefuseCode.UNLISTED, "I have not read your record yet", BUSY_RETRY_S)
+        if abs(apart) > self._furthest:
+            who = "you are" if apart < 0 else "I am"
+            return Refuse(RefuseCode.STALE, f"{who} {100 * abs(apart):.1f} % of the run behind", STALE_RETRY_S)
+        if self._pairing.shares.has_had(caller):
+            return Refuse(RefuseCode.OVER_SHARE, "you have had your share of my swaps", SHARE_RETRY_S)
+        return None
+
+    def _is_sound(self, offer: Offer) -> bool:
+        return (
+            len(offer.swap_id) == SWAP_ID_BYTES
+            and bool(offer.hello.peer_id)
+            and len(offer.ages) == self._units.num_units
+            and offer.at_most > 0
+            and math.isfinite(offer.standing.progress)
+            and math.isfinite(offer.standing.step_s)
+        )
+
+    # swaps
+
+    async def _swap_of_ours(self, agreed: Agreed) -> None:
+        try:
+            await self._swap(agreed)
+        finally:
+            await agreed.stream.close()
+
+    async def _swap(self, agreed: Agreed, *, first: Awaitable[None] | None = None) -> None:
+        """Run one swap, after awaiting `first`. A failure of the partner ends here."""
+        began_s, mixed_at = self._loop.time(), None
+        ledger = self._ledgers[agreed.swap_id] = Ledger()
+        if len(self._ledgers) > REMEMBERED_SWAPS:
+            self._ledgers.popitem(last=False)
+        swap = Swap(
+            agreed,
+            self._coder,
+            snapshot=self._exchange.snapshot,
+            turn=self._turn,
+            on_moving=self._tell_change,
+            executor=self._executor,
+            traffic=self.traffic,
+            ledger=ledger,
+            ask_partner=lambda: self._has_verified(agreed),
+            deadlines=self._deadlines,
+        )
+        self._running.append(swap)
+        try:
+            if first:
+                await first
+            coding = await swap.run()
+            mixed_at = swap.snapshot_step
+            self.num_swaps += 1
+            start, stop = self._units.bounds(agreed.part)
+            self.link.sent(stop - start, swap.sent_s)
+            seconds = self._loop.time() - began_s
+            self._exchange.committed(
+                Committed(agreed.partner, agreed.progress, coding, start, swap.snapshot_step, seconds)
+            )
+        except PeerError as error:
+            self.num_failed += 1
+            self._pairing.failed(agreed.partner, self._loop.time())
+            self._note(agreed.partner, "a swap failed", error)
+            if isinstance(error, CorruptPayload):
+                self._on_corrupt(agreed.partner, str(error))
+            # The traceback and the swap refer to each other, which would keep slices in memory.
+            error.__traceback__ = error.__context__ = None
+        finally:
+            ledger.ended |= not ledger.verified
+            self._ages.end(agreed.part, mixed_at=mixed_at)
+            self._running.remove(swap)
+            await self._tell_change()
+
+    async def _tell_change(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _has_verified(self, agreed: Agreed) -> bool:
+        """Ask the partner about a swap over a new connection. Without an answer, it counts as not verified."""
+        candidate = await self._directory.find(agreed.partner, timeout_s=self._deadlines.status)
+        if candidate is None:
+            return False
+        with contextlib.suppress(PeerError):
+            return await self._transport.has_verified(candidate, agreed.swap_id, timeout_s=self._deadlines.status)
+        return False
+
+    def _note(self, peer: str, what: str, error: PeerError) -> None:
+        self.last_failure = Failure(peer, str(error), error.advice)
+        log.info("%s: %s: %s", named(peer), what, error)
+
+
+def _range(part: Slice) -> tuple[int, int]:
+    return part.first, part.first + part.count

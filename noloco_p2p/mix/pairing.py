@@ -1,0 +1,78 @@
+"""Decide which peer to ask for a swap, and when to ask it again."""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from noloco_p2p.gossip.frames import FINAL, RefuseCode
+from noloco_p2p.gossip.seams import Candidate
+from noloco_p2p.gossip.shares import Shares
+
+FAILED_RETRY_S = 10.0  # before an unreachable peer is asked again
+LEAST_RETRY_S, MOST_RETRY_S = 0.05, 2.0  # before a peer that refused is asked again; doubles with each refusal
+MAX_REMEMBERED = 4096
+
+
+class Pairing:
+    """Draws partners uniformly at random among the live peers that may be asked now."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.shares = Shares()
+        self._rng = rng
+        self._retry_at_s: OrderedDict[str, float] = OrderedDict()
+        self._refusals: dict[str, int] = {}  # in a row
+        self._unreachable: set[str] = set()
+        self._incompatible: dict[str, str] = {}
+
+    def next(self, live: Sequence[Candidate], now_s: float) -> Candidate | None:
+        """Return the peer to ask, or None if there is none at the moment.
+
+        A peer that has had more than its share of swaps is asked only if there is no other.
+        """
+        free = [peer for peer in self._eligible(live) if self._retry_at_s.get(peer.peer_id, 0.0) <= now_s]
+        return self._rng.choice([peer for peer in free if not self.shares.owes(peer.peer_id)] or free) if free else None
+
+    def wait_s(self, live: Sequence[Candidate], now_s: float) -> float:
+        """Return the number of seconds until a peer may be asked, at most MOST_RETRY_S, as new peers may appear."""
+        waits = (self._retry_at_s.get(peer.peer_id, 0.0) - now_s for peer in self._eligible(live))
+        return max(0.0, min(waits, default=MOST_RETRY_S))
+
+    def began(self, peer_id: str, live: Sequence[Candidate], *, num_live: int) -> None:
+        """Record the start of a swap with a peer."""
+        real = [peer for peer in live if peer.can_be_called and peer.peer_id not in self._unreachable]
+        share = len(real) / len(live) if live else 1.0  # anyone can create records, which must not shrink fair shares
+        self.shares.open_round((peer.peer_id for peer in live), num_live=round(1 + (num_live - 1) * share))
+        self.shares.swapped(peer_id)
+        self._refusals.pop(peer_id, None)
+        self._unreachable.discard(peer_id)
+
+    def refused(self, peer_id: str, code: RefuseCode, *, retry_after_s: float, now_s: float) -> None:
+        if code in FINAL:
+            self._incompatible[peer_id] = code.name
+            return
+        times = self._refusals[peer_id] = self._refusals.get(peer_id, 0) + 1
+        # A random delay that grows separates peers that keep refusing each other.
+        apart_s = min(MOST_RETRY_S, LEAST_RETRY_S * 2.0 ** min(times - 1, 10)) * self._rng.uniform(0.5, 1.5)
+        self._wait(peer_id, now_s + max(0.0, retry_after_s) + apart_s)
+
+    def failed(self, peer_id: str, now_s: float) -> None:
+        """Record that a peer could not be reached, or that a swap with it failed."""
+        self._unreachable.add(peer_id)
+        self._wait(peer_id, now_s + FAILED_RETRY_S)
+
+    def _wait(self, peer_id: str, until_s: float) -> None:
+        self._retry_at_s.pop(peer_id, None)
+        self._retry_at_s[peer_id] = until_s
+        if len(self._retry_at_s) > MAX_REMEMBERED:
+            forgotten, _ = self._retry_at_s.popitem(last=False)
+            self._refusals.pop(forgotten, None)
+            self._unreachable.discard(forgotten)
+
+    def _eligible(self, live: Sequence[Candidate]) -> list[Candidate]:
+        return [
+            peer
+            for peer in live
+            if peer.state == "training" and peer.can_be_called and peer.peer_id not in self._incompatible
+        ]

@@ -1,0 +1,159 @@
+"""A swarm of trainers with real gossip on a virtual clock. A trainer's inner step adds noise to its vector."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from noloco_p2p.gossip.frames import Hello
+from noloco_p2p.gossip.seams import Candidate
+from noloco_p2p.mix.coder import Coder
+from noloco_p2p.mix.exchange import Committed, Exchange
+from noloco_p2p.mix.gossip import Gossip
+from noloco_p2p.mix.swap import INTERNET, Deadlines, Stream
+from noloco_p2p.mix.units import Units
+from noloco_p2p.simulate.clock import InlineExecutor
+from noloco_p2p.simulate.network import Link, LinkNetwork, LinkTransport
+from noloco_p2p.testing.links import LinkProfile
+from noloco_p2p.testing.memory import MemoryDirectory
+
+
+def profile(mbit_s: float, delay_ms: float = 10.0) -> LinkProfile:
+    return LinkProfile(f"{mbit_s} Mbit/s", down_mbit_s=mbit_s, up_mbit_s=mbit_s, delay_ms=delay_ms, jitter_ms=0.0)
+
+
+class Calls:
+    """The transport of one trainer."""
+
+    def __init__(self, network: LinkNetwork, hello: Callable[[], Hello], wrap: Callable[[Any], Any]) -> None:
+        self._network = network
+        self._transport = LinkTransport(network, hello, wrap=wrap)
+
+    async def open_swap(self, candidate: Candidate, *, timeout_s: float) -> Any:
+        return await self._transport.open_swap(candidate, timeout_s=timeout_s)
+
+    async def has_verified(self, candidate: Candidate, swap_id: bytes, *, timeout_s: float) -> bool:
+        service: Any = self._network.service(candidate.peer_id)
+        return service.gossip.is_verified(swap_id)
+
+
+class Trainer:
+    """One peer. `gained` is the sum of everything that its own inner steps added to its vector."""
+
+    def __init__(
+        self,
+        name: str,
+        network: LinkNetwork,
+        *,
+        num_elements: int,
+        codec: str = "modulo",
+        step_s: float = 1.0,
+        noise: float = 1e-3,
+        seed: int = 0,
+        deadlines: Deadlines = INTERNET,
+        wrap: Callable[[Any], Any] = lambda stream: stream,
+    ) -> None:
+        self.name = name
+        self.swaps: list[Committed] = []
+        self.ages: list[int] = []
+        self.corrupt: list[str] = []
+        self._rng = torch.Generator().manual_seed(seed)
+        self.vector = torch.randn(num_elements, generator=torch.Generator().manual_seed(99))
+        self.gained = torch.zeros(num_elements, dtype=torch.float64)
+        self.step_s, self.noise = step_s, noise
+        self._network = network
+        self._wrap = wrap
+        self._hello = Hello(name, "run", "spec")
+        units = Units(num_elements)
+        self.exchange = Exchange(units, asyncio.get_running_loop())
+        self.gossip = Gossip(
+            self.exchange,
+            Coder(codec, units),
+            hello=lambda: self._hello,
+            progress=lambda: 0.0,
+            furthest=1.0,
+            transport=Calls(network, lambda: self._hello, wrap),
+            directory=MemoryDirectory(network, own_id=name),
+            executor=InlineExecutor(),
+            rng=random.Random(f"{name}/{seed}"),
+            deadlines=deadlines,
+            on_corrupt=lambda peer, reason: self.corrupt.append(f"{peer}: {reason}"),
+        )
+
+    async def on_swap(self, stream: Stream) -> None:
+        await self.gossip.on_swap(stream)
+
+    async def train(self, num_steps: int, *, noise: float | None = None) -> None:
+        for _ in range(num_steps):
+            await asyncio.sleep(self.step_s)
+            gain = torch.randn(len(self.vector), generator=self._rng) * (self.noise if noise is None else noise)
+            self.vector += gain
+            self.gained += gain
+            self.exchange.step_taken(asyncio.get_running_loop().time())
+            self.between_steps()
+
+    def between_steps(self) -> None:
+        for swap in self.exchange.collect():
+            self.swaps.append(swap)
+            self.ages.append(self.exchange.step - swap.snapshot_step)
+            for index, chunk in enumerate(swap.coding.chunks):
+                self.vector[swap.start + chunk.start : swap.start + chunk.stop] += swap.coding.half_difference(index)
+        self.exchange.serve(lambda start, stop: self.vector[start:stop].clone())
+
+
+class Swarm:
+    """Trainers with links. Use it within a running loop."""
+
+    def __init__(self, links: Sequence[LinkProfile], *, lose: float = 0.0, seed: int = 0, **options: Any) -> None:
+        self.network = LinkNetwork(lose=lose, frames_a_swap=12, seed=seed)
+        self.trainers = [self._trainer(number, link, seed, options) for number, link in enumerate(links)]
+        self.tasks: dict[str, asyncio.Task[None]] = {}
+
+    def _trainer(self, number: int, link: LinkProfile, seed: int, options: dict[str, Any]) -> Trainer:
+        name = f"peer-{number:03}"
+        self.network.links[name] = Link.of(link, seed=number)
+        mine = {key: value[number] if isinstance(value, list) else value for key, value in options.items()}
+        trainer = Trainer(name, self.network, seed=1000 * seed + number, **mine)
+        self.network.add(name, trainer, wrap=mine.get("wrap", lambda stream: stream))  # pyright: ignore[reportArgumentType]
+        return trainer
+
+    async def run(self, num_steps: int, *, at_rest: int = 0) -> None:
+        """Train, then mix for `at_rest` more steps without training, and stop."""
+        self.tasks = {trainer.name: asyncio.create_task(trainer.gossip.run()) for trainer in self.trainers}
+        longest_s = num_steps * max(trainer.step_s for trainer in self.trainers)
+        await asyncio.gather(*(trainer.train(round(longest_s / trainer.step_s)) for trainer in self.trainers))
+        await asyncio.gather(*(trainer.train(at_rest, noise=0.0) for trainer in self.trainers))
+        await self.stop()
+
+    async def stop(self) -> None:
+        """End all swaps, and apply what has been committed."""
+        for task in self.tasks.values():
+            task.cancel()
+        await asyncio.gather(*self.tasks.values(), return_exceptions=True)
+        await self.network.close()
+        for trainer in self.trainers:
+            trainer.between_steps()
+
+    def drift(self) -> float:
+        """Return by how much the mean differs from the mean of all own inner steps, relative to their size."""
+        first = torch.randn(len(self.trainers[0].vector), generator=torch.Generator().manual_seed(99)).double()
+        mean = torch.stack([trainer.vector.double() for trainer in self.trainers]).mean(0)
+        gained = torch.stack([trainer.gained for trainer in self.trainers]).mean(0)
+        return float((mean - first - gained).norm() / max(1e-30, gained.norm().item()))
+
+    def spread(self) -> float:
+        """Return the root mean square distance of an element from its mean."""
+        vectors: Tensor = torch.stack([trainer.vector for trainer in self.trainers])
+        return float((vectors - vectors.mean(0)).square().mean().sqrt())
+
+    def use(self, seconds: float, mbit_s: Sequence[float]) -> list[float]:
+        """Return the share of each peer's upload that payloads used."""
+        return [
+            trainer.gossip.traffic.bytes_sent * 8 / (rate * 1e6 * seconds)
+            for trainer, rate in zip(self.trainers, mbit_s, strict=True)
+        ]

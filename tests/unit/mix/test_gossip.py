@@ -1,0 +1,123 @@
+"""Peers keep swapping: the mean is conserved, replicas stay together, and a fault leaves no trace."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from mix_swarm import Swarm, profile
+
+from noloco_p2p.mix.frames import Chunk, Grid, Header, Ready
+from noloco_p2p.simulate.clock import run_virtual
+
+LINKS = [profile(2.0)] * 6
+ROUNDING = 1e-4  # of fp32 sums
+
+
+def test_training_swarms_stay_together_and_conserve_their_mean() -> None:
+    async def main() -> None:
+        swarm = Swarm(LINKS, num_elements=200_000)
+        await swarm.run(40, at_rest=40)
+        assert swarm.drift() < ROUNDING
+        assert swarm.spread() < 1e-3 / 3  # a third of a single step
+        assert all(trainer.gossip.num_swaps > 20 for trainer in swarm.trainers)
+
+    run_virtual(main())
+
+
+def test_unequal_links_and_steps_keep_swapping() -> None:
+    async def main() -> None:
+        links = [profile(rate) for rate in (8.0, 8.0, 2.0, 2.0, 0.5, 0.5)]
+        swarm = Swarm(links, num_elements=200_000, step_s=[0.5, 1.0, 1.0, 2.0, 4.0, 1.0])
+        await swarm.run(30, at_rest=60)
+        assert swarm.drift() < ROUNDING
+        assert all(trainer.gossip.num_swaps > 10 for trainer in swarm.trainers)
+
+    run_virtual(main())
+
+
+def test_two_peers_with_a_vector_of_one_unit_swap() -> None:
+    async def main() -> None:
+        swarm = Swarm(LINKS[:2], num_elements=100)
+        await swarm.run(20)
+        assert swarm.drift() < ROUNDING
+        assert all(trainer.gossip.num_swaps > 5 for trainer in swarm.trainers)
+
+    run_virtual(main())
+
+
+def test_broken_connections_leave_no_trace() -> None:
+    async def main() -> None:
+        swarm = Swarm(LINKS, num_elements=200_000, lose=0.5, seed=3)
+        await swarm.run(60, at_rest=1)
+        assert sum(trainer.gossip.num_failed for trainer in swarm.trainers) > 10
+        assert sum(trainer.gossip.num_swaps for trainer in swarm.trainers) > 50
+        assert swarm.drift() < ROUNDING
+
+    run_virtual(main())
+
+
+class Altered:
+    """A stream that changes the first frame of a kind that it sends."""
+
+    def __init__(self, stream: Any, kind: type, change: Callable[[Any], Any]) -> None:
+        self._stream, self._kind, self._change = stream, kind, change
+        self.peer = stream.peer
+
+    async def send(self, frame: Any) -> None:
+        if isinstance(frame, self._kind):
+            frame = self._change(frame)
+        await self._stream.send(frame)
+
+    async def receive(self, timeout_s: float) -> Any:
+        return await self._stream.receive(timeout_s)
+
+    async def close(self) -> None:
+        await self._stream.close()
+
+
+FAULTS: dict[str, tuple[type, Callable[[Any], Any], str]] = {
+    "a flipped bit": (Chunk, lambda f: Chunk(f.index, bytes([f.payload[0] ^ 1]) + bytes(f.payload[1:]), f.digest), "damaged"),
+    "another chunk": (Chunk, lambda f: Chunk(f.index + 1, f.payload, f.digest), "expected chunk"),
+    "a longer pass": (Header, lambda f: Header(f.number, f.num_chunks, f.num_bytes + 1, f.digest), "expected a pass"),
+    "chunks that were not announced": (Header, lambda f: Header(f.number, f.num_chunks, f.num_bytes, bytes(32)), "announced"),
+    "a short grid": (Grid, lambda f: Grid(f.exponents[1:]), "a grid of"),
+    "a step out of range": (Grid, lambda f: Grid(bytes([110]) + f.exponents[1:]), "out of range"),
+    "Ready instead of a header": (Header, lambda f: Ready(), "expected Header"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_partner_that_sends_wrong_data_changes_nothing(fault: str) -> None:
+    kind, change, reason = FAULTS[fault]
+
+    async def main() -> None:
+        wraps = [lambda stream: stream, lambda stream: Altered(stream, kind, change)]
+        swarm = Swarm(LINKS[:2], num_elements=100_000, wrap=wraps)
+        await swarm.run(8)
+        assert swarm.trainers[0].swaps == []
+        assert swarm.trainers[1].swaps == []
+        assert any(reason in told for told in swarm.trainers[0].corrupt), swarm.trainers[0].corrupt
+
+    run_virtual(main())
+
+
+def test_killed_peers_leave_whole_swaps_or_none() -> None:
+    """Both partners apply a swap, or neither does, at whatever moment one of them is killed."""
+
+    async def main(kill_after_s: float) -> tuple[int, float]:
+        swarm = Swarm(LINKS[:2], num_elements=100_000, noise=0.0)
+        one, other = swarm.trainers
+        other.vector += 1e-2
+        total = one.vector + other.vector
+        runs = asyncio.create_task(swarm.run(6))
+        await asyncio.sleep(kill_after_s)
+        swarm.network.vanish("peer-001")
+        await runs
+        return len(one.swaps) - len(other.swaps), float((one.vector + other.vector - total).abs().max())
+
+    ends = [run_virtual(main(0.05 + 0.037 * number)) for number in range(60)]
+    assert {unequal for unequal, _ in ends} == {0}
+    assert max(error for _, error in ends) < 1e-5
