@@ -18,7 +18,7 @@ ORDER = [
     {"integrations", "monitor", "trainer", "testing"},
     {"peer"},
     {"net", "outer", "swarm"},
-    {"transfer"},
+    {"mix", "transfer"},
     {"gossip", "flow"},
     {"optim", "codec", "data"},
     {"devices"},
