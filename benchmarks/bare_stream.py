@@ -77,7 +77,8 @@ class BareStream:
         if self._is_plain:
             port = server.add_insecure_port("127.0.0.1:0")
         else:
-            port = server.add_secure_port("127.0.0.1:0", self._session.server_credentials())
+            keys = self._session._private_pem(), self._session._certificate
+            port = server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials([keys]))
         await server.start()
         return server, port
 

@@ -66,9 +66,7 @@ class Session:
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.num_tickets = 0  # each call has its own connection, so none resumes another
         context.set_alpn_protocols(["h2"])
-        with (
-            tempfile.NamedTemporaryFile() as file
-        ):  # Python reads keys only from files; only this user can read this one
+        with tempfile.NamedTemporaryFile() as file:  # Python reads keys only from files; only this user can read it
             file.write(self._private_pem() + self._certificate)
             file.flush()
             context.load_cert_chain(file.name)
