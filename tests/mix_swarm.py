@@ -53,6 +53,7 @@ class Trainer:
         num_elements: int,
         codec: str = "modulo",
         step_s: float = 1.0,
+        at_steps: bool = False,
         noise: float = 1e-3,
         seed: int = 0,
         deadlines: Deadlines = INTERNET,
@@ -71,6 +72,7 @@ class Trainer:
         self._hello = Hello(name, "run", "spec")
         units = Units(num_elements)
         self.exchange = Exchange(units, asyncio.get_running_loop())
+        self.exchange.read = None if at_steps else lambda start, stop: self.vector[start:stop].clone()
         self.gossip = Gossip(
             self.exchange,
             Coder(codec, units),
@@ -88,7 +90,8 @@ class Trainer:
     async def on_swap(self, stream: Stream) -> None:
         await self.gossip.on_swap(stream)
 
-    async def train(self, num_steps: int, *, noise: float | None = None) -> None:
+    async def train(self, num_steps: int, *, noise: float | None = None, after_s: float = 0.0) -> None:
+        await asyncio.sleep(after_s)
         for _ in range(num_steps):
             await asyncio.sleep(self.step_s)
             gain = torch.randn(len(self.vector), generator=self._rng) * (self.noise if noise is None else noise)
@@ -126,12 +129,20 @@ class Swarm:
         """Train, then mix for `at_rest` more steps without training, and stop."""
         self.tasks = {trainer.name: asyncio.create_task(trainer.gossip.run()) for trainer in self.trainers}
         longest_s = num_steps * max(trainer.step_s for trainer in self.trainers)
-        await asyncio.gather(*(trainer.train(round(longest_s / trainer.step_s)) for trainer in self.trainers))
+        rng = random.Random(1)  # inner steps of different peers do not end at the same moment
+        await asyncio.gather(
+            *(trainer.train(round(longest_s / trainer.step_s), after_s=rng.random()) for trainer in self.trainers)
+        )
         await asyncio.gather(*(trainer.train(at_rest, noise=0.0) for trainer in self.trainers))
         await self.stop()
 
     async def stop(self) -> None:
-        """End all swaps, and apply what has been committed."""
+        """Let all swaps end, and apply what has been committed."""
+        ends = asyncio.gather(*(trainer.gossip.finish(timeout_s=60.0) for trainer in self.trainers))
+        while not ends.done():
+            await asyncio.sleep(0.1)
+            for trainer in self.trainers:
+                trainer.between_steps()
         for task in self.tasks.values():
             task.cancel()
         await asyncio.gather(*self.tasks.values(), return_exceptions=True)

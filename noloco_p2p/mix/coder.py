@@ -170,7 +170,9 @@ class Coding:
 
     def _codec(self, number: int, index: int) -> ModuloCodec | Codec:
         passes = self._coder.passes
-        return passes[number] if number < len(passes) and UNKNOWN not in self._exponents_of(index) else self._coder.plain
+        return (
+            passes[number] if number < len(passes) and UNKNOWN not in self._exponents_of(index) else self._coder.plain
+        )
 
     def _exponents_of(self, index: int) -> list[int]:
         blocks, start = self.chunks[index].blocks, self._blocks.start

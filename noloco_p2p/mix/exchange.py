@@ -52,6 +52,10 @@ class Exchange:
         self.step = 0  # inner steps that the trainer has taken
         self.step_s = 0.0  # duration of an inner step, or 0 before the second one
         self.pause_s = 0.0  # time that the trainer spent on the last snapshot and the last half-differences
+        # Copies elements [start, stop) of the weights on any thread, between two inner steps. If this is None, the
+        # trainer copies them in `serve`.
+        self.read: Callable[[int, int], Tensor] | None = None
+        self.on_applied: Callable[[Committed], None] = lambda swap: None  # called on the network thread
         self._loop = loop
         self._wanted: deque[_Request] = deque()
         self._committed: deque[Committed] = deque()
@@ -67,8 +71,11 @@ class Exchange:
         self.step, self._last_step_s = self.step + 1, now_s
 
     def collect(self) -> list[Committed]:
-        """Return the swaps that have been committed since the last call."""
-        return [self._committed.popleft() for _ in range(len(self._committed))]
+        """Return the swaps that have been committed since the last call, which the caller applies at once."""
+        swaps = [self._committed.popleft() for _ in range(len(self._committed))]
+        for swap in swaps:
+            self._loop.call_soon_threadsafe(self.on_applied, swap)
+        return swaps
 
     def serve(self, read: Callable[[int, int], Tensor]) -> None:
         """Copy the slices that the network thread asked for. `read(start, stop)` returns a new fp32 tensor."""

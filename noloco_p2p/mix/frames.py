@@ -48,11 +48,12 @@ class Standing:
 
     progress: float
     step_s: float
+    free_in_s: float  # expected time until its current swap ends
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """An offer of a swap. `ages` has one byte per unit (see `Ages.tell`), and `at_most` units are the caller's limit."""
+    """An offer of a swap. `ages` has one byte per unit (see `Ages.tell`). The caller swaps at most `at_most` units."""
 
     hello: Hello
     swap_id: bytes  # 16 random bytes

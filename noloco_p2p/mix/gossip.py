@@ -18,7 +18,9 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Protocol
 
-from noloco_p2p.errors import CorruptPayload, PeerError, Refused
+from torch import Tensor
+
+from noloco_p2p.errors import CorruptPayload, PeerError, Refused, Unreachable
 from noloco_p2p.gossip.introductions import Introductions
 from noloco_p2p.gossip.seams import Candidate, Directory
 from noloco_p2p.mix.coder import Coder
@@ -39,6 +41,9 @@ SHARE_RETRY_S = 1.0
 PAUSED_S = 0.5  # how often a paused peer looks whether it may continue
 SLICE_STEPS = 0.8  # inner steps in which a slice should travel, so that it arrives within one
 ROUND_TRIPS = 20  # in which it travels at least
+# Partners whose current swaps end further apart than this share of a slice's time would leave a link idle. Among 8
+# peers with equal links, swaps use 0.80 of the link with this limit and 0.74 without it.
+MOST_APART = 0.5
 MOST_STEP_S = 300.0  # that a partner may claim for an inner step; this peer waits for two of them
 SWAP_ID_BYTES = 16
 REMEMBERED_SWAPS = 64
@@ -60,7 +65,7 @@ class Link:
     round_trip_s: float = 0.0
 
     def answered(self, seconds: float) -> None:
-        """Record the time from an offer to its answer. Most answers take longer than a round trip, so low ones count."""
+        """Record the time from an offer to its answer. Many take longer than a round trip, so low ones count."""
         self.round_trip_s = min(1.1 * self.round_trip_s or seconds, seconds)
 
     def sent(self, num_elements: int, seconds: float) -> None:
@@ -123,6 +128,8 @@ class Gossip:
         self._introductions = Introductions(directory, clock=self._loop.time)
         self._pairing = Pairing(rng)
         self._ages = Ages(self._units.num_units)
+        # Until then, a snapshot would lack the half-difference, and the same difference would be applied twice.
+        exchange.on_applied = lambda swap: self._ages.end(swap.coding.part, mixed_at=swap.snapshot_step)
         self._ask_task: asyncio.Task[Agreed | None] | None = None
         self._running: list[Swap] = []
         self._changed = asyncio.Condition()
@@ -146,6 +153,13 @@ class Gossip:
                 else:
                     await self._wait_for_somebody()
 
+    async def finish(self, *, timeout_s: float) -> None:
+        """Begin no further swap, and wait until those that have begun have ended, for at most `timeout_s` seconds."""
+        self.state = "leaving" if self.state == "training" else self.state
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s), self._changed:
+                await self._changed.wait_for(lambda: not self._running)
+
     def _may_agree(self) -> bool:
         """Return whether this peer may agree on another swap: if there is none, or the only one is moving.
 
@@ -159,7 +173,7 @@ class Gossip:
     # offers of this peer
 
     async def _ask_somebody(self) -> Agreed | None:
-        if self.state != "training" or not self._ages.num_free:
+        if self.state != "training":
             return None
         candidate = self._pairing.next(self._directory.live(), self._loop.time())
         if not candidate:
@@ -185,8 +199,9 @@ class Gossip:
 
     async def _wait_for_somebody(self) -> None:
         """Wait until a peer may be asked, and let the offers of others have the slot meanwhile."""
-        if self.state == "training" and self._ages.num_free:
-            await asyncio.sleep(self._pairing.wait_s(self._directory.live(), self._loop.time()))
+        if self.state == "training":
+            wait_s = self._pairing.wait_s(self._directory.live(), self._loop.time())
+            await asyncio.sleep(max(wait_s, BUSY_RETRY_S))  # all units may be busy
         else:
             await asyncio.sleep(PAUSED_S)
 
@@ -224,12 +239,21 @@ class Gossip:
                 raise CorruptPayload(f"it answered an offer with {type(answer).__name__}", peer=partner)
 
     def _standing(self) -> Standing:
-        return Standing(self._progress(), self._exchange.step_s)
+        return Standing(self._progress(), self._exchange.step_s, self._free_in_s())
+
+    def _free_in_s(self) -> float:
+        swap = self._running[0] if self._running else None
+        if swap is None or not swap.is_moving:
+            return 0.0
+        start, stop = self._units.bounds(swap.agreed.part)
+        return max(0.0, swap.moving_s + (stop - start) / max(1.0, self.link.elements_per_s) - self._loop.time())
 
     def _at_most(self) -> int:
         """Return how many units this peer's link should carry in one swap."""
-        seconds = max(SLICE_STEPS * self._exchange.step_s, ROUND_TRIPS * self.link.round_trip_s)
-        return self._units.count_of(self.link.elements_per_s * seconds)
+        return self._units.count_of(self.link.elements_per_s * self._slice_s())
+
+    def _slice_s(self) -> float:
+        return max(SLICE_STEPS * self._exchange.step_s, ROUND_TRIPS * self.link.round_trip_s)
 
     def _agree(self, stream: Stream, swap_id: bytes, partner: str, theirs: Standing, part: Slice) -> Agreed:
         self._pairing.began(partner, self._directory.live(), num_live=self._directory.num_live())
@@ -276,6 +300,8 @@ class Gossip:
             await asyncio.wait({self._ask_task}, timeout=HOLD_S)
         if self._asking or not self._may_agree():
             return Refuse(RefuseCode.BUSY, "I have a partner", BUSY_RETRY_S)
+        if abs(offer.standing.free_in_s - self._free_in_s()) > MOST_APART * self._slice_s():
+            return Refuse(RefuseCode.BUSY, "we would wait too long for each other", 0.0)
         part = self._ages.choose(offer.ages, self._exchange.step, at_most=min(offer.at_most, self._at_most()))
         if not part:
             return Refuse(RefuseCode.BUSY, "other swaps carry all slices that we could swap", BUSY_RETRY_S)
@@ -310,6 +336,7 @@ class Gossip:
             and offer.at_most > 0
             and math.isfinite(offer.standing.progress)
             and math.isfinite(offer.standing.step_s)
+            and math.isfinite(offer.standing.free_in_s)
         )
 
     # swaps
@@ -322,14 +349,14 @@ class Gossip:
 
     async def _swap(self, agreed: Agreed, *, first: Awaitable[None] | None = None) -> None:
         """Run one swap, after awaiting `first`. A failure of the partner ends here."""
-        began_s, mixed_at = self._loop.time(), None
+        began_s, is_committed = self._loop.time(), False
         ledger = self._ledgers[agreed.swap_id] = Ledger()
         if len(self._ledgers) > REMEMBERED_SWAPS:
             self._ledgers.popitem(last=False)
         swap = Swap(
             agreed,
             self._coder,
-            snapshot=self._exchange.snapshot,
+            snapshot=self._snapshot,
             turn=self._turn,
             on_moving=self._tell_change,
             executor=self._executor,
@@ -343,7 +370,7 @@ class Gossip:
             if first:
                 await first
             coding = await swap.run()
-            mixed_at = swap.snapshot_step
+            is_committed = True
             self.num_swaps += 1
             start, stop = self._units.bounds(agreed.part)
             self.link.sent(stop - start, swap.sent_s)
@@ -352,22 +379,37 @@ class Gossip:
                 Committed(agreed.partner, agreed.progress, coding, start, swap.snapshot_step, seconds)
             )
         except PeerError as error:
-            self.num_failed += 1
-            self._pairing.failed(agreed.partner, self._loop.time())
-            self._note(agreed.partner, "a swap failed", error)
+            self._failed(swap, error)
             if isinstance(error, CorruptPayload):
                 self._on_corrupt(agreed.partner, str(error))
             # The traceback and the swap refer to each other, which would keep slices in memory.
             error.__traceback__ = error.__context__ = None
         finally:
             ledger.ended |= not ledger.verified
-            self._ages.end(agreed.part, mixed_at=mixed_at)
+            if not is_committed:
+                self._ages.end(agreed.part, mixed_at=None)
             self._running.remove(swap)
             await self._tell_change()
+
+    def _failed(self, swap: Swap, error: PeerError) -> None:
+        partner, now_s = swap.agreed.partner, self._loop.time()
+        if not swap.is_moving and isinstance(error, Unreachable):
+            # The partner has agreed with somebody else while its answer or this peer's answer was on its way.
+            self._pairing.refused(partner, RefuseCode.BUSY, retry_after_s=BUSY_RETRY_S, now_s=now_s)
+            return
+        self.num_failed += 1
+        self._pairing.failed(partner, now_s)
+        self._note(partner, "a swap failed", error)
 
     async def _tell_change(self) -> None:
         async with self._changed:
             self._changed.notify_all()
+
+    async def _snapshot(self, part: Slice) -> tuple[Tensor, int]:
+        if read := self._exchange.read:
+            step = self._exchange.step
+            return await self._loop.run_in_executor(self._executor, read, *self._units.bounds(part)), step
+        return await self._exchange.snapshot(part)
 
     async def _has_verified(self, agreed: Agreed) -> bool:
         """Ask the partner about a swap over a new connection. Without an answer, it counts as not verified."""

@@ -14,7 +14,19 @@ from torch import Tensor
 
 from noloco_p2p.errors import CorruptPayload, PeerError, TimedOut, Unreachable
 from noloco_p2p.mix.coder import Coder, Coding, check_proposal
-from noloco_p2p.mix.frames import Abort, AbortCode, Alive, Chunk, Frame, Grid, Header, Payload, Ready, Received, chunk_digest
+from noloco_p2p.mix.frames import (
+    Abort,
+    AbortCode,
+    Alive,
+    Chunk,
+    Frame,
+    Grid,
+    Header,
+    Payload,
+    Ready,
+    Received,
+    chunk_digest,
+)
 from noloco_p2p.mix.units import Slice
 
 T = TypeVar("T")
@@ -82,10 +94,12 @@ class Agreed:
 
 
 class Swap:
-    """One swap. `snapshot` returns a copy of a slice of this peer's weights, and the inner step after which it was made.
+    """One swap.
 
-    A swap holds `turn` from its first header to its end, so only one swap of a peer moves at a time. `ask_partner` returns whether the
-    partner has verified the swap; it is called if the partner's Ready does not arrive.
+    `snapshot` returns a copy of a slice of this peer's weights, and the number of inner steps before it. A swap holds
+    `turn` from its snapshot until everything has been sent and received, so only one swap of a peer moves at a time.
+    `ask_partner` returns whether the partner has verified the swap; it is called if the partner's Ready does not
+    arrive.
     """
 
     def __init__(
@@ -106,6 +120,7 @@ class Swap:
         self.sent_s = 0.0  # from the first chunk of each pass until the partner had the last one
         self.snapshot_step = 0
         self.is_moving = False  # whether both partners send or have sent
+        self.moving_s = 0.0  # when they began
         self._coder = coder
         self._snapshot = snapshot
         self._turn = turn
@@ -152,34 +167,31 @@ class Swap:
             theirs = await self._grid
         else:
             theirs = b""
-        values, self.snapshot_step = await self._while_alive(self._snapshot(part))
-        coding = Coding(self._coder, part, values, swap_id=self.agreed.swap_id, proposals=(proposal, theirs))
-        self._coding.set_result(coding)
-        number, indices = 0, [*range(len(coding.chunks))]
-        payloads = await self._encoded(coding, number, indices)
         await self._while_alive(self._turn.acquire())
         try:
+            values, self.snapshot_step = await self._while_alive(self._snapshot(part))
+            coding = Coding(self._coder, part, values, swap_id=self.agreed.swap_id, proposals=(proposal, theirs))
+            self._coding.set_result(coding)
+            number, indices = 0, [*range(len(coding.chunks))]
             while indices:
-                await self._send_pass(number, indices, payloads)
+                await self._send_pass(coding, number, indices)
                 number, indices = number + 1, await self._while_alive(self._failed.get())
-                payloads = await self._encoded(coding, number, indices)
         finally:
             self._turn.release()
         self._traffic.chunks += len(coding.chunks)
 
-    async def _encoded(self, coding: Coding, number: int, indices: list[int]) -> list[Payload]:
+    async def _send_pass(self, coding: Coding, number: int, indices: list[int]) -> None:
         try:
-            return await self._while_alive(self._elsewhere(coding.encode, number, indices))
+            payloads = await self._while_alive(self._elsewhere(coding.encode, number, indices))
         except ValueError as error:  # not the partner's fault
             raise CorruptPayload(f"this peer's weights cannot be sent: {error}") from None
-
-    async def _send_pass(self, number: int, indices: list[int], payloads: list[Payload]) -> None:
         digests = [chunk_digest(payload) for payload in payloads]
         num_bytes = sum(len(payload) for payload in payloads)
         await self._send(Header(number, len(indices), num_bytes, blake3(b"".join(digests)).digest()))
         await self._while_alive(self._headers.get())
         if number == 0:
             self.is_moving = True
+            self.moving_s = self._loop.time()
             await self._on_moving()
         self._began_s = self._loop.time()
         for index, payload, digest in zip(indices, payloads, digests, strict=True):
@@ -228,9 +240,7 @@ class Swap:
             self._failed.put_nowait(indices)
             number += 1
 
-    async def _receive_pass(
-        self, coding: Coding, number: int, indices: Sequence[int], header: Header
-    ) -> list[Payload]:
+    async def _receive_pass(self, coding: Coding, number: int, indices: Sequence[int], header: Header) -> list[Payload]:
         told = (header.number, header.num_chunks, header.num_bytes)
         expected = (number, len(indices), coding.num_bytes(number, indices))
         if told != expected:

@@ -59,7 +59,9 @@ def test_the_oldest_slice_is_chosen(steps: list[int], at_most: int, data: st.Dat
     assert chosen is not None
     assert chosen.count <= at_most
     assert busy.isdisjoint(chosen.units)
-    both = [0 if unit in busy else mine + other for unit, (mine, other) in enumerate(zip(ages.tell(now), told))]
+    both = [
+        0 if unit in busy else mine + other for unit, (mine, other) in enumerate(zip(ages.tell(now), told, strict=True))
+    ]
     slices = [
         Slice(first, count)
         for first in range(len(steps))
