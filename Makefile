@@ -67,8 +67,6 @@ lint: $(STAMP)
 	$(BIN)/codespell
 	$(BIN)/python proto/generate.py --check
 	$(BIN)/python docs/generate.py --check
-	$(BIN)/python benchmarks/study/tables.py --check
-	$(BIN)/python benchmarks/study/quoted.py --check
 	$(BIN)/hadolint docker/Dockerfile
 	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.compose-spec docker/compose.yaml docker/compose.gpu.yaml
 	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml

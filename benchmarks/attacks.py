@@ -2,7 +2,7 @@
 
     python benchmarks/attacks.py [--quick] [--greedy | --claims] [--late CODEC] [--seeds 0,1,2] [--jobs 2] [--json FILE]
 
-The swarms are simulated and train the toy model of the studies. Losses are validation losses, averaged over the honest
+The swarms are simulated and train the toy model (toy.toml). Losses are validation losses, averaged over the honest
 replicas at the end. "open" means that no gate is active except the finite check. The noise is the difference in loss
 between seeds of the same honest swarm. With --greedy, the liar is a ninth peer, which makes offers to all peers at once
 over several calls. Swarms of sixteen peers with two or three such liars are measured, too. These swarms train the same
@@ -37,7 +37,7 @@ from noloco_p2p.simulate.plan import Plan
 from noloco_p2p.simulate.replica import SimulatedReplica
 from noloco_p2p.spec import TrainerSpec
 
-TOY = Path(__file__).parent / "study" / "toy.toml"
+TOY = Path(__file__).parent / "toy.toml"
 HONEST = "honest"
 LIAR = 7
 NUM_ROUNDS = 20

@@ -2,7 +2,7 @@
 
     python benchmarks/honest_states.py [--steps 120] [--rounds 40] [--seed 0]
 
-Eight simulated replicas train the toy model of the studies. "N of 8 apart" means that N replicas never meet the others,
+Eight simulated replicas train the toy model (toy.toml). "N of 8 apart" means that N replicas never meet the others,
 so each row shows a swarm at the moment when a network partition ends. Distances are relative to a norm. Peers save at
 different times, so a merge receives states of several rounds. In the columns "saved 0 to 7 rounds ago", replica i
 contributes the state that it saved i rounds ago.
@@ -31,7 +31,7 @@ from noloco_p2p.simulate.swarm import simulate_swarm
 from noloco_p2p.spec import TrainerSpec
 from noloco_p2p.testing.memory import MemoryDirectory
 
-TOY = Path(__file__).parent / "study" / "toy.toml"
+TOY = Path(__file__).parent / "toy.toml"
 NUM_REPLICAS = 8
 
 

@@ -1,6 +1,6 @@
 """Compare the time of an exchange with one peer (a swap) with that of an exchange with all peers (a tree all-reduce).
 
-    python benchmarks/latency.py [--quick] [--json FILE] [--plot FILE.png]
+    python benchmarks/latency.py [--quick] [--json FILE]
 
 The time of a send has a log-normal distribution with a median of 1, and nothing else takes time. A pair is done when
 both sends are done. In a tree all-reduce, every peer waits for its children (at most two), adds their vectors to its
@@ -84,32 +84,10 @@ def measure(quick: bool) -> list[Row]:
     return rows
 
 
-def draw(rows: list[Row], path: Path) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    for index, sigma in enumerate(SIGMAS):
-        mine = [row for row in rows if row.sigma == sigma]
-        sizes = [row.num_peers for row in mine]
-        axes.plot(sizes, [row.tree for row in mine], f"C{index}o-", label=f"tree all-reduce, sigma {sigma:g}")
-        axes.plot(sizes, [row.tree_formula for row in mine], f"C{index}:")
-        axes.plot(sizes, [row.pair for row in mine], f"C{index}s--", label=f"pair, sigma {sigma:g}", markersize=4)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xlabel("peers")
-    axes.set_ylabel("medians of one send (dotted: formula of the tree)")
-    axes.legend(fontsize="small")
-    figure.savefig(path, dpi=110)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer trials")
     parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png")
     args = parser.parse_args()
     rows = measure(args.quick)
     print(machine())
@@ -121,8 +99,6 @@ def main() -> None:
         )
     if args.json:
         args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8")
-    if args.plot:
-        draw(rows, args.plot)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from noloco_p2p.spec import TrainerSpec
 from noloco_p2p.trainer import rms_gate, stage_work
 from noloco_p2p.trainer.rms_gate import LEAST_FRAMES, MOST_TIMES, RmsGate
 
-TOY = Path(__file__).parent / "study" / "toy.toml"
+TOY = Path(__file__).parent / "toy.toml"
 REPLICAS = (2, 2, 2)
 LIE_TIMES = 1000.0
 TOYS = {"model.num_layers": 3, "outer.inner_steps": 5, "outer.alpha": 0.0, "outer.beta": 1.0, "outer.gamma": 1.0}

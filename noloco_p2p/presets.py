@@ -5,8 +5,8 @@ sizes, data and schedule of the NoLoCo paper (arXiv 2506.10911): Llama blocks, C
 are 1,000 warm-up steps and a cosine decay to a tenth of the learning rate, in a total of 25,000 steps, with gradients
 clipped at 1.0 and without weight decay. The paper counts tokens per step over the whole swarm (half a million, one
 million and two million). Here, these tokens are divided among 8, 16 and 16 peers, respectively. All four presets use
-the settings that did best in docs/results.md: Muon as the inner optimizer, rounds as short as the link allows, modulo
-coding for the state and int2 for gradients.
+the settings that did best with a toy: Muon as the inner optimizer, rounds as short as the link allows, modulo coding
+for the state and int2 for gradients.
 
 `paper` is like `small`, but uses the paper's exact rule: Adam, 50 inner steps, alpha 0.5, beta = gamma = 0.7, no
 swapping of outer momentum, no compression and no closing rounds.

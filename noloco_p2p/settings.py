@@ -112,7 +112,7 @@ class PeerSettings(BaseModel):
     """The settings of this machine.
 
     `load` merges the sources. Error messages name the field and its source. Each field is also a flag
-    (`cli/options.py`), a NOLOCO_* variable, a key in the user's file and a row in docs/settings.md.
+    (`cli/options.py`), a NOLOCO_* variable, a key in the user's file and a row in docs/reference.md.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

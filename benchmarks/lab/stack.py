@@ -63,7 +63,7 @@ class Shape:
         return sum(math.prod(size) for size in self.sizes().values())
 
 
-TOY = Shape(hidden=64, layers=2, heads=4, inner=172, tokens=64, batch=4)  # 0.12M parameters, as benchmarks/study
+TOY = Shape(hidden=64, layers=2, heads=4, inner=172, tokens=64, batch=4)  # 0.12M parameters, as toy.toml
 SMALL = Shape(hidden=128, layers=4, heads=4, inner=344, tokens=128, batch=8)  # 0.8M parameters
 
 

@@ -25,14 +25,14 @@ WINDOW_SWAPS = 7  # swaps in the window; a change in the link takes effect once 
 # FILL is the fraction of a round that transfers may take during its inner steps. These transfers are the early part and
 # whatever remains of the late part after the longest wait. Partners' boundaries can be 0.6 rounds apart
 # (pairing.FAR_SHARE), so the partners' rounds overlap by 0.4 of a round. With a larger fraction, training also waits
-# for partners and early parts, and solo rounds appear (benchmarks/results/round_lengths.txt). Peers that never wait
-# drift apart and have more solo rounds, so their fraction is smaller.
+# for partners and early parts, and solo rounds appear. Peers that never wait drift apart and have more solo rounds, so
+# their fraction is smaller.
 FILL = 0.4
 FILL_UNWAITED = 1 / 3
 
 # These constants fit the loss of the toy model: after n inner steps in rounds of H steps, the loss is proportional to
-# n^-STEPS_EXPONENT (CURVE_START + H)^LENGTH_EXPONENT. benchmarks/study/round_lengths.py fits this formula to runs of 8
-# replicas with Muon, modulo8 and int4, and benchmarks/results/round_lengths.txt reports the error of the fit.
+# n^-STEPS_EXPONENT (CURVE_START + H)^LENGTH_EXPONENT. The runs had 8 replicas, Muon, modulo8 and int4. The root mean
+# square error of the fit is 0.6 %.
 STEPS_EXPONENT = 0.24
 LENGTH_EXPONENT = 0.09
 CURVE_START = 1.0

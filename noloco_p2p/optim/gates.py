@@ -27,7 +27,7 @@ computed or received before.
 
 Outer gradients are compared after decoding, because only the decoded ones are known to both partners. A coarse codec
 changes norms and angles. int2 multiplies the norm of a normally distributed vector by 0.94, and sign1 multiplies it by
-0.80. For real outer gradients of the toy model in benchmarks/study, the factor is 0.90 to 1.10 with int2 and 0.75 to
+0.80. For real outer gradients of the toy model in benchmarks/toy.toml, the factor is 0.90 to 1.10 with int2 and 0.75 to
 0.95 with sign1. The factor never exceeds 1.5 with int2 or 1 with sign1. The limit of ten times the median compares the
 norm of the partner's decoded gradient with the norms of this peer's exact gradients. For two normally distributed
 vectors with cosine c, the decoded vectors have a cosine of 0.89 c (int2) or 2 / pi asin(c) (sign1). The limit of -0.1

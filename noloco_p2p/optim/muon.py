@@ -10,8 +10,8 @@ differs in three ways:
 * It combines matrices of the same shape into batched products.
 * It needs only three iterations. It first scales the rows of a matrix so that its largest singular value is at most 1
   (almost-orthogonal layers, Prach and Lampert 2022, as in Turbo-Muon, arXiv 2512.04632). Each iteration then uses the
-  coefficients that are optimal after the previous iteration (Polar Express, arXiv 2505.16932). benchmarks/study
-  compares the losses.
+  coefficients that are optimal after the previous iteration (Polar Express, arXiv 2505.16932). On
+  the toy, its loss is 0.1 to 0.3 % lower than that of torch's fp32 version, which is within the noise of three seeds.
 
 The hyperparameters, the state and the checkpoints are the same as for `torch.optim.Muon`.
 """

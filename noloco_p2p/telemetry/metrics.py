@@ -1,7 +1,7 @@
 """The table of all metrics of a peer, with the kind, unit and meaning of each metric, and where it is shown.
 
 Everything that shows a metric is generated from this table. This includes a peer's status, events, /metrics and
-directory record; the monitor's JSON, tables, totals, curves and /metrics; and docs/metrics.md.
+directory record; the monitor's JSON, tables, totals, curves and /metrics; and docs/reference.md.
 """
 
 from __future__ import annotations
