@@ -23,12 +23,14 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/noloco demo
 
+# Most tests wait for processes and sockets, so more workers than cores are worthwhile. Tests of a file share a worker.
+WORKERS ?= 3
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist loadfile
 
 # Runs real swarms for minutes: churn, the monitor's page in a browser, closed ports, and peers with several processes.
 test-slow: $(STAMP)
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m slow -n 2
 
 # Runs the tests of `make test`, and prints the lines that neither they nor the processes that they start execute.
 coverage: $(STAMP)
