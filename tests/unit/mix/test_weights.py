@@ -1,0 +1,72 @@
+"""Weights are copied between two steps of the optimizer, and small half-differences reach 16-bit weights."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from noloco_p2p.mix.weights import Weights, add_
+
+
+class Vector:
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+
+    def read(self, start: int, stop: int) -> Tensor:
+        return self.values[start:stop].float()
+
+    def pieces(self, start: int, stop: int) -> Iterator[tuple[Tensor, slice]]:
+        yield self.values[start:stop], slice(0, stop - start)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("value", [1.0, -3.7, 1e-5, 0.0])
+def test_the_expectation_of_a_sum_is_exact(dtype: torch.dtype, value: float) -> None:
+    torch.manual_seed(1)
+    values = torch.full((100_000,), value).to(dtype)
+    before, offset = values.double(), max(abs(value), 1e-5) * 2.0**-13  # a small part of the distance of two numbers
+    for _ in range(20):
+        add_(values, torch.full((100_000,), offset))
+    gained = (values.double() - before).mean() / (20 * offset)
+    assert float(gained) == pytest.approx(1.0, abs=0.05)
+
+
+def test_rounding_to_nearest_would_lose_small_offsets() -> None:
+    values = torch.ones(1000, dtype=torch.bfloat16)
+    for _ in range(20):
+        values.add_(torch.full((1000,), 2.0**-10).bfloat16())
+    assert torch.equal(values, torch.ones(1000, dtype=torch.bfloat16))
+
+
+def test_fp32_sums_are_those_of_torch() -> None:
+    values, offset = torch.randn(1000), torch.randn(1000)
+    expected = values + offset
+    add_(values, offset)
+    assert torch.equal(values, expected)
+
+
+def test_a_copy_sees_no_step_half_done() -> None:
+    vector = Vector(torch.zeros(200_000))  # less than a chunk
+    weights, stop = Weights(vector), threading.Event()
+
+    def train() -> None:
+        step = 0
+        while not stop.is_set():
+            step += 1
+            with weights.lock:
+                vector.values[:100_000] = step
+                vector.values[100_000:] = step
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    try:
+        copies = [weights.read(0, 200_000) for _ in range(200)]
+    finally:
+        stop.set()
+        thread.join()
+    assert all(float(copy.min()) == float(copy.max()) for copy in copies)
+    assert len({float(copy[0]) for copy in copies}) > 1
