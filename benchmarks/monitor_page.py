@@ -16,7 +16,6 @@ import platform
 import shutil
 import statistics
 import sys
-import tempfile
 import time
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -29,8 +28,7 @@ from harness.crowd import Crowd
 
 from noloco_p2p.codec.sketch import SKETCH_SIZE, pack
 from noloco_p2p.monitor.collect import Watcher
-from noloco_p2p.monitor.history import History
-from noloco_p2p.monitor.web import LOOK_S, SwarmFeed, app
+from noloco_p2p.monitor.web import LOOK_S, LiveSwarm, app
 from noloco_p2p.telemetry.http import HttpServer
 from noloco_p2p.ticket import Ticket
 
@@ -48,56 +46,53 @@ async def run(num_peers: int, minutes: float) -> dict[str, Any]:
     crowd = Crowd(num_peers, began_s=time.time() - 5000, sketch=sketch)
     updates: list[float] = []
     samples: list[dict[str, float]] = []
-    with tempfile.TemporaryDirectory() as folder:
-        feed = SwarmFeed(Watcher(Ticket("crowd", "c0" * 32, ())), History(Path(folder) / "curves.sqlite"))
-        server = HttpServer(app(feed), host="127.0.0.1", port=0)
+    swarm = LiveSwarm(Watcher(Ticket("crowd", "c0" * 32, ())))
+    server = HttpServer(app(swarm), host="127.0.0.1", port=0)
 
-        def look() -> None:
-            now_s = time.time()
-            feed.watcher.take(records, directory_age_s=0.5, now_s=now_s)
+    def look() -> None:
+        now_s = time.time()
+        swarm.watcher.take(records, directory_age_s=0.5, now_s=now_s)
 
-        async def looking() -> None:
-            nonlocal records
-            while True:
-                records = crowd.records(time.time())  # not the monitor's work: a directory would have the records
-                began_s = time.process_time()
-                await feed.look(look)
-                updates.append(1000 * (time.process_time() - began_s))
-                await asyncio.sleep(LOOK_S)
+    async def looking() -> None:
+        nonlocal records
+        while True:
+            records = crowd.records(time.time())  # not the monitor's work: a directory would have the records
+            began_s = time.process_time()
+            swarm.look(look)
+            updates.append(1000 * (time.process_time() - began_s))
+            await asyncio.sleep(LOOK_S)
 
-        records = crowd.records(time.time())
-        await feed.look(look)
-        await server.start(flag="--listen")
-        task = asyncio.create_task(looking())
-        async with async_playwright() as playwright:
-            browser = await playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
-            page = await browser.new_page(viewport={"width": 1280, "height": 1000})
-            session = await page.context.new_cdp_session(page)
-            await session.send("Performance.enable", {"timeDomain": "threadTicks"})  # processor time, not the clock's
-            await page.goto(f"http://127.0.0.1:{server.port}/")
-            began_s, last = time.monotonic(), await _page(page, session)
-            while time.monotonic() - began_s < 60 * minutes:
-                await asyncio.sleep(SAMPLE_S)
-                now = await _page(page, session)
-                number = now["updates"] - last["updates"]
-                samples.append(
-                    {
-                        "at_s": round(time.monotonic() - began_s, 1),
-                        "update_ms": round(1000 * (now["busy_s"] - last["busy_s"]) / max(1, number), 1),
-                        "heap_mib": round(now["heap_mib"], 1),
-                        "server_mib": round(psutil.Process().memory_info().rss / 2**20, 1),
-                        "updates": number,
-                    }
-                )
-                last = now
-                print(samples[-1], flush=True)
-            await browser.close()
-        task.cancel()
-        with suppress(asyncio.CancelledError):
-            await task
-        await feed.close()
-        await server.stop()
-        feed.history.close()
+    records = crowd.records(time.time())
+    swarm.look(look)
+    await server.start(flag="--listen")
+    task = asyncio.create_task(looking())
+    async with async_playwright() as playwright:
+        browser = await playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
+        page = await browser.new_page(viewport={"width": 1280, "height": 1000})
+        session = await page.context.new_cdp_session(page)
+        await session.send("Performance.enable", {"timeDomain": "threadTicks"})  # processor time, not the clock's
+        await page.goto(f"http://127.0.0.1:{server.port}/")
+        began_s, last = time.monotonic(), await _page(page, session)
+        while time.monotonic() - began_s < 60 * minutes:
+            await asyncio.sleep(SAMPLE_S)
+            now = await _page(page, session)
+            number = now["updates"] - last["updates"]
+            samples.append(
+                {
+                    "at_s": round(time.monotonic() - began_s, 1),
+                    "update_ms": round(1000 * (now["busy_s"] - last["busy_s"]) / max(1, number), 1),
+                    "heap_mib": round(now["heap_mib"], 1),
+                    "server_mib": round(psutil.Process().memory_info().rss / 2**20, 1),
+                    "updates": number,
+                }
+            )
+            last = now
+            print(samples[-1], flush=True)
+        await browser.close()
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
+    await server.stop()
     return _summary(num_peers, minutes, samples, updates)
 
 
