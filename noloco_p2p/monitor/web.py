@@ -145,7 +145,7 @@ async def serve(
     server = HttpServer(app(swarm), host=host, port=port)
     swarm.look(lambda: swarm.watcher.look(directory))
     await server.start(flag="--listen")
-    say(f"the page is at http://{host}:{server.port}/; press Ctrl-C to stop")
+    say(f"the page is at http://{host}:{server.port}/ (press Ctrl-C to stop)")
     try:
         while not stop.is_set():
             try:

@@ -13,7 +13,7 @@ import grpc.aio
 from grpc.aio import EOF  # pyright: ignore[reportAttributeAccessIssue] - missing in the stubs
 
 from noloco_p2p.dial_guard import DialGuard
-from noloco_p2p.errors import CorruptPayload, Refused, TimedOut
+from noloco_p2p.errors import CorruptPayload, TimedOut
 from noloco_p2p.gossip import frames
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.net import convert
@@ -114,9 +114,8 @@ class GrpcTransport:
                             digests += part.chunk_digests
                             if len(digests) > MAX_MANIFEST_CHUNKS:
                                 raise CorruptPayload("the manifest lists too many chunks", peer=candidate.peer_id)
-                        case _:  # for example, the position in a queue, which earlier versions sent
-                            sentence = "it sent a kind of reply that this version does not support"
-                            raise Refused(sentence, code=frames.RefuseCode.BUSY.name, peer=candidate.peer_id)
+                        case _:
+                            raise CorruptPayload("it sent an unknown kind of reply", peer=candidate.peer_id)
                 if manifest:
                     yield replace(manifest, chunk_digests=tuple(digests))
             except grpc.aio.AioRpcError as error:
