@@ -26,8 +26,7 @@ from noloco_p2p.gossip.round_events import RoundPhase
 from noloco_p2p.gossip.round_stack import build_round_stack
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.identity import Identity
-from noloco_p2p.net.client import POLICY, GrpcTransport
-from noloco_p2p.net.connection_tuning import ConnectionPolicy
+from noloco_p2p.net.client import FAR_CONNECTIONS, GrpcTransport
 from noloco_p2p.net.server import GrpcServer
 from noloco_p2p.net.session import Session
 from noloco_p2p.spec import RunSpec
@@ -70,7 +69,7 @@ class BarePeer:
         num_elements: int,
         *,
         host: str = "127.0.0.1",
-        connections: ConnectionPolicy = POLICY,
+        connections: int = FAR_CONNECTIONS,
         session: Session | None = None,
     ) -> None:
         torch.set_num_threads(1)

@@ -169,16 +169,10 @@ class PeerSettings(BaseModel):
     when: Annotated[
         str,
         about(
-            "When to train: always, idle (only while other programs are barely using the processor and GPU), or "
-            "between two times of day, for example 22:00-07:00."
+            "When to train: always, idle (only while other programs are barely using the processor), or between two "
+            "times of day, for example 22:00-07:00."
         ),
         Flag(metavar="always|idle|HH:MM-HH:MM"),
-    ] = "always"
-    on_battery: Annotated[AlwaysOrNever, about("If set to never, pause while the machine is on battery power.")] = (
-        "always"
-    )
-    on_busy_gpu: Annotated[
-        AlwaysOrNever, about("If set to never, pause while another program is using this peer's GPU (NVIDIA only).")
     ] = "always"
     max_loss_rise: Annotated[
         Annotated[float, Field(gt=0, allow_inf_nan=False)] | None,

@@ -47,16 +47,6 @@ Size = Annotated[int, Field(gt=0, le=2**22)]  # the size of a tensor or a batch
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
-# Fields that were added after version 1. At their defaults, they are not part of the digest, so the digests of older
-# specs have not changed.
-YOUNG = (
-    "model.random_weights",
-    "model.parameter_seeds",
-    "model.lora",
-    "data.mix",
-    "outer.weigh_tokens",
-    "pipeline",
-)
 RUN_SPEC_FIELD = "total_steps"  # at the top level of a RunSpec, but in the `train` section of a TrainerSpec
 OTHER_KIND = {
     "RunSpec": "this run is trained by a script; start that script with the same spec or ticket",
@@ -572,18 +562,8 @@ class Spec(Section):
         return warnings
 
     def canonical_json(self) -> bytes:
-        """Return the canonical bytes of a spec: sorted keys, no spaces, and all fields including defaults.
-
-        Fields in YOUNG are omitted if they have their default values, and so is the run key of an open run.
-        """
-        values = self.model_dump(mode="json", exclude=None if self.run_key else {"run_key"})
-        for dotted in YOUNG:
-            section, _, key = dotted.rpartition(".")
-            own: Section | None = getattr(self, section, None) if section else self
-            fields = {} if own is None else type(own).model_fields
-            if key in fields and getattr(own, key) == fields[key].default:
-                del (values[section] if section else values)[key]
-        return json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
+        """Return the canonical bytes of a spec: sorted keys, no spaces, and all fields including defaults."""
+        return json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":")).encode()
 
     def digest(self) -> str:
         """Return the digest of the spec: 64 hexadecimal digits (BLAKE3 of the canonical JSON)."""

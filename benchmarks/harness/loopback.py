@@ -11,8 +11,7 @@ from noloco_p2p.gossip.deadlines import INTERNET, Deadlines
 from noloco_p2p.gossip.frames import Hello
 from noloco_p2p.gossip.round_stack import PeerService
 from noloco_p2p.gossip.seams import Candidate, Directory, FrameStream, Service, Transport
-from noloco_p2p.net.client import POLICY, GrpcTransport
-from noloco_p2p.net.connection_tuning import ConnectionPolicy
+from noloco_p2p.net.client import FAR_CONNECTIONS, GrpcTransport
 from noloco_p2p.net.server import GrpcServer
 from noloco_p2p.net.throttle import Limits
 from noloco_p2p.spec import Spec
@@ -27,7 +26,7 @@ class LoopbackSwarm(MemorySwarm):
     the upload and download of peers that are made later, in bytes per second.
     """
 
-    def __init__(self, spec: Spec, *, deadlines: Deadlines = INTERNET, connections: ConnectionPolicy = POLICY) -> None:
+    def __init__(self, spec: Spec, *, deadlines: Deadlines = INTERNET, connections: int = FAR_CONNECTIONS) -> None:
         super().__init__(spec, deadlines=deadlines)
         self.addresses: dict[str, str] = {}
         self.rates: dict[str, tuple[float | None, float | None]] = {}

@@ -66,7 +66,7 @@ async def _examine(run: TrainerSpec | Ticket | None, settings: PeerSettings, *, 
     from noloco_p2p.doctor import machine
 
     found(machine.ports(settings))
-    found(machine.disk(settings), machine.memory(), machine.accelerator(), machine.free_time(), machine.codec_speed())
+    found(machine.disk(settings), machine.memory(), machine.accelerator(), machine.codec_speed())
     found(await machine.p2pd())
     if run:
         from noloco_p2p.doctor.swarm import examine, model

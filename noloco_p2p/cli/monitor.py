@@ -7,7 +7,6 @@ import json
 import signal
 import sys
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -34,14 +33,6 @@ def monitor(
         str | None,
         typer.Option(help="HOST:PORT for --web. With port 0, a free port is used.", show_default=DEFAULT_WEB),
     ] = None,
-    history: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="The file in which --web stores its curves.  [default: in the state folder]",
-            show_default=False,
-        ),
-    ] = None,
     interval_s: Annotated[
         float, typer.Option("--interval", help="Seconds between updates with --watch.", min=0.1)
     ] = 2.0,
@@ -59,8 +50,8 @@ def monitor(
     from noloco_p2p.ticket import Ticket
 
     entry = Ticket.decode(resolve(ticket))
-    if not web and (listen or history):
-        raise SettingsError("--listen and --history require --web")
+    if listen and not web:
+        raise SettingsError("--listen requires --web")
     if web and (watch or as_json):
         raise SettingsError("--watch and --json cannot be combined with --web, which serves /api/status as JSON")
     import uvloop
@@ -69,7 +60,7 @@ def monitor(
 
     choice = Choice(sort, words, descending)
     if web:
-        uvloop.run(_serve(entry, listen or DEFAULT_WEB, history))
+        uvloop.run(_serve(entry, listen or DEFAULT_WEB))
         return
     if watch:
         uvloop.run(_watch(entry, choice, interval_s, as_json=as_json))
@@ -133,17 +124,15 @@ async def _draw(console: Any, choice: Choice, interval_s: float, look: Any) -> N
     console.print(headline(swarm), markup=False, highlight=False)
 
 
-async def _serve(entry: Ticket, listen: str, history: Path | None) -> None:
+async def _serve(entry: Ticket, listen: str) -> None:
     from noloco_p2p.monitor.web import serve
-    from noloco_p2p.settings import PeerSettings, split_address
+    from noloco_p2p.settings import split_address
     from noloco_p2p.swarm.reader import find_somebody, reader
 
     try:
         host, port = split_address(listen)
     except ValueError as error:
         raise SettingsError(f"--listen: {error}") from None
-    folder = PeerSettings.load().state_dir / "monitor"
-    path = history or folder / f"{entry.run_id}.sqlite"
     stop = asyncio.Event()
     for signum in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(signum, stop.set)
@@ -156,15 +145,7 @@ async def _serve(entry: Ticket, listen: str, history: Path | None) -> None:
             if stop.is_set():
                 return
             looking.result()
-            await serve(
-                entry,
-                directory,
-                host=host,
-                port=port,
-                history=path,
-                stop=stop,
-                say=lambda line: print(line, flush=True),
-            )
+            await serve(entry, directory, host=host, port=port, stop=stop, say=lambda line: print(line, flush=True))
         finally:
             looking.cancel()
             stopping.cancel()

@@ -87,11 +87,11 @@ class Feed:
             "source": self._source.fingerprint,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> bool:
-        """Continue from the position in `state`. Log a warning and return False if files were added or removed.
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from the position in `state`.
 
-        In that case, the order of the files has changed, so a new epoch begins. Raises KeyError, TypeError or
-        ValueError for a state that `state_dict` cannot have returned.
+        If files were added or removed, their order has changed, so a new epoch begins, with a warning. Raises KeyError,
+        TypeError or ValueError for a state that `state_dict` cannot have returned.
         """
         self.epoch, self.taken_tokens = int(state["epoch"]), int(state["taken_tokens"])
         place, known = Place.from_list(state["place"]), state["source"] == self._source.fingerprint
@@ -100,7 +100,6 @@ class Feed:
             log.warning("the files of data source %s have changed, so data epoch %d begins", self.name, self.epoch)
         self._found = known and place != START
         self._open(place)
-        return known
 
     def _open(self, place: Place) -> None:
         order = f"{self._peer_id}/{self.epoch}"

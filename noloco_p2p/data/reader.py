@@ -73,13 +73,13 @@ class Place:
 
     @classmethod
     def from_list(cls, values: Sequence[object]) -> Place:
-        """Create a position from the values that `as_list` has returned. Older lists also contain failure counts.
+        """Create a position from the values that `as_list` has returned.
 
         Raises ValueError or TypeError for any other values.
         """
         *numbers, aside = values
-        number, fresh, index, row = (int(value) for value in numbers[:4])  # pyright: ignore
-        return cls(number, fresh, index, row, tuple((int(a), int(b)) for a, b, *_ in aside))  # pyright: ignore
+        number, fresh, index, row = (int(value) for value in numbers)  # pyright: ignore
+        return cls(number, fresh, index, row, tuple((int(a), int(b)) for a, b in aside))  # pyright: ignore
 
 
 START = Place()

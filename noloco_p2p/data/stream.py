@@ -42,7 +42,6 @@ log = logging.getLogger(__name__)
 BLOCK_TOKENS = 1 << 19  # 2 MB at most; about 30 files of the built-in corpus
 VALIDATION_POOL = 16  # sequences read for each evaluated one, so that they do not all come from one document
 STATE_VERSION = 3
-OLDER_VERSION = 2  # stores the start of the block and the number of returned sequences, so the block is read again
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,19 +144,13 @@ class TokenStream:
 
     def _load(self, state: Mapping[str, Any]) -> None:
         version, feeds = state["version"], state["feeds"]
-        if version not in (OLDER_VERSION, STATE_VERSION) or len(feeds) != len(self._feeds):
+        if version != STATE_VERSION or len(feeds) != len(self._feeds):
             raise ValueError(f"version {version}, {len(feeds)} sources")
-        tokens = zlib.decompress(base64.b64decode(state["rest"])) if version == STATE_VERSION else b""
+        tokens = zlib.decompress(base64.b64decode(state["rest"]))
         self._rest = np.frombuffer(tokens, "<i4").reshape(-1, self.sequence_length)
         self._carry, self._block = np.asarray(state["carry"], np.int32), int(state["block"])
-        known = [feed.load_state_dict(own) for feed, own in zip(self._feeds, feeds, strict=True)]
-        if version == OLDER_VERSION and all(known) and state["position"]:
-            if any(state["detours"]):
-                log.warning(
-                    "some text may be read twice or skipped, because this checkpoint has an older format and was "
-                    "written after some files could not be read"
-                )
-            self._rest = self._make_block()[int(state["position"]) :]
+        for feed, own in zip(self._feeds, feeds, strict=True):
+            feed.load_state_dict(own)
 
     def _feed(self, part: SourceSpec, bindings: Mapping[str, str], encode: Encode, index: int) -> Feed:
         return Feed(

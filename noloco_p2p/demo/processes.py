@@ -128,14 +128,7 @@ class DemoPeer:
         """Start the peer. A peer that was killed resumes from its last checkpoint."""
         arguments = ["join", target, "--listen", f"127.0.0.1:{self._port}", "--state-dir", str(self.folder)]
         arguments += ["--threads", "1", "--device", "cpu", "--ticket-file", str(self.ticket_file)]
-        arguments += [
-            "--when",
-            "always",
-            "--on-battery",
-            "always",
-            "--on-busy-gpu",
-            "always",
-        ]  # regardless of the user's settings file
+        arguments += ["--when", "always"]  # regardless of the user's settings file
         if self.stage is not None:
             arguments += ["--stage", str(self.stage)]
         if self._plan.chaos_seed is not None:

@@ -18,7 +18,6 @@ from noloco_p2p.devices import describe, free_and_total_bytes
 from noloco_p2p.doctor.check import Check
 from noloco_p2p.errors import NolocoError
 from noloco_p2p.identity import Identity
-from noloco_p2p.peer.machine_use import GpuUse, on_battery
 from noloco_p2p.settings import PeerSettings
 from noloco_p2p.swarm import kademlia
 from noloco_p2p.swarm.daemon import Daemon, ListenOn, probe_port
@@ -106,14 +105,6 @@ def accelerator() -> Check:
     names = ", ".join(describe(torch.device(device.type, index)) for index in range(count))
     free, total = free_and_total_bytes(device)
     return Check("accelerator", "ok", f"{names}; {mib(free)} of {mib(total)} free on the first GPU; {chosen}")
-
-
-def free_time() -> Check:
-    """Report what `--when idle`, `--on-battery` and `--on-busy-gpu` can detect on this machine."""
-    powered = {None: "no battery", True: "on battery power", False: "plugged in, with a battery"}
-    why_unknown = GpuUse().why_unknown
-    gpu = f"unknown, because {why_unknown}" if why_unknown else "available from NVML"
-    return Check("free time", "ok", f"{powered[on_battery()]}; GPU use by other programs: {gpu}")
 
 
 def codec_speed(name: str = "int8") -> Check:

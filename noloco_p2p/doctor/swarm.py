@@ -135,7 +135,7 @@ async def _dialled_back(
                 continue
             return [clock(probed, peer), reachability(probed, peer)]
     text = "no peer dialled back: " + ("; ".join(faults) or NOBODY)
-    return [Check("reached", "warning", text, "try again later; peers with an older version cannot dial back")]
+    return [Check("reached", "warning", text, "try again later")]
 
 
 def clock(probed: probe.Probed, peer: Candidate) -> Check:

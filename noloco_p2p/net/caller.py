@@ -1,11 +1,10 @@
-"""Implement the caller's side of a swap, which opens further connections as long as they raise the throughput."""
+"""Implement the caller's side of a swap, which opens further connections to a distant partner."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -15,11 +14,10 @@ from google.protobuf.message import DecodeError
 from grpc.aio import EOF  # pyright: ignore[reportAttributeAccessIssue] - missing in the stubs
 
 from noloco_p2p.errors import CorruptPayload, PeerError, Unreachable
-from noloco_p2p.gossip.frames import Chunk, End, Frame, Header, Hello, Offer
+from noloco_p2p.gossip.frames import Hello, Offer
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.net import convert
 from noloco_p2p.net.connection import Connection, Connector, refused, translate
-from noloco_p2p.net.connection_tuning import ConnectionMemory, ConnectionTuner, Direction
 from noloco_p2p.net.swap_stream import LEAVE, SwapConnection, SwapStream, call_cancelled
 from noloco_p2p.net.throttle import Limits
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
@@ -84,7 +82,7 @@ class CallerWire:
 
 
 class CallerStream(SwapStream):
-    """The caller's stream of a swap. It opens as many connections as its tuner wants."""
+    """The caller's stream of a swap. It opens further connections once the partner has accepted the offer."""
 
     def __init__(
         self,
@@ -93,43 +91,22 @@ class CallerStream(SwapStream):
         *,
         connector: Connector,
         hello: Callable[[], Hello],
-        memory: ConnectionMemory,
-        settle_s: float,
+        num_connections: int,
         limits: Limits,
     ) -> None:
         self._candidate = candidate
         self._connector = connector
         self._hello = hello
-        self._memory = memory
+        self._num_wanted = num_connections
         self._limits = limits
-        self._tuner: ConnectionTuner = memory.tuner(candidate.address, settle_s=settle_s)
-        self._decided = asyncio.Event()
         self._growing: asyncio.Task[None] | None = None
         super().__init__(candidate.peer_id, first)
 
     def _agreed(self, offer: Offer) -> None:
         self._growing = asyncio.create_task(self._grow(offer))
 
-    def _moved(self, direction: Direction, frame: Frame, *, connection: int) -> None:
-        if isinstance(frame, Header | End):
-            self._tuner.pause(direction)
-        elif isinstance(frame, Chunk):
-            has_decided = self._tuner.moved(direction, len(frame.payload), time.monotonic(), connection=connection)
-            if has_decided:
-                self._decided.set()
-
     async def _grow(self, offer: Offer) -> None:
-        """Adjust the number of connections to the number that the tuner wants, until the tuner has settled."""
-        while True:
-            self._decided.clear()
-            wanted = self._tuner.wanted
-            missing = range(wanted - self.num_connections)
-            await asyncio.gather(*(self._open_connection(offer) for _ in missing))
-            await asyncio.gather(*(self._leave(connection) for connection in self._connections[wanted:]))
-            self._tuner.in_place(self.num_connections, time.monotonic())
-            if self._tuner.is_settled:
-                return
-            await self._decided.wait()
+        await asyncio.gather(*(self._open_connection(offer) for _ in range(self._num_wanted - 1)))
 
     async def _open_connection(self, offer: Offer) -> None:
         """Open another connection. If that fails, the swap continues unchanged."""
@@ -186,7 +163,6 @@ class CallerStream(SwapStream):
         if self._growing:
             self._growing.cancel()
             await asyncio.wait({self._growing})
-        self._memory.learn(self._candidate.address, self._tuner)
         await super()._end()
 
 

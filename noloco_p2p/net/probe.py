@@ -118,9 +118,7 @@ async def ask(
     session: Session | None = None,
     guard: DialGuard | None = None,
 ) -> Probed:
-    """Ask a peer to dial back. Raises PeerError, or Refused with the code UNIMPLEMENTED if the peer's version is too
-    old.
-    """
+    """Ask a peer to dial back. Raises PeerError."""
     request = pb.ProbeRequest(hello=convert.hello_to_wire(hello), ports=ports)
     # A reply arrives only after the dials. So an empty request is sent first, to compare the clocks.
     empty = pb.ProbeRequest(hello=convert.hello_to_wire(hello))
@@ -153,12 +151,6 @@ async def _asked(
         try:
             reply = await PeerStub(connection.channel).Probe(request, timeout=timeout_s, metadata=connection.metadata)
         except grpc.aio.AioRpcError as error:
-            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-                raise Refused(
-                    "it runs an older version of noloco_p2p, which cannot dial back",
-                    peer=candidate.peer_id,
-                    code="UNIMPLEMENTED",
-                ) from None
             raise translate(error, candidate.peer_id) from None
     return reply, began_wall_s, time.monotonic() - began_s
 

@@ -23,11 +23,10 @@ from noloco_p2p.identity import short_id
 from noloco_p2p.net import convert, options
 from noloco_p2p.net.authentication import Authenticator, Caller, refuse_to_wire
 from noloco_p2p.net.connection import nobody_is_banned
-from noloco_p2p.net.connection_tuning import Direction
 from noloco_p2p.net.probe import Prober
 from noloco_p2p.net.proxy import Proxy
 from noloco_p2p.net.session import Session
-from noloco_p2p.net.swap_stream import MAX_CONNECTIONS, SwapConnection, SwapStream, call_cancelled
+from noloco_p2p.net.swap_stream import MAX_CONNECTIONS, Direction, SwapConnection, SwapStream, call_cancelled
 from noloco_p2p.net.throttle import UNLIMITED, Limits
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 from noloco_p2p.owned_tasks import OwnedTasks

@@ -6,7 +6,7 @@ reading from a connection that is too far ahead. For each connection, a peer the
 frames plus one that is being read and one that is being written, each of up to 1 MiB. With eight connections, the total
 is 48 MiB, most of which is payloads that the swap keeps anyway.
 
-Only the caller of a swap opens and closes further connections, because only the caller knows the partner's address.
+Only the caller of a swap opens further connections, because only the caller knows the partner's address.
 Both partners send on all connections. A broken connection ends the swap, because nobody keeps the frames that it
 carried. No frame is lost when a connection is closed properly. In the protocol, a further connection is the call
 `Lane`, and the feature is named "lanes".
@@ -17,12 +17,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from dataclasses import replace
+from enum import IntEnum
 from typing import Protocol
 
 from noloco_p2p.errors import CorruptPayload, PeerError, TimedOut, Unreachable
 from noloco_p2p.gossip.frames import Accept, Frame, Offer
 from noloco_p2p.net import framing
-from noloco_p2p.net.connection_tuning import Direction
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 
 FEATURE = "lanes"  # in Hello, it says that this peer can use several connections for a swap
@@ -30,6 +30,11 @@ MAX_CONNECTIONS = 8
 WINDOW_FRAMES = 4  # per connection
 LEAVE = pb.Frame(leave=pb.Leave()).SerializeToString()
 LAST_WORDS_S = 0.5  # from the last message to the end of the stream
+
+
+class Direction(IntEnum):
+    SENT = 0
+    RECEIVED = 1
 
 
 class Wire(Protocol):
@@ -89,7 +94,6 @@ class SwapConnection:
 
     def __init__(self, wire: Wire) -> None:
         self.wire = wire
-        self.number = 0
         self.writing: asyncio.Task[PeerError | None] | None = None
         self.reading: asyncio.Task[None] | None = None
         self.leaving = False  # accepts no more frames, but frames that it has accepted still arrive
@@ -109,7 +113,6 @@ class SwapStream:
         self._first = SwapConnection(first)
         self._order = Order()
         self._num_sent = 0
-        self._num_added = 0
         self._is_numbered = False
         self._gone: PeerError | None = None
         self._is_closing = False
@@ -134,7 +137,7 @@ class SwapStream:
         frame = _with_feature(frame)
         self._heed(frame, Direction.SENT)
         data = framing.encode(frame, sequence=self._num_sent if self._is_numbered else 0)
-        writing = self._write(connection, data, frame)
+        writing = self._write(connection, data)
         if len(self._connections) == 1:
             # Cancelling a write would end the call, and the Abort that follows could not be sent.
             fault = await asyncio.shield(writing)
@@ -179,9 +182,6 @@ class SwapStream:
     def _agreed(self, offer: Offer) -> None:
         """Handle the acceptance of an offer, if both partners support several connections."""
 
-    def _moved(self, direction: Direction, frame: Frame, *, connection: int) -> None:
-        """Handle a frame that was sent or received."""
-
     async def _last_words(self) -> None:
         """Wait at least until everything is sent."""
         for connection in list(self._connections):
@@ -213,7 +213,6 @@ class SwapStream:
     def add(self, connection: SwapConnection, *, first_words: bytes = b"") -> None:
         """Use another connection, and number all frames from now on."""
         self._connections.append(connection)
-        connection.number = self._num_added = self._num_added + 1
         self._is_numbered = len(self._connections) > 1 or self._is_numbered
         if first_words:
             self._write(connection, first_words)
@@ -244,9 +243,7 @@ class SwapStream:
             self._freed.clear()
             await self._freed.wait()
 
-    def _write(
-        self, connection: SwapConnection, data: bytes, frame: Frame | None = None
-    ) -> asyncio.Task[PeerError | None]:
+    def _write(self, connection: SwapConnection, data: bytes) -> asyncio.Task[PeerError | None]:
         async def write() -> PeerError | None:
             try:
                 await connection.wire.write(data)
@@ -255,8 +252,6 @@ class SwapStream:
                 return fault
             finally:
                 self._freed.set()
-            if frame is not None:
-                self._moved(Direction.SENT, frame, connection=connection.number)
             return None
 
         connection.writing = asyncio.create_task(write())
@@ -294,7 +289,6 @@ class SwapStream:
         if sequence <= connection.last_received:
             raise CorruptPayload(f"frame {sequence} arrived after frame {connection.last_received}", peer=self._peer)
         connection.last_received = sequence
-        self._moved(Direction.RECEIVED, frame, connection=connection.number)
         while (
             not self._order.has_room(sequence, window=WINDOW_FRAMES * len(self._connections)) and not self._is_closing
         ):

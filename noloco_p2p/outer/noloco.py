@@ -472,9 +472,8 @@ class NoLoCo:
 
     def _go_on_from(self, position: Mapping[str, Any]) -> None:
         self._rounds.restart(round_index=position["round"], progress=position["progress"], steps=position["steps"])
-        if "inner_steps" in position:  # older checkpoints lack it and belong to runs with a fixed round length
-            self._rounds.length.resume(position["inner_steps"])
-        self._peer.metrics.step = position.get("num_steps", 0)
+        self._rounds.length.resume(position["inner_steps"])
+        self._peer.metrics.step = position["num_steps"]
 
     def _open(self, *, patience_s: float = 0.0, is_closing: bool = False) -> None:
         if self._trainable is not None and _trainable(self._model) != self._trainable:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 
 from noloco_p2p.peer.free_time import FreeTime, Reason, Seen
-from noloco_p2p.peer.machine_use import GpuUse, MachineUse
+from noloco_p2p.peer.machine_use import MachineUse
 from noloco_p2p.settings import PeerSettings
 from noloco_p2p.swarm.records import PausedBy
 
@@ -64,18 +64,14 @@ class Pausing:
         return asked if self._requested.is_set() else ""
 
 
-async def watch_machine(settings: PeerSettings, pausing: Pausing) -> list[asyncio.Task[None]]:
+def watch_machine(settings: PeerSettings, pausing: Pausing) -> list[asyncio.Task[None]]:
     """Start observing this machine, and return the tasks that do so.
 
     There is no task if the settings let the peer train at any time.
     """
-    free_time = FreeTime(settings)
-    if not free_time.is_limited:
+    if settings.when == "always":
         return []
-    gpu = await asyncio.to_thread(GpuUse) if free_time.spares_gpu else None  # a driver can take a second to answer
-    if gpu and gpu.why_unknown and settings.on_busy_gpu == "never":
-        log.warning("`--on-busy-gpu never` is ignored: %s", gpu.why_unknown)
-    return [asyncio.create_task(watch(free_time, pausing, MachineUse(gpu=gpu).look))]
+    return [asyncio.create_task(watch(FreeTime(settings), pausing, MachineUse().look))]
 
 
 async def watch(free_time: FreeTime, pausing: Pausing, look: Callable[[], Seen], *, every_s: float = LOOK_S) -> None:

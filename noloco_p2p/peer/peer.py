@@ -443,7 +443,7 @@ class Peer:
             reachability,
             live_peers,
             self._make_entering(directory, transport, live_peers, driver),
-            [asyncio.create_task(watch.run()), *await watch_machine(self.settings, self.pausing)],
+            [asyncio.create_task(watch.run()), *watch_machine(self.settings, self.pausing)],
         )
         self.membership = Membership(
             self._status,

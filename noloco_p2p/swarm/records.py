@@ -33,7 +33,7 @@ EXPIRY_SLACK_S = 1e-3  # allowed difference between the expiry in a record and t
 DOMAIN = b"noloco_p2p record 1\x00"
 STATES = frozenset({"training", "paused", "leaving", "done"})
 # `asked` stands for `noloco pause`; the other reasons concern the use of the machine.
-PausedBy = Literal["", "asked", "hours", "battery", "in use", "GPU in use"]
+PausedBy = Literal["", "asked", "hours", "in use"]
 PAUSED_BY = get_args(PausedBy)
 SERVING = frozenset({"training", "done"})  # peers that compute for the other stages of a run
 

@@ -31,8 +31,7 @@ from noloco_p2p.swarm.streams import count_down, read_line
 
 logger = logging.getLogger(__name__)
 
-RESERVE, CALL, DIAL = (f"/noloco_p2p/{name}/1" for name in ("place", "call", "dial"))
-TUNNEL = "/noloco_p2p/tunnel/2"  # version 1 wrapped each connection, and could resume it over another relay
+RESERVE, CALL, DIAL, TUNNEL = (f"/noloco_p2p/{name}/1" for name in ("place", "call", "dial", "tunnel"))
 PUNCH, HOLE = (f"/noloco_p2p/{name}/1" for name in ("punch", "hole"))  # like CALL and TUNNEL, but to agree on a hole
 YES, NO = b"yes\n", b"no\n"
 BEAT_S = 5.0  # interval between the heartbeats of a peer that keeps a reservation

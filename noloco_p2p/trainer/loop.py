@@ -232,7 +232,7 @@ class Trainer(TrainerBase):
 
     def _resume(self, checkpoint: Checkpoint) -> None:
         super()._resume(checkpoint)
-        self._losses += [torch.tensor(loss, device=self.device) for loss in checkpoint.meta.get("losses", [])]
+        self._losses += [torch.tensor(loss, device=self.device) for loss in checkpoint.meta["losses"]]
 
 
 def draw(next_batch: Callable[[], Tensor | None]) -> Tensor | None:

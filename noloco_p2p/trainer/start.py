@@ -2,8 +2,7 @@
 
 A start state is a folder, named after the digest in the spec of its run. It contains the parameters by name, and the
 file DIGESTS with the digest of each parameter. The digest of the file DIGESTS identifies the whole state. A peer of a
-stage therefore reads and checks only its own part, however the forked run is cut. Older start states consist of a
-single file with the flat vector of a whole model.
+stage therefore reads and checks only its own part, however the forked run is cut.
 """
 
 from __future__ import annotations
@@ -15,10 +14,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
 from blake3 import blake3
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from noloco_p2p.errors import CheckpointError, ModelError
@@ -77,7 +75,7 @@ def new_start(state_dir: Path) -> Iterator[NewStart]:
 
 def has_start(start: str, *, state_dir: Path) -> bool:
     """Return True if the start state that a spec names is on this machine, or if the spec names none."""
-    return not start or _folder(start, state_dir).exists() or _file(start, state_dir).exists()
+    return not start or _folder(start, state_dir).exists()
 
 
 def load_start(model: nn.Module, start: str, *, state_dir: Path) -> None:
@@ -90,8 +88,6 @@ def load_start(model: nn.Module, start: str, *, state_dir: Path) -> None:
     parameters = FlatParameters(model)
     if (folder := _folder(start, state_dir)).exists():
         parameters.take(_named(parameters, start, folder))
-    elif (path := _file(start, state_dir)).exists():
-        parameters.write(0, _flat(parameters, start, path))
 
 
 def _named(parameters: FlatParameters, start: str, folder: Path) -> dict[str, Tensor]:
@@ -114,21 +110,6 @@ def _named(parameters: FlatParameters, start: str, folder: Path) -> dict[str, Te
     return found
 
 
-def _flat(parameters: FlatParameters, start: str, path: Path) -> Tensor:
-    try:
-        slow_weights = load_file(path)["slow_weights"]
-    except (SafetensorError, KeyError, OSError) as error:
-        raise ModelError(f"{path} cannot be read: {error}") from None
-    if slow_weights.dtype is not torch.float32 or "blake3:" + content_digest(slow_weights) != start:
-        raise _damaged(path)
-    if slow_weights.numel() != parameters.num_elements:
-        numbers = (
-            f"model.start has {slow_weights.numel()} weights, but the model of this spec has {parameters.num_elements}"
-        )
-        raise _other_sizes(numbers)
-    return slow_weights
-
-
 def _damaged(path: Path) -> ModelError:
     return ModelError(f"{path} is damaged: its digest differs from model.start; remove it and run `noloco fork` again")
 
@@ -143,7 +124,3 @@ def _digest(listed: bytes) -> str:
 
 def _folder(start: str, state_dir: Path) -> Path:
     return state_dir / "starts" / start.removeprefix("blake3:")[:64]
-
-
-def _file(start: str, state_dir: Path) -> Path:
-    return _folder(start, state_dir).with_suffix(".safetensors")

@@ -1,7 +1,7 @@
 // Keeps the data from the monitor in one map of peers, and shows it as tiles, curves, a graph and a table.
 "use strict";
 
-const SAMPLE_S = 10, FRESH_HISTORY_S = 600, MANY_PEERS = 40, PAGE = 50, GRAPH_S = 120, RATE_S = 60, MAX_CHORDS = 2000;
+const POLL_S = 3, TIMEOUT_S = 10, MANY_PEERS = 40, PAGE = 50, RATE_S = 60;
 const $ = (id) => document.getElementById(id);
 const text = (id, value) => { const node = $(id); if (node.textContent !== value) node.textContent = value; };
 
@@ -15,7 +15,7 @@ const span = (s) => s < 60 ? `${Math.round(s)} s` : s < 3600 ? `${Math.floor(s /
 const part = (n) => n === 0 ? "0 %" : share(n);
 const short = (id) => id ? id.slice(-6) : "–";
 
-const state = { peers: new Map(), meetings: [], head: null, history: null, curves: new Map(), offset: 0, sort: "state", down: false, words: "", page: 0 };
+const state = { peers: new Map(), head: null, history: null, offset: 0, sort: "state", down: false, words: "", page: 0 };
 const now = () => Date.now() / 1000 + state.offset;
 const ORDER = ["alive", "silent", "leaving", "left", "gone"];
 const known = (format) => (n) => n === null ? "–" : format(n);
@@ -30,7 +30,7 @@ const LAST = [
   { name: "apart", show: (p) => share(p.distance), key: (p) => p.distance },
   { name: "reach", show: (p) => p.reachability, key: (p) => p.reachability, text: true, wide: true },
   { name: "version", show: (p) => p.software, key: (p) => p.software, text: true, wide: true },
-  { name: "heard", show: (p) => `${span(Math.max(0, now() - p.made_at_s))} ago`, key: (p) => -p.made_at_s },
+  { name: "heard", show: (p) => `${span(Math.max(0, p.age_s + now() - state.head.time_s))} ago`, key: (p) => p.age_s },
 ];
 let COLUMNS = [];  // the columns of metrics, which the monitor describes, are between FIRST and LAST
 
@@ -40,8 +40,6 @@ function setColumns(told) {
     return { ...column, show: (p) => show(p[key]), key: (p) => p[key] };
   });
   COLUMNS = [...FIRST, ...columns, ...LAST];
-  $("head").replaceChildren();
-  $("rows").replaceChildren();
   makeHead();
 }
 
@@ -53,37 +51,40 @@ const classes = (column) => ["text", "wide", "staged", "named"].filter((name) =>
 
 let charts, graph, paths;
 
-function listen() {
-  const source = new EventSource("api/events");
-  source.addEventListener("whole", (event) => {
-    const news = JSON.parse(event.data);
-    state.row = news.row;
-    setColumns(news.columns);
-    state.peers.clear();
-    state.meetings = [];
-    take(news);
-    loadHistory();
-  });
-  source.addEventListener("update", (event) => take(JSON.parse(event.data)));
-  source.onerror = () => {
-    $("link").className = "lost";
-    text("link", `no connection to the monitor; showing data from ${new Date(1000 * (state.head ? state.head.time_s : now())).toLocaleTimeString()}`);
-  };
+// Returns null if the monitor does not answer in time.
+async function get(path) {
+  try {
+    const answer = await fetch(path, { signal: AbortSignal.timeout(1000 * TIMEOUT_S) });
+    return answer.ok ? await answer.json() : null;
+  } catch (error) {
+    return null;
+  }
+}
+
+// Read the swarm, and the curves if a new sample is due. The next poll begins POLL_S after this one has ended.
+async function poll() {
+  try {
+    const news = await get("api/status");
+    if (news) take(news);
+    else {
+      $("link").className = "lost";
+      text("link", `no connection to the monitor; showing data from ${new Date(1000 * (state.head ? state.head.time_s : now())).toLocaleTimeString()}`);
+      if (state.head) showTable();  // ages increase even without updates
+    }
+    const last = state.history ? state.history.time_s.at(-1) + state.history.interval_s : 0;
+    if (news && news.time_s >= last) await loadCurves();
+  } finally {
+    setTimeout(poll, 1000 * POLL_S);
+  }
 }
 
 function take(news) {
+  if (!state.head) setColumns(news.columns);
+  if (news.time_s !== state.head?.time_s) state.offset = news.time_s - Date.now() / 1000;
   state.head = news;
-  state.offset = news.time_s - Date.now() / 1000;
-  for (const row of news.peers) {
-    const peer = {};
-    state.row.forEach((name, index) => { peer[name] = row[index]; });
-    state.peers.set(peer.peer_id, peer);
-  }
-  for (const name of news.removed || []) { state.peers.delete(name); state.curves.delete(name); }
-  state.meetings = state.meetings.concat(news.meetings).filter(([at]) => at > news.time_s - GRAPH_S).slice(-MAX_CHORDS);
+  state.peers = new Map(news.peers.map((peer) => [peer.peer_id, peer]));
   $("link").className = "";
   text("link", `${new Date(1000 * news.time_s).toLocaleTimeString()}, live`);
-  addPoint(news);
   showHead();
   showStages();
   showGraph();
@@ -91,47 +92,17 @@ function take(news) {
   document.body.dataset.updates = Number(document.body.dataset.updates || 0) + 1;
 }
 
-// Load the curves once, and append each update. Reload them now and then, which keeps them small.
-async function loadHistory() {
-  try {
-    const history = await (await fetch("api/history")).json();
-    const names = shownCurves();
-    const query = names.map((name) => `id=${encodeURIComponent(name)}`).join("&");
-    const curves = names.length ? await (await fetch(`api/history/peers?${query}`)).json() : {};
-    state.history = history;
-    state.curves = new Map(Object.entries(curves));
-    state.loadedAt = now();
-    showCharts();
-  } catch (error) {
-    state.history = null;  // requested again with the next sample
-  }
+async function loadCurves() {
+  const history = await get(`api/history?${shownCurves().map((name) => `id=${encodeURIComponent(name)}`).join("&")}`);
+  if (!history) return;
+  state.history = history;
+  showCharts();
 }
 
 function shownCurves() {
   const shown = state.peers.size <= MANY_PEERS ? [...state.peers.values()] : state.words ? chosen() : [];
   const heads = shown.filter((peer) => !peer.stage).map((peer) => peer.peer_id);  // other stages have no loss
-  return state.peers.size <= MANY_PEERS ? heads.sort() : heads.slice(0, MANY_PEERS);
-}
-
-function addPoint(news) {
-  const history = state.history;
-  if (!history) { if (state.loadedAt !== undefined) loadHistory(); return; }
-  const last = history.time_s[history.time_s.length - 1] || 0;
-  if (news.time_s - last < SAMPLE_S) return;
-  if (now() - state.loadedAt > FRESH_HISTORY_S) { loadHistory(); return; }
-  const totals = news.totals;
-  for (const name of Object.keys(history)) {
-    history[name].push(name === "time_s" ? news.time_s : name === "alive" ? totals.alive + totals.silent : totals[name]);
-  }
-  for (const name of shownCurves()) {
-    const peer = state.peers.get(name);
-    if (peer.health !== "alive") continue;
-    if (!state.curves.has(name)) state.curves.set(name, { time_s: [], loss: [], tokens_per_s: [] });
-    const curve = state.curves.get(name);
-    curve.time_s.push(news.time_s);
-    curve.loss.push(peer.loss);
-  }
-  showCharts();
+  return heads.slice(0, MANY_PEERS);
 }
 
 // Growth per second of a count over about a minute. A decrease (a peer was forgotten) counts as no growth.
@@ -152,13 +123,12 @@ function showCharts() {
   charts.rounds.set([line("swapped", "--green"), line("half", "--blue", { dash: [6, 3] }), line("solo", "--red", { dash: [2, 3] })],
     [t, rate(t, h.swaps, 60), rate(t, h.halves, 60), rate(t, h.alone, 60)]);
   charts.bytes.set([line("sent", "--blue")], [t, rate(t, h.bytes_sent, 1 / 1048576)]);
-  const names = [...state.curves.keys()].sort();
-  const tables = names.map((name) => [state.curves.get(name).time_s, state.curves.get(name).loss]);
+  const names = Object.keys(h.losses).sort();
   const few = state.peers.size <= MANY_PEERS;
   const own = names.map((name, index) => line(short(name), listColour(index)));
   const bounds = few ? [] : [line("lowest", "--faint"), line("mean", "--blue", { width: 2 }), line("highest", "--faint")];
-  if (!few) tables.unshift([t, h.loss_lowest, h.loss, h.loss_highest]);
-  if (tables.length) charts.loss.set([...bounds, ...own], uPlot.join(tables));
+  const range = few ? [] : [h.loss_lowest, h.loss, h.loss_highest];
+  if (names.length || !few) charts.loss.set([...bounds, ...own], [t, ...range, ...names.map((name) => h.losses[name])]);
   text("n-loss", few ? `one line for each ${state.head.stages.length ? "head" : `of ${names.length} peers`}` : `lowest, mean and highest of ${state.peers.size} peers${names.length ? `, and ${names.length} that match the search` : "; search for peers to see their lines"}`);
 }
 
@@ -222,7 +192,7 @@ function showStages() {
 function showGraph() {
   const peers = [...state.peers.values()].map((peer) => ({ id: peer.peer_id, ...peer }));
   peers.sort((a, b) => a.id < b.id ? -1 : 1);
-  graph.draw(peers, state.meetings, now());
+  graph.draw(peers, state.head.meetings, now());
   if (state.head.stages.length) paths.draw(peers, state.head.stages.length);
 }
 
@@ -294,9 +264,8 @@ $("search").oninput = (event) => {
   state.page = 0;
   showTable();
   clearTimeout(searching);
-  if (state.peers.size > MANY_PEERS) searching = setTimeout(loadHistory, 400);
+  if (state.peers.size > MANY_PEERS) searching = setTimeout(loadCurves, 400);
 };
 $("previous").onclick = () => { state.page -= 1; showTable(); };
 $("next").onclick = () => { state.page += 1; showTable(); };
-setInterval(() => { if (state.head) showTable(); }, 5000);  // ages increase even without updates
-listen();
+poll();

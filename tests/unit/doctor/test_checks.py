@@ -173,10 +173,3 @@ def test_what_is_not_installed_is_told(tmp_path: Path) -> None:
     assert found.returncode == 1
     assert "pip install torch hivemind" in found.stdout
     assert "Traceback" not in found.stderr
-
-
-def test_what_a_pause_can_go_by_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "on_battery", lambda: True)
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    gpu = "GPU use by other programs: unknown, because the package nvidia-ml-py is not installed"
-    assert machine.free_time() == Check("free time", "ok", f"on battery power; {gpu}")

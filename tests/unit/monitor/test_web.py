@@ -18,8 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from recorded import changed
 
 from noloco_p2p.monitor.collect import Watcher
-from noloco_p2p.monitor.history import History
-from noloco_p2p.monitor.web import MAX_READERS, ROW, STATIC, SwarmFeed, app
+from noloco_p2p.monitor.web import MEETINGS_SHOWN_S, STATIC, LiveSwarm, app
 from noloco_p2p.telemetry.http import HttpServer
 from noloco_p2p.telemetry.prometheus import STAGES
 from noloco_p2p.ticket import Ticket
@@ -30,14 +29,14 @@ NOW_S = time.time()
 class Site:
     """The page of a synthetic swarm, served at a port of its own."""
 
-    def __init__(self, feed: SwarmFeed, crowd: Crowd, url: str) -> None:
-        self.feed, self.crowd, self.url = feed, crowd, url
+    def __init__(self, swarm: LiveSwarm, crowd: Crowd, url: str) -> None:
+        self.swarm, self.crowd, self.url = swarm, crowd, url
         self.now_s = NOW_S
 
-    async def look(self, *, after_s: float = 0.0) -> None:
+    def look(self, *, after_s: float = 0.0) -> None:
         self.now_s += after_s
         records = self.crowd.records(self.now_s)
-        await self.feed.look(lambda: self.feed.watcher.take(records, directory_age_s=0.5, now_s=self.now_s))
+        self.swarm.look(lambda: self.swarm.watcher.take(records, directory_age_s=0.5, now_s=self.now_s))
 
     async def get(self, path: str, method: str = "GET") -> tuple[int, bytes, dict[str, str]]:
         def ask() -> tuple[int, bytes, dict[str, str]]:
@@ -54,19 +53,16 @@ class Site:
 
 @asynccontextmanager
 async def site(num_peers: int = 4) -> AsyncIterator[Site]:
-    history = History(":memory:")
-    feed = SwarmFeed(Watcher(Ticket("crowd", "c0" * 32, ())), history)
-    server = HttpServer(app(feed), host="127.0.0.1", port=0)
-    made = Site(feed, Crowd(num_peers, began_s=NOW_S - 2000), "")
-    await made.look()
+    swarm = LiveSwarm(Watcher(Ticket("crowd", "c0" * 32, ())))
+    server = HttpServer(app(swarm), host="127.0.0.1", port=0)
+    made = Site(swarm, Crowd(num_peers, began_s=NOW_S - 2000), "")
+    made.look()
     await server.start(flag="--listen")
     made.url = f"http://127.0.0.1:{server.port}/"
     try:
         yield made
     finally:
-        await feed.close()
         await server.stop()
-        history.close()
 
 
 def on_site(check: Callable[[Site], Any], num_peers: int = 4) -> None:
@@ -75,11 +71,6 @@ def on_site(check: Callable[[Site], Any], num_peers: int = 4) -> None:
             await check(made)
 
     asyncio.run(main())
-
-
-def event(data: bytes) -> tuple[str, dict[str, Any]]:
-    name, _, body = data.decode().strip().partition("\n")
-    return name.removeprefix("event: "), json.loads(body.removeprefix("data: "))
 
 
 def test_every_path_answers_and_nothing_can_be_changed() -> None:
@@ -96,8 +87,9 @@ def test_every_path_answers_and_nothing_can_be_changed() -> None:
         assert (status["version"], status["run"], len(status["peers"])) == (1, "crowd", 4)
         assert "addresses" not in status["peers"][0]
         name = status["peers"][0]["peer_id"]
-        curves = json.loads((await made.get(f"api/history/peers?id={name}&id=nobody"))[1])
-        assert list(curves) == [name]
+        curves = json.loads((await made.get(f"api/history?id={name}&id=nobody"))[1])
+        assert list(curves["losses"]) == [name]
+        assert len(curves["losses"][name]) == len(curves["time_s"]) == len(curves["spread"]) == 1
 
     on_site(check)
 
@@ -121,8 +113,8 @@ def test_prometheus_gets_one_series_for_each_stage() -> None:
             replace(changed(inner, capacity=3.0, queue=1, lost_microbatches=4), stages=3, stage=1),
             replace(changed(other, capacity=4.0, queue=5, lost_microbatches=2), stages=3, stage=1),
         ]
-        made.feed.watcher.roster.members.clear()
-        await made.look(after_s=2.0)
+        made.swarm.watcher.roster.members.clear()
+        made.look(after_s=2.0)
         families = list(text_string_to_metric_families((await made.get("metrics"))[1].decode()))
         found = {
             family.name.removeprefix("noloco_swarm_stage_"): {s.labels["stage"]: s.value for s in family.samples}
@@ -139,23 +131,19 @@ def test_prometheus_gets_one_series_for_each_stage() -> None:
     on_site(check)
 
 
-def test_a_reader_gets_the_whole_and_then_only_what_changed() -> None:
+def test_the_page_is_told_its_columns_and_who_has_just_swapped_with_whom() -> None:
     async def check(made: Site) -> None:
-        reading = made.feed.read()
-        name, whole = event(await anext(reading))
-        assert (name, len(whole["peers"]), tuple(whole["row"])) == ("whole", 60, ROW)
-        assert made.feed.num_readers == 1
-        await made.look(after_s=2.0)
-        name, update = event(await anext(reading))
-        assert name == "update"
-        assert 0 < len(update["peers"]) < 20, "of 60 peers that announce themselves every 15 s, some 8 in 2 s"
-        await made.look(after_s=2.0)
-        await made.look(after_s=2.0)
-        assert event(await anext(reading))[0] == "whole", "who missed an update begins anew"
-        await reading.aclose()
-        assert made.feed.num_readers == 0
+        for _ in range(60):
+            made.look(after_s=4.0)
+        status = json.loads((await made.get("api/status"))[1])
+        assert all(column["key"] in status["peers"][0] for column in status["columns"])
+        known = {peer["peer_id"] for peer in status["peers"]}
+        assert status["meetings"]
+        assert all({peer, partner} <= known for _, peer, partner in status["meetings"])
+        assert len(status["meetings"]) < len(made.swarm.watcher.roster.meetings)
+        assert all(0 <= made.now_s - at_s <= MEETINGS_SHOWN_S + 0.1 for at_s, _, _ in status["meetings"])
 
-    on_site(check, num_peers=60)
+    on_site(check)
 
 
 def test_the_page_is_told_the_stages_and_who_sends_to_whom() -> None:
@@ -165,40 +153,36 @@ def test_the_page_is_told_the_stages_and_who_sends_to_whom() -> None:
             changed(head, stages=3, capacity=10.0, sends_to=(inner.peer_id[-6:],)),
             replace(inner, stages=3, stage=1),
         ]
-        made.feed.watcher.roster.members.clear()
-        await made.look(after_s=2.0)
-        _, whole = event(made.feed.whole())
-        assert [(row["stage"], row["peers"]) for row in whole["stages"]] == [(1, 1), (2, 0), (0, 1)]
-        shown = [dict(zip(whole["row"], row, strict=True)) for row in whole["peers"]]
-        assert [(peer["stage"], peer["sends_to"]) for peer in shown] == [(0, [inner.peer_id[-6:]]), (1, [])]
-        assert whole["notices"][0]["text"].startswith("No peer holds stage 2")
+        made.swarm.watcher.roster.members.clear()
+        made.look(after_s=2.0)
         status = json.loads((await made.get("api/status"))[1])
-        assert status["stages"] == whole["stages"]
+        assert [(row["stage"], row["peers"]) for row in status["stages"]] == [(1, 1), (2, 0), (0, 1)]
+        shown = [(peer["stage"], peer["sends_to"]) for peer in status["peers"]]
+        assert shown == [(0, [inner.peer_id[-6:]]), (1, [])]
+        assert status["notices"][0]["text"].startswith("No peer holds stage 2")
 
     on_site(check)
 
 
-def test_a_killed_peer_is_an_update_once_its_record_has_expired() -> None:
+def test_a_killed_peer_is_gone_once_its_record_has_expired() -> None:
     async def check(made: Site) -> None:
         made.crowd.kill(0, now_s=made.now_s)
         health = []
         for _ in range(5):
-            await made.look(after_s=18.0)
-            health.append({peer["peer_id"]: peer["health"] for peer in made.feed.summary["peers"]})
+            made.look(after_s=18.0)
+            health.append({peer["peer_id"]: peer["health"] for peer in made.swarm.summary["peers"]})
         own = [states[made.crowd.peers[0].peer_id] for states in health]
         assert own[0] == "alive"
         assert "silent" in own
         assert own[-1] == "gone"
-        assert "Lost 1 peer" in made.feed.summary["notices"][0]["text"]
+        assert "Lost 1 peer" in made.swarm.summary["notices"][0]["text"]
 
     on_site(check)
 
 
-def test_readers_are_bounded_and_a_blind_monitor_is_not_healthy() -> None:
+def test_a_blind_monitor_is_not_healthy() -> None:
     async def check(made: Site) -> None:
-        made.feed.num_readers = MAX_READERS
-        assert (await made.get("api/events"))[0] == 503
-        made.feed.looked_at_s -= 60.0
+        made.swarm.looked_at_s -= 60.0
         assert (await made.get("healthz"))[0] == 503
 
     on_site(check)

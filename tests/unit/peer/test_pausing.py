@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -11,30 +10,30 @@ from collections.abc import Iterator
 import pytest
 from harness.patience import PATIENCE_S
 
-from noloco_p2p.peer.free_time import BATTERY, FreeTime, Seen
+from noloco_p2p.peer.free_time import IN_USE, FreeTime, Seen
 from noloco_p2p.peer.pausing import Pausing, watch, watch_machine
 from noloco_p2p.peer.status import Stopwatch
 from noloco_p2p.settings import PeerSettings
 from noloco_p2p.swarm.node import end_tasks
 
-ON_BATTERY, PLUGGED = Seen(0, on_battery=True), Seen(0, on_battery=False)
-SPARING = PeerSettings(on_battery="never")
+NIGHT, DAY = Seen(0), Seen(12 * 60)
+SPARING = PeerSettings(when="09:00-17:00")
 
 
 def test_a_pause_lasts_while_anybody_asks_for_it() -> None:
     requested = threading.Event()
     both = Pausing(requested)
     assert (both.word, both.sentence, requested.is_set()) == ("", "", False)
-    both.heed(BATTERY)
-    assert (both.word, requested.is_set()) == ("battery", True)
-    assert both.sentence == "this machine is running on battery power; training will resume automatically"
+    both.heed(IN_USE)
+    assert (both.word, requested.is_set()) == ("in use", True)
+    assert both.sentence == f"{IN_USE.sentence}; training will resume automatically"
     both.ask()
     assert (both.word, both.is_asked) == ("asked", True)
     both.heed(None)
     assert (both.word, requested.is_set()) == ("asked", True), "the user is not overruled"
-    both.heed(BATTERY)
+    both.heed(IN_USE)
     both.resume()
-    assert (both.word, requested.is_set()) == ("battery", True), "nor is the machine"
+    assert (both.word, requested.is_set()) == ("in use", True), "nor is the machine"
     both.heed(None)
     assert (both.word, requested.is_set()) == ("", False)
 
@@ -51,11 +50,11 @@ def test_the_task_pauses_and_goes_on_with_what_is_seen_and_survives_a_failed_loo
     requested, words = threading.Event(), list[str]()
 
     def looks() -> Iterator[Seen]:
-        yield ON_BATTERY
+        yield NIGHT
         words.append(both.word)
-        yield PLUGGED
+        yield DAY
         words.append(both.word)
-        yield ON_BATTERY
+        yield NIGHT
 
     both, seen = Pausing(requested), looks()
 
@@ -75,13 +74,13 @@ def test_the_task_pauses_and_goes_on_with_what_is_seen_and_survives_a_failed_loo
         await end_tasks([task])
 
     asyncio.run(run())
-    assert words[:3] == ["battery", "", "battery"]
+    assert words[:3] == ["hours", "", "hours"]
     assert requested.is_set(), "it stays as it was"
     assert "could not be measured" in caplog.text
 
 
 async def _tasks(settings: PeerSettings) -> int:
-    tasks = await watch_machine(settings, Pausing(threading.Event()))
+    tasks = watch_machine(settings, Pausing(threading.Event()))
     await end_tasks(tasks)
     return len(tasks)
 
@@ -89,16 +88,6 @@ async def _tasks(settings: PeerSettings) -> int:
 def test_nothing_looks_at_a_machine_that_trains_at_any_time() -> None:
     assert asyncio.run(_tasks(PeerSettings())) == 0
     assert asyncio.run(_tasks(SPARING)) == 1
-
-
-def test_a_setting_that_has_no_effect_here_is_told(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    asyncio.run(_tasks(PeerSettings(when="idle")))
-    assert not caplog.records
-    asyncio.run(_tasks(PeerSettings(on_busy_gpu="never")))
-    assert "`--on-busy-gpu never` is ignored: the package nvidia-ml-py is not installed" in caplog.text
 
 
 def test_a_stopwatch_counts_while_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:

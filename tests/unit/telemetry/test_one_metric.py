@@ -20,13 +20,12 @@ module = importlib.util.module_from_spec(spec)
 sys.modules[spec.name] = module
 exec(compile(source, spec.origin, "exec"), module.__dict__)
 
-import asyncio, json
+import json
 from noloco_p2p.identity import Identity, peer_id_of
 from noloco_p2p.monitor.collect import Watcher
-from noloco_p2p.monitor.history import History
 from noloco_p2p.monitor.roster import Health
 from noloco_p2p.monitor.terminal import Choice, plain
-from noloco_p2p.monitor.web import SwarmFeed
+from noloco_p2p.monitor.web import LiveSwarm
 from noloco_p2p.swarm.records import PeerRecord, decode_record, encode_record
 from noloco_p2p.telemetry.metrics import Metrics
 from noloco_p2p.telemetry.prometheus import peer_page, swarm_page
@@ -38,18 +37,17 @@ public = key.public_key().public_bytes_raw()
 me = Identity(peer_id_of(public), public, key)
 record = PeerRecord(me.peer_id, "r", "0" * 64, sequence=1, metrics=Metrics(new=3072.0).recorded())
 heard = decode_record(encode_record(record, me))
-history = History(":memory:")
-feed = SwarmFeed(Watcher(Ticket("r", "0" * 64, ())), history)
-asyncio.run(feed.look(lambda: feed.watcher.take([(heard, 1.0)], directory_age_s=0.0, now_s=1_800_000_000.0)))
-summary = feed.summary
+swarm = LiveSwarm(Watcher(Ticket("r", "0" * 64, ())))
+swarm.look(lambda: swarm.watcher.take([(heard, 1.0)], directory_age_s=0.0, now_s=1_800_000_000.0))
+summary = swarm.summary
 print(json.dumps({
     "record": heard.metrics.new,
     "status": Metrics(new=1.0).as_dict()["new"],
     "json": summary["peers"][0]["new"],
     "total": summary["totals"]["new"],
     "terminal": "new" in plain(summary, Choice("new"))[-2].split() and "3.0 KiB" in plain(summary)[-1],
-    "page": json.loads(feed.whole().split(b"data: ")[1])["columns"][-1]["name"],
-    "curve": history.swarm()["new"],
+    "page": swarm.status["columns"][-1]["name"],
+    "curve": swarm.history.columns([])["new"],
     "own metrics": "noloco_new 7.0" in peer_page(Metrics(new=7.0), peer_id="a", run="r", live_peers=1).decode(),
     "swarm metrics": "noloco_swarm_new 3072.0" in swarm_page(summary, healths=list(Health)).decode(),
 }))

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from blake3 import blake3
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -91,21 +90,3 @@ def test_what_fails_leaves_nothing_behind(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="the start state cannot be written"), new_start(tmp_path):
         raise OSError("no space")
     assert not list((tmp_path / "starts").iterdir())
-
-
-def test_a_vector_that_was_kept_as_one_file_is_still_read(tmp_path: Path) -> None:
-    model, other = model_of(2, 3), model_of(3, 2)
-    vector = torch.cat([param.detach().flatten() for param in model.parameters()])
-    start = "blake3:" + blake3(vector.numpy().tobytes()).hexdigest()
-    path = tmp_path / "starts" / f"{start.removeprefix('blake3:')}.safetensors"
-    path.parent.mkdir()
-    save_file({"slow_weights": vector}, path)
-    other = model_of(2, 3)
-    nn.init.zeros_(other.get_parameter("1.weight"))
-    load_start(other, start, state_dir=tmp_path)
-    assert torch.equal(other.get_parameter("1.weight"), model.get_parameter("1.weight"))
-    with pytest.raises(ModelError, match=r"has 13 weights, but the model of this spec has 4; a fork cannot"):
-        load_start(model_of(2), start, state_dir=tmp_path)
-    save_file({"slow_weights": vector + 1}, path)
-    with pytest.raises(ModelError, match="is damaged"):
-        load_start(other, start, state_dir=tmp_path)
