@@ -163,9 +163,7 @@ def test_other_rules_learn(rule: str) -> None:
     result, alone = (simulate_lockstep(material(), Plan(4), rule=name) for name in (rule, "local"))
     assert result.loss < result.curve[0].loss
     assert result.curve[0].loss - result.loss > 0.5 * (alone.curve[0].loss - alone.loss)
-    assert (result.spread == 0.0) == (rule in ("ddp", "diloco", "diloco-nesterov", "groups")), (
-        "everybody mixes, and so do four of four"
-    )
+    assert (result.spread == 0.0) == (rule != "local"), "everybody mixes"
     assert result.virtual_s == pytest.approx(12.0)
 
 
@@ -221,7 +219,5 @@ def test_a_seed_starts_from_other_weights_and_0_is_the_spec() -> None:
 def test_rules_are_checked_before_anything_trains() -> None:
     with pytest.raises(SettingsError, match="--rules fsdp: no such rule; choose from noloco, diloco"):
         check_rules(["noloco", "fsdp"], Plan(2))
-    with pytest.raises(SettingsError, match="with the rule gasloc, replicas cannot be absent"):
-        check_rules(["noloco", "gasloc"], Plan(2, churn=Churn(absent=0.2)))
     with pytest.raises(SettingsError, match="cannot join, leave or crash"):
         check_rules(["ddp"], Plan(2, churn=Churn((Event("crash", 0, 1.0),))))
