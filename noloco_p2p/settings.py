@@ -180,14 +180,6 @@ class PeerSettings(BaseModel):
     on_busy_gpu: Annotated[
         AlwaysOrNever, about("If set to never, pause while another program is using this peer's GPU (NVIDIA only).")
     ] = "always"
-    max_loss_rise: Annotated[
-        Annotated[float, Field(gt=0, allow_inf_nan=False)] | None,
-        about(
-            "Undo a swap that raises the loss on a private batch by more than this amount. The check costs two forward "
-            "passes per round."
-        ),
-        Flag(metavar="NATS", default="no check"),
-    ] = None
     push_to_hub: Annotated[
         str,
         about(

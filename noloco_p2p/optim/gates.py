@@ -22,8 +22,6 @@ computed or received before.
              (ClippedGossip, arXiv 2202.01545), separately for each tensor. The radius is twice the median norm of
              recent offsets, but at least half and at most twice the norm of this peer's outer gradient in that tensor.
              Each partner computes its own radius.
-* loss       `outer/update_filter.py` compares the loss on a private batch before and after the step. This gate is off
-             by default.
 
 Outer gradients are compared after decoding, because only the decoded ones are known to both partners. A coarse codec
 changes norms and angles. int2 multiplies the norm of a normally distributed vector by 0.94, and sign1 multiplies it by
@@ -33,7 +31,7 @@ norm of the partner's decoded gradient with the norms of this peer's exact gradi
 vectors with cosine c, the decoded vectors have a cosine of 0.89 c (int2) or 2 / pi asin(c) (sign1). The limit of -0.1
 corresponds to a cosine of -0.11 (int2) or -0.16 (sign1) between the exact vectors. Coarse codecs therefore make it less
 likely that an honest partner is refused, and they do not increase a liar's influence. In a run without a late part,
-only the gates on the weights and on the loss remain. The offsets of such a run are as long as outer gradients, so the
+only the gates on the weights remain. The offsets of such a run are as long as outer gradients, so the
 smallest clipping radius is larger (`WITHOUT_LATE_PART`).
 
 Slow weights have no cosine gate, because islands that merge may differ in any direction.

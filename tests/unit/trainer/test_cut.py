@@ -116,11 +116,9 @@ def test_what_a_run_with_stages_cannot_do_is_refused() -> None:
         pipeline=PipelineSpec(stages=2, cut=(2, 2)),
     )
     assert cut_of(staged) == (2, 2)
-    check_stages(TrainerSpec(name="r"), PeerSettings(gpus=2, max_loss_rise=0.1))
+    check_stages(TrainerSpec(name="r"), PeerSettings(gpus=2))
     with pytest.raises(SettingsError, match="--gpus is not yet supported in a run with stages"):
         check_stages(staged, PeerSettings(gpus=2))
-    with pytest.raises(SettingsError, match="--max-loss-rise is not yet supported in a run with stages"):
-        check_stages(staged, PeerSettings(max_loss_rise=0.1))
     check_stages(staged, PeerSettings(stage=1))
     with pytest.raises(SettingsError, match="--stage 1 cannot be used: the run r has no stages"):
         check_stages(TrainerSpec(name="r"), PeerSettings(stage=1))
