@@ -68,7 +68,7 @@ def test_a_swap_of_honest_partners_is_the_exact_outer_step() -> None:
 
 
 @pytest.mark.parametrize("whose", ["own", "partner"])
-@pytest.mark.parametrize("codec", ["int4", "int2", "sign1"])
+@pytest.mark.parametrize("codec", ["int4", "int2"])
 def test_a_gradient_whose_squares_underflow_is_no_reason_to_refuse(codec: str, whose: str) -> None:
     """After a round without inner steps the gradient is 0, and int2 decodes it to the smallest normal numbers."""
     here = make_state()
