@@ -20,7 +20,7 @@ from noloco_p2p.codec import CHUNK_ELEMENTS, CODEC_NAMES, Scratch, get_codec
 BESIDE = "int4"
 WAYS = ("encode", "decode")
 AS_FAST = 0.9  # of int4's speed: best times differ by a few per cent from run to run
-COARSE = ("int2", "sign1")
+COARSE = "int2"
 
 
 def actions(name: str) -> list[Callable[[], object]]:
@@ -55,10 +55,9 @@ def measure(quick: bool) -> list[Claim]:
         Claim(f"{name} {way}, one core", speed, "GB/s of fp32", ">= 1", speed >= 1)
         for (name, way), speed in measured.items()
     ]
-    for name in COARSE:
-        for way in WAYS:
-            ratio = measured[name, way] / measured[BESIDE, way]
-            claims.append(Claim(f"{name} / {BESIDE}, {way}", ratio, "ratio", f">= {AS_FAST}", ratio >= AS_FAST))
+    for way in WAYS:
+        ratio = measured[COARSE, way] / measured[BESIDE, way]
+        claims.append(Claim(f"{COARSE} / {BESIDE}, {way}", ratio, "ratio", f">= {AS_FAST}", ratio >= AS_FAST))
     return claims
 
 

@@ -23,7 +23,7 @@ from harness.rounds import one_round
 from harness.specs import published
 
 from noloco_p2p.codec import get_codec
-from noloco_p2p.codec.modulo import MODULO8
+from noloco_p2p.codec.modulo import FOUR_BITS
 from noloco_p2p.gossip.deadlines import Deadlines
 from noloco_p2p.gossip.frames import Chunk, SectionName
 from noloco_p2p.gossip.outcome import Alone, Half, Swapped
@@ -36,8 +36,8 @@ NUM_ELEMENTS = 100
 SPEC = RunSpec(name="faults", codec=BEST_CODEC, outer=published())
 DEADLINES = Deadlines(dial_s=5.0, offer_s=5.0, status_s=5.0, progress_s=5.0, farewell_s=0.05)  # a cut is seen at once
 SIZES = {
-    SectionName.SLOW_WEIGHTS: MODULO8.num_bytes(NUM_ELEMENTS),
-    SectionName.OUTER_MOMENTUM: MODULO8.num_bytes(NUM_ELEMENTS),
+    SectionName.SLOW_WEIGHTS: FOUR_BITS.num_bytes(NUM_ELEMENTS),
+    SectionName.OUTER_MOMENTUM: FOUR_BITS.num_bytes(NUM_ELEMENTS),
     SectionName.OUTER_GRADIENT: get_codec(BEST_CODEC.outer_gradient).num_bytes(NUM_ELEMENTS),
 }
 

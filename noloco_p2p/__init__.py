@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from noloco_p2p.outer.checkpoint import Checkpoint, Checkpoints
     from noloco_p2p.outer.noloco import NoLoCo, RoundResult
     from noloco_p2p.outer.optimizer_state import InnerState
-    from noloco_p2p.outer.update_filter import LossCheck
     from noloco_p2p.peer.peer import Peer
     from noloco_p2p.settings import PeerSettings
     from noloco_p2p.spec import (
@@ -64,7 +63,6 @@ _NAMES = {
     "noloco_p2p.outer.checkpoint": "Checkpoint Checkpoints",
     "noloco_p2p.outer.noloco": "NoLoCo RoundResult",
     "noloco_p2p.outer.optimizer_state": "InnerState",
-    "noloco_p2p.outer.update_filter": "LossCheck",
     "noloco_p2p.peer.peer": "Peer",
     "noloco_p2p.settings": "PeerSettings",
     "noloco_p2p.spec": ("CodecSpec DataSpec EvaluateSpec ModelSpec OuterSpec RunSpec Spec TrainerSpec TrainSpec"),
@@ -87,7 +85,6 @@ __all__ = [
     "IdentityError",
     "InnerState",
     "Left",
-    "LossCheck",
     "ModelError",
     "ModelSpec",
     "NoLoCo",

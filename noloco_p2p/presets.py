@@ -27,7 +27,7 @@ from noloco_p2p.spec import CodecSpec, DataSpec, EvaluateSpec, ModelSpec, OuterS
 LLAMA3_TOKENIZER = "NousResearch/Meta-Llama-3-8B"
 LLAMA3_VOCABULARY = 128_256
 PAPER_SEQUENCE_LENGTH = 1024
-BEST_CODEC = CodecSpec(slow_weights="modulo", outer_momentum="modulo8", outer_gradient="int2")
+BEST_CODEC = CodecSpec(slow_weights="modulo", outer_momentum="modulo", outer_gradient="int2")
 
 
 def _paper_preset(

@@ -174,14 +174,6 @@ class PeerSettings(BaseModel):
         ),
         Flag(metavar="always|idle|HH:MM-HH:MM"),
     ] = "always"
-    max_loss_rise: Annotated[
-        Annotated[float, Field(gt=0, allow_inf_nan=False)] | None,
-        about(
-            "Undo a swap that raises the loss on a private batch by more than this amount. The check costs two forward "
-            "passes per round."
-        ),
-        Flag(metavar="NATS", default="no check"),
-    ] = None
     push_to_hub: Annotated[
         str,
         about(

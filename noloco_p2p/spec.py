@@ -24,15 +24,13 @@ from noloco_p2p.errors import SpecError
 SPEC_VERSION = 1
 MAX_SPEC_BYTES = 64 * 1024  # a larger spec from the network is refused
 
-CodecName = Literal["fp32", "bf16", "int8", "int4"]
-# Coarse codecs are for outer gradients only. Their errors make the replicas differ, and only the mixing of slow
-# weights, which needs a finer codec, removes this difference.
-CoarseName = Literal["int2", "sign1"]
-GradientCodecName = Literal[CodecName, CoarseName, "none"]
-# Modulo codecs are for vectors in which partners nearly agree.
-ModuloName = Literal["modulo8", "modulo4", "modulo"]
-StateCodecName = Literal[CodecName, ModuloName]
-CODECS, COARSE_CODECS, STATE_CODECS = (", ".join(get_args(names)) for names in (CodecName, CoarseName, ModuloName))
+ActivationCodecName = Literal["fp32", "bf16", "int8"]
+CodecName = Literal[ActivationCodecName, "int4"]
+# int2 is for outer gradients only. Its errors make the replicas differ, and only the mixing of slow weights, which
+# needs a finer codec, removes this difference.
+GradientCodecName = Literal[CodecName, "int2", "none"]
+StateCodecName = Literal[CodecName, "modulo"]  # modulo is for vectors in which partners nearly agree
+CODECS, ACTIVATION_CODECS = (", ".join(get_args(names)) for names in (CodecName, ActivationCodecName))
 MAX_STAGES = 64
 MAX_LAYERS = 4096  # bounded because counting the parameters of a model iterates over its layers
 
@@ -417,11 +415,11 @@ class CodecSpec(Section):
     slow_weights: Annotated[
         StateCodecName,
         about(
-            "codec of the slow weights, at least as precise as int8; modulo8 takes as many bytes as int8 but is far "
-            "more accurate; modulo takes half as many while the partners' weights are close"
+            "codec of the slow weights, at least as precise as int8; modulo takes half as many bytes as int8 while the "
+            "partners' weights are close, and is more accurate"
         ),
     ] = "bf16"
-    outer_momentum: Annotated[StateCodecName, about("codec of the outer momentum; bf16 or modulo8 is recommended")] = (
+    outer_momentum: Annotated[StateCodecName, about("codec of the outer momentum; bf16 or modulo is recommended")] = (
         "bf16"
     )
     outer_gradient: Annotated[
@@ -472,10 +470,11 @@ class PipelineSpec(Section):
         Size, about("number of sequences in a microbatch, which passes through the stages as a unit")
     ] = 1
     activations: Annotated[
-        CodecName, about(f"codec of the activations that a stage sends to the next stage: {CODECS}")
+        ActivationCodecName,
+        about(f"codec of the activations that a stage sends to the next stage: {ACTIVATION_CODECS}"),
     ] = "int8"
     gradients: Annotated[
-        CodecName, about("codec of the gradients of activations that a stage sends to the previous stage")
+        ActivationCodecName, about("codec of the gradients of activations that a stage sends to the previous stage")
     ] = "int8"
     routing: Annotated[
         Literal["random", "fast"],
@@ -532,8 +531,8 @@ class Spec(Section):
     codec: Annotated[
         CodecSpec,
         about(
-            f"How vectors are encoded for swaps. The codecs are {CODECS}. Additional codecs for slow weights and "
-            f"momentum: {STATE_CODECS}. Additional codecs for outer gradients: {COARSE_CODECS}."
+            f"How vectors are encoded for swaps. The codecs are {CODECS}. Additional codec for slow weights and "
+            "momentum: modulo. Additional codec for outer gradients: int2."
         ),
     ] = CodecSpec()
 

@@ -58,28 +58,27 @@ def blocks_by_hand(payload: bytes, num_elements: int, *, block: int, is_packed: 
     return [code * scales[i // block] for i, code in enumerate(codes)]
 
 
-def odd_by_hand(payload: bytes, num_elements: int, *, block: int, bits: int) -> list[float]:
-    """Decode bf16 scales and the signed bit fields after them, lowest bits first.
+def odd_by_hand(payload: bytes, num_elements: int) -> list[float]:
+    """Decode the bf16 scales of int2 and the signed fields of two bits after them, lowest bits first.
 
     A field c of byte i at position j means code 2 c + 1 of element i + j * number of bytes.
     """
-    num_blocks = -(-num_elements // block)
+    num_blocks = -(-num_elements // 128)
     scales, fields = bf16(payload[: 2 * num_blocks]), payload[2 * num_blocks :]
-    modulus = 1 << bits
-    unsigned = [(byte >> bits * j) % modulus for j in range(8 // bits) for byte in fields]
-    codes = [2 * (field - modulus * (field >= modulus // 2)) + 1 for field in unsigned]
-    return [code * scales[i // block] for i, code in enumerate(codes[:num_elements])]
+    unsigned = [(byte >> 2 * j) % 4 for j in range(4) for byte in fields]
+    codes = [2 * (field - 4 * (field >= 2)) + 1 for field in unsigned]
+    return [code * scales[i // 128] for i, code in enumerate(codes[:num_elements])]
 
 
-def clipped(exact: Tensor, *, block: int, max_code: int, scale_of: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return the error bound: one scale up to the largest code, and beyond it the distance to that code."""
+def clipped(exact: Tensor) -> Tensor:
+    """Return the error bound of int2: one scale up to code 3, and beyond it the distance to that code."""
     if not len(exact):
         return exact
-    scale = torch.cat([scale_of(part).expand(len(part)) for part in exact.split(block)])
-    beyond = exact.abs() - max_code * scale
+    scale = torch.cat([part.square().mean().sqrt().expand(len(part)) * 0.49785 for part in exact.split(128)])
+    beyond = exact.abs() - 3 * scale
     # The scale is rounded up to bf16, and to the smallest normal fp32 number. Squares of values below 2^-63 may
     # underflow.
-    return torch.maximum(scale, beyond) + max_code * scale * 2**-8 * (1 + 2**-10) + 2.0**-59
+    return torch.maximum(scale, beyond) + 3 * scale * 2**-8 * (1 + 2**-10) + 2.0**-59
 
 
 def half_a_step(exact: Tensor, *, block: int, max_code: int) -> Tensor:
@@ -127,25 +126,12 @@ PROMISES: Mapping[str, Promise] = {
         golden="0f40 00 3c 13",
         ramp_digest="84b950907f0ffe26af0e273a8bc57aea",
         bytes_a_parameter=0.25 + 2 / 128,
-        by_hand=partial(odd_by_hand, block=128, bits=2),
-        error_bound=partial(
-            clipped, block=128, max_code=3, scale_of=lambda part: part.square().mean().sqrt() * 0.49785
-        ),
+        by_hand=odd_by_hand,
+        error_bound=clipped,
         gaussian_error=0.35,
         gaussian_length=0.94,
         largest=2.0**60,
         lone_error=0.5,
-        keeps_zeros=False,
-    ),
-    "sign1": Promise(
-        golden="1840 06 08",
-        ramp_digest="77510dfb62a1b695bc18e63229bba1cc",
-        bytes_a_parameter=0.125 + 2 / 256,
-        by_hand=partial(odd_by_hand, block=256, bits=1),
-        error_bound=partial(clipped, block=256, max_code=1, scale_of=lambda part: part.abs().mean()),
-        gaussian_error=0.61,
-        gaussian_length=0.80,
-        largest=2.0**119,
         keeps_zeros=False,
     ),
 }

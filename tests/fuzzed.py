@@ -214,7 +214,6 @@ def targets() -> dict[str, Target]:
         "spec": Target(_spec, (SpecError,), (json.dumps({"name": "run"}).encode(),)),
         "layout": Target(ModelLayout.from_json, (ValueError,), (layout.as_json(),)),
         "grid": Target(lambda data: agree(bytes(3), data), wire, (bytes(3),)),
-        "grid by need": Target(lambda data: agree(bytes(3), data, by_need=True), wire, (bytes(3),)),
         "bits by need": Target(_last_bits, wire, (EIGHT_BITS.encode(ONES, grid=GRID, chunk_index=0),)),
         "address of a caller": Target(
             lambda data: caller_host(data.decode("latin-1")), wire, (b"ipv4:192.0.2.7:1", b"ipv6:[::1]:1")

@@ -155,7 +155,7 @@ class GreedyPeer:
 
     def _bounds_of(self, partner: str, plan: SectionPlan) -> Bounds:
         assert plan.modulo
-        return self._bounds.setdefault((partner, plan.name), Bounds(plan.num_elements, codec=plan.modulo[0]))
+        return self._bounds.setdefault((partner, plan.name), Bounds(plan.num_elements))
 
     async def _stage(self, partner: str, plan: SectionPlan, staged: Staged) -> None:
         """Stage the gradient once the liar has it. plan: of the last section."""

@@ -31,10 +31,7 @@ def simulate(
     ] = "8",
     rules: Annotated[
         str,
-        typer.Option(
-            help="Outer rules to compare, comma-separated: noloco, diloco, diloco-nesterov, ddp, local, gasloc, "
-            "groups, pairs."
-        ),
+        typer.Option(help="Outer rules to compare, comma-separated: noloco, diloco, diloco-nesterov, ddp, local."),
     ] = "noloco",
     steps: Annotated[
         int | None,

@@ -8,7 +8,7 @@ number of elements determine all sizes, so a receiver knows them before it reads
 from __future__ import annotations
 
 from noloco_p2p.codec.base import CHUNK_ELEMENTS, Codec, Scratch, Sized
-from noloco_p2p.codec.blocks import INT2, INT4, INT8, SIGN1
+from noloco_p2p.codec.blocks import INT2, INT4, INT8
 from noloco_p2p.codec.raw import BF16, FP32
 
 __all__ = [
@@ -23,7 +23,7 @@ __all__ = [
     "section_bytes",
 ]
 
-CODECS: dict[str, Codec] = {codec.name: codec for codec in (FP32, BF16, INT8, INT4, INT2, SIGN1)}
+CODECS: dict[str, Codec] = {codec.name: codec for codec in (FP32, BF16, INT8, INT4, INT2)}
 CODEC_NAMES = tuple(CODECS)
 
 

@@ -1,22 +1,21 @@
-"""Encode vectors in blocks of elements that share a scale, with the codecs int8, int4, int2 and sign1.
+"""Encode vectors in blocks of elements that share a scale, with the codecs int8, int4 and int2.
 
 The payload of a chunk of n elements consists of ceil(n / block) bf16 scales, followed by the codes. A decoded element
 is `code * scale`.
 
 * int8 and int4: The scale is the largest magnitude in the block divided by max_code, rounded *up* to bf16. No code can
   exceed max_code, so nothing is clipped.
-* int2 and sign1: The codes are odd (-3, -1, 1, 3 for int2 and -1, 1 for sign1), and elements beyond the outermost codes
-  are clipped. The scale of int2 is 0.4979 times the root mean square of the block. For a Gaussian, this scale minimizes
-  the mean squared error of four equidistant levels, at 0.1188 of the variance (J. Max, "Quantizing for minimum
-  distortion", IRE Trans. Inf. Theory 6, 1960, table II). Levels with optimal spacing would reach 0.1175. The scale of
-  sign1 is the mean magnitude, which minimizes the mean squared error of a sign code.
+* int2: The codes are odd (-3, -1, 1, 3), and elements beyond the outermost codes are clipped. The scale is 0.4979 times
+  the root mean square of the block. For a Gaussian, this scale minimizes the mean squared error of four equidistant
+  levels, at 0.1188 of the variance (J. Max, "Quantizing for minimum distortion", IRE Trans. Inf. Theory 6, 1960, table
+  II). Levels with optimal spacing would reach 0.1175.
 * A scale is never smaller than the smallest normal fp32 number, not even for a block of zeros. Its reciprocal is
   therefore finite, and machines that flush subnormal numbers to zero get the same result.
 * The product of a code (at most 8 bits) and a bf16 scale (8 significant bits) is exact in fp32, so every machine
   decodes the same numbers.
 * Codes that share a byte are not adjacent. int4 packs element i of the first half of the chunk with element i of the
-  second half, as `low + 16 * high`. In the same way, int2 packs the four quarters of the chunk, and sign1 packs its
-  eight eighths. Each of these parts is contiguous in memory, which suits vector units.
+  second half, as `low + 16 * high`. In the same way, int2 packs the four quarters of the chunk. Each of these parts is
+  contiguous in memory, which suits vector units.
 """
 
 from __future__ import annotations
@@ -43,10 +42,9 @@ from noloco_p2p.errors import NotFinite
 FLOAT32 = torch.finfo(torch.float32)
 SCALE_BYTES = 2
 GAUSSIAN_SCALE = 0.9957 / 2  # the scale of int2, which is half a step, for a root mean square of 1
-# PLACES has the weight of each field of a byte except the lowest one.
-# TO_THE_TOP has the factor that moves each field to the top of the byte.
-PLACES = {bits: torch.tensor([float(1 << j) for j in range(bits, 8, bits)]) for bits in (1, 2)}
-TO_THE_TOP = {bits: torch.tensor([1 << 8 - bits - j for j in range(0, 8, bits)]).to(torch.int8) for bits in (1, 2)}
+PLACES = torch.tensor([4.0, 16.0, 64.0])  # the weight of each two-bit field of a byte except the lowest one
+TO_THE_TOP = torch.tensor([64, 16, 4, 1], dtype=torch.int8)  # the factor that moves each field to the top of the byte
+LIFT = 0b10101010 - 128  # see `pack_odd`
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,26 +160,9 @@ def quantize_rms(blocks: Tensor, num_elements: int, workspace: Tensor) -> Tensor
     scales = torch.linalg.vector_norm(blocks, dim=1).mul_(GAUSSIAN_SCALE * block_elements**-0.5)
     if rest := num_elements % block_elements:
         scales[-1] *= (block_elements / rest) ** 0.5
-    scales = _nearest_bf16(scales)
+    scales = scales.clamp_min_(FLOAT32.tiny).to(torch.bfloat16).to(torch.float32)
     torch.mul(blocks, scales.reciprocal().mul_(0.5)[:, None], out=workspace).floor_().clamp_(-2, 1)
     return scales
-
-
-def quantize_signs(blocks: Tensor, num_elements: int, workspace: Tensor) -> Tensor:
-    """Write -1 for each negative element and 0 for all others, and return the scales.
-
-    Each written number is the c of a code 2 c + 1.
-    """
-    block_elements = blocks.shape[1]
-    scales = torch.abs(blocks, out=workspace).sum(dim=1).mul_(1 / block_elements)
-    if rest := num_elements % block_elements:
-        scales[-1] *= block_elements / rest
-    torch.clamp(blocks, -1, 0, out=workspace).floor_()
-    return _nearest_bf16(scales)
-
-
-def _nearest_bf16(scales: Tensor) -> Tensor:
-    return scales.clamp_min_(FLOAT32.tiny).to(torch.bfloat16).to(torch.float32)
 
 
 def pack_bytes(codes: Tensor, code_bytes: Tensor) -> None:
@@ -208,30 +189,28 @@ def unpack_nibbles(code_bytes: Tensor, codes: Tensor, scratch: Scratch) -> None:
     codes[half:].copy_(nibbles[: codes.numel() - half])
 
 
-def pack_odd(codes: Tensor, code_bytes: Tensor, *, bits: int) -> None:
+def pack_odd(codes: Tensor, code_bytes: Tensor) -> None:
     """Pack codes of the form 2 c + 1. `codes` holds the c of each code.
 
-    Byte i stores the c of element i + j * len(code_bytes) in a signed field of `bits` bits, which starts at bit `bits *
-    j`. Fields beyond the last element are 0.
+    Byte i stores the c of element i + j * len(code_bytes) in a signed field of two bits, which starts at bit 2 * j.
+    Fields beyond the last element are 0.
     """
-    size, num_fields, half = code_bytes.numel(), 8 // bits, 1 << bits - 1
+    size = code_bytes.numel()
     # One matrix product is faster than a sum for each field. It is exact because all values are whole numbers below
     # 256.
-    others = codes[size : num_fields * size].view(num_fields - 1, size)
-    packed = codes[:size].addmv_(others.t(), PLACES[bits].to(codes.device))
-    # Adding `half` to every c makes all fields unsigned, and the sum is then their byte. Subtracting 128 gives a signed
-    # byte whose topmost bit is flipped. Flipping the top bits of the other fields as well subtracts `half` again.
-    lift = half * 255 // ((1 << bits) - 1) - 128
-    code_bytes.copy_(packed.add_(lift)).bitwise_xor_(lift)
+    packed = codes[:size].addmv_(codes[size : 4 * size].view(3, size).t(), PLACES.to(codes.device))
+    # Adding 2 to every c makes all fields unsigned, and the sum is then their byte. Subtracting 128 gives a signed
+    # byte whose topmost bit is flipped. Flipping the top bits of the other fields as well subtracts 2 again.
+    code_bytes.copy_(packed.add_(LIFT)).bitwise_xor_(LIFT)
 
 
-def unpack_odd(code_bytes: Tensor, codes: Tensor, scratch: Scratch, *, bits: int) -> None:
-    size, num_fields = code_bytes.numel(), 8 // bits
-    fields = scratch.take("fields", num_fields * size, dtype=torch.int8).view(num_fields, size)
+def unpack_odd(code_bytes: Tensor, codes: Tensor, scratch: Scratch) -> None:
+    size = code_bytes.numel()
+    fields = scratch.take("fields", 4 * size, dtype=torch.int8).view(4, size)
     # Each field is moved to the top of its byte and then back down by one bit less. This leaves 2 c plus an unused low
     # bit, which is set to 1. A product of signed bytes keeps the low eight bits and is faster than a shift.
-    torch.mul(code_bytes, TO_THE_TOP[bits][:, None], out=fields)
-    codes.copy_(fields.bitwise_right_shift_(7 - bits).bitwise_or_(1).view(-1)[: codes.numel()])
+    torch.mul(code_bytes, TO_THE_TOP[:, None], out=fields)
+    codes.copy_(fields.bitwise_right_shift_(5).bitwise_or_(1).view(-1)[: codes.numel()])
 
 
 INT8 = BlockCodec(
@@ -258,15 +237,6 @@ INT2 = BlockCodec(
     max_code=3,
     codes_a_byte=4,
     quantize=quantize_rms,
-    pack=partial(pack_odd, bits=2),
-    unpack=partial(unpack_odd, bits=2),
+    pack=pack_odd,
+    unpack=unpack_odd,
 )  # 0.2656 bytes per parameter
-SIGN1 = BlockCodec(
-    name="sign1",
-    block_elements=256,
-    max_code=1,
-    codes_a_byte=8,
-    quantize=quantize_signs,
-    pack=partial(pack_odd, bits=1),
-    unpack=partial(unpack_odd, bits=1),
-)  # 0.1328 bytes per parameter

@@ -10,19 +10,19 @@ k mod 2**bits. With Q(x) = (k - dither) * step, the dither cancels in a differen
 follows from the residues as long as the integers differ by less than half of 2**bits. The residues alone do not show
 whether the integers are that close. Each payload therefore ends with a digest of the sender's full integers. The
 receiver reconstructs these integers from the residues and its own integers, and checks them against the digest. Both
-partners detect a failure in the same chunk, and they send that chunk again without modulo coding. The modulo and the
-shared dither come from Moniqua (arXiv 2002.11787); this module adds the grid, its bounds and the digest.
+partners detect a failure in the same chunk. The modulo and the shared dither come from Moniqua (arXiv 2002.11787); this
+module adds the grid, its bounds and the digest.
 
-The codec `modulo` first sends the lowest 4 bits of each integer. If a chunk fails, bits 4 and 5 follow, and if it fails
-again, bits 6 and 7 follow. The number of bits therefore depends on the actual distance rather than a prediction, and
-the grid need not be coarse as a precaution against large distances.
+The lowest 4 bits of each integer are sent first. If a chunk fails, bits 4 and 5 follow, and if it fails again, bits 6
+and 7 follow. A chunk that still fails is sent again without modulo coding. The number of bits therefore depends on the
+actual distance rather than a prediction, and the grid need not be coarse as a precaution against large distances.
 
 The payload of a chunk of n elements consists of the residues, followed by the first 16 bytes of a blake3 hash. The hash
 covers the seed (8 bytes), the exponents of the chunk (one byte each) and the n integers as int32, all little-endian.
-The digest therefore also reveals differences between the two grids. With 8 bits, each residue takes one byte. With 4
-bits, byte i holds residue[i] + 16 * residue[i + ceil(n / 2)], as in `blocks.py`. With 2 bits, byte i holds the residues
-i, i + q, i + 2 q and i + 3 q, where q = ceil(n / 4); residue i is in the lowest bits. If earlier payloads carried b
-bits in total, the residues are those of k // 2**b, and the digest stays the same.
+The digest therefore also reveals differences between the two grids. With 4 bits, byte i holds residue[i] + 16 *
+residue[i + ceil(n / 2)], as in `blocks.py`. With 2 bits, byte i holds the residues i, i + q, i + 2 q and i + 3 q, where
+q = ceil(n / 4); residue i is in the lowest bits. If earlier payloads carried b bits in total, the residues are those of
+k // 2**b, and the digest stays the same.
 """
 
 from __future__ import annotations
@@ -48,10 +48,8 @@ MAX_INTEGER = 2.0**30  # the largest magnitude, so that the sum of an integer an
 UNKNOWN = 127  # the exponent of a block without recorded distances; its chunk cannot use modulo coding
 LOWEST_EXPONENT, HIGHEST_EXPONENT = -100, 100  # ensures that steps, their reciprocals and h are normal fp32 numbers
 FINEST = 24  # a step is at least 2**-24 of the largest value in its block, because fp32 itself is no finer
-REMEMBERED = 4  # number of recent swaps whose largest distances are kept
-# For a codec that sends bits as needed, this is the ratio of a step to the root mean square of the last distance. The
-# step is then rounded up to a power of two. Above a ratio of 2.4, the error of a swap (step**2 / 6 per number) exceeds
-# the distance, and replicas diverge.
+# The ratio of a step to the root mean square of the last distance. The step is then rounded up to a power of two. Above
+# a ratio of 2.4, the error of a swap (step**2 / 6 per number) exceeds the distance, and replicas diverge.
 STEP_OVER_DISTANCE = 0.75
 MOST_HALVINGS = 2  # a step is halved once for each solo round since the last swap, but at most this many times
 
@@ -96,20 +94,12 @@ class Grid:
 class ModuloCodec:
     """A codec that sends `bits` low-order bits of each grid integer.
 
-    If `after` is set, this codec sends the next higher bits of the chunks that failed with the codec `after`. `margin`
-    is the ratio of the bound to the largest recent distance. It is None for a codec that sends more bits as needed,
-    because the step of such a codec depends only on the acceptable error.
+    If `after` is set, this codec sends the next higher bits of the chunks that failed with the codec `after`.
     """
 
     name: str
     bits: int
-    margin: float | None = None
     after: ModuloCodec | None = None
-
-    @property
-    def is_by_need(self) -> bool:
-        """Return whether more bits are sent if these do not suffice. In that case, the grid need not be coarse."""
-        return self.margin is None
 
     @property
     def below(self) -> int:
@@ -228,11 +218,6 @@ class ModuloCodec:
         return (residues << unused).view(torch.int8) >> unused if unused else residues.view(torch.int8)
 
 
-MODULO8 = ModuloCodec(name="modulo8", bits=8, margin=2.0)  # 1.0001 bytes per parameter
-# 0.5001 bytes per parameter. Only seven steps lie between 0 and the bound, so an error is as large as a typical
-# difference. A tight bound is therefore better, although chunks fail a little more often. Replicas did not converge
-# with gamma 0.7.
-MODULO4 = ModuloCodec(name="modulo4", bits=4, margin=1.0)
 # A chunk takes 0.5001 bytes per parameter if its largest distance is below 7 steps, 0.7502 bytes up to 31 steps, and
 # 1.0002 bytes up to 127 steps.
 FOUR_BITS = ModuloCodec(name="modulo", bits=4)
@@ -241,7 +226,7 @@ EIGHT_BITS = ModuloCodec(name="modulo", bits=2, after=SIX_BITS)
 
 # Maps a name in a run spec to the codec of a chunk, followed by the codecs for the bits that are sent if the chunk
 # fails.
-MODULO_CODECS = {"modulo8": (MODULO8,), "modulo4": (MODULO4,), "modulo": (FOUR_BITS, SIX_BITS, EIGHT_BITS)}
+MODULO_CODECS = {"modulo": (FOUR_BITS, SIX_BITS, EIGHT_BITS)}
 
 
 def num_blocks(num_elements: int) -> int:
@@ -249,12 +234,11 @@ def num_blocks(num_elements: int) -> int:
     return -(-num_elements // BLOCK_ELEMENTS)
 
 
-def agree(own: bytes, partner: bytes, *, by_need: bool = False) -> bytes:
+def agree(own: bytes, partner: bytes) -> bytes:
     """Combine the proposals of two partners into the exponents of their grid.
 
-    Each block gets the coarser of the two steps, or UNKNOWN if either step is unknown. If `by_need` is true, each block
-    gets the finer step, or UNKNOWN if both steps are unknown. Raises CorruptPayload if the partner's proposal has the
-    wrong length or an exponent that is out of range.
+    Each block gets the finer of the two steps, or UNKNOWN if both steps are unknown. Raises CorruptPayload if the
+    partner's proposal has the wrong length or an exponent that is out of range.
     """
     if len(partner) != len(own):
         raise CorruptPayload(f"it proposes a grid of {len(partner)} blocks, but the section has {len(own)}")
@@ -264,25 +248,18 @@ def agree(own: bytes, partner: bytes, *, by_need: bool = False) -> bytes:
     strange = (theirs != UNKNOWN) & ((theirs < LOWEST_EXPONENT) | (theirs > HIGHEST_EXPONENT))
     if strange.any():
         raise CorruptPayload(f"it proposes a grid step of 2**{int(theirs[strange][0])}, which is out of range")
-    return (torch.minimum if by_need else torch.maximum)(mine, theirs).numpy().tobytes()  # UNKNOWN is the largest
+    return torch.minimum(mine, theirs).numpy().tobytes()  # UNKNOWN is the largest
 
 
 class Bounds:
-    """Recent distances between partners, from which a peer proposes the next grid of a section.
+    """The last distances between partners, from which a peer proposes the next grid of a section.
 
-    At most REMEMBERED + 1 numbers are kept per block. Only one thread at a time may update a chunk, but different
-    chunks may be updated at the same time.
+    Only one thread at a time may update a chunk, but different chunks may be updated at the same time.
     """
 
-    def __init__(self, num_elements: int, *, codec: ModuloCodec) -> None:
-        self.codec = codec
+    def __init__(self, num_elements: int) -> None:
         self._round = self._round_of_swap = 0
-        if codec.margin is None:
-            self._measure, self._distance_to_step = _root_mean_square, STEP_OVER_DISTANCE
-        else:
-            self._measure, self._distance_to_step = _largest, codec.margin / (codec.half_range - 1)  # rounding adds < 1
-        num_swaps = 1 if codec.is_by_need else REMEMBERED
-        self._distances = torch.zeros(num_swaps, num_blocks(num_elements))  # newest first
+        self._distances = torch.zeros(num_blocks(num_elements))  # root mean squares in the last swap
         self._magnitudes = torch.zeros(num_blocks(num_elements))  # largest values in the last swap
 
     def begin_swap(self, round_index: int) -> None:
@@ -302,30 +279,21 @@ class Bounds:
         first = chunk_index * BLOCKS_A_CHUNK
         parts = zip(half_difference.split(BLOCK_ELEMENTS), values.split(BLOCK_ELEMENTS), strict=True)
         for block, (half, own) in enumerate(parts, first):
-            self._distances[1:, block] = self._distances[:-1, block].clone()
-            self._distances[0, block] = 2 * self._measure(half)
+            self._distances[block] = 2 * torch.linalg.vector_norm(half) / len(half) ** 0.5
             self._magnitudes[block] = _largest(own)
 
     def propose(self) -> bytes:
         """Return a proposal with one exponent per block.
 
-        The exponent is UNKNOWN if no nonzero distance was recorded, because there is nothing to predict from. If the
-        codec sends bits as needed, the exponents are lower after rounds without a partner, because errors persist
-        longer when peers mix less often.
+        The exponent is UNKNOWN if no nonzero distance was recorded, because there is nothing to predict from. The
+        exponents are lower after rounds without a partner, because errors persist longer when peers mix less often.
         """
-        largest = self._distances.amax(dim=0)
-        wanted = _above(largest * self._distance_to_step)
-        if self.codec.is_by_need:
-            num_alone = self._round - self._round_of_swap - 1
-            wanted -= min(MOST_HALVINGS, max(0, num_alone))
+        distances, num_alone = self._distances, self._round - self._round_of_swap - 1
+        wanted = _above(distances * STEP_OVER_DISTANCE) - min(MOST_HALVINGS, max(0, num_alone))
         finest = _above(self._magnitudes) - FINEST
         exponents = torch.maximum(wanted, finest).clamp_min_(LOWEST_EXPONENT)
-        exponents[(largest == 0) | ~largest.isfinite() | (exponents > HIGHEST_EXPONENT)] = UNKNOWN
+        exponents[(distances == 0) | ~distances.isfinite() | (exponents > HIGHEST_EXPONENT)] = UNKNOWN
         return exponents.to(torch.int8).numpy().tobytes()
-
-
-def _root_mean_square(values: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(values) / len(values) ** 0.5
 
 
 def _packed(residues: Tensor, *, bits: int) -> bytes:

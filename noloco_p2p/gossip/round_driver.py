@@ -457,7 +457,7 @@ class RoundDriver:
         """Return the bounds of each section that uses modulo coding. The bounds adapt from swap to swap."""
         for plan in plans:
             if plan.modulo and plan.name not in self._bounds:
-                self._bounds[plan.name] = Bounds(plan.num_elements, codec=plan.modulo[0])
+                self._bounds[plan.name] = Bounds(plan.num_elements)
         for bounds in self._bounds.values():
             bounds.begin_swap(round_index)
         return {plan.name: self._bounds[plan.name] for plan in plans if plan.modulo}

@@ -31,8 +31,8 @@ FILL = 0.4
 FILL_UNWAITED = 1 / 3
 
 # These constants fit the loss of the toy model: after n inner steps in rounds of H steps, the loss is proportional to
-# n^-STEPS_EXPONENT (CURVE_START + H)^LENGTH_EXPONENT. The runs had 8 replicas, Muon, modulo8 and int4. The root mean
-# square error of the fit is 0.6 %.
+# n^-STEPS_EXPONENT (CURVE_START + H)^LENGTH_EXPONENT. The runs had 8 replicas, Muon, modulo coding with 8 bits, and
+# int4. The root mean square error of the fit is 0.6 %.
 STEPS_EXPONENT = 0.24
 LENGTH_EXPONENT = 0.09
 CURVE_START = 1.0

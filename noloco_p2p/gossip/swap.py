@@ -302,7 +302,7 @@ class Swap:
         frame = await self._receive()
         if not isinstance(frame, Grid) or frame.section is not name:
             raise CorruptPayload(f"expected the grid of {name.name.lower()}, got {_show(frame)}")
-        exponents = agree(proposal, frame.exponents, by_need=self._bounds[name].codec.is_by_need)
+        exponents = agree(proposal, frame.exponents)
         coding = Coding(self._plan(name), AgreedGrid(exponents, dither_seed(self.swap_id, name)))
         self._num_bytes[name] = coding.num_bytes(range(num_chunks(coding.plan.num_elements)))
         self._codings[name].set_result(coding)

@@ -97,7 +97,7 @@ class Coding:
         self._coder = coder
         self._swap_id = swap_id
         self._blocks = coder.units.blocks(part)
-        self._exponents = agree(*proposals, by_need=True)
+        self._exponents = agree(*proposals)
         self._kept: dict[int, _Kept] = {}
         self._sent: dict[int, Payload] = {}
         self._earlier: dict[int, bytes] = {}

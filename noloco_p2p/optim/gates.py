@@ -22,19 +22,15 @@ computed or received before.
              (ClippedGossip, arXiv 2202.01545), separately for each tensor. The radius is twice the median norm of
              recent offsets, but at least half and at most twice the norm of this peer's outer gradient in that tensor.
              Each partner computes its own radius.
-* loss       `outer/update_filter.py` compares the loss on a private batch before and after the step. This gate is off
-             by default.
 
-Outer gradients are compared after decoding, because only the decoded ones are known to both partners. A coarse codec
-changes norms and angles. int2 multiplies the norm of a normally distributed vector by 0.94, and sign1 multiplies it by
-0.80. For real outer gradients of the toy model in benchmarks/toy.toml, the factor is 0.90 to 1.10 with int2 and 0.75 to
-0.95 with sign1. The factor never exceeds 1.5 with int2 or 1 with sign1. The limit of ten times the median compares the
-norm of the partner's decoded gradient with the norms of this peer's exact gradients. For two normally distributed
-vectors with cosine c, the decoded vectors have a cosine of 0.89 c (int2) or 2 / pi asin(c) (sign1). The limit of -0.1
-corresponds to a cosine of -0.11 (int2) or -0.16 (sign1) between the exact vectors. Coarse codecs therefore make it less
-likely that an honest partner is refused, and they do not increase a liar's influence. In a run without a late part,
-only the gates on the weights and on the loss remain. The offsets of such a run are as long as outer gradients, so the
-smallest clipping radius is larger (`WITHOUT_LATE_PART`).
+Outer gradients are compared after decoding, because only the decoded ones are known to both partners. int2 changes
+norms and angles. It multiplies the norm of a normally distributed vector by 0.94. For real outer gradients of the toy
+model in benchmarks/toy.toml, the factor is 0.90 to 1.10, and it never exceeds 1.5. The limit of ten times the median
+compares the norm of the partner's decoded gradient with the norms of this peer's exact gradients. For two normally
+distributed vectors with cosine c, the decoded vectors have a cosine of 0.89 c. The limit of -0.1 corresponds to a
+cosine of -0.11 between the exact vectors. int2 therefore makes it less likely that an honest partner is refused, and it
+does not increase a liar's influence. In a run without a late part, only the gates on the weights remain. The offsets of
+such a run are as long as outer gradients, so the smallest clipping radius is larger (`WITHOUT_LATE_PART`).
 
 Slow weights have no cosine gate, because islands that merge may differ in any direction.
 """
@@ -131,7 +127,7 @@ def cosine_refusal(*, dot: float, own_norm: float, partner_norm: float, limits: 
     """Return the reason to refuse the partner, or an empty string if there is none.
 
     All arguments refer to the same chunks of the two outer gradients. A norm can be 0 even if `dot` is not, because
-    int2 and sign1 have no code for 0 and decode zeros to numbers whose squares underflow. Such a gradient has no
+    int2 has no code for 0 and decodes zeros to numbers whose squares underflow. Such a gradient has no
     direction, so it is not refused.
     """
     product = own_norm * partner_norm

@@ -5,7 +5,6 @@ These rules see all replicas at once, so no peer of a swarm could run them.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
@@ -14,10 +13,7 @@ from torch import Tensor
 from noloco_p2p.optim.allreduce import Ring
 from noloco_p2p.optim.ddp import DataParallel
 from noloco_p2p.optim.diloco import DiLoCo
-from noloco_p2p.optim.gasloc import GASLoC
-from noloco_p2p.optim.groups import Groups
 from noloco_p2p.optim.local import Local
-from noloco_p2p.optim.pair_averaging import PairAveraging
 from noloco_p2p.spec import OuterSpec
 
 NOLOCO = "noloco"  # not one of `RULES`, because replicas run it as peers do
@@ -26,8 +22,7 @@ NOLOCO = "noloco"  # not one of `RULES`, because replicas run it as peers do
 class Rule(Protocol):
     """An outer rule. All tensors are fp32, have shape (replicas, parameters) and are changed in place."""
 
-    # Whether communication takes as long as a ring all-reduce, rather than as long as an exchange with one replica.
-    is_collective: bool
+    is_collective: bool  # whether replicas mix, in a ring all-reduce
 
     def mix_gradients(self, gradients: Tensor) -> None:
         """Mix the gradients after each backward pass, before clipping and the inner optimizer."""
@@ -46,13 +41,10 @@ class Rule(Protocol):
         ...
 
 
-RULES: Mapping[str, Callable[[OuterSpec, random.Random, Ring], Rule]] = {
-    "diloco": lambda outer, rng, ring: DiLoCo(ring, alpha=outer.alpha, beta=outer.beta),
-    "diloco-nesterov": lambda outer, rng, ring: DiLoCo(ring, alpha=outer.alpha, beta=outer.beta, is_nesterov=True),
-    "ddp": lambda outer, rng, ring: DataParallel(ring),
-    "local": lambda outer, rng, ring: Local(),
-    "gasloc": lambda outer, rng, ring: GASLoC(rng, outer_rate=outer.beta, momentum=outer.alpha),
-    "groups": lambda outer, rng, ring: Groups(rng, alpha=outer.alpha, beta=outer.beta, gamma=outer.gamma),
-    "pairs": lambda outer, rng, ring: PairAveraging(rng),
+RULES: Mapping[str, Callable[[OuterSpec, Ring], Rule]] = {
+    "diloco": lambda outer, ring: DiLoCo(ring, alpha=outer.alpha, beta=outer.beta),
+    "diloco-nesterov": lambda outer, ring: DiLoCo(ring, alpha=outer.alpha, beta=outer.beta, is_nesterov=True),
+    "ddp": lambda outer, ring: DataParallel(ring),
+    "local": lambda outer, ring: Local(),
 }
 RULE_NAMES = (NOLOCO, *RULES)

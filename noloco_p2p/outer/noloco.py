@@ -33,7 +33,7 @@ from noloco_p2p.outer.optimizer_state import InnerState, inner_state, is_skipped
 from noloco_p2p.outer.outer_state import OuterState
 from noloco_p2p.outer.rounds import RoundEnd, Rounds
 from noloco_p2p.outer.saver import Saver
-from noloco_p2p.outer.update_filter import LossCheck, UpdateFilter
+from noloco_p2p.outer.update_filter import UpdateFilter
 from noloco_p2p.spec import Spec
 from noloco_p2p.telemetry.console import named
 from noloco_p2p.telemetry.metrics import Metrics
@@ -141,7 +141,6 @@ class NoLoCo:
         on_round: A function that is called with the result at the end of each round, within `optimizer.step()` or
             `step()`.
         end_at: The `progress` at which training ends: once it is reached, no new round opens.
-        loss_check: A check that undoes swaps that raise the loss. If None, there is no such check.
         parameters: An object that reads and writes the parameters of a model that is not entirely on one device.
         follows_caller: If True, the caller sets `progress`, the position in the schedule. Steps and swaps do not change
             it.
@@ -164,7 +163,6 @@ class NoLoCo:
         meta: Callable[[], Mapping[str, Any]] = dict,
         on_round: Callable[[RoundResult], None] | None = None,
         end_at: float = math.inf,
-        loss_check: LossCheck | None = None,
         parameters: FlatParameters | None = None,
         follows_caller: bool = False,
     ) -> None:
@@ -176,7 +174,7 @@ class NoLoCo:
         self._model = model
         self._inner, self._hooked = inner_state(optimizer, model)
         self._state = OuterState(parameters or model, self.spec.outer, limits=gate_limits(self.spec.codec))
-        update_filter = UpdateFilter(self._state, peer.metrics, loss_check, on_change=peer.membership.weights_change)
+        update_filter = UpdateFilter(self._state, peer.metrics, on_change=peer.membership.weights_change)
         self._rounds = Rounds(self.spec, self._exchange, self._state, update_filter, follows_caller=follows_caller)
         self._save_every_rounds = save_every_rounds
         self._checkpoints = checkpoints or Checkpoints(peer.run_folder / "checkpoints")

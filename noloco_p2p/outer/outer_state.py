@@ -6,8 +6,6 @@ This module does not use the network.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from copy import deepcopy
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -26,16 +24,6 @@ from noloco_p2p.outer.state_checks import OUTER_MOMENTUM, SLOW_WEIGHTS, check_ve
 from noloco_p2p.spec import OuterSpec
 
 SPREAD_CHUNKS = 16  # fewer than twice this many chunks are sampled to estimate the spread, which takes milliseconds
-
-
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """A copy of everything that an outer step changes."""
-
-    vectors: Mapping[str, Tensor]
-    fast_weights: Tensor
-    gating: ChunkFilter
-    spread: float | None
 
 
 class OuterState:
@@ -87,28 +75,6 @@ class OuterState:
         check_vectors(tensors, {name: own.numel() for name, own in self.tensors().items()})
         for name, own in self.tensors().items():
             own.copy_(tensors[name])
-
-    def copy(self) -> Kept:
-        """Copy the slow weights, the momentum and the model's weights to the CPU.
-
-        Each of these vectors takes 4 bytes per parameter.
-        """
-        vectors = {name: vector.clone() for name, vector in self.tensors().items()}
-        fast_weights = torch.empty(self.num_elements)
-        for start, stop in self._bounds:
-            fast_weights[start:stop] = self.parameters.read(start, stop)
-        self.parameters.flush()
-        return Kept(vectors, fast_weights, deepcopy(self.gating), self.spread)
-
-    @torch.no_grad()
-    def restore(self, kept: Kept) -> None:
-        """Restore a `copy`, bit for bit. The gates also forget what they have recorded since the copy was made."""
-        for name, vector in self.tensors().items():
-            vector.copy_(kept.vectors[name])
-        for start, stop in self._bounds:
-            self.parameters.write(start, kept.fast_weights[start:stop])
-        self.parameters.flush()
-        self.gating, self.spread = kept.gating, kept.spread
 
     def outer_gradient(self) -> Iterator[Tensor]:
         """Yield fast - slow, chunk by chunk, on the model's device.

@@ -62,7 +62,7 @@ class _Lockstep:
         self.num_elements = self.flat[0].num_elements
         self.slow = self._fast()
         self.ring = ring_of(name, material.spec.codec.outer_gradient, num_elements=self.num_elements)
-        self.rule: Rule = RULES[name](self.outer, random.Random(f"rule/{plan.seed}"), self.ring)
+        self.rule: Rule = RULES[name](self.outer, self.ring)
         self.step_bytes, self.round_bytes = self.rule.sent_bytes(self.num_elements, plan.num_replicas)
         self.absences = [
             random.Random(f"absent/{plan.seed}/{peer_name(number)}") for number in range(plan.num_replicas)
@@ -162,6 +162,4 @@ class _Lockstep:
         links = [self.plan.link(number) for number in range(self.plan.num_replicas)]
         bytes_per_s = min(min(link.up_mbit_s, link.down_mbit_s) for link in links) * 1e6 / 8
         delay_s = 2 * max(link.delay_ms for link in links) / 1e3
-        if self.rule.is_collective:
-            return ring_s(num_bytes, self.plan.num_replicas, bytes_per_s=bytes_per_s, delay_s=delay_s)
-        return num_bytes / bytes_per_s + delay_s
+        return ring_s(num_bytes, self.plan.num_replicas, bytes_per_s=bytes_per_s, delay_s=delay_s)

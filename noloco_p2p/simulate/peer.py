@@ -82,7 +82,7 @@ class SimulatedPeer:
             clock=now_s,
         )
         self.driver = self._stack.driver
-        self._admission = UpdateFilter(self.state, self._metrics, None)
+        self._admission = UpdateFilter(self.state, self._metrics)
         self._exchange: Exchange = LoopExchange(spec, self.driver)
         self._rounds = Rounds(
             spec, self._exchange, self.state, self._admission, follows_caller=follows_caller, clock=now_s

@@ -20,8 +20,6 @@ from noloco_p2p.simulate.staged import staged
 from noloco_p2p.simulate.swarm import simulate_swarm
 from noloco_p2p.spec import TrainerSpec
 
-BEAR_ABSENCE = (NOLOCO, "diloco", "diloco-nesterov", "ddp", "local")
-
 
 def check_rules(rules: Sequence[str], plan: Plan) -> None:
     """Raise SettingsError if a rule does not exist or does not support the plan."""
@@ -31,10 +29,6 @@ def check_rules(rules: Sequence[str], plan: Plan) -> None:
         if rule != NOLOCO and plan.churn.events:
             raise SettingsError(
                 f"--churn: with the rule {rule}, replicas cannot join, leave or crash; simulate this rule separately"
-            )
-        if rule not in BEAR_ABSENCE and plan.churn.absent:
-            raise SettingsError(
-                f"--churn: with the rule {rule}, replicas cannot be absent; omit either the rule or `absent`"
             )
 
 

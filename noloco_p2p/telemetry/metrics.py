@@ -149,12 +149,6 @@ class Metrics:
         "outer gradients refused because they were far too large or opposed this peer's own outer gradient",
         0,
     )
-    refused_losses: int = _metric(
-        "counter",
-        "rounds",
-        "rounds that were undone because the swap raised the loss on a private batch; only with --max-loss-rise",
-        0,
-    )
     clipped_gradients: int = _metric("counter", "swaps", "swaps in which the partner's outer gradient was clipped", 0)
     clipped_offsets: int = _metric(
         "counter",

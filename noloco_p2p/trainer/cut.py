@@ -132,8 +132,6 @@ def check_stages(spec: TrainerSpec, settings: PeerSettings) -> None:
     cut_of(spec)
     if settings.gpus > 1:
         raise SettingsError("--gpus is not yet supported in a run with stages")
-    if settings.max_loss_rise is not None:
-        raise SettingsError("--max-loss-rise is not yet supported in a run with stages")
 
 
 def _deal(number: int, num_parts: int) -> tuple[int, ...]:

@@ -17,7 +17,6 @@ from noloco_p2p.errors import DataError
 from noloco_p2p.outer.checkpoint import Checkpoint, Checkpoints
 from noloco_p2p.outer.flat import FlatParameters
 from noloco_p2p.outer.noloco import NoLoCo
-from noloco_p2p.outer.update_filter import LossCheck
 from noloco_p2p.peer.peer import Peer
 from noloco_p2p.spec import TrainerSpec
 from noloco_p2p.trainer.base import TrainerBase
@@ -71,8 +70,6 @@ class Trainer(TrainerBase):
         self._losses: list[Tensor] = []
         load_start(self.model, spec.model.start, state_dir=settings.state_dir)
         self.inner_step, parameters = self._place_model(ranks, compute)
-        rise = settings.max_loss_rise
-        check = LossCheck(self._private_loss, rise) if rise is not None else None
         self.outer = NoLoCo(
             self.model,
             self.inner_step,
@@ -81,14 +78,12 @@ class Trainer(TrainerBase):
             checkpoints=Checkpoints(peer.run_folder / "checkpoints", keep=settings.keep_checkpoints),
             meta=self._meta,
             end_at=1.0,
-            loss_check=check,
             parameters=parameters,
         )
         if self.outer.resumed:
             self._resume(self.outer.resumed)
         elif not self.outer.entered:
             self._begin_fork()
-        self._batch = self.validation[0]  # the current batch; no partner knows it, because data orders differ
         self.gauges = Gauges(
             self.model,
             self.device,
@@ -157,7 +152,7 @@ class Trainer(TrainerBase):
             batch = draw(self._next_batch)
             if batch is None:
                 break
-            self._batch, seed = batch, step_seed(self.peer.peer_id, metrics.step)
+            seed = step_seed(self.peer.peer_id, metrics.step)
             loss = self.inner_step(batch, progress=self.outer.progress, seed=seed)
             self._losses.append(loss)
             self._timed_steps += 1
@@ -213,9 +208,6 @@ class Trainer(TrainerBase):
         self.peer.metrics.loss = float(torch.stack(self._losses).mean())
         self._note_speed(aside_s=self._aside_s)  # a round may begin with an evaluation that takes longer than its steps
         self._refreshed_s = time.monotonic()
-
-    def _private_loss(self) -> float:
-        return self.inner_step.evaluate([self._batch])
 
     def _evaluate(self) -> None:
         """Measure the loss on the held-out sequences, which are the same for every peer."""

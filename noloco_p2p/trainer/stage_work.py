@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from noloco_p2p.codec.activations import BLOCK_CHANNELS, LARGEST, ActivationCodec, get_activation_codec
+from noloco_p2p.codec.activations import LARGEST, ActivationCodec, get_activation_codec
 from noloco_p2p.codec.base import refused_value, within
 from noloco_p2p.flow.actions import Compute, Kind
 from noloco_p2p.spec import TrainerSpec
@@ -24,7 +24,7 @@ from noloco_p2p.trainer.inner_step import InnerStep
 from noloco_p2p.trainer.rms_gate import RmsGate
 from noloco_p2p.trainer.stage import Stage, dropout_seed
 
-CODABLE = LARGEST / (2 * BLOCK_CHANNELS)  # the largest magnitude that every codec can represent, even after a rotation
+CODABLE = LARGEST / 2  # every codec can represent magnitudes up to this one, although int8 rounds its scales up
 
 
 class StageWork:

@@ -9,7 +9,6 @@ I4  one log line names the peer, what happened, and what was kept
 from __future__ import annotations
 
 import logging
-import math
 import time
 
 import pytest
@@ -24,10 +23,9 @@ from torch import nn
 from adversarial.flags import FLAGS, Flag
 from noloco_p2p.gossip.deadlines import Deadlines
 from noloco_p2p.gossip.frames import SectionName
-from noloco_p2p.gossip.outcome import Alone, Half, LonelyCause, Outcome, Swapped
+from noloco_p2p.gossip.outcome import Alone, Half, Outcome, Swapped
 from noloco_p2p.outer.noloco import NoLoCo
 from noloco_p2p.outer.outer_state import OuterState
-from noloco_p2p.outer.update_filter import LossCheck
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.telemetry.console import named
 from noloco_p2p.testing.peers import MemoryPeer
@@ -125,22 +123,3 @@ def test_a_row(flag: Flag, caplog: pytest.LogCaptureFixture) -> None:
         friend = swarm.peer("a-friend")
         round_index = victim.round
         assert isinstance(one_round(victim, model, friend, honest, round_index=round_index), Swapped)  # I3
-
-
-@pytest.mark.parametrize(("losses", "is_undone"), [((2.0, 2.2), True), ((2.0, 2.05), False), ((2.0, math.nan), True)])
-def test_a_swap_that_raises_the_own_loss_is_undone_bit_for_bit(losses: tuple[float, float], is_undone: bool) -> None:
-    told, theirs, model = iter(losses), partner_vectors(), make_model()
-    with LoopbackSwarm(SPEC, deadlines=DEADLINES) as swarm:
-        peer = swarm.peer("victim")
-        check = LossCheck(lambda: next(told), max_rise=0.1)
-        victim = NoLoCo(model, None, peer, save_every_rounds=0, loss_check=check)
-        outcome = one_round(victim, model, swarm.peer(ADVERSARY), theirs, round_index=0)
-    if not is_undone:
-        assert isinstance(outcome, Swapped)
-        return
-    assert isinstance(outcome, Alone)
-    assert outcome.cause is LonelyCause.REFUSED_STATE
-    assert named(ADVERSARY) in outcome.reason
-    assert "loss on a private batch" in outcome.reason
-    assert torch.equal(all_numbers(victim._state), all_numbers(twin_with(outcome, theirs)))
-    assert (peer.metrics.refused_losses, peer.metrics.alone_refused_state) == (1, 1)

@@ -55,7 +55,7 @@ def train(peer: MemoryPeer, model: PreTrainedModel, material: Material, step_tog
 
 
 @pytest.mark.parametrize(
-    ("inner_optimizer", "gradient"), [("adamw", "int8"), ("muon", "int8"), ("muon", "sign1"), ("muon", "none")]
+    ("inner_optimizer", "gradient"), [("adamw", "int8"), ("muon", "int8"), ("muon", "int2"), ("muon", "none")]
 )
 def test_two_simulated_replicas_are_two_peers_over_grpc(tmp_path: Path, inner_optimizer: str, gradient: str) -> None:
     spec = SPEC.with_changes({"train.inner_optimizer": inner_optimizer, "codec.outer_gradient": gradient})

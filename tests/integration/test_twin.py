@@ -83,7 +83,7 @@ def trained(make_swarm: Callable[[RunSpec], MemorySwarm], run_spec: RunSpec, fol
 
 @pytest.mark.parametrize(
     ("swap_momentum", "gradient"),
-    [(True, "fp32"), *((False, gradient) for gradient in ("fp32", "int4", "int2", "sign1", "none"))],
+    [(True, "fp32"), *((False, gradient) for gradient in ("fp32", "int4", "int2", "none"))],
 )
 def test_two_peers_over_grpc_end_with_the_bits_of_their_twins_in_memory(
     tmp_path: Path, swap_momentum: bool, gradient: str

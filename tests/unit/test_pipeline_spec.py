@@ -17,7 +17,7 @@ STAGED = WHOLE.with_changes(
 
 
 def test_every_field_of_stages_is_in_the_digest() -> None:
-    changes = {"stages": 2, "cut": [2, 1, 1], "microbatch": 2, "activations": "int4", "gradients": "int4"}
+    changes = {"stages": 2, "cut": [2, 1, 1], "microbatch": 2, "activations": "bf16", "gradients": "fp32"}
     digests = {STAGED.digest(), STAGED.with_changes({"pipeline.routing": "fast"}).digest()}
     for key, value in changes.items():
         cut = {"pipeline.cut": [2, 2]} if key == "stages" else {}
@@ -37,7 +37,7 @@ def test_every_field_of_stages_is_in_the_digest() -> None:
         ({"pipeline.cut": [2, 2]}, "pipeline.cut lists 2 stages, but pipeline.stages is 3"),
         ({"pipeline.cut": [2, 2, 2]}, "change: pipeline.cut lists 6 blocks in total, but model.num_layers is 4"),
         ({"pipeline.microbatch": 17}, "pipeline.microbatch (17) must be at most train.batch_size (16)"),
-        ({"pipeline.activations": "modulo8"}, "pipeline.activations must be "),
+        ({"pipeline.activations": "modulo"}, "pipeline.activations must be "),
         ({"pipeline.routing": "best"}, "pipeline.routing must be "),
         ({"model.parameter_seeds": False}, "model.parameter_seeds must be true in a run with stages"),
         ({"model.lora.rank": 4}, "model.lora.rank must be 0 in a run with stages"),

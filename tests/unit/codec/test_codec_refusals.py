@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from noloco_p2p.codec import CHUNK_ELEMENTS, CODEC_NAMES, Codec, get_codec
-from noloco_p2p.codec.blocks import INT2, INT4, INT8, SIGN1
+from noloco_p2p.codec.blocks import INT2, INT4, INT8
 from noloco_p2p.errors import CorruptPayload
 
 NAN, INF = float("nan"), float("inf")
-BLOCK_CODECS = {codec.name: codec for codec in (INT8, INT4, INT2, SIGN1)}
+BLOCK_CODECS = {codec.name: codec for codec in (INT8, INT4, INT2)}
 each_codec = pytest.mark.parametrize("name", CODEC_NAMES)
 
 
@@ -123,7 +123,7 @@ def test_scales_are_decoded_or_refused_whatever_the_codes(name: str) -> None:
     for bits in range(0, 65_536, 7):
         payload = struct.pack("<H", bits) + codes
         good += decodes_to_finite_or_is_refused(codec, payload, num_elements=num_elements)
-    largest = 0x7F80 - codec.max_code.bit_length() * 128  # the bits of 2^121, 2^125, 2^126 and 2^127
+    largest = 0x7F80 - codec.max_code.bit_length() * 128  # the bits of 2^121, 2^125 and 2^126
     assert good == len([bits for bits in range(0, 65_536, 7) if 0x0080 <= bits < largest])
 
 

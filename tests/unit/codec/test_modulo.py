@@ -16,8 +16,6 @@ from noloco_p2p.codec.modulo import (
     DIGEST_BYTES,
     EIGHT_BITS,
     FOUR_BITS,
-    MODULO4,
-    MODULO8,
     OFF_GRID,
     SIX_BITS,
     UNKNOWN,
@@ -27,29 +25,38 @@ from noloco_p2p.codec.modulo import (
 )
 from noloco_p2p.errors import CorruptPayload
 
-CODECS = (MODULO8, MODULO4)  # FOUR_BITS, the first codec by need, codes as MODULO4 does
 BY_NEED = (FOUR_BITS, SIX_BITS, EIGHT_BITS)
-each_codec = pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
-codecs = st.sampled_from(CODECS)
 seeds = st.integers(0, 2**64 - 1)
-LENGTHS = [1, 2, 3, 15, 600, BLOCK_ELEMENTS - 1, BLOCK_ELEMENTS, BLOCK_ELEMENTS + 1, CHUNK_ELEMENTS - 1, CHUNK_ELEMENTS]
+LENGTHS = [
+    1,
+    2,
+    3,
+    5,
+    15,
+    600,
+    BLOCK_ELEMENTS - 1,
+    BLOCK_ELEMENTS,
+    BLOCK_ELEMENTS + 1,
+    CHUNK_ELEMENTS - 1,
+    CHUNK_ELEMENTS,
+]
 
 
 def one_grid(exponent: int, *, num_elements: int, seed: int = 1) -> Grid:
     return Grid(bytes([exponent & 0xFF] * num_blocks(num_elements)), seed)
 
 
-def swap(codec: ModuloCodec, own: Tensor, partner: Tensor, grid: Grid) -> tuple[Tensor, Tensor] | None:
+def swap(own: Tensor, partner: Tensor, grid: Grid) -> tuple[Tensor, Tensor] | None:
     """Return h of both sides, each computed from what that side knows; None when both see the chunk broken."""
 
     def received(mine: Tensor, theirs: Tensor) -> Tensor | None:
-        payload = codec.encode(theirs, grid=grid, chunk_index=0)
-        assert len(payload) == codec.num_bytes(len(theirs))
-        apart = codec.differences(mine, payload, grid=grid, chunk_index=0)
+        payload = FOUR_BITS.encode(theirs, grid=grid, chunk_index=0)
+        assert len(payload) == FOUR_BITS.num_bytes(len(theirs))
+        apart = FOUR_BITS.differences(mine, payload, grid=grid, chunk_index=0)
         if apart is None:
             return None
-        assert len(apart) == codec.num_difference_bytes(len(mine))
-        return codec.half_difference(apart, num_elements=len(mine), grid=grid, chunk_index=0)
+        assert len(apart) == FOUR_BITS.num_difference_bytes(len(mine))
+        return FOUR_BITS.half_difference(apart, num_elements=len(mine), grid=grid, chunk_index=0)
 
     left, right = received(own, partner), received(partner, own)
     assert (left is None) == (right is None), "only one side sees the breakage"
@@ -58,8 +65,8 @@ def swap(codec: ModuloCodec, own: Tensor, partner: Tensor, grid: Grid) -> tuple[
     return left, right
 
 
-def must_swap(codec: ModuloCodec, own: Tensor, partner: Tensor, grid: Grid) -> Tensor:
-    both = swap(codec, own, partner, grid)
+def must_swap(own: Tensor, partner: Tensor, grid: Grid) -> Tensor:
+    both = swap(own, partner, grid)
     assert both is not None, "a pair within the bound is broken"
     left, right = both
     assert left.dtype == torch.float32
@@ -78,15 +85,13 @@ def integers(values: Tensor, step: float, seed: int) -> Tensor:
 
 
 @settings(deadline=None, max_examples=300)
-@given(codec=codecs, seed=seeds, exponent=st.integers(-20, 20), data=st.data())
-def test_broken_exactly_when_integers_are_half_a_range_apart(
-    codec: ModuloCodec, seed: int, exponent: int, data: st.DataObject
-) -> None:
+@given(seed=seeds, exponent=st.integers(-20, 20), data=st.data())
+def test_broken_exactly_when_integers_are_half_a_range_apart(seed: int, exponent: int, data: st.DataObject) -> None:
     """Values are in eighths of a step and partners whole steps apart, so their integers are equally far apart.
 
     fp32 ties may move an integer by one.
     """
-    half, step = codec.half_range, 2.0**exponent
+    half, step = FOUR_BITS.half_range, 2.0**exponent
     near = st.integers(1 - half, half - 1)
     edges = st.sampled_from([1 - half, half - 1, -half, half, half + 1, -half - 1, 2 * half, -2 * half, 6 * half])
     apart = data.draw(st.lists(near, min_size=1, max_size=40))
@@ -95,7 +100,7 @@ def test_broken_exactly_when_integers_are_half_a_range_apart(
     eighths = data.draw(st.lists(st.integers(-30_000, 30_000), min_size=len(apart), max_size=len(apart)))
     own = torch.tensor(eighths) * (step / 8)
     partner = own + torch.tensor(apart) * step
-    both = swap(codec, own, partner, one_grid(exponent, num_elements=len(apart), seed=seed))
+    both = swap(own, partner, one_grid(exponent, num_elements=len(apart), seed=seed))
     exact = integers(partner, step, seed) - integers(own, step, seed)
     assert (exact - torch.tensor(apart)).abs().max() <= 1
     if (exact.abs() >= half).any():
@@ -107,174 +112,120 @@ def test_broken_exactly_when_integers_are_half_a_range_apart(
 
 
 @settings(deadline=None, max_examples=200)
-@given(codec=codecs, seed=seeds, num_elements=st.integers(1, 300), exponent=st.integers(-30, 30))
+@given(seed=seeds, num_elements=st.integers(1, 300), exponent=st.integers(-30, 30))
 def test_any_pair_within_the_bound_verifies_and_h_is_within_half_a_step(
-    codec: ModuloCodec, seed: int, num_elements: int, exponent: int
+    seed: int, num_elements: int, exponent: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed % 2**31)
     step = 2.0**exponent
     own = torch.randn(num_elements, generator=generator) * 1000 * step
-    bound = (codec.half_range - 1.01) * step  # rounding adds less than one step
+    bound = (FOUR_BITS.half_range - 1.01) * step  # rounding adds less than one step
     partner = own + (torch.rand(num_elements, generator=generator) * 2 - 1) * bound
-    h = must_swap(codec, own, partner, one_grid(exponent, num_elements=num_elements, seed=seed))
+    h = must_swap(own, partner, one_grid(exponent, num_elements=num_elements, seed=seed))
     exact = (partner.double() - own.double()) / 2
     assert ((h.double() - exact).abs() <= step / 2 * 1.001).all()
 
 
 @settings(deadline=None, max_examples=200)
-@given(codec=codecs, seed=seeds, data=st.data())
-def test_coding_moves_a_value_by_half_a_step_at_most(codec: ModuloCodec, seed: int, data: st.DataObject) -> None:
+@given(seed=seeds, data=st.data())
+def test_coding_moves_a_value_by_half_a_step_at_most(seed: int, data: st.DataObject) -> None:
     """Q(x) = (k - dither) * step. The integers of a partner of zeros are 0, so the differences are k."""
-    in_range = st.floats(2.0 - codec.half_range, codec.half_range - 2.0, width=32)
+    in_range = st.floats(2.0 - FOUR_BITS.half_range, FOUR_BITS.half_range - 2.0, width=32)
     values = torch.tensor(data.draw(st.lists(in_range, min_size=1, max_size=100)))
     grid = one_grid(-4, num_elements=len(values), seed=seed)
     exact = (values * 2.0**-4).double()
-    differences = must_swap(codec, torch.zeros(len(values)), values * 2.0**-4, grid).double() * 2 / 2.0**-4
+    differences = must_swap(torch.zeros(len(values)), values * 2.0**-4, grid).double() * 2 / 2.0**-4
     coded = (differences - dither_of(len(values), seed).double()) * 2.0**-4
     assert ((coded - exact).abs() <= 2.0**-5 + 2.0**-24 * (exact.abs() + 2.0**-4)).all()
 
 
-@each_codec
-def test_half_differences_are_unbiased_over_swaps(codec: ModuloCodec) -> None:
+def test_half_differences_are_unbiased_over_swaps() -> None:
     own, apart = torch.linspace(-40, 40, 161), torch.linspace(-3.3, 3.3, 161)
-    swaps = [
-        must_swap(codec, own, own + apart, one_grid(0, num_elements=161, seed=seed)).double() for seed in range(2000)
-    ]
+    swaps = [must_swap(own, own + apart, one_grid(0, num_elements=161, seed=seed)).double() for seed in range(2000)]
     mean = torch.stack(swaps).mean(dim=0)
     standard_error = 0.25 / 2000**0.5  # h takes one of two values half a step apart
     assert ((mean - apart.double() / 2).abs() < 5 * standard_error).all()
 
 
-@each_codec
-@pytest.mark.parametrize("num_elements", LENGTHS)
-def test_any_length_up_to_a_chunk(codec: ModuloCodec, num_elements: int) -> None:
-    own = torch.sin(torch.arange(num_elements, dtype=torch.float32))
-    partner = own + 0.01 * torch.cos(torch.arange(num_elements, dtype=torch.float32) * 1.7)
-    exponent = -12 if codec is MODULO8 else -8
-    h = must_swap(codec, own, partner, one_grid(exponent, num_elements=num_elements))
-    assert ((h - (partner - own) / 2).abs() <= 2.0 ** (exponent - 1) * 1.001).all()
-
-
-@each_codec
-def test_every_block_has_its_own_step_and_one_broken_element_breaks_the_chunk(codec: ModuloCodec) -> None:
+def test_every_block_has_its_own_step_and_one_broken_element_breaks_the_chunk() -> None:
     grid = Grid(bytes([256 - 10, 256 - 5, 0, 4]), seed=3)
     steps = torch.cat([torch.full((BLOCK_ELEMENTS,), 2.0**e) for e in (-10, -5, 0, 4)])
     own = torch.linspace(-3, 3, CHUNK_ELEMENTS)
     partner = own + 5 * steps
-    halves = must_swap(codec, own, partner, grid) / steps
+    halves = must_swap(own, partner, grid) / steps
     assert (halves - 2.5).abs().max() <= 0.5
     assert (halves == 2.5).float().mean() > 0.999  # except where fp32 rounds a value of that many steps
-    partner[-1] += (codec.half_range + 8) * 16.0
-    assert swap(codec, own, partner, grid) is None
+    partner[-1] += (FOUR_BITS.half_range + 8) * 16.0
+    assert swap(own, partner, grid) is None
 
 
-@each_codec
-def test_equal_values_have_no_difference(codec: ModuloCodec) -> None:
+def test_equal_values_have_no_difference() -> None:
     own = torch.randn(1000)
-    assert not must_swap(codec, own, own.clone(), one_grid(-12, num_elements=1000)).any()
+    assert not must_swap(own, own.clone(), one_grid(-12, num_elements=1000)).any()
 
 
-@each_codec
-def test_peers_on_other_grids_see_it(codec: ModuloCodec) -> None:
+def test_peers_on_other_grids_see_it() -> None:
     own = torch.randn(500)
-    payload = codec.encode(own, grid=one_grid(-6, num_elements=500, seed=1), chunk_index=0)
+    payload = FOUR_BITS.encode(own, grid=one_grid(-6, num_elements=500, seed=1), chunk_index=0)
     for other in (one_grid(-5, num_elements=500, seed=1), one_grid(-6, num_elements=500, seed=2)):
-        assert codec.differences(own, payload, grid=other, chunk_index=0) is None
+        assert FOUR_BITS.differences(own, payload, grid=other, chunk_index=0) is None
 
 
-@each_codec
-def test_every_flipped_residue_or_digest_byte_is_seen(codec: ModuloCodec) -> None:
-    own = torch.randn(260)
-    grid = one_grid(-6, num_elements=260)
-    payload = bytearray(codec.encode(own, grid=grid, chunk_index=0))
-    for position in range(len(payload)):
-        payload[position] ^= 1
-        assert codec.differences(own, bytes(payload), grid=grid, chunk_index=0) is None
-        payload[position] ^= 1
-    assert codec.differences(own, memoryview(payload), grid=grid, chunk_index=0) is not None
-
-
-@each_codec
-@pytest.mark.parametrize("num_elements", [1, 7, 8])
-@pytest.mark.parametrize("excess", [-17, -1, 1, 16])
-def test_every_other_length_is_refused(codec: ModuloCodec, num_elements: int, excess: int) -> None:
-    own, grid = torch.ones(num_elements), one_grid(0, num_elements=num_elements)
-    expected = codec.num_bytes(num_elements)
-    wrong = bytes(max(0, expected + excess))
-    for refuse in (
-        lambda: codec.check(wrong, num_elements=num_elements),
-        lambda: codec.differences(own, wrong, grid=grid, chunk_index=0),
-    ):
-        with pytest.raises(CorruptPayload, match=f"must have {expected} bytes, but it has {len(wrong)}"):
-            refuse()
-
-
-@each_codec
 @pytest.mark.parametrize("steps", [2.0**31, -(2.0**31), 2.0**70, 1.1 * 2.0**30])
-def test_a_value_too_large_for_the_grid_breaks_the_chunk_on_both_sides(codec: ModuloCodec, steps: float) -> None:
+def test_a_value_too_large_for_the_grid_breaks_the_chunk_on_both_sides(steps: float) -> None:
     own = torch.zeros(100)
     own[40] = steps * 2.0**-60
     grid = one_grid(-60, num_elements=100)
-    payload = codec.encode(own, grid=grid, chunk_index=0)
-    assert len(payload) == codec.num_bytes(100)
+    payload = FOUR_BITS.encode(own, grid=grid, chunk_index=0)
+    assert len(payload) == FOUR_BITS.num_bytes(100)
     assert payload[-DIGEST_BYTES:] == OFF_GRID
-    assert swap(codec, own, torch.zeros(100), grid) is None
-    assert swap(codec, own, own.clone(), grid) is None
+    assert swap(own, torch.zeros(100), grid) is None
+    assert swap(own, own.clone(), grid) is None
 
 
-@each_codec
-def test_large_integers_are_exact_up_to_the_limit(codec: ModuloCodec) -> None:
+def test_large_integers_are_exact_up_to_the_limit() -> None:
     own = torch.tensor([2.0**30, -(2.0**30), 2.0**29 + 64.0])
-    assert not must_swap(codec, own, own.clone(), one_grid(0, num_elements=3)).any()
+    assert not must_swap(own, own.clone(), one_grid(0, num_elements=3)).any()
 
 
-@each_codec
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_a_value_that_is_not_finite_is_named(codec: ModuloCodec, bad: float) -> None:
+def test_a_value_that_is_not_finite_is_named(bad: float) -> None:
     values = torch.full((BLOCK_ELEMENTS + 300,), 2.0**40)  # also too large for the grid
     values[BLOCK_ELEMENTS + 270] = bad
     grid = one_grid(0, num_elements=len(values))
-    payload = codec.encode(torch.zeros(len(values)), grid=grid, chunk_index=0)
+    payload = FOUR_BITS.encode(torch.zeros(len(values)), grid=grid, chunk_index=0)
     for refuse in (
-        lambda: codec.encode(values, grid=grid, chunk_index=0),
-        lambda: codec.differences(values, payload, grid=grid, chunk_index=0),
+        lambda: FOUR_BITS.encode(values, grid=grid, chunk_index=0),
+        lambda: FOUR_BITS.differences(values, payload, grid=grid, chunk_index=0),
     ):
         with pytest.raises(ValueError, match=f"element {BLOCK_ELEMENTS + 270} of {len(values)} is .*not finite"):
             refuse()
 
 
-@each_codec
-def test_what_is_no_chunk_or_has_no_grid_is_refused(codec: ModuloCodec) -> None:
+def test_what_is_no_chunk_or_has_no_grid_is_refused() -> None:
     grid = one_grid(0, num_elements=CHUNK_ELEMENTS)
     for values in (torch.ones(2, 2), torch.ones(6)[::2], torch.ones(3, dtype=torch.int32)):
         with pytest.raises(ValueError, match="chunk"):
-            codec.encode(values, grid=grid, chunk_index=0)
+            FOUR_BITS.encode(values, grid=grid, chunk_index=0)
     unknown = Grid(bytes([3, UNKNOWN]), seed=0)
     assert not unknown.covers(0)
     assert Grid(bytes([3, 4, 5, 6, UNKNOWN]), seed=0).covers(0)
     for num_elements, chunk_index in ((BLOCK_ELEMENTS + 1, 0), (BLOCK_ELEMENTS, 1), (BLOCK_ELEMENTS, 0)):
         with pytest.raises(ValueError, match=rf"chunk {chunk_index} \({num_elements} elements\) has no grid"):
-            codec.encode(torch.ones(num_elements), grid=unknown, chunk_index=chunk_index)
+            FOUR_BITS.encode(torch.ones(num_elements), grid=unknown, chunk_index=chunk_index)
     with pytest.raises(ValueError, match="9 encoded differences cannot have a length of 100 bytes"):
-        codec.half_difference(bytes(100), num_elements=9, grid=grid, chunk_index=0)
+        FOUR_BITS.half_difference(bytes(100), num_elements=9, grid=grid, chunk_index=0)
 
 
-@each_codec
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
-def test_other_float_dtypes_are_coded_like_their_fp32_values(codec: ModuloCodec, dtype: torch.dtype) -> None:
+def test_other_float_dtypes_are_coded_like_their_fp32_values(dtype: torch.dtype) -> None:
     values = torch.randn(300).to(dtype)
     before = values.clone()
     grid = one_grid(-5, num_elements=300)
-    assert codec.encode(values, grid=grid, chunk_index=0) == codec.encode(values.float(), grid=grid, chunk_index=0)
+    assert FOUR_BITS.encode(values, grid=grid, chunk_index=0) == FOUR_BITS.encode(
+        values.float(), grid=grid, chunk_index=0
+    )
     assert torch.equal(values, before)
-
-
-@each_codec
-def test_bytes_a_parameter(codec: ModuloCodec) -> None:
-    assert codec.num_bytes(CHUNK_ELEMENTS) == CHUNK_ELEMENTS * codec.bits // 8 + 16
-    assert codec.num_bytes(3) == (19 if codec is MODULO8 else 18)
-    with pytest.raises(ValueError, match=f"not {CHUNK_ELEMENTS + 1}"):
-        codec.num_bytes(CHUNK_ELEMENTS + 1)
 
 
 # by need: more bits of a broken chunk follow
@@ -325,7 +276,7 @@ def test_the_first_codec_that_reaches_carries_a_chunk_exactly(seed: int, exponen
     assert torch.equal(theirs, -ours)
 
 
-@pytest.mark.parametrize("num_elements", [1, 2, 3, 5, 600, BLOCK_ELEMENTS + 1, CHUNK_ELEMENTS])
+@pytest.mark.parametrize("num_elements", LENGTHS)
 @pytest.mark.parametrize("codec", BY_NEED, ids=lambda codec: f"{codec.known_bits} bits")
 def test_any_length_by_need(codec: ModuloCodec, num_elements: int) -> None:
     own = torch.sin(torch.arange(num_elements, dtype=torch.float32))
@@ -363,6 +314,8 @@ def test_bytes_a_parameter_by_need() -> None:
     sizes = [codec.num_bytes(CHUNK_ELEMENTS) for codec in BY_NEED]
     assert sizes == [CHUNK_ELEMENTS * bits // 8 + DIGEST_BYTES for bits in (4, 2, 2)]
     assert [codec.num_bytes(5) for codec in BY_NEED] == [19, 18, 18]
+    with pytest.raises(ValueError, match=f"not {CHUNK_ELEMENTS + 1}"):
+        FOUR_BITS.num_bytes(CHUNK_ELEMENTS + 1)
 
 
 def test_a_value_too_large_for_the_grid_is_broken_at_any_number_of_bits() -> None:

@@ -12,7 +12,7 @@ from noloco_p2p.gossip.outcome import Swapped
 from noloco_p2p.spec import CodecSpec, TrainerSpec
 from noloco_p2p.testing.peers import MemorySwarm
 
-SPEC = TrainerSpec(name="layouts", codec=CodecSpec(slow_weights="modulo8", outer_momentum="modulo8"))
+SPEC = TrainerSpec(name="layouts", codec=CodecSpec(slow_weights="modulo", outer_momentum="modulo"))
 
 
 @pytest.mark.parametrize("num_blocks", [1, 2, 5])

@@ -14,7 +14,7 @@ from harness.specs import published
 from noloco_p2p.codec import CHUNK_ELEMENTS, chunk_bounds, section_bytes
 from noloco_p2p.codec.base import Sized
 from noloco_p2p.codec.blocks import INT4, INT8
-from noloco_p2p.codec.modulo import EIGHT_BITS, FOUR_BITS, MODULO4, MODULO8, SIX_BITS
+from noloco_p2p.codec.modulo import EIGHT_BITS, FOUR_BITS, SIX_BITS
 from noloco_p2p.gossip.frames import Chunk, Grid, Header, SectionName
 from noloco_p2p.gossip.outcome import Alone, Half, Received, Swapped
 from noloco_p2p.gossip.round_events import RoundPhase
@@ -24,9 +24,9 @@ from noloco_p2p.testing.faults import Announce, At, FaultPlan, FlipBit, Replace
 from noloco_p2p.testing.peers import MemoryPeer, MemorySwarm
 
 NUM_ELEMENTS = 2 * CHUNK_ELEMENTS + 1000
-CODECS = CodecSpec(slow_weights="modulo8", outer_momentum="modulo8", outer_gradient="int4")
+CODECS = CodecSpec(slow_weights="modulo", outer_momentum="modulo", outer_gradient="int4")
 SPEC = TrainerSpec(name="modulo", codec=CODECS, outer=published())
-MODULO_BYTES = sum(MODULO8.num_bytes(stop - start) for start, stop in chunk_bounds(NUM_ELEMENTS))
+HALF_A_BYTE = section_bytes(FOUR_BITS, NUM_ELEMENTS)
 INT8_BYTES = section_bytes(INT8, NUM_ELEMENTS)
 INT4_BYTES = section_bytes(INT4, NUM_ELEMENTS)
 
@@ -58,31 +58,6 @@ def halves(received: Received, name: SectionName) -> torch.Tensor:
     return torch.cat([pair.half_difference(index) for index in range(len(chunk_bounds(NUM_ELEMENTS)))])
 
 
-def test_the_first_swap_learns_the_bounds_and_the_next_ones_send_a_byte_a_number(swarm: MemorySwarm) -> None:
-    peers, vectors = [swarm.peer("a"), swarm.peer("b")], [near(1), near(2)]
-    first, second = (swapped(peers, vectors, index)[0] for index in range(2))
-    assert first.bytes_sent == 2 * INT8_BYTES + INT4_BYTES
-    assert second.bytes_sent == 2 * MODULO_BYTES + INT4_BYTES
-    exact = (vectors[1].slow_weights - vectors[0].slow_weights) / 2
-    error = (halves(second, SectionName.SLOW_WEIGHTS) - exact).abs().max()
-    assert error < (halves(first, SectionName.SLOW_WEIGHTS) - exact).abs().max() / 20
-    assert [peer.driver.traffic.modulo_chunks for peer in peers] == [6, 6]
-    assert [peer.driver.traffic.broken_chunks for peer in peers] == [0, 0]
-
-
-def test_modulo4_sends_half_a_byte_a_number() -> None:
-    spec = SPEC.with_changes({"codec.slow_weights": "modulo4", "outer.alpha": 0.0})
-    with MemorySwarm(spec, deadlines=PATIENT) as swarm:
-        peers, vectors = [swarm.peer("a"), swarm.peer("b")], [near(1), near(2)]
-        first, second = (swapped(peers, vectors, index)[0] for index in range(2))
-        ours, theirs = (halves(received, SectionName.SLOW_WEIGHTS) for received in swapped(peers, vectors, 2))
-    num_bytes = sum(MODULO4.num_bytes(stop - start) for start, stop in chunk_bounds(NUM_ELEMENTS))
-    assert (first.bytes_sent, second.bytes_sent) == (INT8_BYTES + INT4_BYTES, num_bytes + INT4_BYTES)
-    exact = (vectors[1].slow_weights - vectors[0].slow_weights) / 2
-    assert (ours - exact).abs().max() < exact.abs().max()
-    assert torch.equal(ours, -theirs)
-
-
 @pytest.mark.parametrize("name", [SectionName.SLOW_WEIGHTS, SectionName.OUTER_MOMENTUM])
 def test_the_two_half_differences_are_opposite_bit_for_bit(swarm: MemorySwarm, name: SectionName) -> None:
     peers, vectors = [swarm.peer("a"), swarm.peer("b")], [near(1), near(2)]
@@ -92,37 +67,21 @@ def test_the_two_half_differences_are_opposite_bit_for_bit(swarm: MemorySwarm, n
         assert ours.abs().max() > 0
 
 
-def test_chunks_whose_bound_is_broken_are_sent_again_without_modulo(swarm: MemorySwarm) -> None:
-    peers, vectors = [swarm.peer("a"), swarm.peer("b")], [near(1), near(2)]
-    swapped(peers, vectors, 0)
-    vectors[0].slow_weights[CHUNK_ELEMENTS + 5] += 3.0  # one number of the second chunk jumps
-    broken = swapped(peers, vectors, 1)
-    again = INT8.num_bytes(CHUNK_ELEMENTS)
-    assert broken[0].bytes_sent == 2 * MODULO_BYTES + again + INT4_BYTES
-    assert [peer.driver.traffic.broken_chunks for peer in peers] == [1, 1]
-    ours, theirs = (halves(received, SectionName.SLOW_WEIGHTS) for received in broken)
-    assert torch.equal(ours, -theirs)
-    assert ours[CHUNK_ELEMENTS + 5] == pytest.approx(-1.5, abs=0.02)
-    assert swapped(peers, vectors, 2)[0].bytes_sent == 2 * MODULO_BYTES + INT4_BYTES, "the bound has followed"
-
-
-BY_NEED = SPEC.with_changes({"codec.slow_weights": "modulo", "codec.outer_momentum": "modulo"})
-
-
 def run_away(vectors: list[Vectors], *, further: float) -> None:
     """Move one number of the second chunk of one side; the steps there are 1 to 2 thousandths."""
     vectors[0].slow_weights[CHUNK_ELEMENTS + 5] += further
 
 
-def test_by_need_partners_whose_largest_distance_is_near_the_usual_one_send_half_a_byte_a_number() -> None:
+def test_the_first_swap_learns_the_grid_and_the_next_ones_send_half_a_byte_a_number(swarm: MemorySwarm) -> None:
+    """The largest distance between the partners is near the usual one."""
     own = [torch.sin(1e4 * near(seed).slow_weights) for seed in (1, 2)]  # at most 2 apart, mostly 1
     vectors = [Vectors(each, each, near(1).outer_gradient) for each in own]
-    with MemorySwarm(BY_NEED, deadlines=PATIENT) as swarm:
-        peers = [swarm.peer("a"), swarm.peer("b")]
-        sent = [swapped(peers, vectors, index)[0].bytes_sent for index in range(3)]
-        assert [peer.driver.traffic.extended_chunks for peer in peers] == [0, 0]
-    half_a_byte = 2 * section_bytes(FOUR_BITS, NUM_ELEMENTS) + INT4_BYTES
-    assert sent == [2 * INT8_BYTES + INT4_BYTES, half_a_byte, half_a_byte]
+    peers = [swarm.peer("a"), swarm.peer("b")]
+    sent = [swapped(peers, vectors, index)[0].bytes_sent for index in range(3)]
+    assert sent == [2 * INT8_BYTES + INT4_BYTES, *[2 * HALF_A_BYTE + INT4_BYTES] * 2]
+    assert [peer.driver.traffic.modulo_chunks for peer in peers] == [12, 12]
+    assert [peer.driver.traffic.extended_chunks for peer in peers] == [0, 0]
+    assert [peer.driver.traffic.broken_chunks for peer in peers] == [0, 0]
 
 
 @pytest.mark.parametrize(
@@ -130,8 +89,8 @@ def test_by_need_partners_whose_largest_distance_is_near_the_usual_one_send_half
     [(0.03, (SIX_BITS,)), (0.12, (SIX_BITS, EIGHT_BITS)), (3.0, (SIX_BITS, EIGHT_BITS, INT8))],
     ids=["6 bits", "8 bits", "int8"],
 )
-def test_by_need_more_bits_of_a_broken_chunk_follow(further: float, codecs: tuple[Sized, ...]) -> None:
-    with MemorySwarm(BY_NEED, deadlines=PATIENT) as swarm:
+def test_more_bits_of_a_broken_chunk_follow(further: float, codecs: tuple[Sized, ...]) -> None:
+    with MemorySwarm(SPEC, deadlines=PATIENT) as swarm:
         peers, vectors = [swarm.peer("a"), swarm.peer("b")], [near(1), near(2)]
         usual = [swapped(peers, vectors, index)[0].bytes_sent for index in range(3)][-1]
         num_before = peers[0].driver.traffic.extended_chunks
@@ -159,14 +118,14 @@ def test_by_need_more_bits_of_a_broken_chunk_follow(further: float, codecs: tupl
     ],
     ids=["damage", "more bytes", "more chunks", "another codec"],
 )
-def test_by_need_what_follows_is_checked_as_what_came_first(at: At, send: FlipBit | Announce, fault: str) -> None:
+def test_what_follows_is_checked_as_what_came_first(at: At, send: FlipBit | Announce, fault: str) -> None:
     faults = FaultPlan().fail_at(at, send=send).wrapper()
     rounds: list[int] = []
 
     def wrap(stream: FrameStream) -> FrameStream:
         return faults(stream) if len(rounds) == 3 else stream
 
-    with MemorySwarm(BY_NEED, deadlines=PATIENT) as swarm:
+    with MemorySwarm(SPEC, deadlines=PATIENT) as swarm:
         peers, vectors = [swarm.peer("a", wrap=wrap, wrap_accepted=wrap), swarm.peer("b")], [near(1), near(2)]
         for index in range(3):
             swapped(peers, vectors, index)

@@ -49,9 +49,8 @@ def weights_after(spec: TrainerSpec, plan: Plan) -> tuple[Result, list[Tensor]]:
     return result, [replica.state.slow_weights for replica in made]
 
 
-@pytest.mark.parametrize("codec", ["modulo8", "modulo"])
-def test_the_same_seed_gives_the_same_bits_and_another_one_does_not(codec: str) -> None:
-    modulo = SPEC.with_changes({"codec.slow_weights": codec, "codec.outer_gradient": "int4"})
+def test_the_same_seed_gives_the_same_bits_and_another_one_does_not() -> None:
+    modulo = SPEC.with_changes({"codec.slow_weights": "modulo", "codec.outer_gradient": "int4"})
     links = (LinkProfile("some", down_mbit_s=1, up_mbit_s=1, delay_ms=20, jitter_ms=50),)
     plans = [Plan(4, seed=seed, links=links, churn=Churn(lose=0.2, absent=0.1)) for seed in (1, 1, 2)]
     first, again, other = (weights_after(modulo, plan) for plan in plans)
@@ -163,9 +162,7 @@ def test_other_rules_learn(rule: str) -> None:
     result, alone = (simulate_lockstep(material(), Plan(4), rule=name) for name in (rule, "local"))
     assert result.loss < result.curve[0].loss
     assert result.curve[0].loss - result.loss > 0.5 * (alone.curve[0].loss - alone.loss)
-    assert (result.spread == 0.0) == (rule in ("ddp", "diloco", "diloco-nesterov", "groups")), (
-        "everybody mixes, and so do four of four"
-    )
+    assert (result.spread == 0.0) == (rule != "local"), "everybody mixes"
     assert result.virtual_s == pytest.approx(12.0)
 
 
@@ -221,7 +218,5 @@ def test_a_seed_starts_from_other_weights_and_0_is_the_spec() -> None:
 def test_rules_are_checked_before_anything_trains() -> None:
     with pytest.raises(SettingsError, match="--rules fsdp: no such rule; choose from noloco, diloco"):
         check_rules(["noloco", "fsdp"], Plan(2))
-    with pytest.raises(SettingsError, match="with the rule gasloc, replicas cannot be absent"):
-        check_rules(["noloco", "gasloc"], Plan(2, churn=Churn(absent=0.2)))
     with pytest.raises(SettingsError, match="cannot join, leave or crash"):
         check_rules(["ddp"], Plan(2, churn=Churn((Event("crash", 0, 1.0),))))
