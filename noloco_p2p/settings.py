@@ -124,9 +124,6 @@ class PeerSettings(BaseModel):
     map_ports: Annotated[
         AlwaysOrNever, about("Ask the router to forward both ports (by NAT-PMP or UPnP), unless --announce is given.")
     ] = "always"
-    search_lan: Annotated[
-        AlwaysOrNever, about("Find peers of the run on the local network by mDNS, and let them find this peer.")
-    ] = "always"
     device: Annotated[str, about(f"Device to train on: {DEVICES}.")] = "auto"
     threads: Annotated[int, Field(ge=0), about("Number of torch threads."), Flag(default="chosen by torch")] = 0
     max_steps: Annotated[Count | None, about("Leave the run after this many inner steps.")] = None
