@@ -18,7 +18,7 @@ from noloco_p2p.swarm.addresses import host_of, host_port, routable_host, split_
 from noloco_p2p.swarm.dht import SwarmDirectory
 from noloco_p2p.swarm.dial_back import CLOSED, OPEN, DialBack, DialBacks, Reach, Verdict, assess, way_to
 from noloco_p2p.swarm.node import end_tasks
-from noloco_p2p.swarm.port_mapping import MappedPorts, PortMapping, clients_of
+from noloco_p2p.swarm.port_mapping import MappedPorts, PortMapping, client_of
 from noloco_p2p.swarm.relay import Reservations, ask_to_dial
 from noloco_p2p.swarm.tunnel import Tunnels
 
@@ -73,7 +73,7 @@ class Reachability:
         )
         asks = settings.map_ports == "always" and not any(settings.announced)
         self._port_mapping = PortMapping(
-            clients_of(routable_host(settings.listen_host)) if asks else (),
+            client_of(routable_host(settings.listen_host)) if asks else None,
             ports=lambda: (self._port, directory.port),
             on_change=self._dial_backs.ask_again,
         )
@@ -126,7 +126,7 @@ class Reachability:
             num_calls=self._num_calls(),
             relayed=bool(self._reservations.circuits()),
             num_holes=self.tunnels.num_holes,
-            mapped_by=mapped.by if mapped else "",
+            is_mapped=mapped is not None,
         )
 
     def neighbours(self) -> dict[str, Reach]:

@@ -55,7 +55,7 @@ def test_a_ticket_hands_on_the_best_address_of_each_entrance() -> None:
     assert reachability.doors() == [entrances[0], entrances[2]]
 
 
-MAPPED = MappedPorts("45.77.0.9", (41337, 41338), "UPnP")
+MAPPED = MappedPorts("45.77.0.9", (41337, 41338))
 AT_HOME = ("45.77.0.9:41337", "192.168.1.7:0")  # port 0: the server does not listen yet
 OUTSIDE = f"/ip4/45.77.0.9/tcp/41338/p2p/{Alone.peer_id}"
 
@@ -81,8 +81,8 @@ def test_a_mapping_is_published_unless_peers_dial_back_in_vain() -> None:
     ids=["turned off", "announced", "loopback"],
 )
 def test_a_router_is_not_asked_when_it_need_not_be(settings: dict[str, str]) -> None:
-    assert not reachable(**{"listen": "192.168.1.7:31337", **settings})._port_mapping._clients
-    assert reachable(listen="192.168.1.7:31337")._port_mapping._clients
+    assert not reachable(**{"listen": "192.168.1.7:31337", **settings})._port_mapping._client
+    assert reachable(listen="192.168.1.7:31337")._port_mapping._client
 
 
 @pytest.mark.parametrize(
