@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 from noloco_p2p.errors import Unreachable
-from noloco_p2p.hosts import ip_of, is_public
+from noloco_p2p.hosts import ip_of, is_home, is_public
 from noloco_p2p.rates import Rates
 
 FAILURES_A_MINUTE = 20  # failed connections to one host: per minute in the long run, and in a burst
@@ -33,9 +33,9 @@ MAX_ADDRESSES = 16  # per name
 class DialGuard:
     """The guard for all dials of a peer.
 
-    If `only_public` is true, private addresses that strangers name are refused. It is set if this peer announces a
-    public address or joins through one, because a stranger's private address would then lead into this peer's own
-    network.
+    If `only_public` is true, private addresses that strangers name are refused, and those of peers that seem to be
+    behind the same router count as one host. It is set if this peer announces a public address or joins through one,
+    because a stranger's private address would then lead into this peer's own network.
     """
 
     def __init__(self, *, only_public: bool = False, clock: Callable[[], float] = time.monotonic) -> None:
@@ -52,7 +52,7 @@ class DialGuard:
         from the user or from the ticket. It may then be private, and its name is looked up apart from other names.
         """
         address = await self._resolved(peer_id, host, is_given=is_given)
-        if (peer_id, address) not in self._reached and not self._failures.take(address, num_dials):
+        if (peer_id, address) not in self._reached and not self._failures.take(self._host(address), num_dials):
             raise Unreachable(
                 f"in the last minute, {FAILURES_A_MINUTE} attempts to dial {address} failed", peer=peer_id
             )
@@ -61,11 +61,14 @@ class DialGuard:
     def reached(self, peer_id: str, address: str, *, num_dials: int = 1) -> None:
         """Record that the peer at this address has authenticated itself, so that dials to it are no longer counted."""
         if (peer_id, address) not in self._reached:
-            self._failures.give_back(address, num_dials)
+            self._failures.give_back(self._host(address), num_dials)
         self._reached.pop((peer_id, address), None)
         self._reached[peer_id, address] = None
         while len(self._reached) > MAX_REACHED:
             self._reached.popitem(last=False)
+
+    def _host(self, address: str) -> str:
+        return "this network" if self.only_public and is_home(address) else address
 
     async def _resolved(self, peer_id: str, host: str, *, is_given: bool) -> str:
         """Return an IP address unchanged, or resolve a name.

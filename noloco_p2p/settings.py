@@ -122,10 +122,7 @@ class PeerSettings(BaseModel):
     ] = f"0.0.0.0:{DEFAULT_PORT}"
     announce: Annotated[str, about("HOST[:PORT] that other peers dial, if it differs from --listen.")] = ""
     map_ports: Annotated[
-        AlwaysOrNever, about("Ask the router to forward both ports (by NAT-PMP or UPnP), unless --announce is given.")
-    ] = "always"
-    search_lan: Annotated[
-        AlwaysOrNever, about("Find peers of the run on the local network by mDNS, and let them find this peer.")
+        AlwaysOrNever, about("Ask the router to forward both ports (by UPnP), unless --announce is given.")
     ] = "always"
     device: Annotated[str, about(f"Device to train on: {DEVICES}.")] = "auto"
     threads: Annotated[int, Field(ge=0), about("Number of torch threads."), Flag(default="chosen by torch")] = 0

@@ -1,13 +1,12 @@
-"""Provide test doubles of routers that map ports, with NAT-PMP over UDP, or UPnP (IGD) over SSDP and HTTP.
+"""Provide a test double of a router that maps ports, with UPnP (IGD) over SSDP and HTTP.
 
-The doubles do not map any ports. They answer as such routers do, and remember the requests.
+The double does not map any ports. It answers as such a router does, and remembers the requests.
 """
 
 from __future__ import annotations
 
 import re
 import socket
-import struct
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
@@ -27,52 +26,6 @@ DESCRIPTION = f"""<?xml version="1.0"?><root xmlns="urn:schemas-upnp-org:device-
 <serviceType>{WAN}</serviceType><serviceId>urn:upnp-org:serviceId:WANIPConn1</serviceId>
 <controlURL>/control</controlURL><eventSubURL>/event</eventSubURL><SCPDURL>/scpd.xml</SCPDURL>
 </service></serviceList></device></deviceList></device></deviceList></device></root>"""
-
-
-class PmpRouter:
-    """A NAT-PMP router on a UDP port of loopback.
-
-    `answer` replaces every answer; b"" means that there is no answer. `lease_s` is the longest lease that the router
-    grants. `shift` is added to the requested port.
-    """
-
-    def __init__(self, host: str, *, answer: bytes | None = None, lease_s: int = 7200, shift: int = 0) -> None:
-        self.host, self.shift, self.lease_s, self.answer = host, shift, lease_s, answer
-        self.mapped: dict[int, int] = {}  # port inside -> port outside
-        self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-        self._socket.bind(("127.0.0.1", 0))
-        self.port: int = self._socket.getsockname()[1]
-        self._thread = threading.Thread(target=self._serve)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, value: object, trace: TracebackType | None) -> None:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as end:
-            end.sendto(b"end", ("127.0.0.1", self.port))
-        self._thread.join()
-        self._socket.close()
-
-    def _serve(self) -> None:
-        while True:
-            request, asker = self._socket.recvfrom(64)
-            if request == b"end":
-                return
-            answer = self._answer(request) if self.answer is None else self.answer
-            if answer:
-                self._socket.sendto(answer, asker)
-
-    def _answer(self, request: bytes) -> bytes:
-        header = struct.pack("!BBHI", 0, 128 + request[1], 0, 1)
-        if request[1] == 0:
-            return header + socket.inet_aton(self.host)
-        _, _, _, inside, outside, lease_s = struct.unpack("!BBHHHI", request)
-        if lease_s:
-            self.mapped[inside] = outside + self.shift
-        else:
-            self.mapped.pop(inside, None)
-        return header + struct.pack("!HHI", inside, outside + self.shift if lease_s else 0, min(lease_s, self.lease_s))
 
 
 class UpnpRouter:

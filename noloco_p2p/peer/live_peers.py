@@ -1,4 +1,4 @@
-"""Provide the live peers in the directory, each with a direct address, a local-network address or a tunnel's address.
+"""Provide the live peers in the directory, each with a direct address or a tunnel's address.
 
 A peer of a pipeline gets only the live peers of its own stage.
 """
@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.swarm.dht import SwarmDirectory
-from noloco_p2p.swarm.household import Household
 from noloco_p2p.swarm.tunnel import Tunnels
 
 LOOK_S = 5.0  # longest wait for the record of a head
@@ -41,11 +40,10 @@ class LivePeers:
     methods are thread-safe.
     """
 
-    def __init__(self, directory: SwarmDirectory, tunnels: Tunnels, household: Household) -> None:
+    def __init__(self, directory: SwarmDirectory, tunnels: Tunnels) -> None:
         self.stage: int | None = None
         self._directory = directory
         self._tunnels = tunnels
-        self._household = household
         self.heads = ListedHeads(directory)
 
     def live(self) -> Sequence[Candidate]:
@@ -74,10 +72,8 @@ class LivePeers:
         return self._of_own_stage(self.everyone())
 
     def reached(self, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-        """Return the same peers, each with its address on the local network, or with a tunnel's address if it has no
-        other.
-        """
-        return self._tunnels.reached(self._household.reached(candidates))
+        """Return the same peers, each with a tunnel's address if it has no other."""
+        return self._tunnels.reached(candidates)
 
     def _of_own_stage(self, peers: Sequence[Candidate]) -> Sequence[Candidate]:
         return peers if self.stage is None else [peer for peer in peers if peer.stage == self.stage]

@@ -54,7 +54,6 @@ from noloco_p2p.spec import Spec
 from noloco_p2p.swarm.address_book import AddressBook
 from noloco_p2p.swarm.dht import SwarmDirectory
 from noloco_p2p.swarm.dial_back import DialBack, Verdict
-from noloco_p2p.swarm.household import Household, own_interfaces
 from noloco_p2p.swarm.node import end_tasks
 from noloco_p2p.swarm.records import PeerRecord
 from noloco_p2p.telemetry.metrics import Metrics
@@ -71,7 +70,6 @@ T = TypeVar("T")
 
 POLL_S = 0.05
 NOT_RUNNING = "this peer is not running: it was closed, for example at the end of its `with` block"
-NEAR_S = 4.0  # time for a peer on the local network to answer
 DIAL_BACK_S = 12.0  # time for one peer to report whether it can reach this one; it tries for 4 s
 
 
@@ -375,24 +373,14 @@ class Peer:
             self._status.hello, limits, session=self._session, why_banned=self.bans.why, guard=directory.guard
         )
         entrances = self._entrances()
-        household = Household(
-            self.peer_id,
-            self._view,
-            own_interfaces(self.settings.listen_host) if self.settings.search_lan == "always" else (),
-            live=directory.live,
-            on_found=directory.dial_nearby,
-            ask=lambda candidate: transport.status(candidate, timeout_s=NEAR_S),
-        )
         self._reachability = reachability = Reachability(
             directory,
             self.settings,
             self._address_book,
             entrances=entrances,
             ask=self._ask_to_dial_back,
-            household=household,
         )
-        household.look()
-        live_peers = LivePeers(directory, reachability.tunnels, household)
+        live_peers = LivePeers(directory, reachability.tunnels)
         if isinstance(target, Spec):
             self.spec = target
         else:
@@ -500,6 +488,7 @@ class Peer:
             describe=self._status.record,
             on_copy=self._on_copy,
             ignores=self._ignores,
+            own_addresses=lambda: self._reachability.addresses() if self._reachability else (),
         )
 
     @property

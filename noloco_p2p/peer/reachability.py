@@ -6,19 +6,19 @@ import asyncio
 import logging
 import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 
 from noloco_p2p.errors import DirectoryError, PeerError
 from noloco_p2p.gossip.seams import Candidate
-from noloco_p2p.hosts import is_public
+from noloco_p2p.hosts import is_home, is_public
 from noloco_p2p.net.server import GrpcServer
 from noloco_p2p.settings import PeerSettings
 from noloco_p2p.swarm.address_book import AddressBook
 from noloco_p2p.swarm.addresses import host_of, host_port, routable_host, split_peer_id
 from noloco_p2p.swarm.dht import SwarmDirectory
 from noloco_p2p.swarm.dial_back import CLOSED, OPEN, DialBack, DialBacks, Reach, Verdict, assess, way_to
-from noloco_p2p.swarm.household import Household
 from noloco_p2p.swarm.node import end_tasks
-from noloco_p2p.swarm.port_mapping import MappedPorts, PortMapping, clients_of
+from noloco_p2p.swarm.port_mapping import MappedPorts, PortMapping, client_of
 from noloco_p2p.swarm.relay import Reservations, ask_to_dial
 from noloco_p2p.swarm.tunnel import Tunnels
 
@@ -48,9 +48,7 @@ class Reachability:
         *,
         entrances: Sequence[str],
         ask: Ask,
-        household: Household,
     ) -> None:
-        self._household = household
         self._directory = directory
         self._settings = settings
         self._book = book
@@ -75,7 +73,7 @@ class Reachability:
         )
         asks = settings.map_ports == "always" and not any(settings.announced)
         self._port_mapping = PortMapping(
-            clients_of(routable_host(settings.listen_host)) if asks else (),
+            client_of(routable_host(settings.listen_host)) if asks else None,
             ports=lambda: (self._port, directory.port),
             on_change=self._dial_backs.ask_again,
         )
@@ -85,7 +83,6 @@ class Reachability:
         """Start all tasks. `num_calls` returns the number of incoming calls from other peers."""
         self._server, self._num_calls = server, num_calls
         self._directory.mirror(self._ports()[0])
-        self._household.announce(grpc_port=self._port, libp2p_port=self._directory.port)
         await self.tunnels.start()
         jobs = [
             self._reservations.run(),
@@ -97,7 +94,6 @@ class Reachability:
 
     async def stop(self) -> None:
         await end_tasks(self._tasks)
-        await self._household.stop()
         await self._port_mapping.close()
         await self.tunnels.stop()
 
@@ -130,26 +126,27 @@ class Reachability:
             num_calls=self._num_calls(),
             relayed=bool(self._reservations.circuits()),
             num_holes=self.tunnels.num_holes,
-            mapped_by=mapped.by if mapped else "",
+            is_mapped=mapped is not None,
         )
 
     def neighbours(self) -> dict[str, Reach]:
         """Return, by peer id, how each known live peer is reached."""
         is_closed, ways = self.is_closed(), self.tunnels.last_ways
         return {
-            record.peer_id: (
-                Reach.DIRECT
-                if self._household.is_near(record.peer_id)
-                else way_to(record.reachability, ways.get(record.peer_id), is_closed=is_closed)
-            )
+            record.peer_id: way_to(record.reachability, ways.get(record.peer_id), is_closed=is_closed)
             for record, _ in self._directory.records()
             if record.state != "leaving"
         }
 
     def addresses(self) -> tuple[str, ...]:
-        """Return the gRPC addresses for the record. In a public swarm, private addresses are left out."""
-        leads_nowhere = self._directory.is_abroad() and not is_public(host_of(self.address))
-        return () if leads_nowhere else (self.address,)
+        """Return the gRPC addresses for the record.
+
+        In a public swarm, a private address only follows a public one. It is for peers behind the same router.
+        """
+        if not is_public(host_of(self.address)):
+            return () if self._directory.is_abroad() else (self.address,)
+        local = routable_host(self._settings.listen_host)
+        return (self.address, host_port(local, self._port)) if is_home(local) else (self.address,)
 
     def ways_in(self) -> tuple[str, ...]:
         """Return the multiaddrs for the record. Addresses through relays come first, because they are known to work."""
@@ -230,6 +227,7 @@ class Reachability:
         live = list(self._directory.live())
         known = {candidate.peer_id for candidate in live}
         near = self._directory.neighbours()
+        live = [replace(candidate, nearby="") for candidate in live]  # on the local network, nobody sees the router
         return live + [Candidate(peer, "") for peer in self._entrances if peer not in known and peer in near]
 
     async def _ask_one(self, candidate: Candidate) -> DialBack:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from noloco_p2p.hosts import is_host, is_port, is_public
+from noloco_p2p.hosts import is_host, is_port, is_public, network_of
 from noloco_p2p.swarm.address_book import CIRCUIT
-from noloco_p2p.swarm.addresses import tcp_target
+from noloco_p2p.swarm.addresses import host_of, tcp_target
 from noloco_p2p.swarm.records import PeerRecord
 
 _ID = "/p2p/[1-9A-HJ-NP-Za-km-z]{40,64}"
@@ -16,10 +16,11 @@ _WAY = re.compile(rf"/[^/]+/[^/]+/tcp/[0-9]+{_ID}({CIRCUIT}{_ID})?")
 MAX_RELAYS = 2  # maximum number of relay addresses per record; each has the host of its relay
 
 
-def believable(record: PeerRecord, *, only_public: bool) -> PeerRecord:
+def believable(record: PeerRecord, *, only_public: bool, own: Sequence[str] = ()) -> PeerRecord:
     """Return the record without invalid addresses, and without direct addresses of any host but the first.
 
-    If `only_public` is true, private addresses are removed as well.
+    If `only_public` is true, private addresses are removed as well, except for the one that `nearby` returns. `own`
+    contains the gRPC addresses of this peer.
     """
     addresses = [each for each in record.addresses if _may_be(grpc_host(each), only_public)]
     ways = [each for each in record.multiaddrs if _may_be(dialled_host(each), only_public)]
@@ -28,9 +29,24 @@ def believable(record: PeerRecord, *, only_public: bool) -> PeerRecord:
     hosts = [*map(grpc_host, addresses), *map(dialled_host, direct)]
     return replace(
         record,
-        addresses=tuple(each for each in addresses if grpc_host(each) == hosts[0]),
+        addresses=(*(each for each in addresses if grpc_host(each) == hosts[0]), *nearby(record.addresses, own)),
         multiaddrs=(*relayed, *(each for each in direct if dialled_host(each) == hosts[0])),
     )
+
+
+def nearby(addresses: Sequence[str], own: Sequence[str]) -> Sequence[str]:
+    """Return the private address of a peer that seems to be behind the same router as this one, or nothing.
+
+    `addresses` are those of the peer, and `own` those of this one: the public address, then the private one. The public
+    hosts must be the same, and the private hosts must be in the same network.
+    """
+    if len(addresses) < 2 or len(own) < 2 or addresses[1] == own[1] or grpc_host(addresses[0]) != host_of(own[0]):
+        return ()
+    try:
+        is_near = network_of(grpc_host(addresses[1])) == network_of(host_of(own[1]))
+    except ValueError:  # a name, or no address at all
+        return ()
+    return addresses[1:2] if is_near else ()
 
 
 def of_one_host(addresses: Iterable[str], *, only_public: bool) -> list[str]:

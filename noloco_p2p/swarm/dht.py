@@ -69,6 +69,7 @@ class SwarmDirectory:
         relay: Relay | None,
         guard: DialGuard,
         announce_host: str,
+        own_addresses: Callable[[], Sequence[str]],
         key: str | None = None,
     ) -> None:
         self.guard = guard
@@ -92,6 +93,7 @@ class SwarmDirectory:
             timing=timing,
             ignores=ignores,
             only_public=guard.only_public,
+            own_addresses=own_addresses,
         )
         self._announcer: Announcer | None = None
         if describe and spec_digest:
@@ -138,6 +140,7 @@ class SwarmDirectory:
         ignores: Callable[[PeerRecord], bool] = lambda record: False,
         relays: bool = True,
         key: str | None = None,
+        own_addresses: Callable[[], Sequence[str]] = tuple,
     ) -> SwarmDirectory:
         """Start a directory, and return it when its node is up. Peers are dialled in the background.
 
@@ -146,7 +149,7 @@ class SwarmDirectory:
         `ignores` returns true are dropped, such as the records of peers that are banned or not invited. If `relays` is
         true, this node relays calls to peers that cannot be dialled, and the relayed bytes count as traffic of this
         machine. `key` identifies the view that this peer reads and in which it is announced. If `key` is None, the view
-        of the whole run is used.
+        of the whole run is used. `own_addresses` returns the gRPC addresses of this peer.
 
         Raises DirectoryError if the port is taken, the daemon cannot run, or a bootstrap is not a valid address.
         """
@@ -178,6 +181,7 @@ class SwarmDirectory:
             guard=guard,
             announce_host=announce_host or "",
             key=key,
+            own_addresses=own_addresses,
         )
         directory._run()
         return directory
@@ -269,13 +273,6 @@ class SwarmDirectory:
     def neighbours(self) -> set[str]:
         """Return the peer ids of DHT nodes that answered recently. These nodes can belong to any run."""
         return self._node.neighbours()
-
-    def dial_nearby(self, peer_id: str, multiaddrs: Sequence[str]) -> None:
-        """Dial a peer at these addresses on the local network as well.
-
-        If `multiaddrs` is empty, the peer is no longer dialled there.
-        """
-        self._dialer.dial_nearby(peer_id, multiaddrs)
 
     def dial_failures(self) -> dict[str, str]:
         """Return, by peer id, why bootstraps could not be reached on the last attempt."""

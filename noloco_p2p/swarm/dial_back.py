@@ -97,14 +97,14 @@ def assess(
     num_calls: int,
     relayed: bool = False,
     num_holes: int = 0,
-    mapped_by: str = "",
+    is_mapped: bool = False,
 ) -> Verdict:
     """Assess the reachability of this peer.
 
     `announced` is its HOST:PORT address, and `ports` are its gRPC and libp2p ports as others see them. `abroad` is true
     if the swarm is on public addresses. `num_calls` is the number of calls that other peers have made to it. `relayed`
     is true if a relay holds a reservation for it. `num_holes` is the number of connections to other peers through holes
-    in routers. `mapped_by` is the protocol by which the router maps the ports, or an empty string if it maps none.
+    in routers. `is_mapped` is true if the router forwards the ports.
     """
     host = host_of(announced)
     observed = next((seen.observed_host for seen in dial_backs if is_public(seen.observed_host)), "")
@@ -121,8 +121,8 @@ def assess(
         return Verdict(Reach.UNKNOWN, "no other peer has dialled back or called this peer yet")
     if 2 * len(through) >= len(dial_backs):
         told = f"{len(through)} of {len(dial_backs)} peers that dialled back reached port {ports[0]}"
-        if mapped_by:
-            return Verdict(Reach.MAPPED, f"{told}, which the router maps to this machine ({mapped_by})")
+        if is_mapped:
+            return Verdict(Reach.MAPPED, f"{told}, which the router maps to this machine (UPnP)")
         if all(seen.reached.get(ports[1]) for seen in through):
             told += f"; port {ports[1]} (libp2p) is closed; open it as well, so that others can join through this peer"
         return Verdict(Reach.DIRECT, told)

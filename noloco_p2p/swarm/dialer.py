@@ -55,7 +55,6 @@ class Dialer:
         self._on_wrong_clock = on_wrong_clock
         self._dial_now = asyncio.Event()
         self._has_dialled = asyncio.Event()
-        self._nearby: dict[str, Sequence[str]] = {}  # on the local network: peer id -> multiaddrs
         self._offsets: dict[str, Offset] = {}  # offsets of nodes, kept until this machine's clock is known to be right
         self._clock_is_right = False
 
@@ -63,8 +62,7 @@ class Dialer:
         """Dial the peers that are due, then wait until others may be due. Returns 0, because this method has already
         waited.
         """
-        book, near = {**self._nearby, **self._address_book.addresses()}, self._node.neighbours()
-        book |= {peer: (*nearby, *book.get(peer, ())) for peer, nearby in self._nearby.items()}
+        book, near = self._address_book.addresses(), self._node.neighbours()
         due = self._plan.due(book, near, heard_of=self._heard_of(), now_s=time.monotonic())
         reached = await asyncio.gather(*(self._dial_one(peer, addresses) for peer, addresses in due.items()))
         self._has_dialled.set()
@@ -82,17 +80,6 @@ class Dialer:
     def dial_all_now(self) -> None:
         """Dial all peers now, because this machine's network has just come back."""
         self._plan.forget_failures()
-        self._dial_now.set()
-
-    def dial_nearby(self, peer_id: str, multiaddrs: Sequence[str]) -> None:
-        """Dial a peer at these addresses on the local network as well, now and whenever it is missing.
-
-        If `multiaddrs` is empty, the peer is no longer dialled there.
-        """
-        if not multiaddrs:
-            self._nearby.pop(peer_id, None)
-            return
-        self._nearby[peer_id] = multiaddrs
         self._dial_now.set()
 
     def failures(self) -> dict[str, str]:
@@ -124,9 +111,7 @@ class Dialer:
         CLOCK.heard(offset.seconds)
         if not self._clock_is_right:
             self._offsets[peer_id] = offset
-        # Do not remember local addresses, because on another network they would lead to other machines.
-        nearby = self._nearby.get(peer_id, ())
-        self._address_book.remember(peer_id, [address for address in multiaddrs if address not in nearby])
+        self._address_book.remember(peer_id, multiaddrs)
         return True
 
     async def _hosts_of(self, peer_id: str) -> set[str]:

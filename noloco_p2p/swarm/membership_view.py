@@ -63,7 +63,8 @@ class MembershipView:
     `key` is the key of the view to read; for a whole run, `buckets.run_key` returns it. A peer can have several views.
     `spec_digest` is the digest of the run, and records of other runs are ignored. If `is_monitor` is true, all buckets
     are read, and this node is not a peer itself. Records for which `ignores` returns true are dropped. `only_public` is
-    the same as in `DialGuard`. The event `somebody` is set while a live peer is known.
+    the same as in `DialGuard`. `own_addresses` returns the gRPC addresses of this peer. The event `somebody` is set
+    while a live peer is known.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class MembershipView:
         timing: Timing,
         ignores: Callable[[PeerRecord], bool],
         only_public: bool,
+        own_addresses: Callable[[], Sequence[str]],
     ) -> None:
         self.somebody = asyncio.Event()
         self._node = node
@@ -89,6 +91,7 @@ class MembershipView:
         self._timing = timing
         self._ignores = ignores
         self._only_public = only_public
+        self._own_addresses = own_addresses
         self._sightings = Sightings(own_peer_id)
         self._looks = Rates.a_minute(LOOKS_A_MINUTE)
         rng = random.SystemRandom()
@@ -276,6 +279,7 @@ class MembershipView:
     def _readable(self, bucket: Bucket, entries: dict[str, tuple[bytes, float]]) -> list[PeerRecord]:
         """Return the valid records among the entries. Unlike the validator, it checks all fields of a record."""
         records: list[PeerRecord] = []
+        own = self._own_addresses()
         for subkey, (value, expires_at_s) in entries.items():
             try:
                 record = decode_record(value)
@@ -285,5 +289,5 @@ class MembershipView:
             is_own_word = record.peer_id == subkey and record.spec_digest == self._spec_digest
             is_in_time = abs(record.expires_at_s - expires_at_s) <= EXPIRY_SLACK_S
             if is_own_word and bucket.holds(subkey) and is_in_time and not self._ignores(record):
-                records.append(believable(record, only_public=self._only_public))
+                records.append(believable(record, only_public=self._only_public, own=own))
         return records

@@ -1,10 +1,8 @@
-"""Asks the router of this network to forward a peer's two ports to this machine.
-
-It uses NAT-PMP (RFC 6886) or, if that fails, UPnP.
+"""Asks the router of this network to forward a peer's two ports to this machine, by UPnP.
 
 The address that a router reports is only a hint. A peer stops announcing it when others report that it leads nowhere
 (see `peer/reachability.py`). The mappings expire, so they are renewed while the peer runs, and they are removed when it
-leaves. Routers that support only PCP, or that have a private address themselves, cannot be used.
+leaves. Routers that support only NAT-PMP or PCP, or that have a private address themselves, cannot be used.
 """
 
 from __future__ import annotations
@@ -14,33 +12,25 @@ import contextlib
 import ipaddress
 import logging
 import random
-import socket
-import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from noloco_p2p.hosts import ip_of, is_home, is_public
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-LEASE_S = 3600  # the requested lifetime of a mapping; a router may grant less
-SHORTEST_LEASE_S = 60
+LEASE_S = 3600  # the lifetime of a mapping
 AGAIN_S = 600.0  # the pause if no router helped
-ANSWER_S = 10.0  # the time limit for one router and protocol
+ANSWER_S = 10.0  # the time limit for one request
 FAREWELL_S = 2.0
-PMP_PORT = 5351
-PMP_TRIES_S = (0.25, 0.5, 1.0)
-PMP_MAP_TCP = 2
 UPNP_DISCOVERY_MS = 2_000
 UPNP_TRIES = 3  # attempts with random ports, after the desired port was refused
 OTHER_PORTS = range(20_000, 60_000)
-ROUTES = Path("/proc/net/route")
 
 Ports = tuple[int, int]  # the gRPC port and the libp2p port
 
@@ -51,23 +41,10 @@ class NoMapping(Exception):
 
 @dataclass(frozen=True, slots=True)
 class MappedPorts:
-    """The external address and ports of a peer.
-
-    `ports` are in the order of the internal ports, and `by` is the name of the protocol.
-    """
+    """The external address and ports of a peer, in the order of the internal ports."""
 
     host: str
     ports: Ports
-    by: str
-    lease_s: float = LEASE_S
-
-
-class RouterClient(Protocol):
-    """A client that asks a router for port mappings. On failure, it raises NoMapping, OSError or TimeoutError."""
-
-    async def map(self, ports: Ports) -> MappedPorts: ...
-
-    async def unmap(self, ports: Ports, mapping: MappedPorts) -> None: ...
 
 
 class PortMapping:
@@ -77,28 +54,25 @@ class PortMapping:
     the internal ports. `on_change` is called when `mapped` changes.
     """
 
-    def __init__(
-        self, clients: Sequence[RouterClient], *, ports: Callable[[], Ports], on_change: Callable[[], None]
-    ) -> None:
+    def __init__(self, client: Upnp | None, *, ports: Callable[[], Ports], on_change: Callable[[], None]) -> None:
         self.mapped: MappedPorts | None = None
-        self._clients = clients
-        self._client: RouterClient | None = None  # the client that made `mapped`
+        self._client = client
         self._ports = ports
         self._on_change = on_change
         self._has_asked = asyncio.Event()
 
     async def run(self) -> None:
-        while self._clients:
+        while self._client:
             before = self.mapped
-            self.mapped = await self._ask(self._ports())
+            self.mapped = await self._ask(self._client)
             self._has_asked.set()
             if self.mapped != before:
                 self._on_change()
-            await asyncio.sleep(self.mapped.lease_s / 2 if self.mapped else AGAIN_S)
+            await asyncio.sleep(LEASE_S / 2 if self.mapped else AGAIN_S)
 
     async def wait(self, timeout_s: float) -> None:
         """Wait until the router has been asked for the first time, for at most `timeout_s`."""
-        if self._clients:
+        if self._client:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._has_asked.wait(), timeout_s)
 
@@ -106,95 +80,21 @@ class PortMapping:
         """Remove the mapping. If the router does not answer within FAREWELL_S, give up."""
         if self._client and self.mapped:
             with contextlib.suppress(NoMapping, OSError, TimeoutError):
-                await asyncio.wait_for(self._client.unmap(self._ports(), self.mapped), FAREWELL_S)
-        self._client = self.mapped = None
+                await asyncio.wait_for(self._client.unmap(self.mapped), FAREWELL_S)
+        self.mapped = None
 
-    async def _ask(self, ports: Ports) -> MappedPorts | None:
-        for client in sorted(self._clients, key=lambda each: each is not self._client):
-            try:
-                async with asyncio.timeout(ANSWER_S):
-                    mapping = await client.map(ports)
-                    if not is_public(mapping.host):
-                        await client.unmap(ports, mapping)
-                        raise NoMapping(f"the router itself has a private address, {mapping.host}")
-            except (NoMapping, OSError, TimeoutError) as error:
-                log.debug("%s: %s", type(client).__name__, error or "no answer")
-                continue
-            self._client = client
-            log.info(
-                "the router at %s forwards ports %d and %d to this machine (%s)",
-                mapping.host,
-                *mapping.ports,
-                mapping.by,
-            )
-            return mapping
-        self._client = None
-        return None
-
-
-# NAT-PMP
-
-
-def gateway(routes: Path = ROUTES) -> str:
-    """Return the private address of the default route's router, or an empty string if it is unknown."""
-    try:
-        lines = routes.read_text().splitlines()[1:]
-        fields = [line.split() for line in lines]
-        found = [socket.inet_ntoa(struct.pack("<I", int(each[2], 16))) for each in fields if each[1] == "00000000"]
-    except (OSError, ValueError, IndexError, struct.error):
-        return ""
-    return next(filter(is_home, found), "")
-
-
-class NatPmp:
-    """A client for NAT-PMP (RFC 6886), which most routers with PCP also support."""
-
-    def __init__(self, router: str, port: int = PMP_PORT) -> None:
-        self._router = (router, port)
-
-    async def map(self, ports: Ports) -> MappedPorts:
-        (address,) = await self._request(struct.pack("!BB", 0, 0), "!4s")
-        host = socket.inet_ntoa(address)
-        (grpc, one_s), (libp2p, other_s) = [await self._map(port, port, LEASE_S) for port in ports]
-        return MappedPorts(host, (grpc, libp2p), "NAT-PMP", max(SHORTEST_LEASE_S, min(one_s, other_s, LEASE_S)))
-
-    async def unmap(self, ports: Ports, mapping: MappedPorts) -> None:
-        for port in ports:
-            await self._map(port, 0, 0)
-
-    async def _map(self, inside: int, outside: int, lease_s: int) -> tuple[int, int]:
-        """Map an internal port. Returns the external port and the lifetime of the mapping in seconds."""
-        request = struct.pack("!BBHHHI", 0, PMP_MAP_TCP, 0, inside, outside, lease_s)
-        named, found, granted_s = await self._request(request, "!HHI")
-        if named != inside or (lease_s and not (found and granted_s)):
-            raise NoMapping("the router answered for another port or did not grant a mapping")
-        return found, granted_s
-
-    async def _request(self, request: bytes, layout: str) -> tuple[Any, ...]:
-        """Send a request repeatedly until an answer arrives. Returns the fields of the answer after its header."""
-        loop = asyncio.get_running_loop()
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
-            udp.setblocking(False)
-            udp.connect(self._router)  # so that only answers from the router are received
-            for patience_s in PMP_TRIES_S:
-                udp.send(request)
-                with contextlib.suppress(TimeoutError):
-                    answer = await asyncio.wait_for(loop.sock_recv(udp, 64), patience_s)
-                    return _fields(answer, request[1], layout)
-        raise NoMapping("the router did not answer")
-
-
-def _fields(answer: bytes, operation: int, layout: str) -> tuple[Any, ...]:
-    header = struct.Struct("!BBHI")
-    if len(answer) < header.size + struct.calcsize(layout):
-        raise NoMapping("the router's answer is too short")
-    version, answered, result, _ = header.unpack_from(answer)
-    if version != 0 or answered != 128 + operation or result != 0:
-        raise NoMapping(f"the router refused the request (version {version}, operation {answered}, result {result})")
-    return struct.unpack_from(layout, answer, header.size)
-
-
-# UPnP
+    async def _ask(self, client: Upnp) -> MappedPorts | None:
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                mapping = await client.map(self._ports())
+                if not is_public(mapping.host):
+                    await client.unmap(mapping)
+                    raise NoMapping(f"the router itself has a private address, {mapping.host}")
+        except (NoMapping, OSError, TimeoutError) as error:
+            log.debug("the router maps no ports: %s", error or "no answer")
+            return None
+        log.info("the router at %s forwards ports %d and %d to this machine", mapping.host, *mapping.ports)
+        return mapping
 
 
 class Upnp:
@@ -213,7 +113,7 @@ class Upnp:
     async def map(self, ports: Ports) -> MappedPorts:
         return await self._beside(partial(self._map, ports))
 
-    async def unmap(self, ports: Ports, mapping: MappedPorts) -> None:
+    async def unmap(self, mapping: MappedPorts) -> None:
         await self._beside(partial(self._unmap, mapping))
 
     async def _beside(self, ask: Callable[[], T]) -> T:
@@ -237,7 +137,7 @@ class Upnp:
         grpc, libp2p = (self._map_one(router, port) for port in ports)
         host = _asked(router.externalipaddress)
         try:
-            return MappedPorts(str(ipaddress.IPv4Address(host)), (grpc, libp2p), "UPnP")
+            return MappedPorts(str(ipaddress.IPv4Address(host)), (grpc, libp2p))
         except ValueError:
             raise NoMapping("the router did not report a valid IPv4 address") from None
 
@@ -279,9 +179,6 @@ def _asked(ask: Callable[..., Any], *arguments: object) -> Any:
         raise NoMapping(f"UPnP: {error}") from None
 
 
-def clients_of(local_host: str) -> list[RouterClient]:
-    """Return the clients to try for a peer at this address. If it is not a private IPv4 address, the list is empty."""
-    if ip_of(local_host).version != 4 or not is_home(local_host):
-        return []
-    router = gateway()
-    return [*([NatPmp(router)] if router else []), Upnp(local_host)]
+def client_of(local_host: str) -> Upnp | None:
+    """Return the client for a peer at this address, or None if it is not a private IPv4 address."""
+    return Upnp(local_host) if ip_of(local_host).version == 4 and is_home(local_host) else None

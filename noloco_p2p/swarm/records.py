@@ -49,7 +49,7 @@ class PeerRecord:
     peer_id: str
     run_name: str
     spec_digest: str
-    addresses: tuple[str, ...] = ()  # gRPC HOST:PORT, most useful first
+    addresses: tuple[str, ...] = ()  # gRPC HOST:PORT, most useful first; see `address_filter.nearby`
     multiaddrs: tuple[str, ...] = ()  # libp2p, each ending in /p2p/ and the id of this peer
     protocol_version: str = PROTOCOL_VERSION
     sequence: int = 0  # increases with every announcement, even across restarts

@@ -10,6 +10,7 @@ from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
 from noloco_p2p.gossip.seams import Candidate
+from noloco_p2p.swarm.addresses import host_of
 from noloco_p2p.swarm.dial_back import CLOSED
 from noloco_p2p.swarm.records import TTL_S, PeerRecord
 
@@ -81,6 +82,7 @@ def _candidate(record: PeerRecord) -> Candidate:
     except ValueError:  # the error is reported when the peer is dialled
         key = b""
     address = record.addresses[0] if record.addresses else ""
+    nearby = [each for each in record.addresses if host_of(each) != host_of(address)]  # see `address_filter.nearby`
     return Candidate(
         record.peer_id,
         address,
@@ -92,4 +94,5 @@ def _candidate(record: PeerRecord) -> Candidate:
         can_be_called=bool(address) and record.reachability not in CLOSED,
         stage=record.stage,
         capacity=record.metrics.capacity,
+        nearby=nearby[0] if nearby else "",
     )

@@ -6,7 +6,7 @@ import asyncio
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,8 @@ from harness.patience import PATIENCE_S, until
 from hivemind.dht.routing import DHTID
 from hivemind.p2p import PeerID
 
-from noloco_p2p.dial_guard import FAILURES_A_MINUTE
-from noloco_p2p.errors import DirectoryError, PeerError
+from noloco_p2p.dial_guard import FAILURES_A_MINUTE, DialGuard
+from noloco_p2p.errors import DirectoryError, PeerError, Unreachable
 from noloco_p2p.gossip.frames import Hello
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.identity import Identity
@@ -75,7 +75,7 @@ async def bystander() -> AsyncIterator[tuple[Bystander, int]]:
 
 @asynccontextmanager
 async def directory(
-    folder: Path, name: str, *bootstraps: str, spec_digest: str | None = DIGEST
+    folder: Path, name: str, *bootstraps: str, spec_digest: str | None = DIGEST, own: Sequence[str] = ()
 ) -> AsyncIterator[SwarmDirectory]:
     path = folder / f"{name}.key"
     found = await SwarmDirectory.start(
@@ -86,6 +86,7 @@ async def directory(
         bootstraps=bootstraps,
         spec_digest=spec_digest,
         timing=QUICK,
+        own_addresses=lambda: own,
     )
     try:
         yield found
@@ -93,9 +94,9 @@ async def directory(
         await found.stop()
 
 
-def transport() -> GrpcTransport:
+def transport(guard: DialGuard | None = None) -> GrpcTransport:
     session = Session(identity_of("caller"))
-    return GrpcTransport(lambda: Hello(session.identity.peer_id, "r", DIGEST), session=session)
+    return GrpcTransport(lambda: Hello(session.identity.peer_id, "r", DIGEST), session=session, guard=guard)
 
 
 async def call(caller: GrpcTransport, liar: str, address: str) -> None:
@@ -227,6 +228,40 @@ def test_the_addresses_in_records_of_liars_are_dialled_a_few_times(tmp_path: Pat
             await until(lambda: len(victim.live()) >= NUM_LIARS)
             await until(lambda: len(victim._dialer._plan._attempts) >= NUM_LIARS)
             assert 0 < there.num_dials <= there.most()
+
+    run(main)
+
+
+def test_a_private_address_is_dialled_only_for_a_peer_behind_the_same_router(tmp_path: Path) -> None:
+    own = ("45.77.0.9:31337", "192.168.7.2:31337")
+    told = {"stranger": ("45.77.0.10:31337", "192.168.7.3:31337"), "mate": ("45.77.0.9:31347", "192.168.7.4:31337")}
+
+    class Asked(DialGuard):
+        async def way(self, peer_id: str, host: str, *, num_dials: int = 1, is_given: bool = False) -> str:
+            dialled.setdefault(peer_id, []).append(host)
+            raise Unreachable("nothing leaves this test", peer=peer_id)
+
+    dialled: dict[str, list[str]] = {}
+
+    async def main() -> None:
+        async with (
+            directory(tmp_path, "liar", spec_digest=None) as evil,
+            directory(tmp_path, "victim", *evil.multiaddrs(), own=own) as victim,
+        ):
+            await until(lambda: bool(victim.neighbours()))
+            expires_at_s = CLOCK.now() + TTL_S
+            for name, addresses in told.items():
+                who = identity_of(name)
+                record = PeerRecord(who.peer_id, "r", DIGEST, addresses, sequence=1, expires_at_s=expires_at_s)
+                value = encode_record(record, who)
+                await evil.node.store(ROOT.key(run_key(DIGEST)), who.peer_id, value, expires_at_s=expires_at_s)
+            await until(lambda: len(victim.live()) == len(told))
+            for candidate in victim.live():
+                with suppress(PeerError):
+                    await transport(Asked(only_public=True)).status(candidate, timeout_s=PATIENCE_S)
+        stranger, mate = (dialled[identity_of(name).peer_id] for name in told)
+        assert stranger == ["45.77.0.10"]
+        assert mate == ["192.168.7.4", "45.77.0.9"]
 
     run(main)
 

@@ -145,6 +145,18 @@ def test_a_way_that_opens_slowly_does_not_count_as_a_long_round_trip() -> None:
     run(main)
 
 
+def test_a_peer_that_is_not_on_the_local_network_is_called_at_its_public_address() -> None:
+    async def main() -> None:
+        async with answering() as (service, there), answering() as (other, elsewhere):
+            nearby = replace(there, address=elsewhere.address, nearby=there.address)
+            for candidate in (nearby, replace(there, nearby="127.0.0.1:1"), replace(there, nearby=elsewhere.address)):
+                await transport().status(candidate, timeout_s=PATIENCE_S)
+            assert not other.admitted
+            assert service.admitted
+
+    run(main)
+
+
 def test_another_session_key_is_not_talked_to() -> None:
     """The peer has restarted, or another process listens at its address."""
 

@@ -8,13 +8,21 @@ import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import pytest
 from harness.patience import PATIENCE_S
 
 from noloco_p2p import dial_guard
-from noloco_p2p.dial_guard import FAILED_LOOKUPS_A_MINUTE, KEEP_FAILED_S, KEEP_S, MAX_LOOKUPS, DialGuard
+from noloco_p2p.dial_guard import (
+    FAILED_LOOKUPS_A_MINUTE,
+    FAILURES_A_MINUTE,
+    KEEP_FAILED_S,
+    KEEP_S,
+    MAX_LOOKUPS,
+    DialGuard,
+)
 from noloco_p2p.errors import Unreachable
 
 RESOLVE_S = 1.0  # for lookups that nobody answers; those that somebody answers take a thread and a moment
@@ -157,3 +165,17 @@ def test_a_given_host_may_be_private_and_its_dials_count_like_those_of_others(re
         await fails(guard, "10.0.0.5", is_given=True)
 
     run(resolver, main)
+
+
+def test_a_scan_of_this_network_is_slow_though_strangers_claim_to_be_in_it() -> None:
+    async def main(guard: DialGuard) -> int:
+        num_dialled = 0
+        for number in range(1, 255):
+            with suppress(Unreachable):
+                await guard.way(f"liar {number}", f"192.168.1.{number}")
+                num_dialled += 1
+        assert await guard.way("peer", "45.77.0.9") == "45.77.0.9"
+        return num_dialled
+
+    assert asyncio.run(main(DialGuard(only_public=True, clock=Clock()))) == FAILURES_A_MINUTE
+    assert asyncio.run(main(DialGuard(clock=Clock()))) == 254, "in a swarm on private addresses, these are peers"

@@ -23,7 +23,7 @@ class Directory:
 
 
 def test_peers_of_other_stages_do_not_count_for_the_shares_of_this_one() -> None:
-    peers = LivePeers(cast(Any, Directory()), cast(Any, None), cast(Any, None))
+    peers = LivePeers(cast(Any, Directory()), cast(Any, None))
     assert peers.num_live() == 301
     for stage, others in ((0, 100), (1, 200)):
         peers.stage = stage

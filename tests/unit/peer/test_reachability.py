@@ -34,16 +34,9 @@ class Alone:
         return {}
 
 
-class Household:
-    def is_near(self, peer_id: str) -> bool:
-        return False
-
-
 def reachable(entrances: Sequence[str] = (), **settings: Any) -> Reachability:
     nobody = cast(Any, Alone())
-    return Reachability(
-        nobody, PeerSettings(**settings), nobody, entrances=entrances, ask=ask, household=cast(Any, Household())
-    )
+    return Reachability(nobody, PeerSettings(**settings), nobody, entrances=entrances, ask=ask)
 
 
 async def ask(*_: object) -> Any:
@@ -62,7 +55,8 @@ def test_a_ticket_hands_on_the_best_address_of_each_entrance() -> None:
     assert reachability.doors() == [entrances[0], entrances[2]]
 
 
-MAPPED = MappedPorts("45.77.0.9", (41337, 41338), "UPnP")
+MAPPED = MappedPorts("45.77.0.9", (41337, 41338))
+AT_HOME = ("45.77.0.9:41337", "192.168.1.7:0")  # port 0: the server does not listen yet
 OUTSIDE = f"/ip4/45.77.0.9/tcp/41338/p2p/{Alone.peer_id}"
 
 
@@ -70,12 +64,12 @@ def test_a_mapping_is_published_unless_peers_dial_back_in_vain() -> None:
     peer = reachable(listen="192.168.1.7:31337")
     peer._port_mapping.mapped = MAPPED
     assert peer._ports() == MAPPED.ports, "these are asked about"
-    assert (peer.addresses(), peer.doors()) == (("45.77.0.9:41337",), [OUTSIDE]), "nobody is there who could be asked"
+    assert (peer.addresses(), peer.doors()) == (AT_HOME, [OUTSIDE]), "nobody is there who could be asked"
     for seen in (DialBack("45.77.0.9", {41337: "closed"}), DialBack("45.77.0.10", {41337: ""})):
         peer._dial_backs._seen["other"] = seen
         assert (peer.addresses(), peer.ways_in(), peer.doors()) == ((), (), [])
     peer._dial_backs._seen["other"] = DialBack("45.77.0.9", {41337: "", 41338: ""})
-    assert peer.addresses() == ("45.77.0.9:41337",)
+    assert peer.addresses() == AT_HOME
     assert peer.ways_in() == (OUTSIDE,)
     assert peer.verdict().state is Reach.MAPPED
     assert "which the router maps to this machine (UPnP)" in peer.verdict().sentence
@@ -87,5 +81,21 @@ def test_a_mapping_is_published_unless_peers_dial_back_in_vain() -> None:
     ids=["turned off", "announced", "loopback"],
 )
 def test_a_router_is_not_asked_when_it_need_not_be(settings: dict[str, str]) -> None:
-    assert not reachable(**{"listen": "192.168.1.7:31337", **settings})._port_mapping._clients
-    assert reachable(listen="192.168.1.7:31337")._port_mapping._clients
+    assert not reachable(**{"listen": "192.168.1.7:31337", **settings})._port_mapping._client
+    assert reachable(listen="192.168.1.7:31337")._port_mapping._client
+
+
+@pytest.mark.parametrize(
+    ("listen", "announce", "addresses"),
+    [
+        ("192.168.1.7:31337", "45.77.0.9:41337", ("45.77.0.9:41337", "192.168.1.7:0")),
+        ("192.168.1.7:31337", "", ()),
+        ("45.77.0.9:31337", "", ("45.77.0.9:0",)),
+        ("127.0.0.1:31337", "45.77.0.9", ("45.77.0.9:0",)),
+    ],
+)
+def test_a_private_address_is_published_after_a_public_one(
+    listen: str, announce: str, addresses: tuple[str, ...]
+) -> None:
+    """In a public swarm, and before the server listens, on port 0."""
+    assert reachable(listen=listen, announce=announce).addresses() == addresses

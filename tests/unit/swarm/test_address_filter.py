@@ -68,3 +68,51 @@ def test_a_way_by_a_relay_without_a_name_does_not_reach_who_looks_for_relays() -
 def test_few_relays_are_believed() -> None:
     circuits = tuple(f"/ip4/203.0.114.{number}/tcp/1/p2p/{RELAY}/p2p-circuit" for number in range(1, 9))
     assert len(believable(record((), circuits), only_public=True).multiaddrs) == 2
+
+
+OWN = ("203.0.114.9:31337", "192.168.1.7:31337")  # what this peer announces
+
+
+@pytest.mark.parametrize("only_public", [True, False])
+def test_the_private_address_of_a_peer_behind_the_same_router_is_kept(only_public: bool) -> None:
+    there = record(("203.0.114.9:31347", "192.168.1.8:31337"), ("/ip4/203.0.114.9/tcp/31348",))
+    assert believable(there, only_public=only_public, own=OWN) == there
+
+
+@pytest.mark.parametrize(
+    ("addresses", "own"),
+    [
+        (("203.0.114.8:1", "192.168.1.8:1"), OWN),
+        (("192.168.1.8:1",), OWN),
+        (("192.168.1.8:1", "192.168.1.9:1"), OWN),
+        (("203.0.114.9:1", "192.168.2.8:1"), OWN),
+        (("203.0.114.9:1", "169.254.169.254:1"), OWN),
+        (("203.0.114.9:1", "127.0.0.1:1"), OWN),
+        (("203.0.114.9:1", "printer.lan:1"), OWN),
+        (("203.0.114.9:1", "unix:/run/docker.sock"), OWN),
+        (("203.0.114.9:1", OWN[1]), OWN),
+        (("203.0.114.9:1", "192.168.1.8:1"), OWN[:1]),
+        (("203.0.114.9:1", "192.168.1.8:1"), ()),
+    ],
+    ids=[
+        "another router",
+        "no router",
+        "no router, twice",
+        "another network",
+        "metadata of a cloud",
+        "loopback",
+        "a name",
+        "no address",
+        "this peer",
+        "this peer is behind no router",
+        "this peer has no address",
+    ],
+)
+def test_the_private_address_of_anybody_else_is_left_out(addresses: tuple[str, ...], own: tuple[str, ...]) -> None:
+    left = believable(record(addresses, ()), only_public=True, own=own)
+    assert left.addresses == tuple(each for each in addresses if each.startswith("203."))
+
+
+def test_one_private_address_is_kept() -> None:
+    told = record(("203.0.114.9:1", *(f"192.168.1.{number}:1" for number in range(8, 11))), ())
+    assert believable(told, only_public=True, own=OWN).addresses == ("203.0.114.9:1", "192.168.1.8:1")

@@ -43,6 +43,7 @@ def view_of(node: Node) -> MembershipView:
         timing=Timing(),
         ignores=lambda record: False,
         only_public=False,
+        own_addresses=tuple,
     )
 
 

@@ -97,3 +97,12 @@ def test_the_view_holds_the_highest_acceptable_sequence_in_any_order(words: list
         if 0 < (DHT_NOW_S + remaining_s) - DHT_NOW_S <= 2 * TTL_S:
             best[peer] = max(best.get(peer, 0), sequence)
     assert {record.peer_id: record.sequence for record, _ in sightings.records(now_s=0)} == best
+
+
+def test_the_private_address_of_a_peer_behind_the_same_router_is_tried_first() -> None:
+    sightings = Sightings("me")
+    merge(sightings, replace(A, addresses=("203.0.114.9:1", "192.168.1.8:1")), replace(A, peer_id="b"))
+    assert [(each.address, each.nearby) for each in sightings.live(now_s=0)] == [
+        ("203.0.114.9:1", "192.168.1.8:1"),
+        ("10.0.0.1:1", ""),
+    ]
