@@ -29,6 +29,7 @@ from noloco_p2p.control import temporary_socket
 from noloco_p2p.errors import DirectoryError
 from noloco_p2p.hosts import is_wildcard
 from noloco_p2p.swarm.addresses import announce_multiaddr, listen_multiaddr
+from noloco_p2p.swarm.launch import WITHOUT_UDP
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +86,7 @@ class Daemon:
             probe_port(listen_on.host, listen_on.port)
         _remove_stale_sockets()
         control_socket = _new_socket_path()
-        command = [sys.executable, "-I", "-S", str(LAUNCHER), str(os.getpid()), str(_binary())]
+        command = [sys.executable, "-I", "-S", str(LAUNCHER), str(os.getpid()), WITHOUT_UDP, str(_binary())]
         command += _arguments(identity_path, listen_on, control_socket)
         try:
             process = await asyncio.create_subprocess_exec(

@@ -1,4 +1,4 @@
-"""Starts p2pd so that it ends with its parent: `python -I -S launch.py PARENT_PID P2PD ARGUMENT ..`.
+"""Starts p2pd so that it ends with its parent: `python -I -S launch.py PARENT_PID [--without-udp] P2PD ..`.
 
 This is a separate script that is run by its path and without site packages, so it starts in 20 ms. It sets the
 parent-death signal in its own process, and this setting survives the exec. The parent therefore runs no code between
@@ -6,7 +6,7 @@ fork and exec, where a program with many threads can deadlock. On Linux, the ker
 this process. On other systems, a second process watches the parent and sends SIGTERM when the parent ends. That part
 was written for macOS, but has not been run there.
 
-On Linux, p2pd can also create no UDP sockets. It has no flag that turns QUIC off: it would dial the QUIC addresses that
+On Linux, p2pd (with WITHOUT_UDP) can also create no UDP sockets. It has no flag that turns QUIC off: it would dial the QUIC addresses that
 nodes claim when they connect, and thereby send packets to any host that a stranger names.
 """
 
@@ -27,24 +27,23 @@ from contextlib import suppress
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 PR_SET_SECCOMP, SECCOMP_MODE_FILTER, PR_SET_NO_NEW_PRIVS = 22, 2, 38
 ALLOW, REFUSE = 0x7FFF0000, 0x00050000 | errno.EACCES  # linux/seccomp.h
-LOAD, AND, EQUAL, RETURN = (
-    0x20,
-    0x54,
-    0x15,
-    0x06,
-)  # linux/bpf_common.h: 32 bits at an offset; operations with a constant
+# linux/bpf_common.h: load 32 bits at an offset, and three operations with a constant
+LOAD, AND, EQUAL, RETURN = 0x20, 0x54, 0x15, 0x06
 CALL, ARCHITECTURE, FAMILY, KIND = 0, 4, 16, 24  # offsets in seccomp_data; the last two are arguments of socket()
 # machine -> its number in linux/audit.h, and the number of the system call socket()
 SOCKET = {"x86_64": (0xC000003E, 41), "aarch64": (0xC00000B7, 198)}
 POLL_S = 0.5
+WITHOUT_UDP = "--without-udp"  # an argument before the command
 
 
 def main(arguments: list[str]) -> None:
     parent_pid, command = int(arguments[0]), arguments[1:]
+    without_udp = command[0] == WITHOUT_UDP
+    command = command[without_udp:]
     if sys.platform == "linux":
         if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM) != 0:
             sys.exit(f"prctl failed: {os.strerror(ctypes.get_errno())}")
-        if not refuse_udp():
+        if without_udp and not refuse_udp():
             sys.stderr.write("this kernel cannot keep p2pd from using QUIC\n")
     else:
         start_watcher(parent_pid)
