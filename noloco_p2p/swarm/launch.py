@@ -6,8 +6,8 @@ fork and exec, where a program with many threads can deadlock. On Linux, the ker
 this process. On other systems, a second process watches the parent and sends SIGTERM when the parent ends. That part
 was written for macOS, but has not been run there.
 
-On Linux, p2pd (with WITHOUT_UDP) can also create no UDP sockets. It has no flag that turns QUIC off: it would dial the QUIC addresses that
-nodes claim when they connect, and thereby send packets to any host that a stranger names.
+With --without-udp, p2pd can create no UDP sockets on Linux. It has no flag that turns QUIC off: it would dial the QUIC
+addresses that nodes claim when they connect, and thereby send packets to any host that a stranger names.
 """
 
 from __future__ import annotations
