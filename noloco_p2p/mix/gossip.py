@@ -29,6 +29,7 @@ from noloco_p2p.mix.frames import Accept, Frame, Hello, Offer, Refuse, RefuseCod
 from noloco_p2p.mix.pairing import Pairing
 from noloco_p2p.mix.swap import INTERNET, Agreed, Deadlines, Ledger, Stream, Swap, Traffic
 from noloco_p2p.mix.units import Ages, Slice
+from noloco_p2p.owned_tasks import OwnedTasks
 from noloco_p2p.telemetry.console import named
 
 log = logging.getLogger(__name__)
@@ -132,6 +133,7 @@ class Gossip:
         exchange.on_applied = lambda swap: self._ages.end(swap.coding.part, mixed_at=swap.snapshot_step)
         self._ask_task: asyncio.Task[Agreed | None] | None = None
         self._running: list[Swap] = []
+        self._tasks = OwnedTasks("a swap")
         self._changed = asyncio.Condition()
         self._turn = asyncio.Lock()
         self._asking = ""  # the peer that has an offer of this one
@@ -139,7 +141,7 @@ class Gossip:
 
     async def run(self) -> None:
         """Ask one peer after another, and swap with those that accept, until this task is cancelled."""
-        async with asyncio.TaskGroup() as swaps:
+        try:
             while True:
                 async with self._changed:
                     await self._changed.wait_for(self._may_agree)
@@ -149,9 +151,11 @@ class Gossip:
                 finally:
                     self._ask_task.cancel()
                 if not self._ask_task.cancelled() and (agreed := self._ask_task.result()):
-                    swaps.create_task(self._swap_of_ours(agreed))
+                    self._tasks.start(self._swap_of_ours(agreed))
                 else:
                     await self._wait_for_somebody()
+        finally:
+            await self._tasks.stop(grace_s=0.0)
 
     async def finish(self, *, timeout_s: float) -> None:
         """Begin no further swap, and wait until those that have begun have ended, for at most `timeout_s` seconds."""
