@@ -42,9 +42,9 @@ SHARE_RETRY_S = 1.0
 PAUSED_S = 0.5  # how often a paused peer looks whether it may continue
 SLICE_STEPS = 0.8  # inner steps in which a slice should travel, so that it arrives within one
 ROUND_TRIPS = 20  # in which it travels at least
-# Partners whose current swaps end further apart than this share of a slice's time would leave a link idle. Among 8
-# peers with equal links, swaps use 0.80 of the link with this limit and 0.74 without it.
-MOST_APART = 0.5
+# Partners whose current swaps end further apart than this share of a slice's time would leave a link idle
+# (benchmarks/link_use.py).
+MOST_APART = 0.25
 MOST_STEP_S = 300.0  # that a partner may claim for an inner step; this peer waits for two of them
 SWAP_ID_BYTES = 16
 REMEMBERED_SWAPS = 64

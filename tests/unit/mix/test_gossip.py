@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from mix_swarm import Swarm, profile
+from harness.mix_swarm import Swarm, profile
 
 from noloco_p2p.mix.frames import Chunk, Grid, Header, Ready
 from noloco_p2p.simulate.clock import run_virtual
