@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from noloco_p2p.gossip.deadlines import INTERNET, Deadlines
 from noloco_p2p.gossip.frames import Hello
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.mix.coder import Coder
 from noloco_p2p.mix.exchange import Committed, Exchange
 from noloco_p2p.mix.gossip import Gossip
-from noloco_p2p.mix.swap import INTERNET, Deadlines, Stream
+from noloco_p2p.mix.swap import Stream
 from noloco_p2p.mix.units import Units
 from noloco_p2p.simulate.clock import InlineExecutor
 from noloco_p2p.simulate.network import Link, LinkNetwork, LinkTransport

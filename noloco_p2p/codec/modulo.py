@@ -289,8 +289,8 @@ class Bounds:
         exponents are lower after rounds without a partner, because errors persist longer when peers mix less often.
         """
         distances, num_alone = self._distances, self._round - self._round_of_swap - 1
-        wanted = _above(distances * STEP_OVER_DISTANCE) - min(MOST_HALVINGS, max(0, num_alone))
-        finest = _above(self._magnitudes) - FINEST
+        wanted = exponent_above(distances * STEP_OVER_DISTANCE) - min(MOST_HALVINGS, max(0, num_alone))
+        finest = exponent_above(self._magnitudes) - FINEST
         exponents = torch.maximum(wanted, finest).clamp_min_(LOWEST_EXPONENT)
         exponents[(distances == 0) | ~distances.isfinite() | (exponents > HIGHEST_EXPONENT)] = UNKNOWN
         return exponents.to(torch.int8).numpy().tobytes()
@@ -317,7 +317,7 @@ def _unpacked(packed: bytes | memoryview, num_elements: int, *, bits: int) -> Te
     return torch.cat([residues, *(residues >> place for place in range(bits, 8, bits))])[:num_elements]
 
 
-def _above(values: Tensor) -> Tensor:
+def exponent_above(values: Tensor) -> Tensor:
     """Return the exponent of the smallest power of two above each non-negative value, or LOWEST_EXPONENT for 0."""
     return torch.frexp(values).exponent.masked_fill_(values == 0, LOWEST_EXPONENT)
 

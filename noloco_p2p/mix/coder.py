@@ -26,6 +26,7 @@ from noloco_p2p.codec.modulo import (
     Grid,
     ModuloCodec,
     agree,
+    exponent_above,
 )
 from noloco_p2p.errors import CorruptPayload
 from noloco_p2p.gossip.frames import Payload
@@ -56,7 +57,7 @@ class Coder:
         place = slice(self.units.blocks(part).start, self.units.blocks(part).stop)
         distances = self._distances[place]
         exponents = torch.maximum(
-            _exponent_above(distances * STEP_OVER_DISTANCE), _exponent_above(self._magnitudes[place]) - FINEST
+            exponent_above(distances * STEP_OVER_DISTANCE), exponent_above(self._magnitudes[place]) - FINEST
         )
         exponents.clamp_min_(LOWEST_EXPONENT)
         exponents[(distances == 0) | (exponents > HIGHEST_EXPONENT)] = UNKNOWN
@@ -194,8 +195,3 @@ def check_proposal(coder: Coder, part: Slice, proposal: bytes) -> None:
     expected = len(coder.units.blocks(part)) if coder.passes else 0
     if len(proposal) != expected:
         raise CorruptPayload(f"it proposes a grid of {len(proposal)} blocks, but the slice has {expected}")
-
-
-def _exponent_above(values: Tensor) -> Tensor:
-    """Return the exponent of the smallest power of two above each value, or LOWEST_EXPONENT for 0."""
-    return torch.frexp(values).exponent.masked_fill_(values == 0, LOWEST_EXPONENT)

@@ -7,7 +7,6 @@ steps, and never waits for the network.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,8 +15,6 @@ from torch import Tensor
 
 from noloco_p2p.mix.coder import Coding
 from noloco_p2p.mix.units import Slice, Units
-
-PAUSE_SHARE = 0.02  # of the time, which copying and adding slices may take
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +48,6 @@ class Exchange:
         self.units = units
         self.step = 0  # inner steps that the trainer has taken
         self.step_s = 0.0  # duration of an inner step, or 0 before the second one
-        self.pause_s = 0.0  # time that the trainer spent on the last snapshot and the last half-differences
         # Copies elements [start, stop) of the weights on any thread, between two inner steps. If this is None, the
         # trainer copies them in `serve`.
         self.read: Callable[[int, int], Tensor] | None = None
@@ -81,9 +77,7 @@ class Exchange:
         """Copy the slices that the network thread asked for. `read(start, stop)` returns a new fp32 tensor."""
         for _ in range(len(self._wanted)):
             request = self._wanted.popleft()
-            began_s = time.perf_counter()
             values = read(*self.units.bounds(request.part))
-            self.pause_s = time.perf_counter() - began_s
             self._loop.call_soon_threadsafe(_answer, request, values, self.step)
 
     # the network thread

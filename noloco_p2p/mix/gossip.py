@@ -21,13 +21,14 @@ from typing import Protocol
 from torch import Tensor
 
 from noloco_p2p.errors import CorruptPayload, PeerError, Refused, Unreachable
+from noloco_p2p.gossip.deadlines import INTERNET, Deadlines
 from noloco_p2p.gossip.introductions import Introductions
 from noloco_p2p.gossip.seams import Candidate, Directory
 from noloco_p2p.mix.coder import Coder
 from noloco_p2p.mix.exchange import Committed, Exchange
 from noloco_p2p.mix.frames import Accept, Frame, Hello, Offer, Refuse, RefuseCode, Standing, other_kind
 from noloco_p2p.mix.pairing import Pairing
-from noloco_p2p.mix.swap import INTERNET, Agreed, Deadlines, Ledger, Stream, Swap, Traffic
+from noloco_p2p.mix.swap import Agreed, Ledger, Stream, Swap, Traffic
 from noloco_p2p.mix.units import Ages, Slice
 from noloco_p2p.owned_tasks import OwnedTasks
 from noloco_p2p.telemetry.console import named
@@ -210,12 +211,12 @@ class Gossip:
             await asyncio.sleep(PAUSED_S)
 
     async def _ask(self, candidate: Candidate, told: bytes) -> Agreed | None:
-        stream = await self._transport.open_swap(candidate, timeout_s=self._deadlines.dial)
+        stream = await self._transport.open_swap(candidate, timeout_s=self._deadlines.dial_s)
         agreed = None
         try:
             swap_id, began_s = self._rng.randbytes(SWAP_ID_BYTES), self._loop.time()
             await stream.send(Offer(self._hello(), swap_id, self._standing(), told, self._at_most()))
-            answer = await stream.receive(self._deadlines.offer)
+            answer = await stream.receive(self._deadlines.offer_s)
             self.link.answered(self._loop.time() - began_s)
             agreed = self._answered(candidate, stream, swap_id, told, answer)
             return agreed
@@ -279,7 +280,7 @@ class Gossip:
     async def on_swap(self, stream: Stream) -> None:
         """Answer one offer and, if it is accepted, run the swap to its end."""
         try:
-            offer = await stream.receive(self._deadlines.offer)
+            offer = await stream.receive(self._deadlines.offer_s)
             refusal = await self._refusal(offer)
             if not refusal:
                 assert isinstance(offer, Offer)
@@ -417,11 +418,11 @@ class Gossip:
 
     async def _has_verified(self, agreed: Agreed) -> bool:
         """Ask the partner about a swap over a new connection. Without an answer, it counts as not verified."""
-        candidate = await self._directory.find(agreed.partner, timeout_s=self._deadlines.status)
+        candidate = await self._directory.find(agreed.partner, timeout_s=self._deadlines.status_s)
         if candidate is None:
             return False
         with contextlib.suppress(PeerError):
-            return await self._transport.has_verified(candidate, agreed.swap_id, timeout_s=self._deadlines.status)
+            return await self._transport.has_verified(candidate, agreed.swap_id, timeout_s=self._deadlines.status_s)
         return False
 
     def _note(self, peer: str, what: str, error: PeerError) -> None:

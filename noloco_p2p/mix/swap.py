@@ -13,6 +13,7 @@ from blake3 import blake3
 from torch import Tensor
 
 from noloco_p2p.errors import CorruptPayload, PeerError, TimedOut, Unreachable
+from noloco_p2p.gossip.deadlines import INTERNET, Deadlines
 from noloco_p2p.mix.coder import Coder, Coding, check_proposal
 from noloco_p2p.mix.frames import (
     Abort,
@@ -32,22 +33,8 @@ from noloco_p2p.mix.units import Slice
 T = TypeVar("T")
 F = TypeVar("F")
 
+PATIENCE_S = 30.0  # for the partner's next header, in addition to two of its inner steps
 ALIVE_PER_PROGRESS = 3  # Alive frames in the time after which a silent partner counts as gone
-
-
-@dataclass(frozen=True, slots=True)
-class Deadlines:
-    """Deadlines in seconds. The defaults suit the internet."""
-
-    dial: float = 5.0
-    offer: float = 5.0  # from the offer to its answer
-    status: float = 3.0
-    progress: float = 10.0  # for one frame; a partner that is silent for this long is gone
-    patience: float = 30.0  # for the partner's next header, in addition to two of its inner steps
-    farewell: float = 1.0
-
-
-INTERNET = Deadlines()
 
 
 class Stream(Protocol):
@@ -203,7 +190,7 @@ class Swap:
         """Await `work`, and tell the partner meanwhile that this peer is alive."""
         task = asyncio.ensure_future(work)
         try:
-            while not (await asyncio.wait({task}, timeout=self._deadlines.progress / ALIVE_PER_PROGRESS))[0]:
+            while not (await asyncio.wait({task}, timeout=self._deadlines.progress_s / ALIVE_PER_PROGRESS))[0]:
                 await self._send(Alive())
             return task.result()
         finally:
@@ -215,11 +202,11 @@ class Swap:
     async def _send(self, frame: Frame) -> None:
         async with self._writing:
             try:
-                async with asyncio.timeout(self._deadlines.progress):
+                async with asyncio.timeout(self._deadlines.progress_s):
                     await self.agreed.stream.send(frame)
             except TimeoutError:
                 raise TimedOut(
-                    f"it did not read a frame for {self._deadlines.progress:.0f} s", peer=self.agreed.partner
+                    f"it did not read a frame for {self._deadlines.progress_s:.0f} s", peer=self.agreed.partner
                 ) from None
 
     # receiving
@@ -262,9 +249,9 @@ class Swap:
 
     async def _next(self, kind: type[F]) -> F:
         """Return the partner's next frame, which must be of this kind. Only a patient wait allows Alive frames."""
-        until_s = self._loop.time() + self._deadlines.patience + 2 * self.agreed.step_s
+        until_s = self._loop.time() + PATIENCE_S + 2 * self.agreed.step_s
         while True:
-            frame = await self.agreed.stream.receive(self._deadlines.progress)
+            frame = await self.agreed.stream.receive(self._deadlines.progress_s)
             if isinstance(frame, kind):
                 return frame
             if isinstance(frame, Abort):
@@ -293,7 +280,7 @@ class Swap:
         code = next((code for kind, code in codes.items() if isinstance(error, kind)), AbortCode.ABANDONED)
         with contextlib.suppress(PeerError, TimeoutError):  # the partner is gone
             sentence = str(error) if isinstance(error, PeerError) else "this peer ended the swap"
-            await asyncio.wait_for(self._send(Abort(code, sentence)), self._deadlines.farewell)
+            await asyncio.wait_for(self._send(Abort(code, sentence)), self._deadlines.farewell_s)
 
 
 class Ended(Unreachable):

@@ -62,7 +62,7 @@ def test_two_peers_with_a_vector_of_one_unit_swap() -> None:
 def test_broken_connections_leave_no_trace() -> None:
     async def main() -> None:
         swarm = Swarm(LINKS, num_elements=60_000, lose=0.5, seed=3)
-        await swarm.run(40, at_rest=1)
+        await swarm.run(80, at_rest=1)
         assert sum(trainer.gossip.num_failed for trainer in swarm.trainers) > 10
         assert sum(trainer.gossip.num_swaps for trainer in swarm.trainers) > 30
         assert swarm.drift() < ROUNDING
