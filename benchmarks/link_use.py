@@ -14,7 +14,7 @@ import asyncio
 from collections.abc import Sequence
 from statistics import fmean
 
-from harness.mix_swarm import Swarm, profile
+from harness.swap_swarm import Swarm, profile
 
 from noloco_p2p.simulate.clock import run_virtual
 

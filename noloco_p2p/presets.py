@@ -5,11 +5,10 @@ sizes, data and schedule of the NoLoCo paper (arXiv 2506.10911): Llama blocks, C
 are 1,000 warm-up steps and a cosine decay to a tenth of the learning rate, in a total of 25,000 steps, with gradients
 clipped at 1.0 and without weight decay. The paper counts tokens per step over the whole swarm (half a million, one
 million and two million). Here, these tokens are divided among 8, 16 and 16 peers, respectively. All four presets use
-the settings that did best with a toy: Muon as the inner optimizer, rounds as short as the link allows, modulo coding
-for the state and int2 for gradients.
+Muon as the inner optimizer.
 
-`paper` is like `small`, but uses the paper's exact rule: Adam, 50 inner steps, alpha 0.5, beta = gamma = 0.7, no
-swapping of outer momentum, no compression and no closing rounds.
+`paper` is like `small`, but uses the paper's exact rule: Adam, an outer step after every 50 inner steps with alpha 0.5
+and beta = gamma = 0.7, for which training waits, no compression, and no closing swaps.
 """
 
 from __future__ import annotations
@@ -21,17 +20,16 @@ from typing import Any, cast
 
 from pydantic.fields import FieldInfo
 
-from noloco_p2p.spec import CodecSpec, DataSpec, EvaluateSpec, ModelSpec, OuterSpec, Section, TrainerSpec, TrainSpec
+from noloco_p2p.spec import DataSpec, EvaluateSpec, ModelSpec, Section, TrainerSpec, TrainSpec
 
 # A copy of the Llama 3 tokenizer (128,256 entries) that can be downloaded without an account.
 LLAMA3_TOKENIZER = "NousResearch/Meta-Llama-3-8B"
 LLAMA3_VOCABULARY = 128_256
 PAPER_SEQUENCE_LENGTH = 1024
-BEST_CODEC = CodecSpec(slow_weights="modulo", outer_momentum="modulo", outer_gradient="int2")
 
 
 def _paper_preset(
-    name: str, *, model: ModelSpec, learning_rate: float, swarm_tokens: int, num_peers: int, max_wait_s: float
+    name: str, *, model: ModelSpec, learning_rate: float, swarm_tokens: int, num_peers: int
 ) -> TrainerSpec:
     """Build a preset with one of the paper's model sizes.
 
@@ -48,9 +46,7 @@ def _paper_preset(
             warmup_steps=1_000,
             inner_optimizer="muon",
         ),
-        outer=OuterSpec(inner_steps="auto", min_inner_steps=2, max_wait_s=max_wait_s),
-        codec=BEST_CODEC,
-        evaluate=EvaluateSpec(every_rounds=10, num_sequences=256),
+        evaluate=EvaluateSpec(num_sequences=256),
     )
 
 
@@ -71,9 +67,6 @@ PRESETS: dict[str, TrainerSpec] = {
         model=ModelSpec(hidden_size=160, num_layers=3, mlp_size=432, num_heads=5),
         data=DataSpec(sequence_length=128),
         train=TrainSpec(total_steps=60_000, batch_size=8, learning_rate=6e-3, warmup_steps=100, inner_optimizer="muon"),
-        outer=OuterSpec(inner_steps="auto", min_inner_steps=10, max_wait_s=10.0),
-        codec=BEST_CODEC,
-        evaluate=EvaluateSpec(every_rounds=10, num_sequences=64),
     ),
     "small": _paper_preset(
         "small",
@@ -81,7 +74,6 @@ PRESETS: dict[str, TrainerSpec] = {
         learning_rate=6e-4,
         swarm_tokens=2**19,
         num_peers=8,
-        max_wait_s=60.0,
     ),
     "medium": _paper_preset(
         "medium",
@@ -89,7 +81,6 @@ PRESETS: dict[str, TrainerSpec] = {
         learning_rate=2e-4,
         swarm_tokens=2**20,
         num_peers=16,
-        max_wait_s=120.0,
     ),
     "large": _paper_preset(
         "large",
@@ -97,7 +88,6 @@ PRESETS: dict[str, TrainerSpec] = {
         learning_rate=1.2e-4,
         swarm_tokens=2**21,
         num_peers=16,
-        max_wait_s=300.0,
     ),
 }
 
@@ -105,15 +95,11 @@ PRESETS["paper"] = PRESETS["small"].with_changes(
     {
         "name": "paper",
         "train.inner_optimizer": "adamw",
-        "outer.inner_steps": 50,
+        "outer.wait": True,
         "outer.alpha": 0.5,
         "outer.beta": 0.7,
-        "outer.gamma": 0.7,
-        "outer.swap_momentum": False,
-        "outer.closing_rounds": 0,
-        "codec.slow_weights": "fp32",
-        "codec.outer_momentum": "fp32",
-        "codec.outer_gradient": "fp32",
+        "outer.closing_mixings": 0,
+        "codec.weights": "fp32",
     }
 )
 
@@ -156,12 +142,10 @@ def describe_size(spec: TrainerSpec) -> str:
 
 def _header(spec: TrainerSpec) -> list[str]:
     tokens = spec.train.batch_size * spec.data.sequence_length
-    shortest = spec.outer.min_inner_steps if spec.outer.inner_steps == "auto" else spec.outer.inner_steps
-    a_round = f"{tokens * shortest:,}{' or more' if spec.outer.is_auto else ''} per round"
     return [
         "# This is a run spec of noloco_p2p, which all peers of one run share.",
         f"# Model: {describe_size(spec)}.",
-        f"# Each peer reads {tokens:,} tokens per inner step, and {a_round}.",
+        f"# Each peer reads {tokens:,} tokens per inner step.",
         "# Start the run with `noloco join FILE`. If you change a setting, the file defines a new run. To start the "
         "new run from the weights of this one, use `noloco fork`.",
         "",

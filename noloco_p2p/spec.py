@@ -9,7 +9,6 @@ This module does not import torch, so `noloco init` and `noloco status` start fa
 from __future__ import annotations
 
 import json
-import math
 import re
 import reprlib
 import tomllib
@@ -25,12 +24,10 @@ SPEC_VERSION = 1
 MAX_SPEC_BYTES = 64 * 1024  # a larger spec from the network is refused
 
 ActivationCodecName = Literal["fp32", "bf16", "int8"]
-CodecName = Literal[ActivationCodecName, "int4"]
-# int2 is for outer gradients only. Its errors make the replicas differ, and only the mixing of slow weights, which
-# needs a finer codec, removes this difference.
-GradientCodecName = Literal[CodecName, "int2", "none"]
-StateCodecName = Literal[CodecName, "modulo"]  # modulo is for vectors in which partners nearly agree
-CODECS, ACTIVATION_CODECS = (", ".join(get_args(names)) for names in (CodecName, ActivationCodecName))
+StateCodecName = Literal[ActivationCodecName, "modulo"]  # modulo is for vectors in which partners nearly agree
+STATE_CODECS, ACTIVATION_CODECS = (", ".join(get_args(names)) for names in (StateCodecName, ActivationCodecName))
+FURTHEST = 0.05  # of the schedule that two partners may be apart
+FURTHEST_STEPS = 32  # that two partners may be apart in a short run
 MAX_STAGES = 64
 MAX_LAYERS = 4096  # bounded because counting the parameters of a model iterates over its layers
 
@@ -280,102 +277,81 @@ class TrainSpec(Section):
 
 
 class OuterSpec(Section):
-    """The NoLoCo outer step (arXiv 2506.10911).
+    """How a peer mixes its weights with those of its partners.
 
-    It defines what is mixed, how strongly, and how long a peer waits for its partner.
+    By default, half-differences are added to the weights as soon as they arrive, and there is no outer step. With
+    `wait`, peers use the algorithm of the NoLoCo paper (arXiv 2506.10911).
     """
 
-    inner_steps: Annotated[
+    min_inner_steps: Annotated[
         Positive | Literal["auto"],
         about(
-            "inner steps per round; shorter rounds keep replicas closer but send more data; "
-            '"auto" adapts the length to the link'
+            "least number of inner steps from one swap to the next; "
+            '"auto" keeps the time for copying, coding and adding at 2 %'
         ),
-    ] = 50
-    min_inner_steps: Annotated[Positive, about('smallest number of inner steps per round with "auto"')] = 5
-    max_inner_steps: Annotated[Positive, about('largest number of inner steps per round with "auto"')] = 200
+    ] = "auto"
     alpha: Annotated[
         float,
         Field(ge=0, lt=1),
-        about(
-            "fraction of the outer momentum kept in each round; 0 gave the lowest loss in our tests; the paper uses 0.5"
-        ),
+        about("fraction of the outer momentum kept in each outer step; the paper uses 0.5"),
     ] = 0.0
     beta: Annotated[PositiveFloat, about("coefficient of the outer gradient in the outer step; the paper uses 0.7")] = (
         1.0
     )
     gamma: Annotated[
-        PositiveFloat,
+        PositiveFloat | None,
         about(
-            "strength of the pull toward the partner's weights (recommended: about 1 - alpha^2; the paper uses 0.7); "
-            "values that make training diverge are rejected"
+            "strength of the pull toward the partner's weights in the outer step; if it is not set, it equals beta, as "
+            "in the paper's experiments; another value needs `wait`, and values that make training diverge are rejected"
         ),
-    ] = 1.0
-    swap_momentum: Annotated[bool, about("also average the outer momentum; false gives the paper's exact rule")] = True
-    weigh_tokens: Annotated[
+    ] = None
+    inner_steps: Annotated[
+        Positive, about("inner steps between two outer steps, if alpha is above 0, beta is not 1, or `wait` is set")
+    ] = 50
+    wait: Annotated[
         bool,
-        about(
-            "weight each partner's outer gradient by the number of tokens in its round; the paper weights them equally"
-        ),
+        about("use the paper's algorithm: after every `inner_steps`, training waits until all weights are swapped"),
     ] = False
-    max_wait_s: Annotated[
-        NonNegative, about("longest wait for a partner's outer gradient at the end of a round, in seconds")
-    ] = 60.0
-    closing_rounds: Annotated[
+    max_wait_s: Annotated[NonNegative, about("longest wait for a swap, in seconds, if `wait` is set")] = 60.0
+    swap_momentum: Annotated[bool, about("also average the outer momentum, if `wait` is set")] = False
+    closing_mixings: Annotated[
         Annotated[int, Field(ge=0, le=64)] | Literal["auto"],
         about(
-            "number of closing rounds, in which peers swap without training at the end of the run; "
+            "how often each part of the weights is mixed without training at the end of the run; "
             '"auto" means log2 of the number of peers, plus 3'
         ),
     ] = "auto"
 
     @property
-    def is_auto(self) -> bool:
-        """Return whether round lengths are chosen during training (`gossip/round_length.py`)."""
-        return self.inner_steps == "auto"
+    def pull(self) -> float:
+        """Return gamma, which equals beta if it is not set."""
+        return self.beta if self.gamma is None else self.gamma
 
     @property
     def keeps_momentum(self) -> bool:
-        """Return whether the outer momentum is carried over from round to round.
-
-        With alpha 0, it is neither kept in memory, nor saved in checkpoints, nor sent.
-        """
+        """Return whether the outer momentum is carried over from one outer step to the next."""
         return self.alpha > 0
 
     @property
+    def has_outer_step(self) -> bool:
+        """Return whether a peer keeps its weights after the last outer step in memory, and takes outer steps."""
+        return self.wait or self.alpha > 0 or self.beta != 1
+
+    @property
+    def sends_slow_weights(self) -> bool:
+        """Return whether the weights after the last outer step travel, too. They matter only if gamma is not beta."""
+        return self.wait and self.pull != self.beta
+
+    @property
     def sends_momentum(self) -> bool:
-        """Return whether the outer momentum is a section of every swap."""
-        return self.swap_momentum and self.keeps_momentum
+        return self.wait and self.swap_momentum and self.keeps_momentum
 
-    @property
-    def first_inner_steps(self) -> int:
-        """Return the length of a peer's first round, in inner steps, before anything is measured.
-
-        With "auto", it is the geometric mean of the bounds.
-        """
-        if self.inner_steps == "auto":
-            return round(math.sqrt(self.min_inner_steps * self.max_inner_steps))
-        return self.inner_steps
-
-    @property
-    def longest_round(self) -> int:
-        """Return the length of the longest possible round of any peer, in inner steps."""
-        return self.max_inner_steps if self.inner_steps == "auto" else self.inner_steps
-
-    @field_validator("inner_steps", mode="before")
+    @field_validator("min_inner_steps", mode="before")
     @classmethod
     def _a_number_or_auto(cls, value: object) -> object:
         if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value > 0):
             return value
         raise ValueError(f"{str(value)!r} must be a positive number of inner steps or 'auto'")
-
-    @model_validator(mode="after")
-    def _bounds_in_order(self) -> OuterSpec:
-        if self.min_inner_steps > self.max_inner_steps:
-            raise ValueError(
-                f"min_inner_steps ({self.min_inner_steps}) must be at most max_inner_steps ({self.max_inner_steps})"
-            )
-        return self
 
     def gamma_bound(self) -> float:
         """Return the mixing strength at which the spread of randomly paired replicas stops shrinking.
@@ -388,64 +364,47 @@ class OuterSpec(Section):
 
     @model_validator(mode="after")
     def _stable(self) -> OuterSpec:
+        if self.pull != self.beta and not self.wait:
+            raise ValueError("gamma can differ from beta only if `wait` is set")
+        if self.swap_momentum and not self.wait:
+            raise ValueError("swap_momentum needs `wait`")
         bound = self.gamma_bound()
-        if self.gamma >= bound:
+        if self.pull >= bound:
             formula = "2 (2 - alpha^2) / (2 + alpha)" if self.swap_momentum else "2 (1 - alpha^2)"
             raise ValueError(
                 f"gamma must be < {formula} = {bound:.4g} for alpha {self.alpha:g} and "
-                f"swap_momentum {str(self.swap_momentum).lower()}; with {self.gamma:g}, training diverges"
+                f"swap_momentum {str(self.swap_momentum).lower()}; with {self.pull:g}, training diverges"
             )
         return self
 
     def warnings(self) -> list[str]:
         """Return warnings about settings that have no effect or are unwise."""
-        defaults = OuterSpec.model_fields
-        bounds = () if self.is_auto else ("min_inner_steps", "max_inner_steps")
-        changed = [name for name in bounds if getattr(self, name) != defaults[name].default]
-        why = "it has an effect only if outer.inner_steps is 'auto'"
-        warnings = [f"outer.{name} is ignored: {why}" for name in changed]
+        defaults, warnings = OuterSpec.model_fields, []
+        if not self.has_outer_step and self.inner_steps != defaults["inner_steps"].default:
+            warnings.append("outer.inner_steps is ignored: it has an effect only with an outer step")
+        if not self.wait and self.max_wait_s != defaults["max_wait_s"].default:
+            warnings.append("outer.max_wait_s is ignored: it has an effect only with outer.wait")
         if self.alpha > 0.5:
             warnings.append(f"outer.alpha {self.alpha:g} is above 0.5, so replicas drift further apart between swaps")
         return warnings
 
 
 class CodecSpec(Section):
-    """The codec of each section of a swap."""
+    """How the weights are encoded for swaps."""
 
-    slow_weights: Annotated[
+    weights: Annotated[
         StateCodecName,
         about(
-            "codec of the slow weights, at least as precise as int8; modulo takes half as many bytes as int8 while the "
-            "partners' weights are close, and is more accurate"
+            "codec of the weights; modulo takes half as many bytes as int8 while the partners' weights are close, and "
+            "is more accurate"
         ),
-    ] = "bf16"
-    outer_momentum: Annotated[StateCodecName, about("codec of the outer momentum; bf16 or modulo is recommended")] = (
-        "bf16"
-    )
-    outer_gradient: Annotated[
-        GradientCodecName,
-        about(
-            "codec of the outer gradients; in published runs, int8 matched the loss without compression, and int4 "
-            'nearly did; with "none", peers neither send outer gradients nor wait for them'
-        ),
-    ] = "int8"
-
-    @property
-    def has_late_part(self) -> bool:
-        """Return whether outer gradients are sent at the end of each round."""
-        return self.outer_gradient != "none"
-
-    @model_validator(mode="after")
-    def _weights_need_bits(self) -> CodecSpec:
-        if self.slow_weights == "int4":
-            raise ValueError("slow_weights cannot be int4: weights need at least int8, or the replicas stop improving")
-        return self
+    ] = "modulo"
 
 
 class EvaluateSpec(Section):
     """Perplexity on the same held-out sequences for every peer."""
 
-    every_rounds: Annotated[Positive, about("number of rounds between evaluations")] = 10
+    every_steps: Annotated[Positive, about("inner steps of a peer between two evaluations")] = 500
     num_sequences: Annotated[Size, about("held-out sequences per evaluation")] = 64
 
 
@@ -524,41 +483,18 @@ class Spec(Section):
     ] = ""
     outer: Annotated[
         OuterSpec,
-        about(
-            "The NoLoCo outer step (arXiv 2506.10911), which mixes weights with one random live peer after each round."
-        ),
+        about("How a peer mixes its weights with those of random live peers."),
     ] = OuterSpec()
-    codec: Annotated[
-        CodecSpec,
-        about(
-            f"How vectors are encoded for swaps. The codecs are {CODECS}. Additional codec for slow weights and "
-            "momentum: modulo. Additional codec for outer gradients: int2."
-        ),
-    ] = CodecSpec()
+    codec: Annotated[CodecSpec, about(f"How weights are encoded for swaps: {STATE_CODECS}.")] = CodecSpec()
 
     @property
     def schedule_steps(self) -> int:
         """Return the number of inner steps of the whole run. `progress` is the fraction of them that is done."""
         raise NotImplementedError
 
-    @property
-    def boundary_wait_s(self) -> float:
-        """Return the longest time that training waits at the end of a round, in seconds.
-
-        It is 0 if swaps have no late part.
-        """
-        return self.outer.max_wait_s if self.codec.has_late_part else 0.0
-
     def warnings(self) -> list[str]:
         """Return warnings about settings that have no effect or are unwise."""
-        warnings = self.outer.warnings()
-        if not self.codec.has_late_part:
-            why = "outer gradients are not sent (codec.outer_gradient = 'none')"
-            if self.outer.weigh_tokens:
-                warnings.append(f"outer.weigh_tokens is ignored: {why}")
-            if self.outer.max_wait_s != OuterSpec.model_fields["max_wait_s"].default:
-                warnings.append(f"outer.max_wait_s has an effect only in closing rounds: {why}")
-        return warnings
+        return self.outer.warnings()
 
     def canonical_json(self) -> bytes:
         """Return the canonical bytes of a spec: sorted keys, no spaces, and all fields including defaults."""
@@ -569,15 +505,9 @@ class Spec(Section):
         return blake3(self.canonical_json()).hexdigest()
 
     @property
-    def first_inner_steps(self) -> int:
-        """Return the length of a peer's first round.
-
-        With "auto", it is at most a fifth of the run, if the bounds allow that.
-        """
-        first, total_steps = self.outer.first_inner_steps, self.schedule_steps
-        if not self.outer.is_auto:
-            return first
-        return min(first, max(self.outer.min_inner_steps, total_steps // 5), total_steps)
+    def furthest(self) -> float:
+        """Return the largest difference in progress between two partners."""
+        return max(FURTHEST, FURTHEST_STEPS / self.schedule_steps)
 
     @property
     def run_id(self) -> str:
@@ -702,6 +632,8 @@ class TrainerSpec(Spec):
             raise ValueError(f"pipeline.cut lists {sum(cut)} blocks in total, but model.num_layers is {num_layers}")
         if self.pipeline.stages == 1:
             return self
+        if self.outer.wait:
+            raise ValueError("outer.wait must be false in a run with stages, because a stage never waits for a swap")
         if not self.model.parameter_seeds:
             raise ValueError(
                 "model.parameter_seeds must be true in a run with stages, because a peer initializes only its part"

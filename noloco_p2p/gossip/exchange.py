@@ -1,244 +1,100 @@
-"""This module is the interface between training and the network.
+"""The only door between the training thread and the network thread.
 
-Training makes these four calls in each round, and none of them raises an exception if a partner fails:
-
-open(state)  ->  inner steps, polling late()  ->  stage(gradient)  ->  poll() or collect()  ->  apply  ->  open(...)
-
-Use `LoopExchange` to train on the network's event loop, and `ThreadedExchange` to train in another thread.
+The network thread asks for snapshots and hands over committed swaps. The training thread serves both between two inner
+steps, and never waits for the network.
 """
 
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
-import contextlib
-import logging
-import threading
-from collections.abc import Callable, Coroutine, Iterable
-from typing import Any, Protocol, TypeVar, TypeVarTuple
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from noloco_p2p.codec import section_bytes
-from noloco_p2p.gossip.frames import Part, SectionName
-from noloco_p2p.gossip.outcome import Alone, Correction, Outcome
-from noloco_p2p.gossip.rate_estimators import StepRate
-from noloco_p2p.gossip.round_driver import RoundDriver
-from noloco_p2p.gossip.round_events import Opening
-from noloco_p2p.gossip.sections import SectionPlan, section_plans
-from noloco_p2p.spec import Spec
-
-log = logging.getLogger(__name__)
-As = TypeVarTuple("As")
-T = TypeVar("T")
-
-SILENT = Alone("the network thread is not responding")
-NETWORK_ANSWER_S = 5.0  # extra time for the network thread to answer, beyond the requested wait
+from noloco_p2p.gossip.coder import Coding
+from noloco_p2p.gossip.units import Slice, Units
 
 
-class Exchange(Protocol):
-    """The network interface for training.
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """A swap whose half-differences may be added to the weights.
 
-    No method waits for a partner, and no method raises an exception if a partner fails.
+    `snapshot_step` is the inner step after which the snapshot was taken.
     """
 
-    @property
-    def step_rate(self) -> StepRate: ...
-
-    def open(
-        self,
-        round_index: int,
-        *,
-        progress: float,
-        state: dict[SectionName, Tensor],
-        steps_done: int = 0,
-        inner_steps: int | None = None,
-        shortest_round_s: float | None = None,
-        patience_s: float = 0.0,
-    ) -> None:
-        """Begin a round: start matchmaking, and send the early part in the background. The call does not block.
-
-        `state` holds the slow weights (and the outer momentum, if it is swapped) as flat fp32 vectors on the CPU. They
-        must not change until the round ends, except by a correction from `late`. Sections are encoded while they are
-        being sent.
-
-        `steps_done` is the number of inner steps of this round that were taken before a restart. `inner_steps` is the
-        length of the round; None keeps the previous length. `shortest_round_s` is the duration of the shortest round
-        that this peer can keep up with, and is announced to other peers. `patience_s` is for closing rounds; see
-        `Opening`.
-        """
-        ...
-
-    def stage(self, chunks: Callable[[], Iterable[Tensor]]) -> None:
-        """Encode the outer gradient at the boundary, chunk by chunk on its device, and pass it to the network.
-
-        `chunks()` yields the chunks in order. `chunks` is not called if no partner can be found in this round or if
-        swaps have no late part. A gradient with non-finite values is not sent, so the round keeps at most its early
-        part.
-        """
-        ...
-
-    def poll(self, *, wait_s: float) -> Outcome | None:
-        """End the round and return its outcome, or return None if something may still arrive within `wait_s` seconds.
-
-        Call it after `stage`. If it returns None, call it again with the remaining time. If `wait_s` is 0, the round
-        always ends.
-        """
-        ...
-
-    def withdraw(self) -> Outcome:
-        """End the round before its boundary and return its outcome. Uncommitted parts are discarded."""
-        ...
-
-    def late(self, round_index: int) -> Correction | None:
-        """Return a late part that arrived after the boundary of its round. This call is cheap.
-
-        Only late parts of rounds before `round_index` are returned.
-
-        It returns None while the slow weights and momentum are being sent, because they must not change then. Call
-        `corrected` after applying the correction.
-        """
-        ...
-
-    def corrected(self) -> None:
-        """Report that the correction from `late` has been applied, so that the vectors can be sent again."""
-        ...
-
-    def forget(self) -> None:
-        """Report, between rounds, that the vectors have been replaced.
-
-        This drops late parts that belong to the old vectors.
-        """
-        ...
+    partner: str
+    progress: float  # of the partner
+    coding: Coding
+    start: int  # of the slice in the flat vector
+    snapshot_step: int
+    seconds: float
 
 
-class LoopExchange:
-    """An `Exchange` for callers on the event loop of `driver`."""
-
-    def __init__(self, spec: Spec, driver: RoundDriver) -> None:
-        self._spec = spec
-        self._driver = driver
-        self._plans: tuple[SectionPlan, ...] = ()
-
-    @property
-    def step_rate(self) -> StepRate:
-        return self._driver.step_rate
-
-    def open(
-        self,
-        round_index: int,
-        *,
-        progress: float,
-        state: dict[SectionName, Tensor],
-        steps_done: int = 0,
-        inner_steps: int | None = None,
-        shortest_round_s: float | None = None,
-        patience_s: float = 0.0,
-    ) -> None:
-        spec = self._spec
-        self._plans = plans = section_plans(
-            spec.codec,
-            swap_momentum=spec.outer.sends_momentum,
-            num_elements=state[SectionName.SLOW_WEIGHTS].numel(),
-        )
-        self.step_rate.open_round(
-            self._driver.now_s(), steps_done=steps_done, inner_steps=inner_steps, shortest_round_s=shortest_round_s
-        )
-        total_steps, longest_round = spec.schedule_steps, spec.outer.longest_round
-        opening = Opening(round_index, progress, total_steps, longest_round, state, patience_s)
-        self._ask(lambda: self._driver.open(opening, plans), None, even_late=True)
-
-    def stage(self, chunks: Callable[[], Iterable[Tensor]]) -> None:
-        may_swap, plan = self._ask(self._driver.reach_boundary, False), self._plans[-1]
-        if not may_swap or plan.part is not Part.LATE:
-            return
-        slab = self._driver.memory.take(section_bytes(plan.codec, plan.num_elements))
-        try:
-            for values in chunks():
-                self._tell(self._driver.stage, slab.code(plan.codec, values))
-        except ValueError as error:
-            log.error("cannot send this peer's outer gradient: %s", error)
-            self._tell(self._driver.cannot_stage, str(error))
-
-    def poll(self, *, wait_s: float) -> Outcome | None:
-        return self._ask(lambda: self._driver.poll(wait_s), SILENT)
-
-    def withdraw(self) -> Outcome:
-        return self._ask(self._driver.withdraw, SILENT)
-
-    def late(self, round_index: int) -> Correction | None:
-        return self._ask(lambda: self._driver.take_correction(round_index), None) if self._driver.corrections else None
-
-    def corrected(self) -> None:
-        self._tell(self._driver.corrected)
-
-    def forget(self) -> None:
-        self._ask(self._driver.forget, None, even_late=True)
-
-    def _tell(self, function: Callable[[*As], None], *arguments: *As) -> None:
-        function(*arguments)
-
-    def _ask(self, function: Callable[[], T], otherwise: T, *, even_late: bool = False) -> T:
-        return function()
+@dataclass(slots=True)
+class _Request:
+    part: Slice
+    answer: asyncio.Future[tuple[Tensor, int]] = field(repr=False)
 
 
-class ThreadedExchange(LoopExchange):
-    """An `Exchange` for a training thread. No method blocks past its deadline, even if the network thread hangs."""
+class Exchange:
+    """Passes snapshots and half-differences between the two threads.
 
-    owner: object = None  # the caller that is training with this exchange; another caller can take over
+    `loop` is the loop of the network thread. In a simulation, both sides run on this loop.
+    """
 
-    def __init__(self, spec: Spec, driver: RoundDriver, loop: asyncio.AbstractEventLoop) -> None:
-        super().__init__(spec, driver)
+    def __init__(self, units: Units, loop: asyncio.AbstractEventLoop) -> None:
+        self.units = units
+        self.step = 0  # inner steps that the trainer has taken
+        self.step_s = 0.0  # duration of an inner step, or 0 before the second one
+        # Copies elements [start, stop) of the weights on any thread, between two inner steps. If this is None, the
+        # trainer copies them in `serve`.
+        self.read: Callable[[int, int], Tensor] | None = None
+        self.on_applied: Callable[[Committed], None] = lambda swap: None  # called on the network thread
         self._loop = loop
+        self._wanted: deque[_Request] = deque()
+        self._committed: deque[Committed] = deque()
+        self._last_step_s: float | None = None
 
-    @property
-    def is_closed(self) -> bool:
-        """Return whether the network thread has ended because the peer was closed."""
-        return self._loop.is_closed()
+    # the training thread
 
-    def collect(self, wait_s: float) -> Outcome:
-        """End the round and return its outcome, after waiting up to `wait_s` seconds for a swap to finish."""
-        given_up = threading.Event()
+    def step_taken(self, now_s: float) -> None:
+        """Record that an inner step has ended at `now_s`."""
+        if self._last_step_s is not None:
+            took_s = now_s - self._last_step_s
+            self.step_s += (took_s - self.step_s) / min(8, self.step) if self.step_s else took_s
+        self.step, self._last_step_s = self.step + 1, now_s
 
-        async def collect() -> Outcome:
-            return SILENT if given_up.is_set() else await self._driver.collect(wait_s)
+    def collect(self) -> list[Committed]:
+        """Return the swaps that have been committed since the last call, which the caller applies at once."""
+        swaps = [self._committed.popleft() for _ in range(len(self._committed))]
+        for swap in swaps:
+            self._loop.call_soon_threadsafe(self.on_applied, swap)
+        return swaps
 
-        return self._wait_for(collect(), SILENT, given_up, wait_s=wait_s)
+    def serve(self, read: Callable[[int, int], Tensor]) -> None:
+        """Copy the slices that the network thread asked for. `read(start, stop)` returns a new fp32 tensor."""
+        for _ in range(len(self._wanted)):
+            request = self._wanted.popleft()
+            values = read(*self.units.bounds(request.part))
+            self._loop.call_soon_threadsafe(_answer, request, values, self.step)
 
-    def _tell(self, function: Callable[[*As], None], *arguments: *As) -> None:
-        """Call a function on the network thread without waiting for it."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(function, *arguments)
+    # the network thread
 
-    def _ask(self, function: Callable[[], T], otherwise: T, *, even_late: bool = False) -> T:
-        """Call a function on the network thread. Return its result, or `otherwise` if the thread has stopped or hangs.
+    async def snapshot(self, part: Slice) -> tuple[Tensor, int]:
+        """Return the values of a slice after the next inner step, and the number of that step.
 
-        If `even_late` is true, a thread that hung still calls the function when it resumes after the deadline. Most
-        calls must not run that late, because training has already continued without them.
+        The wait has no deadline of its own, because an inner step may take minutes. The partner's patience limits it.
         """
-        given_up = threading.Event()
+        request = _Request(part, self._loop.create_future())
+        self._wanted.append(request)
+        return await request.answer
 
-        async def call() -> T:
-            return otherwise if given_up.is_set() and not even_late else function()
+    def committed(self, swap: Committed) -> None:
+        self._committed.append(swap)
 
-        return self._wait_for(call(), otherwise, given_up)
 
-    def _wait_for(
-        self, coroutine: Coroutine[Any, Any, T], otherwise: T, given_up: threading.Event, *, wait_s: float = 0.0
-    ) -> T:
-        """Run a coroutine on the network thread. Return its result, or `otherwise` if the thread has stopped or hangs.
-
-        Training must continue without the network.
-        """
-        try:
-            future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        except RuntimeError:  # the loop is closed
-            coroutine.close()
-            return otherwise
-        try:
-            return future.result(wait_s + NETWORK_ANSWER_S)
-        except (concurrent.futures.TimeoutError, concurrent.futures.CancelledError):
-            given_up.set()  # set first, because a task that is cancelled before it begins still runs its first step
-            future.cancel()
-            log.error("the network thread is not responding; training continues without it")
-            return otherwise
+def _answer(request: _Request, values: Tensor, step: int) -> None:
+    if not request.answer.done():  # the swap may have failed meanwhile
+        request.answer.set_result((values, step))

@@ -1,25 +1,27 @@
-"""Two peers exchange these frames during a swap. `net` sends them over gRPC, and `testing` passes them in memory.
+"""Two peers exchange these frames in a swap.
 
-initiator                     acceptor
-Offer(hello, ...)    ->
-                     <-     Accept(hello, ...) | Refuse(code, sentence, retry_after_s)
-Grid                  <->   Grid                     for each section with modulo coding
-Header, Chunk.., End  <->   Header, Chunk.., End     for each section of the early part
-Header, Chunk.., End  <->   Header, Chunk.., End     again, for chunks in which modulo coding failed
-Ready(EARLY)         <->    Ready(EARLY)
-Header, Chunk.., End  <->   Header, Chunk.., End     for each section of the late part
-Ready(LATE)          <->    Ready(LATE)
+caller                       called
+Offer(hello, ...)      ->
+                      <-     Accept(hello, slice, ...) | Refuse(code, sentence, retry_after_s)
+Grid                  <->    Grid                  the steps that each peer proposes, in a run with `modulo`
+Header, Chunk..       <->    Header, Chunk..       one pass; nobody sends a chunk before it has the partner's header
+Header, Chunk..       <->    Header, Chunk..       further passes with the chunks that failed in the last one
+Received              <->    Received              after the last chunk of a pass, to measure the link
+Ready                 <->    Ready                 each peer has verified everything, and both commit
 
-Either peer can end the swap at any time by sending Abort(code, sentence).
+Alive means that the sender still waits for its next inner step or for its link. Either peer can end the swap with
+Abort(code, sentence).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
 
 import xxhash
 from blake3 import blake3
+
+from noloco_p2p.gossip.units import Slice
 
 PROTOCOL_VERSION = "1.0"  # peers with the same major version are compatible
 STATE_CHUNK_BYTES = 1 << 20
@@ -37,51 +39,30 @@ def chunk_digest(payload: Payload) -> bytes:
     return xxhash.xxh3_128_digest(payload)
 
 
-class Part(IntEnum):
-    """A part of a swap. Each part is committed separately.
-
-    The early part holds the slow weights and the outer momentum, and the late part holds the outer gradient.
-    """
-
-    EARLY = 1
-    LATE = 2
-
-
-class SectionName(IntEnum):
-    SLOW_WEIGHTS = 1
-    OUTER_MOMENTUM = 2
-    OUTER_GRADIENT = 3
-
-
 class RefuseCode(IntEnum):
-    """The reason for refusing an offer.
+    """The reason for refusing an offer or a request.
 
-    The reasons in PASSING are short-lived, the reasons in FINAL are permanent, and all others apply until the current
-    round ends. In the comments, "this peer" is the peer that refuses the offer, and "the caller" is the peer that made
-    it.
+    The reasons in FINAL are permanent. In the comments, "this peer" is the peer that refuses, and "the caller" is the
+    peer that asked.
     """
 
-    BUSY = 1  # this peer is occupied for the moment, for example because its own offer is unanswered
-    BETWEEN_ROUNDS = 2  # this peer has no open round
-    CROSSED = 3  # the peers made offers to each other, and this peer's offer is used because its peer id is higher
-    TAKEN = 4  # this peer has a partner for this round
-    TOO_FAR = 5  # the boundaries are further apart than 0.6 times the duration of the shorter round
-    NOT_TRAINING = 6  # this peer is paused, leaving or done
-    OTHER_RUN = 7
-    OTHER_SPEC = 8
-    OTHER_VERSION = 9
-    OTHER_MODEL = 10
-    MALFORMED = 11
-    NOT_PROVEN = 12  # the caller has not proven that it owns its peer id
-    NOT_INVITED = 13  # the caller is not invited to this private run
-    BANNED = 14  # this peer has banned the caller temporarily
-    STALE = 15  # the positions of the two peers in the run are too far apart
-    OVER_SHARE = 16  # the caller has had its share of this peer's swaps, so other peers are preferred
-    UNLISTED = 17  # this peer has not read a live record of the caller yet
+    BUSY = 1  # this peer is occupied for the moment
+    CROSSED = 2  # the peers made offers to each other, and this peer's offer is used because its peer id is higher
+    NOT_TRAINING = 3  # this peer is paused, leaving or done, or has no model yet
+    NO_STATE = 4  # this peer has no saved state to serve
+    STALE = 5  # the positions of the two peers in the run are too far apart
+    OVER_SHARE = 6  # the caller has had its share of this peer's swaps, so other peers are preferred
+    UNLISTED = 7  # this peer has not read a live record of the caller yet
+    BANNED = 8  # this peer has banned the caller temporarily
+    NOT_PROVEN = 9  # the caller has not proven that it owns its peer id
+    NOT_INVITED = 10  # the caller is not invited to this private run
+    OTHER_RUN = 11
+    OTHER_SPEC = 12
+    OTHER_VERSION = 13
+    OTHER_MODEL = 14
+    MALFORMED = 15
 
 
-PASSED_ON = frozenset({RefuseCode.OVER_SHARE, RefuseCode.UNLISTED})  # another peer is drawn instead
-PASSING = frozenset({RefuseCode.BUSY, RefuseCode.BETWEEN_ROUNDS, RefuseCode.CROSSED, RefuseCode.UNLISTED})
 FINAL = frozenset(
     {
         RefuseCode.OTHER_RUN,
@@ -97,7 +78,7 @@ FINAL = frozenset(
 class AbortCode(IntEnum):
     CORRUPT = 1  # a payload has a wrong length, digest or value
     TIMED_OUT = 2
-    ABANDONED = 3  # the round ended before the swap was complete
+    ABANDONED = 3  # the sender gave up the swap
     LEAVING = 4
     INTERNAL = 5
 
@@ -118,30 +99,30 @@ class Hello:
 
 
 @dataclass(frozen=True, slots=True)
-class Boundary:
-    """A peer's position in its round. The positions of two peers determine whether they can swap."""
+class Standing:
+    """What a peer tells about itself: its position in the schedule, and the seconds that an inner step takes."""
 
-    round: int
-    seconds_to_boundary: float | None  # None until it is measured in the first round
-    seconds_per_round: float | None
-    progress: float  # completed fraction of the run's schedule when the round opened
-    # the length of this round, or 0 if it equals the partner's
-    inner_steps: int = 0
-    # the shortest round that the peer can keep up with; None if it is not measured or the length is fixed
-    shortest_round_s: float | None = None
+    progress: float
+    step_s: float
+    free_in_s: float  # expected time until its current swap ends
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
+    """An offer of a swap. `ages` has one byte per unit (see `Ages.tell`). The caller swaps at most `at_most` units."""
+
     hello: Hello
     swap_id: bytes  # 16 random bytes
-    boundary: Boundary
+    standing: Standing
+    ages: bytes
+    at_most: int
 
 
 @dataclass(frozen=True, slots=True)
 class Accept:
     hello: Hello
-    boundary: Boundary
+    standing: Standing
+    part: Slice
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,43 +152,43 @@ def other_kind(ours: Hello, theirs: Hello) -> Refuse | None:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """The grid that a peer proposes for a section. `codec.modulo.Bounds.propose` returns one exponent per block."""
-
-    section: SectionName
-    exponents: bytes
+    exponents: bytes  # from `Coder.propose`
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The announcement of a section, or of chunks that are sent again.
+    """The announcement of a pass, and a commitment to its content: nobody can answer what it has read.
 
-    The receiver computes the expected header from the spec and the grid, and aborts the swap if this header differs.
+    `digest` is the BLAKE3 digest of the digests of all chunks. The other fields follow from the grid and from the
+    chunks that failed, so the receiver knows them and ends the swap if they differ.
     """
 
-    section: SectionName
-    codec: str
-    num_elements: int
+    number: int  # of the pass, from 0
     num_chunks: int
     num_bytes: int
+    digest: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    section: SectionName
-    index: int
+    index: int  # in the slice
     payload: Payload
     digest: bytes  # from `chunk_digest`
 
 
 @dataclass(frozen=True, slots=True)
-class End:
-    section: SectionName
-    digest: bytes  # blake3 over the digests of all chunks in order, 32 bytes
+class Ready:
+    pass
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
-    part: Part
+class Received:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Alive:
+    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,16 +197,7 @@ class Abort:
     sentence: str
 
 
-Frame = Offer | Accept | Refuse | Grid | Header | Chunk | End | Ready | Abort
-
-
-@dataclass(frozen=True, slots=True)
-class SwapState:
-    """The parts of a swap that a peer has verified and committed, as reported in its status."""
-
-    known: bool = False
-    verified: tuple[Part, ...] = ()
-    committed: tuple[Part, ...] = ()
+Frame = Offer | Accept | Refuse | Grid | Header | Chunk | Received | Ready | Alive | Abort
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,23 +206,21 @@ class PeerStatus:
 
     hello: Hello
     state: str
-    round: int
     progress: float
-    swap: SwapState = field(default_factory=SwapState)
+    has_verified: bool = False  # whether this peer has verified the swap that the request names, and not abandoned it
 
 
 @dataclass(frozen=True, slots=True)
 class StateManifest:
     """The manifest of a donor's newest saved state, which is a file split into chunks, each with its own digest.
 
-    The file contains the slow weights and, if the run uses it, the outer momentum. `layout` must be that of the
-    newcomer's model. The newcomer adopts `round` and `progress`. Each chunk except the last has STATE_CHUNK_BYTES
+    The file contains the weights and, if the run uses it, the outer momentum. `layout` must be that of the newcomer's
+    model. The newcomer adopts `progress`. Each chunk except the last has STATE_CHUNK_BYTES
     bytes. The number of chunks and the size of the file follow from the spec.
     """
 
     layout: str
     num_elements: int
-    round: int
     progress: float
     num_bytes: int
     chunk_digests: tuple[bytes, ...]

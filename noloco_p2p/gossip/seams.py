@@ -20,10 +20,8 @@ class Candidate:
     peer_id: str
     address: str  # HOST:PORT of its gRPC server
     state: str = "training"
-    round: int = 0
     progress: float = 0.0
     session_key: bytes = b""  # identifies its gRPC server, from its signed record
-    sketch: str = ""  # packed sketch of its slow weights, from its record
     can_be_called: bool = True  # False if this peer cannot call the candidate, which can still make offers
     stage: int = 0  # its stage, in a run with stages
     capacity: float = 0.0  # tokens/s that its stage can process; 0 = not measured yet

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from noloco_p2p.mix.weights import Weights, add_
+from noloco_p2p.gossip.weights import Weights, add_
 
 
 class Vector:

@@ -30,7 +30,7 @@ from noloco_p2p.codec.modulo import (
 )
 from noloco_p2p.errors import CorruptPayload
 from noloco_p2p.gossip.frames import Payload
-from noloco_p2p.mix.units import Chunk, Slice, Units
+from noloco_p2p.gossip.units import Chunk, Slice, Units
 from noloco_p2p.optim.halves import half_difference_
 
 MODULO = "modulo"

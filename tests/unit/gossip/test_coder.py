@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from noloco_p2p.errors import CorruptPayload
-from noloco_p2p.mix.coder import Coder, Coding, check_proposal
-from noloco_p2p.mix.units import Slice, Units
+from noloco_p2p.gossip.coder import Coder, Coding, check_proposal
+from noloco_p2p.gossip.units import Slice, Units
 
 NUM_ELEMENTS = 300_000
 PART = Slice(3, 20)

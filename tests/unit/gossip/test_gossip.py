@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from harness.mix_swarm import Swarm, profile
+from harness.swap_swarm import Swarm, profile
 
-from noloco_p2p.mix.frames import Chunk, Grid, Header, Ready
+from noloco_p2p.gossip.frames import Chunk, Grid, Header, Ready
 from noloco_p2p.simulate.clock import run_virtual
 
 LINKS = [profile(0.5)] * 6

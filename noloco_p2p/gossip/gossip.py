@@ -24,12 +24,12 @@ from noloco_p2p.errors import CorruptPayload, PeerError, Refused, Unreachable
 from noloco_p2p.gossip.deadlines import INTERNET, Deadlines
 from noloco_p2p.gossip.introductions import Introductions
 from noloco_p2p.gossip.seams import Candidate, Directory
-from noloco_p2p.mix.coder import Coder
-from noloco_p2p.mix.exchange import Committed, Exchange
-from noloco_p2p.mix.frames import Accept, Frame, Hello, Offer, Refuse, RefuseCode, Standing, other_kind
-from noloco_p2p.mix.pairing import Pairing
-from noloco_p2p.mix.swap import Agreed, Ledger, Stream, Swap, Traffic
-from noloco_p2p.mix.units import Ages, Slice
+from noloco_p2p.gossip.coder import Coder
+from noloco_p2p.gossip.exchange import Committed, Exchange
+from noloco_p2p.gossip.frames import Accept, Frame, Hello, Offer, Refuse, RefuseCode, Standing, other_kind
+from noloco_p2p.gossip.pairing import Pairing
+from noloco_p2p.gossip.swap import Agreed, Ledger, Stream, Swap, Traffic
+from noloco_p2p.gossip.units import Ages, Slice
 from noloco_p2p.owned_tasks import OwnedTasks
 from noloco_p2p.telemetry.console import named
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from noloco_p2p.codec import CHUNK_ELEMENTS
 from noloco_p2p.codec.modulo import BLOCK_ELEMENTS
-from noloco_p2p.mix.units import LEAST_ELEMENTS, MAX_UNITS, MOST_ELEMENTS, Ages, Slice, Units
+from noloco_p2p.gossip.units import LEAST_ELEMENTS, MAX_UNITS, MOST_ELEMENTS, Ages, Slice, Units
 
 SIZES = [1, LEAST_ELEMENTS, LEAST_ELEMENTS + 1, 123_456, 3_000_000, 125_000_000, 7_000_000_123]
 

@@ -13,11 +13,11 @@ from torch import Tensor
 from noloco_p2p.gossip.deadlines import INTERNET, Deadlines
 from noloco_p2p.gossip.frames import Hello
 from noloco_p2p.gossip.seams import Candidate
-from noloco_p2p.mix.coder import Coder
-from noloco_p2p.mix.exchange import Committed, Exchange
-from noloco_p2p.mix.gossip import Gossip
-from noloco_p2p.mix.swap import Stream
-from noloco_p2p.mix.units import Units
+from noloco_p2p.gossip.coder import Coder
+from noloco_p2p.gossip.exchange import Committed, Exchange
+from noloco_p2p.gossip.gossip import Gossip
+from noloco_p2p.gossip.swap import Stream
+from noloco_p2p.gossip.units import Units
 from noloco_p2p.simulate.clock import InlineExecutor
 from noloco_p2p.simulate.network import Link, LinkNetwork, LinkTransport
 from noloco_p2p.testing.links import LinkProfile

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from noloco_p2p.codec import CHUNK_ELEMENTS
-from noloco_p2p.mix.coder import Coding
+from noloco_p2p.gossip.coder import Coding
 
 DROPPED_BITS = {torch.bfloat16: 16, torch.float16: 13}  # of the fraction of an fp32 number
 SUBNORMAL = 2.0**-24  # distance between two subnormal numbers of fp16; those of bf16 have the exponents of fp32
