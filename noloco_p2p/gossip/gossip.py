@@ -52,7 +52,7 @@ REMEMBERED_SWAPS = 64
 COST_SHARE = 0.02  # of the time that copying, coding and adding may take with `min_inner_steps = "auto"`
 SMOOTHING = 0.25
 MINUTE_S = 60.0
-KINDS = {CorruptPayload: "corrupt", TimedOut: "slow", Ended: "abandoned", Unreachable: "unreachable"}
+KINDS = ((CorruptPayload, "corrupt"), (TimedOut, "slow"), (Ended, "abandoned"), (PeerError, "unreachable"))
 
 
 @dataclass(slots=True)
