@@ -140,10 +140,13 @@ class ShardedStep(InnerStep):
 class ShardedParameters(FlatParameters):
     """Rank 0's view of all trainable parameters. `flush` completes all writes.
 
-    At any time, at most one parameter is gathered for reading and one for writing. `layout` is the layout of the model
+    At any time, at most one parameter is gathered for reading and one for writing. All ranks take part, so only the
+    training thread can read, between two steps. `layout` is the layout of the model
     before it was sharded. It is passed in because computing it later would involve all ranks: it contains digests of
     the frozen weights.
     """
+
+    is_readable_anywhere = False
 
     def __init__(self, step: ShardedStep, *, layout: ModelLayout) -> None:
         super().__init__(step.model)
