@@ -36,10 +36,10 @@ FOLDER = "noloco"  # the subfolder of a Trainer checkpoint
 
 
 class NoLoCoCallback(TrainerCallback):
-    """A callback that counts the optimizer steps of the Trainer as inner steps, and takes the outer steps.
+    """A callback that counts the optimizer steps of the Trainer as inner steps, and swaps weights in the background.
 
-    `peer` is a running `Peer`. `options`, such as `save_every_rounds` and `on_round`, are passed to `NoLoCo`. An outer
-    step changes the Trainer's model in place.
+    `peer` is a running `Peer`. `options`, such as `save_every_s` and `on_swap`, are passed to `NoLoCo`. A swap changes
+    the Trainer's model in place, after an optimizer step.
 
     Each checkpoint of the Trainer also contains the outer state, in its subfolder `noloco`. With
     `resume_from_checkpoint`, the run continues from such a checkpoint, which must be in `output_dir`. Without this
@@ -86,7 +86,7 @@ class NoLoCoCallback(TrainerCallback):
         self._session = TrainingSession(model, [optimizer], self.peer, self._options, saved=saved)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._begun.pause_if_asked()
+        self._begun.step_taken()
         if self.peer.leave_requested.is_set():
             control.should_training_stop = True
             control.should_save = args.save_strategy != SaveStrategy.NO
