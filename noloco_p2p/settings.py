@@ -148,7 +148,7 @@ class PeerSettings(BaseModel):
     )
     keep_checkpoints: Annotated[Count, about("Number of checkpoints to keep.")] = 2
     save_every_s: Annotated[Seconds, about("Seconds between two checkpoints.")] = 600.0
-    report_every_s: Annotated[Seconds, about("Seconds between two reports, each a line and an event in the log.")] = 10.0
+    report_every_s: Annotated[Seconds, about("Seconds between two reports, each a line of output.")] = 10.0
     max_upload: Annotated[
         str,
         about("Limit on the total upload rate of swaps and fetches, for example 40mbit or 5MB/s."),

@@ -21,8 +21,8 @@ from noloco_p2p.outer.checkpoint import Checkpoint
 from noloco_p2p.outer.noloco import NoLoCo
 from noloco_p2p.peer.peer import Peer
 from noloco_p2p.spec import TrainerSpec
-from noloco_p2p.telemetry.console import loss as show_loss
 from noloco_p2p.telemetry.console import counted, report_line
+from noloco_p2p.telemetry.console import loss as show_loss
 from noloco_p2p.telemetry.events import EventLog
 from noloco_p2p.trainer.cut import check_stages
 from noloco_p2p.trainer.evaluate import perplexity
@@ -41,8 +41,8 @@ class TrainerBase:
     """The base class of a trainer.
 
     `peer` holds the spec of the run, `spec` holds the settings of the inner steps, and `say` prints a line for the
-    user. A subclass creates `outer`, calls `_begin_time` when training begins, counts its inner steps in `_timed_steps`,
-    and calls `_do_what_is_due` after each of them.
+    user. A subclass creates `outer`, calls `_begin_time` when training begins, and after each inner step counts it in
+    `_timed_steps` and calls `_do_what_is_due`.
     """
 
     outer: NoLoCo

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from blake3 import blake3
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from noloco_p2p.data.prefetch import Prefetcher
 from noloco_p2p.errors import DataError
-from noloco_p2p.outer.checkpoint import Checkpoint, Checkpoints
+from noloco_p2p.outer.checkpoint import Checkpoints
 from noloco_p2p.outer.flat import FlatParameters
 from noloco_p2p.outer.noloco import NoLoCo
 from noloco_p2p.peer.peer import Peer
