@@ -138,9 +138,8 @@ def checkpoint_folder(args: TrainingArguments, state: TrainerState) -> Path:
 def save_outer_state(folder: Path, outer: NoLoCo, model: nn.Module) -> None:
     """Add the outer state to a checkpoint of the Trainer, atomically. Raises CheckpointError if that fails."""
     state = outer.state_dict()
-    place = state.pop("place")
-    meta = {"place": place, "weights": weights_digest(model)}
-    Checkpoints(folder / FOLDER, keep=1).save(place["round"], files={STATE_FILE: state}, meta=meta)
+    meta = {"place": state.pop("place"), "weights": weights_digest(model)}
+    Checkpoints(folder / FOLDER, keep=1).save(outer.num_steps, files={STATE_FILE: state}, meta=meta)
 
 
 def load_outer_state(folder: Path, model: nn.Module) -> dict[str, Any]:

@@ -101,10 +101,8 @@ def report_line(metrics: Metrics, *, num_live: int) -> str:
 def describe_swaps(metrics: Metrics) -> str:
     """Describe the recent swaps: `14 swaps/min, 1.3 steps old, 0.4 % apart`."""
     parts = [f"{metrics.swaps_per_min:.{0 if metrics.swaps_per_min >= 10 else 1}f} swaps/min"]
-    if metrics.age_steps is not None:
-        parts.append(f"{metrics.age_steps:.1f} steps old")
     if metrics.apart is not None:
-        parts.append(f"{100 * metrics.apart:.2g} % apart")
+        parts += [f"{metrics.age_steps:.1f} steps old", f"{100 * metrics.apart:.2g} % apart"]
     return ", ".join(parts)
 
 

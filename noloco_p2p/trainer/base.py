@@ -199,6 +199,7 @@ class TrainerBase:
 
     def _finish(self) -> Path | None:
         """Write the final checkpoint and report the end. Return the checkpoint, or None if it could not be written."""
+        self.outer.pause()  # otherwise a partner could get half of a swap whose other half is not saved
         folder = self._save()
         self.peer.count_traffic()
         self.trackers.close()

@@ -72,7 +72,6 @@ class Trainer(TrainerBase):
             save_every_s=0,
             checkpoints=Checkpoints(peer.run_folder / "checkpoints", keep=settings.keep_checkpoints),
             meta=self._meta,
-            end_at=1.0,
             parameters=parameters,
         )
         if self.outer.resumed:
