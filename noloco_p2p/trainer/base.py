@@ -125,7 +125,8 @@ class TrainerBase:
     def _begin_time(self) -> None:
         """Measure the speed from now on, and let the next report and checkpoint be early."""
         self._timed_from_s, self._timed_steps = time.monotonic(), 0
-        self._report_at_s = self._save_at_s = self._timed_from_s + FIRST_REPORT_S
+        self._report_at_s = self._timed_from_s + min(FIRST_REPORT_S, self.peer.settings.report_every_s)
+        self._save_at_s = self._report_at_s
         self._evaluated_step = self.peer.metrics.step
 
     def _do_what_is_due(self) -> None:

@@ -169,7 +169,7 @@ def _outer_step_bytes(spec: Spec) -> int:
 
 
 def _checkpoint_bytes(spec: Spec, num_parameters: int) -> int:
-    vectors = 2 if spec.outer.keeps_momentum else 1
+    vectors = 1 + spec.outer.has_outer_step + spec.outer.keeps_momentum  # with an outer step, also the slow weights
     return (vectors * FP32_BYTES + MOMENT_BYTES) * num_parameters
 
 
