@@ -1,4 +1,4 @@
-"""Formats numbers and rounds for people. Only code in `cli` prints the results."""
+"""Formats numbers and reports for people. Only code in `cli` prints the results."""
 
 from __future__ import annotations
 
@@ -85,25 +85,25 @@ def loss(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
 
 
-def round_line(metrics: Metrics, *, num_live: int) -> str:
-    """Format a round: `round 41 | swapped with ..7f3a1c | waited 0.4 s | loss 3.412 | 8.1k tokens/s | 8 peers`."""
+def report_line(metrics: Metrics, *, num_live: int) -> str:
+    """Format a report: `step 1,234 | 12.3 % | loss 3.214 | 1.2k tokens/s | (swaps) | 7 peers`."""
     parts = [
-        f"round {metrics.round}",
-        metrics.last_outcome,
-        f"waited {metrics.blocked_s:.1f} s",
+        f"step {metrics.step:,}",
+        f"{100 * metrics.progress:.1f} %",
         f"loss {loss(metrics.loss)}",
         f"{count(metrics.tokens_per_s)} tokens/s",
+        describe_swaps(metrics),
         counted(num_live + 1, "peer"),
     ]
     return " | ".join(parts)
 
 
-def closing_line(metrics: Metrics, *, number: int, num_rounds: int) -> str:
-    """Format a closing round: `closing round 2 of 5 | swapped with ..7f3a1c | 0.31 % apart | waited 0.8 s`."""
-    parts = [f"closing round {number} of {num_rounds}", metrics.last_outcome]
-    if metrics.spread is not None:
-        parts.append(f"{100 * metrics.spread:.2g} % apart")
-    return " | ".join([*parts, f"waited {metrics.blocked_s:.1f} s"])
+def describe_swaps(metrics: Metrics) -> str:
+    """Describe the recent swaps: `14 swaps/min, 1.3 steps old, 0.4 % apart`."""
+    parts = [f"{metrics.swaps_per_min:.{0 if metrics.swaps_per_min >= 10 else 1}f} swaps/min"]
+    if metrics.apart is not None:
+        parts += [f"{metrics.age_steps:.1f} steps old", f"{100 * metrics.apart:.2g} % apart"]
+    return ", ".join(parts)
 
 
 def named(peer_id: str) -> str:
