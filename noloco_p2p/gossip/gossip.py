@@ -13,7 +13,7 @@ import logging
 import math
 import random
 from collections import Counter, OrderedDict, deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 
@@ -27,7 +27,7 @@ from noloco_p2p.gossip.frames import Accept, Frame, Hello, Offer, Refuse, Refuse
 from noloco_p2p.gossip.introductions import Introductions
 from noloco_p2p.gossip.pairing import Pairing
 from noloco_p2p.gossip.seams import Candidate, Directory, FrameStream, Transport
-from noloco_p2p.gossip.swap import Agreed, Diverged, Ended, Ledger, Swap, Traffic
+from noloco_p2p.gossip.swap import Agreed, Diverged, Ended, Ledger, Swap, Traffic, send_within
 from noloco_p2p.gossip.units import Slice
 from noloco_p2p.owned_tasks import OwnedTasks
 from noloco_p2p.spec import Spec
@@ -238,7 +238,8 @@ class Gossip:
         agreed = None
         try:
             swap_id, began_s = self._rng.randbytes(SWAP_ID_BYTES), self._loop.time()
-            await stream.send(Offer(self._hello(), swap_id, self._standing(), told, self._at_most()))
+            offer = Offer(self._hello(), swap_id, self._standing(), told, self._at_most())
+            await send_within(self._deadlines.offer_s, stream, offer, peer=candidate.peer_id)
             answer = await stream.receive(self._deadlines.offer_s)
             self.link.answered(self._loop.time() - began_s)
             agreed = self._answered(candidate, stream, swap_id, told, answer)
@@ -308,7 +309,7 @@ class Gossip:
                 refusal = await self._accept(stream, offer)
             if refusal:
                 self.counts.refused[refusal.code.name] += 1
-                await stream.send(refusal)
+                await send_within(self._deadlines.offer_s, stream, refusal, peer=stream.peer)
         except PeerError as error:
             log.debug("an offer from %s failed: %s", stream.peer, error)
         finally:
@@ -324,7 +325,7 @@ class Gossip:
             elif caller == self._asking:
                 return Refuse(RefuseCode.CROSSED, "we have made offers to each other, and mine counts")
             await asyncio.wait({self._ask_task}, timeout=HOLD_S)
-        if self._asking or not self._may_agree():
+        if self.state != "training" or self._asking or not self._may_agree():
             return Refuse(RefuseCode.BUSY, "I have a partner", BUSY_RETRY_S)
         if (missing := self._missing_steps()) > 0:
             return Refuse(
@@ -337,7 +338,7 @@ class Gossip:
             return Refuse(RefuseCode.BUSY, "other swaps carry all slices that we could swap", BUSY_RETRY_S)
         self._ages.begin(part)
         agreed = self._agree(stream, offer.swap_id, caller, offer.standing, part)
-        await self._swap(agreed, first=stream.send(Accept(self._hello(), self._standing(), part)))
+        await self._swap(agreed, first=Accept(self._hello(), self._standing(), part))
         return None
 
     async def _refusal(self, offer: Frame) -> Refuse | None:
@@ -373,12 +374,15 @@ class Gossip:
 
     async def _swap_of_ours(self, agreed: Agreed) -> None:
         try:
-            await self._swap(agreed)
+            if self.state == "training":
+                await self._swap(agreed)
+            else:  # this peer has been paused since it made the offer
+                self._ages.end(agreed.part, mixed_at=None)
         finally:
             await agreed.stream.close()
 
-    async def _swap(self, agreed: Agreed, *, first: Awaitable[None] | None = None) -> None:
-        """Run one swap, after awaiting `first`. A failure of the partner ends here."""
+    async def _swap(self, agreed: Agreed, *, first: Accept | None = None) -> None:
+        """Run one swap, after sending `first`. A failure of the partner ends here."""
         began_s, is_committed = self._loop.time(), False
         ledger = self._ledgers[agreed.swap_id] = Ledger()
         if len(self._ledgers) > REMEMBERED_SWAPS:
@@ -398,7 +402,7 @@ class Gossip:
         self._running.append(swap)
         try:
             if first:
-                await first
+                await send_within(self._deadlines.offer_s, agreed.stream, first, peer=agreed.partner)
             coding = await swap.run()
             is_committed = True
             self.counts.swaps += 1
@@ -431,9 +435,7 @@ class Gossip:
         if isinstance(error, Diverged):
             self._exchange.has_diverged = True
             return
-        self.counts.failures[
-            next((kind for type_, kind in KINDS.items() if isinstance(error, type_)), "unreachable")
-        ] += 1
+        self.counts.failures[next(kind for type_, kind in KINDS if isinstance(error, type_))] += 1
         self._pairing.failed(partner, now_s)
         self._note(partner, "a swap failed", error)
 

@@ -16,8 +16,8 @@ from noloco_p2p.simulate.clock import run_virtual
 from noloco_p2p.testing.faults import Change, Cut, Drop, Fault, Faults, Repeat, Stall, SwapWithNext, flip_bit
 
 ROUNDING = 1e-4  # of fp32 sums
-NUM_ELEMENTS = 10_000  # three units, so a slice has up to three chunks
-LINKS = [profile(100.0)] * 2
+NUM_ELEMENTS = 30_000  # eight units, so slices have several chunks, and two swaps may run at a time
+LINKS = [profile(100.0, delay_ms=50.0)] * 2
 NUM_FLIPS = 100
 
 
@@ -51,13 +51,11 @@ def run(faults: Faults, *, is_second: bool, num_steps: int) -> End:
 def test_a_run_without_faults_has_swaps_of_all_kinds() -> None:
     end = run(Faults(Ready, Drop(), nth=10_000), is_second=False, num_steps=20)
     assert end.drift < ROUNDING
-    assert end.faulty.gossip.traffic.repeated_chunks > 0
-    assert {len(swap.coding.chunks) for swap in end.faulty.swaps} == {1, 3}
+    assert end.faulty.counts.traffic.repeated_chunks > 0
+    assert {len(swap.coding.chunks) for swap in end.faulty.swaps} >= {1, 3}
 
 
-KINDS: dict[str, type[Frame]] = {
-    kind.__name__: kind for kind in (Offer, Accept, Grid, Header, Chunk, Received, Ready)
-}
+KINDS: dict[str, type[Frame]] = {kind.__name__: kind for kind in (Offer, Accept, Grid, Header, Chunk, Received, Ready)}
 FAULTS: dict[str, Fault] = {
     "cut": Cut(),
     "stalled": Stall(),
@@ -73,7 +71,7 @@ FAULTS: dict[str, Fault] = {
 def test_a_fault_at_any_frame_leaves_a_whole_swap_or_none(kind: str, fault: str, is_second: bool) -> None:
     for nth in range(1, 9):
         faults = Faults(KINDS[kind], FAULTS[fault], nth=nth)
-        end = run(faults, is_second=is_second, num_steps=20)
+        end = run(faults, is_second=is_second, num_steps=30 if fault == "stalled" else 12)
         assert faults.fired or kind in ("Offer", "Accept"), "one of two peers may make all offers"
         assert end.drift < ROUNDING
         assert len(end.honest.swaps) == len(end.faulty.swaps) > 0
