@@ -19,11 +19,11 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from noloco_p2p.errors import CorruptPayload, PeerError, TimedOut, Unreachable
+from noloco_p2p.errors import CorruptPayload, PeerError, Refused, TimedOut, Unreachable
 from noloco_p2p.gossip.coder import Coder
 from noloco_p2p.gossip.deadlines import INTERNET, Deadlines
 from noloco_p2p.gossip.exchange import Committed, Exchange
-from noloco_p2p.gossip.frames import Accept, Frame, Hello, Offer, Refuse, RefuseCode, Standing, other_kind
+from noloco_p2p.gossip.frames import FINAL, Accept, Frame, Hello, Offer, Refuse, RefuseCode, Standing, other_kind
 from noloco_p2p.gossip.introductions import Introductions
 from noloco_p2p.gossip.pairing import Pairing
 from noloco_p2p.gossip.seams import Candidate, Directory, FrameStream, Transport
@@ -206,7 +206,7 @@ class Gossip:
         candidate = self._pairing.next(self._directory.live(), self._loop.time())
         if not candidate:
             return None
-        reserved = self._ages.reserve(self._exchange.step, at_most=self._at_most())
+        reserved = self._ages.reserve(self._exchange.step, at_most=self._at_most(), all_free=self._outer.wait)
         if not reserved:
             return None
         told, window = reserved
@@ -263,6 +263,8 @@ class Gossip:
                 self.counts.refused_as_stale |= answer.code is RefuseCode.STALE
                 now_s = self._loop.time()
                 self._pairing.refused(partner, answer.code, retry_after_s=answer.retry_after_s, now_s=now_s)
+                if answer.code in FINAL:
+                    self._note(partner, "will never swap", Refused(answer.sentence, peer=partner, code=answer.code.name))
                 return None
             case _:
                 raise CorruptPayload(f"it answered an offer with {type(answer).__name__}", peer=partner)
