@@ -22,7 +22,7 @@ import pytest
 import uvloop
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from harness.patience import PATIENCE_S
-from harness.rounds import wait_until
+from harness.swapping import wait_until
 
 from noloco_p2p.errors import DirectoryError
 from noloco_p2p.identity import Identity, peer_id_of
