@@ -1,4 +1,4 @@
-"""Formats numbers and rounds for people. Only code in `cli` prints the results."""
+"""Formats numbers and reports for people. Only code in `cli` prints the results."""
 
 from __future__ import annotations
 
@@ -81,29 +81,33 @@ def duration(seconds: float) -> str:
     return f"{whole // 86_400} d {whole % 86_400 // 3600} h"
 
 
+def percent(share: float) -> str:
+    """Format a share: 0.0039 -> '0.39 %', 0.34 -> '34 %', 0.00001 -> '<0.01 %'."""
+    if 0 < share < 1e-4:
+        return "<0.01 %"
+    return f"{100 * share:.2g} %" if share < 0.1 else f"{100 * share:.0f} %"
+
+
 def loss(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
 
 
-def round_line(metrics: Metrics, *, num_live: int) -> str:
-    """Format a round: `round 41 | swapped with ..7f3a1c | waited 0.4 s | loss 3.412 | 8.1k tokens/s | 8 peers`."""
+def report_line(metrics: Metrics, *, num_live: int) -> str:
+    """Format a report: `step 1,234 | 12.3 % | loss 3.214 | 1.2k tokens/s | 14 swaps/min, 0.4 % apart | 7 peers`."""
+    swaps = [f"{metrics.swaps_per_min:.{0 if metrics.swaps_per_min >= 10 else 1}f} swaps/min"]
+    if metrics.age_steps is not None:
+        swaps.append(f"{metrics.age_steps:.1f} steps old")
+    if metrics.apart is not None:
+        swaps.append(f"{100 * metrics.apart:.2g} % apart")
     parts = [
-        f"round {metrics.round}",
-        metrics.last_outcome,
-        f"waited {metrics.blocked_s:.1f} s",
+        f"step {metrics.step:,}",
+        f"{100 * metrics.progress:.1f} %",
         f"loss {loss(metrics.loss)}",
         f"{count(metrics.tokens_per_s)} tokens/s",
+        ", ".join(swaps),
         counted(num_live + 1, "peer"),
     ]
     return " | ".join(parts)
-
-
-def closing_line(metrics: Metrics, *, number: int, num_rounds: int) -> str:
-    """Format a closing round: `closing round 2 of 5 | swapped with ..7f3a1c | 0.31 % apart | waited 0.8 s`."""
-    parts = [f"closing round {number} of {num_rounds}", metrics.last_outcome]
-    if metrics.spread is not None:
-        parts.append(f"{100 * metrics.spread:.2g} % apart")
-    return " | ".join([*parts, f"waited {metrics.blocked_s:.1f} s"])
 
 
 def named(peer_id: str) -> str:
