@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
+from collections import Counter
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from noloco_p2p._version import __version__
 from noloco_p2p.errors import SettingsError
 from noloco_p2p.gossip.frames import Hello
+from noloco_p2p.gossip.gossip import Gossip
 from noloco_p2p.gossip.layout import ModelLayout
-from noloco_p2p.gossip.outcome import Traffic
 from noloco_p2p.identity import Identity
 from noloco_p2p.invitation import Invitation
 from noloco_p2p.net.session import Session
 from noloco_p2p.peer.network import Network
 from noloco_p2p.peer.pausing import Pausing
-from noloco_p2p.peer.sketcher import Sketcher
 from noloco_p2p.settings import PeerSettings, split_address
 from noloco_p2p.swarm.dial_back import Reach
 from noloco_p2p.swarm.records import PausedBy, PeerRecord
-from noloco_p2p.telemetry.metrics import Metrics
+from noloco_p2p.telemetry.console import named
+from noloco_p2p.telemetry.metrics import FAILED, Metrics
 from noloco_p2p.telemetry.progress import Progress
 from noloco_p2p.ticket import MAX_ADDRESSES, Ticket
 
@@ -87,9 +89,10 @@ class PublishedStatus:
         self._progress = progress
         self._pausing = pausing
         self._training_time = Stopwatch()
-        self.sketcher = Sketcher(run[1])
         self._started_at_s = self._state_since_s = time.time()
-        self._traffic_before, self._relayed_before = Traffic(), 0  # counted before a restart
+        self._counting = threading.Lock()
+        self._gossip: Gossip | None = None
+        self._counted, self._relayed_bytes = Counter[str](), 0  # at the last count
         self._told_outbound_only = False
         self._metrics_server: HttpServer | None = None
 
@@ -107,7 +110,6 @@ class PublishedStatus:
     async def stop(self) -> None:
         if self._metrics_server:
             await self._metrics_server.stop()
-        self.sketcher.close()
 
     def enter(self) -> None:
         """Publish the status from now on."""
@@ -123,20 +125,31 @@ class PublishedStatus:
     # counters
 
     def count(self) -> None:
-        """Update the counters of bytes, chunks and time."""
-        for name, number in asdict(self._net.driver.traffic).items():
-            setattr(self._metrics, name, getattr(self._traffic_before, name) + number)
-        self._metrics.relayed_bytes = self._relayed_before + self._net.directory.relayed_bytes
-        self._metrics.trained_s = self._training_time.seconds()
+        """Update the metrics that follow from the swaps, the relay and the time. Any thread may call this."""
+        metrics, net = self._metrics, self._net
+        with self._counting:
+            self._count_swaps(self._gossip)
+            if net.service.gossip is not self._gossip:  # this peer has begun to train, or trains another stage
+                self._gossip, self._counted = net.service.gossip, Counter()
+                self._count_swaps(self._gossip)
+            metrics.swaps_per_min, metrics.link_use = self._gossip.last_minute() if self._gossip else (0.0, 0.0)
+            relayed_bytes = net.directory.relayed_bytes
+            metrics.relayed_bytes += relayed_bytes - self._relayed_bytes
+            self._relayed_bytes = relayed_bytes
+            metrics.trained_s = self._training_time.seconds()
+
+    def _count_swaps(self, gossip: Gossip | None) -> None:
+        """Add what `gossip` has counted since the last call."""
+        counts = Counter(counts_of(gossip) if gossip else {})
+        for name, number in counts.items():
+            setattr(self._metrics, name, getattr(self._metrics, name) + number - self._counted[name])
+        self._counted = counts
 
     def restore_metrics(self, values: dict[str, Any]) -> None:
         """Continue the counters from the values in a checkpoint. Unknown names are ignored."""
         for name in Metrics.__dataclass_fields__:
             if name in values:
                 setattr(self._metrics, name, values[name])
-        counted = asdict(self._traffic_before)
-        self._traffic_before = Traffic(**{name: getattr(self._metrics, name) for name in counted})
-        self._relayed_before = self._metrics.relayed_bytes
         self._training_time.add(self._metrics.trained_s or 0.0)
 
     # the data that is published
@@ -144,10 +157,6 @@ class PublishedStatus:
     def hello(self) -> Hello:
         """Return the `Hello` that is part of every call."""
         return Hello(self._identity.peer_id, *self._run, layout=self.layout.digest() if self.layout else "")
-
-    def standing(self) -> tuple[Hello, str, int, float]:
-        """Return the answer to a status request from another peer: hello, state, round and progress."""
-        return self.hello(), self.state, self._metrics.round, self._metrics.progress
 
     def ticket(self) -> str:
         """Return a ticket.
@@ -177,7 +186,6 @@ class PublishedStatus:
             state=self.state,
             metrics=self._metrics.recorded(hides_contribution=self._settings.hide_contribution),
             reachability=reach.state,
-            sketch=self.sketcher.latest,
             session_key=self._session.key_text,
             started_at_ms=self._session.started_at_ms,
             mark=listing.mark(self._identity.peer_id) if listing else "",
@@ -192,8 +200,8 @@ class PublishedStatus:
         """Return the content of `noloco status`. docs/monitoring.md explains each key."""
         self.count()
         now_s, net = time.time(), self._net
-        swap, reach, driver = net.watch.now(now_s=time.monotonic()), net.reachability.verdict(), net.driver
-        headcount = net.directory.headcount()
+        reach, headcount = net.reachability.verdict(), net.directory.headcount()
+        fault = self._gossip.last_failure if self._gossip else None
         return {
             "peer_id": self._identity.peer_id,
             "name": self._settings.name,
@@ -207,7 +215,6 @@ class PublishedStatus:
             "paused_by": self._paused_by(),
             "paused_because": self._pausing.sentence if self.state == "paused" else "",
             "doing": self._progress.now(),
-            "swap": asdict(swap) if swap else None,
             "stage": net.live_peers.stage,
             "stages": self._num_stages,
             "waits_for_stages": self.waits_for_stages,
@@ -217,9 +224,8 @@ class PublishedStatus:
             "ticket": self.ticket(),
             "live_peers": headcount.others,
             "live_peers_is_estimate": headcount.is_estimate,
-            "last_fault": driver.last_fault,
-            "last_fault_since_s": round(now_s - driver.fault.at_s, 1) if driver.last_fault else None,
-            "last_fault_advice": driver.fault.advice,
+            "last_fault": f"{named(fault.peer)}: {fault.reason}" if fault and fault.peer else "",
+            "last_fault_advice": fault.advice if fault else "",
             "settings": self._settings_by_origin(),
             **self._metrics.as_dict(),
         }
@@ -251,3 +257,13 @@ class PublishedStatus:
         if self.network is None:
             raise SettingsError("this peer is not running")
         return self.network
+
+
+def counts_of(gossip: Gossip) -> dict[str, int]:
+    """Return the counters of a peer's swaps by the names of their metrics."""
+    return {
+        **asdict(gossip.traffic),
+        "swaps": gossip.num_swaps,
+        **{name: gossip.failures[name.removeprefix("failed_")] for name in FAILED},
+        **{f"refused_{code.lower()}": gossip.refused[code] for code in ("OVER_SHARE", "UNLISTED")},
+    }
