@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from noloco_p2p import OuterSpec, Peer, RunSpec
+from noloco_p2p import Peer, RunSpec
 from noloco_p2p.integrations.huggingface import NoLoCoCallback
 
 
@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> None:
     torch.manual_seed(0)  # peers that start separately need the same weights
     sizes = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 172, "num_hidden_layers": 2}
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4))
-    spec = RunSpec(name="hf-trainer", outer=OuterSpec(inner_steps=20))
+    spec = RunSpec(name="hf-trainer")
     with Peer.join(args.ticket or spec, state_dir=args.state_dir, listen=args.listen) as peer:
         print(f"others join with: python {__file__} {peer.ticket}", flush=True)
         settings = TrainingArguments(
@@ -53,7 +53,7 @@ def main(arguments: list[str] | None = None) -> None:
             save_strategy="no",
             report_to=[],
             disable_tqdm=True,
-            logging_steps=20,  # the log also shows the round and the spread of the peers
+            logging_steps=20,  # the log also shows the swaps, and how far apart the peers are
         )
         Trainer(model, settings, train_dataset=Counting(), callbacks=[NoLoCoCallback(peer)]).train()
 

@@ -11,7 +11,7 @@ import argparse
 import torch
 from lightning.pytorch import LightningModule, Trainer
 
-from noloco_p2p import OuterSpec, Peer, RunSpec
+from noloco_p2p import Peer, RunSpec
 from noloco_p2p.integrations.lightning import NoLoCoCallback
 
 
@@ -35,7 +35,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=2000)
     args = parser.parse_args(arguments)
     torch.manual_seed(0)  # peers that start separately need the same weights
-    module, spec = Wave(), RunSpec(name="lightning", outer=OuterSpec(inner_steps=50))
+    module, spec = Wave(), RunSpec(name="lightning")
     torch.seed()  # each peer draws different data
     data = torch.utils.data.DataLoader(torch.randn(100_000, 8), batch_size=256, shuffle=True)
     with Peer.join(args.ticket or spec, state_dir=args.state_dir, listen=args.listen) as peer:

@@ -16,7 +16,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from noloco_p2p import NoLoCo, OuterSpec, Peer, RunSpec
+from noloco_p2p import NoLoCo, Peer, RunSpec
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -35,7 +35,7 @@ def main(arguments: list[str] | None = None) -> None:
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-3)
     model.print_trainable_parameters()
 
-    spec = RunSpec(name="lora-example", outer=OuterSpec(inner_steps=20))
+    spec = RunSpec(name="lora-example")
     with Peer.join(args.ticket or spec, state_dir=args.state_dir, listen=args.listen) as peer:
         print(f"others join with: python {__file__} {args.model} --ticket {peer.ticket}", flush=True)
         outer = NoLoCo(model, optimizer, peer)  # frozen weights are compared, but never sent
@@ -47,8 +47,8 @@ def main(arguments: list[str] | None = None) -> None:
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            if outer.is_between_rounds:
-                print(f"round {outer.round}: loss {loss.item():.4f}, {peer.metrics.last_outcome}", flush=True)
+            if outer.num_steps % 100 == 0:
+                print(f"step {outer.num_steps}: loss {loss.item():.4f}, {peer.metrics.swaps} swaps", flush=True)
             if peer.leave_requested.is_set():
                 break
         outer.save()

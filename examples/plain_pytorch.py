@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from noloco_p2p import NoLoCo, OuterSpec, Peer, RunSpec
+from noloco_p2p import NoLoCo, Peer, RunSpec
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -30,7 +30,7 @@ def main(arguments: list[str] | None = None) -> None:
     model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
-    spec = RunSpec(name="wave", outer=OuterSpec(inner_steps=50))
+    spec = RunSpec(name="wave")
     with Peer.join(args.ticket or spec, state_dir=args.state_dir, listen=args.listen) as peer:
         print(f"others join with: python {__file__} {peer.ticket}", flush=True)
         outer = NoLoCo(model, optimizer, peer)
@@ -41,8 +41,8 @@ def main(arguments: list[str] | None = None) -> None:
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            if outer.is_between_rounds:
-                print(f"round {outer.round}: loss {loss.item():.4f}, {peer.metrics.last_outcome}", flush=True)
+            if outer.num_steps % 100 == 0:
+                print(f"step {outer.num_steps}: loss {loss.item():.4f}, {peer.metrics.swaps} swaps", flush=True)
             if peer.leave_requested.is_set():  # requested by `noloco leave --state-dir ...`
                 break
         outer.save()

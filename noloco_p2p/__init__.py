@@ -35,9 +35,8 @@ if TYPE_CHECKING:
         TimedOut,
         Unreachable,
     )
-    from noloco_p2p.gossip.outcome import Alone, Half, Swapped
     from noloco_p2p.outer.checkpoint import Checkpoint, Checkpoints
-    from noloco_p2p.outer.noloco import NoLoCo, RoundResult
+    from noloco_p2p.outer.noloco import NoLoCo, Swapped
     from noloco_p2p.outer.optimizer_state import InnerState
     from noloco_p2p.peer.peer import Peer
     from noloco_p2p.settings import PeerSettings
@@ -59,9 +58,8 @@ _NAMES = {
         "CheckpointError CorruptPayload DataError DirectoryError IdentityError Left ModelError NolocoError NotFinite "
         "PeerError RankError Refused SettingsError SpecError TicketError TimedOut Unreachable"
     ),
-    "noloco_p2p.gossip.outcome": "Alone Half Swapped",
     "noloco_p2p.outer.checkpoint": "Checkpoint Checkpoints",
-    "noloco_p2p.outer.noloco": "NoLoCo RoundResult",
+    "noloco_p2p.outer.noloco": "NoLoCo Swapped",
     "noloco_p2p.outer.optimizer_state": "InnerState",
     "noloco_p2p.peer.peer": "Peer",
     "noloco_p2p.settings": "PeerSettings",
@@ -71,7 +69,6 @@ _NAMES = {
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = [
-    "Alone",
     "Checkpoint",
     "CheckpointError",
     "Checkpoints",
@@ -81,7 +78,6 @@ __all__ = [
     "DataSpec",
     "DirectoryError",
     "EvaluateSpec",
-    "Half",
     "IdentityError",
     "InnerState",
     "Left",
@@ -96,7 +92,6 @@ __all__ = [
     "PeerSettings",
     "RankError",
     "Refused",
-    "RoundResult",
     "RunSpec",
     "SettingsError",
     "Spec",

@@ -75,6 +75,7 @@ def _parse_pairs(pairs: list[str], flag: str, form: str) -> dict[str, str]:
 
 
 Count = Annotated[int, Field(gt=0)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,8 @@ class PeerSettings(BaseModel):
         False
     )
     keep_checkpoints: Annotated[Count, about("Number of checkpoints to keep.")] = 2
-    save_every_rounds: Annotated[Count, about("Number of rounds between checkpoints.")] = 10
+    save_every_s: Annotated[Seconds, about("Seconds between two checkpoints.")] = 600.0
+    report_every_s: Annotated[Seconds, about("Seconds between two reports, each a line of output.")] = 10.0
     max_upload: Annotated[
         str,
         about("Limit on the total upload rate of swaps and fetches, for example 40mbit or 5MB/s."),

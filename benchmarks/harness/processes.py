@@ -29,11 +29,12 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 POLL_S = 0.05
+REPORT_EVERY_S = "0.3"  # of a peer
 TICKET_LINE = "noloco join noloco1"
 
 
 def small_spec(name: str, **changes: Any) -> TrainerSpec:
-    """Return a spec whose rounds take about a third of a second on one core. In `changes`, __ stands for a dot."""
+    """Return a spec whose inner steps take about 15 ms on one core. In `changes`, __ stands for a dot."""
     small = {
         "name": name,
         "model.hidden_size": 64,
@@ -44,8 +45,6 @@ def small_spec(name: str, **changes: Any) -> TrainerSpec:
         "train.batch_size": 4,
         "train.total_steps": 1_000_000,
         "train.warmup_steps": 10,
-        "outer.inner_steps": 20,
-        "outer.max_wait_s": 3.0,
         "evaluate.num_sequences": 16,
     }
     dotted = {field.replace("__", "."): value for field, value in changes.items()}
@@ -174,6 +173,7 @@ class PeerProcess(Command):
         self.folder = folder
         self._events_before = 0
         join = ("join", target, "--state-dir", folder, "--listen", f"{host}:0", "--threads", "1", "--device", "cpu")
+        join += ("--report-every-s", REPORT_EVERY_S)
         self._events_before = len(self._read())
         log = folder / f"log-{time.time_ns()}.txt"
         super().__init__(*join, *flags, log=log, namespace=namespace, ranks=ranks, **environment)
@@ -205,18 +205,20 @@ class PeerProcess(Command):
 
         return until(found, timeout_s=timeout_s, what=lambda: f"{kind} {fields} of\n{self.text}")
 
-    def round_where(self, condition: Callable[[dict[str, Any]], bool], *, after: int = 0) -> dict[str, Any]:
-        """Wait for a round of this process that meets a condition, after the first `after` rounds."""
+    def report_where(self, condition: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+        """Wait for a report of this process that meets a condition, from the next report on."""
+        before = len(self.events("report"))
 
         def found() -> dict[str, Any] | None:
-            return next(filter(condition, self.events("round")[after:]), None)
+            return next(filter(condition, self.events("report")[before:]), None)
 
-        return until(found, what=lambda: f"such a round in\n{self.text}")
+        return until(found, what=lambda: f"such a report in\n{self.text}")
 
-    def swap_with(self, other: PeerProcess, *, after: int = 0) -> dict[str, Any]:
-        """Wait for a round in which this process swaps with another one, after the first `after` rounds."""
-        wanted = f"swapped with ..{other.peer_id[-6:]}"
-        return self.round_where(lambda event: event["last_outcome"] == wanted, after=after)
+    def swap_with(self, other: PeerProcess) -> dict[str, Any]:
+        """Wait for a report of a new swap, of which the last one was with another process."""
+        swaps = self.report_where(lambda event: True)["swaps"]
+        partner = other.peer_id
+        return self.report_where(lambda event: event["swaps"] > swaps and event["last_partner"] == partner)
 
     def _read(self) -> list[dict[str, Any]]:
         return [event for path in self.folder.glob("runs/*/events.jsonl") for event in read_events(path)]

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from noloco_p2p.demo.plan import DemoPlan
     from noloco_p2p.demo.swarm import Demo, View
 
-PLAIN_EVERY_S = 30.0
+PLAIN_EVERY_S = 5.0
 
 
 def demo(
@@ -163,14 +163,12 @@ class _Lines:
         self._doing = ""
 
     def show(self, view: View) -> None:
-        from noloco_p2p.telemetry.console import aligned
-
         now_s = time.monotonic()
         if view.doing == self._doing and now_s < self._next_s:
             return
         self._doing, self._next_s = view.doing, now_s + PLAIN_EVERY_S
-        lines = aligned([view.columns, *view.rows]) if view.rows else []
-        print(f"after {now_s - self._began_s:.0f} s: {_told(view)}", *lines, sep="\n  ", flush=True)
+        summary = f"; {view.summary}" if view.summary else ""
+        print(f"after {now_s - self._began_s:.0f} s: {_told(view)}{summary}", flush=True)
 
 
 def _told(view: View) -> str:

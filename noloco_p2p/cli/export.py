@@ -24,7 +24,7 @@ def export(
         str, typer.Argument(metavar="CHECKPOINT|TICKET", help="A checkpoint folder or, with --merge, a ticket.")
     ],
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="The output folder, in Hugging Face format.")],
-    merge: Annotated[bool, typer.Option("--merge", help="Average the slow weights of live peers.")] = False,
+    merge: Annotated[bool, typer.Option("--merge", help="Average the weights of live peers.")] = False,
     adapters: Annotated[
         bool, typer.Option("--adapters", help="For a LoRA run: write only the adapters, for peft.")
     ] = False,
@@ -146,6 +146,6 @@ def _tell(state: TakenState) -> None:
         print(notice)
     if state.num_silent:
         print(
-            f"peers that have no state yet: {state.num_silent} (a peer has a state after its first round; "
+            f"peers that have no state yet: {state.num_silent} (a peer has a state seconds after it begins to train; "
             "try again in a minute)"
         )

@@ -58,7 +58,7 @@ def lines(reply: dict[str, Any]) -> list[str]:
         f"{count(reply['tokens_per_s'])} tokens/s",
         f"given     {contribution(reply)}",
         f"traffic   {mib(reply['bytes_sent'])} out, {mib(reply['bytes_received'])} in",
-        *fault_lines(reply),
+        f"fault     {reply['last_fault'] or 'none'}",
         *settings_lines(reply["settings"]),
         f"ticket    {reply['ticket']}",
     ]
@@ -105,16 +105,6 @@ def mixing_line(reply: dict[str, Any]) -> str:
     """Format what the swaps do: `weights 0.31 % apart, half-differences 2.1 steps old; training waited for 12 s`."""
     age = f", half-differences {reply['age_steps']:.1f} steps old" if reply["age_steps"] is not None else ""
     return f"weights {percent(reply['apart'])} apart{age}; training waited for {duration(reply['blocked_s'])}"
-
-
-def fault_lines(reply: dict[str, Any]) -> list[str]:
-    """Return the lines that show the last fault and its remedy."""
-    if not reply["last_fault"]:
-        return ["fault     none"]
-    return [
-        f"fault     {reply['last_fault']}",
-        f"          what to do: {reply['last_fault_advice']}",
-    ]
 
 
 def settings_lines(settings: dict[str, dict[str, Any]]) -> list[str]:

@@ -14,10 +14,10 @@ from noloco_p2p.presets import PRESETS
 from noloco_p2p.spec import TrainerSpec
 
 MEASURED_S, MEASURED_STEPS = 3.0, 8  # minimum seconds and inner steps of a measurement, after the first step
-FEWEST_STEPS, FEWEST_ROUNDS = 60, 12
+FEWEST_STEPS = 60
 MANY_STEPS = 10_000  # total steps of the spec that is checked and measured before the number of steps is known
 UPKEEP = 1.35  # time of a step with swaps, evaluation and the network thread, relative to the time of a bare step
-START_AND_END_S = 12.0  # for joining, closing rounds, leaving and merging, not counting the steps below
+START_AND_END_S = 12.0  # for joining, closing swaps, leaving and merging, not counting the steps below
 START_AND_END_STEPS = (
     30  # these steps take as long as the evaluations at start and end and the measurements of each peer
 )
@@ -69,15 +69,12 @@ class DemoPlan:
         return index % self.num_stages if self.num_stages > 1 else None
 
     def spec(self, num_steps: int) -> TrainerSpec:
-        """Return the preset `tiny` with a schedule of `num_steps` and rounds short enough for about a dozen to fit."""
+        """Return the preset `tiny` with a schedule of `num_steps`."""
         tiny = PRESETS["tiny"]
-        longest = max(1, min(tiny.outer.max_inner_steps, num_steps // FEWEST_ROUNDS))
         changes = {
             "name": "demo",
             "train.total_steps": num_steps,
             "train.warmup_steps": min(tiny.train.warmup_steps, num_steps // 4),
-            "outer.min_inner_steps": min(tiny.outer.min_inner_steps, longest),
-            "outer.max_inner_steps": longest,
         }
         if self.num_stages > 1:
             changes |= {

@@ -32,7 +32,8 @@ PRELOADED = [
     "noloco_p2p.trainer.export",
 ]
 ASK_TIMEOUT_S = 1.0  # if a peer on a busy machine takes longer to answer, its row stays the same
-CHAOS_SAVES_EVERY = "3"  # rounds, so that a peer that is killed every few seconds does not lose a minute each time
+REPORT_EVERY_S = "2"
+CHAOS_SAVES_EVERY_S = "3"  # so that a peer that is killed every few seconds does not lose a minute each time
 
 
 def fork_server() -> Any:
@@ -129,10 +130,11 @@ class DemoPeer:
         arguments = ["join", target, "--listen", f"127.0.0.1:{self._port}", "--state-dir", str(self.folder)]
         arguments += ["--threads", "1", "--device", "cpu", "--ticket-file", str(self.ticket_file)]
         arguments += ["--when", "always"]  # regardless of the user's settings file
+        arguments += ["--report-every-s", REPORT_EVERY_S]
         if self.stage is not None:
             arguments += ["--stage", str(self.stage)]
         if self._plan.chaos_seed is not None:
-            arguments += ["--save-every-rounds", CHAOS_SAVES_EVERY]
+            arguments += ["--save-every-s", CHAOS_SAVES_EVERY_S]
         process = fork_server().Process(target=run_peer, args=(self._main, arguments, self.log))
         process.start()
         self.process = process

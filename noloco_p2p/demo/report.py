@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,14 +11,7 @@ from noloco_p2p.spec import TrainerSpec
 from noloco_p2p.telemetry.console import aligned, counted, loss, mib, named
 from noloco_p2p.telemetry.events import read_events
 
-WHY_SOLO = {
-    "nobody": "no other peer was training",
-    "refused": "all the peers that it asked were busy",
-    "no_answer": "no peer had answered by the boundary",
-    "failed": "the swap failed",
-    "slow": "the swap was not ready by the boundary",
-    "refused_state": "the update filter rejected the partner's data",
-}
+FAILURES = ("failed_unreachable", "failed_slow", "failed_corrupt", "failed_abandoned")
 
 
 def evaluate_and_export(spec: TrainerSpec, folders: Sequence[Sequence[Path]], export_dir: Path) -> dict[str, float]:
@@ -39,28 +31,19 @@ def evaluate_and_export(spec: TrainerSpec, folders: Sequence[Sequence[Path]], ex
 def result_of(peer: DemoPeer) -> dict[str, Any]:
     events = [event for path in peer.folder.glob("runs/*/events.jsonl") for event in read_events(path)]
     losses = [event["validation_loss"] for event in events if event["event"] == "evaluated"]
-    rounds = [event for event in events if event["event"] in ("round", "finished", "stopped")]
-    last = rounds[-1] if rounds else {}
+    reports = [event for event in events if event["event"] in ("report", "finished", "stopped")]
+    last = reports[-1] if reports else {}
     started = [event["peer_id"] for event in events if event["event"] == "started"]
     return {
         "peer_id": started[0] if started else "",
         "stage": peer.stage,
-        "rounds": last.get("rounds_here", 0),
-        **{key: last.get(key, 0) for key in ("swaps", "halves", "alone")},
-        "half_reasons": _half_reasons(events),
-        "solo_reasons": {why: last[f"alone_{cause}"] for cause, why in WHY_SOLO.items() if last.get(f"alone_{cause}")},
+        "failed": sum(last.get(key, 0) for key in FAILURES),
         "loss_start": losses[0] if losses else None,
         "loss_end": losses[-1] if losses else None,
-        **{key: last.get(key, 0) for key in ("bytes_sent", "bytes_received")},
+        **{key: last.get(key, 0) for key in ("step", "swaps", "bytes_sent", "bytes_received")},
         "exit_code": peer.exit_code,
         "kills": peer.kills,
     }
-
-
-def _half_reasons(events: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """Count the reasons for half rounds. The outcome of such a round is `half with ..abc123: REASON`."""
-    outcomes = [event["last_outcome"] for event in events if event["event"] in ("round", "closed")]
-    return Counter(outcome.partition(": ")[2] for outcome in outcomes if outcome.startswith("half "))
 
 
 def report_lines(report: dict[str, Any]) -> list[str]:
@@ -69,7 +52,6 @@ def report_lines(report: dict[str, Any]) -> list[str]:
     mean = counted(report["merged_peers"], "peer") + ("" if peers[0]["stage"] is None else ", stage by stage")
     return [
         *aligned(_report_rows(peers)),
-        *_reason_lines(peers),
         "",
         f"merged model (mean of {mean}): validation loss {loss(report['merged_loss'])}",
         f"spread of the weights: {100 * report['spread']:.2f} % of their norm",
@@ -82,33 +64,19 @@ def report_lines(report: dict[str, Any]) -> list[str]:
 def _report_rows(peers: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
     stage = () if peers[0]["stage"] is None else ("stage",)
     rows: list[tuple[str, ...]] = [
-        ("peer", *stage, "id", "rounds", "swaps", "half", "solo", "validation loss", "sent", "received")
+        ("peer", *stage, "id", "steps", "swaps", "failed", "validation loss", "sent", "received")
     ]
     for index, peer in enumerate(peers):
         change = f"{loss(peer['loss_start'])} -> {loss(peer['loss_end'])}"
         row = (
             named(peer["peer_id"]) if peer["peer_id"] else "-",
-            *(str(peer[key]) for key in ("rounds", "swaps", "halves", "alone")),
+            *(str(peer[key]) for key in ("step", "swaps", "failed")),
             "-" if peer["stage"] else change,
             mib(peer["bytes_sent"]),
             mib(peer["bytes_received"]),
         )
         rows.append((f"peer {index}", *(str(peer[key]) for key in stage), *row))
     return rows
-
-
-def _reason_lines(peers: list[dict[str, Any]]) -> list[str]:
-    """Explain half and solo rounds, with one line for each peer that had any."""
-    lines = []
-    for index, peer in enumerate(peers):
-        parts = [
-            f"{number} {kind} ({', '.join(f'{reason}: {times}' for reason, times in reasons.items())})"
-            for kind, reasons in (("half", peer["half_reasons"]), ("solo", peer["solo_reasons"]))
-            if (number := sum(reasons.values()))
-        ]
-        if parts:
-            lines.append(f"peer {index}: {', '.join(parts)}")
-    return ["", *lines] if lines else []
 
 
 def _kill_lines(peers: list[dict[str, Any]]) -> list[str]:

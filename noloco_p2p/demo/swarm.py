@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import mean
 from typing import Any
 
 from noloco_p2p.demo.plan import (
@@ -34,7 +35,7 @@ LEAVE_TIMEOUT_S = 120.0  # each peer writes its last checkpoint
 POLL_S = 0.5
 KILL_EVERY_S = (8.0, 20.0)  # range of the random time until the next kill with --chaos
 BACK_AFTER_S = (1.0, 5.0)
-COLUMNS = ("peer", "state", "step", "round", "loss", "tokens/s", "last swap with", "swaps", "half", "solo")
+COLUMNS = ("peer", "state", "step", "loss", "tokens/s", "last swap with", "swaps", "apart")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +43,14 @@ class View:
     """The state of a demo that is shown to the user.
 
     `done` and `total` count inner steps of the slowest peer (or head of a pipeline); both are 0 before training begins.
-    `columns` are the names of the columns of `rows`. `left_s` is the number of seconds until training is done, or None
-    while it is unknown.
+    `columns` are the names of the columns of `rows`, and `summary` describes all peers together. `left_s` is the number
+    of seconds until training is done, or None while it is unknown.
     """
 
     doing: str
     columns: tuple[str, ...] = ()
     rows: list[tuple[str, ...]] = field(default_factory=list)
+    summary: str = ""
     done: int = 0
     total: int = 0
     left_s: float | None = None
@@ -182,7 +184,7 @@ class Demo:
             left_s = (self.num_steps - done) * (now_s - since_s) / (done - before)
         doing = "training" if any(steps) else "starting the peers"
         columns = COLUMNS if self.plan.num_stages == 1 else (COLUMNS[0], "stage", *COLUMNS[1:])
-        return View(doing, columns, rows, done, self.num_steps, left_s)
+        return View(doing, columns, rows, _summary(self.peers), done, self.num_steps, left_s)
 
     def stop(self) -> None:
         """Ask all peers to leave, and wait until all have ended. It is safe to call it twice."""
@@ -232,12 +234,23 @@ def _row(peer: DemoPeer, names: dict[str, str]) -> tuple[str, ...]:
     return (
         *first,
         str(status["step"]),
-        str(status["round"]),
         loss(status["loss"]),
         count(status["tokens_per_s"]),
         names.get(partner, named(partner) if partner else "-"),
-        *(str(status[key]) for key in ("swaps", "halves", "alone")),
+        str(status["swaps"]),
+        "-" if status["apart"] is None else f"{100 * status['apart']:.2g} %",
     )
+
+
+def _summary(peers: Sequence[DemoPeer]) -> str:
+    """Describe all peers together, for example `loss 2.310, 184 swaps, 0.4 % apart`."""
+    statuses = [peer.status for peer in peers if peer.status]
+    losses = [status["loss"] for status in statuses if status["loss"] is not None]
+    apart = [status["apart"] for status in statuses if status["apart"] is not None]
+    parts = [f"loss {loss(mean(losses))}"] if losses else []
+    if swaps := sum(status["swaps"] for status in statuses) // 2:  # both partners count a swap
+        parts.append(f"{swaps} swaps")
+    return ", ".join([*parts, f"{100 * mean(apart):.2g} % apart"] if apart else parts)
 
 
 def _state(peer: DemoPeer) -> str:

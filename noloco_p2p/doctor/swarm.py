@@ -238,8 +238,8 @@ def needs(spec: Spec, num_parameters: int, settings: PeerSettings) -> Check:
     folder = next(parent for parent in (settings.state_dir, *settings.state_dir.parents) if parent.exists())
     found = estimate(spec, num_parameters=num_parameters, step_s=1.0, folder=folder)
     text = (
-        f"{count(num_parameters)} parameters: {mib(found.model_bytes)} to train, {mib(found.outer_bytes)} for the "
-        f"outer step, {mib(found.disk_bytes)} of disk space, {mib(found.round_bytes)} each way per round"
+        f"{count(num_parameters)} parameters: {mib(found.model_bytes)} to train, {mib(found.swap_bytes)} to swap, "
+        f"{mib(found.disk_bytes)} of disk space"
     )
     if warnings := found.warnings():
         return Check(

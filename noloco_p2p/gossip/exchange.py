@@ -1,12 +1,13 @@
 """The only door between the training thread and the network thread.
 
-The network thread asks for snapshots and hands over committed swaps. The training thread serves both between two inner
-steps, and never waits for the network.
+The network thread takes snapshots and hands over committed swaps. The training thread never waits for the network,
+except with `outer.wait` and in closing swaps.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,14 +15,18 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from noloco_p2p.gossip.coder import Coding
-from noloco_p2p.gossip.units import Slice, Units
+from noloco_p2p.gossip.units import Ages, Slice, Units
+
+SMOOTHED_STEPS = 8  # over which the duration of a step is averaged
+ANSWER_MORE_S = 10.0  # for which a call from the training thread may take longer than it waits
 
 
 @dataclass(frozen=True, slots=True)
 class Committed:
     """A swap whose half-differences may be added to the weights.
 
-    `snapshot_step` is the inner step after which the snapshot was taken.
+    `snapshot_step` is the inner step after which the snapshot was taken. `age` is the number of inner steps from the
+    last mixing of these units to the snapshot. `num_live` is the number of live peers, including this one.
     """
 
     partner: str
@@ -29,7 +34,9 @@ class Committed:
     coding: Coding
     start: int  # of the slice in the flat vector
     snapshot_step: int
+    age: int
     seconds: float
+    num_live: int
 
 
 @dataclass(slots=True)
@@ -42,19 +49,37 @@ class Exchange:
     """Passes snapshots and half-differences between the two threads.
 
     `loop` is the loop of the network thread. In a simulation, both sides run on this loop.
+
+    Attributes:
+        step: The number of inner steps of this replica. During closing swaps, it counts swaps instead.
+        step_s: The duration of an inner step, or 0 before the second one.
+        progress: The position of this peer in the schedule of the run. The training thread sets it.
+        read: A function that copies elements [start, stop) of the weights, on any thread. If it is None, the training
+            thread copies them in `serve`.
+        is_open: With `outer.wait`, whether training waits for a swap.
+        has_diverged: Whether a snapshot had non-finite weights.
+        is_closed: Whether this peer has stopped, or swaps through another exchange.
+        is_replaced: Whether this peer swaps through another exchange.
     """
 
     def __init__(self, units: Units, loop: asyncio.AbstractEventLoop) -> None:
         self.units = units
-        self.step = 0  # inner steps that the trainer has taken
-        self.step_s = 0.0  # duration of an inner step, or 0 before the second one
-        # Copies elements [start, stop) of the weights on any thread, between two inner steps. If this is None, the
-        # trainer copies them in `serve`.
+        self.ages = Ages(units.num_units)
+        self.step = 0
+        self.step_s = 0.0
+        self.added_s = 0.0  # running mean of the time that the training thread needs to apply a swap
+        self.progress = 0.0
         self.read: Callable[[int, int], Tensor] | None = None
-        self.on_applied: Callable[[Committed], None] = lambda swap: None  # called on the network thread
+        self.is_open = False
+        self.is_closed = self.is_replaced = False
+        self.has_diverged = False
+        self.num_live: Callable[[], int] = lambda: 1
+        self.has_partners: Callable[[], bool] = lambda: False  # whether any other peer may be training
+        self.on_open: Callable[[], None] = lambda: None  # called on the network thread
         self._loop = loop
         self._wanted: deque[_Request] = deque()
         self._committed: deque[Committed] = deque()
+        self._news = asyncio.Event()  # on the network thread: a swap has been committed
         self._last_step_s: float | None = None
 
     # the training thread
@@ -63,15 +88,21 @@ class Exchange:
         """Record that an inner step has ended at `now_s`."""
         if self._last_step_s is not None:
             took_s = now_s - self._last_step_s
-            self.step_s += (took_s - self.step_s) / min(8, self.step) if self.step_s else took_s
+            self.step_s += (took_s - self.step_s) / min(SMOOTHED_STEPS, self.step) if self.step_s else took_s
         self.step, self._last_step_s = self.step + 1, now_s
 
+    def paused(self) -> None:
+        """Do not count the time until the next step as the duration of a step."""
+        self._last_step_s = None
+
     def collect(self) -> list[Committed]:
-        """Return the swaps that have been committed since the last call, which the caller applies at once."""
-        swaps = [self._committed.popleft() for _ in range(len(self._committed))]
-        for swap in swaps:
-            self._loop.call_soon_threadsafe(self.on_applied, swap)
-        return swaps
+        """Return the swaps that have been committed since the last call. Call `applied` for each of them."""
+        return [self._committed.popleft() for _ in range(len(self._committed))]
+
+    def applied(self, swap: Committed, *, seconds: float) -> None:
+        """Release the units of a swap whose half-differences have been added, which took `seconds`."""
+        self.added_s += (seconds - self.added_s) / SMOOTHED_STEPS if self.added_s else seconds
+        self._loop.call_soon_threadsafe(self._applied, swap)
 
     def serve(self, read: Callable[[int, int], Tensor]) -> None:
         """Copy the slices that the network thread asked for. `read(start, stop)` returns a new fp32 tensor."""
@@ -80,7 +111,35 @@ class Exchange:
             values = read(*self.units.bounds(request.part))
             self._loop.call_soon_threadsafe(_answer, request, values, self.step)
 
+    def hurry(self) -> None:
+        """End a wait of the training thread. This is safe on any thread and in a signal handler."""
+        self._loop.call_soon_threadsafe(self._news.set)
+
+    def wait_until_settled(self, timeout_s: float) -> None:
+        """Block as `settled` does."""
+        with contextlib.suppress(TimeoutError):
+            asyncio.run_coroutine_threadsafe(self.settled(timeout_s), self._loop).result(timeout_s + ANSWER_MORE_S)
+
+    def wait_for_news(self, timeout_s: float) -> None:
+        """Block as `news` does."""
+        with contextlib.suppress(TimeoutError):
+            asyncio.run_coroutine_threadsafe(self.news(timeout_s), self._loop).result(timeout_s + ANSWER_MORE_S)
+
     # the network thread
+
+    async def settled(self, timeout_s: float) -> None:
+        """Let this peer swap, and wait until one swap has been committed, for at most `timeout_s`."""
+        self.is_open = True
+        self.on_open()
+        await self.news(timeout_s)
+        self.is_open = False
+
+    async def news(self, timeout_s: float) -> None:
+        """Wait until a swap has been committed that nobody has collected, for at most `timeout_s`."""
+        self._news.clear()
+        if not self._committed:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._news.wait(), timeout_s)
 
     async def snapshot(self, part: Slice) -> tuple[Tensor, int]:
         """Return the values of a slice after the next inner step, and the number of that step.
@@ -92,7 +151,13 @@ class Exchange:
         return await request.answer
 
     def committed(self, swap: Committed) -> None:
+        self.is_open = False
         self._committed.append(swap)
+        self._news.set()
+
+    def _applied(self, swap: Committed) -> None:
+        # Before, a snapshot would lack the half-difference, and the same difference would be applied twice.
+        self.ages.end(swap.coding.part, mixed_at=swap.snapshot_step)
 
 
 def _answer(request: _Request, values: Tensor, step: int) -> None:

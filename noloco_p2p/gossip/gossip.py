@@ -12,25 +12,25 @@ import contextlib
 import logging
 import math
 import random
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from noloco_p2p.errors import CorruptPayload, PeerError, Refused, Unreachable
-from noloco_p2p.gossip.deadlines import INTERNET, Deadlines
-from noloco_p2p.gossip.introductions import Introductions
-from noloco_p2p.gossip.seams import Candidate, Directory
+from noloco_p2p.errors import CorruptPayload, PeerError, TimedOut, Unreachable
 from noloco_p2p.gossip.coder import Coder
+from noloco_p2p.gossip.deadlines import INTERNET, Deadlines
 from noloco_p2p.gossip.exchange import Committed, Exchange
 from noloco_p2p.gossip.frames import Accept, Frame, Hello, Offer, Refuse, RefuseCode, Standing, other_kind
+from noloco_p2p.gossip.introductions import Introductions
 from noloco_p2p.gossip.pairing import Pairing
-from noloco_p2p.gossip.swap import Agreed, Ledger, Stream, Swap, Traffic
-from noloco_p2p.gossip.units import Ages, Slice
+from noloco_p2p.gossip.seams import Candidate, Directory, FrameStream, Transport
+from noloco_p2p.gossip.swap import Agreed, Diverged, Ended, Ledger, Swap, Traffic
+from noloco_p2p.gossip.units import Slice
 from noloco_p2p.owned_tasks import OwnedTasks
+from noloco_p2p.spec import Spec
 from noloco_p2p.telemetry.console import named
 
 log = logging.getLogger(__name__)
@@ -49,14 +49,10 @@ MOST_APART = 0.25
 MOST_STEP_S = 300.0  # that a partner may claim for an inner step; this peer waits for two of them
 SWAP_ID_BYTES = 16
 REMEMBERED_SWAPS = 64
-
-
-class Transport(Protocol):
-    """Makes calls to other peers. Every call has a deadline and raises only PeerError or one of its subclasses."""
-
-    async def open_swap(self, candidate: Candidate, *, timeout_s: float) -> Stream: ...
-
-    async def has_verified(self, candidate: Candidate, swap_id: bytes, *, timeout_s: float) -> bool: ...
+COST_SHARE = 0.02  # of the time that copying, coding and adding may take with `min_inner_steps = "auto"`
+SMOOTHING = 0.25
+MINUTE_S = 60.0
+KINDS = ((CorruptPayload, "corrupt"), (TimedOut, "slow"), (Ended, "abandoned"), (PeerError, "unreachable"))
 
 
 @dataclass(slots=True)
@@ -65,31 +61,44 @@ class Link:
 
     elements_per_s: float = 0.0
     round_trip_s: float = 0.0
+    cost_s: float = 0.0  # for copying and coding
+    swaps: deque[tuple[float, float]] = field(default_factory=deque)  # when each of the last ones moved, from and to
 
     def answered(self, seconds: float) -> None:
         """Record the time from an offer to its answer. Many take longer than a round trip, so low ones count."""
         self.round_trip_s = min(1.1 * self.round_trip_s or seconds, seconds)
 
-    def sent(self, num_elements: int, seconds: float) -> None:
-        rate = num_elements / max(seconds, 1e-6)
-        self.elements_per_s += (rate - self.elements_per_s) * (0.25 if self.elements_per_s else 1.0)
+    def committed(self, num_elements: int, swap: Swap, now_s: float) -> None:
+        share = SMOOTHING if self.elements_per_s else 1.0
+        self.elements_per_s += share * (num_elements / max(swap.sent_s, 1e-6) - self.elements_per_s)
+        self.cost_s += share * (swap.cost_s - self.cost_s)
+        self.swaps.append((swap.moving_s, now_s))
+
+    def last_minute(self, now_s: float) -> tuple[int, float]:
+        """Return how many swaps have been committed in the last minute, and the share of this time that they moved."""
+        while self.swaps and self.swaps[0][1] < now_s - MINUTE_S:
+            self.swaps.popleft()
+        moved_s = sum(stop - max(start, now_s - MINUTE_S) for start, stop in self.swaps)
+        return len(self.swaps), min(1.0, moved_s / MINUTE_S)
 
 
 @dataclass(slots=True)
-class Failure:
-    """The last failure of another peer, for `noloco status`."""
+class Counts:
+    """What a peer counts over all its swaps, and the last failure of another peer."""
 
-    peer: str = ""
-    reason: str = ""
-    advice: str = ""
+    swaps: int = 0
+    failures: Counter[str] = field(default_factory=Counter)  # failed swaps, by kind
+    refused: Counter[str] = field(default_factory=Counter)  # offers of other peers, by reason
+    traffic: Traffic = field(default_factory=Traffic)
+    last_failure: str = ""
+    refused_as_stale: bool = False  # since somebody asked
 
 
 class Gossip:
     """The swaps of one peer.
 
-    `furthest` is the largest difference in progress between two partners. `on_corrupt` is called with the id of a
-    partner that sent data which no honest peer sends. `rng` draws partners and ids of swaps, which must be
-    unpredictable. A peer swaps only in the state "training".
+    `on_corrupt` is called with the id of a partner that sent data which no honest peer sends. `rng` draws partners and
+    ids of swaps, which must be unpredictable. A peer swaps only in the state "training".
     """
 
     def __init__(
@@ -97,29 +106,25 @@ class Gossip:
         exchange: Exchange,
         coder: Coder,
         *,
+        spec: Spec,
         hello: Callable[[], Hello],
-        progress: Callable[[], float],
-        furthest: float,
         transport: Transport,
         directory: Directory,
         executor: Executor,
         rng: random.Random,
         deadlines: Deadlines = INTERNET,
         on_corrupt: Callable[[str, str], None] = lambda peer_id, reason: None,
+        counts: Counts | None = None,
     ) -> None:
         self.state = "training"
-        self.traffic = Traffic()
+        self.counts = counts or Counts()
         self.link = Link()
-        self.num_swaps = self.num_failed = 0
-        self.refused: Counter[str] = Counter()  # offers of other peers, by reason
-        self.last_failure = Failure()
-        self.was_refused_as_stale = False
         self._exchange = exchange
         self._units = exchange.units
         self._coder = coder
         self._hello = hello
-        self._progress = progress
-        self._furthest = furthest
+        self._outer = spec.outer
+        self._furthest = spec.furthest
         self._transport = transport
         self._directory = directory
         self._executor = executor
@@ -129,9 +134,10 @@ class Gossip:
         self._loop = asyncio.get_running_loop()
         self._introductions = Introductions(directory, clock=self._loop.time)
         self._pairing = Pairing(rng)
-        self._ages = Ages(self._units.num_units)
-        # Until then, a snapshot would lack the half-difference, and the same difference would be applied twice.
-        exchange.on_applied = lambda swap: self._ages.end(swap.coding.part, mixed_at=swap.snapshot_step)
+        self._ages = exchange.ages
+        exchange.num_live = directory.num_live
+        exchange.has_partners = lambda: any(peer.state == "training" for peer in directory.live())
+        exchange.on_open = lambda: self._tasks.start(self._tell_change())
         self._ask_task: asyncio.Task[Agreed | None] | None = None
         self._running: list[Swap] = []
         self._tasks = OwnedTasks("a swap")
@@ -139,6 +145,7 @@ class Gossip:
         self._turn = asyncio.Lock()
         self._asking = ""  # the peer that has an offer of this one
         self._ledgers: OrderedDict[bytes, Ledger] = OrderedDict()
+        self._agreed_step = -(1 << 60)  # the inner step at which the last swap was agreed
 
     async def run(self) -> None:
         """Ask one peer after another, and swap with those that accept, until this task is cancelled."""
@@ -146,6 +153,9 @@ class Gossip:
             while True:
                 async with self._changed:
                     await self._changed.wait_for(self._may_agree)
+                if (missing := self._missing_steps()) > 0:
+                    await asyncio.sleep(max(BUSY_RETRY_S, missing * self._exchange.step_s))
+                    continue
                 self._ask_task = asyncio.create_task(self._ask_somebody())
                 try:
                     await asyncio.wait({self._ask_task})
@@ -160,7 +170,7 @@ class Gossip:
 
     async def finish(self, *, timeout_s: float) -> None:
         """Begin no further swap, and wait until those that have begun have ended, for at most `timeout_s` seconds."""
-        self.state = "leaving" if self.state == "training" else self.state
+        self.state = "paused" if self.state == "training" else self.state
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s), self._changed:
                 await self._changed.wait_for(lambda: not self._running)
@@ -169,11 +179,24 @@ class Gossip:
         """Return whether this peer may agree on another swap: if there is none, or the only one is moving.
 
         A swap that waits for the link therefore waits only for swaps that are moving, and no circle of peers can wait.
+        With `outer.wait`, a peer swaps everything at once while training waits.
         """
+        if self._outer.wait:
+            return self._exchange.is_open and not self._running
         if not self._running:
             return True
         swap = self._running[0]
         return len(self._running) == 1 and swap.is_moving and self._units.num_units >= LEAST_UNITS
+
+    def _missing_steps(self) -> int:
+        """Return how many inner steps are missing until this peer may agree on another swap."""
+        exchange, least = self._exchange, self._outer.min_inner_steps
+        if least == "auto":
+            cost_s = self.link.cost_s + exchange.added_s
+            least = (
+                math.ceil(cost_s / (COST_SHARE * exchange.step_s)) if exchange.step_s and not self._outer.wait else 0
+            )
+        return self._agreed_step + least - exchange.step
 
     # offers of this peer
 
@@ -225,7 +248,7 @@ class Gossip:
                 await stream.close()
 
     def _answered(
-        self, candidate: Candidate, stream: Stream, swap_id: bytes, told: bytes, answer: Frame
+        self, candidate: Candidate, stream: FrameStream, swap_id: bytes, told: bytes, answer: Frame
     ) -> Agreed | None:
         partner = candidate.peer_id
         match answer:
@@ -236,7 +259,7 @@ class Gossip:
                     raise CorruptPayload("it chose units that were not offered", peer=partner)
                 return self._agree(stream, swap_id, partner, standing, part)
             case Refuse():
-                self.was_refused_as_stale |= answer.code is RefuseCode.STALE
+                self.counts.refused_as_stale |= answer.code is RefuseCode.STALE
                 now_s = self._loop.time()
                 self._pairing.refused(partner, answer.code, retry_after_s=answer.retry_after_s, now_s=now_s)
                 return None
@@ -244,7 +267,7 @@ class Gossip:
                 raise CorruptPayload(f"it answered an offer with {type(answer).__name__}", peer=partner)
 
     def _standing(self) -> Standing:
-        return Standing(self._progress(), self._exchange.step_s, self._free_in_s())
+        return Standing(self._exchange.progress, self._exchange.step_s, self._free_in_s())
 
     def _free_in_s(self) -> float:
         swap = self._running[0] if self._running else None
@@ -255,29 +278,27 @@ class Gossip:
 
     def _at_most(self) -> int:
         """Return how many units this peer's link should carry in one swap."""
+        if self._outer.wait:
+            return self._units.num_units
         return self._units.count_of(self.link.elements_per_s * self._slice_s())
 
     def _slice_s(self) -> float:
         return max(SLICE_STEPS * self._exchange.step_s, ROUND_TRIPS * self.link.round_trip_s)
 
-    def _agree(self, stream: Stream, swap_id: bytes, partner: str, theirs: Standing, part: Slice) -> Agreed:
+    def _agree(self, stream: FrameStream, swap_id: bytes, partner: str, theirs: Standing, part: Slice) -> Agreed:
         self._pairing.began(partner, self._directory.live(), num_live=self._directory.num_live())
+        self._agreed_step = self._exchange.step
         step_s = min(max(0.0, theirs.step_s), MOST_STEP_S)
         return Agreed(stream, swap_id, partner, theirs.progress, step_s, part)
 
     # offers of other peers
-
-    def admit(self, hello: Hello) -> None:
-        """Raise Refused if the caller has a different protocol version, run, spec or model."""
-        if refuse := other_kind(self._hello(), hello):
-            raise Refused(refuse.sentence, peer=hello.peer_id, code=refuse.code.name)
 
     def is_verified(self, swap_id: bytes) -> bool:
         """Return whether this peer has verified a swap and not abandoned it. The partner asks this."""
         ledger = self._ledgers.get(swap_id)
         return ledger is not None and ledger.verified and not ledger.ended
 
-    async def on_swap(self, stream: Stream) -> None:
+    async def on_swap(self, stream: FrameStream) -> None:
         """Answer one offer and, if it is accepted, run the swap to its end."""
         try:
             offer = await stream.receive(self._deadlines.offer_s)
@@ -286,14 +307,14 @@ class Gossip:
                 assert isinstance(offer, Offer)
                 refusal = await self._accept(stream, offer)
             if refusal:
-                self.refused[refusal.code.name] += 1
+                self.counts.refused[refusal.code.name] += 1
                 await stream.send(refusal)
         except PeerError as error:
             log.debug("an offer from %s failed: %s", stream.peer, error)
         finally:
             await stream.close()
 
-    async def _accept(self, stream: Stream, offer: Offer) -> Refuse | None:
+    async def _accept(self, stream: FrameStream, offer: Offer) -> Refuse | None:
         """Run a swap if there is a slot and a slice for it. Otherwise, return a refusal."""
         caller = offer.hello.peer_id
         if self._ask_task and not self._ask_task.done():
@@ -305,6 +326,10 @@ class Gossip:
             await asyncio.wait({self._ask_task}, timeout=HOLD_S)
         if self._asking or not self._may_agree():
             return Refuse(RefuseCode.BUSY, "I have a partner", BUSY_RETRY_S)
+        if (missing := self._missing_steps()) > 0:
+            return Refuse(
+                RefuseCode.BUSY, "my swaps take too much time", max(BUSY_RETRY_S, missing * self._exchange.step_s)
+            )
         if abs(offer.standing.free_in_s - self._free_in_s()) > MOST_APART * self._slice_s():
             return Refuse(RefuseCode.BUSY, "we would wait too long for each other", 0.0)
         part = self._ages.choose(offer.ages, self._exchange.step, at_most=min(offer.at_most, self._at_most()))
@@ -319,7 +344,7 @@ class Gossip:
         """Return the reason to refuse an offer, whether or not there is a slot."""
         if not isinstance(offer, Offer) or not self._is_sound(offer):
             return Refuse(RefuseCode.MALFORMED, "a swap must begin with a valid offer")
-        caller, apart = offer.hello.peer_id, offer.standing.progress - self._progress()
+        caller, apart = offer.hello.peer_id, offer.standing.progress - self._exchange.progress
         if refuse := other_kind(self._hello(), offer.hello):
             return refuse
         if self.state != "training":
@@ -365,7 +390,7 @@ class Gossip:
             turn=self._turn,
             on_moving=self._tell_change,
             executor=self._executor,
-            traffic=self.traffic,
+            traffic=self.counts.traffic,
             ledger=ledger,
             ask_partner=lambda: self._has_verified(agreed),
             deadlines=self._deadlines,
@@ -376,12 +401,13 @@ class Gossip:
                 await first
             coding = await swap.run()
             is_committed = True
-            self.num_swaps += 1
+            self.counts.swaps += 1
             start, stop = self._units.bounds(agreed.part)
-            self.link.sent(stop - start, swap.sent_s)
-            seconds = self._loop.time() - began_s
+            now_s, step = self._loop.time(), swap.snapshot_step
+            self.link.committed(stop - start, swap, now_s)
+            age, num_live = self._ages.oldest(agreed.part, step), self._directory.num_live()
             self._exchange.committed(
-                Committed(agreed.partner, agreed.progress, coding, start, swap.snapshot_step, seconds)
+                Committed(agreed.partner, agreed.progress, coding, start, step, age, now_s - began_s, num_live)
             )
         except PeerError as error:
             self._failed(swap, error)
@@ -402,7 +428,12 @@ class Gossip:
             # The partner has agreed with somebody else while its answer or this peer's answer was on its way.
             self._pairing.refused(partner, RefuseCode.BUSY, retry_after_s=BUSY_RETRY_S, now_s=now_s)
             return
-        self.num_failed += 1
+        if isinstance(error, Diverged):
+            self._exchange.has_diverged = True
+            return
+        self.counts.failures[
+            next((kind for type_, kind in KINDS.items() if isinstance(error, type_)), "unreachable")
+        ] += 1
         self._pairing.failed(partner, now_s)
         self._note(partner, "a swap failed", error)
 
@@ -422,11 +453,12 @@ class Gossip:
         if candidate is None:
             return False
         with contextlib.suppress(PeerError):
-            return await self._transport.has_verified(candidate, agreed.swap_id, timeout_s=self._deadlines.status_s)
+            timeout_s = self._deadlines.status_s
+            return (await self._transport.status(candidate, swap_id=agreed.swap_id, timeout_s=timeout_s)).has_verified
         return False
 
     def _note(self, peer: str, what: str, error: PeerError) -> None:
-        self.last_failure = Failure(peer, str(error), error.advice)
+        self.counts.last_failure = f"{named(peer)}: {what}: {error}" + (f"; {error.advice}" if error.advice else "")
         log.info("%s: %s: %s", named(peer), what, error)
 
 

@@ -7,14 +7,14 @@ import contextlib
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from blake3 import blake3
 from torch import Tensor
 
 from noloco_p2p.errors import CorruptPayload, PeerError, TimedOut, Unreachable
-from noloco_p2p.gossip.deadlines import INTERNET, Deadlines
 from noloco_p2p.gossip.coder import Coder, Coding, check_proposal
+from noloco_p2p.gossip.deadlines import INTERNET, Deadlines
 from noloco_p2p.gossip.frames import (
     Abort,
     AbortCode,
@@ -28,6 +28,7 @@ from noloco_p2p.gossip.frames import (
     Received,
     chunk_digest,
 )
+from noloco_p2p.gossip.seams import FrameStream
 from noloco_p2p.gossip.units import Slice
 
 T = TypeVar("T")
@@ -35,19 +36,6 @@ F = TypeVar("F")
 
 PATIENCE_S = 30.0  # for the partner's next header, in addition to two of its inner steps
 ALIVE_PER_PROGRESS = 3  # Alive frames in the time after which a silent partner counts as gone
-
-
-class Stream(Protocol):
-    """One end of a swap's stream. Its methods raise only PeerError or one of its subclasses."""
-
-    @property
-    def peer(self) -> str: ...
-
-    async def send(self, frame: Any) -> None: ...
-
-    async def receive(self, timeout_s: float) -> Any: ...
-
-    async def close(self) -> None: ...
 
 
 @dataclass(slots=True)
@@ -72,7 +60,7 @@ class Ledger:
 class Agreed:
     """A swap on which two peers have agreed. `step_s` is the duration of the partner's inner steps."""
 
-    stream: Stream
+    stream: FrameStream
     swap_id: bytes
     partner: str
     progress: float
@@ -108,6 +96,7 @@ class Swap:
         self.snapshot_step = 0
         self.is_moving = False  # whether both partners send or have sent
         self.moving_s = 0.0  # when they began
+        self.cost_s = 0.0  # time for copying and coding
         self._coder = coder
         self._snapshot = snapshot
         self._turn = turn
@@ -171,7 +160,7 @@ class Swap:
         try:
             payloads = await self._while_alive(self._elsewhere(coding.encode, number, indices))
         except ValueError as error:  # not the partner's fault
-            raise CorruptPayload(f"this peer's weights cannot be sent: {error}") from None
+            raise Diverged(f"this peer's weights cannot be sent: {error}", peer=self.agreed.partner) from None
         digests = [chunk_digest(payload) for payload in payloads]
         num_bytes = sum(len(payload) for payload in payloads)
         await self._send(Header(number, len(indices), num_bytes, blake3(b"".join(digests)).digest()))
@@ -197,7 +186,14 @@ class Swap:
             await _end({task})
 
     async def _elsewhere(self, function: Callable[..., T], *arguments: Any) -> T:
-        return await self._loop.run_in_executor(self._executor, function, *arguments)
+        def timed() -> T:
+            began_s = self._loop.time()
+            try:
+                return function(*arguments)
+            finally:
+                self.cost_s += self._loop.time() - began_s
+
+        return await self._loop.run_in_executor(self._executor, timed)
 
     async def _send(self, frame: Frame) -> None:
         async with self._writing:
@@ -281,6 +277,10 @@ class Swap:
         with contextlib.suppress(PeerError, TimeoutError):  # the partner is gone
             sentence = str(error) if isinstance(error, PeerError) else "this peer ended the swap"
             await asyncio.wait_for(self._send(Abort(code, sentence)), self._deadlines.farewell_s)
+
+
+class Diverged(PeerError):
+    """This peer's weights are not finite."""
 
 
 class Ended(Unreachable):

@@ -88,11 +88,25 @@ class Ages:
 
     def __init__(self, num_units: int) -> None:
         self._mixed_at = [0] * num_units  # inner steps
+        self._mixings = [0] * num_units  # since the last call of `rest`
         self._busy: set[int] = set()
 
     @property
     def num_free(self) -> int:
         return len(self._mixed_at) - len(self._busy)
+
+    def rest(self) -> None:
+        """Begin to count mixings, after the last inner step."""
+        self._mixings = [0] * len(self._mixings)
+
+    @property
+    def least_mixings(self) -> int:
+        """Return how often the least mixed unit has been mixed since the last call of `rest`."""
+        return min(self._mixings)
+
+    def oldest(self, part: Slice, now: int) -> int:
+        """Return how many inner steps ago this peer mixed the oldest unit of a slice."""
+        return max(now - self._mixed_at[unit] for unit in part.units)
 
     def tell(self, now: int) -> bytes:
         """Return one byte per unit for an offer: 0 for a busy unit, and otherwise 1 or more, growing with its age."""
@@ -129,6 +143,7 @@ class Ages:
         if mixed_at is not None:
             for unit in part.units:
                 self._mixed_at[unit] = mixed_at
+                self._mixings[unit] += 1
 
 
 def _told(age: int) -> int:

@@ -36,10 +36,10 @@ FOLDER = "noloco"  # the subfolder of a Trainer checkpoint
 
 
 class NoLoCoCallback(TrainerCallback):
-    """A callback that counts the optimizer steps of the Trainer as inner steps, and takes the outer steps.
+    """A callback that counts the optimizer steps of the Trainer as inner steps, and swaps weights in the background.
 
-    `peer` is a running `Peer`. `options`, such as `save_every_rounds` and `on_round`, are passed to `NoLoCo`. An outer
-    step changes the Trainer's model in place.
+    `peer` is a running `Peer`. `options`, such as `save_every_s` and `on_swap`, are passed to `NoLoCo`. A swap changes
+    the Trainer's model in place, after an optimizer step.
 
     Each checkpoint of the Trainer also contains the outer state, in its subfolder `noloco`. With
     `resume_from_checkpoint`, the run continues from such a checkpoint, which must be in `output_dir`. Without this
@@ -86,7 +86,7 @@ class NoLoCoCallback(TrainerCallback):
         self._session = TrainingSession(model, [optimizer], self.peer, self._options, saved=saved)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._begun.pause_if_asked()
+        self._begun.step_taken()
         if self.peer.leave_requested.is_set():
             control.should_training_stop = True
             control.should_save = args.save_strategy != SaveStrategy.NO
@@ -138,9 +138,8 @@ def checkpoint_folder(args: TrainingArguments, state: TrainerState) -> Path:
 def save_outer_state(folder: Path, outer: NoLoCo, model: nn.Module) -> None:
     """Add the outer state to a checkpoint of the Trainer, atomically. Raises CheckpointError if that fails."""
     state = outer.state_dict()
-    place = state.pop("place")
-    meta = {"place": place, "weights": weights_digest(model)}
-    Checkpoints(folder / FOLDER, keep=1).save(place["round"], files={STATE_FILE: state}, meta=meta)
+    meta = {"place": state.pop("place"), "weights": weights_digest(model)}
+    Checkpoints(folder / FOLDER, keep=1).save(outer.num_steps, files={STATE_FILE: state}, meta=meta)
 
 
 def load_outer_state(folder: Path, model: nn.Module) -> dict[str, Any]:

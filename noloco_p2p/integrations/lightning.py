@@ -23,15 +23,15 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from noloco_p2p.errors import SettingsError
 from noloco_p2p.integrations.session import Host, TrainingSession, logged_values, no_outer_state, refuse
 from noloco_p2p.outer.flat import FlatParameters
-from noloco_p2p.outer.noloco import NoLoCo, RoundResult
+from noloco_p2p.outer.noloco import NoLoCo
 
 
 class NoLoCoCallback(Callback):
-    """A callback that counts the optimizer steps of the Trainer as inner steps, and takes the outer steps.
+    """A callback that counts the optimizer steps of the Trainer as inner steps, and swaps weights in the background.
 
-    `peer` is a running `Peer`. `options`, such as `save_every_rounds` and `on_round`, are passed to `NoLoCo`. An outer
-    step changes the Trainer's module in place. If there are several optimizers, each step of the last one in
-    `configure_optimizers` is an inner step.
+    `peer` is a running `Peer`. `options`, such as `save_every_s` and `on_swap`, are passed to `NoLoCo`. A swap changes
+    the Trainer's module in place, after an optimizer step. If there are several optimizers, each step of the last one
+    in `configure_optimizers` is an inner step.
 
     Lightning's checkpoints contain the outer state, and `fit(ckpt_path=...)` continues from it. Without `ckpt_path`,
     NoLoCo resumes from the newest checkpoint in the peer's folder. This restores the weights, the moments and the
@@ -74,11 +74,7 @@ class NoLoCoCallback(Callback):
         if not pl_module.automatic_optimization:
             # `toggle_optimizer` freezes parameters around a step. NoLoCo still treats them as trainable.
             options.setdefault("parameters", FlatParameters(pl_module))
-
-        def told(result: RoundResult) -> None:
-            self._round_ended(trainer)
-
-        self._session = TrainingSession(pl_module, optimizers, self.peer, options, saved=self._saved, told=told)
+        self._session = TrainingSession(pl_module, optimizers, self.peer, options, saved=self._saved)
         self._saved, self._losses, self._num_steps = None, [], self.outer.num_steps
 
     def on_train_batch_end(
@@ -87,8 +83,9 @@ class NoLoCoCallback(Callback):
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, Tensor):
             self._losses.append(loss.detach() * trainer.accumulate_grad_batches)  # undo the division by Lightning
-        if self.outer.num_steps > self._num_steps:  # false while Lightning accumulates gradients
-            self._begun.pause_if_asked()
+        # The number is the same while Lightning accumulates gradients.
+        if self.outer.num_steps > self._num_steps and self._begun.step_taken():
+            self._log(trainer)
         self._num_steps = self.outer.num_steps
         if self.peer.leave_requested.is_set():
             trainer.fit_loop.min_epochs, trainer.fit_loop.epoch_loop.min_steps = 0, None
@@ -107,13 +104,10 @@ class NoLoCoCallback(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._saved = state_dict
 
-    def _round_ended(self, trainer: Trainer) -> None:
-        """Update the loss, and log the NoLoCo metrics.
-
-        This runs within the step of the optimizer, so the loss of the current batch belongs to the next round.
-        """
+    def _log(self, trainer: Trainer) -> None:
+        """Update the loss, and log the NoLoCo metrics."""
         if self._losses:
-            self.peer.metrics.loss = float(torch.stack(self._losses).mean())  # waits for the GPU, once per round
+            self.peer.metrics.loss = float(torch.stack(self._losses).mean())  # waits for the GPU
             self._losses.clear()
         for logger in trainer.loggers:
             logger.log_metrics(logged_values(self.peer.metrics), step=trainer.global_step)

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import nn
 from torch.optim import Optimizer
 
 from noloco_p2p.errors import CheckpointError, ModelError, SettingsError
-from noloco_p2p.outer.noloco import NoLoCo, RoundResult, Swarm
-from noloco_p2p.telemetry import console
+from noloco_p2p.outer.noloco import NoLoCo, Swarm
+from noloco_p2p.telemetry.console import describe_swaps
 from noloco_p2p.telemetry.metrics import Metrics
 
 log = logging.getLogger(__name__)
+
+LOG_S = 10.0  # seconds between two lines in the log
 
 
 class Host(Swarm, Protocol):
@@ -26,9 +29,11 @@ class Host(Swarm, Protocol):
 
     def wait_while_paused(self) -> None: ...
 
+    def count_traffic(self) -> None: ...
+
 
 class TrainingSession:
-    """One training run. Each round is logged, and its result is passed to `told` and to the user's `on_round`.
+    """One training run.
 
     `options` are the user's options for `NoLoCo`. `saved` is the outer state in the checkpoint from which the trainer
     resumes, or None. The options take precedence over the saved state. Raises ModelError if the model is on several
@@ -43,14 +48,11 @@ class TrainingSession:
         options: Mapping[str, Any],
         *,
         saved: Mapping[str, Any] | None,
-        told: Callable[[RoundResult], None] = lambda result: None,
     ) -> None:
         check_one_device(model)
         self._peer = peer
-        self._told = told
-        self._on_round: Callable[[RoundResult], None] = options.get("on_round", lambda result: None)
-        resume = {} if saved is None else {"resume": saved}
-        self.outer = NoLoCo(model, optimizers, peer, **{**resume, **options, "on_round": self._round_ended})
+        self._log_at_s = time.monotonic() + LOG_S
+        self.outer = NoLoCo(model, optimizers, peer, **({} if saved is None else {"resume": saved}), **options)
         if self.outer.resumed:
             log.warning(
                 "NoLoCo resumed from this peer's own checkpoint at step %d, but the trainer's schedule, data and step "
@@ -58,29 +60,32 @@ class TrainingSession:
                 self.outer.num_steps,
             )
 
-    def pause_if_asked(self) -> None:
-        """If this peer is paused, write a checkpoint, and wait until it is resumed or asked to leave.
+    def step_taken(self) -> bool:
+        """After an inner step, pause if this peer is asked to. Return whether it is time to log the metrics.
 
-        Call this only between two steps.
+        A pause begins with a checkpoint, and lasts until this peer is resumed or asked to leave.
         """
-        if not self._peer.pause_requested.is_set():
-            return
-        self._withdraw()
+        if self._peer.pause_requested.is_set():
+            self._pause()
+        if time.monotonic() < self._log_at_s:
+            return False
+        self._log_at_s = time.monotonic() + LOG_S
+        self._peer.count_traffic()
+        log.info("step %d | %s", self.outer.num_steps, describe_swaps(self._peer.metrics))
+        return True
+
+    def _pause(self) -> None:
+        self.outer.pause()
         self._save()
         log.info("paused; `noloco status` shows why, and how to resume")
         self._peer.wait_while_paused()
         log.info("asked to leave" if self._peer.leave_requested.is_set() else "resumed")
 
     def end(self) -> None:
-        """End the last round after the last step, and save the state for newcomers and for a restart."""
-        self._withdraw()
+        """Let the last swaps end after the last step, and save the state for newcomers and for a restart."""
+        self.outer.pause()
         self._save()
         self.outer.detach()
-
-    def _withdraw(self) -> None:
-        result = self.outer.withdraw()
-        if result:
-            self._round_ended(result)
 
     def _save(self) -> None:
         try:
@@ -88,23 +93,11 @@ class TrainingSession:
         except CheckpointError as error:  # a full disk must not end training
             log.error("%s", error)
 
-    def _round_ended(self, result: RoundResult) -> None:
-        self._told(result)
-        metrics = self._peer.metrics
-        apart = "" if metrics.spread is None else f" | {100 * metrics.spread:.2g} % apart"
-        log.info("round %d | %s | loss %s%s", result.round, metrics.last_outcome, console.loss(metrics.loss), apart)
-        self._on_round(result)
-
 
 def logged_values(metrics: Metrics) -> dict[str, float]:
     """Return the NoLoCo metrics that a trainer adds to its own logs."""
-    values = {
-        "noloco/round": metrics.round,
-        "noloco/progress": metrics.progress,
-        "noloco/swaps": metrics.swaps,
-        "noloco/alone": metrics.alone,
-    }
-    return values if metrics.spread is None else {**values, "noloco/spread": metrics.spread}
+    values = {"noloco/progress": metrics.progress, "noloco/swaps": metrics.swaps}
+    return values if metrics.apart is None else {**values, "noloco/apart": metrics.apart}
 
 
 def check_one_device(model: nn.Module) -> None:

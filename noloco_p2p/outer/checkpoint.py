@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
 META = "meta.json"
 VERSION = 1
-_NAME = re.compile(r"^(\d{8,})-round-(\d+)$")
+_NAME = re.compile(r"^(\d{8,})-step-(\d+)$")
 _PARTIAL = ".partial-"
 _LOCK = ".writer.lock"
 
@@ -48,7 +48,7 @@ class Checkpoint:
         self.path = path
         self._files = self._read_manifest()
         self.meta: dict[str, Any] = self._read_json(META)
-        self.round = int(self._read_json(MANIFEST)["round"])
+        self.step = int(self._read_json(MANIFEST)["step"])
 
     def has(self, stem: str) -> bool:
         """Return whether the checkpoint has a file STEM.safetensors."""
@@ -94,7 +94,7 @@ class Checkpoint:
         files = manifest.get("files")
         if (
             manifest.get("version") != VERSION
-            or not isinstance(manifest.get("round"), int)
+            or not isinstance(manifest.get("step"), int)
             or not isinstance(files, dict)
         ):
             raise CheckpointError(
@@ -128,7 +128,7 @@ class Checkpoints:
         if any(folder.glob(f"{_PARTIAL}*")):
             self._remove_leftovers()
 
-    def save(self, round: int, *, files: Mapping[str, Mapping[str, Tensor]], meta: Mapping[str, Any]) -> Path:
+    def save(self, step: int, *, files: Mapping[str, Mapping[str, Tensor]], meta: Mapping[str, Any]) -> Path:
         """Write a checkpoint with a file STEM.safetensors for every stem of `files`, and return its folder.
 
         `meta` is written as JSON. Tensors may be on any device. They must be contiguous and must not overlap in memory,
@@ -140,11 +140,11 @@ class Checkpoints:
         content = json.dumps(dict(meta), allow_nan=True, indent=1).encode()
         try:
             with self._writing():
-                path = self._write(round, files=files, meta=content)
+                path = self._write(step, files=files, meta=content)
                 self._prune()
         except (OSError, SafetensorError) as error:
             raise CheckpointError(
-                f"cannot write the checkpoint of round {round} to {self.folder}: {error} "
+                f"cannot write the checkpoint of step {step} to {self.folder}: {error} "
                 "(earlier checkpoints are intact); free up disk space, or choose another folder"
             ) from None
         return path
@@ -164,7 +164,7 @@ class Checkpoints:
                 return checkpoint
         return None
 
-    def _write(self, round: int, *, files: Mapping[str, Mapping[str, Tensor]], meta: bytes) -> Path:
+    def _write(self, step: int, *, files: Mapping[str, Mapping[str, Tensor]], meta: bytes) -> Path:
         paths = self._list()
         number = _number(paths[-1]) + 1 if paths else 0
         partial = Path(tempfile.mkdtemp(prefix=_PARTIAL, dir=self.folder))
@@ -174,14 +174,14 @@ class Checkpoints:
                 on_cpu = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
                 save_file(on_cpu, partial / f"{stem}.safetensors")
             described = {path.name: _describe(path) for path in sorted(partial.iterdir())}
-            manifest = {"version": VERSION, "round": round, "files": described}
+            manifest = {"version": VERSION, "step": step, "files": described}
             (partial / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
             for path in partial.iterdir():
                 path.chmod(0o644)
                 _sync(path)
             partial.chmod(0o755)
             _sync(partial)
-            final = self.folder / f"{number:08d}-round-{round}"
+            final = self.folder / f"{number:08d}-step-{step}"
             partial.rename(final)
         except BaseException:  # even after Ctrl-C, a partial checkpoint must not be left behind to fill the disk
             shutil.rmtree(partial, ignore_errors=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -20,20 +19,15 @@ from noloco_p2p.gossip.layout import ModelLayout
 HASHED_AT_ONCE = 1 << 22  # number of elements that are copied at once to compute a digest
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    values: Tensor  # a part of one parameter, 1-D, on the parameter's device
-    start: int  # its offset in the chunk
-    stop: int
-
-
 class FlatParameters:
     """The trainable parameters of a model as one flat vector, in the order of `named_parameters()`.
 
     `read(start, stop)` and `write(start, values)` access elements by their position in the vector. Tied parameters
     appear once. Raises ModelError if no parameter is trainable, or if a parameter is sharded or not contiguous in
-    memory.
+    memory. `is_readable_anywhere` says whether any thread can read the vector.
     """
+
+    is_readable_anywhere = True
 
     def __init__(self, model: nn.Module) -> None:
         self.named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
@@ -74,19 +68,7 @@ class FlatParameters:
 
     def read(self, start: int, stop: int) -> Tensor:
         """Return a new fp32 tensor with elements [start, stop), on the device of the parameters."""
-        return torch.cat([piece.values.float() for piece in self._pieces(start, stop)])
-
-    def minus(self, start: int, values: Tensor, *, out: Tensor) -> Tensor:
-        """Write the parameters minus `values` to the start of `out`, and return the part of `out` that was written.
-
-        The parameters are elements [start, start + len) of the vector. `values` is 1-D and may be on any device. `out`
-        is an fp32 tensor on the device of the parameters, at least as long as `values`.
-        """
-        for piece in self._pieces(start, start + values.numel()):
-            place = slice(piece.start, piece.stop)
-            there = values[place].to(piece.values.device, non_blocking=self._is_async)
-            torch.sub(piece.values.float(), there, out=out[place])
-        return out[: values.numel()]
+        return torch.cat([values.float() for values, _ in self._pieces(start, stop)])
 
     def write(self, start: int, values: Tensor) -> None:
         """Copy `values` (1-D, any device) over elements [start, start + len).
@@ -94,13 +76,12 @@ class FlatParameters:
         If `values` is in pinned memory, this call may return before the copy is complete. In that case, `values` must
         not change until `flush` has returned.
         """
-        for piece in self._pieces(start, start + values.numel(), is_written=True):
-            piece.values.copy_(values[piece.start : piece.stop], non_blocking=self._is_async)
+        for part, place in self._pieces(start, start + values.numel(), is_written=True):
+            part.copy_(values[place], non_blocking=self._is_async)
 
-    def add(self, start: int, values: Tensor) -> None:
-        """Add `values` (1-D, any device) to elements [start, start + len) in place."""
-        for piece in self._pieces(start, start + values.numel(), is_written=True):
-            piece.values.add_(values[piece.start : piece.stop].to(piece.values.device))
+    def pieces(self, start: int, stop: int) -> Iterator[tuple[Tensor, slice]]:
+        """Yield the parts of the parameters that form elements [start, stop), for writing, with their places."""
+        return self._pieces(start, stop, is_written=True)
 
     def flush(self) -> None:
         """Wait until all writes have reached the model."""
@@ -126,7 +107,7 @@ class FlatParameters:
                 self.write(offset + start, flat[start:stop])
         self.flush()
 
-    def _pieces(self, start: int, stop: int, *, is_written: bool = False) -> Iterator[_Piece]:
+    def _pieces(self, start: int, stop: int, *, is_written: bool = False) -> Iterator[tuple[Tensor, slice]]:
         for index in range(bisect_right(self._offsets, start) - 1, len(self.named)):
             offset = self._offsets[index]
             if offset >= stop:
@@ -134,7 +115,7 @@ class FlatParameters:
             first, last = max(start, offset), min(stop, offset + self.named[index][1].numel())
             if first < last:  # false for a parameter without elements
                 values = self._values(index, is_written=is_written).view(-1)
-                yield _Piece(values[first - offset : last - offset], first - start, last - start)
+                yield values[first - offset : last - offset], slice(first - start, last - start)
 
     def _values(self, index: int, *, is_written: bool) -> Tensor:
         """Return the whole parameter at this index of `named`.

@@ -1,51 +1,51 @@
 """Add NoLoCo to any training loop.
 
-NoLoCo counts the steps of the inner optimizer, so the loop needs no additional calls. Every `outer.inner_steps` steps,
-it takes the outer step (arXiv 2506.10911) in place on the model, with the vectors that one random live peer has sent.
-With "auto", it adapts this interval to the peer's link. Between outer steps, slow weights and momentum are swapped in
-the background.
+NoLoCo counts the steps of the inner optimizer, so the loop needs no additional calls. In the background, this peer
+swaps one slice of its weights after another with random live peers. What arrives is added to the weights between two
+inner steps, so training never waits. With `outer.wait`, training waits after every `outer.inner_steps` for a swap of
+all weights, and takes the outer step of the NoLoCo paper (arXiv 2506.10911).
 """
 
 from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from noloco_p2p.errors import CheckpointError, ModelError, SettingsError
-from noloco_p2p.gossip.exchange import ThreadedExchange
+from noloco_p2p.gossip.exchange import Exchange
 from noloco_p2p.gossip.frames import StateManifest
 from noloco_p2p.gossip.layout import ModelLayout
-from noloco_p2p.gossip.outcome import Alone, Half, LonelyCause, Outcome, Swapped
-from noloco_p2p.optim.gates import gate_limits
 from noloco_p2p.outer import saved_state
 from noloco_p2p.outer.checkpoint import Checkpoint, Checkpoints
 from noloco_p2p.outer.flat import FlatParameters
+from noloco_p2p.outer.mixing import Mixing, Swapped
 from noloco_p2p.outer.optimizer_state import InnerState, inner_state, is_skipped
-from noloco_p2p.outer.outer_state import OuterState
-from noloco_p2p.outer.rounds import RoundEnd, Rounds
-from noloco_p2p.outer.saver import Saver
-from noloco_p2p.outer.update_filter import UpdateFilter
+from noloco_p2p.outer.saver import Content, Saver
+from noloco_p2p.outer.update_filter import NotFiniteWeights
+from noloco_p2p.outer.weights import Weights
 from noloco_p2p.spec import Spec
-from noloco_p2p.telemetry.console import named
 from noloco_p2p.telemetry.metrics import Metrics
 from noloco_p2p.transfer.donor import SavedState
 
 log = logging.getLogger(__name__)
 
 FETCHED_FILE = "fetched.safetensors"  # holds the state of a live peer until it is loaded
+LOOK_S = 1.0  # shortest time between two looks at anything but swaps
+CLOSING_WAIT_S = 30.0  # for the next closing swap
+CLOSING_WAIT_STEPS = 20  # the same in inner steps, if that is longer
 
 
 class Membership(Protocol):
-    """The network services that the outer step needs in addition to swaps."""
+    """The network services that the outer step needs."""
 
     def enter(self, *, layout: ModelLayout, target: Path | None) -> StateManifest | None:
         """Announce which model this peer trains.
@@ -54,28 +54,27 @@ class Membership(Protocol):
         """
         ...
 
-    def catch_up(self, *, progress: float, inner_steps: int, target: Path) -> StateManifest | None:
+    def begin_swaps(self, num_elements: int) -> Exchange:
+        """Begin to swap a vector of this size, and end the swaps of the vector before."""
+        ...
+
+    def hold_swaps(self) -> None:
+        """Begin no swap until the peer announces that it is training, and let the running swaps end."""
+        ...
+
+    def catch_up(self, *, progress: float, target: Path) -> StateManifest | None:
         """Fetch the state of a live peer into `target` if most of the swarm is far ahead of `progress`.
 
-        `inner_steps` is the length of this peer's rounds. Returns None if this peer is not behind, or if no peer serves
-        a newer state.
+        Returns None if this peer is not behind, or if no peer serves a newer state.
         """
+        ...
+
+    def rescue(self, *, target: Path) -> StateManifest | None:
+        """Fetch the state of a live peer into `target` because this peer has lost its own. It may return None."""
         ...
 
     def serve_state(self, saved: SavedState) -> None:
         """Serve this state to newcomers from now on."""
-        ...
-
-    def sketch(self, slow_weights: Tensor, *, progress: float, at_rest: bool) -> None:
-        """Report an outer step. If a sketch of these weights is due, compute and publish it in the background.
-
-        `progress` is the progress of the step, which is the same for both partners of a swap. If `at_rest` is true, the
-        weights will not be trained any more.
-        """
-        ...
-
-    def weights_change(self) -> None:
-        """Announce that the slow weights are about to change. This invalidates a sketch that is still reading them."""
         ...
 
 
@@ -86,9 +85,6 @@ class Swarm(Protocol):
     def spec(self) -> Spec: ...
 
     @property
-    def exchange(self) -> ThreadedExchange: ...
-
-    @property
     def membership(self) -> Membership: ...
 
     @property
@@ -97,23 +93,20 @@ class Swarm(Protocol):
     @property
     def metrics(self) -> Metrics: ...
 
+    @property
+    def leave_requested(self) -> Event: ...
 
-@dataclass(frozen=True, slots=True)
-class RoundResult:
-    """The result of one round. `outcome` says whether this peer swapped, and with whom."""
 
-    round: int  # the round that ended
-    outcome: Outcome
-    progress: float
-    blocked_s: float  # duration of the boundary, during which `step` blocks
-    diverged: bool = False  # this peer's weights were non-finite and were reset to those at the start of the round
+class Event(Protocol):
+    def is_set(self) -> bool: ...
 
 
 class NoLoCo:
     """The outer optimizer of one peer.
 
-    The slow weights and the outer momentum are fp32 vectors on the CPU, which take 4 bytes per parameter each. Raises
-    ModelError if the optimizers train parameters that do not belong to the model.
+    Without an outer step, it needs no memory beyond a few slices of the weights. With one, it keeps the slow weights
+    and the outer momentum as fp32 vectors on the CPU. Raises ModelError if the optimizers train parameters that do not
+    belong to the model.
 
     Args:
         model: The model to train. Its trainable parameters form one flat vector, in the order of `named_parameters()`.
@@ -123,30 +116,30 @@ class NoLoCo:
         optimizer: One optimizer, or several in the order in which they step. A step of the last one is an inner step,
             unless a GradScaler skips it. Batches whose gradients are accumulated therefore count once. If this is None
             or an `InnerState` that is not a torch optimizer, call `step` after each inner step. Checkpoints contain the
-            state of all optimizers. After a round with non-finite weights, that state is reset.
+            state of all optimizers.
         peer: A running `Peer`. It trains the model of the latest NoLoCo that was created for it. If the peer enters a
             swarm that is already training, the model takes over the state of the swarm. Otherwise, training starts from
             the model's own weights. Peers that start at the same time must have equal weights, so set a seed before you
             create the model.
         resume: If True, training resumes from the newest of `checkpoints`, if there is one. This restores the model,
-            the inner optimizer and the position in the round. A mapping from `state_dict` restores the outer state and
+            the inner optimizer and the position in the run. A mapping from `state_dict` restores the outer state and
             the position in the run; the caller loads the model and the inner optimizer. If False, training starts
             afresh.
-        save_every_rounds: The number of rounds between two checkpoints, which are also served to newcomers. If 0, the
-            caller must call `save`, and newcomers keep their own weights until it does.
+        save_every_s: The time between two checkpoints, which are also served to newcomers, in seconds. The first one is
+            written after the first inner step. If 0, the caller must call `save`, and newcomers keep their own weights
+            until it does.
         checkpoints: The checkpoints to write and to resume from. If None, the last two are kept in the peer's folder
             for the run.
         meta: A function that is called for each checkpoint. It returns JSON values that the caller needs after a
             restart, such as the state of a scheduler. `resumed.meta` then holds them.
-        on_round: A function that is called with the result at the end of each round, within `optimizer.step()` or
-            `step()`.
-        end_at: The `progress` at which training ends: once it is reached, no new round opens.
+        on_swap: A function that is called for each swap that has been applied, within `optimizer.step()` or `step()`.
         parameters: An object that reads and writes the parameters of a model that is not entirely on one device.
         follows_caller: If True, the caller sets `progress`, the position in the schedule. Steps and swaps do not change
             it.
 
     Attributes:
         spec: The run spec of the peer.
+        weights: The vectors of this replica. Hold `weights.lock` while you change parameters outside an optimizer.
         entered: Whether the model took over the state of a live peer.
         resumed: The checkpoint from which training resumed, or None.
     """
@@ -158,74 +151,63 @@ class NoLoCo:
         peer: Swarm,
         *,
         resume: bool | Mapping[str, Any] = True,
-        save_every_rounds: int = 10,
+        save_every_s: float = 600.0,
         checkpoints: Checkpoints | None = None,
         meta: Callable[[], Mapping[str, Any]] = dict,
-        on_round: Callable[[RoundResult], None] | None = None,
-        end_at: float = math.inf,
+        on_swap: Callable[[Swapped], None] = lambda swap: None,
         parameters: FlatParameters | None = None,
         follows_caller: bool = False,
     ) -> None:
         self.spec = peer.spec
         self.entered = False
         self.resumed: Checkpoint | None = None
+        self.weights = Weights(parameters or FlatParameters(model), self.spec.outer)
         self._peer = peer
-        self._exchange = peer.exchange
         self._model = model
-        self._inner, self._hooked = inner_state(optimizer, model)
-        self._state = OuterState(parameters or model, self.spec.outer, limits=gate_limits(self.spec.codec))
-        update_filter = UpdateFilter(self._state, peer.metrics, on_change=peer.membership.weights_change)
-        self._rounds = Rounds(self.spec, self._exchange, self._state, update_filter, follows_caller=follows_caller)
-        self._save_every_rounds = save_every_rounds
+        self._inner, hooked = inner_state(optimizer, model)
+        self._save_every_s = save_every_s
         self._checkpoints = checkpoints or Checkpoints(peer.run_folder / "checkpoints")
         self._meta = meta
+        self._on_swap = on_swap
         self._saver = Saver()
-        self._saved_round = -1  # the round that was last saved at its start
-        self._on_round = on_round
-        self._end_at = end_at
+        self._saved_at_s = -math.inf
+        self._looked_at_s = -math.inf
         self._trainable = _trainable(model) if parameters is None else None  # FSDP temporarily replaces them
-        if isinstance(self._exchange.owner, NoLoCo):
-            self._exchange.owner.detach()
-        self._exchange.owner = self
+        self._place: Mapping[str, Any] = {"progress": 0.0, "steps": 0}
         self._enter(resume)
-        self._hook = self._hooked.register_step_post_hook(self._optimizer_stepped) if self._hooked else None
+        self._exchange = peer.membership.begin_swaps(self.weights.num_swapped)
+        self._mixing = Mixing(
+            self.spec, self.weights, self._exchange, peer.metrics, clock=time.monotonic, follows_caller=follows_caller
+        )
+        self._mixing.restart(progress=self._place["progress"], steps=self._place["steps"])
+        if not hooked and hasattr(self._inner, "weights_lock"):
+            setattr(self._inner, "weights_lock", self.weights.lock)  # noqa: B010 - not part of the protocol
+        self._is_locked = False
+        self._hooks = [hook for each in hooked for hook in self._hook(each, is_last=each is hooked[-1])]
+
+    def _hook(self, optimizer: Optimizer, *, is_last: bool) -> list[Any]:
+        ended = self._optimizer_stepped if is_last else self._unlock
+        return [optimizer.register_step_pre_hook(self._lock), optimizer.register_step_post_hook(ended)]
 
     def detach(self) -> None:
         """Stop counting the steps of the optimizer, which can still be used. It is safe to call this method twice."""
-        if self._hook:
-            self._hook.remove()
-            self._hook = None
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._unlock()
 
     @property
     def progress(self) -> float:
         """Return the completed fraction of the run's schedule. It determines the learning rate."""
-        return self._rounds.progress
+        return self._mixing.progress
 
     @progress.setter
     def progress(self, progress: float) -> None:
-        self._rounds.progress = progress
+        self._mixing.progress = progress
 
     def hold_progress(self) -> None:
         """Let the caller set `progress` from now on. Steps and swaps no longer change it."""
-        self._rounds.follows_caller = True
-
-    @property
-    def round(self) -> int:
-        """Return the number of outer steps of this replica, including the steps behind any state that it took over."""
-        return self._rounds.round
-
-    @property
-    def inner_steps(self) -> int:
-        """Return the length of the current round in inner steps."""
-        return self._rounds.inner_steps
-
-    @property
-    def is_between_rounds(self) -> bool:
-        """Return whether no inner step has been taken since the last outer step.
-
-        If so, the model equals its slow weights.
-        """
-        return self._rounds.steps == 0
+        self._mixing.follows_caller = True
 
     @property
     def num_steps(self) -> int:
@@ -235,131 +217,126 @@ class NoLoCo:
         """
         return self._peer.metrics.step
 
-    def step(self) -> RoundResult | None:
-        """Count an inner step.
+    def step(self) -> list[Swapped]:
+        """Count an inner step, and add the half-differences that have arrived to the weights. Return their swaps.
 
-        Call this after every inner step, unless NoLoCo counts the steps of the optimizer itself. Returns the result at
-        the end of a round, and None otherwise. This call blocks only at the end of a round, for at most
-        `outer.max_wait_s`. It never raises an error because of another peer. It raises SettingsError if another NoLoCo
-        was created for this peer, if a boundary is being polled, or if NoLoCo counts the optimizer's steps itself. It
-        raises ModelError if the set of trainable parameters has changed.
+        Call this after every inner step, unless NoLoCo counts the steps of the optimizer itself. It never raises an
+        error because of another peer. With `outer.wait`, it blocks after every `outer.inner_steps` for at most
+        `outer.max_wait_s`. It raises SettingsError if another NoLoCo was created for this peer, or if NoLoCo counts the
+        optimizer's steps itself. It raises ModelError if the set of trainable parameters has changed, or if the weights
+        are not finite and there is no state to return to.
         """
-        self._check_is_callers()
-        return self._close_step()
-
-    def _optimizer_stepped(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        """Handle a step of the last optimizer, before the caller sees the new weights."""
-        # After `with Peer.join(...)` has ended, a script may continue to train on its own.
-        if self._exchange.is_closed:
-            self.detach()
-        elif not is_skipped(optimizer):
-            self._close_step()
-
-    def _close_step(self) -> RoundResult | None:
-        self._check_step()
-        try:
-            if not self._take_step():
-                return None
-            end = self._finish_waiting()
-        except BaseException:  # after an interrupt or a failed loss check, the next step reaches the boundary again
-            self._rounds.give_up()
-            raise
-        return self._ended(end)
-
-    def advance(self) -> bool:
-        """Count an inner step as `step` does, but without waiting.
-
-        Returns True at the boundary. In that case, call `poll` until it returns the result. Until then, the weights do
-        not change, so gradients may be computed, but the optimizer must not take a step.
-        """
-        self._check_is_callers()
-        self._check_step()
-        return self._take_step()
-
-    def reach_boundary(self) -> None:
-        """End the round before its last inner step. Afterwards, call `poll` until it returns the result."""
-        self._check_is_callers()
-        self._check_step()
-        self._rounds.reach_boundary()
-
-    def _check_is_callers(self) -> None:
-        if self._hook:
+        if self._hooks:
             raise SettingsError(
                 "NoLoCo already counts the steps of its optimizer: remove this call, or pass None as the optimizer"
             )
+        return self._step()
 
-    def _check_step(self) -> None:
-        if self._exchange.owner is not self:
+    def _lock(self, *optimizer_step: object) -> None:
+        """Lock the weights before an optimizer changes them. After a step that failed, they are still locked."""
+        if not self._is_locked:
+            self.weights.lock.acquire()
+            self._is_locked = True
+
+    def _unlock(self, *optimizer_step: object) -> None:
+        if self._is_locked:
+            self._is_locked = False
+            self.weights.lock.release()
+
+    def _optimizer_stepped(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        """Handle a step of the last optimizer, before the caller sees the new weights."""
+        self._unlock()
+        if self._exchange.is_closed and not self._exchange.is_replaced:
+            self.detach()  # after `with Peer.join(...)` has ended, a script may continue to train on its own
+        elif not is_skipped(optimizer):
+            self._step()
+
+    def _step(self) -> list[Swapped]:
+        if self._exchange.is_replaced:
             raise SettingsError(
                 "another NoLoCo was created for this peer, but a peer can train only one model: "
                 "to train several models, put them into one nn.ModuleDict"
             )
-        if self._rounds.is_at_boundary:
-            raise SettingsError(
-                "the round is at its boundary: before the next step, call `poll` until the round has ended"
-            )
+        began_s, metrics, mixing = time.monotonic(), self._peer.metrics, self._mixing
+        metrics.step += 1
+        mixing.step_taken()
+        swapped = self._apply()
+        if mixing.is_due:
+            if self.spec.outer.wait:
+                self._exchange.wait_until_settled(self.spec.outer.max_wait_s)
+                swapped += self._apply()
+            mixing.outer_step()
+        now_s = time.monotonic()
+        metrics.progress = self.progress
+        metrics.blocked_s += now_s - began_s
+        if now_s - self._looked_at_s >= LOOK_S:
+            self._looked_at_s = now_s
+            self._look_around(now_s)
+        for swap in swapped:
+            self._on_swap(swap)
+        return swapped
 
-    def _take_step(self) -> bool:
-        self._peer.metrics.step += 1
-        if not self._rounds.is_open:
-            self._open()
-        if not self._rounds.step_taken():
-            return False
-        self._rounds.reach_boundary()
-        return True
-
-    def _finish_waiting(self) -> RoundEnd:
-        return self._rounds.finish(self._exchange.collect(self._rounds.wait_left_s))
-
-    def poll(self) -> RoundResult | None:
-        """Return the result of the round if it is over, or None if it is not. This call never waits.
-
-        The round ends at most `outer.max_wait_s` after the boundary. When this call returns a result, the outer step
-        has been taken and the next round is open.
-        """
-        if not self._rounds.is_at_boundary:
-            return None
-        end = self._rounds.poll()
-        return self._ended(end) if end else None
-
-    def closing_round(self, *, wait_s: float) -> RoundResult:
-        """After training, run a round without inner steps. Both partners move to their midpoint.
-
-        After about log2(N) + 3 of these rounds with N peers, each peer is close to the mean of all peers, even if it
-        has met only some of them. This call blocks for at most `wait_s`, mainly to wait for peers that are still
-        training. The last partner is chosen again only if no other peer is alive. The progress of this peer does not
-        change.
-        """
-        assert self.is_between_rounds, "inner steps have been taken since the last outer step"
+    def _apply(self) -> list[Swapped]:
         try:
-            self._open(patience_s=wait_s, is_closing=True)
-            self._rounds.reach_boundary(wait_s=wait_s)
-            end = self._finish_waiting()
-        except BaseException:
-            self._rounds.give_up()
-            raise
-        return self._count(end, is_closing=True)
+            if not self._exchange.has_diverged:
+                return self._mixing.apply()
+        except NotFiniteWeights:
+            pass
+        self._recover()
+        return []
 
-    def withdraw(self) -> RoundResult | None:
-        """Prepare for a pause. No partner waits for this peer any more, and the next `step` starts matchmaking again.
+    def _look_around(self, now_s: float) -> None:
+        """Check everything that need not be checked after each inner step."""
+        if self._trainable is not None and _trainable(self._model) != self._trainable:
+            raise ModelError(
+                "parameters of the model were replaced, frozen or unfrozen after this NoLoCo was created: "
+                "create a new NoLoCo, because this one would swap the old parameters"
+            )
+        self._catch_up()
+        if self._save_every_s and now_s - self._saved_at_s >= self._save_every_s:
+            self._saved_at_s = now_s
+            self.save_in_background()
 
-        A round with a partner ends here, with fewer inner steps and without the outer gradients, and its result is
-        returned. Any other round continues after the pause, and None is returned.
+    def close(self) -> None:
+        """After training, swap without inner steps until every part of the weights is close to the mean of all peers.
+
+        This takes about log2(N) + 3 mixings of each part with N peers. It ends early if no other peer is left to swap
+        with, or if this peer is asked to leave. The progress of this peer does not change.
         """
-        end = self._rounds.withdraw()
-        return self._count(end) if end else None
+        mixing, exchange = self._mixing, self._exchange
+        mixing.rest()
+        wait_s = max(CLOSING_WAIT_S, CLOSING_WAIT_STEPS * exchange.step_s)
+        until_s = time.monotonic() + wait_s
+        while mixing.missing_mixings() and exchange.has_partners() and not self._peer.leave_requested.is_set():
+            exchange.is_open = True
+            exchange.wait_for_news(LOOK_S)
+            if swapped := self._apply():
+                until_s = time.monotonic() + wait_s
+            elif time.monotonic() > until_s:
+                break
+            for swap in swapped:
+                self._on_swap(swap)
+        self.pause()
+
+    def pause(self) -> list[Swapped]:
+        """Begin no swap until the peer announces that it is training again. Return the swaps that ended meanwhile."""
+        self._peer.membership.hold_swaps()
+        self._exchange.paused()
+        swapped = self._apply()
+        for swap in swapped:
+            self._on_swap(swap)
+        return swapped
 
     def save(self) -> Path:
         """Write a checkpoint, serve it to newcomers, and return its folder.
 
-        The checkpoint contains the outer state, the state of the inner optimizer, the values of `meta` and, within a
-        round, the model's weights. Raises CheckpointError if writing fails; in that case, the last good checkpoint
-        remains intact.
+        The checkpoint contains the weights, the outer state, the state of the inner optimizer and the values of `meta`.
+        Raises CheckpointError if writing fails; in that case, the last good checkpoint remains intact.
         """
         self._saver.wait()  # only one checkpoint can be written at a time
-        files, meta = self._content()
-        folder = self._checkpoints.save(self.round, files=files, meta=meta)
-        self._serve(folder, meta["outer"])
+        content = self._content()
+        folder = self._checkpoints.save(self.num_steps, files={**content.fresh, **content.live}, meta=content.meta)
+        self._serve(folder, content.meta["outer"])
         return folder
 
     def save_in_background(self, *, done: Callable[[Path], None] | None = None) -> bool:
@@ -374,84 +351,107 @@ class NoLoCo:
             if done:
                 done(folder)
 
-        return self._saver.begin(self._checkpoints, self.round, content=self._content, done=written)
+        return self._saver.begin(self._checkpoints, self.num_steps, content=self._content, done=written)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the slow weights, the outer momentum and the position in the run, for the caller's own checkpoint.
+        """Return the outer state and the position in the run, for the caller's own checkpoint.
 
-        The vectors are not copied. The model and the inner optimizer are not included.
+        Vectors are not copied. The model and the inner optimizer are not included.
         """
-        return {**self._state.tensors(), "place": self._position()}
+        return {**self.weights.outer_state(), "place": self._position()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a state from `state_dict` before the first step. The caller loads the model and the inner optimizer.
+        """Restore a state from `state_dict`. The caller loads the model and the inner optimizer.
 
-        Raises CheckpointError if the state belongs to another model, and SettingsError if a round is open.
+        Raises CheckpointError if the state belongs to another model.
         """
-        if self._rounds.is_open or self._rounds.is_at_boundary:
-            raise SettingsError("a round is already open: load the state before the first step, or pass it as `resume`")
+        self._load(state)
+        self._mixing.restart(progress=self._place["progress"], steps=self._place["steps"])
+
+    def _load(self, state: Mapping[str, Any]) -> None:
         if "place" not in state:
             raise CheckpointError("this state_dict contains no position in a run, so it was not created by NoLoCo")
-        saved_state.check_layout(state["place"], self._state.parameters.model_layout, origin="this state_dict")
-        self._peer.membership.weights_change()
-        self._state.take_vectors(state)
+        saved_state.check_layout(state["place"], self.weights.parameters.model_layout, origin="this state_dict")
+        self.weights.take_outer_state(state)
         self._go_on_from(state["place"])
 
     def _position(self) -> dict[str, Any]:
         """Return this peer's position in the run as JSON values."""
+        layout = self.weights.parameters.model_layout
         return {
-            "round": self.round,
             "progress": self.progress,
-            "steps": self._rounds.steps,
-            "inner_steps": self.inner_steps,
+            "steps": self._mixing.steps,
             "num_steps": self.num_steps,
-            "layout": self._state.layout,
-            "tensors": self._state.parameters.model_layout.as_json().decode(),
+            "layout": layout.digest(),
+            "tensors": layout.as_json().decode(),
         }
 
-    def _content(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
-        """Return the files and the metadata of a checkpoint."""
-        files = saved_state.tensors_of(self._state, self._model, is_within_round=not self.is_between_rounds)
+    def _content(self) -> Content:
+        live = saved_state.live_tensors(self.weights, self._model)
         if self._inner:
-            files[saved_state.INNER_FILE] = self._inner.state()
-        return files, {**self._meta(), "outer": self._position()}
+            live[saved_state.INNER_FILE] = self._inner.state()
+        fresh = {saved_state.STATE_FILE: self.weights.tensors()}
+        return Content(fresh, live, {**self._meta(), "outer": self._position()})
 
     # entering
 
     def _enter(self, resume: bool | Mapping[str, Any]) -> None:
+        layout = self.weights.parameters.model_layout
         self.resumed = self._checkpoints.newest() if resume is True else None
         target = self._peer.run_folder / FETCHED_FILE if self.resumed is None and isinstance(resume, bool) else None
-        manifest = self._peer.membership.enter(layout=self._state.parameters.model_layout, target=target)
+        manifest = self._peer.membership.enter(layout=layout, target=target)
         if self.resumed:
             self._resume(self.resumed)
         elif not isinstance(resume, bool):
-            self.load_state_dict(resume)
+            self._load(resume)
         elif manifest and target and self._take_fetched(target):
-            self._rounds.restart(round_index=manifest.round, progress=manifest.progress)
+            self._place = {"progress": manifest.progress, "steps": 0}
             self.entered = True
-        self._peer.metrics.round, self._peer.metrics.progress = self.round, self.progress
+        self._peer.metrics.progress = self._place["progress"]
 
     def _catch_up(self) -> None:
         """Take over the swarm's state if this peer is far behind, because it would otherwise drag its partners back.
 
-        If a round has begun, its steps are discarded. The inner optimizer keeps its moments.
+        The inner optimizer keeps its moments.
         """
         target = self._peer.run_folder / FETCHED_FILE
-        manifest = self._peer.membership.catch_up(progress=self.progress, inner_steps=self.inner_steps, target=target)
+        manifest = self._peer.membership.catch_up(progress=self.progress, target=target)
         if manifest and self._take_fetched(target):
-            self._exchange.forget()
-            self._rounds.restart(round_index=manifest.round, progress=manifest.progress)
-            self._peer.metrics.round, self._peer.metrics.progress = self.round, self.progress
+            self._restart(manifest.progress)
             self._peer.metrics.catch_ups += 1
+
+    def _recover(self) -> None:
+        """Replace weights that are not finite by the state of a live peer, or by the newest checkpoint."""
+        self._peer.metrics.diverged += 1
+        log.error("this peer's weights are not finite; replacing them by the state of a live peer or by a checkpoint")
+        target = self._peer.run_folder / FETCHED_FILE
+        manifest = self._peer.membership.rescue(target=target)
+        if manifest and self._take_fetched(target):
+            progress = manifest.progress
+        elif checkpoint := self._checkpoints.newest():
+            progress = saved_state.put_back(checkpoint, self.weights, self._model)["progress"]
+        else:
+            raise ModelError(
+                "the weights are not finite, no live peer serves its state, and there is no checkpoint: start again "
+                "with a lower learning rate"
+            )
+        if self._inner:
+            self._inner.restore({})  # its moments are not finite, either
+        self._restart(progress)
+
+    def _restart(self, progress: float) -> None:
+        """Continue with new weights. Swaps of the old ones must not be applied to them."""
+        self._exchange = self._peer.membership.begin_swaps(self.weights.num_swapped)
+        self._mixing.begin_again(self._exchange, progress=progress)
+        self._peer.metrics.progress = progress
 
     def _take_fetched(self, target: Path) -> bool:
         """Load a fetched state. If the file is not a valid state, log an error and return False.
 
         A donor's digests prove only that the file arrived intact.
         """
-        self._peer.membership.weights_change()
         try:
-            self._state.take(load_file(target))
+            self.weights.take(load_file(target))
         except (CheckpointError, SafetensorError) as error:
             log.error("cannot use the fetched state: %s; this peer continues with its own state", error)
             return False
@@ -460,97 +460,22 @@ class NoLoCo:
         return True
 
     def _resume(self, checkpoint: Checkpoint) -> None:
-        position = saved_state.put_back(checkpoint, self._state, self._model)
+        position = saved_state.put_back(checkpoint, self.weights, self._model)
         if self._inner and checkpoint.has(saved_state.INNER_FILE):
             self._inner.restore(checkpoint.load(saved_state.INNER_FILE))
         self._go_on_from(position)
         self._serve(checkpoint.path, position)
-        self._saved_round = self.round
-        log.info("resumed from %s: round %d, %d steps", checkpoint.path, self.round, self.num_steps)
+        self._saved_at_s = time.monotonic()
+        log.info("resumed from %s: %d steps", checkpoint.path, self.num_steps)
 
     def _go_on_from(self, position: Mapping[str, Any]) -> None:
-        self._rounds.restart(round_index=position["round"], progress=position["progress"], steps=position["steps"])
-        self._rounds.length.resume(position["inner_steps"])
+        self._place = position
         self._peer.metrics.step = position["num_steps"]
 
-    def _open(self, *, patience_s: float = 0.0, is_closing: bool = False) -> None:
-        if self._trainable is not None and _trainable(self._model) != self._trainable:
-            raise ModelError(
-                "parameters of the model were replaced, frozen or unfrozen after this NoLoCo was created: "
-                "create a new NoLoCo, because this one would swap the old parameters"
-            )
-        self._catch_up()
-        self._rounds.open(patience_s=patience_s, is_closing=is_closing)
-        self._peer.metrics.inner_steps = self.inner_steps
-        self._save_if_due()
-
-    def _save_if_due(self) -> None:
-        """Save at most once per round, because a round may be opened again after a pause."""
-        every = self._save_every_rounds
-        if every and self.round != self._saved_round and self.round % every == 0:
-            self._saved_round = self.round
-            self.save_in_background()
-
     def _serve(self, folder: Path, position: dict[str, Any]) -> None:
-        self._peer.membership.serve_state(saved_state.for_newcomers(folder, self._state, position))
-
-    # the end of a round
-
-    def _ended(self, end: RoundEnd) -> RoundResult:
-        result = self._count(end)
-        if self.progress < self._end_at:
-            self._open()  # open now, so that the early part is sent while the caller reads its next batch
-        if self._on_round:
-            self._on_round(result)
-        return result
-
-    def _count(self, end: RoundEnd, *, is_closing: bool = False) -> RoundResult:
-        at_rest = is_closing or self.progress >= self._end_at
-        self._peer.membership.sketch(self._state.slow_weights, progress=end.swap_progress, at_rest=at_rest)
-        result = RoundResult(end.round, end.outcome, self.progress, end.boundary_s, end.diverged)
-        metrics = self._peer.metrics
-        metrics.round, metrics.progress = self.round, self.progress
-        metrics.rounds_here += 1
-        if result.diverged:
-            metrics.diverged += 1
-            log.error(
-                "round %d | this peer's weights were non-finite; restored the weights from the start of the round",
-                result.round,
-            )
-            if self._inner:
-                self._inner.restore({})  # its moments are non-finite as well
-        metrics.blocked_s = result.blocked_s
-        metrics.last_outcome = describe_outcome(result.outcome)
-        match result.outcome:
-            case Swapped():
-                metrics.swaps += 1
-            case Half():
-                metrics.halves += 1
-            case Alone(reason, cause):
-                metrics.alone += 1
-                metrics.count_solo(cause)
-                if cause is LonelyCause.REFUSED_STATE:
-                    log.warning("round %d | %s | this peer's own weights are kept", result.round, reason)
-                return result
-        received = result.outcome.received
-        metrics.swap_hidden_s = max(0.0, received.seconds - result.blocked_s)
-        metrics.spread = self._state.spread
-        metrics.last_partner = received.partner
-        metrics.lateness_s, metrics.transfer_s = received.lateness_s, received.transfer_s
-        return result
+        self._peer.membership.serve_state(saved_state.for_newcomers(folder, self.weights, position))
 
 
 def _trainable(model: nn.Module) -> list[int]:
     """Return the identities of the trainable parameters, regardless of their values."""
     return [id(param) for param in model.parameters() if param.requires_grad]
-
-
-def describe_outcome(outcome: Outcome) -> str:
-    """Describe an outcome in one phrase for a log line."""
-    match outcome:
-        case Alone(reason):
-            return f"solo: {reason}"
-        case Half(received, reason):
-            return f"half with {named(received.partner)}: {reason}"
-        case Swapped(received):
-            return f"swapped with {named(received.partner)}"

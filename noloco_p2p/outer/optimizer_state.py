@@ -32,8 +32,8 @@ class InnerState(Protocol):
 
 def inner_state(
     optimizer: Optimizer | Sequence[Optimizer] | InnerState | None, model: nn.Module
-) -> tuple[InnerState | None, Optimizer | None]:
-    """Return the inner optimizer's `InnerState` and the torch optimizer whose step ends an inner step.
+) -> tuple[InnerState | None, Sequence[Optimizer]]:
+    """Return the inner optimizer's `InnerState` and the torch optimizers, of which the last one ends an inner step.
 
     Raises ModelError if the optimizer trains parameters that do not belong to the model, because they would not be
     swapped.
@@ -41,10 +41,10 @@ def inner_state(
     if isinstance(optimizer, Optimizer):
         optimizer = [optimizer]
     if optimizer is None or not isinstance(optimizer, Sequence):
-        return optimizer, None
+        return optimizer, ()
     if not optimizer:
         raise ModelError("the list of optimizers is empty")
-    return TorchOptimizers(optimizer, dict(model.named_parameters())), optimizer[-1]
+    return TorchOptimizers(optimizer, dict(model.named_parameters())), optimizer
 
 
 class TorchOptimizers:

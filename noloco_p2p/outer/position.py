@@ -10,10 +10,8 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from statistics import median
 
-from noloco_p2p.gossip.outcome import Received
-from noloco_p2p.optim.gates import HISTORY_ROUNDS, LEAST_PARTNERS
-from noloco_p2p.spec import Spec
-
+PARTNERS = 8  # whose claims are remembered
+LEAST_PARTNERS = 3  # the number of partners needed to identify a majority
 ROUNDING = 1e-9  # progress is a sum of fractions, and counts as 1 if it is this close to 1
 
 
@@ -25,7 +23,7 @@ class _Claim:
 
 
 class PartnerPositions:
-    """The newest claims of the last `HISTORY_ROUNDS` different partners about their progress.
+    """The newest claims of the last `PARTNERS` different partners about their progress.
 
     A claim is only a partner's word. So each partner has one voice, and medians, which include this peer's own voice,
     decide. `trained` is always the fraction of the schedule that this peer has trained itself, which grows with each
@@ -40,15 +38,15 @@ class PartnerPositions:
         old = self._claims.pop(partner, None)
         speed = (progress - old.progress) / (trained - old.trained) if old and trained > old.trained else None
         self._claims[partner] = _Claim(progress, trained, speed)
-        if len(self._claims) > HISTORY_ROUNDS:
+        if len(self._claims) > PARTNERS:
             self._claims.popitem(last=False)
 
-    def move(self, progress: float, *, trained: float, at_most: float, num_live: int) -> float:
-        """Return the progress of this peer after it has moved from `progress` towards the median position.
+    def move(self, progress: float, *, trained: float, share: float, num_live: int) -> float:
+        """Return the progress of this peer after a swap of `share` of the weights.
 
-        It moves by `at_most` at most, and not at all before it knows claims of `LEAST_PARTNERS` different partners, or
-        of all others if fewer are live. `num_live` is the number of live peers, including this one. Since its claim,
-        each partner is taken to have advanced at the median speed of the partners.
+        It moves towards the median position by half of this share, and not at all before this peer knows claims of
+        `LEAST_PARTNERS` different partners, or of all others if fewer are live. `num_live` is the number of live peers,
+        including this one. Since its claim, each partner is taken to have advanced at the median speed of the partners.
         """
         enough = max(1, min(LEAST_PARTNERS, num_live - 1))
         claims = self._claims.values()
@@ -57,26 +55,12 @@ class PartnerPositions:
         speeds = [claim.speed for claim in claims if claim.speed is not None]
         speed = median([1.0, *speeds]) if len(speeds) >= enough else 1.0
         target = median([progress, *(claim.progress + speed * (trained - claim.trained) for claim in claims)])
-        return _settled(max(progress - at_most, min(progress + at_most, target)))
+        return _settled(progress + share / 2 * (target - progress))
 
 
 def next_progress(progress: float, total_steps: int) -> float:
     """Return the progress after one more inner step."""
     return _settled(progress + 1 / total_steps)
-
-
-def swap_progress(progress: float, received: Received, *, inner_steps: int, spec: Spec) -> float:
-    """Return the progress of a swap, which is the same number for both partners.
-
-    `progress` is this peer's progress at the end of a round of `inner_steps` steps. The result is the midpoint between
-    the points at which the partners opened their rounds, plus one round of the agreed length. If the partners are too
-    far apart, the midpoint is limited to one round from this peer's own opening.
-    """
-    total = spec.schedule_steps
-    agreed = received.agreed.inner_steps / total
-    opened = progress - inner_steps / total
-    apart = (received.partner_progress - opened) / 2
-    return opened + max(-agreed, min(agreed, apart)) + agreed
 
 
 def _settled(progress: float) -> float:

@@ -1,4 +1,4 @@
-"""Save the outer state of a peer in a checkpoint, restore it, and describe it to newcomers."""
+"""Save the weights of a peer in a checkpoint, restore them, and describe them to newcomers."""
 
 from __future__ import annotations
 
@@ -12,50 +12,46 @@ from torch import Tensor, nn
 from noloco_p2p.errors import CheckpointError
 from noloco_p2p.gossip.layout import ModelLayout
 from noloco_p2p.outer.checkpoint import Checkpoint
-from noloco_p2p.outer.outer_state import OuterState
+from noloco_p2p.outer.weights import Weights
 from noloco_p2p.transfer.donor import SavedState, describe_state
 
-STATE_FILE = "outer"  # stem of the file with slow weights and outer momentum in a checkpoint
-FAST_FILE = "fast"  # stem of the file with the model's weights, if a checkpoint is taken within a round
+STATE_FILE = "weights"  # stem of the file that newcomers fetch: the weights and, with alpha > 0, the outer momentum
+FAST_FILE = "model"  # stem of the file with the model's parameters, if they are not those in STATE_FILE
 INNER_FILE = "optimizer"  # stem of the file with the state of the inner optimizer
 BUFFERS_FILE = "buffers"  # stem of the file with buffers such as running statistics, if the model has any
 
 
-def tensors_of(state: OuterState, model: nn.Module, *, is_within_round: bool) -> dict[str, dict[str, Tensor]]:
-    """Return the tensors to save, by file and name.
-
-    Between rounds, the model equals its slow weights and is left out.
-    """
-    tensors = {STATE_FILE: state.tensors()}
+def live_tensors(weights: Weights, model: nn.Module) -> dict[str, dict[str, Tensor]]:
+    """Return what a checkpoint contains besides STATE_FILE and the inner optimizer, without copies."""
+    tensors = {}
     if buffers := persistent_buffers(model):
         tensors[BUFFERS_FILE] = buffers
-    if is_within_round:
-        tensors[FAST_FILE] = state.parameters.named_values()
+    if weights.slow is not None or weights.is_rounded:
+        tensors[FAST_FILE] = weights.parameters.named_values()
     return tensors
 
 
-def put_back(checkpoint: Checkpoint, state: OuterState, model: nn.Module) -> dict[str, Any]:
-    """Restore the state and the model from a checkpoint, and return its position in the run.
+def put_back(checkpoint: Checkpoint, weights: Weights, model: nn.Module) -> dict[str, Any]:
+    """Restore the weights and the buffers from a checkpoint, and return its position in the run.
 
     Raises CheckpointError if the checkpoint is damaged or belongs to another model.
     """
     position = checkpoint.meta["outer"]
-    check_layout(position, state.parameters.model_layout, origin=str(checkpoint.path))
-    state.take(checkpoint.load(STATE_FILE))
-    if position["steps"]:
-        state.parameters.take(checkpoint.load(FAST_FILE))
+    check_layout(position, weights.parameters.model_layout, origin=str(checkpoint.path))
+    weights.take(checkpoint.load(STATE_FILE))
+    if checkpoint.has(FAST_FILE):
+        weights.parameters.take(checkpoint.load(FAST_FILE))
     if buffers := persistent_buffers(model):
         restore_buffers(buffers, checkpoint.load(BUFFERS_FILE))
     return position
 
 
-def for_newcomers(folder: Path, state: OuterState, position: dict[str, Any]) -> SavedState:
+def for_newcomers(folder: Path, weights: Weights, position: dict[str, Any]) -> SavedState:
     """Return a description for newcomers of the checkpoint in `folder`, written at this position in the run."""
     return describe_state(
         folder / f"{STATE_FILE}.safetensors",
-        layout=state.layout,
-        num_elements=state.num_elements,
-        round_index=position["round"],
+        layout=position["layout"],
+        num_elements=weights.num_elements,
         progress=position["progress"],
     )
 

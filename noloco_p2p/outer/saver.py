@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,15 @@ log = logging.getLogger(__name__)
 USED_SHARE = 0.5  # share of free memory that the copy may use; if it needs more, training waits for the disk
 
 Files = Mapping[str, Mapping[str, Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """The content of a checkpoint. Training changes the tensors in `live`, but not those in `fresh`."""
+
+    fresh: Files
+    live: Files
+    meta: Mapping[str, Any]
 
 
 class Saver:
@@ -37,12 +47,12 @@ class Saver:
     def begin(
         self,
         checkpoints: Checkpoints,
-        round: int,
+        step: int,
         *,
-        content: Callable[[], tuple[Files, Mapping[str, Any]]],
+        content: Callable[[], Content],
         done: Callable[[Path], None],
     ) -> bool:
-        """Copy `content()` (files and metadata), and write it in the background.
+        """Copy `content()`, and write it in the background.
 
         Returns False if the last checkpoint is unfinished. `done` is called with the folder, on the thread that wrote
         the checkpoint. A failure is logged, and the last good checkpoint is kept. If the program exits during a write,
@@ -50,19 +60,20 @@ class Saver:
         checkpoint is written.
         """
         if self.is_busy:
-            log.warning("skipped the checkpoint of round %d because the previous one is still being written", round)
+            log.warning("skipped the checkpoint of step %d because the previous one is still being written", step)
             return False
-        files, meta = content()
-        num_bytes = sum(tensor.nbytes for tensors in files.values() for tensor in tensors.values())
+        found = content()
+        num_bytes = sum(tensor.nbytes for tensors in found.live.values() for tensor in tensors.values())
         has_room = num_bytes < USED_SHARE * free_memory()
+        live = found.live
         if has_room:
-            files = {stem: _copied(tensors) for stem, tensors in files.items()}
+            live = {stem: _copied(tensors) for stem, tensors in live.items()}
         else:
-            log.info("training is waiting for the checkpoint of round %d: not enough memory for a copy", round)
+            log.info("training is waiting for the checkpoint of step %d: not enough memory for a copy", step)
 
         def write() -> None:
             try:
-                done(checkpoints.save(round, files=files, meta=meta))
+                done(checkpoints.save(step, files={**found.fresh, **live}, meta=found.meta))
             except CheckpointError as error:
                 log.error("%s", error)
 

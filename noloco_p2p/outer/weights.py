@@ -1,60 +1,198 @@
-"""Copy and change a model's weights slice by slice, while an optimizer trains them on another thread."""
+"""The vectors of one replica, which its swaps copy and change slice by slice while an optimizer trains."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
 
-from noloco_p2p.codec import CHUNK_ELEMENTS
-from noloco_p2p.gossip.coder import Coding
+from noloco_p2p.codec import CHUNK_ELEMENTS, chunk_bounds
+from noloco_p2p.gossip.exchange import Committed
+from noloco_p2p.gossip.units import Slice, Units
+from noloco_p2p.outer.flat import FlatParameters
+from noloco_p2p.outer.outer_step import outer_step
+from noloco_p2p.outer.state_checks import OUTER_MOMENTUM, WEIGHTS, check_vectors
+from noloco_p2p.outer.update_filter import LIMITS, Filtered, FilterLimits, UpdateFilter
+from noloco_p2p.spec import OuterSpec
 
 DROPPED_BITS = {torch.bfloat16: 16, torch.float16: 13}  # of the fraction of an fp32 number
 SUBNORMAL = 2.0**-24  # distance between two subnormal numbers of fp16; those of bf16 have the exponents of fp32
 
 
-class Parameters(Protocol):
-    """The trainable parameters of a model as one flat vector. `FlatParameters` implements it."""
-
-    def read(self, start: int, stop: int) -> Tensor: ...
-
-    def pieces(self, start: int, stop: int) -> Iterable[tuple[Tensor, slice]]:
-        """Yield the parts of the parameters that form elements [start, stop), with their places among these."""
-        ...
-
-
 class Weights:
-    """The weights of one replica.
+    """The model's parameters and, in a run with an outer step, the slow weights and the outer momentum.
 
-    The training thread holds `lock` while its optimizer changes the weights, and only then. Copies are made chunk by
+    Partners swap slices of one vector: the parameters and, if the spec says so, the slow weights and the momentum.
+
+    The training thread holds `lock` while its optimizer changes the parameters, and only then. Copies are made chunk by
     chunk, so the optimizer waits for a copy of 1 MiB at most. On an accelerator, a copy is queued on the stream on
     which the optimizer works, so it sees the weights before or after a step, but never in between.
     """
 
-    def __init__(self, parameters: Parameters) -> None:
+    def __init__(self, parameters: FlatParameters, outer: OuterSpec, *, limits: FilterLimits = LIMITS) -> None:
         self.lock = threading.Lock()
-        self._parameters = parameters
+        self.parameters = parameters
+        self.num_elements = num = parameters.num_elements
+        self.slow = self._copy() if outer.has_outer_step else None
+        self.momentum = torch.zeros(num) if outer.keeps_momentum else None
+        # What partners add to the slow weights waits for the next outer step.
+        self._slow_halves = torch.zeros(num) if outer.sends_slow_weights else None
+        self._outer = outer
+        self.num_swapped = num * (1 + outer.sends_slow_weights + outer.sends_momentum)
+        self.units = Units(self.num_swapped)
+        chunks = self.units.chunks(Slice(0, self.units.num_units))
+        self._chunk_at = {chunk.start: number for number, chunk in enumerate(chunks)}
+        sizes = [param.numel() for _, param in parameters.named] * (self.num_swapped // num)
+        self.filter = UpdateFilter(sizes, [(chunk.start, chunk.stop) for chunk in chunks], limits)
+
+    def _copy(self) -> Tensor:
+        copy = torch.empty(self.num_elements)
+        for start, stop in chunk_bounds(self.num_elements):
+            copy[start:stop] = self.parameters.read(start, stop)
+        return copy
+
+    # swaps
 
     def read(self, start: int, stop: int) -> Tensor:
-        """Return a copy of elements [start, stop) in fp32 on the CPU. This can be called on any thread."""
+        """Return a copy of elements [start, stop) of the swapped vector, in fp32 on the CPU, on any thread."""
         copy = torch.empty(stop - start)
         for first in range(start, stop, CHUNK_ELEMENTS):
             last = min(first + CHUNK_ELEMENTS, stop)
             with self.lock:
-                copy[first - start : last - start] = self._parameters.read(first, last)
+                parts = self._sections(first, last)
+                values = [
+                    self.parameters.read(begin, end) if vec is None else vec[begin:end] for vec, begin, end in parts
+                ]
+                torch.cat([part.cpu() for part in values], out=copy[first - start : last - start])
         return copy
 
+    def _read(self, vector: Tensor | None, start: int, stop: int) -> Tensor:
+        return self.parameters.read(start, stop).cpu() if vector is None else vector[start:stop]
+
     @torch.no_grad()
-    def add(self, start: int, coding: Coding) -> None:
-        """Add the half-differences of a slice that begins at element `start`. Only the training thread calls this."""
-        for index, chunk in enumerate(coding.chunks):
-            halves = coding.half_difference(index)
+    def add(self, swap: Committed, *, steps: int, is_at_rest: bool = False) -> Filtered:
+        """Add the half-differences of a swap, after the update filter. Only the training thread calls this.
+
+        `steps` is the number of inner steps since the snapshot. Raises NotFiniteWeights.
+        """
+        if self._outer.wait:
+            steps = self._outer.inner_steps
+        filtered = Filtered(swap.partner, steps, max(swap.age, steps, 1), is_at_rest)
+        for index, chunk in enumerate(swap.coding.chunks):
+            start, stop = swap.start + chunk.start, swap.start + chunk.stop
+            halves = swap.coding.half_difference(index)
+            moved = self._moved(start, stop, swap.coding.values[chunk.start : chunk.stop]) if steps else None
+            self.filter.clip_(self._chunk_at[start], halves, moved, filtered)
+            self._add(start, stop, halves)
+        self.parameters.flush()
+        self.filter.close(filtered)
+        return filtered
+
+    def knows_pace(self, swap: Committed) -> bool:
+        """Return whether this peer has measured how far it moves in the units of a swap."""
+        return all(self.filter.knows_pace(self._chunk_at[swap.start + chunk.start]) for chunk in swap.coding.chunks)
+
+    def _add(self, start: int, stop: int, halves: Tensor) -> None:
+        done = 0
+        for vector, begin, end in self._sections(start, stop, is_written=True):
+            part = halves[done : done + end - begin]
+            done += end - begin
+            if vector is not None:
+                vector[begin:end] += part
+                continue
             with self.lock:
-                for part, place in self._parameters.pieces(start + chunk.start, start + chunk.stop):
-                    add_(part, halves[place].to(part.device))
+                for piece, place in self.parameters.pieces(begin, end):
+                    add_(piece, part[place].to(piece.device))
+
+    def _moved(self, start: int, stop: int, snapshot: Tensor) -> Tensor | None:
+        """Return how these elements have moved since the snapshot or, with `outer.wait`, since the last outer step."""
+        if self._outer.wait:
+            begin = start % self.num_elements
+            end = begin + stop - start
+            if self.slow is None or end > self.num_elements:
+                return None
+            return self._read(None, begin, end) - self.slow[begin:end]
+        return self._read(None, start, stop) - snapshot
+
+    def _sections(self, start: int, stop: int, *, is_written: bool = False) -> Iterator[tuple[Tensor | None, int, int]]:
+        """Yield the vectors that form elements [start, stop), with the place in each. None stands for the model."""
+        vectors: list[Tensor | None] = [None]
+        if self._outer.sends_slow_weights:
+            vectors.append(self._slow_halves if is_written else self.slow)
+        if self._outer.sends_momentum:
+            vectors.append(self.momentum)
+        for index, vector in enumerate(vectors):
+            offset = index * self.num_elements
+            begin, end = max(start, offset), min(stop, offset + self.num_elements)
+            if begin < end:
+                yield vector, begin - offset, end - offset
+
+    # the outer step
+
+    @torch.no_grad()
+    def outer_step(self) -> None:
+        """Take the outer step (arXiv 2506.10911), and set the model's parameters to the new slow weights.
+
+        Half-differences of the parameters have already been added to them. With gamma = beta, they are the whole pull
+        toward the partners. Otherwise, the half-differences of the slow weights add the rest of it.
+        """
+        assert self.slow is not None
+        outer = self._outer
+        for start, stop in chunk_bounds(self.num_elements):
+            slow = self.slow[start:stop]
+            gradient = self._read(None, start, stop).sub(slow)
+            offset = None
+            if self._slow_halves is not None:
+                offset = self._slow_halves[start:stop]
+                gradient.sub_(offset)  # the parameters already contain the mean of both partners
+            momentum = None if self.momentum is None else self.momentum[start:stop]
+            outer_step(slow, momentum, gradient, offset, alpha=outer.alpha, beta=outer.beta, gamma=outer.pull)
+            with self.lock:
+                self.parameters.write(start, slow)
+            if offset is not None:
+                offset.zero_()
+        self.parameters.flush()
+
+    # states
+
+    @property
+    def is_rounded(self) -> bool:
+        """Return whether a parameter has more bits than fp32."""
+        return any(param.dtype is torch.float64 for _, param in self.parameters.named)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return copies of what a newcomer takes over with `take`: flat fp32 vectors on the CPU."""
+        momentum = {} if self.momentum is None else {OUTER_MOMENTUM: self.momentum.clone()}
+        return {WEIGHTS: self._copy() if self.slow is None else self.slow.clone(), **momentum}
+
+    def outer_state(self) -> dict[str, Tensor]:
+        """Return, without copying them, the vectors that the model itself does not contain."""
+        momentum = {} if self.momentum is None else {OUTER_MOMENTUM: self.momentum}
+        return momentum if self.slow is None else {WEIGHTS: self.slow, **momentum}
+
+    def take_outer_state(self, tensors: Mapping[str, Tensor]) -> None:
+        """Set what `outer_state` returns. Raises CheckpointError, before anything changes, as `take` does."""
+        own = self.outer_state()
+        check_vectors(tensors, dict.fromkeys(own, self.num_elements))
+        for name, vector in own.items():
+            vector.copy_(tensors[name])
+
+    def take(self, tensors: Mapping[str, Tensor]) -> None:
+        """Set all vectors and the model from `tensors`. Other entries are ignored.
+
+        Raises CheckpointError, before anything changes, if the state belongs to another model or contains non-finite
+        numbers.
+        """
+        names = [WEIGHTS] if self.momentum is None else [WEIGHTS, OUTER_MOMENTUM]
+        check_vectors(tensors, dict.fromkeys(names, self.num_elements))
+        for start, stop in chunk_bounds(self.num_elements):
+            with self.lock:
+                self.parameters.write(start, tensors[WEIGHTS][start:stop])
+        self.parameters.flush()
+        for name, vector in self.outer_state().items():
+            vector.copy_(tensors[name])
 
 
 def add_(values: Tensor, offset: Tensor) -> None:

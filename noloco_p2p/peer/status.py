@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
-from collections import Counter
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from noloco_p2p._version import __version__
 from noloco_p2p.errors import SettingsError
 from noloco_p2p.gossip.frames import Hello
-from noloco_p2p.gossip.gossip import Gossip
+from noloco_p2p.gossip.gossip import Counts
 from noloco_p2p.gossip.layout import ModelLayout
 from noloco_p2p.identity import Identity
 from noloco_p2p.invitation import Invitation
@@ -23,7 +21,6 @@ from noloco_p2p.peer.pausing import Pausing
 from noloco_p2p.settings import PeerSettings, split_address
 from noloco_p2p.swarm.dial_back import Reach
 from noloco_p2p.swarm.records import PausedBy, PeerRecord
-from noloco_p2p.telemetry.console import named
 from noloco_p2p.telemetry.metrics import FAILED, Metrics
 from noloco_p2p.telemetry.progress import Progress
 from noloco_p2p.ticket import MAX_ADDRESSES, Ticket
@@ -90,9 +87,7 @@ class PublishedStatus:
         self._pausing = pausing
         self._training_time = Stopwatch()
         self._started_at_s = self._state_since_s = time.time()
-        self._counting = threading.Lock()
-        self._gossip: Gossip | None = None
-        self._counted, self._relayed_bytes = Counter[str](), 0  # at the last count
+        self._before: dict[str, int] = {}  # what was counted before a restart
         self._told_outbound_only = False
         self._metrics_server: HttpServer | None = None
 
@@ -125,31 +120,20 @@ class PublishedStatus:
     # counters
 
     def count(self) -> None:
-        """Update the metrics that follow from the swaps, the relay and the time. Any thread may call this."""
-        metrics, net = self._metrics, self._net
-        with self._counting:
-            self._count_swaps(self._gossip)
-            if net.service.gossip is not self._gossip:  # this peer has begun to train, or trains another stage
-                self._gossip, self._counted = net.service.gossip, Counter()
-                self._count_swaps(self._gossip)
-            metrics.swaps_per_min, metrics.link_use = self._gossip.last_minute() if self._gossip else (0.0, 0.0)
-            relayed_bytes = net.directory.relayed_bytes
-            metrics.relayed_bytes += relayed_bytes - self._relayed_bytes
-            self._relayed_bytes = relayed_bytes
-            metrics.trained_s = self._training_time.seconds()
-
-    def _count_swaps(self, gossip: Gossip | None) -> None:
-        """Add what `gossip` has counted since the last call."""
-        counts = Counter(counts_of(gossip) if gossip else {})
-        for name, number in counts.items():
-            setattr(self._metrics, name, getattr(self._metrics, name) + number - self._counted[name])
-        self._counted = counts
+        """Update the metrics that follow from swaps, relays and time. Any thread may call this."""
+        net, metrics = self._net, self._metrics
+        for name, number in counted(net.service.counts, relayed_bytes=net.directory.relayed_bytes).items():
+            setattr(metrics, name, self._before.get(name, 0) + number)
+        if gossip := net.service.gossip:
+            metrics.swaps_per_min, metrics.link_use = gossip.link.last_minute(time.monotonic())
+        metrics.trained_s = self._training_time.seconds()
 
     def restore_metrics(self, values: dict[str, Any]) -> None:
         """Continue the counters from the values in a checkpoint. Unknown names are ignored."""
         for name in Metrics.__dataclass_fields__:
             if name in values:
                 setattr(self._metrics, name, values[name])
+        self._before = {name: getattr(self._metrics, name) for name in counted(Counts(), relayed_bytes=0)}
         self._training_time.add(self._metrics.trained_s or 0.0)
 
     # the data that is published
@@ -201,7 +185,6 @@ class PublishedStatus:
         self.count()
         now_s, net = time.time(), self._net
         reach, headcount = net.reachability.verdict(), net.directory.headcount()
-        fault = self._gossip.last_failure if self._gossip else None
         return {
             "peer_id": self._identity.peer_id,
             "name": self._settings.name,
@@ -224,8 +207,7 @@ class PublishedStatus:
             "ticket": self.ticket(),
             "live_peers": headcount.others,
             "live_peers_is_estimate": headcount.is_estimate,
-            "last_fault": f"{named(fault.peer)}: {fault.reason}" if fault and fault.peer else "",
-            "last_fault_advice": fault.advice if fault else "",
+            "last_fault": net.service.counts.last_failure,
             "settings": self._settings_by_origin(),
             **self._metrics.as_dict(),
         }
@@ -259,11 +241,12 @@ class PublishedStatus:
         return self.network
 
 
-def counts_of(gossip: Gossip) -> dict[str, int]:
-    """Return the counters of a peer's swaps by the names of their metrics."""
+def counted(counts: Counts, *, relayed_bytes: int) -> dict[str, int]:
+    """Return what a peer has counted since its start, by the names of the metrics."""
     return {
-        **asdict(gossip.traffic),
-        "swaps": gossip.num_swaps,
-        **{name: gossip.failures[name.removeprefix("failed_")] for name in FAILED},
-        **{f"refused_{code.lower()}": gossip.refused[code] for code in ("OVER_SHARE", "UNLISTED")},
+        **asdict(counts.traffic),
+        "swaps": counts.swaps,
+        **{name: counts.failures[name.removeprefix("failed_")] for name in FAILED},
+        **{f"refused_{code.lower()}": counts.refused[code] for code in ("OVER_SHARE", "UNLISTED")},
+        "relayed_bytes": relayed_bytes,
     }

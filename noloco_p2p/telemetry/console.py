@@ -93,21 +93,24 @@ def loss(value: float | None) -> str:
 
 
 def report_line(metrics: Metrics, *, num_live: int) -> str:
-    """Format a report: `step 1,234 | 12.3 % | loss 3.214 | 1.2k tokens/s | 14 swaps/min, 0.4 % apart | 7 peers`."""
-    swaps = [f"{metrics.swaps_per_min:.{0 if metrics.swaps_per_min >= 10 else 1}f} swaps/min"]
-    if metrics.age_steps is not None:
-        swaps.append(f"{metrics.age_steps:.1f} steps old")
-    if metrics.apart is not None:
-        swaps.append(f"{100 * metrics.apart:.2g} % apart")
+    """Format a report: `step 1,234 | 12.3 % | loss 3.214 | 1.2k tokens/s | (swaps) | 7 peers`."""
     parts = [
         f"step {metrics.step:,}",
         f"{100 * metrics.progress:.1f} %",
         f"loss {loss(metrics.loss)}",
         f"{count(metrics.tokens_per_s)} tokens/s",
-        ", ".join(swaps),
+        describe_swaps(metrics),
         counted(num_live + 1, "peer"),
     ]
     return " | ".join(parts)
+
+
+def describe_swaps(metrics: Metrics) -> str:
+    """Describe the recent swaps: `14 swaps/min, 1.3 steps old, 0.4 % apart`."""
+    parts = [f"{metrics.swaps_per_min:.{0 if metrics.swaps_per_min >= 10 else 1}f} swaps/min"]
+    if metrics.apart is not None:
+        parts += [f"{metrics.age_steps:.1f} steps old", f"{percent(metrics.apart)} apart"]
+    return ", ".join(parts)
 
 
 def named(peer_id: str) -> str:

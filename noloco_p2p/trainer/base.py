@@ -1,4 +1,4 @@
-"""All trainers share this base class. It reads data, reports rounds, writes checkpoints, pauses, and ends the run."""
+"""All trainers share this base class. It reads data, reports, writes checkpoints, pauses, and ends the run."""
 
 from __future__ import annotations
 
@@ -17,13 +17,11 @@ from noloco_p2p.data.prefetch import Prefetcher
 from noloco_p2p.data.stream import TokenStream, validation_batches
 from noloco_p2p.devices import empty_cache
 from noloco_p2p.errors import CheckpointError, ModelError
-from noloco_p2p.gossip.outcome import Alone, LonelyCause
-from noloco_p2p.optim.mixing import closing_rounds, closing_wait_s
 from noloco_p2p.outer.checkpoint import Checkpoint
-from noloco_p2p.outer.noloco import NoLoCo, RoundResult
+from noloco_p2p.outer.noloco import NoLoCo
 from noloco_p2p.peer.peer import Peer
 from noloco_p2p.spec import TrainerSpec
-from noloco_p2p.telemetry.console import closing_line, round_line
+from noloco_p2p.telemetry.console import counted, report_line
 from noloco_p2p.telemetry.console import loss as show_loss
 from noloco_p2p.telemetry.events import EventLog
 from noloco_p2p.trainer.cut import check_stages
@@ -36,12 +34,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+FIRST_REPORT_S = 2.0  # the first report and checkpoint are early, because newcomers need a donor
+
 
 class TrainerBase:
     """The base class of a trainer.
 
     `peer` holds the spec of the run, `spec` holds the settings of the inner steps, and `say` prints a line for the
-    user. A subclass creates `outer`, counts its inner steps in `_timed_steps`, and provides the loss of each round.
+    user. A subclass creates `outer`, calls `_begin_time` when training begins, and after each inner step counts it in
+    `_timed_steps` and calls `_do_what_is_due`.
     """
 
     outer: NoLoCo
@@ -60,8 +61,7 @@ class TrainerBase:
             peer_id=peer.peer_id,
             config=spec.model_dump(mode="json"),
         )
-        peer.tell_long_swaps(lambda swap: self.events.write("swap", **asdict(swap)))
-        self._timed_from_s, self._timed_steps = time.monotonic(), 0
+        self._begin_time()
 
     # data
 
@@ -101,8 +101,8 @@ class TrainerBase:
         """Return the reader whose position goes into a checkpoint, or None if this peer reads no data."""
         raise NotImplementedError
 
-    def _round_loss(self) -> float | None:
-        """Return the mean loss of the last round in nats per token, and reset it. Return None if there is no loss."""
+    def _mean_loss(self) -> float | None:
+        """Return the mean loss since the last report in nats per token, or None if there is no loss."""
         raise NotImplementedError
 
     def _take_gauges(self) -> None:
@@ -117,79 +117,77 @@ class TrainerBase:
         return self.peer.live_peers()
 
     def _line_begins(self) -> str:
-        """Return the prefix of the line that reports a round."""
+        """Return the prefix of the line of a report."""
         return ""
 
-    # once a round
+    # now and then
 
-    def _round_done(self, result: RoundResult) -> None:
+    def _begin_time(self) -> None:
+        """Measure the speed from now on, and let the next report and checkpoint be early."""
+        self._timed_from_s, self._timed_steps = time.monotonic(), 0
+        self._report_at_s = self._timed_from_s + min(FIRST_REPORT_S, self.peer.settings.report_every_s)
+        self._save_at_s = self._report_at_s
+        self._evaluated_step = self.peer.metrics.step
+
+    def _do_what_is_due(self) -> None:
+        """Report, evaluate and save, each at its own interval."""
+        metrics, now_s = self.peer.metrics, time.monotonic()
+        if now_s >= self._report_at_s:
+            self._report_at_s = now_s + self.peer.settings.report_every_s
+            self._report()
+        if now_s >= self._save_at_s:
+            self._save_at_s = now_s + self.peer.settings.save_every_s
+            step = metrics.step
+            self.outer.save_in_background(done=lambda folder: self._saved(folder, step))
+        every = self.spec.evaluate.every_steps
+        if metrics.step // every > self._evaluated_step // every:
+            self._evaluated_step = metrics.step
+            self._evaluate()
+
+    def _report(self) -> None:
         metrics = self.peer.metrics
-        metrics.loss = self._round_loss()
-        self._time_steps()
+        metrics.loss = self._mean_loss()
+        self._note_speed()
         self._take_gauges()
         self.peer.count_traffic()
         self.trackers.log(metrics.as_dict())
-        self.events.write("round", **metrics.as_dict(), live_peers=self.peer.live_peers())
-        self.say(self._line_begins() + round_line(metrics, num_live=self.peer.live_peers()))
-        if result.round % self.spec.evaluate.every_rounds == self.spec.evaluate.every_rounds - 1:
-            self._evaluate()
-        every = self.peer.settings.save_every_rounds
-        # the first checkpoint is early, because newcomers need a donor
-        if metrics.rounds_here == 1 or result.round % every == every - 1:
-            step = metrics.step
-            self.outer.save_in_background(done=lambda folder: self._saved(folder, step))
+        self.events.write("report", **metrics.as_dict(), live_peers=self.peer.live_peers())
+        self.say(self._line_begins() + report_line(metrics, num_live=self.peer.live_peers()))
 
     def _evaluated(self, loss: float) -> None:
         metrics = self.peer.metrics
         metrics.validation_loss = loss
         self.trackers.log(metrics.as_dict())
-        self.events.write("evaluated", step=metrics.step, round=metrics.round, validation_loss=loss)
-        self.say(f"round {metrics.round} | validation loss {show_loss(loss)}, perplexity {perplexity(loss):.4g}")
+        self.events.write("evaluated", step=metrics.step, progress=metrics.progress, validation_loss=loss)
+        self.say(f"step {metrics.step:,} | validation loss {show_loss(loss)}, perplexity {perplexity(loss):.4g}")
 
     def _count_tokens(self, number: int) -> None:
         self.peer.metrics.tokens = (self.peer.metrics.tokens or 0) + number
 
-    def _time_steps(self) -> None:
+    def _note_speed(self) -> None:
         """Update the step rate from the steps and the time since the last call."""
-        self._note_speed()
-        self._timed_from_s, self._timed_steps = time.monotonic(), 0
-
-    def _note_speed(self, *, aside_s: float = 0.0) -> None:
-        metrics = self.peer.metrics
-        metrics.inner_steps_per_s = self._timed_steps / (time.monotonic() - self._timed_from_s - aside_s)
+        metrics, now_s = self.peer.metrics, time.monotonic()
+        metrics.inner_steps_per_s = self._timed_steps / (now_s - self._timed_from_s)
         metrics.tokens_per_s = metrics.inner_steps_per_s * self.spec.train.batch_size * self.spec.data.sequence_length
+        self._timed_from_s, self._timed_steps = now_s, 0
 
     # the end of a run
 
     @property
     def finished(self) -> bool:
-        """Whether the schedule and its last round are complete."""
-        return self.outer.progress >= 1 and self.outer.is_between_rounds
+        """Whether the schedule is complete."""
+        return self.outer.progress >= 1
 
     def _close(self) -> None:
-        """After training, swap weights for a few more rounds, so that this peer gets close to the mean of the swarm.
-
-        The rounds stop early if no other peer is left, or if this peer is asked to leave.
-        """
-        others = self._num_mates()
-        num_rounds = closing_rounds(self.spec.outer, others + 1) if others else 0
-        wait_s = closing_wait_s(self.spec.outer, self.peer.exchange.step_rate.seconds_per_round())
-        metrics = self.peer.metrics
-        for number in range(1, num_rounds + 1):
-            if self.peer.leave_requested.is_set():
-                return
-            result = self.outer.closing_round(wait_s=wait_s)
-            self.peer.count_traffic()
-            self.events.write("closed", **metrics.as_dict(), number=number, of=num_rounds)
-            self.say(self._line_begins() + closing_line(metrics, number=number, num_rounds=num_rounds))
-            if isinstance(result.outcome, Alone) and result.outcome.cause is LonelyCause.NOBODY:
-                return
+        """After training, swap weights a few more times, so that this peer gets close to the mean of the swarm."""
+        metrics, before = self.peer.metrics, self.peer.metrics.swaps
+        with self.peer.progress.task("mixing the final weights with other peers"):
+            self.outer.close()
+        self.say(f"{self._line_begins()}mixed the final weights in {counted(metrics.swaps - before, 'swap')}")
 
     def _wait_while_paused(self) -> None:
         """Save the state in case the machine is switched off, and wait until the peer is resumed or asked to leave."""
-        result = self.outer.withdraw()
-        if result:
-            self._round_done(result)
+        self.outer.pause()
         self._save()
         self.say(f"paused: {self.peer.pausing.sentence}")
         self.events.write("paused", step=self.peer.metrics.step, paused_by=self.peer.pausing.word)
@@ -202,7 +200,9 @@ class TrainerBase:
 
     def _finish(self) -> Path | None:
         """Write the final checkpoint and report the end. Return the checkpoint, or None if it could not be written."""
+        self.outer.pause()  # otherwise a partner could get half of a swap whose other half is not saved
         folder = self._save()
+        self.peer.count_traffic()
         self.trackers.close()
         metrics = self.peer.metrics
         self.events.write("finished" if self.finished else "stopped", **metrics.as_dict())
@@ -257,4 +257,4 @@ class TrainerBase:
         if (data := self._data()) and meta["data"]:
             data.load_state_dict(meta["data"])
         self.peer.restore_metrics(meta["metrics"])
-        self.say(f"resumed from step {self.peer.metrics.step}, round {self.outer.round} ({checkpoint.path})")
+        self.say(f"resumed from step {self.peer.metrics.step} ({checkpoint.path})")

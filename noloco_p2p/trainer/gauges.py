@@ -41,7 +41,7 @@ SHORTEST_S = 1.0  # the shortest time over which a speed is measured
 class Gauges:
     """The gauges of a model on one device, or of a model that is sharded over several devices.
 
-    `take` writes them to the metrics once per round.
+    `take` writes them to the metrics with each report.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, *, sequence_length: int, num_devices: int = 1) -> None:

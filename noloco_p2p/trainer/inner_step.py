@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, distributed, nn
@@ -35,6 +36,8 @@ class InnerStep:
 
     `micro_batch` is the number of sequences per forward and backward pass, or 0 for a whole batch. Gradients are summed
     over the passes, so the result of a step does not depend on `micro_batch`.
+
+    `weights_lock` is held while the optimizer changes the weights, so that another thread can copy them in between.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class InnerStep:
         self.device = next(iter(self.trainable.values())).device
         self.gradient_norm: Tensor | None = None  # of the last step, before clipping; it stays on the device
         self.micro_batch = self.compute.micro_batch
+        self.weights_lock: AbstractContextManager[object] = nullcontext()
         self._is_bf16 = self.compute.is_bf16(self.device)
         self._is_offloaded = self.compute.offload_optimizer and has_own_memory(self.device)
         self._steppers = [OffloadedOptimizer(one) if self._is_offloaded else one for one in self.optimizers]
@@ -94,10 +98,11 @@ class InnerStep:
         If there are no gradients, the parameters and the state of the optimizers stay unchanged.
         """
         self.gradient_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.train.clip_norm)
-        for optimizer, stepper in zip(self.optimizers, self._steppers, strict=True):
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(self.train, progress)
-            stepper.step()
+        for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
+            group["lr"] = learning_rate(self.train, progress)
+        with self.weights_lock:
+            for stepper in self._steppers:
+                stepper.step()
         self._forget()
 
     def forget(self) -> None:

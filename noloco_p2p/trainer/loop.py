@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from blake3 import blake3
@@ -14,7 +12,7 @@ from torch import Tensor
 
 from noloco_p2p.data.prefetch import Prefetcher
 from noloco_p2p.errors import DataError
-from noloco_p2p.outer.checkpoint import Checkpoint, Checkpoints
+from noloco_p2p.outer.checkpoint import Checkpoints
 from noloco_p2p.outer.flat import FlatParameters
 from noloco_p2p.outer.noloco import NoLoCo
 from noloco_p2p.peer.peer import Peer
@@ -29,10 +27,7 @@ from noloco_p2p.trainer.ranks import Ranks
 from noloco_p2p.trainer.sharded import ShardedParameters, ShardedStep, shard
 from noloco_p2p.trainer.start import load_start
 
-log = logging.getLogger(__name__)
-
 SEED_BYTES = 6  # 2 ** 48 seeds
-REFRESH_S = 1.0  # shortest time between two refreshes of the loss within a round; each one syncs the accelerator
 
 
 class Trainer(TrainerBase):
@@ -74,10 +69,9 @@ class Trainer(TrainerBase):
             self.model,
             self.inner_step,
             peer,
-            save_every_rounds=0,
+            save_every_s=0,
             checkpoints=Checkpoints(peer.run_folder / "checkpoints", keep=settings.keep_checkpoints),
             meta=self._meta,
-            end_at=1.0,
             parameters=parameters,
         )
         if self.outer.resumed:
@@ -90,8 +84,6 @@ class Trainer(TrainerBase):
             sequence_length=spec.data.sequence_length,
             num_devices=ranks.size if ranks else 1,
         )
-        self._aside_s = 0.0  # seconds of this round that were not spent on steps
-        self._refreshed_s = time.monotonic()
 
     def _place_model(self, ranks: Ranks | None, compute: Compute) -> tuple[InnerStep, FlatParameters]:
         """Move the model to the device, or shard it over all ranks."""
@@ -138,16 +130,15 @@ class Trainer(TrainerBase):
 
         Returns the checkpoint that was written at the end, or None if it could not be written.
         """
-        metrics, max_steps = self.peer.metrics, self.peer.settings.max_steps
-        last_step = None if max_steps is None else metrics.step + max_steps
-        rounds_before = metrics.rounds_here
-        self.events.write("started", peer_id=self.peer.peer_id, address=self.peer.address, resumed_at=metrics.step)
+        metrics, max_steps, resumed_at = self.peer.metrics, self.peer.settings.max_steps, self.peer.metrics.step
+        last_step = None if max_steps is None else resumed_at + max_steps
+        self.events.write("started", peer_id=self.peer.peer_id, address=self.peer.address, resumed_at=resumed_at)
         if not self.finished:
             self._pause_if_asked()  # the peer may have been started outside its hours
         if not self.peer.leave_requested.is_set():
             self._evaluate()
         self.model.train()
-        self._timed_from_s, self._aside_s = time.monotonic(), 0.0
+        self._begin_time()
         while not self.finished and not self.peer.leave_requested.is_set():
             batch = draw(self._next_batch)
             if batch is None:
@@ -157,16 +148,13 @@ class Trainer(TrainerBase):
             self._losses.append(loss)
             self._timed_steps += 1
             self._count_tokens(self.spec.train.batch_size * self.spec.data.sequence_length)
-            result = self.outer.step()
-            if result:
-                self._round_done(result)
-            elif self.peer.metrics.loss is None or time.monotonic() - self._refreshed_s >= REFRESH_S:
-                self._refresh_metrics()
+            self.outer.step()
+            self._do_what_is_due()
             self._pause_if_asked()
             if metrics.step == last_step:
                 break
         self.batches.close()
-        if self.finished and metrics.rounds_here > rounds_before:  # not if it had finished before a restart
+        if self.finished and metrics.step > resumed_at:  # not if it had finished before a restart
             self._close()
         if not self.peer.leave_requested.is_set():  # a request to leave must not wait for an evaluation
             self._evaluate()
@@ -187,10 +175,8 @@ class Trainer(TrainerBase):
     def _data(self) -> Prefetcher:
         return self.batches
 
-    def _round_loss(self) -> float | None:
-        """Return the mean loss of the round. This synchronises with the accelerator, once per round."""
-        if not self._losses:  # a pause may end a round before its first step
-            return self.peer.metrics.loss
+    def _mean_loss(self) -> float | None:
+        """Return the mean loss since the last report. This synchronises with the accelerator."""
         loss = float(torch.stack(self._losses).mean())
         self._losses.clear()
         return loss
@@ -199,32 +185,12 @@ class Trainer(TrainerBase):
         metrics = self.peer.metrics
         self.gauges.take(metrics, gradient_norm=self.inner_step.gradient_norm, waited_s=self.batches.waited_s)
 
-    def _time_steps(self) -> None:
-        super()._time_steps()
-        self._aside_s, self._refreshed_s = 0.0, self._timed_from_s
-
-    def _refresh_metrics(self) -> None:
-        """Update the loss and the speed for `noloco status` within a round, because a round may take minutes."""
-        self.peer.metrics.loss = float(torch.stack(self._losses).mean())
-        self._note_speed(aside_s=self._aside_s)  # a round may begin with an evaluation that takes longer than its steps
-        self._refreshed_s = time.monotonic()
-
     def _evaluate(self) -> None:
         """Measure the loss on the held-out sequences, which are the same for every peer."""
         began_s = time.monotonic()
         loss = self.inner_step.evaluate(self.validation, progress=self.peer.progress)
-        self._aside_s += time.monotonic() - began_s
+        self._timed_from_s += time.monotonic() - began_s
         self._evaluated(loss)
-
-    # stopping and resuming
-
-    def _meta(self) -> dict[str, Any]:
-        """Return the metadata of a checkpoint, including the losses of the current round."""
-        return {**super()._meta(), "losses": [float(loss) for loss in self._losses]}
-
-    def _resume(self, checkpoint: Checkpoint) -> None:
-        super()._resume(checkpoint)
-        self._losses += [torch.tensor(loss, device=self.device) for loss in checkpoint.meta["losses"]]
 
 
 def draw(next_batch: Callable[[], Tensor | None]) -> Tensor | None:

@@ -29,8 +29,8 @@ from noloco_p2p.net.session import Session
 from noloco_p2p.outer.checkpoint import Checkpoint, Checkpoints
 from noloco_p2p.outer.flat import FlatParameters
 from noloco_p2p.outer.robust_mean import leave_out_far, robust_mean
-from noloco_p2p.outer.saved_state import check_layout
-from noloco_p2p.outer.state_checks import SLOW_WEIGHTS, check_vectors, read_state, vectors_of
+from noloco_p2p.outer.saved_state import STATE_FILE, check_layout
+from noloco_p2p.outer.state_checks import WEIGHTS, check_vectors, read_state, vectors_of
 from noloco_p2p.peer.run_folder import check_checkpoint_folder, stage_folder
 from noloco_p2p.peer.state_admission import StateAdmission
 from noloco_p2p.spec import TrainerSpec
@@ -54,7 +54,7 @@ COMPARED = 5  # states from which a fork picks the one in the middle; two of the
 
 @dataclass(frozen=True, slots=True)
 class TakenState:
-    """The slow weights (flat, fp32) of one peer, or the mean of several, with their model or stage.
+    """The weights (flat, fp32) of one peer, or the mean of several, with their model or stage.
 
     The model of a stage is built without memory for its weights. `left_out` maps each rejected peer to the reason for
     the rejection. For each peer whose state was clipped, `shortened` holds the distance of that state from the others,
@@ -63,18 +63,18 @@ class TakenState:
 
     spec: TrainerSpec
     model: PreTrainedModel
-    slow_weights: Tensor
+    weights: Tensor
     num_peers: int
     num_silent: int = 0  # live peers that were asked but sent no state, because they have saved none yet or are gone
     left_out: Mapping[str, str] = field(default_factory=dict[str, str])
     shortened: Mapping[str, float] = field(default_factory=dict[str, float])
 
     def by_name(self) -> dict[str, Tensor]:
-        """Return views of the slow weights with the names and shapes of the parameters."""
-        return FlatParameters(self.model).by_name(self.slow_weights)
+        """Return views of the weights with the names and shapes of the parameters."""
+        return FlatParameters(self.model).by_name(self.weights)
 
     def fill_model(self) -> PreTrainedModel:
-        FlatParameters(self.model).write(0, self.slow_weights)
+        FlatParameters(self.model).write(0, self.weights)
         return self.model
 
     def notices(self) -> list[str]:
@@ -90,7 +90,7 @@ class TakenState:
 
 
 def from_checkpoint(folder: Path, *, stage: int | None = None, folders: Mapping[str, str] | None = None) -> TakenState:
-    """Load the slow weights of a checkpoint.
+    """Load the weights of a checkpoint.
 
     `folder` is a checkpoint, a folder of checkpoints, or the folder of a run; the newest checkpoint in it is used.
     `stage` is the stage that the checkpoint must hold. `folders` maps the names of bound models to their folders.
@@ -110,12 +110,12 @@ def from_checkpoint(folder: Path, *, stage: int | None = None, folders: Mapping[
         )
     model = _build(spec, stage, folders)
     check_layout(checkpoint.meta["outer"], FlatParameters(model).model_layout, origin=str(checkpoint.path))
-    tensors = checkpoint.load("outer")
+    tensors = checkpoint.load(STATE_FILE)
     try:
         check_vectors(tensors, vectors_of(spec.outer, FlatParameters(model).num_elements))
     except CheckpointError as error:
         raise CheckpointError(f"{checkpoint.path}: {error}") from None
-    return TakenState(spec, model, tensors[SLOW_WEIGHTS], 1)
+    return TakenState(spec, model, tensors[WEIGHTS], 1)
 
 
 def _newest(folder: Path, stage: int | None) -> Checkpoint:
@@ -234,7 +234,7 @@ async def live_run(ticket: Ticket, *, progress: Progress, folders: Mapping[str, 
 
 @dataclass(slots=True)
 class _Fetched:
-    """States in temporary files. `states` maps each peer to its slow weights, which are memory-mapped."""
+    """States in temporary files. `states` maps each peer to its weights, which are memory-mapped."""
 
     spec: TrainerSpec
     model: PreTrainedModel
@@ -246,7 +246,7 @@ class _Fetched:
 
     def take(
         self,
-        slow_weights: Tensor,
+        weights: Tensor,
         num_peers: int,
         *,
         far: Mapping[str, float],
@@ -261,7 +261,7 @@ class _Fetched:
         return TakenState(
             self.spec,
             self.model,
-            slow_weights,
+            weights,
             num_peers,
             num_silent,
             left_out=refused | distant,
@@ -326,7 +326,7 @@ async def _fetch(
                 )
             if manifest:
                 expected = vectors_of(fetched.spec.outer, parameters.num_elements)
-                fetched.states[peer.peer_id] = read_state(target, expected)[SLOW_WEIGHTS]
+                fetched.states[peer.peer_id] = read_state(target, expected)[WEIGHTS]
             else:
                 forget(target)
         report_peers(len(fetched.states), wanted)

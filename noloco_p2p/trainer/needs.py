@@ -17,8 +17,7 @@ from torch import Tensor
 
 from noloco_p2p.devices import free_and_total_bytes, free_memory, has_own_memory, total_memory
 from noloco_p2p.errors import SettingsError
-from noloco_p2p.gossip.frames import Part
-from noloco_p2p.gossip.sections import part_bytes, section_plans
+from noloco_p2p.gossip.units import MOST_ELEMENTS
 from noloco_p2p.settings import PeerSettings
 from noloco_p2p.spec import Spec, TrainerSpec
 from noloco_p2p.telemetry.console import count, mib
@@ -26,9 +25,10 @@ from noloco_p2p.trainer.compute import Compute
 from noloco_p2p.trainer.memory import MOMENT_BYTES
 
 CPU = torch.device("cpu")
+FP32_BYTES = 4  # per parameter and vector
 WEIGHT_BYTES = 8  # per parameter: fp32 weights and gradients, without the moments of AdamW
-VECTOR_BYTES = 4  # per parameter and vector: slow weights, and outer momentum if there is any, are fp32 on the CPU
-CHECKPOINT_BYTES = 12  # per parameter: moments, and the fast weights within a round, without the outer state
+NUM_SLICES = 6  # in memory at a time: two swaps, each with a snapshot, a half-difference and payloads
+NETWORK_BYTES = 100 << 20  # the process of the DHT
 PROBE_STEPS = 2
 PROBE_TOKENS = 2048  # enough tokens to keep a small machine busy, but few enough not to delay the start
 
@@ -37,32 +37,27 @@ PROBE_TOKENS = 2048  # enough tokens to keep a small machine busy, but few enoug
 class Needs:
     num_parameters: int
     model_bytes: int  # on an accelerator, without activations
-    outer_bytes: int  # in main memory: outer state, offloaded moments, one encoded payload per direction and section
+    swap_bytes: int  # in main memory: slices and payloads of swaps, the state of the outer step, and the DHT
     disk_bytes: int
-    round_bytes: int  # each way
-    hour_bytes: int  # each way, at the speed of this machine; an upper bound if inner_steps is "auto"
-    has_fixed_rounds: bool
     step_s: float
     memory_free_bytes: int
     disk_free_bytes: int
-    is_on_host: bool  # whether the model is in main memory, as the outer state is
+    is_on_host: bool  # whether the model is in main memory, too
 
     def lines(self) -> list[str]:
         """Format the needs for the user."""
-        about = " about" if self.has_fixed_rounds else ", depending on the link, up to"
         return [
             f"model: {count(self.num_parameters)} trainable parameters, {self.step_s:.2f} s per inner step"
             " on this machine",
-            f"needs: {mib(self.model_bytes)} to train (plus activations), {mib(self.outer_bytes)} for the outer step,"
+            f"needs: {mib(self.model_bytes)} to train (plus activations), {mib(self.swap_bytes)} to swap,"
             f" {mib(self.disk_bytes)} of disk space",
-            f"sends and receives: {mib(self.round_bytes)} per round and{about} {mib(self.hour_bytes)} per hour,"
-            " in each direction",
+            "swaps use the whole link, unless --max-upload and --max-download limit them",
             f"free on this machine: {mib(self.memory_free_bytes)} of memory, {mib(self.disk_free_bytes)} of disk space",
         ]
 
     def warnings(self) -> list[str]:
         warnings = []
-        if self.outer_bytes + (self.model_bytes if self.is_on_host else 0) > self.memory_free_bytes:
+        if self.swap_bytes + (self.model_bytes if self.is_on_host else 0) > self.memory_free_bytes:
             warnings.append("this run needs more memory than is free on this machine; the peer may be killed")
         if self.disk_bytes > self.disk_free_bytes:
             warnings.append(
@@ -92,18 +87,11 @@ def estimate(
     """
     compute = compute or Compute()
     moments = MOMENT_BYTES if compute.offload_optimizer else 0
-    round_bytes = _round_bytes(spec, num_parameters)
-    inner_steps = spec.outer.inner_steps
-    shortest = spec.outer.min_inner_steps if inner_steps == "auto" else inner_steps
-    rounds_per_hour = 3600 / max(step_s * shortest, 1e-6)
     return Needs(
         num_parameters=num_parameters,
         model_bytes=((WEIGHT_BYTES + MOMENT_BYTES - moments) * num_parameters + frozen_bytes) // compute.num_ranks,
-        outer_bytes=moments * num_parameters + _outer_bytes(spec, num_parameters),
-        disk_bytes=(keep_checkpoints + 1) * (_state_bytes(spec, num_parameters) + CHECKPOINT_BYTES * num_parameters),
-        round_bytes=round_bytes,
-        hour_bytes=int(round_bytes * rounds_per_hour),
-        has_fixed_rounds=not spec.outer.is_auto,
+        swap_bytes=moments * num_parameters + _swap_bytes(spec, num_parameters),
+        disk_bytes=(keep_checkpoints + 1) * _checkpoint_bytes(spec, num_parameters),
         step_s=step_s,
         memory_free_bytes=free_memory(),
         disk_free_bytes=shutil.disk_usage(folder).free,
@@ -127,7 +115,7 @@ def check_memory(
     moments = MOMENT_BYTES if spec.train.inner_optimizer == "adamw" else MOMENT_BYTES // 2  # Muon mostly keeps one
     offloaded = moments if compute.offload_optimizer else 0
     model_bytes = frozen_bytes + (WEIGHT_BYTES + moments - offloaded) * num_parameters
-    host_bytes = offloaded * num_parameters + _outer_bytes(spec, num_parameters)
+    host_bytes = offloaded * num_parameters + _swap_bytes(spec, num_parameters)
     on_host = host_bytes if has_own_memory(device) else model_bytes + host_bytes
     _must_fit(on_host, memory_limit(settings), spec, num_parameters, what="main memory and swap space")
     if device.type == "cpu":
@@ -145,14 +133,14 @@ def memory_limit(settings: PeerSettings) -> int:
 
 
 def training_bytes(spec: TrainerSpec, *, num_parameters: int, num_matrix_parameters: int) -> int:
-    """Return the bytes that training keeps between two steps: weights, gradients, moments and outer state.
+    """Return the bytes that training keeps between two steps: weights, gradients, moments and the outer step's state.
 
     Muon keeps one moment instead of two for each of the `num_matrix_parameters` that it optimizes.
     """
     moments = MOMENT_BYTES * num_parameters
     if spec.train.inner_optimizer == "muon":
         moments -= MOMENT_BYTES // 2 * num_matrix_parameters
-    return WEIGHT_BYTES * num_parameters + moments + _state_bytes(spec, num_parameters)
+    return (WEIGHT_BYTES + _outer_step_bytes(spec)) * num_parameters + moments
 
 
 def _must_fit(least_bytes: int, total_bytes: int, spec: Spec, num_parameters: int, *, what: str) -> None:
@@ -164,18 +152,25 @@ def _must_fit(least_bytes: int, total_bytes: int, spec: Spec, num_parameters: in
         )
 
 
-def _outer_bytes(spec: Spec, num_parameters: int) -> int:
-    """Return the size of the outer state plus one encoded payload per direction and section."""
-    return _state_bytes(spec, num_parameters) + 2 * _round_bytes(spec, num_parameters)
+def _swap_bytes(spec: Spec, num_parameters: int) -> int:
+    """Return the main memory that swaps need: slices, the state of the outer step, and the DHT."""
+    slices = NUM_SLICES * FP32_BYTES * min(num_parameters, MOST_ELEMENTS)
+    return slices + _outer_step_bytes(spec) * num_parameters + NETWORK_BYTES
 
 
-def _state_bytes(spec: Spec, num_parameters: int) -> int:
-    return (2 if spec.outer.keeps_momentum else 1) * VECTOR_BYTES * num_parameters
+def _outer_step_bytes(spec: Spec) -> int:
+    """Return the bytes per parameter of the outer step: slow weights, momentum, and half-differences of slow weights.
+
+    While training waits for a swap of the whole vector, there are also its snapshot and the partner's data.
+    """
+    outer = spec.outer
+    waiting = 2 * (1 + outer.sends_slow_weights + outer.sends_momentum) if outer.wait else 0
+    return FP32_BYTES * (outer.has_outer_step + outer.keeps_momentum + outer.sends_slow_weights + waiting)
 
 
-def _round_bytes(spec: Spec, num_parameters: int) -> int:
-    plans = section_plans(spec.codec, swap_momentum=spec.outer.sends_momentum, num_elements=num_parameters)
-    return sum(part_bytes(plans, part) for part in Part)
+def _checkpoint_bytes(spec: Spec, num_parameters: int) -> int:
+    vectors = 1 + spec.outer.has_outer_step + spec.outer.keeps_momentum  # with an outer step, also the slow weights
+    return (vectors * FP32_BYTES + MOMENT_BYTES) * num_parameters
 
 
 def probe_step_s(backward: Callable[[Tensor], Tensor], batch: Tensor) -> float:

@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 from noloco_p2p.errors import CheckpointError, ModelError
 from noloco_p2p.outer.checkpoint import Checkpoint, Checkpoints
 from noloco_p2p.outer.flat import FlatParameters
-from noloco_p2p.outer.saved_state import check_layout
-from noloco_p2p.outer.state_checks import SLOW_WEIGHTS
+from noloco_p2p.outer.saved_state import STATE_FILE, check_layout
+from noloco_p2p.outer.state_checks import WEIGHTS
 from noloco_p2p.trainer.model_source import ModelSource
 from noloco_p2p.trainer.weights import load
 
@@ -32,4 +32,4 @@ def revive(model: PreTrainedModel, folder: Path) -> None:
         raise CheckpointError(f"{folder} contains neither a checkpoint of this stage nor an exported model")
     parameters = FlatParameters(model)
     check_layout(checkpoint.meta["outer"], parameters.model_layout, origin=str(checkpoint.path))
-    parameters.write(0, checkpoint.load("outer")[SLOW_WEIGHTS])
+    parameters.write(0, checkpoint.load(STATE_FILE)[WEIGHTS])

@@ -66,6 +66,7 @@ class ShardedStep(InnerStep):
 
     def __init__(self, model: nn.Module, train: TrainSpec, compute: Compute, ranks: Ranks) -> None:
         super().__init__(model, train, compute)
+        self.num_updates = 0
         self._ranks = ranks
 
     def fit(self, batch: Tensor) -> int:
@@ -79,6 +80,7 @@ class ShardedStep(InnerStep):
     def update(self, *, progress: float) -> None:
         self._ranks.tell("update", progress=progress)
         super().update(progress=progress)
+        self.num_updates += 1
 
     def forget(self) -> None:
         self._ranks.tell("forget")
@@ -140,10 +142,13 @@ class ShardedStep(InnerStep):
 class ShardedParameters(FlatParameters):
     """Rank 0's view of all trainable parameters. `flush` completes all writes.
 
-    At any time, at most one parameter is gathered for reading and one for writing. `layout` is the layout of the model
+    At any time, at most one parameter is gathered for reading and one for writing. All ranks take part, so only the
+    training thread can read, between two steps. `layout` is the layout of the model
     before it was sharded. It is passed in because computing it later would involve all ranks: it contains digests of
     the frozen weights.
     """
+
+    is_readable_anywhere = False
 
     def __init__(self, step: ShardedStep, *, layout: ModelLayout) -> None:
         super().__init__(step.model)
@@ -151,12 +156,13 @@ class ShardedParameters(FlatParameters):
         self._step = step
         self._read: tuple[int, Tensor] | None = None  # the index in `named`, and the values
         self._written: tuple[int, Tensor] | None = None
+        self._read_at = 0  # number of updates before `_read` was gathered
 
     def _check(self, name: str, param: Tensor) -> None:
         assert isinstance(param, DTensor), name
 
     def flush(self) -> None:
-        """Scatter the last write to the ranks, and forget what was read, because inner steps will change it."""
+        """Scatter the last write to the ranks, and forget what was read before it."""
         super().flush()  # the values may have been written on a stream other than the sending one
         self._put_back()
         self._read = None
@@ -167,7 +173,8 @@ class ShardedParameters(FlatParameters):
 
     def _values(self, index: int, *, is_written: bool) -> Tensor:
         held = self._written if is_written else self._read
-        if held and held[0] == index:
+        is_current = is_written or self._read_at == self._step.num_updates
+        if held and held[0] == index and is_current:
             return held[1]
         if is_written:
             self._put_back()
@@ -175,7 +182,7 @@ class ShardedParameters(FlatParameters):
         if is_written:
             self._written = index, values
         else:
-            self._read = index, values
+            self._read, self._read_at = (index, values), self._step.num_updates
         return values
 
     def _put_back(self) -> None:

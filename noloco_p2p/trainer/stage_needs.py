@@ -54,7 +54,7 @@ class StageNeeds:
         return self.sizes.stage(cut_of(self.spec), stage)
 
     def memory(self, stage: int) -> int:
-        """Return the bytes that a peer of `stage` keeps between two steps, excluding activations and swap payloads."""
+        """Return the bytes that a peer of `stage` keeps between two steps, excluding activations and swaps."""
         part = self.part(stage)
         return training_bytes(
             self.spec, num_parameters=part.num_parameters, num_matrix_parameters=part.num_matrix_parameters
@@ -72,7 +72,7 @@ class StageNeeds:
             name = f"{index} (head)" if index == 0 else str(index)
             places = f"{blocks[0]}-{blocks[-1]}" if len(blocks) > 1 else str(blocks[0])
             rows.append((name, places, count(self.part(index).num_parameters), mib(self.memory(index))))
-        about = "the memory includes weights, gradients, moments and slow weights, but not activations or swap payloads"
+        about = "the memory includes weights, gradients and moments, but not activations and swaps"
         return [*aligned(rows, num_left=1), about]
 
     def _links(self) -> list[str]:

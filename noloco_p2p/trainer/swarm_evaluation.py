@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class SwarmEvaluation:
     spec: TrainerSpec
-    model: PreTrainedModel  # with the mean of the slow weights
-    losses: dict[Path, float]  # in nats per token, for each peer's slow weights; empty after `evaluate_swarm`
+    model: PreTrainedModel  # with the mean weights
+    losses: dict[Path, float]  # in nats per token, for each peer; empty after `evaluate_swarm`
     merged_loss: float  # in nats per token, on the held-out sequences
     spread: float  # root mean square distance of a replica from the mean, relative to the norm of the mean
     num_sequences: int
@@ -54,7 +54,7 @@ def evaluate_swarm(
         for number, of_stage in enumerate(folders):
             report(number, len(folders))
             states = _read(of_stage, stage=number if spec.pipeline.stages > 1 else None)
-            replicas = [state.slow_weights for state in states]
+            replicas = [state.weights for state in states]
             mean = _mean(replicas)
             parts |= FlatParameters(states[0].model).by_name(mean)
             norms.append(float(mean.norm()))
@@ -91,13 +91,13 @@ def evaluate_each(
             raise CheckpointError(
                 f"{folder} belongs to the run {ours}, but the first folder belongs to the run {theirs}"
             )
-        weights[folder] = state.slow_weights
+        weights[folder] = state.weights
     spec, model = states[0].spec, states[0].model
     torch.nn.Module.to(model, device)
     batches = _held_out(spec, bindings=bindings, models=models, progress=progress)
     flat, losses = FlatParameters(model), dict[Path, float]()
-    for folder, slow_weights in weights.items():
-        flat.write(0, slow_weights)
+    for folder, replica in weights.items():
+        flat.write(0, replica)
         losses[folder] = evaluate_loss(model, batches, progress=progress)
     replicas = list(weights.values())
     mean = _mean(replicas)

@@ -39,7 +39,7 @@ def test_it_runs_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         notebook, timeout=int(SLOW_TEST_S), kernel_name="python3", resources={"metadata": {"path": tmp_path}}
     ).execute()
     said = {cell.id: printed(cell) for cell in notebook.cells}
-    assert said["watch"].count("swapped with") >= 3
+    assert said["watch"].count("% apart") >= 3
     assert "peer" in said["status"]
     assert said["generate"].startswith("def main(")
     assert (tmp_path / "model" / "config.json").exists()

@@ -1,0 +1,179 @@
+"""Take part in the swaps of one replica, and take its outer steps. This module uses no network and never waits.
+
+`NoLoCo` runs it on the training thread, and a simulated replica on a virtual clock:
+
+    step_taken   ->   apply   ->   in a run with an outer step, after every `outer.inner_steps`: outer_step
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from noloco_p2p.gossip.exchange import Committed, Exchange
+from noloco_p2p.outer.position import PartnerPositions, next_progress
+from noloco_p2p.outer.update_filter import Filtered
+from noloco_p2p.outer.weights import Weights
+from noloco_p2p.spec import OuterSpec, Spec
+from noloco_p2p.telemetry.metrics import Metrics
+
+SMOOTHING = 0.1  # weight of a new swap in the metrics
+CLOSING_MORE = 3  # mixings after log2(N), which reduce what is left of the squared distance to an eighth
+
+
+@dataclass(frozen=True, slots=True)
+class Swapped:
+    """A swap whose half-differences have been added to the weights.
+
+    `share` is the part of the weights that it carried. `age_steps` is the number of inner steps since the snapshot.
+    `distance` is the distance to the partner, relative to the norm of this peer's weights.
+    """
+
+    partner: str
+    share: float
+    age_steps: int
+    seconds: float
+    distance: float
+
+
+class Mixing:
+    """The outer optimizer of one replica.
+
+    `clock` returns seconds. If `follows_caller` is true, the caller sets `progress`, and inner steps and swaps do not
+    change it.
+    """
+
+    def __init__(
+        self,
+        spec: Spec,
+        weights: Weights,
+        exchange: Exchange,
+        metrics: Metrics,
+        *,
+        clock: Callable[[], float],
+        follows_caller: bool = False,
+    ) -> None:
+        self.exchange = exchange
+        self.follows_caller = follows_caller
+        self.steps = 0  # inner steps since the last outer step
+        self.is_at_rest = False  # whether training is over
+        self._spec = spec
+        self._weights = weights
+        self._metrics = metrics
+        self._clock = clock
+        self._positions = PartnerPositions()
+        self._steps_taken = 0
+        self._held: list[Committed] = []
+        self._connect()
+
+    @property
+    def progress(self) -> float:
+        """The completed fraction of the run's schedule."""
+        return self.exchange.progress
+
+    @progress.setter
+    def progress(self, progress: float) -> None:
+        self.exchange.progress = progress
+
+    def restart(self, *, progress: float, steps: int = 0) -> None:
+        """Continue from a new position in the run, after the weights have been replaced."""
+        self._positions = PartnerPositions()
+        self.progress, self.steps = progress, steps
+
+    def begin_again(self, exchange: Exchange, *, progress: float) -> None:
+        """Continue from a new position with a new exchange, which carries no swaps of the old weights."""
+        self.exchange, self._held = exchange, []
+        self._connect()
+        self.restart(progress=progress)
+
+    def _connect(self) -> None:
+        if self._weights.parameters.is_readable_anywhere:
+            self.exchange.read = self._weights.read
+
+    def step_taken(self) -> None:
+        """Count an inner step."""
+        self.exchange.step_taken(self._clock())
+        self.steps += 1
+        self._steps_taken += 1
+        if not self.follows_caller:
+            self.progress = next_progress(self.progress, self._spec.schedule_steps)
+
+    @property
+    def is_due(self) -> bool:
+        """Return whether an outer step is due. With `outer.wait`, wait for a swap first, and apply it."""
+        outer = self._spec.outer
+        return outer.has_outer_step and self.steps >= outer.inner_steps
+
+    def outer_step(self) -> None:
+        self._weights.outer_step()
+        self.steps = 0
+
+    def apply(self) -> list[Swapped]:
+        """Add the half-differences that have arrived to the weights, and give the network what it asks for.
+
+        Raises NotFiniteWeights.
+        """
+        arrived, self._held = self._held + self.exchange.collect(), []
+        swapped = [self._apply(swap) for swap in arrived if self._may_apply(swap)]
+        self.exchange.serve(self._weights.read)
+        return swapped
+
+    def rest(self) -> None:
+        """Begin the closing swaps, after the last inner step."""
+        self.is_at_rest = True
+        self.exchange.ages.rest()
+
+    def missing_mixings(self) -> int:
+        """Return how often some part of the weights must still be mixed in closing swaps."""
+        wanted = closing_mixings(self._spec.outer, self.exchange.num_live())
+        return max(0, wanted - self.exchange.ages.least_mixings)
+
+    def _may_apply(self, swap: Committed) -> bool:
+        """Hold back a swap until this peer knows how far it moves itself in a step, because this limits a partner."""
+        may = (
+            self.is_at_rest
+            or self._spec.outer.wait
+            or self.exchange.step > swap.snapshot_step
+            or self._weights.knows_pace(swap)
+        )
+        if not may:
+            self._held.append(swap)
+        return may
+
+    def _apply(self, swap: Committed) -> Swapped:
+        began_s, exchange = self._clock(), self.exchange
+        age_steps = exchange.step - swap.snapshot_step
+        filtered = self._weights.add(swap, steps=age_steps, is_at_rest=self.is_at_rest)
+        share = len(swap.coding.values) / self._weights.num_swapped
+        if self.is_at_rest:
+            exchange.step += 1
+        elif not self.follows_caller:
+            trained = self._steps_taken / self._spec.schedule_steps
+            self._positions.note(swap.partner, swap.progress, trained=trained)
+            self.progress = self._positions.move(self.progress, trained=trained, share=share, num_live=swap.num_live)
+        distance = 2 * math.sqrt(filtered.square) / (float(swap.coding.values.norm()) or 1.0)
+        result = Swapped(swap.partner, share, age_steps, swap.seconds, distance)
+        self._measure(result, filtered)
+        exchange.applied(swap, seconds=self._clock() - began_s)
+        return result
+
+    def _measure(self, swap: Swapped, filtered: Filtered) -> None:
+        metrics = self._metrics
+        apart = swap.distance / math.sqrt(2)
+        metrics.apart = apart if metrics.apart is None else metrics.apart + SMOOTHING * (apart - metrics.apart)
+        metrics.age_steps += SMOOTHING * (swap.age_steps - metrics.age_steps)
+        metrics.judged_pieces += len(filtered.norms)
+        metrics.clipped_pieces += filtered.num_clipped
+        metrics.last_partner = swap.partner
+
+
+def closing_mixings(outer: OuterSpec, num_peers: int) -> int:
+    """Return how often each part of the weights is mixed in closing swaps.
+
+    Each mixing halves the squared distance of randomly paired peers from their mean. After log2 N mixings, 1 / N of it
+    is left, and `CLOSING_MORE` mixings reduce it to an eighth of that.
+    """
+    if num_peers < 2:
+        return 0
+    return math.ceil(math.log2(num_peers)) + CLOSING_MORE if outer.closing_mixings == "auto" else outer.closing_mixings

@@ -1,0 +1,148 @@
+"""Clip the half-differences of a partner before they are added to the weights.
+
+A partner is a stranger. Its numbers have arrived intact and are finite, but they can otherwise be anything. So each
+piece of a half-difference is clipped to a radius around this peer's own weights (ClippedGossip, arXiv 2202.01545). A
+piece is a part of one tensor within one chunk. Each partner of a swap computes its own radius.
+
+The radius is twice the median norm of the newest half-differences of the last `PARTNERS` different partners in this
+piece, after clipping. Each partner counts once, so a liar that this peer meets often has one voice. Two bounds follow
+from this peer's own movement: between two mixings, two honest replicas move apart by about as much as each of them
+moves. The lower bound assumes that steps have random directions, and admits the first swaps, for which there is no
+history. The upper bound assumes that all steps have the same direction, and stops a liar whose clipped half-differences
+would otherwise keep raising the median.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+PARTNERS = 8  # whose half-differences are remembered
+PACE_SMOOTHING = 0.125
+
+
+@dataclass(frozen=True, slots=True)
+class FilterLimits:
+    """The limits of the filter. benchmarks/attacks.py measures how well the defaults work and what they cost."""
+
+    radius: float = 2.0  # times the median norm of the half-differences of different partners
+    least: float = 1.0  # times this peer's own movement since the last mixing, if its steps had random directions
+    most: float = 2.0  # times this peer's own movement since the last mixing, if all its steps had the same direction
+
+
+LIMITS = FilterLimits()
+OPEN = FilterLimits(math.inf, math.inf, math.inf)  # clips nothing, for measurements
+
+
+@dataclass(slots=True)
+class Filtered:
+    """One swap that passes through the filter, and what the filter has done.
+
+    `steps` is the number of inner steps in which this peer moved by the distances that `clip_` is given, and `age` is
+    the number of inner steps since the last mixing.
+    """
+
+    partner: str
+    steps: int
+    age: int
+    is_at_rest: bool
+    norms: dict[int, float] = field(default_factory=dict)  # of each piece, after clipping
+    num_clipped: int = 0
+    square: float = 0.0  # of all half-differences, before clipping
+    cut_square: float = 0.0  # of what was cut off
+
+
+class NotFiniteWeights(Exception):
+    """This peer's own weights contain NaN or infinity."""
+
+
+class UpdateFilter:
+    """The filter of one replica and its history, which is not saved: after a restart, a few swaps rebuild it.
+
+    `tensor_sizes` are those of the tensors that form the vector, and `chunks` are its chunks (start, stop).
+    """
+
+    def __init__(
+        self, tensor_sizes: Sequence[int], chunks: Sequence[tuple[int, int]], limits: FilterLimits = LIMITS
+    ) -> None:
+        self._limits = limits
+        self._pieces = pieces_of(tensor_sizes, chunks)
+        num_pieces = sum(map(len, self._pieces))
+        self._norms = torch.full((PARTNERS, num_pieces), torch.nan)
+        self._rows: OrderedDict[str, int] = OrderedDict()  # the row of each partner
+        self._pace = [0.0] * num_pieces  # this peer's movement in one step, if steps have random directions
+
+    def clip_(self, chunk: int, halves: Tensor, moved: Tensor | None, filtered: Filtered) -> None:
+        """Clip the half-differences of one chunk in place.
+
+        `moved` is this peer's own movement in `filtered.steps` steps, or None if it is not known. Raises
+        NotFiniteWeights if it is not finite.
+        """
+        pieces = self._pieces[chunk]
+        usual = self._norms[:, pieces[0][0] : pieces[-1][0] + 1].nanmedian(dim=0).values.tolist()
+        for (piece, place), middle in zip(pieces, usual, strict=True):
+            if moved is not None and filtered.steps:
+                self._note_pace(piece, float(torch.linalg.vector_norm(moved[place])) / math.sqrt(filtered.steps))
+            norm = float(torch.linalg.vector_norm(halves[place]))
+            radius = self._radius(piece, middle, filtered)
+            filtered.square += norm * norm
+            if norm > radius:
+                halves[place].mul_(radius / norm)
+                filtered.num_clipped += 1
+                filtered.cut_square += (norm - radius) ** 2
+            filtered.norms[piece] = min(norm, radius)
+
+    def close(self, filtered: Filtered) -> None:
+        """Remember the half-differences of this swap."""
+        row = self._rows.pop(filtered.partner, None)
+        if row is None:
+            row = self._rows.popitem(last=False)[1] if len(self._rows) == PARTNERS else len(self._rows)
+            self._norms[row] = torch.nan
+        self._rows[filtered.partner] = row
+        first = min(filtered.norms, default=0)  # the pieces of a slice are consecutive
+        self._norms[row, first : first + len(filtered.norms)] = torch.tensor([*filtered.norms.values()])
+
+    def knows_pace(self, chunk: int) -> bool:
+        """Return whether this peer has measured its own movement in a chunk."""
+        return all(self._pace[piece] > 0 for piece, _ in self._pieces[chunk])
+
+    def _note_pace(self, piece: int, pace: float) -> None:
+        if not math.isfinite(pace):
+            raise NotFiniteWeights
+        before = self._pace[piece]
+        self._pace[piece] = before + PACE_SMOOTHING * (pace - before) if before else pace
+
+    def _radius(self, piece: int, usual: float, filtered: Filtered) -> float:
+        limits, pace = self._limits, self._pace[piece]
+        radius = 0.0 if math.isnan(usual) else limits.radius * usual
+        if not pace and not radius:
+            return math.inf  # nothing is known yet
+        if filtered.is_at_rest:
+            return max(radius, limits.least * pace * math.sqrt(filtered.age))
+        return min(max(radius, limits.least * pace * math.sqrt(filtered.age)), limits.most * pace * filtered.age)
+
+
+def pieces_of(tensor_sizes: Sequence[int], chunks: Sequence[tuple[int, int]]) -> list[list[tuple[int, slice]]]:
+    """Cut the tensors of a vector at the boundaries of its chunks.
+
+    Returns the pieces of each chunk: their numbers, which are consecutive, and their places in the chunk.
+    """
+    ends: list[int] = []
+    for size in tensor_sizes:
+        if size:
+            ends.append((ends[-1] if ends else 0) + size)
+    in_chunks: list[list[tuple[int, slice]]] = []
+    number = 0
+    for start, stop in chunks:
+        inner = ends[bisect_right(ends, start) : bisect_right(ends, stop - 1)]
+        cuts = [start, *inner, stop]
+        places = [slice(cuts[index] - start, cuts[index + 1] - start) for index in range(len(cuts) - 1)]
+        in_chunks.append(list(enumerate(places, number)))
+        number += len(places)
+    return in_chunks
