@@ -141,7 +141,7 @@ def test_the_terminal_view_lives_resizes_and_goes_in_order(swarm: Swarm) -> None
         assert losses == sorted(losses)
         assert all(line.split()[1] == "training" for line in lines if line.startswith(".."))
         terminal.resize(200, 30)
-        wide = terminal.wait_for("version", "reach", "failed  ")
+        wide = terminal.wait_for("version", "reach", "heard  failed")
         assert len(next(line for line in wide if line.startswith("peer"))) > 100
         terminal.process.send_signal(signal.SIGINT)
         assert terminal.process.wait(PATIENCE_S) == 0
