@@ -145,7 +145,9 @@ def test_the_terminal_view_lives_resizes_and_goes_in_order(swarm: Swarm) -> None
         assert len(next(line for line in wide if line.startswith("peer"))) > 100
         terminal.process.send_signal(signal.SIGINT)
         assert terminal.process.wait(PATIENCE_S) == 0
-        assert any("run watched | peers alive 4" in line for line in terminal.lines()), "the last word stays on the screen"
+        assert any("run watched | peers alive 4" in line for line in terminal.lines()), (
+            "the last word stays on the screen"
+        )
     finally:
         terminal.end()
 
