@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 LEAST_UNITS = 8  # of a vector that has two swaps at a time; with fewer, they would need the same units
 HOLD_S = 2.0  # for which an offer waits for the answer to an offer of this peer; shorter than an offer's deadline
-BUSY_RETRY_S = 0.1
+BUSY_RETRY_S = 0.02, 0.1  # at least and at most; in between, a quarter of the time of a swap
 STALE_RETRY_S = 30.0  # long enough for a peer with a small model to catch up
 SHARE_RETRY_S = 1.0
 PAUSED_S = 0.5  # how often a paused peer looks whether it may continue
@@ -154,7 +154,7 @@ class Gossip:
                 async with self._changed:
                     await self._changed.wait_for(self._may_agree)
                 if (missing := self._missing_steps()) > 0:
-                    await asyncio.sleep(max(BUSY_RETRY_S, missing * self._exchange.step_s))
+                    await asyncio.sleep(max(self._busy_retry_s(), missing * self._exchange.step_s))
                     continue
                 self._ask_task = asyncio.create_task(self._ask_somebody())
                 try:
@@ -229,7 +229,7 @@ class Gossip:
         """Wait until a peer may be asked, and let the offers of others have the slot meanwhile."""
         if self.state == "training":
             wait_s = self._pairing.wait_s(self._directory.live(), self._loop.time())
-            await asyncio.sleep(max(wait_s, BUSY_RETRY_S))  # all units may be busy
+            await asyncio.sleep(max(wait_s, self._busy_retry_s()))  # all units may be busy
         else:
             await asyncio.sleep(PAUSED_S)
 
@@ -275,6 +275,10 @@ class Gossip:
             return 0.0
         start, stop = self._units.bounds(swap.agreed.part)
         return max(0.0, swap.moving_s + (stop - start) / max(1.0, self.link.elements_per_s) - self._loop.time())
+
+    def _busy_retry_s(self) -> float:
+        least_s, most_s = BUSY_RETRY_S
+        return max(least_s, min(most_s, self._slice_s() / 4))
 
     def _at_most(self) -> int:
         """Return how many units this peer's link should carry in one swap."""
@@ -325,16 +329,15 @@ class Gossip:
                 return Refuse(RefuseCode.CROSSED, "we have made offers to each other, and mine counts")
             await asyncio.wait({self._ask_task}, timeout=HOLD_S)
         if self._asking or not self._may_agree():
-            return Refuse(RefuseCode.BUSY, "I have a partner", BUSY_RETRY_S)
+            return Refuse(RefuseCode.BUSY, "I have a partner", self._busy_retry_s())
         if (missing := self._missing_steps()) > 0:
-            return Refuse(
-                RefuseCode.BUSY, "my swaps take too much time", max(BUSY_RETRY_S, missing * self._exchange.step_s)
-            )
+            retry_s = max(self._busy_retry_s(), missing * self._exchange.step_s)
+            return Refuse(RefuseCode.BUSY, "my swaps would take too much time", retry_s)
         if abs(offer.standing.free_in_s - self._free_in_s()) > MOST_APART * self._slice_s():
             return Refuse(RefuseCode.BUSY, "we would wait too long for each other", 0.0)
         part = self._ages.choose(offer.ages, self._exchange.step, at_most=min(offer.at_most, self._at_most()))
         if not part:
-            return Refuse(RefuseCode.BUSY, "other swaps carry all slices that we could swap", BUSY_RETRY_S)
+            return Refuse(RefuseCode.BUSY, "other swaps carry all slices that we could swap", self._busy_retry_s())
         self._ages.begin(part)
         agreed = self._agree(stream, offer.swap_id, caller, offer.standing, part)
         await self._swap(agreed, first=stream.send(Accept(self._hello(), self._standing(), part)))
@@ -350,7 +353,7 @@ class Gossip:
         if self.state != "training":
             return Refuse(RefuseCode.NOT_TRAINING, f"this peer is {self.state}", PAUSED_S)
         if not await self._introductions.is_listed(caller):
-            return Refuse(RefuseCode.UNLISTED, "I have not read your record yet", BUSY_RETRY_S)
+            return Refuse(RefuseCode.UNLISTED, "I have not read your record yet", self._busy_retry_s())
         if abs(apart) > self._furthest:
             who = "you are" if apart < 0 else "I am"
             return Refuse(RefuseCode.STALE, f"{who} {100 * abs(apart):.1f} % of the run behind", STALE_RETRY_S)
@@ -426,14 +429,12 @@ class Gossip:
         partner, now_s = swap.agreed.partner, self._loop.time()
         if not swap.is_moving and isinstance(error, Unreachable):
             # The partner has agreed with somebody else while its answer or this peer's answer was on its way.
-            self._pairing.refused(partner, RefuseCode.BUSY, retry_after_s=BUSY_RETRY_S, now_s=now_s)
+            self._pairing.refused(partner, RefuseCode.BUSY, retry_after_s=self._busy_retry_s(), now_s=now_s)
             return
         if isinstance(error, Diverged):
             self._exchange.has_diverged = True
             return
-        self.counts.failures[
-            next((kind for type_, kind in KINDS.items() if isinstance(error, type_)), "unreachable")
-        ] += 1
+        self.counts.failures[next(kind for type_, kind in KINDS if isinstance(error, type_))] += 1
         self._pairing.failed(partner, now_s)
         self._note(partner, "a swap failed", error)
 
