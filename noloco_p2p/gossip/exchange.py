@@ -25,12 +25,14 @@ ANSWER_MORE_S = 10.0  # for which a call from the training thread may take longe
 class Committed:
     """A swap whose half-differences may be added to the weights.
 
-    `snapshot_step` is the inner step after which the snapshot was taken. `age` is the number of inner steps from the
-    last mixing of these units to the snapshot. `num_live` is the number of live peers, including this one.
+    `snapshot_step` is the inner step after which the snapshot was taken, and `told_step` the one after which the
+    partner told its progress. `age` is the number of inner steps from the last mixing of these units to the snapshot.
+    `num_live` is the number of live peers, including this one.
     """
 
     partner: str
     progress: float  # of the partner
+    told_step: int
     coding: Coding
     start: int  # of the slice in the flat vector
     snapshot_step: int

@@ -58,12 +58,16 @@ class Ledger:
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
-    """A swap on which two peers have agreed. `step_s` is the duration of the partner's inner steps."""
+    """A swap on which two peers have agreed. `step_s` is the duration of the partner's inner steps.
+
+    `told_step` is the number of inner steps that this peer had taken when the partner told its progress.
+    """
 
     stream: FrameStream
     swap_id: bytes
     partner: str
     progress: float
+    told_step: int
     step_s: float
     part: Slice
 
