@@ -147,8 +147,9 @@ class Swap:
             theirs = await self._grid
         else:
             theirs = b""
-        await self._while_alive(self._turn.acquire())
+        turn = asyncio.ensure_future(self._turn.acquire())
         try:
+            await self._while_alive(turn)
             values, self.snapshot_step = await self._while_alive(self._snapshot(part))
             coding = Coding(self._coder, part, values, swap_id=self.agreed.swap_id, proposals=(proposal, theirs))
             self._coding.set_result(coding)
@@ -157,7 +158,8 @@ class Swap:
                 await self._send_pass(coding, number, indices)
                 number, indices = number + 1, await self._while_alive(self._failed.get())
         finally:
-            self._turn.release()
+            if not turn.cancelled():  # it may have been acquired when the swap failed
+                self._turn.release()
         self._traffic.chunks += len(coding.chunks)
 
     async def _send_pass(self, coding: Coding, number: int, indices: list[int]) -> None:
@@ -179,7 +181,7 @@ class Swap:
             self._traffic.bytes_sent += len(payload)
         self._traffic.repeated_chunks += len(indices) if number == 1 else 0
 
-    async def _while_alive(self, work: Coroutine[Any, Any, T]) -> T:
+    async def _while_alive(self, work: Awaitable[T]) -> T:
         """Await `work`, and tell the partner meanwhile that this peer is alive."""
         task = asyncio.ensure_future(work)
         try:
