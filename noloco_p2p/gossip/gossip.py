@@ -206,7 +206,7 @@ class Gossip:
         candidate = self._pairing.next(self._directory.live(), self._loop.time())
         if not candidate:
             return None
-        reserved = self._ages.reserve(self._exchange.step, at_most=self._at_most())
+        reserved = self._ages.reserve(self._exchange.step, at_most=self._at_most(), is_alone=self._outer.wait)
         if not reserved:
             return None
         told, window = reserved
@@ -443,9 +443,7 @@ class Gossip:
         if isinstance(error, Diverged):
             self._exchange.has_diverged = True
             return
-        self.counts.failures[
-            next((kind for type_, kind in KINDS.items() if isinstance(error, type_)), "unreachable")
-        ] += 1
+        self.counts.failures[next(kind for type_, kind in KINDS if isinstance(error, type_))] += 1
         self._pairing.failed(partner, now_s)
         self._note(partner, "a swap failed", error)
 
