@@ -15,7 +15,7 @@ from noloco_p2p.gossip.frames import Hello
 from noloco_p2p.gossip.service import PeerService
 from noloco_p2p.outer.flat import FlatParameters
 from noloco_p2p.outer.mixing import Mixing, Swapped
-from noloco_p2p.outer.noloco import CLOSING_WAIT_S
+from noloco_p2p.outer.noloco import CLOSING_WAIT_S, LOOK_S
 from noloco_p2p.outer.update_filter import LIMITS, FilterLimits, NotFiniteWeights
 from noloco_p2p.outer.weights import Weights
 from noloco_p2p.simulate.clock import InlineExecutor
@@ -151,11 +151,11 @@ class SimulatedPeer:
         """Swap without training until all parts of the weights have been mixed often enough."""
         self._service.state = "training"
         self.mixing.rest()
-        while self.mixing.missing_mixings() and self.exchange.has_partners():
-            self.exchange.is_open = True
-            await self.exchange.news(CLOSING_WAIT_S)
-            if not self.apply():
-                return
+        until_s = now_s() + CLOSING_WAIT_S
+        while self.mixing.missing_mixings() and self.exchange.has_partners() and now_s() < until_s:
+            await self.exchange.settled(LOOK_S)
+            if self.apply():
+                until_s = now_s() + CLOSING_WAIT_S
 
     async def depart(self) -> None:
         """Let the swaps that have begun end, and leave the network."""
