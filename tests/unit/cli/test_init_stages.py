@@ -17,7 +17,7 @@ stage     blocks  parameters   memory
 0 (head)       0        372k  5.9 MiB
 1              1        310k  4.7 MiB
 2              2        310k  4.7 MiB
-the memory includes weights, gradients, moments and slow weights, but not activations or swap payloads
+the memory includes weights, gradients and moments, but not activations and swaps
 for each token, a stage sends 164 bytes (int8) to the next stage and 164 bytes (int8) to the previous one
 link, each way  tokens/s    smallest batch
 20 Mbit/s          7,622     79,315 tokens
