@@ -204,8 +204,6 @@ class Head(Machine):
             return False
         if isinstance(self.tasks.running, CloseStep) or not self._sinks:
             return False
-        if self._holds_steps and self.steps.is_due:
-            return False  # another microbatch would make the next step larger than a batch
         return not any(map(self._is_unsent, self.in_flight)) and self.window.is_open(len(self.in_flight), now_s)
 
     def launch(
@@ -407,8 +405,7 @@ class Head(Machine):
         while self.departures.lost:
             actions += self._path_lost(self.departures.lost.pop(), now_s)
         actions += self.departures.start(now_s)
-        may_close = self.tasks.running is None and not self._holds_steps
-        if may_close and (num_tokens := self.steps.take_step()):
+        if self.tasks.running is None and (num_tokens := self.steps.take_step()):
             return actions + self.tasks.close(CloseStep(num_tokens))
         return actions + self.tasks.take(self._task)
 

@@ -13,7 +13,7 @@ LARGEST_STEP_BATCHES = 4.0
 # A head that is silent for too long loses its vote, because dead heads must not hold up the median. The limit is a
 # multiple of the usual interval between two of its microbatches at this replica, which depends on the stage's size.
 VOTE_INTERVALS = 8.0
-SHORTEST_VOTE_S = 15.0  # the lower limit, because a head is silent for some seconds at the boundary of a round
+SHORTEST_VOTE_S = 15.0  # the lower limit, because a head is silent while its machine pauses
 VOTE_S = 120.0  # the upper limit, which also applies to a head that has been heard from only once
 
 # A head that has finished repeats its final mark, because a peer that had not seen its record did not count the first.

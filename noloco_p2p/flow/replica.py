@@ -307,8 +307,7 @@ class Replica(Machine):
             actions += self._lose(self.departures.lost.pop())
         actions += self.departures.start(now_s)
         actions += self._grant(now_s)
-        may_close = self.tasks.running is None and not self._holds_steps
-        if may_close and (num_tokens := self.steps.take_step(now_s)):
+        if self.tasks.running is None and (num_tokens := self.steps.take_step(now_s)):
             self.wants.new_step()
             return actions + self.tasks.close(CloseStep(num_tokens, self.steps.progress))
         return actions + self.tasks.take(self._task)

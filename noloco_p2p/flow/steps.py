@@ -161,13 +161,9 @@ class BatchSteps:
         """Count a microbatch's tokens once its loss is known and its backward pass at the front is complete or lost."""
         self.done_tokens += num_tokens
 
-    @property
-    def is_due(self) -> bool:
-        return self.done_tokens >= self._batch_tokens
-
     def take_step(self) -> int:
         """Return the number of tokens in the step that closes now, or 0 if no step closes."""
-        if not self.is_due:
+        if self.done_tokens < self._batch_tokens:
             return 0
         num_tokens, self.loss_tokens, self.done_tokens = self.loss_tokens, 0, 0
         return num_tokens

@@ -69,24 +69,11 @@ class Machine:
         self.num_done = self.num_late = self.num_lost = 0
         self._num_steps = 0
         self._is_leaving = False
-        self._holds_steps = False
 
     @property
     def next_task(self) -> Compute | None:
         """The task that will run next unless a more urgent one arrives."""
         return self.tasks.peek(self._task)
-
-    def hold_steps(self) -> None:
-        """Close no step until `release_steps` is called.
-
-        Tasks still run, and their gradients count toward the next step.
-        """
-        self._holds_steps = True
-
-    def release_steps(self, now_s: float) -> list[Action]:
-        """Allow steps to close again now that the outer step is complete."""
-        self._holds_steps = False
-        return self._settle([], now_s)
 
     def rejoin(self, now_s: float) -> list[Action]:
         """Participate again after leaving."""

@@ -52,7 +52,7 @@ REMEMBERED_SWAPS = 64
 COST_SHARE = 0.02  # of the time that copying, coding and adding may take with `min_inner_steps = "auto"`
 SMOOTHING = 0.25
 MINUTE_S = 60.0
-KINDS = {CorruptPayload: "corrupt", TimedOut: "slow", Ended: "abandoned", Unreachable: "unreachable"}
+KINDS = ((CorruptPayload, "corrupt"), (TimedOut, "slow"), (Ended, "abandoned"), (PeerError, "unreachable"))
 
 
 @dataclass(slots=True)
@@ -83,12 +83,15 @@ class Link:
 
 
 @dataclass(slots=True)
-class Failure:
-    """The last failure of another peer, for `noloco status`."""
+class Counts:
+    """What a peer counts over all its swaps, and the last failure of another peer."""
 
-    peer: str = ""
-    reason: str = ""
-    advice: str = ""
+    swaps: int = 0
+    failures: Counter[str] = field(default_factory=Counter)  # failed swaps, by kind
+    refused: Counter[str] = field(default_factory=Counter)  # offers of other peers, by reason
+    traffic: Traffic = field(default_factory=Traffic)
+    last_failure: str = ""
+    refused_as_stale: bool = False  # since somebody asked
 
 
 class Gossip:
@@ -111,15 +114,11 @@ class Gossip:
         rng: random.Random,
         deadlines: Deadlines = INTERNET,
         on_corrupt: Callable[[str, str], None] = lambda peer_id, reason: None,
+        counts: Counts | None = None,
     ) -> None:
         self.state = "training"
-        self.traffic = Traffic()
+        self.counts = counts or Counts()
         self.link = Link()
-        self.num_swaps = 0
-        self.failures: Counter[str] = Counter()  # failed swaps, by kind
-        self.refused: Counter[str] = Counter()  # offers of other peers, by reason
-        self.last_failure = Failure()
-        self.was_refused_as_stale = False
         self._exchange = exchange
         self._units = exchange.units
         self._coder = coder
@@ -260,7 +259,7 @@ class Gossip:
                     raise CorruptPayload("it chose units that were not offered", peer=partner)
                 return self._agree(stream, swap_id, partner, standing, part)
             case Refuse():
-                self.was_refused_as_stale |= answer.code is RefuseCode.STALE
+                self.counts.refused_as_stale |= answer.code is RefuseCode.STALE
                 now_s = self._loop.time()
                 self._pairing.refused(partner, answer.code, retry_after_s=answer.retry_after_s, now_s=now_s)
                 return None
@@ -308,7 +307,7 @@ class Gossip:
                 assert isinstance(offer, Offer)
                 refusal = await self._accept(stream, offer)
             if refusal:
-                self.refused[refusal.code.name] += 1
+                self.counts.refused[refusal.code.name] += 1
                 await stream.send(refusal)
         except PeerError as error:
             log.debug("an offer from %s failed: %s", stream.peer, error)
@@ -391,7 +390,7 @@ class Gossip:
             turn=self._turn,
             on_moving=self._tell_change,
             executor=self._executor,
-            traffic=self.traffic,
+            traffic=self.counts.traffic,
             ledger=ledger,
             ask_partner=lambda: self._has_verified(agreed),
             deadlines=self._deadlines,
@@ -402,7 +401,7 @@ class Gossip:
                 await first
             coding = await swap.run()
             is_committed = True
-            self.num_swaps += 1
+            self.counts.swaps += 1
             start, stop = self._units.bounds(agreed.part)
             now_s, step = self._loop.time(), swap.snapshot_step
             self.link.committed(stop - start, swap, now_s)
@@ -432,7 +431,9 @@ class Gossip:
         if isinstance(error, Diverged):
             self._exchange.has_diverged = True
             return
-        self.failures[next((kind for type_, kind in KINDS.items() if isinstance(error, type_)), "unreachable")] += 1
+        self.counts.failures[
+            next((kind for type_, kind in KINDS.items() if isinstance(error, type_)), "unreachable")
+        ] += 1
         self._pairing.failed(partner, now_s)
         self._note(partner, "a swap failed", error)
 
@@ -457,7 +458,7 @@ class Gossip:
         return False
 
     def _note(self, peer: str, what: str, error: PeerError) -> None:
-        self.last_failure = Failure(peer, str(error), error.advice)
+        self.counts.last_failure = f"{named(peer)}: {what}: {error}" + (f"; {error.advice}" if error.advice else "")
         log.info("%s: %s: %s", named(peer), what, error)
 
 

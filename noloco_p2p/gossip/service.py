@@ -12,7 +12,7 @@ from noloco_p2p.gossip.coder import Coder
 from noloco_p2p.gossip.deadlines import INTERNET, Deadlines
 from noloco_p2p.gossip.exchange import Exchange
 from noloco_p2p.gossip.frames import FetchItem, FetchWant, Hello, PeerStatus, Refuse, RefuseCode, other_kind
-from noloco_p2p.gossip.gossip import PAUSED_S, Gossip
+from noloco_p2p.gossip.gossip import PAUSED_S, Counts, Gossip
 from noloco_p2p.gossip.seams import Directory, FrameStream, Transport
 from noloco_p2p.gossip.units import Units
 from noloco_p2p.owned_tasks import OwnedTasks
@@ -48,6 +48,7 @@ class PeerService:
         on_corrupt: Callable[[str, str], None] = lambda peer_id, reason: None,
     ) -> None:
         self.gossip: Gossip | None = None
+        self.counts = Counts()
         self.num_calls = 0  # calls from other peers, including the ones that were refused
         self._spec = spec
         self._hello = hello
@@ -92,6 +93,7 @@ class PeerService:
             rng=self._rng,
             deadlines=self._deadlines,
             on_corrupt=self._on_corrupt,
+            counts=self.counts,
         )
         self.gossip.state = self._state
         self._tasks.start(self.gossip.run())
@@ -107,6 +109,11 @@ class PeerService:
         """End a wait of the training thread. This is safe on any thread and in a signal handler."""
         if self._exchange:
             self._exchange.hurry()
+
+    def take_refused_as_stale(self) -> bool:
+        """Return whether any peer has refused this peer as stale since the last call. The call is thread-safe."""
+        refused, self.counts.refused_as_stale = self.counts.refused_as_stale, False
+        return refused
 
     async def stop(self) -> None:
         if self._exchange:

@@ -1,7 +1,8 @@
 """Convert frames to protobuf messages and back, with one table for each direction.
 
 Only the form of network input is checked here. A missing or unknown variant, an unknown enum value or a number out of
-range raises CorruptPayload. `gossip/` decides whether the content makes sense.
+range raises CorruptPayload. No message is larger than `options.MAX_MESSAGE_BYTES`. `gossip/` decides whether the
+content makes sense, and compares every size and index with the one that it computes itself.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from typing import Any
 
 from noloco_p2p.errors import CorruptPayload
 from noloco_p2p.gossip import frames
+from noloco_p2p.gossip.units import Slice
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 from noloco_p2p.transfer.kept_chunks import DIGEST_BYTES
 
 MAX_TEXT = 1000  # characters of any name or sentence that another peer sends
-MAX_ROUND = 2**53  # more rounds than any run has, and fewer than a counter in a message can hold
 
 
 def hello_to_wire(hello: frames.Hello) -> pb.Hello:
@@ -67,7 +68,6 @@ def manifest_to_wire(manifest: frames.StateManifest, digests: tuple[bytes, ...])
     return pb.Manifest(
         layout=manifest.layout,
         num_elements=manifest.num_elements,
-        round=manifest.round,
         progress=manifest.progress,
         num_bytes=manifest.num_bytes,
         chunk_digests=digests,
@@ -82,9 +82,8 @@ def manifest_from_wire(message: pb.Manifest) -> frames.StateManifest:
     digests = tuple(message.chunk_digests)
     if not digests or any(len(digest) != DIGEST_BYTES for digest in digests):
         raise CorruptPayload(f"received a manifest whose digests are missing or not {DIGEST_BYTES} bytes long")
-    round_index, progress = run_position(message.round, message.progress)
     return frames.StateManifest(
-        text(message.layout), message.num_elements, round_index, progress, message.num_bytes, digests
+        text(message.layout), message.num_elements, position(message.progress), message.num_bytes, digests
     )
 
 
@@ -92,22 +91,15 @@ def status_to_wire(status: frames.PeerStatus) -> pb.StatusReply:
     return pb.StatusReply(
         hello=hello_to_wire(status.hello),
         state=status.state,
-        round=status.round,
         progress=status.progress,
-        swap_known=status.swap.known,
-        swap_verified=[_enum(part) for part in status.swap.verified],
-        swap_committed=[_enum(part) for part in status.swap.committed],
+        has_verified=status.has_verified,
     )
 
 
 def status_from_wire(message: pb.StatusReply) -> frames.PeerStatus:
-    swap = frames.SwapState(
-        known=message.swap_known,
-        verified=tuple(_known(frames.Part, part) for part in message.swap_verified[:8]),
-        committed=tuple(_known(frames.Part, part) for part in message.swap_committed[:8]),
+    return frames.PeerStatus(
+        hello_from_wire(message.hello), text(message.state), position(message.progress), message.has_verified
     )
-    round_index, progress = run_position(message.round, message.progress)
-    return frames.PeerStatus(hello_from_wire(message.hello), text(message.state), round_index, progress, swap)
 
 
 def text(value: str) -> str:
@@ -123,13 +115,11 @@ def finite(value: float) -> float:
     return value
 
 
-def run_position(round_index: int, progress: float) -> tuple[int, float]:
-    """Return a peer's round and progress. Raises CorruptPayload if either is out of range, because newcomers adopt
-    both.
-    """
-    if round_index > MAX_ROUND or not 0 <= progress < math.inf:
-        raise CorruptPayload(f"round {round_index} at progress {progress:g} is not a valid position in a run")
-    return round_index, progress
+def position(progress: float) -> float:
+    """Return a peer's progress. Raises CorruptPayload if it is out of range, because newcomers adopt it."""
+    if not 0 <= progress < math.inf:
+        raise CorruptPayload(f"progress {progress:g} is not a valid position in a run")
+    return progress
 
 
 def _enum(value: int) -> Any:
@@ -149,65 +139,59 @@ def _known(enum: type, value: int) -> Any:
         ) from None
 
 
-def _boundary_to_wire(boundary: frames.Boundary) -> pb.Boundary:
-    return pb.Boundary(
-        round=boundary.round,
-        seconds_to_boundary=boundary.seconds_to_boundary,
-        seconds_per_round=boundary.seconds_per_round,
-        progress=boundary.progress,
-        inner_steps=boundary.inner_steps or None,
-        shortest_round_s=boundary.shortest_round_s,
-    )
+def _standing_to_wire(standing: frames.Standing) -> pb.Standing:
+    return pb.Standing(progress=standing.progress, step_s=standing.step_s, free_in_s=standing.free_in_s)
 
 
-def _boundary_from_wire(message: pb.Boundary) -> frames.Boundary:
-    to_boundary_s = finite(message.seconds_to_boundary) if message.HasField("seconds_to_boundary") else None
-    per_round_s = finite(message.seconds_per_round) if message.HasField("seconds_per_round") else None
-    shortest_s = finite(message.shortest_round_s) if message.HasField("shortest_round_s") else None
-    round_index, progress = run_position(message.round, message.progress)
-    return frames.Boundary(round_index, to_boundary_s, per_round_s, progress, message.inner_steps, shortest_s)
+def _standing_from_wire(message: pb.Standing) -> frames.Standing:
+    return frames.Standing(position(message.progress), finite(message.step_s), finite(message.free_in_s))
 
 
 _TO_WIRE: Mapping[type, tuple[str, Callable[[Any], Any]]] = {
     frames.Offer: (
         "offer",
-        lambda f: pb.Offer(hello=hello_to_wire(f.hello), swap_id=f.swap_id, boundary=_boundary_to_wire(f.boundary)),
+        lambda f: pb.Offer(
+            hello=hello_to_wire(f.hello),
+            swap_id=f.swap_id,
+            standing=_standing_to_wire(f.standing),
+            ages=f.ages,
+            at_most=f.at_most,
+        ),
     ),
     frames.Accept: (
         "accept",
-        lambda f: pb.Accept(hello=hello_to_wire(f.hello), boundary=_boundary_to_wire(f.boundary)),
-    ),
-    frames.Refuse: ("refuse", refuse_to_wire),
-    frames.Grid: ("grid", lambda f: pb.Grid(section=_enum(f.section), exponents=f.exponents)),
-    frames.Header: (
-        "header",
-        lambda f: pb.Header(
-            section=_enum(f.section),
-            codec=f.codec,
-            num_elements=f.num_elements,
-            num_chunks=f.num_chunks,
-            num_bytes=f.num_bytes,
+        lambda f: pb.Accept(
+            hello=hello_to_wire(f.hello),
+            standing=_standing_to_wire(f.standing),
+            slice=pb.Slice(first=f.part.first, count=f.part.count),
         ),
     ),
-    frames.Chunk: (
-        "chunk",
-        lambda f: pb.Chunk(section=_enum(f.section), index=f.index, payload=f.payload, digest=f.digest),
+    frames.Refuse: ("refuse", refuse_to_wire),
+    frames.Grid: ("grid", lambda f: pb.Grid(exponents=f.exponents)),
+    frames.Header: (
+        "header",
+        lambda f: pb.Header(number=f.number, num_chunks=f.num_chunks, num_bytes=f.num_bytes, digest=f.digest),
     ),
-    frames.End: ("end", lambda f: pb.End(section=_enum(f.section), digest=f.digest)),
-    frames.Ready: ("ready", lambda f: pb.Ready(part=_enum(f.part))),
+    frames.Chunk: ("chunk", lambda f: pb.Chunk(index=f.index, payload=f.payload, digest=f.digest)),
+    frames.Received: ("received", lambda f: pb.Received()),
+    frames.Ready: ("ready", lambda f: pb.Ready()),
+    frames.Alive: ("alive", lambda f: pb.Alive()),
     frames.Abort: ("abort", lambda f: pb.Abort(code=_enum(f.code), sentence=f.sentence)),
 }
 
 _FROM_WIRE: Mapping[str, Callable[[Any], frames.Frame]] = {
-    "offer": lambda m: frames.Offer(hello_from_wire(m.hello), m.swap_id, _boundary_from_wire(m.boundary)),
-    "accept": lambda m: frames.Accept(hello_from_wire(m.hello), _boundary_from_wire(m.boundary)),
-    "refuse": refuse_from_wire,
-    "grid": lambda m: frames.Grid(_known(frames.SectionName, m.section), m.exponents),
-    "header": lambda m: frames.Header(
-        _known(frames.SectionName, m.section), text(m.codec), m.num_elements, m.num_chunks, m.num_bytes
+    "offer": lambda m: frames.Offer(
+        hello_from_wire(m.hello), m.swap_id, _standing_from_wire(m.standing), m.ages, m.at_most
     ),
-    "chunk": lambda m: frames.Chunk(_known(frames.SectionName, m.section), m.index, m.payload, m.digest),
-    "end": lambda m: frames.End(_known(frames.SectionName, m.section), m.digest),
-    "ready": lambda m: frames.Ready(_known(frames.Part, m.part)),
+    "accept": lambda m: frames.Accept(
+        hello_from_wire(m.hello), _standing_from_wire(m.standing), Slice(m.slice.first, m.slice.count)
+    ),
+    "refuse": refuse_from_wire,
+    "grid": lambda m: frames.Grid(m.exponents),
+    "header": lambda m: frames.Header(m.number, m.num_chunks, m.num_bytes, m.digest),
+    "chunk": lambda m: frames.Chunk(m.index, m.payload, m.digest),
+    "received": lambda m: frames.Received(),
+    "ready": lambda m: frames.Ready(),
+    "alive": lambda m: frames.Alive(),
     "abort": lambda m: frames.Abort(_known(frames.AbortCode, m.code), text(m.sentence)),
 }

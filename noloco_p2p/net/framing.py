@@ -13,14 +13,13 @@ from __future__ import annotations
 from google.protobuf.message import DecodeError
 
 from noloco_p2p.errors import CorruptPayload
-from noloco_p2p.gossip.frames import Chunk, Frame, SectionName
+from noloco_p2p.gossip.frames import Chunk, Frame
 from noloco_p2p.net import convert
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 
 # Tags: field number << 3 | wire type (0 varint, 2 length-delimited); see peer.proto.
-FRAME_CHUNK, FRAME_SEQUENCE = 0x2A, 0x78
-SECTIONS = frozenset(int(section) for section in SectionName)
-CHUNK_SECTION, CHUNK_INDEX, CHUNK_PAYLOAD, CHUNK_DIGEST = 0x08, 0x10, 0x1A, 0x22
+FRAME_CHUNK, FRAME_SEQUENCE = 0x32, 0x78
+CHUNK_INDEX, CHUNK_PAYLOAD, CHUNK_DIGEST = 0x08, 0x12, 0x1A
 
 
 def encode(frame: Frame, *, sequence: int = 0) -> bytes:
@@ -28,7 +27,7 @@ def encode(frame: Frame, *, sequence: int = 0) -> bytes:
     if not isinstance(frame, Chunk):
         return convert.frame_to_wire(frame).SerializeToString() + numbered
     index = _tagged(CHUNK_INDEX, frame.index) if frame.index else b""  # protobuf omits zeros
-    head = _tagged(CHUNK_SECTION, frame.section) + index + _tagged(CHUNK_PAYLOAD, len(frame.payload))
+    head = index + _tagged(CHUNK_PAYLOAD, len(frame.payload))
     tail = _tagged(CHUNK_DIGEST, len(frame.digest)) + frame.digest
     length = len(head) + len(frame.payload) + len(tail)
     return b"".join((_tagged(FRAME_CHUNK, length), head, frame.payload, tail, numbered))
@@ -39,7 +38,7 @@ def decode(data: bytes) -> tuple[Frame, int]:
 
     Raises CorruptPayload if `data` is not a frame of this protocol version.
     """
-    chunk = _decode_chunk(data) if data[:1] == b"\x2a" else None
+    chunk = _decode_chunk(data) if data[:1] == bytes((FRAME_CHUNK,)) else None
     if chunk is not None:
         return chunk
     try:
@@ -60,9 +59,6 @@ def _decode_chunk(data: bytes) -> tuple[Chunk, int] | None:
             sequence, numbered_end = _varint(data, end + 1)
             if data[end] != FRAME_SEQUENCE or numbered_end != len(data):
                 return None
-        if data[at] != CHUNK_SECTION:
-            return None
-        section, at = _varint(data, at + 1)
         index = 0
         if data[at] == CHUNK_INDEX:
             index, at = _varint(data, at + 1)
@@ -73,11 +69,11 @@ def _decode_chunk(data: bytes) -> tuple[Chunk, int] | None:
         if data[at] != CHUNK_DIGEST:
             return None
         digest_size, digest_at = _varint(data, at + 1)
-        if digest_at + digest_size != end or section not in SECTIONS:
+        if digest_at + digest_size != end:
             return None
     except IndexError:  # the data ends too early
         return None
-    return Chunk(SectionName(section), index, memoryview(data)[start:at], data[digest_at:end]), sequence
+    return Chunk(index, memoryview(data)[start:at], data[digest_at:end]), sequence
 
 
 def _tagged(tag: int, value: int) -> bytes:

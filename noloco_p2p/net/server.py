@@ -17,7 +17,7 @@ from google.protobuf.message import DecodeError, Message
 
 from noloco_p2p.errors import CorruptPayload, PeerError, Refused, SettingsError, Unreachable
 from noloco_p2p.gossip import frames
-from noloco_p2p.gossip.frames import Accept, Frame, Offer
+from noloco_p2p.gossip.frames import Frame, Offer
 from noloco_p2p.gossip.seams import Service
 from noloco_p2p.identity import short_id
 from noloco_p2p.net import convert, options
@@ -26,7 +26,7 @@ from noloco_p2p.net.connection import nobody_is_banned
 from noloco_p2p.net.probe import Prober
 from noloco_p2p.net.proxy import Proxy
 from noloco_p2p.net.session import Session
-from noloco_p2p.net.swap_stream import MAX_CONNECTIONS, Direction, SwapConnection, SwapStream, call_cancelled
+from noloco_p2p.net.swap_stream import MAX_CONNECTIONS, SwapConnection, SwapStream, call_cancelled
 from noloco_p2p.net.throttle import UNLIMITED, Limits
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 from noloco_p2p.owned_tasks import OwnedTasks
@@ -158,6 +158,7 @@ class ServerStream(SwapStream):
         super().__init__(first.peer, first)
 
     def _agreed(self, offer: Offer) -> None:
+        self._visitor.accepted()
         if offer.swap_id not in self._running:
             self._swap_id, self.caller = offer.swap_id, offer.hello.peer_id
             self._running[offer.swap_id] = self
@@ -166,11 +167,6 @@ class ServerStream(SwapStream):
         if isinstance(frame, Offer):
             check_name(self._visitor.peer_id, frame.hello)
         await super()._put(connection, frame, sequence)
-
-    def _heed(self, frame: Frame, direction: Direction) -> None:
-        super()._heed(frame, direction)
-        if isinstance(frame, Accept) and direction is Direction.SENT:
-            self._visitor.accepted()
 
     def join(self, wire: ServerWire, answer: bytes) -> None:
         """Add a connection. Raises Refused if the swap already has the maximum number of connections."""

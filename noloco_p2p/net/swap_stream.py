@@ -9,14 +9,13 @@ is 48 MiB, most of which is payloads that the swap keeps anyway.
 Only the caller of a swap opens further connections, because only the caller knows the partner's address.
 Both partners send on all connections. A broken connection ends the swap, because nobody keeps the frames that it
 carried. No frame is lost when a connection is closed properly. In the protocol, a further connection is the call
-`Lane`, and the feature is named "lanes".
+`Lane`. A peer that does not know this call refuses it, and the swap continues on its first connection.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from dataclasses import replace
 from enum import IntEnum
 from typing import Protocol
 
@@ -25,7 +24,6 @@ from noloco_p2p.gossip.frames import Accept, Frame, Offer
 from noloco_p2p.net import framing
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 
-FEATURE = "lanes"  # in Hello, it says that this peer can use several connections for a swap
 MAX_CONNECTIONS = 8
 WINDOW_FRAMES = 4  # per connection
 LEAVE = pb.Frame(leave=pb.Leave()).SerializeToString()
@@ -134,7 +132,6 @@ class SwapStream:
         """Send a frame as soon as a connection is free. If there is only one, wait until it has accepted the frame."""
         connection = await self._free_connection()
         self._num_sent += 1
-        frame = _with_feature(frame)
         self._heed(frame, Direction.SENT)
         data = framing.encode(frame, sequence=self._num_sent if self._is_numbered else 0)
         writing = self._write(connection, data)
@@ -180,7 +177,7 @@ class SwapStream:
     # the differences between the two partners
 
     def _agreed(self, offer: Offer) -> None:
-        """Handle the acceptance of an offer, if both partners support several connections."""
+        """Handle the acceptance of an offer."""
 
     async def _last_words(self) -> None:
         """Wait at least until everything is sent."""
@@ -301,14 +298,12 @@ class SwapStream:
         self._arrived.set()
 
     def _heed(self, frame: Frame, direction: Direction) -> None:
-        """Watch for an offer and its answer, which decide whether several connections are allowed."""
+        """Watch for an offer and its acceptance by the other peer, from which on several connections are allowed."""
         if isinstance(frame, Offer) and self._offer is None:
             self._offer = frame, direction
         elif isinstance(frame, Accept) and self._offer and self._offer[1] is not direction and not self._is_answered:
             self._is_answered = True
-            offer = self._offer[0]
-            if FEATURE in offer.hello.features and FEATURE in frame.hello.features:
-                self._agreed(offer)
+            self._agreed(self._offer[0])
 
 
 def call_cancelled(peer: str) -> Unreachable | asyncio.CancelledError:
@@ -319,9 +314,3 @@ def call_cancelled(peer: str) -> Unreachable | asyncio.CancelledError:
     """
     task = asyncio.current_task()
     return asyncio.CancelledError() if task and task.cancelling() else Unreachable("the stream is closed", peer=peer)
-
-
-def _with_feature(frame: Frame) -> Frame:
-    if isinstance(frame, Offer | Accept) and FEATURE not in frame.hello.features:
-        return replace(frame, hello=replace(frame.hello, features=(*frame.hello.features, FEATURE)))
-    return frame

@@ -112,7 +112,7 @@ class Mixing:
     def apply(self) -> list[Swapped]:
         """Add the half-differences that have arrived to the weights, and give the network what it asks for.
 
-        Raises ValueError if the weights are not finite.
+        Raises NotFiniteWeights.
         """
         arrived, self._held = self._held + self.exchange.collect(), []
         swapped = [self._apply(swap) for swap in arrived if self._may_apply(swap)]

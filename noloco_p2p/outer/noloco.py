@@ -30,6 +30,7 @@ from noloco_p2p.outer.flat import FlatParameters
 from noloco_p2p.outer.mixing import Mixing, Swapped
 from noloco_p2p.outer.optimizer_state import InnerState, inner_state, is_skipped
 from noloco_p2p.outer.saver import Content, Saver
+from noloco_p2p.outer.update_filter import NotFiniteWeights
 from noloco_p2p.outer.weights import Weights
 from noloco_p2p.spec import Spec
 from noloco_p2p.telemetry.metrics import Metrics
@@ -69,7 +70,7 @@ class Membership(Protocol):
         ...
 
     def rescue(self, *, target: Path) -> StateManifest | None:
-        """Fetch the state of a live peer into `target` because this peer's weights are lost. Return None without one."""
+        """Fetch the state of a live peer into `target` because this peer has lost its own. It may return None."""
         ...
 
     def serve_state(self, saved: SavedState) -> None:
@@ -245,17 +246,13 @@ class NoLoCo:
     def _optimizer_stepped(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         """Handle a step of the last optimizer, before the caller sees the new weights."""
         self._unlock()
-        if self._exchange.is_closed and not self._is_replaced:
+        if self._exchange.is_closed and not self._exchange.is_replaced:
             self.detach()  # after `with Peer.join(...)` has ended, a script may continue to train on its own
         elif not is_skipped(optimizer):
             self._step()
 
-    @property
-    def _is_replaced(self) -> bool:
-        return self._exchange.is_replaced
-
     def _step(self) -> list[Swapped]:
-        if self._is_replaced:
+        if self._exchange.is_replaced:
             raise SettingsError(
                 "another NoLoCo was created for this peer, but a peer can train only one model: "
                 "to train several models, put them into one nn.ModuleDict"
@@ -283,7 +280,7 @@ class NoLoCo:
         try:
             if not self._exchange.has_diverged:
                 return self._mixing.apply()
-        except ValueError:
+        except NotFiniteWeights:
             pass
         self._recover()
         return []

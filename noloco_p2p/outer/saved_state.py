@@ -22,7 +22,7 @@ BUFFERS_FILE = "buffers"  # stem of the file with buffers such as running statis
 
 
 def live_tensors(weights: Weights, model: nn.Module) -> dict[str, dict[str, Tensor]]:
-    """Return what a checkpoint contains besides STATE_FILE and the inner optimizer, by file and name, without copies."""
+    """Return what a checkpoint contains besides STATE_FILE and the inner optimizer, without copies."""
     tensors = {}
     if buffers := persistent_buffers(model):
         tensors[BUFFERS_FILE] = buffers

@@ -24,7 +24,7 @@ Files = Mapping[str, Mapping[str, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """The content of a checkpoint. Training changes the tensors in `live`, and nothing else refers to those in `fresh`."""
+    """The content of a checkpoint. Training changes the tensors in `live`, but not those in `fresh`."""
 
     fresh: Files
     live: Files

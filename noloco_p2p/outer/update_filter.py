@@ -58,8 +58,12 @@ class Filtered:
     cut_square: float = 0.0  # of what was cut off
 
 
+class NotFiniteWeights(Exception):
+    """This peer's own weights contain NaN or infinity."""
+
+
 class UpdateFilter:
-    """The filter of one replica, and its history, which is not saved: after a restart, it is rebuilt within a few swaps.
+    """The filter of one replica and its history, which is not saved: after a restart, a few swaps rebuild it.
 
     `tensor_sizes` are those of the tensors that form the vector, and `chunks` are its chunks (start, stop).
     """
@@ -74,14 +78,11 @@ class UpdateFilter:
         self._rows: OrderedDict[str, int] = OrderedDict()  # the row of each partner
         self._pace = [0.0] * num_pieces  # this peer's movement in one step, if steps have random directions
 
-    def open(self, partner: str, *, steps: int, age: int, is_at_rest: bool = False) -> Filtered:
-        return Filtered(partner, steps, max(age, steps, 1), is_at_rest)
-
     def clip_(self, chunk: int, halves: Tensor, moved: Tensor | None, filtered: Filtered) -> None:
         """Clip the half-differences of one chunk in place.
 
-        `moved` is this peer's own movement in `filtered.steps` steps, or None if it is not known. Raises ValueError if
-        it is not finite.
+        `moved` is this peer's own movement in `filtered.steps` steps, or None if it is not known. Raises
+        NotFiniteWeights if it is not finite.
         """
         pieces = self._pieces[chunk]
         usual = self._norms[:, pieces[0][0] : pieces[-1][0] + 1].nanmedian(dim=0).values.tolist()
@@ -113,7 +114,7 @@ class UpdateFilter:
 
     def _note_pace(self, piece: int, pace: float) -> None:
         if not math.isfinite(pace):
-            raise ValueError("the weights of this peer are not finite")
+            raise NotFiniteWeights
         before = self._pace[piece]
         self._pace[piece] = before + PACE_SMOOTHING * (pace - before) if before else pace
 

@@ -68,18 +68,23 @@ class Weights:
                 torch.cat([part.cpu() for part in values], out=copy[first - start : last - start])
         return copy
 
+    def _read(self, vector: Tensor | None, start: int, stop: int) -> Tensor:
+        return self.parameters.read(start, stop).cpu() if vector is None else vector[start:stop]
+
     @torch.no_grad()
     def add(self, swap: Committed, *, steps: int, is_at_rest: bool = False) -> Filtered:
         """Add the half-differences of a swap, after the update filter. Only the training thread calls this.
 
-        `steps` is the number of inner steps since the snapshot. Raises ValueError if the weights are not finite.
+        `steps` is the number of inner steps since the snapshot. Raises NotFiniteWeights.
         """
-        filtered = self.filter.open(swap.partner, steps=steps, age=swap.age, is_at_rest=is_at_rest)
+        if self._outer.wait:
+            steps = self._outer.inner_steps
+        filtered = Filtered(swap.partner, steps, max(swap.age, steps, 1), is_at_rest)
         for index, chunk in enumerate(swap.coding.chunks):
             start, stop = swap.start + chunk.start, swap.start + chunk.stop
             halves = swap.coding.half_difference(index)
-            moved = self._moved(start, stop, swap.coding.values[chunk.start : chunk.stop], filtered)
-            filtered.clip_(self._chunk_at[start], halves, moved)
+            moved = self._moved(start, stop, swap.coding.values[chunk.start : chunk.stop]) if steps else None
+            self.filter.clip_(self._chunk_at[start], halves, moved, filtered)
             self._add(start, stop, halves)
         self.parameters.flush()
         self.filter.close(filtered)
@@ -101,15 +106,15 @@ class Weights:
                 for piece, place in self.parameters.pieces(begin, end):
                     add_(piece, part[place].to(piece.device))
 
-    def _moved(self, start: int, stop: int, snapshot: Tensor, filtered: Filtered) -> Tensor | None:
-        """Return how these elements have moved since the snapshot or, while training waits, since the outer step."""
+    def _moved(self, start: int, stop: int, snapshot: Tensor) -> Tensor | None:
+        """Return how these elements have moved since the snapshot or, with `outer.wait`, since the last outer step."""
         if self._outer.wait:
-            filtered.steps = self._outer.inner_steps
             begin = start % self.num_elements
-            if self.slow is None or begin + stop - start > self.num_elements:
+            end = begin + stop - start
+            if self.slow is None or end > self.num_elements:
                 return None
-            return self.parameters.read(begin, begin + stop - start).cpu() - self.slow[begin : begin + stop - start]
-        return self.parameters.read(start, stop).cpu() - snapshot if filtered.steps else None
+            return self._read(None, begin, end) - self.slow[begin:end]
+        return self._read(None, start, stop) - snapshot
 
     def _sections(self, start: int, stop: int, *, is_written: bool = False) -> Iterator[tuple[Tensor | None, int, int]]:
         """Yield the vectors that form elements [start, stop), with the place in each. None stands for the model."""
@@ -137,7 +142,7 @@ class Weights:
         outer = self._outer
         for start, stop in chunk_bounds(self.num_elements):
             slow = self.slow[start:stop]
-            gradient = self.parameters.read(start, stop).cpu().sub_(slow)
+            gradient = self._read(None, start, stop).sub(slow)
             offset = None
             if self._slow_halves is not None:
                 offset = self._slow_halves[start:stop]

@@ -21,7 +21,6 @@ from noloco_p2p.gossip.frames import StateManifest
 from noloco_p2p.gossip.layout import ModelLayout
 from noloco_p2p.gossip.questions import find_difference
 from noloco_p2p.gossip.seams import Candidate
-from noloco_p2p.gossip.staleness import is_left_behind
 from noloco_p2p.net.client import GrpcTransport
 from noloco_p2p.peer.live_peers import LivePeers
 from noloco_p2p.peer.network_thread import NetworkThread
@@ -137,7 +136,7 @@ class Entering:
             if manifest:
                 return manifest
             self._check_model(donors, layout)  # a peer that trains another model refuses every other request
-            if all(donor.round == 0 for donor in donors):
+            if all(donor.progress == 0 for donor in donors):
                 break
             if self.answering():
                 log.warning(
@@ -161,19 +160,25 @@ class Entering:
         """
         return self._thread.call(self._ask_for_positions(), ANSWER_S, leaving=self._leaving)
 
-    def catch_up(
-        self, layout: ModelLayout, *, progress: float, round_progress: float, target: Path
-    ) -> StateManifest | None:
+    def rescue(self, layout: ModelLayout, *, target: Path) -> StateManifest | None:
+        """Fetch the state of a live peer into `target`, because this peer's own weights are lost."""
+        try:
+            donors = self._look_for_donors()
+            return self._fetch_state(donors, layout, target=target, timeout_s=self._catch_up_timeout_s)
+        except (Left, Unreachable, CheckpointError, TimedOut, TimeoutError) as error:
+            log.error("no live peer gave its state: %s", error)
+            return None
+
+    def catch_up(self, layout: ModelLayout, *, progress: float, target: Path) -> StateManifest | None:
         """Fetch the state of a live peer into `target` if most of the swarm is far ahead, and return its manifest.
 
-        `progress` is this peer's position in the schedule, and `round_progress` is the length of one round in the same
-        unit. Calling this is cheap, except after a refusal. The result is None if the swarm is not far ahead. It is
-        also None if no peer serves a newer state. A later call tries again.
+        `progress` is this peer's position in the schedule. Calling this is cheap, except after a refusal. The result is
+        None if the swarm is not far ahead. It is also None if no peer serves a newer state. A later call tries again.
         """
         if time.monotonic() < self._catch_up_again_s:
             return None
         try:
-            ahead = self._far_ahead(progress, round_progress=round_progress)
+            ahead = self._far_ahead(progress)
         except (Left, TimeoutError):  # this peer was asked to leave, or the network thread hangs
             return None
         if not ahead:
@@ -199,16 +204,14 @@ class Entering:
         if manifest is None:
             log.warning("no peer can provide a newer state at the moment; this peer will try again later")
             return None
-        log.warning(
-            "caught up with the swarm: round %d, %.1f %% of the schedule", manifest.round, 100 * manifest.progress
-        )
+        log.warning("caught up with the swarm: %.1f %% of the schedule", 100 * manifest.progress)
         return manifest
 
-    def _far_ahead(self, progress: float, *, round_progress: float) -> list[Candidate]:
+    def _far_ahead(self, progress: float) -> list[Candidate]:
         """Return the peers at the position of the swarm, shuffled, or an empty list if this peer is not far behind.
 
-        Records can be as old as one heartbeat. If rounds are short, the swarm can advance in that time by more rounds
-        than two partners may be apart. So a peer that was refused because of its position asks some others for theirs.
+        Records can be as old as one heartbeat. In a short run, the swarm can advance in that time by more than two
+        partners may be apart. So a peer that was refused because of its position asks some others for theirs.
         It does so rarely, because anybody can send such a refusal, and training waits for the answers. Raises Left.
         """
         live = self._live_peers.mates()
@@ -216,9 +219,9 @@ class Entering:
             self._ask_again_s = time.monotonic() + CATCH_UP_AGAIN_S
             live = self.answering()
         positions = [each.progress for each in live if each.state in ("training", "done")]
-        if not is_left_behind(progress, positions, round_progress=round_progress):
+        middle = median(positions) if positions else 0.0  # the median decides, so a minority has no effect
+        if middle - progress <= self._spec.furthest:
             return []
-        middle = median(positions)
         reached = self._thread.call(self._reached(live), ANSWER_S, leaving=self._leaving)
         ahead = [each for each in reached if can_give(each) and each.progress >= middle]
         random.shuffle(ahead)

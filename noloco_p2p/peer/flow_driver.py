@@ -23,7 +23,6 @@ from noloco_p2p.flow.frames import Answer, Backward, Forward, Frame, Mark, Want
 from noloco_p2p.flow.head import Head
 from noloco_p2p.flow.limits import TICK_S
 from noloco_p2p.flow.replica import Replica
-from noloco_p2p.flow.steps import FINAL_MARK
 from noloco_p2p.net.flow import FlowLinks
 from noloco_p2p.net.tickets import Tickets
 from noloco_p2p.owned_tasks import OwnedTasks
@@ -226,19 +225,6 @@ class FlowDriver:
         now_s = self._now_s()
         machine = self.machine
         self._do(machine.step_closed(progress, now_s) if isinstance(machine, Head) else machine.step_closed(now_s))
-
-    def hold_steps(self) -> None:
-        self.machine.hold_steps()
-
-    def release_steps(self, progress: float) -> None:
-        """Let inner steps close again after an outer step. `progress` is the progress of a head after that step.
-
-        An outer step cannot end a head's training; only an inner step of the head can.
-        """
-        machine = self.machine
-        if isinstance(machine, Head) and progress < FINAL_MARK:
-            machine.progress = progress
-        self._do(machine.release_steps(self._now_s()))
 
     # actions
 

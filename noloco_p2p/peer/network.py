@@ -6,9 +6,7 @@ import asyncio
 from dataclasses import dataclass
 
 from noloco_p2p.control import ControlServer
-from noloco_p2p.gossip.round_driver import RoundDriver
-from noloco_p2p.gossip.round_stack import PeerService
-from noloco_p2p.gossip.watch import SwapWatch
+from noloco_p2p.gossip.service import PeerService
 from noloco_p2p.net.client import GrpcTransport
 from noloco_p2p.net.server import GrpcServer
 from noloco_p2p.peer.entering import Entering
@@ -23,17 +21,15 @@ from noloco_p2p.transfer.donor import StateServer
 class Network:
     """The parts of a peer that live on its network thread, after all of them have started.
 
-    `watching` holds the tasks that watch the swap and the machine. `stage_flow` is set while this peer holds a stage.
+    `watching` holds the tasks that watch the machine. `stage_flow` is set while this peer holds a stage.
     """
 
     directory: SwarmDirectory
     transport: GrpcTransport
-    driver: RoundDriver
     states: StateServer
     service: PeerService
     server: GrpcServer
     control: ControlServer
-    watch: SwapWatch
     reachability: Reachability
     live_peers: LivePeers
     entering: Entering

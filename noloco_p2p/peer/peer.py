@@ -6,12 +6,11 @@ stop    announcement of leaving -> end of swaps -> server -> network thread -> l
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -25,11 +24,8 @@ from noloco_p2p.errors import (
     SettingsError,
     TicketError,
 )
-from noloco_p2p.gossip.exchange import ThreadedExchange
-from noloco_p2p.gossip.round_driver import RoundDriver
-from noloco_p2p.gossip.round_stack import build_round_stack
 from noloco_p2p.gossip.seams import Candidate
-from noloco_p2p.gossip.watch import SwapProgress, SwapWatch
+from noloco_p2p.gossip.service import PeerService
 from noloco_p2p.identity import Identity
 from noloco_p2p.invitation import Invitation
 from noloco_p2p.net import probe
@@ -110,7 +106,6 @@ class Peer:
         self.pause_requested = threading.Event()  # checked after each inner step
         self.pausing = Pausing(self.pause_requested)
         self.spec: Spec
-        self.exchange: ThreadedExchange
         self.membership: Membership
         self.stages: Stages
         self._target = target
@@ -249,12 +244,12 @@ class Peer:
         """Ask the training loop to end cleanly. This is safe in a signal handler and on any thread."""
         self.leave_requested.set()
         if self._network:
-            self._network.driver.hurry()
+            self._network.service.hurry()
 
     def wait_while_paused(self) -> None:
         """Wait until the reason for the pause no longer applies or this peer is asked to leave.
 
-        The swarm sees the peer as paused meanwhile. Call `NoLoCo.withdraw` first, so that no partner waits.
+        The swarm sees the peer as paused meanwhile. Call `NoLoCo.pause` first, so that no partner waits.
         """
         self.announce("paused")
         while self.pause_requested.is_set() and not self.leave_requested.wait(POLL_S):
@@ -267,7 +262,7 @@ class Peer:
         "training".
         """
         self._status.change_state(state)
-        self._net.driver.peer_state = state
+        self._net.service.state = state
         try:
             self._call(self._net.directory.announce_now(), START_TIMEOUT_S)
         except (DirectoryError, TimeoutError) as error:
@@ -275,11 +270,7 @@ class Peer:
 
     def last_fault(self) -> str:
         """Return a description of the last fault of another peer, or "" if there was none."""
-        return self._net.driver.last_fault
-
-    def tell_long_swaps(self, tell: Callable[[SwapProgress], None]) -> None:
-        """Call `tell` repeatedly on the network thread while a long swap is running."""
-        self._net.watch.on_long = tell
+        return self._net.service.counts.last_failure
 
     def reach(self) -> Verdict:
         """Return the verdict on whether other peers can dial this one, based on their reports."""
@@ -394,7 +385,7 @@ class Peer:
         if self.spec.run_key != (self._invitation.run_key if self._invitation else ""):
             raise TicketError("the run is private, but the ticket contains no invitation; ask for a new ticket")
         states = StateServer(self.spec)
-        stack = build_round_stack(
+        service = PeerService(
             self.spec,
             hello=self._status.hello,
             transport=transport,
@@ -402,11 +393,8 @@ class Peer:
             executor=self._executor,
             rng=random.SystemRandom(),  # swap ids must be unpredictable
             serve=states.serve,
-            status=self._status.standing,
             on_corrupt=self.bans.strike,
         )
-        driver, service = stack.driver, stack.service
-        self.exchange = ThreadedExchange(self.spec, driver, asyncio.get_running_loop())
         server = GrpcServer(
             service,
             limits,
@@ -418,24 +406,20 @@ class Peer:
         await ports.try_both(ports.grpc, lambda port: server.start(self.settings.listen_host, port))
         control = ControlServer(self.settings.state_dir, verbs(self))
         await control.start()
-        watch = SwapWatch(driver)
         self._network = self._status.network = Network(
             directory,
             transport,
-            driver,
             states,
             service,
             server,
             control,
-            watch,
             reachability,
             live_peers,
-            self._make_entering(directory, transport, live_peers, driver),
-            [asyncio.create_task(watch.run()), *watch_machine(self.settings, self.pausing)],
+            self._make_entering(directory, transport, live_peers, service),
+            watch_machine(self.settings, self.pausing),
         )
         self.membership = Membership(
             self._status,
-            total_steps=self.spec.schedule_steps,
             network=lambda: self._net,
             call=self._call,
             announce=self.announce,
@@ -455,7 +439,7 @@ class Peer:
         await self._status.serve_metrics()
 
     def _make_entering(
-        self, directory: SwarmDirectory, transport: GrpcTransport, live_peers: LivePeers, driver: RoundDriver
+        self, directory: SwarmDirectory, transport: GrpcTransport, live_peers: LivePeers, service: PeerService
     ) -> Entering:
         assert self._thread is not None
         return Entering(
@@ -464,7 +448,7 @@ class Peer:
             directory=directory,
             transport=transport,
             live_peers=live_peers,
-            is_told_stale=driver.take_refused_as_stale,
+            is_told_stale=service.take_refused_as_stale,
             ticket=self._target if isinstance(self._target, Ticket) else None,
             expects_others=bool(self.settings.bootstrap or self._address_book.addresses()),
             progress=self.progress,
@@ -508,7 +492,7 @@ class Peer:
         if self._network:
             await end_tasks(self._network.watching)
             await self._network.control.stop()
-            self._network.driver.peer_state = "leaving"
+            self._network.service.state = "leaving"
             if self._network.stage_flow:
                 await self._network.stage_flow.stop()
         if self._reachability:
@@ -517,7 +501,7 @@ class Peer:
             # If a copy announced that it is leaving, others would think that the other copy is leaving.
             await self._directory.stop(farewell=self.has_entered and self.fault is None)
         if self._network:
-            await self._network.driver.stop()
+            await self._network.service.stop()
             await self._network.server.stop(0.5)
         self._network = self._status.network = self._directory = self._reachability = None
 

@@ -89,7 +89,7 @@ class Stages:
         """
         network = self._network()
         network.live_peers.stage = stage
-        self._status.layout = network.driver.layout = network.states.layout = None
+        self._status.layout = network.states.layout = None
 
     def wait_for(self, stages: Sequence[int]) -> None:
         """Set the stages that this peer waits for because no peer holds them. `noloco status` shows them."""

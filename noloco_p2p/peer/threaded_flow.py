@@ -1,4 +1,4 @@
-"""Give the computing thread access to a pipeline, as `gossip.exchange.ThreadedExchange` does for swaps."""
+"""Give the computing thread access to a pipeline, as `gossip.exchange.Exchange` does for swaps."""
 
 from __future__ import annotations
 
@@ -95,17 +95,6 @@ class ThreadedFlow:
         They replace the microbatches of an earlier call.
         """
         self._tell(self._driver.evaluate, microbatches)
-
-    def hold_steps(self) -> None:
-        """Report that a round is at its boundary.
-
-        No inner step closes until `release_steps` is called, but tasks continue.
-        """
-        self._tell(self._driver.hold_steps)
-
-    def release_steps(self, progress: float) -> None:
-        """Report that the outer step is done. `progress` is this peer's progress after that step."""
-        self._tell(self._driver.release_steps, progress)
 
     def _tell(self, function: Callable[[*As], None], *arguments: *As) -> None:
         """Call a function on the network thread without waiting for it."""

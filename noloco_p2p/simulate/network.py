@@ -15,7 +15,8 @@ from noloco_p2p.gossip.seams import Candidate, FrameStream
 from noloco_p2p.testing.links import BUFFER_S, PROFILES, LinkProfile, Shape
 from noloco_p2p.testing.memory import MemoryNetwork, Wrap, unchanged
 
-FRAME_BYTES = 64  # bytes of a frame besides its payload
+FRAME_BYTES = 64  # bytes of a frame besides its content
+BREAKS_WITHIN = 12  # frames; a swap of the caller has as many if its slice has six chunks
 IDEAL = LinkProfile("ideal", down_mbit_s=float("inf"), up_mbit_s=float("inf"), delay_ms=0, jitter_ms=0)
 LINKS = {IDEAL.name: IDEAL, **PROFILES}
 
@@ -65,14 +66,13 @@ class Link:
 class LinkNetwork(MemoryNetwork):
     """A network of reachable peers and their links.
 
-    `lose` is the fraction of calls whose connection breaks at one of the first `frames_a_swap` frames of the caller.
+    `lose` is the fraction of calls whose connection breaks before the caller has sent BREAKS_WITHIN frames.
     """
 
-    def __init__(self, *, lose: float = 0.0, frames_a_swap: int = 8, seed: int = 0) -> None:
+    def __init__(self, *, lose: float = 0.0, seed: int = 0) -> None:
         super().__init__()
         self.links: dict[str, Link] = {}
         self._lose = lose
-        self._frames_a_swap = frames_a_swap
         self._rng = random.Random(f"lost/{seed}")
         self._streams: dict[str, list[LinkStream]] = {}  # open streams by peer, both ends of each
 
@@ -83,7 +83,7 @@ class LinkNetwork(MemoryNetwork):
         here, there = LinkStream(called, ours.up, ours.down), LinkStream(caller, theirs.up, theirs.down)
         here.other, there.other = there, here
         if self._rng.random() < self._lose:
-            here.break_after(self._rng.randrange(1, self._frames_a_swap))
+            here.break_after(self._rng.randrange(1, BREAKS_WITHIN))
         for name in (caller, called):
             still_open = [stream for stream in self._streams.get(name, []) if not stream.has_ended]
             self._streams[name] = [*still_open, here, there]
@@ -208,5 +208,5 @@ class LinkStream:
 
 
 def _frame_bytes(frame: Frame) -> int:
-    content = getattr(frame, "payload", b"") or getattr(frame, "exponents", b"")
-    return FRAME_BYTES + len(content) if content else 2 * FRAME_BYTES
+    contents = (getattr(frame, name, b"") for name in ("payload", "exponents", "ages"))
+    return FRAME_BYTES + sum(map(len, contents))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import random
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from noloco_p2p.errors import SettingsError
-from noloco_p2p.optim.gates import GateLimits
+from noloco_p2p.outer.update_filter import LIMITS, FilterLimits
 from noloco_p2p.simulate.network import IDEAL, LINKS
 from noloco_p2p.testing.links import LinkProfile
 
@@ -16,6 +17,8 @@ EVENT = re.compile(r"(join|leave|crash):(?:(\d+)\.)?(\d+)@(\d+(?:\.\d+)?)")
 RATE_AND_DELAY = re.compile(r"(\d+(?:\.\d+)?)mbit-(\d+(?:\.\d+)?)ms")
 SHARE = re.compile(r"(lose|absent):(0?\.\d+|0|1)")
 EXAMPLE = "join:8@300, leave:2@500, crash:3@200 (replica@virtual seconds), lose:0.2, absent:0.2 (shares)"
+LISTED_S = 60.0  # how long a peer stays listed after a crash: the lifetime of a record
+ABSENT_STEPS = 10  # inner steps for which a replica is absent
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +34,7 @@ class Churn:
     """The faults of a run, and the peers that join, leave or crash.
 
     `lose` is the share of calls whose connection breaks. The peers of such a call then look for other partners, as on a
-    real network. `absent` is the share of rounds in which nobody can reach a replica, so that it has a solo round.
+    real network. `absent` is the share of stretches of ABSENT_STEPS inner steps in which a replica does not swap.
     """
 
     events: tuple[Event, ...] = ()
@@ -42,6 +45,10 @@ class Churn:
         """Return the time at which a replica joins, or None if it is present from the start."""
         joins = (event for event in self.events if event.kind == "join")
         return next((event.at_s for event in joins if (event.stage, event.replica) == (stage, replica)), None)
+
+    def is_absent(self, peer_id: str, step: int, *, seed: int) -> bool:
+        """Return whether a replica is absent in its inner step `step`."""
+        return random.Random(f"absent/{seed}/{peer_id}/{step // ABSENT_STEPS}").random() < self.absent
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +65,7 @@ class Plan:
     speeds: tuple[float, ...] = (1.0,)
     links: tuple[LinkProfile, ...] = (IDEAL,)
     churn: Churn = Churn()
-    gates: GateLimits | None = None  # the limits of the gates of all replicas; None stands for those of the spec
+    limits: FilterLimits = LIMITS  # of the update filter
     evaluations: int = 4  # number of points on the curve of the validation loss
 
     def seconds_per_step(self, replica: int) -> float:
@@ -66,6 +73,11 @@ class Plan:
 
     def link(self, replica: int) -> LinkProfile:
         return self.links[replica % len(self.links)]
+
+
+def peer_name(replica: int) -> str:
+    """Return the peer id of a replica, which also determines the order of its data."""
+    return f"replica-{replica}"
 
 
 def parse_churn(text: str, *, num_replicas: int | tuple[int, ...]) -> Churn:

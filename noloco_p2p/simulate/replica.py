@@ -1,92 +1,223 @@
-"""Simulates a replica from start to end in one coroutine, with the rounds, swaps and outer step of a real peer."""
+"""Simulate a peer: its swaps and its outer optimizer are those of a real peer, on a virtual network and clock."""
 
 from __future__ import annotations
 
 import asyncio
+import random
+from collections.abc import Callable
 
-from noloco_p2p.gossip.deadlines import INTERNET, Deadlines
-from noloco_p2p.optim.gates import GateLimits
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from noloco_p2p.gossip.exchange import Exchange
+from noloco_p2p.gossip.frames import Hello
+from noloco_p2p.gossip.gossip import Gossip
+from noloco_p2p.gossip.service import PeerService
+from noloco_p2p.outer.flat import FlatParameters
+from noloco_p2p.outer.mixing import Mixing, Swapped
+from noloco_p2p.outer.update_filter import LIMITS, FilterLimits
+from noloco_p2p.outer.weights import Weights
+from noloco_p2p.simulate.clock import InlineExecutor
 from noloco_p2p.simulate.material import Material
-from noloco_p2p.simulate.network import LinkNetwork
-from noloco_p2p.simulate.peer import SimulatedPeer, now_s
-from noloco_p2p.simulate.result import Point
-from noloco_p2p.testing.memory import Wrap, unchanged
+from noloco_p2p.simulate.network import LinkNetwork, LinkTransport
+from noloco_p2p.simulate.plan import Plan, peer_name
+from noloco_p2p.simulate.result import Point, Swaps
+from noloco_p2p.spec import TrainerSpec, TrainSpec
+from noloco_p2p.telemetry.metrics import Metrics
+from noloco_p2p.testing.memory import MemoryDirectory, Wrap, unchanged
+from noloco_p2p.trainer.inner_step import InnerStep
+from noloco_p2p.transfer.donor import state_file_bytes
 
 AT_POINT = 1e-6  # tolerance, because progress is a sum of fractions
+END_S = 60.0  # for which a peer that leaves lets its swaps end
+CLOSING_S = 60.0  # for which a peer waits for the next closing swap
 
 
-class SimulatedReplica(SimulatedPeer):
-    """A simulated replica. `run` trains until the schedule is done or `leave` is called."""
+class SimulatedPeer:
+    """The base class of replicas, which train a whole model, and of nodes, which train one stage.
+
+    `train` configures the inner optimizer. `is_absent` returns whether the peer does not swap in an inner step.
+    `Mixing` explains `follows_caller`.
+    """
 
     def __init__(
         self,
-        number: int,
+        spec: TrainerSpec,
+        model: PreTrainedModel,
+        train: TrainSpec,
         *,
         peer_id: str,
-        material: Material,
         network: LinkNetwork,
-        step_s: float,
-        absent: float,
-        num_points: int,
         seed: int,
-        gates: GateLimits | None = None,
+        is_absent: Callable[[int], bool],
+        limits: FilterLimits = LIMITS,
+        follows_caller: bool = False,
         wrap: Wrap = unchanged,
-        deadlines: Deadlines = INTERNET,
     ) -> None:
+        self.peer_id = peer_id
+        self.model = model
+        self.inner = InnerStep(model, train)
+        self.weights = Weights(FlatParameters(model), spec.outer, limits=limits)
+        self.steps = 0
+        self.swaps: list[Swapped] = []
+        self.metrics = Metrics()
+        self.mixing: Mixing  # from `enter` on
+        self._gossip: Gossip
+        self._spec = spec
+        self._network = network
+        self._wrap = wrap
+        self._is_absent = is_absent
+        self._follows_caller = follows_caller
+        self._hello = Hello(peer_id, spec.name, spec.digest(), layout=self.weights.parameters.layout())
+        self._service = PeerService(
+            spec,
+            hello=lambda: self._hello,
+            transport=LinkTransport(network, lambda: self._hello, wrap=wrap),
+            directory=MemoryDirectory(network, own_id=peer_id),
+            executor=InlineExecutor(),
+            rng=random.Random(f"pairing/{seed}/{peer_id}"),
+        )
+        self._entered_s = self._left_s = 0.0
+
+    @property
+    def progress(self) -> float:
+        return self.mixing.progress
+
+    @property
+    def exchange(self) -> Exchange:
+        return self.mixing.exchange
+
+    def current_weights(self) -> Tensor:
+        """Return a copy of the model's flat weights."""
+        return self.weights.parameters.read(0, self.weights.num_elements)
+
+    @property
+    def state_bytes(self) -> int:
+        """The size of the state that a newcomer fetches."""
+        return state_file_bytes(self.weights.num_elements, self._spec.outer)
+
+    @property
+    def sent_bytes(self) -> int:
+        """The payload bytes of all swaps."""
+        return self._gossip.traffic.bytes_sent
+
+    def swap_figures(self) -> Swaps:
+        present_s = (self._left_s or now_s()) - self._entered_s
+        return Swaps(
+            committed=len(self.swaps),
+            failed=sum(self._gossip.failures.values()),
+            age_steps=sum(swap.age_steps for swap in self.swaps) / max(1, len(self.swaps)),
+            link_use=sum(stop - start for start, stop in self._gossip.link.swaps) / max(1e-9, present_s),
+            clipped_pieces=self.metrics.clipped_pieces,
+        )
+
+    async def enter(self, donor: SimulatedPeer | None = None) -> None:
+        """Become reachable. A newcomer takes over the state of its donor."""
+        self._entered_s = now_s()
+        exchange = await self._service.begin(self.weights.num_swapped)
+        assert self._service.gossip
+        self._gossip = self._service.gossip
+        self.mixing = Mixing(
+            self._spec, self.weights, exchange, self.metrics, clock=now_s, follows_caller=self._follows_caller
+        )
+        if donor:
+            self.weights.take(donor.weights.tensors())
+            self.mixing.restart(progress=donor.progress)
+        self._look_whether_absent()
+        self._network.add(self.peer_id, self._service, wrap=self._wrap)
+
+    def count_step(self) -> None:
+        """Count an inner step. Call `mix` next."""
+        self.steps += 1
+        self.mixing.step_taken()
+        self._look_whether_absent()
+
+    def mix(self) -> list[Swapped]:
+        """Apply the swaps that have arrived, and take the outer step if it is due."""
+        swapped = self.mixing.apply()
+        self.swaps += swapped
+        if self.mixing.is_due:
+            self.mixing.outer_step()
+        return swapped
+
+    async def close(self) -> None:
+        """Swap without training until all parts of the weights have been mixed often enough."""
+        self._service.state = "training"
+        self.mixing.rest()
+        while self.mixing.missing_mixings():
+            await self.exchange.news(CLOSING_S)
+            if not self.mix():
+                return
+
+    async def depart(self) -> None:
+        """Let the swaps that have begun end, and leave the network."""
+        await self._service.hold(timeout_s=END_S)
+        self.mix()
+        self._network.remove(self.peer_id)
+        await self.stop()
+
+    async def stop(self) -> None:
+        self._left_s = now_s()
+        await self._service.stop()
+
+    def _look_whether_absent(self) -> None:
+        self._service.state = "paused" if self._is_absent(self.steps) else "training"
+
+
+class SimulatedReplica(SimulatedPeer):
+    """A replica of the whole model. `run` trains until the schedule is done or `leave` is called."""
+
+    def __init__(
+        self, number: int, plan: Plan, material: Material, network: LinkNetwork, *, wrap: Wrap = unchanged
+    ) -> None:
+        peer_id = peer_name(number)
         super().__init__(
             material.spec,
             material.model(),
             material.spec.train,
             peer_id=peer_id,
             network=network,
-            absent=absent,
-            seed=seed,
-            gates=gates,
+            seed=plan.seed,
+            is_absent=lambda step: plan.churn.is_absent(peer_id, step, seed=plan.seed),
+            limits=plan.limits,
             wrap=wrap,
-            deadlines=deadlines,
         )
         self.number = number
         self.curve: list[Point] = []
-        self.rounds_s: list[float] = []  # virtual duration of each round, including waits
         self._material = material
         self._batches = material.batches(peer_id, replica=number)
-        self._step_s = step_s
-        self._num_points = num_points
+        self._step_s = plan.seconds_per_step(number)
+        self._num_points = plan.evaluations
+        self._is_leaving = False
 
     def leave(self) -> None:
         """Leave after the current inner step."""
         self._is_leaving = True
 
-    async def run(self, *, closing_rounds: int = 0) -> None:
-        """Train until the schedule is done, and then run `closing_rounds` rounds without training."""
-        self._enter()
-        try:
-            while self.progress < 1 and not self._is_leaving:
-                await self._round()
-            for _ in range(0 if self._is_leaving else closing_rounds):
-                await self._closing_round()
-        finally:
-            self._network.remove(self.peer_id)
-            await self.driver.stop()
-
-    async def _round(self) -> None:
-        began_s = now_s()
-        self._open_round()
-        is_at_boundary = False
-        while not is_at_boundary:
-            self.inner(next(self._batches), progress=self.progress)
+    async def run(self, donor: SimulatedPeer | None = None) -> None:
+        """Train until the schedule is done, and then take part in closing swaps."""
+        await self.enter(donor)
+        while self.progress < 1 and not self._is_leaving:
             await asyncio.sleep(self._step_s)
-            self.steps += 1
-            is_at_boundary = self._rounds.step_taken()
-            if self._is_leaving:
-                return
-        self._rounds.reach_boundary()
-        self._count(await self._end())
-        self.rounds_s.append(now_s() - began_s)
-        self._note_point()
+            self.inner(next(self._batches), progress=self.progress)
+            self.count_step()
+            await self._wait_for_swap()
+            self.mix()
+            self._note_point()
+        if not self._is_leaving:
+            await self.close()
+        await self.depart()
+
+    async def _wait_for_swap(self) -> None:
+        outer = self._spec.outer
+        if outer.wait and self.mixing.is_due and self._service.state == "training":
+            await self.exchange.settled(outer.max_wait_s)
 
     def _note_point(self) -> None:
         """Add the next point to the curve if the progress has reached it."""
         if self.progress * self._num_points >= len(self.curve) + 1 - AT_POINT:
-            loss = self._material.loss(self.model)
-            self.curve.append(Point(self.number, self.steps, now_s(), loss))
+            self.curve.append(Point(self.number, self.steps, now_s(), self._material.loss(self.model)))
+
+
+def now_s() -> float:
+    return asyncio.get_running_loop().time()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -13,9 +14,10 @@ from noloco_p2p.simulate.material import Material
 from noloco_p2p.telemetry.console import aligned, mib
 from noloco_p2p.trainer.swarm_evaluation import spread
 
+SWAP_COLUMNS = ("swaps", "failed", "age", "link %", "clipped")
 COLUMNS = (
     *("rule", "replicas", "loss", "worst", "merged", "spread %", "sent per peer", "bytes/param/step"),
-    *("swapped", "half", "solo", "late", "virtual s"),
+    *(*SWAP_COLUMNS, "virtual s"),
 )
 
 
@@ -30,8 +32,33 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True)
+class Swaps:
+    """What has become of the swaps of a peer, or the mean over several peers.
+
+    `age_steps` is the mean number of inner steps from a snapshot until its half-differences were applied. `link_use` is
+    the share of the time in which a swap moved. `clipped_pieces` counts the parts of tensors that the update filter
+    clipped.
+    """
+
+    committed: float = 0.0
+    failed: float = 0.0
+    age_steps: float = 0.0
+    link_use: float = 0.0
+    clipped_pieces: float = 0.0
+
+    @classmethod
+    def mean(cls, each: Iterable[Swaps]) -> Swaps:
+        peers = list(each)
+        return cls(*(fmean(getattr(swaps, field.name) for swaps in peers) for field in fields(cls)))
+
+    def cells(self) -> tuple[str, ...]:
+        counts = f"{self.committed:.0f}", f"{self.failed:.0f}"
+        return *counts, f"{self.age_steps:.1f}", f"{100 * self.link_use:.0f}", f"{self.clipped_pieces:.0f}"
+
+
+@dataclass(frozen=True, slots=True)
 class Result:
-    """The result of one rule. Losses are validation losses of the final slow weights, in nats per token."""
+    """The result of one rule. Losses are validation losses of the final weights, in nats per token."""
 
     rule: str
     num_replicas: int  # replicas present at the end
@@ -43,20 +70,9 @@ class Result:
     sent_bytes: float  # payload, mean over replicas
     sent_per_parameter_step: float  # bytes
     steps: float  # inner steps, mean over replicas
-    swapped: int  # number of rounds of all replicas, as in the next two fields
-    half: int
-    alone: int
-    refused: int  # rounds that became solo, and late gradients that were refused, because of a gate
-    clipped: int  # rounds in which a gate clipped what a partner sent
-    cut_share: float  # fraction of the norm of the offsets that was clipped, mean over swaps
-    late: int  # outer gradients that were applied after their boundary
-    modulo_chunks: int
-    plain_chunks: int
-    extended_chunks: int
-    broken_chunks: int
     virtual_s: float
     curve: tuple[Point, ...]
-    rounds_s: tuple[float, ...] = ()  # median virtual seconds of the second half of each replica's rounds
+    swaps: Swaps = Swaps()
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -65,8 +81,7 @@ class Result:
         return (
             *(self.rule, str(self.num_replicas), f"{self.loss:.4f}", f"{self.worst_loss:.4f}"),
             *(f"{self.merged_loss:.4f}", f"{100 * self.spread:.3f}", mib(self.sent_bytes)),
-            *(f"{self.sent_per_parameter_step:.4g}", str(self.swapped), str(self.half), str(self.alone)),
-            *(str(self.late), f"{self.virtual_s:.1f}"),
+            *(f"{self.sent_per_parameter_step:.4g}", *self.swaps.cells(), f"{self.virtual_s:.1f}"),
         )
 
 
@@ -78,7 +93,7 @@ def judge(material: Material, weights: Sequence[Tensor]) -> dict[str, Any]:
     return {
         "num_replicas": len(weights),
         "num_parameters": mean.numel(),
-        "loss": sum(losses) / len(losses),
+        "loss": fmean(losses),
         "worst_loss": max(losses),
         "merged_loss": material.loss_of(mean, scratch),
         "spread": spread(weights, mean),

@@ -8,8 +8,7 @@ from dataclasses import replace
 import torch
 
 from noloco_p2p.errors import SettingsError
-from noloco_p2p.optim.rules import NOLOCO, RULE_NAMES
-from noloco_p2p.simulate.lockstep import simulate_lockstep
+from noloco_p2p.simulate.lockstep import RULES, simulate_lockstep
 from noloco_p2p.simulate.material import CPU, Material
 from noloco_p2p.simulate.plan import Plan
 from noloco_p2p.simulate.result import Result
@@ -17,8 +16,11 @@ from noloco_p2p.simulate.stage_plan import StagedPlan
 from noloco_p2p.simulate.stage_result import StagedResult
 from noloco_p2p.simulate.stage_result import simulate_stages as run_pipeline
 from noloco_p2p.simulate.staged import staged
-from noloco_p2p.simulate.swarm import simulate_swarm
+from noloco_p2p.simulate.swarm import NOLOCO, simulate_swarm
 from noloco_p2p.spec import TrainerSpec
+
+RULE_NAMES = (NOLOCO, *RULES)
+STAGED_RULES = (NOLOCO, "local")
 
 
 def check_rules(rules: Sequence[str], plan: Plan) -> None:
@@ -44,9 +46,6 @@ def simulate(
     material = Material.of(seeded(spec, plan.seed), bindings or {}, device=device)
     for rule in rules:
         yield simulate_swarm(material, plan) if rule == NOLOCO else simulate_lockstep(material, plan, rule=rule)
-
-
-STAGED_RULES = (NOLOCO, "local")
 
 
 def check_stages(rules: Sequence[str], plan: StagedPlan, spec: TrainerSpec) -> None:

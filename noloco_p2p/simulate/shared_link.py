@@ -11,28 +11,15 @@ import asyncio
 import heapq
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import IntEnum
 
-from noloco_p2p.gossip.deadlines import Deadlines
 from noloco_p2p.simulate.network import Link
 from noloco_p2p.testing.links import BUFFER_S, LinkProfile
 
 SWAP_SHARE = 0.2  # share of the link that a swap gets while frames of the pipeline are waiting
 FASTEST = 1e15  # bytes per second of an unlimited link; not infinity, because infinity times 0 is undefined
-CHUNKS_OF_PATIENCE = 3  # a chunk may wait behind another one on either link
 DONE_BYTES = 1e-3  # tolerance for rounding
-
-
-def patient(deadlines: Deadlines, *, chunk_bytes: int, mbit_s: float) -> Deadlines:
-    """Extend deadlines if a link is so slow that one chunk of a swap takes longer than its receiver waits for progress.
-
-    This happens when a small model, which has few, long chunks, is simulated on a proportionally slow link. A real
-    model has many chunks.
-    """
-    chunk_s = chunk_bytes / (SWAP_SHARE * mbit_s * 1e6 / 8)
-    factor = max(1.0, CHUNKS_OF_PATIENCE * chunk_s / deadlines.progress_s)
-    return Deadlines(**{name: factor * seconds for name, seconds in asdict(deadlines).items()})
 
 
 class Urgency(IntEnum):

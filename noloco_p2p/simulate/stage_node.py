@@ -1,17 +1,13 @@
-"""A node of a simulated pipeline. It drives the real `flow` code on a virtual clock, and takes part in rounds.
-
-The pipeline never stops for a swap. From the boundary of a round until its outer step, tasks continue with unchanged
-weights, but no inner step is closed. The outer step is taken between two tasks.
-"""
+"""A node of a simulated pipeline. It drives the real `flow` code on a virtual clock, and swaps with its stage."""
 
 from __future__ import annotations
 
 import asyncio
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
@@ -19,12 +15,11 @@ from noloco_p2p.errors import CorruptPayload
 from noloco_p2p.flow.actions import Action, Broadcast, CloseStep, Compute, GaveUp, Kind, Send
 from noloco_p2p.flow.frames import Backward, Forward, Frame, MicrobatchId
 from noloco_p2p.flow.head import Head
-from noloco_p2p.flow.limits import TICK_S
+from noloco_p2p.flow.limits import MAX_SINKS, TICK_S
 from noloco_p2p.flow.replica import Replica
-from noloco_p2p.gossip.deadlines import Deadlines
-from noloco_p2p.outer.flat import FlatParameters
+from noloco_p2p.peer.stage_flow import NUM_HEADS, NUM_NEIGHBOURS, REDRAW_S, Neighbours
 from noloco_p2p.simulate.network import LinkNetwork
-from noloco_p2p.simulate.peer import SimulatedPeer, now_s
+from noloco_p2p.simulate.replica import SimulatedPeer, now_s
 from noloco_p2p.simulate.shared_link import SharedLink, Urgency, transfer
 from noloco_p2p.simulate.stage_work import TaskFlops
 from noloco_p2p.spec import TrainerSpec
@@ -39,7 +34,7 @@ class Pipeline(Protocol):
 
     def node(self, name: str) -> StageNode: ...
 
-    def neighbours(self, node: StageNode, *, is_new_round: bool) -> None:
+    def neighbours(self, node: StageNode) -> None:
         """Draw the peers to which the node sends, and pass them to its state machine."""
         ...
 
@@ -55,8 +50,7 @@ class Pipeline(Protocol):
 class StageNode(SimulatedPeer):
     """A node of a pipeline. A node of stage 0 is a head.
 
-    `begin` starts the node. `has_finished` is set when its schedule is done, or when it has left. If `gossips` is
-    false, it never opens a round, so the replicas of a stage never mix.
+    `begin` starts the node. `has_finished` is set when its schedule is done, or when it has left.
     """
 
     def __init__(
@@ -71,10 +65,8 @@ class StageNode(SimulatedPeer):
         link: SharedLink,
         flops: TaskFlops,
         flops_per_s: float,
-        absent: float,
+        is_absent: Callable[[int], bool],
         seed: int,
-        gossips: bool,
-        deadlines: Deadlines,
     ) -> None:
         stage = work.stage.index
         super().__init__(
@@ -83,18 +75,18 @@ class StageNode(SimulatedPeer):
             train_of_stage(spec),
             peer_id=name,
             network=network,
-            absent=absent,
+            is_absent=is_absent,
             seed=seed,
             follows_caller=stage > 0,
-            deadlines=deadlines,
         )
         self.name, self.stage, self.number = name, stage, number
         self.work, self.link = work, link
         self.flops, self.flops_per_s = flops, flops_per_s
         self.rng = random.Random(f"flow/{seed}/{name}")
         self.streams: dict[str, None] = {}  # open streams, in the order of opening
-        self.downstream: set[str] = set()  # neighbours in the next stage
-        self.ring: set[str] = set()  # at a head, the sinks that it drew; in the last stage, the heads that it drew
+        self.downstream = Neighbours(self.rng, NUM_NEIGHBOURS)
+        # At a head, the sinks that it drew; in the last stage, the heads that it drew.
+        self.ring = Neighbours(self.rng, NUM_HEADS if stage else MAX_SINKS)
         self.unreachable: set[str] = set()
         self.is_alive = True
         self.has_finished = asyncio.Event()
@@ -104,10 +96,8 @@ class StageNode(SimulatedPeer):
         self.num_counted = 0  # backward passes; at a head, those of its front
         self.trained_tokens = 0  # in closed steps, including the first ones of sequences
         self._pipeline = pipeline
-        self._gossips = gossips
-        self._is_frozen = False
-        self._is_running = False  # whether a task is running
-        self._is_commit_due = False
+        self._is_frozen = self._is_leaving = False
+        self._redraw_at_s = now_s() + REDRAW_S
         self._counted_tokens = 0
         self._step_of: dict[MicrobatchId, int] = {}  # the inner step of each forward pass
         self._launched_s: dict[MicrobatchId, float] = {}
@@ -117,25 +107,11 @@ class StageNode(SimulatedPeer):
         self._microbatch_tokens = spec.pipeline.microbatch * (
             spec.data.sequence_length - 1
         )  # tokens that its loss counts
-        self._tasks: set[asyncio.Task[None]] = set()
 
     def begin(self, machine: Head | Replica, batches: Iterable[Tensor] = ()) -> None:
         self.machine = machine
         self._batches = iter(batches)
-        self._enter()
-        if self._gossips:
-            self._open_round()
         asyncio.get_running_loop().call_later(TICK_S * self.rng.random(), self._tick)
-
-    def weights(self) -> Tensor:
-        """Return the flat weights to evaluate: the slow weights if replicas mix, and the fast weights otherwise."""
-        if self._gossips:
-            return self.state.slow_weights
-        return self.fast_weights()
-
-    def fast_weights(self) -> Tensor:
-        parameters: FlatParameters = self.state.parameters
-        return parameters.read(0, parameters.num_elements)
 
     # events
 
@@ -151,16 +127,17 @@ class StageNode(SimulatedPeer):
         self.streams.pop(peer, None)
         self.unreachable.add(peer)
         self._do(self.machine.stream_closed(peer, now_s()))
-        self._pipeline.neighbours(self, is_new_round=False)
+        self._pipeline.neighbours(self)
 
     def tell_neighbours(self, sinks: Collection[str]) -> None:
-        for other in (*sorted(self.downstream), *sorted(sinks)):
+        downstream = self.downstream.chosen
+        for other in (*sorted(downstream), *sorted(sinks)):
             self.streams.setdefault(other)
             self._pipeline.node(other).streams.setdefault(self.name)
         if isinstance(self.machine, Head):
-            self._do(self.machine.neighbours_changed(self.downstream, sinks, now_s()))
+            self._do(self.machine.neighbours_changed(downstream, sinks, now_s()))
         else:
-            self._do(self.machine.neighbours_changed(self.downstream, now_s()))
+            self._do(self.machine.neighbours_changed(downstream, now_s()))
 
     def leave(self) -> None:
         """Accept no new microbatches, finish those that this node holds, and leave."""
@@ -179,19 +156,6 @@ class StageNode(SimulatedPeer):
     def freeze(self) -> None:
         """Stop the node, so that it handles no more tasks, frames or inner steps."""
         self._is_frozen = True
-        for task in list(self._tasks):
-            task.cancel()
-
-    async def close_rounds(self, num_rounds: int) -> None:
-        """Mix without training, after the whole pipeline has finished."""
-        for _ in range(num_rounds):
-            await self._closing_round()
-
-    async def stop(self) -> None:
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self.driver.stop()
 
     def _tick(self) -> None:
         if self._is_frozen or not self.is_alive:
@@ -200,9 +164,13 @@ class StageNode(SimulatedPeer):
         if self._is_leaving and self.machine.is_idle:
             self.vanish()
             self._network.remove(self.name)
-            self._own(self.driver.stop())
-        else:
-            self._later(TICK_S, self._tick)
+            self._network.own(asyncio.create_task(self.stop()))
+            return
+        if now_s() >= self._redraw_at_s:
+            self._redraw_at_s = now_s() + REDRAW_S
+            self.downstream.drop_one()
+            self._pipeline.neighbours(self)
+        self._later(TICK_S, self._tick)
 
     # actions
 
@@ -256,7 +224,6 @@ class StageNode(SimulatedPeer):
     def _compute(self, task: Compute) -> None:
         """Compute the task at once, but report the result after its virtual duration."""
         seconds = self.flops.of_kind(task.kind) * self._tokens / self.flops_per_s
-        self._is_running = True
         self.busy_s += seconds
         result: object = FAILED
         if not self._pipeline.is_lost_in(task, self.stage):
@@ -269,9 +236,6 @@ class StageNode(SimulatedPeer):
     def _computed(self, task: Compute, result: object) -> None:
         if self._is_frozen or not self.is_alive:
             return
-        self._is_running = False
-        if self._is_commit_due:
-            self._commit()
         if result is FAILED:
             self._do(self.machine.compute_failed(task, now_s()))
             return
@@ -292,7 +256,7 @@ class StageNode(SimulatedPeer):
             if is_head:
                 self.latencies_s.append(now_s() - self._launched_s.pop(task.id))
 
-    # steps and rounds
+    # steps
 
     def _close_step(self, step: CloseStep) -> None:
         if self._is_frozen or not self.is_alive:
@@ -301,50 +265,17 @@ class StageNode(SimulatedPeer):
         self.trained_tokens += self._tokens * self._counted_tokens // self._microbatch_tokens
         self._counted_tokens = 0
         self.work.close(self.inner, step.num_tokens, progress=self.progress)
-        self.steps += 1
-        is_at_boundary = self._rounds.step_taken()
+        self.count_step()
+        self.mix()
         if step.progress is not None:
-            self._rounds.progress = step.progress
-        if self._gossips and (is_at_boundary or self.progress >= 1):
-            self.machine.hold_steps()
-            self._rounds.reach_boundary()
-            self._own(self._wait_for_round())
-        elif self.progress >= 1:
+            self.mixing.progress = step.progress
+        if self.progress >= 1:
             self.has_finished.set()
         if isinstance(self.machine, Head):
             self._do(self.machine.step_closed(self.progress, now_s()))
         else:
             self._do(self.machine.step_closed(now_s()))
         self._pipeline.step_closed(self)
-
-    async def _wait_for_round(self) -> None:
-        await self._wait_until_over()
-        if self._is_running:
-            self._is_commit_due = True
-        elif self.is_alive:
-            self._commit()
-
-    def _commit(self) -> None:
-        self._is_commit_due = False
-        end = self._poll()
-        if end is None:
-            self._own(self._wait_for_round())
-            return
-        self._count(end)
-        machine = self.machine
-        if (machine.progress if isinstance(machine, Head) else self.progress) >= 1:
-            self.has_finished.set()
-            return
-        if isinstance(machine, Head) and self.progress < 1:  # a swap changes it
-            machine.progress = self.progress
-        self._open_round()
-        self._pipeline.neighbours(self, is_new_round=True)
-        self._do(machine.release_steps(now_s()))
-
-    def _own(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     def _later(self, seconds: float, call: Callable[..., None], *arguments: object) -> None:
         asyncio.get_running_loop().call_later(seconds, call, *arguments)

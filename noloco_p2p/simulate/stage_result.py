@@ -17,6 +17,7 @@ from noloco_p2p.errors import SettingsError
 from noloco_p2p.flow.head import Head
 from noloco_p2p.simulate.clock import run_virtual
 from noloco_p2p.simulate.material import Material
+from noloco_p2p.simulate.result import SWAP_COLUMNS, Swaps
 from noloco_p2p.simulate.stage_node import StageNode
 from noloco_p2p.simulate.stage_plan import StagedPlan
 from noloco_p2p.simulate.staged import StagedSwarm
@@ -26,7 +27,7 @@ from noloco_p2p.trainer.swarm_evaluation import spread
 
 COLUMNS = (
     *("stage", "replicas", "parameters", "steps", "computing %", "up %", "down %", "late steps", "late %", "lost %"),
-    *("spread %", "swapped", "half", "solo", "sent per peer", "of which swaps"),
+    *("spread %", *SWAP_COLUMNS, "sent per peer", "of which swaps"),
 )
 NUM_PATHS = 8  # number of random paths over which the loss is averaged
 
@@ -87,9 +88,7 @@ class StageResult:
     late_share: float  # share of the backward passes that are at least one inner step late
     lateness_counts: dict[int, int]
     spread: float
-    swapped: int
-    half: int
-    alone: int
+    swaps: Swaps
     sent_bytes: float  # over the link, by the pipeline and by swaps
     swap_bytes: float
 
@@ -99,18 +98,13 @@ class StageResult:
             *(str(self.stage), str(self.num_replicas), f"{self.num_parameters:,}", f"{self.steps:.0f}"),
             *(f"{100 * share:.0f}" for share in shares),
             *(f"{self.lateness:.2f}", f"{100 * self.late_share:.1f}", f"{100 * self.lost_share:.1f}"),
-            *(f"{100 * self.spread:.3f}", str(self.swapped), str(self.half), str(self.alone)),
-            *(mib(self.sent_bytes), mib(self.swap_bytes)),
+            *(f"{100 * self.spread:.3f}", *self.swaps.cells(), mib(self.sent_bytes), mib(self.swap_bytes)),
         )
 
 
 @dataclass(frozen=True, slots=True)
 class StagedResult:
-    """The result of one rule.
-
-    Losses are final validation losses in nats per token: of the slow weights with gossip, and of the fast weights
-    without.
-    """
+    """The result of one rule. Losses are final validation losses in nats per token."""
 
     rule: str
     loss: float  # mean over random paths, which have one replica of each stage
@@ -125,7 +119,7 @@ class StagedResult:
     num_done: int
     num_rooms: int
     stages: tuple[StageResult, ...]
-    curve: tuple[tuple[float, float, float], ...]  # progress, virtual seconds, loss of the merged fast weights
+    curve: tuple[tuple[float, float, float], ...]  # progress, virtual seconds, loss of the merged weights
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -165,7 +159,7 @@ def simulate_stages(
 
 
 def judge_stages(swarm: StagedSwarm, speed: Speed) -> StagedResult:
-    weights = [[node.weights() for node in swarm.living(stage)] for stage in range(swarm.plan.num_stages)]
+    weights = [[node.current_weights() for node in swarm.living(stage)] for stage in range(swarm.plan.num_stages)]
     for stage, own in enumerate(weights):
         if not own:
             raise SettingsError(f"every replica of stage {stage} is gone, so there is no result; reduce --churn")
@@ -225,9 +219,7 @@ def _stage(swarm: StagedSwarm, stage: int, weights: Sequence[Tensor], speed: Spe
         late_share=1 - lateness[0] / max(1, counted),
         lateness_counts=dict(sorted(lateness.items())),
         spread=spread(weights, torch.stack(list(weights)).mean(0)),
-        swapped=sum(node.swapped for node in swarm.stages[stage]),
-        half=sum(node.half for node in swarm.stages[stage]),
-        alone=sum(node.alone for node in swarm.stages[stage]),
+        swaps=Swaps.mean(node.swap_figures() for node in nodes),
         sent_bytes=fmean(node.link.up.flow_bytes + node.link.up.swap_bytes for node in nodes),
         swap_bytes=fmean(node.link.up.swap_bytes for node in nodes),
     )

@@ -9,33 +9,26 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from noloco_p2p.codec import CHUNK_ELEMENTS, get_codec, section_bytes
 from noloco_p2p.errors import SettingsError
 from noloco_p2p.flow.actions import Compute, Kind
 from noloco_p2p.flow.frames import MicrobatchId
 from noloco_p2p.flow.head import Head
 from noloco_p2p.flow.limits import VOTE_S
 from noloco_p2p.flow.replica import Replica
-from noloco_p2p.gossip.deadlines import INTERNET, Deadlines
-from noloco_p2p.optim.mixing import closing_rounds
 from noloco_p2p.outer.flat import FlatParameters
 from noloco_p2p.simulate.material import Material
 from noloco_p2p.simulate.network import LinkNetwork
-from noloco_p2p.simulate.plan import Event
-from noloco_p2p.simulate.shared_link import SharedLink, patient
+from noloco_p2p.simulate.plan import LISTED_S, Event, peer_name
+from noloco_p2p.simulate.shared_link import SharedLink
 from noloco_p2p.simulate.stage_node import StageNode
 from noloco_p2p.simulate.stage_plan import StagedPlan
 from noloco_p2p.simulate.stage_work import LateStageWork, TaskFlops
-from noloco_p2p.simulate.swarm import LISTED_S, peer_name
 from noloco_p2p.spec import TrainerSpec
 from noloco_p2p.trainer.cut import auto_cut
 from noloco_p2p.trainer.model import build_on_meta
-from noloco_p2p.trainer.stage import Stage, build_stage, measure
+from noloco_p2p.trainer.stage import build_stage, measure
 from noloco_p2p.trainer.stage_work import StageWork
-from noloco_p2p.transfer.donor import state_file_bytes
 
-NUM_NEIGHBOURS = 4  # in the next stage; a head also has this number of sinks
-NUM_HEADS = 2  # heads to which each replica of the last stage keeps a stream
 STUCK_S = 3600.0  # the simulation fails if no microbatch reaches the loss for this long
 
 
@@ -82,16 +75,16 @@ class StagedSwarm:
         for stage, num in enumerate(self.plan.num_replicas):
             for number in range(num):
                 if churn.joins_at_s(number, stage) is None:
-                    self._start(stage, number)
+                    await self._start(stage, number)
         if on_made:
             on_made(list(self.nodes.values()))
         for node in self.nodes.values():
-            self.neighbours(node, is_new_round=False)
+            self.neighbours(node)
         self._events = [asyncio.create_task(self._at(event)) for event in churn.events]
         await self._until_heads_finish()
 
     async def finish(self) -> None:
-        """Finish the microbatches in flight, and run the closing rounds, without further churn."""
+        """Finish the microbatches in flight, and take part in closing swaps, without further churn."""
         for event in self._events:
             event.cancel()
         await asyncio.gather(*self._events, return_exceptions=True)
@@ -99,7 +92,7 @@ class StagedSwarm:
         for node in self.nodes.values():
             node.freeze()
         if self.plan.gossips:
-            await self._close()
+            await asyncio.gather(*(self._close(node) for node in self.nodes.values() if node.is_alive))
 
     async def stop(self) -> None:
         for node in self.nodes.values():
@@ -112,7 +105,7 @@ class StagedSwarm:
         model = self.material.model()
         parts: dict[str, Tensor] = {}
         for stage, vector in enumerate(weights):
-            parts |= self.stages[stage][0].state.parameters.by_name(vector)
+            parts |= self.stages[stage][0].weights.parameters.by_name(vector)
         FlatParameters(model).take(parts)
         return self.material.loss(model)
 
@@ -128,20 +121,20 @@ class StagedSwarm:
     def node(self, name: str) -> StageNode:
         return self.nodes[name]
 
-    def neighbours(self, node: StageNode, *, is_new_round: bool) -> None:
+    def neighbours(self, node: StageNode) -> None:
         last = self.plan.num_stages - 1
         if not node.is_alive:
             return
         if node.stage < last:
-            self._draw(node, node.downstream, node.stage + 1, NUM_NEIGHBOURS, is_new_round=is_new_round)
+            node.downstream.update(self._candidates(node, node.stage + 1))
         if node.stage == last:
-            before = set(node.ring)
-            self._draw(node, node.ring, 0, NUM_HEADS, is_new_round=is_new_round)
+            before = set(node.ring.chosen)
+            node.ring.update(self._candidates(node, 0))
             for head in self.living(0):
-                if head.name in before ^ node.ring:
+                if head.name in before ^ set(node.ring.chosen):
                     head.tell_neighbours(self._sinks(head))
         elif node.stage == 0:
-            self._draw(node, node.ring, last, NUM_NEIGHBOURS, is_new_round=is_new_round)
+            node.ring.update(self._candidates(node, last))
             node.tell_neighbours(self._sinks(node))
         else:
             node.tell_neighbours(())
@@ -163,12 +156,12 @@ class StagedSwarm:
         """Evaluate the merged model if the first head has passed the next point of the curve."""
         heads = self.living(0)
         if heads and node is heads[0] and node.progress * self.plan.evaluations >= len(self.curve) + 1 - 1e-6:
-            loss = self.merged_loss([[each.fast_weights() for each in self.living(s)] for s in range(len(self.cut))])
+            loss = self.merged_loss([[each.current_weights() for each in self.living(s)] for s in range(len(self.cut))])
             self.curve.append((node.progress, asyncio.get_running_loop().time(), loss))
 
     # which peers are present
 
-    def _start(self, stage: int, number: int, donor: StageNode | None = None) -> StageNode:
+    async def _start(self, stage: int, number: int, donor: StageNode | None = None) -> StageNode:
         plan, spec = self.plan, self.spec
         name = peer_name(number) if stage == 0 else f"stage-{stage}-{peer_name(number)}"
         link = SharedLink(plan.link(stage, number))
@@ -184,27 +177,15 @@ class StagedSwarm:
             link=link,
             flops=self.flops[stage],
             flops_per_s=plan.speed(stage, number) * self._flops_per_s(),
-            absent=plan.churn.absent,
+            is_absent=lambda step: not plan.gossips or plan.churn.is_absent(name, step, seed=plan.seed),
             seed=plan.seed,
-            gossips=plan.gossips,
-            deadlines=self._deadlines(stage, built),
         )
-        if donor:
-            node.take(donor)
+        await node.enter(donor)
         self.nodes[name] = node
         self.stages[stage].append(node)
         batches = self.material.batches(name, replica=number, batch_size=spec.pipeline.microbatch) if not stage else ()
         node.begin(self._machine(node), batches)
         return node
-
-    def _deadlines(self, stage: int, built: Stage) -> Deadlines:
-        links = [self.plan.link(stage, number) for number in range(self.plan.num_replicas[stage])]
-        num_elements = sum(param.numel() for param in built.model.parameters())
-        return patient(
-            INTERNET,
-            chunk_bytes=section_bytes(get_codec("fp32"), min(num_elements, CHUNK_ELEMENTS)),
-            mbit_s=min(min(link.up_mbit_s, link.down_mbit_s) for link in links),
-        )
 
     def _machine(self, node: StageNode) -> Head | Replica:
         spec, rooms = self.spec, self.plan.num_rooms(self.spec)
@@ -221,26 +202,17 @@ class StagedSwarm:
         flops = 0.75 * sizes.num_blocks * sizes.block.flops + sizes.vocabulary.flops  # without recomputation
         return flops * spec.train.batch_size * spec.data.sequence_length / self.plan.step_s
 
-    def _draw(self, node: StageNode, drawn: set[str], stage: int, number: int, *, is_new_round: bool) -> None:
-        """Draw listed peers of a stage until `drawn` has `number` of them. In a new round, also replace one of them."""
+    def _candidates(self, node: StageNode, stage: int) -> list[str]:
+        """Return the peers of a stage from which a node draws those to which it sends."""
         listed = [name for name in self.networks[stage].listed if name not in node.unreachable]
-        if self.plan.paths == "fixed":
-            drawn.clear()
-            drawn.update(listed[node.number % len(listed) :][:1])
-            return
-        drawn.intersection_update(listed)
-        if is_new_round and len(drawn) >= number and len(listed) > number:
-            drawn.remove(node.rng.choice(sorted(drawn)))
-        others = [name for name in listed if name not in drawn]
-        drawn.update(node.rng.sample(others, min(len(others), max(0, number - len(drawn)))))
+        return listed[node.number % len(listed) :][:1] if self.plan.paths == "fixed" and listed else listed
 
     def _sinks(self, head: StageNode) -> list[str]:
         """Return the replicas of the last stage that have a stream to this head, no matter which end opened it."""
         if self.plan.paths == "fixed":
-            return sorted(head.ring)
-        return sorted(
-            head.ring | {node.name for node in self.living(self.plan.num_stages - 1) if head.name in node.ring}
-        )
+            return sorted(head.ring.chosen)
+        callers = {node.name for node in self.living(self.plan.num_stages - 1) if head.name in node.ring.chosen}
+        return sorted(callers.union(head.ring.chosen))
 
     # churn
 
@@ -264,10 +236,10 @@ class StagedSwarm:
             return
         donor = self.rng.choice(donors)
         rate = min(self.plan.link(stage, number).down_mbit_s, self.plan.link(stage, donor.number).up_mbit_s)
-        await asyncio.sleep(state_file_bytes(donor.state.num_elements, self.spec.outer) / (rate * 1e6 / 8))
+        await asyncio.sleep(donor.state_bytes / (rate * 1e6 / 8))
         if donor.progress >= 1:
             return  # training is over; a head that has no step to close would never finish
-        self.neighbours(self._start(stage, number, donor), is_new_round=False)
+        self.neighbours(await self._start(stage, number, donor))
 
     # the end
 
@@ -290,9 +262,6 @@ class StagedSwarm:
         for task in waiting:
             task.cancel()
 
-    async def _close(self) -> None:
-        waits = []
-        for stage, num in enumerate(self.plan.num_replicas):
-            num_rounds = closing_rounds(self.spec.outer, num)
-            waits += [node.close_rounds(num_rounds) for node in self.living(stage)]
-        await asyncio.gather(*waits)
+    async def _close(self, node: StageNode) -> None:
+        await node.close()
+        await node.depart()

@@ -1,22 +1,21 @@
-"""Peers in one process, with real exchanges, swaps and pairing over a MemoryNetwork, without sockets or a DHT."""
+"""Peers in one process, with real gossip over a MemoryNetwork, without sockets or a DHT."""
 
 from __future__ import annotations
 
 import asyncio
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from noloco_p2p.gossip.deadlines import INTERNET, Deadlines
-from noloco_p2p.gossip.exchange import ThreadedExchange
+from noloco_p2p.gossip.exchange import Exchange
 from noloco_p2p.gossip.frames import PROTOCOL_VERSION, Hello, StateManifest
 from noloco_p2p.gossip.layout import ModelLayout
-from noloco_p2p.gossip.round_driver import RoundDriver
-from noloco_p2p.gossip.round_stack import PeerService, build_round_stack
 from noloco_p2p.gossip.seams import Directory, Transport
+from noloco_p2p.gossip.service import PeerService
 from noloco_p2p.spec import Spec
 from noloco_p2p.telemetry.metrics import Metrics
 from noloco_p2p.testing.memory import MemoryDirectory, MemoryNetwork, MemoryTransport, Wrap, unchanged
@@ -25,9 +24,10 @@ from noloco_p2p.transfer.donor import SavedState, StateServer
 if TYPE_CHECKING:
     from typing import Self
 
-    from torch import Tensor
+T = TypeVar("T")
 
 POLL_S = 0.01
+HOLD_S = 10.0
 THREAD_S = 300.0  # timeout of calls on the network thread; its only purpose is to catch hangs
 
 
@@ -47,7 +47,7 @@ class MemorySwarm:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        asyncio.run_coroutine_threadsafe(self._stop(), self.loop).result(THREAD_S)
+        self.call(self._stop())
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(THREAD_S)
 
@@ -73,18 +73,22 @@ class MemorySwarm:
         `wrap` is applied to the streams that the peer opens, and `wrap_accepted` to the streams that others open to it.
         """
         making = self._make(peer_id, spec or self.spec, run_folder, protocol_version, wrap, wrap_accepted)
-        peer = asyncio.run_coroutine_threadsafe(making, self.loop).result(THREAD_S)
+        peer = self.call(making)
         self.peers.append(peer)
         return peer
+
+    def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the network thread."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(THREAD_S)
 
     def kill(self, peer: MemoryPeer) -> None:
         """Make the peer vanish, so that nobody can call it and its streams break."""
 
         async def vanish() -> None:
             await self._disconnect(peer.peer_id)
-            await peer.driver.stop()
+            await peer.service.stop()
 
-        asyncio.run_coroutine_threadsafe(vanish(), self.loop).result(THREAD_S)
+        self.call(vanish())
 
     # Subclasses with sockets override these methods.
 
@@ -120,7 +124,7 @@ class MemorySwarm:
 
         transport, directory = self._outside(peer_id, hello, wrap)
         states = StateServer(spec)
-        stack = build_round_stack(
+        service = PeerService(
             spec,
             hello=hello,
             transport=transport,
@@ -131,21 +135,15 @@ class MemorySwarm:
             deadlines=self.deadlines,
         )
         peer = MemoryPeer(
-            peer_id,
-            spec=spec,
-            run_folder=run_folder,
-            driver=stack.driver,
-            exchange=ThreadedExchange(spec, stack.driver, self.loop),
-            states=states,
-            executor=executor,
+            self, peer_id, spec=spec, run_folder=run_folder, service=service, states=states, executor=executor
         )
         made.append(peer)
-        await self._connect(peer_id, stack.service, wrap_accepted)
+        await self._connect(peer_id, service, wrap_accepted)
         return peer
 
     async def _stop(self) -> None:
         for peer in self.peers:
-            await peer.driver.stop()
+            await peer.service.stop()
         await self._disconnect_all()
         for peer in self.peers:
             peer.executor.shutdown()
@@ -156,20 +154,19 @@ class MemoryPeer:
 
     def __init__(
         self,
+        swarm: MemorySwarm,
         peer_id: str,
         *,
         spec: Spec,
         run_folder: Path,
-        driver: RoundDriver,
-        exchange: ThreadedExchange,
+        service: PeerService,
         states: StateServer,
         executor: ThreadPoolExecutor,
     ) -> None:
         self.peer_id = peer_id
         self.spec = spec
         self.run_folder = run_folder
-        self.driver = driver
-        self.exchange = exchange
+        self.service = service
         self.states = states
         self.executor = executor
         self.layout = ""
@@ -177,26 +174,34 @@ class MemoryPeer:
         self.membership = self
         self.leave_requested = threading.Event()
         self.pause_requested = threading.Event()
+        self._swarm = swarm
 
     def wait_while_paused(self) -> None:
         """Wait until another thread clears `pause_requested` or sets `leave_requested`."""
         while self.pause_requested.is_set() and not self.leave_requested.wait(POLL_S):
             pass
+        self.service.state = "training"
+
+    # what the outer step needs
 
     def enter(self, *, layout: ModelLayout, target: Path | None) -> StateManifest | None:
         self.layout = layout.digest()
-        self.driver.layout = self.states.layout = layout
+        self.states.layout = layout
         return None
 
-    def catch_up(self, *, progress: float, inner_steps: int, target: Path) -> StateManifest | None:
+    def begin_swaps(self, num_elements: int) -> Exchange:
+        return self._swarm.call(self.service.begin(num_elements))
+
+    def hold_swaps(self) -> None:
+        self._swarm.call(self.service.hold(timeout_s=HOLD_S))
+
+    def catch_up(self, *, progress: float, target: Path) -> StateManifest | None:
         """Return None, because peers in memory are never far ahead of each other."""
+        return None
+
+    def rescue(self, *, target: Path) -> StateManifest | None:
+        """Return None, because peers in memory do not fetch states."""
         return None
 
     def serve_state(self, saved: SavedState) -> None:
         self.states.saved = saved
-
-    def sketch(self, slow_weights: Tensor, *, progress: float, at_rest: bool) -> None:
-        """Do nothing, because peers in memory have no records."""
-
-    def weights_change(self) -> None:
-        """Do nothing, because there are no sketches."""

@@ -1,7 +1,7 @@
-"""Run the loop of a peer that holds one stage. The loop computes tasks from neighbours, and completes steps and rounds.
+"""Run the loop of a peer that holds one stage. The loop computes tasks from neighbours, and takes inner steps.
 
-Only the thread of this loop touches weights. The pipeline never stops for a swap. After the last inner step of a round,
-tasks continue with unchanged weights, and only the next inner step waits for the outer step.
+Only the thread of this loop touches weights. The pipeline never stops for a swap: half-differences are added to the
+weights between two tasks.
 """
 
 from __future__ import annotations
@@ -9,12 +9,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
 
 from noloco_p2p.devices import empty_cache, is_out_of_memory
 from noloco_p2p.flow.actions import CloseStep, Compute, Kind
 from noloco_p2p.flow.steps import FINAL_MARK
-from noloco_p2p.outer.noloco import NoLoCo, RoundResult
+from noloco_p2p.outer.noloco import NoLoCo
 from noloco_p2p.peer.flow_driver import Handed
 from noloco_p2p.peer.threaded_flow import ThreadedFlow
 from noloco_p2p.trainer.inner_step import InnerStep
@@ -23,7 +22,6 @@ from noloco_p2p.trainer.stage_work import StageWork
 log = logging.getLogger(__name__)
 
 LOOK_S = 0.1  # the longest wait for a task
-POLL_S = 0.02  # pause between two checks, at a boundary, whether the round has ended
 SMOOTHING = 0.1  # weight of a new measurement of the duration of a task
 
 
@@ -31,30 +29,17 @@ class StageLoop:
     """The loop of one stage.
 
     `outer` swaps with replicas of the same stage. The progress of a head follows from its own steps, while an inner
-    replica follows the progress of the heads. `on_round` is called with the result of each round.
+    replica follows the progress of the heads.
     """
 
-    def __init__(
-        self,
-        flow: ThreadedFlow,
-        work: StageWork,
-        inner: InnerStep,
-        outer: NoLoCo,
-        *,
-        on_round: Callable[[RoundResult], None] = lambda result: None,
-        poll_s: float = POLL_S,
-    ) -> None:
+    def __init__(self, flow: ThreadedFlow, work: StageWork, inner: InnerStep, outer: NoLoCo) -> None:
         self.steps = 0
-        self.is_at_boundary = False
         self._task_s: dict[Kind, float] = {}  # smoothed duration of each kind of task
         self._flow = flow
         self._work = work
         self._inner = inner
         self._outer = outer
-        self._on_round = on_round
-        self._poll_s = poll_s
         self._has_finished = outer.progress >= FINAL_MARK
-        self._polled_s = 0.0
 
     @property
     def microbatch_s(self) -> float | None:
@@ -62,7 +47,7 @@ class StageLoop:
         return sum(self._task_s.values()) if Kind.BACKWARD in self._task_s else None
 
     def run(self, leaving: threading.Event) -> None:
-        """Run until no head is training and the last round has ended, or until `leaving` is set.
+        """Run until no head is training, or until `leaving` is set.
 
         Errors of a head's data source propagate to the caller.
         """
@@ -72,19 +57,17 @@ class StageLoop:
     def turn(self) -> bool:
         """Compute the next task, or wait briefly for one.
 
-        Returns False once no head is training and the last round has ended. After that, a peer can still call this
-        method to serve heads that evaluate. Errors of a head's data source propagate to the caller.
+        Returns False once no head is training. After that, a peer can still call this method to serve heads that
+        evaluate. Errors of a head's data source propagate to the caller.
         """
-        if self.is_at_boundary:
-            self._poll_round()
-        if handed := self._flow.take(self._poll_s if self.is_at_boundary else LOOK_S):
+        if handed := self._flow.take(LOOK_S):
             self._perform(handed)
             return True
-        if self._flow.is_over and not self._has_finished and not self.is_at_boundary:
+        if self._flow.is_over and not self._has_finished:
             # The heads have taken their last step. No task reports it, because nothing was counted here since the
             # step before.
             self._advance(FINAL_MARK)
-        return self.is_at_boundary or not self._flow.is_over
+        return not self._flow.is_over
 
     def _perform(self, handed: Handed) -> None:
         if isinstance(handed.task, CloseStep):
@@ -113,15 +96,13 @@ class StageLoop:
         self._task_s[kind] = before + SMOOTHING * (seconds - before)
 
     def _close_step(self, step: CloseStep) -> None:
-        outer = self._outer
         if self._has_finished:  # this stage has finished, and a head is late
             self._inner.forget()
-            self._flow.step_closed(outer.progress)
-            return
-        self._work.close(self._inner, step.num_tokens, progress=outer.progress)
-        self.steps += 1
-        self._advance(step.progress)
-        self._flow.step_closed(outer.progress)
+        else:
+            self._work.close(self._inner, step.num_tokens, progress=self._outer.progress)
+            self.steps += 1
+            self._advance(step.progress)
+        self._flow.step_closed(self._outer.progress)
 
     def _advance(self, progress: float | None) -> None:
         """Count one inner step, and set the progress to `progress` if this peer follows the heads.
@@ -130,30 +111,9 @@ class StageLoop:
         state of another replica.
         """
         outer = self._outer
-        self.is_at_boundary = outer.advance()
+        outer.step()
         if progress is not None:
             outer.progress = progress
         self._has_finished = outer.progress >= FINAL_MARK
         if self._has_finished:
             outer.hold_progress()  # otherwise a partner that is behind would move a finished head backwards
-        if self._has_finished and not self.is_at_boundary:
-            outer.reach_boundary()
-            self.is_at_boundary = True
-        if self.is_at_boundary:
-            self._flow.hold_steps()
-
-    def _poll_round(self) -> None:
-        """Take the outer step, between two tasks, once the round has ended."""
-        now_s = time.monotonic()
-        if now_s - self._polled_s < self._poll_s:
-            return
-        self._polled_s = now_s
-        if result := self._outer.poll():
-            self.end_round()
-            self._on_round(result)
-
-    def end_round(self) -> None:
-        """Resume inner steps after the outer step has been taken or the round has been given up."""
-        self.is_at_boundary = False
-        if not self._has_finished:
-            self._flow.release_steps(self._outer.progress)

@@ -91,7 +91,7 @@ class StageTrainer(TrainerBase):
             built.model,
             self.inner_step,
             peer,
-            save_every_rounds=0,
+            save_every_s=0.0,
             checkpoints=checkpoints,
             meta=self._meta,
             end_at=1.0,
@@ -230,8 +230,8 @@ class StageTrainer(TrainerBase):
         """
         peer, metrics = self.peer, self.peer.metrics
         max_steps = peer.settings.max_steps
-        last_step = None if max_steps is None else metrics.step + max_steps
-        rounds_before = metrics.rounds_here
+        first_step = metrics.step
+        last_step = None if max_steps is None else first_step + max_steps
         place = {"peer_id": peer.peer_id, "address": peer.address, "stage": self.stage}
         self.events.write("started", **place, resumed_at=metrics.step)
         self._begin()
@@ -244,14 +244,13 @@ class StageTrainer(TrainerBase):
                 self._pause()
         if not self.finished:
             self._settle()
-        elif metrics.rounds_here > rounds_before and not peer.leave_requested.is_set():
+        elif metrics.step > first_step and not peer.leave_requested.is_set():
             self._close()
             self._last_evaluation()
         if self.batches:
             self.batches.close()
         if self.switches_to is not None:
-            # otherwise an open round would pair with peers of the other stage, for the vectors of this one
-            self.outer.withdraw()
+            self.outer.pause()  # otherwise this peer would swap weights of this stage with peers of the other one
             self.peer.announce("paused")  # no peer sends to it until it has entered the other stage
             self.peer.stages.stop_flow()
         return self._finish()
@@ -278,7 +277,7 @@ class StageTrainer(TrainerBase):
                 batches=self.batches,
             )
         )
-        self._loop = StageLoop(self._flow, work, self.inner_step, self.outer, on_round=self._round_done)
+        self._loop = StageLoop(self._flow, work, self.inner_step, self.outer)
 
     def _machine(self) -> Head | Replica:
         spec, rng = self.spec, random.SystemRandom()
@@ -357,7 +356,7 @@ class StageTrainer(TrainerBase):
         metrics.microbatches, metrics.lost_microbatches = done + counts.done, lost + counts.lost
         metrics.late_microbatches, metrics.queue = late + counts.late, counts.held
 
-    # rounds
+    # reports
 
     def _num_mates(self) -> int:
         return self.peer.stages.num_mates()
@@ -368,13 +367,13 @@ class StageTrainer(TrainerBase):
     def _data(self) -> Prefetcher | None:
         return self.batches
 
-    def _round_loss(self) -> float | None:
+    def _mean_loss(self) -> float | None:
         loss = self._loss_since()
         self._loss_before = self.work.loss_sum, self.work.loss_tokens
         return loss
 
     def _loss_since(self) -> float | None:
-        """On a head, return the mean loss since the round began, or the last known loss if there is none."""
+        """On a head, return the mean loss since the last report, or the last known loss if there is none."""
         sum_before, tokens_before = self._loss_before
         tokens = self.work.loss_tokens - tokens_before
         return (self.work.loss_sum - sum_before) / tokens if tokens else self.peer.metrics.loss
@@ -385,7 +384,6 @@ class StageTrainer(TrainerBase):
         self._count(self._flow.counts)
 
     def _note_speed(self, *, aside_s: float = 0.0) -> None:
-        """Update the speed. This also happens during a round, because rounds do not end while the pipeline stalls."""
         steps, done = self._speed.at(time.monotonic(), self._loop.steps, self._flow.counts.done)
         self.peer.metrics.inner_steps_per_s, self.peer.metrics.tokens_per_s = steps, done * self._microbatch_tokens
 
@@ -436,9 +434,6 @@ class StageTrainer(TrainerBase):
         """
         self._flow.leave()
         until_s = time.monotonic() + LEAVE_S
-        while time.monotonic() < until_s and not (self._flow.is_idle and not self._loop.is_at_boundary):
+        while time.monotonic() < until_s and not self._flow.is_idle:
             self._loop.turn()
-        if self._loop.is_at_boundary:
-            self.outer.withdraw()
-            self._loop.end_round()
         self.inner_step.forget()

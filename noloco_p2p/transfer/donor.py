@@ -44,7 +44,7 @@ class SavedState:
     manifest: StateManifest
 
 
-def describe_state(path: Path, *, layout: str, num_elements: int, round_index: int, progress: float) -> SavedState:
+def describe_state(path: Path, *, layout: str, num_elements: int, progress: float) -> SavedState:
     """Compute the manifest of a state file. Raises OSError if the file cannot be read.
 
     The file is hashed at about 4 GB/s.
@@ -52,7 +52,7 @@ def describe_state(path: Path, *, layout: str, num_elements: int, round_index: i
     with path.open("rb") as file:
         digests = tuple(blake3(chunk).digest() for chunk in iter(lambda: file.read(STATE_CHUNK_BYTES), b""))
     num_bytes = path.stat().st_size
-    return SavedState(path, StateManifest(layout, num_elements, round_index, progress, num_bytes, digests))
+    return SavedState(path, StateManifest(layout, num_elements, progress, num_bytes, digests))
 
 
 class StateServer:
@@ -88,12 +88,12 @@ class StateServer:
         data = self.layout.as_json() if self.layout else b""
         if not 0 < len(data) <= MAX_LAYOUT_BYTES:
             why = "my list of tensors is too long" if data else "I have no model yet"
-            raise Refused(why, code=RefuseCode.BETWEEN_ROUNDS.name)
+            raise Refused(why, code=RefuseCode.NO_STATE.name)
         return LayoutJson(data)
 
     def _saved(self) -> SavedState:
         if self.saved is None:
-            raise Refused("I have no saved state yet", code=RefuseCode.BETWEEN_ROUNDS.name, retry_after_s=10.0)
+            raise Refused("I have no saved state yet", code=RefuseCode.NO_STATE.name, retry_after_s=10.0)
         return self.saved
 
     async def _chunks(self, saved: SavedState, indices: Sequence[int]) -> AsyncGenerator[FetchItem]:
@@ -113,7 +113,7 @@ class StateServer:
 
 def state_file_bytes(num_elements: int, outer: OuterSpec) -> int:
     """Return the size of a state file, which consists of the safetensors header and fp32 vectors."""
-    names = ("outer_momentum", "slow_weights") if outer.keeps_momentum else ("slow_weights",)
+    names = ("outer_momentum", "weights") if outer.keeps_momentum else ("weights",)
     header = {
         name: {
             "dtype": "F32",

@@ -311,8 +311,7 @@ class _Fetch:
         if shape != (self.layout, self.num_elements, self.num_bytes) or len(manifest.chunk_digests) != num_chunks:
             raise CorruptPayload("its state belongs to another model or has the wrong size", peer=donor.peer_id)
         if manifest.progress <= self.newer_than:
-            sentence = f"its last saved state (round {manifest.round}) is no newer than this peer's state"
-            raise PeerError(sentence, peer=donor.peer_id)
+            raise PeerError("its last saved state is no newer than this peer's state", peer=donor.peer_id)
         await self.admission.check_position(donor, manifest)
         return manifest
 

@@ -117,12 +117,6 @@ class Bench:
     def closed(self, peer: str) -> str:
         return self.words(self.machine.stream_closed(peer, self.now_s))
 
-    def hold(self) -> None:
-        self.machine.hold_steps()
-
-    def release(self) -> str:
-        return self.words(self.machine.release_steps(self.now_s))
-
     def computed(self) -> str:
         assert self.task
         return self.words(self.machine.computed(self.task, "result", self.now_s))

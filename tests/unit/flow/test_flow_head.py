@@ -200,8 +200,6 @@ it divides by the tokens in its losses
     forward v h.2; computed -> backward v h.2; backward x h.1; computed -> close 50; counted -> loss 0 done 0
 a lost backward of the front counts as zero
     trained; BEHIND; lost x h.1 -> close 40
-a head at the boundary of a round goes on, closes no step, and launches no more than a batch
-    hold; trained; can_launch -> yes; BACKWARD; computed -> nothing; can_launch -> no; release -> close 40
 a head that has finished tells all
     trained; BACKWARD; computed -> close 40; step_closed 1 -> tell all 1; can_launch -> no; can_evaluate -> yes
 a head that has finished repeats its final mark

@@ -250,9 +250,6 @@ a rise of the median closes a step
     count 4; want a h.1 0.1 -> credit a h.1, close 40 at 0.1; num_tokens -> 0
 no task runs while a step closes
     count 4; want a h.1 0.1; forward a h.1 -> taken a h.1; step_closed -> compute forward h.1
-a replica at the boundary of a round goes on, and closes one step after it
-    hold; count 4; want a h.1 0.1 -> credit a h.1; forward a h.1 -> taken a h.1, compute forward h.1; computed;
-    count 1; release -> close 50 at 0.1; step_closed -> nothing
 a step closes when the task that runs is over
     TAKEN; count 4; backward x h.1; want a h.2 0.1 -> credit a h.2; computed -> backward a h.1, close 50 at 0.1
 a rise by several steps closes one
@@ -317,7 +314,8 @@ no final vote outlives the record of its head
     want a h.1 0.1; lost a h.1; mark a i.1 -> tell all but a 1; unlist i; at {VOTE_S + 1}; count 4; tick -> nothing;
     want a h.2 0.2 -> credit a h.2, close 40 at 0.2
 the end is not forgotten when the last head goes
-    hold; count 4; mark a h.1 -> tell all but a 1; unlist h; release -> close 40 at 1; step_closed; is_over -> yes
+    TAKEN; count 4; backward x h.1; mark a h.2 -> tell all but a 1; unlist h; computed -> backward a h.1, close 50 at 1
+    step_closed; is_over -> yes
 
 # evaluation
 

@@ -80,7 +80,7 @@ async def words(*messages: bytes, then_waits: bool = False) -> AsyncIterator[byt
 
 def ask(call: Call, requests: AsyncIterator[bytes]) -> None:
     async def method(request: pb.StatusRequest, context: Any) -> pb.StatusReply:
-        return pb.StatusReply(round=len(request.swap_id))
+        return pb.StatusReply(progress=len(request.swap_id))
 
     asked = _Asked(method, pb.StatusRequest, enter=contextlib.nullcontext, first_words_s=0.05, take_s=0.05)
     asyncio.run(asyncio.wait_for(asked._answer(requests, call), PATIENCE_S))
@@ -89,7 +89,7 @@ def ask(call: Call, requests: AsyncIterator[bytes]) -> None:
 def test_a_request_is_answered() -> None:
     call = Call()
     ask(call, words(pb.StatusRequest(swap_id=bytes(7)).SerializeToString(), then_waits=True))
-    assert call.answers == [pb.StatusReply(round=7).SerializeToString()]
+    assert call.answers == [pb.StatusReply(progress=7).SerializeToString()]
 
 
 @pytest.mark.parametrize(

@@ -14,31 +14,31 @@ from hypothesis import strategies as st
 from noloco_p2p.codec import CHUNK_ELEMENTS
 from noloco_p2p.errors import CorruptPayload
 from noloco_p2p.gossip import frames
+from noloco_p2p.gossip.units import Slice
 from noloco_p2p.net import convert, framing
 from noloco_p2p.net.options import MAX_MESSAGE_BYTES
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 
 UINT64 = st.integers(0, 2**64 - 1)
 NUMBER = st.floats(allow_nan=False, allow_infinity=False)
-ROUND = st.integers(0, convert.MAX_ROUND)
+UINT32 = st.integers(0, 2**32 - 1)
 PROGRESS = st.floats(0, allow_nan=False, allow_infinity=False)
 TEXT = st.text(st.characters(codec="ascii", exclude_categories=["Cc"]), max_size=40)
 BYTES = st.binary(max_size=300)
-SECTION = st.sampled_from(frames.SectionName)
-PART = st.sampled_from(frames.Part)
 
 HELLO = st.builds(frames.Hello, TEXT, TEXT, TEXT, protocol_version=TEXT, layout=TEXT, features=st.tuples(TEXT, TEXT))
-BOUNDARY = st.builds(frames.Boundary, ROUND, st.none() | NUMBER, st.none() | NUMBER, PROGRESS, UINT64)
+STANDING = st.builds(frames.Standing, PROGRESS, NUMBER, NUMBER)
 RETRY = st.floats(0, 3600)
 KINDS: dict[type, tuple[st.SearchStrategy[Any], ...]] = {
-    frames.Offer: (HELLO, BYTES, BOUNDARY),
-    frames.Accept: (HELLO, BOUNDARY),
+    frames.Offer: (HELLO, BYTES, STANDING, BYTES, UINT32),
+    frames.Accept: (HELLO, STANDING, st.builds(Slice, UINT32, UINT32)),
     frames.Refuse: (st.sampled_from(frames.RefuseCode), TEXT, RETRY),
-    frames.Grid: (SECTION, BYTES),
-    frames.Header: (SECTION, TEXT, UINT64, UINT64, UINT64),
-    frames.Chunk: (SECTION, UINT64, BYTES, BYTES),
-    frames.End: (SECTION, BYTES),
-    frames.Ready: (PART,),
+    frames.Grid: (BYTES,),
+    frames.Header: (UINT32, UINT64, UINT64, BYTES),
+    frames.Chunk: (UINT64, BYTES, BYTES),
+    frames.Received: (),
+    frames.Ready: (),
+    frames.Alive: (),
     frames.Abort: (st.sampled_from(frames.AbortCode), TEXT),
 }
 FRAME: st.SearchStrategy[frames.Frame] = st.one_of(*(st.builds(kind, *fields) for kind, fields in KINDS.items()))
@@ -73,19 +73,19 @@ def test_a_number_comes_back_and_is_that_of_the_message(frame: frames.Frame, seq
     assert framing.decode(message.SerializeToString()) == (frame, sequence)
 
 
-@given(st.builds(frames.Chunk, SECTION, UINT64, BYTES.filter(bool), BYTES.filter(bool)))
+@given(st.builds(frames.Chunk, UINT64, BYTES.filter(bool), BYTES.filter(bool)))
 @settings(max_examples=200, deadline=None)
 def test_a_chunk_written_by_hand_is_the_same_to_the_byte(chunk: frames.Chunk) -> None:
     assert framing.encode(chunk) == convert.frame_to_wire(chunk).SerializeToString()
 
 
 def test_the_largest_chunk_fits_into_a_message() -> None:
-    chunk = frames.Chunk(frames.SectionName.OUTER_GRADIENT, 2**63, bytes(4 * CHUNK_ELEMENTS), bytes(16))
+    chunk = frames.Chunk(2**63, bytes(4 * CHUNK_ELEMENTS), bytes(16))
     assert len(framing.encode(chunk)) <= MAX_MESSAGE_BYTES
 
 
 def test_the_payload_of_a_chunk_is_not_copied() -> None:
-    data = framing.encode(frames.Chunk(frames.SectionName.SLOW_WEIGHTS, 3, bytes(1000), bytes(16)))
+    data = framing.encode(frames.Chunk(3, bytes(1000), bytes(16)))
     chunk, _ = framing.decode(data)
     assert isinstance(chunk, frames.Chunk)
     assert isinstance(chunk.payload, memoryview)
@@ -104,8 +104,8 @@ def decoded_or_refused(data: bytes) -> frames.Frame | None:
 
 @given(st.binary(max_size=200))
 @example(b"")
-@example(b"\x2a")
-@example(b"\x2a\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff")
+@example(b"\x32")
+@example(b"\x32\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff")
 @settings(max_examples=500, deadline=None)
 def test_garbage_is_refused_and_raises_nothing_else(data: bytes) -> None:
     decoded_or_refused(data)
@@ -130,13 +130,6 @@ def test_a_damaged_frame_is_refused_or_another_frame_and_raises_nothing_else(
         pb.Frame(),
         pb.Frame(refuse=pb.Refuse(sentence="no code")),
         pb.Frame(refuse=pb.Refuse(code=99, sentence="no")),  # pyright: ignore[reportArgumentType]
-        pb.Frame(header=pb.Header(codec="fp32")),
-        pb.Frame(header=pb.Header(section=77)),  # pyright: ignore[reportArgumentType]
-        pb.Frame(chunk=pb.Chunk(payload=b"x")),
-        pb.Frame(chunk=pb.Chunk(section=77, payload=b"x", digest=b"y")),  # pyright: ignore[reportArgumentType]
-        pb.Frame(end=pb.End()),
-        pb.Frame(ready=pb.Ready()),
-        pb.Frame(ready=pb.Ready(part=3)),  # pyright: ignore[reportArgumentType]
         pb.Frame(abort=pb.Abort()),
     ],
     ids=str,
@@ -153,38 +146,32 @@ def test_a_frame_of_a_later_protocol_is_refused_with_a_sentence() -> None:
 
 
 def test_unknown_fields_are_ignored() -> None:
-    known = pb.Ready(part=pb.PART_LATE).SerializeToString() + bytes((15 << 3, 1))
-    message = bytes((7 << 3 | 2, len(known))) + known + bytes((14 << 3, 1))
-    assert framing.decode(message) == (frames.Ready(frames.Part.LATE), 0)
+    known = pb.Grid(exponents=b"e").SerializeToString() + bytes((15 << 3, 1))
+    message = bytes((4 << 3 | 2, len(known))) + known + bytes((14 << 3, 1))
+    assert framing.decode(message) == (frames.Grid(b"e"), 0)
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
 def test_a_number_that_is_not_finite_is_refused(number: float) -> None:
-    for boundary in (
-        pb.Boundary(seconds_to_boundary=number),
-        pb.Boundary(seconds_per_round=number),
-    ):
-        with pytest.raises(CorruptPayload, match="finite"):
-            framing.decode(pb.Frame(offer=pb.Offer(boundary=boundary)).SerializeToString())
-        with pytest.raises(CorruptPayload, match="finite"):
-            framing.decode(pb.Frame(accept=pb.Accept(boundary=boundary)).SerializeToString())
+    for standing in (pb.Standing(step_s=number), pb.Standing(free_in_s=number)):
+        for frame in (pb.Frame(offer=pb.Offer(standing=standing)), pb.Frame(accept=pb.Accept(standing=standing))):
+            with pytest.raises(CorruptPayload, match="finite"):
+                framing.decode(frame.SerializeToString())
     with pytest.raises(CorruptPayload, match="finite"):
         convert.refuse_from_wire(pb.Refuse(code=pb.REFUSE_BUSY, retry_after_s=number))
 
 
-@pytest.mark.parametrize(
-    ("round_index", "progress"), [(0, -0.01), (0, math.nan), (0, math.inf), (0, -math.inf), (2**64 - 1, 0.0)]
-)
-def test_a_place_that_nobody_can_be_at_is_refused(round_index: int, progress: float) -> None:
-    """A peer that adopted the value would end its learning rate schedule, or overflow a counter on the wire."""
-    boundary = pb.Boundary(round=round_index, progress=progress)
-    for frame in (pb.Frame(offer=pb.Offer(boundary=boundary)), pb.Frame(accept=pb.Accept(boundary=boundary))):
+@pytest.mark.parametrize("progress", [-0.01, math.nan, math.inf, -math.inf])
+def test_a_place_that_nobody_can_be_at_is_refused(progress: float) -> None:
+    """A peer that adopted the value would end its learning rate schedule."""
+    standing = pb.Standing(progress=progress)
+    for frame in (pb.Frame(offer=pb.Offer(standing=standing)), pb.Frame(accept=pb.Accept(standing=standing))):
         with pytest.raises(CorruptPayload, match="not a valid position in a run"):
             framing.decode(frame.SerializeToString())
     with pytest.raises(CorruptPayload, match="not a valid position in a run"):
-        convert.status_from_wire(pb.StatusReply(round=round_index, progress=progress))
+        convert.status_from_wire(pb.StatusReply(progress=progress))
     with pytest.raises(CorruptPayload, match="not a valid position in a run"):
-        convert.manifest_from_wire(pb.Manifest(round=round_index, progress=progress, chunk_digests=[bytes(32)]))
+        convert.manifest_from_wire(pb.Manifest(progress=progress, chunk_digests=[bytes(32)]))
 
 
 @pytest.mark.parametrize(("sent_s", "believed_s"), [(-5.0, 0.0), (1e9, 3600.0), (7.0, 7.0)])
@@ -198,16 +185,7 @@ def test_the_text_of_a_stranger_is_bounded_and_cannot_play_with_a_terminal() -> 
     assert len(refuse.sentence) <= convert.MAX_TEXT
 
 
-@given(
-    st.builds(
-        frames.PeerStatus,
-        HELLO,
-        TEXT,
-        ROUND,
-        PROGRESS,
-        st.builds(frames.SwapState, st.booleans(), st.tuples(PART), st.tuples(PART)),
-    )
-)
+@given(st.builds(frames.PeerStatus, HELLO, TEXT, PROGRESS, st.booleans()))
 @settings(max_examples=100, deadline=None)
 def test_a_status_comes_back_as_it_went(status: frames.PeerStatus) -> None:
     message = pb.StatusReply.FromString(convert.status_to_wire(status).SerializeToString())
@@ -217,8 +195,6 @@ def test_a_status_comes_back_as_it_went(status: frames.PeerStatus) -> None:
 @pytest.mark.parametrize(
     ("ours", "theirs", "prefix"),
     [
-        (frames.Part, pb.Part, "PART_"),
-        (frames.SectionName, pb.SectionName, "SECTION_"),
         (frames.RefuseCode, pb.RefuseCode, "REFUSE_"),
         (frames.AbortCode, pb.AbortCode, "ABORT_"),
     ],

@@ -11,13 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from noloco_p2p.errors import CorruptPayload, TimedOut, Unreachable
-from noloco_p2p.gossip.frames import Accept, Boundary, Chunk, Hello, Offer, Part, Ready, SectionName
+from noloco_p2p.gossip.frames import Accept, Chunk, Hello, Offer, Ready, Standing
+from noloco_p2p.gossip.units import Slice
 from noloco_p2p.net import framing
-from noloco_p2p.net.swap_stream import FEATURE, LEAVE, WINDOW_FRAMES, Order, SwapConnection, SwapStream
+from noloco_p2p.net.swap_stream import LEAVE, WINDOW_FRAMES, Order, SwapConnection, SwapStream
 
-HELLO = Hello("peer", "run", "digest", features=(FEATURE,))
-STRANGER = Hello("peer", "run", "digest")
-BOUNDARY = Boundary(0, None, None, 0.0)
+HELLO = Hello("peer", "run", "digest")
+STANDING = Standing(0.0, 1.0, 0.0)
+OFFER = Offer(HELLO, b"id", STANDING, b"\x01", 1)
+ACCEPT = Accept(HELLO, STANDING, Slice(0, 1))
 
 
 class Pipe:
@@ -82,7 +84,7 @@ def run(main: Callable[[], Coroutine[None, None, None]]) -> None:
 
 
 def chunk(index: int) -> Chunk:
-    return Chunk(SectionName.SLOW_WEIGHTS, index, b"payload", bytes(16))
+    return Chunk(index, b"payload", bytes(16))
 
 
 def linked(connections: list[list[int]]) -> tuple[Stream, Stream, list[tuple[MemoryWire, MemoryWire]]]:
@@ -244,17 +246,17 @@ def test_numbers_that_cannot_be_are_refused_or_waited_for(sequence: int) -> None
     run(main)
 
 
-@pytest.mark.parametrize("answer", [HELLO, STRANGER], ids=["both know the feature", "the other does not"])
-def test_connections_are_agreed_by_an_offer_and_its_answer(answer: Hello) -> None:
+def test_connections_are_agreed_by_an_offer_and_its_answer() -> None:
     async def main() -> None:
-        first, first_end = MemoryWire.pair([0])
-        here = Stream(first)
-        await here.send(Offer(STRANGER, b"id", BOUNDARY))
-        assert framing.decode(await first_end.read() or b"")[0] == Offer(HELLO, b"id", BOUNDARY)
-        await first_end.write(framing.encode(Accept(answer, BOUNDARY)))
+        here, there, _ = linked([[0]])
+        await here.send(OFFER)
+        await there.receive(PATIENCE_S)
+        assert there.agreed == here.agreed == []
+        await there.send(ACCEPT)
         await here.receive(PATIENCE_S)
-        assert here.agreed == ([b"id"] if answer is HELLO else [])
+        assert there.agreed == here.agreed == [b"id"]
         await here.close()
+        await there.close()
 
     run(main)
 
@@ -262,12 +264,12 @@ def test_connections_are_agreed_by_an_offer_and_its_answer(answer: Hello) -> Non
 def test_a_caller_cannot_accept_its_own_offer() -> None:
     async def main() -> None:
         here, there, _ = linked([[0]])
-        await here.send(Offer(HELLO, b"id", BOUNDARY))
-        await here.send(Accept(HELLO, BOUNDARY))
+        await here.send(OFFER)
+        await here.send(ACCEPT)
         await there.receive(PATIENCE_S)
         await there.receive(PATIENCE_S)
         assert there.agreed == here.agreed == []
-        await there.send(Accept(HELLO, BOUNDARY))
+        await there.send(ACCEPT)
         assert there.agreed == [b"id"]
         await here.close()
         await there.close()
@@ -286,8 +288,8 @@ def test_a_send_that_is_cancelled_harms_neither_the_frame_nor_the_next() -> None
         sending.cancel()
         with pytest.raises(asyncio.CancelledError):
             await sending
-        await here.send(Ready(Part.EARLY))
-        assert [await there.receive(PATIENCE_S) for _ in range(2)] == [chunk(0), Ready(Part.EARLY)]
+        await here.send(Ready())
+        assert [await there.receive(PATIENCE_S) for _ in range(2)] == [chunk(0), Ready()]
         await here.close()
         await there.close()
 

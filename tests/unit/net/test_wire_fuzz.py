@@ -12,34 +12,35 @@ from noloco_p2p.gossip.frames import (
     Abort,
     AbortCode,
     Accept,
-    Boundary,
+    Alive,
     Chunk,
-    End,
     Frame,
     Grid,
     Header,
     Hello,
     Offer,
-    Part,
     Ready,
+    Received,
     Refuse,
     RefuseCode,
-    SectionName,
+    Standing,
     chunk_digest,
 )
+from noloco_p2p.gossip.units import Slice
 from noloco_p2p.net.framing import decode, encode
 
-HELLO = Hello("12D3KooWpeer", "run", "ab" * 32, layout="cd" * 32, features=("lanes",))
-BOUNDARY = Boundary(7, 1.5, 60.0, 0.25, 50)
+HELLO = Hello("12D3KooWpeer", "run", "ab" * 32, layout="cd" * 32, features=("a",))
+STANDING = Standing(0.25, 1.5, 0.5)
 FRAMES: list[Frame] = [
-    Offer(HELLO, b"i" * 16, BOUNDARY),
-    Accept(HELLO, BOUNDARY),
+    Offer(HELLO, b"i" * 16, STANDING, b"\x00\x01\xff", 2),
+    Accept(HELLO, STANDING, Slice(1, 2)),
     Refuse(RefuseCode.BUSY, "not now", 1.0),
-    Grid(SectionName.SLOW_WEIGHTS, b"\x01\x02\x03"),
-    Header(SectionName.OUTER_GRADIENT, "int8", 100, 1, 101),
-    Chunk(SectionName.OUTER_MOMENTUM, 3, b"payload" * 9, chunk_digest(b"payload" * 9)),
-    End(SectionName.SLOW_WEIGHTS, b"d" * 32),
-    Ready(Part.LATE),
+    Grid(b"\x01\x02\x03"),
+    Header(1, 7, 900, b"d" * 32),
+    Chunk(3, b"payload" * 9, chunk_digest(b"payload" * 9)),
+    Received(),
+    Ready(),
+    Alive(),
     Abort(AbortCode.CORRUPT, "no"),
 ]
 
@@ -59,7 +60,7 @@ def read(data: bytes) -> Frame | None:
 @given(st.binary(max_size=400))
 def test_any_bytes_are_a_frame_or_refused(data: bytes) -> None:
     read(data)
-    read(b"\x2a" + data)  # as a chunk, which has a decoder of its own
+    read(b"\x32" + data)  # as a chunk, which has a decoder of its own
 
 
 @settings(max_examples=400)
@@ -81,7 +82,7 @@ def test_a_frame_with_damage_is_a_frame_or_refused(frame: Frame, data: st.DataOb
 
 
 def test_ten_thousand_refusals_hold_no_memory() -> None:
-    damaged = [encode(frame)[:-1] + b"\xff" for frame in FRAMES] + [b"\x2a\xff\xff\xff\xff\x7f" + bytes(50)]
+    damaged = [encode(frame)[:-1] + b"\xff" for frame in FRAMES] + [b"\x32\xff\xff\xff\xff\x7f" + bytes(50)]
     for data in damaged:
         read(data)
     tracemalloc.start()

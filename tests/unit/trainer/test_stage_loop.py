@@ -1,4 +1,4 @@
-"""The loop of a peer with one stage: while a round is at its boundary, tasks continue and no inner step closes."""
+"""The loop of a peer with one stage: its inner steps, and the end of its schedule."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from noloco_p2p.trainer.pipeline import StageLoop
 
 
 class Flow:
-    """Hands out tasks, every third of which closes a step unless steps are held."""
+    """Hands out tasks, every third of which closes a step."""
 
     def __init__(self, log: list[str], *, num_tasks: int) -> None:
         self.log = log
-        self.is_held = False
         self._tasks = deque(range(num_tasks))
 
     @property
@@ -28,9 +27,8 @@ class Flow:
         if not self._tasks:
             return None
         number = self._tasks.popleft()
-        is_step = number % 3 == 2 and not self.is_held
         forward = Compute(Kind.FORWARD, MicrobatchId("head", number), None)
-        task = CloseStep(64, (number + 1) / 12) if is_step else forward
+        task = CloseStep(64, (number + 1) / 12) if number % 3 == 2 else forward
         return Handed(task, task)
 
     def computed(self, task: Compute, result: object) -> None:
@@ -39,74 +37,56 @@ class Flow:
     def step_closed(self, progress: float) -> None:
         self.log.append(f"step {progress:.2f}")
 
-    def hold_steps(self) -> None:
-        self.is_held = True
-        self.log.append("hold")
-
-    def release_steps(self, progress: float) -> None:
-        self.is_held = False
-        self.log.append("release")
-
 
 class Work:
     def compute(self, task: Compute) -> None:
         return None
 
-    def close(self, inner: object, num_tokens: int, *, progress: float) -> None:
-        pass
+    def close(self, inner: Inner, num_tokens: int, *, progress: float) -> None:
+        inner.num_steps += 1
+
+
+class Inner:
+    num_steps = num_forgotten = 0
+
+    def forget(self) -> None:
+        self.num_forgotten += 1
 
 
 class Outer:
-    """A round of two inner steps, which ends after five polls."""
+    progress = 0.0
+    num_steps = 0
+    is_held = False
 
-    def __init__(self) -> None:
-        self.progress = 0.0
-        self.num_early = self.num_polled = 0
-        self._steps = self._polls = 0
-
-    def advance(self) -> bool:
-        assert not self._polls, "no step closes at a boundary"
-        self._steps += 1
-        return self._steps % 2 == 0
-
-    def reach_boundary(self) -> None:
-        self.num_early += 1
+    def step(self) -> None:
+        assert not self.is_held, "no step follows the last one"
+        self.num_steps += 1
 
     def hold_progress(self) -> None:
-        assert self.progress >= 1
-
-    def poll(self) -> object:
-        self.num_polled += 1
-        self._polls = (self._polls + 1) % 5
-        return None if self._polls else object()
+        self.is_held = True
 
 
-def run(num_tasks: int) -> tuple[list[str], Outer]:
+def run(num_tasks: int) -> tuple[list[str], Inner, Outer]:
     log: list[str] = []
-    outer = Outer()
-    flow, parts = Flow(log, num_tasks=num_tasks), (Work(), object(), outer)
-    StageLoop(cast(Any, flow), *cast(tuple[Any, Any, Any], parts), poll_s=0.0).run(threading.Event())
-    return log, outer
+    inner, outer = Inner(), Outer()
+    flow, parts = Flow(log, num_tasks=num_tasks), (Work(), inner, outer)
+    StageLoop(cast(Any, flow), *cast(tuple[Any, Any, Any], parts)).run(threading.Event())
+    return log, inner, outer
 
 
-def test_tasks_go_on_while_a_round_is_at_its_boundary() -> None:
-    log, _ = run(24)
-    hold, release = log.index("hold"), log.index("release")
-    assert log[:hold] == ["task", "task", "step 0.25", "task", "task"]
-    assert log[hold + 1] == "step 0.50"
-    assert log[hold + 2 : release] == ["task"] * 4
+def test_an_inner_replica_follows_the_heads() -> None:
+    log, _, outer = run(7)
+    assert log == ["task", "task", "step 0.25", "task", "task", "step 0.50", "task"]
+    assert outer.num_steps == 3, "the heads have ended"
 
 
-def test_a_replica_that_counted_nothing_for_the_last_step_ends_its_round_as_the_others_do() -> None:
-    log, outer = run(5)
-    assert log[-1] == "hold", "and it waits until the round has ended"
-    assert outer.progress == 1
-    assert outer.num_polled == 5
+def test_a_replica_that_counted_nothing_for_the_last_step_ends_as_the_others_do() -> None:
+    _, inner, outer = run(5)
+    assert (inner.num_steps, outer.num_steps) == (1, 2)
+    assert (outer.progress, outer.is_held) == (1, True)
 
 
-def test_the_last_round_ends_with_the_schedule_and_no_step_follows() -> None:
-    log, outer = run(40)
-    last = max(index for index, entry in enumerate(log) if entry.startswith("step"))
-    assert float(log[last].split()[1]) >= 1
-    assert "release" not in log[last:]
-    assert outer.num_early <= 1
+def test_no_step_follows_the_end_of_the_schedule() -> None:
+    log, inner, outer = run(40)
+    assert log.count("step 1.00") == 10
+    assert (inner.num_steps, inner.num_forgotten, outer.num_steps) == (4, 9, 4)

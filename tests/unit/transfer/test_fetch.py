@@ -119,13 +119,14 @@ class Fetching:
         seed: int,
         alter: Callable[[AsyncGenerator[FetchItem]], AsyncGenerator[FetchItem]] = as_it_is,
         *,
-        progress: float = 0.5,
+        progress: float | None = None,
     ) -> tuple[Donor, bytes]:
         data = bytes([seed]) + os.urandom(NUM_BYTES - 1)
         path = self.folder / f"state-{seed}"
         path.write_bytes(data)
         states = StateServer(SPEC)
-        states.saved = describe_state(path, layout="layout", num_elements=10, round_index=seed, progress=progress)
+        progress = seed / 10 if progress is None else progress
+        states.saved = describe_state(path, layout="layout", num_elements=10, progress=progress)
         donor = Donor(states, alter)
         self.donors.append(donor)
         self.network.add(f"donor-{seed}", donor)
@@ -154,7 +155,7 @@ def test_a_state_comes_whole_from_one_donor(fetching: Fetching) -> None:
     manifest, fetched = asyncio.run(fetching.fetch())
     assert fetched == data
     assert manifest is not None
-    assert (manifest.round, manifest.progress) == (1, 0.5)
+    assert manifest.progress == 0.1
 
 
 def test_verified_chunks_are_kept_when_a_donor_dies_and_the_rest_comes_from_another(fetching: Fetching) -> None:
@@ -163,7 +164,7 @@ def test_verified_chunks_are_kept_when_a_donor_dies_and_the_rest_comes_from_anot
     kept = 2 * STATE_CHUNK_BYTES
     assert fetched == first[:kept] + second[kept:]
     assert manifest is not None
-    assert manifest.round == 2, "the place in the run is that of the last donor"
+    assert manifest.progress == 0.2, "the place in the run is that of the last donor"
     assert [want.indices for want in second_donor.asked if isinstance(want, WantChunks)] == [(2, 3)], "nothing twice"
 
 
@@ -212,7 +213,7 @@ def test_a_chunk_longer_than_its_place_is_refused_though_its_digest_fits(fetchin
     donor, _ = fetching.donor(1)
     path = fetching.folder / "long"
     path.write_bytes(bytes(2 * NUM_BYTES))
-    longer = describe_state(path, layout="layout", num_elements=10, round_index=1, progress=0.5)
+    longer = describe_state(path, layout="layout", num_elements=10, progress=0.5)
     digests = (longer.manifest.chunk_digests[-1], *longer.manifest.chunk_digests[:3])
     lying = replace(longer.manifest, num_bytes=NUM_BYTES, chunk_digests=digests)
 
@@ -259,7 +260,7 @@ async def listed(items: AsyncGenerator[FetchItem]) -> list[FetchItem]:
 def saved(folder: Path, num_bytes: int = NUM_BYTES) -> SavedState:
     path = folder / "state"
     path.write_bytes(os.urandom(num_bytes))
-    return describe_state(path, layout="layout", num_elements=10, round_index=3, progress=0.25)
+    return describe_state(path, layout="layout", num_elements=10, progress=0.25)
 
 
 def test_a_donor_without_a_state_says_when_to_come_back() -> None:
@@ -384,7 +385,7 @@ def test_a_slow_donor_is_left_for_a_faster_one(fetching: Fetching) -> None:
     (slow, first), (_, second) = fetching.donor(1, clock.slowed), fetching.donor(2)
     manifest, fetched = asyncio.run(fetching.fetch(clock=clock, limits=HURRY))
     assert manifest is not None
-    assert manifest.round == 2
+    assert manifest.progress == 0.2
     kept = 3 * STATE_CHUNK_BYTES
     assert fetched == first[:kept] + second[kept:], "what it gave in one window is kept"
     assert len(slow.asked) == 2
@@ -426,7 +427,7 @@ def test_a_donor_that_gives_one_chunk_a_call_is_slow(fetching: Fetching) -> None
     (_, honest) = fetching.donor(2, refused_first(3))
     manifest, fetched = asyncio.run(fetching.fetch(clock=clock, limits=HURRY))
     assert manifest is not None
-    assert manifest.round == 2
+    assert manifest.progress == 0.2
     assert fetched[-500:] == honest[-500:]
 
 

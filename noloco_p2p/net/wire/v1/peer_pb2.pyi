@@ -6,39 +6,24 @@ from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Map
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
-class Part(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
-    __slots__ = ()
-    PART_UNSPECIFIED: _ClassVar[Part]
-    PART_EARLY: _ClassVar[Part]
-    PART_LATE: _ClassVar[Part]
-
-class SectionName(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
-    __slots__ = ()
-    SECTION_UNSPECIFIED: _ClassVar[SectionName]
-    SECTION_SLOW_WEIGHTS: _ClassVar[SectionName]
-    SECTION_OUTER_MOMENTUM: _ClassVar[SectionName]
-    SECTION_OUTER_GRADIENT: _ClassVar[SectionName]
-
 class RefuseCode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     REFUSE_UNSPECIFIED: _ClassVar[RefuseCode]
     REFUSE_BUSY: _ClassVar[RefuseCode]
-    REFUSE_BETWEEN_ROUNDS: _ClassVar[RefuseCode]
     REFUSE_CROSSED: _ClassVar[RefuseCode]
-    REFUSE_TAKEN: _ClassVar[RefuseCode]
-    REFUSE_TOO_FAR: _ClassVar[RefuseCode]
     REFUSE_NOT_TRAINING: _ClassVar[RefuseCode]
+    REFUSE_NO_STATE: _ClassVar[RefuseCode]
+    REFUSE_STALE: _ClassVar[RefuseCode]
+    REFUSE_OVER_SHARE: _ClassVar[RefuseCode]
+    REFUSE_UNLISTED: _ClassVar[RefuseCode]
+    REFUSE_BANNED: _ClassVar[RefuseCode]
+    REFUSE_NOT_PROVEN: _ClassVar[RefuseCode]
+    REFUSE_NOT_INVITED: _ClassVar[RefuseCode]
     REFUSE_OTHER_RUN: _ClassVar[RefuseCode]
     REFUSE_OTHER_SPEC: _ClassVar[RefuseCode]
     REFUSE_OTHER_VERSION: _ClassVar[RefuseCode]
     REFUSE_OTHER_MODEL: _ClassVar[RefuseCode]
     REFUSE_MALFORMED: _ClassVar[RefuseCode]
-    REFUSE_NOT_PROVEN: _ClassVar[RefuseCode]
-    REFUSE_NOT_INVITED: _ClassVar[RefuseCode]
-    REFUSE_BANNED: _ClassVar[RefuseCode]
-    REFUSE_STALE: _ClassVar[RefuseCode]
-    REFUSE_OVER_SHARE: _ClassVar[RefuseCode]
-    REFUSE_UNLISTED: _ClassVar[RefuseCode]
 
 class AbortCode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -48,31 +33,22 @@ class AbortCode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ABORT_ABANDONED: _ClassVar[AbortCode]
     ABORT_LEAVING: _ClassVar[AbortCode]
     ABORT_INTERNAL: _ClassVar[AbortCode]
-PART_UNSPECIFIED: Part
-PART_EARLY: Part
-PART_LATE: Part
-SECTION_UNSPECIFIED: SectionName
-SECTION_SLOW_WEIGHTS: SectionName
-SECTION_OUTER_MOMENTUM: SectionName
-SECTION_OUTER_GRADIENT: SectionName
 REFUSE_UNSPECIFIED: RefuseCode
 REFUSE_BUSY: RefuseCode
-REFUSE_BETWEEN_ROUNDS: RefuseCode
 REFUSE_CROSSED: RefuseCode
-REFUSE_TAKEN: RefuseCode
-REFUSE_TOO_FAR: RefuseCode
 REFUSE_NOT_TRAINING: RefuseCode
+REFUSE_NO_STATE: RefuseCode
+REFUSE_STALE: RefuseCode
+REFUSE_OVER_SHARE: RefuseCode
+REFUSE_UNLISTED: RefuseCode
+REFUSE_BANNED: RefuseCode
+REFUSE_NOT_PROVEN: RefuseCode
+REFUSE_NOT_INVITED: RefuseCode
 REFUSE_OTHER_RUN: RefuseCode
 REFUSE_OTHER_SPEC: RefuseCode
 REFUSE_OTHER_VERSION: RefuseCode
 REFUSE_OTHER_MODEL: RefuseCode
 REFUSE_MALFORMED: RefuseCode
-REFUSE_NOT_PROVEN: RefuseCode
-REFUSE_NOT_INVITED: RefuseCode
-REFUSE_BANNED: RefuseCode
-REFUSE_STALE: RefuseCode
-REFUSE_OVER_SHARE: RefuseCode
-REFUSE_UNLISTED: RefuseCode
 ABORT_UNSPECIFIED: AbortCode
 ABORT_CORRUPT: AbortCode
 ABORT_TIMED_OUT: AbortCode
@@ -126,39 +102,47 @@ class Hello(_message.Message):
     features: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, protocol_version: _Optional[str] = ..., run_name: _Optional[str] = ..., spec_digest: _Optional[str] = ..., peer_id: _Optional[str] = ..., layout: _Optional[str] = ..., features: _Optional[_Iterable[str]] = ...) -> None: ...
 
-class Boundary(_message.Message):
-    __slots__ = ("round", "seconds_to_boundary", "seconds_per_round", "progress", "inner_steps", "shortest_round_s")
-    ROUND_FIELD_NUMBER: _ClassVar[int]
-    SECONDS_TO_BOUNDARY_FIELD_NUMBER: _ClassVar[int]
-    SECONDS_PER_ROUND_FIELD_NUMBER: _ClassVar[int]
+class Standing(_message.Message):
+    __slots__ = ("progress", "step_s", "free_in_s")
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
-    INNER_STEPS_FIELD_NUMBER: _ClassVar[int]
-    SHORTEST_ROUND_S_FIELD_NUMBER: _ClassVar[int]
-    round: int
-    seconds_to_boundary: float
-    seconds_per_round: float
+    STEP_S_FIELD_NUMBER: _ClassVar[int]
+    FREE_IN_S_FIELD_NUMBER: _ClassVar[int]
     progress: float
-    inner_steps: int
-    shortest_round_s: float
-    def __init__(self, round: _Optional[int] = ..., seconds_to_boundary: _Optional[float] = ..., seconds_per_round: _Optional[float] = ..., progress: _Optional[float] = ..., inner_steps: _Optional[int] = ..., shortest_round_s: _Optional[float] = ...) -> None: ...
+    step_s: float
+    free_in_s: float
+    def __init__(self, progress: _Optional[float] = ..., step_s: _Optional[float] = ..., free_in_s: _Optional[float] = ...) -> None: ...
+
+class Slice(_message.Message):
+    __slots__ = ("first", "count")
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    first: int
+    count: int
+    def __init__(self, first: _Optional[int] = ..., count: _Optional[int] = ...) -> None: ...
 
 class Offer(_message.Message):
-    __slots__ = ("hello", "swap_id", "boundary")
+    __slots__ = ("hello", "swap_id", "standing", "ages", "at_most")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     SWAP_ID_FIELD_NUMBER: _ClassVar[int]
-    BOUNDARY_FIELD_NUMBER: _ClassVar[int]
+    STANDING_FIELD_NUMBER: _ClassVar[int]
+    AGES_FIELD_NUMBER: _ClassVar[int]
+    AT_MOST_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     swap_id: bytes
-    boundary: Boundary
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., swap_id: _Optional[bytes] = ..., boundary: _Optional[_Union[Boundary, _Mapping]] = ...) -> None: ...
+    standing: Standing
+    ages: bytes
+    at_most: int
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., swap_id: _Optional[bytes] = ..., standing: _Optional[_Union[Standing, _Mapping]] = ..., ages: _Optional[bytes] = ..., at_most: _Optional[int] = ...) -> None: ...
 
 class Accept(_message.Message):
-    __slots__ = ("hello", "boundary")
+    __slots__ = ("hello", "standing", "slice")
     HELLO_FIELD_NUMBER: _ClassVar[int]
-    BOUNDARY_FIELD_NUMBER: _ClassVar[int]
+    STANDING_FIELD_NUMBER: _ClassVar[int]
+    SLICE_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
-    boundary: Boundary
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., boundary: _Optional[_Union[Boundary, _Mapping]] = ...) -> None: ...
+    standing: Standing
+    slice: Slice
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., standing: _Optional[_Union[Standing, _Mapping]] = ..., slice: _Optional[_Union[Slice, _Mapping]] = ...) -> None: ...
 
 class Refuse(_message.Message):
     __slots__ = ("code", "sentence", "retry_after_s")
@@ -171,52 +155,44 @@ class Refuse(_message.Message):
     def __init__(self, code: _Optional[_Union[RefuseCode, str]] = ..., sentence: _Optional[str] = ..., retry_after_s: _Optional[float] = ...) -> None: ...
 
 class Grid(_message.Message):
-    __slots__ = ("section", "exponents")
-    SECTION_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("exponents",)
     EXPONENTS_FIELD_NUMBER: _ClassVar[int]
-    section: SectionName
     exponents: bytes
-    def __init__(self, section: _Optional[_Union[SectionName, str]] = ..., exponents: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, exponents: _Optional[bytes] = ...) -> None: ...
 
 class Header(_message.Message):
-    __slots__ = ("section", "codec", "num_elements", "num_chunks", "num_bytes")
-    SECTION_FIELD_NUMBER: _ClassVar[int]
-    CODEC_FIELD_NUMBER: _ClassVar[int]
-    NUM_ELEMENTS_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("number", "num_chunks", "num_bytes", "digest")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
     NUM_CHUNKS_FIELD_NUMBER: _ClassVar[int]
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
-    section: SectionName
-    codec: str
-    num_elements: int
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    number: int
     num_chunks: int
     num_bytes: int
-    def __init__(self, section: _Optional[_Union[SectionName, str]] = ..., codec: _Optional[str] = ..., num_elements: _Optional[int] = ..., num_chunks: _Optional[int] = ..., num_bytes: _Optional[int] = ...) -> None: ...
+    digest: bytes
+    def __init__(self, number: _Optional[int] = ..., num_chunks: _Optional[int] = ..., num_bytes: _Optional[int] = ..., digest: _Optional[bytes] = ...) -> None: ...
 
 class Chunk(_message.Message):
-    __slots__ = ("section", "index", "payload", "digest")
-    SECTION_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("index", "payload", "digest")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
-    section: SectionName
     index: int
     payload: bytes
     digest: bytes
-    def __init__(self, section: _Optional[_Union[SectionName, str]] = ..., index: _Optional[int] = ..., payload: _Optional[bytes] = ..., digest: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, index: _Optional[int] = ..., payload: _Optional[bytes] = ..., digest: _Optional[bytes] = ...) -> None: ...
 
-class End(_message.Message):
-    __slots__ = ("section", "digest")
-    SECTION_FIELD_NUMBER: _ClassVar[int]
-    DIGEST_FIELD_NUMBER: _ClassVar[int]
-    section: SectionName
-    digest: bytes
-    def __init__(self, section: _Optional[_Union[SectionName, str]] = ..., digest: _Optional[bytes] = ...) -> None: ...
+class Received(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class Ready(_message.Message):
-    __slots__ = ("part",)
-    PART_FIELD_NUMBER: _ClassVar[int]
-    part: Part
-    def __init__(self, part: _Optional[_Union[Part, str]] = ...) -> None: ...
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Alive(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class Abort(_message.Message):
     __slots__ = ("code", "sentence")
@@ -239,32 +215,34 @@ class Leave(_message.Message):
     def __init__(self) -> None: ...
 
 class Frame(_message.Message):
-    __slots__ = ("sequence", "offer", "accept", "refuse", "header", "chunk", "end", "ready", "abort", "grid", "join", "leave")
+    __slots__ = ("sequence", "offer", "accept", "refuse", "grid", "header", "chunk", "received", "ready", "alive", "abort", "join", "leave")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     OFFER_FIELD_NUMBER: _ClassVar[int]
     ACCEPT_FIELD_NUMBER: _ClassVar[int]
     REFUSE_FIELD_NUMBER: _ClassVar[int]
+    GRID_FIELD_NUMBER: _ClassVar[int]
     HEADER_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
-    END_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
+    ALIVE_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
-    GRID_FIELD_NUMBER: _ClassVar[int]
     JOIN_FIELD_NUMBER: _ClassVar[int]
     LEAVE_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     offer: Offer
     accept: Accept
     refuse: Refuse
+    grid: Grid
     header: Header
     chunk: Chunk
-    end: End
+    received: Received
     ready: Ready
+    alive: Alive
     abort: Abort
-    grid: Grid
     join: Join
     leave: Leave
-    def __init__(self, sequence: _Optional[int] = ..., offer: _Optional[_Union[Offer, _Mapping]] = ..., accept: _Optional[_Union[Accept, _Mapping]] = ..., refuse: _Optional[_Union[Refuse, _Mapping]] = ..., header: _Optional[_Union[Header, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., end: _Optional[_Union[End, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., grid: _Optional[_Union[Grid, _Mapping]] = ..., join: _Optional[_Union[Join, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ...) -> None: ...
+    def __init__(self, sequence: _Optional[int] = ..., offer: _Optional[_Union[Offer, _Mapping]] = ..., accept: _Optional[_Union[Accept, _Mapping]] = ..., refuse: _Optional[_Union[Refuse, _Mapping]] = ..., grid: _Optional[_Union[Grid, _Mapping]] = ..., header: _Optional[_Union[Header, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., received: _Optional[_Union[Received, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., alive: _Optional[_Union[Alive, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., join: _Optional[_Union[Join, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ...) -> None: ...
 
 class FlowHello(_message.Message):
     __slots__ = ("hello", "stage")
@@ -435,20 +413,18 @@ class FetchReply(_message.Message):
     def __init__(self, spec_json: _Optional[bytes] = ..., manifest: _Optional[_Union[Manifest, _Mapping]] = ..., chunk: _Optional[_Union[StateChunk, _Mapping]] = ..., refuse: _Optional[_Union[Refuse, _Mapping]] = ..., layout_json: _Optional[bytes] = ...) -> None: ...
 
 class Manifest(_message.Message):
-    __slots__ = ("layout", "num_elements", "round", "progress", "num_bytes", "chunk_digests")
+    __slots__ = ("layout", "num_elements", "progress", "num_bytes", "chunk_digests")
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     NUM_ELEMENTS_FIELD_NUMBER: _ClassVar[int]
-    ROUND_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
     CHUNK_DIGESTS_FIELD_NUMBER: _ClassVar[int]
     layout: str
     num_elements: int
-    round: int
     progress: float
     num_bytes: int
     chunk_digests: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, layout: _Optional[str] = ..., num_elements: _Optional[int] = ..., round: _Optional[int] = ..., progress: _Optional[float] = ..., num_bytes: _Optional[int] = ..., chunk_digests: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    def __init__(self, layout: _Optional[str] = ..., num_elements: _Optional[int] = ..., progress: _Optional[float] = ..., num_bytes: _Optional[int] = ..., chunk_digests: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class StateChunk(_message.Message):
     __slots__ = ("index", "payload")
@@ -467,24 +443,18 @@ class StatusRequest(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., swap_id: _Optional[bytes] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("hello", "state", "round", "progress", "swap_known", "swap_verified", "swap_committed", "refuse")
+    __slots__ = ("hello", "state", "progress", "has_verified", "refuse")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
-    ROUND_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
-    SWAP_KNOWN_FIELD_NUMBER: _ClassVar[int]
-    SWAP_VERIFIED_FIELD_NUMBER: _ClassVar[int]
-    SWAP_COMMITTED_FIELD_NUMBER: _ClassVar[int]
+    HAS_VERIFIED_FIELD_NUMBER: _ClassVar[int]
     REFUSE_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     state: str
-    round: int
     progress: float
-    swap_known: bool
-    swap_verified: _containers.RepeatedScalarFieldContainer[Part]
-    swap_committed: _containers.RepeatedScalarFieldContainer[Part]
+    has_verified: bool
     refuse: Refuse
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., state: _Optional[str] = ..., round: _Optional[int] = ..., progress: _Optional[float] = ..., swap_known: bool = ..., swap_verified: _Optional[_Iterable[_Union[Part, str]]] = ..., swap_committed: _Optional[_Iterable[_Union[Part, str]]] = ..., refuse: _Optional[_Union[Refuse, _Mapping]] = ...) -> None: ...
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., state: _Optional[str] = ..., progress: _Optional[float] = ..., has_verified: bool = ..., refuse: _Optional[_Union[Refuse, _Mapping]] = ...) -> None: ...
 
 class ProbeRequest(_message.Message):
     __slots__ = ("hello", "ports")

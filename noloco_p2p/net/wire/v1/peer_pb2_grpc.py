@@ -115,7 +115,7 @@ class PeerServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Status(self, request, context):
-        """Return the state of the peer, and the outcome of a swap.
+        """Return the state of the peer, and whether it has verified a swap.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
