@@ -37,8 +37,6 @@ class TrainingPeer(MemoryPeer):
         self.run_folder.mkdir(parents=True, exist_ok=True)
         return cast("Peer", self)
 
-    def count_traffic(self) -> None: ...
-
     def live_peers(self) -> int:
         return 0
 
