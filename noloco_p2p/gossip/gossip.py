@@ -206,7 +206,7 @@ class Gossip:
         candidate = self._pairing.next(self._directory.live(), self._loop.time())
         if not candidate:
             return None
-        reserved = self._ages.reserve(self._exchange.step, at_most=self._at_most())
+        reserved = self._ages.reserve(self._exchange.step, at_most=self._at_most(), is_alone=self._outer.wait)
         if not reserved:
             return None
         told, window = reserved
@@ -257,7 +257,7 @@ class Gossip:
                     raise CorruptPayload("its answer names another peer or run", peer=partner)
                 if not 0 <= part.first < part.first + part.count <= len(told) or 0 in told[slice(*_range(part))]:
                     raise CorruptPayload("it chose units that were not offered", peer=partner)
-                return self._agree(stream, swap_id, partner, standing, part)
+                return self._agree(stream, swap_id, partner, standing, part, told_step=self._exchange.step)
             case Refuse():
                 self.counts.refused_as_stale |= answer.code is RefuseCode.STALE
                 now_s = self._loop.time()
@@ -285,11 +285,13 @@ class Gossip:
     def _slice_s(self) -> float:
         return max(SLICE_STEPS * self._exchange.step_s, ROUND_TRIPS * self.link.round_trip_s)
 
-    def _agree(self, stream: FrameStream, swap_id: bytes, partner: str, theirs: Standing, part: Slice) -> Agreed:
+    def _agree(
+        self, stream: FrameStream, swap_id: bytes, partner: str, theirs: Standing, part: Slice, *, told_step: int
+    ) -> Agreed:
         self._pairing.began(partner, self._directory.live(), num_live=self._directory.num_live())
         self._agreed_step = self._exchange.step
         step_s = min(max(0.0, theirs.step_s), MOST_STEP_S)
-        return Agreed(stream, swap_id, partner, theirs.progress, step_s, part)
+        return Agreed(stream, swap_id, partner, theirs.progress, told_step, step_s, part)
 
     # offers of other peers
 
@@ -316,7 +318,7 @@ class Gossip:
 
     async def _accept(self, stream: FrameStream, offer: Offer) -> Refuse | None:
         """Run a swap if there is a slot and a slice for it. Otherwise, return a refusal."""
-        caller = offer.hello.peer_id
+        caller, told_step = offer.hello.peer_id, self._exchange.step
         if self._ask_task and not self._ask_task.done():
             # Of two offers, that of the higher peer id counts, so that no circle of peers can wait.
             if caller > self._hello().peer_id:
@@ -336,7 +338,7 @@ class Gossip:
         if not part:
             return Refuse(RefuseCode.BUSY, "other swaps carry all slices that we could swap", BUSY_RETRY_S)
         self._ages.begin(part)
-        agreed = self._agree(stream, offer.swap_id, caller, offer.standing, part)
+        agreed = self._agree(stream, offer.swap_id, caller, offer.standing, part, told_step=told_step)
         await self._swap(agreed, first=stream.send(Accept(self._hello(), self._standing(), part)))
         return None
 
@@ -407,7 +409,17 @@ class Gossip:
             self.link.committed(stop - start, swap, now_s)
             age, num_live = self._ages.oldest(agreed.part, step), self._directory.num_live()
             self._exchange.committed(
-                Committed(agreed.partner, agreed.progress, coding, start, step, age, now_s - began_s, num_live)
+                Committed(
+                    partner=agreed.partner,
+                    progress=agreed.progress,
+                    told_step=agreed.told_step,
+                    coding=coding,
+                    start=start,
+                    snapshot_step=step,
+                    age=age,
+                    seconds=now_s - began_s,
+                    num_live=num_live,
+                )
             )
         except PeerError as error:
             self._failed(swap, error)
@@ -431,9 +443,7 @@ class Gossip:
         if isinstance(error, Diverged):
             self._exchange.has_diverged = True
             return
-        self.counts.failures[
-            next((kind for type_, kind in KINDS.items() if isinstance(error, type_)), "unreachable")
-        ] += 1
+        self.counts.failures[next(kind for type_, kind in KINDS if isinstance(error, type_))] += 1
         self._pairing.failed(partner, now_s)
         self._note(partner, "a swap failed", error)
 

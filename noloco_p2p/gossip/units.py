@@ -112,14 +112,15 @@ class Ages:
         """Return one byte per unit for an offer: 0 for a busy unit, and otherwise 1 or more, growing with its age."""
         return bytes(0 if unit in self._busy else _told(now - at) for unit, at in enumerate(self._mixed_at))
 
-    def reserve(self, now: int, *, at_most: int) -> tuple[bytes, Slice] | None:
+    def reserve(self, now: int, *, at_most: int, is_alone: bool = False) -> tuple[bytes, Slice] | None:
         """Return what to tell in an offer, and the units that it reserves until it is answered.
 
         These are the oldest units, about twice as many as a swap carries, so that the partner has a choice. At most
-        half of the free units are reserved, because offers of other peers arrive meanwhile.
+        half of the free units are reserved, because offers of other peers arrive meanwhile. If `is_alone`, there are no
+        other swaps.
         """
-        told = self.tell(now)
-        window = _oldest(told, max(1, min(CHOICE * at_most, self.num_free // 2)))
+        told, share = self.tell(now), 1 if is_alone else 2
+        window = _oldest(told, max(1, min(CHOICE * at_most, self.num_free // share)))
         if window is None:
             return None
         self.begin(window)
