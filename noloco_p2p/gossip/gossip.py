@@ -191,6 +191,8 @@ class Gossip:
     def _missing_steps(self) -> int:
         """Return how many inner steps are missing until this peer may agree on another swap."""
         exchange, least = self._exchange, self._outer.min_inner_steps
+        if exchange.is_at_rest:
+            return 0
         if least == "auto":
             cost_s = self.link.cost_s + exchange.added_s
             least = (

@@ -57,7 +57,6 @@ class Mixing:
         self.exchange = exchange
         self.follows_caller = follows_caller
         self.steps = 0  # inner steps since the last outer step
-        self.is_at_rest = False  # whether training is over
         self._spec = spec
         self._weights = weights
         self._metrics = metrics
@@ -121,7 +120,7 @@ class Mixing:
 
     def rest(self) -> None:
         """Begin the closing swaps, after the last inner step."""
-        self.is_at_rest = True
+        self.exchange.is_at_rest = True
         self.exchange.ages.rest()
 
     def missing_mixings(self) -> int:
@@ -132,7 +131,7 @@ class Mixing:
     def _may_apply(self, swap: Committed) -> bool:
         """Hold back a swap until this peer knows how far it moves itself in a step, because this limits a partner."""
         may = (
-            self.is_at_rest
+            self.exchange.is_at_rest
             or self._spec.outer.wait
             or self.exchange.step > swap.snapshot_step
             or self._weights.knows_pace(swap)
@@ -144,9 +143,9 @@ class Mixing:
     def _apply(self, swap: Committed) -> Swapped:
         began_s, exchange = self._clock(), self.exchange
         age_steps = exchange.step - swap.snapshot_step
-        filtered = self._weights.add(swap, steps=age_steps, is_at_rest=self.is_at_rest)
+        filtered = self._weights.add(swap, steps=age_steps, is_at_rest=exchange.is_at_rest)
         share = len(swap.coding.values) / self._weights.num_swapped
-        if self.is_at_rest:
+        if exchange.is_at_rest:
             exchange.step += 1
         elif not self.follows_caller:
             total, told = self._spec.schedule_steps, self._steps_taken - (exchange.step - swap.told_step)
