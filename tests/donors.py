@@ -35,7 +35,7 @@ class Donor:
 
     async def on_status(self, swap_id: bytes) -> PeerStatus:
         hello = Hello("", self._spec.name, self._spec.digest())
-        return PeerStatus(hello, "training", self._candidate.progress)
+        return PeerStatus(hello, "training", self._candidate.progress, False)
 
     def on_fetch(self, want: FetchWant) -> AsyncGenerator[FetchItem]:
         return self.states.serve(want)

@@ -13,21 +13,21 @@ import logging
 import math
 import random
 from collections import Counter, OrderedDict, deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from noloco_p2p.errors import CorruptPayload, PeerError, TimedOut, Unreachable
+from noloco_p2p.errors import CorruptPayload, PeerError, Refused, TimedOut, Unreachable
 from noloco_p2p.gossip.coder import Coder
 from noloco_p2p.gossip.deadlines import INTERNET, Deadlines
 from noloco_p2p.gossip.exchange import Committed, Exchange
-from noloco_p2p.gossip.frames import Accept, Frame, Hello, Offer, Refuse, RefuseCode, Standing, other_kind
+from noloco_p2p.gossip.frames import FINAL, Accept, Frame, Hello, Offer, Refuse, RefuseCode, Standing, other_kind
 from noloco_p2p.gossip.introductions import Introductions
 from noloco_p2p.gossip.pairing import Pairing
 from noloco_p2p.gossip.seams import Candidate, Directory, FrameStream, Transport
-from noloco_p2p.gossip.swap import Agreed, Diverged, Ended, Ledger, Swap, Traffic
+from noloco_p2p.gossip.swap import Agreed, Diverged, Ended, Ledger, Swap, Traffic, send_within
 from noloco_p2p.gossip.units import Slice
 from noloco_p2p.owned_tasks import OwnedTasks
 from noloco_p2p.spec import Spec
@@ -206,7 +206,7 @@ class Gossip:
         candidate = self._pairing.next(self._directory.live(), self._loop.time())
         if not candidate:
             return None
-        reserved = self._ages.reserve(self._exchange.step, at_most=self._at_most())
+        reserved = self._ages.reserve(self._exchange.step, at_most=self._at_most(), all_free=self._outer.wait)
         if not reserved:
             return None
         told, window = reserved
@@ -238,7 +238,8 @@ class Gossip:
         agreed = None
         try:
             swap_id, began_s = self._rng.randbytes(SWAP_ID_BYTES), self._loop.time()
-            await stream.send(Offer(self._hello(), swap_id, self._standing(), told, self._at_most()))
+            offer = Offer(self._hello(), swap_id, self._standing(), told, self._at_most())
+            await send_within(self._deadlines.offer_s, stream, offer, peer=candidate.peer_id)
             answer = await stream.receive(self._deadlines.offer_s)
             self.link.answered(self._loop.time() - began_s)
             agreed = self._answered(candidate, stream, swap_id, told, answer)
@@ -257,11 +258,14 @@ class Gossip:
                     raise CorruptPayload("its answer names another peer or run", peer=partner)
                 if not 0 <= part.first < part.first + part.count <= len(told) or 0 in told[slice(*_range(part))]:
                     raise CorruptPayload("it chose units that were not offered", peer=partner)
-                return self._agree(stream, swap_id, partner, standing, part)
+                return self._agree(stream, swap_id, partner, standing, part, told_step=self._exchange.step)
             case Refuse():
                 self.counts.refused_as_stale |= answer.code is RefuseCode.STALE
                 now_s = self._loop.time()
                 self._pairing.refused(partner, answer.code, retry_after_s=answer.retry_after_s, now_s=now_s)
+                if answer.code in FINAL:
+                    refused = Refused(answer.sentence, peer=partner, code=answer.code.name)
+                    self._note(partner, "will never swap", refused)
                 return None
             case _:
                 raise CorruptPayload(f"it answered an offer with {type(answer).__name__}", peer=partner)
@@ -289,11 +293,13 @@ class Gossip:
     def _slice_s(self) -> float:
         return max(SLICE_STEPS * self._exchange.step_s, ROUND_TRIPS * self.link.round_trip_s)
 
-    def _agree(self, stream: FrameStream, swap_id: bytes, partner: str, theirs: Standing, part: Slice) -> Agreed:
+    def _agree(
+        self, stream: FrameStream, swap_id: bytes, partner: str, theirs: Standing, part: Slice, *, told_step: int
+    ) -> Agreed:
         self._pairing.began(partner, self._directory.live(), num_live=self._directory.num_live())
         self._agreed_step = self._exchange.step
         step_s = min(max(0.0, theirs.step_s), MOST_STEP_S)
-        return Agreed(stream, swap_id, partner, theirs.progress, step_s, part)
+        return Agreed(stream, swap_id, partner, theirs.progress, told_step, step_s, part)
 
     # offers of other peers
 
@@ -312,7 +318,7 @@ class Gossip:
                 refusal = await self._accept(stream, offer)
             if refusal:
                 self.counts.refused[refusal.code.name] += 1
-                await stream.send(refusal)
+                await send_within(self._deadlines.offer_s, stream, refusal, peer=stream.peer)
         except PeerError as error:
             log.debug("an offer from %s failed: %s", stream.peer, error)
         finally:
@@ -320,7 +326,7 @@ class Gossip:
 
     async def _accept(self, stream: FrameStream, offer: Offer) -> Refuse | None:
         """Run a swap if there is a slot and a slice for it. Otherwise, return a refusal."""
-        caller = offer.hello.peer_id
+        caller, told_step = offer.hello.peer_id, self._exchange.step
         if self._ask_task and not self._ask_task.done():
             # Of two offers, that of the higher peer id counts, so that no circle of peers can wait.
             if caller > self._hello().peer_id:
@@ -328,7 +334,7 @@ class Gossip:
             elif caller == self._asking:
                 return Refuse(RefuseCode.CROSSED, "we have made offers to each other, and mine counts")
             await asyncio.wait({self._ask_task}, timeout=HOLD_S)
-        if self._asking or not self._may_agree():
+        if self.state != "training" or self._asking or not self._may_agree():
             return Refuse(RefuseCode.BUSY, "I have a partner", self._busy_retry_s())
         if (missing := self._missing_steps()) > 0:
             retry_s = max(self._busy_retry_s(), missing * self._exchange.step_s)
@@ -339,8 +345,8 @@ class Gossip:
         if not part:
             return Refuse(RefuseCode.BUSY, "other swaps carry all slices that we could swap", self._busy_retry_s())
         self._ages.begin(part)
-        agreed = self._agree(stream, offer.swap_id, caller, offer.standing, part)
-        await self._swap(agreed, first=stream.send(Accept(self._hello(), self._standing(), part)))
+        agreed = self._agree(stream, offer.swap_id, caller, offer.standing, part, told_step=told_step)
+        await self._swap(agreed, first=Accept(self._hello(), self._standing(), part))
         return None
 
     async def _refusal(self, offer: Frame) -> Refuse | None:
@@ -376,12 +382,15 @@ class Gossip:
 
     async def _swap_of_ours(self, agreed: Agreed) -> None:
         try:
-            await self._swap(agreed)
+            if self.state == "training":
+                await self._swap(agreed)
+            else:  # this peer has been paused since it made the offer
+                self._ages.end(agreed.part, mixed_at=None)
         finally:
             await agreed.stream.close()
 
-    async def _swap(self, agreed: Agreed, *, first: Awaitable[None] | None = None) -> None:
-        """Run one swap, after awaiting `first`. A failure of the partner ends here."""
+    async def _swap(self, agreed: Agreed, *, first: Accept | None = None) -> None:
+        """Run one swap, after sending `first`. A failure of the partner ends here."""
         began_s, is_committed = self._loop.time(), False
         ledger = self._ledgers[agreed.swap_id] = Ledger()
         if len(self._ledgers) > REMEMBERED_SWAPS:
@@ -401,7 +410,7 @@ class Gossip:
         self._running.append(swap)
         try:
             if first:
-                await first
+                await send_within(self._deadlines.offer_s, agreed.stream, first, peer=agreed.partner)
             coding = await swap.run()
             is_committed = True
             self.counts.swaps += 1
@@ -410,7 +419,17 @@ class Gossip:
             self.link.committed(stop - start, swap, now_s)
             age, num_live = self._ages.oldest(agreed.part, step), self._directory.num_live()
             self._exchange.committed(
-                Committed(agreed.partner, agreed.progress, coding, start, step, age, now_s - began_s, num_live)
+                Committed(
+                    partner=agreed.partner,
+                    progress=agreed.progress,
+                    told_step=agreed.told_step,
+                    coding=coding,
+                    start=start,
+                    snapshot_step=step,
+                    age=age,
+                    seconds=now_s - began_s,
+                    num_live=num_live,
+                )
             )
         except PeerError as error:
             self._failed(swap, error)

@@ -58,12 +58,16 @@ class Ledger:
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
-    """A swap on which two peers have agreed. `step_s` is the duration of the partner's inner steps."""
+    """A swap on which two peers have agreed. `step_s` is the duration of the partner's inner steps.
+
+    `told_step` is the number of inner steps that this peer had taken when the partner told its progress.
+    """
 
     stream: FrameStream
     swap_id: bytes
     partner: str
     progress: float
+    told_step: int
     step_s: float
     part: Slice
 
@@ -143,8 +147,9 @@ class Swap:
             theirs = await self._grid
         else:
             theirs = b""
-        await self._while_alive(self._turn.acquire())
+        turn = asyncio.ensure_future(self._turn.acquire())
         try:
+            await self._while_alive(turn)
             values, self.snapshot_step = await self._while_alive(self._snapshot(part))
             coding = Coding(self._coder, part, values, swap_id=self.agreed.swap_id, proposals=(proposal, theirs))
             self._coding.set_result(coding)
@@ -153,7 +158,8 @@ class Swap:
                 await self._send_pass(coding, number, indices)
                 number, indices = number + 1, await self._while_alive(self._failed.get())
         finally:
-            self._turn.release()
+            if not turn.cancelled():  # it may have been acquired when the swap failed
+                self._turn.release()
         self._traffic.chunks += len(coding.chunks)
 
     async def _send_pass(self, coding: Coding, number: int, indices: list[int]) -> None:
@@ -175,7 +181,7 @@ class Swap:
             self._traffic.bytes_sent += len(payload)
         self._traffic.repeated_chunks += len(indices) if number == 1 else 0
 
-    async def _while_alive(self, work: Coroutine[Any, Any, T]) -> T:
+    async def _while_alive(self, work: Awaitable[T]) -> T:
         """Await `work`, and tell the partner meanwhile that this peer is alive."""
         task = asyncio.ensure_future(work)
         try:
@@ -197,13 +203,7 @@ class Swap:
 
     async def _send(self, frame: Frame) -> None:
         async with self._writing:
-            try:
-                async with asyncio.timeout(self._deadlines.progress_s):
-                    await self.agreed.stream.send(frame)
-            except TimeoutError:
-                raise TimedOut(
-                    f"it did not read a frame for {self._deadlines.progress_s:.0f} s", peer=self.agreed.partner
-                ) from None
+            await send_within(self._deadlines.progress_s, self.agreed.stream, frame, peer=self.agreed.partner)
 
     # receiving
 
@@ -264,7 +264,7 @@ class Swap:
             await self._next(Ready)
         except Ended:
             raise
-        except (Unreachable, TimedOut):
+        except PeerError:
             # The Ready may be lost, so ask the partner once. Without an answer, nothing is committed.
             if not await self._ask_partner():
                 raise
@@ -277,6 +277,15 @@ class Swap:
         with contextlib.suppress(PeerError, TimeoutError):  # the partner is gone
             sentence = str(error) if isinstance(error, PeerError) else "this peer ended the swap"
             await asyncio.wait_for(self._send(Abort(code, sentence)), self._deadlines.farewell_s)
+
+
+async def send_within(timeout_s: float, stream: FrameStream, frame: Frame, *, peer: str) -> None:
+    """Send a frame. Raises TimedOut if the peer does not let it through, and the errors of `send`."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            await stream.send(frame)
+    except TimeoutError:
+        raise TimedOut(f"it did not read a frame for {timeout_s:.0f} s", peer=peer) from None
 
 
 class Diverged(PeerError):

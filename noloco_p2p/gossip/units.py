@@ -101,14 +101,14 @@ class Ages:
         """Return one byte per unit for an offer: 0 for a busy unit, and otherwise 1 or more, growing with its age."""
         return bytes(0 if unit in self._busy else _told(now - at) for unit, at in enumerate(self._mixed_at))
 
-    def reserve(self, now: int, *, at_most: int) -> tuple[bytes, Slice] | None:
+    def reserve(self, now: int, *, at_most: int, all_free: bool = False) -> tuple[bytes, Slice] | None:
         """Return what to tell in an offer, and the units that it reserves until it is answered.
 
-        These are the oldest units, about twice as many as a swap carries, so that the partner has a choice. At most
-        half of the free units are reserved, because offers of other peers arrive meanwhile.
+        These are the oldest units, about twice as many as a swap carries, so that the partner has a choice. Unless
+        `all_free`, at most half of the free units are reserved, because offers of other peers arrive meanwhile.
         """
         told = self.tell(now)
-        window = _oldest(told, max(1, min(CHOICE * at_most, self.num_free // 2)))
+        window = _oldest(told, max(1, min(CHOICE * at_most, self.num_free // (1 if all_free else 2))))
         if window is None:
             return None
         self.begin(window)

@@ -149,8 +149,9 @@ class Mixing:
         if self.is_at_rest:
             exchange.step += 1
         elif not self.follows_caller:
-            trained = self._steps_taken / self._spec.schedule_steps
-            self._positions.note(swap.partner, swap.progress, trained=trained)
+            total, told = self._spec.schedule_steps, self._steps_taken - (exchange.step - swap.told_step)
+            trained = self._steps_taken / total
+            self._positions.note(swap.partner, swap.progress, trained=told / total)
             self.progress = self._positions.move(self.progress, trained=trained, share=share, num_live=swap.num_live)
         distance = 2 * math.sqrt(filtered.square) / (float(swap.coding.values.norm()) or 1.0)
         result = Swapped(swap.partner, share, age_steps, swap.seconds, distance)

@@ -309,8 +309,7 @@ class NoLoCo:
         wait_s = max(CLOSING_WAIT_S, CLOSING_WAIT_STEPS * exchange.step_s)
         until_s = time.monotonic() + wait_s
         while mixing.missing_mixings() and exchange.has_partners() and not self._peer.leave_requested.is_set():
-            exchange.is_open = True
-            exchange.wait_for_news(LOOK_S)
+            exchange.wait_until_settled(LOOK_S)
             if swapped := self._apply():
                 until_s = time.monotonic() + wait_s
             elif time.monotonic() > until_s:
