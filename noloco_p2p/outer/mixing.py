@@ -27,7 +27,7 @@ class Swapped:
     """A swap whose half-differences have been added to the weights.
 
     `share` is the part of the weights that it carried. `age_steps` is the number of inner steps since the snapshot.
-    `distance` is the distance to the partner, relative to the norm of this peer's weights.
+    `distance` is the root mean square of the differences to the partner, relative to that of recent slices.
     """
 
     partner: str
@@ -64,6 +64,7 @@ class Mixing:
         self._positions = PartnerPositions()
         self._steps_taken = 0
         self._held: list[Committed] = []
+        self._mean_square: float | None = None  # of the weights in recent slices
         self._connect()
 
     @property
@@ -152,7 +153,8 @@ class Mixing:
             trained = self._steps_taken / total
             self._positions.note(swap.partner, swap.progress, trained=told / total)
             self.progress = self._positions.move(self.progress, trained=trained, share=share, num_live=swap.num_live)
-        distance = 2 * math.sqrt(filtered.square) / (float(swap.coding.values.norm()) or 1.0)
+        self._mean_square = _smoothed(self._mean_square, float(swap.coding.values.square().mean()))
+        distance = 2 * math.sqrt(filtered.square / len(swap.coding.values) / (self._mean_square or 1.0))
         result = Swapped(swap.partner, share, age_steps, swap.seconds, distance)
         self._measure(result, filtered)
         exchange.applied(swap, seconds=self._clock() - began_s)
