@@ -23,7 +23,7 @@ def spec_of(num_stages: int = 3, steps: int = 4, **changes: Any) -> TrainerSpec:
     spec = tiny_llama(
         "staged",
         train=TrainSpec(total_steps=steps, batch_size=4, warmup_steps=1),
-        outer=OuterSpec(inner_steps=2, max_wait_s=100.0, closing_rounds=0),
+        outer=OuterSpec(closing_mixings=0),
     )
     changes = {"model.num_layers": num_stages, "model.hidden_size": 16, "data.sequence_length": 16, **changes}
     return staged(spec.with_changes({"model.parameter_seeds": True, **changes}), num_stages)

@@ -60,7 +60,7 @@ def simulate(
         typer.Option(
             help="Events in the form kind:replica@seconds (virtual time), for example "
             "join:8@300,leave:2@500,crash:3@200 (with stages: kind:stage.replica@seconds). lose:0.2 breaks this share "
-            "of calls, and absent:0.2 makes replicas unreachable in this share of rounds."
+            "of calls, and absent:0.2 keeps replicas from swapping in this share of their steps."
         ),
     ] = "",
     stages: Annotated[

@@ -25,12 +25,14 @@ ANSWER_MORE_S = 10.0  # for which a call from the training thread may take longe
 class Committed:
     """A swap whose half-differences may be added to the weights.
 
-    `snapshot_step` is the inner step after which the snapshot was taken. `age` is the number of inner steps from the
-    last mixing of these units to the snapshot. `num_live` is the number of live peers, including this one.
+    `snapshot_step` is the inner step after which the snapshot was taken, and `told_step` the one after which the
+    partner told its progress. `age` is the number of inner steps from the last mixing of these units to the snapshot.
+    `num_live` is the number of live peers, including this one.
     """
 
     partner: str
     progress: float  # of the partner
+    told_step: int
     coding: Coding
     start: int  # of the slice in the flat vector
     snapshot_step: int
@@ -56,6 +58,7 @@ class Exchange:
         progress: The position of this peer in the schedule of the run. The training thread sets it.
         read: A function that copies elements [start, stop) of the weights, on any thread. If it is None, the training
             thread copies them in `serve`.
+        is_at_rest: Whether training is over, so that closing swaps may follow each other at once.
         is_open: With `outer.wait`, whether training waits for a swap.
         has_diverged: Whether a snapshot had non-finite weights.
         is_closed: Whether this peer has stopped, or swaps through another exchange.
@@ -70,6 +73,7 @@ class Exchange:
         self.added_s = 0.0  # running mean of the time that the training thread needs to apply a swap
         self.progress = 0.0
         self.read: Callable[[int, int], Tensor] | None = None
+        self.is_at_rest = False
         self.is_open = False
         self.is_closed = self.is_replaced = False
         self.has_diverged = False
@@ -120,26 +124,17 @@ class Exchange:
         with contextlib.suppress(TimeoutError):
             asyncio.run_coroutine_threadsafe(self.settled(timeout_s), self._loop).result(timeout_s + ANSWER_MORE_S)
 
-    def wait_for_news(self, timeout_s: float) -> None:
-        """Block as `news` does."""
-        with contextlib.suppress(TimeoutError):
-            asyncio.run_coroutine_threadsafe(self.news(timeout_s), self._loop).result(timeout_s + ANSWER_MORE_S)
-
     # the network thread
 
     async def settled(self, timeout_s: float) -> None:
         """Let this peer swap, and wait until one swap has been committed, for at most `timeout_s`."""
         self.is_open = True
         self.on_open()
-        await self.news(timeout_s)
-        self.is_open = False
-
-    async def news(self, timeout_s: float) -> None:
-        """Wait until a swap has been committed that nobody has collected, for at most `timeout_s`."""
         self._news.clear()
         if not self._committed:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._news.wait(), timeout_s)
+        self.is_open = False
 
     async def snapshot(self, part: Slice) -> tuple[Tensor, int]:
         """Return the values of a slice after the next inner step, and the number of that step.

@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 LEAST_UNITS = 8  # of a vector that has two swaps at a time; with fewer, they would need the same units
 HOLD_S = 2.0  # for which an offer waits for the answer to an offer of this peer; shorter than an offer's deadline
-BUSY_RETRY_S = 0.1
+BUSY_RETRY_S = 0.02, 0.1  # at least and at most; in between, a quarter of the time of a swap
 STALE_RETRY_S = 30.0  # long enough for a peer with a small model to catch up
 SHARE_RETRY_S = 1.0
 PAUSED_S = 0.5  # how often a paused peer looks whether it may continue
@@ -73,13 +73,17 @@ class Link:
         self.elements_per_s += share * (num_elements / max(swap.sent_s, 1e-6) - self.elements_per_s)
         self.cost_s += share * (swap.cost_s - self.cost_s)
         self.swaps.append((swap.moving_s, now_s))
+        while self.swaps[0][1] < now_s - MINUTE_S:
+            self.swaps.popleft()
 
     def last_minute(self, now_s: float) -> tuple[int, float]:
-        """Return how many swaps have been committed in the last minute, and the share of this time that they moved."""
-        while self.swaps and self.swaps[0][1] < now_s - MINUTE_S:
-            self.swaps.popleft()
-        moved_s = sum(stop - max(start, now_s - MINUTE_S) for start, stop in self.swaps)
-        return len(self.swaps), min(1.0, moved_s / MINUTE_S)
+        """Return how many swaps have been committed in the last minute, and the share of this time that they moved.
+
+        The call is thread-safe.
+        """
+        recent = [(start, stop) for start, stop in tuple(self.swaps) if stop >= now_s - MINUTE_S]
+        moved_s = sum(stop - max(start, now_s - MINUTE_S) for start, stop in recent)
+        return len(recent), min(1.0, moved_s / MINUTE_S)
 
 
 @dataclass(slots=True)
@@ -154,7 +158,7 @@ class Gossip:
                 async with self._changed:
                     await self._changed.wait_for(self._may_agree)
                 if (missing := self._missing_steps()) > 0:
-                    await asyncio.sleep(max(BUSY_RETRY_S, missing * self._exchange.step_s))
+                    await asyncio.sleep(max(self._busy_retry_s(), missing * self._exchange.step_s))
                     continue
                 self._ask_task = asyncio.create_task(self._ask_somebody())
                 try:
@@ -191,6 +195,8 @@ class Gossip:
     def _missing_steps(self) -> int:
         """Return how many inner steps are missing until this peer may agree on another swap."""
         exchange, least = self._exchange, self._outer.min_inner_steps
+        if exchange.is_at_rest:
+            return 0
         if least == "auto":
             cost_s = self.link.cost_s + exchange.added_s
             least = (
@@ -229,7 +235,7 @@ class Gossip:
         """Wait until a peer may be asked, and let the offers of others have the slot meanwhile."""
         if self.state == "training":
             wait_s = self._pairing.wait_s(self._directory.live(), self._loop.time())
-            await asyncio.sleep(max(wait_s, BUSY_RETRY_S))  # all units may be busy
+            await asyncio.sleep(max(wait_s, self._busy_retry_s()))  # all units may be busy
         else:
             await asyncio.sleep(PAUSED_S)
 
@@ -258,13 +264,14 @@ class Gossip:
                     raise CorruptPayload("its answer names another peer or run", peer=partner)
                 if not 0 <= part.first < part.first + part.count <= len(told) or 0 in told[slice(*_range(part))]:
                     raise CorruptPayload("it chose units that were not offered", peer=partner)
-                return self._agree(stream, swap_id, partner, standing, part)
+                return self._agree(stream, swap_id, partner, standing, part, told_step=self._exchange.step)
             case Refuse():
                 self.counts.refused_as_stale |= answer.code is RefuseCode.STALE
                 now_s = self._loop.time()
                 self._pairing.refused(partner, answer.code, retry_after_s=answer.retry_after_s, now_s=now_s)
                 if answer.code in FINAL:
-                    self._note(partner, "will never swap", Refused(answer.sentence, peer=partner, code=answer.code.name))
+                    refused = Refused(answer.sentence, peer=partner, code=answer.code.name)
+                    self._note(partner, "will never swap", refused)
                 return None
             case _:
                 raise CorruptPayload(f"it answered an offer with {type(answer).__name__}", peer=partner)
@@ -279,6 +286,10 @@ class Gossip:
         start, stop = self._units.bounds(swap.agreed.part)
         return max(0.0, swap.moving_s + (stop - start) / max(1.0, self.link.elements_per_s) - self._loop.time())
 
+    def _busy_retry_s(self) -> float:
+        least_s, most_s = BUSY_RETRY_S
+        return max(least_s, min(most_s, self._slice_s() / 4))
+
     def _at_most(self) -> int:
         """Return how many units this peer's link should carry in one swap."""
         if self._outer.wait:
@@ -288,11 +299,13 @@ class Gossip:
     def _slice_s(self) -> float:
         return max(SLICE_STEPS * self._exchange.step_s, ROUND_TRIPS * self.link.round_trip_s)
 
-    def _agree(self, stream: FrameStream, swap_id: bytes, partner: str, theirs: Standing, part: Slice) -> Agreed:
+    def _agree(
+        self, stream: FrameStream, swap_id: bytes, partner: str, theirs: Standing, part: Slice, *, told_step: int
+    ) -> Agreed:
         self._pairing.began(partner, self._directory.live(), num_live=self._directory.num_live())
         self._agreed_step = self._exchange.step
         step_s = min(max(0.0, theirs.step_s), MOST_STEP_S)
-        return Agreed(stream, swap_id, partner, theirs.progress, step_s, part)
+        return Agreed(stream, swap_id, partner, theirs.progress, told_step, step_s, part)
 
     # offers of other peers
 
@@ -319,7 +332,7 @@ class Gossip:
 
     async def _accept(self, stream: FrameStream, offer: Offer) -> Refuse | None:
         """Run a swap if there is a slot and a slice for it. Otherwise, return a refusal."""
-        caller = offer.hello.peer_id
+        caller, told_step = offer.hello.peer_id, self._exchange.step
         if self._ask_task and not self._ask_task.done():
             # Of two offers, that of the higher peer id counts, so that no circle of peers can wait.
             if caller > self._hello().peer_id:
@@ -328,18 +341,17 @@ class Gossip:
                 return Refuse(RefuseCode.CROSSED, "we have made offers to each other, and mine counts")
             await asyncio.wait({self._ask_task}, timeout=HOLD_S)
         if self.state != "training" or self._asking or not self._may_agree():
-            return Refuse(RefuseCode.BUSY, "I have a partner", BUSY_RETRY_S)
+            return Refuse(RefuseCode.BUSY, "I have a partner", self._busy_retry_s())
         if (missing := self._missing_steps()) > 0:
-            return Refuse(
-                RefuseCode.BUSY, "my swaps take too much time", max(BUSY_RETRY_S, missing * self._exchange.step_s)
-            )
+            retry_s = max(self._busy_retry_s(), missing * self._exchange.step_s)
+            return Refuse(RefuseCode.BUSY, "my swaps would take too much time", retry_s)
         if abs(offer.standing.free_in_s - self._free_in_s()) > MOST_APART * self._slice_s():
             return Refuse(RefuseCode.BUSY, "we would wait too long for each other", 0.0)
         part = self._ages.choose(offer.ages, self._exchange.step, at_most=min(offer.at_most, self._at_most()))
         if not part:
-            return Refuse(RefuseCode.BUSY, "other swaps carry all slices that we could swap", BUSY_RETRY_S)
+            return Refuse(RefuseCode.BUSY, "other swaps carry all slices that we could swap", self._busy_retry_s())
         self._ages.begin(part)
-        agreed = self._agree(stream, offer.swap_id, caller, offer.standing, part)
+        agreed = self._agree(stream, offer.swap_id, caller, offer.standing, part, told_step=told_step)
         await self._swap(agreed, first=Accept(self._hello(), self._standing(), part))
         return None
 
@@ -353,7 +365,7 @@ class Gossip:
         if self.state != "training":
             return Refuse(RefuseCode.NOT_TRAINING, f"this peer is {self.state}", PAUSED_S)
         if not await self._introductions.is_listed(caller):
-            return Refuse(RefuseCode.UNLISTED, "I have not read your record yet", BUSY_RETRY_S)
+            return Refuse(RefuseCode.UNLISTED, "I have not read your record yet", self._busy_retry_s())
         if abs(apart) > self._furthest:
             who = "you are" if apart < 0 else "I am"
             return Refuse(RefuseCode.STALE, f"{who} {100 * abs(apart):.1f} % of the run behind", STALE_RETRY_S)
@@ -413,7 +425,17 @@ class Gossip:
             self.link.committed(stop - start, swap, now_s)
             age, num_live = self._ages.oldest(agreed.part, step), self._directory.num_live()
             self._exchange.committed(
-                Committed(agreed.partner, agreed.progress, coding, start, step, age, now_s - began_s, num_live)
+                Committed(
+                    partner=agreed.partner,
+                    progress=agreed.progress,
+                    told_step=agreed.told_step,
+                    coding=coding,
+                    start=start,
+                    snapshot_step=step,
+                    age=age,
+                    seconds=now_s - began_s,
+                    num_live=num_live,
+                )
             )
         except PeerError as error:
             self._failed(swap, error)
@@ -432,7 +454,7 @@ class Gossip:
         partner, now_s = swap.agreed.partner, self._loop.time()
         if not swap.is_moving and isinstance(error, Unreachable):
             # The partner has agreed with somebody else while its answer or this peer's answer was on its way.
-            self._pairing.refused(partner, RefuseCode.BUSY, retry_after_s=BUSY_RETRY_S, now_s=now_s)
+            self._pairing.refused(partner, RefuseCode.BUSY, retry_after_s=self._busy_retry_s(), now_s=now_s)
             return
         if isinstance(error, Diverged):
             self._exchange.has_diverged = True

@@ -58,12 +58,16 @@ class Ledger:
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
-    """A swap on which two peers have agreed. `step_s` is the duration of the partner's inner steps."""
+    """A swap on which two peers have agreed. `step_s` is the duration of the partner's inner steps.
+
+    `told_step` is the number of inner steps that this peer had taken when the partner told its progress.
+    """
 
     stream: FrameStream
     swap_id: bytes
     partner: str
     progress: float
+    told_step: int
     step_s: float
     part: Slice
 
@@ -154,7 +158,7 @@ class Swap:
                 await self._send_pass(coding, number, indices)
                 number, indices = number + 1, await self._while_alive(self._failed.get())
         finally:
-            if not turn.cancelled():
+            if not turn.cancelled():  # it may have been acquired when the swap failed
                 self._turn.release()
         self._traffic.chunks += len(coding.chunks)
 
@@ -177,7 +181,7 @@ class Swap:
             self._traffic.bytes_sent += len(payload)
         self._traffic.repeated_chunks += len(indices) if number == 1 else 0
 
-    async def _while_alive(self, work: Coroutine[Any, Any, T] | asyncio.Task[T]) -> T:
+    async def _while_alive(self, work: Awaitable[T]) -> T:
         """Await `work`, and tell the partner meanwhile that this peer is alive."""
         task = asyncio.ensure_future(work)
         try:

@@ -11,24 +11,13 @@ from dataclasses import dataclass
 
 from noloco_p2p.codec import CHUNK_ELEMENTS
 from noloco_p2p.codec.modulo import BLOCK_ELEMENTS
+from noloco_p2p.gossip.frames import Slice
 
 MAX_UNITS = 256  # an offer has one byte for each
 LEAST_ELEMENTS = 4096  # of a unit; smaller units would cost more in headers than they contain
 MOST_ELEMENTS = 1 << 24  # of a slice: 64 MiB of fp32, which a CPU copies or adds in about 20 ms
 CHOICE = 2  # times as many units are offered as a swap carries
 AGES_PER_DOUBLING = 16  # an age is told as 16 log2(1 + steps), so that a byte reaches 65,000 steps
-
-
-@dataclass(frozen=True, slots=True)
-class Slice:
-    """The units [first, first + count)."""
-
-    first: int
-    count: int
-
-    @property
-    def units(self) -> range:
-        return range(self.first, self.first + self.count)
 
 
 @dataclass(frozen=True, slots=True)

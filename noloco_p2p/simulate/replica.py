@@ -9,13 +9,14 @@ from collections.abc import Callable
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from noloco_p2p.gossip import gossip
 from noloco_p2p.gossip.exchange import Exchange
 from noloco_p2p.gossip.frames import Hello
-from noloco_p2p.gossip.gossip import Gossip
 from noloco_p2p.gossip.service import PeerService
 from noloco_p2p.outer.flat import FlatParameters
 from noloco_p2p.outer.mixing import Mixing, Swapped
-from noloco_p2p.outer.update_filter import LIMITS, FilterLimits
+from noloco_p2p.outer.noloco import CLOSING_WAIT_S, LOOK_S
+from noloco_p2p.outer.update_filter import LIMITS, FilterLimits, NotFiniteWeights
 from noloco_p2p.outer.weights import Weights
 from noloco_p2p.simulate.clock import InlineExecutor
 from noloco_p2p.simulate.material import Material
@@ -30,7 +31,6 @@ from noloco_p2p.transfer.donor import state_file_bytes
 
 AT_POINT = 1e-6  # tolerance, because progress is a sum of fractions
 END_S = 60.0  # for which a peer that leaves lets its swaps end
-CLOSING_S = 60.0  # for which a peer waits for the next closing swap
 
 
 class SimulatedPeer:
@@ -62,7 +62,7 @@ class SimulatedPeer:
         self.swaps: list[Swapped] = []
         self.metrics = Metrics()
         self.mixing: Mixing  # from `enter` on
-        self._gossip: Gossip
+        self._link: gossip.Link
         self._spec = spec
         self._network = network
         self._wrap = wrap
@@ -99,15 +99,15 @@ class SimulatedPeer:
     @property
     def sent_bytes(self) -> int:
         """The payload bytes of all swaps."""
-        return self._gossip.traffic.bytes_sent
+        return self._service.counts.traffic.bytes_sent
 
     def swap_figures(self) -> Swaps:
         present_s = (self._left_s or now_s()) - self._entered_s
         return Swaps(
             committed=len(self.swaps),
-            failed=sum(self._gossip.failures.values()),
+            failed=sum(self._service.counts.failures.values()),
             age_steps=sum(swap.age_steps for swap in self.swaps) / max(1, len(self.swaps)),
-            link_use=sum(stop - start for start, stop in self._gossip.link.swaps) / max(1e-9, present_s),
+            link_use=sum(stop - start for start, stop in self._link.swaps) / max(1e-9, present_s),
             clipped_pieces=self.metrics.clipped_pieces,
         )
 
@@ -116,7 +116,7 @@ class SimulatedPeer:
         self._entered_s = now_s()
         exchange = await self._service.begin(self.weights.num_swapped)
         assert self._service.gossip
-        self._gossip = self._service.gossip
+        self._link = self._service.gossip.link
         self.mixing = Mixing(
             self._spec, self.weights, exchange, self.metrics, clock=now_s, follows_caller=self._follows_caller
         )
@@ -126,33 +126,41 @@ class SimulatedPeer:
         self._look_whether_absent()
         self._network.add(self.peer_id, self._service, wrap=self._wrap)
 
-    def count_step(self) -> None:
-        """Count an inner step. Call `mix` next."""
+    def step_taken(self) -> None:
+        """Count an inner step, and apply the swaps that have arrived. The caller takes the outer step if it is due."""
         self.steps += 1
         self.mixing.step_taken()
         self._look_whether_absent()
+        self.apply()
 
-    def mix(self) -> list[Swapped]:
-        """Apply the swaps that have arrived, and take the outer step if it is due."""
-        swapped = self.mixing.apply()
+    def apply(self) -> bool:
+        """Apply the swaps that have arrived. Return whether there were any.
+
+        A peer whose weights are not finite does not swap any more.
+        """
+        swapped: list[Swapped] = []
+        if not self.exchange.has_diverged:
+            try:
+                swapped = self.mixing.apply()
+            except NotFiniteWeights:
+                self.exchange.has_diverged = True
         self.swaps += swapped
-        if self.mixing.is_due:
-            self.mixing.outer_step()
-        return swapped
+        return bool(swapped)
 
     async def close(self) -> None:
         """Swap without training until all parts of the weights have been mixed often enough."""
         self._service.state = "training"
         self.mixing.rest()
-        while self.mixing.missing_mixings():
-            await self.exchange.news(CLOSING_S)
-            if not self.mix():
-                return
+        until_s = now_s() + CLOSING_WAIT_S
+        while self.mixing.missing_mixings() and self.exchange.has_partners() and now_s() < until_s:
+            await self.exchange.settled(LOOK_S)
+            if self.apply():
+                until_s = now_s() + CLOSING_WAIT_S
 
     async def depart(self) -> None:
         """Let the swaps that have begun end, and leave the network."""
         await self._service.hold(timeout_s=END_S)
-        self.mix()
+        self.apply()
         self._network.remove(self.peer_id)
         await self.stop()
 
@@ -161,7 +169,8 @@ class SimulatedPeer:
         await self._service.stop()
 
     def _look_whether_absent(self) -> None:
-        self._service.state = "paused" if self._is_absent(self.steps) else "training"
+        is_away = self.exchange.has_diverged or self._is_absent(self.steps)
+        self._service.state = "paused" if is_away else "training"
 
 
 class SimulatedReplica(SimulatedPeer):
@@ -200,18 +209,20 @@ class SimulatedReplica(SimulatedPeer):
         while self.progress < 1 and not self._is_leaving:
             await asyncio.sleep(self._step_s)
             self.inner(next(self._batches), progress=self.progress)
-            self.count_step()
-            await self._wait_for_swap()
-            self.mix()
+            self.step_taken()
+            if self.mixing.is_due:
+                await self._outer_step()
             self._note_point()
         if not self._is_leaving:
             await self.close()
         await self.depart()
 
-    async def _wait_for_swap(self) -> None:
+    async def _outer_step(self) -> None:
         outer = self._spec.outer
-        if outer.wait and self.mixing.is_due and self._service.state == "training":
+        if outer.wait and self._service.state == "training":
             await self.exchange.settled(outer.max_wait_s)
+            self.apply()
+        self.mixing.outer_step()
 
     def _note_point(self) -> None:
         """Add the next point to the curve if the progress has reached it."""

@@ -265,8 +265,9 @@ class StageNode(SimulatedPeer):
         self.trained_tokens += self._tokens * self._counted_tokens // self._microbatch_tokens
         self._counted_tokens = 0
         self.work.close(self.inner, step.num_tokens, progress=self.progress)
-        self.count_step()
-        self.mix()
+        self.step_taken()
+        if self.mixing.is_due:
+            self.mixing.outer_step()
         if step.progress is not None:
             self.mixing.progress = step.progress
         if self.progress >= 1:

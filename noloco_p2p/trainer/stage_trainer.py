@@ -238,6 +238,7 @@ class StageTrainer(TrainerBase):
         self._evaluate()
         self.work.stage.model.train()
         self._forget_speed()
+        self._begin_time()
         while self._loop.turn() and not self._is_leaving and metrics.step != last_step:
             self._look()
             if peer.pause_requested.is_set():
@@ -328,6 +329,7 @@ class StageTrainer(TrainerBase):
             self._tell_missing(missing)
         self._look_at_evaluation()
         self._look_for_need(missing)
+        self._do_what_is_due()
 
     def _look_for_need(self, missing: Sequence[int]) -> None:
         """Switch to a stage that needs this peer more, if it still does after a random wait."""
@@ -383,7 +385,7 @@ class StageTrainer(TrainerBase):
         self.gauges.take(self.peer.metrics, gradient_norm=self.inner_step.gradient_norm, waited_s=waited_s)
         self._count(self._flow.counts)
 
-    def _note_speed(self, *, aside_s: float = 0.0) -> None:
+    def _note_speed(self) -> None:
         steps, done = self._speed.at(time.monotonic(), self._loop.steps, self._flow.counts.done)
         self.peer.metrics.inner_steps_per_s, self.peer.metrics.tokens_per_s = steps, done * self._microbatch_tokens
 

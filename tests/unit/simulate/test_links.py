@@ -8,10 +8,10 @@ from collections.abc import AsyncGenerator
 import pytest
 
 from noloco_p2p.errors import Unreachable
-from noloco_p2p.gossip.frames import Chunk, FetchItem, FetchWant, Frame, Hello, Part, PeerStatus, Ready, SectionName
+from noloco_p2p.gossip.frames import Chunk, FetchItem, FetchWant, Frame, Hello, PeerStatus, Ready, Received
 from noloco_p2p.gossip.seams import Candidate, FrameStream
 from noloco_p2p.simulate.clock import run_virtual
-from noloco_p2p.simulate.network import FRAME_BYTES, Link, LinkNetwork, LinkTransport
+from noloco_p2p.simulate.network import BREAKS_WITHIN, FRAME_BYTES, Link, LinkNetwork, LinkTransport
 from noloco_p2p.testing.links import LinkProfile
 
 SLOW_UP = LinkProfile("slow-up", down_mbit_s=80, up_mbit_s=8, delay_ms=100, jitter_ms=0)  # 1 MB/s up, 10 MB/s down
@@ -45,11 +45,11 @@ class Listener:
 
 
 def chunk(index: int) -> Chunk:
-    return Chunk(SectionName.SLOW_WEIGHTS, index, bytes(CHUNK_BYTES), b"")
+    return Chunk(index, bytes(CHUNK_BYTES), b"")
 
 
 def made(*, lose: float = 0.0) -> tuple[LinkNetwork, LinkTransport, Listener]:
-    network, listener = LinkNetwork(lose=lose, frames_a_swap=4), Listener()
+    network, listener = LinkNetwork(lose=lose), Listener()
     for number, name in enumerate("ab"):
         network.links[name] = Link.of(SLOW_UP, seed=number)
     network.add("b", listener)
@@ -76,7 +76,7 @@ def test_frames_come_in_order_and_the_sender_feels_the_link() -> None:
     async def main() -> None:
         _, transport, listener = made()
         stream = await call(transport)
-        frames = [chunk(0), Ready(Part.EARLY), chunk(1), Ready(Part.LATE)]
+        frames = [chunk(0), Received(), chunk(1), Ready()]
         for frame in frames:
             await stream.send(frame)
         assert asyncio.get_running_loop().time() > 2.0, "two megabytes at one a second"
@@ -111,8 +111,8 @@ def test_a_lost_call_breaks_within_a_swap() -> None:
         stream = await call(transport)
 
         async def send_all() -> None:
-            for _ in range(4):
-                await stream.send(Ready(Part.EARLY))
+            for _ in range(BREAKS_WITHIN):
+                await stream.send(Ready())
 
         with pytest.raises(Unreachable):
             await send_all()

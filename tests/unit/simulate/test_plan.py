@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from noloco_p2p.errors import SettingsError
-from noloco_p2p.simulate.plan import Churn, Event, Plan, parse_churn, parse_links, parse_speeds
+from noloco_p2p.simulate.plan import ABSENT_STEPS, Churn, Event, Plan, parse_churn, parse_links, parse_speeds
 
 
 def test_churn_in_order_of_time() -> None:
@@ -13,6 +13,9 @@ def test_churn_in_order_of_time() -> None:
     assert churn == Churn((Event("crash", 0, 20.5), Event("join", 3, 100.0), Event("leave", 2, 500.0)), 0.2, 0.5)
     assert churn.joins_at_s(3) == 100.0
     assert churn.joins_at_s(2) is None
+    absent = [churn.is_absent("replica-0", step, seed=0) for step in range(10_000)]
+    assert 0.45 < sum(absent) / len(absent) < 0.55
+    assert all(len(set(absent[step : step + ABSENT_STEPS])) == 1 for step in range(0, len(absent), ABSENT_STEPS))
     assert parse_churn("", num_replicas=1) == Churn()
 
 

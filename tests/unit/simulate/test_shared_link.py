@@ -6,10 +6,9 @@ import asyncio
 
 import pytest
 
-from noloco_p2p.gossip.deadlines import INTERNET
 from noloco_p2p.simulate.clock import run_virtual
 from noloco_p2p.simulate.plan import parse_links
-from noloco_p2p.simulate.shared_link import SharedLink, SharedWay, Urgency, patient, transfer
+from noloco_p2p.simulate.shared_link import SharedLink, SharedWay, Urgency, transfer
 
 MEGABYTE = 1_000_000
 
@@ -70,10 +69,3 @@ def test_the_bytes_of_a_frame_do_not_wait_for_its_last_on_the_other_link() -> No
 
 def loop_future() -> asyncio.Future[float]:
     return asyncio.get_running_loop().create_future()
-
-
-def test_deadlines_are_stretched_on_links_slower_than_a_chunk() -> None:
-    assert patient(INTERNET, chunk_bytes=MEGABYTE, mbit_s=100) == INTERNET
-    slow = patient(INTERNET, chunk_bytes=MEGABYTE, mbit_s=0.8)  # 50 s at a fifth of the rate
-    assert slow.progress_s == pytest.approx(150)
-    assert slow.offer_s == pytest.approx(75)

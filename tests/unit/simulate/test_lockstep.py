@@ -1,0 +1,146 @@
+"""The rules that NoLoCo is compared with, against arithmetic by hand and against torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from harness.specs import published, tiny_llama
+from torch import Tensor
+
+from noloco_p2p.codec import get_codec, section_bytes
+from noloco_p2p.simulate.lockstep import RULES, DiLoCo, Ring, simulate_lockstep
+from noloco_p2p.simulate.material import Material
+from noloco_p2p.simulate.network import IDEAL
+from noloco_p2p.simulate.plan import ABSENT_STEPS, Churn, Plan, peer_name
+from noloco_p2p.simulate.result import Result
+from noloco_p2p.spec import TrainSpec
+from noloco_p2p.testing.links import LinkProfile
+from noloco_p2p.trainer.inner_step import InnerStep
+
+STEPS, INNER_STEPS = 12, 3
+SPEC = tiny_llama(
+    "lockstep",
+    train=TrainSpec(total_steps=STEPS, batch_size=2, warmup_steps=2),
+    outer=published(inner_steps=INNER_STEPS),
+)
+
+
+@pytest.fixture(scope="module")
+def material() -> Material:
+    return Material.of(SPEC, {})
+
+
+def vectors(seed: int, num_replicas: int = 4) -> Tensor:
+    return torch.randn(num_replicas, 6, generator=torch.Generator().manual_seed(seed))
+
+
+# rules
+
+
+@pytest.mark.parametrize(("alpha", "beta", "is_nesterov"), [(0.9, 0.7, True), (0.3, 0.7, False), (0.0, 1.0, True)])
+def test_diloco_is_sgd_of_torch_on_the_mean_outer_gradient(alpha: float, beta: float, is_nesterov: bool) -> None:
+    rule = DiLoCo(vectors(0)[0].clone(), Ring(), alpha=alpha, beta=beta, is_nesterov=is_nesterov)
+    parameter = torch.nn.Parameter(rule.slow_weights.clone())
+    sgd = torch.optim.SGD([parameter], lr=beta, momentum=alpha, nesterov=is_nesterov and alpha > 0)
+    for seed in range(1, 6):
+        parameter.grad = -vectors(seed).mean(0)  # the gradient points uphill
+        sgd.step()
+        rule.step(rule.slow_weights + vectors(seed))
+        assert torch.allclose(rule.slow_weights, parameter.detach(), atol=1e-6)
+
+
+def test_nesterov_by_hand() -> None:
+    rule = DiLoCo(torch.zeros(1), Ring(), alpha=0.9, beta=0.7, is_nesterov=True)
+    rule.step(torch.tensor([[0.5], [1.5]]))
+    assert rule.slow_weights.item() == pytest.approx(0.7 + 0.9 * 0.7)
+    rule.step((rule.slow_weights + 2)[None])
+    assert rule.slow_weights.item() == pytest.approx(1.33 + 0.7 * 2 + 0.9 * (0.9 * 0.7 + 0.7 * 2))
+
+
+def to_tenths(values: Tensor) -> Tensor:
+    """A codec by hand, which rounds to tenths."""
+    return (10 * values).round() / 10
+
+
+def test_a_coded_ring_rounds_every_partial_sum_and_then_the_mean() -> None:
+    """Each of three replicas owns a segment, whose sum starts at the neighbour of the owner and ends at the owner."""
+    vectors = torch.tensor([[0.06, 0.11, 0.34], [0.16, 0.02, 0.21], [0.08, 0.29, 0.04]])
+    mean = Ring(to_tenths, 1.0).mean(vectors)
+    first = 0.3 + 0.06  # 0.16 -> 0.2, + 0.08 -> 0.3, + the owner's 0.06
+    second = 0.4 + 0.02  # 0.29 -> 0.3, + 0.11 -> 0.4, + the owner's 0.02
+    third = 0.5 + 0.04  # 0.34 -> 0.3, + 0.21 -> 0.5, + the owner's 0.04
+    assert mean.tolist() == pytest.approx([round(total / 3, 1) for total in (first, second, third)])
+
+
+def test_a_ring_of_one_codes_nothing_and_one_without_a_codec_is_the_mean() -> None:
+    assert torch.equal(Ring(to_tenths, 1.0).mean(vectors(1, 1)), vectors(1, 1)[0])
+    assert torch.equal(Ring().mean(vectors(1)), vectors(1).mean(0))
+
+
+@pytest.mark.parametrize(
+    ("rule", "codec", "coded"), [("diloco", "int8", "int8"), ("diloco", "modulo", "int8"), ("ddp", "modulo", "bf16")]
+)
+def test_the_ring_of_a_rule_has_the_errors_and_bytes_of_its_codec(rule: str, codec: str, coded: str) -> None:
+    """A hop among eight replicas codes a sum of up to seven vectors, and the last one codes their mean."""
+    size = 8 * 256
+    ring, exact = Ring.of(rule, codec, num_elements=size), torch.randn(8, size, generator=torch.manual_seed(0))
+    assert ring.sent_bytes(size, 8) == pytest.approx(2 * 7 / 8 * section_bytes(get_codec(coded), size))
+    error = (ring.mean(exact) - exact.mean(0)).norm() / exact.mean(0).norm()
+    once = get_codec(coded).decode(get_codec(coded).encode(exact[0, :256].contiguous()), num_elements=256)
+    of_codec = (once - exact[0, :256]).norm() / exact[0, :256].norm()
+    assert of_codec < error < 4 * of_codec
+
+
+def test_ddp_with_fp32_stays_exact() -> None:
+    assert Ring.of("ddp", "fp32", num_elements=10) == Ring()
+
+
+# runs
+
+
+def simulated(material: Material, rule: str, **plan: object) -> Result:
+    return simulate_lockstep(material, Plan(**{"num_replicas": 4, **plan}), rule=rule)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_every_rule_learns(rule: str, material: Material) -> None:
+    """A rule learns more than half as much as local training; one that ignored the fast weights would learn little."""
+    result, alone = (simulated(material, name) for name in (rule, "local"))
+    assert result.curve[0].loss - result.loss > 0.5 * (alone.curve[0].loss - alone.loss)
+    assert (result.spread == 0.0) == (rule != "local"), "everybody mixes"
+    assert (result.virtual_s, result.steps) == (pytest.approx(STEPS), STEPS)
+    exchanges = {"ddp": STEPS, "local": 0}.get(rule, STEPS / INNER_STEPS)
+    assert result.sent_bytes == exchanges * 1.5 * 4 * result.num_parameters
+
+
+def test_data_parallel_replicas_are_one_model_with_the_batches_of_all(material: Material) -> None:
+    model = material.model()
+    inner = InnerStep(model, SPEC.train)
+    streams = [material.batches(peer_name(number), replica=number) for number in range(4)]
+    for step in range(STEPS):
+        inner(torch.cat([next(stream) for stream in streams]), progress=step / STEPS)
+    assert simulated(material, "ddp").loss == pytest.approx(material.loss(model), rel=1e-5)
+
+
+def test_a_rule_is_as_fast_as_its_slowest_replica_and_link(material: Material) -> None:
+    slow = LinkProfile("slow", down_mbit_s=8, up_mbit_s=0.8, delay_ms=50, jitter_ms=0)
+    result = simulated(material, "diloco", links=(IDEAL, slow), speeds=(1.0, 0.25))
+    exchange_s = 1.5 * 4 * result.num_parameters / 1e5 + 6 * 0.1
+    assert result.virtual_s == pytest.approx(4 * STEPS + STEPS / INNER_STEPS * exchange_s)
+
+
+@pytest.mark.parametrize("rule", ["ddp", "diloco"])
+def test_absent_replicas_take_the_mean_of_the_others(rule: str, material: Material) -> None:
+    """All replicas stay equal, fewer of them count, and each sends 2 (n - 1) / N vectors and one per absentee."""
+    churn = Churn(absent=0.4)
+    clean, churned, lost = (simulated(material, rule, churn=each) for each in (Churn(), churn, Churn(absent=1.0)))
+    assert (churned.spread, lost.spread) == (0, 0)
+    assert churned.loss != clean.loss
+    assert churned.loss < churned.curve[0].loss
+    exchanges = range(0 if rule == "ddp" else INNER_STEPS - 1, STEPS, 1 if rule == "ddp" else INNER_STEPS)
+    present = [sum(not churn.is_absent(peer_name(n), step, seed=0) for n in range(4)) for step in exchanges]
+    assert len(set(present)) > 1
+    assert STEPS > ABSENT_STEPS
+    sent = [(2 * (n - 1) + 4 - n) / 4 * 4 * clean.num_parameters if n else 0 for n in present]
+    assert churned.sent_bytes == pytest.approx(sum(sent))
+    assert lost.sent_bytes == 0
