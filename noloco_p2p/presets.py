@@ -20,7 +20,7 @@ from typing import Any, cast
 
 from pydantic.fields import FieldInfo
 
-from noloco_p2p.spec import DataSpec, EvaluateSpec, ModelSpec, Section, TrainerSpec, TrainSpec
+from noloco_p2p.spec import DataSpec, EvaluateSpec, ModelSpec, OuterSpec, Section, TrainerSpec, TrainSpec
 
 # A copy of the Llama 3 tokenizer (128,256 entries) that can be downloaded without an account.
 LLAMA3_TOKENIZER = "NousResearch/Meta-Llama-3-8B"
@@ -67,6 +67,8 @@ PRESETS: dict[str, TrainerSpec] = {
         model=ModelSpec(hidden_size=160, num_layers=3, mlp_size=432, num_heads=5),
         data=DataSpec(sequence_length=128),
         train=TrainSpec(total_steps=60_000, batch_size=8, learning_rate=6e-3, warmup_steps=100, inner_optimizer="muon"),
+        # With so few tokens per step, "auto" would make a swap rare, and the replicas would drift apart.
+        outer=OuterSpec(min_inner_steps=1),
     ),
     "small": _paper_preset(
         "small",

@@ -21,7 +21,7 @@ from noloco_p2p.transfer.fetch import fetch_spec
 
 
 class Donor:
-    """A `Service` that serves a state and reports its round and progress."""
+    """A `Service` that serves a state and reports its progress."""
 
     def __init__(self, spec: Spec, candidate: Candidate, saved: SavedState | None) -> None:
         self._spec = spec
@@ -35,7 +35,7 @@ class Donor:
 
     async def on_status(self, swap_id: bytes) -> PeerStatus:
         hello = Hello("", self._spec.name, self._spec.digest())
-        return PeerStatus(hello, "training", self._candidate.round, self._candidate.progress)
+        return PeerStatus(hello, "training", self._candidate.progress, False)
 
     def on_fetch(self, want: FetchWant) -> AsyncGenerator[FetchItem]:
         return self.states.serve(want)

@@ -17,7 +17,7 @@ from noloco_p2p.errors import SettingsError
 from noloco_p2p.telemetry.console import terminal
 
 if TYPE_CHECKING:
-    from noloco_p2p.monitor.terminal import Choice
+    from noloco_p2p.monitor.columns import Choice
     from noloco_p2p.ticket import Ticket
 
 DEFAULT_WEB = "127.0.0.1:8080"
@@ -56,7 +56,8 @@ def monitor(
         raise SettingsError("--watch and --json cannot be combined with --web, which serves /api/status as JSON")
     import uvloop
 
-    from noloco_p2p.monitor.terminal import Choice, plain, view
+    from noloco_p2p.monitor.columns import Choice
+    from noloco_p2p.monitor.terminal import plain, view
 
     choice = Choice(sort, words, descending)
     if web:
@@ -106,7 +107,7 @@ async def _draw(console: Any, choice: Choice, interval_s: float, look: Any) -> N
     """Redraw the whole screen after each read and whenever the window is resized, until the first signal."""
     from rich.live import Live
 
-    from noloco_p2p.monitor.terminal import headline, view
+    from noloco_p2p.monitor.terminal import headlines, view
 
     loop = asyncio.get_running_loop()
     wake, stopped = asyncio.Event(), asyncio.Event()
@@ -121,7 +122,7 @@ async def _draw(console: Any, choice: Choice, interval_s: float, look: Any) -> N
             wake.clear()
             with suppress(TimeoutError):
                 await asyncio.wait_for(wake.wait(), interval_s)
-    console.print(headline(swarm), markup=False, highlight=False)
+    console.print(headlines(swarm)[0], markup=False, highlight=False)
 
 
 async def _serve(entry: Ticket, listen: str) -> None:

@@ -9,7 +9,8 @@ import typer
 
 from noloco_p2p.cli.options import Json, print_json, takes_settings
 from noloco_p2p.settings import PeerSettings
-from noloco_p2p.telemetry.console import count, counted, duration, loss, mib, named, numbered_stages
+from noloco_p2p.telemetry.console import count, counted, duration, loss, mib, named, numbered_stages, percent
+from noloco_p2p.telemetry.metrics import FAILED
 from noloco_p2p.telemetry.progress import line as progress_line
 
 
@@ -39,7 +40,6 @@ def lines(reply: dict[str, Any]) -> list[str]:
     others = counted(reply["live_peers"], "other live peer")
     if reply["live_peers_is_estimate"]:
         others = f"about {others}"
-    partner = f", last with {named(reply['last_partner'])}" if reply["last_partner"] else ""
     return [
         f"peer      {reply['peer_id']} (process {reply['pid']}, noloco_p2p {reply['software']})",
         *([f"name      {reply['name']}"] if reply["name"] else []),
@@ -52,16 +52,13 @@ def lines(reply: dict[str, Any]) -> list[str]:
         f"swarm     {others}; this peer announces {reply['address']}",
         f"reach     {reply['reach']['state']}: {reply['reach']['sentence']}",
         *([f"          neighbours: {ways(reply['neighbours'])}"] if reply["neighbours"] else []),
-        f"rounds    {reply['rounds_here']} here: {reply['swaps']} swapped, {reply['halves']} half, "
-        f"{reply['alone']} solo{partner}",
-        f"round     {reply['inner_steps']} inner steps long",
+        f"swaps     {swaps_line(reply)}",
+        *([f"          {mixing_line(reply)}"] if reply["apart"] is not None else []),
         f"training  loss {loss(reply['loss'])}, validation {loss(reply['validation_loss'])}, "
         f"{count(reply['tokens_per_s'])} tokens/s",
         f"given     {contribution(reply)}",
         f"traffic   {mib(reply['bytes_sent'])} out, {mib(reply['bytes_received'])} in",
-        *([f"swap      {swap_line(reply['swap'])}"] if reply["swap"] else []),
-        f"last      {reply['last_outcome'] or 'no round yet'}",
-        *fault_lines(reply),
+        f"fault     {reply['last_fault'] or 'none'}",
         *settings_lines(reply["settings"]),
         f"ticket    {reply['ticket']}",
     ]
@@ -94,31 +91,22 @@ def stage_lines(reply: dict[str, Any]) -> list[str]:
     return shown
 
 
-def swap_line(swap: dict[str, Any]) -> str:
-    """Format the swap in progress.
-
-    For example, `early part with ..7f3a1c (40.0 MiB each way), 10 s so far: 12.0 MiB out at 1.2 MiB/s, 11.0 MiB in at
-    1.1 MiB/s, 26 s left`.
-    """
-    partner, total = named(swap["partner"]), mib(swap["total_bytes"])
-    if swap["part"] == "waiting":
-        return f"early part with {partner} done ({total} each way); the late part starts after the next boundary"
-    left = "no progress" if swap["left_s"] is None else f"{duration(swap['left_s'])} left"
+def swaps_line(reply: dict[str, Any]) -> str:
+    """Format the swaps: `1234 (12.0/min, 83 % of the link), last with ..7f3a1c; failed: 3 slow`."""
+    partner = f", last with {named(reply['last_partner'])}" if reply["last_partner"] else ""
+    failed = ", ".join(f"{reply[name]} {name.removeprefix('failed_')}" for name in FAILED if reply[name])
     return (
-        f"{swap['part']} part with {partner} ({total} each way), {duration(swap['since_s'])} so far: "
-        f"{mib(swap['sent_bytes'])} out at {mib(swap['sent_bytes_per_s'])}/s, "
-        f"{mib(swap['received_bytes'])} in at {mib(swap['received_bytes_per_s'])}/s, {left}"
+        f"{reply['swaps']} ({reply['swaps_per_min']:.1f}/min, {percent(reply['link_use'])} of the link){partner}"
+        f"{f'; failed: {failed}' if failed else ''}"
     )
 
 
-def fault_lines(reply: dict[str, Any]) -> list[str]:
-    """Return the lines that show the last fault, its age and its remedy."""
-    if not reply["last_fault"]:
-        return ["fault     none"]
-    return [
-        f"fault     {duration(reply['last_fault_since_s'])} ago: {reply['last_fault']}",
-        f"          what to do: {reply['last_fault_advice']}",
-    ]
+def mixing_line(reply: dict[str, Any]) -> str:
+    """Format what the swaps do: `weights 0.31 % apart, half-differences 2.1 steps old; training waited for 12 s`."""
+    return (
+        f"weights {percent(reply['apart'])} apart, half-differences {reply['age_steps']:.1f} steps old; "
+        f"training waited for {duration(reply['blocked_s'])}"
+    )
 
 
 def settings_lines(settings: dict[str, dict[str, Any]]) -> list[str]:

@@ -13,7 +13,8 @@ SAMPLE_S = 10.0
 MAX_SAMPLES = 1_000
 MAX_LOSSES = 400_000  # in all samples together, about 40 MB
 MAX_SERIES = 60  # maximum number of peers whose curves are returned at once
-NAMES = (*(total.name for total in TOTALS), "spread")  # names of the totals whose curves are kept
+NAMES = tuple(total.name for total in TOTALS)
+LEFT_OVER_S = 600.0  # the time over which the progress is measured, to estimate the time left
 
 
 class History:
@@ -50,3 +51,13 @@ class History:
             **{name: [totals[name] for totals, _ in self._samples] for name in ("time_s", "alive", *NAMES)},
             "losses": {name: curve for name, curve in curves.items() if any(loss is not None for loss in curve)},
         }
+
+    def left_s(self) -> float | None:
+        """Estimate the time until the schedule is complete from the progress in the last ten minutes."""
+        points = [(t["time_s"] or 0.0, t["progress"]) for t, _ in self._samples]
+        points = [(time_s, progress) for time_s, progress in points if progress is not None]
+        if not points:
+            return None
+        now_s, progress = points[-1]
+        began_s, begun = next(point for point in points if now_s - point[0] <= LEFT_OVER_S)
+        return (1 - progress) * (now_s - began_s) / (progress - begun) if progress > begun else None

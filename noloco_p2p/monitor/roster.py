@@ -6,13 +6,13 @@ This module does no I/O and reads no clock.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from noloco_p2p.gossip.outcome import LonelyCause
 from noloco_p2p.swarm.records import TTL_S, PeerRecord
+from noloco_p2p.telemetry.metrics import FAILED
 
 SILENT_AFTER_S = 35.0  # after this long without a new record, a peer has missed two announcements
 LEAVING_FOR_S = 20.0  # after being in the state "leaving" for this long, a peer counts as having left
@@ -21,7 +21,7 @@ MAX_PEERS = 20_000
 MAX_MEETINGS = 5_000
 WINDOW_S = 600.0  # the window of `Roster.lately`
 WINDOW_STEP_S = 10.0
-ROUNDS = ("swaps", "halves", "alone", *LonelyCause)  # counted over the window
+COUNTED = ("swaps", *FAILED)  # over the window
 
 
 class Health(StrEnum):
@@ -45,10 +45,14 @@ class Meeting:
 
 @dataclass(slots=True)
 class Member:
-    """A peer's newest record, and the time at which it was made, on the clock of `now_s` in `Roster.take`."""
+    """A peer's newest record, when it was made, and since when the peer has been training without a swap.
+
+    Times are on the clock of `now_s` in `Roster.take`.
+    """
 
     record: PeerRecord
     made_at_s: float
+    quiet_since_s: float
 
     def age_s(self, now_s: float) -> float:
         return max(0.0, now_s - self.made_at_s)
@@ -71,39 +75,39 @@ class Roster:
 
     members: dict[str, Member] = field(default_factory=dict)
     meetings: deque[Meeting] = field(default_factory=lambda: deque(maxlen=MAX_MEETINGS))
-    _counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(ROUNDS, 0))  # since this roster was created
-    _window: deque[tuple[float, dict[str, int]]] = field(default_factory=deque)
+    _counts: Counter[str] = field(default_factory=Counter)  # since this roster was created
+    _window: deque[tuple[float, Counter[str]]] = field(default_factory=deque)
 
     def take(self, records: Iterable[tuple[PeerRecord, float]], *, now_s: float) -> None:
         """Add the records that the directory returned, each with its age in seconds."""
         for record, age_s in records:
-            known = self.members.get(record.peer_id)
-            if known is not None and record.sequence <= known.record.sequence:
-                continue
-            if known is not None:
-                self._count(known.record, record, now_s=now_s - age_s)
-            self.members[record.peer_id] = Member(record, now_s - age_s)
+            known, made_at_s = self.members.get(record.peer_id), now_s - age_s
+            if known is None:
+                self.members[record.peer_id] = Member(record, made_at_s, quiet_since_s=made_at_s)
+            elif record.sequence > known.record.sequence:
+                has_swapped = self._count(known.record, record, now_s=made_at_s)
+                if has_swapped or record.state != "training":
+                    known.quiet_since_s = made_at_s
+                known.record, known.made_at_s = record, made_at_s
         self._forget(now_s)
         if not self._window or now_s - self._window[-1][0] >= WINDOW_STEP_S:
-            self._window.append((now_s, dict(self._counts)))
+            self._window.append((now_s, Counter(self._counts)))
         while len(self._window) > 1 and now_s - self._window[0][0] > WINDOW_S:
             self._window.popleft()
 
     def lately(self) -> dict[str, int]:
-        """Count the rounds of the last ten minutes by outcome, and the solo rounds among them by cause.
+        """Count the committed and the failed swaps of the last ten minutes that this roster has observed."""
+        begun = self._window[0][1] if self._window else Counter[str]()
+        return {name: self._counts[name] - begun[name] for name in COUNTED}
 
-        Only rounds that this roster has observed are counted.
-        """
-        begun = self._window[0][1] if self._window else dict.fromkeys(ROUNDS, 0)
-        return {name: self._counts[name] - begun[name] for name in ROUNDS}
-
-    def _count(self, old: PeerRecord, new: PeerRecord, *, now_s: float) -> None:
-        before, now = _rounds(old), _rounds(new)
-        grown = {name: max(0, now[name] - before[name]) for name in ROUNDS}
-        for name, number in grown.items():
-            self._counts[name] += number
-        if new.metrics.last_partner and (grown["swaps"] or grown["halves"]):
+    def _count(self, old: PeerRecord, new: PeerRecord, *, now_s: float) -> bool:
+        """Count what has happened between two records of a peer, and return whether it has swapped."""
+        for name in COUNTED:
+            self._counts[name] += max(0, getattr(new.metrics, name) - getattr(old.metrics, name))
+        has_swapped = new.metrics.swaps > old.metrics.swaps
+        if has_swapped and new.metrics.last_partner:
             self.meetings.append(Meeting(now_s, new.peer_id, new.metrics.last_partner))
+        return has_swapped
 
     def _forget(self, now_s: float) -> None:
         old = [peer for peer, member in self.members.items() if member.age_s(now_s) > FORGET_AFTER_S]
@@ -113,8 +117,3 @@ class Roster:
             oldest_first = sorted(self.members, key=lambda peer: self.members[peer].made_at_s)
             for peer in oldest_first[: len(self.members) - MAX_PEERS]:
                 del self.members[peer]
-
-
-def _rounds(record: PeerRecord) -> dict[str, int]:
-    metrics = record.metrics
-    return {"swaps": metrics.swaps, "halves": metrics.halves, "alone": metrics.alone, **metrics.alone_by_cause}

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from statistics import fmean
 from typing import Any
 
-from noloco_p2p.monitor.spread import Spread
 from noloco_p2p.spec import MAX_STAGES
 from noloco_p2p.swarm.records import SERVING, PeerRecord
 
@@ -14,13 +14,13 @@ Stage = dict[str, Any]
 COUNTED = ("queue", "microbatches", "lost_microbatches", "late_microbatches")
 
 
-def stage_rows(living: Sequence[PeerRecord], spreads: Mapping[int, Spread]) -> list[Stage]:
+def stage_rows(living: Sequence[PeerRecord]) -> list[Stage]:
     """Return one object per stage, in ascending order of capacity. The list is empty if peers hold whole models.
 
     `living` has the records of the peers that are alive or silent. A stage that no peer serves has 0 peers.
     """
     rows = [
-        _row(stage, [record for record in living if record.stage == stage and record.state in SERVING], spreads)
+        _row(stage, [record for record in living if record.stage == stage and record.state in SERVING])
         for stage in range(_num_stages(living))
     ]
     return sorted(rows, key=lambda row: (row["capacity"], row["stage"]))
@@ -35,9 +35,10 @@ def _num_stages(records: Sequence[PeerRecord]) -> int:
     return max(told, key=lambda number: (told[number], number), default=0)
 
 
-def _row(stage: int, records: Sequence[PeerRecord], spreads: Mapping[int, Spread]) -> Stage:
+def _row(stage: int, records: Sequence[PeerRecord]) -> Stage:
     sums = {name: sum(getattr(record.metrics, name) for record in records) for name in COUNTED}
     done = sums["microbatches"]
+    apart = [record.metrics.apart for record in records if record.metrics.apart is not None]
     return {
         "stage": stage,
         "peers": len(records),
@@ -46,5 +47,5 @@ def _row(stage: int, records: Sequence[PeerRecord], spreads: Mapping[int, Spread
         **sums,
         "lost_share": sums["lost_microbatches"] / done if done else None,
         "late_share": sums["late_microbatches"] / done if done else None,
-        "spread": spreads[stage].of_all if stage in spreads else None,
+        "apart": fmean(apart) if apart else None,
     }

@@ -3,167 +3,34 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from noloco_p2p.errors import SettingsError
-from noloco_p2p.monitor.roster import Health
+from noloco_p2p.monitor.columns import STAGE_COLUMNS, Choice, Column, Peer, Value, columns_of, values
 from noloco_p2p.monitor.stages import Stage
-from noloco_p2p.telemetry.console import aligned, cells, count, duration, loss, mib, named
-from noloco_p2p.telemetry.metrics import IN_COLUMNS, METRICS, About
+from noloco_p2p.telemetry.console import aligned, cells
 
 if TYPE_CHECKING:
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
-Peer = dict[str, Any]
 STYLES = {"alive": "", "silent": "yellow", "leaving": "cyan", "left": "dim", "gone": "dim"}
 LEVELS = {"bad": "bold red", "warn": "yellow", "info": "dim"}
 MAX_NOTICES = 4
 STAGES_SHARE = 3  # the table of stages uses at most a third of the height
+IN_HEADLINE = 4  # values of the swarm; the others are on the second line
 GAP = 2  # between two columns
 
 
-@dataclass(frozen=True, slots=True)
-class Column:
-    """A column of the table of peers or of the table of stages.
-
-    `show` formats a cell. `key` sorts the rows, with None last. Stages are not sorted. On a narrow terminal, the
-    columns with the highest `rank` are left out first.
-    """
-
-    name: str
-    rank: int
-    show: Callable[[dict[str, Any]], str]
-    key: Callable[[Peer], Any] = lambda peer: None
-    is_text: bool = False
+def headlines(swarm: dict[str, Any]) -> list[str]:
+    """Return two lines about the whole swarm: `run tiny | peers alive 3 (1 gone) | loss 1.498 (1.4 to 1.6) | ..`."""
+    shown = [*values(swarm)]
+    return [" | ".join([f"run {swarm['run']}", *_known(shown[:IN_HEADLINE])]), " | ".join(_known(shown[IN_HEADLINE:]))]
 
 
-def _short(peer_id: str) -> str:
-    return named(peer_id) if peer_id else "-"
-
-
-def _why(peer: Peer) -> str:
-    causes = {cause: number for cause, number in peer["alone_by_cause"].items() if number}
-    return " ".join(f"{cause}:{number}" for cause, number in sorted(causes.items(), key=lambda item: -item[1])) or "-"
-
-
-def state_of(peer: Peer) -> str:
-    """For a live peer, return the state that it reports; for any other peer, return its health."""
-    if peer["health"] != Health.ALIVE:
-        return peer["health"]
-    return f"{peer['state']} ({peer['paused_by']})" if peer["paused_by"] else peer["state"]
-
-
-def _state_key(peer: Peer) -> tuple[int, str, str]:
-    return list(Health).index(Health(peer["health"])), peer["state"], peer["peer_id"]
-
-
-def _column(name: str, about: About) -> Column:
-    show = FORMATS.get(about.unit, str)
-    is_text = about.kind == "text"
-    return Column(about.column, about.rank, lambda p: show(p[name]), lambda p: p[name], is_text=is_text)
-
-
-FORMATS: dict[str, Callable[[Any], str]] = {  # by unit; page.js has the same formats
-    "nats/token": loss,
-    "tokens/s": count,
-    "bytes": mib,
-    "peer id": _short,
-    "s": lambda seconds: "-" if seconds is None else duration(seconds),
-    "tokens": lambda number: "-" if number is None else count(number),
-}
-COLUMNS = (
-    Column("peer", 0, lambda p: _short(p["peer_id"]), lambda p: p["peer_id"], is_text=True),
-    Column("state", 0, state_of, _state_key, is_text=True),
-    *(_column(name, METRICS[name]) for name in IN_COLUMNS),
-    Column("apart", 7, lambda p: percent(p["distance"]), lambda p: p["distance"]),
-    Column("reach", 13, lambda p: p["reachability"], lambda p: p["reachability"], is_text=True),
-    Column("version", 10, lambda p: p["software"], lambda p: p["software"], is_text=True),
-    Column("heard", 0, lambda p: f"{duration(p['age_s'])} ago", lambda p: p["age_s"]),
-    Column("why solo", 11, _why, lambda p: p["alone"], is_text=True),
-)
-NAME_OF_PEER = Column("name", 5, lambda p: p["name"] or "-", lambda p: p["name"] or None, is_text=True)
-STAGE_OF_PEER = Column("stage", 1, lambda p: "-" if p["stage"] is None else str(p["stage"]), lambda p: p["stage"])
-BY_NAME = {column.name: column for column in (*COLUMNS, STAGE_OF_PEER, NAME_OF_PEER)}
-STAGE_COLUMNS = (
-    Column("stage", 0, lambda s: f"{s['stage']}{' (head)' if s['stage'] == 0 else ''}", is_text=True),
-    Column("peers", 0, lambda s: str(s["peers"] or "empty")),
-    Column("capacity", 0, lambda s: count(s["capacity"])),
-    Column("tokens/s", 1, lambda s: count(s["tokens_per_s"])),
-    Column("queue", 2, lambda s: str(s["queue"])),
-    Column("microbatches", 4, lambda s: str(s["microbatches"])),
-    Column("late", 3, lambda s: _part(s["late_share"])),
-    Column("lost", 3, lambda s: _part(s["lost_share"])),
-    Column("spread", 5, lambda s: percent(s["spread"])),
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """The column to sort by, and a filter, which keeps peers with `words` in their id, name, state, partner, reach or
-    version.
-    """
-
-    sort: str = "state"
-    words: str = ""
-    descending: bool = False
-
-    def __post_init__(self) -> None:
-        if self.sort not in BY_NAME:
-            raise SettingsError(f"--sort {self.sort!r} is not a column; choose one of: {', '.join(BY_NAME)}")
-
-    def of(self, peers: Sequence[Peer]) -> list[Peer]:
-        key, words = BY_NAME[self.sort].key, self.words.lower()
-        chosen = [peer for peer in peers if not words or any(words in text.lower() for text in _texts(peer))]
-        known = [peer for peer in chosen if key(peer) is not None]
-        known.sort(key=key, reverse=self.descending)
-        return known + [peer for peer in chosen if key(peer) is None]
-
-
-def _texts(peer: Peer) -> tuple[str, ...]:
-    return (
-        *(peer["peer_id"], peer["name"], state_of(peer), peer["state"], peer["last_partner"]),
-        *(peer["reachability"], peer["software"]),
-    )
-
-
-def percent(share: float | None) -> str:
-    """Format a share: 0.0039 -> '0.39 %'. Values below the noise of the sketches become '<0.01 %'."""
-    if share is None:
-        return "-"
-    return "<0.01 %" if share < 1e-4 else f"{100 * share:.2g} %" if share < 0.1 else f"{100 * share:.0f} %"
-
-
-def _part(share: float | None) -> str:
-    return "0 %" if share == 0 else percent(share)
-
-
-def headline(swarm: dict[str, Any]) -> str:
-    """Return the first line: `run tiny: 3 alive, 1 gone | 12.3k tokens/s | loss 1.498 | spread 0.39 % | 34 % done`."""
-    totals = swarm["totals"]
-    counts = ", ".join(f"{totals[kind]} {kind}" for kind in Health if totals[kind]) or "no known peers"
-    parts = [f"run {swarm['run']}: {counts}", f"{count(totals['tokens_per_s'])} tokens/s"]
-    if totals["loss"] is not None:
-        parts.append(f"loss {loss(totals['loss'])}")
-    if totals["spread"] is not None:
-        parts.append(f"spread {percent(totals['spread'])}")
-    if totals["progress"] is not None:
-        parts.append(f"{100 * totals['progress']:.0f} % done")
-    return " | ".join(parts)
-
-
-def rounds_line(swarm: dict[str, Any]) -> str:
-    """Return the second line: `rounds: 120 swapped, 3 half, 5 alone (4 refused, 1 slow) | 1.2 GiB out, 1.2 GiB in`."""
-    totals = swarm["totals"]
-    causes = [f"{number} {cause.replace('_', ' ')}" for cause, number in totals["alone_by_cause"].items() if number]
-    why = f" ({', '.join(causes)})" if causes else ""
-    return (
-        f"rounds: {totals['swaps']} swapped, {totals['halves']} half, {totals['alone']} solo{why} | "
-        f"{mib(totals['bytes_sent'])} out, {mib(totals['bytes_received'])} in"
-    )
+def _known(shown: Sequence[Value]) -> list[str]:
+    return [f"{v.name} {v.text}" + (f" ({v.details})" if v.details else "") for v in shown if v.text != "-"]
 
 
 def view(swarm: dict[str, Any], choice: Choice, *, width: int, height: int) -> Group:
@@ -172,7 +39,7 @@ def view(swarm: dict[str, Any], choice: Choice, *, width: int, height: int) -> G
     from rich.text import Text
 
     peers = choice.of(swarm["peers"])
-    lines: list[Text] = [Text(headline(swarm), style="bold"), Text(rounds_line(swarm), style="dim")]
+    lines: list[Text] = [Text(line, style=style) for line, style in zip(headlines(swarm), ("bold", "dim"), strict=True)]
     told = swarm["notices"][:MAX_NOTICES] or [{"level": "info", "text": "All is well."}]
     lines += [Text(notice["text"], style=LEVELS[notice["level"]]) for notice in told]
     more = "and {} more: use --filter, --sort or a larger window"
@@ -221,16 +88,6 @@ def _drawn(
     return drawn
 
 
-def columns_of(swarm: dict[str, Any]) -> tuple[Column, ...]:
-    """Return the columns of the table of peers, with stages and names only if there are any.
-
-    The state follows the name, because its letters separate a name in a right-to-left script from the numbers.
-    """
-    stage = (STAGE_OF_PEER,) if swarm["stages"] else ()
-    name = (NAME_OF_PEER,) if any(peer["name"] for peer in swarm["peers"]) else ()
-    return (*COLUMNS[:1], *stage, *name, *COLUMNS[1:])
-
-
 def fitting(
     rows: Sequence[dict[str, Any]], columns: Sequence[Column], *, width: int | None
 ) -> tuple[list[Column], list[tuple[str, ...]]]:
@@ -247,7 +104,7 @@ def plain(swarm: dict[str, Any], choice: Choice | None = None) -> list[str]:
     """Return the headline, the notices, and a line for each stage and each peer, for logs and pipes."""
     peers, stages = (choice or Choice()).of(swarm["peers"]), swarm["stages"]
     return [
-        *(headline(swarm), rounds_line(swarm)),
+        *headlines(swarm),
         *(notice["text"] for notice in swarm["notices"]),
         *(_aligned(stages, STAGE_COLUMNS) if stages else []),
         *_aligned(peers, columns_of(swarm)),

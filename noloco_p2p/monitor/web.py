@@ -1,6 +1,7 @@
 """Serves the swarm as a read-only web page, without secrets, addresses or external resources.
 
-    /               the page, which polls /api/status
+    /               the page
+    /api/page       the text that the page shows: ?sort=..&descending=1&words=..&page=..
     /api/status     the swarm as JSON (docs/monitoring.md)
     /api/history    curves of the swarm, and of the peers in ?id=..&id=..
     /metrics, /healthz    for monitoring systems
@@ -15,6 +16,7 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +31,11 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from noloco_p2p.monitor.collect import Watcher
+from noloco_p2p.monitor.columns import BY_NAME, STAGE_COLUMNS, Choice, Column, Peer, columns_of, values
 from noloco_p2p.monitor.history import History
 from noloco_p2p.monitor.roster import Health
 from noloco_p2p.swarm.dht import SwarmDirectory
 from noloco_p2p.telemetry.http import HttpServer
-from noloco_p2p.telemetry.metrics import IN_COLUMNS, METRICS
 from noloco_p2p.telemetry.prometheus import CONTENT_TYPE, swarm_page
 from noloco_p2p.ticket import Ticket
 
@@ -50,17 +52,9 @@ HEADERS = {
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
 }
-WIDE_RANK = 5  # columns with this rank or a higher one, and text columns, appear only in wide windows
-COLUMNS = [  # the columns of metrics; page.js defines the others
-    {
-        "name": METRICS[name].column,
-        "key": name,
-        "unit": METRICS[name].unit,
-        "text": METRICS[name].kind == "text",
-        "wide": METRICS[name].rank >= WIDE_RANK or METRICS[name].kind == "text",
-    }
-    for name in IN_COLUMNS
-]
+WIDE_RANK = 5  # columns with this rank or a higher one appear only in wide windows
+PAGE_PEERS = 50  # rows of the table
+MANY_PEERS = 40  # with more peers, the page shows only the curves of those that match its search
 
 
 class LiveSwarm:
@@ -81,11 +75,57 @@ class LiveSwarm:
 
     @property
     def status(self) -> dict[str, Any]:
-        """The response to /api/status: the summary without addresses, which stay private, and what the page needs."""
+        """The response to /api/status: the summary without addresses, which stay private."""
         peers = [{name: value for name, value in peer.items() if name != "addresses"} for peer in self.summary["peers"]]
+        return {**self.summary, "peers": peers}
+
+    def page(self, choice: Choice, number: int) -> dict[str, Any]:
+        """Return what the page shows, with page `number` (from 0) of the table of peers."""
+        swarm, peers = self.summary, choice.of(self.summary["peers"])
+        columns, last = columns_of(swarm), max(0, len(peers) - 1) // PAGE_PEERS
+        first = PAGE_PEERS * max(0, min(number, last))
         recent = [m for m in self.watcher.roster.meetings if m.at_s >= self.watcher.now_s - MEETINGS_SHOWN_S]
-        meetings = [[round(m.at_s, 1), m.peer, m.partner] for m in recent[-MAX_MEETINGS_SHOWN:]]
-        return {**self.summary, "peers": peers, "columns": COLUMNS, "meetings": meetings}
+        return {
+            **{name: swarm[name] for name in ("run", "time_s", "notices")},
+            "values": [asdict(value) for value in values(swarm, left_s=self.history.left_s())],
+            "columns": [_head(column) for column in columns],
+            "rows": [
+                {"peer": peer["peer_id"], "health": peer["health"], "cells": [column.show(peer) for column in columns]}
+                for peer in peers[first : first + PAGE_PEERS]
+            ],
+            "num_rows": len(peers),
+            "page": first // PAGE_PEERS,
+            "num_pages": last + 1,
+            "stage_columns": [_head(column) for column in STAGE_COLUMNS],
+            "stages": [
+                {"health": "" if stage["peers"] else "empty", "cells": [column.show(stage) for column in STAGE_COLUMNS]}
+                for stage in swarm["stages"]
+            ],
+            "graph": [
+                {"id": peer["peer_id"], **{name: peer[name] for name in ("health", "stage", "sends_to")}}
+                for peer in swarm["peers"]
+            ],
+            "meetings": [[round(m.at_s, 1), m.peer, m.partner] for m in recent[-MAX_MEETINGS_SHOWN:]],
+            "curves": self._curves(peers, has_words=bool(choice.words)),
+        }
+
+    def _curves(self, chosen: list[Peer], *, has_words: bool) -> dict[str, Any]:
+        """Return whose losses the page shows, each as a curve, and a sentence about them."""
+        number = len(self.summary["peers"])
+        is_few = number <= MANY_PEERS
+        shown = self.summary["peers"] if is_few else chosen if has_words else []
+        heads = [peer["peer_id"] for peer in shown if not peer["stage"]]  # other stages have no loss
+        if is_few:
+            note = "one line for each head" if self.summary["stages"] else "one line for each peer"
+        else:
+            more = ", and of those that match the search" if has_words else "; search for peers to see their lines"
+            note = f"lowest, mean and highest of {number} peers{more}"
+        return {"ids": sorted(heads)[:MANY_PEERS], "has_range": not is_few, "note": note}
+
+
+def _head(column: Column) -> dict[str, str]:
+    kinds = {"text": column.is_text, "wide": column.rank >= WIDE_RANK}
+    return {"name": column.name, "classes": " ".join(name for name, is_it in kinds.items() if is_it)}
 
 
 def app(swarm: LiveSwarm) -> Starlette:
@@ -95,12 +135,18 @@ def app(swarm: LiveSwarm) -> Starlette:
     async def status(request: Request) -> Response:
         return JSONResponse(swarm.status)
 
+    async def page(request: Request) -> Response:
+        query = request.query_params
+        sort, number = query.get("sort", ""), query.get("page", "")
+        choice = Choice(sort if sort in BY_NAME else "state", query.get("words", ""), "descending" in query)
+        return JSONResponse(swarm.page(choice, int(number[:9]) if number.isdecimal() else 0))
+
     async def history(request: Request) -> Response:
         return JSONResponse(swarm.history.columns(request.query_params.getlist("id")))
 
     async def metrics(request: Request) -> Response:
-        page = swarm_page(swarm.summary, healths=list(Health))
-        return Response(page, headers={"content-type": CONTENT_TYPE})
+        text = swarm_page(swarm.summary, healths=list(Health))
+        return Response(text, headers={"content-type": CONTENT_TYPE})
 
     async def healthz(request: Request) -> Response:
         is_well = time.monotonic() - swarm.looked_at_s < STALE_S
@@ -109,8 +155,8 @@ def app(swarm: LiveSwarm) -> Starlette:
         )
 
     routes = [
-        *(Route("/", index), Route("/api/status", status), Route("/api/history", history)),
-        *(Route("/metrics", metrics), Route("/healthz", healthz)),
+        *(Route("/", index), Route("/metrics", metrics), Route("/healthz", healthz)),
+        *(Route("/api/page", page), Route("/api/status", status), Route("/api/history", history)),
         Mount("/static", StaticFiles(directory=STATIC)),
     ]
     return Starlette(routes=routes, middleware=[Middleware(_Headers), Middleware(GZipMiddleware, minimum_size=2048)])

@@ -11,22 +11,15 @@ from pathlib import Path
 from noloco_p2p.errors import CheckpointError, PeerError
 from noloco_p2p.gossip.frames import StateManifest
 from noloco_p2p.gossip.seams import Candidate, Transport
-from noloco_p2p.outer.state_checks import (
-    MIN_POSITIONS,
-    SLOW_WEIGHTS,
-    check_position,
-    check_sketches,
-    read_state,
-    vectors_of,
-)
+from noloco_p2p.outer.state_checks import MIN_POSITIONS, check_position, read_state, vectors_of
 from noloco_p2p.spec import Spec
 
-PLACES_ASKED = 5  # the number of peers that are asked for their position
-PLACE_S = 5.0  # the time that each peer has to answer
+POSITIONS_ASKED = 5  # the number of peers that are asked
+POSITION_S = 5.0  # the time that each peer has to answer
 
 
 class StateAdmission:
-    """A `transfer.fetch.Admission` that compares a state with the data that the live peers of the run publish.
+    """A `transfer.fetch.Admission` that checks a state, and compares its position with those of the live peers.
 
     `live` returns the live peers in the directory. `refused` holds, by peer id, the reason why a state was refused.
     """
@@ -40,36 +33,29 @@ class StateAdmission:
     async def check_position(self, donor: Candidate, manifest: StateManifest) -> None:
         """Check the position that a donor claims against the records of live peers.
 
-        If the difference is too large, ask some of these peers for their current positions.
-
-        Records can be as old as one heartbeat. If rounds are short, the swarm can advance in that time by more rounds
-        than the check allows.
+        If the difference is too large, ask some of these peers for their current positions, because a record can be as
+        old as one heartbeat, and a short run moves far in that time.
         """
         live = self._live()
         try:
-            check_position(manifest.round, manifest.progress, positions(live), self._spec)
+            check_position(manifest.progress, positions(live), self._spec)
         except CheckpointError:
             fresh = positions(await ask_for_positions(self._transport, live))
             if len(fresh) < MIN_POSITIONS:
                 raise
-            check_position(manifest.round, manifest.progress, fresh, self._spec)
+            check_position(manifest.progress, fresh, self._spec)
 
     async def check_state(self, donor: Candidate, manifest: StateManifest, path: Path) -> None:
         """Read and check the whole file on another thread."""
-        published = [each.sketch for each in self._live() if each.sketch and each.peer_id != donor.peer_id]
-        await asyncio.to_thread(self._check_state, manifest, path, published)
+        await asyncio.to_thread(read_state, path, vectors_of(self._spec.outer, manifest.num_elements))
 
     def refuse(self, donor: Candidate, why: str) -> None:
         self.refused[donor.peer_id] = why
 
-    def _check_state(self, manifest: StateManifest, path: Path, published: Sequence[str]) -> None:
-        tensors = read_state(path, vectors_of(self._spec.outer, manifest.num_elements))
-        check_sketches(tensors[SLOW_WEIGHTS], published, progress=manifest.progress, spec=self._spec)
 
-
-def positions(live: Sequence[Candidate]) -> list[tuple[int, float]]:
-    """Return the round and the progress of each peer that is training or done."""
-    return [(each.round, each.progress) for each in live if each.state in ("training", "done")]
+def positions(live: Sequence[Candidate]) -> list[float]:
+    """Return the progress of each peer that is training or done."""
+    return [each.progress for each in live if each.state in ("training", "done")]
 
 
 async def ask_for_positions(transport: Transport, live: Sequence[Candidate]) -> Sequence[Candidate]:
@@ -77,11 +63,11 @@ async def ask_for_positions(transport: Transport, live: Sequence[Candidate]) -> 
 
     async def ask(peer: Candidate) -> Candidate | None:
         try:
-            status = await transport.status(peer, timeout_s=PLACE_S)
+            status = await transport.status(peer, timeout_s=POSITION_S)
         except PeerError:
             return None
-        return replace(peer, state=status.state, round=status.round, progress=status.progress)
+        return replace(peer, state=status.state, progress=status.progress)
 
     callable_ = [peer for peer in live if peer.can_be_called]
-    asked = random.sample(callable_, min(len(callable_), PLACES_ASKED))
+    asked = random.sample(callable_, min(len(callable_), POSITIONS_ASKED))
     return [peer for peer in await asyncio.gather(*map(ask, asked)) if peer]

@@ -11,18 +11,17 @@ from typing import TYPE_CHECKING, Any
 from noloco_p2p._version import __version__
 from noloco_p2p.errors import SettingsError
 from noloco_p2p.gossip.frames import Hello
+from noloco_p2p.gossip.gossip import Counts, Link
 from noloco_p2p.gossip.layout import ModelLayout
-from noloco_p2p.gossip.outcome import Traffic
 from noloco_p2p.identity import Identity
 from noloco_p2p.invitation import Invitation
 from noloco_p2p.net.session import Session
 from noloco_p2p.peer.network import Network
 from noloco_p2p.peer.pausing import Pausing
-from noloco_p2p.peer.sketcher import Sketcher
 from noloco_p2p.settings import PeerSettings, split_address
 from noloco_p2p.swarm.dial_back import Reach
 from noloco_p2p.swarm.records import PausedBy, PeerRecord
-from noloco_p2p.telemetry.metrics import Metrics
+from noloco_p2p.telemetry.metrics import FAILED, Metrics
 from noloco_p2p.telemetry.progress import Progress
 from noloco_p2p.ticket import MAX_ADDRESSES, Ticket
 
@@ -87,9 +86,8 @@ class PublishedStatus:
         self._progress = progress
         self._pausing = pausing
         self._training_time = Stopwatch()
-        self.sketcher = Sketcher(run[1])
         self._started_at_s = self._state_since_s = time.time()
-        self._traffic_before, self._relayed_before = Traffic(), 0  # counted before a restart
+        self._before: dict[str, int] = {}  # what was counted before a restart
         self._told_outbound_only = False
         self._metrics_server: HttpServer | None = None
 
@@ -107,7 +105,6 @@ class PublishedStatus:
     async def stop(self) -> None:
         if self._metrics_server:
             await self._metrics_server.stop()
-        self.sketcher.close()
 
     def enter(self) -> None:
         """Publish the status from now on."""
@@ -123,20 +120,20 @@ class PublishedStatus:
     # counters
 
     def count(self) -> None:
-        """Update the counters of bytes, chunks and time."""
-        for name, number in asdict(self._net.driver.traffic).items():
-            setattr(self._metrics, name, getattr(self._traffic_before, name) + number)
-        self._metrics.relayed_bytes = self._relayed_before + self._net.directory.relayed_bytes
-        self._metrics.trained_s = self._training_time.seconds()
+        """Update the metrics that follow from swaps, relays and time. Any thread may call this."""
+        net, metrics = self._net, self._metrics
+        for name, number in counted(net.service.counts, relayed_bytes=net.directory.relayed_bytes).items():
+            setattr(metrics, name, self._before.get(name, 0) + number)
+        link = net.service.gossip.link if net.service.gossip else Link()
+        metrics.swaps_per_min, metrics.link_use = link.last_minute(time.monotonic())
+        metrics.trained_s = self._training_time.seconds()
 
     def restore_metrics(self, values: dict[str, Any]) -> None:
         """Continue the counters from the values in a checkpoint. Unknown names are ignored."""
         for name in Metrics.__dataclass_fields__:
             if name in values:
                 setattr(self._metrics, name, values[name])
-        counted = asdict(self._traffic_before)
-        self._traffic_before = Traffic(**{name: getattr(self._metrics, name) for name in counted})
-        self._relayed_before = self._metrics.relayed_bytes
+        self._before = {name: getattr(self._metrics, name) for name in counted(Counts(), relayed_bytes=0)}
         self._training_time.add(self._metrics.trained_s or 0.0)
 
     # the data that is published
@@ -144,10 +141,6 @@ class PublishedStatus:
     def hello(self) -> Hello:
         """Return the `Hello` that is part of every call."""
         return Hello(self._identity.peer_id, *self._run, layout=self.layout.digest() if self.layout else "")
-
-    def standing(self) -> tuple[Hello, str, int, float]:
-        """Return the answer to a status request from another peer: hello, state, round and progress."""
-        return self.hello(), self.state, self._metrics.round, self._metrics.progress
 
     def ticket(self) -> str:
         """Return a ticket.
@@ -177,7 +170,6 @@ class PublishedStatus:
             state=self.state,
             metrics=self._metrics.recorded(hides_contribution=self._settings.hide_contribution),
             reachability=reach.state,
-            sketch=self.sketcher.latest,
             session_key=self._session.key_text,
             started_at_ms=self._session.started_at_ms,
             mark=listing.mark(self._identity.peer_id) if listing else "",
@@ -192,8 +184,7 @@ class PublishedStatus:
         """Return the content of `noloco status`. docs/monitoring.md explains each key."""
         self.count()
         now_s, net = time.time(), self._net
-        swap, reach, driver = net.watch.now(now_s=time.monotonic()), net.reachability.verdict(), net.driver
-        headcount = net.directory.headcount()
+        reach, headcount = net.reachability.verdict(), net.directory.headcount()
         return {
             "peer_id": self._identity.peer_id,
             "name": self._settings.name,
@@ -207,7 +198,6 @@ class PublishedStatus:
             "paused_by": self._paused_by(),
             "paused_because": self._pausing.sentence if self.state == "paused" else "",
             "doing": self._progress.now(),
-            "swap": asdict(swap) if swap else None,
             "stage": net.live_peers.stage,
             "stages": self._num_stages,
             "waits_for_stages": self.waits_for_stages,
@@ -217,9 +207,7 @@ class PublishedStatus:
             "ticket": self.ticket(),
             "live_peers": headcount.others,
             "live_peers_is_estimate": headcount.is_estimate,
-            "last_fault": driver.last_fault,
-            "last_fault_since_s": round(now_s - driver.fault.at_s, 1) if driver.last_fault else None,
-            "last_fault_advice": driver.fault.advice,
+            "last_fault": net.service.counts.last_failure,
             "settings": self._settings_by_origin(),
             **self._metrics.as_dict(),
         }
@@ -251,3 +239,14 @@ class PublishedStatus:
         if self.network is None:
             raise SettingsError("this peer is not running")
         return self.network
+
+
+def counted(counts: Counts, *, relayed_bytes: int) -> dict[str, int]:
+    """Return what a peer has counted since its start, by the names of the metrics."""
+    return {
+        **asdict(counts.traffic),
+        "swaps": counts.swaps,
+        **{name: counts.failures[name.removeprefix("failed_")] for name in FAILED},
+        **{f"refused_{code.lower()}": counts.refused[code] for code in ("OVER_SHARE", "UNLISTED")},
+        "relayed_bytes": relayed_bytes,
+    }

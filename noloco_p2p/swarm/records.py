@@ -21,7 +21,7 @@ from noloco_p2p.errors import DirectoryError
 from noloco_p2p.gossip.frames import PROTOCOL_VERSION
 from noloco_p2p.identity import Identity, verify
 from noloco_p2p.swarm.buckets import MAX_DEPTH
-from noloco_p2p.telemetry.metrics import DEFAULTS, LARGEST, METRICS, RECORDED, Metrics
+from noloco_p2p.telemetry.metrics import DEFAULTS, FAILED, LARGEST, METRICS, RECORDED, Metrics
 
 TTL_S = 60.0
 MAX_RECORD_BYTES = 1024
@@ -58,7 +58,6 @@ class PeerRecord:
     metrics: Metrics = field(default_factory=Metrics)  # the encoded record holds the metrics that have a key
     reachability: str = "unknown"
     software: str = __version__
-    sketch: str = ""  # sketch of the slow weights at a mark of the schedule (see `codec.sketch`)
     depths: tuple[int, ...] = ()  # depth at which it reads, then other depths at which it is announced; () = (0,)
     session_key: str = ""  # identifies its gRPC server; base64; new at every start
     started_at_ms: int = 0  # Unix time by its own clock; distinguishes two processes with the same key
@@ -90,8 +89,7 @@ KEYS = {
     "sends_to": "to",
     "paused_by": "pause",
 } | {name: METRICS[name].key for name in RECORDED}
-# The causes of solo rounds, which form a single list in the record.
-CAUSES = [METRICS[name].key for name in RECORDED if ":" in METRICS[name].key]
+FAILURES = [METRICS[name].key for name in FAILED]  # form a single list in the record
 PLAIN: dict[str, Any] = {item.name: item.default for item in fields(PeerRecord) if item.name != "metrics"}
 TYPES = {item.name: str(item.type) for item in (*fields(PeerRecord), *fields(Metrics)) if item.name != "metrics"}
 TYPES["paused_by"] = "str"
@@ -100,8 +98,8 @@ TYPES["paused_by"] = "str"
 def encode_record(record: PeerRecord, identity: Identity) -> bytes:
     """Pack and sign a record.
 
-    If the record is too large, fields are left out until it fits: first the least useful addresses, then `sends_to`,
-    the name and the sketch. Raises RecordError if it still does not fit.
+    If the record is too large, fields are left out until it fits: first the least useful addresses, then `sends_to`
+    and the name. Raises RecordError if it still does not fit.
     """
     if record.peer_id != identity.peer_id:
         raise RecordError(f"the record of {record.peer_id} cannot be signed by {identity.peer_id}")
@@ -117,8 +115,6 @@ def encode_record(record: PeerRecord, identity: Identity) -> bytes:
             record = replace(record, sends_to=())  # only used for display
         elif record.name:
             record = replace(record, name="")
-        elif record.sketch:
-            record = replace(record, sketch="")  # reachability matters more than measurements
         else:
             raise RecordError(
                 f"the record has {len(body)} bytes, but the limit is {MAX_RECORD_BYTES - SIGNATURE_BYTES}; "
@@ -131,8 +127,8 @@ def encode_record(record: PeerRecord, identity: Identity) -> bytes:
 def decode_record(data: bytes) -> PeerRecord:
     """Check and unpack a record. Raises RecordError if `encode_record` could not have produced it."""
     values = open_envelope(data)
-    # a newer sender may know other causes, which are ignored.
-    values = {**values, **dict(zip(CAUSES, _counts("why", values.get("why", [])), strict=False))}
+    # a newer sender may know other kinds of failures, which are ignored
+    values = {**values, **dict(zip(FAILURES, _counts("why", values.get("why", [])), strict=False))}
     known: dict[str, Any] = {name: values[KEYS.get(name, name)] for name in PLAIN if KEYS.get(name, name) in values}
     for name in ("addresses", "multiaddrs", "sends_to"):
         known[name] = _texts(name, known.get(name, []))
@@ -174,13 +170,13 @@ def open_envelope(data: bytes) -> dict[str, Any]:
 
 
 def _pack(record: PeerRecord) -> bytes:
-    # Leave out empty values that are read as empty anyway, because addresses and the sketch need the space.
+    # Leave out empty values that are read as empty anyway, because addresses need the space.
     values = {KEYS.get(name, name): value for name, value, default in _named(record) if value or value != default}
     if record.state == "training":
         del values["state"]
     values["exp"] = record.expires_at_s
-    if any(causes := [values.pop(key, 0) for key in CAUSES]):
-        values["why"] = causes
+    if any(failures := [values.pop(key, 0) for key in FAILURES]):
+        values["why"] = failures
     suffix = f"/p2p/{record.peer_id}"  # all multiaddrs end in this suffix, which has 57 bytes
     values["p2p"] = [address.removesuffix(suffix) for address in record.multiaddrs]
     text = json.dumps(values, sort_keys=True, separators=(",", ":"), allow_nan=False, ensure_ascii=False)

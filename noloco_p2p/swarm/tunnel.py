@@ -8,7 +8,7 @@ port to which the gRPC client connects:
 
 Each connection uses its own hole, and the relay only helps to punch it. If punching fails for a peer, the next
 connections to that peer use the relay immediately. A connection through a relay is lost when the relay is lost. A swap
-then ends in a solo round, a fetch continues with the missing chunks, and the next call uses another relay.
+then fails, a fetch continues with the missing chunks, and the next call uses another relay.
 """
 
 from __future__ import annotations

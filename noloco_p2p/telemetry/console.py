@@ -81,6 +81,13 @@ def duration(seconds: float) -> str:
     return f"{whole // 86_400} d {whole % 86_400 // 3600} h"
 
 
+def percent(share: float) -> str:
+    """Format a share: 0.0039 -> '0.39 %', 0.34 -> '34 %', 0.00001 -> '<0.01 %'."""
+    if 0 < share < 1e-4:
+        return "<0.01 %"
+    return f"{100 * share:.2g} %" if share < 0.1 else f"{100 * share:.0f} %"
+
+
 def loss(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
 
@@ -102,7 +109,7 @@ def describe_swaps(metrics: Metrics) -> str:
     """Describe the recent swaps: `14 swaps/min, 1.3 steps old, 0.4 % apart`."""
     parts = [f"{metrics.swaps_per_min:.{0 if metrics.swaps_per_min >= 10 else 1}f} swaps/min"]
     if metrics.apart is not None:
-        parts += [f"{metrics.age_steps:.1f} steps old", f"{100 * metrics.apart:.2g} % apart"]
+        parts += [f"{metrics.age_steps:.1f} steps old", f"{percent(metrics.apart)} apart"]
     return ", ".join(parts)
 
 

@@ -44,19 +44,6 @@ class Metrics:
     """The current metrics of one peer. The training thread writes them, and the network thread reads them."""
 
     step: int = _metric("counter", "steps", "inner steps taken in this run, including those before a restart", 0)
-    round: int = _metric(
-        "gauge",
-        "rounds",
-        "outer steps taken; a newcomer starts counting at its donor's round",
-        0,
-        key="round",
-        column="round",
-        rank=1,
-        total="highest",
-    )
-    rounds_here: int = _metric(
-        "counter", "rounds", "outer steps taken by this peer, including those before a restart", 0
-    )
     trained_s: float | None = _metric(
         "counter",
         "s",
@@ -75,7 +62,6 @@ class Metrics:
         column="tokens",
         rank=8,
     )
-    inner_steps: int = _metric("gauge", "steps", "number of inner steps in the current round", 0)
     progress: float = _metric(
         "gauge",
         "fraction",
@@ -83,56 +69,70 @@ class Metrics:
         0.0,
         key="prog",
         digits=9,
+        column="done",
+        rank=1,
         total="highest",
     )
-    swaps: int = _metric(
-        "counter",
-        "rounds",
-        "rounds in which both the early part and the late part were committed",
-        0,
-        key="swaps",
-        column="swaps",
+    swaps: int = _metric("counter", "swaps", "committed swaps", 0, key="swaps", column="swaps", rank=5, total="sum")
+    failed_unreachable: int = _metric(
+        "counter", "swaps", "swaps that failed because the partner could not be reached", 0, key="why:0", total="sum"
+    )
+    failed_slow: int = _metric(
+        "counter", "swaps", "swaps that failed because the partner did not answer in time", 0, key="why:1", total="sum"
+    )
+    failed_corrupt: int = _metric(
+        "counter", "swaps", "swaps that failed because the partner sent invalid data", 0, key="why:2", total="sum"
+    )
+    failed_abandoned: int = _metric(
+        "counter", "swaps", "swaps that failed because the partner ended them", 0, key="why:3", total="sum"
+    )
+    swaps_per_min: float = _metric(
+        "gauge",
+        "swaps/min",
+        "committed swaps per minute, over the last minute",
+        0.0,
+        key="rate",
+        digits=4,
+        column="swaps/min",
+        rank=3,
+        total="training",
+    )
+    link_use: float = _metric(
+        "gauge",
+        "fraction",
+        "share of the last minute in which a swap was sending or receiving",
+        0.0,
+        key="link",
+        digits=3,
+        column="link",
         rank=4,
-        total="sum",
+        total="training",
     )
-    halves: int = _metric(
-        "counter",
-        "rounds",
-        "rounds in which only the early part was committed; they count neither as swaps nor as solo rounds",
-        0,
-        key="half",
-        total="sum",
+    age_steps: float = _metric(
+        "gauge",
+        "steps",
+        "age of half-differences when they are applied, in inner steps since the snapshot: a running mean",
+        0.0,
+        key="age",
+        digits=3,
+        column="age",
+        rank=7,
+        total="training",
     )
-    alone: int = _metric(
-        "counter",
-        "rounds",
-        "solo rounds, in which neither part was committed",
-        0,
-        key="alone",
-        column="solo",
-        rank=4,
-        total="sum",
+    apart: float | None = _metric(
+        "gauge",
+        "fraction",
+        "distance of a replica from the mean, relative to the norm of the weights: a running mean of the distances to "
+        "the last partners, divided by 2^0.5",
+        None,
+        key="apart",
+        digits=3,
+        column="apart",
+        rank=3,
+        total="mean",
     )
-    alone_nobody: int = _metric(
-        "counter", "rounds", "rounds that were solo because no other live peer was training", 0, key="why:0"
-    )
-    alone_refused: int = _metric(
-        "counter", "rounds", "rounds that were solo because the peers that were asked refused to swap", 0, key="why:1"
-    )
-    alone_no_answer: int = _metric(
-        "counter", "rounds", "rounds that were solo because the peers that were asked did not answer", 0, key="why:2"
-    )
-    alone_failed: int = _metric(
-        "counter", "rounds", "rounds that were solo because a swap failed before anything was committed", 0, key="why:3"
-    )
-    alone_slow: int = _metric(
-        "counter", "rounds", "rounds that were solo because the swap was not ready by the boundary", 0, key="why:4"
-    )
-    alone_refused_state: int = _metric(
-        "counter", "rounds", "rounds that were solo because the update filter rejected a partner's data", 0, key="why:5"
-    )
-    refused_not_finite: int = _metric(
-        "counter", "swaps", "swaps aborted because a chunk from the partner contained NaN or infinity", 0
+    blocked_s: float = _metric(
+        "counter", "s", "time that training waited for swaps or was busy with them", 0.0, key="wait"
     )
     refused_over_share: int = _metric(
         "counter",
@@ -143,45 +143,18 @@ class Metrics:
     refused_unlisted: int = _metric(
         "counter", "offers", "offers refused because no live record of the offering peer was known", 0
     )
-    refused_gradients: int = _metric(
-        "counter",
-        "swaps",
-        "outer gradients refused because they were far too large or opposed this peer's own outer gradient",
-        0,
+    clipped_pieces: int = _metric(
+        "counter", "pieces", "pieces of half-differences that were clipped because they were unusually large", 0
     )
-    clipped_gradients: int = _metric("counter", "swaps", "swaps in which the partner's outer gradient was clipped", 0)
-    clipped_offsets: int = _metric(
-        "counter",
-        "pieces",
-        "pieces of the partner's slow weights and momentum that were clipped because they were too far from this "
-        "peer's own",
-        0,
-    )
-    gated_offsets: int = _metric(
-        "counter", "pieces", "pieces of slow weights and momentum that the update filter checked", 0
-    )
-    diverged: int = _metric(
-        "counter",
-        "rounds",
-        "rounds discarded because of non-finite weights; training then resumed from the weights at the start of the "
-        "round",
-        0,
-    )
-    late: int = _metric(
-        "counter",
-        "corrections",
-        "outer gradients that were applied although they arrived after the boundary",
-        0,
-        key="late",
-        total="sum",
-    )
+    judged_pieces: int = _metric("counter", "pieces", "pieces of half-differences that the update filter checked", 0)
+    diverged: int = _metric("counter", "times", "number of times that this peer's weights were non-finite", 0)
     catch_ups: int = _metric(
         "counter", "times", "number of times that this peer fell far behind and fetched the state of a live peer", 0
     )
     loss: float | None = _metric(
         "gauge",
         "nats/token",
-        "mean training loss over the last round, or over the current round so far",
+        "mean training loss of the last steps",
         None,
         key="loss",
         column="loss",
@@ -200,7 +173,7 @@ class Metrics:
     tokens_per_s: float = _metric(
         "gauge",
         "tokens/s",
-        "training throughput in tokens per second over the round that the loss covers (with stages: over the last "
+        "training throughput in tokens per second over the steps that the loss covers (with stages: over the last "
         "30 s); the time includes waiting and evaluation",
         0.0,
         key="tok/s",
@@ -211,43 +184,18 @@ class Metrics:
     inner_steps_per_s: float = _metric(
         "gauge",
         "steps/s",
-        "inner steps per second over the round that the loss covers; the time includes waiting and evaluation",
+        "inner steps per second over the steps that the loss covers; the time includes waiting and evaluation",
         0.0,
         key="steps/s",
     )
-    blocked_s: float = _metric(
-        "gauge", "s", "time that training waited for the network at the last boundary", 0.0, key="wait"
-    )
-    swap_hidden_s: float = _metric(
-        "gauge", "s", "time that the last committed swap ran in parallel with training, excluding blocked_s", 0.0
-    )
-    lateness_s: float = _metric(
-        "gauge",
-        "s",
-        "time from this peer's boundary to its last partner's boundary; 0 if the partner reached its boundary first",
-        0.0,
-    )
-    transfer_s: float = _metric(
-        "gauge",
-        "s",
-        "duration of the late part of the last swap, measured from when both partners had reached their boundaries",
-        0.0,
-    )
-    spread: float | None = _metric(
-        "gauge",
-        "fraction",
-        "estimated distance of a replica from the mean, relative to the norm of the weights: the distance to the last "
-        "partner divided by 2^0.5, computed from a sample of the encoded weights",
-        None,
-    )
     gradient_norm: float | None = _metric(
-        "gauge", "1", "norm of the gradient in the last inner step of the last round, before clipping", None
+        "gauge", "1", "norm of the gradient in the last inner step, before clipping", None
     )
     mfu: float | None = _metric(
         "gauge",
         "fraction",
-        "model FLOP/s in the last round (whose duration includes waiting and evaluation) divided by the dense bf16 "
-        "peak of the accelerator; missing if the peak is unknown",
+        "model FLOP/s (the time includes waiting and evaluation) divided by the dense bf16 peak of the accelerator; "
+        "missing if the peak is unknown",
         None,
     )
     memory_bytes: int = _metric(
@@ -257,7 +205,9 @@ class Metrics:
         "the peak of the process)",
         0,
     )
-    data_wait_s: float = _metric("gauge", "s", "time that training waited for data in the last round", 0.0)
+    data_wait_s: float = _metric(
+        "gauge", "s", "time that training waited for data during the steps that the loss covers", 0.0
+    )
     data_faults: int = _metric(
         "counter", "faults", "unusable lines, rows and files that were skipped while reading the data", 0
     )
@@ -284,24 +234,9 @@ class Metrics:
     relayed_bytes: int = _metric(
         "counter", "bytes", "bytes that this peer relayed between peers that cannot be dialled", 0
     )
-    modulo_chunks: int = _metric(
-        "counter", "chunks", "chunks received with modulo coding, including chunks that later had to be sent again", 0
-    )
-    plain_chunks: int = _metric(
-        "counter", "chunks", "chunks of modulo sections received as int8 because no bound was known", 0
-    )
-    extended_chunks: int = _metric(
-        "counter",
-        "chunks",
-        "times that this peer received two more bits per value for a `modulo` chunk because the chunk's bound did "
-        "not hold",
-        0,
-    )
-    broken_chunks: int = _metric(
-        "counter",
-        "chunks",
-        "chunks received with modulo coding and then sent again as int8 because their bound did not hold",
-        0,
+    chunks: int = _metric("counter", "chunks", "chunks that were sent in swaps", 0)
+    repeated_chunks: int = _metric(
+        "counter", "chunks", "chunks that needed more than their first bits (only with the codec `modulo`)", 0
     )
     microbatches: int = _metric(
         "counter", "microbatches", "microbatches whose gradients the peer has counted (only with stages)", 0, key="mb"
@@ -329,25 +264,13 @@ class Metrics:
         key="cap",
     )
     last_partner: str = _metric(
-        "text",
-        "peer id",
-        "last partner whose early part was committed",
-        "",
-        key="with",
-        column="last with",
-        rank=3,
+        "text", "peer id", "partner of the last swap that was applied", "", key="with", column="last with", rank=5
     )
-    last_outcome: str = _metric("text", "text", "outcome of the last round, as a short phrase", "")
-
-    def count_solo(self, cause: str) -> None:
-        """Count a solo round. `cause` is a value of `gossip.outcome.LonelyCause`."""
-        name = f"alone_{cause}"
-        setattr(self, name, getattr(self, name) + 1)
 
     @property
-    def alone_by_cause(self) -> dict[str, int]:
-        """The number of solo rounds for each value of `gossip.outcome.LonelyCause`."""
-        return {name.removeprefix("alone_"): getattr(self, name) for name in METRICS if name.startswith("alone_")}
+    def failed(self) -> dict[str, int]:
+        """The number of failed swaps by kind."""
+        return {name.removeprefix("failed_"): getattr(self, name) for name in FAILED}
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -366,8 +289,9 @@ class Metrics:
 
 METRICS: dict[str, About] = {item.name: item.metadata["about"] for item in fields(Metrics)}
 DEFAULTS: dict[str, Any] = {item.name: item.default for item in fields(Metrics)}
+FAILED = tuple(name for name in METRICS if name.startswith("failed_"))
 NUMBERS = tuple(name for name, about in METRICS.items() if about.kind != "text")
-# A peer may hide these metrics. The counts of rounds stay visible, because they show the health of the run.
+# A peer may hide these metrics. The counts of swaps stay visible, because they show the health of the run.
 CONTRIBUTION = ("trained_s", "tokens")
 RECORDED = tuple(name for name, about in METRICS.items() if about.key)
 IN_COLUMNS = sorted((name for name, about in METRICS.items() if about.column), key=lambda name: METRICS[name].rank)

@@ -46,33 +46,7 @@ SWARM_PREFIX = f"{PREFIX}_swarm"
 SWARM_PEERS = Family(
     f"{SWARM_PREFIX}_peers", "gauge", "peers", "number of peers by health, as judged by the monitor", ("health",)
 )
-SWARM_ALONE = Family(
-    f"{SWARM_PREFIX}_alone_rounds",
-    "gauge",
-    "rounds",
-    "solo rounds of all peers seen in the last hour, by cause",
-    ("cause",),
-)
-SWARM = (
-    *(Family(f"{SWARM_PREFIX}_{total.name}", "gauge", total.unit, total.meaning) for total in TOTALS),
-    *(
-        Family(f"{SWARM_PREFIX}_{name}", "gauge", unit, meaning)
-        for name, unit, meaning in (
-            (
-                "spread",
-                "fraction",
-                "root mean square distance of the replicas from their mean, relative to the norm of the mean, "
-                "estimated from sketches of the same mark; with stages, the value of the stage with the largest spread",
-            ),
-            ("spread_peers", "peers", "number of live peers whose sketches are used to estimate the spread"),
-            (
-                "spread_progress",
-                "fraction",
-                "position in the schedule of the mark at which weights are compared to estimate the spread",
-            ),
-        )
-    ),
-)
+SWARM = tuple(Family(f"{SWARM_PREFIX}_{total.name}", "gauge", total.unit, total.meaning) for total in TOTALS)
 STAGES = tuple(
     Family(f"{SWARM_PREFIX}_stage_{name}", "gauge", unit, meaning, ("stage",))
     for name, unit, meaning in (
@@ -112,7 +86,6 @@ def swarm_page(summary: dict[str, Any], *, healths: Iterable[str]) -> bytes:
             value = totals[family.name.removeprefix(f"{SWARM_PREFIX}_")]
             if value is not None:
                 yield _sample(family, [((), value)])
-        yield _sample(SWARM_ALONE, [((cause,), number) for cause, number in totals["alone_by_cause"].items()])
         for family in STAGES if stages else ():
             name = family.name.removeprefix(f"{SWARM_PREFIX}_stage_")
             yield _sample(family, [((str(row["stage"]),), row[name]) for row in stages])

@@ -19,14 +19,15 @@ Values = Sequence[float]
 class Peers:
     """The metrics of the peers over which totals are computed.
 
-    `listed` has all known peers, and `living` has the peers that are alive or silent. `training` has the living peers
-    that are training now. In a run with stages, `training` has only the heads, because each token passes through all
-    stages.
+    `listed` has all known peers, `living` has the peers that are alive or silent, and `training` has the living peers
+    that are training now. `heads` has those of them that hold the whole model or its first stage, because each token
+    passes through all stages.
     """
 
     listed: Sequence[Metrics]
     living: Sequence[Metrics]
     training: Sequence[Metrics]
+    heads: Sequence[Metrics]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,8 @@ class Way:
 
 WAYS = {
     "sum": (Way("", "sum over all peers seen in the last hour", "listed", sum, 0),),
-    "speed": (Way("", "sum over the live peers that are training (with stages: over the heads)", "training", sum, 0),),
+    "speed": (Way("", "sum over the live peers that are training (with stages: over the heads)", "heads", sum, 0),),
+    "training": (Way("", "mean over the live peers that are training", "training", fmean),),
     "highest": (Way("", "highest value among live peers", "living", max),),
     "mean": (
         Way("", "mean over live peers", "living", fmean),

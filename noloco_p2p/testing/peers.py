@@ -182,6 +182,9 @@ class MemoryPeer:
             pass
         self.service.state = "training"
 
+    def count_traffic(self) -> None:
+        """Do nothing, because peers in memory publish no counters."""
+
     # what the outer step needs
 
     def enter(self, *, layout: ModelLayout, target: Path | None) -> StateManifest | None:

@@ -33,7 +33,7 @@ from noloco_p2p.swarm.records import TTL_S
 from noloco_p2p.ticket import Ticket
 from noloco_p2p.trainer.model import build_tokenizer
 
-MONITOR_KEYS = {"peer_id", "state", "round", "swaps", "alone", "loss", "tokens_per_s", "age_s", "reachability"}
+MONITOR_KEYS = {"peer_id", "state", "progress", "swaps", "loss", "tokens_per_s", "age_s", "reachability"}
 STATUS_KEYS = {
     "peer_id",
     "pid",
@@ -42,7 +42,7 @@ STATUS_KEYS = {
     "address",
     "ticket",
     "live_peers",
-    "round",
+    "step",
     "swaps",
     "loss",
     "last_fault",
@@ -65,7 +65,7 @@ class Swarm:
 @pytest.fixture(scope="module")
 def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Swarm]:
     folder = tmp_path_factory.mktemp("swarm")
-    spec = small_spec("commands")
+    spec = small_spec("commands", evaluate__every_steps=200)
     spec_file = write_spec(spec, folder)
     entry = folder / "entry"
     flags = ("--state-dir", folder / "bootstrap", "--listen", "127.0.0.1:0", "--address-file", entry)
@@ -76,9 +76,8 @@ def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Swarm]:
     ):
         address = bootstrap.wait_for("others can join with:").split()[-1]
         files = ("--bootstrap", f"@{entry}", "--ticket-file", str(folder / "ticket"))
-        with PeerProcess(spec_file, folder / "first", *files) as first:
-            first.event("evaluated", round=10)
-            until(lambda: len(first.events("saved")) > 1, what="a second checkpoint")
+        with PeerProcess(spec_file, folder / "first", *files, "--save-every-s", "2") as first:
+            until(lambda: any(event["step"] > 200 for event in first.events("saved")), what="a trained checkpoint")
             with PeerProcess(first.ticket, folder / "second") as second:
                 second.swap_with(first)
                 first.give_way()
@@ -98,13 +97,10 @@ def test_join_prints_one_ticket_its_own(swarm: Swarm) -> None:
 
 def test_a_newcomer_starts_where_its_donor_stood(swarm: Swarm) -> None:
     start = swarm.second.events("evaluated")[0]
-    assert start["round"] >= 10
-    donor = next(event for event in swarm.first.events("evaluated") if event["round"] == start["round"])
-    assert start["validation_loss"] == pytest.approx(donor["validation_loss"], abs=1e-3)
+    assert start["step"] == 0
     assert start["validation_loss"] < swarm.first.events("evaluated")[0]["validation_loss"] - 1
-    first_round = swarm.second.events("round")[0]
-    assert first_round["round"] == start["round"] + 1
-    assert first_round["progress"] > 10 * 20 / swarm.spec.train.total_steps
+    saved = [event["step"] / swarm.spec.train.total_steps for event in swarm.first.events("saved")]
+    assert any(start["progress"] == pytest.approx(progress) for progress in saved)
 
 
 def test_the_way_in_is_handed_on_in_files(swarm: Swarm) -> None:
@@ -167,16 +163,15 @@ def test_a_paused_peer_keeps_its_place_and_goes_on(swarm: Swarm, capsys: pytest.
     try:
         assert say("pause") == (0, "the peer is already paused; run `noloco resume` to resume it")
         paused = swarm.second.event("paused")
-        rounds, first_rounds = len(swarm.second.events("round")), len(swarm.first.events("round"))
-        solo = swarm.first.round_where(lambda event: "solo" in event["last_outcome"], after=first_rounds + 1)
-        assert solo["blocked_s"] < swarm.spec.outer.max_wait_s / 2, "nobody waits for who is paused"
-        assert len(swarm.second.events("round")) == rounds
+        one, two = (swarm.first.report_where(lambda event: True) for _ in range(2))
+        assert two["swaps"] == one["swaps"]
+        assert two["step"] > one["step"], "nobody waits for a peer that is paused"
         assert say("status")[1].splitlines()[2].startswith("state     paused for ")
     finally:
         assert say("resume") == (0, "the peer is training again")
     resumed = swarm.second.event("resumed")
     assert resumed["step"] == paused["step"]
-    swarm.second.swap_with(swarm.first, after=rounds)
+    swarm.second.swap_with(swarm.first)
 
 
 def test_monitor_sees_all_peers(swarm: Swarm) -> None:
@@ -226,7 +221,7 @@ def test_a_fork_goes_on_from_the_weights_of_a_live_peer(
     with PeerProcess(new, folder, "--max-steps", "1") as peer:
         assert peer.wait() == 0
         begin = peer.events("evaluated")[0]
-    assert begin["round"] == 0
+    assert begin["step"] == 0
     assert begin["validation_loss"] < swarm.first.events("evaluated")[0]["validation_loss"] - 1
     # export accepts the folder of a run in place of a checkpoint.
     assert run(["export", str(folder / "runs" / forked.run_id), str(tmp_path / "model")]) == 0
@@ -283,7 +278,7 @@ def test_a_peer_trains_in_its_hours_and_pauses_after_them(swarm: Swarm, tmp_path
     """The test follows the wall clock for up to three minutes. The peer has at least one minute to start."""
     with PeerProcess(swarm.first.ticket, tmp_path / "p", "--when", hours(2, 3, now=datetime.now())) as peer:
         assert peer.event("paused")["paused_by"] == "hours"
-        assert not peer.events("round")
+        assert not peer.events("report")
         peer.event("resumed", timeout_s=120 + PATIENCE_S)
         peer.swap_with(swarm.first)
         until(lambda: len(peer.events("paused")) > 1, what="the end of its hours", timeout_s=60 + PATIENCE_S)
@@ -292,30 +287,30 @@ def test_a_peer_trains_in_its_hours_and_pauses_after_them(swarm: Swarm, tmp_path
 def test_leaving_keeps_everything_and_the_same_command_resumes(swarm: Swarm, tmp_path: Path) -> None:
     """The peer exits with code 0, a last checkpoint and a final line; no process, socket or lock remains."""
     with PeerProcess(swarm.first.ticket, tmp_path / "guest") as guest:
-        guest.event("round")
+        guest.event("report")
         guest.give_way()
         p2pd = guest.p2pd()
         daemon_socket = Path(next(a for a in p2pd.cmdline() if a.startswith("-listen="))[len("-listen=/unix") :])
         assert daemon_socket.exists()
-        swarm.first.round_where(lambda event: event["live_peers"] == 2)
+        swarm.first.report_where(lambda event: event["live_peers"] == 2)
         done = noloco("leave", "--state-dir", guest.folder)
         assert (done.returncode, "the peer has left" in done.stdout) == (0, True)
         assert guest.wait() == 0
         stopped = guest.event("stopped")
         assert guest.text.splitlines()[-1] == "left; run the same command to resume"
         # The farewell removes it: without one its record would live longer.
-        until(lambda: swarm.first.events("round")[-1]["live_peers"] == 1, timeout_s=0.7 * TTL_S, what="one peer left")
+        until(lambda: swarm.first.events("report")[-1]["live_peers"] == 1, timeout_s=0.7 * TTL_S, what="one peer left")
     assert not psutil.pid_exists(p2pd.pid)
     assert not daemon_socket.exists()
     assert not (guest.folder / "control.sock").exists()
     assert json.loads(noloco("status", "--state-dir", guest.folder, "--json").stdout) == {"state": "not running"}
 
     checkpoint = Checkpoint(Path(guest.event("saved", step=stopped["step"])["folder"]))
-    assert checkpoint.round == stopped["round"]
+    assert checkpoint.step == stopped["step"]
     with PeerProcess(swarm.first.ticket, guest.folder) as again:
         started = again.event("started")
         again.give_way()  # other peers yield too, and peers of one speed find each other at once
-        again.round_where(lambda event: event["swaps"] > stopped["swaps"])
+        again.report_where(lambda event: event["swaps"] > stopped["swaps"])
         again.send(signal.SIGTERM)
         assert again.wait() == 0
         end = again.event("stopped")

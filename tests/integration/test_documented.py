@@ -73,7 +73,7 @@ class Desk:
             return
         self._peers.append(running)
         if self.ticket in typed:
-            running.wait_for("swapped with", timeout_s=SLOW_TEST_S)  # some rounds of the model that the page trains
+            running.wait_for("% apart", timeout_s=SLOW_TEST_S)  # a swap of the model that the page trains
         psutil.Process(running.process.pid).nice(10)  # it keeps running, and must not slow down the next commands
         self.ticket = line.split()[-1]
 
@@ -110,7 +110,7 @@ class Desk:
 
         def found() -> list[str] | None:
             runs = [*self.folder.glob(f"{state_dir}/runs/*")]
-            return [*map(str, runs)] if runs and all([*run.rglob("*-round-*")] for run in runs) else None
+            return [*map(str, runs)] if runs and all([*run.rglob("*-step-*")] for run in runs) else None
 
         return until(found, what="checkpoints")
 

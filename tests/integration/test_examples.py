@@ -40,7 +40,7 @@ def small_llama() -> LlamaForCausalLM:
 
 
 def losses(out: str) -> list[float]:
-    return [float(line.split("loss ")[1].split(",")[0]) for line in out.splitlines() if line.startswith("round ")]
+    return [float(line.split("loss ")[1].split(",")[0]) for line in out.splitlines() if line.startswith("step ")]
 
 
 def test_every_example_fits_on_a_page_and_has_a_test() -> None:
@@ -73,33 +73,30 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 @pytest.mark.usefixtures("own_folder")
 def test_the_script_in_the_readme() -> None:
     script = run_shown("README.md", num_batches=100)
-    assert script["peer"].metrics.round == 2
     assert Path("my-peer", "identity.key").exists()
-    for _ in range(60):  # the peer is closed, and these steps would otherwise end a round
-        script["optimizer"].step()
+    script["optimizer"].step()  # the peer is closed, and so the step does not count
     assert script["outer"].num_steps == 100
 
 
 @pytest.mark.usefixtures("own_folder")
 def test_the_script_of_the_library_page_resumes() -> None:
-    first = run_shown("docs/library.md", num_batches=510)
-    assert (first["outer"].round, first["outer"].num_steps) == (10, 510)
-    again = run_shown("docs/library.md", num_batches=560)
-    assert (again["outer"].round, again["outer"].num_steps) == (11, 560)
+    first = run_shown("docs/library.md", num_batches=50)
+    assert first["outer"].num_steps == 50
+    again = run_shown("docs/library.md", num_batches=80)
+    assert again["outer"].num_steps == 80
     moments = again["optimizer"].state[next(again["model"].parameters())]
-    assert moments["step"] == 560
+    assert moments["step"] == 80
 
 
 def test_a_plain_script(run: Callable[..., str]) -> None:
-    rounds = losses(run("plain_pytorch.py", "--steps", "250"))
-    assert len(rounds) == 5
-    assert rounds[-1] < rounds[0]
+    told = losses(run("plain_pytorch.py", "--steps", "300"))
+    assert len(told) == 3
+    assert told[-1] < told[0]
 
 
 def test_a_hugging_face_trainer(run: Callable[..., str]) -> None:
     out = run("hf_trainer.py", "--steps", "40")
-    assert "'noloco/round': 2" in out
-    assert "'noloco/alone': 2" in out
+    assert "'noloco/swaps': 0" in out
 
 
 # Lightning takes SIGCHLD away from uvloop, which therefore never closes the transport of p2pd.
@@ -108,15 +105,14 @@ def test_a_hugging_face_trainer(run: Callable[..., str]) -> None:
 def test_a_lightning_trainer(run: Callable[..., str], caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="noloco_p2p"):
         run("lightning_trainer.py", "--steps", "120")
-    assert "round 1 | solo: " in caplog.text
     assert "did not stop" not in caplog.text
 
 
 def test_a_lora_fine_tune(run: Callable[..., str], tmp_path: Path) -> None:
     torch.manual_seed(1)
     small_llama().save_pretrained(tmp_path / "model")
-    out = run("lora.py", str(tmp_path / "model"), "--steps", "60", "--save", str(tmp_path / "adapters"))
-    rounds = losses(out)
-    assert len(rounds) == 3
-    assert rounds[-1] < rounds[0]
+    out = run("lora.py", str(tmp_path / "model"), "--steps", "200", "--save", str(tmp_path / "adapters"))
+    told = losses(out)
+    assert len(told) == 2
+    assert told[-1] < told[0]
     assert (tmp_path / "adapters" / "adapter_model.safetensors").is_file()

@@ -23,7 +23,7 @@ def test_a_peer_of_two_processes_leaves_resumes_by_torchrun_too_and_tells_of_one
 ) -> None:
     spec_file = write_spec(small_spec("gpus", train__batch_size=5), tmp_path)
     with PeerProcess(spec_file, tmp_path / "peer", "--gpus", "2") as peer:
-        peer.event("round")
+        peer.event("report")
         processes = ranks(peer)
         assert len(processes) == 2
         peer.send(signal.SIGTERM)
@@ -34,7 +34,7 @@ def test_a_peer_of_two_processes_leaves_resumes_by_torchrun_too_and_tells_of_one
         stopped = peer.event("stopped")
 
     with PeerProcess(spec_file, tmp_path / "peer", ranks=2) as peer:
-        peer.event("round")
+        peer.event("report")
         assert peer.event("started")["resumed_at"] == stopped["step"]
         assert noloco("leave", "--state-dir", tmp_path / "peer").returncode == 0
         assert peer.wait() == 0
@@ -43,7 +43,7 @@ def test_a_peer_of_two_processes_leaves_resumes_by_torchrun_too_and_tells_of_one
         stopped = peer.event("stopped")
 
     with PeerProcess(spec_file, tmp_path / "peer", "--gpus", "2") as peer:
-        peer.event("round")
+        peer.event("report")
         assert peer.event("started")["resumed_at"] == stopped["step"]
         processes = ranks(peer)
         processes[1].kill()

@@ -57,7 +57,7 @@ def test_two_jobs_swap_and_leave_in_order(tmp_path: Path) -> None:
     script.write_text(text)
     (tmp_path / "srun").write_text(SRUN)
     (tmp_path / "srun").chmod(0o755)
-    write_spec(small_spec("slurm", outer__inner_steps=20), tmp_path)
+    write_spec(small_spec("slurm"), tmp_path)
     spec = next(tmp_path.glob("*.toml")).name
 
     def said(name: str, what: str) -> bool:
@@ -68,7 +68,7 @@ def test_two_jobs_swap_and_leave_in_order(tmp_path: Path) -> None:
         until(lambda: said(name, what), what=lambda: f"{what!r} in {log.read_text()}", timeout_s=SLOW_TEST_S)
 
     with job(script, "first", spec, "--ticket-file", "ticket") as first, job(script, "more", "@ticket") as more:
-        wait("more", "swapped with")
+        wait("more", "% apart")
         for process in (more, first):
             os.killpg(process.pid, signal.SIGTERM)  # as Slurm signals every process of a step
         for name, process in (("more", more), ("first", first)):

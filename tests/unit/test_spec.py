@@ -9,7 +9,7 @@ import pytest
 from blake3 import blake3
 
 from noloco_p2p.errors import SpecError
-from noloco_p2p.spec import MAX_SPEC_BYTES, OuterSpec, RunSpec, Spec, TrainerSpec, TrainSpec
+from noloco_p2p.spec import MAX_SPEC_BYTES, OuterSpec, RunSpec, Spec, TrainerSpec
 
 SPEC = TrainerSpec(name="mine")
 
@@ -23,21 +23,21 @@ def refuse(**values: object) -> str:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"outer": {"gamma": 2.0}}, "outer.gamma must be < 2 (2 - alpha^2) / (2 + alpha) = 2"),
+        ({"outer": {"beta": 2.0}}, "outer.gamma must be < 2 (1 - alpha^2) = 2 for alpha 0"),
+        ({"outer": {"alpha": 0.5, "beta": 1.6}}, "outer.gamma must be < 2 (1 - alpha^2) = 1.5"),
+        ({"outer": {"alpha": 0.9, "beta": 0.7}}, "diverges"),
         (
-            {"outer": {"alpha": 0.5, "gamma": 1.6, "swap_momentum": False}},
-            "outer.gamma must be < 2 (1 - alpha^2) = 1.5",
+            {"outer": {"gamma": 1.9, "alpha": 0.5, "wait": True, "swap_momentum": True}},
+            "outer.gamma must be < 2 (2 - alpha^2) / (2 + alpha) = 1.4",
         ),
-        ({"outer": {"alpha": 0.9, "gamma": 0.7, "swap_momentum": False}}, "diverges"),
+        ({"outer": {"gamma": 0.7}}, "outer.gamma can differ from beta only if `wait` is set"),
+        ({"outer": {"alpha": 0.5, "swap_momentum": True}}, "outer.swap_momentum needs `wait`"),
         ({"outer": {"inner_step": 5}}, "outer.inner_step is not a known field"),
-        ({"outer": {"inner_steps": 0}}, "outer.inner_steps '0' must be a positive number of inner steps or 'auto'"),
-        ({"outer": {"inner_steps": "fast"}}, "outer.inner_steps 'fast' must be"),
-        ({"outer": {"inner_steps": True}}, "outer.inner_steps 'True' must be"),
-        (
-            {"outer": {"min_inner_steps": 9, "max_inner_steps": 8}},
-            "outer.min_inner_steps (9) must be at most max_inner",
+        ({"outer": {"inner_steps": "auto"}}, "outer.inner_steps must be "),
+        *(
+            ({"outer": {"min_inner_steps": value}}, f"outer.min_inner_steps '{value}' must be a positive number of inner")
+            for value in (0, "fast", True)
         ),
-        ({"outer": {"max_inner_steps": 0}}, "outer.max_inner_steps must be "),
         ({"outer": {"beta": float("nan")}}, "outer.beta must be "),
         ({"train": {"warmup_steps": 9, "total_steps": 9}}, "train.warmup_steps (9) must be less than total_steps (9)"),
         ({"model": {"hidden_size": 15, "num_heads": 5}}, "model.hidden_size / num_heads (15 / 5) must be even"),
@@ -48,8 +48,7 @@ def refuse(**values: object) -> str:
         ({"model": {"start": "../../etc/passwd"}}, "model.start: "),
         ({"data": {"source": "/etc/passwd"}}, "data.source '/etc/passwd' must be 'stdlib'"),
         ({"data": {"source": "../x"}}, "a spec cannot contain a path"),
-        ({"codec": {"slow_weights": "int4"}}, "codec.slow_weights cannot be int4"),
-        ({"codec": {"outer_gradient": "zip"}}, "codec.outer_gradient must be "),
+        ({"codec": {"weights": "zip"}}, "codec.weights must be "),
         ({"version": 2}, "version must be "),
         ({"name": "a b"}, "name: "),
     ],
@@ -69,7 +68,7 @@ def test_all_wrong_fields_are_told_at_once() -> None:
 def test_digest_is_of_the_meaning_and_not_of_the_writing(tmp_path: Path) -> None:
     short, long = tmp_path / "short.toml", tmp_path / "long.toml"
     short.write_text('name = "mine"\n')
-    long.write_text('[outer]\ngamma = 1.0\nalpha = 0\n[codec]\nslow_weights = "bf16"\n')
+    long.write_text('[outer]\nbeta = 1.0\nalpha = 0\n[codec]\nweights = "modulo"\n')
     long.write_text('name = "mine"\n' + long.read_text())
     assert TrainerSpec.load(short).digest() == TrainerSpec.load(long).digest() == SPEC.digest()
 
@@ -81,7 +80,7 @@ def test_every_field_is_in_the_digest() -> None:
 
 def test_the_digest_does_not_change_by_accident() -> None:
     # The digest identifies live runs, so after a release a new field needs a new version of the spec format.
-    assert SPEC.digest() == "a4567650a8cbe7792deb46f29f360b7fc70b7a0bd76a917fb7a39f0ba465de16"
+    assert SPEC.digest() == "dc7c3da7975a0193e92b8642e26b59a4d45908c59327ef1e8f3f116711bb9d38"
 
 
 def test_a_spec_from_the_network_must_be_the_one_that_was_asked_for() -> None:
@@ -124,35 +123,16 @@ def test_strong_outer_momentum_is_warned_of() -> None:
 
 
 def test_what_has_no_effect_is_warned_of() -> None:
-    assert OuterSpec(inner_steps="auto", min_inner_steps=9).warnings() == []
-    assert "outer.max_inner_steps is ignored" in OuterSpec(max_inner_steps=100).warnings()[0]
-
-
-def test_what_has_no_effect_without_a_late_part_is_warned_of() -> None:
-    early = SPEC.with_changes({"codec.outer_gradient": "none"})
-    assert early.boundary_wait_s == 0.0 < SPEC.boundary_wait_s == SPEC.outer.max_wait_s
-    assert early.warnings() == SPEC.warnings() == []
-    changes = {"outer.weigh_tokens": True, "outer.max_wait_s": 5.0}
-    assert SPEC.with_changes(changes).warnings() == []
-    weigh, wait = early.with_changes(changes).warnings()
-    assert weigh.startswith("outer.weigh_tokens is ignored: outer gradients are not sent")
-    assert wait.startswith("outer.max_wait_s has an effect only in closing rounds")
-
-
-@pytest.mark.parametrize("field", ["codec.slow_weights", "codec.outer_momentum", "pipeline.activations"])
-@pytest.mark.parametrize("name", ["int2", "none"])
-def test_coarse_codecs_are_for_outer_gradients_alone(field: str, name: str) -> None:
-    assert SPEC.with_changes({"codec.outer_gradient": name}).codec.outer_gradient == name
-    with pytest.raises(SpecError, match=f"{field} must be 'fp32', 'bf16'"):
-        SPEC.with_changes({field: name})
+    assert OuterSpec(alpha=0.3, inner_steps=9).warnings() == OuterSpec(wait=True, max_wait_s=9.0).warnings() == []
+    assert "outer.inner_steps is ignored" in OuterSpec(inner_steps=9).warnings()[0]
+    assert "outer.max_wait_s is ignored" in OuterSpec(alpha=0.3, max_wait_s=9.0).warnings()[0]
 
 
 @pytest.mark.parametrize(
     ("field", "name", "last"),
     [
-        ("codec.slow_weights", "modulo8", "modulo"),
-        ("codec.outer_momentum", "modulo4", "modulo"),
-        ("codec.outer_gradient", "sign1", "none"),
+        ("codec.weights", "int4", "modulo"),
+        ("codec.weights", "modulo8", "modulo"),
         ("pipeline.activations", "int4", "int8"),
         ("pipeline.gradients", "int4", "int8"),
     ],
@@ -165,27 +145,24 @@ def test_a_codec_that_does_not_exist_is_refused_with_those_that_do(field: str, n
 def test_a_codec_of_a_later_version_is_refused_with_the_known_ones() -> None:
     """A peer of another version gets this spec through a ticket, so the error must name the field."""
     values = SPEC.model_dump(mode="json")
-    values["codec"]["outer_gradient"] = "int3"
+    values["codec"]["weights"] = "int3"
     data = json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
-    with pytest.raises(SpecError, match=r"peer: codec.outer_gradient must be 'fp32', .* or 'none'; it is 'int3'"):
+    with pytest.raises(SpecError, match=r"peer: codec.weights must be 'fp32', .* or 'modulo'; it is 'int3'"):
         TrainerSpec.from_json(data, expected_digest=blake3(data).hexdigest(), origin="peer")
 
 
-def test_the_first_round_is_of_the_fixed_length_or_between_the_bounds() -> None:
-    assert OuterSpec(inner_steps=7).first_inner_steps == 7
-    assert OuterSpec(inner_steps="auto").first_inner_steps == 32
-    assert OuterSpec(inner_steps="auto", min_inner_steps=8, max_inner_steps=8).first_inner_steps == 8
-
-
-@pytest.mark.parametrize(("total_steps", "first"), [(1000, 32), (100, 20), (20, 5), (3, 3)])
-def test_a_first_round_of_auto_is_a_fifth_of_the_run_at_most(total_steps: int, first: int) -> None:
-    train = TrainSpec(total_steps=total_steps, warmup_steps=1)
-    assert TrainerSpec(name="r", train=train, outer=OuterSpec(inner_steps="auto")).first_inner_steps == first
-    assert TrainerSpec(name="r", train=train, outer=OuterSpec(inner_steps=50)).first_inner_steps == 50
-
-
-def test_a_library_run_needs_no_model_and_no_data() -> None:
-    assert TrainerSpec(name="mine", outer=OuterSpec(inner_steps=50)).outer.inner_steps == 50
+@pytest.mark.parametrize(
+    ("outer", "has_outer_step", "sends_slow_weights"),
+    [
+        (OuterSpec(), False, False),
+        (OuterSpec(alpha=0.3), True, False),
+        (OuterSpec(beta=0.7), True, False),
+        (OuterSpec(wait=True), True, False),
+        (OuterSpec(wait=True, gamma=0.9), True, True),
+    ],
+)
+def test_what_a_rule_keeps_and_sends(outer: OuterSpec, has_outer_step: bool, sends_slow_weights: bool) -> None:
+    assert (outer.has_outer_step, outer.sends_slow_weights) == (has_outer_step, sends_slow_weights)
 
 
 @pytest.mark.parametrize(
@@ -195,7 +172,7 @@ def test_a_library_run_needs_no_model_and_no_data() -> None:
 def test_momentum_that_alpha_0_forgets_is_neither_kept_nor_sent(
     alpha: float, swap_momentum: bool, keeps: bool, sends: bool
 ) -> None:
-    outer = OuterSpec(alpha=alpha, swap_momentum=swap_momentum)
+    outer = OuterSpec(alpha=alpha, swap_momentum=swap_momentum, wait=True)
     assert (outer.keeps_momentum, outer.sends_momentum) == (keeps, sends)
 
 

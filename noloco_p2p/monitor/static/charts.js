@@ -83,7 +83,7 @@ class Drawing {
   }
 }
 
-// Draws the peers on a circle in the order of their ids, and a chord for each swap, which fades in two minutes.
+// Draws the peers on a circle in the order of their ids, and a chord from each to its last partners, which fades in two minutes.
 class Graph extends Drawing {
   // peers: [{id, health}]; meetings: [[at_s, peer, partner]]
   paint(pen, width, height, peers, meetings, now) {
@@ -114,7 +114,7 @@ class Graph extends Drawing {
         pen.fillText(peer.id.slice(-6), x + 11 * Math.cos(angle), y + 13 * Math.sin(angle) + 4);
       }
     }
-    this.canvas.setAttribute("aria-label", `Swap graph: ${peers.length} peers, their last ${meetings.length} swaps`);
+    this.canvas.setAttribute("aria-label", `Swap graph: ${peers.length} peers and their last ${meetings.length} partners`);
   }
 }
 

@@ -1,55 +1,42 @@
-// Keeps the data from the monitor in one map of peers, and shows it as tiles, curves, a graph and a table.
+// Shows what the monitor tells, which is text already, as tiles, curves, a graph and tables.
 "use strict";
 
-const POLL_S = 3, TIMEOUT_S = 10, MANY_PEERS = 40, PAGE = 50, RATE_S = 60;
+const POLL_S = 3, TIMEOUT_S = 10, TYPING_MS = 300;
 const $ = (id) => document.getElementById(id);
-const text = (id, value) => { const node = $(id); if (node.textContent !== value) node.textContent = value; };
+const state = { told: null, history: null, sort: "state", down: false, words: "", page: 0, num_asked: 0 };
 
-// Formats numbers for people.
-const count = (n) => n >= 1e9 ? (n / 1e9).toPrecision(3) + "B" : n >= 1e6 ? (n / 1e6).toPrecision(3) + "M"
-  : n >= 1e4 ? (n / 1e3).toPrecision(3) + "k" : String(Math.round(n));
-const bytes = (n) => { for (const unit of ["B", "KiB", "MiB", "GiB"]) { if (n < 1024) return `${unit === "B" ? n : n.toFixed(1)} ${unit}`; n /= 1024; } return `${n.toFixed(1)} TiB`; };
-const loss = (n) => n === null ? "–" : n.toFixed(3);
-const share = (n) => n === null ? "–" : n < 1e-4 ? "< 0.01 %" : n < 0.1 ? `${+(100 * n).toPrecision(2)} %` : `${Math.round(100 * n)} %`;
-const span = (s) => s < 60 ? `${Math.round(s)} s` : s < 3600 ? `${Math.floor(s / 60)} min` : s < 86400 ? `${Math.floor(s / 3600)} h ${Math.floor(s % 3600 / 60)} min` : `${Math.floor(s / 86400)} d`;
-const part = (n) => n === 0 ? "0 %" : share(n);
-const short = (id) => id ? id.slice(-6) : "–";
-
-const state = { peers: new Map(), head: null, history: null, offset: 0, sort: "state", down: false, words: "", page: 0 };
-const now = () => Date.now() / 1000 + state.offset;
-const ORDER = ["alive", "silent", "leaving", "left", "gone"];
-const known = (format) => (n) => n === null ? "–" : format(n);
-const FORMATS = { "nats/token": loss, "tokens/s": count, "bytes": bytes, "peer id": short, "s": known(span), "tokens": known(count) };  // by unit
-const FIRST = [
-  { name: "peer", show: (p) => short(p.peer_id), key: (p) => p.peer_id, text: true },
-  { name: "stage", show: (p) => p.stage ?? "–", key: (p) => p.stage, staged: true },
-  { name: "name", show: (p) => p.name || "–", key: (p) => p.name || null, text: true, named: true },
-  { name: "state", show: (p) => p.health !== "alive" ? p.health : p.paused_by ? `${p.state} (${p.paused_by})` : p.state, key: (p) => ORDER.indexOf(p.health) + p.state + p.peer_id, text: true },
-];
-const LAST = [
-  { name: "apart", show: (p) => share(p.distance), key: (p) => p.distance },
-  { name: "reach", show: (p) => p.reachability, key: (p) => p.reachability, text: true, wide: true },
-  { name: "version", show: (p) => p.software, key: (p) => p.software, text: true, wide: true },
-  { name: "heard", show: (p) => `${span(Math.max(0, p.age_s + now() - state.head.time_s))} ago`, key: (p) => p.age_s },
-];
-let COLUMNS = [];  // the columns of metrics, which the monitor describes, are between FIRST and LAST
-
-function setColumns(told) {
-  const columns = told.map(({ key, unit, ...column }) => {
-    const show = FORMATS[unit] || String;
-    return { ...column, show: (p) => show(p[key]), key: (p) => p[key] };
-  });
-  COLUMNS = [...FIRST, ...columns, ...LAST];
-  makeHead();
+function element(kind, text, className = "") {
+  const made = document.createElement(kind);
+  made.textContent = text;
+  made.className = className;
+  return made;
 }
 
-const STAGE_CELLS = [
-  (s) => s.stage === 0 ? "0 (head)" : s.stage, (s) => s.peers || "empty", (s) => count(s.capacity), (s) => count(s.tokens_per_s),
-  (s) => s.queue, (s) => s.microbatches, (s) => part(s.late_share), (s) => part(s.lost_share), (s) => share(s.spread),
-];
-const classes = (column) => ["text", "wide", "staged", "named"].filter((name) => column[name]).join(" ");
+// Replaces the content of an element if it differs from what was put there last.
+function put(id, told, make) {
+  const key = JSON.stringify(told);
+  if ($(id).dataset.key === key) return;
+  $(id).dataset.key = key;
+  $(id).replaceChildren(...told.map(make));
+}
 
-let charts, graph, paths;
+const text = (id, value) => put(id, [value], (it) => it);
+
+// Fills a table in place, so that a selection survives.
+function fill(body, columns, rows) {
+  while (body.rows.length > rows.length) body.deleteRow(-1);
+  rows.forEach(({ cells, ...data }, index) => {
+    const row = body.rows[index] || body.insertRow();
+    Object.assign(row.dataset, data);
+    row.title = data.peer || "";
+    while (row.cells.length > cells.length) row.deleteCell(-1);
+    cells.forEach((value, place) => {
+      const cell = row.cells[place] || row.insertCell();
+      cell.className = columns[place].classes;
+      if (cell.textContent !== value) cell.textContent = value;
+    });
+  });
+}
 
 // Returns null if the monitor does not answer in time.
 async function get(path) {
@@ -61,211 +48,102 @@ async function get(path) {
   }
 }
 
-// Read the swarm, and the curves if a new sample is due. The next poll begins POLL_S after this one has ended.
+// Reads the swarm, and the curves if there are others to show or a new sample is due.
+async function look() {
+  const asked = state.num_asked += 1;
+  const query = new URLSearchParams({ sort: state.sort, words: state.words, page: state.page, ...(state.down && { descending: 1 }) });
+  const told = await get(`api/page?${query}`);
+  if (asked !== state.num_asked) return; // a later question counts
+  if (!told) {
+    $("link").className = "lost";
+    text("link", `no connection to the monitor; showing data from ${state.told ? time(state.told.time_s) : "never"}`);
+    return;
+  }
+  const isOther = JSON.stringify(told.curves) !== JSON.stringify(state.told?.curves);
+  state.told = told;
+  state.page = told.page;
+  show(told);
+  const due = state.history ? state.history.time_s.at(-1) + state.history.interval_s : 0;
+  if (isOther || told.time_s >= due) await loadCurves(told.curves);
+}
+
+// The next poll begins POLL_S after this one has ended.
 async function poll() {
   try {
-    const news = await get("api/status");
-    if (news) take(news);
-    else {
-      $("link").className = "lost";
-      text("link", `no connection to the monitor; showing data from ${new Date(1000 * (state.head ? state.head.time_s : now())).toLocaleTimeString()}`);
-      if (state.head) showTable();  // ages increase even without updates
-    }
-    const last = state.history ? state.history.time_s.at(-1) + state.history.interval_s : 0;
-    if (news && news.time_s >= last) await loadCurves();
+    await look();
   } finally {
     setTimeout(poll, 1000 * POLL_S);
   }
 }
 
-function take(news) {
-  if (!state.head) setColumns(news.columns);
-  if (news.time_s !== state.head?.time_s) state.offset = news.time_s - Date.now() / 1000;
-  state.head = news;
-  state.peers = new Map(news.peers.map((peer) => [peer.peer_id, peer]));
+const time = (seconds) => new Date(1000 * seconds).toLocaleTimeString();
+
+function show(told) {
   $("link").className = "";
-  text("link", `${new Date(1000 * news.time_s).toLocaleTimeString()}, live`);
-  showHead();
-  showStages();
-  showGraph();
-  showTable();
-  document.body.dataset.updates = Number(document.body.dataset.updates || 0) + 1;
-}
-
-async function loadCurves() {
-  const history = await get(`api/history?${shownCurves().map((name) => `id=${encodeURIComponent(name)}`).join("&")}`);
-  if (!history) return;
-  state.history = history;
-  showCharts();
-}
-
-function shownCurves() {
-  const shown = state.peers.size <= MANY_PEERS ? [...state.peers.values()] : state.words ? chosen() : [];
-  const heads = shown.filter((peer) => !peer.stage).map((peer) => peer.peer_id);  // other stages have no loss
-  return heads.slice(0, MANY_PEERS);
-}
-
-// Growth per second of a count over about a minute. A decrease (a peer was forgotten) counts as no growth.
-function rate(times, values, factor) {
-  let from = 0;
-  return times.map((time, index) => {
-    while (from < index - 1 && time - times[from] > RATE_S) from += 1;
-    const seconds = time - times[from];
-    return index && seconds >= RATE_S / 2 ? factor * Math.max(0, values[index] - values[from]) / seconds : null;
+  text("link", `${time(told.time_s)}, live`);
+  text("run", told.run);
+  document.title = `${told.run} – noloco swarm`;
+  const notices = told.notices.length ? told.notices : [{ level: "well", text: "All is well." }];
+  put("notices", notices, (notice) => element("li", notice.text, notice.level));
+  put("tiles", told.values, ({ name, text: value, details }) => {
+    const tile = document.createElement("div");
+    tile.append(element("dt", name), element("dd", value), element("dd", details, "sub"));
+    return tile;
   });
+  document.body.classList.toggle("staged", told.stages.length > 0);
+  put("stage-head", told.stage_columns, ({ name, classes }) => Object.assign(element("th", name, classes), { scope: "col" }));
+  fill($("stages"), told.stage_columns, told.stages);
+  put("head", told.columns, heading);
+  for (const cell of $("head").cells) {
+    const isSorted = cell.textContent === state.sort;
+    cell.ariaSort = isSorted ? (state.down ? "descending" : "ascending") : null;
+  }
+  fill($("rows"), told.columns, told.rows);
+  text("shown", state.words ? `${told.num_rows} of ${told.graph.length} match` : `${told.num_rows} peers`);
+  $("pages").hidden = told.num_pages === 1;
+  text("page", `page ${told.page + 1} of ${told.num_pages}`);
+  $("previous").disabled = told.page === 0;
+  $("next").disabled = told.page === told.num_pages - 1;
+  graph.draw(told.graph, told.meetings, told.time_s);
+  if (told.stages.length) paths.draw(told.graph, told.stages.length);
 }
 
-function showCharts() {
-  const h = state.history, t = h.time_s;
-  const line = (label, stroke, more) => ({ label, stroke, width: 1.5, ...more });
+function heading(column) {
+  const cell = element("th", "", column.classes), button = element("button", column.name);
+  cell.scope = "col";
+  button.type = "button";
+  button.onclick = () => { state.down = state.sort === column.name && !state.down; state.sort = column.name; look(); };
+  cell.append(button);
+  return cell;
+}
+
+async function loadCurves({ ids, has_range: hasRange, note }) {
+  const h = await get(`api/history?${ids.map((id) => `id=${encodeURIComponent(id)}`).join("&")}`);
+  if (!h) return;
+  state.history = h;
+  const t = h.time_s, line = (label, stroke, more) => ({ label, stroke, width: 1.5, ...more });
+  const percent = (curve) => curve.map((n) => n === null ? null : 100 * n);
+  const range = [line("lowest", "--faint"), line("mean", "--blue", { width: 2 }), line("highest", "--faint")];
+  const names = Object.keys(h.losses), bounds = hasRange ? [h.loss_lowest, h.loss, h.loss_highest] : [];
+  const own = names.map((name, index) => line(name.slice(-6), listColour(index)));
+  charts.loss.set([...(hasRange ? range : []), ...own], [t, ...bounds, ...names.map((name) => h.losses[name])]);
   charts.speed.set([line("tokens/s", "--blue")], [t, h.tokens_per_s]);
-  charts.spread.set([line("spread", "--blue")], [t, h.spread.map((n) => n === null ? null : 100 * n)]);
-  charts.rounds.set([line("swapped", "--green"), line("half", "--blue", { dash: [6, 3] }), line("solo", "--red", { dash: [2, 3] })],
-    [t, rate(t, h.swaps, 60), rate(t, h.halves, 60), rate(t, h.alone, 60)]);
-  charts.bytes.set([line("sent", "--blue")], [t, rate(t, h.bytes_sent, 1 / 1048576)]);
-  const names = Object.keys(h.losses).sort();
-  const few = state.peers.size <= MANY_PEERS;
-  const own = names.map((name, index) => line(short(name), listColour(index)));
-  const bounds = few ? [] : [line("lowest", "--faint"), line("mean", "--blue", { width: 2 }), line("highest", "--faint")];
-  const range = few ? [] : [h.loss_lowest, h.loss, h.loss_highest];
-  if (names.length || !few) charts.loss.set([...bounds, ...own], [t, ...range, ...names.map((name) => h.losses[name])]);
-  text("n-loss", few ? `one line for each ${state.head.stages.length ? "head" : `of ${names.length} peers`}` : `lowest, mean and highest of ${state.peers.size} peers${names.length ? `, and ${names.length} that match the search` : "; search for peers to see their lines"}`);
+  charts.apart.set(range, [t, ...[h.apart_lowest, h.apart, h.apart_highest].map(percent)]);
+  charts.swaps.set([line("swaps", "--blue")], [t, h.swaps_per_min]);
+  charts.link.set([line("in use", "--blue")], [t, percent(h.link_use)]);
+  text("n-loss", note);
 }
 
-function showHead() {
-  const { totals, notices, run } = state.head;
-  if ($("run").textContent !== run) { text("run", run); document.title = `${run} – noloco swarm`; }
-  const told = notices.length ? notices : [{ level: "well", text: "All is well." }];
-  const key = JSON.stringify(told);
-  if ($("notices").dataset.key !== key) {
-    $("notices").dataset.key = key;
-    $("notices").replaceChildren(...told.map((notice) => {
-      const item = document.createElement("li");
-      item.className = notice.level;
-      item.textContent = notice.text;
-      return item;
-    }));
-  }
-  text("t-alive", String(totals.alive + totals.silent));
-  text("t-alive-sub", ["silent", "leaving", "left", "gone"].filter((name) => totals[name]).map((name) => `${totals[name]} ${name}`).join(", "));
-  text("t-loss", loss(totals.loss));
-  text("t-loss-sub", totals.loss === null ? "" : `${loss(totals.loss_lowest)} to ${loss(totals.loss_highest)}`);
-  text("t-speed", count(totals.tokens_per_s));
-  text("t-speed-sub", `${bytes(totals.bytes_sent)} sent in total`);
-  text("t-progress", totals.progress === null ? "–" : `${(100 * totals.progress).toFixed(1)} %`);
-  text("t-progress-sub", [totals.round === null ? "" : `round ${totals.round}`, left(totals.progress)].filter(Boolean).join(", "));
-  text("t-spread", share(totals.spread));
-  text("t-spread-sub", totals.spread === null ? "needs comparable sketches from two peers" : `estimated, ${totals.spread_peers} peers`);
-  const lately = totals.lately, rounds = lately.swaps + lately.halves + lately.alone;
-  text("t-alone", rounds ? `${Math.round(100 * lately.alone / rounds)} %` : "–");
-  const causes = Object.keys(totals.alone_by_cause).filter((cause) => lately[cause]).sort((a, b) => lately[b] - lately[a]);
-  text("t-alone-sub", causes.map((cause) => `${lately[cause]} ${cause.replace("_", " ")}`).join(", ") || (rounds ? `of ${rounds} rounds` : ""));
-}
-
-// Estimates the time left on the schedule from the progress in the last ten minutes.
-function left(progress) {
-  const h = state.history;
-  if (!h || progress === null || progress >= 1) return "";
-  let index = h.time_s.length - 1;
-  while (index > 0 && now() - h.time_s[index] < 600) index -= 1;
-  const grown = index >= 0 ? progress - h.progress[index] : 0, seconds = now() - h.time_s[index];
-  return grown > 0 && seconds > 60 ? `about ${span((1 - progress) * seconds / grown)} left` : "";
-}
-
-function showStages() {
-  const stages = state.head.stages, staged = stages.length > 0;
-  document.body.classList.toggle("staged", staged);
-  text("h-speed", `Tokens per second, all ${staged ? "heads" : "peers"}`);
-  text("h-spread", `Spread ${staged ? "in the widest stage" : "of the replicas"}, % of their norm`);
-  $("stages").replaceChildren(...stages.map((stage) => {
-    const row = document.createElement("tr");
-    row.className = stage.peers ? "" : "empty";
-    STAGE_CELLS.forEach((show, place) => {
-      const cell = row.insertCell();
-      cell.className = place ? "" : "text";
-      cell.textContent = String(show(stage));
-    });
-    return row;
-  }));
-}
-
-function showGraph() {
-  const peers = [...state.peers.values()].map((peer) => ({ id: peer.peer_id, ...peer }));
-  peers.sort((a, b) => a.id < b.id ? -1 : 1);
-  graph.draw(peers, state.head.meetings, now());
-  if (state.head.stages.length) paths.draw(peers, state.head.stages.length);
-}
-
-function chosen() {
-  const words = state.words.toLowerCase();
-  const matches = (peer) => !words || [peer.peer_id, peer.name, peer.state, peer.paused_by, peer.health, peer.software, peer.reachability].some((part) => part.toLowerCase().includes(words));
-  const key = COLUMNS.find((column) => column.name === state.sort).key;
-  const keyed = [...state.peers.values()].filter(matches).map((peer) => [key(peer), peer]);
-  const sign = state.down ? -1 : 1;
-  keyed.sort(([a], [b]) => a === b ? 0 : a === null ? 1 : b === null ? -1 : a < b ? -sign : sign);
-  return keyed.map(([, peer]) => peer);
-}
-
-function showTable() {
-  const peers = chosen(), pages = Math.max(1, Math.ceil(peers.length / PAGE));
-  state.page = Math.min(state.page, pages - 1);
-  const visible = peers.slice(state.page * PAGE, (state.page + 1) * PAGE), body = $("rows");
-  while (body.rows.length > visible.length) body.deleteRow(-1);
-  while (body.rows.length < visible.length) {
-    const row = body.insertRow();
-    for (const column of COLUMNS) row.insertCell().className = classes(column);
-  }
-  visible.forEach((peer, index) => {
-    const row = body.rows[index];
-    if (row.dataset.health !== peer.health) row.dataset.health = peer.health;
-    if (row.dataset.peer !== peer.peer_id) { row.dataset.peer = peer.peer_id; row.cells[0].title = peer.peer_id; }
-    COLUMNS.forEach((column, place) => {
-      const value = String(column.show(peer));
-      if (row.cells[place].textContent !== value) row.cells[place].textContent = value;
-    });
-  });
-  text("shown", state.words ? `${peers.length} of ${state.peers.size} match` : `${peers.length} peers`);
-  document.body.classList.toggle("named", [...state.peers.values()].some((peer) => peer.name));
-  $("pages").hidden = pages === 1;
-  text("page", `page ${state.page + 1} of ${pages}`);
-  $("previous").disabled = state.page === 0;
-  $("next").disabled = state.page === pages - 1;
-}
-
-function makeHead() {
-  for (const column of COLUMNS) {
-    const cell = document.createElement("th"), button = document.createElement("button");
-    cell.scope = "col";
-    cell.className = classes(column);
-    button.type = "button";
-    button.textContent = column.name;
-    button.onclick = () => { state.down = state.sort === column.name && !state.down; state.sort = column.name; markHead(); showTable(); };
-    cell.append(button);
-    $("head").append(cell);
-  }
-  markHead();
-}
-
-function markHead() {
-  COLUMNS.forEach((column, index) => {
-    const cell = $("head").cells[index];
-    if (column.name === state.sort) cell.setAttribute("aria-sort", state.down ? "descending" : "ascending");
-    else cell.removeAttribute("aria-sort");
-  });
-}
-
-const number = (n) => n === 0 ? "0" : Math.abs(n) >= 1000 ? count(n) : String(+n.toPrecision(3));
-charts = Object.fromEntries(["loss", "speed", "spread", "rounds", "bytes"].map((name) => [name, new Chart(`c-${name}`, number)]));
-graph = new Graph("graph");
-paths = new Paths("paths");
-let searching;
+const short = new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 3 });
+const charts = Object.fromEntries(["loss", "speed", "apart", "swaps", "link"].map((name) => [name, new Chart(`c-${name}`, (n) => short.format(n))]));
+const graph = new Graph("graph"), paths = new Paths("paths");
+let typing;
 $("search").oninput = (event) => {
   state.words = event.target.value.trim();
   state.page = 0;
-  showTable();
-  clearTimeout(searching);
-  if (state.peers.size > MANY_PEERS) searching = setTimeout(loadCurves, 400);
+  clearTimeout(typing);
+  typing = setTimeout(look, TYPING_MS);
 };
-$("previous").onclick = () => { state.page -= 1; showTable(); };
-$("next").onclick = () => { state.page += 1; showTable(); };
+$("previous").onclick = () => { state.page -= 1; look(); };
+$("next").onclick = () => { state.page += 1; look(); };
 poll();

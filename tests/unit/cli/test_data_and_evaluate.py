@@ -9,7 +9,7 @@ import pytest
 
 from noloco_p2p.cli.app import run
 from noloco_p2p.outer.checkpoint import Checkpoints
-from noloco_p2p.outer.outer_state import OuterState
+from noloco_p2p.outer.flat import FlatParameters
 from noloco_p2p.presets import render
 from noloco_p2p.spec import TrainerSpec
 from noloco_p2p.trainer.model import build_model
@@ -34,13 +34,13 @@ def folder(tmp_path: Path) -> Path:
 
 
 def write_checkpoint(folder: Path, *, amount: float, spec: TrainerSpec = SPEC) -> Path:
-    state = OuterState(build_model(spec.model, sequence_length=32), spec.outer)
-    state.slow_weights.add_(amount)
+    parameters = FlatParameters(build_model(spec.model, sequence_length=32))
+    weights = parameters.read(0, parameters.num_elements) + amount
     meta = {
         "spec": spec.model_dump(mode="json"),
-        "outer": {"layout": state.layout, "tensors": state.parameters.model_layout.as_json().decode()},
+        "outer": {"layout": parameters.layout(), "tensors": parameters.model_layout.as_json().decode()},
     }
-    return Checkpoints(folder).save(1, files={"outer": state.tensors()}, meta=meta)
+    return Checkpoints(folder).save(1, files={"weights": {"weights": weights}}, meta=meta)
 
 
 def test_data_check_shows_samples_speed_and_no_fault(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,10 +14,10 @@ from noloco_p2p.spec import TrainerSpec
 TINY = """\
 wrote run.toml: 991,840 parameters (tied embeddings, vocabulary 384); start the run with: noloco join run.toml --stage 0
 stage     blocks  parameters   memory
-0 (head)       0        372k  5.9 MiB
-1              1        310k  4.7 MiB
-2              2        310k  4.7 MiB
-the memory includes weights, gradients, moments and slow weights, but not activations or swap payloads
+0 (head)       0        372k  4.5 MiB
+1              1        310k  3.5 MiB
+2              2        310k  3.5 MiB
+the memory includes weights, gradients and moments, but not activations and swaps
 for each token, a stage sends 164 bytes (int8) to the next stage and 164 bytes (int8) to the previous one
 link, each way  tokens/s    smallest batch
 20 Mbit/s          7,622     79,315 tokens

@@ -63,8 +63,8 @@ def test_usage_is_2(arguments: list[str], said: str, capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("gamma = 1.0", "gamma = 2.5", "outer.gamma must be < 2 (2 - alpha^2) / (2 + alpha) = 2"),
-        ('inner_steps = "auto"', 'inner_steps = "few"', "outer.inner_steps"),
+        ("beta = 1.0", "beta = 2.5", "outer.gamma must be < 2 (1 - alpha^2) = 2"),
+        ("inner_steps = 50", 'inner_steps = "few"', "outer.inner_steps"),
         ("alpha = 0.0", "alfa = 0.5", "outer.alfa is not a known field"),
         ("[outer]", "[outer", "cannot be read as TOML"),
         ('source = "stdlib"', 'source = "/etc/passwd"', "a spec cannot contain a path"),

@@ -1,4 +1,4 @@
-"""The plan of a demo: its number of steps and the length of its rounds; and the report of half and solo rounds."""
+"""The plan of a demo, and its report."""
 
 from __future__ import annotations
 
@@ -9,11 +9,8 @@ from typing import Any
 import pytest
 
 from noloco_p2p.demo.plan import FEWEST_STEPS, DemoPlan, step_s_of_all, steps_that_fit
-from noloco_p2p.demo.report import _half_reasons, report_lines
+from noloco_p2p.demo.report import report_lines
 from noloco_p2p.errors import SettingsError, SpecError
-
-ALONE = "alone: ..abc123 refused: I already have a partner for round 3"
-LATE = "its outer gradient has not arrived yet"
 
 
 @pytest.mark.parametrize(
@@ -69,36 +66,18 @@ def test_a_plan_that_cannot_work_is_refused(plan: dict[str, Any], error: str) ->
         DemoPlan(Path("unused"), **plan).check()
 
 
-@pytest.mark.parametrize("num_steps", [20, 60, 110, 480, 4000])
-def test_there_are_a_dozen_rounds_at_least(num_steps: int) -> None:
-    spec = DemoPlan(Path("unused")).spec(num_steps)
-    assert spec.train.total_steps == num_steps
-    assert spec.outer.max_inner_steps * 12 <= max(num_steps, 12)
-    assert spec.outer.first_inner_steps * 12 <= max(num_steps, 12)
-    assert spec.train.warmup_steps < num_steps
-
-
 def test_changes_to_the_spec_come_last_and_are_checked() -> None:
-    assert DemoPlan(Path("unused"), changes={"outer.inner_steps": 7}).spec(480).outer.inner_steps == 7
+    assert DemoPlan(Path("unused"), changes={"outer.alpha": 0.3}).spec(480).outer.alpha == 0.3
     with pytest.raises(SpecError, match=r"outer\.nothing"):
         DemoPlan(Path("unused"), changes={"outer.nothing": 7}).spec(480)
-
-
-def test_reasons_for_half_rounds_are_counted() -> None:
-    outcomes = [("round", f"half with ..abc123: {LATE}"), ("round", ALONE), ("closed", f"half with ..zz: {LATE}")]
-    events = [{"event": kind, "last_outcome": text} for kind, text in outcomes]
-    assert _half_reasons([*events, {"event": "started"}]) == {LATE: 2}
 
 
 PEER: dict[str, Any] = {
     "peer_id": "12D3KooWxyzabc",
     "stage": None,
-    "rounds": 9,
-    "swaps": 6,
-    "halves": 1,
-    "alone": 2,
-    "half_reasons": {LATE: 1},
-    "solo_reasons": {"no other peer was training": 2},
+    "step": 480,
+    "swaps": 60,
+    "failed": 1,
     "loss_start": 5.8,
     "loss_end": 1.3,
     "bytes_sent": 1,
@@ -108,12 +87,11 @@ PEER: dict[str, Any] = {
 REST = {"merged_peers": 2, "merged_loss": 1.3, "spread": 0.001, "export_dir": "export", "wall_s": 100.0}
 
 
-def test_the_report_gives_the_reasons() -> None:
-    calm = PEER | {"halves": 0, "alone": 0, "half_reasons": {}, "solo_reasons": {}}
-    lines = report_lines({"peers": [calm, PEER], **REST})
-    assert f"peer 1: 1 half ({LATE}: 1), 2 solo (no other peer was training: 2)" in lines
-    assert not any(line.startswith("peer 0: ") for line in lines)
-    assert not any("stage" in line for line in lines)
+def test_the_report_has_a_row_for_each_peer() -> None:
+    lines = report_lines({"peers": [PEER, PEER | {"failed": 0}], **REST})
+    assert lines[0].split()[:5] == ["peer", "id", "steps", "swaps", "failed"]
+    assert lines[1].split()[3:7] == ["480", "60", "1", "5.800"]
+    assert "merged model (mean of 2 peers): validation loss 1.300" in lines
 
 
 def test_the_report_of_a_run_with_stages_names_them_and_gives_inner_peers_no_loss() -> None:

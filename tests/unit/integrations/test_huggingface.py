@@ -19,13 +19,13 @@ from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from noloco_p2p.errors import CheckpointError, ModelError, SettingsError
-from noloco_p2p.gossip.outcome import Alone, Swapped
+from noloco_p2p.integrations import session
 from noloco_p2p.integrations.huggingface import NoLoCoCallback
-from noloco_p2p.outer.noloco import NoLoCo, RoundResult
+from noloco_p2p.outer.noloco import NoLoCo, Swapped
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.testing.peers import MemoryPeer, MemorySwarm
 
-SPEC = RunSpec(name="hf", outer=published(inner_steps=2, max_wait_s=0.0), total_steps=100)
+SPEC = RunSpec(name="hf", outer=published(inner_steps=2), total_steps=100)
 
 
 class Wave(Dataset[dict[str, Tensor]]):
@@ -87,48 +87,48 @@ def assert_same(ones: list[Tensor], others: list[Tensor]) -> None:
 
 
 def test_accumulated_batches_are_one_inner_step(tmp_path: Path, swarm: MemorySwarm) -> None:
-    results: list[RoundResult] = []
-    callback = NoLoCoCallback(swarm.peer("a", run_folder=tmp_path), on_round=results.append)
+    callback = NoLoCoCallback(swarm.peer("a", run_folder=tmp_path))
     make_trainer(tmp_path, callback, max_steps=5, gradient_accumulation_steps=3).train()
-    assert (callback.outer.num_steps, callback.outer.round) == (5, 2)
-    assert [result.round for result in results] == [0, 1]
-    assert isinstance(results[0].outcome, Alone)
+    assert callback.outer.num_steps == 5
 
 
 def test_the_logs_have_the_values_of_noloco(
-    tmp_path: Path, swarm: MemorySwarm, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, swarm: MemorySwarm, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(session, "LOG_S", 0.0)
     peer = swarm.peer("a", run_folder=tmp_path)
     trainer = make_trainer(tmp_path, NoLoCoCallback(peer), max_steps=4)
     with caplog.at_level(logging.INFO, logger="noloco_p2p"):
         trainer.train()
     first, second, _ = trainer.state.log_history
-    assert [entry["noloco/round"] for entry in (first, second)] == [1, 2]
+    assert [entry["noloco/progress"] for entry in (first, second)] == pytest.approx([0.02, 0.04])
     assert peer.metrics.loss == second["loss"]
-    assert "round 1 | solo: " in caplog.text
+    assert "step 4 | 0.0 swaps/min" in caplog.text
 
 
 def test_two_peers_swap(tmp_path: Path) -> None:
-    spec = SPEC.model_copy(update={"outer": published(inner_steps=2, max_wait_s=PATIENCE_S), "codec": FP32})
-    outcomes: list[Any] = []
-    with MemorySwarm(spec, deadlines=PATIENT) as swarm:
+    swaps: list[Swapped] = []
+    with MemorySwarm(RunSpec(name="hf", codec=FP32, total_steps=10**9), deadlines=PATIENT) as swarm:
         peer, other = (swarm.peer(name, run_folder=tmp_path / name) for name in "ab")
-        callback = NoLoCoCallback(peer, on_round=lambda result: outcomes.append(result.outcome))
+
+        def told(swap: Swapped) -> None:
+            swaps.append(swap)
+            peer.leave_requested.set()
+
         thread = threading.Thread(target=train_without_trainer, args=[other])
         thread.start()
         try:
-            make_trainer(tmp_path, callback, max_steps=8).train()
+            make_trainer(tmp_path, NoLoCoCallback(peer, on_swap=told), max_steps=1_000_000).train()
         finally:
             other.leave_requested.set()
-            swarm.kill(peer)  # so that the other one does not wait
             thread.join(PATIENCE_S)
-    assert any(isinstance(outcome, Swapped) for outcome in outcomes)
+    assert {swap.partner for swap in swaps} == {"b"}
 
 
 def train_without_trainer(peer: MemoryPeer) -> None:
     model = Regression()
     optimizer = AdamW(model.parameters(), lr=0.05)
-    NoLoCo(model, optimizer, peer, save_every_rounds=0)
+    NoLoCo(model, optimizer, peer, save_every_s=0)
     while not peer.leave_requested.is_set():
         optimizer.zero_grad()
         model(torch.rand(4, 4), torch.rand(4, 1))["loss"].backward()
@@ -136,7 +136,7 @@ def train_without_trainer(peer: MemoryPeer) -> None:
 
 
 def test_a_checkpoint_of_the_trainer_goes_on_with_the_same_bits(tmp_path: Path, swarm: MemorySwarm) -> None:
-    """A checkpoint within a round adds slow weights, momentum and the position to what the Trainer restores."""
+    """A checkpoint adds slow weights, momentum and the position to what the Trainer restores."""
     settings = {"max_steps": 8, "save_strategy": "steps", "save_steps": 3}
     whole = NoLoCoCallback(swarm.peer("a", run_folder=tmp_path / "a"))
     trainer = make_trainer(tmp_path, whole, **settings)
@@ -145,7 +145,7 @@ def test_a_checkpoint_of_the_trainer_goes_on_with_the_same_bits(tmp_path: Path, 
     rest = NoLoCoCallback(swarm.peer("b", run_folder=tmp_path / "b"))
     again = make_trainer(tmp_path, rest, **settings)
     again.train(resume_from_checkpoint=str(tmp_path / "trainer" / "checkpoint-3"))
-    assert (rest.outer.num_steps, rest.outer.round) == (whole.outer.num_steps, whole.outer.round) == (8, 4)
+    assert rest.outer.num_steps == whole.outer.num_steps == 8
     assert_same(weights(again.model), weights(trainer.model))
     for name, value in whole.outer.state_dict().items():
         other = rest.outer.state_dict()[name]
@@ -192,7 +192,7 @@ def test_a_request_to_leave_ends_the_training_with_a_checkpoint(tmp_path: Path, 
     assert trainer.train().global_step == 3
     assert (tmp_path / "trainer" / "checkpoint-3" / "noloco").is_dir()
     assert peer.states.saved is not None  # newcomers can fetch the last state
-    assert peer.states.saved.manifest.round == 1
+    assert peer.states.saved.manifest.progress == pytest.approx(0.03)
 
 
 def test_a_pause_holds_the_training(tmp_path: Path, swarm: MemorySwarm) -> None:
@@ -207,36 +207,6 @@ def test_a_pause_holds_the_training(tmp_path: Path, swarm: MemorySwarm) -> None:
     trainer = make_trainer(tmp_path, AtStep(3, peer.pause_requested.set), NoLoCoCallback(peer))
     assert trainer.train().global_step == 6
     assert waits == [True]
-
-
-def test_a_diverged_round_resets_the_moments(
-    tmp_path: Path, swarm: MemorySwarm, caplog: pytest.LogCaptureFixture
-) -> None:
-    peer = swarm.peer("a", run_folder=tmp_path)
-    model = Regression()
-    before = weights(model)
-    states: list[bool] = []
-
-    def spoil() -> None:
-        for param in model.parameters():
-            assert param.grad is not None
-            param.grad.fill_(float("nan"))
-
-    class Spoiler(AtStep):
-        def on_pre_optimizer_step(
-            self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-        ) -> None:
-            if state.global_step == 1:
-                spoil()
-
-    optimizer = AdamW(model.parameters(), lr=0.05)
-    looks = AtStep(2, lambda: states.append(any(optimizer.state.values())))
-    trainer = make_trainer(tmp_path, Spoiler(0, None), looks, NoLoCoCallback(peer), model=model, max_steps=2)
-    trainer.optimizer = optimizer
-    trainer.train()
-    assert states == [False]
-    assert peer.metrics.diverged == 1
-    assert_same(weights(model), before)
 
 
 def test_trainers_that_spread_the_model_are_refused(
@@ -289,7 +259,7 @@ def test_the_best_model_is_not_saved_as_the_last_one(tmp_path: Path, swarm: Memo
     every_3 = {"eval_strategy": "steps", "eval_steps": 3, "save_strategy": "steps", "save_steps": 3}
     trainer = make_trainer(
         tmp_path,
-        NoLoCoCallback(peer, save_every_rounds=0),
+        NoLoCoCallback(peer, save_every_s=0),
         load_best_model_at_end=True,
         label_names=["labels"],
         **every_3,

@@ -20,13 +20,13 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
 from noloco_p2p.errors import CheckpointError, ModelError, SettingsError
-from noloco_p2p.gossip.outcome import Swapped
+from noloco_p2p.integrations import session
 from noloco_p2p.integrations.lightning import NoLoCoCallback
-from noloco_p2p.outer.noloco import NoLoCo
+from noloco_p2p.outer.noloco import NoLoCo, Swapped
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.testing.peers import MemoryPeer, MemorySwarm
 
-SPEC = RunSpec(name="lightning", outer=published(inner_steps=2, max_wait_s=0.0), total_steps=100)
+SPEC = RunSpec(name="lightning", outer=published(inner_steps=2), total_steps=100)
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The 'train_dataloader' does not have many workers",  # tiny data needs none
@@ -130,11 +130,14 @@ def assert_same(ones: list[Tensor], others: list[Tensor]) -> None:
     assert all(torch.equal(one, other) for one, other in zip(ones, others, strict=True))
 
 
-def test_accumulated_batches_are_one_inner_step(tmp_path: Path, swarm: MemorySwarm) -> None:
+def test_accumulated_batches_are_one_inner_step(
+    tmp_path: Path, swarm: MemorySwarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "LOG_S", 0.0)
     peer = swarm.peer("a", run_folder=tmp_path)
     callback = NoLoCoCallback(peer)
     make_trainer(tmp_path, callback, accumulate_grad_batches=3).fit(Regression(), batches(14))
-    assert (callback.outer.num_steps, callback.outer.round) == (5, 2)
+    assert callback.outer.num_steps == 5
     assert peer.metrics.loss is not None
     assert 0 < peer.metrics.loss < 20
 
@@ -150,39 +153,42 @@ def test_steps_in_manual_optimization(
 
 
 def test_the_loggers_have_the_values_of_noloco(
-    tmp_path: Path, swarm: MemorySwarm, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, swarm: MemorySwarm, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(session, "LOG_S", 0.0)
     callback = NoLoCoCallback(swarm.peer("a", run_folder=tmp_path))
     with caplog.at_level(logging.INFO, logger="noloco_p2p"):
         make_trainer(tmp_path, callback, logger=CSVLogger(tmp_path), log_every_n_steps=1).fit(Regression(), batches(5))
     [file] = tmp_path.rglob("metrics.csv")
     header, *rows = file.read_text().splitlines()
-    assert "noloco/round" in header
-    assert len(rows) == 2
-    assert "round 1 | solo: " in caplog.text
+    assert "noloco/progress" in header
+    assert len(rows) == 5
+    assert "step 5 | 0.0 swaps/min" in caplog.text
 
 
 def test_two_peers_swap(tmp_path: Path) -> None:
-    spec = SPEC.model_copy(update={"outer": published(inner_steps=2, max_wait_s=PATIENCE_S), "codec": FP32})
-    outcomes: list[Any] = []
-    with MemorySwarm(spec, deadlines=PATIENT) as swarm:
+    swaps: list[Swapped] = []
+    with MemorySwarm(RunSpec(name="lightning", codec=FP32, total_steps=10**9), deadlines=PATIENT) as swarm:
         peer, other = (swarm.peer(name, run_folder=tmp_path / name) for name in "ab")
-        callback = NoLoCoCallback(peer, on_round=lambda result: outcomes.append(result.outcome))
+
+        def told(swap: Swapped) -> None:
+            swaps.append(swap)
+            peer.leave_requested.set()
+
         thread = threading.Thread(target=train_without_trainer, args=[other])
         thread.start()
         try:
-            make_trainer(tmp_path, callback).fit(Regression(), batches(8))
+            make_trainer(tmp_path, NoLoCoCallback(peer, on_swap=told), max_epochs=-1).fit(Regression(), batches(8))
         finally:
             other.leave_requested.set()
-            swarm.kill(peer)  # so that the other one does not wait
             thread.join(PATIENCE_S)
-    assert any(isinstance(outcome, Swapped) for outcome in outcomes)
+    assert {swap.partner for swap in swaps} == {"b"}
 
 
 def train_without_trainer(peer: MemoryPeer) -> None:
     model = Regression()
     optimizer = AdamW(model.parameters(), lr=0.05)
-    NoLoCo(model, optimizer, peer, save_every_rounds=0)
+    NoLoCo(model, optimizer, peer, save_every_s=0)
     while not peer.leave_requested.is_set():
         optimizer.zero_grad()
         model.net(torch.rand(4, 4)).square().mean().backward()
@@ -194,7 +200,7 @@ def keep_all(folder: Path) -> ModelCheckpoint:
 
 
 def test_a_checkpoint_of_lightning_goes_on_with_the_same_bits(tmp_path: Path, swarm: MemorySwarm) -> None:
-    """A checkpoint within a round adds slow weights, momentum and the position to what Lightning restores."""
+    """A checkpoint adds slow weights, momentum and the position to what Lightning restores."""
     whole, model = NoLoCoCallback(swarm.peer("a", run_folder=tmp_path / "a")), Regression()
     settings = {"max_epochs": 2, "enable_checkpointing": True}
     make_trainer(tmp_path, whole, keep_all(tmp_path), **settings).fit(model, batches(3))
@@ -203,7 +209,7 @@ def test_a_checkpoint_of_lightning_goes_on_with_the_same_bits(tmp_path: Path, sw
     kept = tmp_path / "kept" / "epoch=0.ckpt"
     torch.load(kept, weights_only=True)  # the state of NoLoCo needs no pickle
     make_trainer(tmp_path, rest, keep_all(tmp_path), **settings).fit(again, batches(3), ckpt_path=kept)
-    assert (rest.outer.num_steps, rest.outer.round) == (whole.outer.num_steps, whole.outer.round) == (6, 3)
+    assert rest.outer.num_steps == whole.outer.num_steps == 6
     assert_same(weights(again), weights(model))
     for name, value in whole.outer.state_dict().items():
         other = rest.outer.state_dict()[name]
@@ -248,7 +254,7 @@ def test_a_request_to_leave_ends_the_training(tmp_path: Path, swarm: MemorySwarm
     trainer.fit(Regression(), batches(6))
     assert trainer.global_step == 3
     assert peer.states.saved is not None  # newcomers can fetch the last state
-    assert peer.states.saved.manifest.round == 1
+    assert peer.states.saved.manifest.progress == pytest.approx(0.03)
 
 
 def test_a_pause_waits_for_the_step(tmp_path: Path, swarm: MemorySwarm) -> None:
@@ -265,32 +271,6 @@ def test_a_pause_waits_for_the_step(tmp_path: Path, swarm: MemorySwarm) -> None:
     make_trainer(tmp_path, asks, callback, accumulate_grad_batches=2).fit(Regression(), batches(8))
     assert waits == [2]
     assert callback.outer.num_steps == 4
-
-
-class Diverging(Regression):
-    moments: Any = None  # after the step that diverged
-
-    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        if self.trainer.global_step == 1:
-            for param in self.parameters():
-                assert param.grad is not None
-                param.grad.fill_(float("nan"))
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        optimizer = self.optimizers(use_pl_optimizer=False)
-        assert isinstance(optimizer, AdamW)
-        self.moments = [optimizer.state[param] for param in self.parameters()]
-
-
-def test_a_diverged_round_resets_the_moments(
-    tmp_path: Path, swarm: MemorySwarm, caplog: pytest.LogCaptureFixture
-) -> None:
-    peer, model = swarm.peer("a", run_folder=tmp_path), Diverging()
-    before = weights(model)
-    make_trainer(tmp_path, NoLoCoCallback(peer)).fit(model, batches(2))
-    assert model.moments == [{}] * 4
-    assert peer.metrics.diverged == 1
-    assert_same(weights(model), before)
 
 
 def test_trainers_that_spread_the_model_are_refused(tmp_path: Path, swarm: MemorySwarm) -> None:

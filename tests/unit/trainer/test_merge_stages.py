@@ -66,9 +66,9 @@ def peer(stage: int, number: int) -> str:
 
 def saved(spec: TrainerSpec, stage: int, weights: Tensor, path: Path) -> SavedState:
     flat = layout_of(spec, stage)
-    save_file({"slow_weights": weights}, path)
+    save_file({"weights": weights}, path)
     return describe_state(
-        path, layout=flat.layout(), num_elements=flat.num_elements, round_index=ROUND, progress=PROGRESS
+        path, layout=flat.layout(), num_elements=flat.num_elements, progress=PROGRESS
     )
 
 
@@ -80,7 +80,7 @@ def crowd_of(spec: TrainerSpec, folder: Path) -> Crowd:
         for number in range(NUM_REPLICAS):
             own = stage_of(spec, stage, replica(spec, number))
             name = peer(stage, number)
-            candidate = Candidate(name, name, round=ROUND, progress=PROGRESS, stage=stage)
+            candidate = Candidate(name, name, progress=PROGRESS, stage=stage)
             crowd.add(candidate, saved(spec, stage, own, folder / f"{stage}-{number}.safetensors"))
     return crowd
 
@@ -126,7 +126,7 @@ def test_a_lie_is_left_out_of_its_stage_alone(
     spec, liar = SPECS[True], identity_of("liar").peer_id
     crowd = crowd_of(spec, tmp_path)
     weights = torch.full_like(stage_of(spec, 1, replica(spec, 0)), torch.nan)
-    candidate = Candidate(liar, liar, round=ROUND, progress=PROGRESS, stage=1)
+    candidate = Candidate(liar, liar, progress=PROGRESS, stage=1)
     crowd.add(candidate, saved(spec, 1, weights, tmp_path / "lie.safetensors"))
     assert run(["export", "--merge", use(crowd, monkeypatch), str(tmp_path / "model")]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -204,15 +204,15 @@ def test_a_whole_model_can_be_forked_into_stages(cut: object, tmp_path: Path, mo
     model = build_model(old.model, sequence_length=old.data.sequence_length)
     flat = FlatParameters(model)
     vector = torch.cat([weights[name].flatten() for name, _ in flat.named])
-    save_file({"slow_weights": vector}, tmp_path / "state.safetensors")
+    save_file({"weights": vector}, tmp_path / "state.safetensors")
     state = describe_state(
         tmp_path / "state.safetensors",
         layout=flat.layout(),
         num_elements=flat.num_elements,
-        round_index=ROUND,
+       
         progress=PROGRESS,
     )
-    crowd.add(Candidate(peer(0, 0), peer(0, 0), round=ROUND, progress=PROGRESS), state)
+    crowd.add(Candidate(peer(0, 0), peer(0, 0), progress=PROGRESS), state)
     new, ticket = tmp_path / "new.toml", use(crowd, monkeypatch)
     sets = ["--set", "pipeline.stages=2"] + (["--set", "pipeline.cut=[1, 2]"] if cut != "auto" else [])
     assert run(["fork", ticket, str(new), "--state-dir", str(tmp_path / "state"), *sets]) == 0
@@ -252,8 +252,8 @@ def checkpoints_of(spec: TrainerSpec, folder: Path) -> list[list[Path]]:
         place = {"layout": flat.layout(), "tensors": flat.model_layout.as_json().decode()}
         for number, run_folder in enumerate(own):
             Checkpoints(stage_folder(run_folder, stage)).save(
-                ROUND,
-                files={"outer": {"slow_weights": stage_of(spec, stage, replica(spec, number))}},
+                1,
+                files={"weights": {"weights": stage_of(spec, stage, replica(spec, number))}},
                 meta={"spec": spec.model_dump(mode="json"), "outer": place},
             )
         kept.append(own)

@@ -20,7 +20,7 @@ from noloco_p2p.outer.saved_state import persistent_buffers
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.testing.peers import MemorySwarm
 
-SPEC = RunSpec(name="t", outer=published(inner_steps=2, max_wait_s=0.0), total_steps=50)
+SPEC = RunSpec(name="t", outer=published(inner_steps=2), total_steps=50)
 
 
 class Net(nn.Module):
@@ -94,41 +94,40 @@ def test_a_list_of_tensors_that_is_none_is_refused(data: bytes) -> None:
 def test_a_partner_with_another_model_is_refused_and_the_tensor_is_told() -> None:
     with MemorySwarm(SPEC) as swarm:
         one, two = swarm.peer("one"), swarm.peer("two")
-        outers = [NoLoCo(Net(width), None, peer, save_every_rounds=0) for width, peer in ((4, one), (5, two))]
+        outers = [NoLoCo(Net(width), None, peer, save_every_s=0) for width, peer in ((4, one), (5, two))]
         for outer in outers:
             outer.step()
-        faults = (one.driver, two.driver)
-        until(lambda: any("is training a different model" in r.last_fault for r in faults), what="a refusal")
-        told = next(runner.last_fault for runner in faults if "is training a different model" in runner.last_fault)
+        counts = one.service.counts, two.service.counts
+        told = until(lambda: counts[0].last_failure or counts[1].last_failure, what="a refusal")
+        assert "is training a different model" in told
         assert "this model has first.weight [" in told
-        assert one.metrics.swaps == two.metrics.swaps == 0
+        assert counts[0].swaps == counts[1].swaps == 0
 
 
 def test_a_checkpoint_of_another_model_is_refused_and_the_tensor_is_named(tmp_path: Path) -> None:
     with MemorySwarm(SPEC) as swarm:
-        outer = NoLoCo(Net(), None, swarm.peer("one", run_folder=tmp_path), save_every_rounds=0)
+        outer = NoLoCo(Net(), None, swarm.peer("one", run_folder=tmp_path), save_every_s=0)
         outer.save()
         for other, message in (
             (Net(5), r"first\.weight \[5, 4\], the other has"),
             (Net(frozen_seed=2), r"frozen\.weight"),
         ):
             with pytest.raises(CheckpointError, match=rf"belongs to another model: .*{message}"):
-                NoLoCo(other, None, swarm.peer(message, run_folder=tmp_path), save_every_rounds=0)
+                NoLoCo(other, None, swarm.peer(message, run_folder=tmp_path), save_every_s=0)
 
 
 def test_buffers_stay_each_peers_own_and_a_checkpoint_keeps_them(tmp_path: Path) -> None:
     model = Net()
     assert list(persistent_buffers(model)) == ["norm.running_mean", "norm.running_var", "norm.num_batches_tracked"]
     with MemorySwarm(SPEC) as swarm:
-        outer = NoLoCo(model, None, swarm.peer("one", run_folder=tmp_path), save_every_rounds=0)
+        outer = NoLoCo(model, None, swarm.peer("one", run_folder=tmp_path), save_every_s=0)
         model(torch.randn(16, 4))
         statistics = model.norm.running_mean.clone()  # pyright: ignore[reportOptionalMemberAccess]
         assert statistics.abs().sum() > 0
         outer.step()
-        outer.step()  # ends a round
         assert torch.equal(persistent_buffers(model)["norm.running_mean"], statistics)
         outer.save()
         again = Net()
-        NoLoCo(again, None, swarm.peer("two", run_folder=tmp_path), save_every_rounds=0)
+        NoLoCo(again, None, swarm.peer("two", run_folder=tmp_path), save_every_s=0)
     assert torch.equal(persistent_buffers(again)["norm.running_mean"], statistics)
     assert int(persistent_buffers(again)["norm.num_batches_tracked"]) == 1

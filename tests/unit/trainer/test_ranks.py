@@ -14,17 +14,16 @@ from typing import Any
 
 import pytest
 import torch
-from harness.patience import AT_ONCE_S, PATIENCE_S
+from harness.patience import AT_ONCE_S, PATIENCE_S, PATIENT
 from harness.specs import published
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from noloco_p2p.cli.gpus import _free_port
 from noloco_p2p.errors import RankError
-from noloco_p2p.gossip.outcome import Outcome, Swapped
 from noloco_p2p.outer.flat import FlatParameters
 from noloco_p2p.outer.noloco import NoLoCo
-from noloco_p2p.outer.outer_state import OuterState
+from noloco_p2p.outer.weights import Weights
 from noloco_p2p.settings import PeerSettings
 from noloco_p2p.spec import DataSpec, ModelSpec, TrainerSpec, TrainSpec
 from noloco_p2p.testing.peers import MemorySwarm
@@ -51,23 +50,22 @@ def batch(step: int) -> Tensor:
     return torch.randint(0, 99, (5, 16), generator=torch.Generator().manual_seed(step))
 
 
-def train(inner: InnerStep, state: OuterState, steps: range) -> list[float]:
+def train(inner: InnerStep, weights: Weights, steps: range) -> list[float]:
     """Take inner steps, with an evaluation and an outer step after the second one."""
     losses = []
     for step in steps:
         losses.append(float(inner(batch(step), progress=step / 50, seed=step)))
         if step == 1:
             losses.append(inner.evaluate([batch(90), batch(91)]))
-            list(state.outer_gradient())
-            state.step(None)
+            weights.outer_step()
     return losses
 
 
 def plain(steps: range, spec: TrainerSpec) -> tuple[list[float], dict[str, Tensor]]:
     model = build_model(SPEC.model, sequence_length=16)
-    inner, state = InnerStep(model, spec.train), OuterState(model, spec.outer)
-    losses = train(inner, state, steps)
-    return losses, {**inner.state(), **state.parameters.named_values()}
+    inner, weights = InnerStep(model, spec.train), Weights(FlatParameters(model), spec.outer)
+    losses = train(inner, weights, steps)
+    return losses, {**inner.state(), **weights.parameters.named_values()}
 
 
 def follow_rank_0(ranks: Ranks) -> None:
@@ -82,25 +80,25 @@ def one_rank(
         (others if rank else act)(ranks)
 
 
-def lead(ranks: Ranks, spec: TrainerSpec = SPEC) -> tuple[ShardedStep, OuterState]:
+def lead(ranks: Ranks, spec: TrainerSpec = SPEC) -> tuple[ShardedStep, ShardedParameters]:
     ranks.share(spec.model_dump(mode="json"))
     model = build_model(SPEC.model, sequence_length=16)
     compute = Compute(micro_batch=1, num_ranks=ranks.size)
     layout = FlatParameters(model).model_layout
     shard(model, ranks, compute)
     inner = ShardedStep(model, spec.train, compute, ranks)
-    return inner, OuterState(ShardedParameters(inner, layout=layout), spec.outer)
+    return inner, ShardedParameters(inner, layout=layout)
 
 
 def train_sharded(ranks: Ranks, spec: TrainerSpec, steps: range, resume: Path | None, to: Path) -> None:
-    inner, state = lead(ranks, spec)
-    names = set(state.parameters.named_values())
+    inner, parameters = lead(ranks, spec)
+    weights, names = Weights(parameters, spec.outer), set(parameters.named_values())
     if resume:
         kept = load_file(resume)
-        state.parameters.take({name: value for name, value in kept.items() if name in names})
+        parameters.take({name: value for name, value in kept.items() if name in names})
         inner.restore({key: value for key, value in kept.items() if key not in names and key != "losses"})
-    losses = torch.tensor(train(inner, state, steps))
-    save_file({"losses": losses, **inner.state(), **state.parameters.named_values()}, to)
+    losses = torch.tensor(train(inner, weights, steps))
+    save_file({"losses": losses, **inner.state(), **parameters.named_values()}, to)
 
 
 def run_ranks(size: int, act: Callable[[Ranks], None], others: Callable[[Ranks], None] = follow_rank_0) -> None:
@@ -152,25 +150,26 @@ def test_what_ranks_have_saved_goes_on_with_the_same_bits_and_with_other_ranks(t
 
 
 def check_vector(ranks: Ranks) -> None:
-    _, state = lead(ranks)
-    flat, size = state.parameters, state.num_elements
+    inner, flat = lead(ranks)
+    size = flat.num_elements
     whole = FlatParameters(build_model(SPEC.model, sequence_length=16))
     assert flat.layout() == whole.layout(), "peers with other numbers of GPUs understand each other"
     vector = whole.read(0, size)
-    assert torch.equal(state.slow_weights, vector)
+    assert torch.equal(flat.read(0, size), vector)
     for start, stop in ((0, size), (1, 2), (1979, 4007), (size - 5, size)):  # the first parameter has 1980 elements
         other = torch.randn(stop - start, generator=torch.Generator().manual_seed(start))
         assert torch.equal(flat.read(start, stop), vector[start:stop])
-        assert torch.equal(flat.minus(start, other, out=torch.empty(size)), vector[start:stop] - other)
-        flat.flush()
         flat.write(start, other)
         flat.flush()
         vector[start:stop] = other
-        flat.add(start, other)
+        for part, place in flat.pieces(start, stop):
+            part += other[place]
         flat.flush()
         vector[start:stop] += other
         assert torch.equal(flat.read(0, size), vector)
-        flat.flush()
+    inner(batch(0), progress=0.5)
+    after = torch.cat([values.flatten() for values in flat.named_values().values()])
+    assert torch.equal(flat.read(0, size), after), "it is read anew after an inner step"
 
 
 def test_any_piece_of_the_vector_is_that_of_the_whole_model() -> None:
@@ -178,35 +177,34 @@ def test_any_piece_of_the_vector_is_that_of_the_whole_model() -> None:
 
 
 def swap_with_a_plain_peer(ranks: Ranks, folder: Path) -> None:
-    spec = SPEC.with_changes({"outer.inner_steps": 2, "outer.max_wait_s": 5.0})
-    with MemorySwarm(spec) as swarm:
-        inner, state = lead(ranks)
+    changes = {"outer.alpha": 0.0, "outer.beta": 1.0, "outer.min_inner_steps": 1, "codec.weights": "fp32"}
+    spec = SPEC.with_changes(changes | {"train.total_steps": 10**6})
+    with MemorySwarm(spec, deadlines=PATIENT) as swarm:
+        inner, sharded = lead(ranks, spec)
         plain_inner = InnerStep(build_model(SPEC.model, sequence_length=16), SPEC.train)
         steps = [inner, plain_inner]
         outers = [
-            NoLoCo(step.model, None, swarm.peer(name, run_folder=folder), save_every_rounds=0, parameters=parameters)
-            for name, step, parameters in (("a", inner, state.parameters), ("b", plain_inner, None))
+            NoLoCo(step.model, step, swarm.peer(name, run_folder=folder / name), save_every_s=0, parameters=parameters)
+            for name, step, parameters in (("a", inner, sharded), ("b", plain_inner, None))
         ]
-        outcomes: list[Outcome] = []
-        have_swapped = threading.Event()
+        num_swaps, have_swapped = [0, 0], threading.Event()
 
         def life(index: int) -> None:
-            for step in range(200):
+            step = 0
+            while not have_swapped.is_set():
+                step += 1
                 steps[index](batch(10 * index + step), progress=0.1)
-                if result := outers[index].step():
-                    outcomes.append(result.outcome)
-                if have_swapped.is_set():
-                    break
-                if sum(isinstance(outcome, Swapped) for outcome in outcomes) >= 2:
+                num_swaps[index] += len(outers[index].step())
+                if min(num_swaps) >= 5:
                     have_swapped.set()
 
         other = threading.Thread(target=life, args=(1,))
         other.start()
         life(0)  # in this thread, as one thread orders the collectives
         other.join(PATIENCE_S)
-        assert have_swapped.is_set(), outcomes
-        apart = outers[0]._state.slow_weights - outers[1]._state.slow_weights
-        assert 0 < float(apart.norm()) < 0.1 * float(outers[0]._state.slow_weights.norm())
+        ours = sharded.read(0, sharded.num_elements)
+        apart = ours - FlatParameters(plain_inner.model).read(0, sharded.num_elements)
+        assert 0 < float(apart.norm()) < 0.1 * float(ours.norm())
 
 
 def test_it_swaps_with_a_peer_that_has_one_process(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from noloco_p2p.settings import PeerSettings
 from noloco_p2p.telemetry.metrics import NUMBERS, Metrics, numbers
 from noloco_p2p.trainer.trackers import Trackers, WeightsAndBiases
 
-METRICS = Metrics(step=40, loss=3.5, tokens_per_s=100.0, last_outcome="alone")
+METRICS = Metrics(step=40, loss=3.5, tokens_per_s=100.0, last_partner="12D3KooWpartner")
 
 
 def make(folder: Path, *names: str) -> Trackers:
@@ -28,11 +28,9 @@ def test_only_numbers_that_are_known_are_tracked_under_the_names_of_the_table() 
     found = numbers(METRICS.as_dict())
     assert found["loss"] == 3.5
     assert "validation_loss" not in found
-    assert "last_outcome" not in found
+    assert "last_partner" not in found
     assert set(found) < set(NUMBERS)
-    assert {"gradient_norm", "mfu", "memory_bytes", "spread", "swap_hidden_s", "blocked_s", "alone_refused"} < set(
-        NUMBERS
-    )
+    assert {"gradient_norm", "mfu", "memory_bytes", "apart", "swaps_per_min", "failed_slow"} < set(NUMBERS)
 
 
 def test_tensorboard_has_the_curves_and_goes_on_after_a_restart(tmp_path: Path) -> None:
