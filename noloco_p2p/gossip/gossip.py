@@ -266,7 +266,8 @@ class Gossip:
                 now_s = self._loop.time()
                 self._pairing.refused(partner, answer.code, retry_after_s=answer.retry_after_s, now_s=now_s)
                 if answer.code in FINAL:
-                    self._note(partner, "will never swap", Refused(answer.sentence, peer=partner, code=answer.code.name))
+                    refused = Refused(answer.sentence, peer=partner, code=answer.code.name)
+                    self._note(partner, "will never swap", refused)
                 return None
             case _:
                 raise CorruptPayload(f"it answered an offer with {type(answer).__name__}", peer=partner)
