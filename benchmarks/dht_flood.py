@@ -274,7 +274,7 @@ def records(num_requests: int) -> list[bytes]:
     for _ in range(num_requests):
         owners = [identity_of(secrets.token_hex(8)) for _ in range(8)]
         ends_s = time.time() + 115.0
-        words = [PeerRecord(owner.peer_id, "x", RUN, sketch="A" * 175, expires_at_s=ends_s) for owner in owners]
+        words = [PeerRecord(owner.peer_id, "x", RUN, session_key="A" * 175, expires_at_s=ends_s) for owner in owners]
         request = vars(dht_pb2)["StoreRequest"](
             keys=[key] * 8,
             subkeys=[dumps(owner.peer_id) for owner in owners],

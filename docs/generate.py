@@ -58,7 +58,7 @@ A counter never decreases, not even when the peer restarts. The loss is omitted 
 ### One peer
 
 `noloco join --metrics HOST:PORT` serves these metrics at `/metrics`. `noloco status --json` and the events
-`round`, `finished` and `stopped` contain the same metrics, without the prefix `noloco_` and suffix `_total`.
+`report`, `finished` and `stopped` contain the same metrics, without the prefix `noloco_` and suffix `_total`.
 """
 SWARM_HEAD = """### The swarm
 
@@ -98,15 +98,12 @@ def settings() -> list[str]:
 
 def metrics() -> list[str]:
     own = (*prometheus.PEER, prometheus.LIVE_PEERS, prometheus.PEER_INFO)
-    swarm = (
-        *(prometheus.SWARM_PEERS, *prometheus.SWARM, prometheus.SWARM_ALONE),
-        *(*prometheus.STAGES, prometheus.DIRECTORY_AGE),
-    )
+    swarm = (prometheus.SWARM_PEERS, *prometheus.SWARM, *prometheus.STAGES, prometheus.DIRECTORY_AGE)
     rows = [(f"`{name}`", about.unit, about.meaning) for name, about in METRICS.items() if about.kind == "text"]
     return [
         METRICS_HEAD,
         *_families(own),
-        "These fields are only in the status and in events:",
+        "This field is only in the status and in events:",
         "",
         *table([("name", "unit", "meaning"), *rows]),
         SWARM_HEAD,

@@ -8,18 +8,17 @@ from dataclasses import replace
 from noloco_p2p.swarm.records import TTL_S, PeerRecord
 from noloco_p2p.telemetry.metrics import Metrics
 
-ROUND_S = 20.0
+SWAP_S = 20.0
 DIGEST = "c0" * 32
 
 
 class Crowd:
     """A synthetic swarm, determined by a seed. `records` returns the content of its directory."""
 
-    def __init__(self, num_peers: int, *, began_s: float, seed: int = 0, sketch: str = "") -> None:
+    def __init__(self, num_peers: int, *, began_s: float, seed: int = 0) -> None:
         self._rng = random.Random(seed)
         self._began_s = began_s
         self._gone: dict[int, float] = {}
-        self._sketch = sketch
         names = [f"12D3KooW{index:06d}{self._rng.randbytes(8).hex()}" for index in range(num_peers)]
         self.peers = [
             PeerRecord(name, "crowd", DIGEST, reachability="direct", metrics=Metrics(loss=6.0)) for name in names
@@ -41,23 +40,24 @@ class Crowd:
         return found
 
     def _tell(self, index: int, record: PeerRecord, made_s: float) -> PeerRecord:
-        rounds = max(0, int((made_s - self._began_s) / ROUND_S))
-        alone = rounds // 20
+        attempts = max(0, int((made_s - self._began_s) / SWAP_S))
+        failed = attempts // 20
         return replace(
             record,
             sequence=int(made_s * 1000),
             metrics=replace(
                 record.metrics,
-                round=rounds,
-                progress=min(1.0, rounds / 2000),
-                swaps=rounds - alone,
-                alone=alone,
-                alone_refused=alone,
-                loss=2.0 + 4.0 / (1 + rounds / 10) + (index % 17) / 100,
+                progress=min(1.0, attempts / 2000),
+                swaps=attempts - failed,
+                failed_slow=failed,
+                swaps_per_min=60 / SWAP_S,
+                link_use=0.8,
+                age_steps=2.0,
+                apart=0.003,
+                loss=2.0 + 4.0 / (1 + attempts / 10) + (index % 17) / 100,
                 tokens_per_s=1000.0 + index % 500,
-                last_partner=self.peers[(index + 1 + rounds * 7) % len(self.peers)].peer_id if rounds else "",
-                bytes_sent=rounds << 22,
-                bytes_received=rounds << 22,
+                last_partner=self.peers[(index + 1 + attempts * 7) % len(self.peers)].peer_id if attempts else "",
+                bytes_sent=attempts << 22,
+                bytes_received=attempts << 22,
             ),
-            sketch=self._sketch,
         )

@@ -11,36 +11,21 @@ import torch
 from torch import Tensor
 
 from noloco_p2p.gossip.deadlines import INTERNET, Deadlines
-from noloco_p2p.gossip.frames import Hello
-from noloco_p2p.gossip.seams import Candidate
-from noloco_p2p.gossip.coder import Coder
 from noloco_p2p.gossip.exchange import Committed, Exchange
-from noloco_p2p.gossip.gossip import Gossip
-from noloco_p2p.gossip.swap import Stream
-from noloco_p2p.gossip.units import Units
+from noloco_p2p.gossip.frames import Hello
+from noloco_p2p.gossip.gossip import Counts
+from noloco_p2p.gossip.service import PeerService
 from noloco_p2p.simulate.clock import InlineExecutor
 from noloco_p2p.simulate.network import Link, LinkNetwork, LinkTransport
+from noloco_p2p.spec import RunSpec
 from noloco_p2p.testing.links import LinkProfile
 from noloco_p2p.testing.memory import MemoryDirectory
+
+SPEC = RunSpec(name="swarm")
 
 
 def profile(mbit_s: float, delay_ms: float = 10.0) -> LinkProfile:
     return LinkProfile(f"{mbit_s} Mbit/s", down_mbit_s=mbit_s, up_mbit_s=mbit_s, delay_ms=delay_ms, jitter_ms=0.0)
-
-
-class Calls:
-    """The transport of one trainer."""
-
-    def __init__(self, network: LinkNetwork, hello: Callable[[], Hello], wrap: Callable[[Any], Any]) -> None:
-        self._network = network
-        self._transport = LinkTransport(network, hello, wrap=wrap)
-
-    async def open_swap(self, candidate: Candidate, *, timeout_s: float) -> Any:
-        return await self._transport.open_swap(candidate, timeout_s=timeout_s)
-
-    async def has_verified(self, candidate: Candidate, swap_id: bytes, *, timeout_s: float) -> bool:
-        service: Any = self._network.service(candidate.peer_id)
-        return service.gossip.is_verified(swap_id)
 
 
 class Trainer:
@@ -70,26 +55,27 @@ class Trainer:
         self.step_s, self.noise = step_s, noise
         self._network = network
         self._wrap = wrap
-        self._hello = Hello(name, "run", "spec")
-        units = Units(num_elements)
-        self.exchange = Exchange(units, asyncio.get_running_loop())
-        self.exchange.read = None if at_steps else lambda start, stop: self.vector[start:stop].clone()
-        self.gossip = Gossip(
-            self.exchange,
-            Coder(codec, units),
-            hello=lambda: self._hello,
-            progress=lambda: 0.0,
-            furthest=1.0,
-            transport=Calls(network, lambda: self._hello, wrap),
+        hello = Hello(name, SPEC.name, SPEC.digest())
+        self.service = PeerService(
+            SPEC.with_changes({"codec.weights": codec}),
+            hello=lambda: hello,
+            transport=LinkTransport(network, lambda: hello, wrap=wrap),
             directory=MemoryDirectory(network, own_id=name),
             executor=InlineExecutor(),
             rng=random.Random(f"{name}/{seed}"),
             deadlines=deadlines,
             on_corrupt=lambda peer, reason: self.corrupt.append(f"{peer}: {reason}"),
         )
+        self.exchange: Exchange
+        self._at_steps = at_steps
 
-    async def on_swap(self, stream: Stream) -> None:
-        await self.gossip.on_swap(stream)
+    @property
+    def counts(self) -> Counts:
+        return self.service.counts
+
+    async def begin(self) -> None:
+        self.exchange = await self.service.begin(len(self.vector))
+        self.exchange.read = None if self._at_steps else lambda start, stop: self.vector[start:stop].clone()
 
     async def train(self, num_steps: int, *, noise: float | None = None, after_s: float = 0.0) -> None:
         await asyncio.sleep(after_s)
@@ -105,6 +91,7 @@ class Trainer:
         for swap in self.exchange.collect():
             self.swaps.append(swap)
             self.ages.append(self.exchange.step - swap.snapshot_step)
+            self.exchange.applied(swap, seconds=0.0)
             for index, chunk in enumerate(swap.coding.chunks):
                 self.vector[swap.start + chunk.start : swap.start + chunk.stop] += swap.coding.half_difference(index)
         self.exchange.serve(lambda start, stop: self.vector[start:stop].clone())
@@ -114,21 +101,21 @@ class Swarm:
     """Trainers with links. Use it within a running loop."""
 
     def __init__(self, links: Sequence[LinkProfile], *, lose: float = 0.0, seed: int = 0, **options: Any) -> None:
-        self.network = LinkNetwork(lose=lose, frames_a_swap=12, seed=seed)
+        self.network = LinkNetwork(lose=lose, seed=seed)
         self.trainers = [self._trainer(number, link, seed, options) for number, link in enumerate(links)]
-        self.tasks: dict[str, asyncio.Task[None]] = {}
 
     def _trainer(self, number: int, link: LinkProfile, seed: int, options: dict[str, Any]) -> Trainer:
         name = f"peer-{number:03}"
         self.network.links[name] = Link.of(link, seed=number)
         mine = {key: value[number] if isinstance(value, list) else value for key, value in options.items()}
         trainer = Trainer(name, self.network, seed=1000 * seed + number, **mine)
-        self.network.add(name, trainer, wrap=mine.get("wrap", lambda stream: stream))  # pyright: ignore[reportArgumentType]
+        self.network.add(name, trainer.service, wrap=mine.get("wrap", lambda stream: stream))
         return trainer
 
     async def run(self, num_steps: int, *, at_rest: int = 0) -> None:
         """Train, then mix for `at_rest` more steps without training, and stop."""
-        self.tasks = {trainer.name: asyncio.create_task(trainer.gossip.run()) for trainer in self.trainers}
+        for trainer in self.trainers:
+            await trainer.begin()
         longest_s = num_steps * max(trainer.step_s for trainer in self.trainers)
         rng = random.Random(1)  # inner steps of different peers do not end at the same moment
         await asyncio.gather(
@@ -139,14 +126,13 @@ class Swarm:
 
     async def stop(self) -> None:
         """Let all swaps end, and apply what has been committed."""
-        ends = asyncio.gather(*(trainer.gossip.finish(timeout_s=60.0) for trainer in self.trainers))
+        ends = asyncio.gather(*(trainer.service.hold(timeout_s=60.0) for trainer in self.trainers))
         while not ends.done():
             await asyncio.sleep(0.1)
             for trainer in self.trainers:
                 trainer.between_steps()
-        for task in self.tasks.values():
-            task.cancel()
-        await asyncio.gather(*self.tasks.values(), return_exceptions=True)
+        for trainer in self.trainers:
+            await trainer.service.stop()
         await self.network.close()
         for trainer in self.trainers:
             trainer.between_steps()
@@ -166,6 +152,6 @@ class Swarm:
     def use(self, seconds: float, mbit_s: Sequence[float]) -> list[float]:
         """Return the share of each peer's upload that payloads used."""
         return [
-            trainer.gossip.traffic.bytes_sent * 8 / (rate * 1e6 * seconds)
+            trainer.counts.traffic.bytes_sent * 8 / (rate * 1e6 * seconds)
             for trainer, rate in zip(self.trainers, mbit_s, strict=True)
         ]

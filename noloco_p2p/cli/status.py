@@ -103,8 +103,10 @@ def swaps_line(reply: dict[str, Any]) -> str:
 
 def mixing_line(reply: dict[str, Any]) -> str:
     """Format what the swaps do: `weights 0.31 % apart, half-differences 2.1 steps old; training waited for 12 s`."""
-    age = f", half-differences {reply['age_steps']:.1f} steps old" if reply["age_steps"] is not None else ""
-    return f"weights {percent(reply['apart'])} apart{age}; training waited for {duration(reply['blocked_s'])}"
+    return (
+        f"weights {percent(reply['apart'])} apart, half-differences {reply['age_steps']:.1f} steps old; "
+        f"training waited for {duration(reply['blocked_s'])}"
+    )
 
 
 def settings_lines(settings: dict[str, dict[str, Any]]) -> list[str]:

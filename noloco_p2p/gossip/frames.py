@@ -21,8 +21,6 @@ from enum import IntEnum
 import xxhash
 from blake3 import blake3
 
-from noloco_p2p.gossip.units import Slice
-
 PROTOCOL_VERSION = "1.0"  # peers with the same major version are compatible
 STATE_CHUNK_BYTES = 1 << 20
 MAX_CHUNKS_PER_REQUEST = 16_384  # covers 16 GiB of state with a list of 48 KiB; a larger state needs several requests
@@ -81,6 +79,18 @@ class AbortCode(IntEnum):
     ABANDONED = 3  # the sender gave up the swap
     LEAVING = 4
     INTERNAL = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """The units [first, first + count)."""
+
+    first: int
+    count: int
+
+    @property
+    def units(self) -> range:
+        return range(self.first, self.first + self.count)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,21 +13,21 @@ import logging
 import math
 import random
 from collections import Counter, OrderedDict, deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from noloco_p2p.errors import CorruptPayload, PeerError, TimedOut, Unreachable
+from noloco_p2p.errors import CorruptPayload, PeerError, Refused, TimedOut, Unreachable
 from noloco_p2p.gossip.coder import Coder
 from noloco_p2p.gossip.deadlines import INTERNET, Deadlines
 from noloco_p2p.gossip.exchange import Committed, Exchange
-from noloco_p2p.gossip.frames import Accept, Frame, Hello, Offer, Refuse, RefuseCode, Standing, other_kind
+from noloco_p2p.gossip.frames import FINAL, Accept, Frame, Hello, Offer, Refuse, RefuseCode, Standing, other_kind
 from noloco_p2p.gossip.introductions import Introductions
 from noloco_p2p.gossip.pairing import Pairing
 from noloco_p2p.gossip.seams import Candidate, Directory, FrameStream, Transport
-from noloco_p2p.gossip.swap import Agreed, Diverged, Ended, Ledger, Swap, Traffic
+from noloco_p2p.gossip.swap import Agreed, Diverged, Ended, Ledger, Swap, Traffic, send_within
 from noloco_p2p.gossip.units import Slice
 from noloco_p2p.owned_tasks import OwnedTasks
 from noloco_p2p.spec import Spec
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 LEAST_UNITS = 8  # of a vector that has two swaps at a time; with fewer, they would need the same units
 HOLD_S = 2.0  # for which an offer waits for the answer to an offer of this peer; shorter than an offer's deadline
-BUSY_RETRY_S = 0.1
+BUSY_RETRY_S = 0.02, 0.1  # at least and at most; in between, a quarter of the time of a swap
 STALE_RETRY_S = 30.0  # long enough for a peer with a small model to catch up
 SHARE_RETRY_S = 1.0
 PAUSED_S = 0.5  # how often a paused peer looks whether it may continue
@@ -154,7 +154,7 @@ class Gossip:
                 async with self._changed:
                     await self._changed.wait_for(self._may_agree)
                 if (missing := self._missing_steps()) > 0:
-                    await asyncio.sleep(max(BUSY_RETRY_S, missing * self._exchange.step_s))
+                    await asyncio.sleep(max(self._busy_retry_s(), missing * self._exchange.step_s))
                     continue
                 self._ask_task = asyncio.create_task(self._ask_somebody())
                 try:
@@ -206,7 +206,7 @@ class Gossip:
         candidate = self._pairing.next(self._directory.live(), self._loop.time())
         if not candidate:
             return None
-        reserved = self._ages.reserve(self._exchange.step, at_most=self._at_most(), is_alone=self._outer.wait)
+        reserved = self._ages.reserve(self._exchange.step, at_most=self._at_most(), all_free=self._outer.wait)
         if not reserved:
             return None
         told, window = reserved
@@ -229,7 +229,7 @@ class Gossip:
         """Wait until a peer may be asked, and let the offers of others have the slot meanwhile."""
         if self.state == "training":
             wait_s = self._pairing.wait_s(self._directory.live(), self._loop.time())
-            await asyncio.sleep(max(wait_s, BUSY_RETRY_S))  # all units may be busy
+            await asyncio.sleep(max(wait_s, self._busy_retry_s()))  # all units may be busy
         else:
             await asyncio.sleep(PAUSED_S)
 
@@ -238,7 +238,8 @@ class Gossip:
         agreed = None
         try:
             swap_id, began_s = self._rng.randbytes(SWAP_ID_BYTES), self._loop.time()
-            await stream.send(Offer(self._hello(), swap_id, self._standing(), told, self._at_most()))
+            offer = Offer(self._hello(), swap_id, self._standing(), told, self._at_most())
+            await send_within(self._deadlines.offer_s, stream, offer, peer=candidate.peer_id)
             answer = await stream.receive(self._deadlines.offer_s)
             self.link.answered(self._loop.time() - began_s)
             agreed = self._answered(candidate, stream, swap_id, told, answer)
@@ -262,6 +263,9 @@ class Gossip:
                 self.counts.refused_as_stale |= answer.code is RefuseCode.STALE
                 now_s = self._loop.time()
                 self._pairing.refused(partner, answer.code, retry_after_s=answer.retry_after_s, now_s=now_s)
+                if answer.code in FINAL:
+                    refused = Refused(answer.sentence, peer=partner, code=answer.code.name)
+                    self._note(partner, "will never swap", refused)
                 return None
             case _:
                 raise CorruptPayload(f"it answered an offer with {type(answer).__name__}", peer=partner)
@@ -275,6 +279,10 @@ class Gossip:
             return 0.0
         start, stop = self._units.bounds(swap.agreed.part)
         return max(0.0, swap.moving_s + (stop - start) / max(1.0, self.link.elements_per_s) - self._loop.time())
+
+    def _busy_retry_s(self) -> float:
+        least_s, most_s = BUSY_RETRY_S
+        return max(least_s, min(most_s, self._slice_s() / 4))
 
     def _at_most(self) -> int:
         """Return how many units this peer's link should carry in one swap."""
@@ -310,7 +318,7 @@ class Gossip:
                 refusal = await self._accept(stream, offer)
             if refusal:
                 self.counts.refused[refusal.code.name] += 1
-                await stream.send(refusal)
+                await send_within(self._deadlines.offer_s, stream, refusal, peer=stream.peer)
         except PeerError as error:
             log.debug("an offer from %s failed: %s", stream.peer, error)
         finally:
@@ -326,20 +334,19 @@ class Gossip:
             elif caller == self._asking:
                 return Refuse(RefuseCode.CROSSED, "we have made offers to each other, and mine counts")
             await asyncio.wait({self._ask_task}, timeout=HOLD_S)
-        if self._asking or not self._may_agree():
-            return Refuse(RefuseCode.BUSY, "I have a partner", BUSY_RETRY_S)
+        if self.state != "training" or self._asking or not self._may_agree():
+            return Refuse(RefuseCode.BUSY, "I have a partner", self._busy_retry_s())
         if (missing := self._missing_steps()) > 0:
-            return Refuse(
-                RefuseCode.BUSY, "my swaps take too much time", max(BUSY_RETRY_S, missing * self._exchange.step_s)
-            )
+            retry_s = max(self._busy_retry_s(), missing * self._exchange.step_s)
+            return Refuse(RefuseCode.BUSY, "my swaps would take too much time", retry_s)
         if abs(offer.standing.free_in_s - self._free_in_s()) > MOST_APART * self._slice_s():
             return Refuse(RefuseCode.BUSY, "we would wait too long for each other", 0.0)
         part = self._ages.choose(offer.ages, self._exchange.step, at_most=min(offer.at_most, self._at_most()))
         if not part:
-            return Refuse(RefuseCode.BUSY, "other swaps carry all slices that we could swap", BUSY_RETRY_S)
+            return Refuse(RefuseCode.BUSY, "other swaps carry all slices that we could swap", self._busy_retry_s())
         self._ages.begin(part)
         agreed = self._agree(stream, offer.swap_id, caller, offer.standing, part, told_step=told_step)
-        await self._swap(agreed, first=stream.send(Accept(self._hello(), self._standing(), part)))
+        await self._swap(agreed, first=Accept(self._hello(), self._standing(), part))
         return None
 
     async def _refusal(self, offer: Frame) -> Refuse | None:
@@ -352,7 +359,7 @@ class Gossip:
         if self.state != "training":
             return Refuse(RefuseCode.NOT_TRAINING, f"this peer is {self.state}", PAUSED_S)
         if not await self._introductions.is_listed(caller):
-            return Refuse(RefuseCode.UNLISTED, "I have not read your record yet", BUSY_RETRY_S)
+            return Refuse(RefuseCode.UNLISTED, "I have not read your record yet", self._busy_retry_s())
         if abs(apart) > self._furthest:
             who = "you are" if apart < 0 else "I am"
             return Refuse(RefuseCode.STALE, f"{who} {100 * abs(apart):.1f} % of the run behind", STALE_RETRY_S)
@@ -375,12 +382,15 @@ class Gossip:
 
     async def _swap_of_ours(self, agreed: Agreed) -> None:
         try:
-            await self._swap(agreed)
+            if self.state == "training":
+                await self._swap(agreed)
+            else:  # this peer has been paused since it made the offer
+                self._ages.end(agreed.part, mixed_at=None)
         finally:
             await agreed.stream.close()
 
-    async def _swap(self, agreed: Agreed, *, first: Awaitable[None] | None = None) -> None:
-        """Run one swap, after awaiting `first`. A failure of the partner ends here."""
+    async def _swap(self, agreed: Agreed, *, first: Accept | None = None) -> None:
+        """Run one swap, after sending `first`. A failure of the partner ends here."""
         began_s, is_committed = self._loop.time(), False
         ledger = self._ledgers[agreed.swap_id] = Ledger()
         if len(self._ledgers) > REMEMBERED_SWAPS:
@@ -400,7 +410,7 @@ class Gossip:
         self._running.append(swap)
         try:
             if first:
-                await first
+                await send_within(self._deadlines.offer_s, agreed.stream, first, peer=agreed.partner)
             coding = await swap.run()
             is_committed = True
             self.counts.swaps += 1
@@ -438,7 +448,7 @@ class Gossip:
         partner, now_s = swap.agreed.partner, self._loop.time()
         if not swap.is_moving and isinstance(error, Unreachable):
             # The partner has agreed with somebody else while its answer or this peer's answer was on its way.
-            self._pairing.refused(partner, RefuseCode.BUSY, retry_after_s=BUSY_RETRY_S, now_s=now_s)
+            self._pairing.refused(partner, RefuseCode.BUSY, retry_after_s=self._busy_retry_s(), now_s=now_s)
             return
         if isinstance(error, Diverged):
             self._exchange.has_diverged = True

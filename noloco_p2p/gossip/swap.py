@@ -203,13 +203,7 @@ class Swap:
 
     async def _send(self, frame: Frame) -> None:
         async with self._writing:
-            try:
-                async with asyncio.timeout(self._deadlines.progress_s):
-                    await self.agreed.stream.send(frame)
-            except TimeoutError:
-                raise TimedOut(
-                    f"it did not read a frame for {self._deadlines.progress_s:.0f} s", peer=self.agreed.partner
-                ) from None
+            await send_within(self._deadlines.progress_s, self.agreed.stream, frame, peer=self.agreed.partner)
 
     # receiving
 
@@ -270,7 +264,7 @@ class Swap:
             await self._next(Ready)
         except Ended:
             raise
-        except (Unreachable, TimedOut):
+        except PeerError:
             # The Ready may be lost, so ask the partner once. Without an answer, nothing is committed.
             if not await self._ask_partner():
                 raise
@@ -283,6 +277,15 @@ class Swap:
         with contextlib.suppress(PeerError, TimeoutError):  # the partner is gone
             sentence = str(error) if isinstance(error, PeerError) else "this peer ended the swap"
             await asyncio.wait_for(self._send(Abort(code, sentence)), self._deadlines.farewell_s)
+
+
+async def send_within(timeout_s: float, stream: FrameStream, frame: Frame, *, peer: str) -> None:
+    """Send a frame. Raises TimedOut if the peer does not let it through, and the errors of `send`."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            await stream.send(frame)
+    except TimeoutError:
+        raise TimedOut(f"it did not read a frame for {timeout_s:.0f} s", peer=peer) from None
 
 
 class Diverged(PeerError):

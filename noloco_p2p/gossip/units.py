@@ -11,24 +11,13 @@ from dataclasses import dataclass
 
 from noloco_p2p.codec import CHUNK_ELEMENTS
 from noloco_p2p.codec.modulo import BLOCK_ELEMENTS
+from noloco_p2p.gossip.frames import Slice
 
 MAX_UNITS = 256  # an offer has one byte for each
 LEAST_ELEMENTS = 4096  # of a unit; smaller units would cost more in headers than they contain
 MOST_ELEMENTS = 1 << 24  # of a slice: 64 MiB of fp32, which a CPU copies or adds in about 20 ms
 CHOICE = 2  # times as many units are offered as a swap carries
 AGES_PER_DOUBLING = 16  # an age is told as 16 log2(1 + steps), so that a byte reaches 65,000 steps
-
-
-@dataclass(frozen=True, slots=True)
-class Slice:
-    """The units [first, first + count)."""
-
-    first: int
-    count: int
-
-    @property
-    def units(self) -> range:
-        return range(self.first, self.first + self.count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,15 +101,14 @@ class Ages:
         """Return one byte per unit for an offer: 0 for a busy unit, and otherwise 1 or more, growing with its age."""
         return bytes(0 if unit in self._busy else _told(now - at) for unit, at in enumerate(self._mixed_at))
 
-    def reserve(self, now: int, *, at_most: int, is_alone: bool = False) -> tuple[bytes, Slice] | None:
+    def reserve(self, now: int, *, at_most: int, all_free: bool = False) -> tuple[bytes, Slice] | None:
         """Return what to tell in an offer, and the units that it reserves until it is answered.
 
-        These are the oldest units, about twice as many as a swap carries, so that the partner has a choice. At most
-        half of the free units are reserved, because offers of other peers arrive meanwhile. If `is_alone`, there are no
-        other swaps.
+        These are the oldest units, about twice as many as a swap carries, so that the partner has a choice. Unless
+        `all_free`, at most half of the free units are reserved, because offers of other peers arrive meanwhile.
         """
-        told, share = self.tell(now), 1 if is_alone else 2
-        window = _oldest(told, max(1, min(CHOICE * at_most, self.num_free // share)))
+        told = self.tell(now)
+        window = _oldest(told, max(1, min(CHOICE * at_most, self.num_free // (1 if all_free else 2))))
         if window is None:
             return None
         self.begin(window)

@@ -154,10 +154,9 @@ def values(swarm: dict[str, Any], *, left_s: float | None = None) -> Iterator[Va
     left = "" if left_s is None else f"about {duration(left_s)} left"
     yield Value("done", _or_dash(totals["progress"], lambda share: f"{100 * share:.1f} %"), left)
     yield _mean("apart", percent, totals)
-    rate, age = totals["swaps_per_min"], totals["age_steps"]
-    swapping = [f"{rate:.1f} swaps/min per peer"] if rate is not None else []
-    swapping += [f"{age:.1f} steps old"] if age is not None else []
-    yield Value("link in use", _or_dash(totals["link_use"], percent), ", ".join(swapping))
+    if totals["link_use"] is not None:  # somebody trains
+        swapping = f"{totals['swaps_per_min']:.1f} swaps/min per peer, {totals['age_steps']:.1f} steps old"
+        yield Value("link in use", percent(totals["link_use"]), swapping)
     failed = {name.removeprefix("failed_"): lately[name] for name in FAILED}
     attempts = lately["swaps"] + sum(failed.values())
     share = percent(sum(failed.values()) / attempts) if attempts else "-"

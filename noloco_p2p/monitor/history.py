@@ -54,7 +54,8 @@ class History:
 
     def left_s(self) -> float | None:
         """Estimate the time until the schedule is complete from the progress in the last ten minutes."""
-        points = [(t["time_s"], t["progress"]) for t, _ in self._samples if t["progress"] is not None]
+        points = [(t["time_s"] or 0.0, t["progress"]) for t, _ in self._samples]
+        points = [(time_s, progress) for time_s, progress in points if progress is not None]
         if not points:
             return None
         now_s, progress = points[-1]

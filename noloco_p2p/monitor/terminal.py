@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from noloco_p2p.monitor.columns import STAGE_COLUMNS, Choice, Column, Peer, columns_of, values
+from noloco_p2p.monitor.columns import STAGE_COLUMNS, Choice, Column, Peer, Value, columns_of, values
 from noloco_p2p.monitor.stages import Stage
 from noloco_p2p.telemetry.console import aligned, cells
 
@@ -25,12 +25,12 @@ GAP = 2  # between two columns
 
 def headlines(swarm: dict[str, Any]) -> list[str]:
     """Return two lines about the whole swarm: `run tiny | peers alive 3 (1 gone) | loss 1.498 (1.4 to 1.6) | ..`."""
-    shown = [
-        f"{value.name} {value.text}" + (f" ({value.details})" if value.details else "")
-        for value in values(swarm)
-        if value.text != "-"
-    ]
-    return [" | ".join([f"run {swarm['run']}", *shown[:IN_HEADLINE]]), " | ".join(shown[IN_HEADLINE:])]
+    shown = [*values(swarm)]
+    return [" | ".join([f"run {swarm['run']}", *_known(shown[:IN_HEADLINE])]), " | ".join(_known(shown[IN_HEADLINE:]))]
+
+
+def _known(shown: Sequence[Value]) -> list[str]:
+    return [f"{v.name} {v.text}" + (f" ({v.details})" if v.details else "") for v in shown if v.text != "-"]
 
 
 def view(swarm: dict[str, Any], choice: Choice, *, width: int, height: int) -> Group:

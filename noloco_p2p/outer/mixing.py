@@ -162,11 +162,15 @@ class Mixing:
     def _measure(self, swap: Swapped, filtered: Filtered) -> None:
         metrics = self._metrics
         apart = swap.distance / math.sqrt(2)
-        metrics.apart = apart if metrics.apart is None else metrics.apart + SMOOTHING * (apart - metrics.apart)
-        metrics.age_steps += SMOOTHING * (swap.age_steps - metrics.age_steps)
+        metrics.apart = _smoothed(metrics.apart, apart)
+        metrics.age_steps = _smoothed(metrics.age_steps, swap.age_steps)
         metrics.judged_pieces += len(filtered.norms)
         metrics.clipped_pieces += filtered.num_clipped
         metrics.last_partner = swap.partner
+
+
+def _smoothed(before: float | None, value: float) -> float:
+    return value if before is None else before + SMOOTHING * (value - before)
 
 
 def closing_mixings(outer: OuterSpec, num_peers: int) -> int:

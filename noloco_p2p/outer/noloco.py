@@ -246,9 +246,8 @@ class NoLoCo:
     def _optimizer_stepped(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         """Handle a step of the last optimizer, before the caller sees the new weights."""
         self._unlock()
-        if self._exchange.is_closed and not self._exchange.is_replaced:
-            self.detach()  # after `with Peer.join(...)` has ended, a script may continue to train on its own
-        elif not is_skipped(optimizer):
+        # A script may train on its own after the end of its peer, or create a new NoLoCo for the same optimizer.
+        if not (self._exchange.is_closed or is_skipped(optimizer)):
             self._step()
 
     def _step(self) -> list[Swapped]:
@@ -292,6 +291,8 @@ class NoLoCo:
                 "parameters of the model were replaced, frozen or unfrozen after this NoLoCo was created: "
                 "create a new NoLoCo, because this one would swap the old parameters"
             )
+        if not self.weights.looks_finite():
+            self._recover()
         self._catch_up()
         if self._save_every_s and now_s - self._saved_at_s >= self._save_every_s:
             self._saved_at_s = now_s

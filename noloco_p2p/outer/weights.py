@@ -68,6 +68,10 @@ class Weights:
                 torch.cat([part.cpu() for part in values], out=copy[first - start : last - start])
         return copy
 
+    def looks_finite(self) -> bool:
+        """Return whether the first 1 MiB of the weights is finite. A gradient with NaN makes all weights NaN."""
+        return bool(self.parameters.read(0, min(CHUNK_ELEMENTS, self.num_elements)).isfinite().all())
+
     def _read(self, vector: Tensor | None, start: int, stop: int) -> Tensor:
         return self.parameters.read(start, stop).cpu() if vector is None else vector[start:stop]
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from noloco_p2p._version import __version__
 from noloco_p2p.errors import SettingsError
 from noloco_p2p.gossip.frames import Hello
-from noloco_p2p.gossip.gossip import Counts
+from noloco_p2p.gossip.gossip import Counts, Link
 from noloco_p2p.gossip.layout import ModelLayout
 from noloco_p2p.identity import Identity
 from noloco_p2p.invitation import Invitation
@@ -124,8 +124,8 @@ class PublishedStatus:
         net, metrics = self._net, self._metrics
         for name, number in counted(net.service.counts, relayed_bytes=net.directory.relayed_bytes).items():
             setattr(metrics, name, self._before.get(name, 0) + number)
-        if gossip := net.service.gossip:
-            metrics.swaps_per_min, metrics.link_use = gossip.link.last_minute(time.monotonic())
+        link = net.service.gossip.link if net.service.gossip else Link()
+        metrics.swaps_per_min, metrics.link_use = link.last_minute(time.monotonic())
         metrics.trained_s = self._training_time.seconds()
 
     def restore_metrics(self, values: dict[str, Any]) -> None:

@@ -108,11 +108,11 @@ class Metrics:
         rank=4,
         total="training",
     )
-    age_steps: float | None = _metric(
+    age_steps: float = _metric(
         "gauge",
         "steps",
         "age of half-differences when they are applied, in inner steps since the snapshot: a running mean",
-        None,
+        0.0,
         key="age",
         digits=3,
         column="age",

@@ -12,7 +12,7 @@ from noloco_p2p.gossip.frames import FetchItem, FetchWant, Frame, Hello, PeerSta
 from noloco_p2p.gossip.seams import Candidate, FrameStream, Service
 
 QUEUED_FRAMES = 8
-Wrap = Callable[[FrameStream], FrameStream]  # wraps a stream, for example with the faults of a FaultPlan
+Wrap = Callable[[FrameStream], FrameStream]  # wraps a stream, for example with the faults of `Faults`
 
 
 def unchanged(stream: FrameStream) -> FrameStream:

@@ -22,7 +22,7 @@ import pytest
 import uvloop
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from harness.patience import PATIENCE_S
-from harness.rounds import wait_until
+from harness.processes import until
 
 from noloco_p2p.errors import DirectoryError
 from noloco_p2p.identity import Identity, peer_id_of
@@ -34,7 +34,6 @@ from noloco_p2p.swarm.membership_view import Headcount
 from noloco_p2p.swarm.node import SwarmNode
 from noloco_p2p.swarm.records import TTL_S, PeerRecord, encode_record
 from noloco_p2p.swarm.timing import Timing
-from noloco_p2p.telemetry.metrics import Metrics
 
 RUN = "ab" * 32
 LONG_S = 1.9 * TTL_S  # the life of records that are stored once; readers reject twice the usual life
@@ -47,7 +46,7 @@ def run(main: Callable[[], Coroutine[object, object, None]]) -> None:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(asyncio.wait_for(main(), PATIENCE_S))
     # Other programs start and stop peers on this machine, so only a socket that stays without a listener is a leak.
-    wait_until(lambda: all(_is_served(path) for path in _sockets() - before))
+    until(lambda: all(_is_served(path) for path in _sockets() - before), what="no socket without a listener")
     assert not [child for child in psutil.Process().children(recursive=True) if child.name() == "p2pd"]
 
 
@@ -60,10 +59,8 @@ def _is_served(path: str) -> bool:
     return any(connection.laddr == path for connection in psutil.net_connections("unix"))
 
 
-def record_of(identity: Identity, *, state: str = "training", round_: int = 0) -> PeerRecord:
-    return PeerRecord(
-        identity.peer_id, "demo", RUN, addresses=("127.0.0.1:4000",), state=state, metrics=Metrics(round=round_)
-    )
+def record_of(identity: Identity, *, state: str = "training") -> PeerRecord:
+    return PeerRecord(identity.peer_id, "demo", RUN, addresses=("127.0.0.1:4000",), state=state)
 
 
 def public_bytes(key: Ed25519PrivateKey) -> bytes:

@@ -18,47 +18,49 @@ import torch
 import uvloop
 from admitting import AnyState
 from harness.loopback import LoopbackSwarm
-from harness.patience import AT_ONCE_S, PATIENCE_S, PATIENT
-from harness.rounds import Vectors, end_round, one_round, open_round, wait_until
-from harness.specs import FP32, published
+from harness.patience import AT_ONCE_S, PATIENCE_S, PATIENT, until
+from harness.specs import FP32
+from harness.swapping import Swapping, apply_until, half_difference, random_vector, swap_all, wait_until
 from rogue_server import rogue
 
 from noloco_p2p.errors import CorruptPayload, PeerError, Refused, SettingsError, TimedOut, Unreachable
 from noloco_p2p.gossip.frames import (
     STATE_CHUNK_BYTES,
+    Abort,
+    AbortCode,
+    Accept,
     Chunk,
     FetchItem,
     FetchWant,
+    Frame,
+    Header,
     Hello,
-    Part,
+    Offer,
     PeerStatus,
     Ready,
     Refuse,
     RefuseCode,
-    SectionName,
     StateChunk,
     StateManifest,
-    SwapState,
     WantChunks,
     WantManifest,
     WantSpec,
 )
-from noloco_p2p.gossip.outcome import Alone, Half, Outcome, Swapped
-from noloco_p2p.gossip.round_events import RoundPhase
 from noloco_p2p.gossip.seams import Candidate, FrameStream, Service
 from noloco_p2p.net.client import GrpcTransport
 from noloco_p2p.net.options import MAX_MESSAGE_BYTES
 from noloco_p2p.net.server import GrpcServer
-from noloco_p2p.spec import TrainerSpec
-from noloco_p2p.testing.faults import At, Cut, FaultPlan
-from noloco_p2p.testing.peers import MemorySwarm
+from noloco_p2p.spec import OuterSpec, RunSpec, TrainerSpec
+from noloco_p2p.testing.faults import Cut, Faults
 from noloco_p2p.transfer.donor import SavedState, StateServer, describe_state
 from noloco_p2p.transfer.fetch import fetch_spec, fetch_state
 from noloco_p2p.transfer.slots import NUM_SLOTS
 
-SPEC = TrainerSpec(name="grpc", codec=FP32, outer=published())
+SPEC = TrainerSpec(name="grpc", codec=FP32)
+WAIT = RunSpec(name="wait", codec=FP32, outer=OuterSpec(wait=True))
 SWAP = "/noloco_p2p.wire.v1.Peer/Swap"
 HELLO = Hello("caller", SPEC.name, SPEC.digest())
+NUM_ELEMENTS = 600_000
 
 
 @pytest.fixture
@@ -67,138 +69,90 @@ def swarm() -> Iterator[LoopbackSwarm]:
         yield swarm
 
 
-def half_differences(outcome: Outcome) -> dict[SectionName, torch.Tensor]:
-    assert isinstance(outcome, Swapped), outcome
-    return {
-        name: torch.cat([pair.half_difference(index) for index in range(len(pair.own))])
-        for name, pair in outcome.received.sections.items()
-    }
+def vectors() -> list[torch.Tensor]:
+    return [random_vector(seed, NUM_ELEMENTS) for seed in (1, 2)]
 
 
 # swaps
 
 
-def test_a_swap_over_grpc_brings_the_bits_of_its_twin_in_memory(swarm: LoopbackSwarm) -> None:
-    vectors = [Vectors.random(seed, num_elements=600_000) for seed in (1, 2)]
-    with MemorySwarm(SPEC) as memory:
-        twins = one_round([memory.peer("a"), memory.peer("b")], vectors, wait_s=PATIENCE_S)
-    peers = [swarm.peer("a"), swarm.peer("b")]
-    for index in range(3):
-        for outcome, twin in zip(one_round(peers, vectors, wait_s=PATIENCE_S, round_index=index), twins, strict=True):
-            ours, theirs = half_differences(outcome), half_differences(twin)
-            assert ours.keys() == theirs.keys()
-            assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+def test_both_partners_get_half_of_their_difference() -> None:
+    with LoopbackSwarm(WAIT, deadlines=PATIENT) as swarm:
+        peers = [Swapping(swarm.peer(name), vector) for name, vector in zip("ab", vectors(), strict=True)]
+        for _ in range(3):
+            ours, theirs = (half_difference(swap) for swap in swap_all(peers))
+            assert torch.equal(ours, peers[1].vector * 0.5 - peers[0].vector * 0.5)
+            assert torch.equal(theirs, -ours)
 
 
 def test_bits_by_need_travel_over_grpc() -> None:
     """One number leaves the range of four bits in the second swap, and that of six bits in the third."""
-    with LoopbackSwarm(SPEC.with_changes({"codec.slow_weights": "modulo"}), deadlines=PATIENT) as swarm:
-        peers = [swarm.peer("a"), swarm.peer("b")]
-        vectors = [Vectors.random(seed, num_elements=600_000) for seed in (1, 2)]
-        num_extended = []
+    with LoopbackSwarm(WAIT.with_changes({"codec.weights": "modulo"}), deadlines=PATIENT) as swarm:
+        peers = [Swapping(swarm.peer(name), vector) for name, vector in zip("ab", vectors(), strict=True)]
+        repeated = []
         for index in range(3):
-            vectors[0].slow_weights[300_000] += 30.0 * index  # a step is 1 to 2
-            outcomes = one_round(peers, vectors, wait_s=PATIENCE_S, round_index=index)
-            ours, theirs = (half_differences(outcome)[SectionName.SLOW_WEIGHTS] for outcome in outcomes)
+            peers[0].vector[300_000] += 30.0 * index  # a step is 1 to 2
+            ours, theirs = (half_difference(swap) for swap in swap_all(peers))
             assert torch.equal(ours, -theirs)
-            assert (ours - (vectors[1].slow_weights - vectors[0].slow_weights) / 2).abs().max() <= 1.01
-            num_extended.append([peer.driver.traffic.extended_chunks for peer in peers])
-        assert num_extended == [[0, 0], [1, 1], [3, 3]]
-        assert [peer.driver.traffic.broken_chunks for peer in peers] == [0, 0]
+            assert (ours - (peers[1].vector - peers[0].vector) / 2).abs().max() <= 1.01
+            repeated.append([peer.counts.traffic.repeated_chunks for peer in peers])
+        assert repeated == [[0, 0], [1, 1], [2, 2]]
 
 
-@pytest.mark.parametrize(
-    ("gradient", "position"),
-    [*(("fp32", position) for position in (1, 2, 5, 8, 9, 11, 12)), *(("none", position) for position in (1, 2, 5, 8))],
-)
-def test_a_connection_that_breaks_at_any_frame_leaves_both_sides_alike(gradient: str, position: int) -> None:
-    """The eighth frame of a peer is its first Ready, which is its last frame if there is no late part."""
-    faults = FaultPlan().fail_at(At(nth=position), send=Cut()).wrapper()
-    with LoopbackSwarm(SPEC.with_changes({"codec.outer_gradient": gradient}), deadlines=PATIENT) as swarm:
-        peers = [swarm.peer("a", wrap=faults, wrap_accepted=faults), swarm.peer("b")]
-        began_s = time.monotonic()
-        outcomes = one_round(peers, [Vectors.random(1), Vectors.random(2)], wait_s=PATIENCE_S)
-        assert time.monotonic() - began_s < AT_ONCE_S
-    assert faults.fired
-    assert len({type(outcome) for outcome in outcomes}) == 1
+@pytest.mark.parametrize("kind", [Offer | Accept, Header, Chunk, Ready], ids=["offer", "header", "chunk", "ready"])
+@pytest.mark.parametrize("nth", [1, 3])
+def test_a_connection_that_breaks_leaves_both_sides_alike(swarm: LoopbackSwarm, kind: type[Frame], nth: int) -> None:
+    faults, sums = Faults(kind, Cut(), nth=nth), vectors()
+    total = sums[0] + sums[1]
+    one = Swapping(swarm.peer("a", wrap=faults, wrap_accepted=faults), sums[0])
+    other = Swapping(swarm.peer("b"), sums[1])
+    apply_until(lambda: faults.fired, [one, other])
+    for peer in (one, other):
+        peer.settle()
+    assert len(one.swaps) == len(other.swaps)
+    assert torch.allclose(one.vector + other.vector, total, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("at", "allowed"),
-    [(At(Chunk), Alone), (At(Chunk, section=SectionName.OUTER_GRADIENT), Half), (At(Ready, part=Part.LATE), Half)],
-    ids=["early", "late", "late-ready"],
-)
-def test_a_partner_whose_server_is_gone_in_the_middle_costs_no_more_than_the_round(
-    swarm: LoopbackSwarm, at: At, allowed: type[Outcome]
+@pytest.mark.parametrize("kind", [Chunk, Ready], ids=["chunk", "ready"])
+def test_a_partner_whose_server_is_gone_in_the_middle_costs_no_more_than_the_swap(
+    swarm: LoopbackSwarm, kind: type[Frame]
 ) -> None:
     """The address stays in the directory, as after a kill, and nobody can ask the partner what it committed."""
 
     def vanish() -> None:
-        server = swarm.servers.pop("a", None)
-        if server:
-            stopping.append(asyncio.ensure_future(server.stop(0.0)))
+        stopping.append(asyncio.ensure_future(swarm.servers.pop("a").stop(0.0)))
 
     stopping: list[asyncio.Future[None]] = []
-    faults = FaultPlan().fail_at(at, send=Cut()).wrapper(on_fault=vanish)
-    peers = [swarm.peer("a", wrap=faults, wrap_accepted=faults), swarm.peer("b")]
-    began_s = time.monotonic()
-    _, survivor = one_round(peers, [Vectors.random(1), Vectors.random(2)], wait_s=PATIENCE_S)
+    faults, began_s = Faults(kind, Cut(), on_fault=vanish), time.monotonic()
+    Swapping(swarm.peer("a", wrap=faults, wrap_accepted=faults), random_vector(1, NUM_ELEMENTS))
+    survivor = Swapping(swarm.peer("b"), random_vector(2, NUM_ELEMENTS))
+    wait_until(lambda: survivor.counts.failures)
+    survivor.settle()
     assert time.monotonic() - began_s < AT_ONCE_S
-    assert faults.fired
-    assert isinstance(survivor, allowed)
-    assert "..a" in peers[1].driver.last_fault
+    assert not survivor.swaps
+    assert "..a" in survivor.counts.last_failure
 
 
-def test_after_a_kill_the_next_candidate_is_found_in_the_same_round(swarm: LoopbackSwarm) -> None:
+def test_after_a_kill_others_are_found_at_once(swarm: LoopbackSwarm) -> None:
     a, b, c = (swarm.peer(name) for name in "abc")
     swarm.kill(a)
     began_s = time.monotonic()
-    outcomes = one_round([b, c], [Vectors.random(2), Vectors.random(3)], wait_s=PATIENCE_S)
-    assert [type(outcome) for outcome in outcomes] == [Swapped, Swapped]
+    both = [Swapping(peer, vector) for peer, vector in zip((b, c), vectors(), strict=True)]
+    apply_until(lambda: all(peer.swaps for peer in both), both)
     assert time.monotonic() - began_s < AT_ONCE_S, "a refused connection is reported at once"
 
 
-def test_an_eager_peer_gets_the_late_part_as_a_correction(swarm: LoopbackSwarm) -> None:
-    a, b = swarm.peer("a"), swarm.peer("b")
-    for peer, seed in ((a, 1), (b, 2)):
-        open_round(peer, Vectors.random(seed))
-    wait_until(lambda: a.driver.phase is RoundPhase.EARLY and b.driver.phase is RoundPhase.EARLY)
-    assert isinstance(end_round(a, Vectors.random(1), wait_s=0.0), Half)
-    assert isinstance(end_round(b, Vectors.random(2), wait_s=PATIENCE_S), Swapped)
-    wait_until(lambda: bool(a.driver.corrections))
-    correction = a.exchange.late(1)
-    assert correction is not None
-    expected = Vectors.random(2).outer_gradient * 0.5 - Vectors.random(1).outer_gradient * 0.5
-    assert torch.equal(correction.gradient.half_difference(0), expected)
-
-
-@pytest.mark.parametrize("who", ["initiator", "acceptor"])
-def test_a_peer_that_gives_up_tells_its_partner_why(swarm: LoopbackSwarm, who: str) -> None:
-    """The leaver must send its Abort before it closes the stream, whichever side opened it."""
-    initiator, acceptor = swarm.peer("initiator"), swarm.peer("acceptor")
-    swarm.addresses["initiator"] = ""  # so that only the initiator makes offers
-    for peer in (acceptor, initiator):
-        open_round(peer, Vectors.random(1))
-    wait_until(lambda: acceptor.driver.phase is RoundPhase.EARLY and initiator.driver.phase is RoundPhase.EARLY)
-    leaver, other = (initiator, acceptor) if who == "initiator" else (acceptor, initiator)
-    assert isinstance(leaver.exchange.collect(0.0), Half)
-    open_round(leaver, Vectors.random(1), round_index=1)
-    end_round(leaver, Vectors.random(1), wait_s=0.0)  # the next boundary, before the late part has arrived
-    wait_until(lambda: other.driver.phase is RoundPhase.HALF)
-    assert "the late part did not arrive before the next boundary" in other.driver.last_fault
-
-
 def test_a_peer_of_another_spec_is_refused_with_the_difference(swarm: LoopbackSwarm) -> None:
-    stranger = swarm.peer("b", spec=TrainerSpec(name="grpc", outer=published(alpha=0.25)))
-    peers = [swarm.peer("a"), stranger]
-    outcomes = one_round(peers, [Vectors.random(1), Vectors.random(2)], wait_s=PATIENCE_S)
-    assert [type(outcome) for outcome in outcomes] == [Alone, Alone]
-    told = "".join(peer.driver.last_fault for peer in peers)
+    stranger = swarm.peer("b", spec=TrainerSpec(name="grpc", outer=OuterSpec(alpha=0.25)))
+    both = [Swapping(peer, vector) for peer, vector in zip((swarm.peer("a"), stranger), vectors(), strict=True)]
+    wait_until(lambda: any(peer.counts.last_failure for peer in both))
+    told = "".join(peer.counts.last_failure for peer in both)
     assert "spec digest" in told
     assert SPEC.digest()[:16] in told
+    assert not any(peer.counts.swaps for peer in both)
 
 
-# one server and one client, without rounds
+# one server and one client, without swaps
 
 
 class Answering:
@@ -209,11 +163,11 @@ class Answering:
         *,
         on_swap: Callable[[FrameStream], Coroutine[None, None, None]] | None = None,
         states: StateServer | None = None,
-        state: SwapState | None = None,
+        has_verified: bool = False,
     ) -> None:
         self._on_swap = on_swap
         self._states = states
-        self._state = state
+        self._has_verified = has_verified
 
     def admit(self, hello: Hello) -> None:
         if hello.run_name != SPEC.name:
@@ -224,8 +178,7 @@ class Answering:
             await self._on_swap(stream)
 
     async def on_status(self, swap_id: bytes) -> PeerStatus:
-        assert self._state is not None
-        return PeerStatus(HELLO, "training", 41, 0.5, self._state)
+        return PeerStatus(HELLO, "training", 0.5, self._has_verified)
 
     def on_fetch(self, want: FetchWant) -> AsyncGenerator[FetchItem]:
         assert self._states is not None
@@ -301,7 +254,7 @@ def test_an_address_that_answers_nothing_is_given_up_within_the_time_out() -> No
 
 def test_a_message_that_is_too_large_is_refused_and_the_peer_lives_on() -> None:
     seen: list[PeerError] = []
-    largest = Chunk(SectionName.OUTER_GRADIENT, 0, bytes(1 << 20), bytes(16))
+    largest = Chunk(0, bytes(1 << 20), bytes(16))
 
     async def on_swap(stream: FrameStream) -> None:
         try:
@@ -336,7 +289,7 @@ def test_a_message_that_is_too_large_is_refused_and_the_peer_lives_on() -> None:
 
 
 @pytest.mark.parametrize(
-    "garbage", [b"\xff\xff\xff", b"\x2a\x05abc", os.urandom(1000)], ids=["varint", "chunk", "noise"]
+    "garbage", [b"\xff\xff\xff", b"\x32\x05abc", os.urandom(1000)], ids=["varint", "chunk", "noise"]
 )
 def test_garbage_ends_the_stream_with_a_sentence_on_either_side(
     garbage: bytes, caplog: pytest.LogCaptureFixture
@@ -371,6 +324,30 @@ def test_garbage_ends_the_stream_with_a_sentence_on_either_side(
     assert len(seen) == 1
 
 
+@pytest.mark.parametrize("who", ["caller", "called"])
+def test_the_last_words_of_a_peer_arrive_before_the_end_of_its_stream(who: str) -> None:
+    abort, heard = Abort(AbortCode.LEAVING, "bye"), list[Frame]()
+
+    async def speak(stream: FrameStream) -> None:
+        await stream.send(abort)
+        await stream.close()
+
+    async def listen(stream: FrameStream) -> None:
+        heard.append(await stream.receive(PATIENCE_S))
+        with pytest.raises(Unreachable):
+            await stream.receive(PATIENCE_S)
+        await stream.close()
+
+    async def main() -> None:
+        async with serving(Answering(on_swap=speak if who == "called" else listen)) as there:
+            stream = await transport().open_swap(there, timeout_s=PATIENCE_S)
+            await (speak if who == "caller" else listen)(stream)
+            await until(lambda: heard)
+
+    run(main)
+    assert heard == [abort]
+
+
 def test_callers_that_come_and_go_do_not_harm_the_peer() -> None:
     """A port scan connects, opens a swap and vanishes. Asking gRPC about a vanished caller once crashed the process."""
     peers: list[str] = []
@@ -381,7 +358,7 @@ def test_callers_that_come_and_go_do_not_harm_the_peer() -> None:
         except PeerError:
             peers.append(stream.peer)
             with pytest.raises(PeerError):
-                await stream.send(Ready(Part.EARLY))
+                await stream.send(Ready())
             with pytest.raises(PeerError):
                 await stream.receive(0.1)
             await stream.close()
@@ -392,7 +369,7 @@ def test_callers_that_come_and_go_do_not_harm_the_peer() -> None:
                 stream = await transport().open_swap(there, timeout_s=PATIENCE_S)
                 reading = asyncio.create_task(stream.receive(PATIENCE_S))
                 await asyncio.sleep(0)  # the call starts
-                await stream.send(Ready(Part.EARLY)) if len(peers) % 2 else None
+                await stream.send(Ready()) if len(peers) % 2 else None
                 await stream.close()
                 with pytest.raises(PeerError):
                     await reading
@@ -402,19 +379,17 @@ def test_callers_that_come_and_go_do_not_harm_the_peer() -> None:
                 writer.write(noise)
                 writer.transport.abort()
             last = await transport().open_swap(there, timeout_s=PATIENCE_S)
-            await last.send(Ready(Part.EARLY))
+            await last.send(Ready())
             await last.close()
 
     run(main)
 
 
 def test_a_status_tells_what_became_of_a_swap() -> None:
-    state = SwapState(known=True, verified=(Part.EARLY, Part.LATE), committed=(Part.EARLY,))
-
     async def main() -> None:
-        async with serving(Answering(state=state)) as there:
+        async with serving(Answering(has_verified=True)) as there:
             status = await transport().status(there, swap_id=bytes(16), timeout_s=PATIENCE_S)
-            assert status == PeerStatus(HELLO, "training", 41, 0.5, state)
+            assert status == PeerStatus(HELLO, "training", 0.5, has_verified=True)
             with pytest.raises(Refused, match="another run") as refusal:
                 await transport("other").status(there, timeout_s=PATIENCE_S)
             assert (refusal.value.code, refusal.value.retry_after_s) == ("OTHER_RUN", 7.0)
@@ -441,9 +416,7 @@ class Donor(Answering):
         path = folder / name
         path.write_bytes(self.data)
         self.states = StateServer(SPEC)
-        self.states.saved = self.saved = describe_state(
-            path, layout="layout", num_elements=9, round_index=5, progress=0.5
-        )
+        self.states.saved = self.saved = describe_state(path, layout="layout", num_elements=9, progress=0.5)
         self.asked: list[FetchWant] = []
         self._alter = alter
         super().__init__(states=self.states)
@@ -476,7 +449,7 @@ def test_spec_manifest_and_chunks_come_over_grpc(tmp_path: Path) -> None:
 def test_a_manifest_of_many_chunks_comes_whole(tmp_path: Path) -> None:
     """A model with billions of parameters has more digests than fit into one message (about 33,000)."""
     digests = tuple(index.to_bytes(32, "big") for index in range(70_000))
-    manifest = StateManifest("layout", 9, 1, 0.5, 70_000 * STATE_CHUNK_BYTES, digests)
+    manifest = StateManifest("layout", 9, 0.5, 70_000 * STATE_CHUNK_BYTES, digests)
 
     async def main() -> None:
         donor = Donor(tmp_path, "donor")

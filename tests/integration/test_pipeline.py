@@ -15,7 +15,7 @@ import pytest
 import torch
 from harness.identities import identity_of
 from harness.patience import PATIENCE_S
-from harness.rounds import wait_until
+from harness.swapping import wait_until
 from staged_reference import FP32, material_of, spec_of, trained_alone
 
 from noloco_p2p.errors import PeerError

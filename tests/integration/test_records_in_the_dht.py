@@ -111,16 +111,16 @@ def test_a_rogue_node_can_neither_forge_nor_outlive_nor_erase(tmp_path: Path) ->
         ):
             honest, thief = identity_of("honest"), identity_of("thief")
             # An old record, a newer one, and the old one again: the newer one must outlive the expiry of the old one.
-            old, new = record_of("honest", in_s=3.0, round=1), record_of("honest", sequence=2, round=2)
+            old, new = record_of("honest", in_s=3.0, swaps=1), record_of("honest", sequence=2, swaps=2)
             for record in (old, new, old):
                 await put(node, record, honest)
-            await put(node, record_of("honest", sequence=9, round=66), thief)  # with the wrong key
+            await put(node, record_of("honest", sequence=9, swaps=66), thief)  # with the wrong key
             await put(node, record_of("thief", sequence=9), thief, subkey=honest.peer_id)  # at the subkey of another
             await put(node, record_of("eternal", in_s=10 * 365 * 86400.0), identity_of("eternal"))
             await put(node, record_of("late", in_s=2 * TTL_S + 30), identity_of("late"))
             await until(lambda: time.time() > old.expires_at_s + 0.2, "the time of the old word is over")
             await reader.refresh_now()
-            assert [(record.peer_id, record.metrics.round) for record, _ in reader.records()] == [(honest.peer_id, 2)]
+            assert [(record.peer_id, record.metrics.swaps) for record, _ in reader.records()] == [(honest.peer_id, 2)]
             assert [candidate.peer_id for candidate in reader.live()] == [honest.peer_id]
 
     run(main)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from harness.loopback import LoopbackSwarm
 from harness.patience import PATIENCE_S
-from harness.rounds import together, wait_until
+from harness.swapping import together, wait_until
 from harness.specs import published, tiny_llama
 from torch import Tensor
 from transformers import PreTrainedModel

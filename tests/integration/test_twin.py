@@ -15,7 +15,7 @@ import pytest
 import torch
 from harness.loopback import LoopbackSwarm
 from harness.patience import PATIENCE_S
-from harness.rounds import together, wait_until
+from harness.swapping import together, wait_until
 from harness.specs import FP32, published
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector

@@ -24,7 +24,7 @@ def test_training_swarms_stay_together_and_conserve_their_mean(at_steps: bool) -
         await swarm.run(30, at_rest=60)
         assert swarm.drift() < ROUNDING
         assert swarm.spread() < 1e-3 / 3  # a third of a single step
-        assert all(trainer.gossip.num_swaps > 20 for trainer in swarm.trainers)
+        assert all(trainer.counts.swaps > 20 for trainer in swarm.trainers)
 
     run_virtual(main())
 
@@ -44,7 +44,7 @@ def test_unequal_links_and_steps_keep_swapping() -> None:
         swarm = Swarm(links, num_elements=60_000, step_s=[0.5, 1.0, 1.0, 2.0, 4.0, 1.0])
         await swarm.run(20, at_rest=30)
         assert swarm.drift() < ROUNDING
-        assert all(trainer.gossip.num_swaps > 10 for trainer in swarm.trainers)
+        assert all(trainer.counts.swaps > 10 for trainer in swarm.trainers)
 
     run_virtual(main())
 
@@ -54,7 +54,7 @@ def test_two_peers_with_a_vector_of_one_unit_swap() -> None:
         swarm = Swarm(LINKS[:2], num_elements=100)
         await swarm.run(20)
         assert swarm.drift() < ROUNDING
-        assert all(trainer.gossip.num_swaps > 5 for trainer in swarm.trainers)
+        assert all(trainer.counts.swaps > 5 for trainer in swarm.trainers)
 
     run_virtual(main())
 
@@ -63,8 +63,8 @@ def test_broken_connections_leave_no_trace() -> None:
     async def main() -> None:
         swarm = Swarm(LINKS, num_elements=60_000, lose=0.5, seed=3)
         await swarm.run(80, at_rest=1)
-        assert sum(trainer.gossip.num_failed for trainer in swarm.trainers) > 10
-        assert sum(trainer.gossip.num_swaps for trainer in swarm.trainers) > 30
+        assert sum(trainer.counts.failures.total() for trainer in swarm.trainers) > 10
+        assert sum(trainer.counts.swaps for trainer in swarm.trainers) > 30
         assert swarm.drift() < ROUNDING
 
     run_virtual(main())

@@ -37,6 +37,16 @@ def test_there_is_one_sample_per_interval_of_the_swarm_and_of_each_peer() -> Non
     assert curves["losses"][names[1]] == pytest.approx([s["peers"][1]["loss"] for s in taken[::2]], abs=1e-4)
 
 
+def test_the_time_left_follows_from_the_progress_of_the_last_ten_minutes() -> None:
+    history, (summary,) = History(), summaries(1, every_s=1.0, number=1)
+    assert history.left_s() is None
+    for tick in range(121):  # 0.1 % in each of the first ten minutes, and 1 % in each of the next ten
+        progress = 0.001 * min(tick, 60) / 6 + 0.01 * max(0, tick - 60) / 6
+        totals = {**summary["totals"], "progress": progress}
+        history.add({**summary, "time_s": BEGAN_S + SAMPLE_S * tick, "totals": totals})
+    assert history.left_s() == pytest.approx(60 * (1 - 0.11) / 0.01)
+
+
 def test_the_curves_of_a_long_run_are_small_and_without_a_gap() -> None:
     history, (summary,) = History(), summaries(2, every_s=1.0, number=1)
     num_ticks = 2 * 8_640  # two days

@@ -5,10 +5,8 @@ from collections.abc import Sequence
 import pytest
 from recorded import changed
 
-from noloco_p2p.gossip.outcome import LonelyCause
 from noloco_p2p.monitor.notices import notices
 from noloco_p2p.monitor.roster import FORGET_AFTER_S, MAX_PEERS, WINDOW_S, Health, Roster
-from noloco_p2p.monitor.spread import Spread
 from noloco_p2p.monitor.stages import Stage, stage_rows
 from noloco_p2p.swarm.records import TTL_S, PeerRecord
 
@@ -27,11 +25,10 @@ def told(
     made: Roster,
     *,
     after_s: float = 0.0,
-    spreads: Sequence[Spread] = (),
     stages: Sequence[Stage] = (),
     directory_age_s: float = 1.0,
 ) -> list[str]:
-    found = notices(made, spreads=spreads, stages=stages, directory_age_s=directory_age_s, now_s=NOW_S + after_s)
+    found = notices(made, stages=stages, directory_age_s=directory_age_s, now_s=NOW_S + after_s)
     return [f"{notice.level}: {notice.text}" for notice in found]
 
 
@@ -69,29 +66,50 @@ def test_an_old_record_seen_again_makes_nobody_younger() -> None:
     assert made.members[A.peer_id].age_s(NOW_S + 50.0) == 50.0
 
 
-def test_a_swap_is_a_meeting_and_rounds_are_counted_from_the_first_look_on() -> None:
-    made = roster(changed(A, swaps=100, alone=7, alone_nobody=7))
-    grown = changed(A, sequence=2, swaps=101, alone=9, alone_nobody=8, alone_refused=1, last_partner=B.peer_id)
+def test_a_swap_is_a_meeting_and_swaps_are_counted_from_the_first_look_on() -> None:
+    made = roster(changed(A, swaps=100, failed_slow=7))
+    grown = changed(A, sequence=2, swaps=101, failed_slow=8, failed_unreachable=1, last_partner=B.peer_id)
     made.take([(grown, 2.0)], now_s=NOW_S + 10.0)
     assert [(m.at_s, m.peer, m.partner) for m in made.meetings] == [(NOW_S + 8.0, A.peer_id, B.peer_id)]
     lately = made.lately()
-    assert (lately["swaps"], lately["alone"]) == (1, 2)
-    assert (lately[LonelyCause.NOBODY], lately[LonelyCause.REFUSED]) == (1, 1)
-    made.take(
-        [(changed(grown, sequence=3, swaps=3, alone=0, alone_nobody=0, alone_refused=0), 0.0)], now_s=NOW_S + 20.0
-    )
+    assert (lately["swaps"], lately["failed_slow"], lately["failed_unreachable"]) == (1, 1, 1)
+    made.take([(changed(grown, sequence=3, swaps=3, failed_slow=0), 0.0)], now_s=NOW_S + 20.0)
     assert made.lately() == lately, "a peer that begins anew takes nothing back"
     made.take([], now_s=NOW_S + 20.0 + WINDOW_S + 1)
     made.take([], now_s=NOW_S + 31.0 + WINDOW_S)
     assert made.lately()["swaps"] == 0, "that was not lately"
 
 
-def test_solo_rounds_are_told_with_their_main_cause() -> None:
+def test_failed_swaps_are_told_with_their_main_cause() -> None:
     made = roster(A)
-    made.take([(changed(A, sequence=2, swaps=6, alone=4, alone_refused=3, alone_no_answer=1), 0.0)], now_s=NOW_S + 10.0)
+    made.take([(changed(A, sequence=2, swaps=6, failed_slow=3, failed_abandoned=1), 0.0)], now_s=NOW_S + 10.0)
     assert told(made, after_s=10.0) == [
-        "warn: 40 % of the rounds in the last 10 min 0 s were solo, mostly because partners refused."
+        "warn: 40 % of the swaps in the last 10 min 0 s failed, mostly because partners did not answer in time."
     ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "others", "is_told"),
+    [
+        ({}, {}, True),
+        ({"state": "paused"}, {}, False),
+        ({"swaps": 1}, {}, False),
+        ({}, {"state": "done"}, False),
+        ({"stages": 2}, {"stages": 2, "stage": 1}, False),
+    ],
+    ids=["trains", "paused", "swaps", "nobody else trains", "nobody else has its stage"],
+)
+def test_a_peer_that_trains_beside_others_and_does_not_swap_is_named(
+    changes: dict[str, object], others: dict[str, object], is_told: bool
+) -> None:
+    made, after_s = roster(A, B), WINDOW_S + 20.0
+    steps = ((1, WINDOW_S / 2, 0), (2, after_s, 1))
+    for sequence, at_s, swaps in steps:
+        mine = changed(A, **{"sequence": sequence + 1, **changes})
+        other = changed(B, **{"sequence": sequence + 1, "swaps": swaps, **others})
+        made.take([(mine, 0.0), (other, 0.0)], now_s=NOW_S + at_s)
+    lines = told(made, after_s=after_s)
+    assert any("1 peer did not swap for 10 min 0 s: ..aaaaaa." in line for line in lines) == is_told, lines
 
 
 def test_stages_that_nobody_computes_are_told_while_somebody_trains() -> None:
@@ -101,16 +119,9 @@ def test_stages_that_nobody_computes_are_told_while_somebody_trains() -> None:
         ("done", []),
     ):
         records = [changed(head, state=state), changed(inner, state="done")]
-        assert told(roster(*records), stages=stage_rows(records, {})) == lines
+        assert told(roster(*records), stages=stage_rows(records)) == lines
     paused = [head, changed(inner, state="paused")]
-    assert "stages 1, 2, 3," in told(roster(*paused), stages=stage_rows(paused, {}))[0]
-
-
-def test_who_is_alone_in_its_stage_has_others_around() -> None:
-    made = roster(changed(A, stages=2))
-    made.take([(changed(A, stages=2, sequence=2, alone=10, alone_nobody=10), 0.0)], now_s=NOW_S + 10.0)
-    lines = told(made, after_s=10.0, stages=stage_rows([changed(A, stages=2)], {}))
-    assert lines[-1].endswith("were solo, mostly because no other peer held the same stage.")
+    assert "stages 1, 2, 3," in told(roster(*paused), stages=stage_rows(paused))[0]
 
 
 def test_all_is_well() -> None:
@@ -127,11 +138,12 @@ def test_what_is_wrong_is_told_the_worst_first() -> None:
     assert told(Roster()) == ["bad: No peer is alive."]
 
 
-def test_one_replica_that_went_astray_is_named() -> None:
-    spread = Spread(0.02, {"a": 0.004, "b": 0.0041, "c": 0.0039, "..stray!": 0.05}, progress=0.5)
-    assert told(roster(A, B), spreads=[spread]) == [
-        "warn: The weights of ..stray! are far from those of the other replicas."
-    ]
+def test_a_replica_that_went_astray_is_named() -> None:
+    apart = {"a": 0.004, "b": 0.0041, "c": 0.0039, "12D3KooWstray!": 0.05}
+    peers = [changed(A, peer_id=peer, apart=distance) for peer, distance in apart.items()]
+    assert told(roster(*peers)) == ["warn: The weights of ..stray! are far from those of the other replicas."]
+    elsewhere = [changed(peer, stages=2, stage=int(peer.metrics.apart == 0.05)) for peer in peers]
+    assert told(roster(*elsewhere)) == [], "peers of another stage hold other weights"
 
 
 def test_a_flood_of_peers_is_bounded() -> None:

@@ -12,25 +12,27 @@ from rich.console import Console
 
 from noloco_p2p.errors import SettingsError
 from noloco_p2p.monitor.collect import Watcher, describe
-from noloco_p2p.monitor.spread import Spread
+from noloco_p2p.monitor.columns import COLUMNS, Choice
 from noloco_p2p.monitor.stages import stage_rows
-from noloco_p2p.monitor.terminal import COLUMNS, Choice, headline, percent, plain, rounds_line, view
+from noloco_p2p.monitor.terminal import headlines, plain, view
 from noloco_p2p.spec import MAX_STAGES
 from noloco_p2p.swarm.records import PeerRecord
 from noloco_p2p.telemetry.metrics import Metrics
 from noloco_p2p.ticket import Ticket
 
-PROMISED = {"peer_id", "state", "round", "swaps", "alone", "loss", "tokens_per_s", "age_s", "reachability"}
+PROMISED = {"peer_id", "state", "progress", "swaps", "failed", "loss", "tokens_per_s", "age_s", "reachability"}
 A = PeerRecord(
     "12D3KooWaaaaaa",
     "r",
     "0" * 64,
     sequence=1,
     metrics=Metrics(
-        round=7,
         swaps=5,
-        alone=2,
-        alone_refused=2,
+        failed_slow=2,
+        swaps_per_min=3.0,
+        link_use=0.8,
+        age_steps=2.14,
+        apart=0.0031,
         loss=2.5,
         tokens_per_s=1500.0,
         progress=0.34,
@@ -38,7 +40,7 @@ A = PeerRecord(
         last_partner="12D3KooWbbbbbb",
     ),
 )
-B = changed(A, peer_id="12D3KooWbbbbbb", state="leaving", tokens_per_s=9e9, loss=None, last_partner="", round=30)
+B = changed(A, peer_id="12D3KooWbbbbbb", state="leaving", tokens_per_s=9e9, loss=None, last_partner="")
 HEAD = changed(A, stages=3, capacity=9000.0, microbatches=100, late_microbatches=10, queue=2)
 INNER = changed(
     A, peer_id="12D3KooWiiiiii", stages=3, stage=1, capacity=4000.0, microbatches=50, lost_microbatches=2, loss=None
@@ -66,20 +68,33 @@ def drawn(page: Any, *, width: int, height: int = 24) -> list[str]:
 def test_a_peer_has_the_promised_keys() -> None:
     peer = describe(A, 3.14159)
     assert peer.keys() >= PROMISED
-    assert (peer["round"], peer["swaps"], peer["alone"], peer["loss"], peer["age_s"]) == (7, 5, 2, 2.5, 3.1)
-    assert peer["alone_by_cause"]["refused"] == 2
+    assert (peer["progress"], peer["swaps"], peer["loss"], peer["age_s"]) == (0.34, 5, 2.5, 3.1)
+    assert peer["failed"] == {"unreachable": 0, "slow": 2, "corrupt": 0, "abandoned": 0}
 
 
 def test_the_headline_counts_peers_and_the_speed_of_those_who_train() -> None:
-    assert headline(swarm(A, B)) == "run r: 1 alive, 1 leaving | 1.5k tokens/s | loss 2.500 | 34 % done"
-    assert headline(swarm()) == "run r: no known peers | 0 tokens/s"
-    assert rounds_line(swarm(A)) == "rounds: 5 swapped, 0 half, 2 solo (2 refused) | 3.0 MiB out, 0 B in"
+    assert headlines(swarm(A, B)) == [
+        "run r | peers alive 1 (1 leaving) | loss 2.500 (2.500 to 2.500) | tokens/s 1.5k | done 34.0 %",
+        "apart 0.31 % (0.31 % to 0.31 %) | link in use 80 % (3.0 swaps/min per peer, 2.1 steps old) | "
+        "sent 6.0 MiB (in 10 swaps)",
+    ]
+    assert headlines(swarm()) == ["run r | peers alive 0 | tokens/s 0", "sent 0 B (in 0 swaps)"]
+
+
+def test_what_failed_lately_is_told_for_the_swarm_and_in_all_for_each_peer() -> None:
+    watcher = Watcher(TICKET)
+    for sequence, failed in ((1, 2), (2, 5)):
+        peer = changed(A, sequence=sequence, swaps=sequence, failed_slow=failed, failed_corrupt=sequence)
+        watcher.take([(peer, 0.0)], directory_age_s=0.5, now_s=1_800_000_000.0 + sequence)
+    lines = plain(watcher.summary())
+    assert "failed swaps 80 % (3 slow, 1 corrupt)" in lines[1]
+    assert lines[-1].endswith("5 slow, 2 corrupt")
 
 
 def test_plain_lines_are_aligned_one_a_peer() -> None:
     lines = plain(swarm(A, B))
     header = next(index for index, line in enumerate(lines) if line.startswith("peer"))
-    assert lines[header + 1].split()[:4] == ["..aaaaaa", "training", "7", "2.500"]
+    assert lines[header + 1].split()[:4] == ["..aaaaaa", "training", "34", "%"]
     assert lines[header].index("state") == lines[header + 1].index("training") == lines[header + 2].index("leaving")
     assert len(lines) == header + 3
 
@@ -116,27 +131,25 @@ def test_a_paused_peer_says_why_while_it_is_alive() -> None:
 
 def test_stages_are_rows_and_the_one_with_the_least_capacity_comes_first() -> None:
     other = changed(INNER, peer_id="12D3KooWjjjjjj", capacity=4500.0, microbatches=150, tokens_per_s=500.0)
-    rows = stage_rows([HEAD, INNER, other], {1: Spread(0.02, {}, 0.5)})
+    rows = stage_rows([HEAD, INNER, other])
     assert [(row["stage"], row["peers"], row["capacity"]) for row in rows] == [
         (2, 0, 0),
         (1, 2, 8500.0),
         (0, 1, 9000.0),
     ]
     empty, inner, head = rows
-    assert (empty["microbatches"], empty["late_share"], empty["lost_share"], empty["spread"]) == (0, None, None, None)
+    assert (empty["microbatches"], empty["late_share"], empty["lost_share"], empty["apart"]) == (0, None, None, None)
     assert (inner["microbatches"], inner["lost_share"], inner["late_share"]) == (200, 0.02, 0.0)
-    assert (inner["tokens_per_s"], inner["spread"]) == (2000.0, 0.02)
+    assert (inner["tokens_per_s"], inner["apart"]) == (2000.0, 0.0031)
     assert (head["queue"], head["late_share"]) == (2, 0.1)
 
 
 def test_most_peers_say_how_many_stages_there_are() -> None:
     liar = changed(INNER, peer_id="12D3KooWllllll", stages=MAX_STAGES, stage=60)
     early = changed(INNER, peer_id="12D3KooWeeeeee", stages=0)
-    assert len(stage_rows([HEAD, INNER, liar], {})) == 3
-    assert len(stage_rows([HEAD, early], {})) == 3, "one that has not begun says 0"
-    assert (
-        stage_rows([A, B, changed(liar, stages=10**15)], {}) == stage_rows([A, A, liar], {}) == stage_rows([], {}) == []
-    )
+    assert len(stage_rows([HEAD, INNER, liar])) == 3
+    assert len(stage_rows([HEAD, early])) == 3, "one that has not begun says 0"
+    assert stage_rows([A, B, changed(liar, stages=10**15)]) == stage_rows([A, A, liar]) == stage_rows([]) == []
 
 
 def test_a_run_of_whole_models_shows_no_stages() -> None:
@@ -158,7 +171,7 @@ def test_stages_are_shown_with_the_stage_of_each_peer(width: int) -> None:
         assert any("No peer holds stage 2" in line for line in lines)
     whole = plain(seen)
     row = next(line.split() for line in whole if line.startswith("1 "))
-    assert row == ["1", "1", "4k", "1.5k", "0", "50", "0", "%", "4", "%", "-"]
+    assert row == ["1", "1", "4k", "1.5k", "0", "50", "0", "%", "4", "%", "0.31", "%"]
     header = next(index for index, line in enumerate(whole) if line.startswith("peer"))
     assert [line.split()[:2] for line in whole[header:]] == [["peer", "stage"], ["..aaaaaa", "0"], ["..iiiiii", "1"]]
     assert [peer["stage"] for peer in Choice("stage", descending=True).of(seen["peers"])] == [1, 0]
@@ -185,7 +198,7 @@ def test_a_page_fits_its_terminal(width: int) -> None:
     header = next(line for line in lines if line.startswith("peer"))
     assert {"state", "heard"} <= set(header.split())
     if width >= 80:
-        assert {"round", "loss", "tokens/s", "last", "solo"} <= set(header.split())
+        assert {"done", "loss", "tokens/s", "swaps/min", "apart", "link"} <= set(header.split())
     if width == 200:
         assert all(column.name in header for column in COLUMNS)
 
@@ -214,13 +227,6 @@ def test_who_is_gone_is_said_to_be_gone_with_the_age_of_the_last_word() -> None:
     lines = plain(watcher.summary())
     assert lines[-1].split()[:2] == ["..aaaaaa", "gone"]
     assert "1 min 35 s ago" in lines[-1]
-
-
-@pytest.mark.parametrize(
-    ("share", "text"), [(None, "-"), (5e-5, "<0.01 %"), (0.0039, "0.39 %"), (0.021, "2.1 %"), (1.5, "150 %")]
-)
-def test_shares(share: float | None, text: str) -> None:
-    assert percent(share) == text
 
 
 def test_3000_records_are_quick() -> None:

@@ -18,12 +18,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from recorded import changed
 
 from noloco_p2p.monitor.collect import Watcher
-from noloco_p2p.monitor.web import MEETINGS_SHOWN_S, STATIC, LiveSwarm, app
+from noloco_p2p.monitor.web import MEETINGS_SHOWN_S, PAGE_PEERS, STATIC, LiveSwarm, app
 from noloco_p2p.telemetry.http import HttpServer
 from noloco_p2p.telemetry.prometheus import STAGES
 from noloco_p2p.ticket import Ticket
 
 NOW_S = time.time()
+APIS = ("api/page", "api/page?page=99999999999&sort=none&words=%00", "api/status", "api/history")
 
 
 class Site:
@@ -75,7 +76,7 @@ def on_site(check: Callable[[Site], Any], num_peers: int = 4) -> None:
 
 def test_every_path_answers_and_nothing_can_be_changed() -> None:
     async def check(made: Site) -> None:
-        for path in ("", "static/page.js", "static/uPlot.iife.min.js", "static/page.css", "healthz", "api/history"):
+        for path in ("", "static/page.js", "static/uPlot.iife.min.js", "static/page.css", "healthz", *APIS):
             status, body, headers = await made.get(path)
             assert status == 200, path
             assert body
@@ -89,7 +90,7 @@ def test_every_path_answers_and_nothing_can_be_changed() -> None:
         name = status["peers"][0]["peer_id"]
         curves = json.loads((await made.get(f"api/history?id={name}&id=nobody"))[1])
         assert list(curves["losses"]) == [name]
-        assert len(curves["losses"][name]) == len(curves["time_s"]) == len(curves["spread"]) == 1
+        assert len(curves["losses"][name]) == len(curves["time_s"]) == len(curves["apart"]) == 1
 
     on_site(check)
 
@@ -131,19 +132,47 @@ def test_prometheus_gets_one_series_for_each_stage() -> None:
     on_site(check)
 
 
-def test_the_page_is_told_its_columns_and_who_has_just_swapped_with_whom() -> None:
+def test_the_page_is_told_its_text_and_who_has_just_swapped_with_whom() -> None:
     async def check(made: Site) -> None:
         for _ in range(60):
             made.look(after_s=4.0)
-        status = json.loads((await made.get("api/status"))[1])
-        assert all(column["key"] in status["peers"][0] for column in status["columns"])
-        known = {peer["peer_id"] for peer in status["peers"]}
-        assert status["meetings"]
-        assert all({peer, partner} <= known for _, peer, partner in status["meetings"])
-        assert len(status["meetings"]) < len(made.swarm.watcher.roster.meetings)
-        assert all(0 <= made.now_s - at_s <= MEETINGS_SHOWN_S + 0.1 for at_s, _, _ in status["meetings"])
+        page = json.loads((await made.get("api/page"))[1])
+        assert {len(row["cells"]) for row in page["rows"]} == {len(page["columns"])}
+        assert [value["name"] for value in page["values"]][:2] == ["peers alive", "loss"]
+        assert page["values"][0]["text"] == "4"
+        known = {peer["id"] for peer in page["graph"]}
+        assert page["meetings"]
+        assert all({peer, partner} <= known for _, peer, partner in page["meetings"])
+        assert len(page["meetings"]) < len(made.swarm.watcher.roster.meetings)
+        assert all(0 <= made.now_s - at_s <= MEETINGS_SHOWN_S + 0.1 for at_s, _, _ in page["meetings"])
+        assert page["curves"]["ids"] == sorted(known)
 
     on_site(check)
+
+
+def test_the_page_is_sorted_searched_and_cut_by_the_monitor() -> None:
+    async def check(made: Site) -> None:
+        async def ask(query: str) -> dict[str, Any]:
+            return json.loads((await made.get(f"api/page?{query}"))[1])
+
+        def losses(page: dict[str, Any]) -> list[float]:
+            place = [column["name"] for column in page["columns"]].index("loss")
+            return [float(row["cells"][place]) for row in page["rows"]]
+
+        first, last = await ask("sort=loss&descending=1"), await ask("sort=loss&descending=1&page=7")
+        assert (first["num_rows"], first["num_pages"], first["page"], last["page"]) == (120, 3, 0, 2)
+        assert (len(first["rows"]), len(last["rows"]), len(first["graph"])) == (PAGE_PEERS, 20, 120)
+        assert losses(first) == sorted(losses(first), reverse=True)
+        assert losses(first)[-1] >= losses(last)[0]
+        assert first["curves"]["ids"] == [], "too many"
+        name = first["rows"][3]["peer"]
+        found = await ask(f"words={name[-5:].upper()}")
+        assert sorted(row["peer"] for row in found["rows"]) == found["curves"]["ids"]
+        assert name in found["curves"]["ids"], "beside those whose last partner it was"
+        assert len(found["rows"]) < 10
+        assert (await ask("words=nobody"))["rows"] == []
+
+    on_site(check, num_peers=120)
 
 
 def test_the_page_is_told_the_stages_and_who_sends_to_whom() -> None:
@@ -155,11 +184,16 @@ def test_the_page_is_told_the_stages_and_who_sends_to_whom() -> None:
         ]
         made.swarm.watcher.roster.members.clear()
         made.look(after_s=2.0)
-        status = json.loads((await made.get("api/status"))[1])
-        assert [(row["stage"], row["peers"]) for row in status["stages"]] == [(1, 1), (2, 0), (0, 1)]
-        shown = [(peer["stage"], peer["sends_to"]) for peer in status["peers"]]
+        page = json.loads((await made.get("api/page"))[1])
+        assert [(row["cells"][:2], row["health"]) for row in page["stages"]] == [
+            (["1", "1"], ""),
+            (["2", "empty"], "empty"),
+            (["0 (head)", "1"], ""),
+        ]
+        shown = [(peer["stage"], peer["sends_to"]) for peer in page["graph"]]
         assert shown == [(0, [inner.peer_id[-6:]]), (1, [])]
-        assert status["notices"][0]["text"].startswith("No peer holds stage 2")
+        assert page["curves"]["ids"] == [head.peer_id], "other stages have no loss"
+        assert page["notices"][0]["text"].startswith("No peer holds stage 2")
 
     on_site(check)
 

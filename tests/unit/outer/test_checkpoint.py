@@ -35,7 +35,7 @@ moments = random.Random(7)
 def write_for_ever(done):
     checkpoints = Checkpoints(folder)
     newest = checkpoints.newest()
-    number = newest.round + 1 if newest else 0
+    number = newest.step + 1 if newest else 0
     while True:
         files = {stem: {"x": torch.full((50_000,), float(number))} for stem in ("outer", "optimizer")}
         checkpoints.save(number, files=files, meta={"number": number})
@@ -63,11 +63,11 @@ for _ in range(num_kills):
     for path in folder.glob("0*"):
         Checkpoint(path).verify()
     newest = Checkpoints(folder).newest()
-    assert newest.round >= done[-1], (newest.round, done)
+    assert newest.step >= done[-1], (newest.step, done)
     for stem in ("outer", "optimizer"):
         assert newest.load(stem)["x"].unique().tolist() == [newest.meta["number"]]
     assert not any(folder.glob(".partial-*"))
-print(partial, newest.round)
+print(partial, newest.step)
 """
 
 
@@ -88,7 +88,7 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
     path = checkpoints.save(41, files=files, meta={"progress": 0.25, "ports": [1, 2]})
     newest = checkpoints.newest()
     assert newest is not None
-    assert (newest.path, newest.round, newest.meta) == (path, 41, {"progress": 0.25, "ports": [1, 2]})
+    assert (newest.path, newest.step, newest.meta) == (path, 41, {"progress": 0.25, "ports": [1, 2]})
     assert newest.file("outer") == path / "outer.safetensors"
     for stem, saved in files.items():
         loaded = newest.load(stem)
@@ -104,11 +104,11 @@ def test_an_empty_or_missing_folder_has_no_newest(tmp_path: Path) -> None:
     assert not (tmp_path / "missing").exists()
 
 
-def test_the_last_ones_are_kept_even_when_rounds_repeat_or_go_back(tmp_path: Path) -> None:
+def test_the_last_ones_are_kept_even_when_steps_repeat_or_go_back(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=2)
     for round_number in (10, 20, 20, 5):
         checkpoints.save(round_number, files=tensors(round_number), meta={})
-    assert folders(tmp_path) == ["00000002-round-20", "00000003-round-5"]
+    assert folders(tmp_path) == ["00000002-step-20", "00000003-step-5"]
     newest = checkpoints.newest()
     assert newest is not None
     assert newest.load("outer")["slow_weights"][0] == 5
@@ -205,15 +205,15 @@ def test_a_full_disk_leaves_the_earlier_checkpoint_and_nothing_else(tmp_path: Pa
     good = checkpoints.save(1, files=tensors(), meta={})
     with (
         file_size_limit(100_000),
-        pytest.raises(CheckpointError, match=r"cannot write the checkpoint of round 2 .*free up disk space"),
+        pytest.raises(CheckpointError, match=r"cannot write the checkpoint of step 2 .*free up disk space"),
     ):
         checkpoints.save(2, files=tensors(size=100_000), meta={})
     assert folders(tmp_path) == [good.name]
     newest = checkpoints.newest()
     assert newest is not None
-    assert newest.round == 1
+    assert newest.step == 1
     checkpoints.save(2, files=tensors(), meta={})
-    assert folders(tmp_path) == ["00000001-round-2"]
+    assert folders(tmp_path) == ["00000001-step-2"]
 
 
 def test_a_full_disk_while_writing_the_small_files_is_the_same(tmp_path: Path) -> None:

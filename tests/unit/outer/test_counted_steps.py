@@ -14,12 +14,11 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from noloco_p2p.errors import CheckpointError, ModelError, SettingsError
-from noloco_p2p.gossip.outcome import Alone
-from noloco_p2p.outer.noloco import NoLoCo, RoundResult
+from noloco_p2p.outer.noloco import NoLoCo
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.testing.peers import MemoryPeer, MemorySwarm
 
-SPEC = RunSpec(name="hooks", outer=published(inner_steps=2, max_wait_s=0.0), total_steps=100)
+SPEC = RunSpec(name="hooks", outer=published(inner_steps=2, wait=True, max_wait_s=0.0), total_steps=100)
 
 
 @pytest.fixture
@@ -51,15 +50,12 @@ def weights(model: nn.Module) -> list[Tensor]:
 
 
 def test_the_steps_of_an_optimizer_are_inner_steps(tmp_path: Path, swarm: MemorySwarm) -> None:
-    results: list[RoundResult] = []
     model = make_model()
     optimizer = AdamW(model.parameters())
-    outer = NoLoCo(model, optimizer, swarm.peer("a", run_folder=tmp_path), on_round=results.append)
+    outer = NoLoCo(model, optimizer, swarm.peer("a", run_folder=tmp_path))
     for _ in range(5):
         take_step(model, optimizer)
-    assert (outer.num_steps, outer.round) == (5, 2)
-    assert [result.round for result in results] == [0, 1]
-    assert isinstance(results[0].outcome, Alone)
+    assert (outer.num_steps, outer.progress) == (5, pytest.approx(0.05))
 
 
 def test_counted_steps_give_the_weights_that_called_steps_give(tmp_path: Path, swarm: MemorySwarm) -> None:
@@ -68,7 +64,7 @@ def test_counted_steps_give_the_weights_that_called_steps_give(tmp_path: Path, s
         model = make_model()
         optimizer = AdamW(model.parameters(), lr=0.1)
         peer = swarm.peer(f"peer-{is_counted}", run_folder=tmp_path / str(is_counted))
-        outer = NoLoCo(model, optimizer if is_counted else None, peer, save_every_rounds=0)
+        outer = NoLoCo(model, optimizer if is_counted else None, peer, save_every_s=0)
         for step in range(5):
             take_step(model, optimizer, seed=step)
             if not is_counted:
@@ -132,42 +128,50 @@ def test_the_scaler_of_torch_skips_a_step(tmp_path: Path, swarm: MemorySwarm) ->
     assert outer.num_steps == 1
 
 
-def test_a_diverged_round_resets_the_moments(
+def test_weights_that_are_not_finite_are_replaced_by_the_checkpoint(
     tmp_path: Path, swarm: MemorySwarm, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = make_model()
     optimizer = AdamW(model.parameters(), lr=0.1)
-    NoLoCo(model, optimizer, swarm.peer("a", run_folder=tmp_path), save_every_rounds=0)
-    before = weights(model)
+    outer = NoLoCo(model, optimizer, swarm.peer("a", run_folder=tmp_path), save_every_s=0)
     take_step(model, optimizer)
+    outer.save()
+    saved = weights(model)
     for param in model.parameters():
         param.grad = torch.full_like(param, float("nan"))
+    outer._looked_at_s = 0.0  # it looks once a second
     with caplog.at_level(logging.ERROR):
         optimizer.step()
-    assert "non-finite" in caplog.text
+    assert "not finite" in caplog.text
     assert not any(optimizer.state.values())
-    for param, start in zip(model.parameters(), before, strict=True):
-        assert torch.equal(param, start)
-    optimizer.zero_grad()
-    take_step(model, optimizer)
-    assert all(bool(torch.isfinite(param).all()) for param in model.parameters())
+    for param, before in zip(model.parameters(), saved, strict=True):
+        assert torch.equal(param, before)
+
+
+def test_weights_that_are_not_finite_without_any_state_end_training(tmp_path: Path, swarm: MemorySwarm) -> None:
+    model = make_model()
+    outer = NoLoCo(model, None, swarm.peer("a", run_folder=tmp_path), save_every_s=0)
+    with torch.no_grad():
+        model[0].weight.fill_(float("inf"))
+    with pytest.raises(ModelError, match="lower learning rate"):
+        outer.step()
 
 
 def test_a_restart_goes_on_with_the_same_bits(tmp_path: Path, swarm: MemorySwarm) -> None:
-    """Weights, moments and the position in the round are restored, so the run ends like one without a restart."""
+    """Weights, moments and the position before the next outer step are restored."""
     ends = []
     for stops in (False, True):
         peer = swarm.peer(f"peer-{stops}", run_folder=tmp_path / str(stops))
         model = make_model()
         optimizer = AdamW(model.parameters(), lr=0.1)
-        outer = NoLoCo(model, optimizer, peer, save_every_rounds=0)
+        outer = NoLoCo(model, optimizer, peer, save_every_s=0)
         for step in range(7):
-            if stops and step == 3:  # within a round
+            if stops and step == 3:  # between two outer steps
                 outer.save()
                 peer = restarted(swarm, peer, tmp_path / str(stops))
                 model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
                 optimizer = AdamW(model.parameters(), lr=0.1)
-                outer = NoLoCo(model, optimizer, peer, save_every_rounds=0)
+                outer = NoLoCo(model, optimizer, peer, save_every_s=0)
                 assert outer.num_steps == 3
             take_step(model, optimizer, seed=step)
         ends.append(weights(model))
@@ -187,7 +191,7 @@ def test_a_checkpoint_of_the_callers_own_goes_on_with_the_same_bits(tmp_path: Pa
         peer = swarm.peer(f"peer-{stops}", run_folder=tmp_path / str(stops))
         model = make_model()
         optimizer = AdamW(model.parameters(), lr=0.1)
-        outer = NoLoCo(model, optimizer, peer, save_every_rounds=0)
+        outer = NoLoCo(model, optimizer, peer, save_every_s=0)
         for step in range(7):
             if stops and step == 3:
                 states = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "outer": outer.state_dict()}
@@ -198,8 +202,8 @@ def test_a_checkpoint_of_the_callers_own_goes_on_with_the_same_bits(tmp_path: Pa
                 optimizer = AdamW(model.parameters(), lr=0.1)
                 model.load_state_dict(states["model"])
                 optimizer.load_state_dict(states["optimizer"])
-                outer = NoLoCo(model, optimizer, peer, save_every_rounds=0, resume=states["outer"])
-                assert (outer.num_steps, outer.round) == (3, 1)
+                outer = NoLoCo(model, optimizer, peer, save_every_s=0, resume=states["outer"])
+                assert outer.num_steps == 3
             take_step(model, optimizer, seed=step)
         ends.append(weights(model))
         swarm.kill(peer)
@@ -209,22 +213,18 @@ def test_a_checkpoint_of_the_callers_own_goes_on_with_the_same_bits(tmp_path: Pa
 
 def test_a_state_dict_that_does_not_fit_is_refused(tmp_path: Path, swarm: MemorySwarm) -> None:
     model, other = make_model(), nn.Linear(4, 3)
-    outer = NoLoCo(model, None, swarm.peer("a", run_folder=tmp_path), save_every_rounds=0)
+    outer = NoLoCo(model, None, swarm.peer("a", run_folder=tmp_path), save_every_s=0)
     with pytest.raises(CheckpointError, match="another model"):
-        NoLoCo(other, None, swarm.peer("b"), save_every_rounds=0, resume=outer.state_dict())
+        NoLoCo(other, None, swarm.peer("b"), save_every_s=0, resume=outer.state_dict())
     with pytest.raises(CheckpointError, match="not created by NoLoCo"):
         outer.load_state_dict(model.state_dict())
-    outer.step()
-    with pytest.raises(SettingsError, match="before the first step"):
-        outer.load_state_dict(outer.state_dict())
 
 
 def test_a_call_of_step_beside_a_counted_optimizer_is_an_error(tmp_path: Path, swarm: MemorySwarm) -> None:
     model = make_model()
-    outer = NoLoCo(model, AdamW(model.parameters()), swarm.peer("a", run_folder=tmp_path), save_every_rounds=0)
-    for call in (outer.step, outer.advance):
-        with pytest.raises(SettingsError, match="counts the steps"):
-            call()
+    outer = NoLoCo(model, AdamW(model.parameters()), swarm.peer("a", run_folder=tmp_path), save_every_s=0)
+    with pytest.raises(SettingsError, match="counts the steps"):
+        outer.step()
     outer.detach()
     outer.detach()
     outer.step()
@@ -235,7 +235,7 @@ def test_a_new_noloco_takes_the_optimizer_over(tmp_path: Path, swarm: MemorySwar
     """A script creates another NoLoCo after it has frozen a layer, for example."""
     model, peer = make_model(), swarm.peer("a", run_folder=tmp_path)
     optimizer = AdamW(model.parameters())
-    first, second = (NoLoCo(model, optimizer, peer, save_every_rounds=0) for _ in range(2))
+    first, second = (NoLoCo(model, optimizer, peer, save_every_s=0) for _ in range(2))
     steps = first.num_steps
     take_step(model, optimizer)
     assert second.num_steps == steps + 1
@@ -254,7 +254,7 @@ def test_an_optimizer_whose_state_is_no_tensor_trains_all_the_same(
 ) -> None:
     model = make_model()
     optimizer = AdamW(model.parameters())
-    outer = NoLoCo(model, optimizer, swarm.peer("a", run_folder=tmp_path), save_every_rounds=1)
+    outer = NoLoCo(model, optimizer, swarm.peer("a", run_folder=tmp_path), save_every_s=1)
     take_step(model, optimizer)
     optimizer.state[next(model.parameters())]["note"] = "no tensor"
     with caplog.at_level(logging.WARNING):

@@ -1,8 +1,7 @@
-"""A script that uses only the library: restarts, an end within a round, and mistakes."""
+"""A script that uses only the library: restarts, the end of a run, and mistakes."""
 
 from __future__ import annotations
 
-import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -10,17 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 from harness.patience import PATIENCE_S
-from harness.specs import published
 from torch import nn
 
 from noloco_p2p.errors import ModelError, SettingsError
-from noloco_p2p.gossip.round_events import RoundPhase
 from noloco_p2p.outer.checkpoint import Checkpoints
 from noloco_p2p.outer.noloco import NoLoCo
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.testing.peers import MemorySwarm
 
-SPEC = RunSpec(name="own", outer=published(inner_steps=2, max_wait_s=0.0), total_steps=100)
+SPEC = RunSpec(name="own", total_steps=100)
 
 
 def make_model() -> nn.Linear:
@@ -38,41 +35,41 @@ def train(model: nn.Module, outer: NoLoCo, *, num_steps: int) -> None:
 def test_a_restarted_peer_resumes_from_its_last_checkpoint(tmp_path: Path) -> None:
     model, other = make_model(), make_model()
     with MemorySwarm(SPEC) as swarm:
-        outer = NoLoCo(model, None, swarm.peer("a", run_folder=tmp_path), save_every_rounds=3)
-        train(model, outer, num_steps=1)
+        outer = NoLoCo(model, None, swarm.peer("a", run_folder=tmp_path))
+        train(model, outer, num_steps=1)  # which writes the first checkpoint
         outer._saver.wait()  # as there is one writer
-        train(model, outer, num_steps=6)  # the checkpoint does not contain the new round
-        outer._saver.wait()
+        train(model, outer, num_steps=3)
+        outer.save()
+        train(model, outer, num_steps=1)
     with MemorySwarm(SPEC) as swarm:
         peer = swarm.peer("a", run_folder=tmp_path)
-        again = NoLoCo(other, None, peer, save_every_rounds=3)
+        again = NoLoCo(other, None, peer)
         assert again.resumed is not None
-        assert (again.round, again.num_steps, again.entered, peer.metrics.round) == (3, 6, False, 3)
+        assert (again.num_steps, again.progress, again.entered) == (4, pytest.approx(0.04), False)
         assert peer.states.saved is not None  # newcomers can fetch it at once
-        assert peer.states.saved.manifest.round == 3
+        assert peer.states.saved.manifest.progress == again.progress
     torch.testing.assert_close(other.weight, model.weight - 0.5)
 
 
 @pytest.mark.parametrize("total_steps", [480, 2_000])
 def test_a_script_that_trains_to_the_end_may_close(tmp_path: Path, total_steps: int) -> None:
-    """Sums of fractions may miss 1 slightly; neither a step nor an open round may be left over."""
+    """Sums of fractions may miss 1 slightly; no step may be left over."""
     spec = SPEC.model_copy(update={"total_steps": total_steps})
     with MemorySwarm(spec) as swarm:
         model, peer = make_model(), swarm.peer("a", run_folder=tmp_path)
-        outer, num_steps = NoLoCo(model, None, peer, save_every_rounds=0, end_at=1.0), 0
+        outer, num_steps = NoLoCo(model, None, peer, save_every_s=0), 0
         while outer.progress < 1:
             train(model, outer, num_steps=1)
             num_steps += 1
         assert num_steps == total_steps
-        assert peer.driver.phase is RoundPhase.CLOSED
-        outer.closing_round(wait_s=0.0)
+        outer.close()  # there is nobody to swap with
 
 
 def test_one_peer_trains_one_model(tmp_path: Path) -> None:
     with MemorySwarm(SPEC) as swarm:
         peer = swarm.peer("a", run_folder=tmp_path)
         models = [make_model(), make_model()]
-        first, second = (NoLoCo(model, None, peer, save_every_rounds=0) for model in models)
+        first, second = (NoLoCo(model, None, peer, save_every_s=0) for model in models)
         train(models[1], second, num_steps=3)
         with pytest.raises(SettingsError, match="can train only one model"):
             first.step()
@@ -82,35 +79,25 @@ def test_one_peer_trains_one_model(tmp_path: Path) -> None:
 def test_parameters_that_would_not_be_swapped_are_told(change: str, tmp_path: Path) -> None:
     model = nn.Sequential(make_model(), make_model())
     with MemorySwarm(SPEC) as swarm:
-        outer = NoLoCo(model, None, swarm.peer("a", run_folder=tmp_path), save_every_rounds=0)
+        outer = NoLoCo(model, None, swarm.peer("a", run_folder=tmp_path), save_every_s=0)
         train(model, outer, num_steps=1)
         if change == "replace":
             model[0] = make_model()
         else:
             model[0].requires_grad_(False)
+        outer._looked_at_s = 0.0  # it looks once a second
         with pytest.raises(ModelError, match="create a new NoLoCo"):
             train(model, outer, num_steps=2)
-
-
-def test_closing_rounds_write_nothing_twice(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    model = make_model()
-    with MemorySwarm(SPEC) as swarm, caplog.at_level(logging.WARNING):
-        outer = NoLoCo(model, None, swarm.peer("a", run_folder=tmp_path), save_every_rounds=1)
-        train(model, outer, num_steps=1)
-        outer._saver.wait()
-        train(model, outer, num_steps=1)  # ends round 0, then opens and saves round 1
-        outer.closing_round(wait_s=0.1)
-        outer._saver.wait()
-    assert "left out" not in caplog.text
 
 
 ENDS_AT_ONCE = """
 import sys, torch
 from pathlib import Path
 from noloco_p2p.outer.checkpoint import Checkpoints
-from noloco_p2p.outer.saver import Saver
+from noloco_p2p.outer.saver import Content, Saver
 tensors = {"weights": torch.ones(30_000_000)}
-Saver().begin(Checkpoints(Path(sys.argv[1])), 0, content=lambda: ({"state": tensors}, {}), done=lambda folder: None)
+content = Content({}, {"state": tensors}, {})
+Saver().begin(Checkpoints(Path(sys.argv[1])), 0, content=lambda: content, done=lambda folder: None)
 """
 
 

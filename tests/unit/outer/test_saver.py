@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 import torch
 from harness.patience import PATIENCE_S
-from harness.specs import published
 from torch import nn
 
 from noloco_p2p.errors import CheckpointError
 from noloco_p2p.outer.checkpoint import Checkpoint, Checkpoints
 from noloco_p2p.outer.noloco import NoLoCo
-from noloco_p2p.outer.saver import Saver
+from noloco_p2p.outer.saver import Content, Saver
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.testing.peers import MemorySwarm
 
@@ -42,14 +41,14 @@ def test_it_is_of_the_moment_and_a_second_one_is_left_out(tmp_path: Path, caplog
     saver, disk, folders = Saver(), SlowDisk(tmp_path), []
     values = torch.zeros(4)
 
-    def begin(round: int) -> bool:
-        content = {"x": {"values": values}}, {"round": round}
-        return saver.begin(disk, round, content=lambda: content, done=folders.append)
+    def begin(step: int) -> bool:
+        content = Content({}, {"x": {"values": values}}, {"step": step})
+        return saver.begin(disk, step, content=lambda: content, done=folders.append)
 
     assert begin(3)
     values.fill_(7.0)  # training goes on
     assert not begin(4)
-    assert "skipped the checkpoint of round 4" in caplog.text
+    assert "skipped the checkpoint of step 4" in caplog.text
     disk.go_on.set()
     saver.wait()
     assert not saver.is_busy
@@ -63,32 +62,31 @@ def test_it_is_of_the_moment_and_a_second_one_is_left_out(tmp_path: Path, caplog
 def test_a_full_disk_is_told_and_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     saver = Saver()
     with caplog.at_level(logging.ERROR):
-        assert saver.begin(FullDisk(tmp_path), 1, content=lambda: ({}, {}), done=lambda folder: None)
+        assert saver.begin(FullDisk(tmp_path), 1, content=lambda: Content({}, {}, {}), done=lambda folder: None)
         saver.wait()
     assert "the disk is full" in caplog.text
 
 
 def test_the_state_that_is_served_is_the_one_that_was_written(tmp_path: Path) -> None:
-    """Rounds continue while the disk is slow; newcomers get the state with the round in which it was taken."""
-    spec = RunSpec(name="test", outer=published(inner_steps=2), total_steps=100)
+    """Training continues while the disk is slow; newcomers get the state with the position at which it was taken."""
+    spec = RunSpec(name="test", total_steps=100)
     with MemorySwarm(spec) as swarm:
         peer = swarm.peer("a", run_folder=tmp_path)
         model, disk = nn.Linear(3, 2), SlowDisk(tmp_path / "checkpoints")
-        outer = NoLoCo(model, None, peer, save_every_rounds=0, checkpoints=disk)
+        outer = NoLoCo(model, None, peer, save_every_s=0, checkpoints=disk)
         for _ in range(4):
             model.bias.data.add_(0.1)
             outer.step()
-        at_two = outer._state.slow_weights.clone()
+        at_two = outer.weights.tensors()["weights"]
         assert outer.save_in_background()
         for _ in range(4):
             model.bias.data.add_(0.1)
             outer.step()
-        assert outer.round == 4
         disk.go_on.set()
         path = outer.save()
-        newest, older = (Checkpoint(folder) for folder in (path, path.parent / "00000000-round-2"))
-        assert (newest.round, older.round) == (4, 2)
-        assert torch.equal(older.load("outer")["slow_weights"], at_two)
+        newest, older = (Checkpoint(folder) for folder in (path, path.parent / "00000000-step-4"))
+        assert (newest.step, older.step) == (8, 4)
+        assert torch.equal(older.load("weights")["weights"], at_two)
         saved = peer.states.saved
         assert saved is not None
-        assert (saved.manifest.round, saved.path.parent) == (4, path)
+        assert (saved.manifest.progress, saved.path.parent) == (pytest.approx(0.08), path)

@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import Tensor
+from torch import nn
 
-from noloco_p2p.gossip.weights import Weights, add_
-
-
-class Vector:
-    def __init__(self, values: Tensor) -> None:
-        self.values = values
-
-    def read(self, start: int, stop: int) -> Tensor:
-        return self.values[start:stop].float()
-
-    def pieces(self, start: int, stop: int) -> Iterator[tuple[Tensor, slice]]:
-        yield self.values[start:stop], slice(0, stop - start)
+from noloco_p2p.outer.flat import FlatParameters
+from noloco_p2p.outer.weights import Weights, add_
+from noloco_p2p.spec import OuterSpec
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -50,16 +40,16 @@ def test_fp32_sums_are_those_of_torch() -> None:
 
 
 def test_a_copy_sees_no_step_half_done() -> None:
-    vector = Vector(torch.zeros(200_000))  # less than a chunk
-    weights, stop = Weights(vector), threading.Event()
+    model = nn.ParameterList([torch.zeros(100_000), torch.zeros(100_000)])  # together less than a chunk
+    weights, stop = Weights(FlatParameters(model), OuterSpec()), threading.Event()
 
     def train() -> None:
         step = 0
         while not stop.wait(1e-4):  # the time of the forward and backward passes
             step += 1
-            with weights.lock:
-                vector.values[:100_000] = step
-                vector.values[100_000:] = step
+            with weights.lock, torch.no_grad():
+                for param in model:
+                    param.fill_(step)
 
     thread = threading.Thread(target=train)
     thread.start()

@@ -1,4 +1,4 @@
-"""A peer notices that it is behind from records, and from calls, as a record may be older than a round is long."""
+"""A peer notices that it is behind from records, and from calls, as a record may be old in a short run."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ from noloco_p2p.errors import ModelError, Refused, TimedOut, Unreachable
 from noloco_p2p.gossip.frames import LayoutJson, PeerStatus
 from noloco_p2p.gossip.layout import ModelLayout
 from noloco_p2p.gossip.seams import Candidate
-from noloco_p2p.gossip.staleness import STALE_ROUNDS
 from noloco_p2p.peer.entering import Entering
 from noloco_p2p.peer.network_thread import NetworkThread
 from noloco_p2p.presets import PRESETS
 from noloco_p2p.telemetry.progress import Progress
 
-ROUND = 1e-3  # as a share of the run
+SPEC = PRESETS["tiny"]
 OWN = 0.1
 LAYOUT = ModelLayout((("weight", (3, 4)),))
-NEAR, FAR = OWN + 5 * ROUND, OWN + (STALE_ROUNDS + 5) * ROUND
+NEAR, FAR = OWN + 0.9 * SPEC.furthest, OWN + 1.1 * SPEC.furthest
 
 
 class Others:
@@ -60,34 +59,34 @@ class Others:
         self.num_asked += 1
         if candidate.peer_id == "silent":
             raise TimedOut("no answer", peer="silent")
-        return PeerStatus(cast(Any, None), "training", 700, self.told)
+        return PeerStatus(cast(Any, None), "training", self.told)
 
 
-def asked_of(others: Others, *, is_told_stale: bool, num_rounds: int = 1) -> list[Candidate]:
+def asked_of(others: Others, *, is_told_stale: bool, num_tries: int = 1) -> list[Candidate]:
     """Return the peers whose state this peer would fetch."""
     found: list[Candidate] = []
 
     async def fetch(transport: object, donors: list[Candidate], **rest: Any) -> None:
         found.extend(donors)
 
-    catch_up(others, is_told_stale=is_told_stale, num_rounds=num_rounds, fetch=fetch)
+    catch_up(others, is_told_stale=is_told_stale, num_tries=num_tries, fetch=fetch)
     return found
 
 
-def catch_up(others: Others, *, num_rounds: int = 1, **rest: Any) -> None:
+def catch_up(others: Others, *, num_tries: int = 1, **rest: Any) -> None:
     """Try to catch up, without getting a state."""
     thread = NetworkThread()
     made = made_for(others, thread, **rest)
     try:
-        for _ in range(num_rounds):
-            assert made.catch_up(LAYOUT, progress=OWN, round_progress=ROUND, target=Path("nowhere")) is None
+        for _ in range(num_tries):
+            assert made.catch_up(LAYOUT, progress=OWN, target=Path("nowhere")) is None
     finally:
         thread.stop()
 
 
 def made_for(others: Others, thread: NetworkThread, *, is_told_stale: bool = False, **rest: Any) -> Entering:
     return Entering(
-        PRESETS["tiny"],
+        SPEC,
         thread=thread,
         directory=cast(Any, others),
         transport=cast(Any, others),
@@ -116,12 +115,12 @@ def test_who_is_reached_by_a_tunnel_alone_gives_its_state_to_the_thread_that_tra
 
 def test_who_was_refused_for_its_place_asks_where_the_others_are() -> None:
     donors = asked_of(Others(recorded=NEAR, told=FAR), is_told_stale=True)
-    assert {(donor.peer_id, donor.round, donor.progress) for donor in donors} == {("a", 700, FAR), ("b", 700, FAR)}
+    assert {(donor.peer_id, donor.progress) for donor in donors} == {("a", FAR), ("b", FAR)}
 
 
 def test_one_refusal_moves_nobody() -> None:
     others = Others(recorded=NEAR, told=NEAR)
-    assert not asked_of(others, is_told_stale=True, num_rounds=5)
+    assert not asked_of(others, is_told_stale=True, num_tries=5)
     assert others.num_asked == 3, "once, however often it is refused"
 
 
@@ -129,8 +128,8 @@ def test_training_does_not_wait_for_a_donor_without_end(caplog: pytest.LogCaptur
     async def fetch(*_: object, **rest: object) -> None:
         await asyncio.Event().wait()
 
-    catch_up(Others(recorded=FAR, told=FAR), num_rounds=2, fetch=fetch, catch_up_timeout_s=0.05)
-    assert caplog.text.count("did not arrive within") == 1, "the second round does not try at once"
+    catch_up(Others(recorded=FAR, told=FAR), num_tries=2, fetch=fetch, catch_up_timeout_s=0.05)
+    assert caplog.text.count("did not arrive within") == 1, "the second try is not at once"
 
 
 def test_a_newcomer_with_another_model_learns_so_from_a_run_that_has_trained() -> None:
@@ -141,7 +140,7 @@ def test_a_newcomer_with_another_model_learns_so_from_a_run_that_has_trained() -
             raise Refused("another model", peer=candidate.peer_id, code="OTHER_MODEL", retry_after_s=60.0)
 
     others = Refusing(recorded=FAR, told=FAR)
-    others.candidates = [Candidate("a", "a:1", round=7, progress=FAR)]
+    others.candidates = [Candidate("a", "a:1", progress=FAR)]
     others.layout = ModelLayout((("weight", (3, 5)),))
 
     async def fetch(*_: object, **rest: object) -> None:
@@ -161,7 +160,7 @@ def test_a_newcomer_waits_while_those_who_are_listed_are_dead(
 ) -> None:
     """A stage that has been trained never restarts from its first weights; a whole model does when nobody is left."""
     others = Others(recorded=FAR, told=FAR)
-    others.candidates = [Candidate("silent", "silent:1", round=7, progress=FAR)]
+    others.candidates = [Candidate("silent", "silent:1", progress=FAR)]
     others.stage = stage
 
     async def fetch(*_: object, **rest: object) -> None:

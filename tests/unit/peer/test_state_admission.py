@@ -9,19 +9,16 @@ from typing import Any, cast
 
 import pytest
 import torch
-from harness.specs import published
 from safetensors.torch import save_file
 
-from noloco_p2p.codec import sketch
 from noloco_p2p.errors import CheckpointError, TimedOut
 from noloco_p2p.gossip.frames import PeerStatus, StateManifest
 from noloco_p2p.gossip.seams import Candidate
-from noloco_p2p.gossip.staleness import STALE_ROUNDS
 from noloco_p2p.peer.state_admission import StateAdmission
-from noloco_p2p.spec import RunSpec
+from noloco_p2p.spec import OuterSpec, RunSpec
 
-SPEC = RunSpec(name="admission", total_steps=10_000, outer=published(inner_steps=10))
-LIMIT = STALE_ROUNDS * 10 / 10_000
+SPEC = RunSpec(name="admission", total_steps=10_000, outer=OuterSpec(alpha=0.5, beta=0.7))
+LIMIT = 2 * SPEC.furthest
 OWN = 0.4
 DONOR = Candidate("donor", "donor")
 
@@ -29,13 +26,9 @@ DONOR = Candidate("donor", "donor")
 class Others:
     """A directory with records at the positions `recorded`, whose peers answer with the position `told`."""
 
-    def __init__(
-        self, recorded: Sequence[float], *, told: float = OWN, num_silent: int = 0, sketches: Sequence[str] = ()
-    ):
-        texts = [*sketches, *[""] * len(recorded)]
+    def __init__(self, recorded: Sequence[float], *, told: float = OWN, num_silent: int = 0) -> None:
         self.candidates = [
-            Candidate(f"peer {number}", "", round=400, progress=progress, sketch=texts[number])
-            for number, progress in enumerate(recorded)
+            Candidate(f"peer {number}", "", progress=progress) for number, progress in enumerate(recorded)
         ]
         self.told = told
         self.silent = {each.peer_id for each in self.candidates[:num_silent]}
@@ -48,18 +41,18 @@ class Others:
         self.num_asked += 1
         if candidate.peer_id in self.silent:
             raise TimedOut("no answer", peer=candidate.peer_id)
-        return PeerStatus(cast(Any, None), "training", 400, self.told)
+        return PeerStatus(cast(Any, None), "training", self.told)
 
     def admission(self) -> StateAdmission:
         return StateAdmission(SPEC, cast(Any, self), live=self.live)
 
 
-def manifest(progress: float, *, round_index: int = 400, num_elements: int = 1000) -> StateManifest:
-    return StateManifest("", num_elements, round_index, progress, 0, ())
+def manifest(progress: float) -> StateManifest:
+    return StateManifest("", 1000, progress, 0, ())
 
 
-def check_position(others: Others, progress: float, *, round_index: int = 400) -> None:
-    asyncio.run(others.admission().check_position(DONOR, manifest(progress, round_index=round_index)))
+def check_position(others: Others, progress: float) -> None:
+    asyncio.run(others.admission().check_position(DONOR, manifest(progress)))
 
 
 def test_a_place_near_the_median_of_the_records_is_believed_without_a_call() -> None:
@@ -75,15 +68,8 @@ def test_another_place_is_refused(progress: float) -> None:
         check_position(Others([OWN] * 5), progress)
 
 
-def test_a_counter_that_no_peer_can_have_reached_is_refused() -> None:
-    check_position(Others([OWN] * 3), OWN, round_index=1600)  # it may have been four times as fast
-    for wrong in (10**6, -1):
-        with pytest.raises(CheckpointError, match=f"round {wrong}"):
-            check_position(Others([OWN] * 3), OWN, round_index=wrong)
-
-
 def test_records_that_are_older_than_the_limit_do_not_refuse_an_honest_donor() -> None:
-    """Rounds take a tenth of a second, so the swarm has moved by more than 32 of them since the last heartbeat."""
+    """In a short run, the swarm has moved far since the last heartbeat."""
     now = OWN + 2 * LIMIT
     others = Others([OWN] * 4, told=now)
     check_position(others, now)
@@ -99,44 +85,11 @@ def test_with_two_peers_nobody_can_tell_whose_place_is_wrong() -> None:
     check_position(Others([OWN, 0.99]), OWN)
 
 
-def packed(vector: torch.Tensor, mark: int = int(OWN * sketch.MARKS)) -> str:
-    return sketch.pack(sketch.sketch(vector, run=SPEC.digest(), mark=mark), mark=mark, norm=sketch.norm(vector))
-
-
-def check_state(folder: Path, vector: torch.Tensor, sketches: Sequence[str], *, donor: Candidate = DONOR) -> None:
-    path = folder / "state.safetensors"
-    save_file({"slow_weights": vector, "outer_momentum": torch.zeros_like(vector)}, path)
-    admission = Others([OWN] * len(sketches), sketches=sketches).admission()
-    asyncio.run(admission.check_state(donor, manifest(OWN, num_elements=len(vector)), path))
-
-
-def test_weights_are_compared_with_what_most_others_publish(tmp_path: Path) -> None:
-    vector = torch.randn(1000, generator=torch.Generator().manual_seed(1))
-    near, lie = packed(1.1 * vector), packed(-666 * vector)
-    check_state(tmp_path, vector, [near, near, lie])
-    with pytest.raises(CheckpointError, match="far from those published by 2 of 3 other peers"):
-        check_state(tmp_path, -vector, [near, near, packed(-vector)])
-    for wrong in (3 * vector, vector / 3, -vector, torch.zeros_like(vector)):
-        with pytest.raises(CheckpointError, match="far from those published by 2 of 2 other peers"):
-            check_state(tmp_path, wrong, [near, near])
-
-
-def test_the_record_of_the_donor_itself_does_not_count(tmp_path: Path) -> None:
-    vector = torch.randn(1000, generator=torch.Generator().manual_seed(1))
-    near, lie = packed(vector), packed(-vector)
-    with pytest.raises(CheckpointError, match="far from those published by 2 of 3 other peers"):
-        check_state(tmp_path, -vector, [near, near, lie, lie], donor=Candidate("peer 3", "peer 3"))
-
-
-def test_one_record_refuses_nobody_and_half_of_them_neither(tmp_path: Path) -> None:
-    """Otherwise a liar could keep newcomers out with a record."""
-    vector = torch.randn(1000, generator=torch.Generator().manual_seed(1))
-    near, lie = packed(vector), packed(-666 * vector)
-    check_state(tmp_path, vector, [lie])
-    check_state(tmp_path, vector, [lie, near])
-
-
-def test_sketches_of_a_distant_mark_and_nonsense_are_left_out(tmp_path: Path) -> None:
-    vector = torch.randn(1000, generator=torch.Generator().manual_seed(1))
-    distant = packed(-vector, mark=int((OWN + 2 * LIMIT) * sketch.MARKS))
-    check_state(tmp_path, vector, [distant, distant, distant, "nonsense"])
+def test_the_whole_file_is_checked(tmp_path: Path) -> None:
+    path, vector = tmp_path / "state.safetensors", torch.ones(1000)
+    admission = Others([OWN]).admission()
+    save_file({"weights": vector, "outer_momentum": vector.clone()}, path)
+    asyncio.run(admission.check_state(DONOR, manifest(OWN), path))
+    save_file({"weights": vector, "outer_momentum": vector.index_fill(0, torch.tensor(999), torch.nan)}, path)
+    with pytest.raises(CheckpointError, match="outer_momentum in the state contains non-finite values"):
+        asyncio.run(admission.check_state(DONOR, manifest(OWN), path))

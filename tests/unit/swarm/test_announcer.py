@@ -53,11 +53,11 @@ def announcer_of(record: PeerRecord) -> tuple[Announcer, Kept]:
 @pytest.mark.parametrize("value", [math.nan, math.inf, 1e300])
 def test_a_peer_that_diverges_is_heard_of(value: float) -> None:
     made, kept = announcer_of(
-        replace(RECORD, metrics=Metrics(loss=value, validation_loss=value, tokens_per_s=value, round=7).recorded())
+        replace(RECORD, metrics=Metrics(loss=value, validation_loss=value, tokens_per_s=value, swaps=7).recorded())
     )
     asyncio.run(made.announce())
     (record, _), *_ = kept.stored
-    assert record.metrics == Metrics(round=7)
+    assert record.metrics == Metrics(swaps=7)
 
 
 def test_after_a_clock_is_set_back_the_record_is_taken_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

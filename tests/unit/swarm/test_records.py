@@ -8,14 +8,11 @@ from dataclasses import fields, replace
 from typing import Any
 
 import pytest
-import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hypothesis import given
 from hypothesis import strategies as st
 from recorded import changed
 
-from noloco_p2p.codec.sketch import SKETCH_SIZE, pack
-from noloco_p2p.gossip.outcome import LonelyCause
 from noloco_p2p.identity import Identity, peer_id_of
 from noloco_p2p.peer_name import MAX_CHARS
 from noloco_p2p.swarm.buckets import MAX_DEPTH
@@ -28,7 +25,7 @@ from noloco_p2p.swarm.records import (
     decode_record,
     encode_record,
 )
-from noloco_p2p.telemetry.metrics import LARGEST, RECORDED, Metrics
+from noloco_p2p.telemetry.metrics import FAILED, LARGEST, RECORDED, Metrics
 
 
 def identity(seed: int = 0) -> Identity:
@@ -48,9 +45,8 @@ RECORD = PeerRecord(
     expires_at_s=1_800_000_060.5,
     metrics=Metrics(
         progress=0.25,
-        round=12,
         swaps=10,
-        alone=2,
+        failed_slow=2,
         inner_steps_per_s=3.5,
         tokens_per_s=1234.5,
         loss=2.25,
@@ -59,14 +55,16 @@ RECORD = PeerRecord(
         bytes_received=2**40,
     ),
 )
-SKETCH = pack(torch.randn(SKETCH_SIZE, generator=torch.Generator().manual_seed(1)), mark=1, norm=8.0)
 FULL = changed(
     RECORD,
     addresses=("203.0.113.55:40000",),
     multiaddrs=tuple(f"/ip4/203.0.113.{n}/tcp/40001/p2p/{ME.peer_id}" for n in range(100, 104)),
-    **{f"alone_{cause}": 10_000 for cause in LonelyCause},
-    halves=10_000,
-    late=10_000,
+    **dict.fromkeys(FAILED, 10_000),
+    swaps=1_234_567,
+    swaps_per_min=123.4,
+    link_use=0.987,
+    age_steps=12.3,
+    apart=0.00123,
     progress=0.123456789,
     inner_steps_per_s=12.3456,
     tokens_per_s=12345.6,
@@ -76,7 +74,6 @@ FULL = changed(
     reachability="outbound-only",
     session_key="A" * 44,
     started_at_ms=1_800_000_000_000,
-    sketch=SKETCH,
 )
 counts = st.integers(0, 2**53)
 numbers = st.floats(-LARGEST, LARGEST)
@@ -84,7 +81,7 @@ records = st.builds(
     changed,
     st.just(RECORD),
     state=st.sampled_from(["training", "paused", "leaving", "done"]),
-    round=counts,
+    swaps=counts,
     sequence=counts,
     progress=numbers,
     loss=st.none() | numbers,
@@ -138,13 +135,15 @@ def test_another_peer_cannot_sign() -> None:
     ("changes", "words"),
     [
         ({"state": "asleep"}, "unknown state"),
-        ({"round": "1"}, "round"),
-        ({"round": True}, "round"),
+        ({"swaps": "1"}, "swaps"),
+        ({"swaps": True}, "swaps"),
+        ({"why": 3}, "short list"),
+        ({"why": [-1]}, "not a valid count"),
         ({"st": -1}, "stage"),
         ({"cap": "fast"}, "capacity"),
         ({"to": "xjL4p5"}, "short list"),
-        ({"round": -1}, "round"),
-        ({"round": 2**53 + 1}, "round"),
+        ({"swaps": -1}, "swaps"),
+        ({"swaps": 2**53 + 1}, "swaps"),
         ({"tok/s": 1.7e308}, "tokens_per_s"),
         ({"loss": math.nan}, "not valid JSON"),
         ({"loss": "low"}, "loss"),
@@ -153,8 +152,8 @@ def test_another_peer_cannot_sign() -> None:
         ({"at": [0, MAX_DEPTH + 1]}, "depth"),
         ({"grpc": "203.0.113.5:1"}, "short list"),
         ({"grpc": ["a:1"] * 9}, "short list"),
-        ({"sketch": ["a"]}, "short printable string"),
-        ({"sketch": "a" * 321}, "short printable string"),
+        ({"with": ["a"]}, "short printable string"),
+        ({"with": "a" * 321}, "short printable string"),
         ({"id": 5}, "peer_id"),
         ({"sw": "x" * 2000}, "limit"),
     ],
@@ -199,17 +198,13 @@ def test_wire_names_are_distinct() -> None:
 
 
 def test_empty_fields_do_not_travel() -> None:
-    values = json.loads(encode_record(changed(RECORD, alone=0, loss=None, last_partner=""), ME)[64:])
-    assert not {"alone", "loss", "with", "sketch", "state", "why"} & set(values)
+    values = json.loads(encode_record(changed(RECORD, failed_slow=0, loss=None, last_partner=""), ME)[64:])
+    assert not {"loss", "with", "state", "why", "apart"} & set(values)
 
 
-def test_a_full_record_with_a_sketch_fits_with_three_addresses_of_each_kind() -> None:
-    """Only host names of more than a hundred letters displace the sketch, and even they displace no address."""
-    three = changed(FULL, addresses=tuple(f"203.0.113.{n}:40000" for n in (55, 56)), multiaddrs=FULL.multiaddrs[:3])
-    assert decode_record(encode_record(three, ME)) == three
-    long = changed(FULL, addresses=(f"{'a' * 240}.example:40000",))
-    fitted = decode_record(encode_record(long, ME))
-    assert (fitted.sketch, fitted.addresses) == ("", long.addresses)
+def test_a_full_record_fits_with_all_its_addresses() -> None:
+    addresses = tuple(f"203.0.113.{n}:40000" for n in range(100, 104))
+    assert decode_record(encode_record(changed(FULL, addresses=addresses), ME)) == changed(FULL, addresses=addresses)
 
 
 OF_A_STAGE = {
@@ -225,26 +220,20 @@ OF_A_STAGE = {
 STAGED = changed(RECORD, **OF_A_STAGE)
 
 
-def test_a_record_of_a_stage_fits_with_its_sketch() -> None:
-    """An inner stage has no losses. In a full record `sends_to` gives way before the sketch, but after addresses."""
-    usual = changed(STAGED, sketch=SKETCH, session_key="A" * 44, started_at_ms=1_800_000_000_000, loss=None)
-    assert decode_record(encode_record(usual, ME)) == usual
-    full = changed(FULL, **OF_A_STAGE)
-    fitted = decode_record(encode_record(full, ME))
-    assert fitted == changed(full, multiaddrs=full.multiaddrs[:1], sends_to=())
+NAMED = {"name": "東京 Lovelace, Ada & Comp.", "trained_s": 1.23457e6, "tokens": 123_456_789_012}
 
 
-NAMED = changed(FULL, name="東京 Lovelace, Ada & Comp.", trained_s=1.23457e6, tokens=123_456_789_012)
-
-
-def test_a_name_and_what_a_peer_gave_leave_room_for_the_sketch() -> None:
-    """In the fullest record, a name of multi-byte characters gives way before the sketch and the first address."""
-    assert len(NAMED.name) == MAX_CHARS
-    one = changed(NAMED, multiaddrs=NAMED.multiaddrs[:1])
-    assert decode_record(encode_record(NAMED, ME)) == one
-    wide = changed(one, name="東" * MAX_CHARS)
-    assert decode_record(encode_record(wide, ME)) == changed(wide, name="")
-    assert decode_record(encode_record(changed(wide, halves=0, late=0, loss=None), ME)).name == wide.name
+def test_in_the_fullest_record_addresses_give_way_first_then_whom_it_sends_to_then_the_name() -> None:
+    assert len(str(NAMED["name"])) == MAX_CHARS
+    named = changed(FULL, **NAMED)
+    assert decode_record(encode_record(named, ME)) == named
+    staged = changed(named, **OF_A_STAGE, addresses=("203.0.113.55:40000", f"{'a' * 40}.example:40000"))
+    assert decode_record(encode_record(staged, ME)) == changed(staged, multiaddrs=staged.multiaddrs[:2])
+    long = changed(staged, addresses=(f"{'a' * 120}.example:40000",))
+    assert decode_record(encode_record(long, ME)) == changed(long, multiaddrs=long.multiaddrs[:1], sends_to=())
+    longest = changed(staged, addresses=(f"{'a' * 160}.example:40000",))
+    rest = changed(longest, multiaddrs=longest.multiaddrs[:1], sends_to=(), name="")
+    assert decode_record(encode_record(longest, ME)) == rest
 
 
 @pytest.mark.parametrize(

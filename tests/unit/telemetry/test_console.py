@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from noloco_p2p.telemetry.console import count, loss, mib, round_line
+from noloco_p2p.telemetry.console import count, loss, mib, percent, report_line
 from noloco_p2p.telemetry.metrics import METRICS, Metrics
 
 
@@ -33,11 +33,19 @@ def test_loss() -> None:
     assert (loss(None), loss(3.41249)) == ("-", "3.412")
 
 
-def test_a_round_is_one_line() -> None:
-    metrics = Metrics(round=41, last_outcome="swapped with ..7f3a1c", blocked_s=0.42, loss=3.4123, tokens_per_s=8100)
-    line = "round 41 | swapped with ..7f3a1c | waited 0.4 s | loss 3.412 | 8.1k tokens/s | {}"
-    assert round_line(metrics, num_live=7) == line.format("8 peers")
-    assert round_line(metrics, num_live=0) == line.format("1 peer")
+@pytest.mark.parametrize(
+    ("share", "text"), [(0.0, "0 %"), (5e-5, "<0.01 %"), (0.0039, "0.39 %"), (0.021, "2.1 %"), (1.5, "150 %")]
+)
+def test_shares(share: float, text: str) -> None:
+    assert percent(share) == text
+
+
+def test_a_report_is_one_line() -> None:
+    metrics = Metrics(step=1234, progress=0.123, loss=3.4123, tokens_per_s=8100, swaps_per_min=14.2)
+    line = "step 1,234 | 12.3 % | loss 3.412 | 8.1k tokens/s | {}"
+    assert report_line(metrics, num_live=0) == line.format("14 swaps/min | 1 peer")
+    metrics.apart, metrics.age_steps, metrics.swaps_per_min = 0.0041, 1.26, 2.0
+    assert report_line(metrics, num_live=7) == line.format("2.0 swaps/min, 1.3 steps old, 0.41 % apart | 8 peers")
 
 
 def test_every_metric_has_a_unit_and_a_meaning() -> None:

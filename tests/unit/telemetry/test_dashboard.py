@@ -15,7 +15,7 @@ FAMILIES = {
     family.full_name: family
     for family in (
         *(*prometheus.PEER, prometheus.PEER_INFO, prometheus.LIVE_PEERS, prometheus.SWARM_PEERS),
-        *(prometheus.SWARM_ALONE, *prometheus.SWARM, *prometheus.STAGES, prometheus.DIRECTORY_AGE),
+        *(*prometheus.SWARM, *prometheus.STAGES, prometheus.DIRECTORY_AGE),
     )
 }
 OF_PROMETHEUS = {"instance", "job"}  # labels of every target

@@ -12,13 +12,13 @@ from noloco_p2p.telemetry.events import EVENT_VERSION, EventLog, read_events
 def test_events_come_back_in_order(tmp_path: Path) -> None:
     log = EventLog(tmp_path / "events.jsonl")
     log.write("started", peer_id="a")
-    log.write("round", loss=1.5)
-    EventLog(log.path).write("round", loss=math.nan)  # a second log on the same file appends, as after a restart
+    log.write("report", loss=1.5)
+    EventLog(log.path).write("report", loss=math.nan)  # a second log on the same file appends, as after a restart
     events = read_events(log.path)
     assert [(event["event"], event.get("loss")) for event in events] == [
         ("started", None),
-        ("round", 1.5),
-        ("round", None),
+        ("report", 1.5),
+        ("report", None),
     ]
     assert {event["v"] for event in events} == {EVENT_VERSION}
 
@@ -38,9 +38,9 @@ def test_no_file_is_no_events(tmp_path: Path) -> None:
 def test_a_disk_that_fails_is_told_once_and_stops_nobody(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     log = EventLog(tmp_path / "missing" / "events.jsonl")
     with caplog.at_level(logging.ERROR):
-        log.write("round")
-        log.write("round")
+        log.write("report")
+        log.write("report")
     assert len(caplog.records) == 1
     log.path.parent.mkdir()
-    log.write("round")  # the disk is back
+    log.write("report")  # the disk is back
     assert len(read_events(log.path)) == 1

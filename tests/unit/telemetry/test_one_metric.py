@@ -23,8 +23,9 @@ exec(compile(source, spec.origin, "exec"), module.__dict__)
 import json
 from noloco_p2p.identity import Identity, peer_id_of
 from noloco_p2p.monitor.collect import Watcher
+from noloco_p2p.monitor.columns import Choice
 from noloco_p2p.monitor.roster import Health
-from noloco_p2p.monitor.terminal import Choice, plain
+from noloco_p2p.monitor.terminal import plain
 from noloco_p2p.monitor.web import LiveSwarm
 from noloco_p2p.swarm.records import PeerRecord, decode_record, encode_record
 from noloco_p2p.telemetry.metrics import Metrics
@@ -46,7 +47,7 @@ print(json.dumps({
     "json": summary["peers"][0]["new"],
     "total": summary["totals"]["new"],
     "terminal": "new" in plain(summary, Choice("new"))[-2].split() and "3.0 KiB" in plain(summary)[-1],
-    "page": swarm.status["columns"][-1]["name"],
+    "page": [column["name"] for column in swarm.page(Choice(), 0)["columns"]].index("new") > 0,
     "curve": swarm.history.columns([])["new"],
     "own metrics": "noloco_new 7.0" in peer_page(Metrics(new=7.0), peer_id="a", run="r", live_peers=1).decode(),
     "swarm metrics": "noloco_swarm_new 3072.0" in swarm_page(summary, healths=list(Health)).decode(),
@@ -64,7 +65,7 @@ def test_a_line_is_all_that_a_new_metric_takes() -> None:
         "json": kib,
         "total": kib,
         "terminal": True,
-        "page": "new",
+        "page": True,
         "curve": [kib],
         "own metrics": True,
         "swarm metrics": True,

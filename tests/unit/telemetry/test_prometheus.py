@@ -23,12 +23,11 @@ def values(page: bytes) -> dict[str, float]:
 
 
 def test_a_peer_tells_its_numbers_and_leaves_out_what_it_does_not_know() -> None:
-    metrics = Metrics(swaps=7, bytes_sent=1 << 40, loss=2.5, last_partner="12D3Koo")
-    metrics.count_solo("refused")
+    metrics = Metrics(swaps=7, failed_slow=1, bytes_sent=1 << 40, loss=2.5, last_partner="12D3Koo")
     page = values(peer_page(metrics, peer_id="me", run="r", live_peers=3))
     assert page["noloco_swaps_total"] == 7
     assert page["noloco_bytes_sent_total"] == 2.0**40
-    assert page["noloco_alone_refused_total"] == 1
+    assert page["noloco_failed_slow_total"] == 1
     assert (page["noloco_loss"], page["noloco_live_peers"], page["noloco_peer_info"]) == (2.5, 3, 1)
     assert "noloco_validation_loss" not in page
     assert not any("last_partner" in name for name in page), "its values are without end"

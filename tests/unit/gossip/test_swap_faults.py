@@ -1,0 +1,112 @@
+"""Whatever happens to any frame of a swap, both partners apply all of it or nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+from harness.swap_swarm import Swarm, Trainer, profile
+
+from noloco_p2p.gossip.frames import Accept, Chunk, Frame, Grid, Header, Offer, Ready, Received
+from noloco_p2p.simulate.clock import run_virtual
+from noloco_p2p.testing.faults import Change, Cut, Drop, Fault, Faults, Repeat, Stall, SwapWithNext, flip_bit
+
+ROUNDING = 1e-4  # of fp32 sums
+NUM_ELEMENTS = 30_000  # eight units, so slices have several chunks, and two swaps may run at a time
+LINKS = [profile(100.0, delay_ms=50.0)] * 2
+NUM_FLIPS = 100
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The two trainers after a run, and by how much their mean has changed."""
+
+    honest: Trainer
+    faulty: Trainer
+    drift: float
+
+
+def run(faults: Faults, *, is_second: bool, num_steps: int) -> End:
+    """Train two peers, of which one is faulty.
+
+    At first, chunks have no grid. From the fourth step on, steps are larger, so chunks need several passes.
+    """
+
+    async def main() -> End:
+        wraps: list[Callable[[Any], Any]] = [lambda stream: stream] * 2
+        wraps[is_second] = faults
+        swarm = Swarm(LINKS, num_elements=NUM_ELEMENTS, wrap=wraps)
+        for trainer in swarm.trainers:
+            asyncio.get_running_loop().call_later(4.0, setattr, trainer, "noise", 0.1)
+        await swarm.run(num_steps)
+        return End(swarm.trainers[not is_second], swarm.trainers[is_second], swarm.drift())
+
+    return run_virtual(main())
+
+
+def test_a_run_without_faults_has_swaps_of_all_kinds() -> None:
+    end = run(Faults(Ready, Drop(), nth=10_000), is_second=False, num_steps=20)
+    assert end.drift < ROUNDING
+    assert end.faulty.counts.traffic.repeated_chunks > 0
+    assert {len(swap.coding.chunks) for swap in end.faulty.swaps} >= {1, 3}
+
+
+KINDS: dict[str, type[Frame]] = {kind.__name__: kind for kind in (Offer, Accept, Grid, Header, Chunk, Received, Ready)}
+FAULTS: dict[str, Fault] = {
+    "cut": Cut(),
+    "stalled": Stall(),
+    "lost": Drop(),
+    "repeated": Repeat(),
+    "late": SwapWithNext(),
+}
+
+
+@pytest.mark.parametrize("is_second", [False, True], ids=["first", "second"])
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_fault_at_any_frame_leaves_a_whole_swap_or_none(kind: str, fault: str, is_second: bool) -> None:
+    for nth in range(1, 9):
+        faults = Faults(KINDS[kind], FAULTS[fault], nth=nth)
+        end = run(faults, is_second=is_second, num_steps=30 if fault == "stalled" else 12)
+        assert faults.fired or kind in ("Offer", "Accept"), "one of two peers may make all offers"
+        assert end.drift < ROUNDING
+        assert len(end.honest.swaps) == len(end.faulty.swaps) > 0
+
+
+@pytest.mark.parametrize("digest_fits", [False, True])
+def test_every_flipped_bit_is_noticed(digest_fits: bool) -> None:
+    rng = random.Random(7)
+    for _ in range(NUM_FLIPS):
+        flip = flip_bit(rng.randrange(1 << 15), digest_fits=digest_fits)
+        end = run(Faults(Chunk, Change(flip), nth=rng.randrange(1, 12)), is_second=True, num_steps=8)
+        assert end.drift < ROUNDING
+        assert len(end.honest.corrupt) == 1
+        assert ("announced" if digest_fits else "damaged") in end.honest.corrupt[0]
+        assert end.faulty.corrupt == []
+
+
+def _header(**changes: Any) -> tuple[type[Frame], Callable[[Any], Frame]]:
+    return Header, lambda header: replace(header, **changes)
+
+
+WRONG: dict[str, tuple[type[Frame], Callable[[Any], Frame], str]] = {
+    "another chunk": (Chunk, lambda chunk: replace(chunk, index=chunk.index + 1), "expected chunk"),
+    "a longer pass": (*_header(num_bytes=2**60), "expected a pass"),
+    "another pass": (*_header(number=1), "expected a pass"),
+    "chunks that were not announced": (*_header(digest=bytes(32)), "announced"),
+    "a short grid": (Grid, lambda grid: Grid(grid.exponents[1:]), "a grid of"),
+    "a step out of range": (Grid, lambda grid: Grid(bytes([110]) + grid.exponents[1:]), "out of range"),
+    "Ready instead of a header": (Header, lambda header: Ready(), "expected Header"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_partner_that_always_sends_wrong_data_changes_nothing(wrong: str) -> None:
+    kind, change, reason = WRONG[wrong]
+    end = run(Faults(kind, Change(change), again=True), is_second=True, num_steps=8)
+    assert end.honest.swaps == end.faulty.swaps == []
+    assert any(reason in told for told in end.honest.corrupt), end.honest.corrupt

@@ -1,0 +1,339 @@
+"""NoLoCo around a training loop: peers in memory, with the real exchange, swaps and codecs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from harness.patience import PATIENCE_S
+from harness.specs import published
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from noloco_p2p.errors import CheckpointError
+from noloco_p2p.gossip.frames import StateManifest
+from noloco_p2p.gossip.layout import ModelLayout
+from noloco_p2p.outer.checkpoint import Checkpoint
+from noloco_p2p.outer.mixing import closing_mixings
+from noloco_p2p.outer.noloco import NoLoCo, Swapped
+from noloco_p2p.outer.update_filter import OPEN, UpdateFilter
+from noloco_p2p.spec import CodecSpec, OuterSpec, RunSpec
+from noloco_p2p.testing.peers import MemoryPeer, MemorySwarm
+from noloco_p2p.transfer.donor import state_file_bytes
+
+STEP_S = 0.005
+
+
+def make_spec(*, codec: str = "fp32", outer: OuterSpec | None = None) -> RunSpec:
+    outer = outer or OuterSpec(min_inner_steps=1)
+    return RunSpec(name="test", outer=outer, codec=CodecSpec.model_validate({"weights": codec}), total_steps=1000)
+
+
+def make_model(seed: int, *, dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(6, 50), nn.Tanh(), nn.Linear(50, 2)).to(dtype)
+
+
+def flat(model: nn.Module) -> Tensor:
+    return torch.cat([param.detach().double().reshape(-1) for param in model.parameters()])
+
+
+def nudge(model: nn.Module, amount: float) -> None:
+    """Stand in for an inner step."""
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(amount)
+
+
+def together(*actions: Callable[[], None]) -> None:
+    """Run each action in a thread, and raise the first error."""
+    errors: list[BaseException] = []
+
+    def guarded(action: Callable[[], None]) -> None:
+        try:
+            action()
+        except BaseException as error:  # noqa: BLE001 - raised again below, in the thread of the test
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(action,)) for action in actions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    if errors:
+        raise errors[0]
+
+
+def open_filter(outer: NoLoCo) -> None:
+    """Clip nothing: replicas that train in opposite directions for no reason are not honest replicas of one run."""
+    outer.weights.filter = UpdateFilter([outer.weights.num_elements], [(0, outer.weights.num_swapped)], OPEN)
+
+
+class Replica:
+    """A model and its NoLoCo. A step of its optimizer adds a known amount, so the mean of a swarm is known."""
+
+    def __init__(self, swarm: MemorySwarm, name: str, folder: Path, *, dtype: torch.dtype = torch.float32) -> None:
+        self.swaps: list[Swapped] = []
+        self.model = make_model(1, dtype=dtype)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
+        self.peer = swarm.peer(name, run_folder=folder / name)
+        self.outer = NoLoCo(self.model, self.optimizer, self.peer, save_every_s=0, on_swap=self.swaps.append)
+        open_filter(self.outer)
+
+    def train(self, num_steps: int, amount: float) -> None:
+        wait = threading.Event()
+        for _ in range(num_steps):
+            for param in self.model.parameters():
+                param.grad = torch.full_like(param, -amount)
+            self.optimizer.step()
+            wait.wait(STEP_S)
+
+
+@pytest.mark.parametrize("codec", ["fp32", "bf16", "int8", "modulo"])
+def test_replicas_stay_together_and_their_mean_is_that_of_their_steps(tmp_path: Path, codec: str) -> None:
+    with MemorySwarm(make_spec(codec=codec)) as swarm:
+        replicas = [Replica(swarm, name, tmp_path) for name in ("a", "b", "c")]
+        amounts, start = (1e-3, -2e-3, 4e-3), flat(make_model(1))
+        together(*(lambda r=r, a=a: r.train(300, a) for r, a in zip(replicas, amounts, strict=True)))
+        together(*(replica.outer.close for replica in replicas))
+        ends = torch.stack([flat(replica.model) for replica in replicas])
+    assert all(len(replica.swaps) > 5 for replica in replicas)
+    torch.testing.assert_close(ends.mean(0) - start, torch.full_like(start, 0.3), rtol=0.0, atol=2e-5)
+    assert float((ends - ends.mean(0)).abs().max()) < 0.2  # without swaps, they would be up to 1.8 apart
+
+
+def test_steps_of_bf16_weights_are_mixed_without_a_bias(tmp_path: Path) -> None:
+    """Each step is a fifth of the distance between two bf16 numbers, so only half-differences move the second peer."""
+    with MemorySwarm(make_spec(codec="bf16")) as swarm:
+        replicas = [Replica(swarm, name, tmp_path, dtype=torch.bfloat16) for name in ("a", "b")]
+        with torch.no_grad():
+            for param in replicas[0].model.parameters():
+                param.add_(0.02)
+        before = torch.stack([flat(replica.model) for replica in replicas]).mean()
+        together(*(lambda r=r: r.train(60, 0.0) for r in replicas))
+        after = torch.stack([flat(replica.model) for replica in replicas])
+    assert float(after.mean()) == pytest.approx(float(before), abs=1e-4)
+
+
+def test_a_swap_is_told_and_measured(tmp_path: Path) -> None:
+    with MemorySwarm(make_spec()) as swarm:
+        replicas = [Replica(swarm, name, tmp_path) for name in ("a", "b")]
+        together(*(lambda r=r, a=a: r.train(40, a) for r, a in zip(replicas, (1e-3, -1e-3), strict=True)))
+        swap, metrics = replicas[0].swaps[-1], replicas[0].peer.metrics
+        assert (swap.partner, metrics.last_partner, metrics.step) == ("b", "b", 40)
+        assert 0 < swap.share <= 1
+        assert 0 <= swap.age_steps <= 5
+        assert metrics.apart is not None
+        assert 0 < metrics.apart < 0.1
+        assert metrics.blocked_s > 0
+        assert replicas[0].peer.service.counts.swaps >= len(replicas[0].swaps)
+
+
+def test_closing_swaps_bring_peers_to_their_mean(tmp_path: Path) -> None:
+    with MemorySwarm(make_spec()) as swarm:
+        replicas = [Replica(swarm, name, tmp_path) for name in ("a", "b", "c", "d")]
+        together(*(lambda r=r, a=a: r.train(30, a) for r, a in zip(replicas, (1e-3, 2e-3, 3e-3, 4e-3), strict=True)))
+        before = torch.stack([flat(replica.model) for replica in replicas])
+        progress = [replica.outer.progress for replica in replicas]
+        together(*(replica.outer.close for replica in replicas))
+        after = torch.stack([flat(replica.model) for replica in replicas])
+        assert [replica.outer.progress for replica in replicas] == progress
+    assert float((after - after.mean(0)).norm()) < 0.5 * float((before - before.mean(0)).norm()) + 1e-6
+    torch.testing.assert_close(after.mean(0), flat(make_model(1)) + 30 * 2.5e-3, rtol=0.0, atol=1e-5)
+
+
+def test_a_peer_alone_ends_its_closing_swaps_at_once(tmp_path: Path) -> None:
+    with MemorySwarm(make_spec()) as swarm:
+        replica = Replica(swarm, "a", tmp_path)
+        replica.train(3, 1e-3)
+        replica.outer.close()
+        assert not replica.swaps
+
+
+@pytest.mark.parametrize(("num_peers", "expected"), [(1, 0), (2, 4), (3, 5), (8, 6), (9, 7)])
+def test_mixings_grow_with_the_logarithm_of_the_peers(num_peers: int, expected: int) -> None:
+    assert closing_mixings(OuterSpec(), num_peers) == expected
+
+
+def test_a_pause_ends_the_swaps_and_loses_none(tmp_path: Path) -> None:
+    with MemorySwarm(make_spec()) as swarm:
+        replicas = [Replica(swarm, name, tmp_path) for name in ("a", "b")]
+        together(*(lambda r=r, a=a: r.train(30, a) for r, a in zip(replicas, (1e-3, 3e-3), strict=True)))
+        together(*(lambda r=r: r.outer.pause() and None for r in replicas))
+        counts = [replica.peer.service.counts.swaps for replica in replicas]
+        assert [len(replica.swaps) for replica in replicas] == counts
+        mean = torch.stack([flat(replica.model) for replica in replicas]).mean(0)
+        torch.testing.assert_close(mean, flat(make_model(1)) + 0.06, rtol=0.0, atol=1e-5)
+        replicas[0].train(20, 0.0)
+        assert replicas[0].peer.service.counts.swaps == counts[0]
+        for replica in replicas:
+            replica.peer.service.state = "training"
+        together(*(lambda r=r: r.train(300, 1e-3) for r in replicas))
+        assert replicas[0].peer.service.counts.swaps > counts[0]
+
+
+# the outer step
+
+
+def test_alone_is_the_solo_outer_step(tmp_path: Path) -> None:
+    spec = make_spec(outer=published(inner_steps=2))
+    with MemorySwarm(spec) as swarm:
+        model = make_model(0)
+        start = flat(model)
+        outer = NoLoCo(model, None, swarm.peer("a", run_folder=tmp_path), save_every_s=0)
+        moves = []
+        for _ in range(4):
+            nudge(model, 0.1)
+            outer.step()
+            moves.append(float((flat(model) - start).mean()))
+    assert moves == pytest.approx([0.1, 0.14, 0.24, 0.14 + 0.07 + 0.14], abs=1e-6)
+
+
+@pytest.mark.parametrize("gamma", [None, 0.9])
+@pytest.mark.parametrize("swap_momentum", [False, True])
+def test_with_wait_two_peers_take_the_step_of_the_paper(
+    tmp_path: Path, gamma: float | None, swap_momentum: bool
+) -> None:
+    """The first outer step begins at equal weights, and the second one at different momenta and weights."""
+    outer = published(inner_steps=2, wait=True, max_wait_s=PATIENCE_S, gamma=gamma, swap_momentum=swap_momentum)
+    with MemorySwarm(make_spec(outer=outer)) as swarm:
+        models = [make_model(1), make_model(1)]
+        nudge(models[1], 0.02)
+        starts = [flat(model) for model in models]
+        outers = [
+            NoLoCo(model, None, swarm.peer(name, run_folder=tmp_path / name), save_every_s=0)
+            for name, model in zip("ab", models, strict=True)
+        ]
+
+        def train(index: int) -> None:
+            for _ in range(4):
+                nudge(models[index], (0.05, 0.03)[index])
+                outers[index].step()
+
+        for each in outers:
+            open_filter(each)
+        together(lambda: train(0), lambda: train(1))
+        phis, momenta, pull = [*starts], [torch.zeros_like(starts[0])] * 2, 0.7 if gamma is None else gamma
+        for _ in range(2):
+            deltas = [torch.full_like(phis[0], 0.1), torch.full_like(phis[0], 0.06)]
+            mean_phi, mean_delta, mean_momentum = sum(phis) / 2, sum(deltas) / 2, sum(momenta) / 2
+            kept = [mean_momentum] * 2 if swap_momentum else momenta
+            momenta = [
+                0.5 * old + 0.7 * mean_delta + pull * (mean_phi - phi) for old, phi in zip(kept, phis, strict=True)
+            ]
+            phis = [phi + momentum for phi, momentum in zip(phis, momenta, strict=True)]
+        for model, expected in zip(models, phis, strict=True):
+            torch.testing.assert_close(flat(model), expected, rtol=0.0, atol=1e-6)
+
+
+def test_without_a_partner_a_waiting_peer_goes_on_after_its_time(tmp_path: Path) -> None:
+    outer = published(inner_steps=2, wait=True, max_wait_s=0.05)
+    with MemorySwarm(make_spec(outer=outer)) as swarm:
+        swarm.peer("b")  # has no model
+        model = make_model(0)
+        mine = NoLoCo(model, None, swarm.peer("a", run_folder=tmp_path), save_every_s=0)
+        start = flat(model)
+        for _ in range(2):
+            nudge(model, 0.1)
+            mine.step()
+        assert float((flat(model) - start).mean()) == pytest.approx(0.14, abs=1e-6)
+
+
+def test_a_request_to_leave_ends_the_wait(tmp_path: Path) -> None:
+    outer = published(inner_steps=1, wait=True, max_wait_s=PATIENCE_S)
+    with MemorySwarm(make_spec(outer=outer)) as swarm:
+        peer = swarm.peer("a", run_folder=tmp_path)
+        mine = NoLoCo(make_model(0), None, peer, save_every_s=0)
+        threading.Timer(0.1, peer.service.hurry).start()
+        mine.step()
+        assert peer.metrics.blocked_s < PATIENCE_S / 2
+
+
+# states
+
+
+@pytest.mark.parametrize("num_hidden", [1, 7, 3000])
+@pytest.mark.parametrize("alpha", [0.0, 0.5])
+def test_the_size_of_a_state_file_is_known_before_it_comes(tmp_path: Path, num_hidden: int, alpha: float) -> None:
+    with MemorySwarm(make_spec(outer=OuterSpec(alpha=alpha))) as swarm:
+        peer = swarm.peer("a", run_folder=tmp_path)
+        outer = NoLoCo(nn.Linear(3, num_hidden), None, peer, save_every_s=0)
+        outer.save()
+        saved = peer.states.saved
+        assert saved is not None
+        num_bytes = state_file_bytes(4 * num_hidden, outer.spec.outer)
+        assert saved.path.stat().st_size == num_bytes == saved.manifest.num_bytes
+
+
+class LeftBehind(MemoryPeer):
+    """A peer that once finds most of the swarm far ahead, and can load its state."""
+
+    def catch_up(self, *, progress: float, target: Path) -> StateManifest | None:
+        if progress > 0.5:
+            return None
+        num_elements = flat(make_model(0)).numel()
+        save_file({"weights": torch.ones(num_elements)}, target)
+        return StateManifest("", num_elements, 0.7, 0, ())
+
+
+def test_who_is_left_behind_takes_the_state_of_the_swarm_and_goes_on_from_there(tmp_path: Path) -> None:
+    with MemorySwarm(make_spec()) as swarm:
+        model, peer = make_model(5), swarm.peer("a", run_folder=tmp_path)
+        peer.__class__ = LeftBehind
+        outer = NoLoCo(model, None, peer, save_every_s=0)
+        outer.step()
+        assert outer.progress == pytest.approx(0.7)
+        assert torch.equal(flat(model), torch.ones_like(flat(model)))
+        assert peer.metrics.catch_ups == 1
+        outer.step()
+        assert outer.progress == pytest.approx(0.701)
+        assert not list(tmp_path.glob("*.safetensors"))
+
+
+class Liar(MemoryPeer):
+    """Serves a newcomer a file of the right size that is no state, or one whose numbers are not finite."""
+
+    def enter(self, *, layout: ModelLayout, target: Path | None) -> StateManifest | None:
+        assert target is not None
+        num_bytes = state_file_bytes(layout.num_elements, self.spec.outer)
+        if self.peer_id == "garbage":
+            target.write_bytes(b"\xff" * num_bytes)
+        else:
+            save_file({"weights": torch.full((layout.num_elements,), torch.nan)}, target)
+        return StateManifest(layout.digest(), layout.num_elements, 0.5, num_bytes, ())
+
+
+@pytest.mark.parametrize("name", ["garbage", "nan"])
+def test_a_useless_state_of_a_donor_leaves_the_own_weights(tmp_path: Path, name: str) -> None:
+    with MemorySwarm(make_spec()) as swarm:
+        peer = swarm.peer(name, run_folder=tmp_path)
+        peer.__class__ = Liar
+        model = make_model(5)
+        outer = NoLoCo(model, None, peer, save_every_s=0)
+        assert torch.equal(flat(model), flat(make_model(5)))
+        assert (outer.progress, outer.entered) == (0.0, False)
+        assert not list(tmp_path.glob("*.safetensors"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float8_e4m3fn])
+def test_a_state_of_other_numbers_than_fp32_is_refused(dtype: torch.dtype) -> None:
+    with MemorySwarm(make_spec()) as swarm:
+        outer = NoLoCo(make_model(1), None, swarm.peer("a"), save_every_s=0)
+        given = {name: vector.to(dtype) for name, vector in outer.weights.tensors().items()}
+        with pytest.raises(CheckpointError, match="instead of float32"):
+            outer.weights.take(given)
+
+
+def test_a_model_of_doubles_is_saved_without_loss(tmp_path: Path) -> None:
+    with MemorySwarm(make_spec()) as swarm:
+        model = make_model(1, dtype=torch.float64)
+        nudge(model, 1e-12)
+        folder = NoLoCo(model, None, swarm.peer("a", run_folder=tmp_path), save_every_s=0).save()
+        again = make_model(2, dtype=torch.float64)
+        NoLoCo(again, None, swarm.peer("b", run_folder=tmp_path), save_every_s=0)
+        assert torch.equal(flat(again), flat(model))
+        assert Checkpoint(folder).has("model")
