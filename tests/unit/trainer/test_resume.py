@@ -50,7 +50,9 @@ def train(folder: Path, num_steps: int, spec: TrainerSpec = SPEC) -> Checkpoint:
     with MemorySwarm(spec) as swarm:
         peer = swarm.peer("the same peer", run_folder=folder)
         peer.__class__ = TrainingPeer
-        settings = PeerSettings(state_dir=folder, device="cpu", max_steps=num_steps, save_every_s=1e-9, report_every_s=1e-9)
+        settings = PeerSettings(
+            state_dir=folder, device="cpu", max_steps=num_steps, save_every_s=1e-9, report_every_s=1e-9
+        )
         trainer = Trainer(cast("TrainingPeer", peer).begin(settings), say=lambda line: None)
         trainer.needs()
         path = trainer.train()
