@@ -82,7 +82,7 @@ def check_length(payload: bytes | memoryview, *, codec: Sized, num_elements: int
     if received != expected:
         raise CorruptPayload(
             f"the {codec.name} chunk of {num_elements} elements must have {expected} bytes, but it has {received}; "
-            "discard the part"
+            "discard it"
         )
 
 

@@ -70,7 +70,7 @@ class Int8Codec:
         if not scales_valid(scales):
             raise NotFinite(
                 f"the {self.name} chunk of {num_elements} elements has a scale that is non-positive, subnormal, "
-                "non-finite or too large; discard the part"
+                "non-finite or too large; discard it"
             )
         return scales, codes
 

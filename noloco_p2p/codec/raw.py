@@ -41,9 +41,7 @@ class RawCodec:
     def _checked(self, payload: bytes | memoryview, *, num_elements: int) -> Tensor:
         coded = payload_bytes(payload, codec=self, num_elements=num_elements).view(self.dtype)
         if not self._all_finite(coded):
-            raise NotFinite(
-                f"the {self.name} chunk of {num_elements} elements contains NaN or infinity; discard the part"
-            )
+            raise NotFinite(f"the {self.name} chunk of {num_elements} elements contains NaN or infinity; discard it")
         return coded
 
     def _all_finite(self, coded: Tensor) -> bool:
