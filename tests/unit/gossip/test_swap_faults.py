@@ -17,7 +17,7 @@ from noloco_p2p.testing.faults import Change, Cut, Drop, Fault, Faults, Repeat, 
 
 ROUNDING = 1e-4  # of fp32 sums
 NUM_ELEMENTS = 30_000  # eight units, so slices have several chunks, and two swaps may run at a time
-LINKS = [profile(100.0, delay_ms=50.0)] * 2
+LINKS = [profile(100.0, delay_ms=100.0)] * 2
 NUM_FLIPS = 100
 
 
