@@ -128,8 +128,8 @@ def _signed_record(body: bytes) -> PeerRecord:
 
 def _last_bits(data: bytes) -> object:
     """Decode the last bits of a chunk whose first bits are known; only a wrong length is an error."""
-    earlier = b"".join(codec.encode(-ONES, grid=GRID, chunk_index=0) for codec in (FOUR_BITS, SIX_BITS))
-    return EIGHT_BITS.differences(ONES, data, grid=GRID, chunk_index=0, earlier=earlier)
+    earlier = b"".join(codec.encode(-ONES, grid=GRID) for codec in (FOUR_BITS, SIX_BITS))
+    return EIGHT_BITS.differences(ONES, data, grid=GRID, earlier=earlier)
 
 
 def _sealed_ticket(fields: bytes) -> object:
@@ -214,7 +214,7 @@ def targets() -> dict[str, Target]:
         "spec": Target(_spec, (SpecError,), (json.dumps({"name": "run"}).encode(),)),
         "layout": Target(ModelLayout.from_json, (ValueError,), (layout.as_json(),)),
         "grid": Target(lambda data: agree(bytes(3), data), wire, (bytes(3),)),
-        "bits by need": Target(_last_bits, wire, (EIGHT_BITS.encode(ONES, grid=GRID, chunk_index=0),)),
+        "bits by need": Target(_last_bits, wire, (EIGHT_BITS.encode(ONES, grid=GRID),)),
         "address of a caller": Target(
             lambda data: caller_host(data.decode("latin-1")), wire, (b"ipv4:192.0.2.7:1", b"ipv6:[::1]:1")
         ),

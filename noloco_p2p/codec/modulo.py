@@ -1,7 +1,7 @@
 """Implement modulo coding, which sends only the low-order bits of numbers.
 
 The vectors of two partners are close to each other, so the low-order bits of their elements determine the difference.
-Both partners use the same grid and the same dither for a section. The grid has a power-of-two step for each block of
+Both partners use the same grid and the same dither for a chunk. The grid has a power-of-two step for each block of
 BLOCK_ELEMENTS. An element x corresponds to the grid integer k = round(x / step + dither), and it is sent as a residue,
 k mod 2**bits. With Q(x) = (k - dither) * step, the dither cancels in a difference, and
 
@@ -35,12 +35,11 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
-from noloco_p2p.codec.base import CHUNK_ELEMENTS, check_length, check_num_elements, check_values, within
+from noloco_p2p.codec.base import check_length, check_num_elements, check_values, within
 from noloco_p2p.codec.dither import DITHER_ELEMENTS, fill_dither
 from noloco_p2p.errors import CorruptPayload
 
 BLOCK_ELEMENTS = DITHER_ELEMENTS
-BLOCKS_A_CHUNK = CHUNK_ELEMENTS // BLOCK_ELEMENTS
 DIGEST_BYTES = 16
 OFF_GRID = bytes(DIGEST_BYTES)  # replaces the digest of a chunk that is not on the grid
 MAX_INTEGER = 2.0**30  # the largest magnitude, so that the sum of an integer and a difference fits in an int32
@@ -51,12 +50,11 @@ FINEST = 24  # a step is at least 2**-24 of the largest value in its block, beca
 # The ratio of a step to the root mean square of the last distance. The step is then rounded up to a power of two. Above
 # a ratio of 2.4, the error of a swap (step**2 / 6 per number) exceeds the distance, and replicas diverge.
 STEP_OVER_DISTANCE = 0.75
-MOST_HALVINGS = 2  # a step is halved once for each solo round since the last swap, but at most this many times
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """The grid of one section in one swap, which is the same for both partners.
+    """The grid of one chunk in one swap, which is the same for both partners.
 
     `exponents` has one signed byte per block and comes from `agree`. `seed` has 64 bits and comes from `dither_seed`.
     """
@@ -64,30 +62,21 @@ class Grid:
     exponents: bytes
     seed: int
 
-    def covers(self, chunk_index: int) -> bool:
-        """Return whether the chunk can use modulo coding. Every block of the chunk must have a known exponent."""
-        return UNKNOWN not in self._of_chunk(chunk_index)
-
-    def blocks(self, chunk_index: int, *, num_elements: int) -> Iterator[tuple[slice, int]]:
+    def blocks(self, num_elements: int) -> Iterator[tuple[slice, int]]:
         """Yield (slice of the chunk, exponent) for each block of a chunk with `num_elements` elements.
 
-        Raises ValueError if the chunk has no grid.
+        Raises ValueError if the grid is not one of such a chunk.
         """
-        exponents = self._of_chunk(chunk_index)
-        if UNKNOWN in exponents or len(exponents) != num_blocks(num_elements):
-            raise ValueError(f"chunk {chunk_index} ({num_elements} elements) has no grid; use another codec for it")
+        exponents = memoryview(self.exponents).cast("b").tolist()
+        if UNKNOWN in exponents or len(exponents) != -(-num_elements // BLOCK_ELEMENTS):
+            raise ValueError(f"a chunk of {num_elements} elements has no grid of {len(exponents)} known steps")
         for block, exponent in enumerate(exponents):
             start = block * BLOCK_ELEMENTS
             yield slice(start, min(start + BLOCK_ELEMENTS, num_elements)), exponent
 
-    def digest(self, chunk_index: int) -> blake3:
-        """Return a hash that already covers the grid of the chunk. The caller adds the integers of the chunk to it."""
-        start = chunk_index * BLOCKS_A_CHUNK
-        return blake3(struct.pack("<Q", self.seed) + self.exponents[start : start + BLOCKS_A_CHUNK])
-
-    def _of_chunk(self, chunk_index: int) -> list[int]:
-        start = chunk_index * BLOCKS_A_CHUNK
-        return memoryview(self.exponents)[start : start + BLOCKS_A_CHUNK].cast("b").tolist()
+    def digest(self) -> blake3:
+        """Return a hash that already covers the grid. The caller adds the integers of the chunk to it."""
+        return blake3(struct.pack("<Q", self.seed) + self.exponents)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,18 +119,18 @@ class ModuloCodec:
         check_num_elements(num_elements)
         return -(-num_elements * self._difference_bits // 8)
 
-    def encode(self, values: Tensor, *, grid: Grid, chunk_index: int) -> bytes:
-        """Encode chunk `chunk_index`.
+    def encode(self, values: Tensor, *, grid: Grid) -> bytes:
+        """Encode a chunk.
 
         `values` is a contiguous 1-D tensor of at most CHUNK_ELEMENTS elements, in any floating-point dtype and on any
         device; it is not changed. If a value is too large for the grid (more than MAX_INTEGER steps), the result is a
         payload that fails for both partners. Raises ValueError for any other shape, for a non-finite value, and for a
-        chunk without a grid.
+        grid of another size.
         """
         check_values(values)
         residues = torch.empty(values.numel(), dtype=torch.uint8, device=values.device)
-        digest = grid.digest(chunk_index)
-        for place, integers in _grid_integers(values, grid=grid, chunk_index=chunk_index):
+        digest = grid.digest()
+        for place, integers in _grid_integers(values, grid):
             if integers is None:
                 return bytes(self.num_bytes(values.numel()) - DIGEST_BYTES) + OFF_GRID
             residues[place].copy_(integers >> self.below if self.below else integers)  # keeps the lowest byte
@@ -154,7 +143,6 @@ class ModuloCodec:
         partner: bytes | memoryview,
         *,
         grid: Grid,
-        chunk_index: int,
         earlier: bytes | memoryview = b"",
     ) -> bytes | None:
         """Return k_partner - k_own for a chunk, packed for `half_difference`, or None if the chunk failed.
@@ -169,8 +157,8 @@ class ModuloCodec:
         if memoryview(partner)[-DIGEST_BYTES:] == OFF_GRID:
             return None
         residues = self._residues(partner, earlier, values.numel()).to(values.device)
-        digest = grid.digest(chunk_index)
-        for place, integers in _grid_integers(values, grid=grid, chunk_index=chunk_index):
+        digest = grid.digest()
+        for place, integers in _grid_integers(values, grid):
             if integers is None:
                 return None
             centred = self._centred(residues[place].sub_(integers.to(torch.uint8)))
@@ -185,9 +173,7 @@ class ModuloCodec:
         """Raise CorruptPayload if the payload has the wrong length. Any residues of the right length are valid."""
         check_length(payload, codec=self, num_elements=num_elements)
 
-    def half_difference(
-        self, differences: bytes | memoryview, *, num_elements: int, grid: Grid, chunk_index: int
-    ) -> Tensor:
+    def half_difference(self, differences: bytes | memoryview, *, num_elements: int, grid: Grid) -> Tensor:
         """Return the half-difference h of a chunk in fp32 on the CPU.
 
         The partner computes exactly its negative, element by element.
@@ -196,7 +182,7 @@ class ModuloCodec:
             raise ValueError(f"{num_elements} encoded differences cannot have a length of {len(differences)} bytes")
         residues = _unpacked(differences, num_elements, bits=self._difference_bits)
         half = self._centred(residues).to(torch.float32)
-        for place, exponent in grid.blocks(chunk_index, num_elements=num_elements):
+        for place, exponent in grid.blocks(num_elements):
             half[place].mul_(2.0 ** (exponent - 1))  # a small integer times a power of two is exact
         return half
 
@@ -224,14 +210,7 @@ FOUR_BITS = ModuloCodec(name="modulo", bits=4)
 SIX_BITS = ModuloCodec(name="modulo", bits=2, after=FOUR_BITS)
 EIGHT_BITS = ModuloCodec(name="modulo", bits=2, after=SIX_BITS)
 
-# Maps a name in a run spec to the codec of a chunk, followed by the codecs for the bits that are sent if the chunk
-# fails.
-MODULO_CODECS = {"modulo": (FOUR_BITS, SIX_BITS, EIGHT_BITS)}
-
-
-def num_blocks(num_elements: int) -> int:
-    """Return the number of exponents in the grid of a section."""
-    return -(-num_elements // BLOCK_ELEMENTS)
+PASSES = (FOUR_BITS, SIX_BITS, EIGHT_BITS)  # the codec of a chunk, and those for the bits that follow if it fails
 
 
 def agree(own: bytes, partner: bytes) -> bytes:
@@ -241,7 +220,7 @@ def agree(own: bytes, partner: bytes) -> bytes:
     partner's proposal has the wrong length or an exponent that is out of range.
     """
     if len(partner) != len(own):
-        raise CorruptPayload(f"it proposes a grid of {len(partner)} blocks, but the section has {len(own)}")
+        raise CorruptPayload(f"it proposes a grid of {len(partner)} blocks, but the slice has {len(own)}")
     if not own:
         return own
     mine, theirs = (torch.frombuffer(bytearray(exponents), dtype=torch.int8) for exponents in (own, partner))
@@ -249,51 +228,6 @@ def agree(own: bytes, partner: bytes) -> bytes:
     if strange.any():
         raise CorruptPayload(f"it proposes a grid step of 2**{int(theirs[strange][0])}, which is out of range")
     return torch.minimum(mine, theirs).numpy().tobytes()  # UNKNOWN is the largest
-
-
-class Bounds:
-    """The last distances between partners, from which a peer proposes the next grid of a section.
-
-    Only one thread at a time may update a chunk, but different chunks may be updated at the same time.
-    """
-
-    def __init__(self, num_elements: int) -> None:
-        self._round = self._round_of_swap = 0
-        self._distances = torch.zeros(num_blocks(num_elements))  # root mean squares in the last swap
-        self._magnitudes = torch.zeros(num_blocks(num_elements))  # largest values in the last swap
-
-    def begin_swap(self, round_index: int) -> None:
-        """Begin the swap of a round.
-
-        All rounds since the last swap in which a chunk was received count as rounds without a partner.
-        """
-        self._round = round_index
-
-    def update(self, chunk_index: int, *, half_difference: Tensor, values: Tensor) -> None:
-        """Record a received chunk, whichever codec encoded it.
-
-        `half_difference` is the h of the chunk, and `values` are this peer's own values. All of these numbers are
-        finite.
-        """
-        self._round_of_swap = self._round
-        first = chunk_index * BLOCKS_A_CHUNK
-        parts = zip(half_difference.split(BLOCK_ELEMENTS), values.split(BLOCK_ELEMENTS), strict=True)
-        for block, (half, own) in enumerate(parts, first):
-            self._distances[block] = 2 * torch.linalg.vector_norm(half) / len(half) ** 0.5
-            self._magnitudes[block] = _largest(own)
-
-    def propose(self) -> bytes:
-        """Return a proposal with one exponent per block.
-
-        The exponent is UNKNOWN if no nonzero distance was recorded, because there is nothing to predict from. The
-        exponents are lower after rounds without a partner, because errors persist longer when peers mix less often.
-        """
-        distances, num_alone = self._distances, self._round - self._round_of_swap - 1
-        wanted = exponent_above(distances * STEP_OVER_DISTANCE) - min(MOST_HALVINGS, max(0, num_alone))
-        finest = exponent_above(self._magnitudes) - FINEST
-        exponents = torch.maximum(wanted, finest).clamp_min_(LOWEST_EXPONENT)
-        exponents[(distances == 0) | ~distances.isfinite() | (exponents > HIGHEST_EXPONENT)] = UNKNOWN
-        return exponents.to(torch.int8).numpy().tobytes()
 
 
 def _packed(residues: Tensor, *, bits: int) -> bytes:
@@ -322,12 +256,7 @@ def exponent_above(values: Tensor) -> Tensor:
     return torch.frexp(values).exponent.masked_fill_(values == 0, LOWEST_EXPONENT)
 
 
-def _largest(values: Tensor) -> Tensor:
-    smallest, largest = torch.aminmax(values)  # takes one pass and no extra memory
-    return torch.maximum(-smallest, largest)
-
-
-def _grid_integers(values: Tensor, *, grid: Grid, chunk_index: int) -> Iterator[tuple[slice, Tensor | None]]:
+def _grid_integers(values: Tensor, grid: Grid) -> Iterator[tuple[slice, Tensor | None]]:
     """Yield (slice of the chunk, int32 grid integers) for each block.
 
     If an integer exceeds MAX_INTEGER, None takes the place of that block's integers, and the iterator ends. Two buffers
@@ -338,8 +267,7 @@ def _grid_integers(values: Tensor, *, grid: Grid, chunk_index: int) -> Iterator[
     values = values.detach()
     steps = torch.empty(min(len(values), BLOCK_ELEMENTS), dtype=torch.float32, device=values.device)
     integers = torch.empty_like(steps, dtype=torch.int32)
-    blocks = grid.blocks(chunk_index, num_elements=len(values))
-    for block_index, (place, exponent) in enumerate(blocks, chunk_index * BLOCKS_A_CHUNK):
+    for block_index, (place, exponent) in enumerate(grid.blocks(len(values))):
         part = values[place].to(torch.float32)
         steps, integers = steps[: len(part)], integers[: len(part)]
         fill_dither(steps, scratch=integers, seed=grid.seed, block_index=block_index)

@@ -11,16 +11,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from blake3 import blake3
 from torch import Tensor
 
 from noloco_p2p.codec import Codec, get_codec
+from noloco_p2p.codec.dither import dither_seed
 from noloco_p2p.codec.modulo import (
     BLOCK_ELEMENTS,
     FINEST,
     HIGHEST_EXPONENT,
     LOWEST_EXPONENT,
-    MODULO_CODECS,
+    PASSES,
     STEP_OVER_DISTANCE,
     UNKNOWN,
     Grid,
@@ -46,7 +46,7 @@ class Coder:
     def __init__(self, codec: str, units: Units) -> None:
         self.units = units
         self.plain: Codec = get_codec(BESIDE_MODULO if codec == MODULO else codec)
-        self.passes: tuple[ModuloCodec, ...] = MODULO_CODECS[MODULO] if codec == MODULO else ()
+        self.passes: tuple[ModuloCodec, ...] = PASSES if codec == MODULO else ()
         self._distances = torch.zeros(units.num_blocks)  # root mean square of the last difference of each block
         self._magnitudes = torch.zeros(units.num_blocks)  # largest value in each block at that time
 
@@ -115,7 +115,7 @@ class Coding:
         for index in indices:
             codec, values = self._codec(number, index), self._values(index)
             if isinstance(codec, ModuloCodec):
-                payload = codec.encode(values, grid=self._grid(index), chunk_index=0)
+                payload = codec.encode(values, grid=self._grid(index))
             else:
                 payload = self._sent[index] = codec.encode(values)
             payloads.append(payload)
@@ -135,7 +135,7 @@ class Coding:
         kept, size = self._kept[index], self.chunks[index].num_elements
         if isinstance(kept.codec, ModuloCodec):
             grid = self._grid(index)
-            return kept.codec.half_difference(kept.partner, num_elements=size, grid=grid, chunk_index=0)
+            return kept.codec.half_difference(kept.partner, num_elements=size, grid=grid)
         own, partner = (kept.codec.decode(payload, num_elements=size) for payload in (kept.own, kept.partner))
         return half_difference_(own, partner)
 
@@ -148,9 +148,7 @@ class Coding:
         codec.check(payload, num_elements=chunk.num_elements)
         if isinstance(codec, ModuloCodec):
             earlier = self._earlier.pop(index, b"")
-            differences = codec.differences(
-                self._values(index), payload, grid=self._grid(index), chunk_index=0, earlier=earlier
-            )
+            differences = codec.differences(self._values(index), payload, grid=self._grid(index), earlier=earlier)
             if differences is None:
                 self._earlier[index] = earlier + bytes(payload)
                 return False
@@ -182,8 +180,7 @@ class Coding:
     def _grid(self, index: int) -> Grid:
         blocks, start = self.chunks[index].blocks, self._blocks.start
         exponents = self._exponents[blocks.start - start : blocks.stop - start]
-        seed = blake3(self._swap_id + blocks.start.to_bytes(4, "little")).digest(8)
-        return Grid(exponents, int.from_bytes(seed, "little"))
+        return Grid(exponents, dither_seed(self._swap_id, blocks.start))
 
     def _values(self, index: int) -> Tensor:
         chunk = self.chunks[index]

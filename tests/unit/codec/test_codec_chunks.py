@@ -1,4 +1,4 @@
-"""The names of codecs, and the division of a section into chunks."""
+"""The names of codecs, and the division of a vector into chunks."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from noloco_p2p.codec import CHUNK_ELEMENTS, CODEC_NAMES, chunk_bounds, get_codec, num_chunks, section_bytes
-from noloco_p2p.spec import GradientCodecName
+from noloco_p2p.codec import CHUNK_ELEMENTS, CODEC_NAMES, chunk_bounds, get_codec, vector_bytes
+from noloco_p2p.spec import StateCodecName
 
 sizes = st.integers(0, 5 * CHUNK_ELEMENTS) | st.sampled_from(
     [k * CHUNK_ELEMENTS + d for k in (1, 2) for d in (-1, 0, 1)]
@@ -17,7 +17,7 @@ sizes = st.integers(0, 5 * CHUNK_ELEMENTS) | st.sampled_from(
 
 
 def test_each_codec_of_the_spec_exists_under_its_name() -> None:
-    assert set(get_args(GradientCodecName)) == {*CODEC_NAMES, "none"}
+    assert set(get_args(StateCodecName)) == {*CODEC_NAMES, "modulo"}
     assert [get_codec(name).name for name in CODEC_NAMES] == list(CODEC_NAMES)
 
 
@@ -27,9 +27,8 @@ def test_an_unknown_codec_is_refused_with_the_known_names() -> None:
 
 
 @given(num_elements=sizes)
-def test_chunks_cover_a_section_once_and_in_order(num_elements: int) -> None:
+def test_chunks_cover_a_vector_once_and_in_order(num_elements: int) -> None:
     bounds = chunk_bounds(num_elements)
-    assert len(bounds) == num_chunks(num_elements)
     edges = [0, *(stop for _, stop in bounds)]
     assert [start for start, _ in bounds] == edges[:-1]
     assert edges[-1] == num_elements
@@ -38,13 +37,7 @@ def test_chunks_cover_a_section_once_and_in_order(num_elements: int) -> None:
 
 
 @given(num_elements=sizes, name=st.sampled_from(CODEC_NAMES))
-def test_section_bytes_is_the_sum_of_its_chunks(num_elements: int, name: str) -> None:
+def test_vector_bytes_is_the_sum_of_its_chunks(num_elements: int, name: str) -> None:
     codec = get_codec(name)
     total = sum(codec.num_bytes(stop - start) for start, stop in chunk_bounds(num_elements))
-    assert section_bytes(codec, num_elements) == total
-
-
-def test_a_negative_section_is_refused() -> None:
-    for call in (num_chunks, chunk_bounds, lambda n: section_bytes(get_codec("fp32"), n)):
-        with pytest.raises(ValueError, match="-1"):
-            call(-1)
+    assert vector_bytes(codec, num_elements) == total

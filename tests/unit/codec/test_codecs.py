@@ -5,22 +5,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from codec_promises import PROMISES, TINY
+from codec_promises import PROMISES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from torch import Tensor
 
-from noloco_p2p.codec import CHUNK_ELEMENTS, CODEC_NAMES, Scratch, get_codec
+from noloco_p2p.codec import CHUNK_ELEMENTS, CODEC_NAMES, get_codec
 
-
-def vectors(largest: float) -> st.SearchStrategy[Tensor]:
-    finite = st.floats(width=32, allow_nan=False, min_value=-largest, max_value=largest)
-    return hnp.arrays(np.float32, st.integers(0, 600), elements=finite, fill=finite).map(torch.from_numpy)
-
-
-codec_names = st.sampled_from(CODEC_NAMES)
-coded_vectors = codec_names.flatmap(lambda name: st.tuples(st.just(name), vectors(PROMISES[name].largest)))
+FINITE = st.floats(width=32, allow_nan=False, min_value=-(2.0**127), max_value=2.0**127)
+VECTORS = hnp.arrays(np.float32, st.integers(0, 600), elements=FINITE, fill=FINITE).map(torch.from_numpy)
+coded_vectors = st.tuples(st.sampled_from(CODEC_NAMES), VECTORS)
 
 
 def round_trip(name: str, values: Tensor) -> Tensor:
@@ -73,7 +68,7 @@ def test_any_length_up_to_a_chunk(name: str, num_elements: int) -> None:
 @pytest.mark.parametrize("stop", [0, 1])
 def test_a_slice_of_at_most_one_element_may_have_any_stride(name: str, stop: int) -> None:
     values = torch.ones(20)[:stop:7]  # torch reports it as contiguous, whatever its stride
-    assert round_trip(name, values).tolist() == pytest.approx([1.0] * stop, rel=PROMISES[name].lone_error)
+    assert round_trip(name, values).tolist() == pytest.approx([1.0] * stop, rel=2**-7)
 
 
 @pytest.mark.parametrize("name", CODEC_NAMES)
@@ -86,12 +81,8 @@ def test_a_block_of_zeros_stays_zero(name: str) -> None:
     values = torch.zeros(512)
     values[300] = 4.0
     decoded = round_trip(name, values)
-    if PROMISES[name].keeps_zeros:
-        assert torch.count_nonzero(decoded).item() == 1
-        assert decoded[300].item() == pytest.approx(4.0, rel=2**-7)
-    else:  # codes are odd, so a block of zeros decodes to the smallest scale
-        block = 256
-        assert decoded[:block].abs().max().item() == TINY
+    assert torch.count_nonzero(decoded).item() == 1
+    assert decoded[300].item() == pytest.approx(4.0, rel=2**-7)
 
 
 @pytest.mark.parametrize("name", CODEC_NAMES)
@@ -119,31 +110,9 @@ def test_decode_gives_memory_of_its_own(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CODEC_NAMES)
-def test_relative_error_and_length_for_a_gaussian(name: str) -> None:
+def test_relative_error_for_a_gaussian(name: str) -> None:
     values = torch.randn(CHUNK_ELEMENTS, generator=torch.Generator().manual_seed(0))
     decoded = round_trip(name, values)
     error = (decoded - values).norm() / values.norm()
     most = PROMISES[name].gaussian_error
     assert most / 4 <= error.item() <= most
-    # The gates compare the norms of decoded vectors with exact norms (optim/gates.py).
-    assert (decoded.norm() / values.norm()).item() == pytest.approx(PROMISES[name].gaussian_length, rel=0.01)
-
-
-@pytest.mark.parametrize("name", CODEC_NAMES)
-@pytest.mark.parametrize("num_elements", [0, 1, 129, 1000, CHUNK_ELEMENTS])
-def test_given_memory_holds_what_new_memory_would(name: str, num_elements: int) -> None:
-    """The scratch memory holds intermediate values of an earlier chunk, which must not matter."""
-    codec, values, scratch = (
-        get_codec(name),
-        torch.randn(num_elements, generator=torch.Generator().manual_seed(1)),
-        Scratch(),
-    )
-    other = torch.empty(codec.num_bytes(CHUNK_ELEMENTS), dtype=torch.uint8)
-    codec.encode_into(torch.full((CHUNK_ELEMENTS,), -7.0), other, scratch=scratch)
-    codec.decode(other.numpy().data, num_elements=CHUNK_ELEMENTS, scratch=scratch)
-    payload = torch.full((codec.num_bytes(num_elements),), 255, dtype=torch.uint8)
-    codec.encode_into(values, payload, scratch=scratch)
-    assert payload.numpy().tobytes() == codec.encode(values)
-    out = torch.full((num_elements,), torch.nan)
-    assert codec.decode(payload.numpy().data, num_elements=num_elements, out=out, scratch=scratch) is out
-    assert torch.equal(out, codec.decode(payload.numpy().tobytes(), num_elements=num_elements))

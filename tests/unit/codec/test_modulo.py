@@ -14,18 +14,16 @@ from noloco_p2p.codec.dither import fill_dither
 from noloco_p2p.codec.modulo import (
     BLOCK_ELEMENTS,
     DIGEST_BYTES,
-    EIGHT_BITS,
     FOUR_BITS,
     OFF_GRID,
-    SIX_BITS,
+    PASSES,
     UNKNOWN,
     Grid,
     ModuloCodec,
-    num_blocks,
+    agree,
 )
 from noloco_p2p.errors import CorruptPayload
 
-BY_NEED = (FOUR_BITS, SIX_BITS, EIGHT_BITS)
 seeds = st.integers(0, 2**64 - 1)
 LENGTHS = [
     1,
@@ -43,20 +41,20 @@ LENGTHS = [
 
 
 def one_grid(exponent: int, *, num_elements: int, seed: int = 1) -> Grid:
-    return Grid(bytes([exponent & 0xFF] * num_blocks(num_elements)), seed)
+    return Grid(bytes([exponent & 0xFF] * -(-num_elements // BLOCK_ELEMENTS)), seed)
 
 
 def swap(own: Tensor, partner: Tensor, grid: Grid) -> tuple[Tensor, Tensor] | None:
     """Return h of both sides, each computed from what that side knows; None when both see the chunk broken."""
 
     def received(mine: Tensor, theirs: Tensor) -> Tensor | None:
-        payload = FOUR_BITS.encode(theirs, grid=grid, chunk_index=0)
+        payload = FOUR_BITS.encode(theirs, grid=grid)
         assert len(payload) == FOUR_BITS.num_bytes(len(theirs))
-        apart = FOUR_BITS.differences(mine, payload, grid=grid, chunk_index=0)
+        apart = FOUR_BITS.differences(mine, payload, grid=grid)
         if apart is None:
             return None
         assert len(apart) == FOUR_BITS.num_difference_bytes(len(mine))
-        return FOUR_BITS.half_difference(apart, num_elements=len(mine), grid=grid, chunk_index=0)
+        return FOUR_BITS.half_difference(apart, num_elements=len(mine), grid=grid)
 
     left, right = received(own, partner), received(partner, own)
     assert (left is None) == (right is None), "only one side sees the breakage"
@@ -166,9 +164,9 @@ def test_equal_values_have_no_difference() -> None:
 
 def test_peers_on_other_grids_see_it() -> None:
     own = torch.randn(500)
-    payload = FOUR_BITS.encode(own, grid=one_grid(-6, num_elements=500, seed=1), chunk_index=0)
+    payload = FOUR_BITS.encode(own, grid=one_grid(-6, num_elements=500, seed=1))
     for other in (one_grid(-5, num_elements=500, seed=1), one_grid(-6, num_elements=500, seed=2)):
-        assert FOUR_BITS.differences(own, payload, grid=other, chunk_index=0) is None
+        assert FOUR_BITS.differences(own, payload, grid=other) is None
 
 
 @pytest.mark.parametrize("steps", [2.0**31, -(2.0**31), 2.0**70, 1.1 * 2.0**30])
@@ -176,7 +174,7 @@ def test_a_value_too_large_for_the_grid_breaks_the_chunk_on_both_sides(steps: fl
     own = torch.zeros(100)
     own[40] = steps * 2.0**-60
     grid = one_grid(-60, num_elements=100)
-    payload = FOUR_BITS.encode(own, grid=grid, chunk_index=0)
+    payload = FOUR_BITS.encode(own, grid=grid)
     assert len(payload) == FOUR_BITS.num_bytes(100)
     assert payload[-DIGEST_BYTES:] == OFF_GRID
     assert swap(own, torch.zeros(100), grid) is None
@@ -193,28 +191,25 @@ def test_a_value_that_is_not_finite_is_named(bad: float) -> None:
     values = torch.full((BLOCK_ELEMENTS + 300,), 2.0**40)  # also too large for the grid
     values[BLOCK_ELEMENTS + 270] = bad
     grid = one_grid(0, num_elements=len(values))
-    payload = FOUR_BITS.encode(torch.zeros(len(values)), grid=grid, chunk_index=0)
+    payload = FOUR_BITS.encode(torch.zeros(len(values)), grid=grid)
     for refuse in (
-        lambda: FOUR_BITS.encode(values, grid=grid, chunk_index=0),
-        lambda: FOUR_BITS.differences(values, payload, grid=grid, chunk_index=0),
+        lambda: FOUR_BITS.encode(values, grid=grid),
+        lambda: FOUR_BITS.differences(values, payload, grid=grid),
     ):
         with pytest.raises(ValueError, match=f"element {BLOCK_ELEMENTS + 270} of {len(values)} is .*not finite"):
             refuse()
 
 
 def test_what_is_no_chunk_or_has_no_grid_is_refused() -> None:
-    grid = one_grid(0, num_elements=CHUNK_ELEMENTS)
+    grid = one_grid(0, num_elements=9)
     for values in (torch.ones(2, 2), torch.ones(6)[::2], torch.ones(3, dtype=torch.int32)):
         with pytest.raises(ValueError, match="chunk"):
-            FOUR_BITS.encode(values, grid=grid, chunk_index=0)
-    unknown = Grid(bytes([3, UNKNOWN]), seed=0)
-    assert not unknown.covers(0)
-    assert Grid(bytes([3, 4, 5, 6, UNKNOWN]), seed=0).covers(0)
-    for num_elements, chunk_index in ((BLOCK_ELEMENTS + 1, 0), (BLOCK_ELEMENTS, 1), (BLOCK_ELEMENTS, 0)):
-        with pytest.raises(ValueError, match=rf"chunk {chunk_index} \({num_elements} elements\) has no grid"):
-            FOUR_BITS.encode(torch.ones(num_elements), grid=unknown, chunk_index=chunk_index)
+            FOUR_BITS.encode(values, grid=grid)
+    for num_elements, exponents in ((BLOCK_ELEMENTS + 1, [3]), (BLOCK_ELEMENTS, [3, 3]), (BLOCK_ELEMENTS, [UNKNOWN])):
+        with pytest.raises(ValueError, match=f"a chunk of {num_elements} elements has no grid"):
+            FOUR_BITS.encode(torch.ones(num_elements), grid=Grid(bytes(exponents), seed=0))
     with pytest.raises(ValueError, match="9 encoded differences cannot have a length of 100 bytes"):
-        FOUR_BITS.half_difference(bytes(100), num_elements=9, grid=grid, chunk_index=0)
+        FOUR_BITS.half_difference(bytes(100), num_elements=9, grid=grid)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
@@ -222,9 +217,7 @@ def test_other_float_dtypes_are_coded_like_their_fp32_values(dtype: torch.dtype)
     values = torch.randn(300).to(dtype)
     before = values.clone()
     grid = one_grid(-5, num_elements=300)
-    assert FOUR_BITS.encode(values, grid=grid, chunk_index=0) == FOUR_BITS.encode(
-        values.float(), grid=grid, chunk_index=0
-    )
+    assert FOUR_BITS.encode(values, grid=grid) == FOUR_BITS.encode(values.float(), grid=grid)
     assert torch.equal(values, before)
 
 
@@ -234,18 +227,16 @@ def test_other_float_dtypes_are_coded_like_their_fp32_values(dtype: torch.dtype)
 def swap_by_need(own: Tensor, partner: Tensor, grid: Grid) -> tuple[ModuloCodec, Tensor, Tensor] | None:
     """Return the codec that carried the chunk, and h of both sides; None when the difference exceeds eight bits."""
     earlier = {"own": b"", "partner": b""}
-    for codec in BY_NEED:
+    for codec in PASSES:
         sides = {"own": (own, partner), "partner": (partner, own)}
-        payloads = {side: codec.encode(theirs, grid=grid, chunk_index=0) for side, (_, theirs) in sides.items()}
+        payloads = {side: codec.encode(theirs, grid=grid) for side, (_, theirs) in sides.items()}
         apart = {
-            side: codec.differences(mine, payloads[side], grid=grid, chunk_index=0, earlier=earlier[side])
+            side: codec.differences(mine, payloads[side], grid=grid, earlier=earlier[side])
             for side, (mine, _) in sides.items()
         }
         assert (apart["own"] is None) == (apart["partner"] is None), "only one side sees the breakage"
         halves = [
-            codec.half_difference(each, num_elements=len(own), grid=grid, chunk_index=0)
-            for each in apart.values()
-            if each is not None
+            codec.half_difference(each, num_elements=len(own), grid=grid) for each in apart.values() if each is not None
         ]
         if halves:
             ours, theirs = halves
@@ -266,7 +257,7 @@ def test_the_first_codec_that_reaches_carries_a_chunk_exactly(seed: int, exponen
     partner = own + torch.tensor(apart) * step
     both = swap_by_need(own, partner, one_grid(exponent, num_elements=len(apart), seed=seed))
     exact = integers(partner, step, seed) - integers(own, step, seed)
-    reached = [codec for codec in BY_NEED if exact.abs().max() < codec.half_range]
+    reached = [codec for codec in PASSES if exact.abs().max() < codec.half_range]
     if both is None:
         assert not reached
         return
@@ -277,7 +268,7 @@ def test_the_first_codec_that_reaches_carries_a_chunk_exactly(seed: int, exponen
 
 
 @pytest.mark.parametrize("num_elements", LENGTHS)
-@pytest.mark.parametrize("codec", BY_NEED, ids=lambda codec: f"{codec.known_bits} bits")
+@pytest.mark.parametrize("codec", PASSES, ids=lambda codec: f"{codec.known_bits} bits")
 def test_any_length_by_need(codec: ModuloCodec, num_elements: int) -> None:
     own = torch.sin(torch.arange(num_elements, dtype=torch.float32))
     partner = own + torch.cos(torch.arange(num_elements, dtype=torch.float32) * 1.7) / 64
@@ -289,31 +280,31 @@ def test_any_length_by_need(codec: ModuloCodec, num_elements: int) -> None:
     assert ((both[1] - (partner - own) / 2).abs() <= 2.0**-9 * 1.001).all()
 
 
-@pytest.mark.parametrize("codec", BY_NEED, ids=lambda codec: f"{codec.known_bits} bits")
+@pytest.mark.parametrize("codec", PASSES, ids=lambda codec: f"{codec.known_bits} bits")
 @pytest.mark.parametrize("excess", [-1, 1])
 def test_every_other_length_is_refused_by_need(codec: ModuloCodec, excess: int) -> None:
     own, grid = torch.ones(9), one_grid(0, num_elements=9)
-    earlier = b"".join(each.encode(own, grid=grid, chunk_index=0) for each in BY_NEED[: BY_NEED.index(codec)])
+    earlier = b"".join(each.encode(own, grid=grid) for each in PASSES[: PASSES.index(codec)])
     with pytest.raises(CorruptPayload, match=f"must have {codec.num_bytes(9)} bytes"):
-        codec.differences(own, bytes(codec.num_bytes(9) + excess), grid=grid, chunk_index=0, earlier=earlier)
+        codec.differences(own, bytes(codec.num_bytes(9) + excess), grid=grid, earlier=earlier)
 
 
-@pytest.mark.parametrize("codec", BY_NEED, ids=lambda codec: f"{codec.known_bits} bits")
+@pytest.mark.parametrize("codec", PASSES, ids=lambda codec: f"{codec.known_bits} bits")
 def test_every_flipped_bit_that_counts_is_seen_by_need(codec: ModuloCodec) -> None:
     own, grid = torch.randn(260), one_grid(-6, num_elements=260)
-    payloads = [each.encode(own, grid=grid, chunk_index=0) for each in BY_NEED[: BY_NEED.index(codec) + 1]]
+    payloads = [each.encode(own, grid=grid) for each in PASSES[: PASSES.index(codec) + 1]]
     flipped, earlier = bytearray(payloads[-1]), b"".join(payloads[:-1])
     for position in range(len(flipped)):
         flipped[position] ^= 1
-        assert codec.differences(own, bytes(flipped), grid=grid, chunk_index=0, earlier=earlier) is None
+        assert codec.differences(own, bytes(flipped), grid=grid, earlier=earlier) is None
         flipped[position] ^= 1
-    assert codec.differences(own, bytes(flipped), grid=grid, chunk_index=0, earlier=earlier) is not None
+    assert codec.differences(own, bytes(flipped), grid=grid, earlier=earlier) is not None
 
 
 def test_bytes_a_parameter_by_need() -> None:
-    sizes = [codec.num_bytes(CHUNK_ELEMENTS) for codec in BY_NEED]
+    sizes = [codec.num_bytes(CHUNK_ELEMENTS) for codec in PASSES]
     assert sizes == [CHUNK_ELEMENTS * bits // 8 + DIGEST_BYTES for bits in (4, 2, 2)]
-    assert [codec.num_bytes(5) for codec in BY_NEED] == [19, 18, 18]
+    assert [codec.num_bytes(5) for codec in PASSES] == [19, 18, 18]
     with pytest.raises(ValueError, match=f"not {CHUNK_ELEMENTS + 1}"):
         FOUR_BITS.num_bytes(CHUNK_ELEMENTS + 1)
 
@@ -322,3 +313,28 @@ def test_a_value_too_large_for_the_grid_is_broken_at_any_number_of_bits() -> Non
     own = torch.zeros(100)
     own[40] = 1.0
     assert swap_by_need(own, torch.zeros(100), one_grid(-60, num_elements=100)) is None
+
+
+# the grid
+
+
+exponents = st.sampled_from([UNKNOWN, *range(-100, 101)])
+
+
+@given(pairs=st.lists(st.tuples(exponents, exponents), max_size=50))
+def test_both_sides_agree_on_the_finer_step_that_either_knows(pairs: list[tuple[int, int]]) -> None:
+    own, partner = (bytes(pair[side] & 0xFF for pair in pairs) for side in (0, 1))
+    assert agree(own, partner) == agree(partner, own)
+    agreed = memoryview(agree(own, partner)).cast("b").tolist()
+    assert agreed == [min(pair) for pair in pairs]  # UNKNOWN is above every exponent
+
+
+@pytest.mark.parametrize("strange", [-128, -101, 101, 126])
+def test_an_exponent_that_no_peer_proposes_is_refused(strange: int) -> None:
+    with pytest.raises(CorruptPayload, match=f"grid step of 2\\*\\*{strange}, which is out of range$"):
+        agree(bytes(2), bytes([0, strange & 0xFF]))
+
+
+def test_a_proposal_of_another_length_is_refused() -> None:
+    with pytest.raises(CorruptPayload, match="a grid of 3 blocks, but the slice has 2"):
+        agree(bytes(2), bytes(3))
