@@ -22,7 +22,7 @@ from claims import Claim, run
 from harness.link_proxy import LinkProxy
 from pair import Side, run_pair, start_loop
 
-from noloco_p2p.codec import get_codec, section_bytes
+from noloco_p2p.codec import get_codec, vector_bytes
 from noloco_p2p.gossip.outcome import Alone, Correction
 from noloco_p2p.outer.chunk_filter import ChunkFilter
 from noloco_p2p.spec import CodecSpec, OuterSpec, RunSpec
@@ -83,7 +83,7 @@ def through_links() -> Callable[[int], int]:
 
 def measure(quick: bool) -> list[Claim]:
     num_elements, round_s, repeats = (12_500_000, 6.0, 2) if quick else (125_000_000, 60.0, 3)
-    gradient_mb = section_bytes(get_codec(CODECS.outer_gradient), num_elements) / 1e6
+    gradient_mb = vector_bytes(get_codec(CODECS.outer_gradient), num_elements) / 1e6
     transfer_s = gradient_mb * 8 / LINK.up_mbit_s
     claims = [
         Claim("coded gradient (int4)", gradient_mb, "MB"),

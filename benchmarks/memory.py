@@ -16,7 +16,7 @@ from claims import Claim, run
 from harness.specs import published
 from pair import Side, run_pair
 
-from noloco_p2p.codec import section_bytes
+from noloco_p2p.codec import vector_bytes
 from noloco_p2p.gossip.outcome import Swapped
 from noloco_p2p.gossip.sections import section_plans
 from noloco_p2p.spec import RunSpec
@@ -53,7 +53,7 @@ def side(name: str, pipe: Connection, num_elements: int, repeats: int) -> None:
 def measure(quick: bool) -> list[Claim]:
     num_elements = 25_000_000 if quick else 125_000_000
     plans = section_plans(SPEC.codec, swap_momentum=True, num_elements=num_elements)
-    payloads = 2 * sum(section_bytes(plan.codec, num_elements) for plan in plans)
+    payloads = 2 * sum(vector_bytes(plan.codec, num_elements) for plan in plans)
     peaks = run_pair(side, num_elements, repeats=3)
     claims = [
         Claim("numbers in the vector", num_elements, "fp32"),
