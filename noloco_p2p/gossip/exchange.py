@@ -58,6 +58,7 @@ class Exchange:
         progress: The position of this peer in the schedule of the run. The training thread sets it.
         read: A function that copies elements [start, stop) of the weights, on any thread. If it is None, the training
             thread copies them in `serve`.
+        is_at_rest: Whether training is over, so that closing swaps may follow each other at once.
         is_open: With `outer.wait`, whether training waits for a swap.
         has_diverged: Whether a snapshot had non-finite weights.
         is_closed: Whether this peer has stopped, or swaps through another exchange.
@@ -72,6 +73,7 @@ class Exchange:
         self.added_s = 0.0  # running mean of the time that the training thread needs to apply a swap
         self.progress = 0.0
         self.read: Callable[[int, int], Tensor] | None = None
+        self.is_at_rest = False
         self.is_open = False
         self.is_closed = self.is_replaced = False
         self.has_diverged = False

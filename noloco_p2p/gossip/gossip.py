@@ -73,13 +73,17 @@ class Link:
         self.elements_per_s += share * (num_elements / max(swap.sent_s, 1e-6) - self.elements_per_s)
         self.cost_s += share * (swap.cost_s - self.cost_s)
         self.swaps.append((swap.moving_s, now_s))
+        while self.swaps[0][1] < now_s - MINUTE_S:
+            self.swaps.popleft()
 
     def last_minute(self, now_s: float) -> tuple[int, float]:
-        """Return how many swaps have been committed in the last minute, and the share of this time that they moved."""
-        while self.swaps and self.swaps[0][1] < now_s - MINUTE_S:
-            self.swaps.popleft()
-        moved_s = sum(stop - max(start, now_s - MINUTE_S) for start, stop in self.swaps)
-        return len(self.swaps), min(1.0, moved_s / MINUTE_S)
+        """Return how many swaps have been committed in the last minute, and the share of this time that they moved.
+
+        The call is thread-safe.
+        """
+        recent = [(start, stop) for start, stop in tuple(self.swaps) if stop >= now_s - MINUTE_S]
+        moved_s = sum(stop - max(start, now_s - MINUTE_S) for start, stop in recent)
+        return len(recent), min(1.0, moved_s / MINUTE_S)
 
 
 @dataclass(slots=True)
@@ -191,6 +195,8 @@ class Gossip:
     def _missing_steps(self) -> int:
         """Return how many inner steps are missing until this peer may agree on another swap."""
         exchange, least = self._exchange, self._outer.min_inner_steps
+        if exchange.is_at_rest:
+            return 0
         if least == "auto":
             cost_s = self.link.cost_s + exchange.added_s
             least = (

@@ -59,5 +59,5 @@ class History:
         if not points:
             return None
         now_s, progress = points[-1]
-        began_s, begun = next(point for point in points if now_s - point[0] <= LEFT_OVER_S)
+        began_s, begun = next((point for point in points[::-1] if now_s - point[0] >= LEFT_OVER_S), points[0])
         return (1 - progress) * (now_s - began_s) / (progress - begun) if progress > begun else None

@@ -27,7 +27,7 @@ class Swapped:
     """A swap whose half-differences have been added to the weights.
 
     `share` is the part of the weights that it carried. `age_steps` is the number of inner steps since the snapshot.
-    `distance` is the distance to the partner, relative to the norm of this peer's weights.
+    `distance` is the root mean square of the differences to the partner, relative to that of recent slices.
     """
 
     partner: str
@@ -57,7 +57,6 @@ class Mixing:
         self.exchange = exchange
         self.follows_caller = follows_caller
         self.steps = 0  # inner steps since the last outer step
-        self.is_at_rest = False  # whether training is over
         self._spec = spec
         self._weights = weights
         self._metrics = metrics
@@ -65,6 +64,7 @@ class Mixing:
         self._positions = PartnerPositions()
         self._steps_taken = 0
         self._held: list[Committed] = []
+        self._mean_square: float | None = None  # of the weights in recent slices
         self._connect()
 
     @property
@@ -121,7 +121,7 @@ class Mixing:
 
     def rest(self) -> None:
         """Begin the closing swaps, after the last inner step."""
-        self.is_at_rest = True
+        self.exchange.is_at_rest = True
         self.exchange.ages.rest()
 
     def missing_mixings(self) -> int:
@@ -132,7 +132,7 @@ class Mixing:
     def _may_apply(self, swap: Committed) -> bool:
         """Hold back a swap until this peer knows how far it moves itself in a step, because this limits a partner."""
         may = (
-            self.is_at_rest
+            self.exchange.is_at_rest
             or self._spec.outer.wait
             or self.exchange.step > swap.snapshot_step
             or self._weights.knows_pace(swap)
@@ -144,16 +144,17 @@ class Mixing:
     def _apply(self, swap: Committed) -> Swapped:
         began_s, exchange = self._clock(), self.exchange
         age_steps = exchange.step - swap.snapshot_step
-        filtered = self._weights.add(swap, steps=age_steps, is_at_rest=self.is_at_rest)
+        filtered = self._weights.add(swap, steps=age_steps, is_at_rest=exchange.is_at_rest)
         share = len(swap.coding.values) / self._weights.num_swapped
-        if self.is_at_rest:
+        if exchange.is_at_rest:
             exchange.step += 1
         elif not self.follows_caller:
             total, told = self._spec.schedule_steps, self._steps_taken - (exchange.step - swap.told_step)
             trained = self._steps_taken / total
             self._positions.note(swap.partner, swap.progress, trained=told / total)
             self.progress = self._positions.move(self.progress, trained=trained, share=share, num_live=swap.num_live)
-        distance = 2 * math.sqrt(filtered.square) / (float(swap.coding.values.norm()) or 1.0)
+        self._mean_square = _smoothed(self._mean_square, float(swap.coding.values.square().mean()))
+        distance = 2 * math.sqrt(filtered.square / len(swap.coding.values) / (self._mean_square or 1.0))
         result = Swapped(swap.partner, share, age_steps, swap.seconds, distance)
         self._measure(result, filtered)
         exchange.applied(swap, seconds=self._clock() - began_s)

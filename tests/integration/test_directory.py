@@ -22,7 +22,7 @@ import pytest
 import uvloop
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from harness.patience import PATIENCE_S
-from harness.processes import until
+from harness.processes import until as wait_until
 
 from noloco_p2p.errors import DirectoryError
 from noloco_p2p.identity import Identity, peer_id_of
@@ -46,7 +46,7 @@ def run(main: Callable[[], Coroutine[object, object, None]]) -> None:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(asyncio.wait_for(main(), PATIENCE_S))
     # Other programs start and stop peers on this machine, so only a socket that stays without a listener is a leak.
-    until(lambda: all(_is_served(path) for path in _sockets() - before), what="no socket without a listener")
+    wait_until(lambda: all(_is_served(path) for path in _sockets() - before), what="no socket without a listener")
     assert not [child for child in psutil.Process().children(recursive=True) if child.name() == "p2pd"]
 
 
