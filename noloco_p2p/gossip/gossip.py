@@ -262,6 +262,8 @@ class Gossip:
             case Accept(hello, standing, part):
                 if hello.peer_id != partner or other_kind(self._hello(), hello):
                     raise CorruptPayload("its answer names another peer or run", peer=partner)
+                if not _is_possible(standing):
+                    raise CorruptPayload("its position in the run is impossible", peer=partner)
                 if not 0 <= part.first < part.first + part.count <= len(told) or 0 in told[slice(*_range(part))]:
                     raise CorruptPayload("it chose units that were not offered", peer=partner)
                 return self._agree(stream, swap_id, partner, standing, part, told_step=self._exchange.step)
@@ -379,9 +381,7 @@ class Gossip:
             and bool(offer.hello.peer_id)
             and len(offer.ages) == self._units.num_units
             and offer.at_most > 0
-            and math.isfinite(offer.standing.progress)
-            and math.isfinite(offer.standing.step_s)
-            and math.isfinite(offer.standing.free_in_s)
+            and _is_possible(offer.standing)
         )
 
     # swaps
@@ -486,6 +486,10 @@ class Gossip:
     def _note(self, peer: str, what: str, error: PeerError) -> None:
         self.counts.last_failure = f"{named(peer)}: {what}: {error}" + (f"; {error.advice}" if error.advice else "")
         log.info("%s: %s: %s", named(peer), what, error)
+
+
+def _is_possible(standing: Standing) -> bool:
+    return 0 <= standing.progress < math.inf and math.isfinite(standing.step_s) and math.isfinite(standing.free_in_s)
 
 
 def _range(part: Slice) -> tuple[int, int]:

@@ -55,7 +55,7 @@ class PartnerPositions:
         speeds = [claim.speed for claim in claims if claim.speed is not None]
         speed = median([1.0, *speeds]) if len(speeds) >= enough else 1.0
         target = median([progress, *(claim.progress + speed * (trained - claim.trained) for claim in claims)])
-        return _settled(progress + share / 2 * (target - progress))
+        return _settled(max(0.0, progress + share / 2 * (target - progress)))
 
 
 def next_progress(progress: float, total_steps: int) -> float:

@@ -15,6 +15,7 @@ from noloco_p2p.simulate.replica import SimulatedReplica, now_s
 from noloco_p2p.simulate.result import Result, Swaps, judge
 
 NOLOCO = "noloco"  # the name of this rule
+Make = Callable[[int, Plan, Material, LinkNetwork], SimulatedReplica]
 
 
 def simulate_swarm(
@@ -22,19 +23,19 @@ def simulate_swarm(
     plan: Plan,
     *,
     on_made: Callable[[list[SimulatedReplica]], None] | None = None,
-    liars: Mapping[int, type[SimulatedReplica]] | None = None,
+    liars: Mapping[int, Make] | None = None,
 ) -> Result:
     """Run the simulation. `on_made` is called with the replicas before they run, so that the caller can inspect them
     afterwards.
 
-    `liars` maps the numbers of some replicas to the classes that take the place of `SimulatedReplica`. The result does
-    not count these replicas.
+    `liars` maps the numbers of some replicas to what is called in place of `SimulatedReplica`. The result does not
+    count these replicas.
     """
     return run_virtual(_Swarm(material, plan, liars or {}).run(on_made))
 
 
 class _Swarm:
-    def __init__(self, material: Material, plan: Plan, liars: Mapping[int, type[SimulatedReplica]]) -> None:
+    def __init__(self, material: Material, plan: Plan, liars: Mapping[int, Make]) -> None:
         self.material = material
         self.plan = plan
         self.liars = liars
@@ -65,8 +66,8 @@ class _Swarm:
 
     def _start(self, number: int, donor: SimulatedReplica | None = None) -> None:
         self.network.links[peer_name(number)] = Link.of(self.plan.link(number), seed=number)
-        kind = self.liars.get(number, SimulatedReplica)
-        replica = self.replicas[number] = kind(number, self.plan, self.material, self.network)
+        make: Make = self.liars.get(number, SimulatedReplica)
+        replica = self.replicas[number] = make(number, self.plan, self.material, self.network)
         self.runs[number] = asyncio.create_task(replica.run(donor))
 
     async def _at(self, event: Event) -> None:

@@ -94,7 +94,6 @@ class StageTrainer(TrainerBase):
             save_every_s=0.0,
             checkpoints=checkpoints,
             meta=self._meta,
-            end_at=1.0,
             follows_caller=not built.is_head,
         )
         if self.outer.resumed:

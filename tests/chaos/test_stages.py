@@ -26,9 +26,8 @@ SPEC = small_spec(
     pipeline__stages=3,
     pipeline__cut=[1, 1, 1],
     train__total_steps=1_000_000,
-    outer__inner_steps=10,
 )
-OFTEN = ("--save-every-rounds", "1")
+OFTEN = ("--save-every-s", "1")
 
 pytestmark = pytest.mark.slow
 
@@ -86,12 +85,13 @@ def test_the_stages_learn_and_swap_each_within_itself(swarm: Swarm) -> None:
     swarm.heads[0].swap_with(swarm.heads[1])
     swarm.middle[0].swap_with(swarm.middle[1])
     head = swarm.heads[0]
-    head.round_where(lambda event: event["loss"] < head.events("round")[0]["loss"] - 0.5)
-    inner = swarm.middle[0].events("round")[-1]
+    first = head.report_where(lambda event: event["loss"] is not None)["loss"]
+    head.report_where(lambda event: event["loss"] < first - 0.5)
+    inner = swarm.middle[0].events("report")[-1]
     assert inner["loss"] is None
     assert inner["microbatches"] > 0
     assert inner["capacity"] > 0
-    for event in (inner, head.events("round")[-1]):
+    for event in (inner, head.events("report")[-1]):
         assert event["tokens"] == event["microbatches"] * SPEC.pipeline.microbatch * SPEC.data.sequence_length
     assert swarm.heads[0].event("evaluated")["validation_loss"] > 0, "the held-out sequences went around the ring"
     assert [status(peer)["stage"] for peer in swarm.everybody] == [0, 0, 1, 1, 2]
@@ -140,7 +140,7 @@ def test_an_empty_stage_holds_the_others_until_its_checkpoint_comes_back(swarm: 
     newcomer.event("started")
     swarm.assert_all_go_on()
     assert status(swarm.heads[0])["tokens_per_s"] > 0
-    assert newcomer.event("round")["progress"] >= kept.meta["outer"]["progress"]
+    assert newcomer.event("report")["progress"] >= kept.meta["outer"]["progress"]
     back.send(signal.SIGTERM)
     assert back.wait() == 0
     swarm.last = [newcomer]
@@ -164,7 +164,7 @@ def test_a_pause_holds_a_stage_and_a_stage_that_does_not_exist_is_refused(swarm:
     head = swarm.heads[1]
     assert ask(head.folder, "pause", timeout_s=30.0)
     head.event("paused")
-    swarm.heads[0].round_where(lambda event: True, after=len(swarm.heads[0].events("round")))
+    swarm.heads[0].report_where(lambda event: True)
     assert ask(head.folder, "resume", timeout_s=30.0)
     head.event("resumed")
     swarm.assert_all_go_on()
@@ -180,8 +180,8 @@ def test_a_fork_with_fewer_stages_goes_on_from_the_weights_of_all(swarm: Swarm, 
     """The forking machine holds one stage; the other stage starts from a copy, and a newcomer fetches its state."""
     new, head_folder, inner_folder = tmp_path / "new.toml", tmp_path / "head", tmp_path / "inner"
     before = swarm.heads[0].events("evaluated")[0]["validation_loss"]
-    sets = ("--set", "pipeline.stages=2", "--set", "outer.inner_steps=5")
-    done = noloco("fork", swarm.heads[0].ticket, new, "--state-dir", head_folder, *sets)
+    stages = ("--set", "pipeline.stages=2")
+    done = noloco("fork", swarm.heads[0].ticket, new, "--state-dir", head_folder, *stages)
     assert done.returncode == 0, done.stderr
     assert f"noloco join {new} --state-dir {head_folder} --stage 0" in done.stdout
     with ExitStack() as stack:

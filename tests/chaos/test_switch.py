@@ -19,7 +19,6 @@ SPEC = small_spec(
     model__parameter_seeds=True,
     pipeline__stages=2,
     pipeline__cut=[1, 6],  # one peer with the long stage is slower than three with the short one
-    outer__inner_steps=10,
 )
 
 pytestmark = pytest.mark.slow
@@ -32,7 +31,7 @@ def test_a_peer_switches_to_the_stage_that_needs_it_and_swaps_there(tmp_path: Pa
             """Start a peer that resumes `stage` from its folder; a peer that is started with --stage never moves."""
             folder = tmp_path / name
             stage_folder(folder / "runs" / SPEC.run_id, stage).mkdir(parents=True)
-            return stack.enter_context(PeerProcess(target, folder, "--save-every-rounds", "1"))
+            return stack.enter_context(PeerProcess(target, folder, "--save-every-s", "1"))
 
         heads = [join(write_spec(SPEC, tmp_path), "head-0", 0)]
         ticket = heads[0].ticket
@@ -44,20 +43,14 @@ def test_a_peer_switches_to_the_stage_that_needs_it_and_swaps_there(tmp_path: Pa
             return next((head for head in heads if "switching to stage" in head.text), None)
 
         switcher = until(moved, timeout_s=PATIENCE_S + 4 * SWITCH_EPOCH_S, what="a head that switches")
-        num_rounds = {peer.folder.name: len(peer.events("round")) for peer in everybody}
-        switcher.swap_with(inner, after=num_rounds[switcher.folder.name])
-        inner.swap_with(switcher, after=num_rounds["inner"])
+        switcher.swap_with(inner)
+        swaps = inner.swap_with(switcher)["swaps"]
         status = until(lambda: ask(switcher.folder, "status", timeout_s=10.0), what="a status")
         assert status["stage"] == 1
         assert status["loss"] is None, "an inner stage has no loss"
         left, other = [head for head in heads if head is not switcher]
-        left.swap_with(other, after=num_rounds[left.folder.name])
-
-        def swapped_often() -> bool:
-            """Return whether it swapped more often than it takes to ban a partner that proposes another layout."""
-            rounds = inner.events("round")[num_rounds["inner"] :]
-            return sum("swapped with" in event["last_outcome"] for event in rounds) > 5
-
-        until(swapped_often, what="five swaps of the inner peers")
+        left.swap_with(other)
+        # more often than it takes to ban a partner that proposes another layout
+        inner.report_where(lambda event: event["swaps"] > swaps + 5)
         assert not [peer.text for peer in everybody if "Traceback" in peer.text or "banned" in peer.text]
         assert all(peer.process.poll() is None for peer in everybody)

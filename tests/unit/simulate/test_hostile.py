@@ -1,53 +1,48 @@
-"""A liar among simulated replicas: the gates refuse crude attacks, and no attack breaks the honest replica."""
+"""Liars among simulated replicas: the update filter bounds what they do, and their claims move nobody's schedule."""
 
 from __future__ import annotations
 
 import pytest
-from harness.hostile import ADAPTIVE, CLAIMS, Attack
-from harness.hostile_swarm import simulate_hostile
-from harness.specs import published, tiny_llama
+from harness.hostile import CLAIMS, Attack, simulate_hostile
+from harness.specs import tiny_llama
 
 from noloco_p2p.simulate.material import Material
 from noloco_p2p.simulate.plan import Plan
+from noloco_p2p.simulate.replica import SimulatedReplica
 from noloco_p2p.simulate.result import Result
-from noloco_p2p.spec import TrainSpec
+from noloco_p2p.spec import OuterSpec, TrainSpec
 
-SPEC = tiny_llama(
-    "hostile",
-    train=TrainSpec(total_steps=6, batch_size=2, warmup_steps=1),
-    outer=published(inner_steps=2, max_wait_s=100.0, closing_rounds=0),
-)
+STEPS = 60
 
 
 @pytest.fixture(scope="module")
 def material() -> Material:
-    return Material.of(SPEC, {})
+    train = TrainSpec(total_steps=STEPS, batch_size=2, warmup_steps=5)
+    return Material.of(tiny_llama("hostile", train=train, outer=OuterSpec(closing_mixings=0)), {})
 
 
-def swarm_with(attack: Attack, material: Material) -> Result:
-    """Simulate two replicas, so that the honest one meets the liar in every round."""
-    return simulate_hostile(material, Plan(2, evaluations=1), {1: attack})
+@pytest.fixture(scope="module")
+def honest(material: Material) -> Result:
+    return simulate_hostile(material, Plan(4), {})
 
 
-@pytest.mark.parametrize("attack", Attack)
-def test_the_honest_replica_is_never_broken(attack: Attack, material: Material) -> None:
-    result = swarm_with(attack, material)
-    assert result.num_replicas == 1, "the liar is not counted"
-    assert result.loss < 6.5, "about ln 384 = 5.95 at the start"
-    if attack in (Attack.SCALED, Attack.FLIPPED, Attack.FLIPPED_GRADIENT):
-        assert (result.refused, result.alone) == (3, 3)
-    elif attack is Attack.NAN:
-        assert (result.swapped, result.alone) == (0, 3)
-    elif attack in (Attack.ADAPTIVE_BACK, Attack.ADAPTIVE_DRIFT):  # the liar leaves before the last late part
-        assert result.swapped + result.half >= 2, "most of what it sends passes the gates"
-    elif attack in CLAIMS:
-        assert result.half >= 1, "it sends no gradient"
-    elif attack not in ADAPTIVE:
-        assert result.swapped == 3
+@pytest.mark.parametrize("attack", [attack for attack in Attack if attack not in CLAIMS])
+def test_one_liar_of_four_does_not_stop_the_others_from_learning(
+    attack: Attack, material: Material, honest: Result
+) -> None:
+    result = simulate_hostile(material, Plan(4), {3: attack})
+    assert result.num_replicas == 3, "the liar is not counted"
+    assert result.swaps.committed > 0.8 * honest.swaps.committed, "it keeps swapping"
+    assert result.swaps.clipped_pieces > 5 * honest.swaps.clipped_pieces
+    start = honest.curve[0].loss
+    assert start - result.loss > 0.2 * (start - honest.loss)
 
 
-@pytest.mark.parametrize("attack", ADAPTIVE)
-def test_an_adaptive_liar_passes_the_gates_now_and_then(attack: Attack) -> None:
-    """How often depends on the arithmetic of the processor, so the run has ten rounds."""
-    result = swarm_with(attack, Material.of(SPEC.with_changes({"train.total_steps": 20}), {}))
-    assert result.swapped >= 2
+@pytest.mark.parametrize("attack", CLAIMS)
+def test_one_liar_does_not_move_the_schedule_of_the_others(attack: Attack, material: Material) -> None:
+    made: list[SimulatedReplica] = []
+    simulate_hostile(material, Plan(7, evaluations=1), {6: attack}, on_made=made.extend)
+    trained = [peer.steps for peer in made[:-1]]
+    partners = {swap.partner for peer in made[:-1] for swap in peer.swaps}
+    assert made[-1].peer_id in partners
+    assert 0.85 * STEPS <= min(trained) <= max(trained) <= 1.15 * STEPS, trained

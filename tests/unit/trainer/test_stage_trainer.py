@@ -95,16 +95,14 @@ def train_some(trainer: StageTrainer, number: int) -> None:
             trainer.work.compute(Compute(Kind.LOSS, id, data, hidden))
         trainer.work.compute(Compute(Kind.BACKWARD, id, data, hidden / 100))
         trainer.work.close(trainer.inner_step, 15, progress=trainer.outer.progress)
-        if trainer.outer.advance():
-            while trainer.outer.poll() is None:
-                pass
+        trainer.outer.step()
 
 
 @pytest.mark.parametrize("stage", [0, 1])
 def test_a_stage_goes_on_from_its_checkpoint_bit_for_bit(stage: int, tmp_path: Path) -> None:
     with MemorySwarm(SPEC) as swarm:
         first = trainer_of(swarm, tmp_path, stage=stage)
-        train_some(first, 3)  # within the second round
+        train_some(first, 3)
         assert first._save()
     said: list[str] = []
     with MemorySwarm(SPEC) as swarm:
@@ -118,7 +116,7 @@ def test_a_stage_goes_on_from_its_checkpoint_bit_for_bit(stage: int, tmp_path: P
     assert moments.keys() == second.inner_step.state().keys()
     for name, moment in moments.items():
         assert torch.equal(second.inner_step.state()[name], moment), name
-    assert (second.outer.progress, second.outer.round) == (first.outer.progress, first.outer.round)
+    assert second.outer.progress == first.outer.progress
     assert second._meta()["data"] == first._meta()["data"]
 
 
@@ -153,11 +151,8 @@ def test_the_operator_revives_a_stage(kind: str, tmp_path: Path) -> None:
             export_model(model, build_tokenizer(SPEC.data), source)
         revived = trainer_of(swarm, tmp_path / "new", others=others, stage=2, revive_from=source)
         assert revived.outer.progress == 0.5
-        # Other replicas mix slow weights, which a checkpoint within a round holds.
-        slow = Checkpoint(next(stage_folder(tmp_path / "old", 2).glob("*-round-*"))).load("outer")["slow_weights"]
-        found = torch.cat([param.detach().flatten() for param in revived.work.stage.model.parameters()])
-        fast = torch.cat([param.detach().flatten() for param in old.work.stage.model.parameters()])
-        assert torch.equal(found, slow if kind == "checkpoint" else fast)
+        for name, param in old.inner_step.trainable.items():
+            assert torch.equal(revived.inner_step.trainable[name], param), name
 
 
 def test_what_cannot_revive_a_stage_is_refused(tmp_path: Path) -> None:
@@ -183,8 +178,8 @@ def test_a_stage_of_a_fork_begins_from_its_part_of_the_start_state(tmp_path: Pat
         first = trainer_of(swarm, tmp_path / "first", stage=2)
         for name, param in first.inner_step.trainable.items():
             assert torch.equal(param, weights[name]), name
-        kept = Checkpoint(next(stage_folder(tmp_path / "first", 2).glob("*-round-*")))
-        assert kept.meta["outer"]["round"] == 0
+        kept = Checkpoint(next(stage_folder(tmp_path / "first", 2).glob("*-step-*")))
+        assert kept.meta["outer"]["num_steps"] == 0
         said: list[str] = []
         with pytest.raises(Left):
             trainer_of(swarm, tmp_path / "second", stage=2, said=said, leaves=True)
