@@ -24,7 +24,6 @@ LOG_S = 10.0  # seconds between two lines in the log
 class Host(Swarm, Protocol):
     """The part of a peer that a callback needs. `noloco_p2p.Peer` implements it."""
 
-    leave_requested: threading.Event
     pause_requested: threading.Event
 
     def wait_while_paused(self) -> None: ...

@@ -108,7 +108,7 @@ def test_the_way_in_is_handed_on_in_files(swarm: Swarm) -> None:
     assert (folder / "entry").read_text() == f"{swarm.bootstrap_address}\n"
     assert (folder / "ticket").read_text() == f"{swarm.first.ticket}\n"
     done = noloco("monitor", f"@{folder / 'ticket'}")
-    assert (done.returncode, "run commands: 2 alive" in done.stdout) == (0, True), done.stdout
+    assert (done.returncode, "run commands | peers alive 2" in done.stdout) == (0, True), done.stdout
 
 
 def test_the_spec_that_came_from_a_peer_is_kept(swarm: Swarm) -> None:
@@ -188,7 +188,7 @@ def test_monitor_sees_all_peers(swarm: Swarm) -> None:
 def test_monitor_watches_until_ctrl_c(swarm: Swarm, tmp_path: Path) -> None:
     log = tmp_path / "watch.txt"
     with Command("monitor", swarm.first.ticket, "--watch", "--interval", "0.2", log=log) as watch:
-        until(lambda: watch.text.count("run commands: ") >= 2, what="two looks")
+        until(lambda: watch.text.count("run commands | ") >= 2, what="two looks")
         assert f"..{swarm.second.peer_id[-6:]}" in watch.wait_for(swarm.second.peer_id[-6:])
         watch.send(signal.SIGINT)
         assert watch.wait() == 130

@@ -7,7 +7,6 @@ import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import grpc.aio
@@ -18,39 +17,38 @@ from grpc.aio import EOF  # pyright: ignore[reportAttributeAccessIssue] - missin
 from harness.link_proxy import LinkProxy
 from harness.loopback import LoopbackSwarm
 from harness.patience import PATIENCE_S
-from harness.rounds import Vectors, end_round, one_round, open_round, together, wait_until
+from harness.specs import FP32
+from harness.swapping import Swapping, half_difference, random_vector, swap_all, wait_until
 
 from noloco_p2p.errors import PeerError, Refused, Unreachable
 from noloco_p2p.gossip.deadlines import Deadlines
+from noloco_p2p.gossip.exchange import Committed
 from noloco_p2p.gossip.frames import (
     Accept,
-    Boundary,
     FetchItem,
     FetchWant,
     Hello,
     Offer,
-    Part,
     PeerStatus,
     Ready,
     RefuseCode,
-    SectionName,
+    Standing,
 )
-from noloco_p2p.gossip.outcome import Alone, Outcome, Swapped
-from noloco_p2p.gossip.round_events import RoundPhase
 from noloco_p2p.gossip.seams import Candidate, FrameStream
+from noloco_p2p.gossip.units import Slice
 from noloco_p2p.net import client, convert, framing, options
 from noloco_p2p.net.caller import CONNECTION_METHOD, SWAP_METHOD, connect
 from noloco_p2p.net.client import FAR_CONNECTIONS, FAR_S
 from noloco_p2p.net.connection import Connector
 from noloco_p2p.net.server import GrpcServer
-from noloco_p2p.net.swap_stream import FEATURE, LEAVE, MAX_CONNECTIONS
+from noloco_p2p.net.swap_stream import LEAVE, MAX_CONNECTIONS
 from noloco_p2p.net.throttle import UNLIMITED
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
-from noloco_p2p.spec import CodecSpec, RunSpec
+from noloco_p2p.spec import OuterSpec, RunSpec
 from noloco_p2p.testing.links import HOME_FIBRE, LinkProfile
-from noloco_p2p.testing.peers import MemoryPeer, MemorySwarm
+from noloco_p2p.testing.peers import MemoryPeer
 
-SPEC = RunSpec(name="lanes", codec=CodecSpec(slow_weights="int8", outer_momentum="int8", outer_gradient="int8"))
+SPEC = RunSpec(name="lanes", codec=FP32, outer=OuterSpec(wait=True))
 SHORT = Deadlines(dial_s=2.0, offer_s=2.0, status_s=0.5, progress_s=3.0, farewell_s=0.2)
 
 
@@ -70,20 +68,24 @@ class Bench:
     acceptor: MemoryPeer
     link: LinkProxy
 
-    def swap(self, vectors: list[Vectors], *, round_index: int) -> tuple[list[Outcome], float]:
-        began_s, peers = time.monotonic(), [self.acceptor, self.caller]
-        for peer, own in zip(peers, vectors, strict=True):
-            open_round(peer, own, round_index=round_index)
-        wait_until(lambda: all(peer.driver.phase is RoundPhase.EARLY for peer in peers))
-        ends = [partial(end_round, *both, wait_s=PATIENCE_S) for both in zip(peers, vectors, strict=True)]
-        return together(*ends), time.monotonic() - began_s
+    def swapping(self, num_elements: int) -> list[Swapping]:
+        """Let both peers swap vectors of this size."""
+        peers = (self.acceptor, self.caller)
+        return [Swapping(peer, random_vector(seed, num_elements)) for seed, peer in enumerate(peers)]
+
+    def swap(self, num_elements: int) -> tuple[list[Committed], float]:
+        """Swap vectors once. Returns the swaps of both peers, and the slower rate of both in Mbit/s."""
+        peers, began_s = self.swapping(num_elements), time.monotonic()
+        swaps = swap_all(peers)
+        seconds = time.monotonic() - began_s
+        return swaps, min(peer.counts.traffic.bytes_received for peer in peers) * 8e-6 / seconds
 
 
 @contextmanager
-def bench(*, mbit_s: float, own_rates: bool, far_s: float = -1.0) -> Iterator[Bench]:
+def bench(*, mbit_s: float, own_rates: bool, far_s: float = -1.0, spec: RunSpec = SPEC) -> Iterator[Bench]:
     """Yield two peers. Without a session, a dial measures a round trip of 0 s, which is far if `far_s` is negative."""
     profile = LinkProfile("test", down_mbit_s=mbit_s, up_mbit_s=mbit_s, delay_ms=2, jitter_ms=0)
-    with pytest.MonkeyPatch.context() as patch, LoopbackSwarm(SPEC, deadlines=SHORT) as swarm:
+    with pytest.MonkeyPatch.context() as patch, LoopbackSwarm(spec, deadlines=SHORT) as swarm:
         patch.setattr(client, "FAR_S", far_s)
         caller, acceptor = swarm.peer("caller"), swarm.peer("acceptor")
         link = LinkProxy(swarm.addresses["acceptor"], profile, own_rates=own_rates)
@@ -100,15 +102,6 @@ def on_loop(swarm: LoopbackSwarm, coroutine: object) -> None:
     asyncio.run_coroutine_threadsafe(coroutine, swarm.loop).result(PATIENCE_S)  # pyright: ignore[reportArgumentType]
 
 
-def vectors(num_elements: int) -> list[Vectors]:
-    return [Vectors.random(seed, num_elements=num_elements) for seed in (1, 2)]
-
-
-def mbit_s(outcome: Outcome, seconds: float) -> float:
-    assert isinstance(outcome, Swapped), outcome
-    return outcome.received.bytes_received * 8e-6 / seconds
-
-
 def close_of(bench: Bench) -> None:
     """Wait until all connections have closed by themselves."""
     wait_until(lambda: bench.link.num_open == 0)
@@ -116,66 +109,48 @@ def close_of(bench: Bench) -> None:
 
 def test_when_each_connection_is_slow_a_swap_gets_several_times_the_rate_of_one() -> None:
     # Long against the 4 MB that the kernel buffers for each new connection, which a shorter swap would measure.
-    rate_mbit_s, both = 20.0, vectors(20_000_000)
-    with bench(mbit_s=rate_mbit_s, own_rates=True) as there:
-        outcomes, seconds = there.swap(both, round_index=0)
-        assert min(mbit_s(outcome, seconds) for outcome in outcomes) > 2 * rate_mbit_s
+    with bench(mbit_s=20, own_rates=True) as there:
+        assert there.swap(15_000_000)[1] > 2 * 20
         assert there.link.num_connections == FAR_CONNECTIONS
         close_of(there)
 
 
 def test_when_the_link_is_full_more_connections_do_no_harm() -> None:
     with bench(mbit_s=40, own_rates=False) as there:
-        outcomes, seconds = there.swap(vectors(4_000_000), round_index=0)
-        assert min(mbit_s(outcome, seconds) for outcome in outcomes) > 0.5 * 40
+        assert there.swap(3_000_000)[1] > 0.5 * 40
         close_of(there)
 
 
 def test_what_comes_over_many_connections_is_what_was_sent() -> None:
-    both = vectors(8_000_000)
     with bench(mbit_s=20, own_rates=True) as there:
-        outcomes, _ = there.swap(both, round_index=0)
+        swaps, _ = there.swap(6_000_000)
         assert there.link.num_connections > 2
-        ours, theirs = (half_differences(outcome) for outcome in outcomes)
-        with MemorySwarm(SPEC) as memory:
-            twins = [
-                half_differences(twin)
-                for twin in one_round([memory.peer("a"), memory.peer("b")], both, wait_s=PATIENCE_S)
-            ]
-    for got, twin in zip((ours, theirs), twins, strict=True):
-        assert all(torch.equal(got[name], twin[name]) for name in twin)
-
-
-def half_differences(outcome: Outcome) -> dict[SectionName, torch.Tensor]:
-    assert isinstance(outcome, Swapped), outcome
-    return {
-        name: torch.cat([pair.half_difference(index) for index in range(len(pair.own))])
-        for name, pair in outcome.received.sections.items()
-    }
+    ours, theirs = (half_difference(swap) for swap in swaps)
+    mine, yours = (random_vector(seed, 6_000_000) for seed in (0, 1))
+    assert torch.equal(ours, yours * 0.5 - mine * 0.5)
+    assert torch.equal(theirs, -ours)
 
 
 def test_a_swap_with_a_close_partner_takes_one_connection() -> None:
     with bench(mbit_s=1000, own_rates=True, far_s=FAR_S) as there:
-        there.swap(vectors(300_000), round_index=0)
+        there.swap(300_000)
         assert there.link.num_connections == 1
 
 
 @pytest.mark.parametrize("fault", ["cut", "stop"])
 def test_a_swap_that_breaks_on_many_connections_ends_alike_on_both_sides(fault: str) -> None:
-    both = vectors(30_000_000)
-    with bench(mbit_s=20, own_rates=True) as there:
-        peers = [there.acceptor, there.caller]
-        for peer, own in zip(peers, both, strict=True):
-            open_round(peer, own)
-        wait_until(lambda: there.link.num_connections > 2)
+    with bench(mbit_s=20, own_rates=True, spec=RunSpec(name="lanes", codec=FP32)) as there:
+        peers = there.swapping(20_000_000)
+        wait_until(lambda: peers[0].counts.traffic.bytes_received and there.link.num_connections > 2)
         if fault == "cut":
             there.swarm.loop.call_soon_threadsafe(there.link.cut)
         else:
-            on_loop(there.swarm, there.caller.driver.stop())
-        wait_until(lambda: all(peer.driver.phase is not RoundPhase.SWAPPING for peer in peers))
+            on_loop(there.swarm, there.caller.service.stop())
         close_of(there)
-        outcomes = together(*(partial(end_round, *each, wait_s=1.0) for each in zip(peers, both, strict=True)))
-        assert [type(outcome) for outcome in outcomes] == [Alone, Alone]
+        for peer in peers:
+            peer.settle()
+        assert len(peers[0].swaps) == len(peers[1].swaps)
+        assert peers[0].counts.failures
 
 
 # a connection that is opened by hand
@@ -194,7 +169,7 @@ class Holding:
     async def on_swap(self, stream: FrameStream) -> None:
         try:
             await stream.receive(PATIENCE_S)
-            await stream.send(Accept(hello("acceptor"), BOUNDARY))
+            await stream.send(Accept(hello("acceptor"), STANDING, Slice(0, 1)))
             await stream.receive(PATIENCE_S)
         except PeerError as error:
             self.faults.append(error)
@@ -206,12 +181,12 @@ class Holding:
         raise NotImplementedError
 
 
-BOUNDARY = Boundary(0, None, None, 0.0)
+STANDING = Standing(0.0, 1.0, 0.0)
 SWAP_ID = bytes(range(16))
 
 
 def hello(peer_id: str, *, run_name: str = SPEC.name) -> Hello:
-    return Hello(peer_id, run_name, SPEC.digest(), features=(FEATURE,))
+    return Hello(peer_id, run_name, SPEC.digest())
 
 
 def join(peer_id: str = "caller", swap_id: bytes = SWAP_ID, *, run_name: str = SPEC.name) -> bytes:
@@ -228,7 +203,7 @@ async def one_swap() -> AsyncGenerator[tuple[Holding, str, Any]]:
     address = f"127.0.0.1:{server.port}"
     async with own_channel(address) as channel:
         call = channel.stream_stream(SWAP_METHOD)()
-        await call.write(framing.encode(Offer(hello("caller"), SWAP_ID, BOUNDARY)))
+        await call.write(framing.encode(Offer(hello("caller"), SWAP_ID, STANDING, b"\x01", 1)))
         assert isinstance(framing.decode(await read(call))[0], Accept)
         yield service, address, call
     await server.stop(0.0)
@@ -260,7 +235,7 @@ def run(main: Callable[[], Coroutine[None, None, None]]) -> None:
         (join(swap_id=b""), "no swap with this id"),
         (join("somebody else"), "no swap with this id"),
         (join(run_name="another"), "another run"),
-        (framing.encode(Ready(Part.EARLY)), "must begin with a Join"),
+        (framing.encode(Ready()), "must begin with a Join"),
         (b"\xff\xff", "not a valid protocol message"),
     ],
     ids=["unknown id", "no id", "another peer", "another run", "no join", "garbage"],

@@ -44,7 +44,7 @@ def described(name: str, value: Any) -> Iterator[str]:
             if kind.__module__.startswith("noloco_p2p"):
                 members |= {key: member for key, member in vars(kind).items() if key not in members}
     else:
-        yield f"{name}{inspect.signature(value)}"
+        yield f"{name}{re.sub(r' at 0x[0-9a-f]+', '', str(inspect.signature(value)))}"
         members = vars(value)
     fields = value.model_fields if issubclass(value, BaseModel) else {}
     for key, member in sorted(members.items()):

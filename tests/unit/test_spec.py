@@ -35,7 +35,10 @@ def refuse(**values: object) -> str:
         ({"outer": {"inner_step": 5}}, "outer.inner_step is not a known field"),
         ({"outer": {"inner_steps": "auto"}}, "outer.inner_steps must be "),
         *(
-            ({"outer": {"min_inner_steps": value}}, f"outer.min_inner_steps '{value}' must be a positive number of inner")
+            (
+                {"outer": {"min_inner_steps": value}},
+                f"outer.min_inner_steps '{value}' must be a positive number of inner",
+            )
             for value in (0, "fast", True)
         ),
         ({"outer": {"beta": float("nan")}}, "outer.beta must be "),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -109,6 +111,24 @@ def test_a_gradient_is_clipped_to_the_norm_of_the_spec() -> None:
     first_moments = [value for name, value in inner.state().items() if "exp_avg" in name and "exp_avg_sq" not in name]
     length = float(torch.cat([each.flatten() for each in first_moments]).norm()) / (1 - inner.train.adam_beta1)
     assert length == pytest.approx(0.01, rel=1e-3)
+
+
+def test_weights_change_only_while_the_lock_is_held() -> None:
+    """Another thread copies the weights meanwhile."""
+    inner, seen = make("muon"), list[torch.Tensor]()
+
+    @contextmanager
+    def lock() -> Iterator[None]:
+        seen.append(weights(inner))
+        yield
+        seen.append(weights(inner))
+
+    before, inner.weights_lock = weights(inner), lock()
+    inner(batch(0), progress=0.5)
+    held, released = seen
+    assert torch.equal(held, before)
+    assert not torch.equal(held, released)
+    assert torch.equal(released, weights(inner))
 
 
 def test_a_step_without_gradients_changes_nothing() -> None:

@@ -67,9 +67,7 @@ def peer(stage: int, number: int) -> str:
 def saved(spec: TrainerSpec, stage: int, weights: Tensor, path: Path) -> SavedState:
     flat = layout_of(spec, stage)
     save_file({"weights": weights}, path)
-    return describe_state(
-        path, layout=flat.layout(), num_elements=flat.num_elements, progress=PROGRESS
-    )
+    return describe_state(path, layout=flat.layout(), num_elements=flat.num_elements, progress=PROGRESS)
 
 
 def crowd_of(spec: TrainerSpec, folder: Path) -> Crowd:
@@ -209,7 +207,6 @@ def test_a_whole_model_can_be_forked_into_stages(cut: object, tmp_path: Path, mo
         tmp_path / "state.safetensors",
         layout=flat.layout(),
         num_elements=flat.num_elements,
-       
         progress=PROGRESS,
     )
     crowd.add(Candidate(peer(0, 0), peer(0, 0), progress=PROGRESS), state)

@@ -50,7 +50,9 @@ def train(folder: Path, num_steps: int, spec: TrainerSpec = SPEC) -> Checkpoint:
     with MemorySwarm(spec) as swarm:
         peer = swarm.peer("the same peer", run_folder=folder)
         peer.__class__ = TrainingPeer
-        settings = PeerSettings(state_dir=folder, device="cpu", max_steps=num_steps, save_every_s=1e-9, report_every_s=1e-9)
+        settings = PeerSettings(
+            state_dir=folder, device="cpu", max_steps=num_steps, save_every_s=1e-9, report_every_s=1e-9
+        )
         trainer = Trainer(cast("TrainingPeer", peer).begin(settings), say=lambda line: None)
         trainer.needs()
         path = trainer.train()
@@ -58,9 +60,12 @@ def train(folder: Path, num_steps: int, spec: TrainerSpec = SPEC) -> Checkpoint:
         return Checkpoint(path)
 
 
+def events(folder: Path, kind: str) -> list[dict[str, Any]]:
+    return [event for event in read_events(folder / "events.jsonl") if event["event"] == kind]
+
+
 def losses(folder: Path) -> list[float]:
-    events = read_events(folder / "events.jsonl")
-    return [event["loss"] for event in events if event["event"] == "report"]
+    return [event["loss"] for event in events(folder, "report")]
 
 
 @pytest.mark.parametrize(
@@ -84,6 +89,7 @@ def test_the_losses_after_a_stop_are_those_without_it(
             assert torch.equal(found[name], values), f"{stem}: {name}"
     assert last.meta["data"] == whole.meta["data"]
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    assert [event["step"] for event in events(tmp_path / "whole", "evaluated")] == [0, 4, 8, 11]
     step_tokens = SPEC.train.batch_size * SPEC.data.sequence_length
     assert last.meta["metrics"]["tokens"] == whole.meta["metrics"]["tokens"] == NUM_STEPS * step_tokens
 
