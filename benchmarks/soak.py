@@ -27,9 +27,9 @@ from typing import Any
 import psutil
 from claims import machine
 from harness.processes import PeerProcess, small_spec, write_spec
+from noloco_p2p.gossip.outcome import LonelyCause
 
 from noloco_p2p.errors import CheckpointError
-from noloco_p2p.gossip.outcome import LonelyCause
 from noloco_p2p.outer.checkpoint import Checkpoints
 
 MAX_WAIT_S, FREEZE_S, FAREWELL_S, SAMPLE_S = 3.0, 15.0, 10.0, 2.0
