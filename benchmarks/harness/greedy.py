@@ -1,6 +1,6 @@
-"""Provide a peer that tries to be everybody's partner: it makes offers to all at once, on many calls, with false times.
+"""Provide a peer that tries to be everybody's partner: it makes offers to all at once, and accepts every offer.
 
-It also accepts every offer. A `Liar` makes its vectors. Swaps are real: partners treat it as they treat any other peer.
+Its vector is noise. Swaps are real: partners treat it as they treat any other peer.
 """
 
 from __future__ import annotations
@@ -8,170 +8,85 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from collections.abc import AsyncGenerator
 from contextlib import suppress
-from typing import Protocol
 
+import torch
 from torch import Tensor
 
-from harness.loopback import LoopbackSwarm
-from harness.patience import PATIENCE_S
-from harness.rounds import Vectors, one_round
-from noloco_p2p.codec import chunk_bounds
-from noloco_p2p.codec.modulo import Bounds
+from harness.swap_swarm import SPEC, Swarm, profile
 from noloco_p2p.errors import PeerError, Unreachable
-from noloco_p2p.gossip.deadlines import INTERNET, Deadlines
-from noloco_p2p.gossip.frames import (
-    Accept,
-    Boundary,
-    FetchItem,
-    FetchWant,
-    Hello,
-    Offer,
-    Part,
-    PeerStatus,
-    SectionName,
-    SwapState,
-)
-from noloco_p2p.gossip.outcome import Alone, Traffic
-from noloco_p2p.gossip.payload_memory import PayloadMemory
-from noloco_p2p.gossip.pipeline import Staged
-from noloco_p2p.gossip.seams import Candidate, FrameStream, Transport
-from noloco_p2p.gossip.sections import SectionPlan, section_plans
-from noloco_p2p.gossip.swap import Swap
-from noloco_p2p.net.client import GrpcTransport
-from noloco_p2p.net.server import GrpcServer
-from noloco_p2p.spec import RunSpec
-from noloco_p2p.testing.peers import MemoryPeer
+from noloco_p2p.gossip.coder import Coder
+from noloco_p2p.gossip.deadlines import INTERNET
+from noloco_p2p.gossip.frames import Accept, FetchItem, FetchWant, Hello, Offer, PeerStatus, Refuse, Slice, Standing
+from noloco_p2p.gossip.seams import Candidate, FrameStream
+from noloco_p2p.gossip.swap import Agreed, Ledger, Swap, Traffic
+from noloco_p2p.gossip.units import Ages, Units
+from noloco_p2p.simulate.clock import InlineExecutor
+from noloco_p2p.simulate.network import Link, LinkTransport
 
 NAME = "the-greedy"
-
-
-class Liar(Protocol):
-    """Makes the boundary and the vectors that are sent to a partner."""
-
-    def boundary(self, partner: str) -> Boundary: ...
-
-    def vectors(self, partner: str) -> dict[SectionName, Tensor]:
-        """Return the flat fp32 vectors of the early part."""
-        ...
-
-    def gradient(self, partner: str) -> Tensor | None:
-        """Return the vector of the late part, or None if it is not available yet. In that case, call this again."""
-        ...
+NUM_CALLS = 3  # at once to each victim
+PAUSE_S = 0.02  # from an answer to the next offer
+NUM_ELEMENTS = 60_000
+CODEC = "fp32"
+STANDING = Standing(0.0, 1.0, 0.0)
 
 
 class GreedyPeer:
-    """A `gossip.seams.Service` that also makes offers, while `run` runs.
+    """A `gossip.seams.Service` that also makes offers, while `run` runs. `refusals` counts the answers by code."""
 
-    `victims` are the peers that get offers, and `plans` are the sections of a swap. `num_calls` is the number of
-    concurrent calls to each victim. `pause_s` is the time from an answer to the next offer of the same call. `swaps`
-    counts the committed early parts for each partner.
-    """
-
-    def __init__(
-        self,
-        liar: Liar,
-        *,
-        hello: Hello,
-        transport: Transport,
-        victims: Callable[[], Sequence[Candidate]],
-        plans: Callable[[], tuple[SectionPlan, ...]],
-        executor: Executor,
-        num_calls: int = 3,
-        pause_s: float = 0.5,
-        deadlines: Deadlines = INTERNET,
-    ) -> None:
-        self.swaps: Counter[str] = Counter()
-        self.refusals: Counter[str] = Counter()  # of its offers, by code
-        self._liar = liar
-        self._hello = hello
-        self._transport = transport
-        self._victims = victims
-        self._plans = plans
-        self._executor = executor
-        self._num_calls = num_calls
-        self._pause_s = pause_s
-        self._deadlines = deadlines
-        self._memory = PayloadMemory()
-        self._rng = random.Random(hello.peer_id)
-        self._bounds: dict[tuple[str, SectionName], Bounds] = {}
+    def __init__(self, swarm: Swarm) -> None:
+        self.refusals: Counter[str] = Counter()
+        self._victims = [Candidate(trainer.name, trainer.name) for trainer in swarm.trainers]
+        self._hello = Hello(NAME, SPEC.name, SPEC.digest())
+        self._transport = LinkTransport(swarm.network, lambda: self._hello)
+        self._coder = Coder(CODEC, Units(NUM_ELEMENTS))
+        self._rng = random.Random(NAME)
 
     async def run(self) -> None:
         """Make offers until this task is cancelled."""
-        calls: dict[tuple[str, int], asyncio.Task[None]] = {}
-        try:
-            while True:
-                for victim in self._victims():
-                    for number in range(self._num_calls):
-                        call = calls.get((victim.peer_id, number))
-                        if call is None or call.done():
-                            calls[victim.peer_id, number] = asyncio.create_task(self._offer(victim))
-                await asyncio.sleep(self._pause_s)
-        finally:
-            for call in calls.values():
-                call.cancel()
-            await asyncio.gather(*calls.values(), return_exceptions=True)
+        async with asyncio.TaskGroup() as calls:
+            for victim in self._victims:
+                for _ in range(NUM_CALLS):
+                    calls.create_task(self._pester(victim))
+
+    async def _pester(self, victim: Candidate) -> None:
+        while True:
+            with suppress(PeerError):
+                await self._offer(victim)
+            await asyncio.sleep(PAUSE_S)
 
     async def _offer(self, victim: Candidate) -> None:
-        with suppress(PeerError):
-            stream = await self._transport.open_swap(victim, timeout_s=self._deadlines.dial_s)
-            try:
-                swap_id = self._rng.randbytes(16)
-                await stream.send(Offer(self._hello, swap_id, self._liar.boundary(victim.peer_id)))
-                answer = await stream.receive(self._deadlines.offer_s)
-                if isinstance(answer, Accept):
-                    await self._swap(stream, swap_id, victim.peer_id)
-                else:
-                    self.refusals[getattr(getattr(answer, "code", None), "name", "")] += 1
-            finally:
-                await stream.close()
-
-    async def _swap(self, stream: FrameStream, swap_id: bytes, partner: str) -> None:
-        plans, staged = self._plans(), Staged()
-        state = self._liar.vectors(partner)
-        swap = Swap(
-            stream,
-            swap_id=swap_id,
-            partner=partner,
-            plans=plans,
-            early_state=state,
-            bounds={plan.name: self._bounds_of(partner, plan) for plan in plans if plan.modulo},
-            staged=staged,
-            executor=self._executor,
-            memory=self._memory,
-            traffic=Traffic(),
-            on_commit=self._committed,
-            ask_partner=self._ask_nobody,
-            deadlines=self._deadlines,
-        )
-        staging = asyncio.create_task(self._stage(partner, plans[-1], staged))
+        stream = await self._transport.open_swap(victim, timeout_s=INTERNET.dial_s)
         try:
-            await swap.run()
+            swap_id, num_units = self._rng.randbytes(16), self._coder.units.num_units
+            await stream.send(Offer(self._hello, swap_id, STANDING, b"\xff" * num_units, num_units))
+            answer = await stream.receive(INTERNET.offer_s)
+            if isinstance(answer, Accept):
+                await self._swap(stream, swap_id, victim.peer_id, answer.part)
+            elif isinstance(answer, Refuse):
+                self.refusals[answer.code.name] += 1
         finally:
-            staging.cancel()
-            await asyncio.gather(staging, return_exceptions=True)
+            await stream.close()
 
-    def _bounds_of(self, partner: str, plan: SectionPlan) -> Bounds:
-        assert plan.modulo
-        return self._bounds.setdefault((partner, plan.name), Bounds(plan.num_elements))
+    async def _swap(self, stream: FrameStream, swap_id: bytes, partner: str, part: Slice) -> None:
+        swap = Swap(
+            Agreed(stream, swap_id, partner, progress=0.0, told_step=0, step_s=1.0, part=part),
+            self._coder,
+            snapshot=self._noise,
+            turn=asyncio.Lock(),
+            on_moving=_nothing,
+            executor=InlineExecutor(),
+            traffic=Traffic(),
+            ledger=Ledger(),
+            ask_partner=_no,
+        )
+        await swap.run()
 
-    async def _stage(self, partner: str, plan: SectionPlan, staged: Staged) -> None:
-        """Stage the gradient once the liar has it. plan: of the last section."""
-        if plan.part is not Part.LATE:
-            return
-        while (gradient := self._liar.gradient(partner)) is None:  # noqa: ASYNC110 (there is no event to wait for)
-            await asyncio.sleep(self._pause_s)
-        slab = self._memory.take(plan.num_bytes)
-        for start, stop in chunk_bounds(plan.num_elements):
-            staged.put(slab.code(plan.codec, gradient[start:stop]))
-
-    def _committed(self, swap: Swap, part: Part) -> None:
-        self.swaps[swap.partner] += part is Part.EARLY
-
-    async def _ask_nobody(self, partner: str, swap_id: bytes) -> SwapState:
-        return SwapState()
+    async def _noise(self, part: Slice) -> tuple[Tensor, int]:
+        start, stop = self._coder.units.bounds(part)
+        return torch.randn(stop - start), 0
 
     # its service
 
@@ -180,92 +95,40 @@ class GreedyPeer:
 
     async def on_swap(self, stream: FrameStream) -> None:
         with suppress(PeerError):
-            try:
-                offer = await stream.receive(self._deadlines.offer_s)
-                if isinstance(offer, Offer):
-                    partner = offer.hello.peer_id
-                    await stream.send(Accept(self._hello, self._liar.boundary(partner)))
-                    await self._swap(stream, offer.swap_id, partner)
-            finally:
-                await stream.close()
+            offer = await stream.receive(INTERNET.offer_s)
+            if isinstance(offer, Offer):
+                part = Ages(len(offer.ages)).choose(offer.ages, 0, at_most=offer.at_most)
+                assert part
+                await stream.send(Accept(self._hello, STANDING, part))
+                await self._swap(stream, offer.swap_id, offer.hello.peer_id, part)
+        await stream.close()
 
     async def on_status(self, swap_id: bytes) -> PeerStatus:
-        return PeerStatus(self._hello, "training", 0, 0.0)
+        return PeerStatus(self._hello, "training", 0.0)
 
     async def on_fetch(self, want: FetchWant) -> AsyncGenerator[FetchItem]:
-        raise Unreachable("a liar gives nothing away", peer=self._hello.peer_id)
+        raise Unreachable("a liar gives nothing away", peer=NAME)
         yield
 
 
-# among real peers
+async def _nothing() -> None:
+    pass
 
 
-class Noise:
-    """A `Liar` that sends random vectors and no times, and claims a position in the run that suits every partner."""
-
-    def __init__(self, lie: Vectors) -> None:
-        self._lie = lie
-
-    def boundary(self, partner: str) -> Boundary:
-        return Boundary(0, None, None, 0.0)
-
-    def vectors(self, partner: str) -> dict[SectionName, Tensor]:
-        return self._lie.state()
-
-    def gradient(self, partner: str) -> Tensor:
-        return self._lie.outer_gradient
+async def _no() -> bool:
+    return False
 
 
-class GreedyNode:
-    """A `GreedyPeer` over gRPC among the peers of `swarm`. Each of its calls has its own connection.
-
-    `is_listed` says whether it has a live record in the directory.
-    """
-
-    def __init__(self, swarm: LoopbackSwarm, spec: RunSpec, *, is_listed: bool, pause_s: float = 0.02) -> None:
-        self._swarm = swarm
-        self._is_listed = is_listed
-        lie = Vectors.random(666)
-        hello = Hello(NAME, spec.name, spec.digest())
-        self._executor = ThreadPoolExecutor(1)
-        self.peer = GreedyPeer(
-            Noise(lie),
-            hello=hello,
-            transport=GrpcTransport(lambda: hello),
-            victims=lambda: [Candidate(peer.peer_id, swarm.addresses[peer.peer_id]) for peer in swarm.peers],
-            plans=lambda: section_plans(spec.codec, swap_momentum=True, num_elements=lie.slow_weights.numel()),
-            executor=self._executor,
-            pause_s=pause_s,
-        )
-
-    async def _start(self) -> tuple[GrpcServer, asyncio.Task[None]]:
-        server = GrpcServer(self.peer)
-        await server.start("127.0.0.1", 0)
-        if self._is_listed:
-            self._swarm.addresses[NAME] = f"127.0.0.1:{server.port}"
-        return server, asyncio.create_task(self.peer.run())
-
-    async def _stop(self, server: GrpcServer, task: asyncio.Task[None]) -> None:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        await server.stop(0.0)
-
-    def __enter__(self) -> GreedyPeer:
-        self._running = asyncio.run_coroutine_threadsafe(self._start(), self._swarm.loop).result(PATIENCE_S)
-        return self.peer
-
-    def __exit__(self, *exception: object) -> None:
-        asyncio.run_coroutine_threadsafe(self._stop(*self._running), self._swarm.loop).result(PATIENCE_S)
-        self._executor.shutdown()
-
-
-def count_swaps(peers: list[MemoryPeer], num_rounds: int, *, wait_s: float) -> Iterator[tuple[int, int]]:
-    """Yield (number of swaps of all `peers`, number of those with a `GreedyNode`) after each round, since the start."""
-    swaps = bad = 0
-    vectors = [Vectors.random(seed) for seed in range(len(peers))]
-    for index in range(num_rounds):
-        for outcome in one_round(peers, vectors, wait_s=wait_s, round_index=index):
-            if not isinstance(outcome, Alone):
-                swaps += 1
-                bad += outcome.received.partner == NAME
-        yield swaps, bad
+async def meet_greedy(num_honest: int, num_steps: int, *, is_listed: bool) -> tuple[Swarm, GreedyPeer]:
+    """Let honest peers swap among themselves and with a greedy one. `is_listed` says whether it has a live record."""
+    swarm = Swarm([profile(20.0)] * num_honest, num_elements=NUM_ELEMENTS, codec=CODEC)
+    greedy = GreedyPeer(swarm)
+    swarm.network.links[NAME] = Link.of(profile(1000.0), seed=len(swarm.trainers))
+    swarm.network.add(NAME, greedy)
+    if not is_listed:
+        del swarm.network.listed[NAME]
+    running = asyncio.create_task(greedy.run())
+    await swarm.run(num_steps)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    return swarm, greedy

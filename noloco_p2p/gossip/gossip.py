@@ -63,6 +63,7 @@ class Link:
     elements_per_s: float = 0.0
     round_trip_s: float = 0.0
     cost_s: float = 0.0  # for copying and coding
+    moved_s: float = 0.0  # of all swaps
     swaps: deque[tuple[float, float]] = field(default_factory=deque)  # when each of the last ones moved, from and to
 
     def answered(self, seconds: float) -> None:
@@ -73,6 +74,7 @@ class Link:
         share = SMOOTHING if self.elements_per_s else 1.0
         self.elements_per_s += share * (num_elements / max(swap.sent_s, 1e-6) - self.elements_per_s)
         self.cost_s += share * (swap.cost_s - self.cost_s)
+        self.moved_s += now_s - swap.moving_s
         self.swaps.append((swap.moving_s, now_s))
         while self.swaps[0][1] < now_s - MINUTE_S:
             self.swaps.popleft()
