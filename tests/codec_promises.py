@@ -9,12 +9,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from noloco_p2p.codec import CODEC_NAMES
+from noloco_p2p.codec import CODECS
 
 # The inputs of the golden bytes and digests.
 VALUES = torch.tensor([0.0, 1.0, -1.0, 0.5, -0.25, 3.14159, 0.001, -2.75, 12.7])
 RAMP = (torch.arange(300, dtype=torch.float32) - 150) / 7  # several blocks, the last one short
-TINY = float(torch.finfo(torch.float32).tiny)
+TINY = 2.0**-126  # the smallest scale
+LARGEST = 2.0**127  # every codec can encode values of this magnitude
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +41,14 @@ def bf16(data: bytes) -> list[float]:
 
 
 def int8_by_hand(payload: bytes, num_elements: int) -> list[float]:
-    """Decode bf16 scales and the codes after them."""
-    num_blocks = -(-num_elements // 256)
-    scales, codes = bf16(payload[: 2 * num_blocks]), struct.unpack(f"<{num_elements}b", payload[2 * num_blocks :])
+    """Decode the bf16 scales of blocks of 256, and the signed bytes after them."""
+    num_scale_bytes = 2 * -(-num_elements // 256)
+    scales, codes = bf16(payload[:num_scale_bytes]), struct.unpack(f"<{num_elements}b", payload[num_scale_bytes:])
     return [code * scales[i // 256] for i, code in enumerate(codes)]
 
 
 def half_a_step(exact: Tensor) -> Tensor:
+    """Return the error bound of int8."""
     if not len(exact):
         return exact
     largest = torch.cat([part.abs().max().expand(len(part)) for part in exact.split(256)])
@@ -80,4 +82,4 @@ PROMISES: Mapping[str, Promise] = {
         gaussian_error=0.0075,
     ),
 }
-assert set(PROMISES) == set(CODEC_NAMES), "a codec without a row here; add what it promises"
+assert set(PROMISES) == set(CODECS), "a codec without a row here; add what it promises"

@@ -51,7 +51,7 @@ class Codec(Sized, Protocol):
         ...
 
     def decode(self, payload: bytes | memoryview, *, num_elements: int) -> Tensor:
-        """Decode a payload to a new fp32 tensor on the CPU.
+        """Decode a payload to fp32 on the CPU.
 
         The result has shape (num_elements,), and all its values are finite. Raises CorruptPayload for a wrong length
         and for values that are non-finite once decoded. The caller knows the sender and adds its name to the error.
@@ -81,7 +81,8 @@ def check_length(payload: bytes | memoryview, *, codec: Sized, num_elements: int
     expected, received = codec.num_bytes(num_elements), memoryview(payload).nbytes
     if received != expected:
         raise CorruptPayload(
-            f"the {codec.name} chunk of {num_elements} elements must have {expected} bytes, but it has {received}"
+            f"the {codec.name} chunk of {num_elements} elements must have {expected} bytes, but it has {received}; "
+            "discard it"
         )
 
 

@@ -1,6 +1,6 @@
 """Compute the dither that two partners share in a swap.
 
-Every machine computes the same bits from a seed and a position in the vector. WORDS are DITHER_ELEMENTS fixed 32-bit
+Every machine computes the same bits from a seed and a position in the chunk. WORDS are DITHER_ELEMENTS fixed 32-bit
 numbers: the blake3 output stream of WORDS_KEY, read as little-endian integers. For block `b` of a chunk, two 32-bit
 numbers are derived from the seed. The first, `a`, is always odd; the second, `c`, can have any value. Element i of the
 block gets the dither
@@ -23,15 +23,6 @@ from torch import Tensor
 
 DITHER_ELEMENTS = 65_536  # 256 KiB of words, which fit in a core's cache
 WORDS_KEY = b"noloco_p2p shared dither 1"
-
-
-def dither_seed(swap_id: bytes, first_block: int) -> int:
-    """Return the seed of one chunk of one swap. `first_block` is the number of its first block in the vector.
-
-    The seed consists of the first 8 bytes of the blake3 hash of the swap id and this number (4 bytes, little-endian),
-    read as a little-endian number.
-    """
-    return int.from_bytes(blake3(swap_id + first_block.to_bytes(4, "little")).digest(8), "little")
 
 
 def fill_dither(out: Tensor, *, scratch: Tensor, seed: int, block_index: int) -> None:

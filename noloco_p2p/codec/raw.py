@@ -24,7 +24,9 @@ class RawCodec:
 
     def encode(self, values: Tensor) -> bytes:
         check_values(values)
-        coded = torch.empty(values.numel(), dtype=self.dtype).copy_(values.detach().to(self.dtype))
+        values = values.detach()
+        # Values are rounded on their device so that fewer bytes are copied.
+        coded = torch.empty(values.numel(), dtype=self.dtype, device=values.device).copy_(values).cpu()
         if not self._all_finite(coded):  # checked after rounding: the largest fp32 values become infinite in bf16
             raise refused_value(values, name=self.name)
         return coded.view(torch.uint8).numpy().tobytes()
@@ -39,7 +41,7 @@ class RawCodec:
     def _checked(self, payload: bytes | memoryview, *, num_elements: int) -> Tensor:
         coded = payload_bytes(payload, codec=self, num_elements=num_elements).view(self.dtype)
         if not self._all_finite(coded):
-            raise NotFinite(f"the {self.name} chunk of {num_elements} elements contains NaN or infinity")
+            raise NotFinite(f"the {self.name} chunk of {num_elements} elements contains NaN or infinity; discard it")
         return coded
 
     def _all_finite(self, coded: Tensor) -> bool:

@@ -108,11 +108,9 @@ def accelerator() -> Check:
 
 
 def codec_speed(name: str = "int8") -> Check:
-    """Measure the speed of encoding and decoding one vector, as in a swap.
-
-    The speed is the best of three measurements, in bytes of fp32 per second.
-    """
-    codec, values, seconds = get_codec(name), torch.randn(CHUNK_ELEMENTS), list[float]()
+    """Measure the speed of encoding and decoding: the best of three measurements, in bytes of fp32 per second."""
+    codec, values = get_codec(name), torch.randn(CHUNK_ELEMENTS)
+    seconds = []
     for _ in range(3):
         began_s = time.perf_counter()
         for _ in range(CODEC_CHUNKS):

@@ -6,9 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from noloco_p2p.codec.modulo import STEP_OVER_DISTANCE, UNKNOWN
-from noloco_p2p.errors import CorruptPayload
-from noloco_p2p.gossip.coder import Coder, Coding, check_proposal
+from noloco_p2p.gossip.coder import Coder, Coding
 from noloco_p2p.gossip.units import Slice, Units
 
 NUM_ELEMENTS = 300_000
@@ -101,30 +99,3 @@ def test_a_value_that_is_not_finite_is_not_sent() -> None:
     coding = one.coding(other, b"swap")
     with pytest.raises(ValueError, match="not finite"):
         coding.encode(0, [0])
-
-
-def test_a_proposal_of_another_length_is_refused() -> None:
-    coder = Coder("modulo", Units(NUM_ELEMENTS))
-    with pytest.raises(CorruptPayload, match="a grid of 3 blocks"):
-        check_proposal(coder, PART, bytes(3))
-    check_proposal(coder, PART, coder.propose(PART))
-
-
-def exponents(coder: Coder) -> list[int]:
-    return memoryview(coder.propose(PART)).cast("b").tolist()
-
-
-def test_the_step_is_about_as_long_as_the_last_distance() -> None:
-    one, other = sides("modulo", apart=1.0)
-    assert set(exponents(one.coder)) == {UNKNOWN}
-    swap(one, other)
-    for exponent in exponents(one.coder):
-        assert 0.9 * STEP_OVER_DISTANCE <= 2.0**exponent <= 2.2 * STEP_OVER_DISTANCE
-
-
-@pytest.mark.parametrize(("distance", "exponent"), [(0.0, UNKNOWN), (1e-15, 1 - 24), (1e35, UNKNOWN)])
-def test_a_grid_is_not_finer_than_fp32_and_not_out_of_range(distance: float, exponent: int) -> None:
-    coder = Coder("modulo", Units(NUM_ELEMENTS))
-    blocks = coder.units.blocks(PART)
-    coder.learn(blocks, torch.full((len(blocks),), distance), torch.ones(len(blocks)))
-    assert set(exponents(coder)) == {exponent}

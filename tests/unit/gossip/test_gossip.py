@@ -7,6 +7,7 @@ import asyncio
 import pytest
 from harness.swap_swarm import Swarm, profile
 
+from noloco_p2p.gossip.shares import Shares
 from noloco_p2p.simulate.clock import run_virtual
 
 LINKS = [profile(0.5)] * 6
@@ -52,6 +53,28 @@ def test_two_peers_with_a_vector_of_one_unit_swap() -> None:
         assert swarm.drift() < ROUNDING
         assert all(trainer.counts.swaps > 5 for trainer in swarm.trainers)
 
+    run_virtual(main())
+
+
+def test_two_peers_keep_swapping_beside_one_that_is_paused() -> None:
+    """The paused peer is listed, so each of the two soon has had more than its share of the other's swaps."""
+
+    async def main() -> None:
+        swarm = Swarm(LINKS[:3], num_elements=60_000)
+        swarm.trainers[2].service.state = "paused"
+        await swarm.run(60)
+        assert all(trainer.counts.swaps > 60 for trainer in swarm.trainers[:2])
+
+    run_virtual(main())
+
+
+def test_peers_that_find_nobody_else_swap_beyond_their_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        swarm = Swarm(LINKS[:2], num_elements=60_000)
+        await swarm.run(30)
+        assert all(trainer.counts.swaps > 5 for trainer in swarm.trainers)
+
+    monkeypatch.setattr(Shares, "has_had", lambda shares, peer_id: True)
     run_virtual(main())
 
 
