@@ -1,115 +1,137 @@
-"""Measure what the update filter costs an honest swarm, and what it prevents when one peer of eight lies.
+"""Measure what the update filter costs an honest swarm, and what it prevents when peers lie.
 
-    python benchmarks/attacks.py [--quick] [--seeds 0,1,2] [--steps 200] [--jobs 2] [--json FILE]
+    python benchmarks/attacks.py [--quick] [--json FILE]
 
-The swarms are simulated on links of 0.1 Mbit/s, which carry the weights in about five inner steps, and train the toy
-model (toy.toml). Losses are validation losses, averaged over the honest replicas at the end. "open" means that nothing
-is clipped. The noise is the difference in loss between seeds of the same honest swarm. `harness/hostile.py` describes
-the attacks. With --json, the file is written after every case, and cases that it already contains are skipped.
+The swarms are simulated on links of 0.1 Mbit/s, which carry the weights in about five inner steps. They train the toy
+model (toy.toml) with the optimizer and the codec that `noloco init` writes. Losses are validation losses, averaged over
+the honest replicas at the end, and compared with those of the same replicas without liars. "open" means that nothing is
+clipped. `harness/hostile.py` describes the attacks. A greedy liar makes offers to everybody all the time, and accepts
+every offer. The share of a liar is its share of the swaps of honest peers, in multiples of that of another peer.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import mean, stdev
-from typing import Any
 
 import torch
-from claims import machine
-from harness.hostile import Attack, simulate_hostile
+from claims import Claim, run
+from harness.hostile import CLAIMS, Attack, simulate_hostile
 
 from noloco_p2p.outer.update_filter import LIMITS, OPEN
+from noloco_p2p.presets import PRESETS
 from noloco_p2p.simulate.material import Material
-from noloco_p2p.simulate.plan import Plan, parse_links
+from noloco_p2p.simulate.plan import Plan, parse_links, peer_name
 from noloco_p2p.simulate.replica import SimulatedReplica
 from noloco_p2p.spec import TrainerSpec
 
 TOY = Path(__file__).parent / "toy.toml"
-HONEST = "honest"
-NUM_PEERS, LIAR = 8, 7
-MOST_COST, MOST_HARM = 0.003, 0.03
-Case = tuple[str, str, int]  # attack, filter ("on" or "open") and seed
+NUM_STEPS, QUICK_STEPS, SEEDS, JOBS = 200, 40, (0, 1, 2), 2
+ADAPTIVE = (Attack.BACK, Attack.UPHILL, Attack.DRIFT)
+MOST_COST, MOST_HARM, MOST_HARM_OF_THREE, MOST_SHARE = 0.3, 3.0, 6.0, 1.5
 
 
-def cases(seeds: list[int], *, quick: bool) -> list[Case]:
-    """Return the cases, the most important ones first."""
-    honest: list[Case] = [(HONEST, is_on, seed) for seed in seeds for is_on in ("open", "on")]
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A swarm of `num_honest` peers and `num_liars` liars."""
+
+    attack: Attack | None = None
+    num_honest: int = 8
+    num_liars: int = 0
+    is_greedy: bool = False
+    is_open: bool = False
+    seed: int = 0
+
+    @property
+    def name(self) -> str:
+        ways = [f"{self.num_liars} of {self.num_honest + self.num_liars}", self.attack or "honest"]
+        return ", ".join(ways + ["greedy"] * self.is_greedy + ["open"] * self.is_open)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    loss: float
+    clipped: float  # share of the pieces
+    share: float  # of one liar in the swaps of the honest peers, relative to that of another peer
+    swaps: float  # of an honest peer
+
+
+def cases(*, quick: bool) -> list[Case]:
+    honest = [Case(is_open=is_open, seed=seed) for seed in (SEEDS[:1] if quick else SEEDS) for is_open in (False, True)]
     if quick:
-        return honest
-    bare = (Attack.SCALED, Attack.FLIPPED, Attack.NOISE)
-    return [*honest, *((attack, "on", seeds[0]) for attack in Attack), *((attack, "open", seeds[0]) for attack in bare)]
-
-
-def run_case(case: Case, *, steps: int) -> dict[str, Any]:
-    attack, is_on, seed = case
-    torch.set_num_threads(1)
-    changes = {"train.total_steps": steps, "train.warmup_steps": steps // 10, "outer.closing_mixings": 0}
-    spec = TrainerSpec.load(TOY).with_changes(changes, origin="attacks.py")
-    limits = LIMITS if is_on == "on" else OPEN
-    plan = Plan(NUM_PEERS, seed=seed, links=parse_links(["0.1mbit-20ms"]), limits=limits, evaluations=1)
-    made: list[SimulatedReplica] = []
-    attacks = {} if attack == HONEST else {LIAR: Attack(attack)}
-    result = simulate_hostile(Material.of(spec, {}), plan, attacks, on_made=made.extend)
-    trained = [replica.steps for replica in made[:LIAR]]
-    row = {"attack": attack, "filter": is_on, "seed": seed, "steps": steps, "trained": [min(trained), max(trained)]}
-    pieces = sum(replica.metrics.judged_pieces for replica in made[:LIAR])
-    clipped = sum(replica.metrics.clipped_pieces for replica in made[:LIAR]) / max(1, pieces)
-    return row | {"loss": result.loss, "spread": result.spread, "clipped": clipped}
-
-
-def report(rows: list[dict[str, Any]]) -> list[str]:
-    honest = {row["seed"]: row["loss"] for row in rows if (row["attack"], row["filter"]) == (HONEST, "open")}
-    lines = [
-        f"{'peer 7':<14} {'filter':<6} {'seed':>4} {'loss':>8} {'against honest':>15} {'clipped':>8} {'steps':>12}"
+        return [*honest, *(Case(attack, num_liars=1) for attack in (Attack.SCALED, Attack.BACK))]
+    return [
+        *honest,
+        Case(num_honest=14),
+        *(Case(attack, num_liars=1) for attack in Attack),
+        *(Case(attack, num_liars=1, is_greedy=True) for attack in (Attack.NOISE, *ADAPTIVE)),
+        *(Case(attack, num_honest=14, num_liars=3) for attack in ADAPTIVE),
+        *(Case(attack, num_liars=1, is_open=True) for attack in (Attack.SCALED, Attack.FLIPPED, Attack.BACK)),
     ]
-    changes: dict[tuple[str, str, int], float] = {}
-    for row in rows:
-        change = changes[row["attack"], row["filter"], row["seed"]] = row["loss"] / honest[row["seed"]] - 1
-        trained = "{} to {}".format(*row["trained"])
-        lines.append(
-            f"{row['attack']:<14} {row['filter']:<6} {row['seed']:>4} {row['loss']:>8.4f} {100 * change:>13.2f} % "
-            f"{100 * row['clipped']:>6.1f} % {trained:>10}"
+
+
+def simulate(case: Case, steps: int) -> Found:
+    torch.set_num_threads(1)
+    init = PRESETS["tiny"]
+    changes = {f"{name}.{field}": value for name in ("train", "outer", "codec") for field, value in getattr(init, name)}
+    changes |= {"train.total_steps": steps, "train.warmup_steps": steps // 10, "outer.closing_mixings": 0}
+    spec = TrainerSpec.load(TOY).with_changes(changes)
+    limits = OPEN if case.is_open else LIMITS
+    num_live = case.num_honest + case.num_liars
+    plan = Plan(num_live, seed=case.seed, links=parse_links(["0.1mbit-20ms"]), limits=limits, evaluations=1)
+    attacks = {} if case.attack is None else dict.fromkeys(range(case.num_honest, num_live), case.attack)
+    made: list[SimulatedReplica] = []
+    result = simulate_hostile(Material.of(spec, {}), plan, attacks, is_greedy=case.is_greedy, on_made=made.extend)
+    honest, liars = made[: case.num_honest], {peer_name(number) for number in attacks}
+    swaps = [swap for replica in honest for swap in replica.swaps]
+    share = sum(swap.partner in liars for swap in swaps) / len(swaps) * (num_live - 1) / max(1, len(liars))
+    pieces, clipped = (
+        sum(getattr(each.metrics, name) for each in honest) for name in ("judged_pieces", "clipped_pieces")
+    )
+    return Found(result.loss, clipped / max(1, pieces), share, len(swaps) / len(honest))
+
+
+def measure(quick: bool) -> list[Claim]:
+    steps, wanted = QUICK_STEPS if quick else NUM_STEPS, cases(quick=quick)
+    with ProcessPoolExecutor(JOBS, mp_context=get_context("spawn")) as pool:
+        found = dict(zip(wanted, pool.map(simulate, wanted, [steps] * len(wanted)), strict=True))
+
+    def change(case: Case, other: Case) -> float:
+        return 100 * (found[case].loss / found[other].loss - 1)
+
+    honest = [case for case in wanted if not case.attack and case.num_honest == 8]
+    opened = [case for case in honest if case.is_open]
+    costs = [change(Case(seed=case.seed), case) for case in opened]
+    cost, losses = mean(costs), [found[case].loss for case in opened]
+    met = None if quick else cost <= MOST_COST
+    claims = [
+        Claim(f"honest, seed {case.seed}: cost of the filter", cost, "%")
+        for case, cost in zip(opened, costs, strict=True)
+    ]
+    claims.append(Claim("honest: cost of the filter, mean of the seeds", cost, "%", f"<= {MOST_COST}", met))
+    claims.append(Claim("honest: clipped", 100 * found[Case()].clipped, "% of pieces"))
+    claims.append(Claim("honest: swaps", found[Case()].swaps, "a peer"))
+    if len(losses) > 1:
+        claims.append(Claim("honest: noise from seed to seed", 100 * stdev(losses) / mean(losses), "%"))
+    for case in wanted:
+        if case.attack is None:
+            continue
+        harm, most = (
+            change(case, Case(num_honest=case.num_honest)),
+            MOST_HARM if case.num_liars == 1 else MOST_HARM_OF_THREE,
         )
-    if len(honest) > 1:
-        cost = mean(change for (attack, is_on, _), change in changes.items() if (attack, is_on) == (HONEST, "on"))
-        noise = stdev(honest.values()) / mean(honest.values())
-        verdict = "met" if cost <= MOST_COST else "NOT met"
-        lines.append(f"cost to an honest swarm: {100 * cost:+.2f} % (asked <= 0.3 %: {verdict})")
-        lines.append(f"noise from seed to seed: {100 * noise:.2f} %")
-    harms = {attack: change for (attack, is_on, _), change in changes.items() if is_on == "on" and attack != HONEST}
-    if harms:
-        worst = max(harms, key=lambda attack: harms[attack])
-        verdict = "met" if harms[worst] <= MOST_HARM else "NOT met"
-        lines.append(f"worst attack: {worst}, {100 * harms[worst]:+.2f} % (asked <= 3 %: {verdict})")
-    return lines
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="40 steps and no attack")
-    parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    args = parser.parse_args()
-    rows: list[dict[str, Any]] = json.loads(args.json.read_text())["rows"] if args.json and args.json.exists() else []
-    done = {(row["attack"], row["filter"], row["seed"]) for row in rows}
-    wanted = cases([int(seed) for seed in args.seeds.split(",")], quick=args.quick)
-    steps = 40 if args.quick else args.steps
-    with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as pool:
-        for future in as_completed([pool.submit(run_case, case, steps=steps) for case in wanted if case not in done]):
-            rows.append(future.result())
-            rows.sort(key=lambda row: (row["attack"] != HONEST, row["filter"] != "open"))
-            if args.json:
-                text = json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n"
-                args.json.write_text(text, encoding="utf-8")
-    print(machine())
-    print(*report(rows), sep="\n")
+        target = ("", None) if case.is_open or quick else (f"<= {most:g}", harm <= most)
+        claims.append(Claim(f"{case.name}: loss", harm, "%", *target))
+        if case.is_greedy:
+            share = found[case].share
+            claims.append(Claim(f"{case.name}: share", share, "of a peer's", f"<= {MOST_SHARE}", share <= MOST_SHARE))
+        if case.attack in CLAIMS:
+            claims.append(Claim(f"{case.name}: swaps", found[case].swaps, "a peer"))
+    return claims
 
 
 if __name__ == "__main__":
-    main()
+    run(measure, doc=__doc__)

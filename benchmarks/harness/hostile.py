@@ -1,17 +1,29 @@
-"""Provide simulated replicas that lie about their weights or their progress, to measure what the filter prevents.
+"""Provide simulated replicas that lie to their partners, to measure what the update filter and fair shares prevent.
 
-A filter that clips bounds the length of what a liar adds, so the most harmful lie is far away in a harmful direction.
+A filter that clips bounds the length of what a liar adds, so the most harmful lie is far away in a harmful direction:
+each partner clips it to its own radius. Liars know more than real ones could: the exact weights of their partners.
 """
 
 from __future__ import annotations
 
+import asyncio
+import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
+from noloco_p2p.codec import Codec
+from noloco_p2p.errors import PeerError
+from noloco_p2p.gossip import service
+from noloco_p2p.gossip.frames import Accept, Offer, Refuse, Standing
+from noloco_p2p.gossip.gossip import MOST_STEP_S, Gossip
+from noloco_p2p.gossip.seams import Candidate, FrameStream
+from noloco_p2p.gossip.units import Ages, Slice
 from noloco_p2p.simulate.material import Material
 from noloco_p2p.simulate.network import LinkNetwork
 from noloco_p2p.simulate.plan import Plan
@@ -19,72 +31,178 @@ from noloco_p2p.simulate.replica import SimulatedPeer, SimulatedReplica
 from noloco_p2p.simulate.result import Result
 from noloco_p2p.simulate.swarm import simulate_swarm
 
+FAR = 100.0
 APART = 0.9  # of the largest difference in progress between two partners
+ASK_EVERY_S = 0.1  # how often a greedy liar makes offers to everybody
 
 
 class Attack(StrEnum):
-    """What a liar sends in place of its weights, or claims in place of its progress."""
+    """What a liar sends in place of its weights, or claims."""
 
-    SCALED = "scaled"  # its weights times 100
-    FLIPPED = "sign-flipped"
+    SCALED = "huge weights"  # a hundred times its own
+    NAN = "NaN"
+    CONSTANT = "a constant"
     NOISE = "noise"  # Gaussian, with the norm of its weights
-    STALE = "stale"  # always its first weights
-    DRIFT = "drift"  # far away, always in the same direction
-    FAR_AHEAD = "far-ahead"  # honest weights
-    FAR_BEHIND = "far-behind"
+    FLIPPED = "flipped half-differences"
+    STALE = "first weights"
+    ECHO = "the partner's own weights"
+    # far away from the partner, in a direction that harms it
+    BACK = "back to the first weights"
+    UPHILL = "against its last steps"
+    DRIFT = "always in one direction"
+    # honest weights
+    FAR_AHEAD = "claims to be far ahead"
+    FAR_BEHIND = "claims to be far behind"
+    STALLS = "never sends, claims slow steps"
 
 
-CLAIMS = (Attack.FAR_AHEAD, Attack.FAR_BEHIND)
+CLAIMS = (Attack.FAR_AHEAD, Attack.FAR_BEHIND, Attack.STALLS)
+
+
+class LyingGossip(Gossip):
+    """The swaps of a liar. `lie` returns what a partner gets in place of elements [start, stop)."""
+
+    lie: Callable[[str, int, int], Tensor] | None = None
+    stalls = False
+
+    async def _snapshot(self, part: Slice) -> tuple[Tensor, int]:
+        if self.stalls:
+            await asyncio.sleep(math.inf)
+        values, step = await super()._snapshot(part)
+        if self.lie:
+            partner = next(swap.agreed.partner for swap in self._running if swap.agreed.part is part)
+            values = self.lie(partner, *self._units.bounds(part))
+        return values, step
+
+    def _standing(self) -> Standing:
+        standing = super()._standing()
+        return replace(standing, step_s=MOST_STEP_S) if self.stalls else standing
+
+
+class GreedyGossip(LyingGossip):
+    """A liar that accepts every offer at once, and also makes offers to everybody all the time."""
+
+    async def run(self) -> None:
+        self._ages = _NeverBusy(self._units.num_units)
+        calls: dict[str, asyncio.Task[None]] = {}
+        try:
+            while True:
+                for candidate in self._directory.live():
+                    if (call := calls.get(candidate.peer_id)) is None or call.done():
+                        calls[candidate.peer_id] = asyncio.create_task(self._besiege(candidate))
+                await asyncio.sleep(ASK_EVERY_S)
+        finally:
+            for call in calls.values():
+                call.cancel()
+            await asyncio.gather(*calls.values(), return_exceptions=True)
+
+    async def _besiege(self, candidate: Candidate) -> None:
+        try:
+            agreed = await self._ask(candidate, self._ages.tell(self._exchange.step))
+        except PeerError:
+            return
+        if agreed:
+            await self._swap_of_ours(agreed)
+
+    def _free_in_s(self) -> float:
+        return 0.0
+
+    async def _accept(self, stream: FrameStream, offer: Offer) -> Refuse | None:
+        part = self._ages.choose(offer.ages, self._exchange.step, at_most=offer.at_most)
+        assert part
+        agreed = self._agree(stream, offer.swap_id, offer.hello.peer_id, offer.standing, part, told_step=0)
+        self._turn = asyncio.Lock()  # its swaps do not wait for each other
+        await self._swap(agreed, first=Accept(self._hello(), self._standing(), part))
+        return None
+
+
+class _NeverBusy(Ages):
+    def begin(self, part: Slice) -> None:
+        pass
+
+
+@dataclass(frozen=True, slots=True)
+class _NotFinite:
+    """A codec whose payloads are NaN."""
+
+    codec: Codec
+
+    def num_bytes(self, num_elements: int) -> int:
+        return self.codec.num_bytes(num_elements)
+
+    def encode(self, values: Tensor) -> bytes:
+        return b"\xff" * self.num_bytes(values.numel())
+
+    def check(self, payload: bytes, *, num_elements: int) -> None: ...
+
+    def decode(self, payload: bytes, *, num_elements: int) -> Tensor:
+        return torch.zeros(num_elements)
 
 
 class HostileReplica(SimulatedReplica):
-    """A replica that trains on its own and takes nothing from its partners. With a false claim, it is honest otherwise.
+    """A liar, which otherwise trains and swaps as the others do. `swarm` maps the peer ids of all replicas to them."""
 
-    `swaps` counts nothing, but `num_taken` is the number of swaps that its partners have taken.
-    """
-
-    def __init__(self, number: int, plan: Plan, material: Material, network: LinkNetwork, *, attack: Attack) -> None:
+    def __init__(
+        self,
+        number: int,
+        plan: Plan,
+        material: Material,
+        network: LinkNetwork,
+        *,
+        attack: Attack,
+        is_greedy: bool,
+        swarm: Mapping[str, SimulatedReplica],
+    ) -> None:
         super().__init__(number, plan, material, network)
-        self.num_taken = 0
-        self._attack = attack
+        self._attack, self._is_greedy, self._swarm = attack, is_greedy, swarm
         self._first = self.current_weights()
         self._noise = torch.Generator().manual_seed(plan.seed)
         self._drift = torch.randn(self._first.shape, generator=self._noise)
+        self._before: dict[str, Tensor] = {}  # the weights of each partner in the last swap
 
     async def enter(self, donor: SimulatedPeer | None = None) -> None:
-        await super().enter(donor)
-        if self._attack not in CLAIMS:
-            self.exchange.read = self._lie
+        with patch.object(service, "Gossip", GreedyGossip if self._is_greedy else LyingGossip):
+            await super().enter(donor)
+        gossip = self._service.gossip
+        assert isinstance(gossip, LyingGossip)
+        gossip.stalls = self._attack is Attack.STALLS
+        if self._attack is Attack.NAN:
+            gossip._coder.plain = _NotFinite(gossip._coder.plain)
+            gossip._coder.propose = lambda part: b"\x7f" * len(self.weights.units.blocks(part))  # no grid
+        elif self._attack not in CLAIMS:
+            gossip.lie = self._lie
 
     def step_taken(self) -> None:
         super().step_taken()
-        if self._attack in CLAIMS:
+        if self._attack in (Attack.FAR_AHEAD, Attack.FAR_BEHIND):
             apart = APART * self._spec.furthest * (1 if self._attack is Attack.FAR_AHEAD else -1)
             self.mixing.progress = max(0.0, self.steps / self._spec.schedule_steps + apart)
 
-    def apply(self) -> bool:
-        if self._attack in CLAIMS:
-            return super().apply()
-        swaps = self.exchange.collect()
-        for swap in swaps:
-            self.exchange.applied(swap, seconds=0.0)
-        self.num_taken += len(swaps)
-        return bool(swaps)
-
-    def _lie(self, start: int, stop: int) -> Tensor:
-        true = self.weights.read(start, stop)
+    def _lie(self, partner: str, start: int, stop: int) -> Tensor:
+        own, victim = self.weights.read(start, stop), self._swarm[partner].weights.read(start, stop)
         match self._attack:
             case Attack.SCALED:
-                return 100 * true
-            case Attack.FLIPPED:
-                return -true
+                return FAR * own
+            case Attack.CONSTANT:
+                return torch.ones_like(own)
             case Attack.NOISE:
-                noise = torch.randn(true.shape, generator=self._noise)
-                return noise * (true.norm() / noise.norm())
+                noise = torch.randn(own.shape, generator=self._noise)
+                return noise * (own.norm() / noise.norm())
+            case Attack.FLIPPED:
+                return 2 * victim - own
             case Attack.STALE:
                 return self._first[start:stop].clone()
+            case Attack.ECHO:
+                return victim
+            case Attack.BACK:
+                return victim + FAR * (self._first[start:stop] - victim)
+            case Attack.UPHILL:
+                before = self._before.setdefault(partner, self._first.clone())
+                lie = victim - FAR * (victim - before[start:stop])
+                before[start:stop] = victim
+                return lie
             case _:
-                return true + self._drift[start:stop]
+                return victim + FAR * self._drift[start:stop]
 
 
 def simulate_hostile(
@@ -92,8 +210,18 @@ def simulate_hostile(
     plan: Plan,
     attacks: Mapping[int, Attack],
     *,
-    on_made: Callable[[list[SimulatedReplica]], None] | None = None,
+    is_greedy: bool = False,
+    on_made: Callable[[list[SimulatedReplica]], None] = lambda made: None,
 ) -> Result:
     """Run `simulate_swarm` with liars, whose attacks are given by replica number. The result is of the others."""
-    liars = {number: partial(HostileReplica, attack=attack) for number, attack in attacks.items()}
-    return simulate_swarm(material, plan, on_made=on_made, liars=liars)
+    swarm: dict[str, SimulatedReplica] = {}
+    liars = {
+        number: partial(HostileReplica, attack=attack, is_greedy=is_greedy, swarm=swarm)
+        for number, attack in attacks.items()
+    }
+
+    def made(replicas: list[SimulatedReplica]) -> None:
+        swarm.update({replica.peer_id: replica for replica in replicas})
+        on_made(replicas)
+
+    return simulate_swarm(material, plan, on_made=made, liars=liars)

@@ -6,10 +6,10 @@ out if it is further from the centre than any honest state would be. Every other
 the centre, clipped to a radius, so that no single state moves the mean by more than a small fraction of its norm
 (centred clipping; Karimireddy, He, Jaggi: Learning from history for Byzantine robust optimization, 2021).
 
-Both limits are based on measurements in honest swarms of eight peers (`benchmarks/honest_states.py`). Distances from
-the centre are relative to its norm. States saved at the same moment had distances of at most 0.037, and none of them
-would be clipped. States saved up to seven rounds apart had distances of at most 0.33. A peer that a partition had
-separated from the seven others for the whole run had a distance of 0.48.
+Both limits are based on measurements in honest swarms of eight peers. Distances from the centre are relative to its
+norm. States saved at the same moment had distances of at most 0.037, and none of them would be clipped. States saved at
+different times had distances of at most 0.33. A peer that a partition had separated from the seven others for the whole
+run had a distance of 0.48.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ LEAST_FRAMES = 8  # the first frames are always admitted
 MOST_TIMES = 10.0  # limit for the ratio of a frame's RMS to the median, in either direction
 # The RMS changes most at the start. The limit is therefore wide at first, falls in inverse proportion to the number of
 # frames, and reaches MOST_TIMES with the 640th frame. This limit drops 5 of 134,000 honest frames. A limit of
-# MOST_TIMES from the start would drop 20 (benchmarks/rms_gate.py).
+# MOST_TIMES from the start would drop 20.
 FIRST_TIMES = 100.0
 
 

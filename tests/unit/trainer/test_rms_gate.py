@@ -30,7 +30,7 @@ def test_frames_of_another_size_are_refused(size: float) -> None:
 
 @pytest.mark.parametrize("size", [58.0, 0.02])
 def test_while_sizes_change_most_the_limit_is_wider(size: float) -> None:
-    """Honest peers send such gradients (benchmarks/rms_gate.py)."""
+    """Honest peers send such gradients."""
     gate_after(*[1.0] * (LEAST_FRAMES + 100)).admit(torch.full((2, 3), size))
 
 
