@@ -104,6 +104,9 @@ class GreedyGossip(LyingGossip):
         if agreed:
             await self._swap_of_ours(agreed)
 
+    def _free_in_s(self) -> float:
+        return 0.0
+
     async def _accept(self, stream: FrameStream, offer: Offer) -> Refuse | None:
         part = self._ages.choose(offer.ages, self._exchange.step, at_most=offer.at_most)
         assert part
