@@ -74,7 +74,8 @@ class Meter:
 
 def side(name: str, pipe: Connection, folder: str) -> None:
     """Swap on each "swap"; on "turn", send the longest turn since the last "turn". Side a also runs a DHT node."""
-    peer, meter, node = Side(name, pipe, SPEC, NUM_ELEMENTS), Meter(), None
+    peer, meter, node = Side(name, pipe, SPEC), Meter(), None
+    peer.begin(NUM_ELEMENTS)
     if name == "b":
         peer.directory.others = []
     else:

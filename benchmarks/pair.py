@@ -1,32 +1,37 @@
-"""Two peers without a DHT and a model, each in its own process. They swap whole vectors on request."""
+"""Provide peers without a DHT, each in its own process, for the benchmarks of swaps."""
 
 from __future__ import annotations
 
 import asyncio
 import multiprocessing
-import random
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Coroutine, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import uvloop
+from harness.link_proxy import LinkProxy
+from harness.swapping import half_difference
 
 from noloco_p2p.gossip.exchange import Exchange
 from noloco_p2p.gossip.frames import Hello
-from noloco_p2p.gossip.seams import Candidate
+from noloco_p2p.gossip.seams import Candidate, Directory, Transport
 from noloco_p2p.gossip.service import PeerService
 from noloco_p2p.identity import Identity
 from noloco_p2p.net.client import FAR_CONNECTIONS, GrpcTransport
 from noloco_p2p.net.server import GrpcServer
 from noloco_p2p.net.session import Session
-from noloco_p2p.spec import CodecSpec, OuterSpec, RunSpec
+from noloco_p2p.spec import CodecSpec, OuterSpec, RunSpec, Spec
+from noloco_p2p.testing.links import LinkProfile
+from noloco_p2p.testing.memory import Wrap
+from noloco_p2p.testing.peers import MemorySwarm
 
-PATIENCE_S = 900.0  # for one swap
+T = TypeVar("T")
+PATIENCE_S = 900.0  # for one step of one method
+START_S = 10.0
 
 
 def whole_swaps(name: str) -> RunSpec:
@@ -53,73 +58,86 @@ class Told:
         return next((candidate for candidate in self.others if candidate.peer_id == peer_id), None)
 
 
-class BarePeer:
-    """A peer with the network thread, the server and the swaps of a real peer, and a random vector."""
+class BarePeer(MemorySwarm):
+    """A peer without a DHT: `member`. It has the network thread, the server and the swaps of a real peer.
+
+    Either `NoLoCo` uses `member`, or the methods of this class swap a whole vector at a time. Peers have nearly the
+    same vectors, as in a swarm: values are about 1, and those of two peers differ by about 1e-3.
+    """
 
     def __init__(
         self,
         name: str,
-        spec: RunSpec,
-        num_elements: int,
+        spec: Spec,
         *,
         host: str = "127.0.0.1",
         connections: int = FAR_CONNECTIONS,
         session: Session | None = None,
     ) -> None:
+        super().__init__(spec)
         torch.set_num_threads(1)
-        self.session = session
-        self.name, self.spec, self.num_elements = name, spec, num_elements
-        self.loop = start_loop()
+        self.name, self.session = name, session
         self.directory = Told()
-        self.transport = GrpcTransport(self._hello, connections=connections, session=session)
-        self.vector = torch.randn(num_elements, generator=torch.Generator().manual_seed(len(name)))
+        self.transport: GrpcTransport
+        self.server: GrpcServer
         self.exchange: Exchange
-        self.service, self.server = self.on_loop(self._build(host))
+        self._host = host
+        self._connections = connections
+        self.__enter__()
+        self.member = self.peer(session.identity.peer_id if session else name)
+
+    def begin(self, num_elements: int) -> None:
+        """Begin to swap a vector. The spec must have `outer.wait`."""
+        own = torch.Generator().manual_seed(int.from_bytes(self.name.encode(), "little"))
+        self.vector = torch.randn(num_elements, generator=torch.Generator().manual_seed(0))
+        self.vector.add_(torch.randn(num_elements, generator=own), alpha=1e-3)
+        self.exchange = self.member.begin_swaps(num_elements)
+        self.exchange.read = lambda start, stop: self.vector[start:stop].clone()
 
     def swap(self) -> int:
-        """Swap the whole vector once, and return the number of payload bytes that have been received."""
-        before = self.service.counts.traffic.bytes_received
+        """Swap once, and return the number of payload bytes that have arrived. Raises TimeoutError."""
+        traffic = self.member.service.counts.traffic
+        before = traffic.bytes_received
         self.exchange.wait_until_settled(PATIENCE_S)
         swaps = self.exchange.collect()
-        assert swaps, f"there was no swap: {self.service.counts.last_failure}"
+        if not swaps:
+            raise TimeoutError(f"no swap in {PATIENCE_S:.0f} s: {self.member.service.counts.last_failure}")
         for swap in swaps:
+            half = half_difference(swap)
+            self.vector[swap.start : swap.start + half.numel()] += half
             self.exchange.applied(swap, seconds=0.0)
-        return self.service.counts.traffic.bytes_received - before
+        return traffic.bytes_received - before
+
+    def on_loop(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return self.call(coroutine)
 
     def stop(self) -> None:
-        self.on_loop(self.service.stop())
-        self.on_loop(self.server.stop(0.1))
+        self.__exit__()
 
-    def on_loop(self, coroutine: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(PATIENCE_S)
+    # how it reaches others
 
-    def _hello(self) -> Hello:
-        peer_id = self.session.identity.peer_id if self.session else self.name
-        return Hello(peer_id, self.spec.name, self.spec.digest())
+    def _new_loop(self) -> asyncio.AbstractEventLoop:
+        return uvloop.new_event_loop()
 
-    async def _build(self, host: str) -> tuple[PeerService, GrpcServer]:
-        service = PeerService(
-            self.spec,
-            hello=self._hello,
-            transport=self.transport,
-            directory=self.directory,
-            executor=ThreadPoolExecutor(1),
-            rng=random.Random(self.name),
-        )
-        self.exchange = await service.begin(self.num_elements)
-        self.exchange.read = lambda start, stop: self.vector[start:stop].clone()
-        server = GrpcServer(service, session=self.session)
-        await server.start(host, 0)
-        return service, server
+    def _outside(self, peer_id: str, hello: Callable[[], Hello], wrap: Wrap) -> tuple[Transport, Directory]:
+        self.transport = GrpcTransport(hello, connections=self._connections, session=self.session)
+        return self.transport, self.directory
+
+    async def _connect(self, peer_id: str, service: PeerService, wrap: Wrap) -> None:
+        self.server = GrpcServer(service, session=self.session)
+        await self.server.start(self._host, 0)
+
+    async def _disconnect_all(self) -> None:
+        await self.server.stop(0.1)
 
 
 class Side(BarePeer):
     """One of two peers that know each other, each in its own process. They use TLS, as real peers do."""
 
-    def __init__(self, name: str, pipe: Connection, spec: RunSpec, num_elements: int, **options: Any) -> None:
+    def __init__(self, name: str, pipe: Connection, spec: Spec, **options: Any) -> None:
         with tempfile.TemporaryDirectory() as folder:
             session = Session(Identity.load_or_create(Path(folder) / "key"))
-        super().__init__(name, spec, num_elements, session=session, **options)
+        super().__init__(name, spec, session=session, **options)
         self.pipe = pipe
         pipe.send((self.server.port, session.identity.peer_id, session.key))
         _, address, peer_id, key = pipe.recv()
@@ -130,6 +148,18 @@ def start_loop() -> asyncio.AbstractEventLoop:
     loop = uvloop.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True).start()
     return loop
+
+
+def through(link: LinkProfile) -> Callable[[int], int]:
+    """Return a function that puts a link proxy in front of a port. The proxies run until this process ends."""
+    loop = start_loop()
+
+    def between(port: int) -> int:
+        proxy = LinkProxy(f"127.0.0.1:{port}", link)
+        asyncio.run_coroutine_threadsafe(proxy.start(), loop).result(START_S)
+        return int(proxy.address.rpartition(":")[2])
+
+    return between
 
 
 def run_pair(

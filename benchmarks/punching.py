@@ -153,7 +153,8 @@ class Swapper(BarePeer):
         self.key = folder / "key"
         self.ways: dict[str, Sequence[str]] = {}
         session = Session(Identity.load_or_create(self.key))
-        super().__init__(name, SPEC, num_elements, host=address, session=session)
+        super().__init__(name, SPEC, host=address, session=session)
+        self.begin(num_elements)
         self.address = address
         self.peer_id = session.identity.peer_id
 

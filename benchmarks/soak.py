@@ -28,7 +28,6 @@ from typing import Any
 import psutil
 from claims import machine
 from harness.processes import PeerProcess, small_spec, write_spec
-from noloco_p2p.gossip.outcome import LonelyCause
 
 from noloco_p2p.errors import CheckpointError
 from noloco_p2p.outer.checkpoint import Checkpoints
@@ -221,7 +220,7 @@ class Soak:
             "restarts": self.restarts,
             "counted": counted,
             "swaps_that_committed": round(
-                counted["swaps"] / max(1, counted["swaps"] + sum(map(counted.get, FAILED))), 4
+                counted["swaps"] / max(1, counted["swaps"] + sum(counted[kind] for kind in FAILED)), 4
             ),
             "longest_pause_s": round(max(self._longest_pause_s(number, "step") for number in self.lives), 2),
             "longest_time_without_a_swap_s": round(max(self._longest_pause_s(each, "swaps") for each in self.lives), 2),
