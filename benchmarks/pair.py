@@ -1,4 +1,4 @@
-"""Provide peers without a DHT and a model, each in its own process, for the benchmarks of swaps."""
+"""Two peers without a DHT and a model, each in its own process. They swap whole vectors on request."""
 
 from __future__ import annotations
 
@@ -7,33 +7,31 @@ import multiprocessing
 import random
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import uvloop
 
-from noloco_p2p.codec import chunk_bounds
-from noloco_p2p.gossip.exchange import ThreadedExchange
-from noloco_p2p.gossip.frames import Hello, SectionName
-from noloco_p2p.gossip.outcome import Correction
-from noloco_p2p.gossip.round_driver import RoundDriver
-from noloco_p2p.gossip.round_events import RoundPhase
-from noloco_p2p.gossip.round_stack import build_round_stack
+from noloco_p2p.gossip.exchange import Exchange
+from noloco_p2p.gossip.frames import Hello
 from noloco_p2p.gossip.seams import Candidate
+from noloco_p2p.gossip.service import PeerService
 from noloco_p2p.identity import Identity
 from noloco_p2p.net.client import FAR_CONNECTIONS, GrpcTransport
 from noloco_p2p.net.server import GrpcServer
 from noloco_p2p.net.session import Session
-from noloco_p2p.spec import RunSpec
+from noloco_p2p.spec import CodecSpec, OuterSpec, RunSpec
 
-T = TypeVar("T")
-PATIENCE_S = 900.0  # for one step of one method
-FOREVER = 1 << 62  # an index that no round reaches
+PATIENCE_S = 900.0  # for one swap
+
+
+def whole_swaps(name: str) -> RunSpec:
+    """Return the spec of peers that swap all weights at once, as int8."""
+    return RunSpec(name=name, outer=OuterSpec(wait=True, inner_steps=1), codec=CodecSpec(weights="int8"))
 
 
 class Told:
@@ -56,11 +54,7 @@ class Told:
 
 
 class BarePeer:
-    """A peer without a DHT and a model. It has the network thread, the server and the exchange of a real peer.
-
-    Its methods replace the outer step. Peers have nearly the same vectors, as in a swarm: values are about 1, and the
-    values of two peers differ by about 1e-3.
-    """
+    """A peer with the network thread, the server and the swaps of a real peer, and a random vector."""
 
     def __init__(
         self,
@@ -78,41 +72,22 @@ class BarePeer:
         self.loop = start_loop()
         self.directory = Told()
         self.transport = GrpcTransport(self._hello, connections=connections, session=session)
-        self.driver, self.server = self.on_loop(self._build(host))
-        self.step_rate = self.driver.step_rate
-        self.exchange = ThreadedExchange(spec, self.driver, self.loop)
-        own = torch.Generator().manual_seed(int.from_bytes(name.encode(), "little"))
-        self.slow_weights = torch.randn(num_elements, generator=torch.Generator().manual_seed(0))
-        self.slow_weights.add_(torch.randn(num_elements, generator=own), alpha=1e-3)
-        self.outer_gradient = torch.randn(num_elements, generator=own).mul_(1e-3)
-        self.state = {SectionName.SLOW_WEIGHTS: self.slow_weights}
-        if spec.outer.keeps_momentum:  # any vector will do
-            self.state[SectionName.OUTER_MOMENTUM] = self.outer_gradient
+        self.vector = torch.randn(num_elements, generator=torch.Generator().manual_seed(len(name)))
+        self.exchange: Exchange
+        self.service, self.server = self.on_loop(self._build(host))
 
-    def open(self, round_index: int) -> None:
-        self.exchange.open(round_index, progress=0.0, state=self.state)
-
-    def stage(self) -> None:
-        self.exchange.stage(lambda: (self.outer_gradient[a:b] for a, b in chunk_bounds(self.num_elements)))
-
-    def wait_for_early(self) -> None:
-        """Wait until the early part is committed, which is normally the case at the end of a round of training."""
-        self.until(lambda: self.driver.phase in (RoundPhase.EARLY, RoundPhase.DONE, RoundPhase.HALF))
-
-    def wait_for_correction(self) -> Correction:
-        return self.until(lambda: self.exchange.late(FOREVER))
-
-    def until(self, given: Callable[[], T | None]) -> T:
-        """Poll every 2 ms until `given` returns a value, which the network thread produces. Raises TimeoutError."""
-        until_s = time.monotonic() + PATIENCE_S
-        while not (found := given()):
-            if time.monotonic() > until_s:
-                raise TimeoutError(f"what was waited for did not come: {self.driver.last_fault}")
-            time.sleep(0.002)
-        return found
+    def swap(self) -> int:
+        """Swap the whole vector once, and return the number of payload bytes that have been received."""
+        before = self.service.counts.traffic.bytes_received
+        self.exchange.wait_until_settled(PATIENCE_S)
+        swaps = self.exchange.collect()
+        assert swaps, f"there was no swap: {self.service.counts.last_failure}"
+        for swap in swaps:
+            self.exchange.applied(swap, seconds=0.0)
+        return self.service.counts.traffic.bytes_received - before
 
     def stop(self) -> None:
-        self.on_loop(self.driver.stop())
+        self.on_loop(self.service.stop())
         self.on_loop(self.server.stop(0.1))
 
     def on_loop(self, coroutine: Any) -> Any:
@@ -122,8 +97,8 @@ class BarePeer:
         peer_id = self.session.identity.peer_id if self.session else self.name
         return Hello(peer_id, self.spec.name, self.spec.digest())
 
-    async def _build(self, host: str) -> tuple[RoundDriver, GrpcServer]:
-        stack = build_round_stack(
+    async def _build(self, host: str) -> tuple[PeerService, GrpcServer]:
+        service = PeerService(
             self.spec,
             hello=self._hello,
             transport=self.transport,
@@ -131,9 +106,11 @@ class BarePeer:
             executor=ThreadPoolExecutor(1),
             rng=random.Random(self.name),
         )
-        server = GrpcServer(stack.service, session=self.session)
+        self.exchange = await service.begin(self.num_elements)
+        self.exchange.read = lambda start, stop: self.vector[start:stop].clone()
+        server = GrpcServer(service, session=self.session)
         await server.start(host, 0)
-        return stack.driver, server
+        return service, server
 
 
 class Side(BarePeer):

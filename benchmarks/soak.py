@@ -28,6 +28,7 @@ from typing import Any
 import psutil
 from claims import machine
 from harness.processes import PeerProcess, small_spec, write_spec
+from noloco_p2p.gossip.outcome import LonelyCause
 
 from noloco_p2p.errors import CheckpointError
 from noloco_p2p.outer.checkpoint import Checkpoints
