@@ -29,7 +29,7 @@ from harness.patience import AT_ONCE_S
 from harness.processes import PeerProcess, small_spec, write_spec
 
 from noloco_p2p.errors import PeerError
-from noloco_p2p.gossip.frames import FetchItem, FetchWant, Hello, PeerStatus, SwapState
+from noloco_p2p.gossip.frames import FetchItem, FetchWant, Hello, PeerStatus
 from noloco_p2p.gossip.seams import Candidate, FrameStream
 from noloco_p2p.net.client import GrpcTransport
 from noloco_p2p.net.server import GrpcServer
@@ -49,7 +49,7 @@ class Answering:
     async def on_swap(self, stream: FrameStream) -> None: ...
 
     async def on_status(self, swap_id: bytes) -> PeerStatus:
-        return PeerStatus(Hello("server", "r", DIGEST), "training", 0, 0.0, SwapState())
+        return PeerStatus(Hello("server", "r", DIGEST), "training", 0.0)
 
     async def on_fetch(self, want: FetchWant) -> AsyncGenerator[FetchItem]:
         return
@@ -133,14 +133,14 @@ def flood_peer(seconds: float) -> list[Claim]:
         swaps = []
         grown_mib = 0.0
         for is_flooded in (False, True):
-            before = len(peer.events("round"))
+            before = peer.report_where(lambda event: True)["swaps"]
             if is_flooded:
                 process = psutil.Process(peer.process.pid)
                 data = bomb(14_000, acknowledges=False)
                 grown_mib, _ = uvloop.run(flood(port_of(process), process, data, ONE_NETWORK, seconds))
             else:
                 time.sleep(seconds)
-            swaps.append(sum("swapped" in each["last_outcome"] for each in peer.events("round")[before:]))
+            swaps.append(peer.report_where(lambda event: True)["swaps"] - before)
     return [
         Claim("a peer that swaps: grows by", grown_mib, "MiB", "< 64", grown_mib < 64.0),
         Claim("a peer that swaps: swaps without a flood", swaps[0] / seconds, "a second"),

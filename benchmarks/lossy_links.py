@@ -4,10 +4,9 @@
 
 A line of 100 Mbit/s with a round trip of 50 ms joins two network namespaces. It loses 1 % of the packets, and is
 measured with cubic and with bbr as TCP's congestion control. The same line without loss, on which more connections
-cannot help, is measured as well. The swap runs the production code, in both directions at once, with int8 slow weights
-and an int4 outer gradient. Goodput is the number of payload bytes in each
-direction, divided by the time of the whole swap: offer, both parts and commits. On the lossy line, a quarter of the
-vector is sent when there is one connection. This needs root (see netlab.py).
+cannot help, is measured as well. The swap runs the production code, in both directions at once, with int8. Goodput is
+the number of payload bytes in each direction, divided by the time of the whole swap, from the offer to the commit. On
+the lossy line, a quarter of the vector is sent when there is one connection. This needs root (see netlab.py).
 """
 
 from __future__ import annotations
@@ -21,17 +20,12 @@ from claims import Claim, run
 from netlab import LabError, NetLab, enter, home
 from pair import Side, run_pair
 
-from noloco_p2p.gossip.outcome import Swapped
 from noloco_p2p.net import client
 from noloco_p2p.net.client import FAR_CONNECTIONS
 from noloco_p2p.spec import CodecSpec, OuterSpec, RunSpec
 
 RATE_MBIT_S, ROUND_TRIP_MS, LOSS = 100, 50, 0.01
-SPEC = RunSpec(
-    name="lossy-links",
-    outer=OuterSpec(inner_steps=1, max_wait_s=600.0, swap_momentum=False),
-    codec=CodecSpec(slow_weights="int8", outer_gradient="int4"),
-)
+SPEC = RunSpec(name="lossy-links", outer=OuterSpec(wait=True), codec=CodecSpec(weights="int8"))
 
 
 def side(
@@ -45,21 +39,17 @@ def side(
     """Send (seconds, payload bytes received) for each swap. Only `a` makes offers."""
     enter(namespaces[name])
     client.FAR_S = -1.0  # without a session, a dial does not measure the round trip
-    peer = Side(name, pipe, SPEC, num_elements, host="0.0.0.0", connections=connections)
+    peer = Side(name, pipe, SPEC, host="0.0.0.0", connections=connections)
     if name == "b":
         peer.directory.others = []
-    for index in range(repeats):
+    peer.begin(num_elements)
+    for _ in range(repeats):
         pipe.recv()
         began_s = time.monotonic()
-        peer.open(index)
-        peer.wait_for_early()
-        peer.stage()
-        outcome = peer.exchange.collect(600.0)
-        assert isinstance(outcome, Swapped), outcome
+        num_bytes = peer.swap()
         seconds = time.monotonic() - began_s
         time.sleep(1.0)  # until the stream is closed
-        pipe.send((seconds, outcome.received.bytes_received))
-        del outcome
+        pipe.send((seconds, num_bytes))
     peer.stop()
 
 
