@@ -27,7 +27,8 @@ from claims import Claim, run
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from noloco_p2p.codec.activations import ACTIVATION_CODEC_NAMES, BLOCK_CHANNELS, MAX_CODE, get_activation_codec
+from noloco_p2p.codec.activations import ACTIVATION_CODEC_NAMES, BLOCK_CHANNELS, get_activation_codec
+from noloco_p2p.codec.blocks import MAX_CODE
 
 TARGETS_GB_S = {"int8": 1.0}
 DOCS = Path(__file__).resolve().parents[1] / "docs"

@@ -24,7 +24,7 @@ from noloco_p2p.identity import Identity
 from noloco_p2p.net.client import FAR_CONNECTIONS, GrpcTransport
 from noloco_p2p.net.server import GrpcServer
 from noloco_p2p.net.session import Session
-from noloco_p2p.spec import Spec
+from noloco_p2p.spec import CodecSpec, OuterSpec, RunSpec, Spec
 from noloco_p2p.testing.links import LinkProfile
 from noloco_p2p.testing.memory import Wrap
 from noloco_p2p.testing.peers import MemorySwarm
@@ -32,6 +32,11 @@ from noloco_p2p.testing.peers import MemorySwarm
 T = TypeVar("T")
 PATIENCE_S = 900.0  # for one step of one method
 START_S = 10.0
+
+
+def whole_swaps(name: str) -> RunSpec:
+    """Return the spec of peers that swap all weights at once, as int8."""
+    return RunSpec(name=name, outer=OuterSpec(wait=True, inner_steps=1), codec=CodecSpec(weights="int8"))
 
 
 class Told:

@@ -220,7 +220,7 @@ class Soak:
             "restarts": self.restarts,
             "counted": counted,
             "swaps_that_committed": round(
-                counted["swaps"] / max(1, counted["swaps"] + sum(map(counted.get, FAILED))), 4
+                counted["swaps"] / max(1, counted["swaps"] + sum(counted[kind] for kind in FAILED)), 4
             ),
             "longest_pause_s": round(max(self._longest_pause_s(number, "step") for number in self.lives), 2),
             "longest_time_without_a_swap_s": round(max(self._longest_pause_s(each, "swaps") for each in self.lives), 2),

@@ -5,6 +5,7 @@ python docs/generate.py [--check]
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -51,6 +52,7 @@ These settings (device, ports, limits, paths of data) are not part of the run sp
 them. A flag takes precedence over an environment variable, which takes precedence over the file
 `~/.config/noloco/settings.toml`.
 """
+AGGREGATE = re.compile(r"(?:\([^)]*\)|[^:(])*")  # what stands before the meaning of the metric itself
 METRICS_HEAD = """## Metrics
 
 A counter never decreases, not even when the peer restarts. The loss is omitted until it is known.
@@ -62,8 +64,8 @@ A counter never decreases, not even when the peer restarts. The loss is omitted 
 """
 SWARM_HEAD = """### The swarm
 
-`noloco monitor TICKET --web` reads these metrics from the records in the directory, and serves them at
-`/metrics`. The number of label values does not grow with the swarm.
+`noloco monitor TICKET --web` reads these metrics from the records in the directory, and serves them at `/metrics`. They
+aggregate the metrics of peers with the same names.
 """
 
 
@@ -102,17 +104,20 @@ def metrics() -> list[str]:
     rows = [(f"`{name}`", about.unit, about.meaning) for name, about in METRICS.items() if about.kind == "text"]
     return [
         METRICS_HEAD,
-        *_families(own),
+        *_families(own, lambda about: about),
         "This field is only in the status and in events:",
         "",
         *table([("name", "unit", "meaning"), *rows]),
         SWARM_HEAD,
-        *_families(swarm),
+        *_families(swarm, lambda about: AGGREGATE.match(about)[0]),
     ]
 
 
-def _families(families: tuple[prometheus.Family, ...]) -> list[str]:
-    rows = [(f"`{family.full_name}`{_labels(family)}", family.kind, family.unit, family.meaning) for family in families]
+def _families(families: tuple[prometheus.Family, ...], about: Callable[[str], str]) -> list[str]:
+    rows = [
+        (f"`{family.full_name}`{_labels(family)}", family.kind, family.unit, about(family.meaning))
+        for family in families
+    ]
     return table([("name", "kind", "unit", "meaning"), *rows])
 
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 import psutil
 import torch
@@ -27,11 +28,12 @@ from hypothesis import strategies as st
 from noloco_p2p import ticket as tickets
 from noloco_p2p.codec import CODECS
 from noloco_p2p.codec.activations import ACTIVATION_CODECS
-from noloco_p2p.codec.modulo import EIGHT_BITS, FOUR_BITS, SIX_BITS, Grid, agree
+from noloco_p2p.codec.modulo import EIGHT_BITS, FOUR_BITS, SIX_BITS, Grid
 from noloco_p2p.errors import CorruptPayload, PeerError, SpecError, TicketError
 from noloco_p2p.gossip import frames
+from noloco_p2p.gossip.coder import Coder, check_proposal
 from noloco_p2p.gossip.layout import ModelLayout
-from noloco_p2p.gossip.units import Slice
+from noloco_p2p.gossip.units import Slice, Units
 from noloco_p2p.invitation import Invitation, invite
 from noloco_p2p.net import convert, framing
 from noloco_p2p.net.authentication import _parsed
@@ -65,7 +67,7 @@ FRAMES: list[frames.Frame] = [
     frames.Alive(),
     frames.Abort(frames.AbortCode.CORRUPT, "no"),
 ]
-ONES, GRID = torch.ones(9), Grid(bytes(1), seed=1)
+ONES, GRID = torch.ones(9), Grid((0,), seed=1)
 RECORD = PeerRecord(
     ME.peer_id,
     "run",
@@ -128,8 +130,8 @@ def _signed_record(body: bytes) -> PeerRecord:
 
 def _last_bits(data: bytes) -> object:
     """Decode the last bits of a chunk whose first bits are known; only a wrong length is an error."""
-    earlier = b"".join(codec.encode(-ONES, grid=GRID, chunk_index=0) for codec in (FOUR_BITS, SIX_BITS))
-    return EIGHT_BITS.differences(ONES, data, grid=GRID, chunk_index=0, earlier=earlier)
+    earlier = b"".join(codec.encode(-ONES, grid=GRID) for codec in (FOUR_BITS, SIX_BITS))
+    return EIGHT_BITS.differences(ONES, data, grid=GRID, earlier=earlier)
 
 
 def _sealed_ticket(fields: bytes) -> object:
@@ -213,8 +215,8 @@ def targets() -> dict[str, Target]:
         "invitation": Target(Invitation.decode, (TicketError,), (invitation,)),
         "spec": Target(_spec, (SpecError,), (json.dumps({"name": "run"}).encode(),)),
         "layout": Target(ModelLayout.from_json, (ValueError,), (layout.as_json(),)),
-        "grid": Target(lambda data: agree(bytes(3), data), wire, (bytes(3),)),
-        "bits by need": Target(_last_bits, wire, (EIGHT_BITS.encode(ONES, grid=GRID, chunk_index=0),)),
+        "grid": Target(partial(check_proposal, Coder("modulo", Units(9000)), Slice(0, 3)), wire, (bytes(3),)),
+        "bits by need": Target(_last_bits, wire, (EIGHT_BITS.encode(ONES, grid=GRID),)),
         "address of a caller": Target(
             lambda data: caller_host(data.decode("latin-1")), wire, (b"ipv4:192.0.2.7:1", b"ipv6:[::1]:1")
         ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from noloco_p2p.optim.halves import half_difference_
+from noloco_p2p.gossip.coder import half_difference_
 
 
 def half_difference(own_coded: Tensor, partner_coded: Tensor) -> Tensor:

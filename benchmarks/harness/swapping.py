@@ -62,17 +62,17 @@ class Swapping:
         self.apply()
 
 
-def swap_all(peers: Sequence[Swapping], *, wait_s: float = PATIENCE_S) -> list[Committed]:
+def swap_all(peers: Sequence[Swapping]) -> list[Committed]:
     """Let peers with `outer.wait` swap their whole vectors once. Returns the swaps, which are not applied."""
 
     def settled(peer: Swapping) -> list[Committed]:
-        peer.exchange.wait_until_settled(wait_s)
-        return peer.exchange.collect()
+        peer.exchange.wait_until_settled(PATIENCE_S)
+        swaps = peer.exchange.collect()
+        for swap in swaps:
+            peer.exchange.applied(swap, seconds=0.0)
+        return swaps
 
-    swaps = [swap for swaps in together(*(lambda peer=peer: settled(peer) for peer in peers)) for swap in swaps]
-    for peer, swap in zip(peers, swaps, strict=True):
-        peer.exchange.applied(swap, seconds=0.0)
-    return swaps
+    return [swap for swaps in together(*(lambda peer=peer: settled(peer) for peer in peers)) for swap in swaps]
 
 
 def apply_until(holds: Callable[[], object], peers: Sequence[Swapping]) -> None:

@@ -28,13 +28,11 @@ import torch
 from torch import Tensor
 
 from noloco_p2p.codec.base import CPU, refused_value, within
-from noloco_p2p.codec.blocks import FLOAT32, SCALE_BYTES, block_scales
+from noloco_p2p.codec.blocks import SCALE_BYTES, block_scales, scales_valid
 from noloco_p2p.errors import CorruptPayload, NotFinite
 
 BLOCK_CHANNELS = 128
-MAX_CODE = 127
 LARGEST = torch.finfo(torch.bfloat16).max  # the largest decoded value, which both fp32 and bf16 can represent
-LARGEST_SCALE = LARGEST / (MAX_CODE + 1)  # a payload may hold codes of up to MAX_CODE + 1 in magnitude
 
 # On a CPU, small chunks keep the working set in a core's cache. An accelerator is faster with few, large kernels.
 CPU_CHUNK_ELEMENTS, ACCELERATOR_CHUNK_ELEMENTS = 1 << 18, 1 << 24
@@ -130,7 +128,7 @@ class _Span:
 
 
 class Int8ActivationCodec:
-    """A codec with integer codes from -MAX_CODE to MAX_CODE and one bf16 scale per block."""
+    """A codec with integer codes from -127 to 127 and one bf16 scale per block."""
 
     name = "int8"
 
@@ -234,7 +232,7 @@ def _encode_span(tokens: Tensor, coded: Tensor, *, span: _Span, chunk: range) ->
     """Encode a chunk of `tokens` (tokens, hidden) into its place in `coded` (tokens, bytes per token)."""
     flat = torch.empty(len(chunk), span.num_channels, dtype=torch.float32, device=tokens.device)
     blocks = flat.copy_(tokens[chunk.start : chunk.stop, span.channels]).unflatten(1, (span.num_blocks, -1))
-    scales = block_scales(torch.maximum(blocks.amax(dim=2), -blocks.amin(dim=2)), max_code=MAX_CODE)
+    scales = block_scales(torch.maximum(blocks.amax(dim=2), -blocks.amin(dim=2)))
     blocks.mul_(scales.reciprocal()[:, :, None]).round_()
     coded[chunk.start : chunk.stop, span.scale_bytes].copy_(scales.to(torch.bfloat16).view(torch.uint8))
     _codes(coded, span=span, chunk=chunk).copy_(blocks)
@@ -248,8 +246,7 @@ def _decode_span(coded: Tensor, values: Tensor, *, span: _Span, chunk: range) ->
 
 
 def _scales_valid(coded: Tensor, *, hidden: int) -> bool:
-    """Return whether all scales are normal, positive, and small enough to keep decoded values within LARGEST."""
-    return all(within(_scales(coded, span=span), lowest=FLOAT32.tiny, highest=LARGEST_SCALE) for span in _spans(hidden))
+    return all(scales_valid(_scales(coded, span=span)) for span in _spans(hidden))
 
 
 def _spans(hidden: int) -> list[_Span]:

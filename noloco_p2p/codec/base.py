@@ -17,26 +17,6 @@ CPU = torch.device("cpu")
 assert sys.byteorder == "little", "big-endian machines are not supported, because payloads are little-endian"
 
 
-class Scratch:
-    """Scratch memory for intermediate values, which one thread at a time reuses from chunk to chunk.
-
-    Reusing memory is worthwhile because the first use of fresh memory takes longer than the arithmetic on it.
-    """
-
-    def __init__(self) -> None:
-        self._tensors: dict[tuple[str, torch.device], Tensor] = {}
-
-    def take(self, name: str, num_elements: int, *, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
-        """Return a buffer of `num_elements` elements, which must not exceed one chunk.
-
-        Calls with the same name and device return the same memory.
-        """
-        key = (name, device)
-        if key not in self._tensors:
-            self._tensors[key] = torch.empty(CHUNK_ELEMENTS, dtype=dtype, device=device)
-        return self._tensors[key][:num_elements]
-
-
 class Sized(Protocol):
     """The properties of a codec that are known before any byte is read."""
 
@@ -56,34 +36,22 @@ class Sized(Protocol):
 class Codec(Sized, Protocol):
     """A stateless and deterministic codec for the chunks of a vector."""
 
-    def encode_into(self, values: Tensor, out: Tensor, *, scratch: Scratch) -> None:
-        """Encode a chunk into `out`.
+    def encode(self, values: Tensor) -> bytes:
+        """Encode a chunk.
 
         `values` is a contiguous 1-D tensor of at most CHUNK_ELEMENTS elements, in any floating-point dtype and on any
-        device; it is not changed. `out` is a uint8 tensor of shape (num_bytes,) on the CPU. Encoding runs on the device
-        of `values` and synchronizes once, to copy the encoded bytes to the CPU. Raises ValueError for any other shape,
-        and for a value that is non-finite or too large for the codec. After an error, the content of `out` is
-        undefined.
+        device; it is not changed. Encoding runs on the device of `values` and synchronizes once, to copy the encoded
+        bytes to the CPU. Raises ValueError for any other shape, and for a value that is non-finite or too large for the
+        codec.
         """
-        ...
-
-    def encode(self, values: Tensor) -> bytes:
-        """Return a new buffer with the bytes that `encode_into` would write."""
         ...
 
     def check(self, payload: bytes | memoryview, *, num_elements: int) -> None:
         """Raise the errors that `decode` would raise, without decoding. Use this for a chunk that stays encoded."""
         ...
 
-    def decode(
-        self,
-        payload: bytes | memoryview,
-        *,
-        num_elements: int,
-        out: Tensor | None = None,
-        scratch: Scratch | None = None,
-    ) -> Tensor:
-        """Decode a payload to fp32 on the CPU, into `out` or a new tensor.
+    def decode(self, payload: bytes | memoryview, *, num_elements: int) -> Tensor:
+        """Decode a payload to fp32 on the CPU.
 
         The result has shape (num_elements,), and all its values are finite. Raises CorruptPayload for a wrong length
         and for values that are non-finite once decoded. The caller knows the sender and adds its name to the error.
@@ -114,7 +82,7 @@ def check_length(payload: bytes | memoryview, *, codec: Sized, num_elements: int
     if received != expected:
         raise CorruptPayload(
             f"the {codec.name} chunk of {num_elements} elements must have {expected} bytes, but it has {received}; "
-            "discard the part"
+            "discard it"
         )
 
 
@@ -126,13 +94,6 @@ def payload_bytes(payload: bytes | memoryview, *, codec: Codec, num_elements: in
     view = memoryview(payload)
     # Read-only memory is copied because torch warns about it. For bf16, the copy takes 11 us.
     return torch.frombuffer(bytearray(view) if view.readonly else view, dtype=torch.uint8)
-
-
-def encoded(values: Tensor, *, codec: Codec) -> bytes:
-    check_values(values)
-    out = torch.empty(codec.num_bytes(values.numel()), dtype=torch.uint8)
-    codec.encode_into(values, out, scratch=Scratch())
-    return out.numpy().tobytes()
 
 
 def within(values: Tensor, *, lowest: float, highest: float) -> bool:

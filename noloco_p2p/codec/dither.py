@@ -1,7 +1,7 @@
 """Compute the dither that two partners share in a swap.
 
-Every machine computes the same bits from a seed and a position in the vector. WORDS are DITHER_ELEMENTS fixed 32-bit
-numbers: the blake3 output stream of WORDS_KEY, read as little-endian integers. For block `b` of a section, two 32-bit
+Every machine computes the same bits from a seed and a position in the chunk. WORDS are DITHER_ELEMENTS fixed 32-bit
+numbers: the blake3 output stream of WORDS_KEY, read as little-endian integers. For block `b` of a chunk, two 32-bit
 numbers are derived from the seed. The first, `a`, is always odd; the second, `c`, can have any value. Element i of the
 block gets the dither
 
@@ -25,20 +25,11 @@ DITHER_ELEMENTS = 65_536  # 256 KiB of words, which fit in a core's cache
 WORDS_KEY = b"noloco_p2p shared dither 1"
 
 
-def dither_seed(swap_id: bytes, section: int) -> int:
-    """Return the seed of one section of one swap.
-
-    The seed consists of the first 8 bytes of the blake3 hash of the swap ID and the section (one byte), read as a
-    little-endian number.
-    """
-    return int.from_bytes(blake3(swap_id + bytes([section])).digest(8), "little")
-
-
 def fill_dither(out: Tensor, *, scratch: Tensor, seed: int, block_index: int) -> None:
     """Write the dither of a block's first elements into `out`, an fp32 tensor of at most DITHER_ELEMENTS elements.
 
     `scratch` is an int32 tensor with the same size and device as `out`; it is overwritten. `seed` has 64 bits.
-    `block_index` is the position of the block in its section, in units of DITHER_ELEMENTS. The function does not
+    `block_index` is the position of the block in its chunk, in units of DITHER_ELEMENTS. The function does not
     allocate memory for the elements, because the first use of fresh memory takes longer than the arithmetic.
     """
     factor, offset = block_numbers(seed, block_index)

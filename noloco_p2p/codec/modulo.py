@@ -1,7 +1,7 @@
 """Implement modulo coding, which sends only the low-order bits of numbers.
 
 The vectors of two partners are close to each other, so the low-order bits of their elements determine the difference.
-Both partners use the same grid and the same dither for a section. The grid has a power-of-two step for each block of
+Both partners use the same grid and the same dither for a chunk. The grid has a power-of-two step for each block of
 BLOCK_ELEMENTS. An element x corresponds to the grid integer k = round(x / step + dither), and it is sent as a residue,
 k mod 2**bits. With Q(x) = (k - dither) * step, the dither cancels in a difference, and
 
@@ -11,7 +11,7 @@ follows from the residues as long as the integers differ by less than half of 2*
 whether the integers are that close. Each payload therefore ends with a digest of the sender's full integers. The
 receiver reconstructs these integers from the residues and its own integers, and checks them against the digest. Both
 partners detect a failure in the same chunk. The modulo and the shared dither come from Moniqua (arXiv 2002.11787); this
-module adds the grid, its bounds and the digest.
+module adds the grid and the digest.
 
 The lowest 4 bits of each integer are sent first. If a chunk fails, bits 4 and 5 follow, and if it fails again, bits 6
 and 7 follow. A chunk that still fails is sent again without modulo coding. The number of bits therefore depends on the
@@ -20,7 +20,7 @@ actual distance rather than a prediction, and the grid need not be coarse as a p
 The payload of a chunk of n elements consists of the residues, followed by the first 16 bytes of a blake3 hash. The hash
 covers the seed (8 bytes), the exponents of the chunk (one byte each) and the n integers as int32, all little-endian.
 The digest therefore also reveals differences between the two grids. With 4 bits, byte i holds residue[i] + 16 *
-residue[i + ceil(n / 2)], as in `blocks.py`. With 2 bits, byte i holds the residues i, i + q, i + 2 q and i + 3 q, where
+residue[i + ceil(n / 2)]. With 2 bits, byte i holds the residues i, i + q, i + 2 q and i + 3 q, where
 q = ceil(n / 4); residue i is in the lowest bits. If earlier payloads carried b bits in total, the residues are those of
 k // 2**b, and the digest stays the same.
 """
@@ -35,59 +35,35 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
-from noloco_p2p.codec.base import CHUNK_ELEMENTS, check_length, check_num_elements, check_values, within
+from noloco_p2p.codec.base import check_length, check_num_elements, check_values, refused_value, within
 from noloco_p2p.codec.dither import DITHER_ELEMENTS, fill_dither
-from noloco_p2p.errors import CorruptPayload
 
 BLOCK_ELEMENTS = DITHER_ELEMENTS
-BLOCKS_A_CHUNK = CHUNK_ELEMENTS // BLOCK_ELEMENTS
 DIGEST_BYTES = 16
 OFF_GRID = bytes(DIGEST_BYTES)  # replaces the digest of a chunk that is not on the grid
 MAX_INTEGER = 2.0**30  # the largest magnitude, so that the sum of an integer and a difference fits in an int32
-
-UNKNOWN = 127  # the exponent of a block without recorded distances; its chunk cannot use modulo coding
 LOWEST_EXPONENT, HIGHEST_EXPONENT = -100, 100  # ensures that steps, their reciprocals and h are normal fp32 numbers
-FINEST = 24  # a step is at least 2**-24 of the largest value in its block, because fp32 itself is no finer
-# The ratio of a step to the root mean square of the last distance. The step is then rounded up to a power of two. Above
-# a ratio of 2.4, the error of a swap (step**2 / 6 per number) exceeds the distance, and replicas diverge.
-STEP_OVER_DISTANCE = 0.75
-MOST_HALVINGS = 2  # a step is halved once for each solo round since the last swap, but at most this many times
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """The grid of one section in one swap, which is the same for both partners.
+    """The grid of one chunk in one swap, which is the same for both partners.
 
-    `exponents` has one signed byte per block and comes from `agree`. `seed` has 64 bits and comes from `dither_seed`.
+    Block i has the step 2**exponents[i]. `seed` has 64 bits and determines the dither.
     """
 
-    exponents: bytes
+    exponents: tuple[int, ...]
     seed: int
 
-    def covers(self, chunk_index: int) -> bool:
-        """Return whether the chunk can use modulo coding. Every block of the chunk must have a known exponent."""
-        return UNKNOWN not in self._of_chunk(chunk_index)
-
-    def blocks(self, chunk_index: int, *, num_elements: int) -> Iterator[tuple[slice, int]]:
-        """Yield (slice of the chunk, exponent) for each block of a chunk with `num_elements` elements.
-
-        Raises ValueError if the chunk has no grid.
-        """
-        exponents = self._of_chunk(chunk_index)
-        if UNKNOWN in exponents or len(exponents) != num_blocks(num_elements):
-            raise ValueError(f"chunk {chunk_index} ({num_elements} elements) has no grid; use another codec for it")
-        for block, exponent in enumerate(exponents):
-            start = block * BLOCK_ELEMENTS
+    def blocks(self, num_elements: int) -> Iterator[tuple[slice, int]]:
+        """Yield (slice of the chunk, exponent) for each block of a chunk with `num_elements` elements."""
+        starts = range(0, num_elements, BLOCK_ELEMENTS)
+        for start, exponent in zip(starts, self.exponents, strict=True):
             yield slice(start, min(start + BLOCK_ELEMENTS, num_elements)), exponent
 
-    def digest(self, chunk_index: int) -> blake3:
-        """Return a hash that already covers the grid of the chunk. The caller adds the integers of the chunk to it."""
-        start = chunk_index * BLOCKS_A_CHUNK
-        return blake3(struct.pack("<Q", self.seed) + self.exponents[start : start + BLOCKS_A_CHUNK])
-
-    def _of_chunk(self, chunk_index: int) -> list[int]:
-        start = chunk_index * BLOCKS_A_CHUNK
-        return memoryview(self.exponents)[start : start + BLOCKS_A_CHUNK].cast("b").tolist()
+    def digest(self) -> blake3:
+        """Return a hash that already covers the grid. The caller adds the integers of the chunk to it."""
+        return blake3(struct.pack(f"<Q{len(self.exponents)}b", self.seed, *self.exponents))
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +73,9 @@ class ModuloCodec:
     If `after` is set, this codec sends the next higher bits of the chunks that failed with the codec `after`.
     """
 
-    name: str
     bits: int
     after: ModuloCodec | None = None
+    name: str = "modulo"
 
     @property
     def below(self) -> int:
@@ -125,23 +101,17 @@ class ModuloCodec:
         check_num_elements(num_elements)
         return -(-num_elements * self.bits // 8) + DIGEST_BYTES
 
-    def num_difference_bytes(self, num_elements: int) -> int:
-        """Return the exact size in bytes of the result of `differences`."""
-        check_num_elements(num_elements)
-        return -(-num_elements * self._difference_bits // 8)
-
-    def encode(self, values: Tensor, *, grid: Grid, chunk_index: int) -> bytes:
-        """Encode chunk `chunk_index`.
+    def encode(self, values: Tensor, *, grid: Grid) -> bytes:
+        """Encode a chunk.
 
         `values` is a contiguous 1-D tensor of at most CHUNK_ELEMENTS elements, in any floating-point dtype and on any
         device; it is not changed. If a value is too large for the grid (more than MAX_INTEGER steps), the result is a
-        payload that fails for both partners. Raises ValueError for any other shape, for a non-finite value, and for a
-        chunk without a grid.
+        payload that fails for both partners. Raises ValueError for any other shape, and for a non-finite value.
         """
         check_values(values)
         residues = torch.empty(values.numel(), dtype=torch.uint8, device=values.device)
-        digest = grid.digest(chunk_index)
-        for place, integers in _grid_integers(values, grid=grid, chunk_index=chunk_index):
+        digest = grid.digest()
+        for place, integers in _grid_integers(values, grid):
             if integers is None:
                 return bytes(self.num_bytes(values.numel()) - DIGEST_BYTES) + OFF_GRID
             residues[place].copy_(integers >> self.below if self.below else integers)  # keeps the lowest byte
@@ -149,13 +119,7 @@ class ModuloCodec:
         return _packed(residues, bits=self.bits) + digest.digest(DIGEST_BYTES)
 
     def differences(
-        self,
-        values: Tensor,
-        partner: bytes | memoryview,
-        *,
-        grid: Grid,
-        chunk_index: int,
-        earlier: bytes | memoryview = b"",
+        self, values: Tensor, partner: bytes | memoryview, *, grid: Grid, earlier: bytes | memoryview = b""
     ) -> bytes | None:
         """Return k_partner - k_own for a chunk, packed for `half_difference`, or None if the chunk failed.
 
@@ -169,8 +133,8 @@ class ModuloCodec:
         if memoryview(partner)[-DIGEST_BYTES:] == OFF_GRID:
             return None
         residues = self._residues(partner, earlier, values.numel()).to(values.device)
-        digest = grid.digest(chunk_index)
-        for place, integers in _grid_integers(values, grid=grid, chunk_index=chunk_index):
+        digest = grid.digest()
+        for place, integers in _grid_integers(values, grid):
             if integers is None:
                 return None
             centred = self._centred(residues[place].sub_(integers.to(torch.uint8)))
@@ -185,18 +149,14 @@ class ModuloCodec:
         """Raise CorruptPayload if the payload has the wrong length. Any residues of the right length are valid."""
         check_length(payload, codec=self, num_elements=num_elements)
 
-    def half_difference(
-        self, differences: bytes | memoryview, *, num_elements: int, grid: Grid, chunk_index: int
-    ) -> Tensor:
-        """Return the half-difference h of a chunk in fp32 on the CPU.
+    def half_difference(self, differences: bytes | memoryview, *, num_elements: int, grid: Grid) -> Tensor:
+        """Return the half-difference h of a chunk in fp32 on the CPU, from the result of `differences`.
 
         The partner computes exactly its negative, element by element.
         """
-        if len(differences) != self.num_difference_bytes(num_elements):
-            raise ValueError(f"{num_elements} encoded differences cannot have a length of {len(differences)} bytes")
         residues = _unpacked(differences, num_elements, bits=self._difference_bits)
         half = self._centred(residues).to(torch.float32)
-        for place, exponent in grid.blocks(chunk_index, num_elements=num_elements):
+        for place, exponent in grid.blocks(num_elements):
             half[place].mul_(2.0 ** (exponent - 1))  # a small integer times a power of two is exact
         return half
 
@@ -220,80 +180,10 @@ class ModuloCodec:
 
 # A chunk takes 0.5001 bytes per parameter if its largest distance is below 7 steps, 0.7502 bytes up to 31 steps, and
 # 1.0002 bytes up to 127 steps.
-FOUR_BITS = ModuloCodec(name="modulo", bits=4)
-SIX_BITS = ModuloCodec(name="modulo", bits=2, after=FOUR_BITS)
-EIGHT_BITS = ModuloCodec(name="modulo", bits=2, after=SIX_BITS)
-
-# Maps a name in a run spec to the codec of a chunk, followed by the codecs for the bits that are sent if the chunk
-# fails.
-MODULO_CODECS = {"modulo": (FOUR_BITS, SIX_BITS, EIGHT_BITS)}
-
-
-def num_blocks(num_elements: int) -> int:
-    """Return the number of exponents in the grid of a section."""
-    return -(-num_elements // BLOCK_ELEMENTS)
-
-
-def agree(own: bytes, partner: bytes) -> bytes:
-    """Combine the proposals of two partners into the exponents of their grid.
-
-    Each block gets the finer of the two steps, or UNKNOWN if both steps are unknown. Raises CorruptPayload if the
-    partner's proposal has the wrong length or an exponent that is out of range.
-    """
-    if len(partner) != len(own):
-        raise CorruptPayload(f"it proposes a grid of {len(partner)} blocks, but the section has {len(own)}")
-    if not own:
-        return own
-    mine, theirs = (torch.frombuffer(bytearray(exponents), dtype=torch.int8) for exponents in (own, partner))
-    strange = (theirs != UNKNOWN) & ((theirs < LOWEST_EXPONENT) | (theirs > HIGHEST_EXPONENT))
-    if strange.any():
-        raise CorruptPayload(f"it proposes a grid step of 2**{int(theirs[strange][0])}, which is out of range")
-    return torch.minimum(mine, theirs).numpy().tobytes()  # UNKNOWN is the largest
-
-
-class Bounds:
-    """The last distances between partners, from which a peer proposes the next grid of a section.
-
-    Only one thread at a time may update a chunk, but different chunks may be updated at the same time.
-    """
-
-    def __init__(self, num_elements: int) -> None:
-        self._round = self._round_of_swap = 0
-        self._distances = torch.zeros(num_blocks(num_elements))  # root mean squares in the last swap
-        self._magnitudes = torch.zeros(num_blocks(num_elements))  # largest values in the last swap
-
-    def begin_swap(self, round_index: int) -> None:
-        """Begin the swap of a round.
-
-        All rounds since the last swap in which a chunk was received count as rounds without a partner.
-        """
-        self._round = round_index
-
-    def update(self, chunk_index: int, *, half_difference: Tensor, values: Tensor) -> None:
-        """Record a received chunk, whichever codec encoded it.
-
-        `half_difference` is the h of the chunk, and `values` are this peer's own values. All of these numbers are
-        finite.
-        """
-        self._round_of_swap = self._round
-        first = chunk_index * BLOCKS_A_CHUNK
-        parts = zip(half_difference.split(BLOCK_ELEMENTS), values.split(BLOCK_ELEMENTS), strict=True)
-        for block, (half, own) in enumerate(parts, first):
-            self._distances[block] = 2 * torch.linalg.vector_norm(half) / len(half) ** 0.5
-            self._magnitudes[block] = _largest(own)
-
-    def propose(self) -> bytes:
-        """Return a proposal with one exponent per block.
-
-        The exponent is UNKNOWN if no nonzero distance was recorded, because there is nothing to predict from. The
-        exponents are lower after rounds without a partner, because errors persist longer when peers mix less often.
-        """
-        distances, num_alone = self._distances, self._round - self._round_of_swap - 1
-        wanted = exponent_above(distances * STEP_OVER_DISTANCE) - min(MOST_HALVINGS, max(0, num_alone))
-        finest = exponent_above(self._magnitudes) - FINEST
-        exponents = torch.maximum(wanted, finest).clamp_min_(LOWEST_EXPONENT)
-        exponents[(distances == 0) | ~distances.isfinite() | (exponents > HIGHEST_EXPONENT)] = UNKNOWN
-        return exponents.to(torch.int8).numpy().tobytes()
+FOUR_BITS = ModuloCodec(bits=4)
+SIX_BITS = ModuloCodec(bits=2, after=FOUR_BITS)
+EIGHT_BITS = ModuloCodec(bits=2, after=SIX_BITS)
+MODULO_CODECS = (FOUR_BITS, SIX_BITS, EIGHT_BITS)
 
 
 def _packed(residues: Tensor, *, bits: int) -> bytes:
@@ -317,17 +207,7 @@ def _unpacked(packed: bytes | memoryview, num_elements: int, *, bits: int) -> Te
     return torch.cat([residues, *(residues >> place for place in range(bits, 8, bits))])[:num_elements]
 
 
-def exponent_above(values: Tensor) -> Tensor:
-    """Return the exponent of the smallest power of two above each non-negative value, or LOWEST_EXPONENT for 0."""
-    return torch.frexp(values).exponent.masked_fill_(values == 0, LOWEST_EXPONENT)
-
-
-def _largest(values: Tensor) -> Tensor:
-    smallest, largest = torch.aminmax(values)  # takes one pass and no extra memory
-    return torch.maximum(-smallest, largest)
-
-
-def _grid_integers(values: Tensor, *, grid: Grid, chunk_index: int) -> Iterator[tuple[slice, Tensor | None]]:
+def _grid_integers(values: Tensor, grid: Grid) -> Iterator[tuple[slice, Tensor | None]]:
     """Yield (slice of the chunk, int32 grid integers) for each block.
 
     If an integer exceeds MAX_INTEGER, None takes the place of that block's integers, and the iterator ends. Two buffers
@@ -338,26 +218,17 @@ def _grid_integers(values: Tensor, *, grid: Grid, chunk_index: int) -> Iterator[
     values = values.detach()
     steps = torch.empty(min(len(values), BLOCK_ELEMENTS), dtype=torch.float32, device=values.device)
     integers = torch.empty_like(steps, dtype=torch.int32)
-    blocks = grid.blocks(chunk_index, num_elements=len(values))
-    for block_index, (place, exponent) in enumerate(blocks, chunk_index * BLOCKS_A_CHUNK):
+    for block_index, (place, exponent) in enumerate(grid.blocks(len(values))):
         part = values[place].to(torch.float32)
         steps, integers = steps[: len(part)], integers[: len(part)]
         fill_dither(steps, scratch=integers, seed=grid.seed, block_index=block_index)
         steps.add_(part, alpha=2.0**-exponent).round_()
         if not within(steps, lowest=-MAX_INTEGER, highest=MAX_INTEGER):
-            _check_finite(values)
+            if not torch.isfinite(values).all():
+                raise refused_value(values, name="modulo")
             yield place, None
             return
         yield place, integers.copy_(steps)
-
-
-def _check_finite(values: Tensor) -> None:
-    bad = torch.nonzero(~torch.isfinite(values))
-    if len(bad):
-        index = int(bad[0])
-        raise ValueError(
-            f"cannot encode: element {index} of {len(values)} is {float(values[index])}, which is not finite"
-        )
 
 
 def _little_endian(integers: Tensor) -> memoryview:

@@ -7,15 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from noloco_p2p.codec.base import (
-    Scratch,
-    check_num_elements,
-    check_values,
-    encoded,
-    payload_bytes,
-    refused_value,
-    within,
-)
+from noloco_p2p.codec.base import check_num_elements, check_values, payload_bytes, refused_value, within
 from noloco_p2p.errors import NotFinite
 
 
@@ -31,36 +23,25 @@ class RawCodec:
         return num_elements * self.dtype.itemsize
 
     def encode(self, values: Tensor) -> bytes:
-        return encoded(values, codec=self)
-
-    def encode_into(self, values: Tensor, out: Tensor, *, scratch: Scratch) -> None:
         check_values(values)
         values = values.detach()
-        # Values are rounded on their device so that fewer bytes are copied. On the CPU, they are rounded into `out`.
-        coded = out.view(self.dtype).copy_(values if values.device.type == "cpu" else values.to(self.dtype))
+        # Values are rounded on their device so that fewer bytes are copied.
+        coded = torch.empty(values.numel(), dtype=self.dtype, device=values.device).copy_(values).cpu()
         if not self._all_finite(coded):  # checked after rounding: the largest fp32 values become infinite in bf16
             raise refused_value(values, name=self.name)
+        return coded.view(torch.uint8).numpy().tobytes()
 
     def check(self, payload: bytes | memoryview, *, num_elements: int) -> None:
         self._checked(payload, num_elements=num_elements)
 
-    def decode(
-        self,
-        payload: bytes | memoryview,
-        *,
-        num_elements: int,
-        out: Tensor | None = None,
-        scratch: Scratch | None = None,
-    ) -> Tensor:
+    def decode(self, payload: bytes | memoryview, *, num_elements: int) -> Tensor:
         coded = self._checked(payload, num_elements=num_elements)
-        return (torch.empty(num_elements) if out is None else out).copy_(coded)
+        return torch.empty(num_elements).copy_(coded)
 
     def _checked(self, payload: bytes | memoryview, *, num_elements: int) -> Tensor:
         coded = payload_bytes(payload, codec=self, num_elements=num_elements).view(self.dtype)
         if not self._all_finite(coded):
-            raise NotFinite(
-                f"the {self.name} chunk of {num_elements} elements contains NaN or infinity; discard the part"
-            )
+            raise NotFinite(f"the {self.name} chunk of {num_elements} elements contains NaN or infinity; discard it")
         return coded
 
     def _all_finite(self, coded: Tensor) -> bool:

@@ -1,5 +1,11 @@
 """Encode the slices of a vector, and compute the half-differences of two partners.
 
+A partner's weights affect a peer only through half-differences. Let Q be encoding followed by decoding, and let
+h = (Q(partner) - Q(own)) / 2. A peer adds h to its own *exact* weights. Both partners know both decoded slices, so both
+compute the same h up to its sign, and the mean of the pair stays exact, however coarse Q is. An encoding error moves
+the two peers by the same amount in opposite directions, and the next swaps reduce their distance. If a peer instead
+averaged Q(partner) with its own exact weights, half of each encoding error would stay in the mean.
+
 With the codec `modulo`, a chunk is coded in up to four passes: its lowest four bits on a grid that both partners know,
 two more bits, two more, and at last int8 without a grid. A pass carries only the chunks that failed in the one before,
 which are the same for both partners. Chunks without a known distance begin with int8. All other codecs need one pass.
@@ -7,6 +13,7 @@ which are the same for both partners. Chunks without a known distance begin with
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,24 +24,23 @@ from torch import Tensor
 from noloco_p2p.codec import Codec, get_codec
 from noloco_p2p.codec.modulo import (
     BLOCK_ELEMENTS,
-    FINEST,
     HIGHEST_EXPONENT,
     LOWEST_EXPONENT,
     MODULO_CODECS,
-    STEP_OVER_DISTANCE,
-    UNKNOWN,
     Grid,
     ModuloCodec,
-    agree,
-    exponent_above,
 )
 from noloco_p2p.errors import CorruptPayload
 from noloco_p2p.gossip.frames import Payload
 from noloco_p2p.gossip.units import Chunk, Slice, Units
-from noloco_p2p.optim.halves import half_difference_
 
 MODULO = "modulo"
 BESIDE_MODULO = "int8"
+UNKNOWN = 127  # the exponent of a block without a recorded distance; above all others, so that the minimum is known
+FINEST = 24  # a step is at least 2**-24 of the largest value in its block, because fp32 itself is no finer
+# The ratio of a step to the root mean square of the last distance. The step is then rounded up to a power of two. Above
+# a ratio of 2.4, the error of a swap (step**2 / 6 per number) exceeds the distance, and replicas diverge.
+STEP_OVER_DISTANCE = 0.75
 
 
 class Coder:
@@ -46,7 +52,7 @@ class Coder:
     def __init__(self, codec: str, units: Units) -> None:
         self.units = units
         self.plain: Codec = get_codec(BESIDE_MODULO if codec == MODULO else codec)
-        self.passes: tuple[ModuloCodec, ...] = MODULO_CODECS[MODULO] if codec == MODULO else ()
+        self.passes: tuple[ModuloCodec, ...] = MODULO_CODECS if codec == MODULO else ()
         self._distances = torch.zeros(units.num_blocks)  # root mean square of the last difference of each block
         self._magnitudes = torch.zeros(units.num_blocks)  # largest value in each block at that time
 
@@ -57,7 +63,7 @@ class Coder:
         place = slice(self.units.blocks(part).start, self.units.blocks(part).stop)
         distances = self._distances[place]
         exponents = torch.maximum(
-            exponent_above(distances * STEP_OVER_DISTANCE), exponent_above(self._magnitudes[place]) - FINEST
+            _exponent_above(distances * STEP_OVER_DISTANCE), _exponent_above(self._magnitudes[place]) - FINEST
         )
         exponents.clamp_min_(LOWEST_EXPONENT)
         exponents[(distances == 0) | (exponents > HIGHEST_EXPONENT)] = UNKNOWN
@@ -86,19 +92,18 @@ class _Kept:
 class Coding:
     """One swap's coding of a slice. `values` is this peer's snapshot, which must not change.
 
-    `swap_id` and the agreed exponents determine the grid and the dither, which are the same for both partners.
+    `swap_id` and the two valid proposals determine the grids, which are the same for both partners.
     """
 
     def __init__(self, coder: Coder, part: Slice, values: Tensor, *, swap_id: bytes, proposals: tuple[bytes, bytes]):
-        """Raise CorruptPayload if the partner's proposal, the second one, is invalid."""
         self.part = part
         self.values = values
         self.chunks = coder.units.chunks(part)
         self.square = 0.0  # of the half-difference
+        self.swap_id = swap_id
         self._coder = coder
-        self._swap_id = swap_id
         self._blocks = coder.units.blocks(part)
-        self._exponents = agree(*proposals)
+        self._grids = self._agree(swap_id, *proposals)
         self._kept: dict[int, _Kept] = {}
         self._sent: dict[int, Payload] = {}
         self._earlier: dict[int, bytes] = {}
@@ -115,7 +120,7 @@ class Coding:
         for index in indices:
             codec, values = self._codec(number, index), self._values(index)
             if isinstance(codec, ModuloCodec):
-                payload = codec.encode(values, grid=self._grid(index), chunk_index=0)
+                payload = codec.encode(values, grid=self._grids[index])
             else:
                 payload = self._sent[index] = codec.encode(values)
             payloads.append(payload)
@@ -134,8 +139,7 @@ class Coding:
         """Return (Q(partner) - Q(own)) / 2 of a chunk, in fp32. The partner computes exactly its negative."""
         kept, size = self._kept[index], self.chunks[index].num_elements
         if isinstance(kept.codec, ModuloCodec):
-            grid = self._grid(index)
-            return kept.codec.half_difference(kept.partner, num_elements=size, grid=grid, chunk_index=0)
+            return kept.codec.half_difference(kept.partner, num_elements=size, grid=self._grids[index])
         own, partner = (kept.codec.decode(payload, num_elements=size) for payload in (kept.own, kept.partner))
         return half_difference_(own, partner)
 
@@ -148,9 +152,7 @@ class Coding:
         codec.check(payload, num_elements=chunk.num_elements)
         if isinstance(codec, ModuloCodec):
             earlier = self._earlier.pop(index, b"")
-            differences = codec.differences(
-                self._values(index), payload, grid=self._grid(index), chunk_index=0, earlier=earlier
-            )
+            differences = codec.differences(self._values(index), payload, grid=self._grids[index], earlier=earlier)
             if differences is None:
                 self._earlier[index] = earlier + bytes(payload)
                 return False
@@ -169,21 +171,20 @@ class Coding:
             self._distances[at] = 2 * torch.linalg.vector_norm(half) / len(half) ** 0.5
             self._magnitudes[at] = own.abs().amax()
 
+    def _agree(self, swap_id: bytes, own: bytes, partner: bytes) -> dict[int, Grid]:
+        """Return the grid of each chunk in which every block has a known step: the finer one of both proposals."""
+        grids: dict[int, Grid] = {}
+        exponents = [min(pair) for pair in zip(_signed(own), _signed(partner), strict=True)]
+        for index, chunk in enumerate(self.chunks if exponents else []):
+            start, stop = (block - self._blocks.start for block in (chunk.blocks.start, chunk.blocks.stop))
+            seed = blake3(swap_id + chunk.blocks.start.to_bytes(4, "little")).digest(8)
+            if UNKNOWN not in exponents[start:stop]:
+                grids[index] = Grid(tuple(exponents[start:stop]), int.from_bytes(seed, "little"))
+        return grids
+
     def _codec(self, number: int, index: int) -> ModuloCodec | Codec:
         passes = self._coder.passes
-        return (
-            passes[number] if number < len(passes) and UNKNOWN not in self._exponents_of(index) else self._coder.plain
-        )
-
-    def _exponents_of(self, index: int) -> list[int]:
-        blocks, start = self.chunks[index].blocks, self._blocks.start
-        return memoryview(self._exponents)[blocks.start - start : blocks.stop - start].cast("b").tolist()
-
-    def _grid(self, index: int) -> Grid:
-        blocks, start = self.chunks[index].blocks, self._blocks.start
-        exponents = self._exponents[blocks.start - start : blocks.stop - start]
-        seed = blake3(self._swap_id + blocks.start.to_bytes(4, "little")).digest(8)
-        return Grid(exponents, int.from_bytes(seed, "little"))
+        return passes[number] if index in self._grids and number < len(passes) else self._coder.plain
 
     def _values(self, index: int) -> Tensor:
         chunk = self.chunks[index]
@@ -191,7 +192,30 @@ class Coding:
 
 
 def check_proposal(coder: Coder, part: Slice, proposal: bytes) -> None:
-    """Raise CorruptPayload if a partner's proposal has the wrong length."""
-    expected = len(coder.units.blocks(part)) if coder.passes else 0
+    """Raise CorruptPayload if a partner's proposal has the wrong length or an exponent that is out of range."""
+    expected = len(coder.units.blocks(part))
     if len(proposal) != expected:
         raise CorruptPayload(f"it proposes a grid of {len(proposal)} blocks, but the slice has {expected}")
+    for exponent in _signed(proposal):
+        if exponent != UNKNOWN and not LOWEST_EXPONENT <= exponent <= HIGHEST_EXPONENT:
+            raise CorruptPayload(f"it proposes a grid step of 2**{exponent}, which is out of range")
+
+
+def half_difference_(own_coded: Tensor, partner_coded: Tensor) -> Tensor:
+    """Compute (partner - own) / 2 in place of `partner_coded`, and overwrite `own_coded`; both are fp32.
+
+    The partner's call returns exactly the negative, element by element, because each operand is halved separately and
+    rounding a difference to nearest is symmetric. Halving first also keeps the result finite, whereas (partner - own)
+    could overflow. The computation is not fused into one multiply-add, which would round subnormal operands
+    differently.
+    """
+    return partner_coded.mul_(0.5).sub_(own_coded.mul_(0.5))
+
+
+def _signed(proposal: bytes) -> tuple[int, ...]:
+    return struct.unpack(f"{len(proposal)}b", proposal)
+
+
+def _exponent_above(values: Tensor) -> Tensor:
+    """Return the exponent of the smallest power of two above each non-negative value, or LOWEST_EXPONENT for 0."""
+    return torch.frexp(values).exponent.masked_fill_(values == 0, LOWEST_EXPONENT)

@@ -40,6 +40,7 @@ HOLD_S = 2.0  # for which an offer waits for the answer to an offer of this peer
 BUSY_RETRY_S = 0.02, 0.1  # at least and at most; in between, a quarter of the time of a swap
 STALE_RETRY_S = 30.0  # long enough for a peer with a small model to catch up
 SHARE_RETRY_S = 1.0
+IDLE_S = 2.0  # after which a free peer swaps with anybody
 PAUSED_S = 0.5  # how often a paused peer looks whether it may continue
 SLICE_STEPS = 0.8  # inner steps in which a slice should travel, so that it arrives within one
 ROUND_TRIPS = 20  # in which it travels at least
@@ -62,6 +63,7 @@ class Link:
     elements_per_s: float = 0.0
     round_trip_s: float = 0.0
     cost_s: float = 0.0  # for copying and coding
+    moved_s: float = 0.0  # of all swaps
     swaps: deque[tuple[float, float]] = field(default_factory=deque)  # when each of the last ones moved, from and to
 
     def answered(self, seconds: float) -> None:
@@ -72,6 +74,7 @@ class Link:
         share = SMOOTHING if self.elements_per_s else 1.0
         self.elements_per_s += share * (num_elements / max(swap.sent_s, 1e-6) - self.elements_per_s)
         self.cost_s += share * (swap.cost_s - self.cost_s)
+        self.moved_s += now_s - swap.moving_s
         self.swaps.append((swap.moving_s, now_s))
         while self.swaps[0][1] < now_s - MINUTE_S:
             self.swaps.popleft()
@@ -141,7 +144,7 @@ class Gossip:
         self._ages = exchange.ages
         exchange.num_live = directory.num_live
         exchange.has_partners = lambda: any(peer.state == "training" for peer in directory.live())
-        exchange.on_open = lambda: self._tasks.start(self._tell_change())
+        exchange.on_open = self._opened
         self._ask_task: asyncio.Task[Agreed | None] | None = None
         self._running: list[Swap] = []
         self._tasks = OwnedTasks("a swap")
@@ -150,6 +153,7 @@ class Gossip:
         self._asking = ""  # the peer that has an offer of this one
         self._ledgers: OrderedDict[bytes, Ledger] = OrderedDict()
         self._agreed_step = -(1 << 60)  # the inner step at which the last swap was agreed
+        self._free_since_s = self._loop.time()
 
     async def run(self) -> None:
         """Ask one peer after another, and swap with those that accept, until this task is cancelled."""
@@ -191,6 +195,17 @@ class Gossip:
             return True
         swap = self._running[0]
         return len(self._running) == 1 and swap.is_moving and self._units.num_units >= LEAST_UNITS
+
+    def _opened(self) -> None:
+        self._free_since_s = self._loop.time()
+        self._tasks.start(self._tell_change())
+
+    def _is_idle(self) -> bool:
+        """Return whether this peer has found no partner for a while, so that nobody loses a swap to the next one.
+
+        Shares only grow with swaps. Without this rule, the last two peers of a run could refuse each other for ever.
+        """
+        return not self._running and self._loop.time() - self._free_since_s > IDLE_S
 
     def _missing_steps(self) -> int:
         """Return how many inner steps are missing until this peer may agree on another swap."""
@@ -371,7 +386,7 @@ class Gossip:
         if abs(apart) > self._furthest:
             who = "you are" if apart < 0 else "I am"
             return Refuse(RefuseCode.STALE, f"{who} {100 * abs(apart):.1f} % of the run behind", STALE_RETRY_S)
-        if self._pairing.shares.has_had(caller):
+        if self._pairing.shares.has_had(caller) and not self._is_idle():
             return Refuse(RefuseCode.OVER_SHARE, "you have had your share of my swaps", SHARE_RETRY_S)
         return None
 
@@ -448,6 +463,7 @@ class Gossip:
             if not is_committed:
                 self._ages.end(agreed.part, mixed_at=None)
             self._running.remove(swap)
+            self._free_since_s = self._loop.time()
             await self._tell_change()
 
     def _failed(self, swap: Swap, error: PeerError) -> None:

@@ -23,7 +23,7 @@ class Pairing:
         self._rng = rng
         self._retry_at_s: OrderedDict[str, float] = OrderedDict()
         self._refusals: dict[str, int] = {}  # in a row
-        self._unreachable: set[str] = set()
+        self._away: set[str] = set()  # peers that do not swap with this one at the moment
         self._incompatible: dict[str, str] = {}
 
     def next(self, live: Sequence[Candidate], now_s: float) -> Candidate | None:
@@ -41,17 +41,20 @@ class Pairing:
 
     def began(self, peer_id: str, live: Sequence[Candidate], *, num_live: int) -> None:
         """Record the start of a swap with a peer."""
-        real = [peer for peer in live if peer.can_be_called and peer.peer_id not in self._unreachable]
-        share = len(real) / len(live) if live else 1.0  # anyone can create records, which must not shrink fair shares
+        # Anyone can create records, and some peers are away, but the shares of the others must not shrink.
+        real = [peer for peer in self._eligible(live) if peer.peer_id not in self._away]
+        share = len(real) / len(live) if live else 1.0
         self.shares.open_round((peer.peer_id for peer in live), num_live=round(1 + (num_live - 1) * share))
         self.shares.swapped(peer_id)
         self._refusals.pop(peer_id, None)
-        self._unreachable.discard(peer_id)
+        self._away.discard(peer_id)
 
     def refused(self, peer_id: str, code: RefuseCode, *, retry_after_s: float, now_s: float) -> None:
         if code in FINAL:
             self._incompatible[peer_id] = code.name
             return
+        if code in (RefuseCode.NOT_TRAINING, RefuseCode.STALE):
+            self._away.add(peer_id)
         times = self._refusals[peer_id] = self._refusals.get(peer_id, 0) + 1
         # A random delay that grows separates peers that keep refusing each other.
         apart_s = min(MOST_RETRY_S, LEAST_RETRY_S * 2.0 ** min(times - 1, 10)) * self._rng.uniform(0.5, 1.5)
@@ -59,7 +62,7 @@ class Pairing:
 
     def failed(self, peer_id: str, now_s: float) -> None:
         """Record that a peer could not be reached, or that a swap with it failed."""
-        self._unreachable.add(peer_id)
+        self._away.add(peer_id)
         self._wait(peer_id, now_s + FAILED_RETRY_S)
 
     def _wait(self, peer_id: str, until_s: float) -> None:
@@ -68,7 +71,7 @@ class Pairing:
         if len(self._retry_at_s) > MAX_REMEMBERED:
             forgotten, _ = self._retry_at_s.popitem(last=False)
             self._refusals.pop(forgotten, None)
-            self._unreachable.discard(forgotten)
+            self._away.discard(forgotten)
 
     def _eligible(self, live: Sequence[Candidate]) -> list[Candidate]:
         return [

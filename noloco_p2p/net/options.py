@@ -1,4 +1,4 @@
-"""Define the gRPC options, each with its reason. docs/operations.md shows their measured effects."""
+"""Define the gRPC options, each with its reason."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Implement the mathematics of the inner and outer steps. This package uses no network, no clock and no files."""
+"""Implement the inner optimizers and their learning rate schedule, without network, clock and files."""

@@ -11,7 +11,7 @@ step, it is alone in its group.
     delta_i                   outer_momentum          carried from round to round; None if alpha is 0
     alpha, beta, gamma        momentum kept, outer learning rate, mixing strength (the run spec checks their bound)
 
-The half-difference h is explained in `halves.py`.
+The half-difference h is explained in `gossip/coder.py`.
 """
 
 from __future__ import annotations

@@ -6,10 +6,11 @@ piece is a part of one tensor within one chunk. Each partner of a swap computes 
 
 The radius is twice the median norm of the newest half-differences of the last `PARTNERS` different partners in this
 piece, after clipping. Each partner counts once, so a liar that this peer meets often has one voice. Two bounds follow
-from this peer's own movement: between two mixings, two honest replicas move apart by about as much as each of them
-moves. The lower bound assumes that steps have random directions, and admits the first swaps, for which there is no
-history. The upper bound assumes that all steps have the same direction, and stops a liar whose clipped half-differences
-would otherwise keep raising the median.
+from this peer's reach, an estimate of how far it moves itself between two mixings: honest replicas move apart by no
+more than that. The lower bound admits the first swaps, for which there is no history. The upper bound stops a liar
+whose clipped half-differences would otherwise keep raising the median.
+
+Steps of an optimizer with momentum have similar directions for `PERSISTENT_STEPS` or so, and are random walks beyond.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ import torch
 from torch import Tensor
 
 PARTNERS = 8  # whose half-differences are remembered
-PACE_SMOOTHING = 0.125
+SMOOTHING = 0.125  # weight of a new measurement of the pace and of the interval
+PERSISTENT_STEPS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +34,8 @@ class FilterLimits:
     """The limits of the filter. benchmarks/attacks.py measures how well the defaults work and what they cost."""
 
     radius: float = 2.0  # times the median norm of the half-differences of different partners
-    least: float = 1.0  # times this peer's own movement since the last mixing, if its steps had random directions
-    most: float = 2.0  # times this peer's own movement since the last mixing, if all its steps had the same direction
+    least: float = 1.0  # times this peer's reach
+    most: float = 3.0  # times this peer's reach
 
 
 LIMITS = FilterLimits()
@@ -76,7 +78,8 @@ class UpdateFilter:
         num_pieces = sum(map(len, self._pieces))
         self._norms = torch.full((PARTNERS, num_pieces), torch.nan)
         self._rows: OrderedDict[str, int] = OrderedDict()  # the row of each partner
-        self._pace = [0.0] * num_pieces  # this peer's movement in one step, if steps have random directions
+        self._pace = [0.0] * num_pieces  # this peer's movement in one step
+        self._interval = 0.0  # inner steps between two mixings of a piece
 
     def clip_(self, chunk: int, halves: Tensor, moved: Tensor | None, filtered: Filtered) -> None:
         """Clip the half-differences of one chunk in place.
@@ -88,7 +91,7 @@ class UpdateFilter:
         usual = self._norms[:, pieces[0][0] : pieces[-1][0] + 1].nanmedian(dim=0).values.tolist()
         for (piece, place), middle in zip(pieces, usual, strict=True):
             if moved is not None and filtered.steps:
-                self._note_pace(piece, float(torch.linalg.vector_norm(moved[place])) / math.sqrt(filtered.steps))
+                self._note_pace(piece, float(torch.linalg.vector_norm(moved[place])) / filtered.steps)
             norm = float(torch.linalg.vector_norm(halves[place]))
             radius = self._radius(piece, middle, filtered)
             filtered.square += norm * norm
@@ -105,6 +108,7 @@ class UpdateFilter:
             row = self._rows.popitem(last=False)[1] if len(self._rows) == PARTNERS else len(self._rows)
             self._norms[row] = torch.nan
         self._rows[filtered.partner] = row
+        self._interval = _smoothed(self._interval, filtered.age)
         first = min(filtered.norms, default=0)  # the pieces of a slice are consecutive
         self._norms[row, first : first + len(filtered.norms)] = torch.tensor([*filtered.norms.values()])
 
@@ -115,17 +119,21 @@ class UpdateFilter:
     def _note_pace(self, piece: int, pace: float) -> None:
         if not math.isfinite(pace):
             raise NotFiniteWeights
-        before = self._pace[piece]
-        self._pace[piece] = before + PACE_SMOOTHING * (pace - before) if before else pace
+        self._pace[piece] = _smoothed(self._pace[piece], pace)
 
     def _radius(self, piece: int, usual: float, filtered: Filtered) -> float:
-        limits, pace = self._limits, self._pace[piece]
+        limits = self._limits
         radius = 0.0 if math.isnan(usual) else limits.radius * usual
-        if not pace and not radius:
+        steps = max(filtered.age, self._interval)
+        reach = self._pace[piece] * min(steps, math.sqrt(PERSISTENT_STEPS * steps))
+        if not (reach or radius):
             return math.inf  # nothing is known yet
-        if filtered.is_at_rest:
-            return max(radius, limits.least * pace * math.sqrt(filtered.age))
-        return min(max(radius, limits.least * pace * math.sqrt(filtered.age)), limits.most * pace * filtered.age)
+        radius = max(radius, limits.least * reach)
+        return radius if filtered.is_at_rest else min(radius, limits.most * reach)
+
+
+def _smoothed(before: float, value: float) -> float:
+    return before + SMOOTHING * (value - before) if before else value
 
 
 def pieces_of(tensor_sizes: Sequence[int], chunks: Sequence[tuple[int, int]]) -> list[list[tuple[int, slice]]]:

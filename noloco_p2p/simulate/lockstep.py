@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from noloco_p2p.codec import chunk_bounds, get_codec, section_bytes
+from noloco_p2p.codec import chunk_bounds, get_codec, vector_bytes
 from noloco_p2p.outer.flat import FlatParameters
 from noloco_p2p.simulate.material import Material
 from noloco_p2p.simulate.plan import Plan, peer_name
@@ -57,7 +57,7 @@ class Ring:
             parts = [vector[start:stop] for start, stop in chunk_bounds(vector.numel())]
             return torch.cat([codec.decode(codec.encode(part), num_elements=part.numel()) for part in parts])
 
-        return cls(coded, section_bytes(codec, num_elements) / num_elements)
+        return cls(coded, vector_bytes(codec, num_elements) / num_elements)
 
     def mean(self, vectors: Tensor) -> Tensor:
         """Return the mean of `vectors` (replicas, elements), with shape (elements,)."""

@@ -107,7 +107,7 @@ class SimulatedPeer:
             committed=len(self.swaps),
             failed=sum(self._service.counts.failures.values()),
             age_steps=sum(swap.age_steps for swap in self.swaps) / max(1, len(self.swaps)),
-            link_use=sum(stop - start for start, stop in self._link.swaps) / max(1e-9, present_s),
+            link_use=self._link.moved_s / max(1e-9, present_s),
             clipped_pieces=self.metrics.clipped_pieces,
         )
 

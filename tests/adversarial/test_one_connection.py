@@ -13,7 +13,7 @@ import uvloop
 from harness.identities import identity_of
 from harness.patience import AT_ONCE_S, PATIENCE_S
 
-from adversarial.victim import DIGEST, ROUND, Victim, victim
+from adversarial.victim import DIGEST, PROGRESS, Victim, victim
 from noloco_p2p.errors import PeerError, Refused, Unreachable
 from noloco_p2p.gossip.frames import Hello
 from noloco_p2p.gossip.seams import Candidate
@@ -102,7 +102,7 @@ async def is_served(there: Candidate, name: str) -> bool:
     session = Session(identity_of(name))
     transport = GrpcTransport(lambda: Hello(session.identity.peer_id, "r", DIGEST), session=session)
     try:
-        return (await transport.status(there, timeout_s=AT_ONCE_S)).round == ROUND
+        return (await transport.status(there, timeout_s=AT_ONCE_S)).progress == PROGRESS
     except PeerError:
         return False
 
@@ -163,7 +163,7 @@ def test_one_connection_has_one_name() -> None:
     async def main(there: Victim) -> None:
         async with connection(there.candidate) as channel:
             stub = PeerStub(channel)
-            assert (await status(stub, "one", await proof(stub, there.candidate, "one"))).round == ROUND
+            assert (await status(stub, "one", await proof(stub, there.candidate, "one"))).progress == PROGRESS
             fault = await fault_of(status(stub, "other", await proof(stub, there.candidate, "other")))
             assert isinstance(fault, Refused)
             assert "another peer" in str(fault)

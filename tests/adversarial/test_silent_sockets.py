@@ -18,9 +18,9 @@ from harness.identities import identity_of
 from harness.patience import AT_ONCE_S, PATIENCE_S
 
 from adversarial.connections import Silent, elsewhere
-from adversarial.victim import DIGEST, ROUND, Victim, victim
+from adversarial.victim import DIGEST, PROGRESS, Victim, victim
 from noloco_p2p.errors import PeerError, Unreachable
-from noloco_p2p.gossip.frames import Chunk, Hello, SectionName
+from noloco_p2p.gossip.frames import Chunk, Hello
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.net import options
 from noloco_p2p.net.client import GrpcTransport
@@ -54,7 +54,7 @@ def transport(name: str) -> GrpcTransport:
 async def is_served(there: Candidate, name: str) -> bool:
     """Return whether the first call of a new peer is answered."""
     try:
-        return (await transport(name).status(there, timeout_s=AT_ONCE_S)).round == ROUND
+        return (await transport(name).status(there, timeout_s=AT_ONCE_S)).progress == PROGRESS
     except PeerError:
         return False
 
@@ -128,7 +128,7 @@ def test_who_brings_much_before_its_offer_is_accepted_is_cut_off() -> None:
     async def main(there: Victim) -> None:
         stream = await transport("pusher").open_swap(there.candidate, timeout_s=PATIENCE_S)
         with suppress(Unreachable):  # the end may show in the send or in the receive
-            await stream.send(Chunk(SectionName(1), 0, memoryview(bytes(MIB)), bytes(16)))
+            await stream.send(Chunk(0, memoryview(bytes(MIB)), bytes(16)))
         with pytest.raises(Unreachable):
             await stream.receive(AT_ONCE_S)
         await stream.close()

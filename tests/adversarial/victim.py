@@ -19,7 +19,7 @@ from harness.identities import identity_of
 from harness.patience import PATIENCE_S
 
 from noloco_p2p.errors import PeerError
-from noloco_p2p.gossip.frames import FetchItem, FetchWant, Hello, PeerStatus, StateChunk, SwapState
+from noloco_p2p.gossip.frames import FetchItem, FetchWant, Hello, PeerStatus, StateChunk
 from noloco_p2p.gossip.seams import Candidate, FrameStream
 from noloco_p2p.net.server import GrpcServer
 from noloco_p2p.net.session import Session
@@ -27,7 +27,7 @@ from noloco_p2p.net.session import Session
 TESTS = Path(__file__).resolve().parents[1]
 BENCHMARKS = TESTS.parent / "benchmarks"  # for the `harness` package
 DIGEST = "0" * 64
-ROUND = 41
+PROGRESS = 0.25
 
 
 class Quiet:
@@ -42,7 +42,7 @@ class Quiet:
             await stream.receive(PATIENCE_S)
 
     async def on_status(self, swap_id: bytes) -> PeerStatus:
-        return PeerStatus(Hello("victim", "r", DIGEST), "training", ROUND, 0.5, SwapState())
+        return PeerStatus(Hello("victim", "r", DIGEST), "training", PROGRESS)
 
     async def on_fetch(self, want: FetchWant) -> AsyncGenerator[FetchItem]:
         yield StateChunk(0, b"")

@@ -11,7 +11,8 @@ from harness.processes import noloco, small_spec, write_spec
 from harness.small_hub import TOKEN, SmallHub
 
 from noloco_p2p.outer.checkpoint import Checkpoints
-from noloco_p2p.outer.outer_state import OuterState
+from noloco_p2p.outer.flat import FlatParameters
+from noloco_p2p.outer.weights import Weights
 from noloco_p2p.spec import DataSpec, TrainerSpec
 from noloco_p2p.trainer.model import build_model
 
@@ -38,12 +39,14 @@ def hub_spec(folder: Path, name: str) -> Path:
 
 def a_checkpoint(folder: Path) -> tuple[Path, TrainerSpec]:
     spec = small_spec("pushed")
-    state = OuterState(build_model(spec.model, sequence_length=spec.data.sequence_length), spec.outer)
+    model = build_model(spec.model, sequence_length=spec.data.sequence_length)
+    weights = Weights(FlatParameters(model), spec.outer)
+    layout = weights.parameters.model_layout
     meta = {
         "spec": spec.model_dump(mode="json"),
-        "outer": {"layout": state.layout, "tensors": state.parameters.model_layout.as_json().decode()},
+        "outer": {"layout": layout.digest(), "tensors": layout.as_json().decode()},
     }
-    return Checkpoints(folder).save(1, files={"outer": state.tensors()}, meta=meta), spec
+    return Checkpoints(folder).save(1, files={"weights": weights.tensors()}, meta=meta), spec
 
 
 def test_an_export_is_pushed_to_a_private_repository_and_read_back_from_it(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from harness.identities import identity_of
 from harness.patience import AT_ONCE_S, PATIENCE_S
 
 from noloco_p2p.errors import Refused, Unreachable
-from noloco_p2p.gossip.frames import FetchItem, FetchWant, Hello, PeerStatus, RefuseCode, SwapState
+from noloco_p2p.gossip.frames import FetchItem, FetchWant, Hello, PeerStatus, RefuseCode
 from noloco_p2p.gossip.seams import Candidate, FrameStream
 from noloco_p2p.invitation import Invitation, invite
 from noloco_p2p.net.client import GrpcTransport
@@ -35,7 +35,7 @@ class Answering:
         raise NotImplementedError
 
     async def on_status(self, swap_id: bytes) -> PeerStatus:
-        return PeerStatus(Hello("answerer", "run", "ab" * 32), "training", 41, 0.5, SwapState())
+        return PeerStatus(Hello("answerer", "run", "ab" * 32), "training", 0.5)
 
     def on_fetch(self, want: FetchWant) -> AsyncGenerator[FetchItem]:
         raise NotImplementedError
@@ -60,11 +60,11 @@ async def answering(
 
 async def status(
     there: Candidate, held: Invitation | None, *, why_banned: Callable[[str], str] = lambda peer_id: ""
-) -> int:
+) -> float:
     session = Session(identity_of("caller"), held)
     hello = Hello(session.identity.peer_id, "run", "ab" * 32)
     transport = GrpcTransport(lambda: hello, session=session, why_banned=why_banned)
-    return (await transport.status(there, timeout_s=PATIENCE_S)).round
+    return (await transport.status(there, timeout_s=PATIENCE_S)).progress
 
 
 def run(main: Callable[[], Coroutine[None, None, None]]) -> None:
@@ -75,7 +75,7 @@ def run(main: Callable[[], Coroutine[None, None, None]]) -> None:
 def test_the_invited_are_served_and_strangers_get_no_further_than_tls() -> None:
     async def main() -> None:
         async with answering(invitation()) as (service, there):
-            assert await status(there, invitation()) == 41
+            assert await status(there, invitation()) == 0.5
             for held, words in ((None, "connect"), (invitation(key="another run"), "not invited")):
                 began_s = time.monotonic()
                 with pytest.raises(Unreachable, match=words):
@@ -122,6 +122,6 @@ def test_a_ban_holds_both_ways_and_says_why() -> None:
                 await status(there, None, why_banned=why(answerer))
             assert not service.admitted
         async with answering(None) as (service, there):
-            assert await status(there, None) == 41
+            assert await status(there, None) == 0.5
 
     run(main)

@@ -14,21 +14,20 @@ import pytest
 import uvloop
 from harness.identities import identity_of
 from harness.patience import AT_ONCE_S, PATIENCE_S
-from harness.specs import published
 
 from noloco_p2p.errors import CorruptPayload, PeerError, Refused, Unreachable
 from noloco_p2p.gossip.frames import (
     Accept,
-    Boundary,
     FetchItem,
     FetchWant,
     Frame,
     Hello,
     Offer,
     PeerStatus,
+    Slice,
     SpecJson,
+    Standing,
     StateChunk,
-    SwapState,
     WantChunks,
     WantSpec,
 )
@@ -43,8 +42,8 @@ from noloco_p2p.net.wire.v1.peer_pb2_grpc import PeerStub
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.swarm.relay import splice
 
-SPEC = RunSpec(name="entry", outer=published())
-BOUNDARY = Boundary(0, None, None, 0.0)
+SPEC = RunSpec(name="entry")
+STANDING = Standing(0.5, 1.0, 0.0)
 CALLER = Session(identity_of("caller"))
 
 
@@ -63,14 +62,14 @@ class Answering:
         try:
             offer = await stream.receive(PATIENCE_S)
             self.frames.append(offer)
-            await stream.send(Accept(hello_of("answerer"), BOUNDARY))
+            await stream.send(Accept(hello_of("answerer"), STANDING, Slice(0, 1)))
             while True:
                 self.frames.append(await stream.receive(PATIENCE_S))
         except PeerError as error:
             self.frames.append(error)
 
     async def on_status(self, swap_id: bytes) -> PeerStatus:
-        return PeerStatus(hello_of("answerer"), "training", 41, 0.5, SwapState())
+        return PeerStatus(hello_of("answerer"), "training", STANDING.progress)
 
     async def on_fetch(self, want: FetchWant) -> AsyncGenerator[FetchItem]:
         while isinstance(want, WantChunks):
@@ -114,12 +113,12 @@ async def rest(items: AsyncGenerator[FetchItem]) -> list[FetchItem]:
 def test_every_call_goes_over_tls_and_names_its_caller() -> None:
     async def main() -> None:
         async with answering() as (service, there):
-            assert (await transport().status(there, timeout_s=PATIENCE_S)).round == 41
+            assert (await transport().status(there, timeout_s=PATIENCE_S)).progress == STANDING.progress
             assert await first_item(transport(), there) == SpecJson(SPEC.canonical_json())
             found = await probe.ask(there, hello_of("caller"), [], timeout_s=PATIENCE_S, session=CALLER)
             assert found.observed_host == "127.0.0.1"
             stream = await transport().open_swap(there, timeout_s=PATIENCE_S)
-            await stream.send(Offer(hello_of("caller"), bytes(16), BOUNDARY))
+            await stream.send(Offer(hello_of("caller"), bytes(16), STANDING, b"\x01", 1))
             assert isinstance(await stream.receive(PATIENCE_S), Accept)
             await stream.close()
             assert set(service.admitted) == {CALLER.identity.peer_id}
@@ -205,7 +204,7 @@ def test_a_hello_in_the_name_of_another_is_refused() -> None:
             with pytest.raises(Refused, match="claims to be another peer"):
                 await first_item(liar, there)
             stream = await liar.open_swap(there, timeout_s=PATIENCE_S)
-            await stream.send(Offer(hello_of("somebody else"), bytes(16), BOUNDARY))
+            await stream.send(Offer(hello_of("somebody else"), bytes(16), STANDING, b"\x01", 1))
             with pytest.raises(PeerError):
                 await stream.receive(PATIENCE_S)
             await stream.close()
@@ -228,7 +227,7 @@ def test_no_proof_and_a_proof_used_before_are_told_in_words() -> None:
                 async with Connector(CALLER).dialled(there, timeout_s=PATIENCE_S) as connection:
                     stub = PeerStub(connection.channel)
                     if used:
-                        assert (await stub.Status(request, metadata=connection.metadata)).round == 41
+                        assert (await stub.Status(request, metadata=connection.metadata)).progress == STANDING.progress
                     with pytest.raises(grpc.aio.AioRpcError) as refused:
                         await stub.Status(request, metadata=connection.metadata if metadata is None else metadata)
                     fault = translate(refused.value, there.peer_id)

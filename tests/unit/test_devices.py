@@ -7,12 +7,10 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from noloco_p2p import devices
 from noloco_p2p.devices import free_and_total_bytes, has_fast_bf16, is_out_of_memory, peak_bytes, synchronize
 from noloco_p2p.errors import SettingsError
-from noloco_p2p.outer.staging import Staging
 from noloco_p2p.settings import PeerSettings
 from noloco_p2p.spec import TrainerSpec
 from noloco_p2p.trainer import needs
@@ -185,9 +183,9 @@ def test_a_model_must_fit_into_the_gpu_and_with_all_else_into_a_mac(monkeypatch:
     check(500_000_000)
     with pytest.raises(SettingsError, match=r"of memory on mps, .* this machine has 10\.0 GiB"):
         check(800_000_000)  # 16 bytes each
-    monkeypatch.setattr(needs, "total_memory", lambda: 9 * GIB)
+    monkeypatch.setattr(needs, "total_memory", lambda: GIB * 15 // 2)
     with pytest.raises(SettingsError, match=r"of main memory and swap space"):
-        check(500_000_000)  # 16 bytes each, and more for the outer step
+        check(500_000_000)  # 16 bytes each take 7.45 GiB, and swaps need more
 
 
 @pytest.mark.parametrize(("name", "has_own"), [("cpu", False), ("mps", False), ("cuda:1", True)])
@@ -201,21 +199,6 @@ def test_mps_waits_without_naming_a_device(monkeypatch: pytest.MonkeyPatch) -> N
     synchronize(MPS)
     synchronize(CPU)
     assert waited == [()]
-
-
-def test_chunks_of_a_device_without_streams_are_made_there_and_copied_here() -> None:
-    with FakeTensorMode():
-        asked: list[torch.device] = []
-
-        def chunk(index: int, memory: Tensor) -> Tensor:
-            asked.append(memory.device)
-            return memory
-
-        staging = Staging(MPS)
-        staging.begin()
-        given = [(values.device.type, values.numel()) for values in staging.chunks(chunk, [4, 4])]
-    assert [device.type for device in asked] == ["mps", "mps"]
-    assert given == [("cpu", 4), ("cpu", 4)]
 
 
 def test_peaks_are_those_of_the_maker_and_unknown_cards_have_none() -> None:

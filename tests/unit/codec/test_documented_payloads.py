@@ -1,4 +1,4 @@
-"""The payloads that docs/protocol.md shows are those that the codecs make."""
+"""The payloads that docs/protocol.md shows are those that a swap sends."""
 
 from __future__ import annotations
 
@@ -6,20 +6,21 @@ import json
 import re
 
 import torch
+from blake3 import blake3
 from documented import ROOT
 
-from noloco_p2p.codec import get_codec
-from noloco_p2p.codec.dither import dither_seed
-from noloco_p2p.codec.modulo import MODULO_CODECS, Grid
+from noloco_p2p.gossip.coder import Coder, Coding
+from noloco_p2p.gossip.units import Slice, Units
 
 
 def test_the_payloads_of_the_protocol_page() -> None:
     [block] = re.findall(r"```json\n(.*?)```", (ROOT / "docs" / "protocol.md").read_text(encoding="utf-8"), re.DOTALL)
     shown = json.loads(block)
     values = torch.tensor(shown["values"])
-    grid = Grid((-5).to_bytes(1, "big", signed=True), dither_seed(bytes(range(16)), 1))
-    assert shown["seed"] == grid.seed
-    by_need = [codec.encode(values, grid=grid, chunk_index=0).hex() for codec in MODULO_CODECS["modulo"]]
-    assert by_need == shown["modulo"]
-    for name in ("int8", "int4", "int2"):
-        assert bytes(get_codec(name).encode(values)).hex() == shown[name]
+    coder, exponents = Coder("modulo", Units(len(values))), (-5).to_bytes(1, "big", signed=True)
+    coding = Coding(coder, Slice(0, 1), values, swap_id=bytes(range(16)), proposals=(exponents, exponents))
+    *modulo, int8 = [bytes(coding.encode(number, [0])[0]).hex() for number in range(4)]
+    assert modulo == shown["modulo"]
+    assert int8 == shown["int8"]
+    first_block = bytes(4)
+    assert int.from_bytes(blake3(bytes(range(16)) + first_block).digest(8), "little") == shown["seed"]

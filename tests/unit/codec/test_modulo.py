@@ -18,10 +18,8 @@ from noloco_p2p.codec.modulo import (
     FOUR_BITS,
     OFF_GRID,
     SIX_BITS,
-    UNKNOWN,
     Grid,
     ModuloCodec,
-    num_blocks,
 )
 from noloco_p2p.errors import CorruptPayload
 
@@ -43,20 +41,19 @@ LENGTHS = [
 
 
 def one_grid(exponent: int, *, num_elements: int, seed: int = 1) -> Grid:
-    return Grid(bytes([exponent & 0xFF] * num_blocks(num_elements)), seed)
+    return Grid((exponent,) * -(-num_elements // BLOCK_ELEMENTS), seed)
 
 
 def swap(own: Tensor, partner: Tensor, grid: Grid) -> tuple[Tensor, Tensor] | None:
     """Return h of both sides, each computed from what that side knows; None when both see the chunk broken."""
 
     def received(mine: Tensor, theirs: Tensor) -> Tensor | None:
-        payload = FOUR_BITS.encode(theirs, grid=grid, chunk_index=0)
+        payload = FOUR_BITS.encode(theirs, grid=grid)
         assert len(payload) == FOUR_BITS.num_bytes(len(theirs))
-        apart = FOUR_BITS.differences(mine, payload, grid=grid, chunk_index=0)
+        apart = FOUR_BITS.differences(mine, payload, grid=grid)
         if apart is None:
             return None
-        assert len(apart) == FOUR_BITS.num_difference_bytes(len(mine))
-        return FOUR_BITS.half_difference(apart, num_elements=len(mine), grid=grid, chunk_index=0)
+        return FOUR_BITS.half_difference(apart, num_elements=len(mine), grid=grid)
 
     left, right = received(own, partner), received(partner, own)
     assert (left is None) == (right is None), "only one side sees the breakage"
@@ -148,7 +145,7 @@ def test_half_differences_are_unbiased_over_swaps() -> None:
 
 
 def test_every_block_has_its_own_step_and_one_broken_element_breaks_the_chunk() -> None:
-    grid = Grid(bytes([256 - 10, 256 - 5, 0, 4]), seed=3)
+    grid = Grid((-10, -5, 0, 4), seed=3)
     steps = torch.cat([torch.full((BLOCK_ELEMENTS,), 2.0**e) for e in (-10, -5, 0, 4)])
     own = torch.linspace(-3, 3, CHUNK_ELEMENTS)
     partner = own + 5 * steps
@@ -166,9 +163,9 @@ def test_equal_values_have_no_difference() -> None:
 
 def test_peers_on_other_grids_see_it() -> None:
     own = torch.randn(500)
-    payload = FOUR_BITS.encode(own, grid=one_grid(-6, num_elements=500, seed=1), chunk_index=0)
+    payload = FOUR_BITS.encode(own, grid=one_grid(-6, num_elements=500, seed=1))
     for other in (one_grid(-5, num_elements=500, seed=1), one_grid(-6, num_elements=500, seed=2)):
-        assert FOUR_BITS.differences(own, payload, grid=other, chunk_index=0) is None
+        assert FOUR_BITS.differences(own, payload, grid=other) is None
 
 
 @pytest.mark.parametrize("steps", [2.0**31, -(2.0**31), 2.0**70, 1.1 * 2.0**30])
@@ -176,7 +173,7 @@ def test_a_value_too_large_for_the_grid_breaks_the_chunk_on_both_sides(steps: fl
     own = torch.zeros(100)
     own[40] = steps * 2.0**-60
     grid = one_grid(-60, num_elements=100)
-    payload = FOUR_BITS.encode(own, grid=grid, chunk_index=0)
+    payload = FOUR_BITS.encode(own, grid=grid)
     assert len(payload) == FOUR_BITS.num_bytes(100)
     assert payload[-DIGEST_BYTES:] == OFF_GRID
     assert swap(own, torch.zeros(100), grid) is None
@@ -193,28 +190,22 @@ def test_a_value_that_is_not_finite_is_named(bad: float) -> None:
     values = torch.full((BLOCK_ELEMENTS + 300,), 2.0**40)  # also too large for the grid
     values[BLOCK_ELEMENTS + 270] = bad
     grid = one_grid(0, num_elements=len(values))
-    payload = FOUR_BITS.encode(torch.zeros(len(values)), grid=grid, chunk_index=0)
+    payload = FOUR_BITS.encode(torch.zeros(len(values)), grid=grid)
     for refuse in (
-        lambda: FOUR_BITS.encode(values, grid=grid, chunk_index=0),
-        lambda: FOUR_BITS.differences(values, payload, grid=grid, chunk_index=0),
+        lambda: FOUR_BITS.encode(values, grid=grid),
+        lambda: FOUR_BITS.differences(values, payload, grid=grid),
     ):
         with pytest.raises(ValueError, match=f"element {BLOCK_ELEMENTS + 270} of {len(values)} is .*not finite"):
             refuse()
 
 
-def test_what_is_no_chunk_or_has_no_grid_is_refused() -> None:
-    grid = one_grid(0, num_elements=CHUNK_ELEMENTS)
+def test_what_is_no_chunk_or_has_another_grid_is_refused() -> None:
     for values in (torch.ones(2, 2), torch.ones(6)[::2], torch.ones(3, dtype=torch.int32)):
         with pytest.raises(ValueError, match="chunk"):
-            FOUR_BITS.encode(values, grid=grid, chunk_index=0)
-    unknown = Grid(bytes([3, UNKNOWN]), seed=0)
-    assert not unknown.covers(0)
-    assert Grid(bytes([3, 4, 5, 6, UNKNOWN]), seed=0).covers(0)
-    for num_elements, chunk_index in ((BLOCK_ELEMENTS + 1, 0), (BLOCK_ELEMENTS, 1), (BLOCK_ELEMENTS, 0)):
-        with pytest.raises(ValueError, match=rf"chunk {chunk_index} \({num_elements} elements\) has no grid"):
-            FOUR_BITS.encode(torch.ones(num_elements), grid=unknown, chunk_index=chunk_index)
-    with pytest.raises(ValueError, match="9 encoded differences cannot have a length of 100 bytes"):
-        FOUR_BITS.half_difference(bytes(100), num_elements=9, grid=grid, chunk_index=0)
+            FOUR_BITS.encode(values, grid=one_grid(0, num_elements=3))
+    for num_elements in (1, CHUNK_ELEMENTS):
+        with pytest.raises(ValueError, match=r"shorter|longer"):
+            FOUR_BITS.encode(torch.ones(num_elements), grid=one_grid(0, num_elements=BLOCK_ELEMENTS + 1))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
@@ -222,9 +213,7 @@ def test_other_float_dtypes_are_coded_like_their_fp32_values(dtype: torch.dtype)
     values = torch.randn(300).to(dtype)
     before = values.clone()
     grid = one_grid(-5, num_elements=300)
-    assert FOUR_BITS.encode(values, grid=grid, chunk_index=0) == FOUR_BITS.encode(
-        values.float(), grid=grid, chunk_index=0
-    )
+    assert FOUR_BITS.encode(values, grid=grid) == FOUR_BITS.encode(values.float(), grid=grid)
     assert torch.equal(values, before)
 
 
@@ -236,16 +225,14 @@ def swap_by_need(own: Tensor, partner: Tensor, grid: Grid) -> tuple[ModuloCodec,
     earlier = {"own": b"", "partner": b""}
     for codec in BY_NEED:
         sides = {"own": (own, partner), "partner": (partner, own)}
-        payloads = {side: codec.encode(theirs, grid=grid, chunk_index=0) for side, (_, theirs) in sides.items()}
+        payloads = {side: codec.encode(theirs, grid=grid) for side, (_, theirs) in sides.items()}
         apart = {
-            side: codec.differences(mine, payloads[side], grid=grid, chunk_index=0, earlier=earlier[side])
+            side: codec.differences(mine, payloads[side], grid=grid, earlier=earlier[side])
             for side, (mine, _) in sides.items()
         }
         assert (apart["own"] is None) == (apart["partner"] is None), "only one side sees the breakage"
         halves = [
-            codec.half_difference(each, num_elements=len(own), grid=grid, chunk_index=0)
-            for each in apart.values()
-            if each is not None
+            codec.half_difference(each, num_elements=len(own), grid=grid) for each in apart.values() if each is not None
         ]
         if halves:
             ours, theirs = halves
@@ -293,21 +280,21 @@ def test_any_length_by_need(codec: ModuloCodec, num_elements: int) -> None:
 @pytest.mark.parametrize("excess", [-1, 1])
 def test_every_other_length_is_refused_by_need(codec: ModuloCodec, excess: int) -> None:
     own, grid = torch.ones(9), one_grid(0, num_elements=9)
-    earlier = b"".join(each.encode(own, grid=grid, chunk_index=0) for each in BY_NEED[: BY_NEED.index(codec)])
+    earlier = b"".join(each.encode(own, grid=grid) for each in BY_NEED[: BY_NEED.index(codec)])
     with pytest.raises(CorruptPayload, match=f"must have {codec.num_bytes(9)} bytes"):
-        codec.differences(own, bytes(codec.num_bytes(9) + excess), grid=grid, chunk_index=0, earlier=earlier)
+        codec.differences(own, bytes(codec.num_bytes(9) + excess), grid=grid, earlier=earlier)
 
 
 @pytest.mark.parametrize("codec", BY_NEED, ids=lambda codec: f"{codec.known_bits} bits")
 def test_every_flipped_bit_that_counts_is_seen_by_need(codec: ModuloCodec) -> None:
     own, grid = torch.randn(260), one_grid(-6, num_elements=260)
-    payloads = [each.encode(own, grid=grid, chunk_index=0) for each in BY_NEED[: BY_NEED.index(codec) + 1]]
+    payloads = [each.encode(own, grid=grid) for each in BY_NEED[: BY_NEED.index(codec) + 1]]
     flipped, earlier = bytearray(payloads[-1]), b"".join(payloads[:-1])
     for position in range(len(flipped)):
         flipped[position] ^= 1
-        assert codec.differences(own, bytes(flipped), grid=grid, chunk_index=0, earlier=earlier) is None
+        assert codec.differences(own, bytes(flipped), grid=grid, earlier=earlier) is None
         flipped[position] ^= 1
-    assert codec.differences(own, bytes(flipped), grid=grid, chunk_index=0, earlier=earlier) is not None
+    assert codec.differences(own, bytes(flipped), grid=grid, earlier=earlier) is not None
 
 
 def test_bytes_a_parameter_by_need() -> None:

@@ -112,7 +112,7 @@ def test_each_stage_is_examined_and_what_the_link_carries(tmp_path: Path) -> Non
         *((f"stage {stage}", "ok") for stage in range(3)),
         ("link", "ok"),
     ]
-    assert "5.9 MiB of memory" in checks[0].found
+    assert "4.5 MiB of memory" in checks[0].found
     assert "can be a head" in checks[0].found
     assert "can be a head" not in checks[1].found
     assert checks[-1].found == "100 Mbit/s each way (not measured) is enough for 38.1k tokens/s"
@@ -123,7 +123,7 @@ def test_each_stage_is_examined_and_what_the_link_carries(tmp_path: Path) -> Non
 
 def test_a_stage_that_does_not_fit_is_a_failure_only_where_none_does(tmp_path: Path) -> None:
     spec = StageNeeds.of(PRESETS["tiny"], 3).spec
-    small = model(spec, settings(tmp_path, max_memory="5.5MiB"))
+    small = model(spec, settings(tmp_path, max_memory="4MiB"))
     assert [check.level for check in small] == ["warning", "ok", "ok", "ok"]
     assert small[0].fix == "hold another stage, or use a machine with more memory"
     none = model(spec, settings(tmp_path, max_memory="1MB"))

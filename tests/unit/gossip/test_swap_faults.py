@@ -17,7 +17,7 @@ from noloco_p2p.testing.faults import Change, Cut, Drop, Fault, Faults, Repeat, 
 
 ROUNDING = 1e-4  # of fp32 sums
 NUM_ELEMENTS = 30_000  # eight units, so slices have several chunks, and two swaps may run at a time
-LINKS = [profile(100.0, delay_ms=50.0)] * 2
+LINKS = [profile(100.0, delay_ms=100.0)] * 2
 NUM_FLIPS = 100
 
 
@@ -110,3 +110,10 @@ def test_a_partner_that_always_sends_wrong_data_changes_nothing(wrong: str) -> N
     end = run(Faults(kind, Change(change), again=True), is_second=True, num_steps=8)
     assert end.honest.swaps == end.faulty.swaps == []
     assert any(reason in told for told in end.honest.corrupt), end.honest.corrupt
+
+
+def test_nothing_is_sent_to_a_partner_that_has_not_committed_to_its_slice() -> None:
+    """Otherwise a liar could make its slice depend on what it has read."""
+    end = run(Faults(Header, Drop(), again=True), is_second=True, num_steps=8)
+    assert end.faulty.counts.traffic.bytes_sent > 0
+    assert end.honest.counts.traffic.bytes_sent == 0

@@ -10,7 +10,7 @@ import torch
 from harness.specs import published, tiny_llama
 from torch import Tensor
 
-from noloco_p2p.codec import get_codec, section_bytes
+from noloco_p2p.codec import get_codec, vector_bytes
 from noloco_p2p.errors import SettingsError
 from noloco_p2p.simulate.lockstep import simulate_lockstep
 from noloco_p2p.simulate.material import Material
@@ -86,7 +86,7 @@ def test_two_replicas_that_wait_are_diloco() -> None:
 
 def slow_link(seconds: float) -> LinkProfile:
     """Return a link that sends the weights of the tiny Llama, in fp32, in this time."""
-    mbit_s = section_bytes(get_codec("fp32"), SPEC.model.num_parameters()) * 8 / 1e6 / seconds
+    mbit_s = vector_bytes(get_codec("fp32"), SPEC.model.num_parameters()) * 8 / 1e6 / seconds
     return LinkProfile("slow", down_mbit_s=float("inf"), up_mbit_s=mbit_s, delay_ms=5, jitter_ms=0)
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from half_difference import half_difference
 
-from noloco_p2p.optim.noloco import outer_step
+from noloco_p2p.outer.outer_step import outer_step
 from noloco_p2p.spec import OuterSpec
 
 both_rules = pytest.mark.parametrize("swap_momentum", [False, True], ids=["weights swapped", "momentum swapped too"])
@@ -15,7 +15,7 @@ some_alphas = pytest.mark.parametrize("alpha", [0.0, 0.3, 0.5, 0.8])
 
 
 def bound(*, alpha: float, swap_momentum: bool) -> float:
-    return OuterSpec(alpha=alpha, gamma=1e-3, swap_momentum=swap_momentum).gamma_bound()
+    return OuterSpec(wait=True, alpha=alpha, gamma=1e-3, swap_momentum=swap_momentum).gamma_bound()
 
 
 def growth_of_moments(*, alpha: float, gamma: float, swap_momentum: bool) -> float:

@@ -12,7 +12,7 @@ import torch
 from half_difference import half_difference
 from torch import Tensor
 
-from noloco_p2p.optim.noloco import outer_step
+from noloco_p2p.outer.outer_step import outer_step
 
 VECTORS = Path(__file__).parents[2] / "vectors" / "outer_step.json"
 CASES: list[dict[str, Any]] = json.loads(VECTORS.read_text(encoding="utf-8"))["cases"]

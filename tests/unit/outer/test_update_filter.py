@@ -1,0 +1,84 @@
+"""The update filter clips what no honest partner would send, and leaves the rest alone."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from noloco_p2p.outer.update_filter import LIMITS, PARTNERS, Filtered, NotFiniteWeights, UpdateFilter, pieces_of
+
+SIZE, STEPS = 100, 4
+MOVED = 1.0  # the norm of this peer's own movement in STEPS steps
+MOST = LIMITS.most * MOVED
+
+
+def vector(norm: float) -> torch.Tensor:
+    direction = torch.randn(SIZE, generator=torch.Generator().manual_seed(1))
+    return direction * (norm / direction.norm())
+
+
+class Replica:
+    """A filter of one tensor in one chunk, and the swaps that pass through it."""
+
+    def __init__(self) -> None:
+        self.filter = UpdateFilter([SIZE], [(0, SIZE)])
+
+    def swap(self, partner: str, norm: float, *, is_at_rest: bool = False) -> float:
+        """Return the norm of a partner's half-differences after the filter."""
+        halves, filtered = vector(norm), Filtered(partner, STEPS, STEPS, is_at_rest)
+        self.filter.clip_(0, halves, vector(MOVED), filtered)
+        self.filter.close(filtered)
+        assert filtered.num_clipped == (float(halves.norm()) < 0.999 * norm)
+        return float(halves.norm())
+
+
+def test_the_first_partner_moves_a_peer_as_far_as_the_peer_moves_itself() -> None:
+    assert Replica().swap("liar", 1000.0) == pytest.approx(MOVED)
+    assert Replica().swap("honest", 0.5) == pytest.approx(0.5)
+
+
+def test_a_partner_moves_a_peer_at_most_twice_as_far_as_the_usual_one() -> None:
+    replica = Replica()
+    for number in range(5):
+        replica.swap(f"honest-{number}", 0.9)
+    assert replica.swap("liar", 1000.0) == pytest.approx(2 * 0.9)
+
+
+def test_many_swaps_with_one_liar_do_not_widen_the_filter() -> None:
+    replica = Replica()
+    for number in range(3):
+        replica.swap(f"honest-{number}", 0.6)
+    for _ in range(3 * PARTNERS):
+        assert replica.swap("liar", 1000.0) <= 2 * 0.6 * 1.001
+
+
+def test_liars_alone_widen_the_filter_up_to_its_upper_bound() -> None:
+    replica = Replica()
+    norms = [replica.swap(f"liar-{number}", 1e6) for number in range(10 * PARTNERS)]
+    assert norms[:2] == pytest.approx([MOVED, 2 * MOVED]), "what was cut off is not remembered"
+    assert max(norms) == pytest.approx(MOST)
+    assert replica.swap("liar", 1e6, is_at_rest=True) == pytest.approx(2 * MOST), "at rest, nobody moves"
+
+
+def test_a_peer_that_has_lost_its_weights_is_told() -> None:
+    replica = Replica()
+    with pytest.raises(NotFiniteWeights):
+        replica.filter.clip_(0, vector(1.0), vector(math.nan), Filtered("a", STEPS, STEPS, False))
+
+
+@given(sizes=st.lists(st.integers(0, 50), min_size=1), chunk=st.integers(1, 40))
+def test_pieces_are_the_parts_of_tensors_within_chunks(sizes: list[int], chunk: int) -> None:
+    total = sum(sizes)
+    chunks = [(start, min(start + chunk, total)) for start in range(0, total, chunk)]
+    cut = [
+        (start + place.start, start + place.stop)
+        for (start, _), pieces in zip(chunks, pieces_of(sizes, chunks), strict=True)
+        for _, place in pieces
+    ]
+    ends = {sum(sizes[:index]) for index in range(len(sizes) + 1)} | {stop for _, stop in chunks} | {0}
+    assert cut == list(zip(sorted(ends)[:-1], sorted(ends)[1:], strict=True))
+    assert [number for pieces in pieces_of(sizes, chunks) for number, _ in pieces] == list(range(len(cut)))
