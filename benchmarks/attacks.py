@@ -88,7 +88,9 @@ def simulate(case: Case, steps: int) -> Found:
     honest, liars = made[: case.num_honest], {peer_name(number) for number in attacks}
     swaps = [swap for replica in honest for swap in replica.swaps]
     share = sum(swap.partner in liars for swap in swaps) / len(swaps) * (num_live - 1) / max(1, len(liars))
-    pieces, clipped = (sum(getattr(each.metrics, name) for each in honest) for name in ("judged_pieces", "clipped_pieces"))
+    pieces, clipped = (
+        sum(getattr(each.metrics, name) for each in honest) for name in ("judged_pieces", "clipped_pieces")
+    )
     return Found(result.loss, clipped / max(1, pieces), share, len(swaps) / len(honest))
 
 
@@ -105,7 +107,10 @@ def measure(quick: bool) -> list[Claim]:
     costs = [change(Case(seed=case.seed), case) for case in opened]
     cost, losses = mean(costs), [found[case].loss for case in opened]
     met = None if quick else cost <= MOST_COST
-    claims = [Claim(f"honest, seed {case.seed}: cost of the filter", cost, "%") for case, cost in zip(opened, costs, strict=True)]
+    claims = [
+        Claim(f"honest, seed {case.seed}: cost of the filter", cost, "%")
+        for case, cost in zip(opened, costs, strict=True)
+    ]
     claims.append(Claim("honest: cost of the filter, mean of the seeds", cost, "%", f"<= {MOST_COST}", met))
     claims.append(Claim("honest: clipped", 100 * found[Case()].clipped, "% of pieces"))
     claims.append(Claim("honest: swaps", found[Case()].swaps, "a peer"))
@@ -114,7 +119,10 @@ def measure(quick: bool) -> list[Claim]:
     for case in wanted:
         if case.attack is None:
             continue
-        harm, most = change(case, Case(num_honest=case.num_honest)), MOST_HARM if case.num_liars == 1 else MOST_HARM_OF_THREE
+        harm, most = (
+            change(case, Case(num_honest=case.num_honest)),
+            MOST_HARM if case.num_liars == 1 else MOST_HARM_OF_THREE,
+        )
         target = ("", None) if case.is_open or quick else (f"<= {most:g}", harm <= most)
         claims.append(Claim(f"{case.name}: loss", harm, "%", *target))
         if case.is_greedy:

@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -30,14 +30,18 @@ def run(measure: Callable[[bool], list[Claim]], *, doc: str | None) -> None:
     parser.add_argument("--quick", action="store_true", help="a smaller run, under a minute")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the claims as JSON")
     args = parser.parse_args()
-    claims = measure(args.quick)
+    show(measure(args.quick), args.json)
+
+
+def show(claims: Sequence[Claim], path: Path | None) -> None:
+    """Print claims as a table, and write them to a JSON file."""
     print(machine())
     width = max(len(claim.claim) for claim in claims)
     for claim in claims:
         verdict = "" if claim.met is None else f"target {claim.target}: {'met' if claim.met else 'NOT met'}"
         print(f"{claim.claim:<{width}}  {claim.value:>10.4g} {claim.unit:<14} {verdict}".rstrip())
-    if args.json:
-        args.json.write_text(json.dumps([asdict(claim) for claim in claims], indent=1) + "\n", encoding="utf-8")
+    if path:
+        path.write_text(json.dumps([asdict(claim) for claim in claims], indent=1) + "\n", encoding="utf-8")
 
 
 def machine() -> str:

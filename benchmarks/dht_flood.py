@@ -33,24 +33,18 @@ import psutil
 import uvloop
 from claims import Claim, run
 from harness.identities import identity_of
-from pair import Side
+from pair import Side, whole_swaps
 
 from noloco_p2p.cli.collection import spare_what_is_loaded
 from noloco_p2p.errors import DirectoryError
-from noloco_p2p.gossip.outcome import Swapped
 from noloco_p2p.identity import Identity
-from noloco_p2p.spec import CodecSpec, OuterSpec, RunSpec
 from noloco_p2p.swarm.buckets import ROOT, run_key
 from noloco_p2p.swarm.daemon import ListenOn
 from noloco_p2p.swarm.node import SwarmNode
 from noloco_p2p.swarm.records import PeerRecord, encode_record
 
 RUN = "ab" * 32
-SPEC = RunSpec(
-    name="dht-flood",
-    outer=OuterSpec(inner_steps=1, max_wait_s=600.0, swap_momentum=False),
-    codec=CodecSpec(slow_weights="int8", outer_gradient="int4"),
-)
+SPEC = whole_swaps("dht-flood")
 NUM_ELEMENTS = 8_000_000
 FLOOD_BYTES_A_S = 10e6
 NUM_ATTACKERS = 3
@@ -80,7 +74,8 @@ class Meter:
 
 def side(name: str, pipe: Connection, folder: str) -> None:
     """Swap on each "swap"; on "turn", send the longest turn since the last "turn". Side a also runs a DHT node."""
-    peer, meter, node = Side(name, pipe, SPEC, NUM_ELEMENTS), Meter(), None
+    peer, meter, node = Side(name, pipe, SPEC), Meter(), None
+    peer.begin(NUM_ELEMENTS)
     if name == "b":
         peer.directory.others = []
     else:
@@ -89,7 +84,7 @@ def side(name: str, pipe: Connection, folder: str) -> None:
         asyncio.run_coroutine_threadsafe(read(node), peer.loop)
     pipe.send((node.multiaddrs()[0], node.daemon_pid) if node else None)
     spare_what_is_loaded()  # as `noloco join` does
-    for number in itertools.count():
+    while True:
         word = pipe.recv()
         while word == "turn":
             pipe.send(meter.longest_s)
@@ -97,12 +92,7 @@ def side(name: str, pipe: Connection, folder: str) -> None:
             word = pipe.recv()
         if word == "end":
             break
-        peer.open(number)
-        peer.wait_for_early()
-        peer.stage()
-        outcome = peer.exchange.collect(600.0)
-        assert isinstance(outcome, Swapped), outcome
-        pipe.send(outcome.received.bytes_received)
+        pipe.send(peer.swap())
     if node:
         peer.on_loop(node.stop())
     peer.stop()

@@ -29,7 +29,7 @@ from harness.patience import AT_ONCE_S
 from harness.processes import PeerProcess, small_spec, write_spec
 
 from noloco_p2p.errors import PeerError
-from noloco_p2p.gossip.frames import FetchItem, FetchWant, Hello, PeerStatus, SwapState
+from noloco_p2p.gossip.frames import FetchItem, FetchWant, Hello, PeerStatus
 from noloco_p2p.gossip.seams import Candidate, FrameStream
 from noloco_p2p.net.client import GrpcTransport
 from noloco_p2p.net.server import GrpcServer
@@ -49,7 +49,7 @@ class Answering:
     async def on_swap(self, stream: FrameStream) -> None: ...
 
     async def on_status(self, swap_id: bytes) -> PeerStatus:
-        return PeerStatus(Hello("server", "r", DIGEST), "training", 0, 0.0, SwapState())
+        return PeerStatus(Hello("server", "r", DIGEST), "training", 0.0)
 
     async def on_fetch(self, want: FetchWant) -> AsyncGenerator[FetchItem]:
         return

@@ -1,6 +1,6 @@
 """Measure how much of their links peers use for small swaps, with the code of real peers on a virtual clock.
 
-    python benchmarks/link_use.py [--seeds 2] > benchmarks/results/link_use.txt
+    python benchmarks/link_use.py [--quick] [--json FILE]
 
 Each link carries the same rate in both directions, and half of a round trip takes 20 ms. A whole vector of 4 million
 numbers takes 16 inner steps of 1 s on a link of 2 Mbit/s (int8). The share is that of payload bytes in the upload of a
@@ -9,58 +9,78 @@ peer between the 5th and the 35th second. The age is the number of inner steps f
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-from collections.abc import Sequence
+from dataclasses import dataclass
 from statistics import fmean
 
+from claims import Claim, run
 from harness.swap_swarm import Swarm, profile
 
 from noloco_p2p.simulate.clock import run_virtual
 
 NUM_ELEMENTS = 4_000_000
 FROM_S, UNTIL_S = 5.0, 35.0
+SEEDS = (0, 1)
 
 
-async def measure(rates: Sequence[float], steps_s: Sequence[float], seed: int) -> tuple[list[float], float, int]:
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Peers with these links (Mbit/s) and inner steps (seconds). At least `least` % of the link must be used."""
+
+    name: str
+    rates: tuple[float, ...]
+    steps_s: tuple[float, ...]
+    least: float = 0.0
+
+
+EIGHT = Case("8 peers", (2.0,) * 8, (1.0,) * 8, least=85.0)
+CASES = (
+    EIGHT,
+    Case("8 peers, steps of 1, 1, 1, 1, 2, 2, 3, 3 s", (2.0,) * 8, (1.0,) * 4 + (2.0, 2.0, 3.0, 3.0)),
+    Case("8 peers, links of 8 and 1 Mbit/s", (8.0,) * 4 + (1.0,) * 4, (1.0,) * 8),
+    Case("64 peers", (2.0,) * 64, (1.0,) * 64, least=95.0),
+)
+
+
+async def measure_once(case: Case, seed: int) -> tuple[list[float], float, int]:
     """Return the share of each peer's link, the mean age, and the number of failed swaps."""
-    links = [profile(rate) for rate in rates]
-    swarm = Swarm(links, num_elements=NUM_ELEMENTS, codec="int8", noise=0.0, step_s=list(steps_s), seed=seed)
-    run = asyncio.create_task(swarm.run(round(UNTIL_S / max(steps_s)) + 2))
+    links, rates = [profile(rate) for rate in case.rates], case.rates
+    swarm = Swarm(links, num_elements=NUM_ELEMENTS, codec="int8", noise=0.0, step_s=list(case.steps_s), seed=seed)
+    running = asyncio.create_task(swarm.run(round(UNTIL_S / max(case.steps_s)) + 2))
     await asyncio.sleep(FROM_S)
-    before = [trainer.gossip.traffic.bytes_sent for trainer in swarm.trainers]
+    traffics = [trainer.counts.traffic for trainer in swarm.trainers]
+    before = [traffic.bytes_sent for traffic in traffics]
     await asyncio.sleep(UNTIL_S - FROM_S)
-    sent = [trainer.gossip.traffic.bytes_sent - start for trainer, start in zip(swarm.trainers, before, strict=True)]
-    await run
+    sent = [traffic.bytes_sent - start for traffic, start in zip(traffics, before, strict=True)]
+    await running
     ages = [age for trainer in swarm.trainers for age in trainer.ages]
     shares = [8 * num / (rate * 1e6 * (UNTIL_S - FROM_S)) for num, rate in zip(sent, rates, strict=True)]
-    return shares, fmean(ages), sum(trainer.gossip.num_failed for trainer in swarm.trainers)
+    return shares, fmean(ages), sum(trainer.counts.failures.total() for trainer in swarm.trainers)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--seeds", type=int, default=2)
-    seeds = range(parser.parse_args().seeds)
-    cases = {
-        "2 peers": ([2.0] * 2, [1.0] * 2),
-        "8 peers": ([2.0] * 8, [1.0] * 8),
-        "16 peers": ([2.0] * 16, [1.0] * 16),
-        "64 peers": ([2.0] * 64, [1.0] * 64),
-        "8 peers, inner steps of 1, 1, 1, 1, 2, 2, 3, 3 s": ([2.0] * 8, [1.0] * 4 + [2.0, 2.0, 3.0, 3.0]),
-        "4 peers with 8 Mbit/s": ([8.0] * 4 + [1.0] * 4, [1.0] * 8),
-        "    and 4 with 1 Mbit/s": ([8.0] * 4 + [1.0] * 4, [1.0] * 8),
-    }
-    print(f"{'':50}  share of the link     age  failed")
-    for name, (rates, steps_s) in cases.items():
-        found = [run_virtual(measure(rates, steps_s, seed)) for seed in seeds]
-        half = {"4 peers with 8 Mbit/s": slice(0, 4), "    and 4 with 1 Mbit/s": slice(4, 8)}.get(name, slice(None))
-        shares = [share for each, _, _ in found for share in each[half]]
-        print(
-            f"{name:50}  {fmean(shares):.2f} ({min(shares):.2f} to {max(shares):.2f})  "
-            f"{fmean(age for _, age, _ in found):5.2f}  {sum(failed for _, _, failed in found)}",
-            flush=True,
-        )
+def measure(quick: bool) -> list[Claim]:
+    claims: list[Claim] = []
+    for case in (EIGHT,) if quick else CASES:
+        found = [run_virtual(measure_once(case, seed)) for seed in (SEEDS[:1] if quick else SEEDS)]
+        shares = [100 * share for each, _, _ in found for share in each]
+        target = (f">= {case.least:g}", fmean(shares) >= case.least) if case.least else ("", None)
+        claims.append(Claim(f"{case.name}: use of a link", fmean(shares), "%", *target))
+        if case.rates[0] != case.rates[-1]:
+            claims += [
+                Claim(f"{case.name}: {rate:g} Mbit/s", fmean(_of(rate, case, found)), "%")
+                for rate in sorted({*case.rates}, reverse=True)
+            ]
+        claims += [
+            Claim(f"{case.name}: least used link", min(shares), "%"),
+            Claim(f"{case.name}: age", fmean(age for _, age, _ in found), "inner steps"),
+            Claim(f"{case.name}: failed swaps", sum(failed for _, _, failed in found), ""),
+        ]
+    return claims
+
+
+def _of(rate: float, case: Case, found: list[tuple[list[float], float, int]]) -> list[float]:
+    return [100 * share for each, _, _ in found for share, own in zip(each, case.rates, strict=True) if own == rate]
 
 
 if __name__ == "__main__":
-    main()
+    run(measure, doc=__doc__)

@@ -1,39 +1,42 @@
-"""Provide peers without a DHT and a model, each in its own process, for the benchmarks of swaps."""
+"""Provide peers without a DHT, each in its own process, for the benchmarks of swaps."""
 
 from __future__ import annotations
 
 import asyncio
 import multiprocessing
-import random
 import tempfile
 import threading
-import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Coroutine, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import uvloop
+from harness.link_proxy import LinkProxy
+from harness.swapping import half_difference
 
-from noloco_p2p.codec import chunk_bounds
-from noloco_p2p.gossip.exchange import ThreadedExchange
-from noloco_p2p.gossip.frames import Hello, SectionName
-from noloco_p2p.gossip.outcome import Correction
-from noloco_p2p.gossip.round_driver import RoundDriver
-from noloco_p2p.gossip.round_events import RoundPhase
-from noloco_p2p.gossip.round_stack import build_round_stack
-from noloco_p2p.gossip.seams import Candidate
+from noloco_p2p.gossip.exchange import Exchange
+from noloco_p2p.gossip.frames import Hello
+from noloco_p2p.gossip.seams import Candidate, Directory, Transport
+from noloco_p2p.gossip.service import PeerService
 from noloco_p2p.identity import Identity
 from noloco_p2p.net.client import FAR_CONNECTIONS, GrpcTransport
 from noloco_p2p.net.server import GrpcServer
 from noloco_p2p.net.session import Session
-from noloco_p2p.spec import RunSpec
+from noloco_p2p.spec import CodecSpec, OuterSpec, RunSpec, Spec
+from noloco_p2p.testing.links import LinkProfile
+from noloco_p2p.testing.memory import Wrap
+from noloco_p2p.testing.peers import MemorySwarm
 
 T = TypeVar("T")
 PATIENCE_S = 900.0  # for one step of one method
-FOREVER = 1 << 62  # an index that no round reaches
+START_S = 10.0
+
+
+def whole_swaps(name: str) -> RunSpec:
+    """Return the spec of peers that swap all weights at once, as int8."""
+    return RunSpec(name=name, outer=OuterSpec(wait=True, inner_steps=1), codec=CodecSpec(weights="int8"))
 
 
 class Told:
@@ -55,94 +58,86 @@ class Told:
         return next((candidate for candidate in self.others if candidate.peer_id == peer_id), None)
 
 
-class BarePeer:
-    """A peer without a DHT and a model. It has the network thread, the server and the exchange of a real peer.
+class BarePeer(MemorySwarm):
+    """A peer without a DHT: `member`. It has the network thread, the server and the swaps of a real peer.
 
-    Its methods replace the outer step. Peers have nearly the same vectors, as in a swarm: values are about 1, and the
-    values of two peers differ by about 1e-3.
+    Either `NoLoCo` uses `member`, or the methods of this class swap a whole vector at a time. Peers have nearly the
+    same vectors, as in a swarm: values are about 1, and those of two peers differ by about 1e-3.
     """
 
     def __init__(
         self,
         name: str,
-        spec: RunSpec,
-        num_elements: int,
+        spec: Spec,
         *,
         host: str = "127.0.0.1",
         connections: int = FAR_CONNECTIONS,
         session: Session | None = None,
     ) -> None:
+        super().__init__(spec)
         torch.set_num_threads(1)
-        self.session = session
-        self.name, self.spec, self.num_elements = name, spec, num_elements
-        self.loop = start_loop()
+        self.name, self.session = name, session
         self.directory = Told()
-        self.transport = GrpcTransport(self._hello, connections=connections, session=session)
-        self.driver, self.server = self.on_loop(self._build(host))
-        self.step_rate = self.driver.step_rate
-        self.exchange = ThreadedExchange(spec, self.driver, self.loop)
-        own = torch.Generator().manual_seed(int.from_bytes(name.encode(), "little"))
-        self.slow_weights = torch.randn(num_elements, generator=torch.Generator().manual_seed(0))
-        self.slow_weights.add_(torch.randn(num_elements, generator=own), alpha=1e-3)
-        self.outer_gradient = torch.randn(num_elements, generator=own).mul_(1e-3)
-        self.state = {SectionName.SLOW_WEIGHTS: self.slow_weights}
-        if spec.outer.keeps_momentum:  # any vector will do
-            self.state[SectionName.OUTER_MOMENTUM] = self.outer_gradient
+        self.transport: GrpcTransport
+        self.server: GrpcServer
+        self.exchange: Exchange
+        self._host = host
+        self._connections = connections
+        self.__enter__()
+        self.member = self.peer(session.identity.peer_id if session else name)
 
-    def open(self, round_index: int) -> None:
-        self.exchange.open(round_index, progress=0.0, state=self.state)
+    def begin(self, num_elements: int) -> None:
+        """Begin to swap a vector. The spec must have `outer.wait`."""
+        own = torch.Generator().manual_seed(int.from_bytes(self.name.encode(), "little"))
+        self.vector = torch.randn(num_elements, generator=torch.Generator().manual_seed(0))
+        self.vector.add_(torch.randn(num_elements, generator=own), alpha=1e-3)
+        self.exchange = self.member.begin_swaps(num_elements)
+        self.exchange.read = lambda start, stop: self.vector[start:stop].clone()
 
-    def stage(self) -> None:
-        self.exchange.stage(lambda: (self.outer_gradient[a:b] for a, b in chunk_bounds(self.num_elements)))
+    def swap(self) -> int:
+        """Swap once, and return the number of payload bytes that have arrived. Raises TimeoutError."""
+        traffic = self.member.service.counts.traffic
+        before = traffic.bytes_received
+        self.exchange.wait_until_settled(PATIENCE_S)
+        swaps = self.exchange.collect()
+        if not swaps:
+            raise TimeoutError(f"no swap in {PATIENCE_S:.0f} s: {self.member.service.counts.last_failure}")
+        for swap in swaps:
+            half = half_difference(swap)
+            self.vector[swap.start : swap.start + half.numel()] += half
+            self.exchange.applied(swap, seconds=0.0)
+        return traffic.bytes_received - before
 
-    def wait_for_early(self) -> None:
-        """Wait until the early part is committed, which is normally the case at the end of a round of training."""
-        self.until(lambda: self.driver.phase in (RoundPhase.EARLY, RoundPhase.DONE, RoundPhase.HALF))
-
-    def wait_for_correction(self) -> Correction:
-        return self.until(lambda: self.exchange.late(FOREVER))
-
-    def until(self, given: Callable[[], T | None]) -> T:
-        """Poll every 2 ms until `given` returns a value, which the network thread produces. Raises TimeoutError."""
-        until_s = time.monotonic() + PATIENCE_S
-        while not (found := given()):
-            if time.monotonic() > until_s:
-                raise TimeoutError(f"what was waited for did not come: {self.driver.last_fault}")
-            time.sleep(0.002)
-        return found
+    def on_loop(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return self.call(coroutine)
 
     def stop(self) -> None:
-        self.on_loop(self.driver.stop())
-        self.on_loop(self.server.stop(0.1))
+        self.__exit__()
 
-    def on_loop(self, coroutine: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(PATIENCE_S)
+    # how it reaches others
 
-    def _hello(self) -> Hello:
-        peer_id = self.session.identity.peer_id if self.session else self.name
-        return Hello(peer_id, self.spec.name, self.spec.digest())
+    def _new_loop(self) -> asyncio.AbstractEventLoop:
+        return uvloop.new_event_loop()
 
-    async def _build(self, host: str) -> tuple[RoundDriver, GrpcServer]:
-        stack = build_round_stack(
-            self.spec,
-            hello=self._hello,
-            transport=self.transport,
-            directory=self.directory,
-            executor=ThreadPoolExecutor(1),
-            rng=random.Random(self.name),
-        )
-        server = GrpcServer(stack.service, session=self.session)
-        await server.start(host, 0)
-        return stack.driver, server
+    def _outside(self, peer_id: str, hello: Callable[[], Hello], wrap: Wrap) -> tuple[Transport, Directory]:
+        self.transport = GrpcTransport(hello, connections=self._connections, session=self.session)
+        return self.transport, self.directory
+
+    async def _connect(self, peer_id: str, service: PeerService, wrap: Wrap) -> None:
+        self.server = GrpcServer(service, session=self.session)
+        await self.server.start(self._host, 0)
+
+    async def _disconnect_all(self) -> None:
+        await self.server.stop(0.1)
 
 
 class Side(BarePeer):
     """One of two peers that know each other, each in its own process. They use TLS, as real peers do."""
 
-    def __init__(self, name: str, pipe: Connection, spec: RunSpec, num_elements: int, **options: Any) -> None:
+    def __init__(self, name: str, pipe: Connection, spec: Spec, **options: Any) -> None:
         with tempfile.TemporaryDirectory() as folder:
             session = Session(Identity.load_or_create(Path(folder) / "key"))
-        super().__init__(name, spec, num_elements, session=session, **options)
+        super().__init__(name, spec, session=session, **options)
         self.pipe = pipe
         pipe.send((self.server.port, session.identity.peer_id, session.key))
         _, address, peer_id, key = pipe.recv()
@@ -153,6 +148,18 @@ def start_loop() -> asyncio.AbstractEventLoop:
     loop = uvloop.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True).start()
     return loop
+
+
+def through(link: LinkProfile) -> Callable[[int], int]:
+    """Return a function that puts a link proxy in front of a port. The proxies run until this process ends."""
+    loop = start_loop()
+
+    def between(port: int) -> int:
+        proxy = LinkProxy(f"127.0.0.1:{port}", link)
+        asyncio.run_coroutine_threadsafe(proxy.start(), loop).result(START_S)
+        return int(proxy.address.rpartition(":")[2])
+
+    return between
 
 
 def run_pair(

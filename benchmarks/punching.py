@@ -38,14 +38,12 @@ from claims import Claim, run
 from harness.holes import Homes
 from harness.nat import Router, outer_address
 from netlab import LabError, NetLab, enter, home
-from pair import PATIENCE_S, BarePeer
+from pair import PATIENCE_S, BarePeer, whole_swaps
 
 from noloco_p2p.dial_guard import DialGuard
-from noloco_p2p.gossip.outcome import Swapped
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.identity import Identity
 from noloco_p2p.net.session import Session
-from noloco_p2p.spec import CodecSpec, OuterSpec, RunSpec
 from noloco_p2p.swarm.daemon import ListenOn
 from noloco_p2p.swarm.node import SwarmNode
 from noloco_p2p.swarm.relay import Relay, Reservations
@@ -62,11 +60,7 @@ KINDS = (
     "port/port",
 )
 CARRIER, BEHIND_IT = Router("endpoint", "endpoint"), "endpoint/port, carrier"  # RFC 6888 asks carriers for this one
-SPEC = RunSpec(
-    name="punching",
-    outer=OuterSpec(inner_steps=1, max_wait_s=600.0, swap_momentum=False),
-    codec=CodecSpec(slow_weights="int8", outer_gradient="int4"),
-)
+SPEC = whole_swaps("punching")
 
 
 def router(kind: str, behind: int | None = None) -> Router:
@@ -159,7 +153,8 @@ class Swapper(BarePeer):
         self.key = folder / "key"
         self.ways: dict[str, Sequence[str]] = {}
         session = Session(Identity.load_or_create(self.key))
-        super().__init__(name, SPEC, num_elements, host=address, session=session)
+        super().__init__(name, SPEC, host=address, session=session)
+        self.begin(num_elements)
         self.address = address
         self.peer_id = session.identity.peer_id
 
@@ -212,7 +207,6 @@ def side(
         pipe.send((peer.peer_id, peer.session.key, f"{outside}:{peer.server.port}", ways))
         peer_id, key, other_address, peer.ways[""] = pipe.recv()
         peer.ways = {peer_id: peer.ways[""]}
-        index = 0
         while way := pipe.recv():
             if name == "a":
                 peer.directory.others = [Candidate(peer_id, other_address, session_key=key)]
@@ -221,15 +215,10 @@ def side(
                 peer.tunnels._no_hole_before_s[peer_id] = math.inf if way == "relay" else 0.0
                 peer.directory.others = peer.on_loop(_reached(peer, closed))
             began_s = time.monotonic()
-            peer.open(index)
-            peer.wait_for_early()
-            peer.stage()
-            outcome = peer.exchange.collect(600.0)
-            assert isinstance(outcome, Swapped), outcome
+            num_bytes = peer.swap()
             seconds = time.monotonic() - began_s
             took = str(peer.tunnels.last_ways.get(peer_id, "")) if doors else "direct"
-            pipe.send((seconds, outcome.received.bytes_received, took))
-            index += 1
+            pipe.send((seconds, num_bytes, took))
 
 
 async def _reached(peer: Swapper, candidates: Sequence[Candidate]) -> list[Candidate]:

@@ -4,8 +4,9 @@
 
 A seed determines the faults: a peer gets SIGKILL or SIGTERM, a peer is frozen for a while (SIGSTOP), or the p2pd of a
 peer gets SIGKILL. A peer that has ended is started again with its own folder. `make chaos` runs for eight minutes with
-a fault every 15 s. The exit code is 1 if a peer ends by itself or leaves with an exit code other than 0, if a log
-contains a traceback, or if a checkpoint cannot be read.
+a fault every 15 s. The longest pauses are those of peers that were neither frozen nor restarted. The exit code is 1 if
+a peer ends by itself or leaves with an exit code other than 0, if a log contains a traceback, or if a checkpoint cannot
+be read.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import psutil
@@ -29,11 +30,14 @@ from claims import machine
 from harness.processes import PeerProcess, small_spec, write_spec
 
 from noloco_p2p.errors import CheckpointError
-from noloco_p2p.gossip.outcome import LonelyCause
 from noloco_p2p.outer.checkpoint import Checkpoints
+from noloco_p2p.outer.saved_state import STATE_FILE
+from noloco_p2p.telemetry.metrics import FAILED
 
-MAX_WAIT_S, FREEZE_S, FAREWELL_S, SAMPLE_S = 3.0, 15.0, 10.0, 2.0
-SPEC = small_spec("soak", outer__max_wait_s=MAX_WAIT_S, evaluate__every_rounds=1_000_000)
+FREEZE_S, FAREWELL_S, SAMPLE_S = 15.0, 10.0, 2.0
+FLAGS = ("--save-every-s", "5", "--report-every-s", "2")
+SPEC = small_spec("soak", evaluate__every_steps=1_000_000)
+SUMS = ("step", "swaps", *FAILED, "refused_over_share", "refused_unlisted", "catch_ups", "diverged", "blocked_s")
 FAULTS = ("kill", "freeze", "terminate", "kill p2pd")
 MIB = 1 << 20
 
@@ -45,6 +49,7 @@ class Life:
     process: PeerProcess
     rss_mib: list[float] = field(default_factory=list)
     num_fds: list[int] = field(default_factory=list)
+    trains: bool = False
 
     def sample(self) -> None:
         try:
@@ -52,7 +57,8 @@ class Life:
             rss, fds = found.memory_info().rss / MIB, found.num_fds()
         except psutil.Error:
             return
-        if self.process.events("round"):  # imports and the building of the model are not growth
+        self.trains = self.trains or bool(self.process.events("report"))
+        if self.trains:  # imports and the building of the model are not growth
             self.rss_mib.append(rss)
             self.num_fds.append(fds)
 
@@ -88,7 +94,7 @@ class Soak:
         for number in range(1, self.num_peers):
             self._start(number, self.ticket)
         for number in range(self.num_peers):
-            self._now(number).event("round", timeout_s=180.0)
+            self._now(number).report_where(lambda event: event["swaps"] > 0)
         until_s = time.monotonic() + seconds
         next_s = time.monotonic() + self.rng.expovariate(1 / self.mtbf_s)
         while time.monotonic() < until_s:
@@ -107,7 +113,7 @@ class Soak:
         return self.lives[number][-1].process
 
     def _start(self, number: int, target: str | Path) -> None:
-        process = PeerProcess(target, self.folder / f"peer-{number}", "--save-every-rounds", "5")
+        process = PeerProcess(target, self.folder / f"peer-{number}", *FLAGS)
         self.lives.setdefault(number, []).append(Life(process))
 
     def _watch(self) -> None:
@@ -165,31 +171,43 @@ class Soak:
         try:
             newest = Checkpoints(self.folder / f"peer-{number}" / "runs" / SPEC.run_id / "checkpoints").newest()
             if newest:
-                newest.load("outer")
+                newest.load(STATE_FILE)
                 self.checkpoints_read += 1
         except CheckpointError as error:
             self.broken.append(f"checkpoint of peer {number}: {error}")
 
-    def _longest_pause_s(self, number: int) -> float:
-        """Return the longest time between two rounds of a peer that was neither frozen nor restarted in between."""
-        process = self.lives[number][0].process
-        starts, ends = ([event["time_s"] for event in process.events(kind)] for kind in ("started", "round"))
+    def _reports(self, number: int) -> list[dict[str, Any]]:
+        """Return the reports of all processes of a peer, which write into one file."""
+        return self.lives[number][0].process.events("report")
+
+    def _longest_pause_s(self, number: int, metric: str) -> float:
+        """Return the longest time in which a counter of a peer stood still while it was not frozen or restarted."""
+        starts = [event["time_s"] for event in self.lives[number][0].process.events("started")]
         breaks = [(start, start) for start in starts] + [(a, b) for peer, a, b in self.frozen if peer == number]
+        reports = self._reports(number)
+        grown = [later["time_s"] for earlier, later in pairwise(reports) if later[metric] != earlier[metric]]
         return max(
             (
                 later - earlier
-                for earlier, later in pairwise(ends)
+                for earlier, later in pairwise(grown)
                 if not any(begin <= later and earlier <= end for begin, end in breaks)
             ),
             default=0.0,
         )
 
+    def _sum(self, metric: str) -> float:
+        """Return how much a counter of all peers has grown. Counters of a process begin at the last checkpoint."""
+        pairs = (pair for number in self.lives for pair in pairwise(self._reports(number)))
+        return round(sum(max(0.0, later[metric] - earlier[metric]) for earlier, later in pairs), 2)
+
+    def _mean(self, gauge: str) -> float:
+        values = [
+            report[gauge] for number in self.lives for report in self._reports(number) if report[gauge] is not None
+        ]
+        return round(mean(values), 4) if values else 0.0
+
     def report(self) -> dict[str, Any]:
-        rounds: Counter[str] = Counter()
-        for lives in self.lives.values():
-            last = lives[0].process.events("round")[-1]  # all lives of a peer write into one file
-            for name in ("rounds_here", "swaps", "halves", "alone", *(f"alone_{cause}" for cause in LonelyCause)):
-                rounds[name] += last[name]
+        counted = {metric: self._sum(metric) for metric in SUMS}
         for number, lives in self.lives.items():
             for life in lives:
                 if "Traceback" in life.process.text:
@@ -200,9 +218,13 @@ class Soak:
             "peers": self.num_peers,
             "faults": dict(self.faults),
             "restarts": self.restarts,
-            "rounds": dict(rounds),
-            "swapped_share": round((rounds["swaps"] + rounds["halves"]) / max(1, rounds["rounds_here"]), 4),
-            "longest_pause_s": round(max(map(self._longest_pause_s, self.lives)), 2),
+            "counted": counted,
+            "swaps_that_committed": round(
+                counted["swaps"] / max(1, counted["swaps"] + sum(counted[kind] for kind in FAILED)), 4
+            ),
+            "longest_pause_s": round(max(self._longest_pause_s(number, "step") for number in self.lives), 2),
+            "longest_time_without_a_swap_s": round(max(self._longest_pause_s(each, "swaps") for each in self.lives), 2),
+            **{name: self._mean(name) for name in ("swaps_per_min", "link_use", "age_steps", "apart")},
             "slowest_farewell_s": round(max(self.farewells_s, default=0.0), 2),
             "farewells_over_10_s": sum(seconds > FAREWELL_S for seconds in self.farewells_s),
             "checkpoints_read_after_kill": self.checkpoints_read,

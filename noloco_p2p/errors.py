@@ -77,7 +77,7 @@ class DirectoryError(NolocoError):
 class PeerError(NolocoError):
     """Another peer is at fault.
 
-    The error never reaches the training loop, because the round turns it into an outcome.
+    The error never reaches the training loop, because only the swap fails.
     """
 
     advice = "training continues; if this happens with many peers, run `noloco doctor TICKET`"  # what to do about it
@@ -116,10 +116,7 @@ class Refused(PeerError):
 class CorruptPayload(PeerError):
     """The peer sent data that is damaged, non-finite, or not of the announced size."""
 
-    advice = (
-        "none of the data was applied; if this happens with many peers, test this machine's memory and network; "
-        "if the error is about this peer's own gradient, lower the learning rate"
-    )
+    advice = "none of the data was applied; if this happens with many peers, test this machine's memory and network"
 
 
 class NotFinite(CorruptPayload):

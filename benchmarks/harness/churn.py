@@ -12,7 +12,6 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from itertools import groupby
 from pathlib import Path
 
 import psutil
@@ -20,8 +19,8 @@ import psutil
 from harness.patience import PATIENCE_S
 from harness.processes import PeerProcess, until, write_spec
 from noloco_p2p.spec import TrainerSpec
+from noloco_p2p.telemetry.metrics import FAILED
 
-NETWORK_ANSWER_S = 5.0  # how long the network thread may take beyond outer.max_wait_s: gossip.exchange
 STARTS_AT_ONCE = 2  # imports occupy a core for seconds
 POLL_S = 0.2
 
@@ -40,20 +39,6 @@ class Plan:
     mean_pause_s: float
     seed: int
     min_gone: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Round:
-    """One round of one process. `has_others` says whether the process knew of a live peer at the end."""
-
-    outcome: str
-    blocked_s: float
-    has_others: bool
-
-    @property
-    def kind(self) -> str:
-        """The outcome: swapped, half or solo."""
-        return self.outcome.split()[0].rstrip(":")
 
 
 @dataclass(slots=True)
@@ -79,32 +64,38 @@ class Life:
 
     def look(self) -> None:
         """Record the daemon of the peer once the peer trains."""
-        if self.daemon is None and not self.is_over and self.process.events("round"):
+        if self.daemon is None and not self.is_over and self.process.events("report"):
             self.daemon = self.process.find_p2pd()
             if self.daemon:
                 listen = next(each for each in self.daemon.cmdline() if each.startswith("-listen="))
                 self.daemon_socket = Path(listen.removeprefix("-listen=/unix"))
 
-    def rounds(self) -> list[Round]:
-        return [
-            Round(event["last_outcome"], event["blocked_s"], event["live_peers"] > 0)
-            for event in self.process.events("round")
-        ]
+    def longest_without_s(self) -> float:
+        """Return the longest time that this process, while it knew of other peers, went on without a new swap."""
+        longest_s = since_s = 0.0
+        swaps = None
+        for report in self.process.events("report"):
+            if report["swaps"] != swaps or not report["live_peers"]:
+                swaps, since_s = report["swaps"], report["time_s"]
+            longest_s = max(longest_s, report["time_s"] - since_s)
+        return longest_s
+
+    def grown(self, metric: str) -> float:
+        """Return how much a counter has grown in this process."""
+        reports = self.process.events("report")
+        return reports[-1][metric] - reports[0][metric] if reports else 0.0
 
 
 @dataclass(slots=True)
 class Report:
-    """The result of a churn. It counts the rounds of all processes in which they knew of a live peer."""
+    """The result of a churn: the sums over all processes, and the extremes."""
 
     joins: int = 0
     leaves: int = 0
     kills: int = 0
-    rounds: int = 0
-    swapped: int = 0
-    half: int = 0
-    alone: int = 0
-    longest_alone: list[str] = field(default_factory=list)  # reasons of the longest sequence of solo rounds
-    longest_blocked_s: float = 0.0  # of a round, at its boundary
+    swaps: int = 0
+    failed: int = 0
+    longest_without_s: float = 0.0  # a swap, while there were other peers
     longest_exit_s: float = 0.0  # of the peers that were asked to leave
     bad_exits: list[str] = field(default_factory=list)
     left_behind: list[str] = field(default_factory=list)
@@ -171,7 +162,7 @@ class Churn:
             self._leave([life])
 
     def _begin(self, number: int, target: str | Path) -> None:
-        flags = ("--save-every-rounds", "5")
+        flags = ("--save-every-s", "5")
         process = PeerProcess(target, self._folder / f"peer-{number}", *flags)
         self._lives.append(Life(number, self._stack.enter_context(process)))
 
@@ -209,16 +200,9 @@ class Churn:
         report.kills = sum(life.is_killed for life in self._lives)
         for life in self._lives:
             name = f"peer {life.number}"
-            rounds = [each for each in life.rounds() if each.has_others]  # a lone peer cannot swap
-            kinds = [each.kind for each in rounds]
-            report.rounds += len(kinds)
-            report.swapped += kinds.count("swapped")
-            report.half += kinds.count("half")
-            report.alone += kinds.count("solo")
-            for kind, group in groupby(rounds, key=lambda each: each.kind):
-                solo = [each.outcome for each in group] if kind == "solo" else []
-                report.longest_alone = max(report.longest_alone, solo, key=len)
-            report.longest_blocked_s = max([report.longest_blocked_s, *(each.blocked_s for each in rounds)])
+            report.swaps += round(life.grown("swaps"))
+            report.failed += round(sum(life.grown(metric) for metric in FAILED))
+            report.longest_without_s = max(report.longest_without_s, life.longest_without_s())
             if "Traceback" in life.process.text:
                 report.tracebacks.append(name)
             if not life.is_killed:

@@ -104,6 +104,9 @@ class GreedyGossip(LyingGossip):
         if agreed:
             await self._swap_of_ours(agreed)
 
+    def _free_in_s(self) -> float:
+        return 0.0
+
     async def _accept(self, stream: FrameStream, offer: Offer) -> Refuse | None:
         part = self._ages.choose(offer.ages, self._exchange.step, at_most=offer.at_most)
         assert part
@@ -124,15 +127,19 @@ class _NotFinite:
 
     codec: Codec
 
+    @property
+    def name(self) -> str:
+        return self.codec.name
+
     def num_bytes(self, num_elements: int) -> int:
         return self.codec.num_bytes(num_elements)
 
     def encode(self, values: Tensor) -> bytes:
         return b"\xff" * self.num_bytes(values.numel())
 
-    def check(self, payload: bytes, *, num_elements: int) -> None: ...
+    def check(self, payload: bytes | memoryview, *, num_elements: int) -> None: ...
 
-    def decode(self, payload: bytes, *, num_elements: int) -> Tensor:
+    def decode(self, payload: bytes | memoryview, *, num_elements: int) -> Tensor:
         return torch.zeros(num_elements)
 
 

@@ -6,14 +6,16 @@ import asyncio
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
+from noloco_p2p.gossip import service
 from noloco_p2p.gossip.deadlines import INTERNET, Deadlines
 from noloco_p2p.gossip.exchange import Committed, Exchange
 from noloco_p2p.gossip.frames import Hello
-from noloco_p2p.gossip.gossip import Counts
+from noloco_p2p.gossip.gossip import Counts, Gossip
 from noloco_p2p.gossip.service import PeerService
 from noloco_p2p.simulate.clock import InlineExecutor
 from noloco_p2p.simulate.network import Link, LinkNetwork, LinkTransport
@@ -44,6 +46,7 @@ class Trainer:
         seed: int = 0,
         deadlines: Deadlines = INTERNET,
         wrap: Callable[[Any], Any] = lambda stream: stream,
+        gossip: type[Gossip] = Gossip,
     ) -> None:
         self.name = name
         self.swaps: list[Committed] = []
@@ -68,13 +71,15 @@ class Trainer:
         )
         self.exchange: Exchange
         self._at_steps = at_steps
+        self._gossip = gossip
 
     @property
     def counts(self) -> Counts:
         return self.service.counts
 
     async def begin(self) -> None:
-        self.exchange = await self.service.begin(len(self.vector))
+        with patch.object(service, "Gossip", self._gossip):
+            self.exchange = await self.service.begin(len(self.vector))
         self.exchange.read = None if self._at_steps else lambda start, stop: self.vector[start:stop].clone()
 
     async def train(self, num_steps: int, *, noise: float | None = None, after_s: float = 0.0) -> None:

@@ -203,7 +203,9 @@ async def _download(peers: Sequence[Candidate], transport: GrpcTransport) -> tup
             continue
         text = f"{mib(speed)}/s from {named(peer.peer_id)} (download; the state is {mib(manifest.num_bytes)})"
         if speed < SLOW_LINK_BYTES_PER_S:
-            fix = "swaps over a slow link carry small parts of the weights, so replicas drift apart; use a smaller model"
+            fix = (
+                "over a slow link, swaps carry small parts of the weights, so replicas drift apart; use a smaller model"
+            )
             return manifest, speed, Check("bandwidth", "warning", text, fix)
         return manifest, speed, Check("bandwidth", "ok", text)
     return (

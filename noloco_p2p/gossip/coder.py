@@ -100,6 +100,7 @@ class Coding:
         self.values = values
         self.chunks = coder.units.chunks(part)
         self.square = 0.0  # of the half-difference
+        self.swap_id = swap_id
         self._coder = coder
         self._blocks = coder.units.blocks(part)
         self._grids = self._agree(swap_id, *proposals)

@@ -79,7 +79,7 @@ class Exchange:
         self.has_diverged = False
         self.num_live: Callable[[], int] = lambda: 1
         self.has_partners: Callable[[], bool] = lambda: False  # whether any other peer may be training
-        self.on_open: Callable[[], None] = lambda: None  # called on the network thread
+        self.on_open: Callable[[], object] = lambda: None  # called on the network thread
         self._loop = loop
         self._wanted: deque[_Request] = deque()
         self._committed: deque[Committed] = deque()

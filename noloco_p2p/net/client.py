@@ -25,7 +25,7 @@ from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 from noloco_p2p.net.wire.v1.peer_pb2_grpc import PeerStub
 
 FAR_S = 0.02  # from this round-trip time on, one TCP stream is much slower than the link if packets are lost
-FAR_CONNECTIONS = 6  # with 1 % loss, six streams carry more than five times as much as one (benchmarks/lossy_links.py)
+FAR_CONNECTIONS = 6  # with 1 % loss, six streams carry more than five times as much as one
 MAX_MANIFEST_CHUNKS = 1 << 20  # enough for 1 TiB of state; a larger manifest is refused
 
 

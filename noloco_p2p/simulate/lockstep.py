@@ -125,7 +125,7 @@ class _Lockstep:
         self.replicas = range(plan.num_replicas)
         self.models = [material.model() for _ in self.replicas]
         self.inner = [InnerStep(model, self.train) for model in self.models]
-        self.flat = [FlatParameters(model) for model in self.models]
+        self.flat = [FlatParameters(inner.model) for inner in self.inner]
         self.batches = [material.batches(peer_name(number), replica=number) for number in self.replicas]
         self.num_elements = self.flat[0].num_elements
         self.ring = Ring.of(rule, material.spec.codec.weights, num_elements=self.num_elements)

@@ -1,4 +1,4 @@
-"""The hostile peer, which breaks the protocol in one way for each flag. SECURITY.md names the flags in its tables."""
+"""The hostile peer, which breaks the protocol in one way for each flag."""
 
 from __future__ import annotations
 

@@ -68,4 +68,6 @@ def test_two_simulated_replicas_are_two_peers_over_grpc(
         assert min(len(swaps), len(replica.swaps)) > NUM_SWAPS, "there are closing swaps, too"
         differ = int((weights != replica.current_weights()).sum())
         assert differ == 0, f"replica {number}: {differ} of {weights.numel()} numbers differ"
-    assert not torch.equal(real[0][0], FlatParameters(material.model()).read(0, real[0][0].numel())), "they have trained"
+    assert not torch.equal(real[0][0], FlatParameters(material.model()).read(0, real[0][0].numel())), (
+        "they have trained"
+    )

@@ -18,7 +18,7 @@ ORDER = [
     {"integrations", "monitor", "trainer", "testing"},
     {"peer"},
     {"net", "outer", "swarm"},
-    {"mix", "transfer"},
+    {"transfer"},
     {"gossip", "flow"},
     {"optim", "codec", "data"},
     {"devices"},
@@ -35,12 +35,11 @@ PURE = [
     "optim",
     "codec",
     "flow",
+    "gossip/coder.py",
+    "gossip/frames.py",
     "gossip/pairing.py",
-    "gossip/round_state.py",
-    "gossip/round_events.py",
-    "gossip/active_swap.py",
-    "gossip/round_length.py",
-    "gossip/rate_estimators.py",
+    "gossip/shares.py",
+    "gossip/units.py",
 ]
 TOPS = ("noloco_p2p", "benchmarks", "docs")  # folders of the files that comments name
 OWN_FILE = re.compile(r"(?<![\w/.-])(?!hivemind/)(?:[a-z_]+/)*[a-z_]+\.(?:py|md)\b")
@@ -124,13 +123,11 @@ def test_only_the_adapters_know_what_a_transformers_model_gives() -> None:
             assert not found, f"{path}: {found}"
 
 
-def test_the_round_stack_is_built_in_one_place() -> None:
+def test_gossip_is_made_in_one_place() -> None:
     """Doubles, simulations and benchmarks therefore measure what a peer runs."""
     paths = [path for top in ("noloco_p2p", "benchmarks") for path in (PACKAGE.parent / top).rglob("*.py")]
-    makers = {
-        path.name for path in paths if re.search(r"\b(RoundDriver|PeerService)\(", path.read_text(encoding="utf-8"))
-    }
-    assert makers == {"round_stack.py"}
+    makers = {path.name for path in paths if re.search(r"\bGossip\(", path.read_text(encoding="utf-8"))}
+    assert makers == {"service.py"}
 
 
 def test_every_folder_has_three_files() -> None:

@@ -1,0 +1,221 @@
+"""Measure what swaps cost a trainer: how long it waits, how much slower and larger it gets, and what it gets for that.
+
+    python benchmarks/trainer_waits.py [--elements N] [--step-s 1] [--seconds 120] [--mbit-s 200,1000] [--json FILE]
+
+Two processes with the code of real peers swap over TLS and a link proxy. One of them trains a Llama with 125M
+parameters and AdamW on one core. With --elements, it has N synthetic weights instead, and its inner step computes for
+--step-s seconds of processor time. Its partner has the same weights and sleeps instead of computing, because in a real
+run it would be on another machine. The trainer first trains without a partner for a quarter of the time.
+
+A pause is the time for which one inner step waits for the lock of the weights and applies what has arrived. What the
+training thread waits for a core meanwhile is subtracted. Memory is the peak of the process minus its memory before the
+first swap, when model, gradients and optimizer are already there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+from claims import Claim, show
+from pair import Side, run_pair, through
+from torch import nn
+from torch.optim import AdamW
+
+from noloco_p2p.outer.mixing import Swapped
+from noloco_p2p.outer.noloco import NoLoCo
+from noloco_p2p.spec import ModelSpec, RunSpec
+from noloco_p2p.testing.links import LinkProfile
+from noloco_p2p.trainer.model import build_model
+
+SPEC = RunSpec(name="trainer-waits")
+LLAMA = ModelSpec(hidden_size=768, num_layers=12, num_heads=12, mlp_size=2048)
+NUM_TOKENS = 64  # of a batch
+NUM_TENSORS = 24  # of synthetic weights
+WARM_STEPS = 3
+ALONE_SHARE = 0.25
+MOST_BLOCKED, MOST_PAUSE_MS, MOST_MIB = 1.0, 50.0, 256.0
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    num_elements: int  # 0: the Llama
+    step_s: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    num_elements: int
+    seconds: float
+    alone_steps_per_s: float
+    steps_per_s: float
+    blocked_s: float
+    longest_pause_s: float
+    memory_bytes: int
+    bytes_sent: int
+    swaps: int
+    failed: int
+    link_use: float
+    age_steps: float
+    share: float  # of the weights in a swap
+
+
+class Pauses:
+    """Measures how long each step of an optimizer pauses for NoLoCo, whose hooks run between the hooks of this one."""
+
+    def __init__(self, optimizer: AdamW) -> None:
+        self.total_s = self.longest_s = 0.0
+        self._began_s = self._pause_s = 0.0
+        optimizer.register_step_pre_hook(self._begin)
+        optimizer.register_step_post_hook(self._begin)
+
+    def end(self, optimizer: AdamW) -> None:
+        optimizer.register_step_pre_hook(self._locked)
+        optimizer.register_step_post_hook(self._applied)
+
+    def _begin(self, *arguments: object) -> None:
+        self._began_s = _own_s()
+
+    def _locked(self, *arguments: object) -> None:
+        self._pause_s = _own_s() - self._began_s
+
+    def _applied(self, *arguments: object) -> None:
+        self._pause_s += _own_s() - self._began_s
+        self.total_s += self._pause_s
+        self.longest_s = max(self.longest_s, self._pause_s)
+
+
+def _own_s() -> float:
+    """Return the time, without that for which this thread has waited for a core."""
+    waited = Path("/proc/thread-self/schedstat").read_text(encoding="ascii").split()[1]
+    return time.monotonic() - int(waited) / 1e9
+
+
+def make_training(plan: Plan, *, computes: bool) -> tuple[nn.Module, AdamW, Callable[[], None]]:
+    """Return a model, its optimizer, and a function that computes gradients."""
+    torch.manual_seed(0)
+    if plan.num_elements:
+        sizes = [plan.num_elements // NUM_TENSORS] * NUM_TENSORS
+        model: nn.Module = nn.ParameterList(nn.Parameter(torch.randn(size)) for size in sizes)
+    else:
+        model = build_model(LLAMA, sequence_length=NUM_TOKENS)
+    for param in model.parameters():
+        param.grad = torch.full_like(param, 1e-3)
+    optimizer = AdamW(model.parameters(), lr=1e-4, fused=True)
+    matrix, tokens = torch.randn(256, 256), torch.randint(0, 256, (1, NUM_TOKENS))
+
+    def backward() -> None:
+        if not computes:
+            time.sleep(plan.step_s)
+        elif plan.num_elements:
+            until_s = time.thread_time() + plan.step_s
+            while time.thread_time() < until_s:
+                matrix @ matrix
+        else:
+            model(input_ids=tokens, labels=tokens).loss.backward()
+
+    return model, optimizer, backward
+
+
+def side(name: str, pipe: Connection, plan: Plan, repeats: int) -> None:
+    """Train, and send a `Found`."""
+    peer = Side(name, pipe, SPEC)
+    partners, peer.directory.others = peer.directory.others, []
+    model, optimizer, backward = make_training(plan, computes=name == "a")
+    pauses, swaps = Pauses(optimizer), list[Swapped]()
+    outer = NoLoCo(model, optimizer, peer.member, save_every_s=0.0, on_swap=swaps.append)
+    pauses.end(optimizer)
+
+    def train(seconds: float) -> float:
+        """Train, and return the number of steps per second."""
+        began_s, steps = time.monotonic(), 0
+        while time.monotonic() < began_s + seconds or steps < WARM_STEPS:
+            backward()
+            optimizer.step()
+            steps += 1
+        return steps / (time.monotonic() - began_s)
+
+    pipe.recv()
+    train(0.0)
+    alone = train(ALONE_SHARE * plan.seconds)
+    gc.collect()
+    before, pauses.total_s, pauses.longest_s = _memory_bytes("VmRSS"), 0.0, 0.0
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # resets VmHWM
+    peer.directory.others, began_s = partners, time.monotonic()
+    beside = train(plan.seconds)
+    seconds, counts, gossip = time.monotonic() - began_s, peer.member.service.counts, peer.member.service.gossip
+    assert gossip
+    found = Found(
+        num_elements=outer.weights.num_elements,
+        seconds=seconds,
+        alone_steps_per_s=alone,
+        steps_per_s=beside,
+        blocked_s=pauses.total_s,
+        longest_pause_s=pauses.longest_s,
+        memory_bytes=_memory_bytes("VmHWM") - before,
+        bytes_sent=counts.traffic.bytes_sent,
+        swaps=counts.swaps,
+        failed=counts.failures.total(),
+        link_use=gossip.link.last_minute(peer.loop.time())[1] * 60 / min(60, seconds),
+        age_steps=sum(swap.age_steps for swap in swaps) / max(1, len(swaps)),
+        share=sum(swap.share for swap in swaps) / max(1, len(swaps)),
+    )
+    peer.directory.others = []
+    peer.member.hold_swaps()
+    pipe.send(found)
+    peer.stop()
+
+
+def _memory_bytes(field: str) -> int:
+    """Return the VmRSS (now) or VmHWM (peak) of this process."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+
+
+def measure(plan: Plan, mbit_s: float) -> list[Claim]:
+    link = LinkProfile("link", down_mbit_s=mbit_s, up_mbit_s=mbit_s, delay_ms=10, jitter_ms=0)
+    found: Found = run_pair(side, plan, repeats=1, between=through(link))[0][0]
+    name = f"{found.num_elements / 1e6:.3g}M, {mbit_s:g} Mbit/s"
+    blocked = 100 * found.blocked_s / found.seconds
+    pause_ms, memory = 1e3 * found.longest_pause_s, found.memory_bytes / MIB
+    goodput = found.bytes_sent * 8e-6 / found.seconds
+    return [
+        Claim(f"{name}: blocked", blocked, "% of the time", f"< {MOST_BLOCKED:g}", blocked < MOST_BLOCKED),
+        Claim(f"{name}: longest pause", pause_ms, "ms", f"< {MOST_PAUSE_MS:g}", pause_ms < MOST_PAUSE_MS),
+        Claim(f"{name}: memory", memory, "MiB", f"< {MOST_MIB:g}", memory < MOST_MIB),
+        Claim(f"{name}: speed beside swaps", 100 * found.steps_per_s / found.alone_steps_per_s, "% of that alone"),
+        Claim(f"{name}: inner step", 1 / found.steps_per_s, "s"),
+        Claim(f"{name}: committed swaps", found.swaps * 60 / found.seconds, "a minute"),
+        Claim(f"{name}: failed swaps", found.failed, ""),
+        Claim(f"{name}: a swap carries", 100 * found.share, "% of the weights"),
+        Claim(f"{name}: sent", found.bytes_sent / 1e6, "MB"),
+        Claim(f"{name}: goodput", goodput, "Mbit/s"),
+        Claim(f"{name}: time in which a swap moves", 100 * found.link_use, "%"),
+        Claim(f"{name}: age of half-differences", found.age_steps, "inner steps"),
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--elements", type=int, default=0, metavar="N", help="synthetic weights")
+    parser.add_argument(
+        "--step-s", type=float, default=1.0, help="of the partner, and of a trainer of synthetic weights"
+    )
+    parser.add_argument("--seconds", type=float, default=120.0, help="with swaps")
+    parser.add_argument("--mbit-s", default="200,1000")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the claims as JSON")
+    args = parser.parse_args()
+    plan = Plan(args.elements, args.step_s, args.seconds)
+    show([claim for rate in args.mbit_s.split(",") for claim in measure(plan, float(rate))], args.json)
+
+
+if __name__ == "__main__":
+    main()
