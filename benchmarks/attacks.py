@@ -67,7 +67,7 @@ def cases(*, quick: bool) -> list[Case]:
         *honest,
         Case(num_honest=14),
         *(Case(attack, num_liars=1) for attack in Attack),
-        *(Case(attack, num_liars=1, is_greedy=True) for attack in (Attack.NOISE, *ADAPTIVE)),
+        *(Case(attack, num_liars=1, is_greedy=True) for attack in (Attack.NOISE, Attack.STALLS, *ADAPTIVE)),
         *(Case(attack, num_honest=14, num_liars=3) for attack in ADAPTIVE),
         *(Case(attack, num_liars=1, is_open=True) for attack in (Attack.SCALED, Attack.FLIPPED, Attack.BACK)),
     ]

@@ -144,7 +144,7 @@ class _NotFinite:
 
 
 class HostileReplica(SimulatedReplica):
-    """A liar, which otherwise trains and swaps as the others do. `swarm` maps the peer ids of all replicas to them."""
+    """A liar, which trains as the others do. `swarm` maps the peer ids of all replicas to them."""
 
     def __init__(
         self,
@@ -181,6 +181,15 @@ class HostileReplica(SimulatedReplica):
         if self._attack in (Attack.FAR_AHEAD, Attack.FAR_BEHIND):
             apart = APART * self._spec.furthest * (1 if self._attack is Attack.FAR_AHEAD else -1)
             self.mixing.progress = max(0.0, self.steps / self._spec.schedule_steps + apart)
+
+    def apply(self) -> bool:
+        """Apply what has arrived. A liar that sends lies takes nothing, because these swaps would not bring it closer."""
+        if self._attack in CLAIMS:
+            return super().apply()
+        swaps = self.exchange.collect()
+        for swap in swaps:
+            self.exchange.applied(swap, seconds=0.0)
+        return bool(swaps)
 
     def _lie(self, partner: str, start: int, stop: int) -> Tensor:
         own, victim = self.weights.read(start, stop), self._swarm[partner].weights.read(start, stop)
