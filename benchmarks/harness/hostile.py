@@ -183,7 +183,7 @@ class HostileReplica(SimulatedReplica):
             self.mixing.progress = max(0.0, self.steps / self._spec.schedule_steps + apart)
 
     def apply(self) -> bool:
-        """Apply what has arrived. A liar that sends lies takes nothing, because these swaps would not bring it closer."""
+        """Apply what has arrived. A liar that sends lies takes nothing, as its swaps would not bring it closer."""
         if self._attack in CLAIMS:
             return super().apply()
         swaps = self.exchange.collect()
