@@ -78,6 +78,7 @@ def simulate(case: Case, steps: int) -> Found:
     init = PRESETS["tiny"]
     changes = {f"{name}.{field}": value for name in ("train", "outer", "codec") for field, value in getattr(init, name)}
     changes |= {"train.total_steps": steps, "train.warmup_steps": steps // 10, "outer.closing_mixings": 0}
+    changes |= {"codec.weights": "int8"} if case.attack is Attack.NAN else {}
     spec = TrainerSpec.load(TOY).with_changes(changes)
     limits = OPEN if case.is_open else LIMITS
     num_live = case.num_honest + case.num_liars

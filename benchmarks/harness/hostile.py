@@ -40,7 +40,7 @@ class Attack(StrEnum):
     """What a liar sends in place of its weights, or claims."""
 
     SCALED = "huge weights"  # a hundred times its own
-    NAN = "NaN"
+    NAN = "NaN"  # not with `modulo`, whose payloads have no invalid values
     CONSTANT = "a constant"
     NOISE = "noise"  # Gaussian, with the norm of its weights
     FLIPPED = "flipped half-differences"
@@ -172,7 +172,6 @@ class HostileReplica(SimulatedReplica):
         gossip.stalls = self._attack is Attack.STALLS
         if self._attack is Attack.NAN:
             gossip._coder.plain = _NotFinite(gossip._coder.plain)
-            gossip._coder.propose = lambda part: b"\x7f" * len(self.weights.units.blocks(part))  # no grid
         elif self._attack not in CLAIMS:
             gossip.lie = self._lie
 
