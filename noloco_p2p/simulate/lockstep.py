@@ -123,7 +123,8 @@ class _Lockstep:
         self.rule = rule
         self.outer, self.train = material.spec.outer, material.spec.train
         self.replicas = range(plan.num_replicas)
-        self.inner = [InnerStep(material.model(), self.train) for _ in self.replicas]
+        self.models = [material.model() for _ in self.replicas]
+        self.inner = [InnerStep(model, self.train) for model in self.models]
         self.flat = [FlatParameters(inner.model) for inner in self.inner]
         self.batches = [material.batches(peer_name(number), replica=number) for number in self.replicas]
         self.num_elements = self.flat[0].num_elements
@@ -150,7 +151,7 @@ class _Lockstep:
             if self.diloco and ((step + 1) % self.outer.inner_steps == 0 or step + 1 == total):
                 self._outer_step(self.diloco, step)
             if (step + 1) * self.plan.evaluations >= (len(self.curve) + 1) * total:
-                self.curve.append(Point(0, step + 1, self.virtual_s, self.material.loss(self.inner[0].model)))
+                self.curve.append(Point(0, step + 1, self.virtual_s, self.material.loss(self.models[0])))
         return Result(
             rule=self.rule,
             **judge(self.material, list(self._weights())),

@@ -47,7 +47,7 @@ def noise(vector: Tensor) -> Tensor:
 
 
 FLAGS = {
-    "vanish": Flag(says="the connection was lost", fault=Cut()),
+    "vanish": Flag(says="a swap failed", fault=Cut()),
     "freeze": Flag(says="no frame arrived", fault=Stall()),
     "one-way": Flag(says="no frame arrived", kind=Header, fault=Stall()),
     "truncate": strike("is damaged", lambda chunk: replace(chunk, payload=chunk.payload[:40])),

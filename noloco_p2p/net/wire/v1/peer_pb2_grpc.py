@@ -92,7 +92,7 @@ class PeerServicer(object):
 
     def Lane(self, request_iterator, context):
         """Add a connection to a running swap. Both partners begin with Join, but the answer can also be Refuse. The caller
-        ends the connection with Leave. Both partners must have "lanes" among their features.
+        ends the connection with Leave.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
