@@ -32,7 +32,7 @@ from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 
 log = logging.getLogger(__name__)
 
-MAX_CALLS_PER_PEER = MAX_CONNECTIONS + 4  # for a swap, and for an offer, a status request, a fetch and one more call
+MAX_CALLS_PER_PEER = 2 * MAX_CONNECTIONS + 4  # for two swaps, an offer, a status request, a fetch and one more call
 MAX_FETCHES_PER_PEER = 2  # fetches of chunks: the current one and the previous one
 TELL_EVERY_S = 60.0
 
