@@ -67,7 +67,7 @@ def cases(*, quick: bool) -> list[Case]:
         *honest,
         Case(num_honest=14),
         *(Case(attack, num_liars=1) for attack in Attack),
-        *(Case(attack, num_liars=1, is_greedy=True) for attack in (Attack.NOISE, *ADAPTIVE)),
+        *(Case(attack, num_liars=1, is_greedy=True) for attack in (Attack.NOISE, Attack.STALLS, *ADAPTIVE)),
         *(Case(attack, num_honest=14, num_liars=3) for attack in ADAPTIVE),
         *(Case(attack, num_liars=1, is_open=True) for attack in (Attack.SCALED, Attack.FLIPPED, Attack.BACK)),
     ]
@@ -78,6 +78,7 @@ def simulate(case: Case, steps: int) -> Found:
     init = PRESETS["tiny"]
     changes = {f"{name}.{field}": value for name in ("train", "outer", "codec") for field, value in getattr(init, name)}
     changes |= {"train.total_steps": steps, "train.warmup_steps": steps // 10, "outer.closing_mixings": 0}
+    changes |= {"codec.weights": "int8"} if case.attack is Attack.NAN else {}
     spec = TrainerSpec.load(TOY).with_changes(changes)
     limits = OPEN if case.is_open else LIMITS
     num_live = case.num_honest + case.num_liars

@@ -40,7 +40,7 @@ class Attack(StrEnum):
     """What a liar sends in place of its weights, or claims."""
 
     SCALED = "huge weights"  # a hundred times its own
-    NAN = "NaN"
+    NAN = "NaN"  # not with `modulo`, whose payloads have no invalid values
     CONSTANT = "a constant"
     NOISE = "noise"  # Gaussian, with the norm of its weights
     FLIPPED = "flipped half-differences"
@@ -144,7 +144,7 @@ class _NotFinite:
 
 
 class HostileReplica(SimulatedReplica):
-    """A liar, which otherwise trains and swaps as the others do. `swarm` maps the peer ids of all replicas to them."""
+    """A liar, which trains as the others do. `swarm` maps the peer ids of all replicas to them."""
 
     def __init__(
         self,
@@ -172,7 +172,6 @@ class HostileReplica(SimulatedReplica):
         gossip.stalls = self._attack is Attack.STALLS
         if self._attack is Attack.NAN:
             gossip._coder.plain = _NotFinite(gossip._coder.plain)
-            gossip._coder.propose = lambda part: b"\x7f" * len(self.weights.units.blocks(part))  # no grid
         elif self._attack not in CLAIMS:
             gossip.lie = self._lie
 
@@ -181,6 +180,15 @@ class HostileReplica(SimulatedReplica):
         if self._attack in (Attack.FAR_AHEAD, Attack.FAR_BEHIND):
             apart = APART * self._spec.furthest * (1 if self._attack is Attack.FAR_AHEAD else -1)
             self.mixing.progress = max(0.0, self.steps / self._spec.schedule_steps + apart)
+
+    def apply(self) -> bool:
+        """Apply what has arrived. A liar that sends lies takes nothing, as its swaps would not bring it closer."""
+        if self._attack in CLAIMS:
+            return super().apply()
+        swaps = self.exchange.collect()
+        for swap in swaps:
+            self.exchange.applied(swap, seconds=0.0)
+        return bool(swaps)
 
     def _lie(self, partner: str, start: int, stop: int) -> Tensor:
         own, victim = self.weights.read(start, stop), self._swarm[partner].weights.read(start, stop)

@@ -66,6 +66,7 @@ class Trainer:
             directory=MemoryDirectory(network, own_id=name),
             executor=InlineExecutor(),
             rng=random.Random(f"{name}/{seed}"),
+            cpu_clock=asyncio.get_running_loop().time,
             deadlines=deadlines,
             on_corrupt=lambda peer, reason: self.corrupt.append(f"{peer}: {reason}"),
         )

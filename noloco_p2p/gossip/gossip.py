@@ -12,6 +12,7 @@ import contextlib
 import logging
 import math
 import random
+import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Executor
@@ -62,7 +63,7 @@ class Link:
 
     elements_per_s: float = 0.0
     round_trip_s: float = 0.0
-    cost_s: float = 0.0  # for copying and coding
+    cost_s: float = 0.0  # CPU time for coding a slice
     moved_s: float = 0.0  # of all swaps
     swaps: deque[tuple[float, float]] = field(default_factory=deque)  # when each of the last ones moved, from and to
 
@@ -122,6 +123,7 @@ class Gossip:
         deadlines: Deadlines = INTERNET,
         on_corrupt: Callable[[str, str], None] = lambda peer_id, reason: None,
         counts: Counts | None = None,
+        cpu_clock: Callable[[], float] = time.thread_time,
     ) -> None:
         self.state = "training"
         self.counts = counts or Counts()
@@ -138,6 +140,7 @@ class Gossip:
         self._rng = rng
         self._deadlines = deadlines
         self._on_corrupt = on_corrupt
+        self._cpu_clock = cpu_clock
         self._loop = asyncio.get_running_loop()
         self._introductions = Introductions(directory, clock=self._loop.time)
         self._pairing = Pairing(rng)
@@ -427,6 +430,7 @@ class Gossip:
             ledger=ledger,
             ask_partner=lambda: self._has_verified(agreed),
             deadlines=self._deadlines,
+            cpu_clock=self._cpu_clock,
         )
         self._running.append(swap)
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Executor
 
@@ -46,6 +47,7 @@ class PeerService:
         serve: Serve = serve_nothing,
         deadlines: Deadlines = INTERNET,
         on_corrupt: Callable[[str, str], None] = lambda peer_id, reason: None,
+        cpu_clock: Callable[[], float] = time.thread_time,
     ) -> None:
         self.gossip: Gossip | None = None
         self.counts = Counts()
@@ -59,6 +61,7 @@ class PeerService:
         self._serve = serve
         self._deadlines = deadlines
         self._on_corrupt = on_corrupt
+        self._cpu_clock = cpu_clock
         self._state = "training"
         self._exchange: Exchange | None = None
         self._tasks = OwnedTasks("swapping")
@@ -94,6 +97,7 @@ class PeerService:
             deadlines=self._deadlines,
             on_corrupt=self._on_corrupt,
             counts=self.counts,
+            cpu_clock=self._cpu_clock,
         )
         self.gossip.state = self._state
         self._tasks.start(self.gossip.run())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -94,13 +95,14 @@ class Swap:
         ledger: Ledger,
         ask_partner: Callable[[], Awaitable[bool]],
         deadlines: Deadlines = INTERNET,
+        cpu_clock: Callable[[], float] = time.thread_time,
     ) -> None:
         self.agreed = agreed
         self.sent_s = 0.0  # from the first chunk of each pass until the partner had the last one
         self.snapshot_step = 0
         self.is_moving = False  # whether both partners send or have sent
         self.moving_s = 0.0  # when they began
-        self.cost_s = 0.0  # time for copying and coding
+        self.cost_s = 0.0  # CPU time for coding
         self._coder = coder
         self._snapshot = snapshot
         self._turn = turn
@@ -110,6 +112,7 @@ class Swap:
         self._ledger = ledger
         self._ask_partner = ask_partner
         self._deadlines = deadlines
+        self._cpu_clock = cpu_clock
         self._loop = asyncio.get_running_loop()
         self._began_s = 0.0  # when the first chunk of this pass was sent
         self._writing = asyncio.Lock()  # a stream supports one writer, but Alive and Abort come from elsewhere
@@ -193,11 +196,11 @@ class Swap:
 
     async def _elsewhere(self, function: Callable[..., T], *arguments: Any) -> T:
         def timed() -> T:
-            began_s = self._loop.time()
+            began_s = self._cpu_clock()
             try:
                 return function(*arguments)
             finally:
-                self.cost_s += self._loop.time() - began_s
+                self.cost_s += self._cpu_clock() - began_s
 
         return await self._loop.run_in_executor(self._executor, timed)
 

@@ -40,8 +40,8 @@ class Swapped:
 class Mixing:
     """The outer optimizer of one replica.
 
-    `clock` returns seconds. If `follows_caller` is true, the caller sets `progress`, and inner steps and swaps do not
-    change it.
+    `clock` returns seconds, and `cpu_clock` the CPU time of this thread. If `follows_caller` is true, the caller sets
+    `progress`, and inner steps and swaps do not change it.
     """
 
     def __init__(
@@ -52,6 +52,7 @@ class Mixing:
         metrics: Metrics,
         *,
         clock: Callable[[], float],
+        cpu_clock: Callable[[], float],
         follows_caller: bool = False,
     ) -> None:
         self.exchange = exchange
@@ -61,6 +62,7 @@ class Mixing:
         self._weights = weights
         self._metrics = metrics
         self._clock = clock
+        self._cpu_clock = cpu_clock
         self._positions = PartnerPositions()
         self._steps_taken = 0
         self._held: list[Committed] = []
@@ -142,7 +144,7 @@ class Mixing:
         return may
 
     def _apply(self, swap: Committed) -> Swapped:
-        began_s, exchange = self._clock(), self.exchange
+        began_s, exchange = self._cpu_clock(), self.exchange
         age_steps = exchange.step - swap.snapshot_step
         filtered = self._weights.add(swap, steps=age_steps, is_at_rest=exchange.is_at_rest)
         share = len(swap.coding.values) / self._weights.num_swapped
@@ -157,7 +159,7 @@ class Mixing:
         distance = 2 * math.sqrt(filtered.square / len(swap.coding.values) / (self._mean_square or 1.0))
         result = Swapped(swap.partner, share, age_steps, swap.seconds, distance)
         self._measure(result, filtered)
-        exchange.applied(swap, seconds=self._clock() - began_s)
+        exchange.applied(swap, seconds=self._cpu_clock() - began_s)
         return result
 
     def _measure(self, swap: Swapped, filtered: Filtered) -> None:

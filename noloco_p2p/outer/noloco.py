@@ -177,7 +177,13 @@ class NoLoCo:
         self._enter(resume)
         self._exchange = peer.membership.begin_swaps(self.weights.num_swapped)
         self._mixing = Mixing(
-            self.spec, self.weights, self._exchange, peer.metrics, clock=time.monotonic, follows_caller=follows_caller
+            self.spec,
+            self.weights,
+            self._exchange,
+            peer.metrics,
+            clock=time.monotonic,
+            cpu_clock=time.thread_time,
+            follows_caller=follows_caller,
         )
         self._mixing.restart(progress=self._place["progress"], steps=self._place["steps"])
         if not hooked and hasattr(self._inner, "weights_lock"):

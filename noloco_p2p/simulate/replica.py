@@ -76,6 +76,7 @@ class SimulatedPeer:
             directory=MemoryDirectory(network, own_id=peer_id),
             executor=InlineExecutor(),
             rng=random.Random(f"pairing/{seed}/{peer_id}"),
+            cpu_clock=now_s,  # computing takes no virtual time
         )
         self._entered_s = self._left_s = 0.0
 
@@ -118,7 +119,13 @@ class SimulatedPeer:
         assert self._service.gossip
         self._link = self._service.gossip.link
         self.mixing = Mixing(
-            self._spec, self.weights, exchange, self.metrics, clock=now_s, follows_caller=self._follows_caller
+            self._spec,
+            self.weights,
+            exchange,
+            self.metrics,
+            clock=now_s,
+            cpu_clock=now_s,
+            follows_caller=self._follows_caller,
         )
         if donor:
             self.weights.take(donor.weights.tensors())

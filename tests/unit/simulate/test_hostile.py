@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from harness.hostile import CLAIMS, Attack, simulate_hostile
+from harness.hostile import Attack, simulate_hostile
 from harness.specs import tiny_llama
 
 from noloco_p2p.simulate.material import Material
@@ -26,19 +26,18 @@ def honest(material: Material) -> Result:
     return simulate_hostile(material, Plan(4), {})
 
 
-@pytest.mark.parametrize("attack", [attack for attack in Attack if attack not in CLAIMS])
+@pytest.mark.parametrize("attack", [Attack.SCALED, Attack.CONSTANT, Attack.NOISE, Attack.FLIPPED])
 def test_one_liar_of_four_does_not_stop_the_others_from_learning(
     attack: Attack, material: Material, honest: Result
 ) -> None:
     result = simulate_hostile(material, Plan(4), {3: attack})
     assert result.num_replicas == 3, "the liar is not counted"
     assert result.swaps.committed > 0.8 * honest.swaps.committed, "it keeps swapping"
-    assert result.swaps.clipped_pieces > 5 * honest.swaps.clipped_pieces
     start = honest.curve[0].loss
     assert start - result.loss > 0.2 * (start - honest.loss)
 
 
-@pytest.mark.parametrize("attack", CLAIMS)
+@pytest.mark.parametrize("attack", [Attack.FAR_AHEAD, Attack.FAR_BEHIND])
 def test_one_liar_does_not_move_the_schedule_of_the_others(attack: Attack, material: Material) -> None:
     made: list[SimulatedReplica] = []
     simulate_hostile(material, Plan(7, evaluations=1), {6: attack}, on_made=made.extend)
