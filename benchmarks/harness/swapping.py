@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from harness.patience import PATIENCE_S
-from noloco_p2p.gossip.exchange import Committed
+from noloco_p2p.gossip.exchange import Committed, Exchange
 from noloco_p2p.gossip.gossip import Counts
 from noloco_p2p.testing.peers import MemoryPeer
 
@@ -36,8 +36,12 @@ class Swapping:
         self.vector = vector
         self.swaps: list[Committed] = []
         self._changing = Lock()
-        self.exchange = peer.begin_swaps(vector.numel())
-        self.exchange.read = self._read
+        self.exchange = peer._swarm.call(self._begin())  # private, because no swap may begin before `read` is set
+
+    async def _begin(self) -> Exchange:
+        exchange = await self.peer.service.begin(self.vector.numel())
+        exchange.read = self._read
+        return exchange
 
     @property
     def counts(self) -> Counts:

@@ -27,12 +27,11 @@ from noloco_p2p.net.connection import REFUSE_KEY, nobody_is_banned
 from noloco_p2p.net.handshake import PROOF_KEY, Challenges
 from noloco_p2p.net.proxy import Proxy
 from noloco_p2p.net.session import Session
-from noloco_p2p.net.swap_stream import MAX_CONNECTIONS
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 
 log = logging.getLogger(__name__)
 
-MAX_CALLS_PER_PEER = MAX_CONNECTIONS + 4  # for a swap, and for an offer, a status request, a fetch and one more call
+MAX_CALLS_PER_PEER = 16  # for two swaps over six connections, an offer, a status request, a fetch and one more call
 MAX_FETCHES_PER_PEER = 2  # fetches of chunks: the current one and the previous one
 TELL_EVERY_S = 60.0
 
