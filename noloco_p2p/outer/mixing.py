@@ -65,7 +65,6 @@ class Mixing:
         self._cpu_clock = cpu_clock
         self._positions = PartnerPositions()
         self._steps_taken = 0
-        self._held: list[Committed] = []
         self._mean_square: float | None = None  # of the weights in recent slices
         self._connect()
 
@@ -85,7 +84,7 @@ class Mixing:
 
     def begin_again(self, exchange: Exchange, *, progress: float) -> None:
         """Continue from a new position with a new exchange, which carries no swaps of the old weights."""
-        self.exchange, self._held = exchange, []
+        self.exchange = exchange
         self._connect()
         self.restart(progress=progress)
 
@@ -116,8 +115,7 @@ class Mixing:
 
         Raises NotFiniteWeights.
         """
-        arrived, self._held = self._held + self.exchange.collect(), []
-        swapped = [self._apply(swap) for swap in arrived if self._may_apply(swap)]
+        swapped = [self._apply(swap) for swap in self.exchange.collect()]
         self.exchange.serve(self._weights.read)
         return swapped
 
@@ -131,22 +129,10 @@ class Mixing:
         wanted = closing_mixings(self._spec.outer, self.exchange.num_live())
         return max(0, wanted - self.exchange.ages.least_mixings)
 
-    def _may_apply(self, swap: Committed) -> bool:
-        """Hold back a swap until this peer knows how far it moves itself in a step, because this limits a partner."""
-        may = (
-            self.exchange.is_at_rest
-            or self._spec.outer.wait
-            or self.exchange.step > swap.snapshot_step
-            or self._weights.knows_pace(swap)
-        )
-        if not may:
-            self._held.append(swap)
-        return may
-
     def _apply(self, swap: Committed) -> Swapped:
         began_s, exchange = self._cpu_clock(), self.exchange
         age_steps = exchange.step - swap.snapshot_step
-        filtered = self._weights.add(swap, steps=age_steps, is_at_rest=exchange.is_at_rest)
+        filtered = self._weights.add(swap, is_at_rest=exchange.is_at_rest)
         share = len(swap.coding.values) / self._weights.num_swapped
         if exchange.is_at_rest:
             exchange.step += 1

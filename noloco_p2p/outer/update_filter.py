@@ -6,11 +6,9 @@ piece is a part of one tensor within one chunk. Each partner of a swap computes 
 
 The radius is twice the median norm of the newest half-differences of the last `PARTNERS` different partners in this
 piece, after clipping. Each partner counts once, so a liar that this peer meets often has one voice. Two bounds follow
-from this peer's reach, an estimate of how far it moves itself between two mixings: honest replicas move apart by no
-more than that. The lower bound admits the first swaps, for which there is no history. The upper bound stops a liar
-whose clipped half-differences would otherwise keep raising the median.
-
-Steps of an optimizer with momentum have similar directions for `PERSISTENT_STEPS` or so, and are random walks beyond.
+from this peer's own movement since the last mixing, which a sample of its elements estimates: between two mixings,
+honest replicas move apart by no more than each of them moves. The lower bound admits the first swaps, for which there
+is no history. The upper bound stops liars whose clipped half-differences would otherwise keep raising the median.
 """
 
 from __future__ import annotations
@@ -25,8 +23,8 @@ import torch
 from torch import Tensor
 
 PARTNERS = 8  # whose half-differences are remembered
-SMOOTHING = 0.125  # weight of a new measurement of the pace and of the interval
-PERSISTENT_STEPS = 32
+SAMPLE = 256  # elements of a piece whose movement is measured
+SMOOTHING = 0.125  # weight of a new movement
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +32,8 @@ class FilterLimits:
     """The limits of the filter. benchmarks/attacks.py measures how well the defaults work and what they cost."""
 
     radius: float = 2.0  # times the median norm of the half-differences of different partners
-    least: float = 1.0  # times this peer's reach
-    most: float = 3.0  # times this peer's reach
+    least: float = 1.0  # times this peer's own movement since the last mixing, or its mean over mixings if that is more
+    most: float = 2.0  # times the same
 
 
 LIMITS = FilterLimits()
@@ -44,16 +42,10 @@ OPEN = FilterLimits(math.inf, math.inf, math.inf)  # clips nothing, for measurem
 
 @dataclass(slots=True)
 class Filtered:
-    """One swap that passes through the filter, and what the filter has done.
-
-    `steps` is the number of inner steps in which this peer moved by the distances that `clip_` is given, and `age` is
-    the number of inner steps since the last mixing.
-    """
+    """One swap that passes through the filter, and what the filter has done."""
 
     partner: str
-    steps: int
-    age: int
-    is_at_rest: bool
+    is_at_rest: bool  # whether training is over, so that this peer does not move any more
     norms: dict[int, float] = field(default_factory=dict)  # of each piece, after clipping
     num_clipped: int = 0
     square: float = 0.0  # of all half-differences, before clipping
@@ -78,28 +70,31 @@ class UpdateFilter:
         num_pieces = sum(map(len, self._pieces))
         self._norms = torch.full((PARTNERS, num_pieces), torch.nan)
         self._rows: OrderedDict[str, int] = OrderedDict()  # the row of each partner
-        self._pace = [0.0] * num_pieces  # this peer's movement in one step
-        self._interval = 0.0  # inner steps between two mixings of a piece
+        self._samples: dict[int, Tensor] = {}  # of each piece, after the last mixing
+        self._movement = [0.0] * num_pieces  # running mean of this peer's movement between two mixings
 
-    def clip_(self, chunk: int, halves: Tensor, moved: Tensor | None, filtered: Filtered) -> None:
-        """Clip the half-differences of one chunk in place.
+    def begin(self, chunk: int, values: Tensor) -> None:
+        """Record the values of a chunk, from which this peer moves until the next mixing."""
+        for piece, place in self._pieces[chunk]:
+            self._samples[piece] = _sample(values[place]).clone()
 
-        `moved` is this peer's own movement in `filtered.steps` steps, or None if it is not known. Raises
-        NotFiniteWeights if it is not finite.
+    def clip_(self, chunk: int, halves: Tensor, values: Tensor, filtered: Filtered) -> None:
+        """Clip the half-differences of one chunk in place. `values` are the elements to which they will be added.
+
+        Raises NotFiniteWeights.
         """
         pieces = self._pieces[chunk]
         usual = self._norms[:, pieces[0][0] : pieces[-1][0] + 1].nanmedian(dim=0).values.tolist()
         for (piece, place), middle in zip(pieces, usual, strict=True):
-            if moved is not None and filtered.steps:
-                self._note_pace(piece, float(torch.linalg.vector_norm(moved[place])) / filtered.steps)
+            radius = self._radius(piece, values[place], middle, filtered)
             norm = float(torch.linalg.vector_norm(halves[place]))
-            radius = self._radius(piece, middle, filtered)
             filtered.square += norm * norm
             if norm > radius:
                 halves[place].mul_(radius / norm)
                 filtered.num_clipped += 1
                 filtered.cut_square += (norm - radius) ** 2
             filtered.norms[piece] = min(norm, radius)
+            self._samples[piece] = _sample(values[place]) + _sample(halves[place])
 
     def close(self, filtered: Filtered) -> None:
         """Remember the half-differences of this swap."""
@@ -108,28 +103,25 @@ class UpdateFilter:
             row = self._rows.popitem(last=False)[1] if len(self._rows) == PARTNERS else len(self._rows)
             self._norms[row] = torch.nan
         self._rows[filtered.partner] = row
-        self._interval = _smoothed(self._interval, filtered.age)
         first = min(filtered.norms, default=0)  # the pieces of a slice are consecutive
         self._norms[row, first : first + len(filtered.norms)] = torch.tensor([*filtered.norms.values()])
 
-    def knows_pace(self, chunk: int) -> bool:
-        """Return whether this peer has measured its own movement in a chunk."""
-        return all(self._pace[piece] > 0 for piece, _ in self._pieces[chunk])
-
-    def _note_pace(self, piece: int, pace: float) -> None:
-        if not math.isfinite(pace):
+    def _radius(self, piece: int, values: Tensor, usual: float, filtered: Filtered) -> float:
+        limits, sample = self._limits, _sample(values)
+        moved = float(torch.linalg.vector_norm(sample - self._samples[piece])) * math.sqrt(len(values) / len(sample))
+        if not math.isfinite(moved):
             raise NotFiniteWeights
-        self._pace[piece] = _smoothed(self._pace[piece], pace)
-
-    def _radius(self, piece: int, usual: float, filtered: Filtered) -> float:
-        limits = self._limits
-        radius = 0.0 if math.isnan(usual) else limits.radius * usual
-        steps = max(filtered.age, self._interval)
-        reach = self._pace[piece] * min(steps, math.sqrt(PERSISTENT_STEPS * steps))
-        if not (reach or radius):
-            return math.inf  # nothing is known yet
-        radius = max(radius, limits.least * reach)
+        if not filtered.is_at_rest:
+            self._movement[piece] = _smoothed(self._movement[piece], moved)
+        if math.isinf(limits.least):
+            return math.inf
+        reach = max(moved, self._movement[piece])
+        radius = max(0.0 if math.isnan(usual) else limits.radius * usual, limits.least * reach)
         return radius if filtered.is_at_rest else min(radius, limits.most * reach)
+
+
+def _sample(values: Tensor) -> Tensor:
+    return values[:: max(1, len(values) // SAMPLE)][:SAMPLE]
 
 
 def _smoothed(before: float, value: float) -> float:

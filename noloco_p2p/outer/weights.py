@@ -43,9 +43,10 @@ class Weights:
         self.num_swapped = num * (1 + outer.sends_slow_weights + outer.sends_momentum)
         self.units = Units(self.num_swapped)
         chunks = self.units.chunks(Slice(0, self.units.num_units))
-        self._chunk_at = {chunk.start: number for number, chunk in enumerate(chunks)}
+        self._chunks = {chunk.start: (number, chunk.stop) for number, chunk in enumerate(chunks)}  # by first element
         sizes = [param.numel() for _, param in parameters.named] * (self.num_swapped // num)
         self.filter = UpdateFilter(sizes, [(chunk.start, chunk.stop) for chunk in chunks], limits)
+        self._begin_to_move()
 
     def _copy(self) -> Tensor:
         copy = torch.empty(self.num_elements)
@@ -76,27 +77,25 @@ class Weights:
         return self.parameters.read(start, stop).cpu() if vector is None else vector[start:stop]
 
     @torch.no_grad()
-    def add(self, swap: Committed, *, steps: int, is_at_rest: bool = False) -> Filtered:
+    def add(self, swap: Committed, *, is_at_rest: bool = False) -> Filtered:
         """Add the half-differences of a swap, after the update filter. Only the training thread calls this.
 
-        `steps` is the number of inner steps since the snapshot. Raises NotFiniteWeights.
+        Raises NotFiniteWeights.
         """
-        if self._outer.wait:
-            steps = self._outer.inner_steps
-        filtered = Filtered(swap.partner, steps, max(swap.age, steps, 1), is_at_rest)
+        filtered = Filtered(swap.partner, is_at_rest)
         for index, chunk in enumerate(swap.coding.chunks):
             start, stop = swap.start + chunk.start, swap.start + chunk.stop
             halves = swap.coding.half_difference(index)
-            moved = self._moved(start, stop, swap.coding.values[chunk.start : chunk.stop]) if steps else None
-            self.filter.clip_(self._chunk_at[start], halves, moved, filtered)
+            self.filter.clip_(self._chunks[start][0], halves, self.read(start, stop), filtered)
             self._add(start, stop, halves)
         self.parameters.flush()
         self.filter.close(filtered)
         return filtered
 
-    def knows_pace(self, swap: Committed) -> bool:
-        """Return whether this peer has measured how far it moves in the units of a swap."""
-        return all(self.filter.knows_pace(self._chunk_at[swap.start + chunk.start]) for chunk in swap.coding.chunks)
+    def _begin_to_move(self) -> None:
+        """Let the filter measure how far this peer moves from its present weights."""
+        for start, (number, stop) in self._chunks.items():
+            self.filter.begin(number, self.read(start, stop))
 
     def _add(self, start: int, stop: int, halves: Tensor) -> None:
         done = 0
@@ -109,16 +108,6 @@ class Weights:
             with self.lock:
                 for piece, place in self.parameters.pieces(begin, end):
                     add_(piece, part[place].to(piece.device))
-
-    def _moved(self, start: int, stop: int, snapshot: Tensor) -> Tensor | None:
-        """Return how these elements have moved since the snapshot or, with `outer.wait`, since the last outer step."""
-        if self._outer.wait:
-            begin = start % self.num_elements
-            end = begin + stop - start
-            if self.slow is None or end > self.num_elements:
-                return None
-            return self._read(None, begin, end) - self.slow[begin:end]
-        return self._read(None, start, stop) - snapshot
 
     def _sections(self, start: int, stop: int, *, is_written: bool = False) -> Iterator[tuple[Tensor | None, int, int]]:
         """Yield the vectors that form elements [start, stop), with the place in each. None stands for the model."""
@@ -197,6 +186,7 @@ class Weights:
         self.parameters.flush()
         for name, vector in self.outer_state().items():
             vector.copy_(tensors[name])
+        self._begin_to_move()
 
 
 def add_(values: Tensor, offset: Tensor) -> None:
