@@ -111,7 +111,7 @@ class UpdateFilter:
         moved = float(torch.linalg.vector_norm(sample - self._samples[piece])) * math.sqrt(len(values) / len(sample))
         if not math.isfinite(moved):
             raise NotFiniteWeights
-        if not filtered.is_at_rest:
+        if not (filtered.is_at_rest and self._movement[piece]):
             self._movement[piece] = _smoothed(self._movement[piece], moved)
         if math.isinf(limits.least):
             return math.inf

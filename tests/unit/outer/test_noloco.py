@@ -49,11 +49,11 @@ def nudge(model: nn.Module, amount: float) -> None:
             param.add_(amount)
 
 
-def together(*actions: Callable[[], None]) -> None:
+def together(*actions: Callable[[], object]) -> None:
     """Run each action in a thread, and raise the first error."""
     errors: list[BaseException] = []
 
-    def guarded(action: Callable[[], None]) -> None:
+    def guarded(action: Callable[[], object]) -> None:
         try:
             action()
         except BaseException as error:  # noqa: BLE001 - raised again below, in the thread of the test
@@ -163,7 +163,7 @@ def test_a_pause_ends_the_swaps_and_loses_none(tmp_path: Path) -> None:
     with MemorySwarm(make_spec()) as swarm:
         replicas = [Replica(swarm, name, tmp_path) for name in ("a", "b")]
         together(*(lambda r=r, a=a: r.train(30, a) for r, a in zip(replicas, (1e-3, 3e-3), strict=True)))
-        together(*(lambda r=r: r.outer.pause() and None for r in replicas))
+        together(*(r.outer.pause for r in replicas))
         counts = [replica.peer.service.counts.swaps for replica in replicas]
         assert [len(replica.swaps) for replica in replicas] == counts
         mean = torch.stack([flat(replica.model) for replica in replicas]).mean(0)

@@ -27,13 +27,13 @@ class SlowDisk(Checkpoints):
         super().__init__(folder)
         self.go_on = threading.Event()
 
-    def save(self, round: int, **content: Any) -> Path:
+    def save(self, step: int, **content: Any) -> Path:
         assert self.go_on.wait(PATIENCE_S)
-        return super().save(round, **content)
+        return super().save(step, **content)
 
 
 class FullDisk(Checkpoints):
-    def save(self, round: int, **content: Any) -> Path:
+    def save(self, step: int, **content: Any) -> Path:
         raise CheckpointError("the disk is full")
 
 
