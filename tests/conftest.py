@@ -5,8 +5,10 @@ That limit is in pyproject.toml, and for tests marked slow in `benchmarks/harnes
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -26,3 +28,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("slow"):
             item.add_marker(pytest.mark.timeout(SLOW_TEST_S))
+
+
+@pytest.fixture(autouse=True)
+def levels_of_logs() -> Iterator[None]:
+    """Restore the levels that a command line run in this process has set, which hide what later tests wait for."""
+    loggers = [logging.getLogger(name) for name in (None, "noloco_p2p", "noloco_p2p.data.documents", "hivemind")]
+    levels = [logger.level for logger in loggers]
+    yield
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)
