@@ -146,7 +146,7 @@ class Gossip:
         self._pairing = Pairing(rng)
         self._ages = exchange.ages
         exchange.num_live = directory.num_live
-        exchange.has_partners = lambda: any(peer.state == "training" for peer in directory.live())
+        exchange.has_partners = lambda: self._pairing.may_come(directory.live())
         exchange.on_open = self._opened
         self._ask_task: asyncio.Task[Agreed | None] | None = None
         self._running: list[Swap] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from noloco_p2p.gossip.frames import FINAL, RefuseCode
 from noloco_p2p.gossip.seams import Candidate
@@ -23,7 +23,8 @@ class Pairing:
         self._rng = rng
         self._retry_at_s: OrderedDict[str, float] = OrderedDict()
         self._refusals: dict[str, int] = {}  # in a row
-        self._away: set[str] = set()  # peers that do not swap with this one at the moment
+        # Peers that do not swap with this one at the moment, with their reason, or None for a failure.
+        self._away: dict[str, RefuseCode | None] = {}
         self._incompatible: dict[str, str] = {}
 
     def next(self, live: Sequence[Candidate], now_s: float) -> Candidate | None:
@@ -47,14 +48,14 @@ class Pairing:
         self.shares.open_round((peer.peer_id for peer in live), num_live=round(1 + (num_live - 1) * share))
         self.shares.swapped(peer_id)
         self._refusals.pop(peer_id, None)
-        self._away.discard(peer_id)
+        self._away.pop(peer_id, None)
 
     def refused(self, peer_id: str, code: RefuseCode, *, retry_after_s: float, now_s: float) -> None:
         if code in FINAL:
             self._incompatible[peer_id] = code.name
             return
         if code in (RefuseCode.NOT_TRAINING, RefuseCode.STALE):
-            self._away.add(peer_id)
+            self._away[peer_id] = code
         times = self._refusals[peer_id] = self._refusals.get(peer_id, 0) + 1
         # A random delay that grows separates peers that keep refusing each other.
         apart_s = min(MOST_RETRY_S, LEAST_RETRY_S * 2.0 ** min(times - 1, 10)) * self._rng.uniform(0.5, 1.5)
@@ -62,8 +63,14 @@ class Pairing:
 
     def failed(self, peer_id: str, now_s: float) -> None:
         """Record that a peer could not be reached, or that a swap with it failed."""
-        self._away.add(peer_id)
+        self._away[peer_id] = None
         self._wait(peer_id, now_s + FAILED_RETRY_S)
+
+    def may_come(self, live: Iterable[Candidate]) -> bool:
+        """Return whether any peer is training, as far as its record and its last answer say."""
+        return any(
+            peer.state == "training" and self._away.get(peer.peer_id) is not RefuseCode.NOT_TRAINING for peer in live
+        )
 
     def _wait(self, peer_id: str, until_s: float) -> None:
         self._retry_at_s.pop(peer_id, None)
@@ -71,7 +78,7 @@ class Pairing:
         if len(self._retry_at_s) > MAX_REMEMBERED:
             forgotten, _ = self._retry_at_s.popitem(last=False)
             self._refusals.pop(forgotten, None)
-            self._away.discard(forgotten)
+            self._away.pop(forgotten, None)
 
     def _eligible(self, live: Sequence[Candidate]) -> list[Candidate]:
         return [
