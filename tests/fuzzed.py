@@ -53,7 +53,7 @@ NUM_ELEMENTS = 1000
 SHAPE = (3, 40)
 ME = identity_of("fuzzer")
 SESSION = Session(ME)
-HELLO = frames.Hello(ME.peer_id, "run", "ab" * 32, layout="cd" * 32, features=("a",))
+HELLO = frames.Hello(ME.peer_id, "run", "ab" * 32, layout="cd" * 32)
 STANDING = frames.Standing(0.25, 1.5, 0.5)
 FRAMES: list[frames.Frame] = [
     frames.Offer(HELLO, b"i" * 16, STANDING, b"\x00\x01\xff", 2),

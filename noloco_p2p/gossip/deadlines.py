@@ -1,4 +1,4 @@
-"""This module defines the deadlines for responses during a swap. The run spec limits the wait at a boundary."""
+"""The deadlines for the answers of a partner."""
 
 from __future__ import annotations
 

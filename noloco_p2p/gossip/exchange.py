@@ -26,8 +26,7 @@ class Committed:
     """A swap whose half-differences may be added to the weights.
 
     `snapshot_step` is the inner step after which the snapshot was taken, and `told_step` the one after which the
-    partner told its progress. `age` is the number of inner steps from the last mixing of these units to the snapshot.
-    `num_live` is the number of live peers, including this one.
+    partner told its progress. `num_live` is the number of live peers, including this one.
     """
 
     partner: str
@@ -36,7 +35,6 @@ class Committed:
     coding: Coding
     start: int  # of the slice in the flat vector
     snapshot_step: int
-    age: int
     seconds: float
     num_live: int
 

@@ -105,7 +105,6 @@ class Hello:
     spec_digest: str
     protocol_version: str = PROTOCOL_VERSION
     layout: str = ""
-    features: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -442,7 +442,6 @@ class Gossip:
             start, stop = self._units.bounds(agreed.part)
             now_s, step = self._loop.time(), swap.snapshot_step
             self.link.committed(stop - start, swap, now_s)
-            age, num_live = self._ages.oldest(agreed.part, step), self._directory.num_live()
             self._exchange.committed(
                 Committed(
                     partner=agreed.partner,
@@ -451,9 +450,8 @@ class Gossip:
                     coding=coding,
                     start=start,
                     snapshot_step=step,
-                    age=age,
                     seconds=now_s - began_s,
-                    num_live=num_live,
+                    num_live=self._directory.num_live(),
                 )
             )
         except PeerError as error:

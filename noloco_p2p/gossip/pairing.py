@@ -45,7 +45,7 @@ class Pairing:
         # Anyone can create records, and some peers are away, but the shares of the others must not shrink.
         real = [peer for peer in self._eligible(live) if peer.peer_id not in self._away]
         share = len(real) / len(live) if live else 1.0
-        self.shares.open_round((peer.peer_id for peer in live), num_live=round(1 + (num_live - 1) * share))
+        self.shares.earn((peer.peer_id for peer in live), num_live=round(1 + (num_live - 1) * share))
         self.shares.swapped(peer_id)
         self._refusals.pop(peer_id, None)
         self._away.pop(peer_id, None)

@@ -1,8 +1,8 @@
 """This module keeps accounts that limit each of the other peers to its fair share of this peer's swaps.
 
-Without a limit, a peer that constantly makes offers to everybody would be this peer's partner in most rounds. So this
+Without a limit, a peer that constantly makes offers to everybody would be this peer's partner most of the time. So this
 peer keeps an account for each authenticated peer id. A swap costs one credit, regardless of who made the offer. Each
-round of this peer adds 1.5 / (live - 1) credits to every account. Offers from a peer with less than one credit are
+swap of this peer adds 1.5 / (live - 1) credits to every account. Offers from a peer with less than one credit are
 refused.
 
 This peer draws all other peers with equal probability, except that a peer with a negative balance is drawn only if
@@ -30,8 +30,8 @@ class Shares:
     def __init__(self) -> None:
         self._accounts: dict[str, float] = {}
 
-    def open_round(self, live: Iterable[str], *, num_live: int) -> None:
-        """Begin a round of this peer and credit every account.
+    def earn(self, live: Iterable[str], *, num_live: int) -> None:
+        """Credit every account, because a swap of this peer begins.
 
         `live` holds the known peers with a live record. `num_live` is the number of all live peers,
         including this one.

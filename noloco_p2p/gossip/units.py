@@ -93,10 +93,6 @@ class Ages:
         """Return how often the least mixed unit has been mixed since the last call of `rest`."""
         return min(self._mixings)
 
-    def oldest(self, part: Slice, now: int) -> int:
-        """Return how many inner steps ago this peer mixed the oldest unit of a slice."""
-        return max(now - self._mixed_at[unit] for unit in part.units)
-
     def tell(self, now: int) -> bytes:
         """Return one byte per unit for an offer: 0 for a busy unit, and otherwise 1 or more, growing with its age."""
         return bytes(0 if unit in self._busy else _told(now - at) for unit, at in enumerate(self._mixed_at))

@@ -27,7 +27,6 @@ def hello_to_wire(hello: frames.Hello) -> pb.Hello:
         spec_digest=hello.spec_digest,
         peer_id=hello.peer_id,
         layout=hello.layout,
-        features=hello.features,
     )
 
 
@@ -38,7 +37,6 @@ def hello_from_wire(message: pb.Hello) -> frames.Hello:
         spec_digest=text(message.spec_digest),
         protocol_version=text(message.protocol_version),
         layout=text(message.layout),
-        features=tuple(text(feature) for feature in message.features[:64]),
     )
 
 

@@ -10,7 +10,7 @@ from noloco_p2p.gossip.shares import FAIR_SHARES, LEAST, MAX_ACCOUNTS, MOST, STA
 def swaps_of_a_greedy_peer(num_rounds: int, *, num_live: int, is_listed: bool = True) -> int:
     shares, swaps = Shares(), 0
     for _ in range(num_rounds):
-        shares.open_round(["greedy"] if is_listed else [], num_live=num_live)
+        shares.earn(["greedy"] if is_listed else [], num_live=num_live)
         if not shares.has_had("greedy"):
             shares.swapped("greedy")
             swaps += 1
@@ -30,8 +30,8 @@ def test_who_leaves_and_comes_back_gains_nothing() -> None:
     shares = Shares()
     for _ in range(3):
         shares.swapped("greedy")
-    shares.open_round([], num_live=9)
-    shares.open_round(["greedy"], num_live=9)
+    shares.earn([], num_live=9)
+    shares.earn(["greedy"], num_live=9)
     assert shares.has_had("greedy")
 
 
@@ -39,10 +39,10 @@ def test_an_account_has_a_floor_and_a_ceiling() -> None:
     shares = Shares()
     for _ in range(1000):
         shares.swapped("often")
-        shares.open_round(["often", "never"], num_live=10**9)
+        shares.earn(["often", "never"], num_live=10**9)
     assert shares.owes("often")
     for _ in range(int(MOST - LEAST)):
-        shares.open_round(["often", "never"], num_live=2)
+        shares.earn(["often", "never"], num_live=2)
     for peer in ("often", "never"):
         for _ in range(int(MOST)):
             assert not shares.has_had(peer)
@@ -63,6 +63,6 @@ def test_memory_is_bounded_and_those_that_owe_most_are_kept() -> None:
         shares.swapped(f"peer{number}")
     for _ in range(3):
         shares.swapped("debtor")
-    shares.open_round([], num_live=10**9)
+    shares.earn([], num_live=10**9)
     assert len(shares._accounts) == MAX_ACCOUNTS
     assert shares.has_had("debtor")

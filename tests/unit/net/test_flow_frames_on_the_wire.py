@@ -36,7 +36,7 @@ SECONDS = st.floats(0, allow_nan=False, allow_infinity=False)
 UINT64 = st.integers(0, 2**64 - 1)
 ID = st.builds(MicrobatchId, TEXT, st.integers(0, MAX_NUMBER))
 TICKET = st.builds(MicrobatchTicket, ID, NUMBER, UINT64, st.booleans(), st.binary(min_size=64, max_size=64))
-HELLO = st.builds(Hello, TEXT, TEXT, TEXT, protocol_version=TEXT, features=st.tuples(TEXT))
+HELLO = st.builds(Hello, TEXT, TEXT, TEXT, protocol_version=TEXT)
 FRAME: st.SearchStrategy[WireFrame] = st.one_of(
     st.builds(FlowHello, HELLO, st.integers(0, 2**32 - 1)),
     st.builds(Refuse, st.sampled_from(RefuseCode), TEXT, st.floats(0, 3600)),

@@ -26,7 +26,7 @@ PROGRESS = st.floats(0, allow_nan=False, allow_infinity=False)
 TEXT = st.text(st.characters(codec="ascii", exclude_categories=["Cc"]), max_size=40)
 BYTES = st.binary(max_size=300)
 
-HELLO = st.builds(frames.Hello, TEXT, TEXT, TEXT, protocol_version=TEXT, layout=TEXT, features=st.tuples(TEXT, TEXT))
+HELLO = st.builds(frames.Hello, TEXT, TEXT, TEXT, protocol_version=TEXT, layout=TEXT)
 STANDING = st.builds(frames.Standing, PROGRESS, NUMBER, NUMBER)
 RETRY = st.floats(0, 3600)
 KINDS: dict[type, tuple[st.SearchStrategy[Any], ...]] = {

@@ -29,7 +29,7 @@ from noloco_p2p.gossip.frames import (
 from noloco_p2p.gossip.units import Slice
 from noloco_p2p.net.framing import decode, encode
 
-HELLO = Hello("12D3KooWpeer", "run", "ab" * 32, layout="cd" * 32, features=("a",))
+HELLO = Hello("12D3KooWpeer", "run", "ab" * 32, layout="cd" * 32)
 STANDING = Standing(0.25, 1.5, 0.5)
 FRAMES: list[Frame] = [
     Offer(HELLO, b"i" * 16, STANDING, b"\x00\x01\xff", 2),

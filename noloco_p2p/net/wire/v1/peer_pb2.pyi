@@ -87,20 +87,18 @@ class Proof(_message.Message):
     def __init__(self, peer_id: _Optional[str] = ..., nonce: _Optional[bytes] = ..., challenge: _Optional[bytes] = ..., signature: _Optional[bytes] = ..., membership: _Optional[bytes] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("protocol_version", "run_name", "spec_digest", "peer_id", "layout", "features")
+    __slots__ = ("protocol_version", "run_name", "spec_digest", "peer_id", "layout")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     RUN_NAME_FIELD_NUMBER: _ClassVar[int]
     SPEC_DIGEST_FIELD_NUMBER: _ClassVar[int]
     PEER_ID_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
-    FEATURES_FIELD_NUMBER: _ClassVar[int]
     protocol_version: str
     run_name: str
     spec_digest: str
     peer_id: str
     layout: str
-    features: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, protocol_version: _Optional[str] = ..., run_name: _Optional[str] = ..., spec_digest: _Optional[str] = ..., peer_id: _Optional[str] = ..., layout: _Optional[str] = ..., features: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, protocol_version: _Optional[str] = ..., run_name: _Optional[str] = ..., spec_digest: _Optional[str] = ..., peer_id: _Optional[str] = ..., layout: _Optional[str] = ...) -> None: ...
 
 class Standing(_message.Message):
     __slots__ = ("progress", "step_s", "free_in_s")
