@@ -21,7 +21,7 @@ from noloco_p2p.codec import Codec
 from noloco_p2p.errors import PeerError
 from noloco_p2p.gossip import service
 from noloco_p2p.gossip.frames import Accept, Offer, Refuse, Standing
-from noloco_p2p.gossip.gossip import MOST_STEP_S, Gossip
+from noloco_p2p.gossip.gossip import Gossip
 from noloco_p2p.gossip.seams import Candidate, FrameStream
 from noloco_p2p.gossip.units import Ages, Slice
 from noloco_p2p.simulate.material import Material
@@ -33,6 +33,7 @@ from noloco_p2p.simulate.swarm import simulate_swarm
 
 FAR = 100.0
 APART = 0.9  # of the largest difference in progress between two partners
+SLOW_STEP_S = 3000.0
 ASK_EVERY_S = 0.1  # how often a greedy liar makes offers to everybody
 
 
@@ -76,7 +77,7 @@ class LyingGossip(Gossip):
 
     def _standing(self) -> Standing:
         standing = super()._standing()
-        return replace(standing, step_s=MOST_STEP_S) if self.stalls else standing
+        return replace(standing, step_s=SLOW_STEP_S) if self.stalls else standing
 
 
 class GreedyGossip(LyingGossip):

@@ -48,7 +48,9 @@ ROUND_TRIPS = 20  # in which it travels at least
 # Partners whose current swaps end further apart than this share of a slice's time would leave a link idle
 # (benchmarks/link_use.py).
 MOST_APART = 0.25
-MOST_STEP_S = 300.0  # that a partner may claim for an inner step; this peer waits for two of them
+MOST_STEPS = 10  # of this peer: the longest inner step of a partner that this peer waits for, if it takes longer than
+MOST_STEP_S = 10.0
+HELD_UP = 4  # times the usual duration of a swap: a longer one costs its partner as many credits
 SWAP_ID_BYTES = 16
 REMEMBERED_SWAPS = 64
 COST_SHARE = 0.02  # of the time that copying, coding and adding may take with `min_inner_steps = "auto"`
@@ -64,6 +66,7 @@ class Link:
     elements_per_s: float = 0.0
     round_trip_s: float = 0.0
     cost_s: float = 0.0  # CPU time for coding a slice
+    swap_s: float = 0.0  # from the agreement to the commit
     moved_s: float = 0.0  # of all swaps
     swaps: deque[tuple[float, float]] = field(default_factory=deque)  # when each of the last ones moved, from and to
 
@@ -71,10 +74,11 @@ class Link:
         """Record the time from an offer to its answer. Many take longer than a round trip, so low ones count."""
         self.round_trip_s = min(1.1 * self.round_trip_s or seconds, seconds)
 
-    def committed(self, num_elements: int, swap: Swap, now_s: float) -> None:
+    def committed(self, num_elements: int, swap: Swap, began_s: float, now_s: float) -> None:
         share = SMOOTHING if self.elements_per_s else 1.0
         self.elements_per_s += share * (num_elements / max(swap.sent_s, 1e-6) - self.elements_per_s)
         self.cost_s += share * (swap.cost_s - self.cost_s)
+        self.swap_s += share * (now_s - began_s - self.swap_s)
         self.moved_s += now_s - swap.moving_s
         self.swaps.append((swap.moving_s, now_s))
         while self.swaps[0][1] < now_s - MINUTE_S:
@@ -324,7 +328,7 @@ class Gossip:
     ) -> Agreed:
         self._pairing.began(partner, self._directory.live(), num_live=self._directory.num_live())
         self._agreed_step = self._exchange.step
-        step_s = min(max(0.0, theirs.step_s), MOST_STEP_S)
+        step_s = min(max(0.0, theirs.step_s), max(MOST_STEP_S, MOST_STEPS * self._exchange.step_s))
         return Agreed(stream, swap_id, partner, theirs.progress, told_step, step_s, part)
 
     # offers of other peers
@@ -441,7 +445,7 @@ class Gossip:
             self.counts.swaps += 1
             start, stop = self._units.bounds(agreed.part)
             now_s, step = self._loop.time(), swap.snapshot_step
-            self.link.committed(stop - start, swap, now_s)
+            self.link.committed(stop - start, swap, began_s, now_s)
             self._exchange.committed(
                 Committed(
                     partner=agreed.partner,
@@ -464,8 +468,10 @@ class Gossip:
             ledger.ended |= not ledger.verified
             if not is_committed:
                 self._ages.end(agreed.part, mixed_at=None)
-            self._running.remove(swap)
             self._free_since_s = self._loop.time()
+            if (held_s := self._free_since_s - began_s) > HELD_UP * self.link.swap_s > 0:
+                self._pairing.shares.held_up(agreed.partner, held_s / self.link.swap_s)
+            self._running.remove(swap)
             await self._tell_change()
 
     def _failed(self, swap: Swap, error: PeerError) -> None:

@@ -3,7 +3,7 @@
 Without a limit, a peer that constantly makes offers to everybody would be this peer's partner most of the time. So this
 peer keeps an account for each authenticated peer id. A swap costs one credit, regardless of who made the offer. Each
 swap of this peer adds 1.5 / (live - 1) credits to every account. Offers from a peer with less than one credit are
-refused.
+refused. A swap that holds this peer up costs as much as the swaps that it could have made meanwhile.
 
 This peer draws all other peers with equal probability, except that a peer with a negative balance is drawn only if
 there is no other. Otherwise, a peer that is always free would be found more often than the others.
@@ -17,6 +17,7 @@ FAIR_SHARES = 1.5  # the limit is above one because pairs are random, so some ho
 START = 2.0  # initial balance of an account, in swaps
 MOST = 4.0
 LEAST = -2.0
+LEAST_OF_SLOW = -1000.0
 MAX_ACCOUNTS = 4096  # in addition to the accounts of live peers
 
 
@@ -44,7 +45,11 @@ class Shares:
 
     def swapped(self, peer_id: str) -> None:
         """Charge a peer for a swap that is beginning. A swap that fails costs the same."""
-        self._accounts[peer_id] = max(LEAST, self._account(peer_id) - 1.0)
+        self._charge(peer_id, 1.0, least=LEAST)
+
+    def held_up(self, peer_id: str, num_swaps: float) -> None:
+        """Charge a peer for a swap that took the time of this many swaps."""
+        self._charge(peer_id, num_swaps - 1.0, least=LEAST_OF_SLOW)
 
     def has_had(self, peer_id: str) -> bool:
         """Return whether a peer has had its share of swaps."""
@@ -53,6 +58,10 @@ class Shares:
     def owes(self, peer_id: str) -> bool:
         """Return whether a peer has had more than its share of swaps."""
         return self._account(peer_id) < 0.0
+
+    def _charge(self, peer_id: str, amount: float, *, least: float) -> None:
+        account = self._account(peer_id)
+        self._accounts[peer_id] = min(account, max(least, account - amount))
 
     def _account(self, peer_id: str) -> float:
         return self._accounts.get(peer_id, START)

@@ -35,7 +35,7 @@ from noloco_p2p.gossip.units import Slice
 T = TypeVar("T")
 F = TypeVar("F")
 
-PATIENCE_S = 30.0  # for the partner's next header, in addition to two of its inner steps
+PATIENCE_S = 10.0  # for the partner's next header, in addition to two of its inner steps
 ALIVE_PER_PROGRESS = 3  # Alive frames in the time after which a silent partner counts as gone
 
 

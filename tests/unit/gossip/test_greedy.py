@@ -12,14 +12,13 @@ from noloco_p2p.gossip.shares import FAIR_SHARES, START
 from noloco_p2p.simulate.clock import run_virtual
 
 NUM_HONEST, NUM_STEPS = 8, 60
-LINKS = [profile(0.5)] * NUM_HONEST + [profile(50.0)]
 
 
-async def train(last: type[Gossip]) -> list[Trainer]:
+async def train(last: type[Gossip], num_honest: int = NUM_HONEST, num_steps: int = NUM_STEPS) -> list[Trainer]:
     """Return the honest trainers of a swarm whose last peer has another gossip."""
-    gossip = [Gossip] * NUM_HONEST + [last]
-    swarm = Swarm(LINKS, num_elements=60_000, codec="int8", gossip=gossip)
-    await swarm.run(NUM_STEPS)
+    gossip, links = [Gossip] * num_honest + [last], [profile(0.5)] * num_honest + [profile(50.0)]
+    swarm = Swarm(links, num_elements=60_000, codec="int8", gossip=gossip)
+    await swarm.run(num_steps)
     assert swarm.drift() < 1e-4
     return swarm.trainers[:-1]
 
@@ -34,3 +33,17 @@ def test_a_greedy_peer_gets_one_and_a_half_times_its_share_at_most() -> None:
         assert trainer.counts.refused["OVER_SHARE"] > 50
     before, after = (sum(len(trainer.swaps) for trainer in trainers) for trainers in (peaceful, besieged))
     assert after > 0.8 * before, "the others go on"
+
+
+class StallingGossip(GreedyGossip):
+    """A greedy liar that holds each partner up for as long as the partner waits."""
+
+    stalls = True
+
+
+def test_who_holds_others_up_is_a_partner_no_more() -> None:
+    peaceful, besieged = run_virtual(train(Gossip, 4, 100)), run_virtual(train(StallingGossip, 4, 100))
+    before, after = (sum(len(trainer.swaps) for trainer in trainers) for trainers in (peaceful, besieged))
+    assert after > 0.5 * before
+    # It begins with credit for two swaps, and each takes the time of dozens of others.
+    assert all(trainer.counts.failures["slow"] <= 4 for trainer in besieged)
