@@ -44,6 +44,6 @@ class StallingGossip(GreedyGossip):
 def test_who_holds_others_up_is_a_partner_no_more() -> None:
     peaceful, besieged = run_virtual(train(Gossip, 4, 100)), run_virtual(train(StallingGossip, 4, 100))
     before, after = (sum(len(trainer.swaps) for trainer in trainers) for trainers in (peaceful, besieged))
-    assert after > 0.5 * before
+    assert after > 0.2 * before  # and without that charge, hardly any
     # It begins with credit for two swaps, and each takes the time of dozens of others.
     assert all(trainer.counts.failures["slow"] <= 4 for trainer in besieged)
