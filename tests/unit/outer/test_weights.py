@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
 
+from noloco_p2p.outer import weights as weights_module
 from noloco_p2p.outer.flat import FlatParameters
 from noloco_p2p.outer.weights import Weights, add_
 from noloco_p2p.spec import OuterSpec
@@ -62,3 +64,46 @@ def test_a_copy_sees_no_step_half_done() -> None:
     finally:
         stop.set()
         thread.join()
+
+
+class Accelerator:
+    """A double of `torch.cuda`. Copies are made at once, and it records what a stream waits for."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def Stream(self, device: torch.device) -> Accelerator:  # noqa: N802 - as torch names it
+        return self
+
+    def Event(self, *, blocking: bool) -> Accelerator:  # noqa: N802 - as torch names it
+        return self
+
+    def current_stream(self, device: torch.device) -> str:
+        return "training"
+
+    def stream(self, stream: object) -> nullcontext[None]:
+        return nullcontext()
+
+    def wait_stream(self, stream: str) -> None:
+        self.calls.append(f"wait for {stream}")
+
+    def record(self) -> None:
+        self.calls.append("record")
+
+    def synchronize(self) -> None:
+        self.calls.append("synchronize")
+
+
+def test_a_copy_from_an_accelerator_waits_only_for_what_is_queued_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.ParameterList([torch.randn(300_000), torch.randn(700_000)])
+    monkeypatch.setattr(weights_module, "has_own_memory", lambda device: True)
+    monkeypatch.setattr(weights_module, "MOST_ELEMENTS", 400_000)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: accelerator)
+    accelerator = Accelerator()
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *sizes, pin_memory=False, **options: empty(*sizes, **options))
+    weights = Weights(FlatParameters(model), OuterSpec())
+    accelerator.calls.clear()
+    copy = weights.read(100_000, 1_000_000)
+    assert torch.equal(copy, torch.cat([param.detach() for param in model])[100_000:])
+    assert accelerator.calls == ["wait for training", "record", "synchronize"] * 3
