@@ -408,20 +408,20 @@ def in_time(
     cases: list[Case], minutes: float, device: torch.device, corpus_file: Path | None
 ) -> Iterator[dict[str, Any]]:
     """Train the cases one after another, for the same number of ticks, and yield the row of each."""
-    until_s, tick_s = time.monotonic() + 60 * minutes, 0.0
-    for _ in range(2):  # the first probe compiles
-        began_s, lab = time.monotonic(), Lab([replace(cases[0], ticks=PROBE_TICKS)], device, corpus_file)
-        lab.run()
-        tick_s, beside_s = lab.tick_s, time.monotonic() - began_s - lab.tick_s * PROBE_TICKS
-    shape = lab.shape
+    until_s = time.monotonic() + 60 * minutes
+    probe = [replace(cases[0], ticks=PROBE_TICKS)]
+    Lab(probe, device, corpus_file).run()  # compiles
+    began_s, lab = time.monotonic(), Lab(probe, device, corpus_file)
+    lab.run()
+    tick_s, shape = lab.tick_s, lab.shape
+    beside_s = time.monotonic() - began_s - tick_s * PROBE_TICKS
     most = TOKENS_A_PARAMETER * shape.num_parameters // (cases[0].replicas * shape.batch * shape.tokens)
     fitting = ((until_s - time.monotonic()) / len(cases) - beside_s) / tick_s
     ticks = max(1, min(most, int(0.95 * fitting)))
     for case in cases:
         if time.monotonic() + ticks * tick_s + beside_s > until_s:
             return
-        lab = Lab([replace(case, ticks=ticks)], device, corpus_file)
-        yield from lab.run()
+        yield from Lab([replace(case, ticks=ticks)], device, corpus_file).run()
 
 
 def planned(tables: list[str], found: list[dict[str, Any]]) -> list[Case]:
@@ -479,7 +479,8 @@ def main() -> None:
     parser.add_argument("--corpus", type=Path, metavar="FILE", help="that corpus.py has written")
     arguments = parser.parse_args()
     device, found = torch.device(arguments.device), list[dict[str, Any]]()
-    torch.set_float32_matmul_precision("high")  # TF32, on GPUs only
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")  # TF32
     if arguments.out.exists():
         found = [json.loads(line) for line in arguments.out.open()]
     if "gpu16" in arguments.tables:

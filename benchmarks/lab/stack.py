@@ -11,6 +11,7 @@ import hashlib
 import lzma
 import math
 import sysconfig
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -86,7 +87,7 @@ class Stack:
         width = shape.hidden // shape.heads
         angle = position / 10_000.0 ** (torch.arange(0, width, 2, device=device) / width)
         self.rotary = angle.cos(), angle.sin()
-        self.block = torch.compile(_block, dynamic=False) if device.type == "cuda" else _block
+        self.block = _compiled_block() if device.type == "cuda" else _block
 
     def _initial(self, seed: int) -> Tensor:
         generator, parts = torch.Generator().manual_seed(seed), []
@@ -137,6 +138,11 @@ def _block(
     hidden = hidden + torch.bmm(mixed.transpose(1, 2).reshape(replicas, -1, width), projection)
     gate, inner = torch.bmm(_norm(hidden, mlp_norm), up).chunk(2, -1)
     return hidden + torch.bmm(silu(gate) * inner, down)
+
+
+@cache
+def _compiled_block() -> Callable[..., Tensor]:
+    return torch.compile(_block, dynamic=False)
 
 
 def _rotated(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:

@@ -78,6 +78,7 @@ class Weights:
 
     def _read_from_accelerator(self, start: int, stop: int) -> Tensor:
         assert self._accelerator
+        assert self._stream
         copy = torch.empty(stop - start, pin_memory=stop - start <= MOST_ELEMENTS)
         copied = self._accelerator.Event(blocking=True)  # the wait must not count as CPU time
         for first in range(start, stop, MOST_ELEMENTS):
