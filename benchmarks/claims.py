@@ -38,8 +38,17 @@ def show(claims: Sequence[Claim], path: Path | None) -> None:
     print(machine())
     width = max(len(claim.claim) for claim in claims)
     for claim in claims:
-        verdict = "" if claim.met is None else f"target {claim.target}: {'met' if claim.met else 'NOT met'}"
-        print(f"{claim.claim:<{width}}  {claim.value:>10.4g} {claim.unit:<14} {verdict}".rstrip())
+        print(line(claim, width=width))
+    write(claims, path)
+
+
+def line(claim: Claim, *, width: int) -> str:
+    verdict = "" if claim.met is None else f"target {claim.target}: {'met' if claim.met else 'NOT met'}"
+    return f"{claim.claim:<{width}}  {claim.value:>10.4g} {claim.unit:<14} {verdict}".rstrip()
+
+
+def write(claims: Sequence[Claim], path: Path | None) -> None:
+    """Write claims to a JSON file, if there is a path."""
     if path:
         path.write_text(json.dumps([asdict(claim) for claim in claims], indent=1) + "\n", encoding="utf-8")
 

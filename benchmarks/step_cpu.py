@@ -18,17 +18,16 @@ from noloco_p2p.presets import PRESETS
 def measure(quick: bool) -> list[Claim]:
     torch.set_num_threads(1)
     spec = PRESETS["tiny"].with_changes({"name": "step", "outer.inner_steps": 10 if quick else 25})
-    return measure_case(
-        Case(
-            spec,
-            torch.device("cpu"),
-            precision="fp32",
-            compile=False,
-            micro_batch=spec.train.batch_size,
-            num_rounds=5 if quick else 21,
-            most=0.03,
-        )
+    case = Case(
+        spec,
+        torch.device("cpu"),
+        precision="fp32",
+        compile=False,
+        micro_batch=spec.train.batch_size,
+        num_rounds=5 if quick else 21,
+        most=0.03,
     )
+    return [*measure_case(case)]
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Compare small swaps with rounds and with DiLoCo at equal time, on links of three speeds.
 
     python benchmarks/lab/leads.py search|timing|links|details|long|small ... [--device cuda]
+    python benchmarks/lab/leads.py gpu16 --device cuda --minutes 5 [--corpus FILE]
 
 It appends to results/leads.jsonl, and prints all tables. Without a table's name, it only prints.
 
@@ -14,6 +15,11 @@ their sums are exact, and no replica is ever late or absent.
 `search` tries the settings of DiLoCo and the learning rates of all rules with seed 0. `links`, `long` (four times the
 time) and `small` (0.8M parameters) take the best of them for each link, and run with seeds 1, 2 and 3. `timing` and
 `details` vary the design of the swaps.
+
+`gpu16` trains 16M parameters. Its rules run one after another for the same number of ticks, which is chosen so that
+they fit into `--minutes`. Its learning rate is that of the toy, 0.016, times sqrt(2 / 9), the root of the ratio of the
+layers; it does not depend on the width, because Muon's steps have the same spectral norm at any width. On a GPU,
+products are computed in bf16, and those of Muon in TF32.
 """
 
 from __future__ import annotations
@@ -23,15 +29,15 @@ import json
 import random
 import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from math import log2
+from math import log2, sqrt
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import torch
-from stack import NUM_CHUNKS, SMALL, TOY, Optimizer, Shape, Stack, corpus
+from stack import NUM_CHUNKS, SHAPES, Optimizer, Stack, corpus
 from swaps import Links, Result, Tick, blocking, every_tick, small_swaps, streaming
 from torch import Tensor
 
@@ -43,6 +49,8 @@ SEEDS = (1, 2, 3)
 HELD_OUT = 96  # sequences
 STEP_OVER_DISTANCE = 0.75  # as in noloco_p2p.codec.modulo
 MAX_ROWS = 800  # replicas in one forward pass
+PROBE_TICKS = 10
+TOKENS_A_PARAMETER = 20  # of all replicas, at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +99,9 @@ class Case:
 class Lab:
     """Train all cases at once. They have the same shape and number of ticks."""
 
-    def __init__(self, cases: list[Case], device: torch.device) -> None:
+    def __init__(self, cases: list[Case], device: torch.device, corpus_file: Path | None = None) -> None:
         self.cases, self.device = cases, device
-        self.shape: Shape = {"toy": TOY, "small": SMALL}[cases[0].shape]
+        self.shape, self.tick_s = SHAPES[cases[0].shape], 0.0
         self.starts, seeds = [], []
         for case in cases:
             self.starts.append(len(seeds))
@@ -106,9 +114,9 @@ class Lab:
         self.slow = self.flat.clone() if rounds else None
         self.momentum = torch.zeros_like(self.flat) if rounds else None
         self.distances = torch.zeros(len(seeds), NUM_CHUNKS, device=device)  # root mean squares of the last swap
-        self.bits: dict[int, list[float]] = defaultdict(list)  # by width of the slice
+        self.bits: list[Tensor] = []  # per number, of each group of swaps
         self.due: dict[int, list[tuple[Tensor, Tensor, Tensor]]] = defaultdict(list)  # (rows, chunks, halves) by tick
-        self.text, self.held_out = corpus(device)
+        self.text, self.held_out = corpus(device, corpus_file)
         self.batches = {seed: torch.Generator().manual_seed(1000 + seed) for seed in sorted({c.seed for c in cases})}
         self.generator = torch.Generator(device).manual_seed(7)
 
@@ -123,8 +131,10 @@ class Lab:
                 if tick.reduce:
                     self._reduce(start, case, *tick.reduce, now)
             self._begin_swaps(ticks, now)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
         took_s = time.monotonic() - began_s
-        rows = []
+        self.tick_s, rows = took_s / num_ticks, []
         for start, case, (_, figures) in zip(self.starts, self.cases, schedules, strict=True):
             place = slice(start, start + case.replicas)
             before, merged = self._evaluate(self.flat[place])
@@ -141,10 +151,10 @@ class Lab:
                     "spread": round(spread, 5), **{k: round(v, 3) for k, v in figures.items()},
                 }
             )  # fmt: skip
-        bits = [bit for found in self.bits.values() for bit in found]
+        bits = torch.stack(self.bits).nanmean().item() if self.bits else 0.0
         print(
             f"{len(self.flat)} replicas, {num_ticks} ticks: {took_s:.0f} s"
-            + (f"; {fmean(bits):.2f} bits per number" if bits else ""),
+            + (f"; {bits:.2f} bits per number" if bits else ""),
             flush=True,
         )
         return rows
@@ -171,9 +181,14 @@ class Lab:
             text = torch.cat([texts[case.seed][tick.training] for _, case, tick in group])
             for some, part in zip(rows.split(MAX_ROWS), text.split(MAX_ROWS), strict=True):
                 weights = self.flat[some].requires_grad_()
-                (gradients,) = torch.autograd.grad(self.stack.losses(weights, part).sum(), weights)
+                with self._autocast():
+                    losses = self.stack.losses(weights, part)
+                (gradients,) = torch.autograd.grad(losses.sum(), weights)
                 self._average_gradients(group, some, gradients)
                 self.optimizer.step(some, gradients, rate * factor)
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda")
 
     def _average_gradients(self, group: list[tuple[int, Case, Tick]], rows: Tensor, gradients: Tensor) -> None:
         for start, case, _ in group:
@@ -236,7 +251,7 @@ class Lab:
         difference = torch.round(partner / step + dither) - torch.round(own / step + dither)
         largest = difference.abs().amax(-1)
         bits = torch.where(largest < 8, 4.0, torch.where(largest < 32, 6.0, torch.where(largest < 128, 8.0, 16.0)))
-        self.bits[own.shape[1]].append(bits[exponent < 127].mean().item() if (exponent < 127).any() else 8.0)
+        self.bits.append(bits.masked_fill(exponent == 127, torch.nan).nanmean())
         half = torch.where((exponent == 127)[..., None], partner - own, difference * step) / 2
         distance = 2 * half.square().mean(-1).sqrt()
         self.distances[one], self.distances[other] = distance, distance
@@ -267,9 +282,10 @@ class Lab:
         places = torch.arange(HELD_OUT, device=self.device)[:, None] * 3001 % (len(self.held_out) - tokens - 1)
         text = self.held_out[places + torch.arange(tokens + 1, device=self.device)].long()
         replicas, merged = [], []
-        for part in text.split(16):
-            replicas.append(self.stack.losses(flat, part.expand(len(flat), -1, -1)).mean().item())
-            merged.append(self.stack.losses(flat.mean(0, keepdim=True), part[None]).item())
+        with self._autocast(), torch.compiler.set_stance("force_eager"):
+            for part in text.split(16):
+                replicas.append(self.stack.losses(flat, part.expand(len(flat), -1, -1)).mean().item())
+                merged.append(self.stack.losses(flat.mean(0, keepdim=True), part[None]).item())
         return fmean(replicas), fmean(merged)
 
 
@@ -374,6 +390,40 @@ def timing() -> list[Case]:
     ]
 
 
+def gpu16() -> list[Case]:
+    """Return the cases with 16M parameters, the most important ones first. 30 steps is the H of DiLoCo's authors."""
+    link, swaps = "100 Mbit/s", {"slice_ticks": SLICE_TICKS}
+    cases = [
+        Case("gpu16", link, "swaps", swaps),
+        Case("gpu16", "", "ddp", {}),
+        Case("gpu16", link, "streaming", {"slices": 8}),
+        Case("gpu16", link, "nesterov", {"steps": 30}, alpha=0.5, beta=0.7),
+        Case("gpu16", "20 Mbit/s", "swaps", swaps),
+        Case("gpu16", "", "local", {}),
+    ]
+    return [replace(case, shape="16M", learning_rate=round(0.016 * sqrt(2 / 9), 4), seed=1) for case in cases]
+
+
+def in_time(
+    cases: list[Case], minutes: float, device: torch.device, corpus_file: Path | None
+) -> Iterator[dict[str, Any]]:
+    """Train the cases one after another, for the same number of ticks, and yield the row of each."""
+    until_s = time.monotonic() + 60 * minutes
+    probe = [replace(cases[0], ticks=PROBE_TICKS)]
+    Lab(probe, device, corpus_file).run()  # compiles
+    began_s, lab = time.monotonic(), Lab(probe, device, corpus_file)
+    lab.run()
+    tick_s, shape = lab.tick_s, lab.shape
+    beside_s = time.monotonic() - began_s - tick_s * PROBE_TICKS
+    most = TOKENS_A_PARAMETER * shape.num_parameters // (cases[0].replicas * shape.batch * shape.tokens)
+    fitting = ((until_s - time.monotonic()) / len(cases) - beside_s) / tick_s
+    ticks = max(1, min(most, int(0.95 * fitting)))
+    for case in cases:
+        if time.monotonic() + ticks * tick_s + beside_s > until_s:
+            return
+        yield from Lab([replace(case, ticks=ticks)], device, corpus_file).run()
+
+
 def planned(tables: list[str], found: list[dict[str, Any]]) -> list[Case]:
     if "search" in tables:
         return search()
@@ -419,12 +469,26 @@ def tables(found: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("tables", nargs="*", help="search, then timing, details, links, long or small")
+    parser.add_argument("tables", nargs="*", help="search, then timing, details, links, long or small; or only gpu16")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--ticks", type=int, default=0, help="override the length, for a quick try")
+    parser.add_argument("--minutes", type=float, default=5.0, help="of gpu16")
+    parser.add_argument("--rows", type=int, default=6, help="of gpu16, the first ones")
+    parser.add_argument("--shape", choices=SHAPES, default="16M", help="of gpu16")
+    parser.add_argument("--corpus", type=Path, metavar="FILE", help="that corpus.py has written")
     arguments = parser.parse_args()
-    found = [json.loads(line) for line in arguments.out.open()] if arguments.out.exists() else []
+    device, found = torch.device(arguments.device), list[dict[str, Any]]()
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")  # TF32
+    if arguments.out.exists():
+        found = [json.loads(line) for line in arguments.out.open()]
+    if "gpu16" in arguments.tables:
+        cases = [replace(case, shape=arguments.shape) for case in gpu16()[: arguments.rows]]
+        for row in in_time(cases, arguments.minutes, device, arguments.corpus):
+            found += _kept([row], arguments.out)
+        print(tables(found))
+        return
     done = {(row["table"], row["link"], row["case"], row["seed"], row["replicas"]) for row in found}
     cases = planned(arguments.tables, found)
     if arguments.ticks:
@@ -434,11 +498,14 @@ def main() -> None:
         if (case.table, case.link, case.name, case.seed, case.replicas) not in done:
             by_size[case.shape, case.ticks].append(case)
     for group in by_size.values():
-        rows = Lab(group, torch.device(arguments.device)).run()
-        with arguments.out.open("a") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
-        found += rows
+        found += _kept(Lab(group, device, arguments.corpus).run(), arguments.out)
     print(tables(found))
+
+
+def _kept(rows: list[dict[str, Any]], path: Path) -> list[dict[str, Any]]:
+    with path.open("a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+    return rows
 
 
 if __name__ == "__main__":

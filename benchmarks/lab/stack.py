@@ -8,8 +8,10 @@ of a replica, which is what replicas swap.
 from __future__ import annotations
 
 import hashlib
+import lzma
 import math
 import sysconfig
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -19,6 +21,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention, silu
 
 VOCABULARY = 256
+BLOCK = ("attention_norm", "attention", "projection", "mlp_norm", "up", "down")  # the parameters of a layer
 NUM_CHUNKS = 60  # of the flat vector; a slice is a number of consecutive chunks
 # Coefficients of the polynomials of Muon's orthogonalization (Polar Express, arXiv 2505.16932).
 POLYNOMIALS = (
@@ -65,6 +68,10 @@ class Shape:
 
 TOY = Shape(hidden=64, layers=2, heads=4, inner=172, tokens=64, batch=4)  # 0.12M parameters, as toy.toml
 SMALL = Shape(hidden=128, layers=4, heads=4, inner=344, tokens=128, batch=8)  # 0.8M parameters
+# 16M parameters. Eight replicas take 65,536 tokens a step, a little less than the critical batch of runs of 40M tokens
+# and more (22.91 D ** 0.47, arXiv 2410.21676).
+MIDDLE = Shape(hidden=384, layers=9, heads=6, inner=1024, tokens=512, batch=16)
+SHAPES = {"toy": TOY, "small": SMALL, "16M": MIDDLE}
 
 
 class Stack:
@@ -80,6 +87,7 @@ class Stack:
         width = shape.hidden // shape.heads
         angle = position / 10_000.0 ** (torch.arange(0, width, 2, device=device) / width)
         self.rotary = angle.cos(), angle.sin()
+        self.block = _compiled_block() if device.type == "cuda" else _block
 
     def _initial(self, seed: int) -> Tensor:
         generator, parts = torch.Generator().manual_seed(seed), []
@@ -96,25 +104,50 @@ class Stack:
     def losses(self, flat: Tensor, text: Tensor) -> Tensor:
         """Return the mean loss of each replica. `text` has shape (replicas, batch, tokens + 1)."""
         shape, weights = self.shape, self.parts(flat)
-        replicas, batch, tokens = text.shape[0], text.shape[1], text.shape[2] - 1
+        replicas, batch = text.shape[:2]
         inputs, targets = text[..., :-1].reshape(replicas, -1), text[..., 1:].reshape(replicas, -1)
         hidden = torch.gather(weights["embedding"], 1, inputs[..., None].expand(-1, -1, shape.hidden))
         for layer in range(shape.layers):
-            qkv = torch.bmm(_norm(hidden, weights[f"{layer}.attention_norm"]), weights[f"{layer}.attention"])
-            query, key, value = qkv.view(replicas * batch, tokens, 3, shape.heads, -1).permute(2, 0, 3, 1, 4)
-            mixed = scaled_dot_product_attention(self._rotated(query), self._rotated(key), value, is_causal=True)
-            mixed = mixed.transpose(1, 2).reshape(replicas, batch * tokens, shape.hidden)
-            hidden = hidden + torch.bmm(mixed, weights[f"{layer}.projection"])
-            gate, up = torch.bmm(_norm(hidden, weights[f"{layer}.mlp_norm"]), weights[f"{layer}.up"]).chunk(2, -1)
-            hidden = hidden + torch.bmm(silu(gate) * up, weights[f"{layer}.down"])
+            own = [weights[f"{layer}.{name}"] for name in BLOCK]
+            hidden = self.block(hidden, *own, *self.rotary, batch=batch, heads=shape.heads)
         logits = torch.bmm(_norm(hidden, weights["norm"]), weights["embedding"].transpose(1, 2))
         loss = cross_entropy(logits.reshape(-1, VOCABULARY), targets.reshape(-1), reduction="none")
         return loss.view(replicas, -1).mean(1)
 
-    def _rotated(self, heads: Tensor) -> Tensor:
-        cosine, sine = self.rotary
-        first, second = heads.chunk(2, -1)
-        return torch.cat([first * cosine - second * sine, first * sine + second * cosine], -1)
+
+def _block(
+    hidden: Tensor,
+    attention_norm: Tensor,
+    attention: Tensor,
+    projection: Tensor,
+    mlp_norm: Tensor,
+    up: Tensor,
+    down: Tensor,
+    cosine: Tensor,
+    sine: Tensor,
+    *,
+    batch: int,
+    heads: int,
+) -> Tensor:
+    """Apply one layer of each replica to `hidden` (replicas, batch * tokens, width)."""
+    replicas, width = hidden.shape[0], hidden.shape[2]
+    qkv = torch.bmm(_norm(hidden, attention_norm), attention)
+    query, key, value = qkv.view(replicas * batch, len(cosine), 3, heads, -1).permute(2, 0, 3, 1, 4)
+    query, key = _rotated(query, cosine, sine), _rotated(key, cosine, sine)
+    mixed = scaled_dot_product_attention(query, key, value, is_causal=True)
+    hidden = hidden + torch.bmm(mixed.transpose(1, 2).reshape(replicas, -1, width), projection)
+    gate, inner = torch.bmm(_norm(hidden, mlp_norm), up).chunk(2, -1)
+    return hidden + torch.bmm(silu(gate) * inner, down)
+
+
+@cache
+def _compiled_block() -> Callable[..., Tensor]:
+    return torch.compile(_block, dynamic=False)
+
+
+def _rotated(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    first, second = heads.chunk(2, -1)
+    return torch.cat([first * cosine - second * sine, first * sine + second * cosine], -1)
 
 
 def _norm(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -165,12 +198,26 @@ def _orthogonalized(matrices: Tensor) -> Tensor:
 
 
 @cache
-def corpus(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the bytes of Python's standard library as (training text, held-out text). Every 50th file is held out."""
-    root, parts = Path(sysconfig.get_paths()["stdlib"]), ([], [])
+def corpus(device: torch.device, path: Path | None = None) -> tuple[Tensor, Tensor]:
+    """Return the bytes of (training text, held-out text).
+
+    They are in the file that `corpus.py` has written to `path`. Without a file, they are those of Python's standard
+    library, with every 50th file held out.
+    """
+    if path:
+        text = memoryview(lzma.decompress(path.read_bytes()))
+        num_held_out = int.from_bytes(text[:8], "little")
+        contents = text[8 + num_held_out :], text[8 : 8 + num_held_out]
+    else:
+        contents = _standard_library()
+    training, held_out = (torch.frombuffer(bytearray(content), dtype=torch.uint8) for content in contents)
+    return training.to(device), held_out.to(device)
+
+
+def _standard_library() -> tuple[bytes, bytes]:
+    root, training, held_out = Path(sysconfig.get_paths()["stdlib"]), list[bytes](), list[bytes]()
     for path in sorted(root.rglob("*.py")):
         if "site-packages" not in path.parts:
             name = hashlib.sha256(str(path.relative_to(root)).encode()).hexdigest()
-            parts[int(name, 16) % 50 == 0].append(path.read_bytes())
-    training, held_out = (torch.frombuffer(bytearray(b"".join(files)), dtype=torch.uint8) for files in parts)
-    return training.to(device), held_out.to(device)
+            (training if int(name, 16) % 50 else held_out).append(path.read_bytes())
+    return b"".join(training), b"".join(held_out)

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from noloco_p2p.codec import CHUNK_ELEMENTS, chunk_bounds
+from noloco_p2p.devices import has_own_memory
 from noloco_p2p.gossip.exchange import Committed
-from noloco_p2p.gossip.units import Slice, Units
+from noloco_p2p.gossip.units import MOST_ELEMENTS, Slice, Units
 from noloco_p2p.outer.flat import FlatParameters
 from noloco_p2p.outer.outer_step import outer_step
 from noloco_p2p.outer.state_checks import OUTER_MOMENTUM, WEIGHTS, check_vectors
@@ -27,8 +28,10 @@ class Weights:
     Partners swap slices of one vector: the parameters and, if the spec says so, the slow weights and the momentum.
 
     The training thread holds `lock` while its optimizer changes the parameters, and only then. Copies are made chunk by
-    chunk, so the optimizer waits for a copy of 1 MiB at most. On an accelerator, a copy is queued on the stream on
-    which the optimizer works, so it sees the weights before or after a step, but never in between.
+    chunk, so the optimizer waits for a copy of 1 MiB at most. On an accelerator, a copy within its memory is queued on
+    the stream on which the optimizer works, so it sees the weights before or after a step, but never in between. From
+    there, it moves to pinned memory on a stream of its own. So training does not wait for it, nor does it wait for the
+    steps that are queued later.
     """
 
     def __init__(self, parameters: FlatParameters, outer: OuterSpec, *, limits: FilterLimits = LIMITS) -> None:
@@ -46,6 +49,8 @@ class Weights:
         self._chunks = {chunk.start: (number, chunk.stop) for number, chunk in enumerate(chunks)}  # by first element
         sizes = [param.numel() for _, param in parameters.named] * (self.num_swapped // num)
         self.filter = UpdateFilter(sizes, [(chunk.start, chunk.stop) for chunk in chunks], limits)
+        self._accelerator = torch.get_device_module(parameters.device) if has_own_memory(parameters.device) else None
+        self._stream = self._accelerator.Stream(parameters.device) if self._accelerator else None
         self._begin_to_move()
 
     def _copy(self) -> Tensor:
@@ -58,6 +63,8 @@ class Weights:
 
     def read(self, start: int, stop: int) -> Tensor:
         """Return a copy of elements [start, stop) of the swapped vector, in fp32 on the CPU, on any thread."""
+        if self._stream:
+            return self._read_from_accelerator(start, stop)
         copy = torch.empty(stop - start)
         for first in range(start, stop, CHUNK_ELEMENTS):
             last = min(first + CHUNK_ELEMENTS, stop)
@@ -67,6 +74,27 @@ class Weights:
                     self.parameters.read(begin, end) if vec is None else vec[begin:end] for vec, begin, end in parts
                 ]
                 torch.cat([part.cpu() for part in values], out=copy[first - start : last - start])
+        return copy
+
+    def _read_from_accelerator(self, start: int, stop: int) -> Tensor:
+        assert self._accelerator
+        assert self._stream
+        copy = torch.empty(stop - start, pin_memory=stop - start <= MOST_ELEMENTS)
+        copied = self._accelerator.Event(blocking=True)  # the wait must not count as CPU time
+        for first in range(start, stop, MOST_ELEMENTS):
+            place = first - start
+            with self.lock:
+                parts = [
+                    self.parameters.read(begin, end) if vector is None else vector[begin:end].clone()
+                    for vector, begin, end in self._sections(first, min(first + MOST_ELEMENTS, stop))
+                ]
+                self._stream.wait_stream(self._accelerator.current_stream(self.parameters.device))
+            with self._accelerator.stream(self._stream):
+                for part in parts:
+                    copy[place : place + len(part)].copy_(part, non_blocking=True)
+                    place += len(part)
+                copied.record()
+            copied.synchronize()  # before another thread uses the memory of `parts`
         return copy
 
     def looks_finite(self) -> bool:
@@ -82,12 +110,19 @@ class Weights:
 
         Raises NotFiniteWeights.
         """
-        filtered = Filtered(swap.partner, is_at_rest)
-        for index, chunk in enumerate(swap.coding.chunks):
-            start, stop = swap.start + chunk.start, swap.start + chunk.stop
-            halves = swap.coding.half_difference(index)
-            self.filter.clip_(self._chunks[start][0], halves, self.read(start, stop), filtered)
-            self._add(start, stop, halves)
+        filtered, chunks = Filtered(swap.partner, is_at_rest), swap.coding.chunks
+        # An accelerator still computes the step that `read` waits for while the half-differences are decoded.
+        at_once = MOST_ELEMENTS // CHUNK_ELEMENTS if self._stream else 1
+        for some in (range(len(chunks))[index : index + at_once] for index in range(0, len(chunks), at_once)):
+            halves = [swap.coding.half_difference(index) for index in some]
+            if self._stream:
+                halves = [half.pin_memory() for half in halves]
+            first, last = swap.start + chunks[some[0]].start, swap.start + chunks[some[-1]].stop
+            values = self.read(first, last)
+            for index, half in zip(some, halves, strict=True):
+                start, stop = swap.start + chunks[index].start, swap.start + chunks[index].stop
+                self.filter.clip_(self._chunks[start][0], half, values[start - first : stop - first], filtered)
+                self._add(start, stop, half)
         self.parameters.flush()
         self.filter.close(filtered)
         return filtered
@@ -107,7 +142,7 @@ class Weights:
                 continue
             with self.lock:
                 for piece, place in self.parameters.pieces(begin, end):
-                    add_(piece, part[place].to(piece.device))
+                    add_(piece, part[place].to(piece.device, non_blocking=True))
 
     def _sections(self, start: int, stop: int, *, is_written: bool = False) -> Iterator[tuple[Tensor | None, int, int]]:
         """Yield the vectors that form elements [start, stop), with the place in each. None stands for the model."""

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 from torch import nn
 
+from noloco_p2p.gossip.exchange import Committed
+from noloco_p2p.gossip.units import Slice
+from noloco_p2p.outer import weights as weights_module
 from noloco_p2p.outer.flat import FlatParameters
+from noloco_p2p.outer.update_filter import OPEN
 from noloco_p2p.outer.weights import Weights, add_
 from noloco_p2p.spec import OuterSpec
 
@@ -39,8 +46,12 @@ def test_fp32_sums_are_those_of_torch() -> None:
     assert torch.equal(values, expected)
 
 
-def test_a_copy_sees_no_step_half_done() -> None:
-    model = nn.ParameterList([torch.zeros(100_000), torch.zeros(100_000)])  # together less than a chunk
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm device")
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NO_GPU)])
+def test_a_copy_sees_no_step_half_done(device: str) -> None:
+    model = nn.ParameterList([torch.zeros(100_000), torch.zeros(100_000)]).to(device)  # together less than a chunk
     weights, stop = Weights(FlatParameters(model), OuterSpec()), threading.Event()
 
     def train() -> None:
@@ -62,3 +73,64 @@ def test_a_copy_sees_no_step_half_done() -> None:
     finally:
         stop.set()
         thread.join()
+
+
+class Accelerator:
+    """A double of `torch.cuda`. Copies are made at once, and it records what a stream waits for."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def Stream(self, device: torch.device) -> Accelerator:  # noqa: N802 - as torch names it
+        return self
+
+    def Event(self, *, blocking: bool) -> Accelerator:  # noqa: N802 - as torch names it
+        return self
+
+    def current_stream(self, device: torch.device) -> str:
+        return "training"
+
+    def stream(self, stream: object) -> nullcontext[None]:
+        return nullcontext()
+
+    def wait_stream(self, stream: str) -> None:
+        self.calls.append(f"wait for {stream}")
+
+    def record(self) -> None:
+        self.calls.append("record")
+
+    def synchronize(self) -> None:
+        self.calls.append("synchronize")
+
+
+def test_a_copy_from_an_accelerator_waits_only_for_what_is_queued_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.ParameterList([torch.randn(300_000), torch.randn(700_000)])
+    monkeypatch.setattr(weights_module, "has_own_memory", lambda device: True)
+    monkeypatch.setattr(weights_module, "MOST_ELEMENTS", 400_000)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: accelerator)
+    accelerator = Accelerator()
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *sizes, pin_memory=False, **options: empty(*sizes, **options))
+    weights = Weights(FlatParameters(model), OuterSpec())
+    accelerator.calls.clear()
+    copy = weights.read(100_000, 1_000_000)
+    assert torch.equal(copy, torch.cat([param.detach() for param in model])[100_000:])
+    assert accelerator.calls == ["wait for training", "record", "synchronize"] * 3
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NO_GPU)])
+def test_half_differences_are_added_where_they_belong(device: str) -> None:
+    model = nn.ParameterList([torch.randn(300_000), torch.randn(700_000)]).to(device)
+    weights = Weights(FlatParameters(model), OuterSpec(), limits=OPEN)
+    part = Slice(10, 200)
+    start, stop = weights.units.bounds(part)
+    expected, halves = weights.read(0, 1_000_000), torch.randn(stop - start)
+    expected[start:stop] += halves
+    chunks = weights.units.chunks(part)
+    coding = SimpleNamespace(
+        part=part,
+        chunks=chunks,
+        half_difference=lambda index: halves[chunks[index].start : chunks[index].stop].clone(),
+    )
+    weights.add(cast("Committed", SimpleNamespace(partner="b", start=start, coding=coding)))
+    assert torch.equal(weights.read(0, 1_000_000), expected)
