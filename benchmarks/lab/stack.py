@@ -108,8 +108,8 @@ class Stack:
         inputs, targets = text[..., :-1].reshape(replicas, -1), text[..., 1:].reshape(replicas, -1)
         hidden = torch.gather(weights["embedding"], 1, inputs[..., None].expand(-1, -1, shape.hidden))
         for layer in range(shape.layers):
-            own = [weights[f"{layer}.{name}"] for name in BLOCK]
-            hidden = self.block(hidden, *own, *self.rotary, batch=batch, heads=shape.heads)
+            own = {name: weights[f"{layer}.{name}"] for name in BLOCK}
+            hidden = self.block(hidden, *self.rotary, batch=batch, heads=shape.heads, **own)
         logits = torch.bmm(_norm(hidden, weights["norm"]), weights["embedding"].transpose(1, 2))
         loss = cross_entropy(logits.reshape(-1, VOCABULARY), targets.reshape(-1), reduction="none")
         return loss.view(replicas, -1).mean(1)
@@ -117,17 +117,17 @@ class Stack:
 
 def _block(
     hidden: Tensor,
+    cosine: Tensor,
+    sine: Tensor,
+    *,
+    batch: int,
+    heads: int,
     attention_norm: Tensor,
     attention: Tensor,
     projection: Tensor,
     mlp_norm: Tensor,
     up: Tensor,
     down: Tensor,
-    cosine: Tensor,
-    sine: Tensor,
-    *,
-    batch: int,
-    heads: int,
 ) -> Tensor:
     """Apply one layer of each replica to `hidden` (replicas, batch * tokens, width)."""
     replicas, width = hidden.shape[0], hidden.shape[2]
