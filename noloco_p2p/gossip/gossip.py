@@ -176,6 +176,7 @@ class Gossip:
                     await asyncio.wait({self._ask_task})
                 finally:
                     self._ask_task.cancel()
+                await self._tell_change()
                 if not self._ask_task.cancelled() and (agreed := self._ask_task.result()):
                     self._tasks.start(self._swap_of_ours(agreed))
                 else:
@@ -246,9 +247,8 @@ class Gossip:
             self._pairing.failed(candidate.peer_id, self._loop.time())
             self._note(candidate.peer_id, "cannot be asked", error)
             return None
-        finally:
+        finally:  # without a wait, at which this task may be cancelled
             self._asking = ""
-            await self._tell_change()
             self._ages.end(window, mixed_at=None)
             if agreed:
                 self._ages.begin(agreed.part)

@@ -25,13 +25,13 @@ from torch import Tensor, nn
 from adversarial.flags import FLAGS, Flag
 from noloco_p2p.gossip.deadlines import Deadlines
 from noloco_p2p.outer.noloco import NoLoCo
-from noloco_p2p.spec import OuterSpec, RunSpec
+from noloco_p2p.spec import RunSpec
 from noloco_p2p.telemetry.console import named
 from noloco_p2p.testing.faults import Faults
 from noloco_p2p.testing.memory import Wrap, unchanged
 
 ADVERSARY = "the-adversary"
-SPEC = RunSpec(name="adversarial", codec=FP32, outer=OuterSpec(min_inner_steps=1))
+SPEC = RunSpec(name="adversarial", codec=FP32)
 DEADLINES = Deadlines(status_s=2.0, progress_s=2.0, farewell_s=0.5)
 
 
