@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 import torch
 import uvloop
 from harness.link_proxy import LinkProxy
-from harness.swapping import half_difference
 
 from noloco_p2p.gossip.exchange import Exchange
 from noloco_p2p.gossip.frames import Hello
@@ -103,7 +102,7 @@ class BarePeer(MemorySwarm):
         if not swaps:
             raise TimeoutError(f"no swap in {PATIENCE_S:.0f} s: {self.member.service.counts.last_failure}")
         for swap in swaps:
-            half = half_difference(swap)
+            half = swap.halves.values
             self.vector[swap.start : swap.start + half.numel()] += half
             self.exchange.applied(swap, seconds=0.0)
         return traffic.bytes_received - before

@@ -98,8 +98,7 @@ class Trainer:
             self.swaps.append(swap)
             self.ages.append(self.exchange.step - swap.snapshot_step)
             self.exchange.applied(swap, seconds=0.0)
-            for index, chunk in enumerate(swap.coding.chunks):
-                self.vector[swap.start + chunk.start : swap.start + chunk.stop] += swap.coding.half_difference(index)
+            self.vector[swap.start : swap.start + len(swap.halves.values)] += swap.halves.values
         self.exchange.serve(lambda start, stop: self.vector[start:stop].clone())
 
 

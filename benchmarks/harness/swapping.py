@@ -23,11 +23,6 @@ def random_vector(seed: int, num_elements: int) -> Tensor:
     return torch.randn(num_elements, generator=torch.Generator().manual_seed(seed))
 
 
-def half_difference(swap: Committed) -> Tensor:
-    """Return the half-difference of the whole slice."""
-    return torch.cat([swap.coding.half_difference(index) for index in range(len(swap.coding.chunks))])
-
-
 class Swapping:
     """A peer that swaps `vector`, without inner steps. `swaps` are those that have been applied."""
 
@@ -55,7 +50,7 @@ class Swapping:
         """Apply the swaps that have arrived."""
         with self._changing:
             for swap in self.exchange.collect():
-                half = half_difference(swap)
+                half = swap.halves.values
                 self.vector[swap.start : swap.start + half.numel()] += half
                 self.exchange.applied(swap, seconds=0.0)
                 self.swaps.append(swap)

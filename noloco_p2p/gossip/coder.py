@@ -90,16 +90,17 @@ class _Kept:
 
 
 class Coding:
-    """One swap's coding of a slice. `values` is this peer's snapshot, which must not change.
+    """One swap's coding of a slice. `values` is this peer's snapshot, which must not change before the commit.
 
-    `swap_id` and the two valid proposals determine the grids, which are the same for both partners.
+    `start` is the first element of the slice. `swap_id` and the two valid proposals determine the grids, which are the
+    same for both partners.
     """
 
     def __init__(self, coder: Coder, part: Slice, values: Tensor, *, swap_id: bytes, proposals: tuple[bytes, bytes]):
         self.part = part
+        self.start = coder.units.bounds(part)[0]
         self.values = values
         self.chunks = coder.units.chunks(part)
-        self.square = 0.0  # of the half-difference
         self.swap_id = swap_id
         self._coder = coder
         self._blocks = coder.units.blocks(part)
@@ -164,7 +165,6 @@ class Coding:
 
     def _measure(self, index: int, chunk: Chunk) -> None:
         halves, values = self.half_difference(index), self._values(index)
-        self.square += float(torch.linalg.vector_norm(halves)) ** 2
         pairs = zip(halves.split(BLOCK_ELEMENTS), values.split(BLOCK_ELEMENTS), strict=True)
         for block, (half, own) in zip(chunk.blocks, pairs, strict=True):
             at = block - self._blocks.start

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from noloco_p2p.gossip.coder import Coding
@@ -22,8 +23,28 @@ ANSWER_MORE_S = 10.0  # for which a call from the training thread may take longe
 
 
 @dataclass(frozen=True, slots=True)
+class Halves:
+    """The half-differences of a swap, as they are added to the weights.
+
+    `values` is an fp32 tensor on the CPU. `distance` is the root mean square of the differences to the partner, and
+    `magnitude` that of this peer's own weights. `num_clipped` of `num_pieces` pieces have been clipped.
+    """
+
+    values: Tensor
+    distance: float = 0.0
+    magnitude: float = 0.0
+    num_pieces: int = 0
+    num_clipped: int = 0
+
+
+def decoded(coding: Coding, partner: str) -> Halves:
+    """Return the half-differences as they are."""
+    return Halves(torch.cat([coding.half_difference(index) for index in range(len(coding.chunks))]))
+
+
+@dataclass(frozen=True, slots=True)
 class Committed:
-    """A swap whose half-differences may be added to the weights.
+    """A swap whose half-differences may be added to the weights, from element `start` of the flat vector.
 
     `snapshot_step` is the inner step after which the snapshot was taken, and `told_step` the one after which the
     partner told its progress. `num_live` is the number of live peers, including this one.
@@ -32,8 +53,10 @@ class Committed:
     partner: str
     progress: float  # of the partner
     told_step: int
-    coding: Coding
-    start: int  # of the slice in the flat vector
+    swap_id: bytes
+    part: Slice
+    start: int
+    halves: Halves
     snapshot_step: int
     seconds: float
     num_live: int
@@ -56,6 +79,9 @@ class Exchange:
         progress: The position of this peer in the schedule of the run. The training thread sets it.
         read: A function that copies elements [start, stop) of the weights, on any thread. If it is None, the training
             thread copies them in `serve`.
+        judge: A function that returns the half-differences of a committed swap, on any thread. It may overwrite the
+            snapshot with them.
+        codes_beside: Whether coding takes no processor time from training, because an accelerator trains.
         is_at_rest: Whether training is over, so that closing swaps may follow each other at once.
         is_open: With `outer.wait`, whether training waits for a swap.
         has_diverged: Whether a snapshot had non-finite weights.
@@ -71,6 +97,8 @@ class Exchange:
         self.added_s = 0.0  # running mean of the time that the training thread needs to apply a swap
         self.progress = 0.0
         self.read: Callable[[int, int], Tensor] | None = None
+        self.judge: Callable[[Coding, str], Halves] = decoded
+        self.codes_beside = False
         self.is_at_rest = False
         self.is_open = False
         self.is_closed = self.is_replaced = False
@@ -150,7 +178,7 @@ class Exchange:
 
     def _applied(self, swap: Committed) -> None:
         # Before, a snapshot would lack the half-difference, and the same difference would be applied twice.
-        self.ages.end(swap.coding.part, mixed_at=swap.snapshot_step)
+        self.ages.end(swap.part, mixed_at=swap.snapshot_step)
 
 
 def _answer(request: _Request, values: Tensor, step: int) -> None:

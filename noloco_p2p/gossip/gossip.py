@@ -221,7 +221,7 @@ class Gossip:
         if exchange.is_at_rest:
             return 0
         if least == "auto":
-            cost_s = self.link.cost_s + exchange.added_s
+            cost_s = exchange.added_s + (0.0 if exchange.codes_beside else self.link.cost_s)
             least = (
                 math.ceil(cost_s / (COST_SHARE * exchange.step_s)) if exchange.step_s and not self._outer.wait else 0
             )
@@ -443,6 +443,7 @@ class Gossip:
             coding = await swap.run()
             is_committed = True
             self.counts.swaps += 1
+            halves = await swap.elsewhere(self._exchange.judge, coding, agreed.partner)
             start, stop = self._units.bounds(agreed.part)
             now_s, step = self._loop.time(), swap.snapshot_step
             self.link.committed(stop - start, swap, began_s, now_s)
@@ -451,8 +452,10 @@ class Gossip:
                     partner=agreed.partner,
                     progress=agreed.progress,
                     told_step=agreed.told_step,
-                    coding=coding,
+                    swap_id=agreed.swap_id,
+                    part=agreed.part,
                     start=start,
+                    halves=halves,
                     snapshot_step=step,
                     seconds=now_s - began_s,
                     num_live=self._directory.num_live(),

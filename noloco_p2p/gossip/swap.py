@@ -167,7 +167,7 @@ class Swap:
 
     async def _send_pass(self, coding: Coding, number: int, indices: list[int]) -> None:
         try:
-            payloads = await self._while_alive(self._elsewhere(coding.encode, number, indices))
+            payloads = await self._while_alive(self.elsewhere(coding.encode, number, indices))
         except ValueError as error:  # not the partner's fault
             raise Diverged(f"this peer's weights cannot be sent: {error}", peer=self.agreed.partner) from None
         digests = [chunk_digest(payload) for payload in payloads]
@@ -194,7 +194,9 @@ class Swap:
         finally:
             await _end({task})
 
-    async def _elsewhere(self, function: Callable[..., T], *arguments: Any) -> T:
+    async def elsewhere(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Call `function` on another thread, and count its CPU time as a cost of this swap."""
+
         def timed() -> T:
             began_s = self._cpu_clock()
             try:
@@ -222,7 +224,7 @@ class Swap:
             coding = await self._coding
             indices = [*range(len(coding.chunks))] if indices is None else indices
             payloads = await self._receive_pass(coding, number, indices, header)
-            indices = await self._elsewhere(coding.check, number, indices, payloads)
+            indices = await self.elsewhere(coding.check, number, indices, payloads)
             self._failed.put_nowait(indices)
             number += 1
 

@@ -11,9 +11,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from noloco_p2p.gossip.exchange import Committed, Exchange
+from noloco_p2p.gossip.exchange import Committed, Exchange, Halves
 from noloco_p2p.outer.position import PartnerPositions, next_progress
-from noloco_p2p.outer.update_filter import Filtered
 from noloco_p2p.outer.weights import Weights
 from noloco_p2p.spec import OuterSpec, Spec
 from noloco_p2p.telemetry.metrics import Metrics
@@ -89,8 +88,11 @@ class Mixing:
         self.restart(progress=progress)
 
     def _connect(self) -> None:
-        if self._weights.parameters.is_readable_anywhere:
-            self.exchange.read = self._weights.read
+        exchange, weights = self.exchange, self._weights
+        if weights.parameters.is_readable_anywhere:
+            exchange.read = weights.read
+        exchange.judge = lambda coding, partner: weights.filter.judge(coding, partner, is_at_rest=exchange.is_at_rest)
+        exchange.codes_beside = weights.is_on_accelerator
 
     def step_taken(self) -> None:
         """Count an inner step."""
@@ -111,10 +113,7 @@ class Mixing:
         self.steps = 0
 
     def apply(self) -> list[Swapped]:
-        """Add the half-differences that have arrived to the weights, and give the network what it asks for.
-
-        Raises NotFiniteWeights.
-        """
+        """Add the half-differences that have arrived to the weights, and give the network what it asks for."""
         swapped = [self._apply(swap) for swap in self.exchange.collect()]
         self.exchange.serve(self._weights.read)
         return swapped
@@ -130,10 +129,10 @@ class Mixing:
         return max(0, wanted - self.exchange.ages.least_mixings)
 
     def _apply(self, swap: Committed) -> Swapped:
-        began_s, exchange = self._cpu_clock(), self.exchange
+        began_s, exchange, halves = self._cpu_clock(), self.exchange, swap.halves
         age_steps = exchange.step - swap.snapshot_step
-        filtered = self._weights.add(swap, is_at_rest=exchange.is_at_rest)
-        share = len(swap.coding.values) / self._weights.num_swapped
+        self._weights.add(swap.start, halves.values)
+        share = len(halves.values) / self._weights.num_swapped
         if exchange.is_at_rest:
             exchange.step += 1
         elif not self.follows_caller:
@@ -141,21 +140,19 @@ class Mixing:
             trained = self._steps_taken / total
             self._positions.note(swap.partner, swap.progress, trained=told / total)
             self.progress = self._positions.move(self.progress, trained=trained, share=share, num_live=swap.num_live)
-        self._mean_square = _smoothed(self._mean_square, float(swap.coding.values.square().mean()))
-        distance = 2 * math.sqrt(filtered.square / len(swap.coding.values) / (self._mean_square or 1.0))
-        result = Swapped(swap.partner, share, age_steps, swap.seconds, distance)
-        self._measure(result, filtered)
+        self._mean_square = _smoothed(self._mean_square, halves.magnitude**2)
+        distance = halves.distance / math.sqrt(self._mean_square or 1.0)
         exchange.applied(swap, seconds=self._cpu_clock() - began_s)
-        return result
+        self._measure(halves, swap.partner, distance=distance, age_steps=age_steps)
+        return Swapped(swap.partner, share, age_steps, swap.seconds, distance)
 
-    def _measure(self, swap: Swapped, filtered: Filtered) -> None:
+    def _measure(self, halves: Halves, partner: str, *, distance: float, age_steps: int) -> None:
         metrics = self._metrics
-        apart = swap.distance / math.sqrt(2)
-        metrics.apart = _smoothed(metrics.apart, apart)
-        metrics.age_steps = _smoothed(metrics.age_steps, swap.age_steps)
-        metrics.judged_pieces += len(filtered.norms)
-        metrics.clipped_pieces += filtered.num_clipped
-        metrics.last_partner = swap.partner
+        metrics.apart = _smoothed(metrics.apart, distance / math.sqrt(2))
+        metrics.age_steps = _smoothed(metrics.age_steps, age_steps)
+        metrics.judged_pieces += halves.num_pieces
+        metrics.clipped_pieces += halves.num_clipped
+        metrics.last_partner = partner
 
 
 def _smoothed(before: float | None, value: float) -> float:

@@ -30,7 +30,6 @@ from noloco_p2p.outer.flat import FlatParameters
 from noloco_p2p.outer.mixing import Mixing, Swapped
 from noloco_p2p.outer.optimizer_state import InnerState, inner_state, is_skipped
 from noloco_p2p.outer.saver import Content, Saver
-from noloco_p2p.outer.update_filter import NotFiniteWeights
 from noloco_p2p.outer.weights import Weights
 from noloco_p2p.spec import Spec
 from noloco_p2p.telemetry.metrics import Metrics
@@ -282,11 +281,8 @@ class NoLoCo:
         return swapped
 
     def _apply(self) -> list[Swapped]:
-        try:
-            if not self._exchange.has_diverged:
-                return self._mixing.apply()
-        except NotFiniteWeights:
-            pass
+        if not self._exchange.has_diverged:
+            return self._mixing.apply()
         self._recover()
         return []
 

@@ -6,21 +6,26 @@ piece is a part of one tensor within one chunk. Each partner of a swap computes 
 
 The radius is twice the median norm of the newest half-differences of the last `PARTNERS` different partners in this
 piece, after clipping. Each partner counts once, so a liar that this peer meets often has one voice. Two bounds follow
-from this peer's own movement since the last mixing, which a sample of its elements estimates: between two mixings,
-honest replicas move apart by no more than each of them moves. The lower bound admits the first swaps, for which there
-is no history. The upper bound stops liars whose clipped half-differences would otherwise keep raising the median.
+from this peer's own movement from the last mixing to the snapshot, which a sample of its elements estimates: between
+two mixings, honest replicas move apart by no more than each of them moves. The lower bound admits the first swaps, for
+which there is no history. The upper bound stops liars whose clipped half-differences would otherwise keep raising the
+median.
 """
 
 from __future__ import annotations
 
 import math
+import threading
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from noloco_p2p.gossip.coder import Coding
+from noloco_p2p.gossip.exchange import Halves
 
 PARTNERS = 8  # whose half-differences are remembered
 SAMPLE = 256  # elements of a piece whose movement is measured
@@ -40,22 +45,6 @@ LIMITS = FilterLimits()
 OPEN = FilterLimits(math.inf, math.inf, math.inf)  # clips nothing, for measurements
 
 
-@dataclass(slots=True)
-class Filtered:
-    """One swap that passes through the filter, and what the filter has done."""
-
-    partner: str
-    is_at_rest: bool  # whether training is over, so that this peer does not move any more
-    norms: dict[int, float] = field(default_factory=dict)  # of each piece, after clipping
-    num_clipped: int = 0
-    square: float = 0.0  # of all half-differences, before clipping
-    cut_square: float = 0.0  # of what was cut off
-
-
-class NotFiniteWeights(Exception):
-    """This peer's own weights contain NaN or infinity."""
-
-
 class UpdateFilter:
     """The filter of one replica and its history, which is not saved: after a restart, a few swaps rebuild it.
 
@@ -66,58 +55,71 @@ class UpdateFilter:
         self, tensor_sizes: Sequence[int], chunks: Sequence[tuple[int, int]], limits: FilterLimits = LIMITS
     ) -> None:
         self._limits = limits
-        self._pieces = pieces_of(tensor_sizes, chunks)
-        num_pieces = sum(map(len, self._pieces))
+        self._pieces = dict(zip((start for start, _ in chunks), pieces_of(tensor_sizes, chunks), strict=True))
+        num_pieces = sum(map(len, self._pieces.values()))
         self._norms = torch.full((PARTNERS, num_pieces), torch.nan)
         self._rows: OrderedDict[str, int] = OrderedDict()  # the row of each partner
         self._samples: dict[int, Tensor] = {}  # of each piece, after the last mixing
         self._movement = [0.0] * num_pieces  # running mean of this peer's movement between two mixings
+        self._judging = threading.Lock()
 
-    def begin(self, chunk: int, values: Tensor) -> None:
-        """Record the values of a chunk, from which this peer moves until the next mixing."""
-        for piece, place in self._pieces[chunk]:
+    def begin(self, start: int, values: Tensor) -> None:
+        """Record the values of the chunk that begins at `start`, from which this peer moves until the next mixing."""
+        for piece, place in self._pieces[start]:
             self._samples[piece] = _sample(values[place]).clone()
 
-    def clip_(self, chunk: int, halves: Tensor, values: Tensor, filtered: Filtered) -> None:
-        """Clip the half-differences of one chunk in place. `values` are the elements to which they will be added.
+    def judge(self, coding: Coding, partner: str, *, is_at_rest: bool = False) -> Halves:
+        """Overwrite a snapshot with the half-differences of its swap, and clip them. The call is thread-safe.
 
-        Raises NotFiniteWeights.
+        If `is_at_rest`, training is over, so this peer does not move any more.
         """
-        pieces = self._pieces[chunk]
-        usual = self._norms[:, pieces[0][0] : pieces[-1][0] + 1].nanmedian(dim=0).values.tolist()
-        for (piece, place), middle in zip(pieces, usual, strict=True):
-            radius = self._radius(piece, values[place], middle, filtered)
-            norm = float(torch.linalg.vector_norm(halves[place]))
-            filtered.square += norm * norm
-            if norm > radius:
-                halves[place].mul_(radius / norm)
-                filtered.num_clipped += 1
-                filtered.cut_square += (norm - radius) ** 2
-            filtered.norms[piece] = min(norm, radius)
-            self._samples[piece] = _sample(values[place]) + _sample(halves[place])
+        norms: dict[int, float] = {}  # of each piece, after clipping
+        num_clipped, square, own_square = 0, 0.0, 0.0
+        with self._judging:
+            for index, chunk in enumerate(coding.chunks):
+                values, halves = coding.values[chunk.start : chunk.stop], coding.half_difference(index)
+                own_square += float(torch.linalg.vector_norm(values)) ** 2
+                pieces = self._pieces[coding.start + chunk.start]
+                usual = self._norms[:, pieces[0][0] : pieces[-1][0] + 1].nanmedian(dim=0).values.tolist()
+                for (piece, place), middle in zip(pieces, usual, strict=True):
+                    radius = self._radius(piece, values[place], middle, is_at_rest=is_at_rest)
+                    norm = float(torch.linalg.vector_norm(halves[place]))
+                    square += norm * norm
+                    if norm > radius:
+                        halves[place].mul_(radius / norm)
+                        num_clipped += 1
+                    norms[piece] = min(norm, radius)
+                    self._samples[piece] = _sample(values[place]) + _sample(halves[place])
+                values.copy_(halves)
+            self._remember(partner, norms)
+        num_elements = len(coding.values)
+        return Halves(
+            coding.values,
+            distance=2 * math.sqrt(square / num_elements),
+            magnitude=math.sqrt(own_square / num_elements),
+            num_pieces=len(norms),
+            num_clipped=num_clipped,
+        )
 
-    def close(self, filtered: Filtered) -> None:
-        """Remember the half-differences of this swap."""
-        row = self._rows.pop(filtered.partner, None)
+    def _remember(self, partner: str, norms: dict[int, float]) -> None:
+        row = self._rows.pop(partner, None)
         if row is None:
             row = self._rows.popitem(last=False)[1] if len(self._rows) == PARTNERS else len(self._rows)
             self._norms[row] = torch.nan
-        self._rows[filtered.partner] = row
-        first = min(filtered.norms, default=0)  # the pieces of a slice are consecutive
-        self._norms[row, first : first + len(filtered.norms)] = torch.tensor([*filtered.norms.values()])
+        self._rows[partner] = row
+        first = min(norms)  # the pieces of a slice are consecutive
+        self._norms[row, first : first + len(norms)] = torch.tensor([*norms.values()])
 
-    def _radius(self, piece: int, values: Tensor, usual: float, filtered: Filtered) -> float:
+    def _radius(self, piece: int, values: Tensor, usual: float, *, is_at_rest: bool) -> float:
         limits, sample = self._limits, _sample(values)
         moved = float(torch.linalg.vector_norm(sample - self._samples[piece])) * math.sqrt(len(values) / len(sample))
-        if not math.isfinite(moved):
-            raise NotFiniteWeights
-        if not (filtered.is_at_rest and self._movement[piece]):
+        if not (is_at_rest and self._movement[piece]):
             self._movement[piece] = _smoothed(self._movement[piece], moved)
         if math.isinf(limits.least):
             return math.inf
         reach = max(moved, self._movement[piece])
         radius = max(0.0 if math.isnan(usual) else limits.radius * usual, limits.least * reach)
-        return radius if filtered.is_at_rest else min(radius, limits.most * reach)
+        return radius if is_at_rest else min(radius, limits.most * reach)
 
 
 def _sample(values: Tensor) -> Tensor:

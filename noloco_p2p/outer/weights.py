@@ -10,12 +10,11 @@ from torch import Tensor
 
 from noloco_p2p.codec import CHUNK_ELEMENTS, chunk_bounds
 from noloco_p2p.devices import has_own_memory
-from noloco_p2p.gossip.exchange import Committed
 from noloco_p2p.gossip.units import MOST_ELEMENTS, Slice, Units
 from noloco_p2p.outer.flat import FlatParameters
 from noloco_p2p.outer.outer_step import outer_step
 from noloco_p2p.outer.state_checks import OUTER_MOMENTUM, WEIGHTS, check_vectors
-from noloco_p2p.outer.update_filter import LIMITS, Filtered, FilterLimits, UpdateFilter
+from noloco_p2p.outer.update_filter import LIMITS, FilterLimits, UpdateFilter
 from noloco_p2p.spec import OuterSpec
 
 DROPPED_BITS = {torch.bfloat16: 16, torch.float16: 13}  # of the fraction of an fp32 number
@@ -46,7 +45,6 @@ class Weights:
         self.num_swapped = num * (1 + outer.sends_slow_weights + outer.sends_momentum)
         self.units = Units(self.num_swapped)
         chunks = self.units.chunks(Slice(0, self.units.num_units))
-        self._chunks = {chunk.start: (number, chunk.stop) for number, chunk in enumerate(chunks)}  # by first element
         sizes = [param.numel() for _, param in parameters.named] * (self.num_swapped // num)
         self.filter = UpdateFilter(sizes, [(chunk.start, chunk.stop) for chunk in chunks], limits)
         self._accelerator = torch.get_device_module(parameters.device) if has_own_memory(parameters.device) else None
@@ -97,6 +95,10 @@ class Weights:
             copied.synchronize()  # before another thread uses the memory of `parts`
         return copy
 
+    @property
+    def is_on_accelerator(self) -> bool:
+        return self._stream is not None
+
     def looks_finite(self) -> bool:
         """Return whether the first 1 MiB of the weights is finite. A gradient with NaN makes all weights NaN."""
         return bool(self.parameters.read(0, min(CHUNK_ELEMENTS, self.num_elements)).isfinite().all())
@@ -105,32 +107,16 @@ class Weights:
         return self.parameters.read(start, stop).cpu() if vector is None else vector[start:stop]
 
     @torch.no_grad()
-    def add(self, swap: Committed, *, is_at_rest: bool = False) -> Filtered:
-        """Add the half-differences of a swap, after the update filter. Only the training thread calls this.
-
-        Raises NotFiniteWeights.
-        """
-        filtered, chunks = Filtered(swap.partner, is_at_rest), swap.coding.chunks
-        # An accelerator still computes the step that `read` waits for while the half-differences are decoded.
-        at_once = MOST_ELEMENTS // CHUNK_ELEMENTS if self._stream else 1
-        for some in (range(len(chunks))[index : index + at_once] for index in range(0, len(chunks), at_once)):
-            halves = [swap.coding.half_difference(index) for index in some]
-            if self._stream:
-                halves = [half.pin_memory() for half in halves]
-            first, last = swap.start + chunks[some[0]].start, swap.start + chunks[some[-1]].stop
-            values = self.read(first, last)
-            for index, half in zip(some, halves, strict=True):
-                start, stop = swap.start + chunks[index].start, swap.start + chunks[index].stop
-                self.filter.clip_(self._chunks[start][0], half, values[start - first : stop - first], filtered)
-                self._add(start, stop, half)
+    def add(self, start: int, halves: Tensor) -> None:
+        """Add half-differences from element `start`. Only the training thread calls this."""
+        for first, last in chunk_bounds(len(halves)):
+            self._add(start + first, start + last, halves[first:last])
         self.parameters.flush()
-        self.filter.close(filtered)
-        return filtered
 
     def _begin_to_move(self) -> None:
         """Let the filter measure how far this peer moves from its present weights."""
-        for start, (number, stop) in self._chunks.items():
-            self.filter.begin(number, self.read(start, stop))
+        for chunk in self.units.chunks(Slice(0, self.units.num_units)):
+            self.filter.begin(chunk.start, self.read(chunk.start, chunk.stop))
 
     def _add(self, start: int, stop: int, halves: Tensor) -> None:
         done = 0

@@ -16,7 +16,7 @@ from noloco_p2p.gossip.service import PeerService
 from noloco_p2p.outer.flat import FlatParameters
 from noloco_p2p.outer.mixing import Mixing, Swapped
 from noloco_p2p.outer.noloco import CLOSING_WAIT_S, LOOK_S
-from noloco_p2p.outer.update_filter import LIMITS, FilterLimits, NotFiniteWeights
+from noloco_p2p.outer.update_filter import LIMITS, FilterLimits
 from noloco_p2p.outer.weights import Weights
 from noloco_p2p.simulate.clock import InlineExecutor
 from noloco_p2p.simulate.material import Material
@@ -145,12 +145,7 @@ class SimulatedPeer:
 
         A peer whose weights are not finite does not swap any more.
         """
-        swapped: list[Swapped] = []
-        if not self.exchange.has_diverged:
-            try:
-                swapped = self.mixing.apply()
-            except NotFiniteWeights:
-                self.exchange.has_diverged = True
+        swapped = [] if self.exchange.has_diverged else self.mixing.apply()
         self.swaps += swapped
         return bool(swapped)
 

@@ -18,7 +18,7 @@ from harness.link_proxy import LinkProxy
 from harness.loopback import LoopbackSwarm
 from harness.patience import PATIENCE_S
 from harness.specs import FP32
-from harness.swapping import Swapping, half_difference, random_vector, swap_all, wait_until
+from harness.swapping import Swapping, random_vector, swap_all, wait_until
 
 from noloco_p2p.errors import PeerError, Refused, Unreachable
 from noloco_p2p.gossip.deadlines import Deadlines
@@ -125,7 +125,7 @@ def test_what_comes_over_many_connections_is_what_was_sent() -> None:
     with bench(mbit_s=20, own_rates=True) as there:
         swaps, _ = there.swap(6_000_000)
         assert there.link.num_connections > 2
-    ours, theirs = (half_difference(swap) for swap in swaps)
+    ours, theirs = (swap.halves.values for swap in swaps)
     mine, yours = (random_vector(seed, 6_000_000) for seed in (0, 1))
     assert torch.equal(ours, yours * 0.5 - mine * 0.5)
     assert torch.equal(theirs, -ours)

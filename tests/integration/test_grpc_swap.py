@@ -20,7 +20,7 @@ from admitting import AnyState
 from harness.loopback import LoopbackSwarm
 from harness.patience import AT_ONCE_S, PATIENCE_S, PATIENT, until
 from harness.specs import FP32
-from harness.swapping import Swapping, apply_until, half_difference, random_vector, swap_all, wait_until
+from harness.swapping import Swapping, apply_until, random_vector, swap_all, wait_until
 from rogue_server import rogue
 
 from noloco_p2p.errors import CorruptPayload, PeerError, Refused, SettingsError, TimedOut, Unreachable
@@ -80,7 +80,7 @@ def test_both_partners_get_half_of_their_difference() -> None:
     with LoopbackSwarm(WAIT, deadlines=PATIENT) as swarm:
         peers = [Swapping(swarm.peer(name), vector) for name, vector in zip("ab", vectors(), strict=True)]
         for _ in range(3):
-            ours, theirs = (half_difference(swap) for swap in swap_all(peers))
+            ours, theirs = (swap.halves.values for swap in swap_all(peers))
             assert torch.equal(ours, peers[1].vector * 0.5 - peers[0].vector * 0.5)
             assert torch.equal(theirs, -ours)
 
@@ -92,7 +92,7 @@ def test_bits_by_need_travel_over_grpc() -> None:
         repeated = []
         for index in range(3):
             peers[0].vector[300_000] += 30.0 * index  # a step is 1 to 2
-            ours, theirs = (half_difference(swap) for swap in swap_all(peers))
+            ours, theirs = (swap.halves.values for swap in swap_all(peers))
             assert torch.equal(ours, -theirs)
             assert (ours - (peers[1].vector - peers[0].vector) / 2).abs().max() <= 1.01
             repeated.append([peer.counts.traffic.repeated_chunks for peer in peers])

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import threading
 from contextlib import nullcontext
-from types import SimpleNamespace
-from typing import cast
 
 import pytest
 import torch
 from torch import nn
 
-from noloco_p2p.gossip.exchange import Committed
 from noloco_p2p.gossip.units import Slice
 from noloco_p2p.outer import weights as weights_module
 from noloco_p2p.outer.flat import FlatParameters
-from noloco_p2p.outer.update_filter import OPEN
 from noloco_p2p.outer.weights import Weights, add_
 from noloco_p2p.spec import OuterSpec
 
@@ -121,16 +117,10 @@ def test_a_copy_from_an_accelerator_waits_only_for_what_is_queued_before_it(monk
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NO_GPU)])
 def test_half_differences_are_added_where_they_belong(device: str) -> None:
     model = nn.ParameterList([torch.randn(300_000), torch.randn(700_000)]).to(device)
-    weights = Weights(FlatParameters(model), OuterSpec(), limits=OPEN)
+    weights = Weights(FlatParameters(model), OuterSpec())
     part = Slice(10, 200)
     start, stop = weights.units.bounds(part)
     expected, halves = weights.read(0, 1_000_000), torch.randn(stop - start)
     expected[start:stop] += halves
-    chunks = weights.units.chunks(part)
-    coding = SimpleNamespace(
-        part=part,
-        chunks=chunks,
-        half_difference=lambda index: halves[chunks[index].start : chunks[index].stop].clone(),
-    )
-    weights.add(cast("Committed", SimpleNamespace(partner="b", start=start, coding=coding)))
+    weights.add(start, halves)
     assert torch.equal(weights.read(0, 1_000_000), expected)
