@@ -3,8 +3,8 @@
     python benchmarks/trainer_waits.py [--elements N] [--step-s 1] [--seconds 120] [--mbit-s 200,1000] [--json FILE]
 
 Two processes with the code of real peers swap over TLS and a link proxy. One of them trains a Llama with 125M
-parameters and AdamW on one core. With --elements, it has N synthetic weights instead, and its inner step computes for
---step-s seconds of processor time. Its partner has the same weights and sleeps instead of computing, because in a real
+parameters and AdamW on one core. With --elements, it has N synthetic weights and SGD instead, and its inner step
+computes for --step-s seconds of processor time. Its partner has the same weights and sleeps instead of computing, because in a real
 run it would be on another machine. The trainer first trains without a partner for a quarter of the time.
 
 A pause is the time for which one inner step waits for the lock of the weights and applies what has arrived. What the
@@ -26,7 +26,7 @@ import torch
 from claims import Claim, show
 from pair import Side, run_pair, through
 from torch import nn
-from torch.optim import AdamW
+from torch.optim import SGD, AdamW, Optimizer
 
 from noloco_p2p.outer.mixing import Swapped
 from noloco_p2p.outer.noloco import NoLoCo
@@ -71,13 +71,13 @@ class Found:
 class Pauses:
     """Measures how long each step of an optimizer pauses for NoLoCo, whose hooks run between the hooks of this one."""
 
-    def __init__(self, optimizer: AdamW) -> None:
+    def __init__(self, optimizer: Optimizer) -> None:
         self.total_s = self.longest_s = 0.0
         self._began_s = self._pause_s = 0.0
         optimizer.register_step_pre_hook(self._begin)
         optimizer.register_step_post_hook(self._begin)
 
-    def end(self, optimizer: AdamW) -> None:
+    def end(self, optimizer: Optimizer) -> None:
         optimizer.register_step_pre_hook(self._locked)
         optimizer.register_step_post_hook(self._applied)
 
@@ -99,7 +99,7 @@ def _own_s() -> float:
     return time.monotonic() - int(waited) / 1e9
 
 
-def make_training(plan: Plan, *, computes: bool) -> tuple[nn.Module, AdamW, Callable[[], None]]:
+def make_training(plan: Plan, *, computes: bool) -> tuple[nn.Module, Optimizer, Callable[[], None]]:
     """Return a model, its optimizer, and a function that computes gradients."""
     torch.manual_seed(0)
     if plan.num_elements:
@@ -107,9 +107,13 @@ def make_training(plan: Plan, *, computes: bool) -> tuple[nn.Module, AdamW, Call
         model: nn.Module = nn.ParameterList(nn.Parameter(torch.randn(size)) for size in sizes)
     else:
         model = build_model(LLAMA, sequence_length=NUM_TOKENS)
-    for param in model.parameters():
-        param.grad = torch.full_like(param, 1e-3)
-    optimizer = AdamW(model.parameters(), lr=1e-4, fused=True)
+    optimizer: Optimizer
+    if plan.num_elements:  # without gradients and states, 1B weights need 4 GB in each process
+        for param in model.parameters():
+            param.grad = torch.tensor(1e-3).expand_as(param)
+        optimizer = SGD(model.parameters(), lr=1e-4, foreach=False)
+    else:
+        optimizer = AdamW(model.parameters(), lr=1e-4, fused=True)
     matrix, tokens = torch.randn(256, 256), torch.randint(0, 256, (1, NUM_TOKENS))
 
     def backward() -> None:
