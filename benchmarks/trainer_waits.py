@@ -2,10 +2,11 @@
 
     python benchmarks/trainer_waits.py [--elements N] [--step-s 1] [--seconds 120] [--mbit-s 200,1000] [--json FILE]
 
-Two processes with the code of real peers swap over TLS and a link proxy. One of them trains a Llama with 125M
+Two processes with the code of real peers swap over TLS and a link proxy. One of them trains a Llama with 85M
 parameters and AdamW on one core. With --elements, it has N synthetic weights and SGD instead, and its inner step
-computes for --step-s seconds of processor time. Its partner has the same weights and sleeps instead of computing, because in a real
-run it would be on another machine. The trainer first trains without a partner for a quarter of the time.
+computes for --step-s seconds of processor time. Its partner has the same weights and sleeps instead of computing,
+because in a real run it would be on another machine. The trainer first trains without a partner for a quarter of the
+time.
 
 A pause is the time for which one inner step waits for the lock of the weights and applies what has arrived. What the
 training thread waits for a core meanwhile is subtracted. Memory is the peak of the process minus its memory before the

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -52,6 +53,7 @@ class Life:
     is_killed: bool = False
     exit_code: int | None = None
     exit_s: float | None = None  # from the request to leave to the exit
+    _reports: list[dict[str, Any]] | None = None  # of this process, if another one has followed in its folder
 
     @property
     def is_over(self) -> bool:
@@ -70,11 +72,18 @@ class Life:
                 listen = next(each for each in self.daemon.cmdline() if each.startswith("-listen="))
                 self.daemon_socket = Path(listen.removeprefix("-listen=/unix"))
 
+    def reports(self) -> list[dict[str, Any]]:
+        return self.process.events("report") if self._reports is None else self._reports
+
+    def end(self) -> None:
+        """Keep the reports, because another process begins in the same folder."""
+        self._reports = self.reports()
+
     def longest_without_s(self) -> float:
         """Return the longest time that this process, while it knew of other peers, went on without a new swap."""
         longest_s = since_s = 0.0
         swaps = None
-        for report in self.process.events("report"):
+        for report in self.reports():
             if report["swaps"] != swaps or not report["live_peers"]:
                 swaps, since_s = report["swaps"], report["time_s"]
             longest_s = max(longest_s, report["time_s"] - since_s)
@@ -82,7 +91,7 @@ class Life:
 
     def grown(self, metric: str) -> float:
         """Return how much a counter has grown in this process."""
-        reports = self.process.events("report")
+        reports = self.reports()
         return reports[-1][metric] - reports[0][metric] if reports else 0.0
 
 
@@ -162,6 +171,9 @@ class Churn:
             self._leave([life])
 
     def _begin(self, number: int, target: str | Path) -> None:
+        for life in self._lives:
+            if life.number == number:
+                life.end()
         flags = ("--save-every-s", "5")
         process = PeerProcess(target, self._folder / f"peer-{number}", *flags)
         self._lives.append(Life(number, self._stack.enter_context(process)))

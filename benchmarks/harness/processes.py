@@ -183,10 +183,8 @@ class PeerProcess(Command):
         return self.wait_for(TICKET_LINE).split()[-1]
 
     def events(self, kind: str) -> list[dict[str, Any]]:
-        """Return the events of one kind from this process, without those of other processes in the same folder."""
-        events = self._read()[self._events_before :]
-        later = [index for index, event in enumerate(events) if event["event"] == "started"][1:2]
-        return [event for event in events[: later[0] if later else None] if event["event"] == kind]
+        """Return the events of one kind from this process, without those of earlier processes in the same folder."""
+        return [event for event in self._read()[self._events_before :] if event["event"] == kind]
 
     @property
     def peer_id(self) -> str:

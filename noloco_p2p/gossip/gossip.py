@@ -44,7 +44,7 @@ SHARE_RETRY_S = 1.0
 IDLE_S = 2.0  # after which a free peer swaps with anybody
 PAUSED_S = 0.5  # how often a paused peer looks whether it may continue
 SLICE_STEPS = 0.8  # inner steps in which a slice should travel, so that it arrives within one
-ROUND_TRIPS = 20  # in which it travels at least
+ROUND_TRIPS = 10  # in which it travels at least
 # Partners whose current swaps end further apart than this share of a slice's time would leave a link idle
 # (benchmarks/link_use.py).
 MOST_APART = 0.25
@@ -53,6 +53,7 @@ MOST_STEP_S = 10.0
 HELD_UP = 4  # times the usual duration of a swap: a longer one costs its partner as many credits
 SWAP_ID_BYTES = 16
 REMEMBERED_SWAPS = 64
+REMEMBERED_ANSWERS = 256
 COST_SHARE = 0.02  # of the time that copying, coding and adding may take with `min_inner_steps = "auto"`
 SMOOTHING = 0.25
 MINUTE_S = 60.0
@@ -64,15 +65,17 @@ class Link:
     """What this peer's swaps have measured: running means, or 0 before the first one."""
 
     elements_per_s: float = 0.0
-    round_trip_s: float = 0.0
+    round_trip_s: float = 0.0  # the shortest of the last ones
     cost_s: float = 0.0  # CPU time for coding a slice
     swap_s: float = 0.0  # from the agreement to the commit
     moved_s: float = 0.0  # of all swaps
     swaps: deque[tuple[float, float]] = field(default_factory=deque)  # when each of the last ones moved, from and to
+    answers_s: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED_ANSWERS))
 
     def answered(self, seconds: float) -> None:
-        """Record the time from an offer to its answer. Many take longer than a round trip, so low ones count."""
-        self.round_trip_s = min(1.1 * self.round_trip_s or seconds, seconds)
+        """Record the time from an offer to its answer. Most answers wait behind the data of a swap."""
+        self.answers_s.append(seconds)
+        self.round_trip_s = min(self.answers_s)
 
     def committed(self, num_elements: int, swap: Swap, began_s: float, now_s: float) -> None:
         share = SMOOTHING if self.elements_per_s else 1.0
