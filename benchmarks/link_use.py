@@ -47,15 +47,22 @@ async def measure_once(case: Case, seed: int) -> tuple[list[float], float, int]:
     links, rates = [profile(rate) for rate in case.rates], case.rates
     swarm = Swarm(links, num_elements=NUM_ELEMENTS, codec="int8", noise=0.0, step_s=list(case.steps_s), seed=seed)
     running = asyncio.create_task(swarm.run(round(UNTIL_S / max(case.steps_s)) + 2))
-    await asyncio.sleep(FROM_S)
+    await _sleep(FROM_S, swarm)
     traffics = [trainer.counts.traffic for trainer in swarm.trainers]
     before = [traffic.bytes_sent for traffic in traffics]
-    await asyncio.sleep(UNTIL_S - FROM_S)
+    await _sleep(UNTIL_S - FROM_S, swarm)
     sent = [traffic.bytes_sent - start for traffic, start in zip(traffics, before, strict=True)]
     await running
     ages = [age for trainer in swarm.trainers for age in trainer.ages]
     shares = [8 * num / (rate * 1e6 * (UNTIL_S - FROM_S)) for num, rate in zip(sent, rates, strict=True)]
     return shares, fmean(ages), sum(trainer.counts.failures.total() for trainer in swarm.trainers)
+
+
+async def _sleep(seconds: float, swarm: Swarm) -> None:
+    for _ in range(round(seconds)):
+        await asyncio.sleep(1.0)
+        for trainer in swarm.trainers:
+            trainer.swaps.clear()  # they hold gigabytes
 
 
 def measure(quick: bool) -> list[Claim]:
