@@ -56,17 +56,15 @@ def test_the_task_pauses_and_goes_on_with_what_is_seen_and_survives_a_failed_loo
         words.append(both.word)
         yield NIGHT
 
-    both, seen = Pausing(requested), looks()
+    both, seen, ended = Pausing(requested), looks(), threading.Event()
 
     def look() -> Seen:
-        found = next(seen, None)
-        if found is None:
-            words.append(both.word)
+        if found := next(seen, None):
+            return found
+        words.append(both.word)
+        if words[3:]:  # the task has seen an error, and looks again
             ended.set()
-            raise OSError("no such file")
-        return found
-
-    ended = threading.Event()
+        raise OSError("no such file")
 
     async def run() -> None:
         task = asyncio.create_task(watch(FreeTime(SPARING), both, look, every_s=0.0))
