@@ -224,7 +224,7 @@ class Flood:
         return 500 * 100
 
     async def _provider_stream(self, target: str) -> None:
-        _, writer = await self._node.open_stream(target, [], "/ipfs/kad/1.0.0")
+        _, writer = await self._node.open_stream(target, "/ipfs/kad/1.0.0")
         provider = field(1, self._node._p2p.peer_id.to_bytes()) + field(2, bytes.fromhex("0401020304060fa1"))
         for _ in range(500):
             key = bytes.fromhex("1220") + secrets.token_bytes(32)

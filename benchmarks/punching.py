@@ -162,9 +162,7 @@ class Swapper(BarePeer):
         """Wait until the relay holds a reservation, and return the multiaddrs through which this peer can be called."""
         self.node = await _node(self.key, self.address)
         relay = doors[0].rpartition("/")[2]
-        self.reservations = Reservations(
-            self.node, doors=lambda: {relay: doors}, wanted=lambda: True, guard=DialGuard(only_public=True)
-        )
+        self.reservations = Reservations(self.node, doors=lambda: {relay: doors}, wanted=lambda: True)
         self.tunnels = Tunnels(
             self.node,
             multiaddrs=lambda: self.ways,
@@ -172,7 +170,6 @@ class Swapper(BarePeer):
             server=lambda: (self.address, self.server.port),
             take=self.server.take,
             relays=self.reservations.relays,
-            guard=DialGuard(only_public=True),
         )
         await self.tunnels.start()
         self.keeping = asyncio.create_task(self.reservations.run())
@@ -183,7 +180,9 @@ class Swapper(BarePeer):
 
 
 async def _node(key: Path, address: str) -> SwarmNode:
-    return await SwarmNode.start(key, Identity.load_or_create(key).peer_id, ListenOn(address))
+    return await SwarmNode.start(
+        key, Identity.load_or_create(key).peer_id, ListenOn(address), guard=DialGuard(only_public=True)
+    )
 
 
 def side(

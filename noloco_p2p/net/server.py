@@ -23,7 +23,6 @@ from noloco_p2p.identity import short_id
 from noloco_p2p.net import convert, options
 from noloco_p2p.net.authentication import Authenticator, Caller, refuse_to_wire
 from noloco_p2p.net.connection import nobody_is_banned
-from noloco_p2p.net.probe import Prober
 from noloco_p2p.net.proxy import Proxy
 from noloco_p2p.net.session import Session
 from noloco_p2p.net.swap_stream import MAX_CONNECTIONS, SwapConnection, SwapStream, call_cancelled
@@ -44,8 +43,7 @@ class GrpcServer:
     """The gRPC server. `port` is the actual port once `start` has returned.
 
     `serve_flow` is `FlowLinks.serve` on a peer that holds a stage, and None otherwise. For each local port from which
-    tunnelled calls arrive, `tunnelled` contains the relay that forwards them; it can change at any time. `only_public`
-    has the same meaning as in `DialGuard`.
+    tunnelled calls arrive, `tunnelled` contains the relay that forwards them; it can change at any time.
     """
 
     def __init__(
@@ -57,13 +55,11 @@ class GrpcServer:
         why_banned: Callable[[str], str] = nobody_is_banned,
         serve_flow: ServeFlow | None = None,
         tunnelled: Mapping[int, str] = MappingProxyType({}),
-        only_public: bool = False,
     ) -> None:
         self._server = grpc.aio.server(options=[*options.SERVER, *limits.options()])
         self._proxy = Proxy(tls=session.server_context() if session else None, tunnelled=tunnelled)
         authenticator = Authenticator(self._proxy, session, why_banned=why_banned)
-        prober = Prober(tunnelled=tunnelled, only_public=only_public)
-        self._servicer = _Servicer(service, limits, authenticator, prober, serve_flow)
+        self._servicer = _Servicer(service, limits, authenticator, serve_flow)
         self._server.add_generic_rpc_handlers((_handlers(self._servicer),))
         self.port = 0
 
@@ -211,7 +207,6 @@ def _handlers(servicer: _Servicer) -> grpc.GenericRpcHandler:
         "Flow": grpc.stream_stream_rpc_method_handler(servicer.Flow),
         "Fetch": _Asked(servicer.Fetch, pb.FetchRequest, enter=servicer.authenticator.visit).handler(),
         "Status": _Asked(servicer.Status, pb.StatusRequest, enter=servicer.authenticator.visit).handler(),
-        "Probe": _Asked(servicer.Probe, pb.ProbeRequest, enter=servicer.authenticator.visit).handler(),
     }
     return grpc.method_handlers_generic_handler(SERVICE, methods)
 
@@ -280,13 +275,11 @@ class _Servicer:
         service: Service,
         limits: Limits,
         authenticator: Authenticator,
-        prober: Prober,
         serve_flow: ServeFlow | None,
     ) -> None:
         self._service = service
         self._limits = limits
         self.authenticator = authenticator
-        self.prober = prober
         self._swaps = OwnedTasks("a swap offered by another peer")
         self._joinable: dict[bytes, ServerStream] = {}  # by swap id
         self.serve_flow = serve_flow
@@ -386,13 +379,6 @@ class _Servicer:
             return convert.status_to_wire(await self._service.on_status(request.swap_id[:64]))
         except PeerError as error:
             return pb.StatusReply(refuse=refuse_to_wire(error))
-
-    async def Probe(self, request: pb.ProbeRequest, caller: Caller) -> pb.ProbeReply:  # noqa: N802
-        try:
-            self._admitted(request.hello, caller)
-            return await self.prober.probe(request, caller.address, caller.peer_id)
-        except PeerError as error:
-            return pb.ProbeReply(refuse=refuse_to_wire(error))
 
     def _admitted(self, message: pb.Hello, caller: Caller) -> frames.Hello:
         """Check and return the caller's Hello.

@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 
 from noloco_p2p.dial_guard import DialGuard
@@ -27,12 +27,13 @@ from noloco_p2p.errors import DirectoryError
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.hosts import is_public
 from noloco_p2p.identity import Identity
-from noloco_p2p.swarm.address_book import AddressBook
+from noloco_p2p.swarm.address_book import CIRCUIT, AddressBook
 from noloco_p2p.swarm.addresses import any_public, only_public, routable_host, split_peer_id
 from noloco_p2p.swarm.announcer import Announcer
 from noloco_p2p.swarm.buckets import run_key
+from noloco_p2p.swarm.clock import Offset
 from noloco_p2p.swarm.daemon import ListenOn
-from noloco_p2p.swarm.dial_back import is_abroad
+from noloco_p2p.swarm.dial_back import DialBack, DialBackServer, ask, is_abroad
 from noloco_p2p.swarm.dialer import Dialer
 from noloco_p2p.swarm.membership_view import Headcount, MembershipView
 from noloco_p2p.swarm.node import SwarmNode, end_tasks
@@ -67,15 +68,13 @@ class SwarmDirectory:
         on_copy: Callable[[PeerRecord], None],
         ignores: Callable[[PeerRecord], bool],
         relay: Relay | None,
-        guard: DialGuard,
         announce_host: str,
         own_addresses: Callable[[], Sequence[str]],
         key: str | None = None,
     ) -> None:
-        self.guard = guard
         self._announce_host = announce_host
-        # the first address of each bootstrap, because it is the best one
-        self._entrances = [addresses[0] for addresses in _by_peer(bootstraps).values()]
+        # peer id -> the first address of each bootstrap, because it is the best one
+        self.entrances = {peer: addresses[0] for peer, addresses in _by_peer(bootstraps).items()}
         self._node = node
         self._identity = identity
         self._address_book = address_book
@@ -92,7 +91,7 @@ class SwarmDirectory:
             is_monitor=self._has_run and describe is None,
             timing=timing,
             ignores=ignores,
-            only_public=guard.only_public,
+            only_public=node.guard.only_public,
             own_addresses=own_addresses,
         )
         self._announcer: Announcer | None = None
@@ -117,7 +116,6 @@ class SwarmDirectory:
             heard_of=lambda: {record.peer_id for record, _ in self.records()},
             on_met=self._meet,
             on_wrong_clock=self._view.somebody.set,  # wakes callers that wait for a first peer
-            guard=guard,
         )
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -160,13 +158,15 @@ class SwarmDirectory:
         listen_on = ListenOn(listen_host, listen_port, announce_host, announce_port)
         guard = DialGuard(only_public=is_public(announce_host or routable_host(listen_host)) or any_public(bootstraps))
         node = await SwarmNode.start(identity_path, identity.peer_id, listen_on, is_client=is_monitor, guard=guard)
-        relay = Relay(node, only_public=guard.only_public) if relays and not is_monitor else None
-        if relay:
-            try:
+        relay = Relay(node) if relays and not is_monitor else None
+        try:
+            if relay:
                 await relay.start()
-            except BaseException:
-                await node.stop()
-                raise
+            if not is_monitor:
+                await DialBackServer(node).start()
+        except BaseException:
+            await node.stop()
+            raise
         directory = cls(
             node,
             identity,
@@ -178,7 +178,6 @@ class SwarmDirectory:
             on_copy=on_copy,
             ignores=ignores,
             relay=relay,
-            guard=guard,
             announce_host=announce_host or "",
             key=key,
             own_addresses=own_addresses,
@@ -194,6 +193,10 @@ class SwarmDirectory:
     def node(self) -> SwarmNode:
         """The DHT node, which can also open streams of other protocols over the same daemon."""
         return self._node
+
+    @property
+    def guard(self) -> DialGuard:
+        return self._node.guard
 
     @property
     def peer_id(self) -> str:
@@ -268,11 +271,23 @@ class SwarmDirectory:
     def is_abroad(self) -> bool:
         """Return whether this is a peer in a swarm on public addresses, where private addresses are useless."""
         others = [candidate.address for candidate in self.live()]
-        return self._announcer is not None and (is_public(self._announce_host) or is_abroad(self._entrances, others))
+        return self._announcer is not None and (
+            is_public(self._announce_host) or is_abroad(self.entrances.values(), others)
+        )
 
     def neighbours(self) -> set[str]:
         """Return the peer ids of DHT nodes that answered recently. These nodes can belong to any run."""
         return self._node.neighbours()
+
+    async def ask_to_dial(self, peer_id: str, ports: Sequence[int]) -> DialBack:
+        """Ask a live peer or a bootstrap to dial back to `ports` on this machine. Raises DirectoryError."""
+        known = {record.peer_id: record.multiaddrs for record, _ in self.records()}
+        ways = [way for way in (*known.get(peer_id, ()), self.entrances.get(peer_id, "")) if way and CIRCUIT not in way]
+        return await ask(self._node, peer_id, ports, at=split_peer_id(ways[0])[0] if ways else "")
+
+    def clock_offsets(self) -> Mapping[str, Offset]:
+        """Return, by peer id, the clock offsets of the nodes that this one met first."""
+        return self._dialer.offsets
 
     def dial_failures(self) -> dict[str, str]:
         """Return, by peer id, why bootstraps could not be reached on the last attempt."""

@@ -21,7 +21,7 @@ from noloco_p2p.dial_guard import DialGuard
 from noloco_p2p.errors import DirectoryError
 from noloco_p2p.identity import short_id
 from noloco_p2p.swarm import kademlia
-from noloco_p2p.swarm.addresses import announce_multiaddr, by_reach, tcp_target
+from noloco_p2p.swarm.addresses import announce_multiaddr, by_reach, guarded, host_in, tcp_target
 from noloco_p2p.swarm.clock import Offset
 from noloco_p2p.swarm.daemon import MAX_MEMORY_BYTES, Daemon, ListenOn, probe_port
 from noloco_p2p.swarm.streams import StreamHandler, Streams
@@ -49,8 +49,8 @@ CANCEL_AGAIN_S = 0.2
 class SwarmNode:
     """A node of the DHT.
 
-    Create it with `start()`. `stop()` leaves no process, socket or task behind. `guard` limits the dials to nodes that
-    other nodes report.
+    Create it with `start()`. `stop()` leaves no process, socket or task behind. `guard` limits the dials to addresses
+    that others report.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class SwarmNode:
         self._identity_path = identity_path
         self._listen_on = listen_on
         self._is_client = is_client
-        self._guard = guard
+        self.guard = guard
         self._daemon: Daemon | None = None
         self._p2p: DaemonClient | None = None
         self._dht: BoundedNode | None = None
@@ -148,16 +148,26 @@ class SwarmNode:
         return offset
 
     async def open_stream(
-        self, peer_id: str, addresses: Sequence[str], protocol: str
+        self, peer_id: str, protocol: str, *, at: str = ""
     ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Open a raw byte stream to a peer. If libp2p is not connected to it, `addresses` are dialled.
+        """Open a raw byte stream to a peer.
 
-        Raises DirectoryError if the stream cannot be opened.
+        If libp2p is not connected to it, its address `at` is dialled, which others have reported. If it is connected,
+        nothing is dialled, and the address is not verified. Raises DirectoryError if the stream cannot be opened, or
+        Unreachable if the guard forbids dialling the address.
         """
-        what = f"opening a stream to {short_id(peer_id)}"
-        if addresses:
-            await _guard(self._running_p2p().connect(peer_id, addresses), CONNECT_S, what)
-        return await _guard(self._running_p2p().open_stream(peer_id, protocol), CONNECT_S, what)
+        what, way = f"opening a stream to {short_id(peer_id)}", ""
+        if at and not await self.hosts_of(peer_id):
+            way = await guarded(self.guard, peer_id, at)
+            await _guard(self._running_p2p().connect(peer_id, [way]), CONNECT_S, what)
+        reader, writer = await _guard(self._running_p2p().open_stream(peer_id, protocol), CONNECT_S, what)
+        try:
+            if way and host_in(way) in await self.hosts_of(peer_id):
+                self.guard.reached(peer_id, host_in(way))
+        except BaseException:
+            writer.close()
+            raise
+        return reader, writer
 
     async def remote_address(self, peer_id: str) -> str:
         """Return a connected peer's multiaddr without its id, or an empty string if it is not directly connected."""
@@ -226,7 +236,7 @@ class SwarmNode:
         if listen_on.port == 0:
             self._listen_on = replace(listen_on, port=_port_of(self._listening))
         starting = kademlia.start_dht(
-            self._p2p, is_client=self._is_client, own_addresses=self._addresses, guard=self._guard
+            self._p2p, is_client=self._is_client, own_addresses=self._addresses, guard=self.guard
         )
         self._dht = await _guard(starting, ATTACH_S, "starting the DHT")
         for protocol, handler in self._handlers.items():

@@ -20,7 +20,6 @@ from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from noloco_p2p.dial_guard import DialGuard
 from noloco_p2p.errors import DirectoryError, Unreachable
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.identity import short_id
@@ -38,7 +37,6 @@ from noloco_p2p.swarm.relay import (
     TUNNEL,
     YES,
     Ends,
-    open_stream_to,
     relays_of,
     splice,
 )
@@ -85,7 +83,6 @@ class Tunnels:
         server: Callable[[], tuple[str, int]],
         take: Callable[[socket.socket], None],
         relays: Callable[[], Collection[str]],
-        guard: DialGuard,
     ) -> None:
         # local port of each connection to this peer's server that arrived through a relay -> that relay
         self.local_ports: dict[int, str] = {}
@@ -97,8 +94,7 @@ class Tunnels:
         self._server = server
         self._take = take
         self._relays = relays
-        self._guard = guard
-        self._puncher = Puncher(guard)
+        self._puncher = Puncher(node.guard)
         self._num_punching = 0
         self._no_hole_before_s: dict[str, float] = {}
         self._ports: dict[str, _Port] = {}
@@ -208,7 +204,7 @@ class Tunnels:
         Raises TimeoutError, Unreachable or one of the errors in BROKEN if the stream cannot be opened.
         """
         async with asyncio.timeout(ANSWER_S):
-            reader, writer = await open_stream_to(self._node, self._guard, relay, address, protocol)
+            reader, writer = await self._node.open_stream(relay, protocol, at=address)
             try:
                 writer.write(peer_id.encode() + b"\n")
                 line = await read_line(reader)

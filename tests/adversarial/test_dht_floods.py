@@ -354,13 +354,13 @@ def test_p2pd_serves_nothing_that_is_not_needed_and_holds_no_long_message(tmp_pa
         async with victim_and_attacker(tmp_path) as (victim, attacker):
             for protocol in ("/ipfs/kad/1.0.0", "/meshsub/1.1.0", "/libp2p/dcutr"):
                 with pytest.raises(DirectoryError, match="protocols not supported"):
-                    await attacker.open_stream(victim.peer_id, [], protocol)
+                    await attacker.open_stream(victim.peer_id, protocol)
             daemon = psutil.Process(victim.daemon_pid)
             before = daemon.memory_info().rss
             four_mib = bytes([0x80, 0x80, 0x80, 0x02])  # the length prefix, a varint
             writers = []
             for _ in range(100):
-                _, writer = await attacker.open_stream(victim.peer_id, [], "DHTProtocol.rpc_ping")
+                _, writer = await attacker.open_stream(victim.peer_id, "DHTProtocol.rpc_ping")
                 writer.write(four_mib + bytes(1000))
                 await writer.drain()
                 writers.append(writer)

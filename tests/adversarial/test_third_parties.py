@@ -33,7 +33,7 @@ from noloco_p2p.swarm.dht import SwarmDirectory
 from noloco_p2p.swarm.kademlia.whereabouts import MAX_ADDRESSES
 from noloco_p2p.swarm.node import SwarmNode
 from noloco_p2p.swarm.records import TTL_S, PeerRecord, encode_record
-from noloco_p2p.swarm.relay import RESERVE, open_stream_to
+from noloco_p2p.swarm.relay import RESERVE
 from noloco_p2p.swarm.timing import Timing
 from noloco_p2p.ticket import MAX_ADDRESSES as MAX_ENTRANCES
 
@@ -143,7 +143,7 @@ def test_a_peer_that_is_connected_is_not_taken_to_be_where_it_says(tmp_path: Pat
         ):
             lie, guard = f"/ip4/127.0.0.9/tcp/{port}", victim.guard
             await until(lambda: (evil.peer_id, "127.0.0.1") in guard._reached)
-            _, stream = await open_stream_to(victim.node, guard, evil.peer_id, lie, RESERVE)
+            _, stream = await victim.node.open_stream(evil.peer_id, RESERVE, at=lie)
             stream.close()
             protocol: Any = victim.node._dht.bounded  # pyright: ignore[reportOptionalMemberAccess]
             await protocol.whereabouts._dial(evil.peer_id, [lie])
@@ -179,7 +179,7 @@ def test_quic_is_neither_listened_on_nor_dialled(tmp_path: Path, monkeypatch: py
                 while not there.num_dials:  # until p2pd has noticed that the liar is gone, and dials its addresses
                     assert await protocol.call_ping(PeerID.from_base58(liar.peer_id)) is None
                 with pytest.raises(DirectoryError, match="not all of these are TCP addresses"):
-                    await victim.node.open_stream(liar.peer_id, [quic], RESERVE)
+                    await protocol.p2p.connect(liar.peer_id, [quic])
                 with pytest.raises(BlockingIOError):
                     packets.recv(1)
                 assert not psutil.Process(victim.daemon_pid).net_connections("udp")

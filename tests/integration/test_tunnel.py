@@ -11,7 +11,6 @@ from pathlib import Path
 import uvloop
 from harness.patience import PATIENCE_S, until
 
-from noloco_p2p.dial_guard import DialGuard
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.identity import Identity
 from noloco_p2p.swarm.daemon import ListenOn
@@ -59,7 +58,6 @@ class Scene:
             called,
             doors=lambda: {peer: relay.multiaddrs() for peer, relay in relays.items()},
             wanted=lambda: True,
-            guard=DialGuard(),
         )
         self.peer = Candidate(called.peer_id, "", can_be_called=False)
         self.tunnels = [
@@ -70,7 +68,6 @@ class Scene:
                 server=lambda: ("127.0.0.1", port),
                 take=socket.socket.close,
                 relays=self.reservations.relays,
-                guard=DialGuard(),
             )
             for end in (caller, called)
         ]
@@ -140,7 +137,6 @@ def test_a_peer_without_a_relay_stays_out_of_reach(tmp_path: Path) -> None:
                 server=lambda: ("127.0.0.1", 9),
                 take=socket.socket.close,
                 relays=list,
-                guard=DialGuard(),
             )
             assert list(tunnels.reached([peer])) == [peer]
 
@@ -158,7 +154,6 @@ def test_ports_of_peers_that_are_gone_serve_others(tmp_path: Path) -> None:
                 server=lambda: ("127.0.0.1", 9),
                 take=socket.socket.close,
                 relays=list,
-                guard=DialGuard(),
             )
 
             def live() -> Sequence[Candidate]:

@@ -34,6 +34,8 @@ async def pair() -> tuple[Ends, Ends]:
 class RelayNode:
     """A relay of a version without hole punching; each stream leads to a peer that ends it."""
 
+    guard = DialGuard()
+
     def __init__(self) -> None:
         self.num_calls = 0
         self.answering: list[asyncio.Task[None]] = []
@@ -41,7 +43,7 @@ class RelayNode:
     async def hosts_of(self, relay: str) -> set[str]:
         return {"127.0.0.1"} if self.num_calls else set()
 
-    async def open_stream(self, relay: str, addresses: object, protocol: str) -> Ends:
+    async def open_stream(self, relay: str, protocol: str, *, at: str = "") -> Ends:
         if protocol == PUNCH:
             raise DirectoryError("protocol not supported")
         self.num_calls += 1
@@ -63,7 +65,6 @@ def tunnels_to(node: RelayNode, port: int = 9) -> Tunnels:
         server=lambda: ("127.0.0.1", port),
         take=socket.socket.close,
         relays=lambda: {"relay"},
-        guard=DialGuard(),
     )
 
 
