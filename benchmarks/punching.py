@@ -167,11 +167,9 @@ class Swapper(BarePeer):
             self.node,
             multiaddrs=lambda: self.ways,
             wanted=lambda: True,
-            server=lambda: (self.address, self.server.port),
-            take=self.server.take,
             relays=self.reservations.relays,
         )
-        await self.tunnels.start()
+        await self.tunnels.start(self.server.take)
         self.keeping = asyncio.create_task(self.reservations.run())
         async with asyncio.timeout(PATIENCE_S):
             while not self.reservations.circuits():  # noqa: ASYNC110 - nothing announces it

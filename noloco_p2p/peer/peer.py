@@ -378,7 +378,6 @@ class Peer:
             limits,
             session=self._session,
             why_banned=self.bans.why,
-            tunnelled=reachability.tunnels.local_ports,
         )
         await ports.try_both(ports.grpc, lambda port: server.start(self.settings.listen_host, port))
         control = ControlServer(self.settings.state_dir, verbs(self))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 from collections.abc import Callable, Mapping, Sequence
 
 from noloco_p2p.errors import DirectoryError
@@ -45,8 +44,6 @@ class Reachability:
             directory.node,
             multiaddrs=lambda: {record.peer_id: record.multiaddrs for record, _ in directory.records()},
             wanted=self._needs_tunnels,
-            server=lambda: (routable_host(settings.listen_host), self._port),
-            take=self._take,
             relays=lambda: self._reservations.relays(),
         )
         self._dial_backs = DialBacks(nodes=self._to_ask, ask=lambda node: directory.ask_to_dial(node, self._ports()))
@@ -63,7 +60,7 @@ class Reachability:
         """Start all tasks. `num_calls` returns the number of incoming calls from other peers."""
         self._server, self._num_calls = server, num_calls
         self._directory.mirror(self._ports()[0])
-        await self.tunnels.start()
+        await self.tunnels.start(server.take)
         jobs = [
             self._reservations.run(),
             self._dial_backs.run(is_direct=lambda: self.verdict().state in OPEN),
@@ -187,10 +184,6 @@ class Reachability:
     def is_closed(self) -> bool:
         """Return whether, according to the other peers' reports, none of them can dial this peer."""
         return self._server is not None and self.verdict().state in CLOSED
-
-    def _take(self, connection: socket.socket) -> None:
-        assert self._server is not None
-        self._server.take(connection)
 
     def _needs_tunnels(self) -> bool:
         """Return whether calls need tunnels, because this peer is unreachable or knows no reachable peer."""
