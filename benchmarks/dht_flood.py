@@ -108,7 +108,7 @@ async def read(node: SwarmNode) -> None:
 
 async def start_node(folder: Path, name: str) -> SwarmNode:
     path = folder / f"{name}.key"
-    return await SwarmNode.start(path, Identity.load_or_create(path).peer_id, ListenOn("127.0.0.1", 0))
+    return await SwarmNode(path, Identity.load_or_create(path).peer_id, ListenOn("127.0.0.1", 0)).start()
 
 
 def decoy(pipe: Connection, folder: str) -> None:

@@ -178,9 +178,9 @@ class Swapper(BarePeer):
 
 
 async def _node(key: Path, address: str) -> SwarmNode:
-    return await SwarmNode.start(
+    return await SwarmNode(
         key, Identity.load_or_create(key).peer_id, ListenOn(address), guard=DialGuard(only_public=True)
-    )
+    ).start()
 
 
 def side(

@@ -434,7 +434,7 @@ class Peer:
     async def _start_directory(self, port: int) -> SwarmDirectory:
         settings = self.settings
         announce_host, announce_port = settings.announced
-        return await SwarmDirectory.start(
+        return await SwarmDirectory(
             identity_path=settings.state_dir / "identity.key",
             identity=self._identity,
             listen_host=settings.listen_host,
@@ -449,7 +449,7 @@ class Peer:
             on_copy=self._on_copy,
             ignores=self._ignores,
             own_addresses=lambda: self._reachability.addresses() if self._reachability else (),
-        )
+        ).start()
 
     @property
     def _view(self) -> str:

@@ -36,7 +36,6 @@ class Dialer:
         bootstraps: Mapping[str, Sequence[str]],
         address_book: AddressBook,
         *,
-        own_peer_id: str,
         every_s: float,
         heard_of: Callable[[], Iterable[str]],
         on_met: Callable[[], Awaitable[None]],
@@ -45,7 +44,7 @@ class Dialer:
         self._guard = node.guard
         self._given = frozenset(address for addresses in bootstraps.values() for address in addresses)
         self._node = node
-        self._plan = DialPlan(own_peer_id, bootstraps, longest_pause_s=every_s)
+        self._plan = DialPlan(node.peer_id, bootstraps, longest_pause_s=every_s)
         self._address_book = address_book
         self._sleep_s = min(every_s, LONGEST_SLEEP_S)
         self._heard_of = heard_of

@@ -27,6 +27,8 @@ from noloco_p2p.swarm.daemon import MAX_MEMORY_BYTES, Daemon, ListenOn, probe_po
 from noloco_p2p.swarm.streams import StreamHandler, Streams
 
 if TYPE_CHECKING:
+    from typing import Self
+
     from noloco_p2p.swarm.kademlia.client import DaemonClient
     from noloco_p2p.swarm.kademlia.protocol import BoundedNode
 
@@ -49,19 +51,25 @@ CANCEL_AGAIN_S = 0.2
 class SwarmNode:
     """A node of the DHT.
 
-    Create it with `start()`. `stop()` leaves no process, socket or task behind. `guard` limits the dials to addresses
+    `start()` it once. `stop()` leaves no process, socket or task behind. `guard` limits the dials to addresses
     that others report.
     """
 
     def __init__(
-        self, identity_path: Path, peer_id: str, listen_on: ListenOn, *, is_client: bool, guard: DialGuard
+        self,
+        identity_path: Path,
+        peer_id: str,
+        listen_on: ListenOn,
+        *,
+        is_client: bool = False,
+        guard: DialGuard | None = None,
     ) -> None:
         self.peer_id = peer_id
         self.on_restart: Callable[[], None] = lambda: None
         self._identity_path = identity_path
         self._listen_on = listen_on
         self._is_client = is_client
-        self.guard = guard
+        self.guard = guard or DialGuard()
         self._daemon: Daemon | None = None
         self._p2p: DaemonClient | None = None
         self._dht: BoundedNode | None = None
@@ -70,31 +78,22 @@ class SwarmNode:
         self._handlers: dict[str, StreamHandler] = {}
         self.streams = Streams()
 
-    @classmethod
-    async def start(
-        cls,
-        identity_path: Path,
-        peer_id: str,
-        listen_on: ListenOn,
-        *,
-        is_client: bool = False,
-        guard: DialGuard | None = None,
-    ) -> SwarmNode:
-        """Start a node without peers; `dial()` connects it to some.
+    async def start(self) -> Self:
+        """Start the node, without peers; `dial()` connects it to some.
 
         Raises DirectoryError if the port is taken, the daemon cannot run, or it has loaded another identity.
         """
         await asyncio.to_thread(kademlia.load)
+        listen_on = self._listen_on
         if listen_on.announce_host and not listen_on.port:  # the daemon must know the port that it announces
-            listen_on = replace(listen_on, port=probe_port(listen_on.host, 0))
-        node = cls(identity_path, peer_id, listen_on, is_client=is_client, guard=guard or DialGuard())
+            self._listen_on = replace(listen_on, port=probe_port(listen_on.host, 0))
         try:
-            await node._bring_up()
+            await self._bring_up()
         except BaseException:
-            await node._tear_down()
+            await self._tear_down()
             raise
-        node._watchdog = asyncio.create_task(node._watch(), name="p2pd watchdog")
-        return node
+        self._watchdog = asyncio.create_task(self._watch(), name="p2pd watchdog")
+        return self
 
     async def stop(self) -> None:
         if self._watchdog is not None:

@@ -53,7 +53,7 @@ def run(main: Callable[[], Coroutine[object, object, None]]) -> None:
 @asynccontextmanager
 async def node(folder: Path, name: str, door: SwarmNode | None = None) -> AsyncIterator[Any]:
     path = folder / f"{name}.key"
-    made = await SwarmNode.start(path, Identity.load_or_create(path).peer_id, ListenOn("127.0.0.1", 0))
+    made = await SwarmNode(path, Identity.load_or_create(path).peer_id, ListenOn("127.0.0.1", 0)).start()
     try:
         if door:
             address, _, peer_id = door.multiaddrs()[0].partition("/p2p/")
@@ -158,15 +158,14 @@ def test_answers_with_long_ids_do_not_stop_the_peer_that_asked(
         async with node(tmp_path, "stranger") as stranger:
             asked = answers_with(monkeypatch, stranger, find_response(*ids))
             began_s = time.thread_time()
-            victim = await SwarmDirectory.start(
+            victim = await SwarmDirectory(
                 identity_path=path,
                 identity=Identity.load_or_create(path),
                 listen_host="127.0.0.1",
                 listen_port=0,
                 bootstraps=stranger.multiaddrs(),
-                spec_digest=RUN,
-                key=run_key(view),
-            )
+                spec_digest=view,
+            ).start()
             try:
                 await asked.wait()
                 await until(lambda: stranger.peer_id not in victim.neighbours())

@@ -78,7 +78,7 @@ async def directory(
     folder: Path, name: str, *bootstraps: str, spec_digest: str | None = DIGEST, own: Sequence[str] = ()
 ) -> AsyncIterator[SwarmDirectory]:
     path = folder / f"{name}.key"
-    found = await SwarmDirectory.start(
+    found = await SwarmDirectory(
         identity_path=path,
         identity=Identity.load_or_create(path),
         listen_host="127.0.0.1",
@@ -87,7 +87,7 @@ async def directory(
         spec_digest=spec_digest,
         timing=QUICK,
         own_addresses=lambda: own,
-    )
+    ).start()
     try:
         yield found
     finally:
@@ -170,7 +170,7 @@ def test_quic_is_neither_listened_on_nor_dialled(tmp_path: Path, monkeypatch: py
                     patch.setattr(ListenOn, "arguments", lambda self: [*plain(self), lies])
                     free = ListenOn("127.0.0.1", probe_port("127.0.0.1", 0))
                     path = tmp_path / "liar.key"
-                    liar = await SwarmNode.start(path, Identity.load_or_create(path).peer_id, free)
+                    liar = await SwarmNode(path, Identity.load_or_create(path).peer_id, free).start()
                 address, _, peer_id = victim.multiaddrs()[0].partition("/p2p/")
                 await liar.dial(peer_id, [address])
                 await until(lambda: liar.peer_id in victim.neighbours())

@@ -31,7 +31,7 @@ def run(main: Coroutine[object, object, None]) -> None:
 async def node(folder: Path, name: str) -> AsyncIterator[SwarmNode]:
     path = folder / f"{name}.key"
     identity = Identity.load_or_create(path)
-    started = await SwarmNode.start(path, identity.peer_id, ListenOn("127.0.0.1"))
+    started = await SwarmNode(path, identity.peer_id, ListenOn("127.0.0.1")).start()
     try:
         yield started
     finally:
