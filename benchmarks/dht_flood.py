@@ -108,7 +108,7 @@ async def read(node: SwarmNode) -> None:
 
 async def start_node(folder: Path, name: str) -> SwarmNode:
     path = folder / f"{name}.key"
-    return await SwarmNode.start(path, Identity.load_or_create(path).peer_id, ListenOn("127.0.0.1", 0))
+    return await SwarmNode(path, Identity.load_or_create(path).peer_id, ListenOn("127.0.0.1", 0)).start()
 
 
 def decoy(pipe: Connection, folder: str) -> None:
@@ -224,7 +224,7 @@ class Flood:
         return 500 * 100
 
     async def _provider_stream(self, target: str) -> None:
-        _, writer = await self._node.open_stream(target, [], "/ipfs/kad/1.0.0")
+        _, writer = await self._node.open_stream(target, "/ipfs/kad/1.0.0")
         provider = field(1, self._node._p2p.peer_id.to_bytes()) + field(2, bytes.fromhex("0401020304060fa1"))
         for _ in range(500):
             key = bytes.fromhex("1220") + secrets.token_bytes(32)

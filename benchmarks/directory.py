@@ -152,7 +152,7 @@ async def real_reads(num_nodes: int, num_records: int) -> Cost:
 
 async def _node(stack: AsyncExitStack, folder: Path, number: int, door: tuple[str, ...]) -> SwarmDirectory:
     path = folder / f"{number}.key"
-    node = await SwarmDirectory.start(
+    node = await SwarmDirectory(
         identity_path=path,
         identity=Identity.load_or_create(path),
         listen_host="127.0.0.1",
@@ -160,7 +160,7 @@ async def _node(stack: AsyncExitStack, folder: Path, number: int, door: tuple[st
         bootstraps=door,
         address_book=AddressBook(),
         spec_digest=None,
-    )
+    ).start()
     stack.push_async_callback(node.stop, farewell=False)
     return node
 

@@ -162,19 +162,14 @@ class Swapper(BarePeer):
         """Wait until the relay holds a reservation, and return the multiaddrs through which this peer can be called."""
         self.node = await _node(self.key, self.address)
         relay = doors[0].rpartition("/")[2]
-        self.reservations = Reservations(
-            self.node, doors=lambda: {relay: doors}, wanted=lambda: True, guard=DialGuard(only_public=True)
-        )
+        self.reservations = Reservations(self.node, doors=lambda: {relay: doors}, wanted=lambda: True)
         self.tunnels = Tunnels(
             self.node,
             multiaddrs=lambda: self.ways,
             wanted=lambda: True,
-            server=lambda: (self.address, self.server.port),
-            take=self.server.take,
             relays=self.reservations.relays,
-            guard=DialGuard(only_public=True),
         )
-        await self.tunnels.start()
+        await self.tunnels.start(self.server.take)
         self.keeping = asyncio.create_task(self.reservations.run())
         async with asyncio.timeout(PATIENCE_S):
             while not self.reservations.circuits():  # noqa: ASYNC110 - nothing announces it
@@ -183,7 +178,9 @@ class Swapper(BarePeer):
 
 
 async def _node(key: Path, address: str) -> SwarmNode:
-    return await SwarmNode.start(key, Identity.load_or_create(key).peer_id, ListenOn(address))
+    return await SwarmNode(
+        key, Identity.load_or_create(key).peer_id, ListenOn(address), guard=DialGuard(only_public=True)
+    ).start()
 
 
 def side(

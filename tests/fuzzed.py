@@ -38,12 +38,12 @@ from noloco_p2p.invitation import Invitation, invite
 from noloco_p2p.net import convert, framing
 from noloco_p2p.net.authentication import _parsed
 from noloco_p2p.net.handshake import Challenges, Greeting
-from noloco_p2p.net.probe import caller_host
 from noloco_p2p.net.server import _want
 from noloco_p2p.net.session import Session
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.swarm.address_filter import believable
+from noloco_p2p.swarm.dial_back import DialBack
 from noloco_p2p.swarm.punch import Words
 from noloco_p2p.swarm.records import DOMAIN, PeerRecord, RecordError, _pack, decode_record, encode_record
 from noloco_p2p.swarm.relay import relays_of
@@ -217,8 +217,8 @@ def targets() -> dict[str, Target]:
         "layout": Target(ModelLayout.from_json, (ValueError,), (layout.as_json(),)),
         "grid": Target(partial(check_proposal, Coder("modulo", Units(9000)), Slice(0, 3)), wire, (bytes(3),)),
         "bits by need": Target(_last_bits, wire, (EIGHT_BITS.encode(ONES, grid=GRID),)),
-        "address of a caller": Target(
-            lambda data: caller_host(data.decode("latin-1")), wire, (b"ipv4:192.0.2.7:1", b"ipv6:[::1]:1")
+        "report of a dial back": Target(
+            lambda data: DialBack.parse(data, [9]), (ValueError,), (b'["192.0.2.7", {"9": ""}]\n',)
         ),
         "way by a relay": Target(
             lambda data: relays_of(believable(_told(data), only_public=False).multiaddrs),

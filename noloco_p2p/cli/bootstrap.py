@@ -62,7 +62,7 @@ async def _serve(settings: PeerSettings, identity: Identity, *, address_file: Pa
     for signum in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(signum, _stop_or_exit, stop, signum)
     announce_host, announce_port = settings.announced
-    directory = await SwarmDirectory.start(
+    directory = await SwarmDirectory(
         identity_path=settings.state_dir / "identity.key",
         identity=identity,
         listen_host=settings.listen_host,
@@ -72,7 +72,7 @@ async def _serve(settings: PeerSettings, identity: Identity, *, address_file: Pa
         bootstraps=settings.bootstrap,
         address_book=AddressBook(settings.state_dir / "address_book.json"),
         spec_digest=None,
-    )
+    ).start()
     mirror = Mirror()
     try:
         mirror_port = await mirror.start(settings.listen_host, settings.listen_port)

@@ -12,21 +12,20 @@ from typing import Any
 
 from noloco_p2p._version import __version__
 from noloco_p2p.control import ask
-from noloco_p2p.dial_guard import DialGuard
 from noloco_p2p.doctor.check import Check
 from noloco_p2p.errors import DirectoryError, NolocoError, PeerError
 from noloco_p2p.gossip.frames import Hello, StateChunk, StateManifest, WantChunks
 from noloco_p2p.gossip.questions import MESSAGE_TIMEOUT_S
 from noloco_p2p.gossip.seams import Candidate
-from noloco_p2p.net import probe
 from noloco_p2p.net.client import GrpcTransport
 from noloco_p2p.net.session import Session
 from noloco_p2p.peer.ports import remembered_ports
 from noloco_p2p.settings import PeerSettings
 from noloco_p2p.spec import Spec, TrainerSpec
-from noloco_p2p.swarm.clock import MAX_OFFSET_S
+from noloco_p2p.swarm.clock import Offset
 from noloco_p2p.swarm.dht import SwarmDirectory
-from noloco_p2p.swarm.reader import find_somebody, reader
+from noloco_p2p.swarm.dial_back import DialBack
+from noloco_p2p.swarm.reader import LOOK_TIMEOUT_S, find_somebody, reader
 from noloco_p2p.telemetry.console import count, counted, mib, named
 from noloco_p2p.ticket import Ticket
 from noloco_p2p.trainer.cut import link_tokens_per_s
@@ -38,7 +37,6 @@ from noloco_p2p.transfer.fetch import fetch_manifest, fetch_spec
 
 NOBODY = "no other peer can be dialled"
 ASKED_PEERS = 3
-PROBE_S = 12.0
 DOWNLOAD_CHUNKS = 16
 DOWNLOAD_S = 10.0
 SLOW_LINK_BYTES_PER_S = 1e6
@@ -50,6 +48,7 @@ async def examine(ticket: Ticket, settings: PeerSettings) -> list[Check]:
     async with reader(ticket) as directory:
         try:
             await find_somebody(ticket, directory)
+            await directory.check_clock(LOOK_TIMEOUT_S)
         except DirectoryError as error:
             return [
                 Check("clock", "failed", str(error), "set the clock of this machine, and run `noloco doctor` again")
@@ -68,7 +67,8 @@ async def examine(ticket: Ticket, settings: PeerSettings) -> list[Check]:
             _versions(directory),
             ways(directory, local),
         ]
-        checks += await _dialled_back(peers, hello, session, _listening(settings, local), directory.guard)
+        checks += [clock(peer, offset) for peer, offset in list(directory.clock_offsets().items())[:1]]
+        checks.append(await _dialled_back(directory, peers, _listening(settings, local)))
         manifest, bytes_per_s, check = await _download(peers, transport)
         checks.append(check)
         if manifest:
@@ -118,51 +118,43 @@ def _versions(directory: SwarmDirectory) -> Check:
 
 
 async def _dialled_back(
-    peers: Sequence[Candidate],
-    hello: Hello,
-    session: Session,
-    listening: AbstractAsyncContextManager[list[int]],
-    guard: DialGuard,
-) -> list[Check]:
-    """Ask the first peer that answers to check the clock and the reachability of this machine."""
+    directory: SwarmDirectory, peers: Sequence[Candidate], listening: AbstractAsyncContextManager[list[int]]
+) -> Check:
+    """Ask the first peer that answers to check the reachability of this machine."""
     faults = []
     async with listening as ports:
         for peer in peers[:ASKED_PEERS]:
             try:
-                probed = await probe.ask(peer, hello, ports, timeout_s=PROBE_S, session=session, guard=guard)
-            except PeerError as error:
-                faults.append(f"{named(peer.peer_id)}: {error}")
-                continue
-            return [clock(probed, peer), reachability(probed, peer)]
+                return reachability(await directory.ask_to_dial(peer.peer_id, ports), peer.peer_id)
+            except DirectoryError as error:
+                faults.append(str(error))
     text = "no peer dialled back: " + ("; ".join(faults) or NOBODY)
-    return [Check("reached", "warning", text, "try again later")]
+    return Check("reached", "warning", text, "try again later")
 
 
-def clock(probed: probe.Probed, peer: Candidate) -> Check:
-    unsure = f"±{probed.round_trip_s / 2:.2f} s"
-    text = (
-        f"the clock of {named(peer.peer_id)} differs from this machine's by {probed.clock_offset_s:+.1f} s ({unsure})"
-    )
-    if abs(probed.clock_offset_s) - probed.round_trip_s / 2 > MAX_OFFSET_S:
+def clock(peer_id: str, offset: Offset) -> Check:
+    unsure = f"±{offset.unsure_s:.2f} s"
+    text = f"the clock of {named(peer_id)} differs from this machine's by {offset.seconds:+.1f} s ({unsure})"
+    if offset.is_too_large():
         fix = "set the clock of this machine (start systemd-timesyncd or ntpd); a peer with a wrong clock cannot join"
         return Check("clock", "failed", text, fix)
     return Check("clock", "ok", text)
 
 
-def reachability(probed: probe.Probed, peer: Candidate) -> Check:
-    closed = {port: why for port, why in probed.reached.items() if why}
-    seen = f"{named(peer.peer_id)} sees this machine as {probed.observed_host}"
+def reachability(found: DialBack, peer_id: str) -> Check:
+    closed = {port: why for port, why in found.reached.items() if why}
+    seen = f"{named(peer_id)} sees this machine as {found.observed_host}"
     if closed:
         text = "; ".join(f"port {port}: {why}" for port, why in closed.items())
-        ports = " and ".join(str(port) for port in probed.reached)
+        ports = " and ".join(str(port) for port in found.reached)
         fix = (
             f"forward TCP ports {ports} to this machine in the router, open them in the firewall, "
-            f"and join with --announce {probed.observed_host}"
+            f"and join with --announce {found.observed_host}"
         )
         return Check("reached", "failed", f"{seen}; {text}", fix)
-    if not probed.reached:
+    if not found.reached:
         return Check("reached", "skipped", f"{seen}; no port of this machine was free for the test")
-    return Check("reached", "ok", f"{seen} and can reach its ports {' and '.join(map(str, probed.reached))}")
+    return Check("reached", "ok", f"{seen} and can reach its ports {' and '.join(map(str, found.reached))}")
 
 
 @asynccontextmanager

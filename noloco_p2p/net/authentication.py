@@ -13,7 +13,6 @@ import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import grpc
@@ -25,7 +24,7 @@ from noloco_p2p.identity import short_id
 from noloco_p2p.net import convert
 from noloco_p2p.net.connection import REFUSE_KEY, nobody_is_banned
 from noloco_p2p.net.handshake import PROOF_KEY, Challenges
-from noloco_p2p.net.proxy import Proxy
+from noloco_p2p.net.proxy import Inbound, Proxy
 from noloco_p2p.net.session import Session
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 
@@ -34,19 +33,6 @@ log = logging.getLogger(__name__)
 MAX_CALLS_PER_PEER = 16  # for two swaps over six connections, an offer, a status request, a fetch and one more call
 MAX_FETCHES_PER_PEER = 2  # fetches of chunks: the current one and the previous one
 TELL_EVERY_S = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class Caller:
-    """The peer that makes a call.
-
-    `peer_id` is authenticated, or empty if there is no authentication. `address` is gRPC's name for the connection.
-    Call `accepted` after accepting a request that takes a long time or transfers a lot of data.
-    """
-
-    peer_id: str
-    address: str
-    accepted: Callable[[], None]
 
 
 class Authenticator:
@@ -71,23 +57,25 @@ class Authenticator:
         self._turned_away = TurnedAway(clock)
 
     async def greet(self, request: pb.GreetRequest, context: Any) -> pb.GreetReply:
-        address = ""
+        inbound = None
         try:
             if self._challenges is None:
                 raise Refused("greetings are disabled on this peer", code=frames.RefuseCode.NOT_PROVEN.name)
-            address = self._proxy.address(context.peer())
-            self._proxy.greeted(context.peer())
-            return self._challenges.answer(request, address)
+            inbound = self._proxy.inbound(context.peer())
+            inbound.check()
+            inbound.greeted()
+            return self._challenges.answer(request, inbound.address)
         except PeerError as error:
-            await self._turn_away(context, address, error)
+            await self._turn_away(context, inbound, error)
 
     @contextlib.asynccontextmanager
-    async def visit(self, context: Any) -> AsyncIterator[Caller]:
-        """Yield the caller for the duration of one call. If the call may not continue, end it."""
-        connection, address = context.peer(), ""
+    async def visit(self, context: Any) -> AsyncIterator[Inbound]:
+        """Yield the caller's connection for the duration of one call. If the call may not continue, end it."""
+        inbound = None
         try:
-            address = self._proxy.address(connection)
-            caller = self._proven(context, address)
+            inbound = self._proxy.inbound(context.peer())
+            inbound.check()
+            caller = self._proven(context, inbound.address)
             if why := self._why_banned(caller):
                 raise Refused(f"you are {why}", code=frames.RefuseCode.BANNED.name, retry_after_s=60.0, peer=caller)
             if caller and self._open[caller] >= MAX_CALLS_PER_PEER:
@@ -96,14 +84,14 @@ class Authenticator:
                     code=frames.RefuseCode.BUSY.name,
                     retry_after_s=5.0,
                 )
-            self._proxy.proven(connection, caller)
+            inbound.proven(caller)
         except PeerError as error:
-            await self._turn_away(context, address, error)
+            await self._turn_away(context, inbound, error)
         self._open[caller] += 1
         try:
-            yield Caller(caller, address, lambda: self._proxy.accepted(connection))
+            yield inbound
         finally:
-            self._proxy.ended(connection)
+            inbound.ended()
             self._open[caller] -= 1
             if not self._open[caller]:
                 del self._open[caller]
@@ -146,10 +134,11 @@ class Authenticator:
             code=frames.RefuseCode.NOT_PROVEN.name,
         )
 
-    async def _turn_away(self, context: Any, address: str, error: PeerError) -> NoReturn:
+    async def _turn_away(self, context: Any, inbound: Inbound | None, error: PeerError) -> NoReturn:
         """End the call with a refusal, and then close its connection."""
-        self._turned_away.note(address or context.peer(), error)
-        self._proxy.turned_away(context.peer())
+        self._turned_away.note(inbound.address if inbound else context.peer(), error)
+        if inbound:
+            inbound.turned_away()
         refuse = refuse_to_wire(error)
         metadata = ((REFUSE_KEY, refuse.SerializeToString()),)
         raise await context.abort(grpc.StatusCode.PERMISSION_DENIED, refuse.sentence, metadata)

@@ -23,10 +23,10 @@ import socket
 import ssl
 import tempfile
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Hashable, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from noloco_p2p.errors import CorruptPayload
 from noloco_p2p.hosts import ip_of, is_wildcard, network_of
@@ -36,6 +36,7 @@ from noloco_p2p.splice import BLOCK_BYTES, Splice, connected
 from noloco_p2p.tcp import ASK, seen_from, tune
 
 log = logging.getLogger(__name__)
+M = TypeVar("M", bound=Hashable)
 
 UNPROVEN_OF_ONE, UNPROVEN_IN_ALL = 16, 64  # per network (an IPv4 /24, an IPv6 /48 or one relay), and in total
 UNPROVEN_S = 15.0  # the greeting takes three or four round trips
@@ -50,27 +51,8 @@ TAKEN_AT_ONCE = 64  # connections that are accepted before other callbacks of th
 RETRY_S = 0.3  # the pause when this process has no file descriptors left
 
 
-class Inbound:
-    """A connection, from its first byte to its end."""
-
-    def __init__(self, near: socket.socket, address: str) -> None:
-        self.near = near
-        self.address = address  # in gRPC's form, ipv4:HOST:PORT
-        self.splice: Splice | None = None
-        self.num_greetings = self.num_calls = 0
-        self.caller = ""  # peer id, once it is authenticated
-        self.is_accepted = self.is_turned_away = False
-        self.deadline: asyncio.TimerHandle | None = None
-
-    def may_take(self) -> int:
-        """Return how many more bytes the connection may send."""
-        if self.is_accepted or self.splice is None:
-            return BLOCK_BYTES
-        return UNACCEPTED_BYTES + self.splice.given_bytes // ANSWERED_SHARE - self.splice.taken_bytes
-
-
-class Quota:
-    """A quota for numbered members in groups: at most `of_one` members per group, and at most `in_all` in total.
+class Quota(Generic[M]):
+    """A quota for members in groups: at most `of_one` members per group, and at most `in_all` in total.
 
     If there are too many, the oldest member of the largest group is removed.
     """
@@ -78,16 +60,16 @@ class Quota:
     def __init__(self, *, of_one: int, in_all: int) -> None:
         self._of_one = of_one
         self._in_all = in_all
-        self._group_of: OrderedDict[int, str] = OrderedDict()  # in the order of arrival
-        self._groups: dict[str, OrderedDict[int, None]] = {}
+        self._group_of: OrderedDict[M, str] = OrderedDict()  # in the order of arrival
+        self._groups: dict[str, OrderedDict[M, None]] = {}
 
     def __len__(self) -> int:
         return len(self._group_of)
 
-    def __contains__(self, member: int) -> bool:
+    def __contains__(self, member: M) -> bool:
         return member in self._group_of
 
-    def enter(self, member: int, group: str) -> list[int]:
+    def enter(self, member: M, group: str) -> list[M]:
         """Add a member to a group, and return the members that are removed to make space."""
         self._group_of[member] = group
         self._groups.setdefault(group, OrderedDict())[member] = None
@@ -98,37 +80,194 @@ class Quota:
             self.leave(each)
         return gone
 
-    def leave(self, member: int) -> None:
-        """Remove the member with this number, if there is one."""
+    def leave(self, member: M) -> None:
+        """Remove a member, if it is one."""
         group = self._group_of.pop(member, None)
         if group is not None:
             del self._groups[group][member]
             if not self._groups[group]:
                 del self._groups[group]
 
-    def _first_of_the_largest(self) -> int:
+    def _first_of_the_largest(self) -> M:
         largest = max(map(len, self._groups.values()))
         return next(member for member, group in self._group_of.items() if len(self._groups[group]) == largest)
+
+
+class Inbound:
+    """A connection, from its first byte to its end, and everything that this peer knows about its caller.
+
+    `address` says where it comes from: ipv4:HOST:PORT, as gRPC writes it, or the relay that brings it. No two
+    connections share it. `group` is the network or the relay that counts for it until the caller is authenticated.
+    """
+
+    def __init__(self, proxy: Proxy, near: socket.socket, *, number: int, address: str, group: str) -> None:
+        self.address = address
+        self.peer_id = ""  # the caller's, once it is authenticated; always empty without TLS
+        self.is_accepted = not proxy.tls
+        self._proxy = proxy
+        self._loop = asyncio.get_running_loop()
+        self._near = near
+        self._number = number
+        self._splice: Splice | None = None
+        self._num_greetings = self._num_calls = 0
+        self._is_turned_away = self._is_over = False
+        self._deadline: asyncio.TimerHandle | None = None
+        self._loop.add_reader(near, self._first_byte)
+        if proxy.tls:
+            self._deadline = self._loop.call_later(UNPROVEN_S, self.close)
+            _close(proxy.unproven.enter(self, group))
+
+    # reports of the server
+
+    def check(self) -> None:
+        """Raise Refused if a call on this connection was already turned away."""
+        if self._is_turned_away:
+            raise not_proven("an earlier call on this connection was refused")
+
+    def greeted(self) -> None:
+        """Count a greeting. Raises Refused if there were too many greetings on this connection."""
+        self._num_greetings += 1
+        if self._num_greetings > GREETINGS_OF_ONE:
+            raise not_proven(f"received more than {GREETINGS_OF_ONE} greetings on one connection")
+
+    def proven(self, peer_id: str) -> None:
+        """Record that a call is authenticated. Raises Refused if another peer was authenticated on this connection."""
+        if self.peer_id not in ("", peer_id):
+            raise not_proven("another peer has already been authenticated on this connection")
+        self.peer_id = peer_id
+        self._num_calls += 1
+        if self in self._proxy.unproven:
+            self._proxy.unproven.leave(self)
+            self._wait()
+
+    def turned_away(self) -> None:
+        """Record that a call was refused.
+
+        Nothing more is read, and the connection closes once the caller has had time to read the reason.
+        """
+        if self._is_over or self._is_turned_away or not self._proxy.tls:
+            return
+        assert self._splice is not None
+        self._is_turned_away = True
+        self._splice.stop_taking()
+        self._end_deadline()
+        self._deadline = self._loop.call_later(LAST_WORDS_S, self.close)
+
+    def accepted(self) -> None:
+        """Record that an offer, a connection or an upload was accepted, so that the call is no longer limited or
+        dropped.
+        """
+        if not self._is_over and not self._is_turned_away:
+            self._leave_quotas()
+            self.is_accepted = True
+            self._end_deadline()
+
+    def ended(self) -> None:
+        """Record that a call of an authenticated peer is over, so that its connection is limited again."""
+        self._num_calls -= 1
+        is_idle = not self._num_calls and not self._is_turned_away and self not in self._proxy.waiting
+        if is_idle and not self._is_over and self._proxy.tls:
+            self._wait()
+
+    # its bytes
+
+    def close(self) -> None:
+        if self._splice is not None:
+            self._splice.close()
+            return
+        self._loop.remove_reader(self._near)
+        self._near.close()
+        self._forget()
+
+    def _first_byte(self) -> None:
+        self._loop.remove_reader(self._near)
+        if _answers(self._near):
+            self.close()
+        elif self._proxy.tls:
+            try:
+                self._near = self._proxy.tls.wrap_socket(self._near, server_side=True, do_handshake_on_connect=False)
+            except OSError:  # it is already closed
+                self._near.close()
+                self._forget()
+                return
+            self._loop.add_reader(self._near, self._shake_hands, self._near)
+        else:
+            self._open()
+
+    def _shake_hands(self, near: ssl.SSLSocket) -> None:
+        try:
+            near.do_handshake()
+        except ssl.SSLWantReadError:
+            return
+        except OSError as error:
+            log.debug("a TLS handshake failed: %s", error)
+            self.close()
+            return
+        self._loop.remove_reader(near)
+        self._open()
+
+    def _open(self) -> None:
+        """Connect the caller to the server."""
+        behind = self._proxy.behind
+        try:
+            self._splice = Splice(
+                self._near,
+                connected(behind, own_path=behind.with_name(str(self._number))),
+                may_take=self._may_take,
+                admits=Preamble().admits if self._proxy.tls else lambda data: True,
+                on_end=self._forget,
+            )
+        except OSError as error:
+            log.debug("could not forward a connection: %s", error)
+            self._near.close()
+            self._forget()
+
+    def _may_take(self) -> int:
+        """Return how many more bytes the connection may send."""
+        if self.is_accepted or self._splice is None:
+            return BLOCK_BYTES
+        return UNACCEPTED_BYTES + self._splice.given_bytes // ANSWERED_SHARE - self._splice.taken_bytes
+
+    def _wait(self) -> None:
+        self._end_deadline()
+        _close(self._proxy.waiting.enter(self, self.peer_id))
+
+    def _forget(self) -> None:
+        self._is_over = True
+        self._end_deadline()
+        self._leave_quotas()
+        self._proxy.forget(self._number)
+
+    def _leave_quotas(self) -> None:
+        self._proxy.unproven.leave(self)
+        self._proxy.waiting.leave(self)
+
+    def _end_deadline(self) -> None:
+        if self._deadline:
+            self._deadline.cancel()
+
+
+def _close(connections: Iterable[Inbound]) -> None:
+    for each in connections:
+        each.close()
 
 
 class Proxy:
     """A proxy for incoming connections.
 
     With `tls`, callers have to use TLS and prove who they are. Otherwise, all callers are accepted, which is meant for
-    measurements. For each local port from which tunnelled calls arrive, `tunnelled` contains the relay that forwards
-    them.
+    measurements.
     """
 
-    def __init__(self, *, tls: ssl.SSLContext | None, tunnelled: Mapping[int, str]) -> None:
-        self._tls = tls
-        self._tunnelled = tunnelled
+    def __init__(self, *, tls: ssl.SSLContext | None) -> None:
+        self.tls = tls
+        self.unproven = Quota[Inbound](of_one=UNPROVEN_OF_ONE, in_all=UNPROVEN_IN_ALL)
+        self.waiting = Quota[Inbound](of_one=WAITING_OF_ONE, in_all=WAITING_IN_ALL)
         self._listener: socket.socket | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._folder: Path | None = None  # contains the Unix sockets
         self._inbound: dict[int, Inbound] = {}  # by number
         self._num_came = 0
-        self._unproven = Quota(of_one=UNPROVEN_OF_ONE, in_all=UNPROVEN_IN_ALL)
-        self._waiting = Quota(of_one=WAITING_OF_ONE, in_all=WAITING_IN_ALL)
 
     def listen(self, host: str, port: int) -> int:
         """Listen on the port, and return the actual port.
@@ -159,11 +298,11 @@ class Proxy:
             self._listener.close()
             self._listener = None
 
-    def take(self, near: socket.socket) -> None:
-        """Serve a connection that this machine opened for a peer that calls it."""
+    def take(self, near: socket.socket, relay: str = "") -> None:
+        """Serve a connection of a caller that this machine opened, or that a relay brings."""
         try:
             if self._listener is not None:
-                self._enter(near, near.getpeername())
+                self._enter(near, near.getpeername(), relay)
                 return
         except OSError as error:
             log.debug("a connection was closed immediately: %s", error)
@@ -171,88 +310,19 @@ class Proxy:
 
     def close(self) -> None:
         self.shut()
-        for number in list(self._inbound):
-            self._drop(number)
+        _close(list(self._inbound.values()))
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    # reports of the server, where `peer` is gRPC's name for the connection
-
-    def address(self, peer: str) -> str:
-        """Return the real address of the caller, in gRPC's form.
-
-        Raises CorruptPayload for a caller that bypassed the proxy, and Refused for a caller that was already turned
-        away.
-        """
-        inbound = self._inbound_of(peer)
-        if inbound.is_turned_away:
-            raise not_proven("an earlier call on this connection was refused")
-        return inbound.address
-
-    def greeted(self, peer: str) -> None:
-        """Count a greeting. Raises Refused if there were too many greetings on this connection."""
-        inbound = self._inbound_of(peer)
-        inbound.num_greetings += 1
-        if inbound.num_greetings > GREETINGS_OF_ONE:
-            raise not_proven(f"received more than {GREETINGS_OF_ONE} greetings on one connection")
-
-    def proven(self, peer: str, caller: str) -> None:
-        """Record that the caller is authenticated. Raises Refused if another peer was authenticated on the same
-        connection.
-        """
-        inbound, number = self._inbound_of(peer), _number(peer)
-        if inbound.caller not in ("", caller):
-            raise not_proven("another peer has already been authenticated on this connection")
-        inbound.caller = caller
-        inbound.num_calls += 1
-        if number in self._unproven:
-            self._unproven.leave(number)
-            self._wait(number, caller)
-
-    def turned_away(self, peer: str) -> None:
-        """Record that a call was refused.
-
-        Nothing more is read, and the connection closes once the caller has had time to read the reason.
-        """
-        number = _number(peer)
-        inbound = self._inbound.get(number)
-        if inbound is None or inbound.is_turned_away or not self._tls:
-            return
-        assert inbound.splice is not None
-        assert self._loop is not None
-        inbound.is_turned_away = True
-        inbound.splice.stop_taking()
-        self._end_deadline(number)
-        inbound.deadline = self._loop.call_later(LAST_WORDS_S, self._drop, number)
-
-    def accepted(self, peer: str) -> None:
-        """Record that an offer, a connection or an upload was accepted, so that the call is no longer limited or
-        dropped.
-        """
-        number = _number(peer)
-        if number in self._inbound and not self._inbound[number].is_turned_away:
-            self._unproven.leave(number)
-            self._waiting.leave(number)
-            self._inbound[number].is_accepted = True
-            self._end_deadline(number)
-
-    def ended(self, peer: str) -> None:
-        """Record that a call of an authenticated peer is over, so that its connection is limited again."""
-        number = _number(peer)
-        inbound = self._inbound.get(number)
-        if inbound is None or not self._tls:
-            return
-        inbound.num_calls -= 1
-        if not inbound.num_calls and not inbound.is_turned_away and number not in self._waiting:
-            self._wait(number, inbound.caller)
-
-    def _inbound_of(self, peer: str) -> Inbound:
-        inbound = self._inbound.get(_number(peer))
-        if inbound is None:
+    def inbound(self, peer: str) -> Inbound:
+        """Return the connection that gRPC calls `peer`. Raises CorruptPayload for a caller that bypassed the proxy."""
+        found = self._inbound.get(_number(peer))
+        if found is None:
             raise CorruptPayload("this connection did not come through this peer's public port")
-        return inbound
+        return found
 
-    # connections
+    def forget(self, number: int) -> None:
+        del self._inbound[number]
 
     def _take(self) -> None:
         for _ in range(TAKEN_AT_ONCE):
@@ -283,93 +353,16 @@ class Proxy:
         if self._listener is not None and self._loop is not None:
             self._loop.add_reader(self._listener, self._take)
 
-    def _enter(self, near: socket.socket, address: Any) -> None:
-        assert self._loop is not None
-        tune(near)
-        host, port = address[:2]
+    def _enter(self, near: socket.socket, peer: Any, relay: str = "") -> None:
         self._num_came += 1
         number = self._num_came
-        inbound = self._inbound[number] = Inbound(near, named(host, port))
-        self._loop.add_reader(near, self._first_byte, number)
-        if not self._tls:
-            inbound.is_accepted = True
-            return
-        inbound.deadline = self._loop.call_later(UNPROVEN_S, self._drop, number)
-        relay = self._tunnelled.get(port) if _is_own(near) else None
-        for each in self._unproven.enter(number, relay or network_of(host)):
-            self._drop(each)
-
-    def _first_byte(self, number: int) -> None:
-        assert self._loop is not None
-        inbound = self._inbound[number]
-        self._loop.remove_reader(inbound.near)
-        if _answers(inbound.near):
-            self._drop(number)
-        elif self._tls:
-            try:
-                near = self._tls.wrap_socket(inbound.near, server_side=True, do_handshake_on_connect=False)
-            except OSError:  # it is already closed
-                inbound.near.close()
-                self._forget(number)
-                return
-            inbound.near = near
-            self._loop.add_reader(near, self._shake_hands, number, near)
+        if relay:
+            near.setblocking(False)
+            address = f"relay:{relay}:{number}"
         else:
-            self._open(number)
-
-    def _shake_hands(self, number: int, near: ssl.SSLSocket) -> None:
-        assert self._loop is not None
-        try:
-            near.do_handshake()
-        except ssl.SSLWantReadError:
-            return
-        except OSError as error:
-            log.debug("a TLS handshake failed: %s", error)
-            self._drop(number)
-            return
-        self._loop.remove_reader(near)
-        self._open(number)
-
-    def _open(self, number: int) -> None:
-        """Connect a caller to the server."""
-        inbound = self._inbound[number]
-        try:
-            inbound.splice = Splice(
-                inbound.near,
-                connected(self.behind, own_path=self.behind.with_name(str(number))),
-                may_take=inbound.may_take,
-                admits=Preamble().admits if self._tls else lambda data: True,
-                on_end=lambda: self._forget(number),
-            )
-        except OSError as error:
-            log.debug("could not forward a connection: %s", error)
-            inbound.near.close()
-            self._forget(number)
-
-    def _wait(self, number: int, caller: str) -> None:
-        self._end_deadline(number)
-        for each in self._waiting.enter(number, caller):
-            self._drop(each)
-
-    def _drop(self, number: int) -> None:
-        inbound = self._inbound[number]
-        if inbound.splice is not None:
-            inbound.splice.close()
-            return
-        if self._loop is not None:
-            self._loop.remove_reader(inbound.near)
-        inbound.near.close()
-        self._forget(number)
-
-    def _forget(self, number: int) -> None:
-        self._end_deadline(number)
-        del self._inbound[number]
-        self._unproven.leave(number)
-        self._waiting.leave(number)
-
-    def _end_deadline(self, number: int) -> None:
-        if deadline := self._inbound[number].deadline:
-            deadline.cancel()
+            tune(near)
+            address = named(*peer[:2])
+        self._inbound[number] = Inbound(self, near, number=number, address=address, group=relay or network_of(peer[0]))
 
 
 def named(host: str, port: int) -> str:
@@ -380,6 +373,8 @@ def named(host: str, port: int) -> str:
 
 def _answers(near: socket.socket) -> bool:
     """Answer a connection that asks where it comes from, and return whether it asked."""
+    if near.family == socket.AF_UNIX:  # from a relay, which knows
+        return False
     with suppress(OSError):  # the connection has ended, so the next read fails
         if near.recv(1, socket.MSG_PEEK) == ASK:
             near.recv(1)  # with an unread byte, closing would reset the connection and lose the answer
@@ -393,11 +388,6 @@ def _number(peer: str) -> int:
     kind, _, path = peer.partition(":")
     number = path.rpartition("/")[2]
     return int(number) if kind == "unix" and number.isdecimal() else -1
-
-
-def _is_own(near: socket.socket) -> bool:
-    """Return whether both ends of a connection are on this machine."""
-    return near.getpeername()[0] == near.getsockname()[0]
 
 
 def _listening(host: str, port: int) -> socket.socket:

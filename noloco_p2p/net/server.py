@@ -6,9 +6,8 @@ import asyncio
 import contextlib
 import logging
 import socket
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, aclosing
-from types import MappingProxyType
 from typing import Any
 
 import grpc
@@ -21,10 +20,9 @@ from noloco_p2p.gossip.frames import Frame, Offer
 from noloco_p2p.gossip.seams import Service
 from noloco_p2p.identity import short_id
 from noloco_p2p.net import convert, options
-from noloco_p2p.net.authentication import Authenticator, Caller, refuse_to_wire
+from noloco_p2p.net.authentication import Authenticator, refuse_to_wire
 from noloco_p2p.net.connection import nobody_is_banned
-from noloco_p2p.net.probe import Prober
-from noloco_p2p.net.proxy import Proxy
+from noloco_p2p.net.proxy import Inbound, Proxy
 from noloco_p2p.net.session import Session
 from noloco_p2p.net.swap_stream import MAX_CONNECTIONS, SwapConnection, SwapStream, call_cancelled
 from noloco_p2p.net.throttle import UNLIMITED, Limits
@@ -43,9 +41,7 @@ MANIFEST_DIGESTS_PER_REPLY = 16_384
 class GrpcServer:
     """The gRPC server. `port` is the actual port once `start` has returned.
 
-    `serve_flow` is `FlowLinks.serve` on a peer that holds a stage, and None otherwise. For each local port from which
-    tunnelled calls arrive, `tunnelled` contains the relay that forwards them; it can change at any time. `only_public`
-    has the same meaning as in `DialGuard`.
+    `serve_flow` is `FlowLinks.serve` while this peer holds a stage, and None otherwise.
     """
 
     def __init__(
@@ -56,16 +52,17 @@ class GrpcServer:
         session: Session | None = None,
         why_banned: Callable[[str], str] = nobody_is_banned,
         serve_flow: ServeFlow | None = None,
-        tunnelled: Mapping[int, str] = MappingProxyType({}),
-        only_public: bool = False,
     ) -> None:
-        self._server = grpc.aio.server(options=[*options.SERVER, *limits.options()])
-        self._proxy = Proxy(tls=session.server_context() if session else None, tunnelled=tunnelled)
-        authenticator = Authenticator(self._proxy, session, why_banned=why_banned)
-        prober = Prober(tunnelled=tunnelled, only_public=only_public)
-        self._servicer = _Servicer(service, limits, authenticator, prober, serve_flow)
-        self._server.add_generic_rpc_handlers((_handlers(self._servicer),))
         self.port = 0
+        self.serve_flow = serve_flow
+        self._service = service
+        self._limits = limits
+        self._proxy = Proxy(tls=session.server_context() if session else None)
+        self._authenticator = Authenticator(self._proxy, session, why_banned=why_banned)
+        self._swaps = OwnedTasks("a swap offered by another peer")
+        self._joinable: dict[bytes, ServerStream] = {}  # by swap id
+        self._server = grpc.aio.server(options=[*options.SERVER, *limits.options()])
+        self._server.add_generic_rpc_handlers((self._handlers(),))
 
     async def start(self, host: str, port: int) -> None:
         """Start listening. Raises SettingsError if the port is in use."""
@@ -81,23 +78,136 @@ class GrpcServer:
         await self._server.start()
         self._proxy.open()
 
-    def take(self, connection: socket.socket) -> None:
-        """Serve a peer over a connection that this machine opened."""
-        self._proxy.take(connection)
-
-    @property
-    def serve_flow(self) -> ServeFlow | None:
-        return self._servicer.serve_flow
-
-    @serve_flow.setter
-    def serve_flow(self, serve_flow: ServeFlow | None) -> None:
-        self._servicer.serve_flow = serve_flow
+    def take(self, connection: socket.socket, relay: str = "") -> None:
+        """Serve a peer over a connection that this machine opened, or that a relay brings."""
+        self._proxy.take(connection, relay)
 
     async def stop(self, grace_s: float) -> None:
         self._proxy.shut()
         await self._server.stop(grace_s)
         self._proxy.close()
-        await self._servicer.stop()
+        await self._swaps.stop(grace_s=0.0)
+
+    def _handlers(self) -> grpc.GenericRpcHandler:
+        """Return the handlers of all methods. All of them are streaming handlers, because gRPC would wait forever for
+        the request of a unary call.
+        """
+        visit = self._authenticator.visit
+        methods = {
+            "Greet": _Asked(self._authenticator.greet, pb.GreetRequest, enter=contextlib.nullcontext).handler(),
+            "Swap": grpc.stream_stream_rpc_method_handler(self._on_swap),
+            "Lane": grpc.stream_stream_rpc_method_handler(self._on_lane),
+            "Flow": grpc.stream_stream_rpc_method_handler(self._on_flow),
+            "Fetch": _Asked(self._on_fetch, pb.FetchRequest, enter=visit).handler(),
+            "Status": _Asked(self._on_status, pb.StatusRequest, enter=visit).handler(),
+        }
+        return grpc.method_handlers_generic_handler(SERVICE, methods)
+
+    async def _on_swap(self, requests: AsyncIterator[bytes], context: Any) -> None:
+        async with self._authenticator.visit(context) as caller:
+            wire = ServerWire(requests, context, caller.address, self._limits)
+            stream = ServerStream(wire, self._joinable, visitor=caller)
+            swap = self._swaps.start(self._swap(stream))
+            closed = asyncio.create_task(wire.closed())
+            try:
+                # gRPC cancels this handler when the caller is gone. The swap is notified, and ends by its own rules.
+                await asyncio.wait({swap, closed}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                closed.cancel()
+                if not wire.is_closed:
+                    stream.lose(Unreachable("the connection was lost", peer=stream.peer))
+
+    async def _swap(self, stream: ServerStream) -> None:
+        try:
+            await self._service.on_swap(stream)
+        finally:
+            await stream.close()
+
+    async def _on_lane(self, requests: AsyncIterator[bytes], context: Any) -> None:
+        async with self._authenticator.visit(context) as caller:
+            wire = ServerWire(requests, context, caller.address, self._limits)
+            try:
+                async with asyncio.timeout(JOIN_S):
+                    stream = self._joined(await wire.read() or b"", caller)
+                caller.accepted()
+                stream.join(wire, pb.Frame(join=pb.Join()).SerializeToString())
+            except (PeerError, TimeoutError) as error:
+                refuse = refuse_to_wire(
+                    error if isinstance(error, PeerError) else _no_connection("no Join was received")
+                )
+                with contextlib.suppress(PeerError):  # the caller did not wait for the answer
+                    await wire.write(pb.Frame(refuse=refuse).SerializeToString())
+                return
+            try:
+                await wire.closed()
+            finally:
+                if not wire.is_closed:  # the caller is gone, and the connection with it
+                    stream.lose(Unreachable("one of the swap's connections was lost", peer=stream.peer))
+
+    def _joined(self, data: bytes, caller: Inbound) -> ServerStream:
+        """Return the swap to which a connection belongs. Raises PeerError if there is none that the caller can join."""
+        try:
+            message = pb.Frame.FromString(data)
+        except DecodeError:
+            raise CorruptPayload("it sent data that is not a valid protocol message") from None
+        if not message.HasField("join"):
+            raise CorruptPayload("an additional connection must begin with a Join")
+        hello = self._admitted(message.join.hello, caller)
+        stream = self._joinable.get(message.join.swap_id)
+        if stream is None or stream.caller != hello.peer_id:
+            raise _no_connection("no swap with this id is in progress between us")
+        return stream
+
+    async def _on_flow(self, requests: AsyncIterator[bytes], context: Any) -> None:
+        async with self._authenticator.visit(context) as caller:
+            if not self.serve_flow:
+                no_stage = Refused("this peer is not part of a pipeline", code=frames.RefuseCode.OTHER_MODEL.name)
+                await context.write(pb.FlowFrame(refuse=refuse_to_wire(no_stage)).SerializeToString())
+                return
+
+            def admit(hello: frames.Hello) -> None:
+                self._admit(hello, caller)
+                caller.accepted()
+
+            wire = ServerWire(requests, context, caller.address, self._limits)
+            await self.serve_flow(wire, caller.peer_id, admit)
+
+    async def _on_fetch(self, request: pb.FetchRequest, caller: Inbound) -> AsyncGenerator[pb.FetchReply]:
+        try:
+            self._admitted(request.hello, caller)
+            want = _want(request)
+            is_upload = isinstance(want, frames.WantChunks)
+            with self._authenticator.fetching(caller.peer_id if is_upload else "") as check:
+                async with aclosing(self._service.on_fetch(want)) as items:
+                    async for item in items:
+                        check()
+                        if is_upload:  # it holds an upload slot
+                            caller.accepted()
+                        for reply in _replies(item):
+                            await self._limits.uploading(reply.ByteSize())
+                            yield reply
+        except PeerError as error:
+            yield pb.FetchReply(refuse=refuse_to_wire(error))
+
+    async def _on_status(self, request: pb.StatusRequest, caller: Inbound) -> pb.StatusReply:
+        try:
+            self._admitted(request.hello, caller)
+            return convert.status_to_wire(await self._service.on_status(request.swap_id[:64]))
+        except PeerError as error:
+            return pb.StatusReply(refuse=refuse_to_wire(error))
+
+    def _admitted(self, message: pb.Hello, caller: Inbound) -> frames.Hello:
+        """Check and return the caller's Hello.
+
+        Raises PeerError if the caller is not the peer that it claims to be, or belongs to another run.
+        """
+        hello = convert.hello_from_wire(message)
+        self._admit(hello, caller)
+        return hello
+
+    def _admit(self, hello: frames.Hello, caller: Inbound) -> None:
+        check_name(caller.peer_id, hello)
+        self._service.admit(hello)
 
 
 class ServerWire:
@@ -150,7 +260,7 @@ ServeFlow = Callable[[ServerWire, str, Callable[[frames.Hello], None]], Awaitabl
 class ServerStream(SwapStream):
     """The acceptor's side of a swap. Once the swap is accepted, its caller can add more connections to it."""
 
-    def __init__(self, first: ServerWire, running: dict[bytes, ServerStream], *, visitor: Caller) -> None:
+    def __init__(self, first: ServerWire, running: dict[bytes, ServerStream], *, visitor: Inbound) -> None:
         self._running = running
         self._visitor = visitor
         self._swap_id = b""
@@ -198,22 +308,6 @@ def check_name(proven: str, hello: frames.Hello) -> None:
 
 def _no_connection(sentence: str) -> Refused:
     return Refused(sentence, code=frames.RefuseCode.MALFORMED.name)
-
-
-def _handlers(servicer: _Servicer) -> grpc.GenericRpcHandler:
-    """Return the handlers of all methods. All of them are streaming handlers, because gRPC would wait forever for the
-    request of a unary call.
-    """
-    methods = {
-        "Greet": _Asked(servicer.Greet, pb.GreetRequest, enter=contextlib.nullcontext).handler(),
-        "Swap": grpc.stream_stream_rpc_method_handler(servicer.Swap),
-        "Lane": grpc.stream_stream_rpc_method_handler(servicer.Lane),
-        "Flow": grpc.stream_stream_rpc_method_handler(servicer.Flow),
-        "Fetch": _Asked(servicer.Fetch, pb.FetchRequest, enter=servicer.authenticator.visit).handler(),
-        "Status": _Asked(servicer.Status, pb.StatusRequest, enter=servicer.authenticator.visit).handler(),
-        "Probe": _Asked(servicer.Probe, pb.ProbeRequest, enter=servicer.authenticator.visit).handler(),
-    }
-    return grpc.method_handlers_generic_handler(SERVICE, methods)
 
 
 class _Asked:
@@ -272,143 +366,6 @@ class _Asked:
         except TimeoutError:
             sentence = f"the caller accepted no message for {self._take_s:g} s"
             raise await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, sentence) from None
-
-
-class _Servicer:
-    def __init__(
-        self,
-        service: Service,
-        limits: Limits,
-        authenticator: Authenticator,
-        prober: Prober,
-        serve_flow: ServeFlow | None,
-    ) -> None:
-        self._service = service
-        self._limits = limits
-        self.authenticator = authenticator
-        self.prober = prober
-        self._swaps = OwnedTasks("a swap offered by another peer")
-        self._joinable: dict[bytes, ServerStream] = {}  # by swap id
-        self.serve_flow = serve_flow
-
-    async def Greet(self, request: pb.GreetRequest, context: Any) -> pb.GreetReply:  # noqa: N802
-        return await self.authenticator.greet(request, context)
-
-    async def Swap(self, request_iterator: AsyncIterator[bytes], context: Any) -> None:  # noqa: N802
-        async with self.authenticator.visit(context) as caller:
-            wire = ServerWire(request_iterator, context, caller.address, self._limits)
-            stream = ServerStream(wire, self._joinable, visitor=caller)
-            swap = self._swaps.start(self._swap(stream))
-            closed = asyncio.create_task(wire.closed())
-            try:
-                # gRPC cancels this handler when the caller is gone. The swap is notified, and ends by its own rules.
-                await asyncio.wait({swap, closed}, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                closed.cancel()
-                if not wire.is_closed:
-                    stream.lose(Unreachable("the connection was lost", peer=stream.peer))
-
-    async def _swap(self, stream: ServerStream) -> None:
-        try:
-            await self._service.on_swap(stream)
-        finally:
-            await stream.close()
-
-    async def Lane(self, request_iterator: AsyncIterator[bytes], context: Any) -> None:  # noqa: N802
-        async with self.authenticator.visit(context) as caller:
-            wire = ServerWire(request_iterator, context, caller.address, self._limits)
-            try:
-                async with asyncio.timeout(JOIN_S):
-                    stream = self._joined(await wire.read() or b"", caller)
-                caller.accepted()
-                stream.join(wire, pb.Frame(join=pb.Join()).SerializeToString())
-            except (PeerError, TimeoutError) as error:
-                refuse = refuse_to_wire(
-                    error if isinstance(error, PeerError) else _no_connection("no Join was received")
-                )
-                with contextlib.suppress(PeerError):  # the caller did not wait for the answer
-                    await wire.write(pb.Frame(refuse=refuse).SerializeToString())
-                return
-            try:
-                await wire.closed()
-            finally:
-                if not wire.is_closed:  # the caller is gone, and the connection with it
-                    stream.lose(Unreachable("one of the swap's connections was lost", peer=stream.peer))
-
-    def _joined(self, data: bytes, caller: Caller) -> ServerStream:
-        """Return the swap to which a connection belongs. Raises PeerError if there is none that the caller can join."""
-        try:
-            message = pb.Frame.FromString(data)
-        except DecodeError:
-            raise CorruptPayload("it sent data that is not a valid protocol message") from None
-        if not message.HasField("join"):
-            raise CorruptPayload("an additional connection must begin with a Join")
-        hello = self._admitted(message.join.hello, caller)
-        stream = self._joinable.get(message.join.swap_id)
-        if stream is None or stream.caller != hello.peer_id:
-            raise _no_connection("no swap with this id is in progress between us")
-        return stream
-
-    async def Flow(self, request_iterator: AsyncIterator[bytes], context: Any) -> None:  # noqa: N802
-        async with self.authenticator.visit(context) as caller:
-            if not self.serve_flow:
-                no_stage = Refused("this peer is not part of a pipeline", code=frames.RefuseCode.OTHER_MODEL.name)
-                await context.write(pb.FlowFrame(refuse=refuse_to_wire(no_stage)).SerializeToString())
-                return
-
-            def admit(hello: frames.Hello) -> None:
-                self._admit(hello, caller)
-                caller.accepted()
-
-            wire = ServerWire(request_iterator, context, caller.address, self._limits)
-            await self.serve_flow(wire, caller.peer_id, admit)
-
-    async def Fetch(self, request: pb.FetchRequest, caller: Caller) -> AsyncGenerator[pb.FetchReply]:  # noqa: N802
-        try:
-            self._admitted(request.hello, caller)
-            want = _want(request)
-            is_upload = isinstance(want, frames.WantChunks)
-            with self.authenticator.fetching(caller.peer_id if is_upload else "") as check:
-                async with aclosing(self._service.on_fetch(want)) as items:
-                    async for item in items:
-                        check()
-                        if is_upload:  # it holds an upload slot
-                            caller.accepted()
-                        for reply in _replies(item):
-                            await self._limits.uploading(reply.ByteSize())
-                            yield reply
-        except PeerError as error:
-            yield pb.FetchReply(refuse=refuse_to_wire(error))
-
-    async def Status(self, request: pb.StatusRequest, caller: Caller) -> pb.StatusReply:  # noqa: N802
-        try:
-            self._admitted(request.hello, caller)
-            return convert.status_to_wire(await self._service.on_status(request.swap_id[:64]))
-        except PeerError as error:
-            return pb.StatusReply(refuse=refuse_to_wire(error))
-
-    async def Probe(self, request: pb.ProbeRequest, caller: Caller) -> pb.ProbeReply:  # noqa: N802
-        try:
-            self._admitted(request.hello, caller)
-            return await self.prober.probe(request, caller.address, caller.peer_id)
-        except PeerError as error:
-            return pb.ProbeReply(refuse=refuse_to_wire(error))
-
-    def _admitted(self, message: pb.Hello, caller: Caller) -> frames.Hello:
-        """Check and return the caller's Hello.
-
-        Raises PeerError if the caller is not the peer that it claims to be, or belongs to another run.
-        """
-        hello = convert.hello_from_wire(message)
-        self._admit(hello, caller)
-        return hello
-
-    def _admit(self, hello: frames.Hello, caller: Caller) -> None:
-        check_name(caller.peer_id, hello)
-        self._service.admit(hello)
-
-    async def stop(self) -> None:
-        await self._swaps.stop(grace_s=0.0)
 
 
 def _want(request: pb.FetchRequest) -> frames.FetchWant:

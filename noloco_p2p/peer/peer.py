@@ -24,11 +24,9 @@ from noloco_p2p.errors import (
     SettingsError,
     TicketError,
 )
-from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.gossip.service import PeerService
 from noloco_p2p.identity import Identity
 from noloco_p2p.invitation import Invitation
-from noloco_p2p.net import probe
 from noloco_p2p.net.client import GrpcTransport
 from noloco_p2p.net.server import GrpcServer
 from noloco_p2p.net.session import Session
@@ -49,7 +47,7 @@ from noloco_p2p.settings import PeerSettings
 from noloco_p2p.spec import Spec
 from noloco_p2p.swarm.address_book import AddressBook
 from noloco_p2p.swarm.dht import SwarmDirectory
-from noloco_p2p.swarm.dial_back import DialBack, Verdict
+from noloco_p2p.swarm.dial_back import Verdict
 from noloco_p2p.swarm.node import end_tasks
 from noloco_p2p.swarm.records import PeerRecord
 from noloco_p2p.telemetry.metrics import Metrics
@@ -66,7 +64,6 @@ T = TypeVar("T")
 
 POLL_S = 0.05
 NOT_RUNNING = "this peer is not running: it was closed, for example at the end of its `with` block"
-DIAL_BACK_S = 12.0  # time for one peer to report whether it can reach this one; it tries for 4 s
 
 
 def resolve(target: Spec | Ticket | Path | str | None) -> Spec | Ticket:
@@ -276,18 +273,6 @@ class Peer:
         """Return the verdict on whether other peers can dial this one, based on their reports."""
         return self._net.reachability.verdict()
 
-    async def _ask_to_dial_back(self, candidate: Candidate, ports: Sequence[int]) -> DialBack:
-        assert self._directory is not None
-        probed = await probe.ask(
-            candidate,
-            self._status.hello(),
-            [*ports],
-            timeout_s=DIAL_BACK_S,
-            session=self._session,
-            guard=self._directory.guard,
-        )
-        return DialBack(probed.observed_host, probed.reached)
-
     def wait_for_router(self) -> None:
         """Wait until the router has accepted or refused to forward ports, so that the ticket can contain them.
 
@@ -363,14 +348,7 @@ class Peer:
         transport = GrpcTransport(
             self._status.hello, limits, session=self._session, why_banned=self.bans.why, guard=directory.guard
         )
-        entrances = self._entrances()
-        self._reachability = reachability = Reachability(
-            directory,
-            self.settings,
-            self._address_book,
-            entrances=entrances,
-            ask=self._ask_to_dial_back,
-        )
+        self._reachability = reachability = Reachability(directory, self.settings, self._address_book)
         live_peers = LivePeers(directory, reachability.tunnels)
         if isinstance(target, Spec):
             self.spec = target
@@ -400,8 +378,6 @@ class Peer:
             limits,
             session=self._session,
             why_banned=self.bans.why,
-            tunnelled=reachability.tunnels.local_ports,
-            only_public=directory.guard.only_public,
         )
         await ports.try_both(ports.grpc, lambda port: server.start(self.settings.listen_host, port))
         control = ControlServer(self.settings.state_dir, verbs(self))
@@ -458,7 +434,7 @@ class Peer:
     async def _start_directory(self, port: int) -> SwarmDirectory:
         settings = self.settings
         announce_host, announce_port = settings.announced
-        return await SwarmDirectory.start(
+        return await SwarmDirectory(
             identity_path=settings.state_dir / "identity.key",
             identity=self._identity,
             listen_host=settings.listen_host,
@@ -473,7 +449,7 @@ class Peer:
             on_copy=self._on_copy,
             ignores=self._ignores,
             own_addresses=lambda: self._reachability.addresses() if self._reachability else (),
-        )
+        ).start()
 
     @property
     def _view(self) -> str:

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 
-from noloco_p2p.errors import DirectoryError, PeerError
-from noloco_p2p.gossip.seams import Candidate
+from noloco_p2p.errors import DirectoryError
 from noloco_p2p.hosts import is_home, is_public
 from noloco_p2p.net.server import GrpcServer
 from noloco_p2p.settings import PeerSettings
 from noloco_p2p.swarm.address_book import AddressBook
-from noloco_p2p.swarm.addresses import host_of, host_port, routable_host, split_peer_id
+from noloco_p2p.swarm.addresses import host_of, host_port, routable_host
 from noloco_p2p.swarm.dht import SwarmDirectory
-from noloco_p2p.swarm.dial_back import CLOSED, OPEN, DialBack, DialBacks, Reach, Verdict, assess, way_to
+from noloco_p2p.swarm.dial_back import CLOSED, OPEN, DialBacks, Reach, Verdict, assess, way_to
 from noloco_p2p.swarm.node import end_tasks
 from noloco_p2p.swarm.port_mapping import MappedPorts, PortMapping, client_of
-from noloco_p2p.swarm.relay import Reservations, ask_to_dial
+from noloco_p2p.swarm.relay import Reservations
 from noloco_p2p.swarm.tunnel import Tunnels
 
 log = logging.getLogger(__name__)
@@ -30,47 +27,27 @@ FIRST_DIAL_BACK_S = 6.0  # how long a newcomer waits for the first answer before
 ROUTER_S = 6.0
 LOOK_S = 1.0  # how often this peer checks whether its published addresses have changed
 
-Ask = Callable[[Candidate, Sequence[int]], Awaitable[DialBack]]
-
 
 class Reachability:
     """The part of a peer that determines and publishes how others can reach it.
 
     Create it once the directory exists, and `start` it once the server listens. `tunnels` work even before `start`.
-    `entrances` are the configured multiaddrs through which this peer enters the DHT. `ask` raises PeerError.
     """
 
-    def __init__(
-        self,
-        directory: SwarmDirectory,
-        settings: PeerSettings,
-        book: AddressBook,
-        *,
-        entrances: Sequence[str],
-        ask: Ask,
-    ) -> None:
+    def __init__(self, directory: SwarmDirectory, settings: PeerSettings, book: AddressBook) -> None:
         self._directory = directory
         self._settings = settings
         self._book = book
-        self._entrances: dict[str, str] = {}
-        for door in entrances:  # keep the first address of each peer, because it is the best one
-            self._entrances.setdefault(split_peer_id(door)[1], door)
-        self._ask = ask
         self._server: GrpcServer | None = None
         self._num_calls: Callable[[], int] = lambda: 0
         self.tunnels = Tunnels(
             directory.node,
             multiaddrs=lambda: {record.peer_id: record.multiaddrs for record, _ in directory.records()},
             wanted=self._needs_tunnels,
-            server=lambda: (routable_host(settings.listen_host), self._port),
-            take=self._take,
             relays=lambda: self._reservations.relays(),
-            guard=directory.guard,
         )
-        self._dial_backs = DialBacks(live=self._to_ask, ask=self._ask_one)
-        self._reservations = Reservations(
-            directory.node, doors=self._relays, wanted=self.is_closed, guard=directory.guard
-        )
+        self._dial_backs = DialBacks(nodes=self._to_ask, ask=lambda node: directory.ask_to_dial(node, self._ports()))
+        self._reservations = Reservations(directory.node, doors=self._relays, wanted=self.is_closed)
         asks = settings.map_ports == "always" and not any(settings.announced)
         self._port_mapping = PortMapping(
             client_of(routable_host(settings.listen_host)) if asks else None,
@@ -83,7 +60,7 @@ class Reachability:
         """Start all tasks. `num_calls` returns the number of incoming calls from other peers."""
         self._server, self._num_calls = server, num_calls
         self._directory.mirror(self._ports()[0])
-        await self.tunnels.start()
+        await self.tunnels.start(server.take)
         jobs = [
             self._reservations.run(),
             self._dial_backs.run(is_direct=lambda: self.verdict().state in OPEN),
@@ -160,7 +137,7 @@ class Reachability:
         others = sorted((peer, addresses[0]) for peer, addresses in self._book.addresses().items() if peer in alive)
         met = [address for _, address in others[:OTHER_DOORS]]
         own = [*self._outside(self._mapped()), *self._directory.multiaddrs()][:OWN_DOORS]
-        return list(dict.fromkeys([*own, *met, *self._entrances.values()]))
+        return list(dict.fromkeys([*own, *met, *self._directory.entrances.values()]))
 
     async def _announce_changes(self) -> None:
         """Announce changed addresses, because others cannot call this peer until they have read the new ones."""
@@ -208,10 +185,6 @@ class Reachability:
         """Return whether, according to the other peers' reports, none of them can dial this peer."""
         return self._server is not None and self.verdict().state in CLOSED
 
-    def _take(self, connection: socket.socket) -> None:
-        assert self._server is not None
-        self._server.take(connection)
-
     def _needs_tunnels(self) -> bool:
         """Return whether calls need tunnels, because this peer is unreachable or knows no reachable peer."""
         return self.is_closed() or not any(candidate.can_be_called for candidate in self._directory.live())
@@ -220,20 +193,12 @@ class Reachability:
         """Return the nodes that may relay calls: live peers that others can reach, and this peer's entrances."""
         records = self._directory.records()
         peers = {record.peer_id: record.multiaddrs for record, _ in records if record.reachability in OPEN}
-        return {peer: (door,) for peer, door in self._entrances.items()} | peers
+        return {peer: (door,) for peer, door in self._directory.entrances.items()} | peers
 
-    def _to_ask(self) -> list[Candidate]:
-        """Return the live peers, and the entrances that are not peers but have a DHT node that can dial back."""
-        live = list(self._directory.live())
+    def _to_ask(self) -> list[str]:
+        """Return the live peers that others can reach, and the entrances that are neighbours in the DHT."""
+        live, near = self._directory.live(), self._directory.neighbours()
         known = {candidate.peer_id for candidate in live}
-        near = self._directory.neighbours()
-        live = [replace(candidate, nearby="") for candidate in live]  # on the local network, nobody sees the router
-        return live + [Candidate(peer, "") for peer in self._entrances if peer not in known and peer in near]
-
-    async def _ask_one(self, candidate: Candidate) -> DialBack:
-        if candidate.address:
-            return await self._ask(candidate, self._ports())
-        try:
-            return await ask_to_dial(self._directory.node, candidate.peer_id, self._ports())
-        except DirectoryError as error:
-            raise PeerError(str(error), peer=candidate.peer_id) from None
+        return [candidate.peer_id for candidate in live if candidate.can_be_called] + [
+            peer for peer in self._directory.entrances if peer not in known and peer in near
+        ]

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from noloco_p2p.errors import DirectoryError
 from noloco_p2p.identity import Identity
-from noloco_p2p.swarm.buckets import bucket_of
+from noloco_p2p.swarm.buckets import bucket_of, run_key
 from noloco_p2p.swarm.clock import CLOCK
 from noloco_p2p.swarm.membership_view import MembershipView
 from noloco_p2p.swarm.node import SwarmNode
@@ -19,10 +19,10 @@ from noloco_p2p.swarm.records import EXPIRY_SLACK_S, TTL_S, PeerRecord, encode_r
 class Announcer:
     """Stores this peer's record in the buckets of the membership view.
 
-    `key` is the key of the view in which the record is stored. `describe` returns the current record without the fields
-    that the directory fills in, or None while there is nothing to announce. If the record has no multiaddrs, it gets
-    the addresses of this node that `multiaddrs` returns. `on_copy` is called, possibly repeatedly, when a process that
-    was started later with the same identity key announces itself.
+    `describe` returns the current record without the fields that the directory fills in, or None while there is nothing
+    to announce. If the record has no multiaddrs, it gets the addresses of this node that `multiaddrs` returns.
+    `on_copy` is called, possibly repeatedly, when a process that was started later with the same identity key announces
+    itself.
     """
 
     def __init__(
@@ -31,7 +31,6 @@ class Announcer:
         identity: Identity,
         view: MembershipView,
         *,
-        key: str,
         spec_digest: str,
         describe: Callable[[], PeerRecord | None],
         multiaddrs: Callable[[], list[str]],
@@ -41,7 +40,7 @@ class Announcer:
         self._node = node
         self._identity = identity
         self._view = view
-        self._key = key
+        self._key = run_key(spec_digest)
         self._spec_digest = spec_digest
         self._describe = describe
         self._multiaddrs = multiaddrs

@@ -19,26 +19,30 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from noloco_p2p.dial_guard import DialGuard
 from noloco_p2p.errors import DirectoryError
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.hosts import is_public
 from noloco_p2p.identity import Identity
-from noloco_p2p.swarm.address_book import AddressBook
+from noloco_p2p.swarm.address_book import CIRCUIT, AddressBook
 from noloco_p2p.swarm.addresses import any_public, only_public, routable_host, split_peer_id
 from noloco_p2p.swarm.announcer import Announcer
-from noloco_p2p.swarm.buckets import run_key
+from noloco_p2p.swarm.clock import Offset
 from noloco_p2p.swarm.daemon import ListenOn
-from noloco_p2p.swarm.dial_back import is_abroad
+from noloco_p2p.swarm.dial_back import DialBack, DialBackServer, ask, is_abroad
 from noloco_p2p.swarm.dialer import Dialer
 from noloco_p2p.swarm.membership_view import Headcount, MembershipView
 from noloco_p2p.swarm.node import SwarmNode, end_tasks
 from noloco_p2p.swarm.records import PeerRecord
 from noloco_p2p.swarm.relay import Relay
 from noloco_p2p.swarm.timing import Timing
+
+if TYPE_CHECKING:
+    from typing import Self
 
 logger = logging.getLogger(__name__)
 
@@ -48,82 +52,20 @@ FAREWELL_S = 4.0  # longer than the time that hivemind waits for one dead neighb
 class SwarmDirectory:
     """An implementation of `gossip.seams.Directory` on top of a DHT node.
 
-    Create it with `start()` on a running event loop, and end it with `stop()`. `describe` returns this peer's record,
-    or None while there is nothing to announce. A directory without `describe` belongs to a monitor, which announces
+    Create it on a running event loop, `start()` it, and end it with `stop()`. `describe` returns this peer's record, or
+    None while there is nothing to announce. A directory without `describe` belongs to a monitor, which announces
     nothing, reads all buckets, and stays out of routing tables. A directory without `spec_digest` belongs to a
     bootstrap, which is a plain DHT node.
+
+    `on_copy` is called, possibly repeatedly, when a process that was started later with the same identity key announces
+    itself. Records for which `ignores` returns true are dropped, such as the records of peers that are banned or not
+    invited. If `relays` is true, this node relays calls to peers that cannot be dialled, and the relayed bytes count as
+    traffic of this machine. `own_addresses` returns the gRPC addresses of this peer. Raises DirectoryError if a
+    bootstrap is not a valid address.
     """
 
     def __init__(
         self,
-        node: SwarmNode,
-        identity: Identity,
-        *,
-        address_book: AddressBook,
-        bootstraps: Sequence[str],
-        spec_digest: str | None,
-        describe: Callable[[], PeerRecord | None] | None,
-        timing: Timing,
-        on_copy: Callable[[PeerRecord], None],
-        ignores: Callable[[PeerRecord], bool],
-        relay: Relay | None,
-        guard: DialGuard,
-        announce_host: str,
-        own_addresses: Callable[[], Sequence[str]],
-        key: str | None = None,
-    ) -> None:
-        self.guard = guard
-        self._announce_host = announce_host
-        # the first address of each bootstrap, because it is the best one
-        self._entrances = [addresses[0] for addresses in _by_peer(bootstraps).values()]
-        self._node = node
-        self._identity = identity
-        self._address_book = address_book
-        self._has_run = spec_digest is not None
-        self._timing = timing
-        self._relay = relay
-        view_key = key or run_key(spec_digest or "")
-        self._view = MembershipView(
-            node,
-            identity.peer_id,
-            address_book,
-            key=view_key,
-            spec_digest=spec_digest or "",
-            is_monitor=self._has_run and describe is None,
-            timing=timing,
-            ignores=ignores,
-            only_public=guard.only_public,
-            own_addresses=own_addresses,
-        )
-        self._announcer: Announcer | None = None
-        if describe and spec_digest:
-            self._announcer = Announcer(
-                node,
-                identity,
-                self._view,
-                key=view_key,
-                spec_digest=spec_digest,
-                describe=describe,
-                multiaddrs=self.multiaddrs,
-                every_s=timing.heartbeat_s,
-                on_copy=on_copy,
-            )
-        self._dialer = Dialer(
-            node,
-            _by_peer(bootstraps),
-            address_book,
-            own_peer_id=identity.peer_id,
-            every_s=timing.dial_s,
-            heard_of=lambda: {record.peer_id for record, _ in self.records()},
-            on_met=self._meet,
-            on_wrong_clock=self._view.somebody.set,  # wakes callers that wait for a first peer
-            guard=guard,
-        )
-        self._tasks: list[asyncio.Task[None]] = []
-
-    @classmethod
-    async def start(
-        cls,
         *,
         identity_path: Path,
         identity: Identity,
@@ -139,52 +81,88 @@ class SwarmDirectory:
         on_copy: Callable[[PeerRecord], None] = lambda record: None,
         ignores: Callable[[PeerRecord], bool] = lambda record: False,
         relays: bool = True,
-        key: str | None = None,
         own_addresses: Callable[[], Sequence[str]] = tuple,
-    ) -> SwarmDirectory:
-        """Start a directory, and return it when its node is up. Peers are dialled in the background.
-
-        The first start in a process takes several seconds, because it imports hivemind. `on_copy` is called, possibly
-        repeatedly, when a process that was started later with the same identity key announces itself. Records for which
-        `ignores` returns true are dropped, such as the records of peers that are banned or not invited. If `relays` is
-        true, this node relays calls to peers that cannot be dialled, and the relayed bytes count as traffic of this
-        machine. `key` identifies the view that this peer reads and in which it is announced. If `key` is None, the view
-        of the whole run is used. `own_addresses` returns the gRPC addresses of this peer.
-
-        Raises DirectoryError if the port is taken, the daemon cannot run, or a bootstrap is not a valid address.
-        """
+    ) -> None:
         if describe is not None and spec_digest is None:
             raise ValueError("spec_digest is required for a directory that announces a peer")
-        _by_peer(bootstraps)  # report a mistyped address before the slow import
-        is_monitor = spec_digest is not None and describe is None
-        listen_on = ListenOn(listen_host, listen_port, announce_host, announce_port)
-        guard = DialGuard(only_public=is_public(announce_host or routable_host(listen_host)) or any_public(bootstraps))
-        node = await SwarmNode.start(identity_path, identity.peer_id, listen_on, is_client=is_monitor, guard=guard)
-        relay = Relay(node, only_public=guard.only_public) if relays and not is_monitor else None
-        if relay:
-            try:
-                await relay.start()
-            except BaseException:
-                await node.stop()
-                raise
-        directory = cls(
+        self._identity = identity
+        self._announce_host = announce_host or ""
+        self._address_book = book = address_book or AddressBook()
+        self._has_run = spec_digest is not None
+        self._is_monitor = self._has_run and describe is None
+        self._timing = timing = timing or Timing()
+        doors = _by_peer(bootstraps)
+        # peer id -> the first address of each bootstrap, because it is the best one
+        self.entrances = {peer: addresses[0] for peer, addresses in doors.items()}
+        self._node = node = SwarmNode(
+            identity_path,
+            identity.peer_id,
+            ListenOn(listen_host, listen_port, announce_host, announce_port),
+            is_client=self._is_monitor,
+            guard=DialGuard(
+                only_public=is_public(announce_host or routable_host(listen_host)) or any_public(bootstraps)
+            ),
+        )
+        self._relay = Relay(node) if relays and not self._is_monitor else None
+        self._view = MembershipView(
             node,
-            identity,
-            address_book=address_book or AddressBook(),
-            bootstraps=bootstraps,
-            spec_digest=spec_digest,
-            describe=describe,
-            timing=timing or Timing(),
-            on_copy=on_copy,
+            identity.peer_id,
+            book,
+            spec_digest=spec_digest or "",
+            is_monitor=self._is_monitor,
+            timing=timing,
             ignores=ignores,
-            relay=relay,
-            guard=guard,
-            announce_host=announce_host or "",
-            key=key,
             own_addresses=own_addresses,
         )
-        directory._run()
-        return directory
+        self._announcer: Announcer | None = None
+        if describe and spec_digest:
+            self._announcer = Announcer(
+                node,
+                identity,
+                self._view,
+                spec_digest=spec_digest,
+                describe=describe,
+                multiaddrs=self.multiaddrs,
+                every_s=timing.heartbeat_s,
+                on_copy=on_copy,
+            )
+        self._dialer = Dialer(
+            node,
+            doors,
+            book,
+            every_s=timing.dial_s,
+            heard_of=lambda: {record.peer_id for record, _ in self.records()},
+            on_met=self._meet,
+            on_wrong_clock=self._view.somebody.set,  # wakes callers that wait for a first peer
+        )
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> Self:
+        """Start the node, and return this directory when it is up. Peers are dialled in the background.
+
+        The first start in a process takes several seconds, because it imports hivemind. Raises DirectoryError if the
+        port is taken or the daemon cannot run.
+        """
+        await self._node.start()
+        try:
+            if self._relay:
+                await self._relay.start()
+            if not self._is_monitor:
+                await DialBackServer(self._node).start()
+        except BaseException:
+            await self._node.stop()
+            raise
+        self._node.on_restart = self._dialer.dial_all_now
+        jobs: list[tuple[str, Callable[[], Awaitable[float]]]] = [
+            ("dial", self._dialer.dial),
+            ("freshen", self._freshen),
+        ]
+        if self._announcer:
+            jobs.append(("heartbeat", self._announcer.beat))
+        if self._has_run:
+            jobs.append(("view", self._view.look))
+        self._tasks = [asyncio.create_task(_forever(name, job), name=f"directory {name}") for name, job in jobs]
+        return self
 
     @property
     def identity(self) -> Identity:
@@ -194,6 +172,10 @@ class SwarmDirectory:
     def node(self) -> SwarmNode:
         """The DHT node, which can also open streams of other protocols over the same daemon."""
         return self._node
+
+    @property
+    def guard(self) -> DialGuard:
+        return self._node.guard
 
     @property
     def peer_id(self) -> str:
@@ -268,11 +250,23 @@ class SwarmDirectory:
     def is_abroad(self) -> bool:
         """Return whether this is a peer in a swarm on public addresses, where private addresses are useless."""
         others = [candidate.address for candidate in self.live()]
-        return self._announcer is not None and (is_public(self._announce_host) or is_abroad(self._entrances, others))
+        return self._announcer is not None and (
+            is_public(self._announce_host) or is_abroad(self.entrances.values(), others)
+        )
 
     def neighbours(self) -> set[str]:
         """Return the peer ids of DHT nodes that answered recently. These nodes can belong to any run."""
         return self._node.neighbours()
+
+    async def ask_to_dial(self, peer_id: str, ports: Sequence[int]) -> DialBack:
+        """Ask a live peer or a bootstrap to dial back to `ports` on this machine. Raises DirectoryError."""
+        known = {record.peer_id: record.multiaddrs for record, _ in self.records()}
+        ways = [way for way in (*known.get(peer_id, ()), self.entrances.get(peer_id, "")) if way and CIRCUIT not in way]
+        return await ask(self._node, peer_id, ports, at=split_peer_id(ways[0])[0] if ways else "")
+
+    def clock_offsets(self) -> Mapping[str, Offset]:
+        """Return, by peer id, the clock offsets of the nodes that this one met first."""
+        return self._dialer.offsets
 
     def dial_failures(self) -> dict[str, str]:
         """Return, by peer id, why bootstraps could not be reached on the last attempt."""
@@ -333,18 +327,6 @@ class SwarmDirectory:
         finally:
             await self._node.stop()
             await asyncio.to_thread(self._address_book.save)
-
-    def _run(self) -> None:
-        self._node.on_restart = self._dialer.dial_all_now
-        jobs: list[tuple[str, Callable[[], Awaitable[float]]]] = [
-            ("dial", self._dialer.dial),
-            ("freshen", self._freshen),
-        ]
-        if self._announcer:
-            jobs.append(("heartbeat", self._announcer.beat))
-        if self._has_run:
-            jobs.append(("view", self._view.look))
-        self._tasks = [asyncio.create_task(_forever(name, job), name=f"directory {name}") for name, job in jobs]
 
     async def _freshen(self) -> float:
         if self._has_run:

@@ -1,11 +1,14 @@
-"""Asks three peers to dial back, to find out whether others can dial this peer, and advises the user.
+"""Asks three nodes to dial back, to find out whether others can dial this peer, and advises the user.
 
+Every DHT node answers this question, over libp2p, whether it is a peer of the run or not. Nobody can make a node dial a
+stranger: it dials only the address from which the question came, on two ports, and only a few times per minute.
 `Reach` lists the kinds of reachability, both for this peer and for each of its neighbours.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import random
 import time
@@ -13,13 +16,21 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from noloco_p2p.errors import PeerError
-from noloco_p2p.gossip.seams import Candidate
-from noloco_p2p.hosts import is_public
+from noloco_p2p.errors import DirectoryError
+from noloco_p2p.hosts import is_public, network_of
 from noloco_p2p.identity import short_id
-from noloco_p2p.swarm.addresses import any_public, host_of
+from noloco_p2p.rates import Rates
+from noloco_p2p.swarm.addresses import any_public, host_of, listen_multiaddr, tcp_target
+from noloco_p2p.swarm.node import SwarmNode, knock
+from noloco_p2p.swarm.streams import FAULTS, read_line
 
 log = logging.getLogger(__name__)
+
+DIAL = "/noloco_p2p/dial/1"
+MAX_PORTS = 2
+DIALS_A_MINUTE_OF_ONE, DIALS_A_MINUTE = 4, 12  # per requesting peer, and per dialled network; bursts are allowed
+ANSWER_S = 10.0
+NO = b"no\n"
 
 ASKED_PEERS = 3
 LOOK_S = 0.5  # how often more peers are asked while fewer than three have dialled back
@@ -62,7 +73,7 @@ def way_to(published: str, last_way: Reach | None, *, is_closed: bool) -> Reach:
 
 @dataclass(frozen=True, slots=True)
 class DialBack:
-    """The report of a peer that dialled back.
+    """The report of a node that dialled back.
 
     `observed_host` is the address at which it sees this peer. `reached` maps each port to the reason why it cannot be
     reached, or to an empty string if it can.
@@ -70,6 +81,15 @@ class DialBack:
 
     observed_host: str
     reached: Mapping[int, str]
+
+    @classmethod
+    def parse(cls, line: bytes, ports: Sequence[int]) -> DialBack:
+        """Parse the answer of another node to a question about `ports`. Raises ValueError if it is not a report."""
+        try:
+            host, reached = json.loads(line)
+            return cls(_shown(host, 100), {port: _shown(reached[str(port)], 200) for port in ports})
+        except (KeyError, TypeError, RecursionError) as error:
+            raise ValueError(f"its answer is not a report: {error!r}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,20 +166,20 @@ def _advice(ports: tuple[int, int], host: str) -> str:
 
 
 class DialBacks:
-    """Asks up to three live peers to dial back, and repeats this from time to time.
+    """Asks up to three nodes to dial back, and repeats this from time to time.
 
-    Start `run()` as a task on the network thread. `live` returns the peers that are known now. `ask` asks one of them
-    to dial back, and raises PeerError if the call fails.
+    Start `run()` as a task on the network thread. `nodes` returns the ids of the nodes that can be asked now. `ask`
+    asks one of them, and raises DirectoryError if it does not dial back.
     """
 
     def __init__(
         self,
         *,
-        live: Callable[[], Sequence[Candidate]],
-        ask: Callable[[Candidate], Awaitable[DialBack]],
+        nodes: Callable[[], Sequence[str]],
+        ask: Callable[[str], Awaitable[DialBack]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._live = live
+        self._nodes = nodes
         self._ask = ask
         self._clock = clock
         self._seen: dict[str, DialBack] = {}
@@ -177,8 +197,8 @@ class DialBacks:
         self._again.set()
 
     async def wait(self, timeout_s: float) -> None:
-        """Wait until a peer has dialled back, for at most `timeout_s`. Return at once if there is no peer to ask."""
-        if any(peer.can_be_called for peer in self._live()):
+        """Wait until a node has dialled back, for at most `timeout_s`. Return at once if there is no node to ask."""
+        if self._nodes():
             try:
                 await asyncio.wait_for(self._first.wait(), timeout_s)
             except TimeoutError:
@@ -201,29 +221,77 @@ class DialBacks:
     async def _ask_some(self) -> None:
         now_s = self._clock()
         may_ask = [
-            peer
-            for peer in self._live()
-            if peer.can_be_called
-            and peer.peer_id not in self._seen
-            and self._not_before_s.get(peer.peer_id, 0) <= now_s
+            node for node in self._nodes() if node not in self._seen and self._not_before_s.get(node, 0) <= now_s
         ]
         chosen = random.sample(may_ask, min(len(may_ask), ASKED_PEERS - len(self._seen)))
-        await asyncio.gather(*(self._ask_one(peer, self._seen) for peer in chosen))
+        await asyncio.gather(*(self._ask_one(node, self._seen) for node in chosen))
 
     async def _renew(self) -> None:
-        """Ask peers to dial back again. The old reports count until new ones arrive."""
+        """Ask nodes to dial back again. The old reports count until new ones arrive."""
         fresh: dict[str, DialBack] = {}
-        peers = [peer for peer in self._live() if peer.can_be_called]
-        chosen = random.sample(peers, min(len(peers), ASKED_PEERS))
-        await asyncio.gather(*(self._ask_one(peer, fresh) for peer in chosen))
+        nodes = self._nodes()
+        chosen = random.sample(nodes, min(len(nodes), ASKED_PEERS))
+        await asyncio.gather(*(self._ask_one(node, fresh) for node in chosen))
         self._seen = fresh or self._seen
 
-    async def _ask_one(self, peer: Candidate, found: dict[str, DialBack]) -> None:
-        self._not_before_s[peer.peer_id] = self._clock() + ASK_AGAIN_S
+    async def _ask_one(self, node: str, found: dict[str, DialBack]) -> None:
+        self._not_before_s[node] = self._clock() + ASK_AGAIN_S
         try:
-            found[peer.peer_id] = await self._ask(peer)
+            found[node] = await self._ask(node)
             self._first.set()
-        except PeerError as error:
-            log.debug("could not ask %s to dial back: %s", short_id(peer.peer_id), error)
+        except DirectoryError as error:
+            log.debug("could not ask %s to dial back: %s", short_id(node), error)
         except Exception:  # a stranger's answer must not keep the others from being asked
-            log.exception("could not process the dial-back reply from %s", short_id(peer.peer_id))
+            log.exception("could not process the dial-back reply from %s", short_id(node))
+
+
+async def ask(node: SwarmNode, peer: str, ports: Sequence[int], *, at: str = "") -> DialBack:
+    """Ask a peer to dial back to `ports` on this machine, and return its report.
+
+    If libp2p is not connected to the peer, its address `at` is dialled. Raises DirectoryError if the peer does not
+    answer properly.
+    """
+    try:
+        reader, writer = await node.open_stream(peer, DIAL, at=at)
+        try:
+            writer.write(" ".join(map(str, ports)).encode() + b"\n")
+            async with asyncio.timeout(ANSWER_S):
+                return DialBack.parse(await read_line(reader), ports)
+        finally:
+            writer.close()
+    except FAULTS as error:
+        raise DirectoryError(f"{short_id(peer)} did not dial back: {error}") from None
+
+
+def _shown(text: object, most_chars: int) -> str:
+    """Return text from another node, cut and without characters that could manipulate a terminal."""
+    return "".join(char for char in str(text)[:most_chars] if char.isprintable())
+
+
+class DialBackServer:
+    """Answers the nodes that ask this one to dial back."""
+
+    def __init__(self, node: SwarmNode) -> None:
+        self._node = node
+        self._of_one = Rates(per_s=DIALS_A_MINUTE_OF_ONE / 60, at_once=DIALS_A_MINUTE_OF_ONE)
+        self._of_network = Rates(per_s=DIALS_A_MINUTE / 60, at_once=DIALS_A_MINUTE)
+
+    async def start(self) -> None:
+        await self._node.handle_streams(DIAL, self._on_dial)
+
+    async def _on_dial(self, peer: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async with asyncio.timeout(ANSWER_S):
+            ports = [int(port) for port in (await read_line(reader)).split()][:MAX_PORTS]
+        may_ask = all(0 < port < 65_536 for port in ports) and self._of_one.take(peer)
+        target = tcp_target(await self._node.remote_address(peer)) if may_ask else None
+        if target is None or not self._may_dial(target[0]):
+            writer.write(NO)
+            return
+        host = target[0]
+        found = await asyncio.gather(*(knock(listen_multiaddr(host, port)) for port in ports))
+        answers = ["no connection" if fault else "" for fault in found]  # do not reveal the error
+        writer.write(json.dumps([host, dict(zip(map(str, ports), answers, strict=True))]).encode() + b"\n")
+        await writer.drain()
+
+    def _may_dial(self, host: str) -> bool:
+        return (is_public(host) or not self._node.guard.only_public) and self._of_network.take(network_of(host))

@@ -8,7 +8,6 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 
-from noloco_p2p.dial_guard import DialGuard
 from noloco_p2p.errors import DirectoryError, Unreachable
 from noloco_p2p.identity import short_id
 from noloco_p2p.swarm.address_book import AddressBook
@@ -37,17 +36,15 @@ class Dialer:
         bootstraps: Mapping[str, Sequence[str]],
         address_book: AddressBook,
         *,
-        own_peer_id: str,
         every_s: float,
         heard_of: Callable[[], Iterable[str]],
         on_met: Callable[[], Awaitable[None]],
         on_wrong_clock: Callable[[], None],
-        guard: DialGuard,
     ) -> None:
-        self._guard = guard
+        self._guard = node.guard
         self._given = frozenset(address for addresses in bootstraps.values() for address in addresses)
         self._node = node
-        self._plan = DialPlan(own_peer_id, bootstraps, longest_pause_s=every_s)
+        self._plan = DialPlan(node.peer_id, bootstraps, longest_pause_s=every_s)
         self._address_book = address_book
         self._sleep_s = min(every_s, LONGEST_SLEEP_S)
         self._heard_of = heard_of
@@ -55,7 +52,7 @@ class Dialer:
         self._on_wrong_clock = on_wrong_clock
         self._dial_now = asyncio.Event()
         self._has_dialled = asyncio.Event()
-        self._offsets: dict[str, Offset] = {}  # offsets of nodes, kept until this machine's clock is known to be right
+        self.offsets: dict[str, Offset] = {}  # of the nodes met before this machine's clock was known to be right
         self._clock_is_right = False
 
     async def dial(self) -> float:
@@ -88,7 +85,7 @@ class Dialer:
 
     def check_clock(self) -> None:
         """Raise DirectoryError if the clock of this machine differs from the clocks of the other nodes."""
-        check_clock(self._offsets)
+        check_clock(self.offsets)
 
     async def wait_until_tried(self, timeout_s: float) -> None:
         """Wait until the bootstraps have been dialled once, for at most `timeout_s`."""
@@ -110,7 +107,7 @@ class Dialer:
             self._guard.reached(peer_id, host, num_dials=NUM_DIALS)
         CLOCK.heard(offset.seconds)
         if not self._clock_is_right:
-            self._offsets[peer_id] = offset
+            self.offsets[peer_id] = offset
         self._address_book.remember(peer_id, multiaddrs)
         return True
 
@@ -139,7 +136,7 @@ class Dialer:
         return ways
 
     def _look_at_clocks(self) -> None:
-        """Check this machine's clock against the known offsets, and drop them once the clock proves to be right."""
+        """Check this machine's clock against the known offsets."""
         try:
             self.check_clock()
         except DirectoryError as error:
@@ -147,4 +144,3 @@ class Dialer:
             self._on_wrong_clock()
         else:
             self._clock_is_right = True
-            self._offsets.clear()

@@ -30,6 +30,7 @@ from noloco_p2p.swarm.buckets import (
     buckets_at,
     is_enough,
     random_bucket,
+    run_key,
     within_limit,
 )
 from noloco_p2p.swarm.clock import CLOCK
@@ -60,11 +61,9 @@ class MembershipView:
     """The records of a run that were read from the DHT.
 
     `live`, `records` and `headcount` are thread-safe and do not wait. Everything else must be used on the event loop.
-    `key` is the key of the view to read; for a whole run, `buckets.run_key` returns it. A peer can have several views.
     `spec_digest` is the digest of the run, and records of other runs are ignored. If `is_monitor` is true, all buckets
-    are read, and this node is not a peer itself. Records for which `ignores` returns true are dropped. `only_public` is
-    the same as in `DialGuard`. `own_addresses` returns the gRPC addresses of this peer. The event `somebody` is set
-    while a live peer is known.
+    are read, and this node is not a peer itself. Records for which `ignores` returns true are dropped. `own_addresses`
+    returns the gRPC addresses of this peer. The event `somebody` is set while a live peer is known.
     """
 
     def __init__(
@@ -73,24 +72,21 @@ class MembershipView:
         own_peer_id: str,
         address_book: AddressBook,
         *,
-        key: str,
         spec_digest: str,
         is_monitor: bool,
         timing: Timing,
         ignores: Callable[[PeerRecord], bool],
-        only_public: bool,
         own_addresses: Callable[[], Sequence[str]],
     ) -> None:
         self.somebody = asyncio.Event()
         self._node = node
         self._own_peer_id = own_peer_id
         self._address_book = address_book
-        self._key = key
+        self._key = run_key(spec_digest)
         self._spec_digest = spec_digest
         self._is_monitor = is_monitor
         self._timing = timing
         self._ignores = ignores
-        self._only_public = only_public
         self._own_addresses = own_addresses
         self._sightings = Sightings(own_peer_id)
         self._looks = Rates.a_minute(LOOKS_A_MINUTE)
@@ -289,5 +285,5 @@ class MembershipView:
             is_own_word = record.peer_id == subkey and record.spec_digest == self._spec_digest
             is_in_time = abs(record.expires_at_s - expires_at_s) <= EXPIRY_SLACK_S
             if is_own_word and bucket.holds(subkey) and is_in_time and not self._ignores(record):
-                records.append(believable(record, only_public=self._only_public, own=own))
+                records.append(believable(record, only_public=self._node.guard.only_public, own=own))
         return records

@@ -21,12 +21,14 @@ from noloco_p2p.dial_guard import DialGuard
 from noloco_p2p.errors import DirectoryError
 from noloco_p2p.identity import short_id
 from noloco_p2p.swarm import kademlia
-from noloco_p2p.swarm.addresses import announce_multiaddr, by_reach, tcp_target
+from noloco_p2p.swarm.addresses import announce_multiaddr, by_reach, guarded, host_in, tcp_target
 from noloco_p2p.swarm.clock import Offset
 from noloco_p2p.swarm.daemon import MAX_MEMORY_BYTES, Daemon, ListenOn, probe_port
 from noloco_p2p.swarm.streams import StreamHandler, Streams
 
 if TYPE_CHECKING:
+    from typing import Self
+
     from noloco_p2p.swarm.kademlia.client import DaemonClient
     from noloco_p2p.swarm.kademlia.protocol import BoundedNode
 
@@ -49,19 +51,25 @@ CANCEL_AGAIN_S = 0.2
 class SwarmNode:
     """A node of the DHT.
 
-    Create it with `start()`. `stop()` leaves no process, socket or task behind. `guard` limits the dials to nodes that
-    other nodes report.
+    `start()` it once. `stop()` leaves no process, socket or task behind. `guard` limits the dials to addresses
+    that others report.
     """
 
     def __init__(
-        self, identity_path: Path, peer_id: str, listen_on: ListenOn, *, is_client: bool, guard: DialGuard
+        self,
+        identity_path: Path,
+        peer_id: str,
+        listen_on: ListenOn,
+        *,
+        is_client: bool = False,
+        guard: DialGuard | None = None,
     ) -> None:
         self.peer_id = peer_id
         self.on_restart: Callable[[], None] = lambda: None
         self._identity_path = identity_path
         self._listen_on = listen_on
         self._is_client = is_client
-        self._guard = guard
+        self.guard = guard or DialGuard()
         self._daemon: Daemon | None = None
         self._p2p: DaemonClient | None = None
         self._dht: BoundedNode | None = None
@@ -70,31 +78,22 @@ class SwarmNode:
         self._handlers: dict[str, StreamHandler] = {}
         self.streams = Streams()
 
-    @classmethod
-    async def start(
-        cls,
-        identity_path: Path,
-        peer_id: str,
-        listen_on: ListenOn,
-        *,
-        is_client: bool = False,
-        guard: DialGuard | None = None,
-    ) -> SwarmNode:
-        """Start a node without peers; `dial()` connects it to some.
+    async def start(self) -> Self:
+        """Start the node, without peers; `dial()` connects it to some.
 
         Raises DirectoryError if the port is taken, the daemon cannot run, or it has loaded another identity.
         """
         await asyncio.to_thread(kademlia.load)
+        listen_on = self._listen_on
         if listen_on.announce_host and not listen_on.port:  # the daemon must know the port that it announces
-            listen_on = replace(listen_on, port=probe_port(listen_on.host, 0))
-        node = cls(identity_path, peer_id, listen_on, is_client=is_client, guard=guard or DialGuard())
+            self._listen_on = replace(listen_on, port=probe_port(listen_on.host, 0))
         try:
-            await node._bring_up()
+            await self._bring_up()
         except BaseException:
-            await node._tear_down()
+            await self._tear_down()
             raise
-        node._watchdog = asyncio.create_task(node._watch(), name="p2pd watchdog")
-        return node
+        self._watchdog = asyncio.create_task(self._watch(), name="p2pd watchdog")
+        return self
 
     async def stop(self) -> None:
         if self._watchdog is not None:
@@ -148,16 +147,26 @@ class SwarmNode:
         return offset
 
     async def open_stream(
-        self, peer_id: str, addresses: Sequence[str], protocol: str
+        self, peer_id: str, protocol: str, *, at: str = ""
     ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Open a raw byte stream to a peer. If libp2p is not connected to it, `addresses` are dialled.
+        """Open a raw byte stream to a peer.
 
-        Raises DirectoryError if the stream cannot be opened.
+        If libp2p is not connected to it, its address `at` is dialled, which others have reported. If it is connected,
+        nothing is dialled, and the address is not verified. Raises DirectoryError if the stream cannot be opened, or
+        Unreachable if the guard forbids dialling the address.
         """
-        what = f"opening a stream to {short_id(peer_id)}"
-        if addresses:
-            await _guard(self._running_p2p().connect(peer_id, addresses), CONNECT_S, what)
-        return await _guard(self._running_p2p().open_stream(peer_id, protocol), CONNECT_S, what)
+        what, way = f"opening a stream to {short_id(peer_id)}", ""
+        if at and not await self.hosts_of(peer_id):
+            way = await guarded(self.guard, peer_id, at)
+            await _guard(self._running_p2p().connect(peer_id, [way]), CONNECT_S, what)
+        reader, writer = await _guard(self._running_p2p().open_stream(peer_id, protocol), CONNECT_S, what)
+        try:
+            if way and host_in(way) in await self.hosts_of(peer_id):
+                self.guard.reached(peer_id, host_in(way))
+        except BaseException:
+            writer.close()
+            raise
+        return reader, writer
 
     async def remote_address(self, peer_id: str) -> str:
         """Return a connected peer's multiaddr without its id, or an empty string if it is not directly connected."""
@@ -226,7 +235,7 @@ class SwarmNode:
         if listen_on.port == 0:
             self._listen_on = replace(listen_on, port=_port_of(self._listening))
         starting = kademlia.start_dht(
-            self._p2p, is_client=self._is_client, own_addresses=self._addresses, guard=self._guard
+            self._p2p, is_client=self._is_client, own_addresses=self._addresses, guard=self.guard
         )
         self._dht = await _guard(starting, ATTACH_S, "starting the DHT")
         for protocol, handler in self._handlers.items():

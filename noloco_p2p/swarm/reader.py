@@ -22,14 +22,14 @@ async def reader(ticket: Ticket) -> AsyncIterator[SwarmDirectory]:
     """Yield a directory of the ticket's run. It announces nothing, and leaves nothing behind."""
     with tempfile.TemporaryDirectory(prefix="noloco-reader-") as folder:
         key_file = Path(folder) / "identity.key"
-        directory = await SwarmDirectory.start(
+        directory = await SwarmDirectory(
             identity_path=key_file,
             identity=Identity.load_or_create(key_file),
             listen_host="0.0.0.0",
             listen_port=0,
             bootstraps=ticket.addresses,
             spec_digest=ticket.invitation.listing(ticket.spec_digest).view if ticket.invitation else ticket.spec_digest,
-        )
+        ).start()
         try:
             yield directory
         finally:

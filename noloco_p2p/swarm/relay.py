@@ -9,7 +9,6 @@ relay can interrupt a call, but cannot read it.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import random
 import time
@@ -18,20 +17,17 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 
-from noloco_p2p.dial_guard import DialGuard
 from noloco_p2p.errors import DirectoryError, Unreachable
-from noloco_p2p.hosts import is_public, network_of
 from noloco_p2p.identity import short_id
 from noloco_p2p.rates import Rate, Rates, TokenBucket
 from noloco_p2p.swarm.address_book import CIRCUIT
-from noloco_p2p.swarm.addresses import guarded, host_in, listen_multiaddr, split_peer_id, tcp_target
-from noloco_p2p.swarm.dial_back import DialBack
-from noloco_p2p.swarm.node import SwarmNode, end_tasks, knock
+from noloco_p2p.swarm.addresses import split_peer_id
+from noloco_p2p.swarm.node import SwarmNode, end_tasks
 from noloco_p2p.swarm.streams import count_down, read_line
 
 logger = logging.getLogger(__name__)
 
-RESERVE, CALL, DIAL, TUNNEL = (f"/noloco_p2p/{name}/1" for name in ("place", "call", "dial", "tunnel"))
+RESERVE, CALL, TUNNEL = (f"/noloco_p2p/{name}/1" for name in ("place", "call", "tunnel"))
 PUNCH, HOLE = (f"/noloco_p2p/{name}/1" for name in ("punch", "hole"))  # like CALL and TUNNEL, but to agree on a hole
 YES, NO = b"yes\n", b"no\n"
 BEAT_S = 5.0  # interval between the heartbeats of a peer that keeps a reservation
@@ -44,8 +40,6 @@ MAX_CALLS = 32
 MAX_CALLS_OF_ONE = 9  # per caller; a swap has up to eight connections
 MAX_CALL_BYTES = 4 << 30  # per direction; beyond this, the connection ends
 MAX_CALL_S = 1800.0
-MAX_PORTS = 2
-DIALS_A_MINUTE_OF_ONE, DIALS_A_MINUTE = 4, 12  # per requesting peer, and per dialled network; bursts are allowed
 CALLS_A_MINUTE_OF_ONE = 120  # per caller; bursts are allowed
 NUM_RESERVATIONS = 2  # per peer, so that one remains when the other relay dies
 RETRY_S = 30.0  # the pause after a relay refused or was lost
@@ -60,26 +54,21 @@ Ends = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 class Relay:
     """Holds reservations for peers that cannot be dialled, and relays calls to them.
 
-    By default, every peer serves as a relay, but a peer that cannot be dialled is never chosen. `only_public` is the
-    same as in `DialGuard`.
+    By default, every peer serves as a relay, but a peer that cannot be dialled is never chosen.
     """
 
-    def __init__(self, node: SwarmNode, *, only_public: bool = False) -> None:
+    def __init__(self, node: SwarmNode) -> None:
         self.passed_bytes = 0  # total over all calls and both directions
         self.mirror_port = 0  # the port on which this node tells callers their external addresses (tcp.py); 0 = none
         self._node = node
         self._reservations: Counter[str] = Counter()
         self._calls: Counter[str] = Counter()
-        self._only_public = only_public
         self._called = Rates(per_s=CALLS_A_MINUTE_OF_ONE / 60, at_once=CALLS_A_MINUTE_OF_ONE)
-        self._dials_of_one = Rates(per_s=DIALS_A_MINUTE_OF_ONE / 60, at_once=DIALS_A_MINUTE_OF_ONE)
-        self._dials = Rates(per_s=DIALS_A_MINUTE / 60, at_once=DIALS_A_MINUTE)
 
     async def start(self) -> None:
         await self._node.handle_streams(RESERVE, self._on_reserve)
         await self._node.handle_streams(CALL, partial(self._on_call, TUNNEL, YES))
         await self._node.handle_streams(PUNCH, self._on_punch)
-        await self._node.handle_streams(DIAL, self._on_dial)
 
     async def _on_reserve(self, peer: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         is_full = peer not in self._reservations and len(self._reservations) >= MAX_RESERVATIONS
@@ -123,7 +112,7 @@ class Relay:
             return
         self._calls[caller] += 1
         try:
-            far_reader, far_writer = await self._node.open_stream(wanted, (), protocol)
+            far_reader, far_writer = await self._node.open_stream(wanted, protocol)
             writer.write(yes)
             if protocol == HOLE:
                 far_writer.write(yes)
@@ -135,67 +124,6 @@ class Relay:
 
     def _count(self, num_bytes: int) -> None:
         self.passed_bytes += num_bytes
-
-    async def _on_dial(self, peer: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Dial back to the address from which the stream came.
-
-        This serves nodes that are not peers; `net/probe.py` does the same for peers.
-        """
-        async with asyncio.timeout(ANSWER_S):
-            ports = [int(port) for port in (await read_line(reader)).split()][:MAX_PORTS]
-        may_ask = all(0 < port < 65_536 for port in ports) and self._dials_of_one.take(peer)
-        target = tcp_target(await self._node.remote_address(peer)) if may_ask else None
-        if target is None or not self._may_dial(target[0]):
-            writer.write(NO)
-            return
-        host = target[0]
-        found = await asyncio.gather(*(knock(listen_multiaddr(host, port)) for port in ports))
-        answers = ["no connection" if fault else "" for fault in found]  # do not reveal the error
-        writer.write(json.dumps([host, dict(zip(map(str, ports), answers, strict=True))]).encode() + b"\n")
-        await writer.drain()
-
-    def _may_dial(self, host: str) -> bool:
-        return (is_public(host) or not self._only_public) and self._dials.take(network_of(host))
-
-
-async def ask_to_dial(node: SwarmNode, peer: str, ports: Sequence[int]) -> DialBack:
-    """Ask a node to dial back to `ports` on this machine, and return its report. The node need not be a peer.
-
-    Raises DirectoryError if it does not answer properly.
-    """
-    try:
-        reader, writer = await node.open_stream(peer, (), DIAL)
-        try:
-            writer.write(" ".join(map(str, ports)).encode() + b"\n")
-            async with asyncio.timeout(ANSWER_S):
-                line = await read_line(reader)
-        finally:
-            writer.close()
-        host, reached = json.loads(line)
-        return DialBack(str(host)[:100], {int(port): str(why)[:200] for port, why in reached.items()})
-    except (OSError, EOFError, ValueError, RuntimeError, TypeError, AttributeError) as error:
-        raise DirectoryError(f"{short_id(peer)} did not dial back: {error}") from None
-
-
-async def open_stream_to(
-    node: SwarmNode, guard: DialGuard, relay: str, address: str, protocol: str
-) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Open a raw byte stream to a relay that is said to be at `address`.
-
-    If there is already a connection to the relay, nothing is dialled, and the address is not verified. Raises
-    DirectoryError, or Unreachable if the guard forbids dialling the address.
-    """
-    if await node.hosts_of(relay):
-        return await node.open_stream(relay, (), protocol)
-    way = await guarded(guard, relay, address)
-    reader, writer = await node.open_stream(relay, [way], protocol)
-    try:
-        if host_in(way) in await node.hosts_of(relay):
-            guard.reached(relay, host_in(way))
-    except BaseException:
-        writer.close()
-        raise
-    return reader, writer
 
 
 async def splice(near: Ends, far: Ends, *, on_passed: Callable[[int], None] = lambda _: None) -> None:
@@ -238,10 +166,8 @@ class Reservations:
         *,
         doors: Callable[[], Mapping[str, Sequence[str]]],
         wanted: Callable[[], bool],
-        guard: DialGuard,
     ) -> None:
         self._node = node
-        self._guard = guard
         self._doors = doors
         self._wanted = wanted
         self._keeping: dict[str, asyncio.Task[None]] = {}
@@ -280,7 +206,7 @@ class Reservations:
 
     async def _keep(self, relay: str, multiaddr: str) -> None:
         try:
-            reader, writer = await open_stream_to(self._node, self._guard, relay, split_peer_id(multiaddr)[0], RESERVE)
+            reader, writer = await self._node.open_stream(relay, RESERVE, at=split_peer_id(multiaddr)[0])
             try:
                 writer.write(b".")
                 async with asyncio.timeout(ANSWER_S):

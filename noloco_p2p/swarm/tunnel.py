@@ -20,7 +20,6 @@ from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from noloco_p2p.dial_guard import DialGuard
 from noloco_p2p.errors import DirectoryError, Unreachable
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.identity import short_id
@@ -38,7 +37,6 @@ from noloco_p2p.swarm.relay import (
     TUNNEL,
     YES,
     Ends,
-    open_stream_to,
     relays_of,
     splice,
 )
@@ -53,6 +51,8 @@ MAX_SERVED = 64  # open connections that arrived through relays
 MAX_PUNCHING = 16  # simultaneous attempts to punch holes at the request of others
 AGAIN_S = 300.0  # the pause after a failed attempt to punch a hole to a peer
 FAULTS = (*BROKEN, TimeoutError, Unreachable)
+
+Take = Callable[[socket.socket, str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +71,8 @@ class Tunnels:
     """Opens tunnels to other peers, and accepts tunnels from them.
 
     `multiaddrs` returns the multiaddrs of live peers by peer id. `wanted` returns whether this peer cannot be dialled;
-    such peers need tunnels to make offers to each other. `server` returns the host and port of this peer's gRPC server,
-    once it runs. `take` lets this server handle a connection that arrived through a hole. `relays` returns the peers
-    that hold a reservation for this one, and only those peers may forward calls to it.
+    such peers need tunnels to make offers to each other. `relays` returns the peers that hold a reservation for this
+    one, and only those peers may forward calls to it.
     """
 
     def __init__(
@@ -82,29 +81,27 @@ class Tunnels:
         *,
         multiaddrs: Callable[[], Mapping[str, Sequence[str]]],
         wanted: Callable[[], bool],
-        server: Callable[[], tuple[str, int]],
-        take: Callable[[socket.socket], None],
         relays: Callable[[], Collection[str]],
-        guard: DialGuard,
     ) -> None:
-        # local port of each connection to this peer's server that arrived through a relay -> that relay
-        self.local_ports: dict[int, str] = {}
         self.last_ways: dict[str, Reach] = {}  # peer id -> the route of the last call to it, PUNCHED or RELAYED
         self.num_holes = 0  # total number of holes punched, for calls in either direction
+        self.num_served = 0  # open connections to this peer's server that relays have brought
+        self._take: Take = lambda connection, relay: connection.close()
         self._node = node
         self._multiaddrs = multiaddrs
         self._wanted = wanted
-        self._server = server
-        self._take = take
         self._relays = relays
-        self._guard = guard
-        self._puncher = Puncher(guard)
+        self._puncher = Puncher(node.guard)
         self._num_punching = 0
         self._no_hole_before_s: dict[str, float] = {}
         self._ports: dict[str, _Port] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def start(self) -> None:
+    async def start(self, take: Take) -> None:
+        """Accept tunnels. `take` hands a connection to this peer's server, with the relay that brings it, or "" for a
+        hole.
+        """
+        self._take = take
         await self._node.handle_streams(TUNNEL, self._on_tunnel)
         await self._node.handle_streams(HOLE, self._on_hole)
 
@@ -208,7 +205,7 @@ class Tunnels:
         Raises TimeoutError, Unreachable or one of the errors in BROKEN if the stream cannot be opened.
         """
         async with asyncio.timeout(ANSWER_S):
-            reader, writer = await open_stream_to(self._node, self._guard, relay, address, protocol)
+            reader, writer = await self._node.open_stream(relay, protocol, at=address)
             try:
                 writer.write(peer_id.encode() + b"\n")
                 line = await read_line(reader)
@@ -233,12 +230,15 @@ class Tunnels:
     # answering
 
     async def _on_tunnel(self, relay: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if relay not in self._relays() or len(self.local_ports) >= MAX_SERVED:
+        if relay not in self._relays() or self.num_served >= MAX_SERVED:
             return
+        near, far = socket.socketpair()
+        self._take(far, relay)
+        self.num_served += 1
         try:
-            await splice((reader, writer), await self._connect(relay))
-        except OSError as error:
-            logger.debug("a call through the relay %s ended: %s", short_id(relay), error)
+            await splice((reader, writer), await _ends(near))
+        finally:
+            self.num_served -= 1
 
     async def _on_hole(self, relay: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if relay not in self._relays() or self._num_punching >= MAX_PUNCHING:
@@ -247,45 +247,24 @@ class Tunnels:
         try:
             async with asyncio.timeout(ANSWER_S):
                 mirror = await self._mirror(relay, await read_line(reader))
-            self._take(await self._puncher.answer((reader, writer), mirror))
+            self._take(await self._puncher.answer((reader, writer), mirror), "")
             self.num_holes += 1
         finally:
             self._num_punching -= 1
-
-    async def _connect(self, relay: str) -> Ends:
-        host, port = self._server()
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        connection = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            connection.setblocking(False)
-            connection.bind((host, 0))
-            own_port: int = connection.getsockname()[1]
-            self.local_ports[own_port] = relay  # recorded before the server sees the connection
-            try:
-                await asyncio.get_running_loop().sock_connect(connection, (host, port))
-                reader, writer = await asyncio.open_connection(sock=connection)
-            except BaseException:
-                del self.local_ports[own_port]
-                raise
-        except BaseException:
-            connection.close()
-            raise
-        self._own(self._forget(own_port, writer))
-        return reader, writer
-
-    async def _forget(self, port: int, writer: asyncio.StreamWriter) -> None:
-        try:
-            await writer.wait_closed()
-        except OSError:
-            pass
-        finally:
-            self.local_ports.pop(port, None)
 
     def _own(self, job: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(job)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+async def _ends(connection: socket.socket) -> Ends:
+    try:
+        return await asyncio.open_unix_connection(sock=connection)
+    except BaseException:
+        connection.close()
+        raise
 
 
 async def _carry(near: socket.socket, far: socket.socket) -> None:

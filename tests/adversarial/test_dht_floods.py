@@ -53,7 +53,7 @@ def run(main: Callable[[], Coroutine[object, object, None]]) -> None:
 @asynccontextmanager
 async def node(folder: Path, name: str, door: SwarmNode | None = None) -> AsyncIterator[Any]:
     path = folder / f"{name}.key"
-    made = await SwarmNode.start(path, Identity.load_or_create(path).peer_id, ListenOn("127.0.0.1", 0))
+    made = await SwarmNode(path, Identity.load_or_create(path).peer_id, ListenOn("127.0.0.1", 0)).start()
     try:
         if door:
             address, _, peer_id = door.multiaddrs()[0].partition("/p2p/")
@@ -158,15 +158,14 @@ def test_answers_with_long_ids_do_not_stop_the_peer_that_asked(
         async with node(tmp_path, "stranger") as stranger:
             asked = answers_with(monkeypatch, stranger, find_response(*ids))
             began_s = time.thread_time()
-            victim = await SwarmDirectory.start(
+            victim = await SwarmDirectory(
                 identity_path=path,
                 identity=Identity.load_or_create(path),
                 listen_host="127.0.0.1",
                 listen_port=0,
                 bootstraps=stranger.multiaddrs(),
-                spec_digest=RUN,
-                key=run_key(view),
-            )
+                spec_digest=view,
+            ).start()
             try:
                 await asked.wait()
                 await until(lambda: stranger.peer_id not in victim.neighbours())
@@ -354,13 +353,13 @@ def test_p2pd_serves_nothing_that_is_not_needed_and_holds_no_long_message(tmp_pa
         async with victim_and_attacker(tmp_path) as (victim, attacker):
             for protocol in ("/ipfs/kad/1.0.0", "/meshsub/1.1.0", "/libp2p/dcutr"):
                 with pytest.raises(DirectoryError, match="protocols not supported"):
-                    await attacker.open_stream(victim.peer_id, [], protocol)
+                    await attacker.open_stream(victim.peer_id, protocol)
             daemon = psutil.Process(victim.daemon_pid)
             before = daemon.memory_info().rss
             four_mib = bytes([0x80, 0x80, 0x80, 0x02])  # the length prefix, a varint
             writers = []
             for _ in range(100):
-                _, writer = await attacker.open_stream(victim.peer_id, [], "DHTProtocol.rpc_ping")
+                _, writer = await attacker.open_stream(victim.peer_id, "DHTProtocol.rpc_ping")
                 writer.write(four_mib + bytes(1000))
                 await writer.drain()
                 writers.append(writer)

@@ -33,7 +33,7 @@ from noloco_p2p.swarm.dht import SwarmDirectory
 from noloco_p2p.swarm.kademlia.whereabouts import MAX_ADDRESSES
 from noloco_p2p.swarm.node import SwarmNode
 from noloco_p2p.swarm.records import TTL_S, PeerRecord, encode_record
-from noloco_p2p.swarm.relay import RESERVE, open_stream_to
+from noloco_p2p.swarm.relay import RESERVE
 from noloco_p2p.swarm.timing import Timing
 from noloco_p2p.ticket import MAX_ADDRESSES as MAX_ENTRANCES
 
@@ -78,7 +78,7 @@ async def directory(
     folder: Path, name: str, *bootstraps: str, spec_digest: str | None = DIGEST, own: Sequence[str] = ()
 ) -> AsyncIterator[SwarmDirectory]:
     path = folder / f"{name}.key"
-    found = await SwarmDirectory.start(
+    found = await SwarmDirectory(
         identity_path=path,
         identity=Identity.load_or_create(path),
         listen_host="127.0.0.1",
@@ -87,7 +87,7 @@ async def directory(
         spec_digest=spec_digest,
         timing=QUICK,
         own_addresses=lambda: own,
-    )
+    ).start()
     try:
         yield found
     finally:
@@ -143,7 +143,7 @@ def test_a_peer_that_is_connected_is_not_taken_to_be_where_it_says(tmp_path: Pat
         ):
             lie, guard = f"/ip4/127.0.0.9/tcp/{port}", victim.guard
             await until(lambda: (evil.peer_id, "127.0.0.1") in guard._reached)
-            _, stream = await open_stream_to(victim.node, guard, evil.peer_id, lie, RESERVE)
+            _, stream = await victim.node.open_stream(evil.peer_id, RESERVE, at=lie)
             stream.close()
             protocol: Any = victim.node._dht.bounded  # pyright: ignore[reportOptionalMemberAccess]
             await protocol.whereabouts._dial(evil.peer_id, [lie])
@@ -170,7 +170,7 @@ def test_quic_is_neither_listened_on_nor_dialled(tmp_path: Path, monkeypatch: py
                     patch.setattr(ListenOn, "arguments", lambda self: [*plain(self), lies])
                     free = ListenOn("127.0.0.1", probe_port("127.0.0.1", 0))
                     path = tmp_path / "liar.key"
-                    liar = await SwarmNode.start(path, Identity.load_or_create(path).peer_id, free)
+                    liar = await SwarmNode(path, Identity.load_or_create(path).peer_id, free).start()
                 address, _, peer_id = victim.multiaddrs()[0].partition("/p2p/")
                 await liar.dial(peer_id, [address])
                 await until(lambda: liar.peer_id in victim.neighbours())
@@ -179,7 +179,7 @@ def test_quic_is_neither_listened_on_nor_dialled(tmp_path: Path, monkeypatch: py
                 while not there.num_dials:  # until p2pd has noticed that the liar is gone, and dials its addresses
                     assert await protocol.call_ping(PeerID.from_base58(liar.peer_id)) is None
                 with pytest.raises(DirectoryError, match="not all of these are TCP addresses"):
-                    await victim.node.open_stream(liar.peer_id, [quic], RESERVE)
+                    await protocol.p2p.connect(liar.peer_id, [quic])
                 with pytest.raises(BlockingIOError):
                     packets.recv(1)
                 assert not psutil.Process(victim.daemon_pid).net_connections("udp")

@@ -79,7 +79,7 @@ async def directory(
 ) -> AsyncIterator[SwarmDirectory]:
     path = folder / f"{name}.key"
     identity = Identity.load_or_create(path)
-    started = await SwarmDirectory.start(
+    started = await SwarmDirectory(
         identity_path=path,
         identity=identity,
         listen_host="127.0.0.1",
@@ -89,7 +89,7 @@ async def directory(
         spec_digest=spec_digest,
         describe=(lambda: record_of(identity)) if spec_digest and not is_monitor else None,
         timing=QUICK,
-    )
+    ).start()
     try:
         yield started
     finally:
@@ -304,7 +304,7 @@ def test_the_daemon_dies_with_a_killed_parent(tmp_path: Path) -> None:
         async def main():
             path = Path(sys.argv[1])
             identity = Identity.load_or_create(path)
-            node = await SwarmNode.start(path, identity.peer_id, ListenOn("127.0.0.1"))
+            node = await SwarmNode(path, identity.peer_id, ListenOn("127.0.0.1")).start()
             print(node.daemon_pid, node._daemon.control_socket, flush=True)
             await asyncio.Event().wait()
 

@@ -43,10 +43,10 @@ from noloco_p2p.swarm.dht import SwarmDirectory
 
 async def main():
     path = Path(sys.argv[1])
-    directory = await SwarmDirectory.start(
+    directory = await SwarmDirectory(
         identity_path=path, identity=Identity.load_or_create(path), listen_host="127.0.0.1", listen_port=0,
         bootstraps=[sys.argv[2]], spec_digest="cd" * 32,
-    )
+    ).start()
     began_s = time.monotonic()
     try:
         await directory.wait_for_peers(30.0)
@@ -71,7 +71,7 @@ async def directory(
 ) -> AsyncIterator[SwarmDirectory]:
     path = folder / f"{name}.key"
     identity = Identity.load_or_create(path)
-    started = await SwarmDirectory.start(
+    started = await SwarmDirectory(
         identity_path=path,
         identity=identity,
         listen_host=host,
@@ -80,7 +80,7 @@ async def directory(
         spec_digest=RUN,
         describe=lambda: PeerRecord(identity.peer_id, "demo", RUN, addresses=(host_port(host, 4000),)),
         timing=QUICK,
-    )
+    ).start()
     try:
         yield started
     finally:

@@ -51,6 +51,7 @@ from noloco_p2p.net.client import GrpcTransport
 from noloco_p2p.net.options import MAX_MESSAGE_BYTES
 from noloco_p2p.net.server import GrpcServer
 from noloco_p2p.spec import OuterSpec, RunSpec, TrainerSpec
+from noloco_p2p.tcp import ask_from_where
 from noloco_p2p.testing.faults import Cut, Faults
 from noloco_p2p.transfer.donor import SavedState, StateServer, describe_state
 from noloco_p2p.transfer.fetch import fetch_spec, fetch_state
@@ -216,6 +217,20 @@ def test_a_port_in_use_is_a_setting_that_is_wrong() -> None:
             port = int(there.address.rpartition(":")[2])
             with pytest.raises(SettingsError, match=f"127.0.0.1:{port}.*--listen"):
                 await GrpcServer(Answering()).start("127.0.0.1", port)
+
+    run(main)
+
+
+def test_a_connection_that_asks_hears_where_it_comes_from_and_a_call_is_served_beside_it() -> None:
+    async def main() -> None:
+        async with serving(Answering()) as there:
+            host, _, port = there.address.rpartition(":")
+            with socket.socket() as asking:
+                asking.setblocking(False)
+                await asyncio.get_running_loop().sock_connect(asking, (host, int(port)))
+                assert await ask_from_where(asking) == asking.getsockname()
+                assert await asyncio.get_running_loop().sock_recv(asking, 64) == b""
+            assert (await transport().status(there, timeout_s=PATIENCE_S)).state == "training"
 
     run(main)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -32,9 +33,9 @@ from noloco_p2p.gossip.frames import (
     WantSpec,
 )
 from noloco_p2p.gossip.seams import Candidate, FrameStream
-from noloco_p2p.net import probe
 from noloco_p2p.net.client import GrpcTransport
 from noloco_p2p.net.connection import Connector, translate
+from noloco_p2p.net.proxy import UNPROVEN_OF_ONE
 from noloco_p2p.net.server import GrpcServer
 from noloco_p2p.net.session import Session
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
@@ -115,8 +116,6 @@ def test_every_call_goes_over_tls_and_names_its_caller() -> None:
         async with answering() as (service, there):
             assert (await transport().status(there, timeout_s=PATIENCE_S)).progress == STANDING.progress
             assert await first_item(transport(), there) == SpecJson(SPEC.canonical_json())
-            found = await probe.ask(there, hello_of("caller"), [], timeout_s=PATIENCE_S, session=CALLER)
-            assert found.observed_host == "127.0.0.1"
             stream = await transport().open_swap(there, timeout_s=PATIENCE_S)
             await stream.send(Offer(hello_of("caller"), bytes(16), STANDING, b"\x01", 1))
             assert isinstance(await stream.receive(PATIENCE_S), Accept)
@@ -124,6 +123,43 @@ def test_every_call_goes_over_tls_and_names_its_caller() -> None:
             assert set(service.admitted) == {CALLER.identity.peer_id}
 
     run(main)
+
+
+def test_connections_that_a_relay_brings_are_served_and_count_for_that_relay() -> None:
+    async def main() -> None:
+        session = Session(identity_of("answerer"))
+        server = GrpcServer(Answering(), session=session)
+        await server.start("127.0.0.1", 0)
+
+        def bring(relay: str) -> socket.socket:
+            near, far = socket.socketpair()
+            near.setblocking(False)
+            server.take(far, relay)
+            return near
+
+        async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await splice((reader, writer), await asyncio.open_unix_connection(sock=bring("good")))
+
+        bad = [bring("bad") for _ in range(3 * UNPROVEN_OF_ONE)]
+        good = [bring("good") for _ in range(UNPROVEN_OF_ONE - 1)]
+        async with await asyncio.start_server(forward, "127.0.0.1", 0) as relay:
+            address = f"127.0.0.1:{relay.sockets[0].getsockname()[1]}"
+            there = Candidate(session.identity.peer_id, address, session_key=session.key)
+            assert (await transport().status(there, timeout_s=PATIENCE_S)).progress == STANDING.progress
+        assert [is_open(each) for each in bad].count(True) == UNPROVEN_OF_ONE
+        assert all(map(is_open, good))
+        await server.stop(0.0)
+        for each in bad + good:
+            each.close()
+
+    run(main)
+
+
+def is_open(connection: socket.socket) -> bool:
+    try:
+        return connection.recv(1) != b""
+    except BlockingIOError:
+        return True
 
 
 def test_a_way_that_opens_slowly_does_not_count_as_a_long_round_trip() -> None:

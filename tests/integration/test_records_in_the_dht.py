@@ -55,7 +55,7 @@ async def directory(
     on_copy: Callable[[PeerRecord], None] = lambda record: None,
 ) -> AsyncIterator[SwarmDirectory]:
     path = key or folder / f"{name}.key"
-    started = await SwarmDirectory.start(
+    started = await SwarmDirectory(
         identity_path=path,
         identity=Identity.load_or_create(path),
         listen_host="127.0.0.1",
@@ -65,7 +65,7 @@ async def directory(
         describe=describe,
         timing=QUICK,
         on_copy=on_copy,
-    )
+    ).start()
     try:
         yield started
     finally:
@@ -77,7 +77,7 @@ async def rogue(folder: Path, bootstrap: str) -> AsyncIterator[SwarmNode]:
     """Run a node without a validator, which stores any record."""
     path = folder / "rogue.key"
     identity = Identity.load_or_create(path)
-    node = await SwarmNode.start(path, identity.peer_id, ListenOn("127.0.0.1", 0))
+    node = await SwarmNode(path, identity.peer_id, ListenOn("127.0.0.1", 0)).start()
     try:
         assert node._dht is not None
         node._dht.protocol.record_validator = None

@@ -11,7 +11,6 @@ from pathlib import Path
 import uvloop
 from harness.patience import PATIENCE_S, until
 
-from noloco_p2p.dial_guard import DialGuard
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.identity import Identity
 from noloco_p2p.swarm.daemon import ListenOn
@@ -32,15 +31,16 @@ def run(main: Coroutine[object, object, None]) -> None:
 async def node(folder: Path, name: str) -> AsyncIterator[SwarmNode]:
     path = folder / f"{name}.key"
     identity = Identity.load_or_create(path)
-    started = await SwarmNode.start(path, identity.peer_id, ListenOn("127.0.0.1"))
+    started = await SwarmNode(path, identity.peer_id, ListenOn("127.0.0.1")).start()
     try:
         yield started
     finally:
         await started.stop()
 
 
-async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def echo(connection: socket.socket) -> None:
     """Stand in for the gRPC server of the called peer: send back the bytes that arrive."""
+    reader, writer = await asyncio.open_unix_connection(sock=connection)
     try:
         while data := await reader.read(1 << 16):
             writer.write(data)
@@ -52,14 +52,13 @@ async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> No
 class Scene:
     """`caller`, `called` and two relays; `called` keeps a reservation at both."""
 
-    def __init__(self, caller: SwarmNode, called: SwarmNode, relays: dict[str, SwarmNode], port: int) -> None:
+    def __init__(self, caller: SwarmNode, called: SwarmNode, relays: dict[str, SwarmNode]) -> None:
         self.called = called
         self.relays = relays
         self.reservations = Reservations(
             called,
             doors=lambda: {peer: relay.multiaddrs() for peer, relay in relays.items()},
             wanted=lambda: True,
-            guard=DialGuard(),
         )
         self.peer = Candidate(called.peer_id, "", can_be_called=False)
         self.tunnels = [
@@ -67,10 +66,7 @@ class Scene:
                 end,
                 multiaddrs=lambda: {called.peer_id: self.reservations.circuits()},
                 wanted=lambda: True,
-                server=lambda: ("127.0.0.1", port),
-                take=socket.socket.close,
                 relays=self.reservations.relays,
-                guard=DialGuard(),
             )
             for end in (caller, called)
         ]
@@ -80,19 +76,18 @@ class Scene:
 async def scene(folder: Path) -> AsyncIterator[Scene]:
     async with AsyncExitStack() as stack:
         nodes = [await stack.enter_async_context(node(folder, name)) for name in ("caller", "called", "r1", "r2")]
-        server = await asyncio.start_server(echo, "127.0.0.1", 0)
+        echoing: list[asyncio.Task[None]] = []
         for relay in nodes[2:]:
             await Relay(relay).start()
-        port = server.sockets[0].getsockname()[1]
-        made = Scene(nodes[0], nodes[1], {relay.peer_id: relay for relay in nodes[2:]}, port)
+        made = Scene(nodes[0], nodes[1], {relay.peer_id: relay for relay in nodes[2:]})
         for tunnels in made.tunnels:
-            await tunnels.start()
+            await tunnels.start(lambda connection, _: echoing.append(asyncio.create_task(echo(connection))))
             stack.push_async_callback(tunnels.stop)
         keeping = asyncio.create_task(made.reservations.run())
         stack.push_async_callback(end_tasks, [keeping])
         await until(lambda: len(made.reservations.circuits()) == NUM_RESERVATIONS, "a reservation at both relays")
         yield made
-        server.close()
+        await asyncio.gather(*echoing)
 
 
 def test_a_connection_ends_with_its_relay_and_the_next_one_takes_another(tmp_path: Path) -> None:
@@ -137,10 +132,7 @@ def test_a_peer_without_a_relay_stays_out_of_reach(tmp_path: Path) -> None:
                 caller,
                 multiaddrs=lambda: {"closed": ["/ip4/127.0.0.1/tcp/9/p2p/closed"]},
                 wanted=lambda: True,
-                server=lambda: ("127.0.0.1", 9),
-                take=socket.socket.close,
                 relays=list,
-                guard=DialGuard(),
             )
             assert list(tunnels.reached([peer])) == [peer]
 
@@ -155,10 +147,7 @@ def test_ports_of_peers_that_are_gone_serve_others(tmp_path: Path) -> None:
                 caller,
                 multiaddrs=lambda: {peer: [f"/ip4/127.0.0.1/tcp/9/p2p/relay{CIRCUIT}/p2p/{peer}"] for peer in there},
                 wanted=lambda: True,
-                server=lambda: ("127.0.0.1", 9),
-                take=socket.socket.close,
                 relays=list,
-                guard=DialGuard(),
             )
 
             def live() -> Sequence[Candidate]:

@@ -15,15 +15,15 @@ from harness.patience import PATIENCE_S
 from noloco_p2p.doctor import machine
 from noloco_p2p.doctor.check import Check, is_healthy, report, verdict, versions
 from noloco_p2p.doctor.swarm import _model, clock, model, needs, reachability, stages
-from noloco_p2p.gossip.seams import Candidate
-from noloco_p2p.net.probe import Probed
 from noloco_p2p.presets import PRESETS
 from noloco_p2p.settings import PeerSettings
 from noloco_p2p.spec import TrainerSpec
+from noloco_p2p.swarm.clock import Offset
+from noloco_p2p.swarm.dial_back import DialBack
 from noloco_p2p.ticket import Ticket
 from noloco_p2p.trainer.stage_needs import StageNeeds
 
-PEER = Candidate("12D3KooWaaaaaa", "192.0.2.1:1")
+PEER = "12D3KooWaaaaaa"
 
 
 def settings(folder: Path, **changes: str) -> PeerSettings:
@@ -86,10 +86,10 @@ def test_a_port_in_use_is_a_failure(tmp_path: Path) -> None:
 
 
 def test_a_wrong_clock_and_a_closed_port_are_failures_with_a_way_out() -> None:
-    assert clock(Probed("192.0.2.9", {}, 0.4, 0.2), PEER).level == "ok"
-    assert clock(Probed("192.0.2.9", {}, -45.0, 0.2), PEER).level == "failed"
-    assert reachability(Probed("192.0.2.9", {31337: "", 31338: ""}, 0.0, 0.1), PEER).level == "ok"
-    closed = reachability(Probed("192.0.2.9", {31337: "no answer within 4 s", 31338: ""}, 0.0, 0.1), PEER)
+    assert clock(PEER, Offset(0.4, 0.1)).level == "ok"
+    assert clock(PEER, Offset(-45.0, 0.1)).level == "failed"
+    assert reachability(DialBack("192.0.2.9", {31337: "", 31338: ""}), PEER).level == "ok"
+    closed = reachability(DialBack("192.0.2.9", {31337: "no answer within 4 s", 31338: ""}), PEER)
     assert closed.level == "failed"
     assert "forward TCP ports 31337 and 31338" in closed.fix
     assert "--announce 192.0.2.9" in closed.fix

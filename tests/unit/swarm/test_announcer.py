@@ -12,7 +12,6 @@ from harness.identities import identity_of
 
 from noloco_p2p.swarm import announcer
 from noloco_p2p.swarm.announcer import Announcer
-from noloco_p2p.swarm.buckets import run_key
 from noloco_p2p.swarm.clock import DhtClock
 from noloco_p2p.swarm.records import TTL_S, PeerRecord, decode_record
 from noloco_p2p.telemetry.metrics import Metrics
@@ -40,7 +39,6 @@ def announcer_of(record: PeerRecord) -> tuple[Announcer, Kept]:
         cast(Any, kept),
         ME,
         cast(Any, kept),
-        key=run_key(RECORD.spec_digest),
         spec_digest=RECORD.spec_digest,
         describe=lambda: record,
         multiaddrs=list,

@@ -17,7 +17,7 @@ from harness.patience import PATIENCE_S
 
 from noloco_p2p.dial_guard import DialGuard
 from noloco_p2p.errors import DirectoryError
-from noloco_p2p.swarm import daemon, dht, node
+from noloco_p2p.swarm import daemon, node
 from noloco_p2p.swarm.daemon import ListenOn, probe_port
 from noloco_p2p.swarm.dht import SwarmDirectory
 from noloco_p2p.swarm.node import SwarmNode
@@ -66,23 +66,22 @@ def test_a_socket_that_accepts_nobody_holds_up_no_start(monkeypatch: pytest.Monk
 def test_a_node_without_its_relay_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stopped: list[bool] = []
 
-    class Node:
-        @classmethod
-        async def start(cls, *_: object, **__: object) -> Node:
-            return cls()
+    async def up(self: SwarmNode) -> None: ...
 
-        async def handle_streams(self, *_: object) -> None:
-            raise DirectoryError("asking p2pd to forward streams: no answer")
+    async def handle_streams(self: SwarmNode, *_: object) -> None:
+        raise DirectoryError("asking p2pd to forward streams: no answer")
 
-        async def stop(self) -> None:
-            stopped.append(True)
+    async def stop(self: SwarmNode) -> None:
+        stopped.append(True)
 
     async def start() -> Any:
-        return await SwarmDirectory.start(
+        return await SwarmDirectory(
             identity_path=tmp_path, identity=identity_of("me"), listen_host="", listen_port=0, spec_digest=None
-        )
+        ).start()
 
-    monkeypatch.setattr(dht, "SwarmNode", Node)
+    for method in (handle_streams, stop):
+        monkeypatch.setattr(SwarmNode, method.__name__, method)
+    monkeypatch.setattr(SwarmNode, "start", up)
     with pytest.raises(DirectoryError, match="no answer"):
         asyncio.run(start())
     assert stopped

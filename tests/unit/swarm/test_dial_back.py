@@ -1,18 +1,23 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Mapping
+from typing import Any, cast
 
 import pytest
 from harness.patience import PATIENCE_S
 
-from noloco_p2p.errors import Unreachable
-from noloco_p2p.gossip.seams import Candidate
+from noloco_p2p.dial_guard import DialGuard
+from noloco_p2p.errors import DirectoryError
 from noloco_p2p.swarm.addresses import any_public, host_of, host_port, is_public, only_public
 from noloco_p2p.swarm.dial_back import (
     ASKED_PEERS,
+    DIALS_A_MINUTE_OF_ONE,
+    NO,
     DialBack,
     DialBacks,
+    DialBackServer,
     Reach,
     Verdict,
     assess,
@@ -131,24 +136,24 @@ def test_without_an_answer_a_call_that_came_in_is_proof() -> None:
 class Peers:
     """A swarm whose peers dial back."""
 
-    def __init__(self, *candidates: Candidate) -> None:
-        self.candidates = candidates
+    def __init__(self, *ids: str) -> None:
+        self.ids = ids
         self.asked: list[str] = []
         self.silent: set[str] = set()
         self.strange: set[str] = set()
 
-    async def ask(self, candidate: Candidate) -> DialBack:
-        self.asked.append(candidate.peer_id)
-        if candidate.peer_id in self.silent:
-            raise Unreachable("silent", peer=candidate.peer_id)
-        if candidate.peer_id in self.strange:
+    async def ask(self, peer: str) -> DialBack:
+        self.asked.append(peer)
+        if peer in self.silent:
+            raise DirectoryError("silent")
+        if peer in self.strange:
             raise AttributeError("what a stranger says")
         return DialBack("1.2.3.4", OPEN)
 
 
 def dial_back(peers: Peers, *, enough: int) -> list[DialBack]:
     async def main() -> list[DialBack]:
-        asking = DialBacks(live=lambda: peers.candidates, ask=peers.ask)
+        asking = DialBacks(nodes=lambda: peers.ids, ask=peers.ask)
         running = asyncio.create_task(asking.run(is_direct=lambda: True))
         while len(asking.seen()) < enough:
             await asking.wait(1.0)
@@ -159,23 +164,22 @@ def dial_back(peers: Peers, *, enough: int) -> list[DialBack]:
     return asyncio.run(asyncio.wait_for(main(), PATIENCE_S))
 
 
-def test_three_are_asked_however_many_there_are_and_none_that_cannot_be_called() -> None:
-    peers = Peers(*(Candidate(f"peer{n}", "host:1", can_be_called=n != 0) for n in range(9)))
+def test_three_are_asked_however_many_there_are() -> None:
+    peers = Peers(*(f"peer{n}" for n in range(9)))
     assert len(dial_back(peers, enough=ASKED_PEERS)) == ASKED_PEERS
     assert len(peers.asked) == ASKED_PEERS
-    assert "peer0" not in peers.asked
 
 
 def test_one_that_does_not_answer_is_replaced() -> None:
-    peers = Peers(*(Candidate(f"peer{n}", "host:1") for n in range(6)))
+    peers = Peers(*(f"peer{n}" for n in range(6)))
     peers.silent, peers.strange = {"peer0", "peer1"}, {"peer2"}
     assert len(dial_back(peers, enough=ASKED_PEERS)) == ASKED_PEERS
 
 
 def test_peers_are_asked_again_at_once_when_other_ports_are_asked_about() -> None:
     async def main() -> None:
-        peers = Peers(*(Candidate(f"peer{n}", "host:1") for n in range(ASKED_PEERS)))
-        asking = DialBacks(live=lambda: peers.candidates, ask=peers.ask)
+        peers = Peers(*(f"peer{n}" for n in range(ASKED_PEERS)))
+        asking = DialBacks(nodes=lambda: peers.ids, ask=peers.ask)
         running = asyncio.create_task(asking.run(is_direct=lambda: True))
         for _ in range(2):
             while len(asking.seen()) < ASKED_PEERS:
@@ -190,7 +194,114 @@ def test_peers_are_asked_again_at_once_when_other_ports_are_asked_about() -> Non
 
 
 def test_alone_nobody_is_waited_for() -> None:
-    asyncio.run(asyncio.wait_for(DialBacks(live=lambda: (), ask=Peers().ask).wait(1e6), PATIENCE_S))
+    asyncio.run(asyncio.wait_for(DialBacks(nodes=tuple, ask=Peers().ask).wait(1e6), PATIENCE_S))
+
+
+class Asker:
+    """A node that asks from `host`, and the end of its stream."""
+
+    guard = DialGuard(only_public=True)
+
+    def __init__(self, host: str = "203.0.113.9") -> None:
+        self.host = host
+        self.num_looked_up = 0
+        self.said = b""
+
+    async def remote_address(self, peer: str) -> str:
+        self.num_looked_up += 1
+        await asyncio.sleep(0)  # as slow as p2pd
+        return f"/ip4/{self.host}/tcp/4711" if self.host else ""
+
+    def write(self, data: bytes) -> None:
+        self.said += data
+
+    async def drain(self) -> None: ...
+
+    async def ask(self, server: DialBackServer, ports: bytes, peer: str = "peer") -> bytes:
+        reader, self.said = asyncio.StreamReader(), b""
+        reader.feed_data(ports + b"\n")
+        await server._on_dial(peer, reader, cast(Any, self))
+        return self.said
+
+
+@pytest.fixture
+def knocks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the addresses at which a node knocks. Only port 1 is open."""
+    knocks: list[str] = []
+
+    async def knock(multiaddr: str) -> str:
+        knocks.append(multiaddr)
+        return "" if multiaddr.endswith("/tcp/1") else "connection refused"
+
+    monkeypatch.setattr("noloco_p2p.swarm.dial_back.knock", knock)
+    return knocks
+
+
+def test_only_the_address_of_the_asker_is_dialled_and_no_cause_is_told(knocks: list[str]) -> None:
+    async def main() -> None:
+        asker = Asker("45.77.0.9")
+        answer = await asker.ask(DialBackServer(cast(Any, asker)), b"1 2 3 4 5")
+        assert knocks == ["/ip4/45.77.0.9/tcp/1", "/ip4/45.77.0.9/tcp/2"]
+        assert DialBack.parse(answer, [1, 2]) == DialBack("45.77.0.9", {1: "", 2: "no connection"})
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("host", "ports"), [("", b"1"), ("192.168.7.2", b"1"), ("45.77.0.9", b"0"), ("45.77.0.9", b"1 70000")]
+)
+def test_a_relayed_or_private_asker_and_a_port_that_is_none_are_not_dialled(
+    knocks: list[str], host: str, ports: bytes
+) -> None:
+    asker = Asker(host)
+    assert asyncio.run(asker.ask(DialBackServer(cast(Any, asker)), ports)) == NO
+    assert not knocks
+
+
+def test_a_burst_of_questions_is_not_dialled_back_more_often_than_a_slow_one() -> None:
+    async def main() -> None:
+        asker = Asker("")
+        server = DialBackServer(cast(Any, asker))
+        await asyncio.gather(*(asker.ask(server, b"4000") for _ in range(2 * DIALS_A_MINUTE_OF_ONE)))
+        assert asker.num_looked_up == DIALS_A_MINUTE_OF_ONE
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(("num_peers", "most"), [(1, 16), (50, 48)])
+def test_in_no_minute_are_more_ports_dialled_back_than_promised(knocks: list[str], num_peers: int, most: int) -> None:
+    """Peers of one network ask ten times a second."""
+    now_s, dialled_s = 1000.0, list[float]()
+
+    async def main() -> None:
+        nonlocal now_s
+        asker = Asker("45.77.0.9")
+        server = DialBackServer(cast(Any, asker))
+        for rates in (server._of_network, server._of_one):
+            rates._clock = lambda: now_s
+        for step in range(2000):
+            now_s += 0.1
+            before = len(knocks)
+            await asker.ask(server, b"1 2 3 4", str(step % num_peers))
+            dialled_s.extend([now_s] * (len(knocks) - before))
+
+    asyncio.run(main())
+    busiest = max(sum(begin <= each < begin + 60.0 for each in dialled_s) for begin in dialled_s)
+    assert most / 2 < busiest <= most
+
+
+def test_a_report_cannot_play_with_a_terminal() -> None:
+    told = ["\x1b[2J192.0.2.7", {"9": "\x1b]0;owned\x07no" + 500 * "x", "10": ""}]
+    found = DialBack.parse(json.dumps(told).encode(), [9])
+    assert (found.observed_host, list(found.reached)) == ("[2J192.0.2.7", [9])
+    assert found.reached[9].startswith("]0;ownedno")
+    assert len(found.reached[9]) <= 200
+
+
+@pytest.mark.parametrize("line", [NO, b"", b"1", b'["192.0.2.7", {}]', b'["192.0.2.7", ["9"]]', b"[" * 100_000])
+def test_what_is_no_report_is_refused(line: bytes) -> None:
+    with pytest.raises(ValueError, match=r"report|Expecting"):
+        DialBack.parse(line, [9])
 
 
 @pytest.mark.parametrize(

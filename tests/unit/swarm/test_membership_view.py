@@ -6,6 +6,7 @@ import asyncio
 
 from harness.identities import identity_of
 
+from noloco_p2p.dial_guard import DialGuard
 from noloco_p2p.swarm.address_book import AddressBook
 from noloco_p2p.swarm.clock import CLOCK
 from noloco_p2p.swarm.membership_view import LOOKS_A_MINUTE, MembershipView
@@ -19,6 +20,8 @@ HEAD, INNER, LEFT = (identity_of(name) for name in ("head", "inner", "left"))
 
 class Node:
     """A DHT node whose entries are in memory."""
+
+    guard = DialGuard()
 
     def __init__(self) -> None:
         self.entries: dict[str, tuple[bytes, float]] = {}
@@ -37,12 +40,10 @@ def view_of(node: Node) -> MembershipView:
         node,  # pyright: ignore[reportArgumentType]
         "me",
         AddressBook(),
-        key="run",
         spec_digest=RUN,
         is_monitor=False,
         timing=Timing(),
         ignores=lambda record: False,
-        only_public=False,
         own_addresses=tuple,
     )
 

@@ -9,9 +9,9 @@ import pytest
 from harness.patience import PATIENCE_S
 
 from noloco_p2p.errors import DirectoryError
-from noloco_p2p.swarm import relay as relays
+from noloco_p2p.swarm.dial_back import DialBackServer
 from noloco_p2p.swarm.node import end_tasks
-from noloco_p2p.swarm.relay import BEATS, DIALS_A_MINUTE_OF_ONE, MAX_STREAMS_OF_A_RESERVATION, NO, YES, Relay
+from noloco_p2p.swarm.relay import BEATS, MAX_STREAMS_OF_A_RESERVATION, NO, YES, Relay
 from noloco_p2p.swarm.streams import KEPT_FOR_RELAYS, MAX_LINE_BYTES, MAX_STREAMS, MAX_STREAMS_OF_ONE, Streams
 
 NOBODY: Any = None
@@ -83,69 +83,6 @@ def test_what_a_stranger_says_wrong_ends_its_stream_alone(fault: Exception) -> N
     assert served == ["friend", "stranger's friend", "friend"]
 
 
-def test_a_burst_of_questions_is_not_dialled_back_more_often_than_a_slow_one() -> None:
-    class Node:
-        """A node that looks up addresses slowly."""
-
-        num_asked = 0
-
-        async def remote_address(self, peer: str) -> str:
-            self.num_asked += 1
-            await asyncio.sleep(0)
-            return ""
-
-    async def ask(relay: Relay, writer: Writer) -> None:
-        reader = asyncio.StreamReader()
-        reader.feed_data(b"4000\n")
-        await relay._on_dial("peer", reader, cast(Any, writer))
-
-    async def main() -> None:
-        node, writers = Node(), [Writer() for _ in range(2 * DIALS_A_MINUTE_OF_ONE)]
-        relay = Relay(cast(Any, node))
-        await asyncio.gather(*(ask(relay, writer) for writer in writers))
-        assert node.num_asked == DIALS_A_MINUTE_OF_ONE
-        assert all(writer.said == NO for writer in writers)
-
-    asyncio.run(main())
-
-
-@pytest.mark.parametrize(("num_peers", "most"), [(1, 16), (50, 48)])
-def test_in_no_minute_are_more_ports_dialled_back_than_promised(
-    monkeypatch: pytest.MonkeyPatch, num_peers: int, most: int
-) -> None:
-    """Peers of one network ask ten times a second."""
-    now_s, dialled_s = 1000.0, list[float]()
-
-    class Node:
-        async def remote_address(self, peer: str) -> str:
-            return "/ip4/192.0.2.7/tcp/4711"
-
-    class Writer:
-        def write(self, data: bytes) -> None: ...
-
-        async def drain(self) -> None: ...
-
-    async def knock(multiaddr: str) -> str:
-        dialled_s.append(now_s)
-        return ""
-
-    async def main() -> None:
-        nonlocal now_s
-        relay = Relay(cast(Any, Node()))
-        for rates in (relay._dials, relay._dials_of_one):
-            rates._clock = lambda: now_s
-        for step in range(2000):
-            now_s += 0.1
-            reader = asyncio.StreamReader()
-            reader.feed_data(b"1 2 3 4\n")
-            await relay._on_dial(str(step % num_peers), reader, cast(Any, Writer()))
-
-    monkeypatch.setattr(relays, "knock", knock)
-    asyncio.run(main())
-    busiest = max(sum(begin <= each < begin + 60.0 for each in dialled_s) for begin in dialled_s)
-    assert most / 2 < busiest <= most
-
-
 def test_one_peer_has_few_streams_for_its_reservation() -> None:
     async def main() -> None:
         relay, writers = Relay(NOBODY), [Writer() for _ in range(MAX_STREAMS_OF_ONE)]
@@ -176,7 +113,8 @@ def test_a_reservation_is_lost_when_its_peer_beats_without_a_pause() -> None:
 def test_a_line_is_not_parsed_if_it_is_longer_than_any_request(line: bytes) -> None:
     async def main() -> None:
         relay = Relay(NOBODY)
-        for handle in (relay._on_dial, lambda *stream: relay._on_call("protocol", YES, *stream)):
+        dial = DialBackServer(NOBODY)._on_dial
+        for handle in (dial, lambda *stream: relay._on_call("protocol", YES, *stream)):
             reader, writer = asyncio.StreamReader(), Writer()
             reader.feed_data(line + b"\n")
             with pytest.raises(ValueError, match="but the limit is 512"):

@@ -34,14 +34,18 @@ async def pair() -> tuple[Ends, Ends]:
 class RelayNode:
     """A relay of a version without hole punching; each stream leads to a peer that ends it."""
 
+    guard = DialGuard()
+
     def __init__(self) -> None:
         self.num_calls = 0
         self.answering: list[asyncio.Task[None]] = []
 
+    async def handle_streams(self, protocol: str, handler: object) -> None: ...
+
     async def hosts_of(self, relay: str) -> set[str]:
         return {"127.0.0.1"} if self.num_calls else set()
 
-    async def open_stream(self, relay: str, addresses: object, protocol: str) -> Ends:
+    async def open_stream(self, relay: str, protocol: str, *, at: str = "") -> Ends:
         if protocol == PUNCH:
             raise DirectoryError("protocol not supported")
         self.num_calls += 1
@@ -55,15 +59,12 @@ class RelayNode:
         writer.close()
 
 
-def tunnels_to(node: RelayNode, port: int = 9) -> Tunnels:
+def tunnels_to(node: RelayNode) -> Tunnels:
     return Tunnels(
         cast(Any, node),
         multiaddrs=lambda: {"peer": [f"/ip4/127.0.0.1/tcp/9/p2p/relay{CIRCUIT}/p2p/peer"]},
         wanted=lambda: True,
-        server=lambda: ("127.0.0.1", port),
-        take=socket.socket.close,
         relays=lambda: {"relay"},
-        guard=DialGuard(),
     )
 
 
@@ -77,8 +78,15 @@ class Server:
 
     def __init__(self) -> None:
         self.num_open = 0
+        self.relays: list[str] = []
+        self._serving: list[asyncio.Task[None]] = []
 
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def take(self, connection: socket.socket, relay: str) -> None:
+        self.relays.append(relay)
+        self._serving.append(asyncio.create_task(self._serve(connection)))
+
+    async def _serve(self, connection: socket.socket) -> None:
+        reader, writer = await asyncio.open_unix_connection(sock=connection)
         self.num_open += 1
         writer.write(b"!")
         await reader.read()
@@ -88,11 +96,11 @@ class Server:
 
 @asynccontextmanager
 async def served() -> AsyncIterator[tuple[Server, Tunnels]]:
-    server = Server()
-    async with await asyncio.start_server(server.serve, "127.0.0.1", 0) as listening:
-        tunnels = tunnels_to(RelayNode(), listening.sockets[0].getsockname()[1])
-        yield server, tunnels
-        await tunnels.stop()
+    server, tunnels = Server(), tunnels_to(RelayNode())
+    await tunnels.start(server.take)
+    yield server, tunnels
+    await tunnels.stop()
+    await asyncio.gather(*server._serving)
 
 
 async def come_in(tunnels: Tunnels, relay: str = "relay") -> tuple[bytes, asyncio.StreamWriter]:
@@ -151,7 +159,7 @@ def test_no_more_connections_come_in_at_once_than_may_be() -> None:
             assert [said for said, _ in first].count(b"!") == server.num_open == MAX_SERVED
             for _, writer in first:
                 writer.close()
-            await until(lambda: not server.num_open and not tunnels.local_ports)
+            await until(lambda: not server.num_open and not tunnels.num_served)
             said, writer = await come_in(tunnels)
             assert said == b"!", "there is room again"
             writer.close()
@@ -163,11 +171,11 @@ def test_only_a_relay_that_holds_a_place_for_this_peer_brings_calls() -> None:
     """Otherwise a stranger could call from this machine's own address, as often as it likes."""
 
     async def main() -> None:
-        async with served() as (_, tunnels):
+        async with served() as (server, tunnels):
             for relay, expected in (("a stranger", b""), ("relay", b"!")):
                 said, writer = await come_in(tunnels, relay)
                 assert said == expected
-                assert list(tunnels.local_ports.values()) == ["relay"] * len(expected), "calls are counted by relay"
+                assert server.relays == ["relay"] * len(expected), "calls are counted by relay"
                 writer.close()
 
     run(main())

@@ -453,33 +453,3 @@ class StatusReply(_message.Message):
     has_verified: bool
     refuse: Refuse
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., state: _Optional[str] = ..., progress: _Optional[float] = ..., has_verified: bool = ..., refuse: _Optional[_Union[Refuse, _Mapping]] = ...) -> None: ...
-
-class ProbeRequest(_message.Message):
-    __slots__ = ("hello", "ports")
-    HELLO_FIELD_NUMBER: _ClassVar[int]
-    PORTS_FIELD_NUMBER: _ClassVar[int]
-    hello: Hello
-    ports: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., ports: _Optional[_Iterable[int]] = ...) -> None: ...
-
-class ProbeReply(_message.Message):
-    __slots__ = ("observed_host", "ports", "time_s", "refuse")
-    OBSERVED_HOST_FIELD_NUMBER: _ClassVar[int]
-    PORTS_FIELD_NUMBER: _ClassVar[int]
-    TIME_S_FIELD_NUMBER: _ClassVar[int]
-    REFUSE_FIELD_NUMBER: _ClassVar[int]
-    observed_host: str
-    ports: _containers.RepeatedCompositeFieldContainer[PortProbe]
-    time_s: float
-    refuse: Refuse
-    def __init__(self, observed_host: _Optional[str] = ..., ports: _Optional[_Iterable[_Union[PortProbe, _Mapping]]] = ..., time_s: _Optional[float] = ..., refuse: _Optional[_Union[Refuse, _Mapping]] = ...) -> None: ...
-
-class PortProbe(_message.Message):
-    __slots__ = ("port", "is_reached", "sentence")
-    PORT_FIELD_NUMBER: _ClassVar[int]
-    IS_REACHED_FIELD_NUMBER: _ClassVar[int]
-    SENTENCE_FIELD_NUMBER: _ClassVar[int]
-    port: int
-    is_reached: bool
-    sentence: str
-    def __init__(self, port: _Optional[int] = ..., is_reached: bool = ..., sentence: _Optional[str] = ...) -> None: ...

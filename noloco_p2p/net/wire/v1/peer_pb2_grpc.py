@@ -64,11 +64,6 @@ class PeerStub(object):
                 request_serializer=peer__pb2.StatusRequest.SerializeToString,
                 response_deserializer=peer__pb2.StatusReply.FromString,
                 _registered_method=True)
-        self.Probe = channel.unary_unary(
-                '/noloco_p2p.wire.v1.Peer/Probe',
-                request_serializer=peer__pb2.ProbeRequest.SerializeToString,
-                response_deserializer=peer__pb2.ProbeReply.FromString,
-                _registered_method=True)
 
 
 class PeerServicer(object):
@@ -121,13 +116,6 @@ class PeerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Probe(self, request, context):
-        """Report whether the caller can be reached from here. Only the address that the call came from is dialled.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
 
 def add_PeerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -160,11 +148,6 @@ def add_PeerServicer_to_server(servicer, server):
                     servicer.Status,
                     request_deserializer=peer__pb2.StatusRequest.FromString,
                     response_serializer=peer__pb2.StatusReply.SerializeToString,
-            ),
-            'Probe': grpc.unary_unary_rpc_method_handler(
-                    servicer.Probe,
-                    request_deserializer=peer__pb2.ProbeRequest.FromString,
-                    response_serializer=peer__pb2.ProbeReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -329,33 +312,6 @@ class Peer(object):
             '/noloco_p2p.wire.v1.Peer/Status',
             peer__pb2.StatusRequest.SerializeToString,
             peer__pb2.StatusReply.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Probe(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/noloco_p2p.wire.v1.Peer/Probe',
-            peer__pb2.ProbeRequest.SerializeToString,
-            peer__pb2.ProbeReply.FromString,
             options,
             channel_credentials,
             insecure,
