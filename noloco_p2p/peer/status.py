@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from noloco_p2p._version import __version__
@@ -21,7 +21,7 @@ from noloco_p2p.peer.pausing import Pausing
 from noloco_p2p.settings import PeerSettings, split_address
 from noloco_p2p.swarm.dial_back import Reach
 from noloco_p2p.swarm.records import PausedBy, PeerRecord
-from noloco_p2p.telemetry.metrics import FAILED, Metrics
+from noloco_p2p.telemetry.metrics import CONTRIBUTION, FAILED, Metrics
 from noloco_p2p.telemetry.progress import Progress
 from noloco_p2p.ticket import MAX_ADDRESSES, Ticket
 
@@ -168,7 +168,9 @@ class PublishedStatus:
             addresses=reachability.addresses(),
             multiaddrs=reachability.ways_in(),
             state=self.state,
-            metrics=self._metrics.recorded(hides_contribution=self._settings.hide_contribution),
+            metrics=replace(self._metrics, **dict.fromkeys(CONTRIBUTION))
+            if self._settings.hide_contribution
+            else self._metrics,
             reachability=reach.state,
             session_key=self._session.key_text,
             started_at_ms=self._session.started_at_ms,
