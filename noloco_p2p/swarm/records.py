@@ -134,7 +134,9 @@ def encode_record(record: PeerRecord, identity: Identity) -> bytes:
 
 def decode_record(data: bytes) -> PeerRecord:
     """Check and unpack a record. Raises RecordError if `encode_record` could not have produced it."""
-    values = {key: tuple(value) if isinstance(value, list) else value for key, value in open_envelope(data).items()}
+    values: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in open_envelope(data).items()
+    }
     own = {name: values[key] for name in PLAIN if (key := KEYS.get(name, name)) in values}
     own["name"] = peer_name.shown(own.get("name"))
     if own.get("paused_by") not in PAUSED_BY:  # a newer sender may know other reasons
