@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from noloco_p2p.errors import DirectoryError, PeerError
+from noloco_p2p.gossip.frames import Hello
 from noloco_p2p.gossip.seams import Candidate
+from noloco_p2p.gossip.service import PeerService
 from noloco_p2p.hosts import is_home, is_public
+from noloco_p2p.net import probe
 from noloco_p2p.net.server import GrpcServer
+from noloco_p2p.net.session import Session
 from noloco_p2p.settings import PeerSettings
 from noloco_p2p.swarm.address_book import AddressBook
 from noloco_p2p.swarm.addresses import host_of, host_port, routable_host, split_peer_id
@@ -27,17 +31,16 @@ log = logging.getLogger(__name__)
 OWN_DOORS = 4  # addresses of this peer in its ticket; the rest is for other live peers and bootstraps
 OTHER_DOORS = 6  # other live peers in a ticket, which remains usable while one of them is alive
 FIRST_DIAL_BACK_S = 6.0  # how long a newcomer waits for the first answer before it announces itself
+DIAL_BACK_S = 12.0  # time for one peer to report whether it can reach this one; it tries for 4 s
 ROUTER_S = 6.0
 LOOK_S = 1.0  # how often this peer checks whether its published addresses have changed
-
-Ask = Callable[[Candidate, Sequence[int]], Awaitable[DialBack]]
 
 
 class Reachability:
     """The part of a peer that determines and publishes how others can reach it.
 
     Create it once the directory exists, and `start` it once the server listens. `tunnels` work even before `start`.
-    `entrances` are the configured multiaddrs through which this peer enters the DHT. `ask` raises PeerError.
+    `entrances` are the configured multiaddrs through which this peer enters the DHT.
     """
 
     def __init__(
@@ -47,7 +50,8 @@ class Reachability:
         book: AddressBook,
         *,
         entrances: Sequence[str],
-        ask: Ask,
+        hello: Callable[[], Hello],
+        session: Session,
     ) -> None:
         self._directory = directory
         self._settings = settings
@@ -55,33 +59,34 @@ class Reachability:
         self._entrances: dict[str, str] = {}
         for door in entrances:  # keep the first address of each peer, because it is the best one
             self._entrances.setdefault(split_peer_id(door)[1], door)
-        self._ask = ask
+        self._hello = hello
+        self._session = session
         self._server: GrpcServer | None = None
-        self._num_calls: Callable[[], int] = lambda: 0
-        self.tunnels = Tunnels(
-            directory.node,
-            multiaddrs=lambda: {record.peer_id: record.multiaddrs for record, _ in directory.records()},
-            wanted=self._needs_tunnels,
-            server=lambda: (routable_host(settings.listen_host), self._port),
-            take=self._take,
-            relays=lambda: self._reservations.relays(),
-            guard=directory.guard,
-        )
-        self._dial_backs = DialBacks(live=self._to_ask, ask=self._ask_one)
+        self._service: PeerService | None = None
         self._reservations = Reservations(
             directory.node, doors=self._relays, wanted=self.is_closed, guard=directory.guard
         )
+        self.tunnels = Tunnels(
+            directory.node,
+            multiaddrs=self._multiaddrs,
+            wanted=self._needs_tunnels,
+            server=self._listens_at,
+            take=self._take,
+            relays=self._reservations.relays,
+            guard=directory.guard,
+        )
+        self._dial_backs = DialBacks(live=self._to_ask, ask=self._ask_one)
         asks = settings.map_ports == "always" and not any(settings.announced)
         self._port_mapping = PortMapping(
             client_of(routable_host(settings.listen_host)) if asks else None,
-            ports=lambda: (self._port, directory.port),
+            ports=self._own_ports,
             on_change=self._dial_backs.ask_again,
         )
         self._tasks: list[asyncio.Task[None]] = []
 
-    async def start(self, server: GrpcServer, *, num_calls: Callable[[], int]) -> None:
-        """Start all tasks. `num_calls` returns the number of incoming calls from other peers."""
-        self._server, self._num_calls = server, num_calls
+    async def start(self, server: GrpcServer, service: PeerService) -> None:
+        """Start all tasks. `service` counts the calls from other peers."""
+        self._server, self._service = server, service
         self._directory.mirror(self._ports()[0])
         await self.tunnels.start()
         jobs = [
@@ -123,7 +128,7 @@ class Reachability:
             ports=self._ports(),
             dial_backs=self._dial_backs.seen(),
             abroad=self._directory.is_abroad(),
-            num_calls=self._num_calls(),
+            num_calls=self._service.num_calls if self._service else 0,
             relayed=bool(self._reservations.circuits()),
             num_holes=self.tunnels.num_holes,
             is_mapped=mapped is not None,
@@ -186,7 +191,16 @@ class Reachability:
         if self._port_mapping.mapped:
             return self._port_mapping.mapped.ports
         announced_port = self._settings.announced[1]
-        return (announced_port, announced_port + 1) if announced_port else (self._port, self._directory.port)
+        return (announced_port, announced_port + 1) if announced_port else self._own_ports()
+
+    def _own_ports(self) -> tuple[int, int]:
+        return self._port, self._directory.port
+
+    def _listens_at(self) -> tuple[str, int]:
+        return routable_host(self._settings.listen_host), self._port
+
+    def _multiaddrs(self) -> Mapping[str, Sequence[str]]:
+        return {record.peer_id: record.multiaddrs for record, _ in self._directory.records()}
 
     def _mapped(self) -> MappedPorts | None:
         """Return the router's port mapping, unless peers have tried to dial back and none got through.
@@ -232,7 +246,15 @@ class Reachability:
 
     async def _ask_one(self, candidate: Candidate) -> DialBack:
         if candidate.address:
-            return await self._ask(candidate, self._ports())
+            probed = await probe.ask(
+                candidate,
+                self._hello(),
+                [*self._ports()],
+                timeout_s=DIAL_BACK_S,
+                session=self._session,
+                guard=self._directory.guard,
+            )
+            return DialBack(probed.observed_host, probed.reached)
         try:
             return await ask_to_dial(self._directory.node, candidate.peer_id, self._ports())
         except DirectoryError as error:

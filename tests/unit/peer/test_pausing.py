@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -12,7 +11,6 @@ from harness.patience import PATIENCE_S
 
 from noloco_p2p.peer.free_time import IN_USE, FreeTime, Seen
 from noloco_p2p.peer.pausing import Pausing, watch, watch_machine
-from noloco_p2p.peer.status import Stopwatch
 from noloco_p2p.settings import PeerSettings
 from noloco_p2p.swarm.node import end_tasks
 
@@ -88,20 +86,3 @@ async def _tasks(settings: PeerSettings) -> int:
 def test_nothing_looks_at_a_machine_that_trains_at_any_time() -> None:
     assert asyncio.run(_tasks(PeerSettings())) == 0
     assert asyncio.run(_tasks(SPARING)) == 1
-
-
-def test_a_stopwatch_counts_while_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    now_s = [100.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
-    watch = Stopwatch()
-    now_s[0] += 5
-    assert watch.seconds() == 0
-    watch.run(True)
-    now_s[0] += 5
-    watch.run(True)
-    now_s[0] += 2
-    assert watch.seconds() == 7
-    watch.add(1000)  # from before a restart
-    watch.run(False)
-    now_s[0] += 60
-    assert watch.seconds() == 1007

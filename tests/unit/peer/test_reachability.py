@@ -36,11 +36,13 @@ class Alone:
 
 def reachable(entrances: Sequence[str] = (), **settings: Any) -> Reachability:
     nobody = cast(Any, Alone())
-    return Reachability(nobody, PeerSettings(**settings), nobody, entrances=entrances, ask=ask)
+    return Reachability(
+        nobody, PeerSettings(**settings), nobody, entrances=entrances, hello=hello, session=cast(Any, None)
+    )
 
 
-async def ask(*_: object) -> Any:
-    raise AssertionError("nobody is there to be asked")
+def hello() -> Any:
+    raise AssertionError("nobody is there to be greeted")
 
 
 def test_a_ticket_hands_on_the_best_address_of_each_entrance() -> None:
