@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
 
 import pytest
 from harness.patience import PATIENCE_S
 
-from noloco_p2p.peer.free_time import IN_USE, FreeTime, Seen
-from noloco_p2p.peer.pausing import Pausing, watch, watch_machine
+from noloco_p2p.peer.pausing import IN_USE, Pausing, Reason, watch, watch_machine
 from noloco_p2p.settings import PeerSettings
 from noloco_p2p.swarm.node import end_tasks
 
-NIGHT, DAY = Seen(0), Seen(12 * 60)
-SPARING = PeerSettings(when="09:00-17:00")
+NIGHT = Reason("hours", "it is night")
 
 
 def test_a_pause_lasts_while_anybody_asks_for_it() -> None:
@@ -45,34 +42,24 @@ def test_the_script_of_a_user_may_set_the_event_itself() -> None:
 def test_the_task_pauses_and_goes_on_with_what_is_seen_and_survives_a_failed_look(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    requested, words = threading.Event(), list[str]()
+    requested, words, ended = threading.Event(), list[str](), threading.Event()
+    both, told = Pausing(requested), iter([NIGHT, None, NIGHT])
 
-    def looks() -> Iterator[Seen]:
-        yield NIGHT
+    def why_not() -> Reason | None:
         words.append(both.word)
-        yield DAY
-        words.append(both.word)
-        yield NIGHT
-
-    both, seen = Pausing(requested), looks()
-
-    def look() -> Seen:
-        found = next(seen, None)
-        if found is None:
-            words.append(both.word)
+        try:
+            return next(told)
+        except StopIteration:
             ended.set()
-            raise OSError("no such file")
-        return found
-
-    ended = threading.Event()
+            raise OSError("no such file") from None
 
     async def run() -> None:
-        task = asyncio.create_task(watch(FreeTime(SPARING), both, look, every_s=0.0))
+        task = asyncio.create_task(watch(why_not, both, every_s=0.0))
         await asyncio.to_thread(ended.wait, PATIENCE_S)
         await end_tasks([task])
 
     asyncio.run(run())
-    assert words[:3] == ["hours", "", "hours"]
+    assert words[:4] == ["", "hours", "", "hours"]
     assert requested.is_set(), "it stays as it was"
     assert "could not be measured" in caplog.text
 
@@ -85,4 +72,4 @@ async def _tasks(settings: PeerSettings) -> int:
 
 def test_nothing_looks_at_a_machine_that_trains_at_any_time() -> None:
     assert asyncio.run(_tasks(PeerSettings())) == 0
-    assert asyncio.run(_tasks(SPARING)) == 1
+    assert asyncio.run(_tasks(PeerSettings(when="09:00-17:00"))) == 1
