@@ -102,7 +102,6 @@ class SwarmDirectory:
                 identity,
                 self._view,
                 key=view_key,
-                spec_digest=spec_digest,
                 describe=describe,
                 multiaddrs=self.multiaddrs,
                 every_s=timing.heartbeat_s,

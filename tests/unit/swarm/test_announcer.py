@@ -38,7 +38,6 @@ def announcer_of(record: PeerRecord) -> tuple[Announcer, Kept]:
         ME,
         cast(Any, kept),
         key=run_key(RECORD.spec_digest),
-        spec_digest=RECORD.spec_digest,
         describe=lambda: record,
         multiaddrs=list,
         every_s=15.0,
