@@ -199,22 +199,6 @@ def test_the_page_is_told_the_stages_and_who_sends_to_whom() -> None:
     on_site(check)
 
 
-def test_a_killed_peer_is_gone_once_its_record_has_expired() -> None:
-    async def check(made: Site) -> None:
-        made.crowd.kill(0, now_s=made.now_s)
-        health = []
-        for _ in range(5):
-            made.look(after_s=18.0)
-            health.append({peer["peer_id"]: peer["health"] for peer in made.swarm.summary["peers"]})
-        own = [states[made.crowd.peers[0].peer_id] for states in health]
-        assert own[0] == "alive"
-        assert "silent" in own
-        assert own[-1] == "gone"
-        assert "Lost 1 peer" in made.swarm.summary["notices"][0]["text"]
-
-    on_site(check)
-
-
 def test_a_blind_monitor_is_not_healthy() -> None:
     async def check(made: Site) -> None:
         made.swarm.looked_at_s -= 60.0
