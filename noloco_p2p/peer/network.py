@@ -284,6 +284,7 @@ class Network:
             self._told_outbound_only = True
             log.warning("outbound only: %s", reach.sentence)
         run_name, spec_digest, mark = self._listed_as()
+        hidden = CONTRIBUTION if self._settings.hide_contribution else ()
         return PeerRecord(
             peer_id=self.identity.peer_id,
             run_name=run_name,
@@ -291,7 +292,7 @@ class Network:
             addresses=self.reachability.addresses(),
             multiaddrs=self.reachability.ways_in(),
             state=self.status.state,
-            metrics=self._metrics_to_tell(),
+            metrics=replace(self._metrics, **dict.fromkeys(hidden)),
             reachability=reach.state,
             session_key=self.session.key_text,
             started_at_ms=self.session.started_at_ms,
@@ -321,10 +322,6 @@ class Network:
             return *self.run, ""
         listing = self.session.invitation.listing(self.run[1])
         return "", listing.view, listing.mark(self.identity.peer_id)
-
-    def _metrics_to_tell(self) -> Metrics:
-        hidden = CONTRIBUTION if self._settings.hide_contribution else ()
-        return replace(self._metrics, **dict.fromkeys(hidden))
 
     def _metrics_page(self) -> bytes:
         from noloco_p2p.telemetry.prometheus import peer_page

@@ -10,7 +10,7 @@ which needs it, is in another file.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from typing import Any, Literal, get_args
@@ -105,16 +105,8 @@ def encode_record(record: PeerRecord, identity: Identity) -> bytes:
     suffix = f"/p2p/{record.peer_id}"
     if not all(address.endswith(suffix) for address in record.multiaddrs):
         raise RecordError(f"a multiaddr in the record of {record.peer_id} does not end in {suffix}")
-    metrics = replace(record.metrics, **{name: rounded(name, getattr(record.metrics, name)) for name in RECORDED})
-    record = replace(
-        record,
-        addresses=record.addresses[:MAX_ADDRESSES],
-        multiaddrs=record.multiaddrs[:MAX_ADDRESSES],
-        metrics=metrics,
-    )
-    _check(record)
-    body = _pack(record)
-    while len(body) + SIGNATURE_BYTES > MAX_RECORD_BYTES:
+    record = replace(record, addresses=record.addresses[:MAX_ADDRESSES], multiaddrs=record.multiaddrs[:MAX_ADDRESSES])
+    while len(body := _pack(record)) + SIGNATURE_BYTES > MAX_RECORD_BYTES:
         if len(record.multiaddrs) > 1:
             record = replace(record, multiaddrs=record.multiaddrs[:-1])
         elif len(record.addresses) > 1:
@@ -128,12 +120,13 @@ def encode_record(record: PeerRecord, identity: Identity) -> bytes:
                 f"the record has {len(body)} bytes, but the limit is {MAX_RECORD_BYTES - SIGNATURE_BYTES}; "
                 f"use shorter host names"
             )
-        body = _pack(record)
-    return identity.sign(DOMAIN + body) + body
+    data = identity.sign(DOMAIN + body) + body
+    decode_record(data)  # raises RecordError if other peers would refuse this record
+    return data
 
 
 def decode_record(data: bytes) -> PeerRecord:
-    """Check and unpack a record. Raises RecordError if `encode_record` could not have produced it."""
+    """Unpack a record and check all its fields. Raises RecordError if a check fails."""
     values: dict[str, Any] = {
         key: tuple(value) if isinstance(value, list) else value for key, value in open_envelope(data).items()
     }
@@ -176,7 +169,9 @@ def open_envelope(data: bytes) -> dict[str, Any]:
 
 def _pack(record: PeerRecord) -> bytes:
     # Leave out empty values that are read as empty anyway, because addresses need the space.
-    values = {KEYS.get(name, name): value for name, value, default in _named(record) if value or value != default}
+    named = [(name, getattr(record, name), default) for name, default in PLAIN.items()]
+    named += [(name, rounded(name, getattr(record.metrics, name)), DEFAULTS[name]) for name in RECORDED]
+    values = {KEYS.get(name, name): value for name, value, default in named if value or value != default}
     if record.state == "training":
         del values["state"]
     suffix = f"/p2p/{record.peer_id}"  # all multiaddrs end in this suffix, which has 57 bytes
@@ -185,17 +180,11 @@ def _pack(record: PeerRecord) -> bytes:
     return text.encode()  # non-ASCII letters take two or three bytes each, and would take six if escaped
 
 
-def _named(record: PeerRecord) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the name, value and default of each field and each metric in the record."""
-    for name, default in PLAIN.items():
-        yield name, getattr(record, name), default
-    for name in RECORDED:
-        yield name, getattr(record.metrics, name), DEFAULTS[name]
-
-
 def _check(record: PeerRecord) -> None:
-    for name, value, _ in _named(record):
-        _check_value(name, value)
+    for name in PLAIN:
+        _check_value(name, getattr(record, name))
+    for name in RECORDED:
+        _check_value(name, getattr(record.metrics, name))
     if record.state not in STATES:
         raise RecordError(f"unknown state {record.state!r} in the record of {record.peer_id}")
     if any(depth > MAX_DEPTH for depth in record.depths):  # readers would look for buckets at this depth
