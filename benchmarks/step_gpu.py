@@ -202,8 +202,8 @@ def swapping(ours: Ours, partner: Partner, *, name: str, step_s: float, seconds:
             there = "a partner, but no swap" if partner.is_there else "no partner"
             print(f"# {name}: {there} within {MEETING_S:.0f} s; {peer.last_fault()}", flush=True)
             return
-    exchange, weights, counts = outer._exchange, outer.weights, peer._net.service.counts
-    gossip, ends = peer._net.service.gossip, Ends(ours.case.device)
+    exchange, weights, counts = outer._exchange, outer.weights, peer._network.service.counts
+    gossip, ends = peer._network.service.gossip, Ends(ours.case.device)
     assert gossip
     assert exchange.read
     exchange.read, weights.add = copying, adding = Timed(exchange.read), Timed(weights.add)

@@ -6,6 +6,7 @@ import asyncio
 import json
 import signal
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -90,20 +91,16 @@ async def _watch(entry: Ticket, choice: Choice, interval_s: float, *, as_json: b
             print(f"looking for live peers of run {entry.run_name}", flush=True)
         await find_somebody(entry, directory)
 
-        def look() -> dict[str, Any]:
-            watcher.look(directory)
-            return watcher.summary()
-
         if console.is_terminal and not as_json:
-            await _draw(console, choice, interval_s, look)
+            await _draw(console, choice, interval_s, lambda: watcher.look(directory))
             return
         while True:
-            swarm = look()
+            swarm = watcher.look(directory)
             print(json.dumps(swarm) if as_json else "\n".join(plain(swarm, choice)), flush=True)
             await asyncio.sleep(interval_s)
 
 
-async def _draw(console: Any, choice: Choice, interval_s: float, look: Any) -> None:
+async def _draw(console: Any, choice: Choice, interval_s: float, look: Callable[[], dict[str, Any]]) -> None:
     """Redraw the whole screen after each read and whenever the window is resized, until the first signal."""
     from rich.live import Live
 

@@ -10,9 +10,10 @@ from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from noloco_p2p.swarm.records import TTL_S, PeerRecord
-from noloco_p2p.telemetry.metrics import FAILED
+from noloco_p2p.telemetry.metrics import FAILED, RECORDED
 
 SILENT_AFTER_S = 35.0  # after this long without a new record, a peer has missed two announcements
 LEAVING_FOR_S = 20.0  # after being in the state "leaving" for this long, a peer counts as having left
@@ -34,6 +35,39 @@ class Health(StrEnum):
     GONE = "gone"  # its record expired before it announced leaving
 
 
+def health_of(state: str, age_s: float) -> Health:
+    """Return the health of a peer whose last record has this state and age."""
+    if state == "leaving":
+        return Health.LEAVING if age_s <= LEAVING_FOR_S else Health.LEFT
+    if age_s > TTL_S:
+        return Health.GONE
+    return Health.SILENT if age_s > SILENT_AFTER_S else Health.ALIVE
+
+
+def describe(record: PeerRecord, age_s: float, *, quiet_s: float = 0.0) -> dict[str, Any]:
+    """Return the record of one peer as JSON values, with its health. This is the row that monitors show.
+
+    `age_s` is the age of the record. `quiet_s` is the time for which the peer has trained without a swap.
+    """
+    return {
+        "peer_id": record.peer_id,
+        "name": record.name,
+        "health": str(health_of(record.state, age_s)),
+        "state": record.state,
+        "paused_by": record.paused_by if record.state == "paused" else "",
+        **{name: getattr(record.metrics, name) for name in RECORDED},
+        "failed": record.metrics.failed,
+        "reachability": record.reachability,
+        "addresses": list(record.addresses),
+        "stage": record.stage if record.stages else None,
+        "stages": record.stages,
+        "sends_to": list(record.sends_to),
+        "software": record.software,
+        "age_s": round(age_s, 1),
+        "quiet_s": round(quiet_s, 1),
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class Meeting:
     """A swap between two peers. `at_s` is the Unix time at which `peer` first reported it."""
@@ -53,17 +87,6 @@ class Member:
     record: PeerRecord
     made_at_s: float
     quiet_since_s: float
-
-    def age_s(self, now_s: float) -> float:
-        return max(0.0, now_s - self.made_at_s)
-
-    def health(self, now_s: float) -> Health:
-        age_s = self.age_s(now_s)
-        if self.record.state == "leaving":
-            return Health.LEAVING if age_s <= LEAVING_FOR_S else Health.LEFT
-        if age_s > TTL_S:
-            return Health.GONE
-        return Health.SILENT if age_s > SILENT_AFTER_S else Health.ALIVE
 
 
 @dataclass(slots=True)
@@ -95,6 +118,13 @@ class Roster:
         while len(self._window) > 1 and now_s - self._window[0][0] > WINDOW_S:
             self._window.popleft()
 
+    def rows(self, *, now_s: float) -> list[dict[str, Any]]:
+        """Describe all peers, in the order of their ids."""
+        return [
+            describe(member.record, max(0.0, now_s - member.made_at_s), quiet_s=max(0.0, now_s - member.quiet_since_s))
+            for _, member in sorted(self.members.items())
+        ]
+
     def lately(self) -> dict[str, int]:
         """Count the committed and the failed swaps of the last ten minutes that this roster has observed."""
         begun = self._window[0][1] if self._window else Counter[str]()
@@ -110,10 +140,7 @@ class Roster:
         return has_swapped
 
     def _forget(self, now_s: float) -> None:
-        old = [peer for peer, member in self.members.items() if member.age_s(now_s) > FORGET_AFTER_S]
-        for peer in old:
-            del self.members[peer]
-        if len(self.members) > MAX_PEERS:
-            oldest_first = sorted(self.members, key=lambda peer: self.members[peer].made_at_s)
-            for peer in oldest_first[: len(self.members) - MAX_PEERS]:
-                del self.members[peer]
+        """Forget the peers whose record is too old, and if there are too many peers, those with the oldest records."""
+        newest_first = sorted(self.members.items(), key=lambda item: -item[1].made_at_s)
+        kept = (item for item in newest_first[:MAX_PEERS] if now_s - item[1].made_at_s <= FORGET_AFTER_S)
+        self.members = dict(kept)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -33,7 +33,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from noloco_p2p.monitor.collect import Watcher
 from noloco_p2p.monitor.columns import BY_NAME, STAGE_COLUMNS, Choice, Column, Peer, columns_of, values
 from noloco_p2p.monitor.history import History
-from noloco_p2p.monitor.roster import Health
+from noloco_p2p.monitor.roster import Health, Meeting
 from noloco_p2p.swarm.dht import SwarmDirectory
 from noloco_p2p.telemetry.http import HttpServer
 from noloco_p2p.telemetry.prometheus import CONTENT_TYPE, swarm_page
@@ -58,20 +58,19 @@ MANY_PEERS = 40  # with more peers, the page shows only the curves of those that
 
 
 class LiveSwarm:
-    """What a watcher has read last, and the curves since the start."""
+    """The last summary of a watcher, the swaps among its `meetings`, and the curves since the start."""
 
-    def __init__(self, watcher: Watcher) -> None:
-        self.watcher = watcher
+    def __init__(self, meetings: Iterable[Meeting]) -> None:
         self.history = History()
         self.summary: dict[str, Any] = {}
         self.looked_at_s = time.monotonic()
+        self._meetings = meetings
 
-    def look(self, take: Callable[[], None]) -> None:
-        """Read the swarm with `take`, and add a sample to the curves."""
-        take()
+    def show(self, summary: dict[str, Any]) -> None:
+        """Show this summary from now on, and add a sample to the curves."""
         self.looked_at_s = time.monotonic()
-        self.summary = self.watcher.summary()
-        self.history.add(self.summary)
+        self.summary = summary
+        self.history.add(summary)
 
     @property
     def status(self) -> dict[str, Any]:
@@ -84,7 +83,7 @@ class LiveSwarm:
         swarm, peers = self.summary, choice.of(self.summary["peers"])
         columns, last = columns_of(swarm), max(0, len(peers) - 1) // PAGE_PEERS
         first = PAGE_PEERS * max(0, min(number, last))
-        recent = [m for m in self.watcher.roster.meetings if m.at_s >= self.watcher.now_s - MEETINGS_SHOWN_S]
+        recent = [m for m in self._meetings if m.at_s >= swarm["time_s"] - MEETINGS_SHOWN_S]
         return {
             **{name: swarm[name] for name in ("run", "time_s", "notices")},
             "values": [asdict(value) for value in values(swarm, left_s=self.history.left_s())],
@@ -187,15 +186,16 @@ async def serve(
     say: Callable[[str], None],
 ) -> None:
     """Serve the page until `stop` is set. Raises SettingsError if the address cannot be used."""
-    swarm = LiveSwarm(Watcher(ticket))
+    watcher = Watcher(ticket)
+    swarm = LiveSwarm(watcher.roster.meetings)
     server = HttpServer(app(swarm), host=host, port=port)
-    swarm.look(lambda: swarm.watcher.look(directory))
+    swarm.show(watcher.look(directory))
     await server.start(flag="--listen")
     say(f"the page is at http://{host}:{server.port}/ (press Ctrl-C to stop)")
     try:
         while not stop.is_set():
             try:
-                swarm.look(lambda: swarm.watcher.look(directory))
+                swarm.show(watcher.look(directory))
             except Exception:  # showing old values, labelled as old, is better than showing nothing
                 log.exception("cannot read the swarm")
             with suppress(TimeoutError):

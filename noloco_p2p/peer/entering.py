@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 from noloco_p2p.errors import CheckpointError, Left, ModelError, TimedOut, Unreachable
 from noloco_p2p.gossip.frames import StateManifest
@@ -37,6 +37,7 @@ from noloco_p2p.transfer.fetch import can_give, fetch_spec, fetch_state
 from noloco_p2p.transfer.kept_chunks import forget
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 ENTER_TIMEOUT_S = 30.0  # for finding a live peer of the run that a ticket names
 LOOK_AROUND_S = 10.0  # the same without a ticket, in which case there may be no live peer
@@ -92,14 +93,8 @@ class Entering:
         expects_others: bool,
         progress: Progress,
         leaving: threading.Event,
-        fetch: Callable[..., Coroutine[Any, Any, StateManifest | None]] = fetch_state,
-        catch_up_timeout_s: float = CATCH_UP_TIMEOUT_S,
-        ask_again_s: float = ASK_AGAIN_S,
     ) -> None:
         self._spec = spec
-        self._fetch = fetch
-        self._catch_up_timeout_s = catch_up_timeout_s
-        self._pause_s = ask_again_s
         self._thread = thread
         self._directory = directory
         self._transport = transport
@@ -118,7 +113,7 @@ class Entering:
         Raises Left, or Unreachable if this peer has a ticket and no peer is live.
         """
         with self._progress.task("looking for live peers"):
-            self._thread.call(self._look_around(), ANSWER_S, leaving=self._leaving)
+            self._answer(self._look_around())
 
     def enter(self, layout: ModelLayout, *, target: Path) -> StateManifest | None:
         """Fetch the state of a live peer into `target`, and return its manifest, or None if no peer has a state.
@@ -146,7 +141,7 @@ class Entering:
             if not told:
                 told = True
                 log.warning("no peer of the run is answering; waiting until one does or all records have expired")
-            if self._leaving.wait(self._pause_s):
+            if self._leaving.wait(ASK_AGAIN_S):
                 raise Left("asked to leave before any peer of the run answered")
             donors = self._look_for_donors()
         if told and not donors and self._live_peers.stage is not None:
@@ -158,13 +153,17 @@ class Entering:
 
         Unlike the directory, the result contains no dead peers. Raises Left.
         """
-        return self._thread.call(self._ask_for_positions(), ANSWER_S, leaving=self._leaving)
+
+        async def ask() -> Sequence[Candidate]:
+            return await ask_for_positions(self._transport, self._live_peers.live())
+
+        return self._answer(ask())
 
     def rescue(self, layout: ModelLayout, *, target: Path) -> StateManifest | None:
         """Fetch the state of a live peer into `target`, because this peer's own weights are lost."""
         try:
             donors = self._look_for_donors()
-            return self._fetch_state(donors, layout, target=target, timeout_s=self._catch_up_timeout_s)
+            return self._fetch_state(donors, layout, target=target, timeout_s=CATCH_UP_TIMEOUT_S)
         except (Left, Unreachable, CheckpointError, TimedOut, TimeoutError) as error:
             log.error("no live peer gave its state: %s", error)
             return None
@@ -191,7 +190,7 @@ class Entering:
         )
         try:
             manifest = self._fetch_state(
-                ahead, layout, target=target, newer_than=progress, timeout_s=self._catch_up_timeout_s
+                ahead, layout, target=target, newer_than=progress, timeout_s=CATCH_UP_TIMEOUT_S
             )
         except Left:
             return None
@@ -222,21 +221,21 @@ class Entering:
         middle = median(positions) if positions else 0.0  # the median decides, so a minority has no effect
         if middle - progress <= self._spec.furthest:
             return []
-        reached = self._thread.call(self._reached(live), ANSWER_S, leaving=self._leaving)
-        ahead = [each for each in reached if can_give(each) and each.progress >= middle]
+
+        async def reach() -> Sequence[Candidate]:
+            return self._live_peers.reached(live)
+
+        ahead = [each for each in self._answer(reach()) if can_give(each) and each.progress >= middle]
         random.shuffle(ahead)
         return ahead
 
     def _look_for_donors(self) -> Sequence[Candidate]:
         with self._progress.task("looking for live peers"):
-            return self._thread.call(self._find_donors(), ANSWER_S, leaving=self._leaving)
+            return self._answer(self._find_donors())
 
-    async def _ask_for_positions(self) -> Sequence[Candidate]:
-        return await ask_for_positions(self._transport, self._live_peers.live())
-
-    async def _reached(self, live: Sequence[Candidate]) -> Sequence[Candidate]:
-        """Return the same peers, with tunnels to those that cannot be dialled."""
-        return self._live_peers.reached(live)
+    def _answer(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a quick request on the network thread, and return the answer. Raises Left."""
+        return self._thread.call(coroutine, ANSWER_S, leaving=self._leaving)
 
     async def _look_around(self) -> None:
         """Wait until a live peer is known, if one is expected. Raises Unreachable if there is a ticket but no live
@@ -277,7 +276,7 @@ class Entering:
             waits = now_waits
 
         def fetching(report: Report) -> Coroutine[Any, Any, StateManifest | None]:
-            return self._fetch(
+            return fetch_state(
                 self._transport,
                 donors,
                 layout=layout.digest(),
@@ -306,10 +305,7 @@ class Entering:
     def _check_model(self, donors: Sequence[Candidate], layout: ModelLayout) -> None:
         """Raise ModelError if the swarm trains a different model. It would then always refuse this peer."""
         for donor in donors[:DONORS_ASKED]:
-            difference = self._thread.call(
-                find_difference(self._transport, donor, layout), ANSWER_S, leaving=self._leaving
-            )
-            if difference:
+            if difference := self._answer(find_difference(self._transport, donor, layout)):
                 raise ModelError(
                     f"the swarm is training a different model, according to {named(donor.peer_id)}: "
                     f"{difference}. Use the same revision, folder and versions of torch and transformers as the other "

@@ -1,37 +1,346 @@
-"""Define the parts of a peer that live on its network thread."""
+"""Build the parts of a peer that live on its network thread, and stop them in the opposite order.
+
+start   directory -> spec (from the swarm, for a ticket) -> server -> control socket -> ways to reach this peer
+stop    announcement of leaving -> end of swaps -> server -> directory
+"""
 
 from __future__ import annotations
 
-import asyncio
-from dataclasses import dataclass
+import logging
+import random
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from threading import Event
 
-from noloco_p2p.control import ControlServer
+from noloco_p2p.bans import BanList
+from noloco_p2p.control import ControlServer, Handler
+from noloco_p2p.errors import DirectoryError, IdentityError, NolocoError, TicketError
+from noloco_p2p.gossip.frames import Hello
+from noloco_p2p.gossip.gossip import Link
 from noloco_p2p.gossip.service import PeerService
+from noloco_p2p.identity import Identity
 from noloco_p2p.net.client import GrpcTransport
 from noloco_p2p.net.server import GrpcServer
-from noloco_p2p.peer.entering import Entering
+from noloco_p2p.net.session import Session
+from noloco_p2p.net.throttle import Limits
+from noloco_p2p.peer.entering import Entering, find_spec
 from noloco_p2p.peer.live_peers import LivePeers
+from noloco_p2p.peer.network_thread import START_TIMEOUT_S, NetworkThread
+from noloco_p2p.peer.pausing import Pausing, watch_machine
+from noloco_p2p.peer.ports import Ports
 from noloco_p2p.peer.reachability import Reachability
+from noloco_p2p.peer.run_folder import find_invitation, folder_of, write_run
 from noloco_p2p.peer.stage_flow import StageFlow
+from noloco_p2p.peer.status import Status
+from noloco_p2p.settings import PeerSettings, split_address
+from noloco_p2p.spec import Spec
+from noloco_p2p.swarm.address_book import AddressBook
 from noloco_p2p.swarm.dht import SwarmDirectory
+from noloco_p2p.swarm.dial_back import Reach
+from noloco_p2p.swarm.node import end_tasks
+from noloco_p2p.swarm.records import PausedBy, PeerRecord
+from noloco_p2p.telemetry.metrics import CONTRIBUTION, Metrics
+from noloco_p2p.telemetry.progress import Progress
+from noloco_p2p.ticket import MAX_ADDRESSES, Ticket
 from noloco_p2p.transfer.donor import StateServer
 
+log = logging.getLogger(__name__)
 
-@dataclass(slots=True)
+CHECK_CLOCK_S = 6.0  # for one attempt with each of the peers that this one enters through
+
+
 class Network:
-    """The parts of a peer that live on its network thread, after all of them have started.
+    """The parts of a peer that live on its network thread, and what they tell other peers about this one.
 
-    `watching` holds the tasks that watch the machine. `stage_flow` is set while this peer holds a stage.
+    Create it on any thread, then `start` it on `thread`. It stays readable after `stop`. `run` is the name and the
+    digest of the run, which are known even before the spec arrives from the swarm. `states` holds the layout of the
+    model. `fault` is the reason why this peer has to leave although nobody asked it to, or None. `stage_flow` is set
+    while this peer holds a stage. Raises TicketError, SettingsError or IdentityError if this machine has no invitation
+    to a private run.
     """
 
     directory: SwarmDirectory
-    transport: GrpcTransport
-    states: StateServer
-    service: PeerService
-    server: GrpcServer
-    control: ControlServer
     reachability: Reachability
     live_peers: LivePeers
+    spec: Spec
+    service: PeerService
+    server: GrpcServer
     entering: Entering
-    watching: list[asyncio.Task[None]]
-    stage_flow: StageFlow | None = None
+
+    def __init__(
+        self,
+        target: Spec | Ticket,
+        settings: PeerSettings,
+        *,
+        thread: NetworkThread,
+        metrics: Metrics,
+        progress: Progress,
+        pausing: Pausing,
+        leaving: Event,
+    ) -> None:
+        is_spec = isinstance(target, Spec)
+        self.run = (target.name, target.digest()) if is_spec else (target.run_name, target.spec_digest)
+        self.thread = thread
+        self.status = Status(metrics)
+        self.fault: NolocoError | None = None
+        self.metrics_address = ""  # HOST:PORT of /metrics, if it is served
+        self.identity = Identity.load_or_create(settings.state_dir / "identity.key")
+        self.session = Session(self.identity, find_invitation(target, settings))
+        self.bans = BanList(settings.state_dir / "bans.json")
+        self.limits = Limits.of(
+            upload_bytes_per_s=settings.upload_bytes_per_s, download_bytes_per_s=settings.download_bytes_per_s
+        )
+        self.states = StateServer()
+        self.stage_flow: StageFlow | None = None
+        self._target = target
+        self._settings = settings
+        self._metrics = metrics
+        self._progress = progress
+        self._pausing = pausing
+        self._leaving = leaving
+        self._entrances = [*settings.bootstrap, *(() if is_spec else target.addresses)]
+        self._address_book = AddressBook(settings.state_dir / "address_book.json")
+        self._has_directory = False
+        self._told_outbound_only = False
+        self._parts = AsyncExitStack()
+
+    async def start(self, verbs: Mapping[str, Handler]) -> None:
+        """Start all parts. `verbs` answer the control socket. Call `stop` even if this fails."""
+        settings, target, parts = self._settings, self._target, self._parts
+        ports = Ports(settings)
+        ports.check()
+        self.directory = directory = await ports.try_both(ports.libp2p, self._start_directory)
+        parts.push_async_callback(directory.stop, farewell=False)
+        self.reachability = Reachability(directory, settings, self._address_book)
+        parts.push_async_callback(self.reachability.stop)
+        self._has_directory = True
+        self.live_peers = LivePeers(directory, self.reachability.tunnels)
+        transport = GrpcTransport(
+            self.hello, self.limits, session=self.session, why_banned=self.bans.why, guard=directory.guard
+        )
+        self.spec = self.states.spec = await self._find_spec(transport)
+        executor = ThreadPoolExecutor(1, thread_name_prefix="noloco-codec")
+        parts.callback(executor.shutdown, wait=False, cancel_futures=True)
+        self.service = PeerService(
+            self.spec,
+            hello=self.hello,
+            transport=transport,
+            directory=self.live_peers,
+            executor=executor,
+            rng=random.SystemRandom(),  # swap ids must be unpredictable
+            serve=self.states.serve,
+            on_corrupt=self.bans.strike,
+        )
+        self.server = GrpcServer(
+            self.service,
+            self.limits,
+            session=self.session,
+            why_banned=self.bans.why,
+        )
+        parts.push_async_callback(self.server.stop, 0.5)
+        await ports.try_both(ports.grpc, lambda port: self.server.start(settings.listen_host, port))
+        parts.push_async_callback(self.service.stop)
+        self.entering = Entering(
+            self.spec,
+            thread=self.thread,
+            directory=directory,
+            transport=transport,
+            live_peers=self.live_peers,
+            is_told_stale=self.service.take_refused_as_stale,
+            ticket=target if isinstance(target, Ticket) else None,
+            expects_others=bool(settings.bootstrap or self._address_book.addresses()),
+            progress=self._progress,
+            leaving=self._leaving,
+        )
+        control = ControlServer(settings.state_dir, verbs)
+        await control.start()
+        parts.push_async_callback(control.stop)
+        await self.reachability.start(self.server, self.service)
+        ports.remember(grpc=self.server.port, libp2p=directory.port)
+        write_run(self.spec, self.session.invitation, folder_of(settings.state_dir, self.spec.run_id))
+        if settings.metrics:
+            await self._serve_metrics(settings.metrics)
+        parts.push_async_callback(end_tasks, watch_machine(settings, self._pausing))
+        parts.push_async_callback(self._leave)
+
+    async def stop(self) -> None:
+        """Announce that this peer is leaving, and stop all parts that have started."""
+        await self._parts.aclose()
+
+    async def _start_directory(self, port: int) -> SwarmDirectory:
+        settings, (announce_host, announce_port) = self._settings, self._settings.announced
+        return await SwarmDirectory(
+            identity_path=settings.state_dir / "identity.key",
+            identity=self.identity,
+            listen_host=settings.listen_host,
+            listen_port=port,
+            announce_host=announce_host or None,
+            announce_port=announce_port + 1 if announce_port else 0,
+            bootstraps=self._entrances,
+            relays=not settings.max_upload,
+            address_book=self._address_book,
+            spec_digest=self._listed_as()[1],
+            describe=self.record,
+            on_copy=self._on_copy,
+            ignores=self._ignores,
+            own_addresses=self._own_addresses,
+        ).start()
+
+    async def _find_spec(self, transport: GrpcTransport) -> Spec:
+        spec = self._target
+        if isinstance(spec, Ticket):
+            spec = await find_spec(
+                spec,
+                state_dir=self._settings.state_dir,
+                directory=self.directory,
+                transport=transport,
+                live_peers=self.live_peers,
+            )
+        if spec.run_key != (self.session.invitation.run_key if self.session.invitation else ""):
+            raise TicketError("the run is private, but the ticket contains no invitation; ask for a new ticket")
+        return spec
+
+    async def _serve_metrics(self, address: str) -> None:
+        """Serve /metrics. Raises SettingsError if the port is in use."""
+        from noloco_p2p.telemetry.http import HttpServer, metrics_app
+
+        host, port = split_address(address)
+        server = HttpServer(metrics_app(self._metrics_page), host=host, port=port)
+        await server.start(flag="--metrics")
+        self._parts.push_async_callback(server.stop)
+        self.metrics_address = f"{host}:{server.port}"
+
+    async def _leave(self) -> None:
+        self.status.change("leaving")
+        self.service.state = "leaving"
+        if self.stage_flow:
+            await self.stage_flow.stop()
+        # If a copy announced that it is leaving, others would think that the other copy is leaving.
+        if self.status.has_entered and self.fault is None:
+            await self.directory.say_farewell()
+
+    # the state that others see
+
+    async def enter(self) -> None:
+        """Publish the record from now on. Raises DirectoryError if the clock of this machine is wrong."""
+        await self.directory.check_clock(CHECK_CLOCK_S)
+        await self.reachability.wait_for_dial_back()
+        self.status.enter()
+        await self._announce("training")
+
+    def announce(self, state: str) -> None:
+        """Change the state that others see. Call this on any other thread."""
+        try:
+            self.thread.call(self._announce(state), START_TIMEOUT_S)
+        except TimeoutError:
+            log.warning("could not announce the state %r to the swarm in time", state)
+
+    async def _announce(self, state: str) -> None:
+        self.status.change(state)
+        self.service.state = state
+        try:
+            await self.directory.announce_now()
+        except (DirectoryError, TimeoutError) as error:
+            log.warning("could not announce the state %r to the swarm: %s", state, error)
+
+    # what this peer tells others
+
+    def hello(self) -> Hello:
+        """Return the `Hello` that is part of every call."""
+        layout = self.states.layout
+        return Hello(self.identity.peer_id, *self.run, layout=layout.digest() if layout else "")
+
+    def ticket(self) -> str:
+        """Return a ticket.
+
+        Anyone who has it can join the run through this peer, its bootstraps, or other live peers.
+        """
+        doors = tuple(self.reachability.doors())[:MAX_ADDRESSES]
+        return Ticket(*self.run, doors, self.session.invitation).encode()
+
+    def count(self) -> None:
+        """Update the metrics that follow from swaps, relays and time. Any thread may call this."""
+        link = self.service.gossip.link if self.service.gossip else Link()
+        self.status.count(self.service.counts, link, relayed_bytes=self.directory.relayed_bytes)
+
+    def record(self) -> PeerRecord | None:
+        """Return the record for the directory, or None while this peer has no model and so cannot swap."""
+        if not self.status.has_entered:
+            return None
+        self.count()
+        reach = self.reachability.verdict()
+        if reach.state is Reach.OUTBOUND_ONLY and not self._told_outbound_only:
+            self._told_outbound_only = True
+            log.warning("outbound only: %s", reach.sentence)
+        run_name, spec_digest, mark = self._listed_as()
+        hidden = CONTRIBUTION if self._settings.hide_contribution else ()
+        return PeerRecord(
+            peer_id=self.identity.peer_id,
+            run_name=run_name,
+            spec_digest=spec_digest,
+            addresses=self.reachability.addresses(),
+            multiaddrs=self.reachability.ways_in(),
+            state=self.status.state,
+            metrics=replace(self._metrics, **dict.fromkeys(hidden)),
+            reachability=reach.state,
+            session_key=self.session.key_text,
+            started_at_ms=self.session.started_at_ms,
+            mark=mark,
+            stage=self.live_peers.stage or 0,
+            stages=self.num_stages,
+            sends_to=self.stage_flow.sends_to if self.stage_flow else (),
+            name=self._settings.name,
+            paused_by=self.paused_by,
+        )
+
+    @property
+    def paused_by(self) -> PausedBy:
+        return self._pausing.word if self.status.state == "paused" else ""
+
+    @property
+    def num_stages(self) -> int:
+        """Return the number of stages of the run.
+
+        It is 0 if every peer holds the whole model, or if this peer is not in a pipeline yet.
+        """
+        return self.stage_flow.num_stages if self.stage_flow else 0
+
+    def _listed_as(self) -> tuple[str, str, str]:
+        """Return the name and the digest of the run in the record, and the mark of a member of a private run."""
+        if not self.session.invitation:
+            return *self.run, ""
+        listing = self.session.invitation.listing(self.run[1])
+        return "", listing.view, listing.mark(self.identity.peer_id)
+
+    def _metrics_page(self) -> bytes:
+        from noloco_p2p.telemetry.prometheus import peer_page
+
+        self.count()
+        live_peers = self.directory.headcount().others
+        return peer_page(self._metrics, peer_id=self.identity.peer_id, run=self.run[0], live_peers=live_peers)
+
+    # what the directory asks
+
+    def _ignores(self, record: PeerRecord) -> bool:
+        return bool(self.bans.why(record.peer_id))
+
+    def _own_addresses(self) -> Sequence[str]:
+        return self.reachability.addresses() if self._has_directory else ()
+
+    def _on_copy(self, other: PeerRecord) -> None:
+        if self.fault is None:
+            where = ", ".join(other.addresses) or "another machine"
+            self.fault = IdentityError(
+                f"the key of this peer is also in use at {where} by a peer that started later, so this peer is "
+                "stopping. Two peers must not use the same key: on one of the two machines, move "
+                f"{self._settings.state_dir / 'identity.key'} away, and run `noloco id` to create a new key"
+            )
+            log.error("%s", self.fault)
+            self.request_leave()
+
+    def request_leave(self) -> None:
+        """Ask the training loop to end cleanly. This is safe in a signal handler and on any thread."""
+        self._leaving.set()
+        self.service.hurry()

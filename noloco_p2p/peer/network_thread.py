@@ -11,18 +11,21 @@ from typing import Any, TypeVar
 
 import uvloop
 
-from noloco_p2p.errors import Left
+from noloco_p2p.errors import Left, SettingsError
 
 T = TypeVar("T")
 
+START_TIMEOUT_S = 120.0  # including the import of hivemind from a slow disk
 STOP_TIMEOUT_S = 20.0
+NOT_RUNNING = "this peer is not running: it was closed, for example at the end of its `with` block"
 LOOK_S = 0.1  # how often a long call checks whether this peer must leave
 
 
 class NetworkThread:
-    """A thread with an event loop (uvloop). `call` runs a coroutine there and waits for its result."""
+    """A thread with an event loop (uvloop). `call` runs a coroutine there and waits for its result, until `stop`."""
 
     def __init__(self) -> None:
+        self.has_stopped = False
         self.loop: asyncio.AbstractEventLoop
         self._started = threading.Event()
         self._thread = threading.Thread(target=self._main, name="noloco-network", daemon=True)
@@ -32,8 +35,12 @@ class NetworkThread:
     def call(self, coroutine: Coroutine[Any, Any, T], timeout_s: float, *, leaving: threading.Event | None = None) -> T:
         """Run a coroutine on the thread and return its result.
 
-        Raises any error of the coroutine, TimeoutError after `timeout_s`, and Left soon after `leaving` is set.
+        Raises any error of the coroutine, TimeoutError after `timeout_s`, Left soon after `leaving` is set, and
+        SettingsError if the thread has stopped.
         """
+        if self.has_stopped:
+            coroutine.close()
+            raise SettingsError(NOT_RUNNING)
         future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
         until_s = time.monotonic() + timeout_s
         try:
@@ -49,6 +56,7 @@ class NetworkThread:
             raise
 
     def stop(self) -> None:
+        self.has_stopped = True
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(STOP_TIMEOUT_S)
 

@@ -1,24 +1,43 @@
 """Decide whether this peer pauses.
 
-It pauses if `noloco pause` asked for it, or if the machine is used in a way that the settings exclude.
+It pauses if `noloco pause` asked for it, or if the machine is used in a way that the setting `when` excludes.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from noloco_p2p.peer.free_time import FreeTime, Reason, Seen
-from noloco_p2p.peer.machine_use import MachineUse
+import psutil
+
 from noloco_p2p.settings import PeerSettings
 from noloco_p2p.swarm.records import PausedBy
 
 log = logging.getLogger(__name__)
 
 LOOK_S = 5.0  # between two observations of the machine
+BUSY_SHARE = 0.25  # the share of all cores that other programs may use
+QUIET_S = 120.0  # how long other programs must have been quiet before training continues
+BUSY = ("user", "nice", "system", "irq", "softirq")  # processor times spent working; the other fields count waiting
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """The reason why a peer pauses: a word for its record, and a sentence for its user."""
+
+    word: PausedBy
+    sentence: str
+
+
+IN_USE = Reason(
+    "in use",
+    f"other programs used more than {100 * BUSY_SHARE:.0f} % of the processor in the last {QUIET_S / 60:.0f} min",
+)
 
 
 class Pausing:
@@ -64,6 +83,77 @@ class Pausing:
         return asked if self._requested.is_set() else ""
 
 
+class FreeTime:
+    """The policy of the setting `when`.
+
+    It remembers when other programs were last busy, so that training does not start and stop in quick succession.
+    """
+
+    def __init__(self, settings: PeerSettings) -> None:
+        self._hours = settings.hours
+        self._is_outside = Reason("hours", f"the current time is outside {settings.when}")
+        self._spares_users = settings.when == "idle"
+        self._busy_s = float("-inf")
+
+    def why_not(self, *, minute: int, others_share: float | None = None, now_s: float) -> Reason | None:
+        """Return why this peer must not train now, or None if it can train.
+
+        `minute` is the minute of the day in local time. `others_share` is the share of all cores that other programs
+        use, or None if it is unknown. `now_s` is the time of a monotonic clock.
+        """
+        if (others_share or 0.0) > BUSY_SHARE:
+            self._busy_s = now_s
+        if self._hours:
+            first, end = self._hours
+            is_within = first <= minute < end if first < end else minute >= first or minute < end  # over midnight
+            return None if is_within else self._is_outside
+        return IN_USE if self._spares_users and now_s - self._busy_s < QUIET_S else None
+
+
+class MachineUse:
+    """Measures how much other programs use the processor.
+
+    `root_pid` is the id of the process that, together with its children, makes up this peer. With several GPUs, this is
+    the process that started one process per GPU.
+    """
+
+    def __init__(self, *, root_pid: int | None = None) -> None:
+        own_root = os.getppid() if "LOCAL_RANK" in os.environ else os.getpid()
+        self._root = psutil.Process(own_root if root_pid is None else root_pid)
+        self._before: tuple[float, float, float] | None = None
+
+    def others_share(self) -> float | None:
+        """Return the share of all cores that other programs used since the last call, which is unknown at first.
+
+        The time that a child used is added to its parent's time once the child has ended.
+        """
+        try:
+            own = [self._root, *self._root.children(recursive=True)]
+        except psutil.Error:
+            own = []
+        times = psutil.cpu_times()
+        busy_s = sum(getattr(times, name, 0.0) for name in BUSY)
+        now = time.monotonic(), busy_s, sum(map(_used_s, own))
+        before, self._before = self._before, now
+        if before is None or now[0] <= before[0]:
+            return None
+        elapsed_s, all_s, own_s = (new - old for new, old in zip(now, before, strict=True))
+        return max(0.0, (all_s - own_s) / elapsed_s / (psutil.cpu_count() or 1))
+
+
+def _used_s(process: psutil.Process) -> float:
+    try:
+        times = process.cpu_times()
+    except psutil.Error:  # the process has just ended
+        return 0.0
+    return times.user + times.system + times.children_user + times.children_system
+
+
+def minute_of_day() -> int:
+    local = time.localtime()
+    return 60 * local.tm_hour + local.tm_min
+
+
 def watch_machine(settings: PeerSettings, pausing: Pausing) -> list[asyncio.Task[None]]:
     """Start observing this machine, and return the tasks that do so.
 
@@ -71,14 +161,19 @@ def watch_machine(settings: PeerSettings, pausing: Pausing) -> list[asyncio.Task
     """
     if settings.when == "always":
         return []
-    return [asyncio.create_task(watch(FreeTime(settings), pausing, MachineUse().look))]
+    use, free_time = MachineUse(), FreeTime(settings)
+
+    def why_not() -> Reason | None:
+        return free_time.why_not(minute=minute_of_day(), others_share=use.others_share(), now_s=time.monotonic())
+
+    return [asyncio.create_task(watch(why_not, pausing))]
 
 
-async def watch(free_time: FreeTime, pausing: Pausing, look: Callable[[], Seen], *, every_s: float = LOOK_S) -> None:
-    """Observe the machine every few seconds on another thread, and pass the result to `pausing`."""
+async def watch(why_not: Callable[[], Reason | None], pausing: Pausing, *, every_s: float = LOOK_S) -> None:
+    """Ask every few seconds, on another thread, why this peer must not train now, and tell `pausing`."""
     while True:
         try:
-            pausing.heed(free_time.why_not(await asyncio.to_thread(look), now_s=time.monotonic()))
+            pausing.heed(await asyncio.to_thread(why_not))
         except Exception:  # the peer stays in its present state
             log.exception("the load on this machine could not be measured")
         await asyncio.sleep(every_s)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from noloco_p2p.errors import DirectoryError
+from noloco_p2p.gossip.service import PeerService
 from noloco_p2p.hosts import is_home, is_public
 from noloco_p2p.net.server import GrpcServer
 from noloco_p2p.settings import PeerSettings
 from noloco_p2p.swarm.address_book import AddressBook
 from noloco_p2p.swarm.addresses import host_of, host_port, routable_host
 from noloco_p2p.swarm.dht import SwarmDirectory
-from noloco_p2p.swarm.dial_back import CLOSED, OPEN, DialBacks, Reach, Verdict, assess, way_to
+from noloco_p2p.swarm.dial_back import CLOSED, OPEN, DialBack, DialBacks, Reach, Verdict, assess, way_to
 from noloco_p2p.swarm.node import end_tasks
 from noloco_p2p.swarm.port_mapping import MappedPorts, PortMapping, client_of
 from noloco_p2p.swarm.relay import Reservations
@@ -39,26 +40,26 @@ class Reachability:
         self._settings = settings
         self._book = book
         self._server: GrpcServer | None = None
-        self._num_calls: Callable[[], int] = lambda: 0
+        self._service: PeerService | None = None
+        self._reservations = Reservations(directory.node, doors=self._relays, wanted=self.is_closed)
         self.tunnels = Tunnels(
             directory.node,
-            multiaddrs=lambda: {record.peer_id: record.multiaddrs for record, _ in directory.records()},
+            multiaddrs=self._multiaddrs,
             wanted=self._needs_tunnels,
-            relays=lambda: self._reservations.relays(),
+            relays=self._reservations.relays,
         )
-        self._dial_backs = DialBacks(nodes=self._to_ask, ask=lambda node: directory.ask_to_dial(node, self._ports()))
-        self._reservations = Reservations(directory.node, doors=self._relays, wanted=self.is_closed)
+        self._dial_backs = DialBacks(nodes=self._to_ask, ask=self._ask_one)
         asks = settings.map_ports == "always" and not any(settings.announced)
         self._port_mapping = PortMapping(
             client_of(routable_host(settings.listen_host)) if asks else None,
-            ports=lambda: (self._port, directory.port),
+            ports=self._own_ports,
             on_change=self._dial_backs.ask_again,
         )
         self._tasks: list[asyncio.Task[None]] = []
 
-    async def start(self, server: GrpcServer, *, num_calls: Callable[[], int]) -> None:
-        """Start all tasks. `num_calls` returns the number of incoming calls from other peers."""
-        self._server, self._num_calls = server, num_calls
+    async def start(self, server: GrpcServer, service: PeerService) -> None:
+        """Start all tasks. `service` counts the calls from other peers."""
+        self._server, self._service = server, service
         self._directory.mirror(self._ports()[0])
         await self.tunnels.start(server.take)
         jobs = [
@@ -100,7 +101,7 @@ class Reachability:
             ports=self._ports(),
             dial_backs=self._dial_backs.seen(),
             abroad=self._directory.is_abroad(),
-            num_calls=self._num_calls(),
+            num_calls=self._service.num_calls if self._service else 0,
             relayed=bool(self._reservations.circuits()),
             num_holes=self.tunnels.num_holes,
             is_mapped=mapped is not None,
@@ -163,7 +164,13 @@ class Reachability:
         if self._port_mapping.mapped:
             return self._port_mapping.mapped.ports
         announced_port = self._settings.announced[1]
-        return (announced_port, announced_port + 1) if announced_port else (self._port, self._directory.port)
+        return (announced_port, announced_port + 1) if announced_port else self._own_ports()
+
+    def _own_ports(self) -> tuple[int, int]:
+        return self._port, self._directory.port
+
+    def _multiaddrs(self) -> Mapping[str, Sequence[str]]:
+        return {record.peer_id: record.multiaddrs for record, _ in self._directory.records()}
 
     def _mapped(self) -> MappedPorts | None:
         """Return the router's port mapping, unless peers have tried to dial back and none got through.
@@ -194,6 +201,9 @@ class Reachability:
         records = self._directory.records()
         peers = {record.peer_id: record.multiaddrs for record, _ in records if record.reachability in OPEN}
         return {peer: (door,) for peer, door in self._directory.entrances.items()} | peers
+
+    async def _ask_one(self, peer_id: str) -> DialBack:
+        return await self._directory.ask_to_dial(peer_id, self._ports())
 
     def _to_ask(self) -> list[str]:
         """Return the live peers that others can reach, and the entrances that are neighbours in the DHT."""

@@ -5,81 +5,55 @@ They report which peers hold which stage, and let this peer take part in the pip
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Coroutine, Sequence
-from typing import Any
+from collections.abc import Container, Sequence
 
-from noloco_p2p.bans import BanList
 from noloco_p2p.gossip.seams import Candidate
-from noloco_p2p.identity import Identity
 from noloco_p2p.net.connection import Connector
-from noloco_p2p.net.session import Session
-from noloco_p2p.net.throttle import Limits
-from noloco_p2p.peer.membership import START_TIMEOUT_S
 from noloco_p2p.peer.network import Network
+from noloco_p2p.peer.network_thread import START_TIMEOUT_S
 from noloco_p2p.peer.stage_flow import StageFlow, StagePlan, Surroundings
-from noloco_p2p.peer.status import PublishedStatus
 from noloco_p2p.peer.threaded_flow import ThreadedFlow
 
 
 class Stages:
-    """The network services that the trainer of a stage uses on the main thread.
+    """The network services that the trainer of a stage uses on the main thread."""
 
-    `network` returns the running network, and raises SettingsError once the peer is closed. `call` runs a coroutine on
-    the network's thread.
-    """
-
-    def __init__(
-        self,
-        status: PublishedStatus,
-        identity: Identity,
-        session: Session,
-        *,
-        bans: BanList,
-        limits: Limits,
-        network: Callable[[], Network],
-        call: Callable[[Coroutine[Any, Any, Any], float], Any],
-    ) -> None:
-        self._status = status
-        self._identity = identity
-        self._session = session
-        self._bans = bans
-        self._limits = limits
+    def __init__(self, network: Network) -> None:
         self._network = network
-        self._call = call
 
     def look_around(self) -> None:
         """Wait until a live peer is known, if one is expected.
 
         Raises Left, or Unreachable if this peer has a ticket and no peer is live.
         """
-        self._network().entering.look_around()
+        self._network.entering.look_around()
 
     def members(self) -> Sequence[Candidate]:
         """Return the other live peers of all stages, from their records."""
-        return self._network().live_peers.everyone()
+        return self._network.live_peers.everyone()
 
     def mates(self) -> Sequence[Candidate]:
         """Return the other live peers that hold this peer's stage. This peer swaps only with them."""
-        return self._network().live_peers.mates()
+        return self._network.live_peers.mates()
 
     def answering(self) -> Sequence[Candidate]:
         """Request the current status of some of the peers with the same stage, and return those that answer.
 
         Unlike the directory, the result contains no dead peers. Raises Left.
         """
-        return self._network().entering.answering()
+        return self._network.entering.answering()
 
     def num_mates(self) -> int:
         """Return the number of other live peers with the same stage.
 
         In a swarm of more than 48 peers, this is an estimate.
         """
-        return self._network().live_peers.num_live() - 1
+        return self._network.live_peers.num_live() - 1
 
     @property
     def heads(self) -> Container[str]:
         """Return the heads that the directory lists now."""
-        return self._network().live_peers.heads
+        return self._network.live_peers.heads
 
     def hold(self, stage: int) -> None:
         """Hold a stage, so that this peer swaps only with peers of that stage and fetches its state from them.
@@ -87,37 +61,35 @@ class Stages:
         Call this before a NoLoCo is created. The layout of a stage that was held before is dropped, because peers of
         the new stage would refuse it as another model.
         """
-        network = self._network()
-        network.live_peers.stage = stage
-        self._status.layout = network.states.layout = None
+        self._network.live_peers.stage = stage
+        self._network.states.layout = None
 
     def wait_for(self, stages: Sequence[int]) -> None:
         """Set the stages that this peer waits for because no peer holds them. `noloco status` shows them."""
-        self._status.waits_for_stages = tuple(stages)
+        self._network.status.waits_for_stages = tuple(stages)
 
     def start_flow(self, plan: StagePlan) -> ThreadedFlow:
         """Take part in the pipeline. Other peers find this one in the directory and send it microbatches."""
-        return self._call(self._start_flow(plan), START_TIMEOUT_S)
+        return self._network.thread.call(self._start_flow(plan), START_TIMEOUT_S)
 
     def stop_flow(self) -> None:
         """Stop taking part in the pipeline, before this peer holds another stage."""
-        self._call(self._stop_flow(), START_TIMEOUT_S)
+        self._network.thread.call(self._stop_flow(), START_TIMEOUT_S)
 
     async def _start_flow(self, plan: StagePlan) -> ThreadedFlow:
-        net, limits = self._network(), self._limits
-        live_peers = net.live_peers
+        net, live_peers = self._network, self._network.live_peers
         around = Surroundings(
-            self._identity,
-            self._status.hello().spec_digest,
-            hello=self._status.hello,
-            connector=Connector(self._session, limits, why_banned=self._bans.why, guard=net.directory.guard),
+            net.identity,
+            net.run[1],
+            hello=net.hello,
+            connector=Connector(net.session, net.limits, why_banned=net.bans.why, guard=net.directory.guard),
             find=live_peers.find,
-            limits=limits,
+            limits=net.limits,
             look_for=live_peers.heads.look_for,
             live=lambda: live_peers.reached(live_peers.everyone()),
             is_closed=net.reachability.is_closed,
-            why_banned=self._bans.why,
-            strike=self._bans.strike,
+            why_banned=net.bans.why,
+            strike=net.bans.strike,
         )
         flow = StageFlow(plan, around)
         net.stage_flow, net.server.serve_flow = flow, flow.serve
@@ -125,7 +97,7 @@ class Stages:
         return flow.threaded
 
     async def _stop_flow(self) -> None:
-        net = self._network()
+        net = self._network
         flow, net.stage_flow, net.server.serve_flow = net.stage_flow, None, None
         if flow:
             await flow.stop()

@@ -41,7 +41,6 @@ class Announcer:
         self._identity = identity
         self._view = view
         self._key = run_key(spec_digest)
-        self._spec_digest = spec_digest
         self._describe = describe
         self._multiaddrs = multiaddrs
         self._every_s = every_s
@@ -74,8 +73,6 @@ class Announcer:
             record = replace(
                 described,
                 depths=() if depths == (0,) else depths,
-                peer_id=self._identity.peer_id,
-                spec_digest=self._spec_digest,
                 multiaddrs=tuple(described.multiaddrs or self._multiaddrs()),
                 state=state or described.state,
                 sequence=self._next_sequence(),

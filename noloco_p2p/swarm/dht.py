@@ -314,19 +314,26 @@ class SwarmDirectory:
             await self._view.refresh()
 
     async def stop(self, *, farewell: bool = True) -> None:
-        """Announce within FAREWELL_S that this peer is leaving, then end all tasks and processes.
+        """End all tasks and processes, after `say_farewell` unless `farewell` is false.
 
         This method raises no exception unless it is cancelled.
         """
         try:
             await end_tasks(self._tasks)
-            if farewell and self._announcer:
-                await self._announcer.announce("leaving", timeout_s=FAREWELL_S)
-        except DirectoryError as error:
-            logger.warning("could not announce to the swarm that this peer is leaving: %s", error)
+            if farewell:
+                await self.say_farewell()
         finally:
             await self._node.stop()
             await asyncio.to_thread(self._address_book.save)
+
+    async def say_farewell(self) -> None:
+        """Announce within FAREWELL_S that this peer is leaving, and end all periodic tasks."""
+        await end_tasks(self._tasks)
+        try:
+            if self._announcer:
+                await self._announcer.announce("leaving", timeout_s=FAREWELL_S)
+        except DirectoryError as error:
+            logger.warning("could not announce to the swarm that this peer is leaving: %s", error)
 
     async def _freshen(self) -> float:
         if self._has_run:

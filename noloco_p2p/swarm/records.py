@@ -10,7 +10,7 @@ which needs it, is in another file.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from typing import Any, Literal, get_args
@@ -21,13 +21,13 @@ from noloco_p2p.errors import DirectoryError
 from noloco_p2p.gossip.frames import PROTOCOL_VERSION
 from noloco_p2p.identity import Identity, verify
 from noloco_p2p.swarm.buckets import MAX_DEPTH
-from noloco_p2p.telemetry.metrics import DEFAULTS, FAILED, LARGEST, METRICS, RECORDED, Metrics
+from noloco_p2p.telemetry.metrics import DEFAULTS, LARGEST, METRICS, RECORDED, Metrics, rounded
 
 TTL_S = 60.0
 MAX_RECORD_BYTES = 1024
 MAX_TEXT_CHARS = 320  # enough for a host name of 253 characters, followed by a peer id
 MAX_ADDRESSES = 4  # limit for each kind of address
-MAX_COUNTS = 16  # maximum number of counts in a list
+MAX_ITEMS = 8  # in any list that is read
 SIGNATURE_BYTES = 64
 EXPIRY_SLACK_S = 1e-3  # allowed difference between the expiry in a record and the expiry in the DHT
 DOMAIN = b"noloco_p2p record 1\x00"
@@ -55,7 +55,7 @@ class PeerRecord:
     sequence: int = 0  # increases with every announcement, even across restarts
     expires_at_s: float = 0.0  # DHT time (Unix)
     state: str = "training"
-    metrics: Metrics = field(default_factory=Metrics)  # the encoded record holds the metrics that have a key
+    metrics: Metrics = field(default_factory=Metrics)  # those with a key are published
     reachability: str = "unknown"
     software: str = __version__
     depths: tuple[int, ...] = ()  # depth at which it reads, then other depths at which it is announced; () = (0,)
@@ -76,7 +76,7 @@ KEYS = {
     "spec_digest": "spec",
     "addresses": "grpc",
     "multiaddrs": "p2p",
-    "protocol_version": "proto",
+    "protocol_version": "ver",
     "sequence": "seq",
     "expires_at_s": "exp",
     "reachability": "reach",
@@ -89,24 +89,24 @@ KEYS = {
     "sends_to": "to",
     "paused_by": "pause",
 } | {name: METRICS[name].key for name in RECORDED}
-FAILURES = [METRICS[name].key for name in FAILED]  # form a single list in the record
 PLAIN: dict[str, Any] = {item.name: item.default for item in fields(PeerRecord) if item.name != "metrics"}
-TYPES = {item.name: str(item.type) for item in (*fields(PeerRecord), *fields(Metrics)) if item.name != "metrics"}
-TYPES["paused_by"] = "str"
+TYPES = {item.name: str(item.type) for item in (*fields(PeerRecord), *fields(Metrics))} | {"paused_by": "str"}
 
 
 def encode_record(record: PeerRecord, identity: Identity) -> bytes:
     """Pack and sign a record.
 
-    If the record is too large, fields are left out until it fits: first the least useful addresses, then `sends_to`
-    and the name. Raises RecordError if it still does not fit.
+    Metrics are rounded, and those that are not finite are left out. If the record is too large, fields are left out
+    until it fits: first the least useful addresses, then `sends_to` and the name. Raises RecordError if it still does
+    not fit.
     """
     if record.peer_id != identity.peer_id:
         raise RecordError(f"the record of {record.peer_id} cannot be signed by {identity.peer_id}")
+    suffix = f"/p2p/{record.peer_id}"
+    if not all(address.endswith(suffix) for address in record.multiaddrs):
+        raise RecordError(f"a multiaddr in the record of {record.peer_id} does not end in {suffix}")
     record = replace(record, addresses=record.addresses[:MAX_ADDRESSES], multiaddrs=record.multiaddrs[:MAX_ADDRESSES])
-    _check(record)
-    body = _pack(record)
-    while len(body) + SIGNATURE_BYTES > MAX_RECORD_BYTES:
+    while len(body := _pack(record)) + SIGNATURE_BYTES > MAX_RECORD_BYTES:
         if len(record.multiaddrs) > 1:
             record = replace(record, multiaddrs=record.multiaddrs[:-1])
         elif len(record.addresses) > 1:
@@ -120,30 +120,27 @@ def encode_record(record: PeerRecord, identity: Identity) -> bytes:
                 f"the record has {len(body)} bytes, but the limit is {MAX_RECORD_BYTES - SIGNATURE_BYTES}; "
                 f"use shorter host names"
             )
-        body = _pack(record)
-    return identity.sign(DOMAIN + body) + body
+    data = identity.sign(DOMAIN + body) + body
+    decode_record(data)  # raises RecordError if other peers would refuse this record
+    return data
 
 
 def decode_record(data: bytes) -> PeerRecord:
-    """Check and unpack a record. Raises RecordError if `encode_record` could not have produced it."""
-    values = open_envelope(data)
-    # a newer sender may know other kinds of failures, which are ignored
-    values = {**values, **dict(zip(FAILURES, _counts("why", values.get("why", [])), strict=False))}
-    known: dict[str, Any] = {name: values[KEYS.get(name, name)] for name in PLAIN if KEYS.get(name, name) in values}
-    for name in ("addresses", "multiaddrs", "sends_to"):
-        known[name] = _texts(name, known.get(name, []))
-    known["depths"] = _counts("depths", known.get("depths", []))
-    known["name"] = peer_name.shown(known.get("name"))
-    # a newer sender may know other reasons
-    known["paused_by"] = known["paused_by"] if known.get("paused_by") in PAUSED_BY else ""
-    known["metrics"] = Metrics(**{name: values[KEYS[name]] for name in RECORDED if KEYS[name] in values})
+    """Unpack a record and check all its fields. Raises RecordError if a check fails."""
+    values: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in open_envelope(data).items()
+    }
+    own = {name: values[key] for name in PLAIN if (key := KEYS.get(name, name)) in values}
+    own["name"] = peer_name.shown(own.get("name"))
+    if own.get("paused_by") not in PAUSED_BY:  # a newer sender may know other reasons
+        own["paused_by"] = ""
+    metrics = Metrics(**{name: values[KEYS[name]] for name in RECORDED if KEYS[name] in values})
     try:
-        record = PeerRecord(**known)
+        record = PeerRecord(**own, metrics=metrics)
     except TypeError:
         raise RecordError("the record does not contain the name of its run") from None
-    record = replace(record, multiaddrs=tuple(f"{address}/p2p/{record.peer_id}" for address in record.multiaddrs))
     _check(record)
-    return record
+    return replace(record, multiaddrs=tuple(f"{address}/p2p/{record.peer_id}" for address in record.multiaddrs))
 
 
 @lru_cache(maxsize=4096)
@@ -162,97 +159,71 @@ def open_envelope(data: bytes) -> dict[str, Any]:
         raise RecordError("the record is not valid JSON") from None
     if not isinstance(values, dict):
         raise RecordError("the record is not a JSON object")
-    peer_id, expires_at_s = _text("peer_id", values.get("id")), _number("expires_at_s", values.get("exp"))
-    _text("spec_digest", values.get("spec"))
+    for name in ("peer_id", "expires_at_s", "spec_digest"):
+        _check_value(name, values.get(KEYS[name]))
+    peer_id = values["id"]
     if not verify(peer_id, DOMAIN + body, signature):
         raise RecordError(f"the record of {peer_id} is not signed by that peer")
-    return values | {"exp": expires_at_s}
+    return values | {"exp": float(values["exp"])}
 
 
 def _pack(record: PeerRecord) -> bytes:
     # Leave out empty values that are read as empty anyway, because addresses need the space.
-    values = {KEYS.get(name, name): value for name, value, default in _named(record) if value or value != default}
+    named = [(name, getattr(record, name), default) for name, default in PLAIN.items()]
+    named += [(name, rounded(name, getattr(record.metrics, name)), DEFAULTS[name]) for name in RECORDED]
+    values = {KEYS.get(name, name): value for name, value, default in named if value or value != default}
     if record.state == "training":
         del values["state"]
-    values["exp"] = record.expires_at_s
-    if any(failures := [values.pop(key, 0) for key in FAILURES]):
-        values["why"] = failures
     suffix = f"/p2p/{record.peer_id}"  # all multiaddrs end in this suffix, which has 57 bytes
-    values["p2p"] = [address.removesuffix(suffix) for address in record.multiaddrs]
+    values |= {"exp": record.expires_at_s, "p2p": [address.removesuffix(suffix) for address in record.multiaddrs]}
     text = json.dumps(values, sort_keys=True, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
     return text.encode()  # non-ASCII letters take two or three bytes each, and would take six if escaped
 
 
-def _named(record: PeerRecord) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the name, value and default of each field and each metric in the record."""
-    for name, default in PLAIN.items():
-        yield name, getattr(record, name), default
-    for name in RECORDED:
-        yield name, getattr(record.metrics, name), DEFAULTS[name]
-
-
 def _check(record: PeerRecord) -> None:
-    for name, value, _ in _named(record):
-        _CHECKS[TYPES[name]](name, value)
+    for name in PLAIN:
+        _check_value(name, getattr(record, name))
+    for name in RECORDED:
+        _check_value(name, getattr(record.metrics, name))
     if record.state not in STATES:
         raise RecordError(f"unknown state {record.state!r} in the record of {record.peer_id}")
     if any(depth > MAX_DEPTH for depth in record.depths):  # readers would look for buckets at this depth
         raise RecordError(f"a depth in the record of {record.peer_id} is greater than {MAX_DEPTH}")
-    suffix = f"/p2p/{record.peer_id}"
-    if not all(address.startswith("/") and address.endswith(suffix) for address in record.multiaddrs):
-        raise RecordError(f"a multiaddr in the record of {record.peer_id} does not end in {suffix}")
+    if not all(address.startswith("/") for address in record.multiaddrs):
+        raise RecordError(f"a multiaddr in the record of {record.peer_id} does not begin with /")
 
 
-def _text(name: str, value: object) -> str:
-    if not isinstance(value, str) or len(value) > MAX_TEXT_CHARS or not value.isprintable():
-        raise RecordError(f"{name} in the record is not a short printable string")  # it is printed to terminals
-    return value
+def _check_value(name: str, value: object) -> None:
+    kind = TYPES[name]
+    what, fits = LIMITS[kind.removesuffix(" | None")]
+    if not (fits(value) or (value is None and kind.endswith(" | None"))):
+        raise RecordError(f"{name} in the record is not {what}")
 
 
-def _texts(name: str, value: object) -> tuple[str, ...]:
-    if not isinstance(value, (list, tuple)) or len(value) > 2 * MAX_ADDRESSES:
-        raise RecordError(f"{name} in the record is not a short list")
-    return tuple(_text(name, item) for item in value)
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and len(value) <= MAX_TEXT_CHARS and value.isprintable()  # terminals show it
 
 
-def _count(name: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= LARGEST:
-        raise RecordError(f"{name} in the record is not a valid count")
-    return value
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= LARGEST  # excludes NaN
 
 
-def _counts(name: str, value: object) -> tuple[int, ...]:
-    if not isinstance(value, (list, tuple)) or len(value) > MAX_COUNTS:
-        raise RecordError(f"{name} in the record is not a short list")
-    return tuple(_count(name, item) for item in value)
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and _is_number(value) and value >= 0
 
 
-def _maybe_count(name: str, value: object) -> int | None:
-    return None if value is None else _count(name, value)
-
-
-def _number(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise RecordError(f"{name} in the record is not a number")
-    if not abs(value) <= LARGEST:  # this also excludes NaN
-        raise RecordError(f"{name} in the record is non-finite or larger than 2^53")
-    return float(value)
-
-
-def _maybe_number(name: str, value: object) -> float | None:
-    return None if value is None else _number(name, value)
+def _are(fits: Callable[[object], bool]) -> Callable[[object], bool]:
+    return lambda value: isinstance(value, tuple) and len(value) <= MAX_ITEMS and all(map(fits, value))
 
 
 def _refuse_constant(name: str) -> float:
     raise RecordError(f"the record contains {name}")
 
 
-_CHECKS: dict[str, Callable[[str, object], object]] = {
-    "str": _text,
-    "tuple[str, ...]": _texts,
-    "tuple[int, ...]": _counts,
-    "int": _count,
-    "int | None": _maybe_count,
-    "float": _number,
-    "float | None": _maybe_number,
+LIMITS: dict[str, tuple[str, Callable[[object], bool]]] = {  # by the type of a field
+    "str": ("a short printable string", _is_text),
+    "int": ("a valid count", _is_count),
+    "float": ("a finite number of at most 2^53", _is_number),
+    "tuple[str, ...]": ("a short list of short printable strings", _are(_is_text)),
+    "tuple[int, ...]": ("a short list of valid counts", _are(_is_count)),
 }

@@ -17,11 +17,10 @@ class About:
 
     `kind` is "counter" (it only increases, even across restarts), "gauge" (a current value) or "text" (not for
     Prometheus). `key` is the name of the metric in the record that the peer signs, and should be short; "" means that
-    it is not in the record, and "why:2" is the third number of the list "why". `digits` is the number of significant
-    digits in the record. `column` is the heading of the metric's column in the monitor's table of peers; "" means that
-    there is no column. `rank` is the order of the columns; on a narrow screen, the last ones are left out first.
-    `total` says how the monitor aggregates the values of all peers: it is a key of `telemetry.totals.WAYS`, or "" if
-    the monitor does not aggregate them.
+    it is not in the record. `digits` is the number of significant digits in the record. `column` is the heading of the
+    metric's column in the monitor's table of peers; "" means that there is no column. `rank` is the order of the
+    columns; on a narrow screen, the last ones are left out first. `total` says how the monitor aggregates the values of
+    all peers: it is a key of `telemetry.totals.WAYS`, or "" if the monitor does not aggregate them.
     """
 
     kind: str
@@ -75,16 +74,16 @@ class Metrics:
     )
     swaps: int = _metric("counter", "swaps", "committed swaps", 0, key="swaps", column="swaps", rank=5, total="sum")
     failed_unreachable: int = _metric(
-        "counter", "swaps", "swaps that failed because the partner could not be reached", 0, key="why:0", total="sum"
+        "counter", "swaps", "swaps that failed because the partner could not be reached", 0, key="fu", total="sum"
     )
     failed_slow: int = _metric(
-        "counter", "swaps", "swaps that failed because the partner did not answer in time", 0, key="why:1", total="sum"
+        "counter", "swaps", "swaps that failed because the partner did not answer in time", 0, key="fs", total="sum"
     )
     failed_corrupt: int = _metric(
-        "counter", "swaps", "swaps that failed because the partner sent invalid data", 0, key="why:2", total="sum"
+        "counter", "swaps", "swaps that failed because the partner sent invalid data", 0, key="fc", total="sum"
     )
     failed_abandoned: int = _metric(
-        "counter", "swaps", "swaps that failed because the partner ended them", 0, key="why:3", total="sum"
+        "counter", "swaps", "swaps that failed because the partner ended them", 0, key="fa", total="sum"
     )
     swaps_per_min: float = _metric(
         "gauge",
@@ -176,7 +175,7 @@ class Metrics:
         "training throughput in tokens per second over the steps that the loss covers (with stages: over the last "
         "30 s); the time includes waiting and evaluation",
         0.0,
-        key="tok/s",
+        key="tps",
         column="tokens/s",
         rank=2,
         total="speed",
@@ -186,7 +185,7 @@ class Metrics:
         "steps/s",
         "inner steps per second over the steps that the loss covers; the time includes waiting and evaluation",
         0.0,
-        key="steps/s",
+        key="sps",
     )
     gradient_norm: float | None = _metric(
         "gauge", "1", "norm of the gradient in the last inner step, before clipping", None
@@ -275,17 +274,6 @@ class Metrics:
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
-    def recorded(self, *, hides_contribution: bool = False) -> Metrics:
-        """Return the metrics that the peer publishes in its record, rounded and without non-finite values."""
-        hidden = CONTRIBUTION if hides_contribution else ()
-        return Metrics(**{name: self._short(name) for name in RECORDED if name not in hidden})
-
-    def _short(self, name: str) -> Any:
-        value = getattr(self, name)
-        if not isinstance(value, float):
-            return value
-        return float(f"{value:.{METRICS[name].digits}g}") if abs(value) <= LARGEST else DEFAULTS[name]
-
 
 METRICS: dict[str, About] = {item.name: item.metadata["about"] for item in fields(Metrics)}
 DEFAULTS: dict[str, Any] = {item.name: item.default for item in fields(Metrics)}
@@ -296,6 +284,13 @@ CONTRIBUTION = ("trained_s", "tokens")
 RECORDED = tuple(name for name, about in METRICS.items() if about.key)
 IN_COLUMNS = sorted((name for name, about in METRICS.items() if about.column), key=lambda name: METRICS[name].rank)
 LARGEST = 2.0**53  # limit of the numbers in a record, so that browsers represent integers exactly and sums stay finite
+
+
+def rounded(name: str, value: Any) -> Any:
+    """Return the value of a metric for a record: its first digits, or the default if it is not finite or too large."""
+    if not isinstance(value, float):
+        return value
+    return float(f"{value:.{METRICS[name].digits}g}") if abs(value) <= LARGEST else DEFAULTS[name]
 
 
 def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,107 +11,102 @@ from noloco_p2p.telemetry.metrics import METRICS, NUMBERS, Metrics
 from noloco_p2p.telemetry.totals import TOTALS
 
 if TYPE_CHECKING:
-    from prometheus_client import CollectorRegistry
     from prometheus_client.core import Metric
 
-PREFIX = "noloco"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+OF_STAGE = ("capacity", "tokens_per_s", "queue", "microbatches", "late_microbatches", "lost_microbatches")
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One metric at /metrics, where the names of counters end in `_total`. `labels` has the names of its labels."""
+    """One metric at /metrics, where the names of counters end in `_total`.
+
+    `key` is the name of its value in the metrics, the totals or the stages. `labels` has the names of its labels.
+    """
 
     name: str
     kind: str
     unit: str
     meaning: str
     labels: tuple[str, ...] = ()
+    key: str = ""
 
     @property
     def full_name(self) -> str:
         return self.name + ("_total" if self.kind == "counter" else "")
 
+    def of(self, *samples: tuple[Any, ...]) -> Metric:
+        """Return the samples of this family. Each has the values of the labels, and then its own value."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        make = CounterMetricFamily if self.kind == "counter" else GaugeMetricFamily
+        metric = make(self.name, f"{self.meaning} [{self.unit}]", labels=self.labels)
+        for *labels, value in samples:
+            metric.add_metric([str(label) for label in labels], float(value))
+        return metric
+
 
 PEER = tuple(
-    Family(f"{PREFIX}_{name}", METRICS[name].kind, METRICS[name].unit, METRICS[name].meaning) for name in NUMBERS
+    Family(f"noloco_{name}", METRICS[name].kind, METRICS[name].unit, METRICS[name].meaning, key=name)
+    for name in NUMBERS
 )
 PEER_INFO = Family(
-    f"{PREFIX}_peer_info", "gauge", "1", "always 1; its labels identify this peer", ("peer_id", "run", "software")
+    "noloco_peer_info", "gauge", "1", "always 1; its labels identify this peer", ("peer_id", "run", "software")
 )
 LIVE_PEERS = Family(
-    f"{PREFIX}_live_peers", "gauge", "peers", "number of other live peers; an estimate if there are more than 48"
+    "noloco_live_peers", "gauge", "peers", "number of other live peers; an estimate if there are more than 48"
 )
-SWARM_PREFIX = f"{PREFIX}_swarm"
 SWARM_PEERS = Family(
-    f"{SWARM_PREFIX}_peers", "gauge", "peers", "number of peers by health, as judged by the monitor", ("health",)
+    "noloco_swarm_peers", "gauge", "peers", "number of peers by health, as judged by the monitor", ("health",)
 )
-SWARM = tuple(Family(f"{SWARM_PREFIX}_{total.name}", "gauge", total.unit, total.meaning) for total in TOTALS)
+SWARM = tuple(
+    Family(f"noloco_swarm_{total.name}", "gauge", total.unit, total.meaning, key=total.name) for total in TOTALS
+)
 STAGES = tuple(
-    Family(f"{SWARM_PREFIX}_stage_{name}", "gauge", unit, meaning, ("stage",))
+    Family(f"noloco_swarm_stage_{name}", "gauge", unit, meaning, ("stage",), key=name)
     for name, unit, meaning in (
         ("peers", "peers", "number of live peers that hold the stage"),
         *(
             (name, METRICS[name].unit, f"sum over the live peers of a stage: {METRICS[name].meaning}")
-            for name in ("capacity", "tokens_per_s", "queue", "microbatches", "late_microbatches", "lost_microbatches")
+            for name in OF_STAGE
         ),
     )
 )
 DIRECTORY_AGE = Family(
-    f"{SWARM_PREFIX}_directory_age_s", "gauge", "s", "time since the directory last answered the monitor"
+    "noloco_swarm_directory_age_s", "gauge", "s", "time since the directory last answered the monitor"
 )
 
 
 def peer_page(metrics: Metrics, *, peer_id: str, run: str, live_peers: int) -> bytes:
     """Return the page that a peer serves at /metrics."""
-
-    def collect() -> Iterator[Metric]:
-        for family in PEER:
-            value = getattr(metrics, family.name.removeprefix(f"{PREFIX}_"))
-            if value is not None:
-                yield _sample(family, [((), value)])
-        yield _sample(PEER_INFO, [((peer_id, run, __version__), 1)])
-        yield _sample(LIVE_PEERS, [((), live_peers)])
-
-    return _page(collect)
+    told = [family.of((value,)) for family in PEER if (value := getattr(metrics, family.key)) is not None]
+    return _page([*told, PEER_INFO.of((peer_id, run, __version__, 1)), LIVE_PEERS.of((live_peers,))])
 
 
 def swarm_page(summary: dict[str, Any], *, healths: Iterable[str]) -> bytes:
-    """Return the page that `noloco monitor --web` serves at /metrics, from `monitor.collect.Watcher.summary`."""
+    """Return the page that `noloco monitor --web` serves at /metrics, from a summary of `monitor.collect.Watcher`."""
     totals, stages = summary["totals"], summary["stages"]
-
-    def collect() -> Iterator[Metric]:
-        yield _sample(SWARM_PEERS, [((str(health),), totals[health]) for health in healths])
-        for family in SWARM:
-            value = totals[family.name.removeprefix(f"{SWARM_PREFIX}_")]
-            if value is not None:
-                yield _sample(family, [((), value)])
-        for family in STAGES if stages else ():
-            name = family.name.removeprefix(f"{SWARM_PREFIX}_stage_")
-            yield _sample(family, [((str(row["stage"]),), row[name]) for row in stages])
-        yield _sample(DIRECTORY_AGE, [((), summary["directory_age_s"])])
-
-    return _page(collect)
-
-
-def _sample(family: Family, samples: list[tuple[tuple[str, ...], float]]) -> Metric:
-    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-
-    make = CounterMetricFamily if family.kind == "counter" else GaugeMetricFamily
-    metric = make(family.name, f"{family.meaning} [{family.unit}]", labels=family.labels)
-    for labels, value in samples:
-        metric.add_metric(labels, float(value))
-    return metric
+    return _page(
+        [
+            SWARM_PEERS.of(*((health, totals[health]) for health in healths)),
+            *(family.of((value,)) for family in SWARM if (value := totals[family.key]) is not None),
+            *(family.of(*((row["stage"], row[family.key]) for row in stages)) for family in STAGES if stages),
+            DIRECTORY_AGE.of((summary["directory_age_s"],)),
+        ]
+    )
 
 
 class _Collector:
-    def __init__(self, collect: Callable[[], Iterator[Metric]]) -> None:
-        self.collect = collect
+    def __init__(self, metrics: list[Metric]) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterator[Metric]:
+        return iter(self._metrics)
 
 
-def _page(collect: Callable[[], Iterator[Metric]]) -> bytes:
+def _page(metrics: list[Metric]) -> bytes:
     from prometheus_client import CollectorRegistry, generate_latest
 
-    registry: CollectorRegistry = CollectorRegistry(auto_describe=False)
-    registry.register(_Collector(collect))  # pyright: ignore[reportArgumentType] - it only needs `collect`
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Collector(metrics))  # pyright: ignore[reportArgumentType] - it only needs `collect`
     return generate_latest(registry)

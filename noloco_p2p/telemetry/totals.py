@@ -1,55 +1,57 @@
 """Defines how a monitor aggregates a metric over all peers.
 
-`About.total` names one of the WAYS below. The name, unit and meaning of each total are derived from the metric.
+`About.total` names one of the WAYS below. The name, unit and meaning of each total are derived from the metric. A row
+is the JSON object of one peer, from `monitor.roster.describe`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from noloco_p2p.telemetry.metrics import METRICS, Metrics
+from noloco_p2p.telemetry.metrics import METRICS
 
-Values = Sequence[float]
+Row = Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Peers:
-    """The metrics of the peers over which totals are computed.
+def is_living(row: Row) -> bool:
+    return row["health"] in ("alive", "silent")
 
-    `listed` has all known peers, `living` has the peers that are alive or silent, and `training` has the living peers
-    that are training now. `heads` has those of them that hold the whole model or its first stage, because each token
-    passes through all stages.
-    """
 
-    listed: Sequence[Metrics]
-    living: Sequence[Metrics]
-    training: Sequence[Metrics]
-    heads: Sequence[Metrics]
+def is_training(row: Row) -> bool:
+    return is_living(row) and row["state"] == "training"
+
+
+def _is_head(row: Row) -> bool:
+    return is_training(row) and not row["stage"]  # it holds the whole model, or its first stage
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A way to aggregate a metric. `ending` is the suffix of the total's name, and `of` is a field of `Peers`."""
+    """A way to aggregate a metric over the peers for which `counts` is true.
+
+    `ending` is the suffix of the total's name, and `empty` is the total if no peer has a value.
+    """
 
     ending: str
     meaning: str
-    of: str
-    make: Callable[[Values], float]
-    empty: float | None = None  # the total if no peer has a value
+    counts: Callable[[Row], bool]
+    make: Callable[[Sequence[float]], float]
+    empty: float | None = None
 
 
 WAYS = {
-    "sum": (Way("", "sum over all peers seen in the last hour", "listed", sum, 0),),
-    "speed": (Way("", "sum over the live peers that are training (with stages: over the heads)", "heads", sum, 0),),
-    "training": (Way("", "mean over the live peers that are training", "training", fmean),),
-    "highest": (Way("", "highest value among live peers", "living", max),),
+    "sum": (Way("", "sum over all peers seen in the last hour", lambda row: True, sum, 0),),
+    # Each token passes through all stages, so only the heads count.
+    "speed": (Way("", "sum over the live peers that are training (with stages: over the heads)", _is_head, sum, 0),),
+    "training": (Way("", "mean over the live peers that are training", is_training, fmean),),
+    "highest": (Way("", "highest value among live peers", is_living, max),),
     "mean": (
-        Way("", "mean over live peers", "living", fmean),
-        Way("_lowest", "lowest value among live peers", "living", min),
-        Way("_highest", "highest value among live peers", "living", max),
+        Way("", "mean over live peers", is_living, fmean),
+        Way("_lowest", "lowest value among live peers", is_living, min),
+        Way("_highest", "highest value among live peers", is_living, max),
     ),
 }
 
@@ -71,15 +73,10 @@ class Total:
     def meaning(self) -> str:
         return f"{self.way.meaning}: {METRICS[self.metric].meaning}"
 
-    def over(self, peers: Peers) -> float | None:
-        values = [getattr(metrics, self.metric) for metrics in getattr(peers, self.way.of)]
+    def over(self, rows: Iterable[Row]) -> float | None:
+        values = [row[self.metric] for row in rows if self.way.counts(row)]
         known = [value for value in values if value is not None]
         return self.way.make(known) if known else self.way.empty
 
 
 TOTALS = tuple(Total(name, way) for name, about in METRICS.items() if about.total for way in WAYS[about.total])
-
-
-def totals(peers: Peers) -> dict[str, Any]:
-    """Return the value of every total by name. If no peer has a value, a sum is 0, and any other total is None."""
-    return {total.name: total.over(peers) for total in TOTALS}

@@ -56,12 +56,12 @@ def describe_state(path: Path, *, layout: str, num_elements: int, progress: floa
 
 
 class StateServer:
-    """Serves the spec, the layout and the newest saved state. Set `saved` whenever a newer state is written."""
+    """Serves the spec, the layout of this peer's model and its newest saved state, as soon as they are set."""
 
-    def __init__(self, spec: Spec) -> None:
+    def __init__(self, spec: Spec | None = None) -> None:
+        self.spec = spec
+        self.layout: ModelLayout | None = None
         self.saved: SavedState | None = None
-        self.layout: ModelLayout | None = None  # the layout of this peer's model, once it is known
-        self._spec_json = spec.canonical_json()
         self._slots = UploadSlots()
 
     async def serve(self, want: FetchWant) -> AsyncGenerator[FetchItem]:
@@ -71,7 +71,7 @@ class StateServer:
         """
         match want:
             case WantSpec():
-                yield SpecJson(self._spec_json)
+                yield self._spec_json()
             case WantManifest():
                 yield self._saved().manifest
             case WantLayout():
@@ -83,6 +83,11 @@ class StateServer:
                 async with aclosing(self._chunks(saved, indices)) as chunks:
                     async for chunk in chunks:
                         yield chunk
+
+    def _spec_json(self) -> SpecJson:
+        if self.spec is None:
+            raise Refused("I have no spec yet", code=RefuseCode.NO_STATE.name)
+        return SpecJson(self.spec.canonical_json())
 
     def _layout_json(self) -> LayoutJson:
         data = self.layout.as_json() if self.layout else b""

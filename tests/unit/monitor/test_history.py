@@ -19,8 +19,7 @@ def summaries(num_peers: int, *, every_s: float, number: int) -> list[dict[str, 
     found = []
     for index in range(number):
         now_s = BEGAN_S + 1000 + index * every_s
-        watcher.take(crowd.records(now_s), directory_age_s=0.5, now_s=now_s)
-        found.append(watcher.summary())
+        found.append(watcher.take(crowd.records(now_s), directory_age_s=0.5, now_s=now_s))
     return found
 
 

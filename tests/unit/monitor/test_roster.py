@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from recorded import changed
 
 from noloco_p2p.monitor.notices import notices
-from noloco_p2p.monitor.roster import FORGET_AFTER_S, MAX_PEERS, WINDOW_S, Health, Roster
+from noloco_p2p.monitor.roster import FORGET_AFTER_S, MAX_PEERS, WINDOW_S, Health, Roster, describe, health_of
 from noloco_p2p.monitor.stages import Stage, stage_rows
 from noloco_p2p.swarm.records import TTL_S, PeerRecord
 
@@ -21,6 +22,10 @@ def roster(*records: PeerRecord, age_s: float = 0.0) -> Roster:
     return made
 
 
+def rows_of(*records: PeerRecord) -> list[dict[str, Any]]:
+    return [describe(record, 0.0) for record in records]
+
+
 def told(
     made: Roster,
     *,
@@ -28,7 +33,8 @@ def told(
     stages: Sequence[Stage] = (),
     directory_age_s: float = 1.0,
 ) -> list[str]:
-    found = notices(made, stages=stages, directory_age_s=directory_age_s, now_s=NOW_S + after_s)
+    rows = made.rows(now_s=NOW_S + after_s)
+    found = notices(rows, stages=stages, lately=made.lately(), directory_age_s=directory_age_s)
     return [f"{notice.level}: {notice.text}" for notice in found]
 
 
@@ -45,14 +51,13 @@ def told(
     ],
 )
 def test_health_follows_the_last_words_and_their_age(state: str, age_s: float, health: Health) -> None:
-    made = roster(changed(A, state=state))
-    assert made.members[A.peer_id].health(NOW_S + age_s) is health
+    assert health_of(state, age_s) is health
 
 
 def test_a_peer_that_vanished_is_remembered_with_its_true_age_and_in_the_end_forgotten() -> None:
     made = roster(A, B)
     made.take([(changed(B, sequence=2), 0.0)], now_s=NOW_S + 95.0)
-    assert made.members[A.peer_id].age_s(NOW_S + 95.0) == 95.0
+    assert made.rows(now_s=NOW_S + 95.0)[0]["age_s"] == 95.0
     assert told(made, after_s=95.0) == [
         "warn: Lost 1 peer that left without notice: ..aaaaaa. The newest record is 1 min 35 s old.",
     ]
@@ -63,7 +68,7 @@ def test_a_peer_that_vanished_is_remembered_with_its_true_age_and_in_the_end_for
 def test_an_old_record_seen_again_makes_nobody_younger() -> None:
     made = roster(A)
     made.take([(A, 3.0)], now_s=NOW_S + 50.0)
-    assert made.members[A.peer_id].age_s(NOW_S + 50.0) == 50.0
+    assert made.rows(now_s=NOW_S + 50.0)[0]["age_s"] == 50.0
 
 
 def test_a_swap_is_a_meeting_and_swaps_are_counted_from_the_first_look_on() -> None:
@@ -119,9 +124,9 @@ def test_stages_that_nobody_computes_are_told_while_somebody_trains() -> None:
         ("done", []),
     ):
         records = [changed(head, state=state), changed(inner, state="done")]
-        assert told(roster(*records), stages=stage_rows(records)) == lines
+        assert told(roster(*records), stages=stage_rows(rows_of(*records))) == lines
     paused = [head, changed(inner, state="paused")]
-    assert "stages 1, 2, 3," in told(roster(*paused), stages=stage_rows(paused))[0]
+    assert "stages 1, 2, 3," in told(roster(*paused), stages=stage_rows(rows_of(*paused)))[0]
 
 
 def test_all_is_well() -> None:

@@ -11,8 +11,9 @@ from recorded import changed
 from rich.console import Console
 
 from noloco_p2p.errors import SettingsError
-from noloco_p2p.monitor.collect import Watcher, describe
+from noloco_p2p.monitor.collect import Watcher
 from noloco_p2p.monitor.columns import COLUMNS, Choice
+from noloco_p2p.monitor.roster import describe
 from noloco_p2p.monitor.stages import stage_rows
 from noloco_p2p.monitor.terminal import headlines, plain, view
 from noloco_p2p.spec import MAX_STAGES
@@ -49,9 +50,12 @@ TICKET = Ticket("r", "0" * 64, ())
 
 
 def swarm(*records: PeerRecord, age_s: float = 3.14159) -> dict[str, Any]:
-    watcher = Watcher(TICKET)
-    watcher.take([(record, age_s) for record in records], directory_age_s=0.5, now_s=1_800_000_000.0)
-    return watcher.summary()
+    told = [(record, age_s) for record in records]
+    return Watcher(TICKET).take(told, directory_age_s=0.5, now_s=1_800_000_000.0)
+
+
+def rows_of(*records: PeerRecord) -> list[dict[str, Any]]:
+    return [describe(record, 0.0) for record in records]
 
 
 def crowd(number: int) -> dict[str, Any]:
@@ -82,11 +86,11 @@ def test_the_headline_counts_peers_and_the_speed_of_those_who_train() -> None:
 
 
 def test_what_failed_lately_is_told_for_the_swarm_and_in_all_for_each_peer() -> None:
-    watcher = Watcher(TICKET)
+    watcher, summary = Watcher(TICKET), dict[str, Any]()
     for sequence, failed in ((1, 2), (2, 5)):
         peer = changed(A, sequence=sequence, swaps=sequence, failed_slow=failed, failed_corrupt=sequence)
-        watcher.take([(peer, 0.0)], directory_age_s=0.5, now_s=1_800_000_000.0 + sequence)
-    lines = plain(watcher.summary())
+        summary = watcher.take([(peer, 0.0)], directory_age_s=0.5, now_s=1_800_000_000.0 + sequence)
+    lines = plain(summary)
     assert "failed swaps 80 % (3 slow, 1 corrupt)" in lines[1]
     assert lines[-1].endswith("5 slow, 2 corrupt")
 
@@ -131,7 +135,7 @@ def test_a_paused_peer_says_why_while_it_is_alive() -> None:
 
 def test_stages_are_rows_and_the_one_with_the_least_capacity_comes_first() -> None:
     other = changed(INNER, peer_id="12D3KooWjjjjjj", capacity=4500.0, microbatches=150, tokens_per_s=500.0)
-    rows = stage_rows([HEAD, INNER, other])
+    rows = stage_rows(rows_of(HEAD, INNER, other))
     assert [(row["stage"], row["peers"], row["capacity"]) for row in rows] == [
         (2, 0, 0),
         (1, 2, 8500.0),
@@ -147,9 +151,14 @@ def test_stages_are_rows_and_the_one_with_the_least_capacity_comes_first() -> No
 def test_most_peers_say_how_many_stages_there_are() -> None:
     liar = changed(INNER, peer_id="12D3KooWllllll", stages=MAX_STAGES, stage=60)
     early = changed(INNER, peer_id="12D3KooWeeeeee", stages=0)
-    assert len(stage_rows([HEAD, INNER, liar])) == 3
-    assert len(stage_rows([HEAD, early])) == 3, "one that has not begun says 0"
-    assert stage_rows([A, B, changed(liar, stages=10**15)]) == stage_rows([A, A, liar]) == stage_rows([]) == []
+    assert len(stage_rows(rows_of(HEAD, INNER, liar))) == 3
+    assert len(stage_rows(rows_of(HEAD, early))) == 3, "one that has not begun says 0"
+    assert (
+        stage_rows(rows_of(A, B, changed(liar, stages=10**15)))
+        == stage_rows(rows_of(A, A, liar))
+        == stage_rows([])
+        == []
+    )
 
 
 def test_a_run_of_whole_models_shows_no_stages() -> None:
@@ -223,8 +232,7 @@ def test_sorting_and_filtering() -> None:
 def test_who_is_gone_is_said_to_be_gone_with_the_age_of_the_last_word() -> None:
     watcher = Watcher(TICKET)
     watcher.take([(A, 0.0)], directory_age_s=0.5, now_s=1_800_000_000.0)
-    watcher.take([], directory_age_s=0.5, now_s=1_800_000_095.0)
-    lines = plain(watcher.summary())
+    lines = plain(watcher.take([], directory_age_s=0.5, now_s=1_800_000_095.0))
     assert lines[-1].split()[:2] == ["..aaaaaa", "gone"]
     assert "1 min 35 s ago" in lines[-1]
 
@@ -233,8 +241,7 @@ def test_3000_records_are_quick() -> None:
     watcher = Watcher(TICKET)
     records = [(changed(A, peer_id=f"12D3KooW{index:06d}", sequence=2), 1.0) for index in range(3000)]
     began_s = time.process_time()
-    watcher.take(records, directory_age_s=0.5, now_s=1_800_000_000.0)
-    summary = watcher.summary()
+    summary = watcher.take(records, directory_age_s=0.5, now_s=1_800_000_000.0)
     view(summary, Choice("loss"), width=120, height=50)
     taken_s = time.process_time() - began_s
     copy_s = cpu_seconds(lambda: deepcopy(summary))

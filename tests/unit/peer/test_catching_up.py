@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -15,6 +16,7 @@ from noloco_p2p.errors import ModelError, Refused, TimedOut, Unreachable
 from noloco_p2p.gossip.frames import LayoutJson, PeerStatus
 from noloco_p2p.gossip.layout import ModelLayout
 from noloco_p2p.gossip.seams import Candidate
+from noloco_p2p.peer import entering
 from noloco_p2p.peer.entering import Entering
 from noloco_p2p.peer.network_thread import NetworkThread
 from noloco_p2p.presets import PRESETS
@@ -62,6 +64,15 @@ class Others:
         return PeerStatus(cast(Any, None), "training", self.told)
 
 
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait for nobody between two tries."""
+    monkeypatch.setattr(entering, "ASK_AGAIN_S", 0.0)
+
+
+Fetch = Callable[..., Coroutine[Any, Any, None]]
+
+
 def asked_of(others: Others, *, is_told_stale: bool, num_tries: int = 1) -> list[Candidate]:
     """Return the peers whose state this peer would fetch."""
     found: list[Candidate] = []
@@ -73,31 +84,33 @@ def asked_of(others: Others, *, is_told_stale: bool, num_tries: int = 1) -> list
     return found
 
 
-def catch_up(others: Others, *, num_tries: int = 1, **rest: Any) -> None:
+def catch_up(others: Others, *, num_tries: int = 1, is_told_stale: bool = False, fetch: Fetch) -> None:
     """Try to catch up, without getting a state."""
-    thread = NetworkThread()
-    made = made_for(others, thread, **rest)
-    try:
+    with entering_to(others, is_told_stale=is_told_stale, fetch=fetch) as made:
         for _ in range(num_tries):
             assert made.catch_up(LAYOUT, progress=OWN, target=Path("nowhere")) is None
+
+
+@contextmanager
+def entering_to(others: Others, *, is_told_stale: bool = False, fetch: Fetch) -> Iterator[Entering]:
+    thread = NetworkThread()
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(entering, "fetch_state", fetch)
+            yield Entering(
+                SPEC,
+                thread=thread,
+                directory=cast(Any, others),
+                transport=cast(Any, others),
+                live_peers=cast(Any, others),
+                is_told_stale=lambda: is_told_stale,
+                ticket=None,
+                expects_others=True,
+                progress=Progress(),
+                leaving=threading.Event(),
+            )
     finally:
         thread.stop()
-
-
-def made_for(others: Others, thread: NetworkThread, *, is_told_stale: bool = False, **rest: Any) -> Entering:
-    return Entering(
-        SPEC,
-        thread=thread,
-        directory=cast(Any, others),
-        transport=cast(Any, others),
-        live_peers=cast(Any, others),
-        is_told_stale=lambda: is_told_stale,
-        ticket=None,
-        expects_others=True,
-        progress=Progress(),
-        leaving=threading.Event(),
-        **rest,
-    )
 
 
 def test_what_the_records_say_is_believed_without_a_call() -> None:
@@ -124,11 +137,15 @@ def test_one_refusal_moves_nobody() -> None:
     assert others.num_asked == 3, "once, however often it is refused"
 
 
-def test_training_does_not_wait_for_a_donor_without_end(caplog: pytest.LogCaptureFixture) -> None:
+def test_training_does_not_wait_for_a_donor_without_end(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(entering, "CATCH_UP_TIMEOUT_S", 0.05)
+
     async def fetch(*_: object, **rest: object) -> None:
         await asyncio.Event().wait()
 
-    catch_up(Others(recorded=FAR, told=FAR), num_tries=2, fetch=fetch, catch_up_timeout_s=0.05)
+    catch_up(Others(recorded=FAR, told=FAR), num_tries=2, fetch=fetch)
     assert caplog.text.count("did not arrive within") == 1, "the second try is not at once"
 
 
@@ -146,12 +163,8 @@ def test_a_newcomer_with_another_model_learns_so_from_a_run_that_has_trained() -
     async def fetch(*_: object, **rest: object) -> None:
         """No state fits."""
 
-    thread = NetworkThread()
-    try:
-        with pytest.raises(ModelError, match="weight"):
-            made_for(others, thread, fetch=fetch, ask_again_s=0.0).enter(LAYOUT, target=Path("nowhere"))
-    finally:
-        thread.stop()
+    with entering_to(others, fetch=fetch) as made, pytest.raises(ModelError, match="weight"):
+        made.enter(LAYOUT, target=Path("nowhere"))
 
 
 @pytest.mark.parametrize("stage", [None, 2])
@@ -168,15 +181,11 @@ def test_a_newcomer_waits_while_those_who_are_listed_are_dead(
         if others.num_fetches == 3:  # the record has expired
             others.candidates = []
 
-    thread = NetworkThread()
-    try:
-        made = made_for(others, thread, fetch=fetch, ask_again_s=0.0)
+    with entering_to(others, fetch=fetch) as made:
         if stage is None:
             assert made.enter(LAYOUT, target=Path("nowhere")) is None
         else:
             with pytest.raises(Unreachable, match="the peers that held this stage are gone"):
                 made.enter(LAYOUT, target=Path("nowhere"))
-    finally:
-        thread.stop()
     assert others.num_fetches == 3
     assert caplog.text.count("no peer of the run is answering") == 1

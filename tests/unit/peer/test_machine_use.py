@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import psutil
 import pytest
 
-from noloco_p2p.peer.machine_use import MachineUse
+from noloco_p2p.peer.pausing import MachineUse, minute_of_day
 
 BURN = "print(flush=True)\nwhile True: pass"
 BURN_IN_A_CHILD = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {BURN!r}])"
@@ -48,12 +48,12 @@ def burn(tree: psutil.Process) -> None:
 def test_what_other_programs_use_is_told_from_what_this_peer_uses(program: str) -> None:
     with process(program) as busy, process(IDLE) as calm:
         as_peer, as_other = MachineUse(root_pid=busy.pid), MachineUse(root_pid=calm.pid)
-        first, began_s = as_peer.look(), time.monotonic()
-        as_other.look()
+        first, began_s = as_peer.others_share(), time.monotonic()
+        as_other.others_share()
         burn(busy)
-        own, other = as_peer.look().others_share, as_other.look().others_share
+        own, other = as_peer.others_share(), as_other.others_share()
         elapsed_s = time.monotonic() - began_s
-    assert first.others_share is None, "there is nothing to compare with yet"
+    assert first is None, "there is nothing to compare with yet"
     assert own is not None
     assert other is not None
     burnt_share = BURNT_S / elapsed_s / (psutil.cpu_count() or 1)
@@ -63,8 +63,8 @@ def test_what_other_programs_use_is_told_from_what_this_peer_uses(program: str) 
 def test_a_process_that_has_ended_leaves_nothing_to_count() -> None:
     with process(IDLE) as ended:
         use = MachineUse(root_pid=ended.pid)
-        use.look()
-    assert use.look().others_share is not None
+        use.others_share()
+    assert use.others_share() is not None
 
 
 def test_the_minute_is_that_of_the_clock_on_the_wall(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +72,7 @@ def test_the_minute_is_that_of_the_clock_on_the_wall(monkeypatch: pytest.MonkeyP
     time.tzset()
     try:
         local = time.gmtime(time.time() + 7200)
-        assert (MachineUse().look().minute - 60 * local.tm_hour - local.tm_min) % 1440 in (0, 1)
+        assert (minute_of_day() - 60 * local.tm_hour - local.tm_min) % 1440 in (0, 1)
     finally:
         monkeypatch.undo()
         time.tzset()

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
-from collections.abc import Iterator
 
 import pytest
 from harness.patience import PATIENCE_S
 
-from noloco_p2p.peer.free_time import IN_USE, FreeTime, Seen
-from noloco_p2p.peer.pausing import Pausing, watch, watch_machine
-from noloco_p2p.peer.status import Stopwatch
+from noloco_p2p.peer.pausing import IN_USE, Pausing, Reason, watch, watch_machine
 from noloco_p2p.settings import PeerSettings
 from noloco_p2p.swarm.node import end_tasks
 
-NIGHT, DAY = Seen(0), Seen(12 * 60)
-SPARING = PeerSettings(when="09:00-17:00")
+NIGHT = Reason("hours", "it is night")
 
 
 def test_a_pause_lasts_while_anybody_asks_for_it() -> None:
@@ -47,32 +42,25 @@ def test_the_script_of_a_user_may_set_the_event_itself() -> None:
 def test_the_task_pauses_and_goes_on_with_what_is_seen_and_survives_a_failed_look(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    requested, words = threading.Event(), list[str]()
+    requested, words, ended = threading.Event(), list[str](), threading.Event()
+    both, told = Pausing(requested), iter([NIGHT, None, NIGHT])
 
-    def looks() -> Iterator[Seen]:
-        yield NIGHT
+    def why_not() -> Reason | None:
         words.append(both.word)
-        yield DAY
-        words.append(both.word)
-        yield NIGHT
-
-    both, seen, ended = Pausing(requested), looks(), threading.Event()
-
-    def look() -> Seen:
-        if found := next(seen, None):
-            return found
-        words.append(both.word)
-        if words[3:]:  # the task has seen an error, and looks again
-            ended.set()
-        raise OSError("no such file")
+        try:
+            return next(told)
+        except StopIteration:
+            if words[4:]:  # the task has seen an error, and looks again
+                ended.set()
+            raise OSError("no such file") from None
 
     async def run() -> None:
-        task = asyncio.create_task(watch(FreeTime(SPARING), both, look, every_s=0.0))
+        task = asyncio.create_task(watch(why_not, both, every_s=0.0))
         await asyncio.to_thread(ended.wait, PATIENCE_S)
         await end_tasks([task])
 
     asyncio.run(run())
-    assert words[:3] == ["hours", "", "hours"]
+    assert words[:4] == ["", "hours", "", "hours"]
     assert requested.is_set(), "it stays as it was"
     assert "could not be measured" in caplog.text
 
@@ -85,21 +73,4 @@ async def _tasks(settings: PeerSettings) -> int:
 
 def test_nothing_looks_at_a_machine_that_trains_at_any_time() -> None:
     assert asyncio.run(_tasks(PeerSettings())) == 0
-    assert asyncio.run(_tasks(SPARING)) == 1
-
-
-def test_a_stopwatch_counts_while_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    now_s = [100.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
-    watch = Stopwatch()
-    now_s[0] += 5
-    assert watch.seconds() == 0
-    watch.run(True)
-    now_s[0] += 5
-    watch.run(True)
-    now_s[0] += 2
-    assert watch.seconds() == 7
-    watch.add(1000)  # from before a restart
-    watch.run(False)
-    now_s[0] += 60
-    assert watch.seconds() == 1007
+    assert asyncio.run(_tasks(PeerSettings(when="09:00-17:00"))) == 1

@@ -36,11 +36,11 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 key = Ed25519PrivateKey.from_private_bytes(bytes(32))
 public = key.public_key().public_bytes_raw()
 me = Identity(peer_id_of(public), public, key)
-record = PeerRecord(me.peer_id, "r", "0" * 64, sequence=1, metrics=Metrics(new=3072.0).recorded())
+record = PeerRecord(me.peer_id, "r", "0" * 64, sequence=1, metrics=Metrics(new=3072.0))
 heard = decode_record(encode_record(record, me))
-swarm = LiveSwarm(Watcher(Ticket("r", "0" * 64, ())))
-swarm.look(lambda: swarm.watcher.take([(heard, 1.0)], directory_age_s=0.0, now_s=1_800_000_000.0))
-summary = swarm.summary
+swarm, watcher = LiveSwarm([]), Watcher(Ticket("r", "0" * 64, ()))
+summary = watcher.take([(heard, 1.0)], directory_age_s=0.0, now_s=1_800_000_000.0)
+swarm.show(summary)
 print(json.dumps({
     "record": heard.metrics.new,
     "status": Metrics(new=1.0).as_dict()["new"],

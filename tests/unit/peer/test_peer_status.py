@@ -1,0 +1,58 @@
+"""The counters of a peer continue after a restart, and after it has begun to train another model."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from noloco_p2p.gossip.gossip import Counts, Link
+from noloco_p2p.peer.status import Status
+from noloco_p2p.telemetry.metrics import Metrics
+
+
+def test_counters_continue_after_a_restart() -> None:
+    counts, before, metrics = Counts(swaps=3), Metrics(), Metrics()
+    counts.failures["slow"] = 2
+    counts.refused["UNLISTED"] = 1
+    counts.traffic.bytes_sent = 100
+    Status(before).count(counts, Link(), relayed_bytes=7)
+    again = Status(metrics)
+    again.restore({**before.as_dict(), "step": 40, "a metric of another version": 1})
+    for _ in range(2):
+        again.count(counts, Link(), relayed_bytes=7)
+    found = (metrics.step, metrics.swaps, metrics.failed_slow, metrics.refused_unlisted, metrics.bytes_sent)
+    assert found == (40, 6, 4, 2, 200)
+    assert metrics.relayed_bytes == 14
+    assert metrics.failed == {"unreachable": 0, "slow": 4, "corrupt": 0, "abandoned": 0}
+
+
+def test_a_peer_without_a_model_has_no_link_in_use() -> None:
+    metrics = Metrics(swaps_per_min=1.0, link_use=1.0)
+    Status(metrics).count(Counts(), Link(), relayed_bytes=0)
+    assert (metrics.swaps_per_min, metrics.link_use) == (0, 0)
+
+
+def test_only_the_time_of_training_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s, metrics = [100.0], Metrics()
+    monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
+    status = Status(metrics)
+
+    def trained_after(seconds: float) -> float | None:
+        now_s[0] += seconds
+        status.count(Counts(), Link(), relayed_bytes=0)
+        return metrics.trained_s
+
+    assert trained_after(5) == 0, "it has no model yet"
+    status.enter()
+    assert trained_after(5) == 5
+    status.change("training")
+    assert trained_after(2) == 7
+    status.change("paused")
+    assert trained_after(60) == 7
+    status.change("training")
+    assert trained_after(1) == 8
+    again = Status(metrics)
+    again.restore({"trained_s": 8.0})
+    again.count(Counts(), Link(), relayed_bytes=0)
+    assert metrics.trained_s == 8
