@@ -39,7 +39,6 @@ def check(
 
     spec = TrainerSpec.load(file)
     from noloco_p2p.data.check import check_data
-    from noloco_p2p.telemetry.bars import drawing
     from noloco_p2p.telemetry.progress import Progress
     from noloco_p2p.trainer.model import build_tokenizer
 
@@ -50,7 +49,7 @@ def check(
         bindings=settings.data,
         num_sequences=spec.evaluate.num_sequences,
         full=full,
-        progress=None if as_json else Progress(drawing(print)),
+        progress=None if as_json else Progress(print),
     )
     if as_json:
         print_json(asdict(report))

@@ -75,7 +75,6 @@ def demo(
     from noloco_p2p.demo.plan import DemoPlan
     from noloco_p2p.demo.report import failure_lines, report_lines
     from noloco_p2p.demo.swarm import Demo
-    from noloco_p2p.telemetry.bars import drawing
 
     entry.check_writable(json_file, flag="--json")
     values = parse_changes(changes)
@@ -100,7 +99,7 @@ def demo(
         _watch(swarm)
         print("the peers leave; their models are merged, and the mean is evaluated", flush=True)
         swarm.stop()
-        report = swarm.report(drawing(print))
+        report = swarm.report()
     except KeyboardInterrupt:
         print("interrupted: asking the peers to leave", file=sys.stderr, flush=True)
         swarm.stop()

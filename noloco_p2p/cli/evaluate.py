@@ -28,7 +28,6 @@ def evaluate(
 
     for folder in checkpoints:
         check_checkpoint_folder(folder)
-    from noloco_p2p.telemetry.bars import drawing
     from noloco_p2p.telemetry.progress import Progress
     from noloco_p2p.trainer.evaluate import perplexity
     from noloco_p2p.trainer.loop import choose_device
@@ -39,7 +38,7 @@ def evaluate(
         device=choose_device(settings.device),
         bindings=settings.data,
         models=settings.models,
-        progress=None if as_json else Progress(drawing(print)),
+        progress=None if as_json else Progress(print),
     )
     if as_json:
         print_json(

@@ -54,7 +54,6 @@ def export(
     if sample and not merge:
         raise SettingsError("--sample requires --merge")
     folders = settings.models
-    from noloco_p2p.telemetry.bars import drawing
     from noloco_p2p.telemetry.progress import Progress
     from noloco_p2p.trainer.export import check_export_folder
     from noloco_p2p.trainer.merge import from_checkpoint
@@ -64,7 +63,7 @@ def export(
         from noloco_p2p.trainer.push import claim
 
         claim(push_to_hub)
-    progress = Progress(drawing(print))
+    progress = Progress(print)
     if merge:
         import uvloop
 

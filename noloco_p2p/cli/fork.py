@@ -106,11 +106,10 @@ async def _take_live(
     """Fork from live peers, with one stage in memory at a time. Return the specs of the old and the new run."""
     import asyncio
 
-    from noloco_p2p.telemetry.bars import drawing
     from noloco_p2p.telemetry.progress import Progress
     from noloco_p2p.trainer.merge import live_run
 
-    async with live_run(ticket, progress=Progress(drawing(print)), folders=folders) as live:
+    async with live_run(ticket, progress=Progress(print), folders=folders) as live:
         old, spec = live.spec, _forked(live.spec, values, folders)  # fail before anything is fetched
         live.check_stages()
         for stage in live.stages():

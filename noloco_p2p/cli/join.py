@@ -86,7 +86,6 @@ def _train(run: str, settings: PeerSettings, ticket_file: Path | None, own: OwnR
     from noloco_p2p.peer.peer import Peer
     from noloco_p2p.spec import TrainerSpec
     from noloco_p2p.swarm.addresses import any_public
-    from noloco_p2p.telemetry.bars import drawing
     from noloco_p2p.telemetry.progress import Progress
     from noloco_p2p.ticket import Ticket
     from noloco_p2p.trainer.compute import choose_device
@@ -99,7 +98,7 @@ def _train(run: str, settings: PeerSettings, ticket_file: Path | None, own: OwnR
     with (
         told(),
         Ranks(own.rank, own.num_ranks, here) if own else nullcontext() as ranks,
-        Peer.join(run, settings, progress=Progress(drawing(_say))) as peer,
+        Peer.join(run, settings, progress=Progress(_say)) as peer,
     ):
         spec = TrainerSpec.of(peer.spec)
         _say(f"peer {peer.peer_id} of run {spec.name} ({spec.digest()[:16]}), announcing {peer.address}")

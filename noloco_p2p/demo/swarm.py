@@ -28,7 +28,7 @@ from noloco_p2p.peer.run_folder import folder_of
 from noloco_p2p.presets import render
 from noloco_p2p.spec import TrainerSpec
 from noloco_p2p.telemetry.console import count, loss, named
-from noloco_p2p.telemetry.progress import Draw, Progress
+from noloco_p2p.telemetry.progress import Progress
 
 TICKET_TIMEOUT_S = 300.0  # the first peer reads the corpus and measures its speed before it has a ticket
 LEAVE_TIMEOUT_S = 120.0  # each peer writes its last checkpoint
@@ -196,7 +196,7 @@ class Demo:
         for process in multiprocessing.active_children():  # a process that was interrupted while it started
             process.kill()
 
-    def report(self, draw: Draw) -> dict[str, Any]:
+    def report(self) -> dict[str, Any]:
         """Evaluate the checkpoints of the peers that left cleanly, and return the report. Call it after `stop`.
 
         Raises NolocoError if no peer left cleanly.
@@ -211,7 +211,7 @@ class Demo:
         ]
         export_dir = self.plan.folder / "export"
         with (
-            Progress(draw).task("merging the models and evaluating the result"),
+            Progress(print).task("merging the models and evaluating the result"),
             workers(1, what="merging the models") as pool,
         ):
             evaluated = pool.submit(evaluate_and_export, self.spec, folders, export_dir).result()

@@ -1,7 +1,7 @@
 """Defines how a monitor aggregates a metric over all peers.
 
-`About.total` names one of the WAYS below. The name, unit and meaning of each total are derived from the metric. A row
-is the JSON object of one peer, from `monitor.roster.describe`.
+`Shown.total` names one of the WAYS below. The name, unit and meaning of each total are derived from the metric. A row
+is the JSON object of one peer, from `monitor.watcher.Member.row`.
 """
 
 from __future__ import annotations
@@ -79,4 +79,6 @@ class Total:
         return self.way.make(known) if known else self.way.empty
 
 
-TOTALS = tuple(Total(name, way) for name, about in METRICS.items() if about.total for way in WAYS[about.total])
+TOTALS = tuple(
+    Total(name, way) for name, about in METRICS.items() if about.shown.total for way in WAYS[about.shown.total]
+)
