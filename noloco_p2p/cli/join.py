@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -14,7 +15,6 @@ import typer
 
 from noloco_p2p.cli import entry
 from noloco_p2p.cli import gpus as gpus_of_peer
-from noloco_p2p.cli.collection import spare_what_is_loaded
 from noloco_p2p.cli.options import takes_settings
 from noloco_p2p.control import FolderLock
 from noloco_p2p.errors import Left, RankError, printable
@@ -122,7 +122,8 @@ def _train(run: str, settings: PeerSettings, ticket_file: Path | None, own: OwnR
             _say("(the ticket has only private addresses; for peers on other networks, restart with --announce HOST)")
         entry.write(ticket_file, peer.ticket, flag="--ticket-file", is_secret=bool(spec.run_key))
         _leave_on_signals(peer)
-        spare_what_is_loaded()
+        gc.collect()
+        gc.freeze()  # a full collection takes 100 ms, mostly for objects of libraries, and blocks both threads
         checkpoint = trainer.train()
         while isinstance(trainer, StageTrainer) and trainer.switches_to is not None:
             trainer = StageTrainer(peer, say=_say, stage=trainer.switches_to)

@@ -130,19 +130,12 @@ async def _serve(entry: Ticket, listen: str) -> None:
         host, port = split_address(listen)
     except ValueError as error:
         raise SettingsError(f"--listen: {error}") from None
-    stop = asyncio.Event()
+    task = asyncio.current_task()
+    assert task is not None
     for signum in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(signum, stop.set)
-    async with reader(entry) as directory:
-        print(f"looking for live peers of run {entry.run_name}", flush=True)
-        looking = asyncio.create_task(find_somebody(entry, directory))
-        stopping = asyncio.create_task(stop.wait())
-        try:
-            await asyncio.wait({looking, stopping}, return_when=asyncio.FIRST_COMPLETED)
-            if stop.is_set():
-                return
-            looking.result()
-            await serve(entry, directory, host=host, port=port, stop=stop, say=lambda line: print(line, flush=True))
-        finally:
-            looking.cancel()
-            stopping.cancel()
+        asyncio.get_running_loop().add_signal_handler(signum, task.cancel)
+    with suppress(asyncio.CancelledError):
+        async with reader(entry) as directory:
+            print(f"looking for live peers of run {entry.run_name}", flush=True)
+            await find_somebody(entry, directory)
+            await serve(entry, directory, host=host, port=port, say=lambda line: print(line, flush=True))

@@ -15,7 +15,7 @@ import torch
 from noloco_p2p.codec import CHUNK_ELEMENTS, get_codec
 from noloco_p2p.control import ask
 from noloco_p2p.devices import describe, free_and_total_bytes
-from noloco_p2p.doctor.check import Check
+from noloco_p2p.doctor import Check
 from noloco_p2p.errors import NolocoError
 from noloco_p2p.identity import Identity
 from noloco_p2p.settings import PeerSettings

@@ -12,7 +12,7 @@ from typing import Any
 
 from noloco_p2p._version import __version__
 from noloco_p2p.control import ask
-from noloco_p2p.doctor.check import Check
+from noloco_p2p.doctor import Check
 from noloco_p2p.errors import DirectoryError, NolocoError, PeerError
 from noloco_p2p.gossip.frames import Hello, StateChunk, StateManifest, WantChunks
 from noloco_p2p.gossip.questions import MESSAGE_TIMEOUT_S

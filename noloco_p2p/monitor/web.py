@@ -16,7 +16,6 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -218,16 +217,8 @@ class _Headers:
         await self._inner(scope, receive, with_headers if scope["type"] == "http" else send)
 
 
-async def serve(
-    ticket: Ticket,
-    directory: SwarmDirectory,
-    *,
-    host: str,
-    port: int,
-    stop: asyncio.Event,
-    say: Callable[[str], None],
-) -> None:
-    """Serve the page until `stop` is set. Raises SettingsError if the address cannot be used."""
+async def serve(ticket: Ticket, directory: SwarmDirectory, *, host: str, port: int, say: Callable[[str], None]) -> None:
+    """Serve the page until the task is cancelled. Raises SettingsError if the address cannot be used."""
     watcher = Watcher(ticket)
     swarm = LiveSwarm(watcher.meetings)
     server = HttpServer(app(swarm), host=host, port=port)
@@ -235,12 +226,11 @@ async def serve(
     await server.start(flag="--listen")
     say(f"the page is at http://{host}:{server.port}/ (press Ctrl-C to stop)")
     try:
-        while not stop.is_set():
+        while True:
+            await asyncio.sleep(LOOK_S)
             try:
                 swarm.show(watcher.look(directory))
             except Exception:  # showing old values, labelled as old, is better than showing nothing
                 log.exception("cannot read the swarm")
-            with suppress(TimeoutError):
-                await asyncio.wait_for(stop.wait(), LOOK_S)
     finally:
         await server.stop()
