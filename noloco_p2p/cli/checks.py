@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import AsyncIterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -43,10 +44,18 @@ def doctor(
     """Check this machine and its connection to a run. The exit code is 1 if a problem would prevent training."""
     from noloco_p2p.ticket import Ticket
 
-    examined = entry.opened(entry.ticket_in(run)) if run else None
+    examined = entry.opened(run) if run else None
     import uvloop
 
-    checks = uvloop.run(_examine(examined, settings, tell=not as_json))
+    checks: list[Check] = []
+
+    async def examine() -> None:
+        async for check in _examine(examined, settings):
+            checks.append(check)
+            if not as_json:
+                print("\n".join(check.lines()), flush=True)
+
+    uvloop.run(examine())
     levels = Counter(check.level for check in checks)
     if as_json:
         print_json({"healthy": not levels["failed"], "checks": [asdict(check) for check in checks]})
@@ -65,30 +74,28 @@ def doctor(
         raise typer.Exit(1)
 
 
-async def _examine(run: TrainerSpec | Ticket | None, settings: PeerSettings, *, tell: bool) -> list[Check]:
+async def _examine(run: TrainerSpec | Ticket | None, settings: PeerSettings) -> AsyncIterator[Check]:
     from noloco_p2p.doctor import versions
+    from noloco_p2p.ticket import Ticket
 
-    checks: list[Check] = []
-
-    def found(*news: Check) -> None:
-        checks.extend(news)
-        for check in news if tell else ():
-            print("\n".join(check.lines()), flush=True)
-
-    found(versions())
-    if checks[0].level == "failed":
-        return checks  # the other checks import the missing packages
+    yield (installed := versions())
+    if installed.level == "failed":
+        return  # the other checks import the missing packages
     from noloco_p2p.doctor import machine
 
-    found(machine.ports(settings))
-    found(machine.disk(settings), machine.memory(), machine.accelerator(), machine.codec_speed())
-    found(await machine.p2pd())
+    yield machine.ports(settings)
+    for check in (machine.disk(settings), machine.memory(), machine.accelerator(), machine.codec_speed()):
+        yield check
+    yield await machine.p2pd()
     if run:
         from noloco_p2p.doctor.swarm import examine, model
-        from noloco_p2p.ticket import Ticket
 
-        found(*(await examine(run, settings) if isinstance(run, Ticket) else model(run, settings)))
-    return checks
+        if isinstance(run, Ticket):
+            async for found in examine(run, settings):
+                yield found
+        else:
+            for found in model(run, settings):
+                yield found
 
 
 data = typer.Typer(help="Check the data of a run on this machine.", no_args_is_help=True, rich_markup_mode=None)
