@@ -20,14 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
-from starlette.datastructures import MutableHeaders
 from starlette.middleware import Middleware
+from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoint
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from noloco_p2p.monitor.tables import BY_NAME, STAGE_COLUMNS, Choice, Column, columns_of, values
 from noloco_p2p.monitor.watcher import Health, Watcher
@@ -199,22 +198,15 @@ def app(swarm: LiveSwarm) -> Starlette:
         *(Route("/api/page", page), Route("/api/status", status), Route("/api/history", history)),
         Mount("/static", StaticFiles(directory=STATIC)),
     ]
-    return Starlette(routes=routes, middleware=[Middleware(_Headers), Middleware(GZipMiddleware, minimum_size=2048)])
+    gzip = Middleware(GZipMiddleware, minimum_size=2048)
+    return Starlette(routes=routes, middleware=[Middleware(BaseHTTPMiddleware, dispatch=_with_headers), gzip])
 
 
-class _Headers:
-    """Adds security headers to every response."""
-
-    def __init__(self, inner: ASGIApp) -> None:
-        self._inner = inner
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def with_headers(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message).update(HEADERS)
-            await send(message)
-
-        await self._inner(scope, receive, with_headers if scope["type"] == "http" else send)
+async def _with_headers(request: Request, answer: RequestResponseEndpoint) -> Response:
+    """Add the security headers to a response."""
+    response = await answer(request)
+    response.headers.update(HEADERS)
+    return response
 
 
 async def serve(ticket: Ticket, directory: SwarmDirectory, *, host: str, port: int, say: Callable[[str], None]) -> None:
