@@ -41,7 +41,6 @@ from claims import Claim, line, machine, write
 from torch import Tensor
 
 from noloco_p2p import NoLoCo, Peer, TrainerSpec
-from noloco_p2p.gossip.gossip import COST_SHARE
 from noloco_p2p.optim.inner import make_inner_optimizers
 from noloco_p2p.outer.mixing import Swapped
 from noloco_p2p.presets import PRESETS
@@ -362,21 +361,6 @@ class Ends:
         return [next_one - one for one, next_one in itertools.pairwise(self._ends)]
 
 
-class Timed:
-    """A function that records how long each of its calls takes."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.seconds: list[float] = []
-        self._function = function
-
-    def __call__(self, *arguments: Any, **options: Any) -> Any:
-        began_s = time.monotonic()
-        try:
-            return self._function(*arguments, **options)
-        finally:
-            self.seconds.append(time.monotonic() - began_s)
-
-
 def beside(bare: Bare, ours: Ours, partner: Partner, *, seconds: float) -> Iterator[Claim]:
     """Yield what the trainer waits for, without a partner and with one."""
     device = ours.case.device
@@ -411,7 +395,7 @@ def sync_places(steps: Callable[[int], None]) -> Counter[str]:
 
 
 def swapping(ours: Ours, partner: Partner, *, name: str, step_s: float, seconds: float) -> Iterator[Claim]:
-    outer, peer = ours.trainer.outer, ours.trainer.peer
+    peer = ours.trainer.peer
     until_s, swapped = time.monotonic() + MEETING_S, []
     while not swapped:
         swapped = ours.step()
@@ -419,11 +403,7 @@ def swapping(ours: Ours, partner: Partner, *, name: str, step_s: float, seconds:
             there = "a partner, but no swap" if partner.is_there else "no partner"
             print(f"# {name}: {there} within {MEETING_S:.0f} s; {peer.last_fault()}", flush=True)
             return
-    exchange, weights, counts = outer._exchange, outer.weights, peer._network.service.counts
-    gossip, ends = peer._network.service.gossip, Ends(ours.case.device)
-    assert gossip
-    assert exchange.read
-    exchange.read, weights.add = copying, adding = Timed(exchange.read), Timed(weights.add)
+    counts, ends = peer._network.service.counts, Ends(ours.case.device)
     swaps_at, shares, before = list[int](), list[float](), counts.traffic.bytes_sent
     began_s, blocked_s, failed = time.monotonic(), peer.metrics.blocked_s, counts.failures.total()
     if ours.case.device.type == "cuda":
@@ -438,10 +418,8 @@ def swapping(ours: Ours, partner: Partner, *, name: str, step_s: float, seconds:
             break
     intervals = ends.intervals_s()
     took_s = time.monotonic() - began_s
-    exchange.read, weights.add = copying._function, adding._function
     pauses = [interval - step_s for interval in intervals]
     at_swaps = [pauses[step] for step in swaps_at] or [math.nan]
-    cost_s = gossip.link.cost_s + exchange.added_s
     yield Claim(f"{name}: swaps", len(shares), f"in {took_s:.0f} s")
     yield Claim(f"{name}: failed swaps", counts.failures.total() - failed, "")
     yield Claim(f"{name}: sent", (counts.traffic.bytes_sent - before) / 1e6, "MB")
@@ -454,11 +432,6 @@ def swapping(ours: Ours, partner: Partner, *, name: str, step_s: float, seconds:
     yield Claim(f"{name}: largest pause", 1e3 * max(pauses), "ms")
     blocked = 100 * (peer.metrics.blocked_s - blocked_s) / took_s
     yield Claim(f"{name}: time in NoLoCo, with the wait for the step", blocked, "% of the training thread")
-    yield Claim(f"{name}: copying a slice, beside training", 1e3 * fmean(copying.seconds or [math.nan]), "ms")
-    yield Claim(f"{name}: coding a slice, CPU time beside training", 1e3 * gossip.link.cost_s, "ms")
-    yield Claim(f"{name}: adding a slice, with the wait", 1e3 * fmean(adding.seconds or [math.nan]), "ms")
-    yield Claim(f"{name}: adding a slice, CPU time", 1e3 * exchange.added_s, "ms")
-    yield Claim(f'{name}: "auto" would swap every', math.ceil(cost_s / COST_SHARE / step_s), "inner steps")
     if ours.case.device.type == "cuda":
         yield Claim(f"{name}: peak memory, with that of the bare loop", torch.cuda.max_memory_allocated() / MIB, "MiB")
 
