@@ -1,12 +1,12 @@
 """Run real peers with a random fault every few seconds: what breaks, what it costs, and whether memory grows.
 
-    python benchmarks/soak.py [--minutes 60] [--peers 4] [--seed 1] [--mtbf 60] [--json FILE]
+    python benchmarks/soak.py [--minutes 60] [--peers 4] [--stages 1] [--seed 1] [--mtbf 60] [--json FILE]
 
 A seed determines the faults: a peer gets SIGKILL or SIGTERM, a peer is frozen for a while (SIGSTOP), or the p2pd of a
 peer gets SIGKILL. A peer that has ended is started again with its own folder. `make chaos` runs for eight minutes with
 a fault every 15 s. The longest pauses are those of peers that were neither frozen nor restarted. The exit code is 1 if
-a peer ends by itself or leaves with an exit code other than 0, if a log contains a traceback, or if a checkpoint cannot
-be read.
+a peer ends by itself or leaves with an exit code other than 0, if a log contains a traceback, if a checkpoint cannot be
+read, or if a process is left behind. With --stages, the peers hold the stages of a model in turn.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any
 
 import psutil
 from claims import machine
-from harness.processes import PeerProcess, small_spec, write_spec
+from harness.processes import PeerProcess, small_spec, until, write_spec
 
 from noloco_p2p.errors import CheckpointError
 from noloco_p2p.outer.checkpoint import Checkpoints
@@ -36,7 +36,6 @@ from noloco_p2p.telemetry.metrics import FAILED
 
 FREEZE_S, FAREWELL_S, SAMPLE_S = 15.0, 10.0, 2.0
 FLAGS = ("--save-every-s", "5", "--report-every-s", "2")
-SPEC = small_spec("soak", evaluate__every_steps=1_000_000)
 SUMS = ("step", "swaps", *FAILED, "refused_over_share", "refused_unlisted", "catch_ups", "diverged", "blocked_s")
 FAULTS = ("kill", "freeze", "terminate", "kill p2pd")
 MIB = 1 << 20
@@ -75,8 +74,15 @@ class Life:
 
 
 class Soak:
-    def __init__(self, folder: Path, *, num_peers: int, seed: int, mtbf_s: float) -> None:
+    """A swarm of real peers. `run` disturbs them, and `report` says what came of it. Always call `stop`."""
+
+    def __init__(self, folder: Path, *, num_peers: int, seed: int, mtbf_s: float, num_stages: int = 1) -> None:
         self.folder = folder
+        self.num_stages = num_stages
+        self.spec = small_spec("soak", evaluate__every_steps=1_000_000)
+        if num_stages > 1:
+            cut = {"model.num_layers": num_stages, "pipeline.stages": num_stages, "pipeline.cut": [1] * num_stages}
+            self.spec = self.spec.with_changes({"model.parameter_seeds": True, **cut})
         self.rng = random.Random(seed)
         self.mtbf_s = mtbf_s
         self.num_peers = num_peers
@@ -89,7 +95,7 @@ class Soak:
         self.ticket = ""
 
     def run(self, seconds: float) -> None:
-        self._start(0, write_spec(SPEC, self.folder))
+        self._start(0, write_spec(self.spec, self.folder))
         self.ticket = self._now(0).ticket
         for number in range(1, self.num_peers):
             self._start(number, self.ticket)
@@ -104,6 +110,15 @@ class Soak:
                 next_s = time.monotonic() + self.rng.expovariate(1 / self.mtbf_s)
         for number in range(self.num_peers):
             self._terminate(number)
+        try:
+            until(lambda: not self._left_behind(), what=lambda: f"no process is left: {self._left_behind()}")
+        except AssertionError as error:
+            self.broken.append(str(error))
+
+    def _left_behind(self) -> list[str]:
+        """Return the processes that use the folder of a peer, such as its p2pd."""
+        lines = [" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
+        return [line for line in lines if f"{self.folder}/peer-" in line]
 
     def stop(self) -> None:
         for lives in self.lives.values():
@@ -113,7 +128,8 @@ class Soak:
         return self.lives[number][-1].process
 
     def _start(self, number: int, target: str | Path) -> None:
-        process = PeerProcess(target, self.folder / f"peer-{number}", *FLAGS)
+        stage = ("--stage", str(number % self.num_stages)) if self.num_stages > 1 else ()
+        process = PeerProcess(target, self.folder / f"peer-{number}", *FLAGS, *stage)
         self.lives.setdefault(number, []).append(Life(process))
 
     def _watch(self) -> None:
@@ -169,7 +185,8 @@ class Soak:
 
     def _read_checkpoint(self, number: int) -> None:
         try:
-            newest = Checkpoints(self.folder / f"peer-{number}" / "runs" / SPEC.run_id / "checkpoints").newest()
+            own = f"stage-{number % self.num_stages}" if self.num_stages > 1 else "checkpoints"
+            newest = Checkpoints(self.folder / f"peer-{number}" / "runs" / self.spec.run_id / own).newest()
             if newest:
                 newest.load(STATE_FILE)
                 self.checkpoints_read += 1
@@ -238,12 +255,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--peers", type=int, default=4)
+    parser.add_argument("--stages", type=int, default=1)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--mtbf", type=float, default=60.0, help="mean seconds between two faults of the swarm")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="noloco-soak-") as folder:
-        soak = Soak(Path(folder), num_peers=args.peers, seed=args.seed, mtbf_s=args.mtbf)
+        soak = Soak(Path(folder), num_peers=args.peers, seed=args.seed, mtbf_s=args.mtbf, num_stages=args.stages)
         try:
             soak.run(60 * args.minutes)
             report = {"minutes": args.minutes, "seed": args.seed, "mtbf_s": args.mtbf} | soak.report()

@@ -16,23 +16,38 @@ first swap, when model, gradients and optimizer are already there.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import gc
+import multiprocessing
+import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import torch
+import uvloop
 from claims import Claim, show
-from pair import Side, run_pair, through
+from harness.link_proxy import LinkProxy
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
+from noloco_p2p.gossip.frames import Hello
+from noloco_p2p.gossip.seams import Candidate, Directory, Transport
+from noloco_p2p.gossip.service import PeerService
+from noloco_p2p.identity import Identity
+from noloco_p2p.net.client import GrpcTransport
+from noloco_p2p.net.server import GrpcServer
+from noloco_p2p.net.session import Session
 from noloco_p2p.outer.mixing import Swapped
 from noloco_p2p.outer.noloco import NoLoCo
 from noloco_p2p.spec import ModelSpec, RunSpec
 from noloco_p2p.testing.links import LinkProfile
+from noloco_p2p.testing.memory import Wrap
+from noloco_p2p.testing.peers import MemorySwarm
 from noloco_p2p.trainer.model import build_model
 
 SPEC = RunSpec(name="trainer-waits")
@@ -41,6 +56,7 @@ NUM_TOKENS = 64  # of a batch
 NUM_TENSORS = 24  # of synthetic weights
 WARM_STEPS = 3
 ALONE_SHARE = 0.25
+START_S = 10.0
 MOST_BLOCKED, MOST_PAUSE_MS, MOST_MIB = 1.0, 50.0, 256.0
 MIB = 1 << 20
 
@@ -130,11 +146,58 @@ def make_training(plan: Plan, *, computes: bool) -> tuple[nn.Module, Optimizer, 
     return model, optimizer, backward
 
 
-def side(name: str, pipe: Connection, plan: Plan, repeats: int) -> None:
+class Told:
+    """A directory with a given list of live peers."""
+
+    def __init__(self) -> None:
+        self.others: list[Candidate] = []
+
+    def live(self) -> Sequence[Candidate]:
+        return self.others
+
+    def num_live(self) -> int:
+        return len(self.others) + 1
+
+    def knows(self, peer_id: str) -> bool:
+        return True
+
+    async def find(self, peer_id: str, *, timeout_s: float) -> Candidate | None:
+        return next((candidate for candidate in self.others if candidate.peer_id == peer_id), None)
+
+
+class Side(MemorySwarm):
+    """A peer without a DHT: `member`. It has the network thread, the server, the TLS and the swaps of a real peer."""
+
+    def __init__(self) -> None:
+        super().__init__(SPEC)
+        torch.set_num_threads(1)
+        with tempfile.TemporaryDirectory() as folder:
+            self.session = Session(Identity.load_or_create(Path(folder) / "key"))
+        self.directory = Told()
+        self.__enter__()
+        self.member = self.peer(self.session.identity.peer_id)
+
+    def _new_loop(self) -> asyncio.AbstractEventLoop:
+        return uvloop.new_event_loop()
+
+    def _outside(self, peer_id: str, hello: Callable[[], Hello], wrap: Wrap) -> tuple[Transport, Directory]:
+        return GrpcTransport(hello, session=self.session), self.directory
+
+    async def _connect(self, peer_id: str, service: PeerService, wrap: Wrap) -> None:
+        self.server = GrpcServer(service, session=self.session)
+        await self.server.start("127.0.0.1", 0)
+
+    async def _disconnect_all(self) -> None:
+        await self.server.stop(0.1)
+
+
+def side(pipe: Connection, plan: Plan, *, computes: bool) -> None:
     """Train, and send a `Found`."""
-    peer = Side(name, pipe, SPEC)
-    partners, peer.directory.others = peer.directory.others, []
-    model, optimizer, backward = make_training(plan, computes=name == "a")
+    peer = Side()
+    pipe.send((peer.server.port, peer.session.identity.peer_id, peer.session.key))
+    port, peer_id, key = pipe.recv()
+    partners = [Candidate(peer_id, f"127.0.0.1:{port}", session_key=key)]
+    model, optimizer, backward = make_training(plan, computes=computes)
     pauses, swaps = Pauses(optimizer), list[Swapped]()
     outer = NoLoCo(model, optimizer, peer.member, save_every_s=0.0, on_swap=swaps.append)
     pauses.end(optimizer)
@@ -148,7 +211,6 @@ def side(name: str, pipe: Connection, plan: Plan, repeats: int) -> None:
             steps += 1
         return steps / (time.monotonic() - began_s)
 
-    pipe.recv()
     train(0.0)
     alone = train(ALONE_SHARE * plan.seconds)
     gc.collect()
@@ -176,7 +238,7 @@ def side(name: str, pipe: Connection, plan: Plan, repeats: int) -> None:
     peer.directory.others = []
     peer.member.hold_swaps()
     pipe.send(found)
-    peer.stop()
+    peer.__exit__()
 
 
 def _memory_bytes(field: str) -> int:
@@ -185,9 +247,30 @@ def _memory_bytes(field: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
 
+def run_pair(plan: Plan, link: LinkProfile) -> Found:
+    """Run the trainer and its partner in two processes, each behind a link, and return what the trainer found."""
+    context, loop = multiprocessing.get_context("spawn"), uvloop.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    pipes: list[Any] = []
+    processes = []
+    for computes in (True, False):
+        pipe, theirs = context.Pipe()
+        process = context.Process(target=side, args=(theirs, plan), kwargs={"computes": computes}, daemon=True)
+        process.start()
+        pipes.append(pipe)
+        processes.append(process)
+    for pipe, (port, *rest) in zip(reversed(pipes), [pipe.recv() for pipe in pipes], strict=True):
+        proxy = LinkProxy(f"127.0.0.1:{port}", link)
+        asyncio.run_coroutine_threadsafe(proxy.start(), loop).result(START_S)
+        pipe.send((int(proxy.address.rpartition(":")[2]), *rest))
+    found, _ = [pipe.recv() for pipe in pipes]
+    for process in processes:
+        process.join(30)
+    return found
+
+
 def measure(plan: Plan, mbit_s: float) -> list[Claim]:
-    link = LinkProfile("link", down_mbit_s=mbit_s, up_mbit_s=mbit_s, delay_ms=10, jitter_ms=0)
-    found: Found = run_pair(side, plan, repeats=1, between=through(link))[0][0]
+    found = run_pair(plan, LinkProfile("link", down_mbit_s=mbit_s, up_mbit_s=mbit_s, delay_ms=10, jitter_ms=0))
     name = f"{found.num_elements / 1e6:.3g}M, {mbit_s:g} Mbit/s"
     blocked = 100 * found.blocked_s / found.seconds
     pause_ms, memory = 1e3 * found.longest_pause_s, found.memory_bytes / MIB

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import uvloop
-from netlab import Access, NetLab, Node, enter
+from netlab import NetLab, Node, enter
 
 from harness.nat import Router
 from harness.patience import PATIENCE_S
@@ -98,12 +98,8 @@ class Met:
 class Homes:
     """A lab with node 0 on the internet and the others behind routers. `behind[k]` is the router of node k + 1."""
 
-    def __init__(
-        self, access: Access, routers: Sequence[Router], behind: Sequence[int], *, only_public: bool = True
-    ) -> None:
-        nodes = [None, *behind]
-        self.lab = NetLab([access] * len(nodes), routers=routers, behind=nodes)
-        self._only_public = only_public
+    def __init__(self, routers: Sequence[Router], behind: Sequence[int], *, round_trip_ms: float) -> None:
+        self.lab = NetLab(1 + len(behind), round_trip_ms=round_trip_ms, routers=routers, behind=[None, *behind])
 
     def __enter__(self) -> Homes:
         self.lab.__enter__()
@@ -126,7 +122,7 @@ class Homes:
         return sides[0]
 
     async def _side(self, *, is_caller: bool) -> Met | None:
-        puncher = Puncher(DialGuard(only_public=self._only_public))
+        puncher = Puncher(DialGuard(only_public=True))
         relay = await asyncio.open_connection(*self.middle.relay)
         began_s = time.monotonic()
         try:

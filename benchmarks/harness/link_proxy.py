@@ -4,8 +4,8 @@
         directory.addresses["b"] = link.address      # others now reach peer b over its weak link
 
 A proxy above TCP cannot lose packets, because TCP repairs loss. The profiles have the rate and the delay of their
-links, not their loss; to measure the effect of loss on a swap, use a link emulator below TCP (`netlab.py`). Loss makes
-TCP behave nearly as if each connection had its own rate, however many connections there are. `own_rates` emulates this.
+links, not their loss. Loss makes TCP behave nearly as if each connection had its own rate, however many connections
+there are. `own_rates` emulates this.
 """
 
 from __future__ import annotations

@@ -89,8 +89,6 @@ class Routers:
     router r is 45.78.0.(r + 1) on the internet, and 100.64.q.(r + 1) behind router q.
     """
 
-    route = "default"  # the route through the device of a node
-
     def __init__(self, routers: Sequence[Router], behind: Sequence[int | None]) -> None:
         self._routers = list(routers)
         self._behind = list(behind)

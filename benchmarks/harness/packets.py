@@ -1,8 +1,7 @@
-"""Read the endpoints and the size of IPv4 packets from the TUN devices of netlab.py, and change the endpoints."""
+"""Read the endpoints of IPv4 packets from the TUN devices of netlab.py, and change the endpoints."""
 
 from __future__ import annotations
 
-import math
 import struct
 
 OFFLOAD_HEADER = struct.Struct("=BBHHHH")  # flags, segmentation, header bytes, bytes per segment, two checksum fields
@@ -11,16 +10,6 @@ TCP, UDP = 6, 17
 CHECKSUM_AT = {TCP: 16, UDP: 6}  # bytes after the IP header
 
 End = tuple[bytes, int]  # four bytes of address, and a port
-
-
-def wire_bytes(frame: bytes) -> int:
-    """Return how many bytes a frame of the TUN device, in which TCP may combine many segments, takes on the wire."""
-    _, segmentation, header_bytes, segment_bytes, _, _ = OFFLOAD_HEADER.unpack_from(frame)
-    packet_bytes = len(frame) - OFFLOAD_HEADER.size
-    if not segmentation or not segment_bytes:
-        return packet_bytes
-    num_segments = math.ceil((packet_bytes - header_bytes) / segment_bytes)
-    return packet_bytes + (num_segments - 1) * header_bytes
 
 
 def destination_address(frame: bytes) -> bytes | None:

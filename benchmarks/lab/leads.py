@@ -1,4 +1,4 @@
-"""Compare small swaps with rounds and with DiLoCo at equal time, on links of three speeds.
+"""Compare small swaps with DiLoCo and with all-reduces at equal time, on links of three speeds.
 
     python benchmarks/lab/leads.py search|timing|links|details|long|small ... [--device cuda]
     python benchmarks/lab/leads.py gpu16 --device cuda --minutes 5 [--corpus FILE]
@@ -44,7 +44,6 @@ from torch import Tensor
 OUT = Path(__file__).parent.parent / "results" / "leads.jsonl"
 LINKS = {"200 Mbit/s": 2.4, "100 Mbit/s": 4.8, "20 Mbit/s": 24.0}  # ticks of a vector coded with `modulo`
 RING = 1.57  # ticks of an int4 ring of eight replicas, over those of a vector coded with `modulo`
-TODAY = {"200 Mbit/s": (6, 1.1), "100 Mbit/s": (11, 2.3), "20 Mbit/s": (52, 11.5)}  # steps, and ticks of the late part
 SEEDS = (1, 2, 3)
 HELD_OUT = 96  # sequences
 STEP_OVER_DISTANCE = 0.75  # as in noloco_p2p.codec.modulo
@@ -59,7 +58,7 @@ class Case:
 
     table: str
     link: str
-    rule: str  # ddp, local, today, diloco, nesterov, streaming, swaps
+    rule: str  # ddp, local, diloco, nesterov, streaming, swaps
     options: dict[str, Any]
     learning_rate: float = 0.016
     alpha: float = 0.0
@@ -89,11 +88,8 @@ class Case:
             found: Result = small_swaps(links, ticks, self.seed, **self.options)
             steps = fmean(sum(i in tick.training for tick in found.ticks) for i in range(self.replicas))
             return found.ticks, {"steps": steps, "use": found.use, "age": found.age, "swaps": found.num_swaps}
-        steps, wait = self.options["steps"], self.options.get("wait", RING * upload)
-        found_ticks, taken = blocking(
-            self.replicas, ticks, self.seed, steps=steps, wait=wait, pairs=self.rule == "today"
-        )
-        return found_ticks, {"steps": taken}
+        taken_ticks, taken = blocking(self.replicas, ticks, steps=self.options["steps"], wait=RING * upload)
+        return taken_ticks, {"steps": taken}
 
 
 class Lab:
@@ -110,7 +106,7 @@ class Lab:
         self.optimizer = Optimizer(self.stack, muon=True)
         self.flat = self.stack.flat
         self.chunks = self.flat.view(len(seeds), NUM_CHUNKS, -1)
-        rounds = any(case.rule in ("today", "diloco", "nesterov") for case in cases)
+        rounds = any(case.rule in ("diloco", "nesterov") for case in cases)
         self.slow = self.flat.clone() if rounds else None
         self.momentum = torch.zeros_like(self.flat) if rounds else None
         self.distances = torch.zeros(len(seeds), NUM_CHUNKS, device=device)  # root mean squares of the last swap
@@ -138,7 +134,7 @@ class Lab:
         for start, case, (_, figures) in zip(self.starts, self.cases, schedules, strict=True):
             place = slice(start, start + case.replicas)
             before, merged = self._evaluate(self.flat[place])
-            if case.rule in ("today", "swaps"):
+            if case.rule == "swaps":
                 self._close(place, case)
             after, _ = self._evaluate(self.flat[place])
             weights = self.flat[place]
@@ -219,18 +215,15 @@ class Lab:
         self.flat[place] = self.slow[place]
 
     def _begin_swaps(self, ticks: list[Tick], now: int) -> None:
-        by_width: dict[tuple[int, bool], list[tuple[int, int, int, int, int]]] = defaultdict(list)
+        by_width: dict[int, list[tuple[int, int, int, int, int]]] = defaultdict(list)
         for start, tick in zip(self.starts, ticks, strict=True):
             for swap in tick.swaps:
                 if swap.due:
-                    key = (swap.last - swap.first, swap.coded_late)
-                    by_width[key].append((start + swap.one, start + swap.other, swap.first, *swap.due))
-        for (width, late), pairs in by_width.items():
+                    pair = (start + swap.one, start + swap.other, swap.first, *swap.due)
+                    by_width[swap.last - swap.first].append(pair)
+        for width, pairs in by_width.items():
             one, other, first, *due = torch.tensor(pairs, device=self.device).T
             chunks = first[:, None] + torch.arange(width, device=self.device)
-            if late:
-                self._whole_swap(one, other, chunks)
-                continue
             places = (one[:, None], chunks), (other[:, None], chunks)
             halves = self._half(self.chunks[places[0]], self.chunks[places[1]], *places)
             for rows, when, sign in ((one, due[0], 1), (other, due[1], -1)):
@@ -257,17 +250,6 @@ class Lab:
         self.distances[one], self.distances[other] = distance, distance
         return half
 
-    def _whole_swap(self, one: Tensor, other: Tensor, chunks: Tensor) -> None:
-        """Mix as in the two-part swap: slow weights with modulo coding, and the outer gradients as int2."""
-        assert self.slow is not None
-        slow = self.slow.view_as(self.chunks)
-        half = self._half(slow[one], slow[other], (one[:, None], chunks), (other[:, None], chunks))
-        gradients = [_int2(self.chunks[rows] - slow[rows]) for rows in (one, other)]
-        half = half + (gradients[1] - gradients[0]) / 2
-        for rows, sign in ((one, 1), (other, -1)):
-            self.chunks[rows] += sign * half
-            slow[rows] = self.chunks[rows]
-
     def _close(self, place: slice, case: Case) -> None:
         rng = random.Random(case.seed)
         for _ in range(round(log2(case.replicas)) + 3):
@@ -289,15 +271,6 @@ class Lab:
         return fmean(replicas), fmean(merged)
 
 
-def _int2(values: Tensor) -> Tensor:
-    """Return `values` (pairs, chunks, elements) as int2 represents them: odd codes, one scale per 128 elements."""
-    flat = values.flatten(1)
-    blocks = torch.nn.functional.pad(flat, (0, -flat.shape[1] % 128)).view(len(flat), -1, 128)
-    scale = (blocks.square().mean(-1, keepdim=True).sqrt() * 0.4979).clamp_min(1e-30)
-    codes = (2 * torch.floor(blocks / scale / 2) + 1).clamp(-3, 3)
-    return (codes * scale).flatten(1)[:, : flat.shape[1]].view_as(values)
-
-
 RATES = (0.012, 0.016, 0.024)
 OUTER = (("diloco", 0.0, 1.0), ("diloco", 0.3, 0.7), ("diloco", 0.3, 1.0), ("diloco", 0.5, 0.7), ("nesterov", 0.5, 0.7))
 ROUNDS = {"200 Mbit/s": (5, 10, 20), "100 Mbit/s": (10, 20, 40), "20 Mbit/s": (30, 60, 120)}
@@ -307,14 +280,12 @@ SLICE_TICKS = 0.8  # the best of `timing`: a slice that arrives before the next 
 def search() -> list[Case]:
     cases = [Case("search", "", rule, {}, rate) for rule in ("ddp", "local") for rate in RATES]
     for link in LINKS:
-        steps, wait = TODAY[link]
         for rate in RATES:
             cases += [
                 Case("search", link, rule, {"steps": steps}, rate, alpha, beta)
                 for rule, alpha, beta in OUTER
                 for steps in ROUNDS[link]
             ]
-            cases.append(Case("search", link, "today", {"steps": steps, "wait": wait}, rate))
             cases += [Case("search", link, "streaming", {"slices": slices}, rate) for slices in (3, 8, 20)]
             cases += [Case("search", link, "swaps", {"slice_ticks": ticks}, rate) for ticks in (1.0, LINKS[link])]
     return cases

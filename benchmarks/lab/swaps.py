@@ -25,7 +25,6 @@ class Swap:
     first: int = 0
     last: int = NUM_CHUNKS
     due: tuple[int, int] | None = None  # ticks at which `one` and `other` add; None if the swap breaks
-    coded_late: bool = False  # the outer gradient travels apart from the slow weights, as int2
 
 
 @dataclass(slots=True)
@@ -150,15 +149,12 @@ def _slice(rng: random.Random, pick: Pick, now: int, one: list[int], other: list
     return max(starts, key=lambda start: (sums[start], rng.random()))
 
 
-def blocking(
-    num_replicas: int, num_ticks: int, seed: int, *, steps: int, wait: float, pairs: bool
-) -> tuple[list[Tick], int]:
-    """Rounds of `steps` inner steps, after which all wait for `wait` ticks. Also return the number of inner steps.
+def blocking(num_replicas: int, num_ticks: int, *, steps: int, wait: float) -> tuple[list[Tick], int]:
+    """Average all replicas after every `steps` inner steps, while all of them wait for `wait` ticks.
 
-    With `pairs`, random pairs swap whole vectors in two parts (slow weights early, the outer gradient late); otherwise
-    all replicas average.
+    Also return the number of inner steps.
     """
-    rng, ticks, taken, owed = random.Random(seed), [], 0, 0.0
+    ticks, taken, owed = list[Tick](), 0, 0.0
     for _ in range(num_ticks):
         if owed >= 1:
             owed -= 1
@@ -169,14 +165,7 @@ def blocking(
         taken += 1
         if taken % steps == 0:
             owed += wait
-            if pairs:
-                order = rng.sample(range(num_replicas), num_replicas)
-                tick.swaps = [
-                    Swap(i, j, due=(len(ticks), len(ticks)), coded_late=True)
-                    for i, j in zip(order[::2], order[1::2], strict=False)
-                ]
-            else:
-                tick.reduce = (0, NUM_CHUNKS, len(ticks))
+            tick.reduce = (0, NUM_CHUNKS, len(ticks))
     return ticks, taken
 
 

@@ -8,25 +8,7 @@ import sys
 import typer
 
 from noloco_p2p._version import __version__
-from noloco_p2p.cli import (
-    ban,
-    bootstrap,
-    data,
-    demo,
-    doctor,
-    evaluate,
-    export,
-    fork,
-    identity,
-    init,
-    join,
-    leave,
-    monitor,
-    pause,
-    simulate,
-    status,
-    ticket,
-)
+from noloco_p2p.cli import checks, demo, join, local, model, monitor, runs, simulate
 from noloco_p2p.errors import IdentityError, NolocoError, PeerError, SettingsError, SpecError, TicketError, printable
 from noloco_p2p.telemetry.console import PrintableStream
 
@@ -43,13 +25,13 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for verb in (
-    *(init.init, join.join, leave.leave, pause.pause, pause.resume, status.status, ticket.ticket, monitor.monitor),
-    *(doctor.doctor, bootstrap.bootstrap, fork.fork, evaluate.evaluate, export.export),
-    *(demo.demo, simulate.simulate, ban.ban),
+    *(runs.init, join.join, local.leave, local.pause, local.resume, local.status, runs.ticket, monitor.monitor),
+    *(checks.doctor, runs.bootstrap, model.fork, model.evaluate, model.export),
+    *(demo.demo, simulate.simulate, local.ban),
 ):
     app.command()(verb)
-app.add_typer(data.app, name="data")
-app.command(name="id")(identity.identity)
+app.add_typer(checks.data, name="data")
+app.command(name="id")(local.identity)
 
 
 @app.callback(invoke_without_command=True)
@@ -68,22 +50,21 @@ def _options(
 def configure_logging(level: int) -> None:
     """Send logs to standard error. Other libraries log only with -vv."""
     handler = _StandardError()
-    handler.setFormatter(_Printable("%(asctime)s %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S"))
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S"))
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
     logging.getLogger("noloco_p2p").setLevel(level)
     if level == logging.DEBUG:
         logging.getLogger().setLevel(logging.INFO)
 
 
-class _Printable(logging.Formatter):
-    """A formatter for messages that may quote what a stranger wrote. Rich would pass its escapes on to the terminal."""
+class _StandardError(logging.StreamHandler):
+    """A handler that writes to the current `sys.stderr`, which is replaced while a progress bar is shown.
+
+    Messages may quote what a stranger wrote, and rich would pass its escapes on to the terminal.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record))
-
-
-class _StandardError(logging.StreamHandler):
-    """A handler that writes to the current `sys.stderr`, which is replaced while a progress bar is shown."""
 
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stderr
@@ -100,20 +81,14 @@ def run(arguments: list[str]) -> int:
     everywhere = [argument for argument in arguments if argument in VERBOSITY]
     rest = [argument for argument in arguments if argument not in VERBOSITY]
     try:
-        app([*everywhere, *rest], prog_name="noloco", obj=run)  # the demo also runs `run` in other processes
+        app([*everywhere, *rest], prog_name="noloco")
     except SystemExit as ended:
         return ended.code if isinstance(ended.code, int) else 0
-    except (SpecError, SettingsError, TicketError, IdentityError) as error:
-        return _complain(error, EXIT_INVALID)
-    except PeerError as error:
-        return _complain(error, EXIT_UNREACHABLE)
     except NolocoError as error:
-        return _complain(error, EXIT_FAILED)
+        print(f"noloco: {error}", file=sys.stderr)
+        if isinstance(error, (SpecError, SettingsError, TicketError, IdentityError)):
+            return EXIT_INVALID
+        return EXIT_UNREACHABLE if isinstance(error, PeerError) else EXIT_FAILED
     except KeyboardInterrupt:  # Ctrl-C that Typer does not catch
         return EXIT_INTERRUPTED
     return 0
-
-
-def _complain(error: NolocoError, code: int) -> int:
-    print(f"noloco: {error}", file=sys.stderr)
-    return code

@@ -16,19 +16,17 @@ import typer
 
 from noloco_p2p.cli import entry
 from noloco_p2p.cli.options import Changes, parse_changes
-from noloco_p2p.telemetry.console import terminal
+from noloco_p2p.telemetry.console import counted, duration, terminal
 
 if TYPE_CHECKING:
     from rich.console import Group
 
-    from noloco_p2p.demo.plan import DemoPlan
-    from noloco_p2p.demo.swarm import Demo, View
+    from noloco_p2p.demo import Demo, View
 
 PLAIN_EVERY_S = 5.0
 
 
 def demo(
-    context: typer.Context,
     peers: Annotated[
         int | None,
         typer.Option(
@@ -72,10 +70,7 @@ def demo(
     ] = None,
 ) -> None:
     """Train a small model with a swarm of real peers on this machine, and print a report."""
-    from noloco_p2p.demo.plan import DemoPlan
-    from noloco_p2p.demo.report import failure_lines, report_lines
-    from noloco_p2p.demo.swarm import Demo
-    from noloco_p2p.telemetry.bars import drawing
+    from noloco_p2p.demo import Demo, DemoPlan, report_lines
 
     entry.check_writable(json_file, flag="--json")
     values = parse_changes(changes)
@@ -90,8 +85,9 @@ def demo(
         changes=values,
         chaos_seed=chaos,
     )
-    swarm = Demo(plan, context.obj)
-    print(f"{_who(plan)} on this machine; logs: {folder}/peer-*/log.txt", flush=True)
+    swarm = Demo(plan)
+    each = f", each with one of the {stages} stages of a model," if stages > 1 else ""
+    print(f"{counted(plan.num_peers, 'peer')}{each} on this machine; logs: {folder}/peer-*/log.txt", flush=True)
     if keep is None:
         print("(logs and checkpoints are deleted at the end; --keep DIR keeps them)", flush=True)
     # SIGINT and SIGTERM end the demo, which then stops its peers.
@@ -100,7 +96,7 @@ def demo(
         _watch(swarm)
         print("the peers leave; their models are merged, and the mean is evaluated", flush=True)
         swarm.stop()
-        report = swarm.report(drawing(print))
+        report = swarm.report()
     except KeyboardInterrupt:
         print("interrupted: asking the peers to leave", file=sys.stderr, flush=True)
         swarm.stop()
@@ -113,8 +109,7 @@ def demo(
         print(line)
     if json_file:
         json_file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    failures = failure_lines(swarm.peers)
-    for line in failures:
+    for line in (failures := swarm.failures()):
         print(line, file=sys.stderr)
     if failures:
         raise typer.Exit(1)
@@ -124,26 +119,24 @@ def demo(
 
 
 def _watch(swarm: Demo) -> None:
-    """Draw a bar and a table on a terminal, and print plain lines elsewhere."""
+    """Draw a bar and a table on a terminal. Elsewhere, print a line for each phase and every PLAIN_EVERY_S seconds."""
     from rich.live import Live
 
-    console = terminal()
+    console, began_s = terminal(), time.monotonic()
     screen = Live(console=console, auto_refresh=False) if console.is_terminal else None
+    doing, next_s, is_planned = "", 0.0, False
     with screen or nullcontext():
-        show = (lambda view: screen.update(_drawn(view), refresh=True)) if screen else _Lines().show
-        is_planned = False
         for view in swarm.run():
             if swarm.num_steps and not is_planned:
                 is_planned = True
                 print(_plan_line(swarm), flush=True)
-            show(view)
-
-
-def _who(plan: DemoPlan) -> str:
-    from noloco_p2p.telemetry.console import counted
-
-    peers = counted(plan.num_peers, "peer")
-    return peers if plan.num_stages == 1 else f"{peers}, each with one of the {plan.num_stages} stages of a model,"
+            now_s = time.monotonic()
+            if screen:
+                screen.update(_drawn(view), refresh=True)
+            elif view.doing != doing or now_s >= next_s:
+                doing, next_s = view.doing, now_s + PLAIN_EVERY_S
+                summary = f"; {view.summary}" if view.summary else ""
+                print(f"after {now_s - began_s:.0f} s: {_told(view)}{summary}", flush=True)
 
 
 def _plan_line(swarm: Demo) -> str:
@@ -154,27 +147,8 @@ def _plan_line(swarm: Demo) -> str:
     return f"an inner step takes {swarm.step_s:.2g} s on this machine: {steps} in about {swarm.plan.minutes:g} minutes"
 
 
-class _Lines:
-    """Prints the first view of each phase, and then one view every PLAIN_EVERY_S seconds."""
-
-    def __init__(self) -> None:
-        self._began_s = time.monotonic()
-        self._next_s = 0.0
-        self._doing = ""
-
-    def show(self, view: View) -> None:
-        now_s = time.monotonic()
-        if view.doing == self._doing and now_s < self._next_s:
-            return
-        self._doing, self._next_s = view.doing, now_s + PLAIN_EVERY_S
-        summary = f"; {view.summary}" if view.summary else ""
-        print(f"after {now_s - self._began_s:.0f} s: {_told(view)}{summary}", flush=True)
-
-
 def _told(view: View) -> str:
     """Describe the progress, for example `training: step 120 of 480, 2 min 30 s left`."""
-    from noloco_p2p.telemetry.console import duration
-
     if not view.total:
         return view.doing
     left = "" if view.left_s is None else f", {duration(view.left_s)} left"
@@ -189,11 +163,9 @@ def _drawn(view: View) -> Group:
     bar = Table.grid(padding=(0, 1))
     # Before training begins, the progress is unknown, so the bar pulses.
     bar.add_row(ProgressBar(total=view.total or None, completed=view.done, width=30, pulse=not view.done), _told(view))
-    if not view.rows:
-        return Group(bar)
     table = Table(box=None, pad_edge=False)
     for column in view.columns:
         table.add_column(column, justify="left" if column in ("peer", "state", "last swap with") else "right")
     for row in view.rows:
         table.add_row(*row)
-    return Group(bar, table)
+    return Group(bar, table) if view.rows else Group(bar)

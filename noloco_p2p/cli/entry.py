@@ -21,41 +21,41 @@ MAX_FILE_BYTES = 64 * 1024
 
 
 def resolve(text: str, *, timeout_s: float = FILE_TIMEOUT_S) -> str:
-    """For `@FILE`, wait until FILE has been written, and return its only line. Return any other text unchanged.
+    """For `@FILE`, wait until FILE has been written, and return its only word. Return any other text unchanged.
 
-    Raises SettingsError if the file is not written in time.
+    Raises SettingsError if the file is not written in time, is unreadable or too large, or has more than one word.
     """
     if not text.startswith("@"):
         return text
     path, until_s = Path(text[1:]), time.monotonic() + timeout_s
-    while not (line := _read(path)):
+    while True:
+        try:
+            if path.stat().st_size > MAX_FILE_BYTES:
+                raise SettingsError(f"{text} is too large for a ticket or an address ({path.stat().st_size} bytes)")
+            words = path.read_text(encoding="utf-8").split()
+        except FileNotFoundError:
+            words = []
+        except (OSError, UnicodeDecodeError) as error:
+            raise SettingsError(f"{text} cannot be read: {error}") from None
+        if len(words) > 1:
+            raise SettingsError(f"{text} must contain one ticket or one address and nothing else")
+        if words:
+            return words[0]
         if time.monotonic() > until_s:
             raise SettingsError(
                 f"{text}: the file was not written within {timeout_s:.0f} s; is the peer that writes it running?"
             )
         time.sleep(POLL_S)
-    return line
 
 
 def opened(run: str) -> TrainerSpec | Ticket:
-    """Load the spec from a file, or decode a ticket. Raises SpecError or TicketError if it is invalid."""
+    """Load the spec from a file, or decode a ticket or the ticket in `@FILE`. Raises SpecError or TicketError."""
     from noloco_p2p.spec import TrainerSpec
     from noloco_p2p.ticket import Ticket, is_ticket
 
+    if run.startswith("@"):
+        return Ticket.decode(resolve(run))
     return Ticket.decode(run) if is_ticket(run) else TrainerSpec.load(Path(run))
-
-
-def ticket_in(run: str) -> str:
-    """For `@FILE`, return the ticket in FILE. Return any other text unchanged. Raises TicketError if FILE has no
-    ticket.
-    """
-    from noloco_p2p.ticket import Ticket
-
-    if not run.startswith("@"):
-        return run
-    ticket = resolve(run)
-    Ticket.decode(ticket)
-    return ticket
 
 
 def check_writable(path: Path | None, *, flag: str) -> None:
@@ -75,21 +75,3 @@ def write(path: Path | None, line: str, *, flag: str, is_secret: bool = False) -
         write_atomically(path, f"{line}\n".encode(), mode=0o600 if is_secret else 0o666)
     except OSError as error:
         raise SettingsError(f"{flag} {path} cannot be written: {error.strerror}") from None
-
-
-def _read(path: Path) -> str:
-    """Return the only word in the file, or an empty string if the file is missing or empty.
-
-    Raises SettingsError if the file is unreadable, too large, or has more than one word.
-    """
-    try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise SettingsError(f"@{path} is too large for a ticket or an address ({path.stat().st_size} bytes)")
-        lines = path.read_text(encoding="utf-8").split()
-    except FileNotFoundError:
-        return ""
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"@{path} cannot be read: {error}") from None
-    if len(lines) > 1:
-        raise SettingsError(f"@{path} must contain one ticket or one address and nothing else")
-    return lines[0] if lines else ""

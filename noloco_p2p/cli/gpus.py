@@ -6,25 +6,20 @@ and the launcher returns the exit code of rank 0.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import FrameType
 
 from noloco_p2p.errors import SettingsError
 
 POLL_S = 0.1
 END_S = 30.0  # how long the other ranks may take to end after the first one has ended
 FAILED = 1
-LAUNCHER = "NOLOCO_LAUNCHER"
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,73 +43,51 @@ def own_rank() -> OwnRank | None:
         raise SettingsError(
             "torchrun --nnodes is not supported, because a peer runs on one machine; start one peer on each machine"
         )
-    if os.environ.get(LAUNCHER) == str(os.getppid()):
-        _leave_with(os.getppid())
     return OwnRank(int(os.environ["RANK"]), size, int(os.environ.get("LOCAL_RANK", "0")))
-
-
-def _leave_with(launcher_pid: int) -> None:
-    """Arrange for this process to get SIGTERM when the launcher ends. Rank 0 then leaves, and the others follow."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-        return
-
-    def watch() -> None:
-        while os.getppid() == launcher_pid:
-            time.sleep(POLL_S)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=watch, name="noloco-launcher", daemon=True).start()
 
 
 def launch(arguments: Sequence[str], num_ranks: int) -> int:
     """Run `noloco ARGUMENTS` in `num_ranks` processes, and return the exit code of rank 0.
 
     The result is 1 if rank 0 was killed by a signal or did not end in time. SIGINT and SIGTERM are passed on to rank 0,
-    and the other ranks end when rank 0 does.
+    and the other ranks end when rank 0 does. If the launcher is killed, rank 0 leaves.
     """
-    shared = {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks), LAUNCHER: str(os.getpid())}
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    from noloco_p2p.swarm.launch import with_parent
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = {
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
     threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // num_ranks))}
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-m", "noloco_p2p", *arguments],
-            env=threads | os.environ | shared | address | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            with_parent(sys.executable, "-m", "noloco_p2p", *arguments),
+            env=threads | os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
             start_new_session=True,  # so that Ctrl-C in the terminal reaches only the launcher, which passes it on
         )
         for rank in range(num_ranks)
     ]
-
-    def pass_on(signum: int, frame: FrameType | None) -> None:
-        ranks[0].send_signal(signum)
-
     for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, pass_on)
+        signal.signal(signum, lambda signum, frame: ranks[0].send_signal(signum))
+    until_s = None  # set when a rank fails or rank 0 ends
     try:
-        return _wait(ranks)
+        while any(process.poll() is None for process in ranks):
+            if until_s is None and (ranks[0].returncode is not None or any(process.returncode for process in ranks)):
+                until_s = time.monotonic() + END_S
+            if until_s is not None and time.monotonic() > until_s:
+                break
+            time.sleep(POLL_S)
+        for rank, process in enumerate(ranks):
+            if (process.returncode or 0) < 0:
+                print(f"noloco: rank {rank} was terminated by signal {-process.returncode}", file=sys.stderr)
+        code = ranks[0].returncode
+        return code if code is not None and code >= 0 else FAILED
     finally:
         for process in ranks:
             process.kill()
             process.wait()
-
-
-def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
-    """Wait until all ranks have ended, but no longer than END_S seconds after a rank fails or rank 0 ends."""
-    until_s = None
-    while any(process.poll() is None for process in ranks):
-        if until_s is None and (ranks[0].returncode is not None or any(process.returncode for process in ranks)):
-            until_s = time.monotonic() + END_S
-        if until_s is not None and time.monotonic() > until_s:
-            break
-        time.sleep(POLL_S)
-    for rank, process in enumerate(ranks):
-        if (process.returncode or 0) < 0:
-            print(f"noloco: rank {rank} was terminated by signal {-process.returncode}", file=sys.stderr)
-    code = ranks[0].returncode
-    return code if code is not None and code >= 0 else FAILED
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,11 +16,11 @@ import typer
 
 from noloco_p2p.cli import entry
 from noloco_p2p.cli import gpus as gpus_of_peer
-from noloco_p2p.cli.collection import spare_what_is_loaded
 from noloco_p2p.cli.options import takes_settings
 from noloco_p2p.control import FolderLock
 from noloco_p2p.errors import Left, RankError, printable
 from noloco_p2p.settings import PeerSettings
+from noloco_p2p.ticket import Ticket
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -26,7 +28,6 @@ if TYPE_CHECKING:
     from noloco_p2p.cli.gpus import OwnRank
     from noloco_p2p.peer.peer import Peer
     from noloco_p2p.spec import TrainerSpec
-    from noloco_p2p.ticket import Ticket
 
 log = logging.getLogger(__name__)
 
@@ -53,8 +54,8 @@ def join(
     own = gpus_of_peer.own_rank()
     if own and own.rank:
         return _follow(own, settings)
-    run = entry.ticket_in(run)
-    ticket = _check(run, settings)
+    target = entry.opened(run)
+    _check(target, settings)
     entry.check_writable(ticket_file, flag="--ticket-file")
     if settings.gpus > 1 and own is None:
         raise typer.Exit(gpus_of_peer.launch(sys.argv[1:], settings.gpus))
@@ -67,16 +68,22 @@ def join(
         from noloco_p2p.trainer.compute import choose_device
 
         choose_device(settings.device, own.gpu if own else None)
-        if ticket:
-            _say(f"looking for live peers of run {ticket.run_name}")
-        _train(run, settings, ticket_file, own, lock)
+        if isinstance(target, Ticket):
+            _say(f"looking for live peers of run {target.run_name}")
+        _train(target, settings, ticket_file, own, lock)
     except Left:
         _say("left before training began; run the same command to resume the download")
     finally:
         lock.release()
 
 
-def _train(run: str, settings: PeerSettings, ticket_file: Path | None, own: OwnRank | None, lock: FolderLock) -> None:
+def _train(
+    target: TrainerSpec | Ticket,
+    settings: PeerSettings,
+    ticket_file: Path | None,
+    own: OwnRank | None,
+    lock: FolderLock,
+) -> None:
     """Train until the run is done or the peer is asked to leave. Raises Left if the peer is asked to leave before
     training begins.
 
@@ -86,9 +93,7 @@ def _train(run: str, settings: PeerSettings, ticket_file: Path | None, own: OwnR
     from noloco_p2p.peer.peer import Peer
     from noloco_p2p.spec import TrainerSpec
     from noloco_p2p.swarm.addresses import any_public
-    from noloco_p2p.telemetry.bars import drawing
     from noloco_p2p.telemetry.progress import Progress
-    from noloco_p2p.ticket import Ticket
     from noloco_p2p.trainer.compute import choose_device
     from noloco_p2p.trainer.loop import Trainer
     from noloco_p2p.trainer.ranks import Ranks, told
@@ -99,14 +104,14 @@ def _train(run: str, settings: PeerSettings, ticket_file: Path | None, own: OwnR
     with (
         told(),
         Ranks(own.rank, own.num_ranks, here) if own else nullcontext() as ranks,
-        Peer.join(run, settings, progress=Progress(drawing(_say))) as peer,
+        Peer.join(target, settings, progress=Progress(_say)) as peer,
     ):
         spec = TrainerSpec.of(peer.spec)
         _say(f"peer {peer.peer_id} of run {spec.name} ({spec.digest()[:16]}), announcing {peer.address}")
         _say(f"training on {describe(here)} ({here})")
         if peer.metrics_address:
             _say(f"metrics at http://{peer.metrics_address}/metrics")
-        for warning in [*spec.warnings(), *unused_data(spec, settings), *unknown_name(settings)]:
+        for warning in [*spec.warnings(), *_warnings(spec, settings)]:
             log.warning(warning)
         trainer = StageTrainer(peer, say=_say) if spec.pipeline.stages > 1 else Trainer(peer, say=_say, ranks=ranks)
         for warning in trainer.inner_step.compute.warnings(here, spec):
@@ -123,7 +128,8 @@ def _train(run: str, settings: PeerSettings, ticket_file: Path | None, own: OwnR
             _say("(the ticket has only private addresses; for peers on other networks, restart with --announce HOST)")
         entry.write(ticket_file, peer.ticket, flag="--ticket-file", is_secret=bool(spec.run_key))
         _leave_on_signals(peer)
-        spare_what_is_loaded()
+        gc.collect()
+        gc.freeze()  # a full collection takes 100 ms, mostly for objects of libraries, and blocks both threads
         checkpoint = trainer.train()
         while isinstance(trainer, StageTrainer) and trainer.switches_to is not None:
             trainer = StageTrainer(peer, say=_say, stage=trainer.switches_to)
@@ -165,50 +171,37 @@ def _follow(own: OwnRank, settings: PeerSettings) -> None:
         raise typer.Exit(gpus_of_peer.FAILED) from None
 
 
-def _check(run: str, settings: PeerSettings) -> Ticket | None:
-    """Check the settings and ports before the slow imports. Return the ticket if `run` is one."""
+def _check(target: TrainerSpec | Ticket, settings: PeerSettings) -> None:
+    """Check the settings and ports before the slow imports."""
     from noloco_p2p.peer.ports import Ports
-    from noloco_p2p.ticket import Ticket
 
-    entered = entry.opened(run)
     FolderLock(settings.state_dir).check()
     Ports(settings).check()
     if settings.push_to_hub:
         from noloco_p2p.trainer.push import claim
 
         claim(settings.push_to_hub)
-    if isinstance(entered, Ticket):
-        return entered
+    if isinstance(target, Ticket):
+        return
     from noloco_p2p.data.sources import check_bindings
     from noloco_p2p.trainer.cut import check_stages
 
-    check_stages(entered, settings)
-    if entered.pipeline.stages == 1 or settings.stage == 0:
-        check_bindings(entered.data, settings.data)
-    return None
+    check_stages(target, settings)
+    if target.pipeline.stages == 1 or settings.stage == 0:
+        check_bindings(target.data, settings.data)
 
 
-def unused_data(spec: TrainerSpec, settings: PeerSettings) -> list[str]:
-    """Return a warning for each `--data` binding that the run does not use."""
+def _warnings(spec: TrainerSpec, settings: PeerSettings) -> Iterator[str]:
+    """Warn about settings of this machine that have no effect, and about a host that nobody may be able to resolve."""
     from noloco_p2p.data.sources import unused_bindings
-
-    reads = ", ".join(part.source for part, _ in spec.data.parts())
-    return [
-        f"--data {name}=... is ignored, because the run reads only {reads}"
-        for name in unused_bindings(spec.data, settings.data)
-    ]
-
-
-def unknown_name(settings: PeerSettings) -> list[str]:
-    """Return a warning if the host of --announce does not resolve. It may resolve on other machines, so this is not an
-    error.
-    """
     from noloco_p2p.swarm.addresses import resolves
 
+    reads = ", ".join(part.source for part, _ in spec.data.parts())
+    for name in unused_bindings(spec.data, settings.data):
+        yield f"--data {name}=... is ignored, because the run reads only {reads}"
     host = settings.announced[0]
-    if not host or resolves(host):
-        return []
-    return [f"--announce {host}: this machine cannot resolve this name, but other peers must resolve it to connect"]
+    if host and not resolves(host):
+        yield f"--announce {host}: this machine cannot resolve this name, but other peers must resolve it to connect"
 
 
 def _leave_on_signals(peer: Peer) -> None:

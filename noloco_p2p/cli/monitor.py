@@ -18,7 +18,7 @@ from noloco_p2p.errors import SettingsError
 from noloco_p2p.telemetry.console import terminal
 
 if TYPE_CHECKING:
-    from noloco_p2p.monitor.columns import Choice
+    from noloco_p2p.monitor.tables import Choice
     from noloco_p2p.ticket import Ticket
 
 DEFAULT_WEB = "127.0.0.1:8080"
@@ -57,8 +57,7 @@ def monitor(
         raise SettingsError("--watch and --json cannot be combined with --web, which serves /api/status as JSON")
     import uvloop
 
-    from noloco_p2p.monitor.columns import Choice
-    from noloco_p2p.monitor.terminal import plain, view
+    from noloco_p2p.monitor.tables import Choice, plain, view
 
     choice = Choice(sort, words, descending)
     if web:
@@ -67,9 +66,9 @@ def monitor(
     if watch:
         uvloop.run(_watch(entry, choice, interval_s, as_json=as_json))
         return
-    from noloco_p2p.monitor import collect
+    from noloco_p2p.monitor.watcher import snapshot
 
-    swarm = uvloop.run(collect.snapshot(entry))
+    swarm = uvloop.run(snapshot(entry))
     if as_json:
         print_json(swarm)
     elif sys.stdout.isatty():
@@ -80,8 +79,8 @@ def monitor(
 
 
 async def _watch(entry: Ticket, choice: Choice, interval_s: float, *, as_json: bool) -> None:
-    from noloco_p2p.monitor.collect import Watcher
-    from noloco_p2p.monitor.terminal import plain
+    from noloco_p2p.monitor.tables import plain
+    from noloco_p2p.monitor.watcher import Watcher
     from noloco_p2p.swarm.reader import find_somebody, reader
 
     console = terminal()
@@ -104,7 +103,7 @@ async def _draw(console: Any, choice: Choice, interval_s: float, look: Callable[
     """Redraw the whole screen after each read and whenever the window is resized, until the first signal."""
     from rich.live import Live
 
-    from noloco_p2p.monitor.terminal import headlines, view
+    from noloco_p2p.monitor.tables import headlines, view
 
     loop = asyncio.get_running_loop()
     wake, stopped = asyncio.Event(), asyncio.Event()
@@ -131,19 +130,12 @@ async def _serve(entry: Ticket, listen: str) -> None:
         host, port = split_address(listen)
     except ValueError as error:
         raise SettingsError(f"--listen: {error}") from None
-    stop = asyncio.Event()
+    task = asyncio.current_task()
+    assert task is not None
     for signum in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(signum, stop.set)
-    async with reader(entry) as directory:
-        print(f"looking for live peers of run {entry.run_name}", flush=True)
-        looking = asyncio.create_task(find_somebody(entry, directory))
-        stopping = asyncio.create_task(stop.wait())
-        try:
-            await asyncio.wait({looking, stopping}, return_when=asyncio.FIRST_COMPLETED)
-            if stop.is_set():
-                return
-            looking.result()
-            await serve(entry, directory, host=host, port=port, stop=stop, say=lambda line: print(line, flush=True))
-        finally:
-            looking.cancel()
-            stopping.cancel()
+        asyncio.get_running_loop().add_signal_handler(signum, task.cancel)
+    with suppress(asyncio.CancelledError):
+        async with reader(entry) as directory:
+            print(f"looking for live peers of run {entry.run_name}", flush=True)
+            await find_somebody(entry, directory)
+            await serve(entry, directory, host=host, port=port, say=lambda line: print(line, flush=True))

@@ -4,22 +4,15 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import typer
 
 from noloco_p2p.cli.options import Changes, parse_changes, takes_settings
 from noloco_p2p.errors import SettingsError
 from noloco_p2p.settings import PeerSettings
-
-if TYPE_CHECKING:
-    from noloco_p2p.simulate.plan import Plan
-    from noloco_p2p.simulate.result import Result
-    from noloco_p2p.simulate.stage_plan import StagedPlan
-    from noloco_p2p.simulate.stage_result import StagedResult
-    from noloco_p2p.spec import TrainerSpec
 
 
 @takes_settings("data")
@@ -104,9 +97,16 @@ def simulate(
     ] = None,
 ) -> None:
     """Train many replicas in one process on a virtual clock, to predict the loss, spread, traffic and time of a run."""
+    import torch
+
+    from noloco_p2p.simulate import plot as drawing
     from noloco_p2p.simulate.plan import Plan, parse_churn, parse_links, parse_speeds
+    from noloco_p2p.simulate.result import Result, table
+    from noloco_p2p.simulate.run import check_rules, check_stages, simulate_stages
+    from noloco_p2p.simulate.run import simulate as simulate_whole
     from noloco_p2p.simulate.stage_plan import StagedPlan, by_stage, parse_paths, parse_replicas
     from noloco_p2p.spec import TrainerSpec
+    from noloco_p2p.trainer.compute import choose_device
 
     spec = TrainerSpec.load(file).with_changes(parse_changes(changes), origin="--set")
     if steps:
@@ -115,6 +115,8 @@ def simulate(
     num_stages = stages or spec.pipeline.stages
     num_replicas = parse_replicas(replicas, num_stages=num_stages)
     names = [name.strip() for name in rules.split(",")]
+    torch.set_num_threads(threads)
+    found: Iterable[Any]
     if num_stages > 1:
         pipeline = StagedPlan(
             num_replicas,
@@ -130,96 +132,40 @@ def simulate(
         )
         if plot or device != "cpu":
             raise SettingsError("--plot and --device cannot be used with stages")
-        _simulate_stages(spec, pipeline, names, bindings=settings.data, threads=threads, json_file=json_file)
-        return
-    if window or lose or late_steps or paths != "random":
-        raise SettingsError("--window, --lose, --late-steps and --paths require --stages")
-    plan = Plan(
-        num_replicas[0],
-        seed=seed,
-        step_s=step_seconds,
-        speeds=parse_speeds(speeds),
-        links=parse_links(link.split(",")),
-        churn=parse_churn(churn, num_replicas=num_replicas[0]),
-    )
-    _simulate_whole(
-        spec, plan, names, bindings=settings.data, threads=threads, device=device, json_file=json_file, plot=plot
-    )
-
-
-def _simulate_whole(
-    spec: TrainerSpec,
-    plan: Plan,
-    rules: list[str],
-    *,
-    bindings: dict[str, str],
-    threads: int,
-    device: str,
-    json_file: Path | None,
-    plot: Path | None,
-) -> None:
-    import torch
-
-    from noloco_p2p.simulate import plot as drawing
-    from noloco_p2p.simulate.result import table
-    from noloco_p2p.simulate.run import check_rules
-    from noloco_p2p.simulate.run import simulate as run
-    from noloco_p2p.trainer.compute import choose_device
-
-    check_rules(rules, plan)
-    if plot:
-        drawing.check(plot)
-    torch.set_num_threads(threads)
-    results: list[Result] = []
-    began_s = time.monotonic()
-    for result in run(spec, plan, rules=rules, bindings=bindings, device=choose_device(device)):
+        check_stages(names, pipeline, spec)
+        found = simulate_stages(spec, pipeline, rules=names, bindings=settings.data)
+    else:
+        if window or lose or late_steps or paths != "random":
+            raise SettingsError("--window, --lose, --late-steps and --paths require --stages")
+        plan = Plan(
+            num_replicas[0],
+            seed=seed,
+            step_s=step_seconds,
+            speeds=parse_speeds(speeds),
+            links=parse_links(link.split(",")),
+            churn=parse_churn(churn, num_replicas=num_replicas[0]),
+        )
+        check_rules(names, plan)
+        if plot:
+            drawing.check(plot)
+        found = simulate_whole(spec, plan, rules=names, bindings=settings.data, device=choose_device(device))
+    results, began_s = list[Any](), time.monotonic()
+    for result in found:
         results.append(result)
-        _report(results, began_s, spec=spec, seed=plan.seed, json_file=json_file)
-    for line in table(results):
-        print(line)
+        print(f"{result.rule}: done after {time.monotonic() - began_s:.0f} s", flush=True)
+        if json_file:
+            report = {
+                "spec": spec.model_dump(mode="json"),
+                "seed": seed,
+                "results": [each.as_dict() for each in results],
+            }
+            try:
+                json_file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+            except OSError as error:
+                raise SettingsError(f"--json {json_file} cannot be written: {error.strerror}") from None
+        if not isinstance(result, Result):
+            print("\n".join(result.lines()))
+    if num_stages == 1:
+        print("\n".join(table(results)))
     if plot:
         print(f"wrote {drawing.draw(results, plot)}")
-
-
-def _simulate_stages(
-    spec: TrainerSpec,
-    plan: StagedPlan,
-    rules: list[str],
-    *,
-    bindings: dict[str, str],
-    threads: int,
-    json_file: Path | None,
-) -> None:
-    import torch
-
-    from noloco_p2p.simulate.run import check_stages, simulate_stages
-
-    check_stages(rules, plan, spec)
-    torch.set_num_threads(threads)
-    results: list[StagedResult] = []
-    began_s = time.monotonic()
-    for result in simulate_stages(spec, plan, rules=rules, bindings=bindings):
-        results.append(result)
-        _report(results, began_s, spec=spec, seed=plan.seed, json_file=json_file)
-        for line in result.lines():
-            print(line)
-
-
-def _report(
-    results: Sequence[Result | StagedResult], began_s: float, *, spec: TrainerSpec, seed: int, json_file: Path | None
-) -> None:
-    print(f"{results[-1].rule}: done after {time.monotonic() - began_s:.0f} s", flush=True)
-    if json_file:
-        _write(json_file, results, spec=spec, plan_seed=seed)
-
-
-def _write(file: Path, results: Sequence[Result | StagedResult], *, spec: TrainerSpec, plan_seed: int) -> None:
-    report = {
-        "spec": spec.model_dump(mode="json"),
-        "seed": plan_seed,
-        "results": [result.as_dict() for result in results],
-    }
-    try:
-        file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise SettingsError(f"--json {file} cannot be written: {error.strerror}") from None

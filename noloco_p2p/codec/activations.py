@@ -14,7 +14,7 @@ only in its own block. Rounding in fp32 adds at most 2^-13 of the block's norm t
 
 Activations and gradients are rounded to the nearest code. Stochastic rounding would be unbiased, but it would increase
 the error of weight gradients. The errors of nearest rounding do not add up over tokens, because the signs of gradients
-vary from token to token (see benchmarks/activation_codecs.py).
+vary from token to token (benchmarks/results/activation_codecs.txt).
 """
 
 from __future__ import annotations

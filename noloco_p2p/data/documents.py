@@ -2,7 +2,7 @@
 
 A hash decides which documents are held out, because all machines must agree on them without communicating. By contrast,
 `datasets` splits by a seed and the number of rows. With that method, if one machine had one more document than the
-others, four in five of its held-out documents would differ (benchmarks/data_library.py).
+others, four in five of its held-out documents would differ (benchmarks/results/data_library.txt).
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ reading can start at any row. Errors that may be temporary, for example on a net
 The builders of `datasets` cannot replace this module. Their errors do not name the file. They stop at the first line
 that has other fields or is not JSON, at the first damaged row group, or at the end of a truncated file, and never read
 the files that follow. They also use 330 MiB more memory per process, and read .json.gz at half the speed
-(benchmarks/data_library.py).
+(benchmarks/results/data_library.txt).
 """
 
 from __future__ import annotations

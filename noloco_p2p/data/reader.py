@@ -5,7 +5,7 @@ for example because of the network, is set aside at its current row. Another pie
 piece ends, reading returns to the piece that was set aside.
 
 An `IterableDataset` of `datasets` ends at the first unreadable file. Its retries wait for the same file, and its
-`shuffle` draws from a buffer that a restart does not restore (benchmarks/data_library.py).
+`shuffle` draws from a buffer that a restart does not restore (benchmarks/results/data_library.txt).
 
 This module imports neither torch nor datasets.
 """

@@ -9,7 +9,7 @@ A restart continues in exactly the same order. The saved state consists of the r
 tokens) and the start of the next block. A restart therefore reads nothing twice, and does not depend on which files
 have failed in the meantime. `datasets` cannot do this. Its `interleave_datasets` counts documents instead of tokens.
 The state of its `shuffle` does not include the buffer, so a restart continues with other documents
-(benchmarks/data_library.py).
+(benchmarks/results/data_library.txt).
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import torch
 from noloco_p2p.codec import CHUNK_ELEMENTS, get_codec
 from noloco_p2p.control import ask
 from noloco_p2p.devices import describe, free_and_total_bytes
-from noloco_p2p.doctor.check import Check
+from noloco_p2p.doctor import Check
 from noloco_p2p.errors import NolocoError
 from noloco_p2p.identity import Identity
 from noloco_p2p.settings import PeerSettings
@@ -39,14 +39,10 @@ def ports(settings: PeerSettings) -> Check:
         for port in (settings.listen_port, settings.libp2p_port):
             probe_port(settings.listen_host, port)
     except NolocoError as error:
-        return Check(
-            "ports", "failed", str(error), "stop the other program, or choose other ports with --listen HOST:PORT"
-        )
-    chosen = (
-        "two ports chosen by the system (port 0)"
-        if not settings.listen_port
-        else f"{settings.listen_port} and {settings.libp2p_port}"
-    )
+        fix = "stop the other program, or choose other ports with --listen HOST:PORT"
+        return Check("ports", "failed", str(error), fix)
+    ports = f"{settings.listen_port} and {settings.libp2p_port}"
+    chosen = ports if settings.listen_port else "two ports chosen by the system (port 0)"
     return Check("ports", "ok", f"{chosen} on {settings.listen_host}: free")
 
 
@@ -69,9 +65,8 @@ def disk(settings: PeerSettings) -> Check:
     folder = settings.state_dir
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     if not os.access(existing, os.W_OK):
-        return Check(
-            "disk", "failed", f"{folder} is not writable", "use another --state-dir, or fix the ownership of this one"
-        )
+        fix = "use another --state-dir, or fix the ownership of this one"
+        return Check("disk", "failed", f"{folder} is not writable", fix)
     free = shutil.disk_usage(existing).free
     if free < LOW_DISK_BYTES:
         fix = (
@@ -85,12 +80,8 @@ def disk(settings: PeerSettings) -> Check:
 def memory() -> Check:
     free = psutil.virtual_memory().available
     if free < LOW_MEMORY_BYTES:
-        return Check(
-            "memory",
-            "warning",
-            f"{mib(free)} free",
-            "close other programs: loading torch and hivemind needs 1 GiB of memory",
-        )
+        fix = "close other programs: loading torch and hivemind needs 1 GiB of memory"
+        return Check("memory", "warning", f"{mib(free)} free", fix)
     return Check("memory", "ok", f"{mib(free)} free")
 
 
@@ -119,7 +110,6 @@ def codec_speed(name: str = "int8") -> Check:
     speed = CODEC_CHUNKS * 4 * CHUNK_ELEMENTS / min(seconds)
     text = f"{name}: encodes and decodes {mib(speed)}/s of fp32"
     if speed < SLOW_CODEC_BYTES_PER_S:
-        return Check(
-            "codec", "warning", text, "the processor is slow or busy, so it will slow down swaps of large models"
-        )
+        fix = "the processor is slow or busy, so it will slow down swaps of large models"
+        return Check("codec", "warning", text, fix)
     return Check("codec", "ok", text)

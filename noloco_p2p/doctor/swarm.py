@@ -7,12 +7,12 @@ import random
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, suppress
 from typing import Any
 
 from noloco_p2p._version import __version__
 from noloco_p2p.control import ask
-from noloco_p2p.doctor.check import Check
+from noloco_p2p.doctor import Check
 from noloco_p2p.errors import DirectoryError, NolocoError, PeerError
 from noloco_p2p.gossip.frames import Hello, StateChunk, StateManifest, WantChunks
 from noloco_p2p.gossip.questions import MESSAGE_TIMEOUT_S
@@ -43,57 +43,58 @@ SLOW_LINK_BYTES_PER_S = 1e6
 USUAL_BYTES_PER_S = 12.5e6  # assumed for a link of unknown speed: 100 Mbit/s
 
 
-async def examine(ticket: Ticket, settings: PeerSettings) -> list[Check]:
+async def examine(ticket: Ticket, settings: PeerSettings) -> AsyncIterator[Check]:
     """Run all checks that need a run. If no peer is found, the result is a single failed check."""
     async with reader(ticket) as directory:
         try:
             await find_somebody(ticket, directory)
             await directory.check_clock(LOOK_TIMEOUT_S)
         except DirectoryError as error:
-            return [
-                Check("clock", "failed", str(error), "set the clock of this machine, and run `noloco doctor` again")
-            ]
+            fix = "set the clock of this machine, and run `noloco doctor` again"
+            yield Check("clock", "failed", str(error), fix)
+            return
         except PeerError as error:
             fix = "get a new ticket; if other peers can join, allow outgoing TCP traffic and set this machine's clock"
-            return [Check("way in", "failed", str(error), fix)]
+            yield Check("way in", "failed", str(error), fix)
+            return
         local = ask(settings.state_dir, "status") or {}  # the peer on this machine, which must not be asked to check it
         peers = [peer for peer in directory.live() if peer.can_be_called and peer.peer_id != local.get("peer_id")]
         random.shuffle(peers)
+        yield Check("way in", "ok", f"run {ticket.run_name}: {counted(len(peers), 'live peer')}")
+        yield _versions(directory)
+        yield _ways(directory, local)
+        for peer_id, offset in list(directory.clock_offsets().items())[:1]:
+            yield clock(peer_id, offset)
+        yield await _dialled_back(directory, peers, settings, local)
         session = Session(directory.identity, ticket.invitation)
         hello = Hello(directory.peer_id, ticket.run_name, ticket.spec_digest)
         transport = GrpcTransport(lambda: hello, session=session, guard=directory.guard)
-        checks = [
-            Check("way in", "ok", f"run {ticket.run_name}: {counted(len(peers), 'live peer')}"),
-            _versions(directory),
-            ways(directory, local),
-        ]
-        checks += [clock(peer, offset) for peer, offset in list(directory.clock_offsets().items())[:1]]
-        checks.append(await _dialled_back(directory, peers, _listening(settings, local)))
-        manifest, bytes_per_s, check = await _download(peers, transport)
-        checks.append(check)
-        if manifest:
-            checks += await _model(transport, peers, ticket, manifest, settings, bytes_per_s)
-        return checks
+        manifest, bytes_per_s, bandwidth = await _download(peers, transport)
+        yield bandwidth
+        if manifest is None:
+            return
+        try:
+            spec = await fetch_spec(transport, peers, expected_digest=ticket.spec_digest)
+        except NolocoError as error:
+            yield Check("the model", "skipped", f"no peer sent the spec: {error}")
+            return
+        if isinstance(spec, TrainerSpec) and spec.pipeline.stages > 1:
+            for check in stages(spec, settings, download_bytes_per_s=bytes_per_s):
+                yield check
+        else:
+            yield needs(spec, manifest.num_elements, settings)
 
 
-async def _model(
-    transport: GrpcTransport,
-    peers: Sequence[Candidate],
-    ticket: Ticket,
-    manifest: StateManifest,
-    settings: PeerSettings,
-    bytes_per_s: float,
-) -> list[Check]:
-    try:
-        spec = await fetch_spec(transport, peers, expected_digest=ticket.spec_digest)
-    except NolocoError as error:
-        return [Check("the model", "skipped", f"no peer sent the spec: {error}")]
-    if isinstance(spec, TrainerSpec) and spec.pipeline.stages > 1:
-        return stages(spec, settings, download_bytes_per_s=bytes_per_s)
-    return [needs(spec, manifest.num_elements, settings)]
+def _versions(directory: SwarmDirectory) -> Check:
+    found = Counter(record.software for record, _ in directory.records())
+    text = ", ".join(f"{version} ({number})" for version, number in sorted(found.items()))
+    if __version__ in found:
+        return Check("peers run", "ok", text)
+    fix = "install the version that the other peers run"
+    return Check("peers run", "warning", f"{text}; this machine has {__version__}", fix)
 
 
-def ways(directory: SwarmDirectory, local: Mapping[str, Any]) -> Check:
+def _ways(directory: SwarmDirectory, local: Mapping[str, Any]) -> Check:
     """Report how the local peer reaches its neighbours. Without a local peer, report how peers can be reached according
     to their records.
     """
@@ -102,34 +103,6 @@ def ways(directory: SwarmDirectory, local: Mapping[str, Any]) -> Check:
     how = "how the local peer reaches its neighbours" if own else "how peers can be reached, according to their records"
     counts = ", ".join(f"{number} {way}" for way, number in found.most_common())
     return Check("ways", "ok", f"{how}: {counts or 'no peer is known'}")
-
-
-def _versions(directory: SwarmDirectory) -> Check:
-    found = Counter(record.software for record, _ in directory.records())
-    text = ", ".join(f"{version} ({number})" for version, number in sorted(found.items()))
-    if __version__ not in found:
-        return Check(
-            "peers run",
-            "warning",
-            f"{text}; this machine has {__version__}",
-            "install the version that the other peers run",
-        )
-    return Check("peers run", "ok", text)
-
-
-async def _dialled_back(
-    directory: SwarmDirectory, peers: Sequence[Candidate], listening: AbstractAsyncContextManager[list[int]]
-) -> Check:
-    """Ask the first peer that answers to check the reachability of this machine."""
-    faults = []
-    async with listening as ports:
-        for peer in peers[:ASKED_PEERS]:
-            try:
-                return reachability(await directory.ask_to_dial(peer.peer_id, ports), peer.peer_id)
-            except DirectoryError as error:
-                faults.append(str(error))
-    text = "no peer dialled back: " + ("; ".join(faults) or NOBODY)
-    return Check("reached", "warning", text, "try again later")
 
 
 def clock(peer_id: str, offset: Offset) -> Check:
@@ -141,12 +114,39 @@ def clock(peer_id: str, offset: Offset) -> Check:
     return Check("clock", "ok", text)
 
 
+async def _dialled_back(
+    directory: SwarmDirectory, peers: Sequence[Candidate], settings: PeerSettings, local: Mapping[str, Any]
+) -> Check:
+    """Ask the first peer that answers to check the reachability of this machine.
+
+    It dials the two ports of the peer on this machine. If none is running, the configured ports listen meanwhile.
+    """
+    faults = []
+    async with AsyncExitStack() as stack:
+        ports = [*remembered_ports(settings.state_dir).values()] if local else []
+        with suppress(OSError):  # the `ports` check reports why
+            for port in () if local else (settings.listen_port, settings.libp2p_port):
+                server = await asyncio.start_server(_hang_up, settings.listen_host.strip("[]"), port)
+                stack.callback(server.close)
+                ports.append(server.sockets[0].getsockname()[1])
+        for peer in peers[:ASKED_PEERS]:
+            try:
+                return reachability(await directory.ask_to_dial(peer.peer_id, ports), peer.peer_id)
+            except DirectoryError as error:
+                faults.append(str(error))
+    return Check("reached", "warning", "no peer dialled back: " + ("; ".join(faults) or NOBODY), "try again later")
+
+
+async def _hang_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    writer.close()
+
+
 def reachability(found: DialBack, peer_id: str) -> Check:
     closed = {port: why for port, why in found.reached.items() if why}
     seen = f"{named(peer_id)} sees this machine as {found.observed_host}"
+    ports = " and ".join(map(str, found.reached))
     if closed:
         text = "; ".join(f"port {port}: {why}" for port, why in closed.items())
-        ports = " and ".join(str(port) for port in found.reached)
         fix = (
             f"forward TCP ports {ports} to this machine in the router, open them in the firewall, "
             f"and join with --announce {found.observed_host}"
@@ -154,30 +154,7 @@ def reachability(found: DialBack, peer_id: str) -> Check:
         return Check("reached", "failed", f"{seen}; {text}", fix)
     if not found.reached:
         return Check("reached", "skipped", f"{seen}; no port of this machine was free for the test")
-    return Check("reached", "ok", f"{seen} and can reach its ports {' and '.join(map(str, found.reached))}")
-
-
-@asynccontextmanager
-async def _listening(settings: PeerSettings, local: Mapping[str, Any]) -> AsyncIterator[list[int]]:
-    """Yield the two ports of the peer on this machine. If none is running, listen on the configured ports meanwhile."""
-    if local:
-        yield [*remembered_ports(settings.state_dir).values()]
-        return
-    servers: list[asyncio.Server] = []
-
-    async def hang_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.close()
-
-    try:
-        for port in (settings.listen_port, settings.libp2p_port):
-            servers.append(await asyncio.start_server(hang_up, settings.listen_host.strip("[]"), port))
-    except OSError:
-        pass  # the `ports` check reports why
-    try:
-        yield [server.sockets[0].getsockname()[1] for server in servers]
-    finally:
-        for server in servers:
-            server.close()
+    return Check("reached", "ok", f"{seen} and can reach its ports {ports}")
 
 
 async def _download(peers: Sequence[Candidate], transport: GrpcTransport) -> tuple[StateManifest | None, float, Check]:
@@ -189,34 +166,24 @@ async def _download(peers: Sequence[Candidate], transport: GrpcTransport) -> tup
     for peer in peers[:ASKED_PEERS]:
         try:
             manifest = await fetch_manifest(transport, peer)
-            speed = await _speed(transport, peer, manifest)
+            indices = tuple(range(min(DOWNLOAD_CHUNKS, len(manifest.chunk_digests))))
+            num_bytes, began_s = 0, time.monotonic()
+            want = WantChunks(manifest.digest(), indices)
+            async with aclosing(transport.fetch(peer, want, timeout_s=MESSAGE_TIMEOUT_S)) as items:
+                async for item in items:
+                    num_bytes += len(item.payload) if isinstance(item, StateChunk) else 0
+                    if time.monotonic() - began_s > DOWNLOAD_S:
+                        break
         except (NolocoError, TimeoutError) as error:
             faults.append(f"{named(peer.peer_id)}: {error or 'too slow'}")
             continue
+        speed = num_bytes / max(time.monotonic() - began_s, 1e-6)
         text = f"{mib(speed)}/s from {named(peer.peer_id)} (download; the state is {mib(manifest.num_bytes)})"
-        if speed < SLOW_LINK_BYTES_PER_S:
-            fix = (
-                "over a slow link, swaps carry small parts of the weights, so replicas drift apart; use a smaller model"
-            )
-            return manifest, speed, Check("bandwidth", "warning", text, fix)
-        return manifest, speed, Check("bandwidth", "ok", text)
-    return (
-        None,
-        0.0,
-        Check("bandwidth", "skipped", "no peer served a chunk of its state: " + ("; ".join(faults) or NOBODY)),
-    )
-
-
-async def _speed(transport: GrpcTransport, peer: Candidate, manifest: StateManifest) -> float:
-    indices = tuple(range(min(DOWNLOAD_CHUNKS, len(manifest.chunk_digests))))
-    num_bytes, began_s = 0, time.monotonic()
-    want = WantChunks(manifest.digest(), indices)
-    async with aclosing(transport.fetch(peer, want, timeout_s=MESSAGE_TIMEOUT_S)) as items:
-        async for item in items:
-            num_bytes += len(item.payload) if isinstance(item, StateChunk) else 0
-            if time.monotonic() - began_s > DOWNLOAD_S:
-                break
-    return num_bytes / max(time.monotonic() - began_s, 1e-6)
+        slow = "over a slow link, swaps carry small parts of the weights, so replicas drift apart; use a smaller model"
+        is_slow = speed < SLOW_LINK_BYTES_PER_S
+        return manifest, speed, Check("bandwidth", "warning" if is_slow else "ok", text, slow if is_slow else "")
+    why = "no peer served a chunk of its state: " + ("; ".join(faults) or NOBODY)
+    return None, 0.0, Check("bandwidth", "skipped", why)
 
 
 def model(spec: TrainerSpec, settings: PeerSettings) -> list[Check]:
@@ -236,9 +203,8 @@ def needs(spec: Spec, num_parameters: int, settings: PeerSettings) -> Check:
         f"{mib(found.disk_bytes)} of disk space"
     )
     if warnings := found.warnings():
-        return Check(
-            "the model", "failed", f"{text}; {'; '.join(warnings)}", "join a smaller run, or use a larger machine"
-        )
+        fix = "join a smaller run, or use a larger machine"
+        return Check("the model", "failed", f"{text}; {'; '.join(warnings)}", fix)
     return Check("the model", "ok", text)
 
 
@@ -254,26 +220,7 @@ def stages(spec: TrainerSpec, settings: PeerSettings, *, download_bytes_per_s: f
         return [Check("the stages", "failed", str(error), fix)]
     fitting = Fitting.of(needs, settings)
     found = [_stage(needs, fitting, stage, settings) for stage in range(spec.pipeline.stages)]
-    return [*found, _link(needs, settings, download_bytes_per_s)]
-
-
-def _stage(needs: StageNeeds, fitting: Fitting, stage: int, settings: PeerSettings) -> Check:
-    name = f"stage {stage}"
-    if why := fitting.reasons.get(stage):
-        level, other = ("warning", "hold another stage, or ") if fitting else ("failed", "")
-        is_too_large = needs.memory(stage) > memory_limit(settings)
-        fix = "use a machine with more memory" if is_too_large else "provide the data with --data"
-        return Check(name, level, why, f"{other}{fix}")
-    reads = "; this machine can be a head, because it can read the data" if stage == 0 else ""
-    text = (
-        f"{count(needs.part(stage).num_parameters)} parameters: {mib(needs.memory(stage))} of memory plus activations, "
-        f"which fits within the limit of {mib(memory_limit(settings))}{reads}"
-    )
-    return Check(name, "ok", text)
-
-
-def _link(needs: StageNeeds, settings: PeerSettings, download_bytes_per_s: float | None) -> Check:
-    """Check the link at the measured rate or at the limits in the settings, whichever is lower."""
+    # The link has the measured rate or that of the limits in the settings, whichever is lower.
     known = {
         "measured": download_bytes_per_s,
         "--max-upload": settings.upload_bytes_per_s,
@@ -282,5 +229,20 @@ def _link(needs: StageNeeds, settings: PeerSettings, download_bytes_per_s: float
     rates = {origin: rate for origin, rate in known.items() if rate} or {"not measured": USUAL_BYTES_PER_S}
     origin = min(rates, key=lambda origin: rates[origin])
     mbit_s = rates[origin] * 8 / 1e6
-    carried = link_tokens_per_s(needs.spec.pipeline, needs.sizes.hidden_size, mbit_s=mbit_s)
-    return Check("link", "ok", f"{mbit_s:,.0f} Mbit/s each way ({origin}) is enough for {count(carried)} tokens/s")
+    carried = count(link_tokens_per_s(spec.pipeline, needs.sizes.hidden_size, mbit_s=mbit_s))
+    text = f"{mbit_s:,.0f} Mbit/s each way ({origin}) is enough for {carried} tokens/s"
+    return [*found, Check("link", "ok", text)]
+
+
+def _stage(needs: StageNeeds, fitting: Fitting, stage: int, settings: PeerSettings) -> Check:
+    if why := fitting.reasons.get(stage):
+        level, other = ("warning", "hold another stage, or ") if fitting else ("failed", "")
+        is_too_large = needs.memory(stage) > memory_limit(settings)
+        fix = "use a machine with more memory" if is_too_large else "provide the data with --data"
+        return Check(f"stage {stage}", level, why, f"{other}{fix}")
+    reads = "; this machine can be a head, because it can read the data" if stage == 0 else ""
+    text = (
+        f"{count(needs.part(stage).num_parameters)} parameters: {mib(needs.memory(stage))} of memory plus activations, "
+        f"which fits within the limit of {mib(memory_limit(settings))}{reads}"
+    )
+    return Check(f"stage {stage}", "ok", text)

@@ -24,7 +24,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 from transformers.training_args import ParallelMode
 
 from noloco_p2p.errors import CheckpointError, SettingsError
-from noloco_p2p.integrations.session import Host, TrainingSession, logged_values, no_outer_state, refuse
+from noloco_p2p.integrations.session import InTrainer, logged_values, no_outer_state, refuse
 from noloco_p2p.outer.checkpoint import Checkpoint, Checkpoints
 from noloco_p2p.outer.flat import content_digest
 from noloco_p2p.outer.noloco import NoLoCo
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 FOLDER = "noloco"  # the subfolder of a Trainer checkpoint
 
 
-class NoLoCoCallback(TrainerCallback):
+class NoLoCoCallback(InTrainer, TrainerCallback):
     """A callback that counts the optimizer steps of the Trainer as inner steps, and swaps weights in the background.
 
     `peer` is a running `Peer`. `options`, such as `save_every_s` and `on_swap`, are passed to `NoLoCo`. A swap changes
@@ -53,22 +53,6 @@ class NoLoCoCallback(TrainerCallback):
     Raises SettingsError for DeepSpeed, FSDP, DDP and DataParallel, and ModelError if the model is on several devices.
     """
 
-    def __init__(self, peer: Host, **options: Any) -> None:
-        self.peer = peer
-        self._options = options
-        self._session: TrainingSession | None = None
-
-    @property
-    def outer(self) -> NoLoCo:
-        """The `NoLoCo` object of the current training run, or of the last one."""
-        return self._begun.outer
-
-    @property
-    def _begun(self) -> TrainingSession:
-        if self._session is None:
-            raise SettingsError("the Trainer has not started training, so there is no NoLoCo object yet")
-        return self._session
-
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
@@ -83,10 +67,10 @@ class NoLoCoCallback(TrainerCallback):
         saved = None
         if state.global_step and "resume" not in self._options:
             saved = load_outer_state(checkpoint_folder(args, state), model)
-        self._session = TrainingSession(model, [optimizer], self.peer, self._options, saved=saved)
+        self._begin(model, [optimizer], saved=saved)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._begun.step_taken()
+        self._step_taken()
         if self.peer.leave_requested.is_set():
             control.should_training_stop = True
             control.should_save = args.save_strategy != SaveStrategy.NO
@@ -112,7 +96,7 @@ class NoLoCoCallback(TrainerCallback):
         if args.load_best_model_at_end:  # the model has the weights of another step, which must not be served
             self.outer.detach()
         else:
-            self._begun.end()
+            self._end()
 
 
 def check_whole(args: TrainingArguments, state: TrainerState) -> None:

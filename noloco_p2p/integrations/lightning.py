@@ -20,13 +20,11 @@ except ImportError:
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
-from noloco_p2p.errors import SettingsError
-from noloco_p2p.integrations.session import Host, TrainingSession, logged_values, no_outer_state, refuse
+from noloco_p2p.integrations.session import Host, InTrainer, logged_values, no_outer_state, refuse
 from noloco_p2p.outer.flat import FlatParameters
-from noloco_p2p.outer.noloco import NoLoCo
 
 
-class NoLoCoCallback(Callback):
+class NoLoCoCallback(InTrainer, Callback):
     """A callback that counts the optimizer steps of the Trainer as inner steps, and swaps weights in the background.
 
     `peer` is a running `Peer`. `options`, such as `save_every_s` and `on_swap`, are passed to `NoLoCo`. A swap changes
@@ -44,37 +42,22 @@ class NoLoCoCallback(Callback):
     """
 
     def __init__(self, peer: Host, **options: Any) -> None:
-        self.peer = peer
-        self._options = options
-        self._session: TrainingSession | None = None
+        super().__init__(peer, **options)
         self._saved: dict[str, Any] | None = None  # Lightning loads it, and it is used when training begins
         self._losses: list[Tensor] = []
         self._num_steps = 0  # the number of steps when this callback last checked
-
-    @property
-    def outer(self) -> NoLoCo:
-        """The `NoLoCo` object of the current training run, or of the last one."""
-        return self._begun.outer
-
-    @property
-    def _begun(self) -> TrainingSession:
-        if self._session is None:
-            raise SettingsError("the Trainer has not started training, so there is no NoLoCo object yet")
-        return self._session
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit" and not isinstance(trainer.strategy, SingleDeviceStrategy):
             raise refuse("Trainer", type(trainer.strategy).__name__)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.global_step and self._saved is None and self._session is None and "resume" not in self._options:
+        if trainer.global_step and self._saved is None and self._outer is None and "resume" not in self._options:
             raise no_outer_state(f"the checkpoint {trainer.ckpt_path}")
         optimizers = [one.optimizer if isinstance(one, LightningOptimizer) else one for one in trainer.optimizers]
-        options = dict(self._options)
-        if not pl_module.automatic_optimization:
-            # `toggle_optimizer` freezes parameters around a step. NoLoCo still treats them as trainable.
-            options.setdefault("parameters", FlatParameters(pl_module))
-        self._session = TrainingSession(pl_module, optimizers, self.peer, options, saved=self._saved)
+        # With manual optimization, `toggle_optimizer` freezes parameters around a step. They are still trainable.
+        more = {} if pl_module.automatic_optimization else {"parameters": FlatParameters(pl_module)}
+        self._begin(pl_module, optimizers, saved=self._saved, **more)
         self._saved, self._losses, self._num_steps = None, [], self.outer.num_steps
 
     def on_train_batch_end(
@@ -84,7 +67,7 @@ class NoLoCoCallback(Callback):
         if isinstance(loss, Tensor):
             self._losses.append(loss.detach() * trainer.accumulate_grad_batches)  # undo the division by Lightning
         # The number is the same while Lightning accumulates gradients.
-        if self.outer.num_steps > self._num_steps and self._begun.step_taken():
+        if self.outer.num_steps > self._num_steps and self._step_taken():
             self._log(trainer)
         self._num_steps = self.outer.num_steps
         if self.peer.leave_requested.is_set():
@@ -92,14 +75,14 @@ class NoLoCoCallback(Callback):
             trainer.should_stop = True
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._begun.end()
+        self._end()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        if self._session:
+        if self._outer:
             self.outer.detach()
 
     def state_dict(self) -> dict[str, Any]:
-        return self.outer.state_dict() if self._session else self._saved or {}
+        return self.outer.state_dict() if self._outer else self._saved or {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._saved = state_dict

@@ -31,62 +31,75 @@ class Host(Swarm, Protocol):
     def count_traffic(self) -> None: ...
 
 
-class TrainingSession:
-    """One training run.
+class InTrainer:
+    """The part of a callback that all trainers share: a running `peer`, and the `NoLoCo` object of a training run.
 
-    `options` are the user's options for `NoLoCo`. `saved` is the outer state in the checkpoint from which the trainer
-    resumes, or None. The options take precedence over the saved state. Raises ModelError if the model is on several
-    devices. Errors of `NoLoCo` propagate to the caller.
+    `options` are the user's options for `NoLoCo`.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizers: Sequence[Optimizer],
-        peer: Host,
-        options: Mapping[str, Any],
-        *,
-        saved: Mapping[str, Any] | None,
+    def __init__(self, peer: Host, **options: Any) -> None:
+        self.peer = peer
+        self._options = options
+        self._outer: NoLoCo | None = None
+        self._log_at_s = 0.0
+
+    @property
+    def outer(self) -> NoLoCo:
+        """The `NoLoCo` object of the current training run, or of the last one."""
+        if self._outer is None:
+            raise SettingsError("the Trainer has not started training, so there is no NoLoCo object yet")
+        return self._outer
+
+    def _begin(
+        self, model: nn.Module, optimizers: Sequence[Optimizer], *, saved: Mapping[str, Any] | None, **more: Any
     ) -> None:
-        check_one_device(model)
-        self._peer = peer
+        """Begin a training run.
+
+        `saved` is the outer state in the checkpoint from which the trainer resumes, or None. The user's options take
+        precedence over it, and over `more`. Raises ModelError if the model is on several devices. Errors of `NoLoCo`
+        propagate to the caller.
+        """
+        devices = sorted({str(param.device) for param in model.parameters()})
+        if len(devices) > 1:
+            raise ModelError(
+                f"the parameters of the model are on {' and '.join(devices)}, but NoLoCo needs all of them on one "
+                "device; load the model without a device_map and without offloading"
+            )
+        if saved is not None:
+            more["resume"] = saved
         self._log_at_s = time.monotonic() + LOG_S
-        self.outer = NoLoCo(model, optimizers, peer, **({} if saved is None else {"resume": saved}), **options)
-        if self.outer.resumed:
+        self._outer = NoLoCo(model, optimizers, self.peer, **{**more, **self._options})
+        if self._outer.resumed:
             log.warning(
                 "NoLoCo resumed from this peer's own checkpoint at step %d, but the trainer's schedule, data and step "
                 "count start from scratch; to continue them as well, resume from a checkpoint of the trainer",
-                self.outer.num_steps,
+                self._outer.num_steps,
             )
 
-    def step_taken(self) -> bool:
+    def _step_taken(self) -> bool:
         """After an inner step, pause if this peer is asked to. Return whether it is time to log the metrics.
 
         A pause begins with a checkpoint, and lasts until this peer is resumed or asked to leave.
         """
-        if self._peer.pause_requested.is_set():
-            self._pause()
+        if self.peer.pause_requested.is_set():
+            self._save()
+            log.info("paused; `noloco status` shows why, and how to resume")
+            self.peer.wait_while_paused()
+            log.info("asked to leave" if self.peer.leave_requested.is_set() else "resumed")
         if time.monotonic() < self._log_at_s:
             return False
         self._log_at_s = time.monotonic() + LOG_S
-        self._peer.count_traffic()
-        log.info("step %d | %s", self.outer.num_steps, describe_swaps(self._peer.metrics))
+        self.peer.count_traffic()
+        log.info("step %d | %s", self.outer.num_steps, describe_swaps(self.peer.metrics))
         return True
 
-    def _pause(self) -> None:
-        self.outer.pause()
-        self._save()
-        log.info("paused; `noloco status` shows why, and how to resume")
-        self._peer.wait_while_paused()
-        log.info("asked to leave" if self._peer.leave_requested.is_set() else "resumed")
-
-    def end(self) -> None:
+    def _end(self) -> None:
         """Let the last swaps end after the last step, and save the state for newcomers and for a restart."""
-        self.outer.pause()
         self._save()
         self.outer.detach()
 
     def _save(self) -> None:
+        self.outer.pause()
         try:
             self.outer.save()
         except CheckpointError as error:  # a full disk must not end training
@@ -97,15 +110,6 @@ def logged_values(metrics: Metrics) -> dict[str, float]:
     """Return the NoLoCo metrics that a trainer adds to its own logs."""
     values = {"noloco/progress": metrics.progress, "noloco/swaps": metrics.swaps}
     return values if metrics.apart is None else {**values, "noloco/apart": metrics.apart}
-
-
-def check_one_device(model: nn.Module) -> None:
-    devices = sorted({str(param.device) for param in model.parameters()})
-    if len(devices) > 1:
-        raise ModelError(
-            f"the parameters of the model are on {' and '.join(devices)}, but NoLoCo needs all of them on one device; "
-            "load the model without a device_map and without offloading"
-        )
 
 
 def refuse(trainer: str, what: str) -> SettingsError:

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from statistics import median
-from typing import Literal
 
-from noloco_p2p.monitor.roster import WINDOW_S
-from noloco_p2p.monitor.stages import Stage
 from noloco_p2p.swarm.dial_back import OPEN, Reach
 from noloco_p2p.telemetry.console import counted, duration, named, numbered_stages, percent
 from noloco_p2p.telemetry.metrics import FAILED
 from noloco_p2p.telemetry.totals import Row, is_living, is_training
 
+WINDOW_S = 600.0  # the time over which swaps are counted
 STALE_AFTER_S = 20.0  # the directory is read every 5 s, and counts as stale after this long without a successful read
 FAILED_SHARE = 0.25
 ENOUGH_SWAPS = 10
@@ -31,38 +28,29 @@ CAUSES = {
 }
 
 
-Level = Literal["bad", "warn", "info"]
-
-
-@dataclass(frozen=True, slots=True)
-class Notice:
-    level: Level
-    text: str
-
-
 def notices(
     rows: Sequence[Row],
     *,
-    stages: Sequence[Stage],
+    stages: Sequence[Row],
     lately: Mapping[str, int],
     directory_age_s: float,
     num_estimated: int | None = None,
-) -> list[Notice]:
-    """Return the notices, with the worst first. There are none if all is well.
+) -> list[dict[str, str]]:
+    """Return the notices, each with its level ("bad", "warn" or "info") and its text, with the worst first.
 
-    `lately` has the swaps of the last ten minutes (`Roster.lately`). `num_estimated` is the estimated number of peers
+    `lately` has the number of swaps in the last WINDOW_S. `num_estimated` is the estimated number of peers
     of a swarm that has not been read completely.
     """
     living = [row for row in rows if is_living(row)]
-    told: dict[Level, Iterable[str]] = {
+    told: dict[str, Iterable[str]] = {
         "bad": _broken(stages, living, directory_age_s),
         "warn": (*_lost(rows), *_swapping([row for row in living if is_training(row)], lately)),
         "info": _remarks(living, num_estimated),
     }
-    return [Notice(level, text) for level, texts in told.items() for text in texts]
+    return [{"level": level, "text": text} for level, texts in told.items() for text in texts]
 
 
-def _broken(stages: Sequence[Stage], living: Sequence[Row], directory_age_s: float) -> Iterator[str]:
+def _broken(stages: Sequence[Row], living: Sequence[Row], directory_age_s: float) -> Iterator[str]:
     if directory_age_s > STALE_AFTER_S:
         yield f"The directory has not answered for {duration(directory_age_s)}, so the values shown are out of date."
     if not living:

@@ -13,36 +13,39 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 import time
-from collections.abc import Callable, Iterable
-from contextlib import suppress
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
-from starlette.datastructures import MutableHeaders
 from starlette.middleware import Middleware
+from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoint
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from noloco_p2p.monitor.collect import Watcher
-from noloco_p2p.monitor.columns import BY_NAME, STAGE_COLUMNS, Choice, Column, Peer, columns_of, values
-from noloco_p2p.monitor.history import History
-from noloco_p2p.monitor.roster import Health, Meeting
+from noloco_p2p.monitor.tables import BY_NAME, STAGE_COLUMNS, Choice, Column, columns_of, values
+from noloco_p2p.monitor.watcher import Health, Watcher
 from noloco_p2p.swarm.dht import SwarmDirectory
 from noloco_p2p.telemetry.http import HttpServer
 from noloco_p2p.telemetry.prometheus import CONTENT_TYPE, swarm_page
+from noloco_p2p.telemetry.totals import TOTALS, is_living
 from noloco_p2p.ticket import Ticket
 
 log = logging.getLogger(__name__)
 
 STATIC = Path(__file__).parent / "static"
 LOOK_S = 2.0
+NAMES = tuple(total.name for total in TOTALS)
+SAMPLE_S = 10.0
+MAX_SAMPLES = 1_000
+MAX_LOSSES = 400_000  # in all samples together, about 40 MB
+MAX_SERIES = 60  # maximum number of peers whose curves are returned at once
+LEFT_OVER_S = 600.0  # the time over which the progress is measured, to estimate the time left
 MEETINGS_SHOWN_S = 120.0
 MAX_MEETINGS_SHOWN = 2_000
 STALE_S = 30.0  # the monitor is unhealthy if it has not read the swarm for this long
@@ -58,19 +61,56 @@ MANY_PEERS = 40  # with more peers, the page shows only the curves of those that
 
 
 class LiveSwarm:
-    """The last summary of a watcher, the swaps among its `meetings`, and the curves since the start."""
+    """The last summary of a swarm, its curves since the start, and what the page shows of both.
 
-    def __init__(self, meetings: Iterable[Meeting]) -> None:
-        self.history = History()
+    Whenever there are too many samples, every second one is dropped, and the interval is doubled.
+    """
+
+    def __init__(self, meetings: Iterable[tuple[float, str, str]]) -> None:
         self.summary: dict[str, Any] = {}
         self.looked_at_s = time.monotonic()
+        self.interval_s = SAMPLE_S
+        self._samples: list[tuple[dict[str, Any], dict[str, float]]] = []  # totals, and losses by peer
         self._meetings = meetings
 
     def show(self, summary: dict[str, Any]) -> None:
-        """Show this summary from now on, and add a sample to the curves."""
+        """Show this summary from now on, and add a sample to the curves if one is due."""
         self.looked_at_s = time.monotonic()
         self.summary = summary
-        self.history.add(summary)
+        if self._samples and summary["time_s"] - self._samples[-1][0]["time_s"] < self.interval_s:
+            return
+        totals = {name: summary["totals"][name] for name in NAMES}
+        losses = {
+            sys.intern(peer["peer_id"]): round(peer["loss"], 4)
+            for peer in summary["peers"]
+            if is_living(peer) and peer["loss"] is not None
+        }
+        num_living = sum(map(is_living, summary["peers"]))
+        self._samples.append(({"time_s": summary["time_s"], "alive": num_living, **totals}, losses))
+        while len(self._samples) > MAX_SAMPLES or sum(len(losses) for _, losses in self._samples) > MAX_LOSSES:
+            del self._samples[-2::-2]
+            self.interval_s *= 2
+
+    def curves(self, peers: Sequence[str]) -> dict[str, Any]:
+        """Return `time_s`, `alive`, the totals, and `losses`, which has the curves of the named peers.
+
+        Peers without samples are omitted, and at most MAX_SERIES peers are returned.
+        """
+        losses = {name: [losses.get(name) for _, losses in self._samples] for name in peers[:MAX_SERIES]}
+        return {
+            "interval_s": self.interval_s,
+            **{name: [totals[name] for totals, _ in self._samples] for name in ("time_s", "alive", *NAMES)},
+            "losses": {name: curve for name, curve in losses.items() if any(loss is not None for loss in curve)},
+        }
+
+    def left_s(self) -> float | None:
+        """Estimate the time until the schedule is complete from the progress in the last ten minutes."""
+        points = [(t["time_s"], t["progress"]) for t, _ in self._samples if t["progress"] is not None]
+        if not points:
+            return None
+        now_s, progress = points[-1]
+        began_s, begun = next((point for point in points[::-1] if now_s - point[0] >= LEFT_OVER_S), points[0])
+        return (1 - progress) * (now_s - began_s) / (progress - begun) if progress > begun else None
 
     @property
     def status(self) -> dict[str, Any]:
@@ -83,11 +123,11 @@ class LiveSwarm:
         swarm, peers = self.summary, choice.of(self.summary["peers"])
         columns, last = columns_of(swarm), max(0, len(peers) - 1) // PAGE_PEERS
         first = PAGE_PEERS * max(0, min(number, last))
-        recent = [m for m in self._meetings if m.at_s >= swarm["time_s"] - MEETINGS_SHOWN_S]
+        recent = [meeting for meeting in self._meetings if meeting[0] >= swarm["time_s"] - MEETINGS_SHOWN_S]
         return {
             **{name: swarm[name] for name in ("run", "time_s", "notices")},
-            "values": [asdict(value) for value in values(swarm, left_s=self.history.left_s())],
-            "columns": [_head(column) for column in columns],
+            "values": list(values(swarm, left_s=self.left_s())),
+            "columns": _heads(columns),
             "rows": [
                 {"peer": peer["peer_id"], "health": peer["health"], "cells": [column.show(peer) for column in columns]}
                 for peer in peers[first : first + PAGE_PEERS]
@@ -95,7 +135,7 @@ class LiveSwarm:
             "num_rows": len(peers),
             "page": first // PAGE_PEERS,
             "num_pages": last + 1,
-            "stage_columns": [_head(column) for column in STAGE_COLUMNS],
+            "stage_columns": _heads(STAGE_COLUMNS),
             "stages": [
                 {"health": "" if stage["peers"] else "empty", "cells": [column.show(stage) for column in STAGE_COLUMNS]}
                 for stage in swarm["stages"]
@@ -104,11 +144,11 @@ class LiveSwarm:
                 {"id": peer["peer_id"], **{name: peer[name] for name in ("health", "stage", "sends_to")}}
                 for peer in swarm["peers"]
             ],
-            "meetings": [[round(m.at_s, 1), m.peer, m.partner] for m in recent[-MAX_MEETINGS_SHOWN:]],
-            "curves": self._curves(peers, has_words=bool(choice.words)),
+            "meetings": [[round(at_s, 1), peer, partner] for at_s, peer, partner in recent[-MAX_MEETINGS_SHOWN:]],
+            "curves": self._shown_curves(peers, has_words=bool(choice.words)),
         }
 
-    def _curves(self, chosen: list[Peer], *, has_words: bool) -> dict[str, Any]:
+    def _shown_curves(self, chosen: list[dict[str, Any]], *, has_words: bool) -> dict[str, Any]:
         """Return whose losses the page shows, each as a curve, and a sentence about them."""
         number = len(self.summary["peers"])
         is_few = number <= MANY_PEERS
@@ -122,9 +162,9 @@ class LiveSwarm:
         return {"ids": sorted(heads)[:MANY_PEERS], "has_range": not is_few, "note": note}
 
 
-def _head(column: Column) -> dict[str, str]:
-    kinds = {"text": column.is_text, "wide": column.rank >= WIDE_RANK}
-    return {"name": column.name, "classes": " ".join(name for name, is_it in kinds.items() if is_it)}
+def _heads(columns: Sequence[Column]) -> list[dict[str, str]]:
+    classes = [["text"] * column.is_text + ["wide"] * (column.rank >= WIDE_RANK) for column in columns]
+    return [{"name": column.name, "classes": " ".join(own)} for column, own in zip(columns, classes, strict=True)]
 
 
 def app(swarm: LiveSwarm) -> Starlette:
@@ -141,7 +181,7 @@ def app(swarm: LiveSwarm) -> Starlette:
         return JSONResponse(swarm.page(choice, int(number[:9]) if number.isdecimal() else 0))
 
     async def history(request: Request) -> Response:
-        return JSONResponse(swarm.history.columns(request.query_params.getlist("id")))
+        return JSONResponse(swarm.curves(request.query_params.getlist("id")))
 
     async def metrics(request: Request) -> Response:
         text = swarm_page(swarm.summary, healths=list(Health))
@@ -158,47 +198,31 @@ def app(swarm: LiveSwarm) -> Starlette:
         *(Route("/api/page", page), Route("/api/status", status), Route("/api/history", history)),
         Mount("/static", StaticFiles(directory=STATIC)),
     ]
-    return Starlette(routes=routes, middleware=[Middleware(_Headers), Middleware(GZipMiddleware, minimum_size=2048)])
+    gzip = Middleware(GZipMiddleware, minimum_size=2048)
+    return Starlette(routes=routes, middleware=[Middleware(BaseHTTPMiddleware, dispatch=_with_headers), gzip])
 
 
-class _Headers:
-    """Adds security headers to every response."""
-
-    def __init__(self, inner: ASGIApp) -> None:
-        self._inner = inner
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def with_headers(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message).update(HEADERS)
-            await send(message)
-
-        await self._inner(scope, receive, with_headers if scope["type"] == "http" else send)
+async def _with_headers(request: Request, answer: RequestResponseEndpoint) -> Response:
+    """Add the security headers to a response."""
+    response = await answer(request)
+    response.headers.update(HEADERS)
+    return response
 
 
-async def serve(
-    ticket: Ticket,
-    directory: SwarmDirectory,
-    *,
-    host: str,
-    port: int,
-    stop: asyncio.Event,
-    say: Callable[[str], None],
-) -> None:
-    """Serve the page until `stop` is set. Raises SettingsError if the address cannot be used."""
+async def serve(ticket: Ticket, directory: SwarmDirectory, *, host: str, port: int, say: Callable[[str], None]) -> None:
+    """Serve the page until the task is cancelled. Raises SettingsError if the address cannot be used."""
     watcher = Watcher(ticket)
-    swarm = LiveSwarm(watcher.roster.meetings)
+    swarm = LiveSwarm(watcher.meetings)
     server = HttpServer(app(swarm), host=host, port=port)
     swarm.show(watcher.look(directory))
     await server.start(flag="--listen")
     say(f"the page is at http://{host}:{server.port}/ (press Ctrl-C to stop)")
     try:
-        while not stop.is_set():
+        while True:
+            await asyncio.sleep(LOOK_S)
             try:
                 swarm.show(watcher.look(directory))
             except Exception:  # showing old values, labelled as old, is better than showing nothing
                 log.exception("cannot read the swarm")
-            with suppress(TimeoutError):
-                await asyncio.wait_for(stop.wait(), LOOK_S)
     finally:
         await server.stop()

@@ -14,7 +14,6 @@ import logging
 import os
 import secrets
 import socket
-import sys
 import tempfile
 import time
 from collections import deque
@@ -29,7 +28,7 @@ from noloco_p2p.control import temporary_socket
 from noloco_p2p.errors import DirectoryError
 from noloco_p2p.hosts import is_wildcard
 from noloco_p2p.swarm.addresses import announce_multiaddr, listen_multiaddr
-from noloco_p2p.swarm.launch import WITHOUT_UDP
+from noloco_p2p.swarm.launch import WITHOUT_UDP, with_parent
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +43,6 @@ STALE_S = 60.0
 MAX_MESSAGE_BYTES = 256 * 1024
 MEMORY = "128MiB"  # Above this, p2pd collects garbage continuously.
 MAX_MEMORY_BYTES = 512 << 20  # Above this, p2pd is restarted. It uses 60 MiB when idle.
-LAUNCHER = Path(__file__).with_name("launch.py")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +84,8 @@ class Daemon:
             probe_port(listen_on.host, listen_on.port)
         _remove_stale_sockets()
         control_socket = _new_socket_path()
-        command = [sys.executable, "-I", "-S", str(LAUNCHER), str(os.getpid()), WITHOUT_UDP, str(_binary())]
-        command += _arguments(identity_path, listen_on, control_socket)
+        arguments = _arguments(identity_path, listen_on, control_socket)
+        command = with_parent(WITHOUT_UDP, str(_binary()), *arguments)
         try:
             process = await asyncio.create_subprocess_exec(
                 *command,

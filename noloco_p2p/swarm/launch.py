@@ -1,13 +1,13 @@
-"""Starts p2pd so that it ends with its parent: `python -I -S launch.py PARENT_PID [--without-udp] P2PD ..`.
+"""Starts a process that gets SIGTERM when its parent ends: `python -I -S launch.py PARENT_PID [--without-udp] COMMAND`.
 
-This is a separate script that is run by its path and without site packages, so it starts in 20 ms. It sets the
-parent-death signal in its own process, and this setting survives the exec. The parent therefore runs no code between
-fork and exec, where a program with many threads can deadlock. On Linux, the kernel watches the *thread* that started
-this process. On other systems, a second process watches the parent and sends SIGTERM when the parent ends. That part
-was written for macOS, but has not been run there.
+p2pd, the peers of a demo and the ranks of a peer are such processes. This is a separate script that is run by its path
+and without site packages, so it starts in 20 ms. It sets the parent-death signal in its own process, and this setting
+survives the exec. The parent therefore runs no code between fork and exec, where a program with many threads can
+deadlock. On Linux, the kernel watches the *thread* that started this process. On other systems, a second process
+watches the parent and sends SIGTERM when the parent ends. That part was written for macOS, but has not been run there.
 
-With --without-udp, p2pd can create no UDP sockets on Linux. It has no flag that turns QUIC off: it would dial the QUIC
-addresses that nodes claim when they connect, and thereby send packets to any host that a stranger names.
+With --without-udp, the command can create no UDP sockets on Linux. p2pd has no flag that turns QUIC off: it would dial
+the QUIC addresses that nodes claim when they connect, and thereby send packets to any host that a stranger names.
 """
 
 from __future__ import annotations
@@ -36,6 +36,11 @@ POLL_S = 0.5
 WITHOUT_UDP = "--without-udp"  # an argument before the command
 
 
+def with_parent(*command: str) -> list[str]:
+    """Return the command line that runs `command`, and sends it SIGTERM when the current process ends."""
+    return [sys.executable, "-I", "-S", __file__, str(os.getpid()), *command]
+
+
 def main(arguments: list[str]) -> None:
     parent_pid, command = int(arguments[0]), arguments[1:]
     without_udp = command[0] == WITHOUT_UDP
@@ -49,7 +54,8 @@ def main(arguments: list[str]) -> None:
         start_watcher(parent_pid)
     if os.getppid() != parent_pid:  # the parent died before the death signal was set
         sys.exit("the parent process has exited")
-    os.umask(0o077)  # only this user may use the control socket
+    if without_udp:
+        os.umask(0o077)  # only this user may use the control socket of p2pd
     try:
         os.execv(command[0], command)
     except OSError as error:

@@ -88,7 +88,7 @@ KEYS = {
     "stages": "of",
     "sends_to": "to",
     "paused_by": "pause",
-} | {name: METRICS[name].key for name in RECORDED}
+} | {name: METRICS[name].shown.key for name in RECORDED}
 PLAIN: dict[str, Any] = {item.name: item.default for item in fields(PeerRecord) if item.name != "metrics"}
 TYPES = {item.name: str(item.type) for item in (*fields(PeerRecord), *fields(Metrics))} | {"paused_by": "str"}
 

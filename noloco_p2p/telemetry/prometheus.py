@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from noloco_p2p._version import __version__
@@ -84,7 +85,7 @@ def peer_page(metrics: Metrics, *, peer_id: str, run: str, live_peers: int) -> b
 
 
 def swarm_page(summary: dict[str, Any], *, healths: Iterable[str]) -> bytes:
-    """Return the page that `noloco monitor --web` serves at /metrics, from a summary of `monitor.collect.Watcher`."""
+    """Return the page that `noloco monitor --web` serves at /metrics, from a summary of `monitor.watcher.Watcher`."""
     totals, stages = summary["totals"], summary["stages"]
     return _page(
         [
@@ -96,17 +97,7 @@ def swarm_page(summary: dict[str, Any], *, healths: Iterable[str]) -> bytes:
     )
 
 
-class _Collector:
-    def __init__(self, metrics: list[Metric]) -> None:
-        self._metrics = metrics
-
-    def collect(self) -> Iterator[Metric]:
-        return iter(self._metrics)
-
-
 def _page(metrics: list[Metric]) -> bytes:
-    from prometheus_client import CollectorRegistry, generate_latest
+    from prometheus_client import generate_latest
 
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Collector(metrics))  # pyright: ignore[reportArgumentType] - it only needs `collect`
-    return generate_latest(registry)
+    return generate_latest(SimpleNamespace(collect=lambda: metrics))  # pyright: ignore[reportArgumentType]

@@ -2,58 +2,28 @@
 
 For example:
 
-faults = Faults(Chunk, Change(flip_bit(3)), nth=2)       # the second chunk that the peer sends
+faults = Faults(Chunk, flip_bit(3), nth=2)       # the second chunk that the peer sends
 peer = swarm.peer("a", wrap=faults, wrap_accepted=faults)
 ...
-assert faults.fired == 1                                 # the fault has happened
+assert faults.fired == 1                         # the fault has happened
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import UnionType
-from typing import Any
+from typing import Any, Literal
 
 from noloco_p2p.errors import Unreachable
 from noloco_p2p.gossip.frames import Chunk, Frame, chunk_digest
 from noloco_p2p.gossip.seams import FrameStream
 
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """Break the connection in both directions. The frame is not delivered."""
-
-
-@dataclass(frozen=True, slots=True)
-class Stall:
-    """Deliver neither this frame nor any later one of its stream, without any notice."""
-
-
-@dataclass(frozen=True, slots=True)
-class Drop:
-    """Lose the frame, but deliver all later frames."""
-
-
-@dataclass(frozen=True, slots=True)
-class Repeat:
-    """Deliver the frame twice."""
-
-
-@dataclass(frozen=True, slots=True)
-class SwapWithNext:
-    """Deliver the frame after the next one."""
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """Deliver another frame instead of this one."""
-
-    change: Callable[[Any], Frame]
-
-
-Fault = Cut | Stall | Drop | Repeat | SwapWithNext | Change
+# A cut breaks the connection in both directions, and the frame is not delivered. A stall delivers neither this frame
+# nor any later one of its stream, without any notice. A dropped frame is lost, but all later ones are delivered. A
+# repeated frame arrives twice, and a late one after the next one. A function returns the frame that arrives instead.
+Fault = Literal["cut", "stall", "drop", "repeat", "late"] | Callable[[Any], Frame]
 
 
 def flip_bit(bit: int, *, digest_fits: bool = False) -> Callable[[Chunk], Chunk]:
@@ -86,7 +56,7 @@ class Faults:
     ) -> None:
         self.fired = 0
         self._kind = kind
-        self._fault = fault
+        self._fault: Fault = fault
         self._left = nth  # frames until the fault, including the one with the fault
         self._again = again
         self._on_fault = on_fault
@@ -120,26 +90,16 @@ class _FaultyStream:
 
     async def send(self, frame: Frame) -> None:
         fault = None if self._is_stalled else self._faults.at(frame)
-        if isinstance(fault, Cut):
+        if fault == "cut":
             await self.close()
             raise Unreachable("the connection was cut", peer=self.peer)
-        if isinstance(fault, Stall) or self._is_stalled:
+        if fault == "stall" or self._is_stalled:
             self._is_stalled = True
             await self._closed.wait()
             raise Unreachable("the stream is closed", peer=self.peer)
-        held, self._held = self._held, []
-        match fault:
-            case Drop():
-                now = []
-            case Repeat():
-                now = [frame, frame]
-            case SwapWithNext():
-                now, self._held = [], [frame]
-            case Change(change):
-                now = [change(frame)]
-            case _:
-                now = [frame]
-        for each in (*now, *held):
+        held, self._held = self._held, [frame] if fault == "late" else []
+        now = [] if fault in ("drop", "late") else [fault(frame) if callable(fault) else frame]
+        for each in (*now, *(now if fault == "repeat" else ()), *held):
             await self._stream.send(each)
 
     async def receive(self, timeout_s: float) -> Frame:

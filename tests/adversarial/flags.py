@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from noloco_p2p.gossip.frames import Chunk, Frame, Header, Ready
-from noloco_p2p.testing.faults import Change, Cut, Drop, Fault, Stall, flip_bit
+from noloco_p2p.testing.faults import Fault, flip_bit
 
 Left = Literal["nothing", "clipped"]  # what the victim keeps of the data that it received
 
@@ -35,7 +35,7 @@ class Flag:
 
 
 def strike(says: str, change: Callable[[Any], Frame], kind: type[Frame] = Chunk) -> Flag:
-    return Flag(says=says, kind=kind, fault=Change(change), is_strike=True)
+    return Flag(says=says, kind=kind, fault=change, is_strike=True)
 
 
 def header(says: str, **changes: Any) -> Flag:
@@ -47,13 +47,13 @@ def noise(vector: Tensor) -> Tensor:
 
 
 FLAGS = {
-    "vanish": Flag(says="a swap failed", fault=Cut()),
-    "freeze": Flag(says="no frame arrived", fault=Stall()),
-    "one-way": Flag(says="no frame arrived", kind=Header, fault=Stall()),
+    "vanish": Flag(says="a swap failed", fault="cut"),
+    "freeze": Flag(says="no frame arrived", fault="stall"),
+    "one-way": Flag(says="no frame arrived", kind=Header, fault="stall"),
     "truncate": strike("is damaged", lambda chunk: replace(chunk, payload=chunk.payload[:40])),
     "flip": strike("is damaged", flip_bit(77)),
     "flip-with-digest": strike("header announced", flip_bit(77, digest_fits=True)),
-    "missing-chunk": Flag(says="expected Chunk", fault=Drop(), is_strike=True),
+    "missing-chunk": Flag(says="expected Chunk", fault="drop", is_strike=True),
     "other-chunk": strike("expected chunk 0", lambda chunk: replace(chunk, index=1)),
     "huge": header("expected a pass", num_bytes=2**60),
     "many-chunks": header("expected a pass", num_chunks=2**60),
@@ -64,5 +64,5 @@ FLAGS = {
     "scale": Flag("clipped", lie=lambda vector: 1000 * vector),
     "random": Flag("clipped", lie=noise),
     "flip-sign": Flag("clipped", lie=lambda vector: -vector),
-    "lost-ready": Flag("clipped", kind=Ready, fault=Drop()),
+    "lost-ready": Flag("clipped", kind=Ready, fault="drop"),
 }

@@ -31,9 +31,7 @@ def relayed(peer: PeerProcess) -> dict[str, Any] | None:
 
 @pytest.mark.skipif(bool(netlab.why_not()), reason=netlab.why_not())
 def test_peers_behind_closed_ports_swap_and_are_told_what_to_open(tmp_path: Path) -> None:
-    lab = netlab.NetLab([netlab.home(rate_mbit_s=0, round_trip_ms=2)] * 3)
-    with lab:
-        lab.let_nothing_in(1, 2)
+    with netlab.NetLab(3, closed=[1, 2]) as lab:
         found, _ = swap_at_two_homes(lab, tmp_path)
     assert "1 of 1 peers could not reach port" in found["sentence"]
     assert "forward TCP" in found["sentence"]
@@ -44,8 +42,7 @@ def test_peers_behind_closed_ports_swap_and_are_told_what_to_open(tmp_path: Path
     ("kind", "way"), [(Router("endpoint", "port"), "punched"), (Router("port", "port"), "relayed")]
 )
 def test_peers_behind_routers_swap_through_a_hole_or_by_the_relay(tmp_path: Path, kind: Router, way: str) -> None:
-    line = netlab.home(rate_mbit_s=0, round_trip_ms=2)
-    with netlab.NetLab([line] * 3, routers=[kind, kind], behind=[None, 0, 1]) as lab:
+    with netlab.NetLab(3, routers=[kind, kind], behind=[None, 0, 1]) as lab:
         found, neighbours = swap_at_two_homes(lab, tmp_path)
     assert "is a private address" in found["sentence"]
     assert list(neighbours.values()) == [way]
@@ -55,8 +52,8 @@ def test_peers_behind_routers_swap_through_a_hole_or_by_the_relay(tmp_path: Path
 def test_a_run_that_begins_behind_a_router_is_entered_at_the_ports_that_it_maps(tmp_path: Path) -> None:
     """The emulated router forwards all ports; the double in the peer's network says so by UPnP."""
     pytest.importorskip("miniupnpc")
-    line, routers = netlab.home(rate_mbit_s=0, round_trip_ms=2), [Router("endpoint", "port", forwards_to=1)]
-    with netlab.NetLab([line] * 2, routers=routers, behind=[None, 0]) as lab, ThreadPoolExecutor(1) as there:
+    routers = [Router("endpoint", "port", forwards_to=1)]
+    with netlab.NetLab(2, routers=routers, behind=[None, 0]) as lab, ThreadPoolExecutor(1) as there:
         abroad, home = lab.nodes
         there.submit(netlab.enter, home.namespace).result(PATIENCE_S)
         outside, file = outer_address(0, routers[0]), write_spec(small_spec("mapped"), tmp_path)

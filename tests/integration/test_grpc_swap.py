@@ -52,7 +52,7 @@ from noloco_p2p.net.options import MAX_MESSAGE_BYTES
 from noloco_p2p.net.server import GrpcServer
 from noloco_p2p.spec import OuterSpec, RunSpec, TrainerSpec
 from noloco_p2p.tcp import ask_from_where
-from noloco_p2p.testing.faults import Cut, Faults
+from noloco_p2p.testing.faults import Faults
 from noloco_p2p.transfer.donor import SavedState, StateServer, describe_state
 from noloco_p2p.transfer.fetch import fetch_spec, fetch_state
 from noloco_p2p.transfer.slots import NUM_SLOTS
@@ -103,7 +103,7 @@ def test_bits_by_need_travel_over_grpc() -> None:
 @pytest.mark.parametrize("kind", [Offer | Accept, Header, Chunk, Ready], ids=["offer", "header", "chunk", "ready"])
 @pytest.mark.parametrize("nth", [1, 3])
 def test_a_connection_that_breaks_leaves_both_sides_alike(swarm: LoopbackSwarm, kind: type[Frame], nth: int) -> None:
-    faults, sums = Faults(kind, Cut(), nth=nth), vectors()
+    faults, sums = Faults(kind, "cut", nth=nth), vectors()
     total = sums[0] + sums[1]
     one = Swapping(swarm.peer("a", wrap=faults, wrap_accepted=faults), sums[0])
     other = Swapping(swarm.peer("b"), sums[1])
@@ -124,7 +124,7 @@ def test_a_partner_whose_server_is_gone_in_the_middle_costs_no_more_than_the_swa
         stopping.append(asyncio.ensure_future(swarm.servers.pop("a").stop(0.0)))
 
     stopping: list[asyncio.Future[None]] = []
-    faults, began_s = Faults(kind, Cut(), on_fault=vanish), time.monotonic()
+    faults, began_s = Faults(kind, "cut", on_fault=vanish), time.monotonic()
     Swapping(swarm.peer("a", wrap=faults, wrap_accepted=faults), random_vector(1, NUM_ELEMENTS))
     survivor = Swapping(swarm.peer("b"), random_vector(2, NUM_ELEMENTS))
     wait_until(lambda: survivor.counts.failures)

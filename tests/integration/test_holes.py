@@ -34,7 +34,7 @@ KINDS = [OPEN, BY_ADDRESS, USUAL, STRICT]
 def homes() -> Iterator[Homes]:
     carried = Router("endpoint", "port", behind=0)  # a home behind a carrier-grade NAT, the first router
     routers = [*KINDS, carried, *KINDS, Router("endpoint", "port", behind=5)]
-    with Homes(netlab.home(rate_mbit_s=0, round_trip_ms=10), routers, [*range(10), 3]) as made:
+    with Homes(routers, [*range(10), 3], round_trip_ms=10) as made:
         yield made
 
 

@@ -1,14 +1,19 @@
-"""The routers of the benchmarks: what each kind of mapping and filtering forwards, packet by packet."""
+"""The emulated routers and firewalls: what each kind of them forwards, packet by packet."""
 
 from __future__ import annotations
 
+import shutil
 import socket
 import struct
+import subprocess
 from itertools import product
+from pathlib import Path
 
+import netlab
 import pytest
 from harness.nat import Breadth, Router, Routers
 from harness.packets import NEEDS_CHECKSUM, OFFLOAD_HEADER, TCP, UDP, End, ends_of, with_ends
+from harness.patience import PATIENCE_S
 
 BREADTHS: tuple[Breadth, ...] = ("endpoint", "address", "port")
 HOME, NEIGHBOUR, ONE, OTHER = 0, 1, 2, 3  # nodes: two behind a router, two on the internet
@@ -122,3 +127,38 @@ def test_a_router_that_forwards_its_ports_keeps_their_numbers() -> None:
     assert net.send(ONE, 7000, outside) == (HOME, net.at(ONE, 7000), net.at(HOME, 5000))
     assert net.send(HOME, 5000, net.at(ONE, 7000)) == (ONE, outside, net.at(ONE, 7000))
     assert net.send(NEIGHBOUR, 5000, net.at(ONE, 7000)) != (ONE, outside, net.at(ONE, 7000))
+
+
+def test_a_packet_takes_half_of_the_round_trip() -> None:
+    way = netlab.Forwarding(Routers([], [None, None]), delay_s=0.025, closed=[])
+    way.send(packet(end("45.77.0.1", 5000), end("45.77.0.2", 80)), 0, 1.0)
+    assert way.arrived(1.02) == []
+    assert [node for node, _ in way.arrived(1.025)] == [1]
+
+
+def test_a_closed_node_lets_in_what_answers_it_and_nothing_else() -> None:
+    way = netlab.Forwarding(Routers([], [None, None]), delay_s=0.0, closed=[0])
+    closed, far = end("45.77.0.1", 5000), end("45.77.0.2", 80)
+    way.send(packet(far, closed), 1, 0.0)
+    assert way.arrived(0.0) == []
+    way.send(packet(closed, far), 0, 0.0)
+    way.send(packet(far, closed), 1, 0.0)
+    way.send(packet((far[0], 81), closed), 1, 0.0)
+    assert [node for node, _ in way.arrived(0.0)] == [1, 0]
+
+
+def test_missing_rights_are_named(tmp_path: Path) -> None:
+    with pytest.raises(netlab.LabError, match="root"):
+        netlab.check_rights(1000)
+    if shutil.which("ip"):
+        with pytest.raises(netlab.LabError, match="no-tun"):
+            netlab.check_rights(0, tun=tmp_path / "no-tun")
+
+
+@pytest.mark.skipif(bool(netlab.why_not()), reason=netlab.why_not())
+def test_a_closed_lab_leaves_neither_namespaces_nor_processes() -> None:
+    with netlab.NetLab(2) as lab:
+        names = [node.namespace for node in lab.nodes]
+        sleeper = subprocess.Popen(["ip", "netns", "exec", names[0], "sleep", "600"])
+    assert sleeper.wait(PATIENCE_S) < 0
+    assert not any((netlab.NAMESPACES / name).exists() for name in names)

@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 
 from noloco_p2p import control
+from noloco_p2p.cli import local, runs
 from noloco_p2p.cli.app import run
 from noloco_p2p.cli.join import _leave_on_signals
 from noloco_p2p.cli.options import parse_duration
@@ -51,7 +52,7 @@ def test_the_second_signal_ends_at_once_and_not_the_first(monkeypatch: pytest.Mo
 def test_who_was_asked_to_leave_has_left_when_its_lock_is_free(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(control, "ask", lambda *_: {"pid": 4711})
+    monkeypatch.setattr(local, "ask", lambda *_: {"pid": 4711})
     lock = control.FolderLock(tmp_path)
     lock.acquire()
     assert run(["leave", "--state-dir", str(tmp_path), "--timeout", "0.1"]) == 1
@@ -80,7 +81,7 @@ def test_a_run_key_of_the_settings_is_for_its_own_run_alone(
     monkeypatch.setenv("NOLOCO_RUN_KEY", str(tmp_path / "run.key"))
 
     def ticket_of(kind: str, *arguments: str) -> tuple[int, str]:
-        monkeypatch.setattr(control, "ask", lambda *_: {"ticket": told[kind]})
+        monkeypatch.setattr(runs, "ask", lambda *_: {"ticket": told[kind]})
         code = run(["ticket", "--state-dir", str(tmp_path), *arguments])
         return code, capsys.readouterr().out.strip()
 

@@ -1,49 +1,75 @@
-"""The lines of `noloco status` on the stage of a peer and on the connections to its neighbours."""
+"""The lines of `noloco status`."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from noloco_p2p.cli.status import contribution, stage_lines, ways
+import pytest
+
+from noloco_p2p.cli.local import status_lines
+from noloco_p2p.telemetry.metrics import Metrics
 
 REPLY: dict[str, Any] = {
+    **Metrics(trained_s=7500.0, tokens=3_410_000, swaps=41).as_dict(),
+    **dict.fromkeys(("peer_id", "pid", "software", "name", "run", "address", "ticket", "last_fault"), ""),
+    "state": "training",
+    "state_since_s": 60.0,
+    "running_since_s": 60.0,
+    "paused_because": "",
+    "doing": None,
+    "live_peers": 1,
+    "live_peers_is_estimate": False,
+    "neighbours": {},
+    "reach": {"state": "direct", "sentence": "others can call this peer"},
+    "stage": None,
+    "settings": {"hide_contribution": {"value": False, "origin": "default"}},
+}
+STAGE = {
     "stage": 1,
     "stages": 4,
     "waits_for_stages": [],
     "capacity": 4321.0,
+    "queue": 2,
     "microbatches": 200,
     "late_microbatches": 10,
     "lost_microbatches": 3,
-    "queue": 2,
 }
+COUNTED = "can compute 4.32k tokens/s; microbatches: 200 done, 10 of them late, 3 lost, 2 held now"
 
 
-def test_a_peer_of_a_stage_tells_it_with_its_microbatches() -> None:
-    [line] = stage_lines(REPLY)
-    assert line == (
-        "stage     1 of 4, can compute 4.32k tokens/s; microbatches: 200 done, 10 of them late, 3 lost, 2 held now"
-    )
-    assert stage_lines({**REPLY, "stage": 0})[0].startswith("stage     0 of 4 (head), ")
-    assert stage_lines({**REPLY, "stage": 0, "stages": 0})[0].startswith("stage     0 (head), "), "before it begins"
+@pytest.mark.parametrize(
+    ("changes", "lines"),
+    [
+        ({}, ["given     2 h 5 min of training, 3.41M tokens, 41 swaps"]),
+        (
+            {"tokens": None, "settings": {"hide_contribution": {"value": True, "origin": "flag"}}},
+            [
+                "given     2 h 5 min of training, 41 swaps (time and tokens are hidden from other peers)",
+                "settings  hide_contribution  True  (flag)",
+                "          0 settings have their default values (shown by --json)",
+            ],
+        ),
+        (
+            {"neighbours": {"a": "punched", "b": "direct", "c": "direct"}},
+            ["reach     direct: others can call this peer", "          neighbours: 2 direct, 1 punched"],
+        ),
+        (STAGE, [f"stage     1 of 4, {COUNTED}"]),
+        ({**STAGE, "stage": 0}, [f"stage     0 of 4 (head), {COUNTED}"]),
+        ({**STAGE, "stage": 0, "stages": 0}, [f"stage     0 (head), {COUNTED}"]),
+        ({**STAGE, "waits_for_stages": [2]}, ["          waiting for stage 2, which no peer holds"]),
+        ({**STAGE, "waits_for_stages": [0, 3]}, ["          waiting for stages 0, 3, which no peer holds"]),
+        (
+            {"apart": 0.0031, "age_steps": 2.14, "blocked_s": 12.0},
+            ["          weights 0.31 % apart, half-differences 2.1 steps old; training waited for 12 s"],
+        ),
+    ],
+)
+def test_the_lines_of_a_status(changes: dict[str, Any], lines: list[str]) -> None:
+    shown = status_lines(REPLY | changes)
+    assert [line for line in shown if line in lines] == lines, shown
 
 
-def test_it_says_what_it_waits_for() -> None:
-    assert stage_lines({**REPLY, "waits_for_stages": [2]})[1].strip() == "waiting for stage 2, which no peer holds"
-    assert (
-        stage_lines({**REPLY, "waits_for_stages": [0, 3]})[1].strip() == "waiting for stages 0, 3, which no peer holds"
-    )
-
-
-def test_a_peer_with_a_whole_model_has_no_stage() -> None:
-    assert stage_lines({**REPLY, "stage": None}) == []
-
-
-def test_neighbours_are_counted_by_how_they_are_reached() -> None:
-    assert ways({"a": "punched", "b": "direct", "c": "direct"}) == "2 direct, 1 punched"
-
-
-def test_what_a_peer_has_given() -> None:
-    reply = {"trained_s": 7500.0, "tokens": 3_410_000, "swaps": 41, "settings": {"hide_contribution": {"value": False}}}
-    assert contribution(reply) == "2 h 5 min of training, 3.41M tokens, 41 swaps"
-    hidden = {**reply, "tokens": None, "settings": {"hide_contribution": {"value": True}}}
-    assert contribution(hidden) == "2 h 5 min of training, 41 swaps (time and tokens are hidden from other peers)"
+def test_what_there_is_nothing_to_say_about_has_no_line() -> None:
+    heads = {line.split()[0] for line in status_lines(REPLY)}
+    assert not heads & {"name", "why", "stage", "now"}
+    assert {"peer", "run", "swaps", "fault", "ticket"} <= heads | {"ticket"}

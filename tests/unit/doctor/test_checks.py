@@ -1,26 +1,27 @@
 from __future__ import annotations
 
-import asyncio
+import json
 import os
 import socket
 import subprocess
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 from harness.patience import PATIENCE_S
 
-from noloco_p2p.doctor import machine
-from noloco_p2p.doctor.check import Check, is_healthy, report, verdict, versions
-from noloco_p2p.doctor.swarm import _model, clock, model, needs, reachability, stages
+from noloco_p2p.cli import checks
+from noloco_p2p.cli.app import run
+from noloco_p2p.doctor import Check, machine, versions
+from noloco_p2p.doctor.swarm import clock, model, needs, reachability, stages
 from noloco_p2p.presets import PRESETS
 from noloco_p2p.settings import PeerSettings
 from noloco_p2p.spec import TrainerSpec
 from noloco_p2p.swarm.clock import Offset
 from noloco_p2p.swarm.dial_back import DialBack
-from noloco_p2p.ticket import Ticket
 from noloco_p2p.trainer.stage_needs import StageNeeds
 
 PEER = "12D3KooWaaaaaa"
@@ -30,21 +31,41 @@ def settings(folder: Path, **changes: str) -> PeerSettings:
     return PeerSettings.load({"state_dir": folder, "listen": "127.0.0.1:0", **changes})
 
 
-def test_a_warning_is_healthy_a_failure_is_not_and_both_are_told_with_their_fix() -> None:
-    fine, odd, bad = Check("a", "ok", "x"), Check("b", "warning", "y", "do"), Check("c", "failed", "z", "mend")
-    assert is_healthy([fine, odd])
-    assert report([fine, bad]) == {
-        "healthy": False,
-        "checks": [
-            {"name": "a", "level": "ok", "found": "x", "fix": ""},
-            {"name": "c", "level": "failed", "found": "z", "fix": "mend"},
-        ],
-    }
-    assert verdict([fine]) == "found nothing that would prevent training"
-    assert verdict([fine, odd]) == "found nothing that would prevent training (1 warning)"
-    assert verdict([fine, odd, bad, bad]).startswith("2 problems would prevent training")
-    assert len(fine.lines()) == 1
-    assert "-> mend" in bad.lines()[1]
+FINE, ODD, BAD = Check("a", "ok", "x"), Check("b", "warning", "y", "do"), Check("c", "failed", "z", "mend")
+
+
+@pytest.mark.parametrize(
+    ("found", "code", "said"),
+    [
+        ([FINE], 0, "found nothing that would prevent training"),
+        ([FINE, ODD], 0, "found nothing that would prevent training (1 warning)"),
+        ([FINE, ODD, BAD, BAD], 1, "2 problems would prevent training; see the advice next to the arrows above"),
+    ],
+)
+def test_a_failure_makes_the_exit_code_1_and_a_warning_does_not(
+    found: list[Check],
+    code: int,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    async def examine(*_: Any) -> AsyncIterator[Check]:
+        for check in found:
+            yield check
+
+    monkeypatch.setattr(checks, "_examine", examine)
+    assert run(["doctor", "--state-dir", str(tmp_path)]) == code
+    assert said in capsys.readouterr().out.splitlines()
+    assert run(["doctor", "--json", "--state-dir", str(tmp_path)]) == code
+    report = json.loads(capsys.readouterr().out)
+    assert (report["healthy"], len(report["checks"])) == (code == 0, len(found))
+    assert report["checks"][0] == {"name": "a", "level": "ok", "found": "x", "fix": ""}
+
+
+def test_a_check_is_told_with_its_fix() -> None:
+    assert len(FINE.lines()) == 1
+    assert "-> mend" in BAD.lines()[1]
 
 
 def test_this_machine_can_be_examined(tmp_path: Path) -> None:
@@ -139,22 +160,16 @@ def test_a_spec_that_was_not_cut_is_a_failure_with_a_way_out(tmp_path: Path) -> 
     assert (check.level, "noloco init --stages" in check.fix) == ("failed", True)
 
 
-def test_a_spec_that_nobody_gives_takes_no_other_finding_away(tmp_path: Path) -> None:
-    nobody, ticket = cast(Any, None), Ticket("run", "0" * 64)
-    [check] = asyncio.run(_model(nobody, [], ticket, nobody, settings(tmp_path), 1e6))
-    assert (check.name, check.level) == ("the model", "skipped")
-
-
 PROGRAM = """
 import sys
 sys.modules.update(dict.fromkeys(("torch", "hivemind")))  # an import of them is a ModuleNotFoundError
-from noloco_p2p.doctor import check
-known = check.version
+from noloco_p2p import doctor
+known = doctor.version
 def version(name):
     if name in ("torch", "hivemind"):
-        raise check.PackageNotFoundError(name)
+        raise doctor.PackageNotFoundError(name)
     return known(name)
-check.version = version
+doctor.version = version
 from noloco_p2p.cli.app import run
 sys.exit(run(["doctor", "--listen", "127.0.0.1:0"]))
 """

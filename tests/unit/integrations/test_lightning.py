@@ -1,17 +1,15 @@
-"""The callback for the Trainer of Lightning, in a real Trainer with peers in memory."""
+"""The callback for the Trainer of Lightning. test_huggingface.py tests what both callbacks share."""
 
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from harness.patience import PATIENCE_S, PATIENT
-from harness.specs import FP32, published
+from harness.specs import published
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
@@ -19,12 +17,11 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 from torch.utils.data import DataLoader, TensorDataset
 
-from noloco_p2p.errors import CheckpointError, ModelError, SettingsError
+from noloco_p2p.errors import CheckpointError, SettingsError
 from noloco_p2p.integrations import session
 from noloco_p2p.integrations.lightning import NoLoCoCallback
-from noloco_p2p.outer.noloco import NoLoCo, Swapped
 from noloco_p2p.spec import RunSpec
-from noloco_p2p.testing.peers import MemoryPeer, MemorySwarm
+from noloco_p2p.testing.peers import MemorySwarm
 
 SPEC = RunSpec(name="lightning", outer=published(inner_steps=2), total_steps=100)
 
@@ -166,35 +163,6 @@ def test_the_loggers_have_the_values_of_noloco(
     assert "step 5 | 0.0 swaps/min" in caplog.text
 
 
-def test_two_peers_swap(tmp_path: Path) -> None:
-    swaps: list[Swapped] = []
-    with MemorySwarm(RunSpec(name="lightning", codec=FP32, total_steps=10**9), deadlines=PATIENT) as swarm:
-        peer, other = (swarm.peer(name, run_folder=tmp_path / name) for name in "ab")
-
-        def told(swap: Swapped) -> None:
-            swaps.append(swap)
-            peer.leave_requested.set()
-
-        thread = threading.Thread(target=train_without_trainer, args=[other])
-        thread.start()
-        try:
-            make_trainer(tmp_path, NoLoCoCallback(peer, on_swap=told), max_epochs=-1).fit(Regression(), batches(8))
-        finally:
-            other.leave_requested.set()
-            thread.join(PATIENCE_S)
-    assert {swap.partner for swap in swaps} == {"b"}
-
-
-def train_without_trainer(peer: MemoryPeer) -> None:
-    model = Regression()
-    optimizer = AdamW(model.parameters(), lr=0.05)
-    NoLoCo(model, optimizer, peer, save_every_s=0)
-    while not peer.leave_requested.is_set():
-        optimizer.zero_grad()
-        model.net(torch.rand(4, 4)).square().mean().backward()
-        optimizer.step()
-
-
 def keep_all(folder: Path) -> ModelCheckpoint:
     return ModelCheckpoint(folder / "kept", filename="{epoch}", save_top_k=-1)
 
@@ -279,11 +247,3 @@ def test_trainers_that_spread_the_model_are_refused(tmp_path: Path, swarm: Memor
     with pytest.raises(SettingsError, match=r"in one process on one device.*DDPStrategy"):
         callback.setup(trainer, Regression(), "fit")
     callback.setup(trainer, Regression(), "test")  # "test" does not train
-
-
-def test_a_model_on_two_devices_is_refused(tmp_path: Path, swarm: MemorySwarm) -> None:
-    model = Regression()
-    model.net[2].to("meta")
-    callback = NoLoCoCallback(swarm.peer("a", run_folder=tmp_path))
-    with pytest.raises(ModelError, match="are on cpu and meta"):
-        callback.on_train_start(make_trainer(tmp_path, callback), model)

@@ -11,11 +11,8 @@ from recorded import changed
 from rich.console import Console
 
 from noloco_p2p.errors import SettingsError
-from noloco_p2p.monitor.collect import Watcher
-from noloco_p2p.monitor.columns import COLUMNS, Choice
-from noloco_p2p.monitor.roster import describe
-from noloco_p2p.monitor.stages import stage_rows
-from noloco_p2p.monitor.terminal import headlines, plain, view
+from noloco_p2p.monitor.tables import COLUMNS, Choice, headlines, plain, view
+from noloco_p2p.monitor.watcher import Watcher
 from noloco_p2p.spec import MAX_STAGES
 from noloco_p2p.swarm.records import PeerRecord
 from noloco_p2p.telemetry.metrics import Metrics
@@ -54,8 +51,8 @@ def swarm(*records: PeerRecord, age_s: float = 3.14159) -> dict[str, Any]:
     return Watcher(TICKET).take(told, directory_age_s=0.5, now_s=1_800_000_000.0)
 
 
-def rows_of(*records: PeerRecord) -> list[dict[str, Any]]:
-    return [describe(record, 0.0) for record in records]
+def stages(*records: PeerRecord) -> list[dict[str, Any]]:
+    return swarm(*records)["stages"]
 
 
 def crowd(number: int) -> dict[str, Any]:
@@ -70,7 +67,7 @@ def drawn(page: Any, *, width: int, height: int = 24) -> list[str]:
 
 
 def test_a_peer_has_the_promised_keys() -> None:
-    peer = describe(A, 3.14159)
+    (peer,) = swarm(A)["peers"]
     assert peer.keys() >= PROMISED
     assert (peer["progress"], peer["swaps"], peer["loss"], peer["age_s"]) == (0.34, 5, 2.5, 3.1)
     assert peer["failed"] == {"unreachable": 0, "slow": 2, "corrupt": 0, "abandoned": 0}
@@ -119,7 +116,7 @@ def test_a_name_stands_beside_the_id_where_any_peer_has_one() -> None:
 
 
 def test_what_a_peer_does_not_tell_is_no_zero() -> None:
-    peer = describe(A, 0.0)
+    (peer,) = swarm(A)["peers"]
     assert (peer["tokens"], peer["trained_s"]) == (None, None)
     header, row = plain(swarm(A))[-2:]
     assert row[header.index("trained") :].split()[:2] == ["-", "-"]
@@ -130,12 +127,12 @@ def test_a_paused_peer_says_why_while_it_is_alive() -> None:
     assert "paused (hours)" in plain(swarm(paused))[-1]
     assert "paused (hours)" not in plain(swarm(paused, age_s=50.0))[-1]
     assert "paused " in plain(swarm(changed(A, state="paused")))[-1]
-    assert describe(changed(A, paused_by="hours"), 0.0)["paused_by"] == "", "it trains"
+    assert swarm(changed(A, paused_by="hours"))["peers"][0]["paused_by"] == "", "it trains"
 
 
 def test_stages_are_rows_and_the_one_with_the_least_capacity_comes_first() -> None:
     other = changed(INNER, peer_id="12D3KooWjjjjjj", capacity=4500.0, microbatches=150, tokens_per_s=500.0)
-    rows = stage_rows(rows_of(HEAD, INNER, other))
+    rows = stages(HEAD, INNER, other)
     assert [(row["stage"], row["peers"], row["capacity"]) for row in rows] == [
         (2, 0, 0),
         (1, 2, 8500.0),
@@ -151,14 +148,9 @@ def test_stages_are_rows_and_the_one_with_the_least_capacity_comes_first() -> No
 def test_most_peers_say_how_many_stages_there_are() -> None:
     liar = changed(INNER, peer_id="12D3KooWllllll", stages=MAX_STAGES, stage=60)
     early = changed(INNER, peer_id="12D3KooWeeeeee", stages=0)
-    assert len(stage_rows(rows_of(HEAD, INNER, liar))) == 3
-    assert len(stage_rows(rows_of(HEAD, early))) == 3, "one that has not begun says 0"
-    assert (
-        stage_rows(rows_of(A, B, changed(liar, stages=10**15)))
-        == stage_rows(rows_of(A, A, liar))
-        == stage_rows([])
-        == []
-    )
+    assert len(stages(HEAD, INNER, liar)) == 3
+    assert len(stages(HEAD, early)) == 3, "one that has not begun says 0"
+    assert stages(A, B, changed(liar, stages=10**15)) == stages(A, changed(A, peer_id="c"), liar) == []
 
 
 def test_a_run_of_whole_models_shows_no_stages() -> None:

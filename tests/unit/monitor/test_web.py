@@ -9,6 +9,7 @@ import urllib.request
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -17,8 +18,9 @@ from harness.patience import PATIENCE_S
 from prometheus_client.parser import text_string_to_metric_families
 from recorded import changed
 
-from noloco_p2p.monitor.collect import Watcher
-from noloco_p2p.monitor.web import MEETINGS_SHOWN_S, PAGE_PEERS, STATIC, LiveSwarm, app
+from noloco_p2p.monitor import web
+from noloco_p2p.monitor.watcher import Watcher
+from noloco_p2p.monitor.web import MAX_SAMPLES, MEETINGS_SHOWN_S, PAGE_PEERS, SAMPLE_S, STATIC, LiveSwarm, app
 from noloco_p2p.telemetry.http import HttpServer
 from noloco_p2p.telemetry.prometheus import STAGES
 from noloco_p2p.ticket import Ticket
@@ -33,7 +35,7 @@ class Site:
 
     def __init__(self, num_peers: int) -> None:
         self.watcher, self.crowd, self.url = Watcher(TICKET), Crowd(num_peers, began_s=NOW_S - 2000), ""
-        self.swarm = LiveSwarm(self.watcher.roster.meetings)
+        self.swarm = LiveSwarm(self.watcher.meetings)
         self.now_s = NOW_S
 
     def look(self, *, after_s: float = 0.0) -> None:
@@ -115,7 +117,7 @@ def test_prometheus_gets_one_series_for_each_stage() -> None:
             replace(changed(inner, capacity=3.0, queue=1, lost_microbatches=4), stages=3, stage=1),
             replace(changed(other, capacity=4.0, queue=5, lost_microbatches=2), stages=3, stage=1),
         ]
-        made.watcher.roster.members.clear()
+        made.watcher.members.clear()
         made.look(after_s=2.0)
         families = list(text_string_to_metric_families((await made.get("metrics"))[1].decode()))
         found = {
@@ -144,7 +146,7 @@ def test_the_page_is_told_its_text_and_who_has_just_swapped_with_whom() -> None:
         known = {peer["id"] for peer in page["graph"]}
         assert page["meetings"]
         assert all({peer, partner} <= known for _, peer, partner in page["meetings"])
-        assert len(page["meetings"]) < len(made.watcher.roster.meetings)
+        assert len(page["meetings"]) < len(made.watcher.meetings)
         assert all(0 <= made.now_s - at_s <= MEETINGS_SHOWN_S + 0.1 for at_s, _, _ in page["meetings"])
         assert page["curves"]["ids"] == sorted(known)
 
@@ -183,7 +185,7 @@ def test_the_page_is_told_the_stages_and_who_sends_to_whom() -> None:
             changed(head, stages=3, capacity=10.0, sends_to=(inner.peer_id[-6:],)),
             replace(inner, stages=3, stage=1),
         ]
-        made.watcher.roster.members.clear()
+        made.watcher.members.clear()
         made.look(after_s=2.0)
         page = json.loads((await made.get("api/page"))[1])
         assert [(row["cells"][:2], row["health"]) for row in page["stages"]] == [
@@ -217,3 +219,57 @@ def test_the_page_names_no_other_host(name: str) -> None:
 
 def test_the_licence_of_what_others_wrote_is_shipped() -> None:
     assert "MIT" in (STATIC / "uPlot.LICENSE").read_text()
+
+
+def summaries(num_peers: int, *, every_s: float, number: int) -> list[dict[str, Any]]:
+    crowd, watcher = Crowd(num_peers, began_s=NOW_S), Watcher(TICKET)
+    found = []
+    for index in range(number):
+        now_s = NOW_S + 1000 + index * every_s
+        found.append(watcher.take(crowd.records(now_s), directory_age_s=0.5, now_s=now_s))
+    return found
+
+
+def test_there_is_one_sample_per_interval_of_the_swarm_and_of_each_peer() -> None:
+    history, taken = LiveSwarm([]), summaries(3, every_s=SAMPLE_S / 2, number=9)
+    for summary in taken:
+        history.show(summary)
+    names = [peer["peer_id"] for peer in taken[0]["peers"]]
+    curves = history.curves([*names, "nobody"])
+    assert curves["alive"] == [3] * 5
+    assert [round(b - a) for a, b in pairwise(curves["time_s"])] == [10] * 4
+    assert curves["swaps"] == [summary["totals"]["swaps"] for summary in taken[::2]]
+    assert list(curves["losses"]) == names
+    assert curves["losses"][names[1]] == pytest.approx([s["peers"][1]["loss"] for s in taken[::2]], abs=1e-4)
+
+
+def test_the_time_left_follows_from_the_progress_of_the_last_ten_minutes() -> None:
+    history, (summary,) = LiveSwarm([]), summaries(1, every_s=1.0, number=1)
+    assert history.left_s() is None
+    for tick in range(121):  # 0.1 % in each of the first ten minutes, and 1 % in each of the next ten
+        progress = 0.001 * min(tick, 60) / 6 + 0.01 * max(0, tick - 60) / 6
+        totals = {**summary["totals"], "progress": progress}
+        history.show({**summary, "time_s": NOW_S + SAMPLE_S * tick, "totals": totals})
+    assert history.left_s() == pytest.approx(60 * (1 - 0.11) / 0.01)
+
+
+def test_the_curves_of_a_long_run_are_small_and_without_a_gap() -> None:
+    history, (summary,) = LiveSwarm([]), summaries(2, every_s=1.0, number=1)
+    num_ticks = 2 * 8_640  # two days
+    for tick in range(num_ticks):
+        history.show({**summary, "time_s": NOW_S + SAMPLE_S * tick})
+    times = history.curves([])["time_s"]
+    assert MAX_SAMPLES / 2 <= len(times) <= MAX_SAMPLES
+    assert NOW_S + SAMPLE_S * num_ticks - times[-1] <= history.interval_s
+    assert times[0] - NOW_S <= history.interval_s
+    assert all(b - a == history.interval_s for a, b in pairwise(times))
+
+
+def test_the_curves_of_many_peers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(web, "MAX_LOSSES", 2_000)
+    history, (summary,) = LiveSwarm([]), summaries(100, every_s=1.0, number=1)
+    for tick in range(200):
+        history.show({**summary, "time_s": NOW_S + SAMPLE_S * tick})
+        assert len(history.curves([])["time_s"]) <= 20
+    names = [peer["peer_id"] for peer in summary["peers"]]
+    assert len(history.curves(names)["losses"]) == web.MAX_SERIES

@@ -12,8 +12,8 @@ import importlib.util, sys
 from pathlib import Path
 
 spec = importlib.util.find_spec("noloco_p2p.telemetry.metrics")
-shown = 'key="new", column="new", rank=20, total="sum"'
-line = f'    new: float = _metric("gauge", "bytes", "made for a test", 0.0, {shown})\\n'
+shown = 'Shown(key="new", column="new", rank=20, total="sum")'
+line = f'    new: float = _gauge("bytes", "made for a test", {shown})\\n'
 place = "    last_partner: str"
 source = Path(spec.origin).read_text().replace(place, line + place)
 module = importlib.util.module_from_spec(spec)
@@ -22,10 +22,8 @@ exec(compile(source, spec.origin, "exec"), module.__dict__)
 
 import json
 from noloco_p2p.identity import Identity, peer_id_of
-from noloco_p2p.monitor.collect import Watcher
-from noloco_p2p.monitor.columns import Choice
-from noloco_p2p.monitor.roster import Health
-from noloco_p2p.monitor.terminal import plain
+from noloco_p2p.monitor.tables import Choice, plain
+from noloco_p2p.monitor.watcher import Health, Watcher
 from noloco_p2p.monitor.web import LiveSwarm
 from noloco_p2p.swarm.records import PeerRecord, decode_record, encode_record
 from noloco_p2p.telemetry.metrics import Metrics
@@ -48,7 +46,7 @@ print(json.dumps({
     "total": summary["totals"]["new"],
     "terminal": "new" in plain(summary, Choice("new"))[-2].split() and "3.0 KiB" in plain(summary)[-1],
     "page": [column["name"] for column in swarm.page(Choice(), 0)["columns"]].index("new") > 0,
-    "curve": swarm.history.columns([])["new"],
+    "curve": swarm.curves([])["new"],
     "own metrics": "noloco_new 7.0" in peer_page(Metrics(new=7.0), peer_id="a", run="r", live_peers=1).decode(),
     "swarm metrics": "noloco_swarm_new 3072.0" in swarm_page(summary, healths=list(Health)).decode(),
 }))

@@ -2,53 +2,54 @@ from __future__ import annotations
 
 import io
 import re
+import sys
 import threading
 from typing import Any
 
 import pytest
 from harness.patience import PATIENCE_S
+from harness.processes import until
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
 
-from noloco_p2p.telemetry.bars import Bars, Lines
+from noloco_p2p.telemetry import progress as module
 from noloco_p2p.telemetry.console import duration
-from noloco_p2p.telemetry.progress import WINDOW_S, Meter, Progress, line
+from noloco_p2p.telemetry.progress import WINDOW_S, Progress, Task, line
 
 
 def test_a_steady_flow_has_its_rate_and_time_left() -> None:
-    meter = Meter(now_s=100.0)
+    task = Task("fetching", unit="bytes", now_s=100.0)
     for second in range(1, 41):
-        meter.add(50 * second, now_s=100.0 + second)
-    assert meter.rate_per_s(now_s=140.0) == pytest.approx(50.0)
-    assert meter.left_s(3000, now_s=140.0) == pytest.approx(20.0)
+        task.report(50 * second, 3000, now_s=100.0 + second)
+    assert task.rate_per_s(now_s=140.0) == pytest.approx(50.0)
+    assert task.as_dict(now_s=140.0)["left_s"] == pytest.approx(20.0)
 
 
 def test_the_rate_is_of_the_last_seconds_not_of_the_beginning() -> None:
-    meter = Meter(now_s=0.0)
-    meter.add(1_000_000, now_s=1.0)
+    task = Task("fetching", unit="bytes", now_s=0.0)
+    task.report(1_000_000, 2_000_000, now_s=1.0)
     for second in range(2, 60):
-        meter.add(1_000_000 + 10 * second, now_s=float(second))
-    assert meter.rate_per_s(now_s=59.0) == pytest.approx(10.0, rel=0.05)
+        task.report(1_000_000 + 10 * second, 2_000_000, now_s=float(second))
+    assert task.rate_per_s(now_s=59.0) == pytest.approx(10.0, rel=0.05)
 
 
 def test_what_stands_still_has_no_time_left() -> None:
-    meter = Meter(now_s=0.0)
-    assert meter.left_s(10, now_s=5.0) is None
+    task = Task("fetching", unit="bytes", now_s=0.0)
+    assert task.as_dict(now_s=5.0)["left_s"] is None
     for second in range(1, 100):
-        meter.add(7, now_s=float(second))
-    assert meter.rate_per_s(now_s=99.0) == 0.0
-    assert meter.left_s(10, now_s=99.0) is None
+        task.report(7, 10, now_s=float(second))
+    assert task.rate_per_s(now_s=99.0) == 0.0
+    assert task.as_dict(now_s=99.0)["left_s"] is None
 
 
 @given(st.lists(st.tuples(st.floats(0, 10), st.integers(0, 1000)), max_size=200))
-def test_a_meter_stays_small_and_its_rate_is_never_negative(steps: list[tuple[float, int]]) -> None:
-    meter, now_s = Meter(now_s=0.0), 0.0
+def test_a_task_stays_small_and_its_rate_is_never_negative(steps: list[tuple[float, int]]) -> None:
+    task, now_s = Task("fetching", unit="bytes", now_s=0.0), 0.0
     for seconds, done in steps:  # counts may fall, as after a restart
         now_s += seconds
-        meter.add(done, now_s=now_s)
-        assert meter.rate_per_s(now_s=now_s) >= 0
-        assert len(meter._samples) <= WINDOW_S / 0.25 + 3
+        task.report(done, 1000, now_s=now_s)
+        assert task.rate_per_s(now_s=now_s) >= 0
+        assert len(task._samples) <= WINDOW_S / 0.25 + 3
 
 
 def test_the_innermost_task_is_told_and_all_end() -> None:
@@ -88,7 +89,15 @@ def test_durations(seconds: float, text: str) -> None:
     assert duration(seconds) == text
 
 
-def test_without_a_terminal_a_line_comes_now_and_then() -> None:
+class Screen(io.StringIO):
+    """Standard output, which is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_without_a_terminal_a_line_comes_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LINE_EVERY_S", 0.01)
     said: list[str] = []
     enough = threading.Event()
 
@@ -97,37 +106,40 @@ def test_without_a_terminal_a_line_comes_now_and_then() -> None:
         if len(said) >= 2:
             enough.set()
 
-    with Progress(Lines(say, every_s=0.01)).task("reading", unit="tokens") as report:
+    with Progress(say).task("reading", unit="tokens") as report:
         report(500, 1000)
+        said.clear()
         assert enough.wait(PATIENCE_S)
     assert all(re.match(r"reading: 500 of 1k tokens, ", text) for text in said), said
     assert not [thread for thread in threading.enumerate() if thread.name == "noloco-progress"]
 
 
-def test_what_is_quick_is_not_drawn_and_tells_nothing() -> None:
+def test_what_is_quick_is_not_drawn_and_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    console = Console(file=io.StringIO(), force_terminal=True, width=80)
-    with Progress(Bars(said.append, console=console)).task("reading") as report:
+    monkeypatch.setattr(sys, "stdout", screen := Screen())
+    with Progress(said.append).task("reading") as report:
         report(1, 2)
     assert said == []
-    assert isinstance(console.file, io.StringIO)
-    assert console.file.getvalue() == ""
+    assert screen.getvalue() == ""
 
 
-def test_bars_of_nested_tasks_fit_a_terminal_of_80_columns_and_go_when_done() -> None:
-    drawn = io.StringIO()
-    bars = Bars(lambda text: None, console=Console(file=drawn, force_terminal=True, width=80))
-    progress = Progress(bars)
-    with progress.task("merging", unit="peers") as outer, progress.task("fetching the state of ..7f3a1c") as inner:
+def test_bars_of_nested_tasks_fit_a_terminal_of_80_columns_and_go_when_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SHOW_AFTER_S", 0.0)
+    monkeypatch.setattr(module, "TELL_AFTER_S", 0.0)
+    monkeypatch.setattr(sys, "stdout", screen := Screen())
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "80")
+    said: list[str] = []
+    progress = Progress(said.append)
+    with (
+        progress.task("merging", unit="peers") as outer,
+        progress.task("fetching the state of ..7f3a1c", unit="bytes") as inner,
+    ):
         outer(1, 4)
         inner(3 << 20, 8 << 20)
-        for task in list(progress._tasks):
-            task.unit = task.unit or "bytes"
-            bars.tick(task)  # as its thread does every second
-        assert bars._drawn is not None
-        bars._drawn.refresh()
-    text = drawn.getvalue()
-    assert "merging" in text
-    assert "3.0 MiB of 8.0 MiB" in text
-    assert "\x1b[?25h" in text, "the cursor is shown again"
-    assert bars._drawn is None
+        until(lambda: "3.0 MiB of 8.0 MiB" in screen.getvalue(), what=screen.getvalue)
+    assert "merging" in screen.getvalue()
+    assert "\x1b[?25h" in screen.getvalue(), "the cursor is shown again"
+    assert [re.match(r"fetching the state of ..7f3a1c: 3.0 MiB in", said[0]) is not None, "merging" in said[1]] == [
+        True
+    ] * 2

@@ -1,47 +1,34 @@
-"""The plan of a demo, and its report."""
+"""The plan of a demo, the peers that it kills, and its report."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from noloco_p2p.demo.plan import FEWEST_STEPS, DemoPlan, step_s_of_all, steps_that_fit
-from noloco_p2p.demo.report import report_lines
+from noloco_p2p.demo import FEWEST_STEPS, Chaos, DemoPeer, DemoPlan, report_lines
 from noloco_p2p.errors import SettingsError, SpecError
 
 
 @pytest.mark.parametrize(
-    ("seconds", "step_s", "peers", "cores", "least", "most"),
+    ("plan", "step_s", "cores", "least", "most"),
     [
-        (230, 0.1, 4, 2, 700, 850),
-        (230, 0.5, 4, 2, 110, 150),  # five times slower
-        (230, 0.1, 4, 1, 330, 420),
-        (230, 0.1, 4, 16, 1400, 1700),  # no faster than with one core for each peer
-        (230, 5.0, 4, 2, FEWEST_STEPS, FEWEST_STEPS),
+        ({}, 0.1, 2, 600, 750),
+        ({}, 0.5, 2, 100, 140),  # five times slower
+        ({}, 0.1, 1, 280, 360),
+        ({}, 0.1, 16, 1300, 1500),  # no faster than with one core for each peer
+        ({}, 5.0, 2, FEWEST_STEPS, FEWEST_STEPS),
+        ({"num_peers": 6, "num_stages": 3}, 0.1, 2, 450, 520),  # a core for each head
+        ({"num_peers": 6, "num_stages": 3}, 0.1, 1, 200, 260),
+        ({"num_peers": 7, "num_stages": 3}, 0.1, 1, 120, 170),  # the seventh peer is a third head
     ],
 )
-def test_steps_fit_into_the_time(seconds: float, step_s: float, peers: int, cores: int, least: int, most: int) -> None:
-    plan = DemoPlan(Path("unused"), num_peers=peers)
-    each_s = step_s_of_all(plan, plan.spec(480), step_s=step_s, num_cores=cores)
-    steps = steps_that_fit(seconds, each_s=each_s)
+def test_steps_fit_into_the_time(plan: dict[str, Any], step_s: float, cores: int, least: int, most: int) -> None:
+    steps = DemoPlan(Path("unused"), **plan).steps_in_time(step_s=step_s, num_cores=cores, left_s=230)
     assert least <= steps <= most
     assert steps % 10 == 0
-
-
-def test_a_step_of_a_pipeline_costs_the_computing_of_all_stages_for_each_head() -> None:
-    plan = DemoPlan(Path("unused"), num_peers=6, num_stages=3)
-
-    def seconds(num_peers: int, num_cores: int) -> float:
-        spec = plan.spec(480)
-        return step_s_of_all(replace(plan, num_peers=num_peers), spec, step_s=1.0, num_cores=num_cores)
-
-    assert seconds(6, 1) == 2 * seconds(6, 2), "two heads share a core, or have one each"
-    assert seconds(12, 2) == 2 * seconds(6, 2)
-    assert seconds(7, 1) == 1.5 * seconds(6, 1), "the seventh peer is a third head"
-    assert seconds(6, 64) == seconds(6, 2), "one microbatch of a head is in flight: more cores are of no use"
 
 
 def test_peers_take_stages_in_turn() -> None:
@@ -103,3 +90,49 @@ def test_the_report_of_a_run_with_stages_names_them_and_gives_inner_peers_no_los
     assert lines[2].split()[:3] == ["peer", "1", "1"]
     assert "->" not in lines[2]
     assert "merged model (mean of 2 peers, stage by stage): validation loss 1.300" in lines
+
+
+class Puppet(DemoPeer):
+    """A peer that is back as soon as it restarts, unless a test says otherwise."""
+
+    def __init__(self, story: list[str], name: str) -> None:
+        self.has_begun, self.has_finished = True, False
+        self.process = None
+        self._story = story
+        self._name = name
+
+    def kill(self) -> None:
+        self._story.append(f"kill {self._name}")
+
+    def start(self, target: str) -> None:
+        self._story.append(f"{target} {self._name}")
+
+
+def story_of(seed: int, *, seconds: int = 200, done: tuple[int, ...] = (), late: bool = False) -> list[str]:
+    story: list[str] = []
+    peers = [Puppet(story, str(number)) for number in range(3)]
+    peers[2].has_begun = not late
+    for number in done:
+        peers[number].has_finished = True
+    chaos = Chaos(peers, target="start", seed=seed, now_s=0.0)
+    for now_s in range(seconds):
+        chaos.step(float(now_s))
+    return story
+
+
+def test_everybody_who_is_killed_comes_back_before_the_next() -> None:
+    story = story_of(1)
+    assert len(story) >= 10
+    for kill, start in zip(story[::2], story[1::2], strict=False):
+        assert kill.replace("kill", "start") == start
+
+
+def test_the_seed_tells_the_story() -> None:
+    assert story_of(5) == story_of(5)
+    assert len({tuple(story_of(seed)) for seed in random.Random(0).sample(range(99), 5)}) > 1
+
+
+def test_who_is_done_is_left_alone_and_so_is_the_last_one_and_nobody_dies_before_all_have_begun() -> None:
+    assert not any("1" in line for line in story_of(1, done=(1,)))
+    assert story_of(1, done=(0, 1)) == [], "the last one comes to its end"
+    assert story_of(1, late=True) == []
