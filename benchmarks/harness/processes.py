@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -55,6 +56,11 @@ def write_spec(spec: TrainerSpec, folder: Path) -> Path:
     path = folder / f"{spec.name}.toml"
     path.write_text(render(spec), encoding="utf-8")
     return path
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return taken.getsockname()[1]
 
 
 def until(condition: Callable[[], T | None], *, what: Callable[[], str] | str, timeout_s: float = PATIENCE_S) -> T:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import gzip
 import json
 import signal
-import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -22,7 +21,7 @@ import pyarrow.parquet as pq
 import pytest
 from documented import PAGES, ROOT, arguments, in_blocks
 from harness.patience import SLOW_TEST_S
-from harness.processes import TICKET_LINE, Command, noloco, small_spec, until, write_spec
+from harness.processes import TICKET_LINE, Command, free_port, noloco, small_spec, until, write_spec
 
 README = ROOT / "README.md"
 STAYS = {
@@ -124,11 +123,6 @@ class Desk:
         """Return settings for a shared machine; `own` gives each further peer its own folder."""
         state = self.folder / (f"state-{self._typed}" if own and self._peers else "state")
         return {"NOLOCO_STATE_DIR": str(state), "NOLOCO_LISTEN": "127.0.0.1:0", "NOLOCO_THREADS": "1"}
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return taken.getsockname()[1]
 
 
 def write_data(folder: Path) -> None:

@@ -19,6 +19,7 @@ import uvloop
 from admitting import AnyState
 from harness.loopback import LoopbackSwarm
 from harness.patience import AT_ONCE_S, PATIENCE_S, PATIENT, until
+from harness.processes import free_port
 from harness.specs import FP32
 from harness.swapping import Swapping, apply_until, random_vector, swap_all, wait_until
 from rogue_server import rogue
@@ -203,12 +204,6 @@ def transport(run_name: str = SPEC.name) -> GrpcTransport:
 def run(main: Callable[[], Coroutine[None, None, None]]) -> None:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(asyncio.wait_for(main(), PATIENCE_S))
-
-
-def free_port() -> int:
-    with closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def test_a_port_in_use_is_a_setting_that_is_wrong() -> None:

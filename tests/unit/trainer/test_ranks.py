@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import torch
 from harness.patience import AT_ONCE_S, PATIENCE_S, PATIENT
+from harness.processes import free_port
 from harness.specs import published
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from noloco_p2p.cli.gpus import _free_port
 from noloco_p2p.errors import RankError
 from noloco_p2p.outer.flat import FlatParameters
 from noloco_p2p.outer.noloco import NoLoCo
@@ -105,7 +105,7 @@ def train_sharded(ranks: Ranks, spec: TrainerSpec, steps: range, resume: Path | 
 def run_ranks(size: int, act: Callable[[Ranks], None], others: Callable[[Ranks], None] = follow_rank_0) -> None:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["noloco_p2p.trainer.sharded"])
-    port = _free_port()
+    port = free_port()
     processes = [context.Process(target=one_rank, args=(rank, size, port, act, others)) for rank in range(size)]
     for process in processes:
         process.start()
@@ -246,7 +246,7 @@ def leave_alone(rank: int, size: int, port: int, codes: Any) -> None:
 
 def test_a_rank_that_ends_ends_the_work_of_rank_0_with_an_error_in_words() -> None:
     context = multiprocessing.get_context("forkserver")
-    codes, port = context.Array("i", 2), _free_port()
+    codes, port = context.Array("i", 2), free_port()
     processes = [context.Process(target=leave_alone, args=(rank, 2, port, codes)) for rank in range(2)]
     for process in processes:
         process.start()
