@@ -42,10 +42,9 @@ from noloco_p2p.net.server import _want
 from noloco_p2p.net.session import Session
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 from noloco_p2p.spec import RunSpec
-from noloco_p2p.swarm.address_filter import believable
 from noloco_p2p.swarm.dial_back import DialBack
 from noloco_p2p.swarm.punch import Words
-from noloco_p2p.swarm.records import DOMAIN, PeerRecord, RecordError, _pack, decode_record, encode_record
+from noloco_p2p.swarm.records import DOMAIN, PeerRecord, RecordError, _pack, believable, decode_record, encode_record
 from noloco_p2p.swarm.relay import relays_of
 
 MOST_MIB = 256.0  # limit to the growth of the process during one target
@@ -125,7 +124,7 @@ def _prove(reply: pb.GreetReply) -> object:
 
 def _signed_record(body: bytes) -> PeerRecord:
     """Sign the fuzzed body; a signature is no protection, as anybody can sign."""
-    return believable(decode_record(ME.sign(DOMAIN + body) + body), only_public=False)
+    return believable(decode_record(ME.sign(DOMAIN + body) + body), is_outside=False)
 
 
 def _last_bits(data: bytes) -> object:
@@ -221,7 +220,7 @@ def targets() -> dict[str, Target]:
             lambda data: DialBack.parse(data, [9]), (ValueError,), (b'["192.0.2.7", {"9": ""}]\n',)
         ),
         "way by a relay": Target(
-            lambda data: relays_of(believable(_told(data), only_public=False).multiaddrs),
+            lambda data: relays_of(believable(_told(data), is_outside=False).multiaddrs),
             (),
             (f"/ip4/192.0.2.7/tcp/1/p2p/{ME.peer_id}/p2p-circuit".encode(),),
         ),

@@ -23,9 +23,8 @@ from noloco_p2p.peer.ports import remembered_ports
 from noloco_p2p.settings import PeerSettings
 from noloco_p2p.spec import Spec, TrainerSpec
 from noloco_p2p.swarm.clock import Offset
-from noloco_p2p.swarm.dht import SwarmDirectory
 from noloco_p2p.swarm.dial_back import DialBack
-from noloco_p2p.swarm.reader import LOOK_TIMEOUT_S, find_somebody, reader
+from noloco_p2p.swarm.directory import LOOK_TIMEOUT_S, SwarmDirectory, find_somebody, reader
 from noloco_p2p.telemetry.console import count, counted, mib, named
 from noloco_p2p.ticket import Ticket
 from noloco_p2p.trainer.cut import link_tokens_per_s
@@ -61,13 +60,13 @@ async def examine(ticket: Ticket, settings: PeerSettings) -> list[Check]:
         random.shuffle(peers)
         session = Session(directory.identity, ticket.invitation)
         hello = Hello(directory.peer_id, ticket.run_name, ticket.spec_digest)
-        transport = GrpcTransport(lambda: hello, session=session, guard=directory.guard)
+        transport = GrpcTransport(lambda: hello, session=session, guard=directory.node.guard)
         checks = [
             Check("way in", "ok", f"run {ticket.run_name}: {counted(len(peers), 'live peer')}"),
             _versions(directory),
             ways(directory, local),
         ]
-        checks += [clock(peer, offset) for peer, offset in list(directory.clock_offsets().items())[:1]]
+        checks += [clock(peer, offset) for peer, offset in list(directory.dialer.offsets.items())[:1]]
         checks.append(await _dialled_back(directory, peers, _listening(settings, local)))
         manifest, bytes_per_s, check = await _download(peers, transport)
         checks.append(check)

@@ -15,8 +15,7 @@ from typing import Any
 from noloco_p2p.monitor.notices import notices
 from noloco_p2p.monitor.roster import Health, Roster
 from noloco_p2p.monitor.stages import stage_rows
-from noloco_p2p.swarm.dht import SwarmDirectory
-from noloco_p2p.swarm.reader import WHOLE_S, find_somebody, reader
+from noloco_p2p.swarm.directory import WHOLE_S, SwarmDirectory, find_somebody, reader
 from noloco_p2p.swarm.records import PeerRecord
 from noloco_p2p.telemetry.totals import TOTALS, is_living
 from noloco_p2p.ticket import Ticket

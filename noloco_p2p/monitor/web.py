@@ -34,7 +34,7 @@ from noloco_p2p.monitor.collect import Watcher
 from noloco_p2p.monitor.columns import BY_NAME, STAGE_COLUMNS, Choice, Column, Peer, columns_of, values
 from noloco_p2p.monitor.history import History
 from noloco_p2p.monitor.roster import Health, Meeting
-from noloco_p2p.swarm.dht import SwarmDirectory
+from noloco_p2p.swarm.directory import SwarmDirectory
 from noloco_p2p.telemetry.http import HttpServer
 from noloco_p2p.telemetry.prometheus import CONTENT_TYPE, swarm_page
 from noloco_p2p.ticket import Ticket

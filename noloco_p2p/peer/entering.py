@@ -27,8 +27,7 @@ from noloco_p2p.peer.network_thread import NetworkThread
 from noloco_p2p.peer.run_folder import read_spec
 from noloco_p2p.peer.state_admission import StateAdmission, ask_for_positions
 from noloco_p2p.spec import Spec
-from noloco_p2p.swarm.dht import SwarmDirectory
-from noloco_p2p.swarm.reader import find_somebody
+from noloco_p2p.swarm.directory import SwarmDirectory, find_somebody
 from noloco_p2p.telemetry.console import duration, named
 from noloco_p2p.telemetry.progress import Progress, Report
 from noloco_p2p.ticket import Ticket

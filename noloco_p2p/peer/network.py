@@ -36,9 +36,9 @@ from noloco_p2p.peer.stage_flow import StageFlow
 from noloco_p2p.peer.status import Status
 from noloco_p2p.settings import PeerSettings, split_address
 from noloco_p2p.spec import Spec
-from noloco_p2p.swarm.address_book import AddressBook
-from noloco_p2p.swarm.dht import SwarmDirectory
 from noloco_p2p.swarm.dial_back import Reach
+from noloco_p2p.swarm.dialer import AddressBook
+from noloco_p2p.swarm.directory import SwarmDirectory
 from noloco_p2p.swarm.node import end_tasks
 from noloco_p2p.swarm.records import PausedBy, PeerRecord
 from noloco_p2p.telemetry.metrics import CONTRIBUTION, Metrics
@@ -118,7 +118,7 @@ class Network:
         self._has_directory = True
         self.live_peers = LivePeers(directory, self.reachability.tunnels)
         transport = GrpcTransport(
-            self.hello, self.limits, session=self.session, why_banned=self.bans.why, guard=directory.guard
+            self.hello, self.limits, session=self.session, why_banned=self.bans.why, guard=directory.node.guard
         )
         self.spec = self.states.spec = await self._find_spec(transport)
         executor = ThreadPoolExecutor(1, thread_name_prefix="noloco-codec")
@@ -158,7 +158,7 @@ class Network:
         await control.start()
         parts.push_async_callback(control.stop)
         await self.reachability.start(self.server, self.service)
-        ports.remember(grpc=self.server.port, libp2p=directory.port)
+        ports.remember(grpc=self.server.port, libp2p=directory.node.port)
         write_run(self.spec, self.session.invitation, folder_of(settings.state_dir, self.spec.run_id))
         if settings.metrics:
             await self._serve_metrics(settings.metrics)
@@ -263,7 +263,8 @@ class Network:
     def count(self) -> None:
         """Update the metrics that follow from swaps, relays and time. Any thread may call this."""
         link = self.service.gossip.link if self.service.gossip else Link()
-        self.status.count(self.service.counts, link, relayed_bytes=self.directory.relayed_bytes)
+        relay = self.directory.relay
+        self.status.count(self.service.counts, link, relayed_bytes=relay.passed_bytes if relay else 0)
 
     def record(self) -> PeerRecord | None:
         """Return the record for the directory, or None while this peer has no model and so cannot swap."""

@@ -82,7 +82,7 @@ class Stages:
             net.identity,
             net.run[1],
             hello=net.hello,
-            connector=Connector(net.session, net.limits, why_banned=net.bans.why, guard=net.directory.guard),
+            connector=Connector(net.session, net.limits, why_banned=net.bans.why, guard=net.directory.node.guard),
             find=live_peers.find,
             limits=net.limits,
             look_for=live_peers.heads.look_for,

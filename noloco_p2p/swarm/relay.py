@@ -20,8 +20,7 @@ from functools import partial
 from noloco_p2p.errors import DirectoryError, Unreachable
 from noloco_p2p.identity import short_id
 from noloco_p2p.rates import Rate, Rates, TokenBucket
-from noloco_p2p.swarm.address_book import CIRCUIT
-from noloco_p2p.swarm.addresses import split_peer_id
+from noloco_p2p.swarm.addresses import CIRCUIT, split_peer_id
 from noloco_p2p.swarm.node import SwarmNode, end_tasks
 from noloco_p2p.swarm.streams import count_down, read_line
 

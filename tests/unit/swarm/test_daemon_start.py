@@ -19,7 +19,7 @@ from noloco_p2p.dial_guard import DialGuard
 from noloco_p2p.errors import DirectoryError
 from noloco_p2p.swarm import daemon, node
 from noloco_p2p.swarm.daemon import ListenOn, probe_port
-from noloco_p2p.swarm.dht import SwarmDirectory
+from noloco_p2p.swarm.directory import SwarmDirectory
 from noloco_p2p.swarm.node import SwarmNode
 
 TOO_MANY = OSError(24, "Too many open files")
