@@ -21,7 +21,7 @@ from typing import Protocol
 
 from noloco_p2p.errors import CorruptPayload, PeerError, TimedOut, Unreachable
 from noloco_p2p.gossip.frames import Accept, Frame, Offer
-from noloco_p2p.net import framing
+from noloco_p2p.net import convert
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 
 MAX_CONNECTIONS = 8
@@ -133,7 +133,7 @@ class SwapStream:
         connection = await self._free_connection()
         self._num_sent += 1
         self._heed(frame, Direction.SENT)
-        data = framing.encode(frame, sequence=self._num_sent if self._is_numbered else 0)
+        data = convert.encode(frame, sequence=self._num_sent if self._is_numbered else 0)
         writing = self._write(connection, data)
         if len(self._connections) == 1:
             # Cancelling a write would end the call, and the Abort that follows could not be sent.
@@ -270,7 +270,7 @@ class SwapStream:
             while (data := await connection.wire.read()) is not None:
                 if data == LEAVE:
                     break
-                frame, sequence = framing.decode(data)
+                frame, sequence = convert.decode(data)
                 await self._put(connection, frame, sequence)
             else:
                 self._check_end(connection)

@@ -27,7 +27,7 @@ from noloco_p2p.gossip.frames import (
     chunk_digest,
 )
 from noloco_p2p.gossip.units import Slice
-from noloco_p2p.net.framing import decode, encode
+from noloco_p2p.net.convert import decode, encode
 
 HELLO = Hello("12D3KooWpeer", "run", "ab" * 32, layout="cd" * 32)
 STANDING = Standing(0.25, 1.5, 0.5)
