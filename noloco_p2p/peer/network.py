@@ -27,6 +27,7 @@ from noloco_p2p.net.client import GrpcTransport
 from noloco_p2p.net.server import GrpcServer
 from noloco_p2p.net.session import Session
 from noloco_p2p.net.throttle import Limits
+from noloco_p2p.owned_tasks import end_tasks
 from noloco_p2p.peer.live_peers import LivePeers
 from noloco_p2p.peer.network_thread import START_TIMEOUT_S, NetworkThread
 from noloco_p2p.peer.pausing import Pausing, watch_machine
@@ -40,7 +41,6 @@ from noloco_p2p.spec import Spec
 from noloco_p2p.swarm.dial_back import Reach
 from noloco_p2p.swarm.dialer import AddressBook
 from noloco_p2p.swarm.directory import SwarmDirectory, find_somebody
-from noloco_p2p.swarm.node import end_tasks
 from noloco_p2p.swarm.records import PausedBy, PeerRecord
 from noloco_p2p.telemetry.metrics import CONTRIBUTION, Metrics
 from noloco_p2p.telemetry.progress import Progress

@@ -10,12 +10,12 @@ from noloco_p2p.errors import DirectoryError
 from noloco_p2p.gossip.service import PeerService
 from noloco_p2p.hosts import is_home, is_public
 from noloco_p2p.net.server import GrpcServer
+from noloco_p2p.owned_tasks import end_tasks
 from noloco_p2p.settings import PeerSettings
 from noloco_p2p.swarm.addresses import host_of, host_port, routable_host
 from noloco_p2p.swarm.dial_back import CLOSED, OPEN, DialBack, DialBacks, Reach, Verdict, assess, way_to
 from noloco_p2p.swarm.dialer import AddressBook
 from noloco_p2p.swarm.directory import SwarmDirectory
-from noloco_p2p.swarm.node import end_tasks
 from noloco_p2p.swarm.port_mapping import MappedPorts, PortMapping, client_of
 from noloco_p2p.swarm.relay import Reservations
 from noloco_p2p.swarm.tunnel import Tunnels

@@ -1,8 +1,8 @@
 """Runs p2pd, the libp2p daemon from hivemind's wheel, as a child process.
 
 hivemind itself starts p2pd in the terminal's process group, where Ctrl-C kills it before the peer can announce that it
-is leaving. It also leaves p2pd running when the program is killed. Here, p2pd runs in a session of its own. On Linux,
-p2pd ends with the thread that started it, and on other systems with the process.
+is leaving. Here, p2pd runs in a session of its own. It ends when its client has closed the connection, which also
+happens when this process is killed, or FIRST_CLIENT_S after its start if no client came.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from noloco_p2p.control import temporary_socket
 from noloco_p2p.errors import DirectoryError
 from noloco_p2p.hosts import is_wildcard
 from noloco_p2p.swarm.addresses import announce_multiaddr, listen_multiaddr
-from noloco_p2p.swarm.launch import WITHOUT_UDP
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +85,7 @@ class Daemon:
             probe_port(listen_on.host, listen_on.port)
         _remove_stale_sockets()
         control_socket = _new_socket_path()
-        command = [sys.executable, "-I", "-S", str(LAUNCHER), str(os.getpid()), WITHOUT_UDP, str(_binary())]
+        command = [sys.executable, "-I", "-S", str(LAUNCHER), str(_binary())]
         command += _arguments(identity_path, listen_on, control_socket)
         try:
             process = await asyncio.create_subprocess_exec(

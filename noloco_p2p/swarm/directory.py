@@ -33,6 +33,7 @@ from noloco_p2p.errors import DirectoryError, Unreachable
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.hosts import is_public
 from noloco_p2p.identity import Identity, short_id
+from noloco_p2p.owned_tasks import end_tasks
 from noloco_p2p.rates import Rates
 from noloco_p2p.swarm.addresses import CIRCUIT, host_of, only_public, routable_host, split_peer_id
 from noloco_p2p.swarm.buckets import Bucket, Census, Found, bucket_of, run_key, within_limit
@@ -40,7 +41,7 @@ from noloco_p2p.swarm.clock import CLOCK
 from noloco_p2p.swarm.daemon import ListenOn
 from noloco_p2p.swarm.dial_back import CLOSED, DialBack, DialBackServer, ask, is_abroad
 from noloco_p2p.swarm.dialer import AddressBook, Dialer
-from noloco_p2p.swarm.node import CALL_S, SwarmNode, end_tasks
+from noloco_p2p.swarm.node import CALL_S, SwarmNode
 from noloco_p2p.swarm.records import (
     EXPIRY_SLACK_S,
     TTL_S,

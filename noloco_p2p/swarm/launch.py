@@ -1,13 +1,9 @@
-"""Starts p2pd so that it ends with its parent: `python -I -S launch.py PARENT_PID [--without-udp] P2PD ..`.
+"""Starts p2pd without UDP sockets: `python -I -S launch.py P2PD ..`.
 
-This is a separate script that is run by its path and without site packages, so it starts in 20 ms. It sets the
-parent-death signal in its own process, and this setting survives the exec. The parent therefore runs no code between
-fork and exec, where a program with many threads can deadlock. On Linux, the kernel watches the *thread* that started
-this process. On other systems, a second process watches the parent and sends SIGTERM when the parent ends. That part
-was written for macOS, but has not been run there.
-
-With --without-udp, p2pd can create no UDP sockets on Linux. It has no flag that turns QUIC off: it would dial the QUIC
-addresses that nodes claim when they connect, and thereby send packets to any host that a stranger names.
+p2pd has no flag that turns QUIC off: it would dial the QUIC addresses that nodes claim when they connect, and thereby
+send packets to any host that a stranger names. On Linux, it can create no UDP sockets. The filter is set in a separate
+process, and survives the exec, so the parent runs no code between fork and exec, where a program with many threads can
+deadlock. This is a script that is run by its path and without site packages, so it starts in 20 ms.
 """
 
 from __future__ import annotations
@@ -16,39 +12,22 @@ import ctypes
 import errno
 import os
 import platform
-import select
-import signal
 import socket
 import struct
 import sys
-import time
-from contextlib import suppress
 
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
-PR_SET_SECCOMP, SECCOMP_MODE_FILTER, PR_SET_NO_NEW_PRIVS = 22, 2, 38
+PR_SET_SECCOMP, SECCOMP_MODE_FILTER, PR_SET_NO_NEW_PRIVS = 22, 2, 38  # linux/prctl.h
 ALLOW, REFUSE = 0x7FFF0000, 0x00050000 | errno.EACCES  # linux/seccomp.h
 # linux/bpf_common.h: load 32 bits at an offset, and three operations with a constant
 LOAD, AND, EQUAL, RETURN = 0x20, 0x54, 0x15, 0x06
 CALL, ARCHITECTURE, FAMILY, KIND = 0, 4, 16, 24  # offsets in seccomp_data; the last two are arguments of socket()
 # machine -> its number in linux/audit.h, and the number of the system call socket()
 SOCKET = {"x86_64": (0xC000003E, 41), "aarch64": (0xC00000B7, 198)}
-POLL_S = 0.5
-WITHOUT_UDP = "--without-udp"  # an argument before the command
 
 
-def main(arguments: list[str]) -> None:
-    parent_pid, command = int(arguments[0]), arguments[1:]
-    without_udp = command[0] == WITHOUT_UDP
-    command = command[without_udp:]
-    if sys.platform == "linux":
-        if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM) != 0:
-            sys.exit(f"prctl failed: {os.strerror(ctypes.get_errno())}")
-        if without_udp and not refuse_udp():
-            sys.stderr.write("this kernel cannot keep p2pd from using QUIC\n")
-    else:
-        start_watcher(parent_pid)
-    if os.getppid() != parent_pid:  # the parent died before the death signal was set
-        sys.exit("the parent process has exited")
+def main(command: list[str]) -> None:
+    if sys.platform == "linux" and not refuse_udp():
+        sys.stderr.write("this kernel cannot keep p2pd from using QUIC\n")
     os.umask(0o077)  # only this user may use the control socket
     try:
         os.execv(command[0], command)
@@ -80,43 +59,6 @@ def refuse_udp() -> bool:
     prctl = ctypes.CDLL(None).prctl
     is_locked = prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0
     return is_locked and prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, program, 0, 0) == 0
-
-
-def start_watcher(parent_pid: int) -> None:
-    """Fork a process that sends SIGTERM to this one when the parent ends. The fork exits when either process ends."""
-    own_pid = os.getpid()
-    if os.fork():
-        return
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    for stream in range(3):  # release p2pd's output, so that its reader sees the end of it
-        os.dup2(nowhere, stream)
-    if first_to_end(parent_pid, own_pid) == parent_pid:
-        with suppress(ProcessLookupError):
-            os.kill(own_pid, signal.SIGTERM)
-    os._exit(0)
-
-
-def first_to_end(*pids: int) -> int:
-    """Wait until one of these processes has ended, and return its id.
-
-    This uses kqueue where available, and otherwise polls every POLL_S.
-    """
-    if hasattr(select, "kqueue"):
-        queue = select.kqueue()
-        for pid in pids:
-            event = select.kevent(pid, select.KQ_FILTER_PROC, select.KQ_EV_ADD, select.KQ_NOTE_EXIT)
-            try:
-                queue.control([event], 0)
-            except OSError:  # it has already ended
-                return pid
-        return queue.control(None, 1)[0].ident
-    while True:
-        for pid in pids:
-            try:
-                os.kill(pid, 0)
-            except OSError:
-                return pid
-        time.sleep(POLL_S)
 
 
 if __name__ == "__main__":
