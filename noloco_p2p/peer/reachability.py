@@ -16,7 +16,7 @@ from noloco_p2p.swarm.addresses import host_of, host_port, routable_host
 from noloco_p2p.swarm.dial_back import CLOSED, OPEN, DialBack, DialBacks, Reach, Verdict, assess, way_to
 from noloco_p2p.swarm.dialer import AddressBook
 from noloco_p2p.swarm.directory import SwarmDirectory
-from noloco_p2p.swarm.port_mapping import MappedPorts, PortMapping, client_of
+from noloco_p2p.swarm.port_mapping import MappedPorts, PortMapping
 from noloco_p2p.swarm.relay import Reservations
 from noloco_p2p.swarm.tunnel import Tunnels
 
@@ -51,7 +51,7 @@ class Reachability:
         self._dial_backs = DialBacks(nodes=self._to_ask, ask=self._ask_one)
         asks = settings.map_ports == "always" and not any(settings.announced)
         self._port_mapping = PortMapping(
-            client_of(routable_host(settings.listen_host)) if asks else None,
+            routable_host(settings.listen_host) if asks else "",
             ports=self._own_ports,
             on_change=self._dial_backs.ask_again,
         )
