@@ -9,14 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import glob
 import logging
 import os
 import secrets
 import socket
 import sys
-import tempfile
-import time
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
@@ -37,7 +34,6 @@ STOP_S = 3.0
 EXIT_CODE_S = 1.0  # time to wait for the exit code of p2pd after the end of its output
 FIRST_CLIENT_S = 30  # p2pd exits after this time without a client
 SOCKET_PREFIX = "noloco-"
-STALE_S = 60.0
 # The size limit for a request or an answer. p2pd buffers the whole message, and by default it would accept 4 MiB from
 # every stream.
 MAX_MESSAGE_BYTES = 256 * 1024
@@ -83,8 +79,7 @@ class Daemon:
         """
         if listen_on.port:
             probe_port(listen_on.host, listen_on.port)
-        _remove_stale_sockets()
-        control_socket = _new_socket_path()
+        control_socket = str(temporary_socket(f"{SOCKET_PREFIX}{secrets.token_hex(8)}.sock"))
         command = [sys.executable, "-I", "-S", str(LAUNCHER), str(_binary())]
         command += _arguments(identity_path, listen_on, control_socket)
         try:
@@ -228,22 +223,6 @@ def _taken(host: str, port: int) -> str:
         f"port {port} on {host} is already in use, perhaps by another peer; stop the program that uses it, "
         "or choose another port with --listen HOST:PORT (libp2p uses PORT+1; port 0 selects free ports)"
     )
-
-
-def _remove_stale_sockets() -> None:
-    """Remove stale sockets. p2pd removes its own socket, but not when it is killed together with its parent."""
-    for path in glob.glob(os.path.join(tempfile.gettempdir(), f"{SOCKET_PREFIX}*.sock")):
-        with suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
-            if time.time() - os.stat(path).st_mtime > STALE_S:
-                probe.setblocking(False)  # do not block on a socket that accepts no connections
-                try:
-                    probe.connect(path)
-                except ConnectionRefusedError:  # nobody listens any more (another user's socket raises PermissionError)
-                    os.unlink(path)
-
-
-def _new_socket_path() -> str:
-    return str(temporary_socket(f"{SOCKET_PREFIX}{secrets.token_hex(8)}.sock"))
 
 
 def _binary() -> Path:

@@ -161,7 +161,7 @@ class SwarmDirectory:
         )
         self.relay = Relay(self.node) if relays and not self._is_monitor else None
         self.dialer = Dialer(self.node, doors, self._book, every_s=self._timing.dial_s)
-        self._census = Census(self._read_counted, own_peer_id=self.peer_id, reads_all=self._is_monitor)
+        self._census = Census(self._read, own_peer_id=self.peer_id, reads_all=self._is_monitor)
         # peer id -> its newest record, and the monotonic time at which it was made, as far as this machine can tell.
         # This is copied on write, so that any thread may read it while the network thread changes it.
         self._known: dict[str, tuple[PeerRecord, float]] = {}
@@ -431,10 +431,7 @@ class SwarmDirectory:
     def _buckets_of(self, peer_id: str) -> list[Bucket]:
         return [bucket_of(peer_id, depth) for depth in self._census.read_at]
 
-    async def _read_counted(self, buckets: Sequence[Bucket]) -> list[Found]:
-        return await self._read(buckets, timeout_s=CALL_S)
-
-    async def _read(self, buckets: Sequence[Bucket], *, timeout_s: float) -> list[Found]:
+    async def _read(self, buckets: Sequence[Bucket], *, timeout_s: float = CALL_S) -> list[Found]:
         """Read buckets in parallel, and keep what is new. Returns an empty list if there is no node to ask.
 
         Raises DirectoryError if the DHT does not answer.
