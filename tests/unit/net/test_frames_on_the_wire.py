@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 from enum import IntEnum
 from typing import Any, get_args
 
@@ -106,6 +107,30 @@ def test_a_damaged_frame_is_refused_or_another_frame_and_raises_nothing_else(
         encoded[position] ^= 1 << data.draw(st.integers(0, 7))
     decoded_or_refused(bytes(encoded[: data.draw(st.integers(0, len(encoded)))]))
     decoded_or_refused(bytes(encoded))
+
+
+def test_ten_thousand_refusals_hold_no_memory() -> None:
+    hello, standing = frames.Hello("peer", "run", "ab" * 32), frames.Standing(0.25, 1.5, 0.5)
+    told = [
+        frames.Offer(hello, b"i" * 16, standing, b"\x00\x01\xff", 2),
+        frames.Refuse(frames.RefuseCode.BUSY, "not now", 1.0),
+        frames.Header(1, 7, 900, b"d" * 32),
+        frames.Chunk(3, b"payload" * 9, bytes(16)),
+        frames.Abort(frames.AbortCode.CORRUPT, "no"),
+    ]
+    damaged = [b"\x32\xff\xff\xff\xff\x7f" + bytes(50), *(convert.encode(frame)[:-1] + b"\xff" for frame in told)]
+    for data in damaged:
+        decoded_or_refused(data)
+    tracemalloc.start()
+    try:
+        for _ in range(1000):
+            for data in damaged:
+                decoded_or_refused(data)
+        now, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert now < 100_000, now
+    assert peak < 1_000_000, "a size that is announced is not believed"
 
 
 @pytest.mark.parametrize(
