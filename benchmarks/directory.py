@@ -33,9 +33,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from harness.bucket_swarm import BucketSwarm
 
 from noloco_p2p.identity import Identity, peer_id_of
-from noloco_p2p.swarm.address_book import AddressBook
 from noloco_p2p.swarm.buckets import MAX_BUCKET_BYTES, NUM_DRAWN, best_depth, bucket_of, buckets_at, run_key
-from noloco_p2p.swarm.dht import SwarmDirectory
+from noloco_p2p.swarm.dialer import AddressBook
+from noloco_p2p.swarm.directory import SwarmDirectory
 from noloco_p2p.swarm.records import MAX_RECORD_BYTES, PeerRecord, encode_record
 from noloco_p2p.telemetry.metrics import Metrics
 
@@ -125,7 +125,7 @@ async def real_reads(num_nodes: int, num_records: int) -> Cost:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         nodes = [await _node(stack, folder, 0, ())]
         nodes += [await _node(stack, folder, number, tuple(nodes[0].multiaddrs())) for number in range(1, num_nodes)]
-        while min(len(node.neighbours()) for node in nodes) < min(8, num_nodes - 1):  # noqa: ASYNC110
+        while min(len(node.node.neighbours()) for node in nodes) < min(8, num_nodes - 1):  # noqa: ASYNC110
             await asyncio.sleep(0.2)  # no event says that a routing table is full
         expires_at_s = time.time() + 59.0
         records = [replace(describe(identity, n), expires_at_s=expires_at_s) for n, identity in enumerate(many)]
@@ -133,13 +133,13 @@ async def real_reads(num_nodes: int, num_records: int) -> Cost:
         record_bytes = [len(value) for value in values]
 
         async def store(number: int) -> None:
-            peer_id, node = many[number].peer_id, nodes[number % num_nodes]._node
+            peer_id, node = many[number].peer_id, nodes[number % num_nodes].node
             key = bucket_of(peer_id, depth).key(run_key(RUN))
             await node.store(key, peer_id, values[number], expires_at_s=expires_at_s)
 
         for start in range(0, num_records, 16):
             await asyncio.gather(*(store(number) for number in range(start, min(start + 16, num_records))))
-        reader = nodes[-1]._node
+        reader = nodes[-1].node
         received = _count_received(reader)
         took_s, found = [], 0
         for bucket in buckets_at(depth) * 3:
@@ -185,7 +185,7 @@ def at_size(num_peers: int, cost: Cost) -> list[Claim]:
     swarm = BucketSwarm(seed=num_peers)
     swarm.settle(num_peers)
     swarm.join(READERS if num_peers > READERS else 20, within_s=10.0)
-    first_s = _until(swarm, lambda: all(m.sampler.peers() - {m.peer_id} for m in swarm.members.values()))
+    first_s = _until(swarm, lambda: all(m.census.drawn() - {m.peer_id} for m in swarm.members.values()))
     swarm.run(120.0)  # the quick reads of the start are over
     before = swarm.reads, swarm.records_read
     swarm.run(60.0)
@@ -196,8 +196,8 @@ def at_size(num_peers: int, cost: Cost) -> list[Claim]:
     num_bytes = records * cost.copies * cost.record_bytes + reads * cost.overhead_bytes
     estimates = sorted(member.census.size / (num_peers + len(members)) for member in members)
     dead = swarm.silence(max(5, num_peers // 100))
-    drawn = mean(len(member.sampler.peers()) for member in members)
-    gone_s = _until(swarm, lambda: not any(member.sampler.peers() & dead for member in swarm.members.values()))
+    drawn = mean(len(member.census.drawn()) for member in members)
+    gone_s = _until(swarm, lambda: not any(member.census.drawn() & dead for member in swarm.members.values()))
     name = f"{num_peers} peers"
     return [
         Claim(f"{name}: depth", Counter(member.census.depth for member in members).most_common(1)[0][0], "bits"),

@@ -4,10 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from typing import Any
 
 log = logging.getLogger(__name__)
+
+CANCEL_AGAIN_S = 0.2
+
+
+async def end_tasks(tasks: Iterable[asyncio.Task[None]]) -> None:
+    """Cancel tasks until all of them have ended.
+
+    A task can lose a cancellation if the call that it awaits completes at the same moment. This happens with
+    asyncio.wait_for in Python 3.11 and in hivemind's own loops, so the cancellation is repeated.
+    """
+    pending = set(tasks)
+    while pending:
+        for task in pending:
+            task.cancel()
+        _, pending = await asyncio.wait(pending, timeout=CANCEL_AGAIN_S)
 
 
 class OwnedTasks:
@@ -31,9 +46,7 @@ class OwnedTasks:
         tasks = list(self._tasks)
         if tasks:
             await asyncio.wait(tasks, timeout=grace_s)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(tasks)
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

@@ -20,7 +20,7 @@ SOURCE = ROOT / "proto" / "noloco_p2p" / "wire" / "v1" / "peer.proto"
 TARGET = ROOT / "noloco_p2p" / "net" / "wire" / "v1"
 ENVIRONMENT = ROOT / ".proto-venv"
 GENERATOR = "grpcio-tools==1.71.2"
-FILES = ("peer_pb2.py", "peer_pb2.pyi", "peer_pb2_grpc.py")
+FILES = ("peer_pb2.py", "peer_pb2.pyi")
 
 
 def generator_python() -> Path:
@@ -38,13 +38,10 @@ def generate(folder: Path) -> None:
     subprocess.run(
         [
             *(str(generator_python()), "-m", "grpc_tools.protoc", f"-I{SOURCE.parent}"),
-            *(f"--python_out={folder}", f"--pyi_out={folder}", f"--grpc_python_out={folder}", SOURCE.name),
+            *(f"--python_out={folder}", f"--pyi_out={folder}", SOURCE.name),
         ],
         check=True,
     )
-    stub = folder / "peer_pb2_grpc.py"
-    plain, ours = "import peer_pb2 as", "from noloco_p2p.net.wire.v1 import peer_pb2 as"
-    stub.write_text(stub.read_text().replace(plain, ours))
 
 
 def main() -> int:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import psutil
 import torch
@@ -35,17 +36,15 @@ from noloco_p2p.gossip.coder import Coder, check_proposal
 from noloco_p2p.gossip.layout import ModelLayout
 from noloco_p2p.gossip.units import Slice, Units
 from noloco_p2p.invitation import Invitation, invite
-from noloco_p2p.net import convert, framing
-from noloco_p2p.net.authentication import _parsed
+from noloco_p2p.net import convert
 from noloco_p2p.net.handshake import Challenges, Greeting
-from noloco_p2p.net.server import _want
+from noloco_p2p.net.server import _parsed
 from noloco_p2p.net.session import Session
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 from noloco_p2p.spec import RunSpec
-from noloco_p2p.swarm.address_filter import believable
 from noloco_p2p.swarm.dial_back import DialBack
 from noloco_p2p.swarm.punch import Words
-from noloco_p2p.swarm.records import DOMAIN, PeerRecord, RecordError, _pack, decode_record, encode_record
+from noloco_p2p.swarm.records import DOMAIN, PeerRecord, RecordError, _pack, believable, decode_record, encode_record
 from noloco_p2p.swarm.relay import relays_of
 
 MOST_MIB = 256.0  # limit to the growth of the process during one target
@@ -116,7 +115,7 @@ def _parsed_as(message: type, read: Callable[..., object]) -> Callable[[bytes], 
 
 def _check_proof(data: bytes) -> str:
     challenges = Challenges(SESSION)
-    return challenges.check(_parsed(data), "ipv4:192.0.2.7:1")
+    return challenges.check(_parsed(pb.Proof, data), "ipv4:192.0.2.7:1")
 
 
 def _prove(reply: pb.GreetReply) -> object:
@@ -125,7 +124,7 @@ def _prove(reply: pb.GreetReply) -> object:
 
 def _signed_record(body: bytes) -> PeerRecord:
     """Sign the fuzzed body; a signature is no protection, as anybody can sign."""
-    return believable(decode_record(ME.sign(DOMAIN + body) + body), only_public=False)
+    return believable(decode_record(ME.sign(DOMAIN + body) + body), is_outside=False)
 
 
 def _last_bits(data: bytes) -> object:
@@ -145,7 +144,7 @@ def _spec(data: bytes) -> object:
 
 
 def _frame_seeds() -> tuple[bytes, ...]:
-    return tuple(framing.encode(frame, sequence=sequence) for frame in FRAMES for sequence in (0, 5))
+    return tuple(convert.encode(frame, sequence=sequence) for frame in FRAMES for sequence in (0, 5))
 
 
 def _record_body() -> bytes:
@@ -185,27 +184,21 @@ def targets() -> dict[str, Target]:
     layout = ModelLayout((("a", (2, 3)),), (("b", (2,), "cd" * 32),))
     manifest = frames.StateManifest("cd" * 32, 10, 0.5, 80, (bytes(16),))
     status = frames.PeerStatus(HELLO, "training", 0.5)
-    fetch = pb.FetchRequest(hello=convert.hello_to_wire(HELLO))
+    fetch = pb.FetchRequest(hello=convert.to_wire(HELLO))
     fetch.chunks.indices.extend([1, 2])
     proof = pb.Proof(peer_id=ME.peer_id, nonce=bytes(16), challenge=bytes(40), signature=bytes(64))
     reply = pb.GreetReply(challenge=bytes(40), signature=bytes(64))
     wire = (CorruptPayload,)
+
+    def parsed(kind: type, read: Callable[[Any], object], message: Any) -> Target:
+        return Target(_parsed_as(kind, read), wire, (message.SerializeToString(),))
+
     return {
-        "frame": Target(framing.decode, wire, _frame_seeds()),
-        "hello": Target(
-            _parsed_as(pb.Hello, convert.hello_from_wire), wire, (convert.hello_to_wire(HELLO).SerializeToString(),)
-        ),
-        "status": Target(
-            _parsed_as(pb.StatusReply, convert.status_from_wire),
-            wire,
-            (convert.status_to_wire(status).SerializeToString(),),
-        ),
-        "fetch request": Target(_parsed_as(pb.FetchRequest, _want), wire, (fetch.SerializeToString(),)),
-        "manifest": Target(
-            _parsed_as(pb.Manifest, convert.manifest_from_wire),
-            wire,
-            (convert.manifest_to_wire(manifest, manifest.chunk_digests).SerializeToString(),),
-        ),
+        "frame": Target(convert.decode, wire, _frame_seeds()),
+        "hello": parsed(pb.Hello, partial(convert.from_wire, frames.Hello), convert.to_wire(HELLO)),
+        "status": parsed(pb.StatusReply, partial(convert.from_wire, frames.PeerStatus), convert.to_wire(status)),
+        "fetch request": parsed(pb.FetchRequest, convert.want_from_wire, fetch),
+        "manifest": parsed(pb.Manifest, convert.manifest_from_wire, convert.to_wire(manifest)),
         "proof": Target(_check_proof, (PeerError,), (proof.SerializeToString(),)),
         "greeting": Target(_parsed_as(pb.GreetReply, _prove), (PeerError,), (reply.SerializeToString(),)),
         "record": Target(decode_record, (RecordError,), (encode_record(RECORD, ME),)),
@@ -221,7 +214,7 @@ def targets() -> dict[str, Target]:
             lambda data: DialBack.parse(data, [9]), (ValueError,), (b'["192.0.2.7", {"9": ""}]\n',)
         ),
         "way by a relay": Target(
-            lambda data: relays_of(believable(_told(data), only_public=False).multiaddrs),
+            lambda data: relays_of(believable(_told(data), is_outside=False).multiaddrs),
             (),
             (f"/ip4/192.0.2.7/tcp/1/p2p/{ME.peer_id}/p2p-circuit".encode(),),
         ),

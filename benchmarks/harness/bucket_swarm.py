@@ -1,6 +1,6 @@
-"""Run the production census and sampler of many peers in memory and on a virtual clock, with a dict as the DHT.
+"""Run the production census of many peers in memory and on a virtual clock, with a dict as the DHT.
 
-Every peer announces itself, reads buckets and looks at other depths as often as `swarm.membership_view` does. Reads
+Every peer announces itself, reads buckets and looks at other depths as often as `swarm.directory` does. Reads
 return exactly what is stored.
 """
 
@@ -9,18 +9,18 @@ from __future__ import annotations
 import heapq
 import random
 from collections import defaultdict
+from collections.abc import Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from noloco_p2p.swarm.buckets import (
     LINGER_S,
     MAX_DEPTH,
     Bucket,
-    BucketSampler,
     Census,
+    Found,
     best_depth,
     bucket_of,
-    is_enough,
-    random_bucket,
 )
 from noloco_p2p.swarm.records import TTL_S
 
@@ -34,7 +34,6 @@ class Member:
     peer_id: str
     began_s: float
     census: Census
-    sampler: BucketSampler
 
 
 @dataclass(slots=True)
@@ -62,21 +61,28 @@ class BucketSwarm:
         for _ in range(number):
             peer_id, at_s = f"peer-{self._seed}-{self._num_joined}", self.now_s + self._rng.uniform(0.0, within_s)
             self._num_joined += 1
-            rng = random.Random(peer_id)
-            self.members[peer_id] = Member(peer_id, at_s, Census(rng), BucketSampler(rng))
+            self.members[peer_id] = self._member(peer_id, at_s)
             if group:
                 self._group[peer_id] = group
             self._at(at_s, "look", peer_id)
             self._at(at_s, "beat", peer_id)
             self._at(at_s + FRESHEN_S, "freshen", peer_id)
 
+    def _member(self, peer_id: str, at_s: float) -> Member:
+        async def read(buckets: Sequence[Bucket]) -> list[Found]:
+            return [Found({peer: each.depths for peer, each in self._read(member, one).items()}) for one in buckets]
+
+        census = Census(read, own_peer_id=peer_id, rng=random.Random(peer_id), clock=lambda: self.now_s)
+        member = Member(peer_id, at_s, census)
+        return member
+
     def settle(self, number: int) -> None:
         """Add bystanders, which are peers that joined long ago, are announced at the right depths, and read nothing."""
-        depth, alike = best_depth(number), Census(random.Random(0))
+        depth, alike = best_depth(number), self._member("bystander", self.now_s).census
         while alike.depth != depth or self.now_s < LINGER_S:
-            alike.note(number / 2.0**alike.depth, now_s=self.now_s)
+            alike.note(number / 2.0**alike.depth)
             self.now_s += VIEW_S
-        announced = Stored(alike.depths(self.now_s), float("inf"))
+        announced = Stored(alike.depths(), float("inf"))
         self.bystanders = [f"bystander-{self._seed}-{index}" for index in range(number)]
         for peer_id in self.bystanders:
             for depth in announced.depths:
@@ -128,53 +134,20 @@ class BucketSwarm:
         return records
 
     def _look(self, member: Member) -> float:
-        self._read_own_depth(member)
+        _run(member.census.refresh())
         is_young = self.now_s - member.began_s < QUICK_FOR_S
-        if not member.sampler.peers() - {member.peer_id}:
-            self._survey(member)
+        if not member.census.drawn() - {member.peer_id}:
+            _run(member.census.survey())
         elif is_young:
-            self._look_aside(member, member.census.aside())
+            _run(member.census.look_aside())
         return QUICK_S if is_young else BUCKET_VIEW_S if member.census.depth else VIEW_S
 
-    def _read_own_depth(self, member: Member) -> None:
-        depth, witness = member.census.depth, member.census.witness
-        bucket = bucket_of(witness, depth) if witness else member.sampler.next(depth)
-        found = self._read(member, bucket)
-        if witness:
-            member.census.note_witness(witness in found)
-        homes = [record.depths[0] for record in found.values()]
-        member.census.note(len(found), homes=homes, now_s=self.now_s)
-        member.sampler.took(bucket, found)
-        if member.census.base is not None:
-            self._read_base(member, random_bucket(member.census.base, self._rng))
-
-    def _read_base(self, member: Member, bucket: Bucket) -> None:
-        found = self._read(member, bucket)
-        member.sampler.took(bucket, found)
-        member.census.note_base([peer for peer in found if peer != member.peer_id])
-
-    def _survey(self, member: Member) -> None:
-        before = member.census.depth
-        for depth in range(MAX_DEPTH + 1):
-            if depth != before:
-                self._look_aside(member, depth)
-            if member.census.depth != before:
-                self._read_own_depth(member)
-                return
-
-    def _look_aside(self, member: Member, depth: int) -> None:
-        nums_apart = list[float]()
-        while not is_enough(depth, nums_apart):
-            found = self._read(member, random_bucket(depth, self._rng))
-            nums_apart.append(sum(member.census.depth not in record.depths for record in found.values()))
-        member.census.note_aside(depth, nums_apart, now_s=self.now_s)
-
     def _freshen(self, member: Member) -> float:
-        self._look_aside(member, member.census.aside())
+        _run(member.census.look_aside())
         return FRESHEN_S
 
     def _beat(self, member: Member) -> float:
-        depths = member.census.depths(self.now_s)
+        depths = member.census.depths()
         for depth in depths:
             self.stores += 1
             at = (self._group.get(member.peer_id, 0), bucket_of(member.peer_id, depth))
@@ -190,3 +163,9 @@ class BucketSwarm:
     def _at(self, at_s: float, what: str, peer_id: str) -> None:
         self._num_events += 1
         heapq.heappush(self._events, (at_s, self._num_events, what, peer_id))
+
+
+def _run(reading: Coroutine[None, None, None]) -> None:
+    """Run a coroutine that never waits, because its reads are in memory."""
+    with suppress(StopIteration):
+        reading.send(None)

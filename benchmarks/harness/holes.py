@@ -19,7 +19,7 @@ from netlab import NetLab, Node, enter
 from harness.nat import Router
 from harness.patience import PATIENCE_S
 from noloco_p2p.dial_guard import DialGuard
-from noloco_p2p.swarm.punch import Puncher
+from noloco_p2p.swarm.punch import answer_through_hole, call_through_hole
 from noloco_p2p.swarm.relay import BROKEN, Ends, splice
 from noloco_p2p.tcp import Endpoint, Mirror
 
@@ -122,14 +122,14 @@ class Homes:
         return sides[0]
 
     async def _side(self, *, is_caller: bool) -> Met | None:
-        puncher = Puncher(DialGuard(only_public=True))
+        guard = DialGuard(only_public=True)
         relay = await asyncio.open_connection(*self.middle.relay)
         began_s = time.monotonic()
         try:
             if is_caller:
-                connection = await puncher.call("partner", relay, self.middle.mirror)
+                connection = await call_through_hole(guard, "partner", relay, self.middle.mirror)
             else:
-                connection = await puncher.answer(relay, self.middle.mirror)
+                connection = await answer_through_hole(guard, relay, self.middle.mirror)
         except (*BROKEN, TimeoutError):
             return None
         finally:

@@ -21,7 +21,6 @@ import psutil
 from harness.patience import PATIENCE_S
 from noloco_p2p.presets import PRESETS, render
 from noloco_p2p.spec import TrainerSpec
-from noloco_p2p.swarm import launch
 from noloco_p2p.telemetry.events import read_events
 
 if TYPE_CHECKING:
@@ -86,6 +85,15 @@ def noloco(*arguments: str | Path, **environment: str) -> subprocess.CompletedPr
     )
 
 
+# Run a command that the kernel ends with this process, so a killed test run leaves no process behind (Linux only).
+END_WITH_PARENT = """
+import ctypes, os, sys
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, 15)  # PR_SET_PDEATHSIG, SIGTERM
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+
+
 class Command:
     """A running `noloco` command. Use it as a context manager, which always kills the process at the end.
 
@@ -97,8 +105,7 @@ class Command:
         self, *arguments: str | Path, log: Path, namespace: str = "", ranks: int = 0, **environment: str
     ) -> None:
         self.log = log
-        # The launcher ends the command with this process, so a killed test run leaves no process behind.
-        launcher = [sys.executable, "-I", "-S", str(launch.__file__), str(os.getpid())]
+        launcher = [sys.executable, "-I", "-S", "-c", END_WITH_PARENT]
         if namespace:
             launcher = ["ip", "netns", "exec", namespace, *launcher]
         with log.open("ab") as output:

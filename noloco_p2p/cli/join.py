@@ -92,7 +92,7 @@ def _train(
     from noloco_p2p.devices import describe
     from noloco_p2p.peer.peer import Peer
     from noloco_p2p.spec import TrainerSpec
-    from noloco_p2p.swarm.addresses import any_public
+    from noloco_p2p.swarm.addresses import only_public
     from noloco_p2p.telemetry.progress import Progress
     from noloco_p2p.trainer.compute import choose_device
     from noloco_p2p.trainer.loop import Trainer
@@ -124,7 +124,7 @@ def _train(
         peer.wait_for_router()
         _say("others join with:")
         _say(f"noloco join {peer.ticket}")
-        if not any_public(Ticket.decode(peer.ticket).addresses):
+        if not only_public(Ticket.decode(peer.ticket).addresses):
             _say("(the ticket has only private addresses; for peers on other networks, restart with --announce HOST)")
         entry.write(ticket_file, peer.ticket, flag="--ticket-file", is_secret=bool(spec.run_key))
         _leave_on_signals(peer)

@@ -81,7 +81,7 @@ def monitor(
 async def _watch(entry: Ticket, choice: Choice, interval_s: float, *, as_json: bool) -> None:
     from noloco_p2p.monitor.tables import plain
     from noloco_p2p.monitor.watcher import Watcher
-    from noloco_p2p.swarm.reader import find_somebody, reader
+    from noloco_p2p.swarm.directory import find_somebody, reader
 
     console = terminal()
     watcher = Watcher(entry)
@@ -124,7 +124,7 @@ async def _draw(console: Any, choice: Choice, interval_s: float, look: Callable[
 async def _serve(entry: Ticket, listen: str) -> None:
     from noloco_p2p.monitor.web import serve
     from noloco_p2p.settings import split_address
-    from noloco_p2p.swarm.reader import find_somebody, reader
+    from noloco_p2p.swarm.directory import find_somebody, reader
 
     try:
         host, port = split_address(listen)

@@ -167,8 +167,8 @@ def bootstrap(
 
 
 async def _serve(settings: PeerSettings, identity: Identity, *, address_file: Path | None) -> None:
-    from noloco_p2p.swarm.address_book import AddressBook
-    from noloco_p2p.swarm.dht import SwarmDirectory
+    from noloco_p2p.swarm.dialer import AddressBook
+    from noloco_p2p.swarm.directory import SwarmDirectory
     from noloco_p2p.tcp import Mirror
 
     stop = asyncio.Event()
@@ -196,7 +196,8 @@ async def _serve(settings: PeerSettings, identity: Identity, *, address_file: Pa
     mirror = Mirror()
     try:
         mirror_port = await mirror.start(settings.listen_host, settings.listen_port)
-        directory.mirror(announce_port or mirror_port)
+        if directory.relay:
+            directory.relay.mirror_port = announce_port or mirror_port
     except OSError as error:
         log.warning(
             "cannot listen on port %d, so this node cannot help peers punch holes through their routers: %s",
@@ -210,7 +211,7 @@ async def _serve(settings: PeerSettings, identity: Identity, *, address_file: Pa
 
     def on_status() -> dict[str, object]:
         own = {"peer_id": directory.peer_id, "pid": os.getpid(), "state": "bootstrap"}
-        return {**own, "addresses": directory.multiaddrs(), "neighbours": len(directory.neighbours())}
+        return {**own, "addresses": directory.multiaddrs(), "neighbours": len(directory.node.neighbours())}
 
     control = ControlServer(settings.state_dir, {"status": on_status, "leave": on_leave})
     try:

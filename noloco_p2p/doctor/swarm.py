@@ -23,9 +23,8 @@ from noloco_p2p.peer.ports import remembered_ports
 from noloco_p2p.settings import PeerSettings
 from noloco_p2p.spec import Spec, TrainerSpec
 from noloco_p2p.swarm.clock import Offset
-from noloco_p2p.swarm.dht import SwarmDirectory
 from noloco_p2p.swarm.dial_back import DialBack
-from noloco_p2p.swarm.reader import LOOK_TIMEOUT_S, find_somebody, reader
+from noloco_p2p.swarm.directory import LOOK_TIMEOUT_S, SwarmDirectory, find_somebody, reader
 from noloco_p2p.telemetry.console import count, counted, mib, named
 from noloco_p2p.ticket import Ticket
 from noloco_p2p.trainer.cut import link_tokens_per_s
@@ -63,12 +62,12 @@ async def examine(ticket: Ticket, settings: PeerSettings) -> AsyncIterator[Check
         yield Check("way in", "ok", f"run {ticket.run_name}: {counted(len(peers), 'live peer')}")
         yield _versions(directory)
         yield _ways(directory, local)
-        for peer_id, offset in list(directory.clock_offsets().items())[:1]:
+        for peer_id, offset in list(directory.dialer.offsets.items())[:1]:
             yield clock(peer_id, offset)
         yield await _dialled_back(directory, peers, settings, local)
         session = Session(directory.identity, ticket.invitation)
         hello = Hello(directory.peer_id, ticket.run_name, ticket.spec_digest)
-        transport = GrpcTransport(lambda: hello, session=session, guard=directory.guard)
+        transport = GrpcTransport(lambda: hello, session=session, guard=directory.node.guard)
         manifest, bytes_per_s, bandwidth = await _download(peers, transport)
         yield bandwidth
         if manifest is None:

@@ -17,8 +17,7 @@ from typing import Any
 
 from noloco_p2p.monitor.notices import WINDOW_S, notices
 from noloco_p2p.spec import MAX_STAGES
-from noloco_p2p.swarm.dht import SwarmDirectory
-from noloco_p2p.swarm.reader import WHOLE_S, find_somebody, reader
+from noloco_p2p.swarm.directory import WHOLE_S, SwarmDirectory, find_somebody, reader
 from noloco_p2p.swarm.records import SERVING, TTL_S, PeerRecord
 from noloco_p2p.telemetry.metrics import FAILED, RECORDED
 from noloco_p2p.telemetry.totals import TOTALS, is_living

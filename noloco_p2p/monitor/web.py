@@ -30,7 +30,7 @@ from starlette.staticfiles import StaticFiles
 
 from noloco_p2p.monitor.tables import BY_NAME, STAGE_COLUMNS, Choice, Column, columns_of, values
 from noloco_p2p.monitor.watcher import Health, Watcher
-from noloco_p2p.swarm.dht import SwarmDirectory
+from noloco_p2p.swarm.directory import SwarmDirectory
 from noloco_p2p.telemetry.http import HttpServer
 from noloco_p2p.telemetry.prometheus import CONTENT_TYPE, swarm_page
 from noloco_p2p.telemetry.totals import TOTALS, is_living

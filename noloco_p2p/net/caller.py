@@ -17,16 +17,15 @@ from noloco_p2p.errors import CorruptPayload, PeerError, Unreachable
 from noloco_p2p.gossip.frames import Hello, Offer
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.net import convert
-from noloco_p2p.net.connection import Connection, Connector, refused, translate
+from noloco_p2p.net.connection import SERVICE, Connection, Connector, refused, translate
 from noloco_p2p.net.swap_stream import LEAVE, SwapConnection, SwapStream, call_cancelled
 from noloco_p2p.net.throttle import Limits
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 
 log = logging.getLogger(__name__)
 
-# These methods are called with bytes, because framing.py encodes and decodes the messages.
-SWAP_METHOD = "/noloco_p2p.wire.v1.Peer/Swap"
-CONNECTION_METHOD = "/noloco_p2p.wire.v1.Peer/Lane"
+# These methods are called with bytes, because convert.py encodes and decodes the frames.
+SWAP_METHOD, CONNECTION_METHOD = f"/{SERVICE}/Swap", f"/{SERVICE}/Lane"
 OPEN_CONNECTION_S = 5.0  # to connect, and as much again for the answer
 
 
@@ -126,7 +125,7 @@ class CallerStream(SwapStream):
 
     async def _join(self, wire: CallerWire, offer: Offer) -> None:
         """Join the swap on a new connection. Raises Refused or another PeerError."""
-        join = pb.Join(hello=convert.hello_to_wire(self._hello()), swap_id=offer.swap_id)
+        join = pb.Join(hello=convert.to_wire(self._hello()), swap_id=offer.swap_id)
         await wire.write(pb.Frame(join=join).SerializeToString())
         try:
             answer = pb.Frame.FromString(await wire.read() or b"")

@@ -18,11 +18,10 @@ from noloco_p2p.gossip import frames
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.net import convert
 from noloco_p2p.net.caller import SWAP_METHOD, CallerStream, connect
-from noloco_p2p.net.connection import Connector, check_parsed, nobody_is_banned, refused, translate
+from noloco_p2p.net.connection import Connector, PeerStub, check_parsed, nobody_is_banned, refused, translate
 from noloco_p2p.net.session import Session
 from noloco_p2p.net.throttle import UNLIMITED, Limits
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
-from noloco_p2p.net.wire.v1.peer_pb2_grpc import PeerStub
 
 FAR_S = 0.02  # from this round-trip time on, one TCP stream is much slower than the link if packets are lost
 FAR_CONNECTIONS = 6  # with 1 % loss, six streams carry more than five times as much as one
@@ -64,7 +63,7 @@ class GrpcTransport:
         )
 
     async def status(self, candidate: Candidate, *, swap_id: bytes = b"", timeout_s: float) -> frames.PeerStatus:
-        request = pb.StatusRequest(hello=convert.hello_to_wire(self._hello()), swap_id=swap_id)
+        request = pb.StatusRequest(hello=convert.to_wire(self._hello()), swap_id=swap_id)
         async with self._connector.dialled(candidate, timeout_s=timeout_s) as connection:
             try:
                 call = PeerStub(connection.channel).Status(request, timeout=timeout_s, metadata=connection.metadata)
@@ -74,15 +73,15 @@ class GrpcTransport:
         check_parsed(reply, candidate.peer_id)
         if reply.HasField("refuse"):
             raise refused(reply.refuse, candidate.peer_id)
-        return convert.status_from_wire(reply)
+        return convert.from_wire(frames.PeerStatus, reply)
 
     async def fetch(
         self, candidate: Candidate, want: frames.FetchWant, *, timeout_s: float
     ) -> AsyncGenerator[frames.FetchItem]:
-        request = _fetch_request(want)
-        request.hello.CopyFrom(convert.hello_to_wire(self._hello()))
+        hello = self._hello()
         if isinstance(want, frames.WantLayout):
-            request.hello.layout = ""  # a peer with another layout would refuse the request
+            hello = replace(hello, layout="")  # a peer with another layout would refuse the request
+        request = convert.want_to_wire(want, hello)
         async with self._connector.dialled(candidate, timeout_s=timeout_s) as connection:
             call = PeerStub(connection.channel).Fetch(request, metadata=connection.metadata)
             manifest: frames.StateManifest | None = None
@@ -102,7 +101,7 @@ class GrpcTransport:
                         case "layout_json":
                             yield frames.LayoutJson(reply.layout_json)
                         case "chunk":
-                            yield frames.StateChunk(reply.chunk.index, reply.chunk.payload)
+                            yield convert.from_wire(frames.StateChunk, reply.chunk)
                         case "manifest":
                             part = convert.manifest_from_wire(reply.manifest)
                             manifest = manifest or part
@@ -121,15 +120,3 @@ class GrpcTransport:
                 ) from None
             finally:
                 call.cancel()
-
-
-def _fetch_request(want: frames.FetchWant) -> pb.FetchRequest:
-    match want:
-        case frames.WantSpec():
-            return pb.FetchRequest(spec=pb.SpecRequest())
-        case frames.WantManifest():
-            return pb.FetchRequest(manifest=pb.ManifestRequest())
-        case frames.WantLayout():
-            return pb.FetchRequest(layout=pb.LayoutRequest())
-        case frames.WantChunks(manifest_digest, indices):
-            return pb.FetchRequest(chunks=pb.ChunksRequest(manifest_digest=manifest_digest, indices=indices))

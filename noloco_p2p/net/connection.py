@@ -7,6 +7,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -14,7 +15,7 @@ from google.protobuf.message import DecodeError
 
 from noloco_p2p.dial_guard import DialGuard
 from noloco_p2p.errors import CorruptPayload, PeerError, Refused, TimedOut, Unreachable
-from noloco_p2p.gossip.frames import RefuseCode
+from noloco_p2p.gossip.frames import Refuse, RefuseCode
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.hosts import is_host, is_port
 from noloco_p2p.net import convert, options
@@ -22,13 +23,28 @@ from noloco_p2p.net.handshake import Greeting, Metadata
 from noloco_p2p.net.session import SERVER_NAME, Session
 from noloco_p2p.net.throttle import UNLIMITED, Limits
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
-from noloco_p2p.net.wire.v1.peer_pb2_grpc import PeerStub
 
+SERVICE = "noloco_p2p.wire.v1.Peer"
 REFUSE_KEY = "noloco-refuse-bin"
 
 
 def nobody_is_banned(peer_id: str) -> str:
     return ""
+
+
+class PeerStub:
+    """The calls with one request. The calls of swaps and stages carry bytes in both directions (`caller.py`)."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self.Greet: Any = channel.unary_unary(
+            f"/{SERVICE}/Greet", pb.GreetRequest.SerializeToString, pb.GreetReply.FromString
+        )
+        self.Status: Any = channel.unary_unary(
+            f"/{SERVICE}/Status", pb.StatusRequest.SerializeToString, pb.StatusReply.FromString
+        )
+        self.Fetch: Any = channel.unary_stream(
+            f"/{SERVICE}/Fetch", pb.FetchRequest.SerializeToString, pb.FetchReply.FromString
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +201,7 @@ def translate(error: grpc.aio.AioRpcError, peer: str) -> PeerError:
 
 
 def refused(message: pb.Refuse, peer: str) -> Refused:
-    refuse = convert.refuse_from_wire(message)
+    refuse = convert.from_wire(Refuse, message)
     return Refused(refuse.sentence, peer=peer, code=refuse.code.name, retry_after_s=refuse.retry_after_s)
 
 

@@ -21,12 +21,11 @@ from noloco_p2p.gossip.frames import Hello, Refuse, RefuseCode
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.identity import short_id
 from noloco_p2p.net import convert, flow_wire
-from noloco_p2p.net.authentication import refuse_to_wire
 from noloco_p2p.net.caller import CallerWire, connect
 from noloco_p2p.net.connection import Connector, nobody_is_banned
 from noloco_p2p.net.flow_link import MAX_QUEUED, STUCK_S, FlowLink, PayloadSizes
 from noloco_p2p.net.flow_wire import FlowHello
-from noloco_p2p.net.server import ServerWire
+from noloco_p2p.net.server import ServerWire, refuse_to_wire
 from noloco_p2p.net.throttle import UNLIMITED, Limits
 from noloco_p2p.owned_tasks import OwnedTasks
 
@@ -236,7 +235,7 @@ class FlowLinks:
             admit(replace(first.hello, layout=""))
         except (PeerError, TimeoutError) as error:
             fault = error if isinstance(error, PeerError) else TimedOut("no FlowHello was received")
-            refuse = convert.refuse_from_wire(refuse_to_wire(fault))
+            refuse = convert.from_wire(Refuse, refuse_to_wire(fault))
             with contextlib.suppress(PeerError, TimeoutError):  # the caller did not wait for the answer
                 async with asyncio.timeout(FIRST_WORDS_S):
                     await wire.write(flow_wire.encode(refuse))

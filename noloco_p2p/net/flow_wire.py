@@ -122,8 +122,8 @@ def _remaining(seconds: float) -> float:
 
 
 _TO_WIRE: Mapping[type, tuple[str, Callable[[Any], Any]]] = {
-    FlowHello: ("hello", lambda f: pb.FlowHello(hello=convert.hello_to_wire(f.hello), stage=f.stage)),
-    Refuse: ("refuse", convert.refuse_to_wire),
+    FlowHello: ("hello", lambda f: pb.FlowHello(hello=convert.to_wire(f.hello), stage=f.stage)),
+    Refuse: ("refuse", convert.to_wire),
     Want: (
         "want",
         lambda f: pb.Want(ticket=_ticket_to_wire(f.ticket), remaining_s=f.remaining_s, sinks=f.sinks),
@@ -141,8 +141,8 @@ _TO_WIRE: Mapping[type, tuple[str, Callable[[Any], Any]]] = {
 }
 
 _FROM_WIRE: Mapping[str, Callable[[Any], WireFrame]] = {
-    "hello": lambda m: FlowHello(convert.hello_from_wire(m.hello), m.stage),
-    "refuse": convert.refuse_from_wire,
+    "hello": lambda m: FlowHello(convert.from_wire(Hello, m.hello), m.stage),
+    "refuse": lambda m: convert.from_wire(Refuse, m),
     "want": _want_from_wire,
     "credit": lambda m: Credit(_id_from_wire(m.id), m.has_room),
     "forward": lambda m: ForwardAnnounced(_id_from_wire(m.id), _remaining(m.remaining_s), m.num_bytes),

@@ -1,4 +1,11 @@
-"""Run the gRPC server of a peer. It maps calls to gossip's Service, and errors to refusals."""
+"""Run the gRPC server of a peer. It maps calls to gossip's Service, and errors to refusals.
+
+The server authenticates its callers (`handshake.py`), decides whether their calls may continue, and limits the number
+of open calls per caller. An unauthenticated caller can keep a connection for only a few seconds. The number of such
+connections per network is limited (`proxy.py`). Such a connection allows at most two greetings, and it is closed after
+one refused call. Once a peer has authenticated itself, its open calls are counted by peer id. `proxy.py` and
+`options.py` limit the sizes of messages. Each accepted swap limits the number of its own connections.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +13,12 @@ import asyncio
 import contextlib
 import logging
 import socket
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, aclosing
-from typing import Any
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any, NoReturn, TypeVar
 
 import grpc
 import grpc.aio
@@ -16,12 +26,12 @@ from google.protobuf.message import DecodeError, Message
 
 from noloco_p2p.errors import CorruptPayload, PeerError, Refused, SettingsError, Unreachable
 from noloco_p2p.gossip import frames
-from noloco_p2p.gossip.frames import Frame, Offer
+from noloco_p2p.gossip.frames import Frame, Offer, RefuseCode
 from noloco_p2p.gossip.seams import Service
 from noloco_p2p.identity import short_id
 from noloco_p2p.net import convert, options
-from noloco_p2p.net.authentication import Authenticator, refuse_to_wire
-from noloco_p2p.net.connection import nobody_is_banned
+from noloco_p2p.net.connection import REFUSE_KEY, SERVICE, nobody_is_banned
+from noloco_p2p.net.handshake import PROOF_KEY, Challenges, not_proven
 from noloco_p2p.net.proxy import Inbound, Proxy
 from noloco_p2p.net.session import Session
 from noloco_p2p.net.swap_stream import MAX_CONNECTIONS, SwapConnection, SwapStream, call_cancelled
@@ -30,17 +40,21 @@ from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 from noloco_p2p.owned_tasks import OwnedTasks
 
 log = logging.getLogger(__name__)
+M = TypeVar("M", bound=Message)
 
-SERVICE = "noloco_p2p.wire.v1.Peer"
 JOIN_S = 5.0  # from the call of a further connection to its Join
 FIRST_WORDS_S = 5.0  # from any other call to its request
 TAKE_S = 20.0  # to read one answer of at most 1 MiB; without a limit, a slow reader could hold an upload slot forever
 MANIFEST_DIGESTS_PER_REPLY = 16_384
+MAX_CALLS_PER_PEER = 16  # for two swaps over six connections, an offer, a status request, a fetch and one more call
+MAX_FETCHES_PER_PEER = 2  # fetches of chunks: the current one and the previous one
+TELL_EVERY_S = 60.0
 
 
 class GrpcServer:
     """The gRPC server. `port` is the actual port once `start` has returned.
 
+    Without a session, every caller is accepted under any name. This is for measurements and tests on one machine.
     `serve_flow` is `FlowLinks.serve` while this peer holds a stage, and None otherwise.
     """
 
@@ -57,12 +71,26 @@ class GrpcServer:
         self.serve_flow = serve_flow
         self._service = service
         self._limits = limits
+        self._why_banned = why_banned
         self._proxy = Proxy(tls=session.server_context() if session else None)
-        self._authenticator = Authenticator(self._proxy, session, why_banned=why_banned)
+        self._challenges = Challenges(session) if session else None
+        self._open = Counter[str]()  # calls by caller
+        self._fetches: dict[str, list[object]] = {}  # by caller, with the newest fetch last
+        self._turned_away = TurnedAway()
         self._swaps = OwnedTasks("a swap offered by another peer")
         self._joinable: dict[bytes, ServerStream] = {}  # by swap id
         self._server = grpc.aio.server(options=[*options.SERVER, *limits.options()])
-        self._server.add_generic_rpc_handlers((self._handlers(),))
+        # All of these are streaming handlers, because gRPC would wait forever for the request of a unary call.
+        methods = {
+            "Greet": self._on_greet,
+            "Swap": self._on_swap,
+            "Lane": self._on_lane,
+            "Flow": self._on_flow,
+            "Fetch": self._on_fetch,
+            "Status": self._on_status,
+        }
+        handlers = {name: grpc.stream_stream_rpc_method_handler(method) for name, method in methods.items()}
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
 
     async def start(self, host: str, port: int) -> None:
         """Start listening. Raises SettingsError if the port is in use."""
@@ -88,23 +116,76 @@ class GrpcServer:
         self._proxy.close()
         await self._swaps.stop(grace_s=0.0)
 
-    def _handlers(self) -> grpc.GenericRpcHandler:
-        """Return the handlers of all methods. All of them are streaming handlers, because gRPC would wait forever for
-        the request of a unary call.
+    # who calls
+
+    async def _on_greet(self, requests: AsyncIterator[bytes], context: Any) -> None:
+        request, inbound = await _asked(requests, context, pb.GreetRequest), None
+        try:
+            if self._challenges is None:
+                raise not_proven("greetings are disabled on this peer")
+            inbound = self._proxy.inbound(context.peer())
+            inbound.check()
+            inbound.greeted()
+            reply = self._challenges.answer(request, inbound.address)
+        except PeerError as error:
+            await self._turn_away(context, inbound, error)
+        await _answer(context, reply)
+
+    @contextlib.asynccontextmanager
+    async def _visit(self, context: Any) -> AsyncIterator[Inbound]:
+        """Yield the caller's connection for the duration of one call. If the call may not continue, end it."""
+        inbound = None
+        try:
+            inbound = self._proxy.inbound(context.peer())
+            inbound.check()
+            caller = self._proven(context, inbound.address)
+            if why := self._why_banned(caller):
+                raise Refused(f"you are {why}", code=RefuseCode.BANNED.name, retry_after_s=60.0, peer=caller)
+            if caller and self._open[caller] >= MAX_CALLS_PER_PEER:
+                raise _busy(f"you already have {MAX_CALLS_PER_PEER} open calls, which is the maximum")
+            inbound.proven(caller)
+        except PeerError as error:
+            await self._turn_away(context, inbound, error)
+        self._open[caller] += 1
+        try:
+            yield inbound
+        finally:
+            inbound.ended()
+            self._open[caller] -= 1
+            if not self._open[caller]:
+                del self._open[caller]
+
+    def _proven(self, context: Any, address: str) -> str:
+        if self._challenges is None:
+            return ""
+        for key, value in context.invocation_metadata() or ():
+            if key == PROOF_KEY and isinstance(value, bytes):
+                return self._challenges.check(_parsed(pb.Proof, value), address)
+        raise not_proven("the call has no proof; call Greet first, and put the proof in the metadata")
+
+    async def _turn_away(self, context: Any, inbound: Inbound | None, error: PeerError) -> NoReturn:
+        """End the call with a refusal, and then close its connection."""
+        self._turned_away.note(inbound.address if inbound else context.peer(), error)
+        if inbound:
+            inbound.turned_away()
+        refuse = refuse_to_wire(error)
+        metadata = ((REFUSE_KEY, refuse.SerializeToString()),)
+        raise await context.abort(grpc.StatusCode.PERMISSION_DENIED, refuse.sentence, metadata)
+
+    def _admitted(self, message: pb.Hello, caller: Inbound) -> frames.Hello:
+        """Check and return the caller's Hello.
+
+        Raises PeerError if the caller is not the peer that it claims to be, or belongs to another run.
         """
-        visit = self._authenticator.visit
-        methods = {
-            "Greet": _Asked(self._authenticator.greet, pb.GreetRequest, enter=contextlib.nullcontext).handler(),
-            "Swap": grpc.stream_stream_rpc_method_handler(self._on_swap),
-            "Lane": grpc.stream_stream_rpc_method_handler(self._on_lane),
-            "Flow": grpc.stream_stream_rpc_method_handler(self._on_flow),
-            "Fetch": _Asked(self._on_fetch, pb.FetchRequest, enter=visit).handler(),
-            "Status": _Asked(self._on_status, pb.StatusRequest, enter=visit).handler(),
-        }
-        return grpc.method_handlers_generic_handler(SERVICE, methods)
+        hello = convert.from_wire(frames.Hello, message)
+        check_name(caller.peer_id, hello)
+        self._service.admit(hello)
+        return hello
+
+    # the calls
 
     async def _on_swap(self, requests: AsyncIterator[bytes], context: Any) -> None:
-        async with self._authenticator.visit(context) as caller:
+        async with self._visit(context) as caller:
             wire = ServerWire(requests, context, caller.address, self._limits)
             stream = ServerStream(wire, self._joinable, visitor=caller)
             swap = self._swaps.start(self._swap(stream))
@@ -124,7 +205,7 @@ class GrpcServer:
             await stream.close()
 
     async def _on_lane(self, requests: AsyncIterator[bytes], context: Any) -> None:
-        async with self._authenticator.visit(context) as caller:
+        async with self._visit(context) as caller:
             wire = ServerWire(requests, context, caller.address, self._limits)
             try:
                 async with asyncio.timeout(JOIN_S):
@@ -146,10 +227,7 @@ class GrpcServer:
 
     def _joined(self, data: bytes, caller: Inbound) -> ServerStream:
         """Return the swap to which a connection belongs. Raises PeerError if there is none that the caller can join."""
-        try:
-            message = pb.Frame.FromString(data)
-        except DecodeError:
-            raise CorruptPayload("it sent data that is not a valid protocol message") from None
+        message = _parsed(pb.Frame, data)
         if not message.HasField("join"):
             raise CorruptPayload("an additional connection must begin with a Join")
         hello = self._admitted(message.join.hello, caller)
@@ -159,55 +237,73 @@ class GrpcServer:
         return stream
 
     async def _on_flow(self, requests: AsyncIterator[bytes], context: Any) -> None:
-        async with self._authenticator.visit(context) as caller:
+        async with self._visit(context) as caller:
             if not self.serve_flow:
-                no_stage = Refused("this peer is not part of a pipeline", code=frames.RefuseCode.OTHER_MODEL.name)
+                no_stage = Refused("this peer is not part of a pipeline", code=RefuseCode.OTHER_MODEL.name)
                 await context.write(pb.FlowFrame(refuse=refuse_to_wire(no_stage)).SerializeToString())
                 return
 
             def admit(hello: frames.Hello) -> None:
-                self._admit(hello, caller)
+                check_name(caller.peer_id, hello)
+                self._service.admit(hello)
                 caller.accepted()
 
             wire = ServerWire(requests, context, caller.address, self._limits)
             await self.serve_flow(wire, caller.peer_id, admit)
 
-    async def _on_fetch(self, request: pb.FetchRequest, caller: Inbound) -> AsyncGenerator[pb.FetchReply]:
-        try:
-            self._admitted(request.hello, caller)
-            want = _want(request)
-            is_upload = isinstance(want, frames.WantChunks)
-            with self._authenticator.fetching(caller.peer_id if is_upload else "") as check:
-                async with aclosing(self._service.on_fetch(want)) as items:
-                    async for item in items:
-                        check()
-                        if is_upload:  # it holds an upload slot
-                            caller.accepted()
-                        for reply in _replies(item):
-                            await self._limits.uploading(reply.ByteSize())
-                            yield reply
-        except PeerError as error:
-            yield pb.FetchReply(refuse=refuse_to_wire(error))
+    async def _on_fetch(self, requests: AsyncIterator[bytes], context: Any) -> None:
+        async with self._visit(context) as caller:
+            request = await _asked(requests, context, pb.FetchRequest)
+            try:
+                self._admitted(request.hello, caller)
+                want = convert.want_from_wire(request)
+                is_upload = isinstance(want, frames.WantChunks)  # it holds an upload slot
+                with self._fetching(caller.peer_id if is_upload else "") as check:
+                    async with aclosing(self._service.on_fetch(want)) as items:
+                        async for item in items:
+                            check()
+                            if is_upload:
+                                caller.accepted()
+                            for reply in _replies(item):
+                                await self._limits.uploading(reply.ByteSize())
+                                await _answer(context, reply)
+            except PeerError as error:
+                await _answer(context, pb.FetchReply(refuse=refuse_to_wire(error)))
 
-    async def _on_status(self, request: pb.StatusRequest, caller: Inbound) -> pb.StatusReply:
-        try:
-            self._admitted(request.hello, caller)
-            return convert.status_to_wire(await self._service.on_status(request.swap_id[:64]))
-        except PeerError as error:
-            return pb.StatusReply(refuse=refuse_to_wire(error))
+    @contextlib.contextmanager
+    def _fetching(self, caller: str) -> Iterator[Callable[[], None]]:
+        """Account for one fetch of chunks, and yield a function that checks whether it may continue.
 
-    def _admitted(self, message: pb.Hello, caller: Inbound) -> frames.Hello:
-        """Check and return the caller's Hello.
-
-        Raises PeerError if the caller is not the peer that it claims to be, or belongs to another run.
+        That function raises Refused once the same peer has begun another fetch. The newer fetch takes precedence,
+        because the older one may be stuck on a dead connection. A third fetch raises Refused at once, because each
+        fetch can occupy one of the donor's slots until it ends.
         """
-        hello = convert.hello_from_wire(message)
-        self._admit(hello, caller)
-        return hello
+        busy = _busy("you already have another fetch in progress")
+        mine, fetches = object(), self._fetches.setdefault(caller, [])
+        if caller and len(fetches) >= MAX_FETCHES_PER_PEER:
+            raise busy
+        fetches.append(mine)
 
-    def _admit(self, hello: frames.Hello, caller: Inbound) -> None:
-        check_name(caller.peer_id, hello)
-        self._service.admit(hello)
+        def check() -> None:
+            if caller and fetches[-1] is not mine:
+                raise busy
+
+        try:
+            yield check
+        finally:
+            fetches.remove(mine)
+            if not fetches:
+                del self._fetches[caller]
+
+    async def _on_status(self, requests: AsyncIterator[bytes], context: Any) -> None:
+        async with self._visit(context) as caller:
+            request = await _asked(requests, context, pb.StatusRequest)
+            try:
+                self._admitted(request.hello, caller)
+                reply = convert.to_wire(await self._service.on_status(request.swap_id[:64]))
+            except PeerError as error:
+                reply = pb.StatusReply(refuse=refuse_to_wire(error))
+            await _answer(context, reply)
 
 
 class ServerWire:
@@ -307,81 +403,63 @@ def check_name(proven: str, hello: frames.Hello) -> None:
 
 
 def _no_connection(sentence: str) -> Refused:
-    return Refused(sentence, code=frames.RefuseCode.MALFORMED.name)
+    return Refused(sentence, code=RefuseCode.MALFORMED.name)
 
 
-class _Asked:
-    """A method with one request, which must arrive soon, and one or more answers, which must be read soon.
-
-    `enter` yields the caller before any byte of the request is read, and ends the call if the caller is not admitted.
-    The method gets the request and the result of `enter`.
-    """
-
-    def __init__(
-        self,
-        method: Callable[..., Any],
-        request_type: type[Message],
-        *,
-        enter: Callable[[Any], AbstractAsyncContextManager[Any]],
-        first_words_s: float = FIRST_WORDS_S,
-        take_s: float = TAKE_S,
-    ) -> None:
-        self._method = method
-        self._request_type = request_type
-        self._enter = enter
-        self._first_words_s = first_words_s
-        self._take_s = take_s
-
-    def handler(self) -> grpc.RpcMethodHandler:
-        return grpc.stream_stream_rpc_method_handler(self._answer)
-
-    async def _answer(self, requests: AsyncIterator[bytes], context: Any) -> None:
-        async with self._enter(context) as caller:
-            request = await self._first(requests, context)
-            answers = self._method(request, caller)
-            if isinstance(answers, AsyncGenerator):
-                async with aclosing(answers):
-                    async for answer in answers:
-                        await self._write(context, answer)
-            else:
-                await self._write(context, await answers)
-
-    async def _first(self, requests: AsyncIterator[bytes], context: Any) -> Message:
-        try:
-            async with asyncio.timeout(self._first_words_s):
-                return self._request_type.FromString(await anext(aiter(requests), b""))
-        except TimeoutError:
-            code, sentence = (
-                grpc.StatusCode.DEADLINE_EXCEEDED,
-                f"no request was received within {self._first_words_s:g} s",
-            )
-        except DecodeError:
-            code, sentence = grpc.StatusCode.INVALID_ARGUMENT, "the request is not a valid protocol message"
-        raise await context.abort(code, sentence)
-
-    async def _write(self, context: Any, answer: Message) -> None:
-        try:
-            async with asyncio.timeout(self._take_s):
-                await context.write(answer.SerializeToString())
-        except TimeoutError:
-            sentence = f"the caller accepted no message for {self._take_s:g} s"
-            raise await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, sentence) from None
+def _busy(sentence: str) -> Refused:
+    return Refused(sentence, code=RefuseCode.BUSY.name, retry_after_s=5.0)
 
 
-def _want(request: pb.FetchRequest) -> frames.FetchWant:
-    match request.WhichOneof("what"):
-        case "spec":
-            return frames.WantSpec()
-        case "manifest":
-            return frames.WantManifest()
-        case "layout":
-            return frames.WantLayout()
-        case "chunks":
-            if len(request.chunks.indices) > frames.MAX_CHUNKS_PER_REQUEST:
-                raise CorruptPayload(f"at most {frames.MAX_CHUNKS_PER_REQUEST} chunks can be requested at once")
-            return frames.WantChunks(request.chunks.manifest_digest, tuple(request.chunks.indices))
-        case _:
-            raise CorruptPayload("received a request of an unknown kind; the caller may use a newer protocol version")
+class TurnedAway:
+    """A log of refused calls, with at most one line per minute."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._count = 0
+        self._told_at_s = -TELL_EVERY_S
+
+    def note(self, address: str, error: PeerError) -> None:
+        self._count += 1
+        if self._clock() - self._told_at_s >= TELL_EVERY_S:
+            who = f"..{short_id(error.peer)} at {address}" if error.peer else address
+            log.warning("calls refused: %d; the most recent was from %s: %s", self._count, who, error)
+            self._count, self._told_at_s = 0, self._clock()
+
+
+def refuse_to_wire(error: PeerError) -> pb.Refuse:
+    code, retry_after_s = RefuseCode.MALFORMED, 0.0
+    if isinstance(error, Refused):
+        code, retry_after_s = RefuseCode[error.code], error.retry_after_s
+    return convert.to_wire(frames.Refuse(code, str(error), retry_after_s))
+
+
+async def _asked(requests: AsyncIterator[bytes], context: Any, kind: type[M]) -> M:
+    """Return the request of a call, which must arrive soon. Otherwise, end the call."""
+    try:
+        async with asyncio.timeout(FIRST_WORDS_S):
+            return kind.FromString(await anext(aiter(requests), b""))
+    except TimeoutError:
+        code, sentence = grpc.StatusCode.DEADLINE_EXCEEDED, f"no request was received within {FIRST_WORDS_S:g} s"
+    except DecodeError:
+        code, sentence = grpc.StatusCode.INVALID_ARGUMENT, "the request is not a valid protocol message"
+    raise await context.abort(code, sentence)
+
+
+async def _answer(context: Any, answer: Message) -> None:
+    """Send an answer, which the caller must read soon. Otherwise, end the call."""
+    try:
+        async with asyncio.timeout(TAKE_S):
+            await context.write(answer.SerializeToString())
+    except TimeoutError:
+        sentence = f"the caller accepted no message for {TAKE_S:g} s"
+        raise await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, sentence) from None
+
+
+def _parsed(kind: type[M], data: bytes) -> M:
+    try:
+        return kind.FromString(data)
+    except DecodeError:
+        raise CorruptPayload("it sent data that is not a valid protocol message") from None
 
 
 def _replies(item: frames.FetchItem) -> list[pb.FetchReply]:
@@ -390,9 +468,9 @@ def _replies(item: frames.FetchItem) -> list[pb.FetchReply]:
             return [pb.FetchReply(spec_json=data)]
         case frames.LayoutJson(data):
             return [pb.FetchReply(layout_json=data)]
-        case frames.StateChunk(index, payload):
-            return [pb.FetchReply(chunk=pb.StateChunk(index=index, payload=payload))]
+        case frames.StateChunk():
+            return [pb.FetchReply(chunk=convert.to_wire(item))]
         case frames.StateManifest(chunk_digests=digests):
             step = MANIFEST_DIGESTS_PER_REPLY
             parts = [digests[start : start + step] for start in range(0, len(digests), step)]
-            return [pb.FetchReply(manifest=convert.manifest_to_wire(item, part)) for part in parts]
+            return [pb.FetchReply(manifest=convert.to_wire(replace(item, chunk_digests=part))) for part in parts]

@@ -16,23 +16,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from enum import IntEnum
 from typing import Protocol
 
 from noloco_p2p.errors import CorruptPayload, PeerError, TimedOut, Unreachable
 from noloco_p2p.gossip.frames import Accept, Frame, Offer
-from noloco_p2p.net import framing
+from noloco_p2p.net import convert
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 
 MAX_CONNECTIONS = 8
 WINDOW_FRAMES = 4  # per connection
 LEAVE = pb.Frame(leave=pb.Leave()).SerializeToString()
 LAST_WORDS_S = 0.5  # from the last message to the end of the stream
-
-
-class Direction(IntEnum):
-    SENT = 0
-    RECEIVED = 1
 
 
 class Wire(Protocol):
@@ -114,7 +108,7 @@ class SwapStream:
         self._is_numbered = False
         self._gone: PeerError | None = None
         self._is_closing = False
-        self._offer: tuple[Offer, Direction] | None = None
+        self._offer: tuple[Offer, bool] | None = None  # the first one, and whether this peer sent it
         self._is_answered = False
         self._freed, self._arrived, self._taken = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self.add(self._first)
@@ -132,8 +126,8 @@ class SwapStream:
         """Send a frame as soon as a connection is free. If there is only one, wait until it has accepted the frame."""
         connection = await self._free_connection()
         self._num_sent += 1
-        self._heed(frame, Direction.SENT)
-        data = framing.encode(frame, sequence=self._num_sent if self._is_numbered else 0)
+        self._heed(frame, is_own=True)
+        data = convert.encode(frame, sequence=self._num_sent if self._is_numbered else 0)
         writing = self._write(connection, data)
         if len(self._connections) == 1:
             # Cancelling a write would end the call, and the Abort that follows could not be sent.
@@ -270,7 +264,7 @@ class SwapStream:
             while (data := await connection.wire.read()) is not None:
                 if data == LEAVE:
                     break
-                frame, sequence = framing.decode(data)
+                frame, sequence = convert.decode(data)
                 await self._put(connection, frame, sequence)
             else:
                 self._check_end(connection)
@@ -294,14 +288,14 @@ class SwapStream:
         if self._is_closing:
             return  # the stream has ended
         self._order.put(sequence, frame)
-        self._heed(frame, Direction.RECEIVED)
+        self._heed(frame, is_own=False)
         self._arrived.set()
 
-    def _heed(self, frame: Frame, direction: Direction) -> None:
+    def _heed(self, frame: Frame, *, is_own: bool) -> None:
         """Watch for an offer and its acceptance by the other peer, from which on several connections are allowed."""
         if isinstance(frame, Offer) and self._offer is None:
-            self._offer = frame, direction
-        elif isinstance(frame, Accept) and self._offer and self._offer[1] is not direction and not self._is_answered:
+            self._offer = frame, is_own
+        elif isinstance(frame, Accept) and self._offer and self._offer[1] is not is_own and not self._is_answered:
             self._is_answered = True
             self._agreed(self._offer[0])
 

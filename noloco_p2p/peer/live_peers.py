@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from noloco_p2p.gossip.seams import Candidate
-from noloco_p2p.swarm.dht import SwarmDirectory
+from noloco_p2p.swarm.directory import SwarmDirectory
 from noloco_p2p.swarm.tunnel import Tunnels
 
 LOOK_S = 5.0  # longest wait for the record of a head
@@ -24,7 +24,8 @@ class ListedHeads:
         self._directory = directory
 
     def __contains__(self, peer_id: object) -> bool:
-        return isinstance(peer_id, str) and self._directory.stage_of(peer_id) == 0
+        record = self._directory.record_of(peer_id) if isinstance(peer_id, str) else None
+        return record is not None and record.stage == 0
 
     async def look_for(self, peer_id: str) -> None:
         """Read the record of a peer that is not listed as a head, because this peer may not have seen it yet."""

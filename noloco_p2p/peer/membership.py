@@ -1,37 +1,69 @@
-"""Provide the network services that the outer step uses besides swaps.
+"""Provide the network services that the outer step uses: they let a peer enter, swap and catch up, and serve its state.
 
-They let a peer enter, swap and catch up, and serve its state.
+A peer fetches a state from live peers when it enters, and a newer one whenever it is far behind the swarm.
 """
 
 from __future__ import annotations
 
+import logging
+import math
+import random
+import time
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
+from statistics import median
+from typing import Any, TypeVar
 
+from noloco_p2p.errors import CheckpointError, Left, ModelError, TimedOut, Unreachable
 from noloco_p2p.gossip.exchange import Exchange
 from noloco_p2p.gossip.frames import StateManifest
 from noloco_p2p.gossip.layout import ModelLayout
-from noloco_p2p.peer.network import Network
+from noloco_p2p.gossip.questions import find_difference
+from noloco_p2p.gossip.seams import Candidate
+from noloco_p2p.peer.network import ASK_AGAIN_S, ENTER_TIMEOUT_S, Network
 from noloco_p2p.peer.network_thread import START_TIMEOUT_S
-from noloco_p2p.transfer.donor import SavedState
+from noloco_p2p.peer.state_admission import StateAdmission, ask_for_positions
+from noloco_p2p.swarm.directory import find_somebody
+from noloco_p2p.telemetry.console import duration, named
+from noloco_p2p.telemetry.progress import Report
+from noloco_p2p.ticket import Ticket
+from noloco_p2p.transfer.donor import SavedState, state_file_bytes
+from noloco_p2p.transfer.fetch import can_give, fetch_state
+from noloco_p2p.transfer.kept_chunks import forget
 
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+LOOK_AROUND_S = 10.0  # the same without a ticket, in which case there may be no live peer
 HOLD_S = 10.0  # in which swaps may end before a pause
+ANSWER_S = 120.0  # for quick requests, on a slow machine
+FETCH_STATE_TIMEOUT_S = 24 * 3600.0  # long, because a starting peer has nothing else to do
+CATCH_UP_TIMEOUT_S = 600.0  # shorter, because training waits; the next attempt continues with the data that arrived
+CATCH_UP_AGAIN_S = 60.0  # minimum pause after an attempt; after a longer attempt, the pause is as long as the attempt
+DONORS_ASKED = 3  # donors that are asked for the layout of their model if none of them had a matching state
 
 
 class Membership:
-    """The network services that `NoLoCo` uses on the main thread: the `Membership` of `outer/noloco.py`."""
+    """The network services that `NoLoCo` uses on the main thread: the `Membership` of `outer/noloco.py`.
+
+    Its methods send their requests on the network thread. Long ones raise Left once this peer must end.
+    """
 
     def __init__(self, network: Network) -> None:
         self._network = network
+        self._catch_up_again_s = 0.0
+        self._ask_again_s = 0.0
+
+    # taking part
 
     def enter(self, *, layout: ModelLayout, target: Path | None) -> StateManifest | None:
         """Announce which model this peer trains. If `target` is given, fetch the state of a live peer into that file.
 
-        Raises Left if this peer is asked to leave during the fetch, and ModelError if live peers train another model.
-        The ModelError names the first tensor that differs.
+        Raises the errors of `_fetch_first`.
         """
         net = self._network
         net.states.layout = layout
-        manifest = net.entering.enter(layout, target=target) if target else None
+        manifest = self._fetch_first(target) if target else None
         net.thread.call(net.enter(), START_TIMEOUT_S)
         return manifest
 
@@ -44,25 +76,218 @@ class Membership:
         if not self._network.thread.has_stopped:
             self._network.thread.call(self._network.service.hold(timeout_s=HOLD_S), START_TIMEOUT_S)
 
-    def catch_up(self, *, progress: float, target: Path) -> StateManifest | None:
-        """Fetch the state of a live peer into `target` if most of the swarm is far ahead, and return its manifest.
-
-        Calling this is cheap. The result is None if the swarm is not far ahead. It is also None if no peer serves a
-        newer state. A later call tries again.
-        """
-        if self._network.thread.has_stopped:
-            return None
-        return self._network.entering.catch_up(self._layout, progress=progress, target=target)
-
-    def rescue(self, *, target: Path) -> StateManifest | None:
-        """Fetch the state of a live peer into `target`, and return its manifest, or None if no peer serves a state."""
-        return self._network.entering.rescue(self._layout, target=target)
-
     def serve_state(self, saved: SavedState) -> None:
         """Serve this state to newcomers from now on."""
         self._network.states.saved = saved
+
+    # fetching states
+
+    def look_around(self) -> None:
+        """Wait until a live peer is known, if one is expected.
+
+        Raises Left, or Unreachable if this peer has a ticket and no peer is live.
+        """
+        with self._network.progress.task("looking for live peers"):
+            self._answer(self._look_around())
+
+    def _fetch_first(self, target: Path) -> StateManifest | None:
+        """Fetch the state of a live peer into `target`, and return its manifest, or None if no peer has a state.
+
+        If no listed peer answers, this waits until one does or until all records have expired, because the records of
+        dead peers remain for a while.
+
+        Raises Left or TimedOut; Unreachable if there is a ticket but no live peer; CheckpointError if the state cannot
+        be written; and ModelError if live peers train another model. The ModelError names the first tensor that
+        differs.
+        """
+        donors, told = self._look_for_donors(), False
+        while donors:
+            manifest = self._fetch_state(donors, target=target, timeout_s=FETCH_STATE_TIMEOUT_S)
+            if manifest:
+                return manifest
+            self._check_model(donors)  # a peer that trains another model refuses every other request
+            if all(donor.progress == 0 for donor in donors):
+                break
+            if self.answering():
+                log.warning(
+                    "no live peer has a saved state yet; this peer starts from the initial weights, as those peers did"
+                )
+                break
+            if not told:
+                told = True
+                log.warning("no peer of the run is answering; waiting until one does or all records have expired")
+            if self._network.leaving.wait(ASK_AGAIN_S):
+                raise Left("asked to leave before any peer of the run answered")
+            donors = self._look_for_donors()
+        if told and not donors and self._network.live_peers.stage is not None:
+            raise Unreachable("the peers that held this stage are gone; restart this peer to wait for their return")
+        return None
+
+    def answering(self) -> Sequence[Candidate]:
+        """Request the current status of some of this peer's possible partners, and return those that answer.
+
+        Unlike the directory, the result contains no dead peers. Raises Left.
+        """
+
+        async def ask() -> Sequence[Candidate]:
+            return await ask_for_positions(self._network.transport, self._network.live_peers.live())
+
+        return self._answer(ask())
+
+    def rescue(self, *, target: Path) -> StateManifest | None:
+        """Fetch the state of a live peer into `target`, because this peer's own weights are lost."""
+        try:
+            donors = self._look_for_donors()
+            return self._fetch_state(donors, target=target, timeout_s=CATCH_UP_TIMEOUT_S)
+        except (Left, Unreachable, CheckpointError, TimedOut, TimeoutError) as error:
+            log.error("no live peer gave its state: %s", error)
+            return None
+
+    def catch_up(self, *, progress: float, target: Path) -> StateManifest | None:
+        """Fetch the state of a live peer into `target` if most of the swarm is far ahead, and return its manifest.
+
+        `progress` is this peer's position in the schedule. Calling this is cheap, except after a refusal. The result is
+        None if the swarm is not far ahead. It is also None if no peer serves a newer state. A later call tries again.
+        """
+        if self._network.thread.has_stopped or time.monotonic() < self._catch_up_again_s:
+            return None
+        try:
+            ahead = self._far_ahead(progress)
+        except (Left, TimeoutError):  # this peer was asked to leave, or the network thread hangs
+            return None
+        if not ahead:
+            return None
+        began_s = time.monotonic()
+        log.warning(
+            "this peer is at %.1f %% of the schedule, but most of the swarm is at %.1f %% or beyond; catching up",
+            100 * progress,
+            100 * min(donor.progress for donor in ahead),
+        )
+        try:
+            manifest = self._fetch_state(ahead, target=target, newer_than=progress, timeout_s=CATCH_UP_TIMEOUT_S)
+        except Left:
+            return None
+        except (CheckpointError, TimedOut) as error:
+            log.error("%s", error)
+            return None
+        finally:
+            now_s = time.monotonic()
+            self._catch_up_again_s = now_s + max(CATCH_UP_AGAIN_S, now_s - began_s)
+        if manifest is None:
+            log.warning("no peer can provide a newer state at the moment; this peer will try again later")
+            return None
+        log.warning("caught up with the swarm: %.1f %% of the schedule", 100 * manifest.progress)
+        return manifest
+
+    def _far_ahead(self, progress: float) -> list[Candidate]:
+        """Return the peers at the position of the swarm, shuffled, or an empty list if this peer is not far behind.
+
+        Records can be as old as one heartbeat. In a short run, the swarm can advance in that time by more than two
+        partners may be apart. So a peer that was refused because of its position asks some others for theirs.
+        It does so rarely, because anybody can send such a refusal, and training waits for the answers. Raises Left.
+        """
+        live = self._network.live_peers.mates()
+        if time.monotonic() >= self._ask_again_s and self._network.service.take_refused_as_stale():
+            self._ask_again_s = time.monotonic() + CATCH_UP_AGAIN_S
+            live = self.answering()
+        positions = [each.progress for each in live if each.state in ("training", "done")]
+        middle = median(positions) if positions else 0.0  # the median decides, so a minority has no effect
+        if middle - progress <= self._network.spec.furthest:
+            return []
+
+        async def reach() -> Sequence[Candidate]:
+            return self._network.live_peers.reached(live)
+
+        ahead = [each for each in self._answer(reach()) if can_give(each) and each.progress >= middle]
+        random.shuffle(ahead)
+        return ahead
+
+    def _look_for_donors(self) -> Sequence[Candidate]:
+        with self._network.progress.task("looking for live peers"):
+            return self._answer(self._find_donors())
+
+    def _answer(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a quick request on the network thread, and return the answer. Raises Left."""
+        return self._network.thread.call(coroutine, ANSWER_S, leaving=self._network.leaving)
+
+    async def _look_around(self) -> None:
+        """Wait until a live peer is known, if one is expected. Raises Unreachable if there is a ticket but no live
+        peer.
+        """
+        net = self._network
+        if isinstance(net.target, Ticket):
+            await find_somebody(net.target, net.directory, timeout_s=ENTER_TIMEOUT_S)
+        elif net.expects_others:
+            await net.directory.wait_for_peers(LOOK_AROUND_S)
+
+    async def _find_donors(self) -> Sequence[Candidate]:
+        """Return the live peers that may have a state, or an empty list if this peer is the first.
+
+        Raises Unreachable.
+        """
+        await self._look_around()
+        donors = [peer for peer in self._network.live_peers.live() if can_give(peer)]
+        random.shuffle(donors)
+        middle = median(donor.progress for donor in donors) if donors else 0.0
+        return sorted(donors, key=lambda donor: donor.progress < middle)  # peers that are behind come last
+
+    def _fetch_state(
+        self,
+        donors: Sequence[Candidate],
+        *,
+        target: Path,
+        timeout_s: float,
+        newer_than: float = -math.inf,
+    ) -> StateManifest | None:
+        net, layout, waits = self._network, self._layout, False
+
+        def what() -> str:
+            return "fetching the state of the swarm" + (" (all donors are busy; retrying)" if waits else "")
+
+        def note_waiting(now_waits: bool) -> None:
+            nonlocal waits
+            waits = now_waits
+
+        def fetching(report: Report) -> Coroutine[Any, Any, StateManifest | None]:
+            return fetch_state(
+                net.transport,
+                donors,
+                layout=layout.digest(),
+                num_elements=layout.num_elements,
+                num_bytes=state_file_bytes(layout.num_elements, net.spec.outer),
+                target=target,
+                admission=StateAdmission(
+                    self._network.spec, self._network.transport, live=self._network.live_peers.live
+                ),
+                newer_than=newer_than,
+                live=net.live_peers.live,
+                may_end_busy=False,
+                on_progress=report,
+                on_wait=note_waiting,
+            )
+
+        try:
+            with self._network.progress.task(what, unit="bytes") as report:
+                manifest = self._network.thread.call(fetching(report), timeout_s, leaving=self._network.leaving)
+            if manifest is None:
+                forget(target)
+        except TimeoutError:
+            raise TimedOut(f"the state of the swarm did not arrive within {duration(timeout_s)}") from None
+        except OSError as error:
+            raise CheckpointError(f"the state of the swarm cannot be written to {target}: {error}") from None
+        return manifest
 
     @property
     def _layout(self) -> ModelLayout:
         assert self._network.states.layout, "call `enter` first"
         return self._network.states.layout
+
+    def _check_model(self, donors: Sequence[Candidate]) -> None:
+        """Raise ModelError if the swarm trains a different model. It would then always refuse this peer."""
+        for donor in donors[:DONORS_ASKED]:
+            if difference := self._answer(find_difference(self._network.transport, donor, self._layout)):
+                raise ModelError(
+                    f"the swarm is training a different model, according to {named(donor.peer_id)}: "
+                    f"{difference}. Use the same revision, folder and versions of torch and transformers as the other "
+                    "peers"
+                )

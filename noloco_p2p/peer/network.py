@@ -6,8 +6,10 @@ stop    announcement of leaving -> end of swaps -> server -> directory
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import random
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
@@ -16,7 +18,7 @@ from threading import Event
 
 from noloco_p2p.bans import BanList
 from noloco_p2p.control import ControlServer, Handler
-from noloco_p2p.errors import DirectoryError, IdentityError, NolocoError, TicketError
+from noloco_p2p.errors import DirectoryError, IdentityError, NolocoError, TicketError, Unreachable
 from noloco_p2p.gossip.frames import Hello
 from noloco_p2p.gossip.gossip import Link
 from noloco_p2p.gossip.service import PeerService
@@ -25,29 +27,31 @@ from noloco_p2p.net.client import GrpcTransport
 from noloco_p2p.net.server import GrpcServer
 from noloco_p2p.net.session import Session
 from noloco_p2p.net.throttle import Limits
-from noloco_p2p.peer.entering import Entering, find_spec
+from noloco_p2p.owned_tasks import end_tasks
 from noloco_p2p.peer.live_peers import LivePeers
 from noloco_p2p.peer.network_thread import START_TIMEOUT_S, NetworkThread
 from noloco_p2p.peer.pausing import Pausing, watch_machine
 from noloco_p2p.peer.ports import Ports
 from noloco_p2p.peer.reachability import Reachability
-from noloco_p2p.peer.run_folder import find_invitation, folder_of, write_run
+from noloco_p2p.peer.run_folder import find_invitation, folder_of, read_spec, write_run
 from noloco_p2p.peer.stage_flow import StageFlow
 from noloco_p2p.peer.status import Status
 from noloco_p2p.settings import PeerSettings, split_address
 from noloco_p2p.spec import Spec
-from noloco_p2p.swarm.address_book import AddressBook
-from noloco_p2p.swarm.dht import SwarmDirectory
 from noloco_p2p.swarm.dial_back import Reach
-from noloco_p2p.swarm.node import end_tasks
+from noloco_p2p.swarm.dialer import AddressBook
+from noloco_p2p.swarm.directory import SwarmDirectory, find_somebody
 from noloco_p2p.swarm.records import PausedBy, PeerRecord
 from noloco_p2p.telemetry.metrics import CONTRIBUTION, Metrics
 from noloco_p2p.telemetry.progress import Progress
 from noloco_p2p.ticket import MAX_ADDRESSES, Ticket
 from noloco_p2p.transfer.donor import StateServer
+from noloco_p2p.transfer.fetch import fetch_spec
 
 log = logging.getLogger(__name__)
 
+ENTER_TIMEOUT_S = 30.0  # for finding a live peer of the run that a ticket names
+ASK_AGAIN_S = 1.0  # between two requests to the live peers
 CHECK_CLOCK_S = 6.0  # for one attempt with each of the peers that this one enters through
 
 
@@ -64,10 +68,10 @@ class Network:
     directory: SwarmDirectory
     reachability: Reachability
     live_peers: LivePeers
+    transport: GrpcTransport
     spec: Spec
     service: PeerService
     server: GrpcServer
-    entering: Entering
 
     def __init__(
         self,
@@ -94,12 +98,12 @@ class Network:
         )
         self.states = StateServer()
         self.stage_flow: StageFlow | None = None
-        self._target = target
+        self.target = target
         self._settings = settings
         self._metrics = metrics
-        self._progress = progress
+        self.progress = progress
         self._pausing = pausing
-        self._leaving = leaving
+        self.leaving = leaving
         self._entrances = [*settings.bootstrap, *(() if is_spec else target.addresses)]
         self._address_book = AddressBook(settings.state_dir / "address_book.json")
         self._has_directory = False
@@ -108,7 +112,7 @@ class Network:
 
     async def start(self, verbs: Mapping[str, Handler]) -> None:
         """Start all parts. `verbs` answer the control socket. Call `stop` even if this fails."""
-        settings, target, parts = self._settings, self._target, self._parts
+        settings, parts = self._settings, self._parts
         ports = Ports(settings)
         ports.check()
         self.directory = directory = await ports.try_both(ports.libp2p, self._start_directory)
@@ -117,16 +121,16 @@ class Network:
         parts.push_async_callback(self.reachability.stop)
         self._has_directory = True
         self.live_peers = LivePeers(directory, self.reachability.tunnels)
-        transport = GrpcTransport(
-            self.hello, self.limits, session=self.session, why_banned=self.bans.why, guard=directory.guard
+        self.transport = GrpcTransport(
+            self.hello, self.limits, session=self.session, why_banned=self.bans.why, guard=directory.node.guard
         )
-        self.spec = self.states.spec = await self._find_spec(transport)
+        self.spec = self.states.spec = await self._find_spec()
         executor = ThreadPoolExecutor(1, thread_name_prefix="noloco-codec")
         parts.callback(executor.shutdown, wait=False, cancel_futures=True)
         self.service = PeerService(
             self.spec,
             hello=self.hello,
-            transport=transport,
+            transport=self.transport,
             directory=self.live_peers,
             executor=executor,
             rng=random.SystemRandom(),  # swap ids must be unpredictable
@@ -142,23 +146,11 @@ class Network:
         parts.push_async_callback(self.server.stop, 0.5)
         await ports.try_both(ports.grpc, lambda port: self.server.start(settings.listen_host, port))
         parts.push_async_callback(self.service.stop)
-        self.entering = Entering(
-            self.spec,
-            thread=self.thread,
-            directory=directory,
-            transport=transport,
-            live_peers=self.live_peers,
-            is_told_stale=self.service.take_refused_as_stale,
-            ticket=target if isinstance(target, Ticket) else None,
-            expects_others=bool(settings.bootstrap or self._address_book.addresses()),
-            progress=self._progress,
-            leaving=self._leaving,
-        )
         control = ControlServer(settings.state_dir, verbs)
         await control.start()
         parts.push_async_callback(control.stop)
         await self.reachability.start(self.server, self.service)
-        ports.remember(grpc=self.server.port, libp2p=directory.port)
+        ports.remember(grpc=self.server.port, libp2p=directory.node.port)
         write_run(self.spec, self.session.invitation, folder_of(settings.state_dir, self.spec.run_id))
         if settings.metrics:
             await self._serve_metrics(settings.metrics)
@@ -188,19 +180,26 @@ class Network:
             own_addresses=self._own_addresses,
         ).start()
 
-    async def _find_spec(self, transport: GrpcTransport) -> Spec:
-        spec = self._target
+    async def _find_spec(self) -> Spec:
+        """Return the spec that this machine has or that a live peer serves. Raises Unreachable if none does in time."""
+        spec = self.target
         if isinstance(spec, Ticket):
-            spec = await find_spec(
-                spec,
-                state_dir=self._settings.state_dir,
-                directory=self.directory,
-                transport=transport,
-                live_peers=self.live_peers,
-            )
+            spec = read_spec(spec, self._settings.state_dir) or await self._fetch_spec(spec)
         if spec.run_key != (self.session.invitation.run_key if self.session.invitation else ""):
             raise TicketError("the run is private, but the ticket contains no invitation; ask for a new ticket")
         return spec
+
+    async def _fetch_spec(self, ticket: Ticket) -> Spec:
+        await find_somebody(ticket, self.directory, timeout_s=ENTER_TIMEOUT_S)
+        until_s = time.monotonic() + ENTER_TIMEOUT_S
+        while True:  # a relay to the live peers may be found soon
+            donors = [candidate for candidate in self.live_peers.live() if candidate.can_be_called]  # of any stage
+            try:
+                return await fetch_spec(self.transport, donors, expected_digest=ticket.spec_digest)
+            except Unreachable:
+                if time.monotonic() > until_s:
+                    raise
+                await asyncio.sleep(ASK_AGAIN_S)
 
     async def _serve_metrics(self, address: str) -> None:
         """Serve /metrics. Raises SettingsError if the port is in use."""
@@ -220,6 +219,11 @@ class Network:
         # If a copy announced that it is leaving, others would think that the other copy is leaving.
         if self.status.has_entered and self.fault is None:
             await self.directory.say_farewell()
+
+    @property
+    def expects_others(self) -> bool:
+        """Return whether a peer without a ticket should wait briefly for live peers."""
+        return bool(self._settings.bootstrap or self._address_book.addresses())
 
     # the state that others see
 
@@ -263,7 +267,8 @@ class Network:
     def count(self) -> None:
         """Update the metrics that follow from swaps, relays and time. Any thread may call this."""
         link = self.service.gossip.link if self.service.gossip else Link()
-        self.status.count(self.service.counts, link, relayed_bytes=self.directory.relayed_bytes)
+        relay = self.directory.relay
+        self.status.count(self.service.counts, link, relayed_bytes=relay.passed_bytes if relay else 0)
 
     def record(self) -> PeerRecord | None:
         """Return the record for the directory, or None while this peer has no model and so cannot swap."""
@@ -342,5 +347,5 @@ class Network:
 
     def request_leave(self) -> None:
         """Ask the training loop to end cleanly. This is safe in a signal handler and on any thread."""
-        self._leaving.set()
+        self.leaving.set()
         self.service.hurry()

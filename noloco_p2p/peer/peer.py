@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 from noloco_p2p._version import __version__
 from noloco_p2p.control import FolderLock, Handler
 from noloco_p2p.errors import DirectoryError, NolocoError, SettingsError
-from noloco_p2p.peer.entering import ENTER_TIMEOUT_S
 from noloco_p2p.peer.membership import Membership
-from noloco_p2p.peer.network import Network
+from noloco_p2p.peer.network import ENTER_TIMEOUT_S, Network
 from noloco_p2p.peer.network_thread import START_TIMEOUT_S, STOP_TIMEOUT_S, NetworkThread
 from noloco_p2p.peer.pausing import Pausing
 from noloco_p2p.peer.run_folder import folder_of
@@ -97,7 +96,7 @@ class Peer:
             self._parts = parts.pop_all()
         self.spec = self._network.spec
         self.membership = Membership(self._network)
-        self.stages = Stages(self._network)
+        self.stages = Stages(self._network, self.membership)
 
     @classmethod
     def join(

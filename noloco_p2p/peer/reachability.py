@@ -10,13 +10,13 @@ from noloco_p2p.errors import DirectoryError
 from noloco_p2p.gossip.service import PeerService
 from noloco_p2p.hosts import is_home, is_public
 from noloco_p2p.net.server import GrpcServer
+from noloco_p2p.owned_tasks import end_tasks
 from noloco_p2p.settings import PeerSettings
-from noloco_p2p.swarm.address_book import AddressBook
 from noloco_p2p.swarm.addresses import host_of, host_port, routable_host
-from noloco_p2p.swarm.dht import SwarmDirectory
 from noloco_p2p.swarm.dial_back import CLOSED, OPEN, DialBack, DialBacks, Reach, Verdict, assess, way_to
-from noloco_p2p.swarm.node import end_tasks
-from noloco_p2p.swarm.port_mapping import MappedPorts, PortMapping, client_of
+from noloco_p2p.swarm.dialer import AddressBook
+from noloco_p2p.swarm.directory import SwarmDirectory
+from noloco_p2p.swarm.port_mapping import MappedPorts, PortMapping
 from noloco_p2p.swarm.relay import Reservations
 from noloco_p2p.swarm.tunnel import Tunnels
 
@@ -51,7 +51,7 @@ class Reachability:
         self._dial_backs = DialBacks(nodes=self._to_ask, ask=self._ask_one)
         asks = settings.map_ports == "always" and not any(settings.announced)
         self._port_mapping = PortMapping(
-            client_of(routable_host(settings.listen_host)) if asks else None,
+            routable_host(settings.listen_host) if asks else "",
             ports=self._own_ports,
             on_change=self._dial_backs.ask_again,
         )
@@ -60,7 +60,8 @@ class Reachability:
     async def start(self, server: GrpcServer, service: PeerService) -> None:
         """Start all tasks. `service` counts the calls from other peers."""
         self._server, self._service = server, service
-        self._directory.mirror(self._ports()[0])
+        if self._directory.relay:
+            self._directory.relay.mirror_port = self._ports()[0]
         await self.tunnels.start(server.take)
         jobs = [
             self._reservations.run(),
@@ -167,7 +168,7 @@ class Reachability:
         return (announced_port, announced_port + 1) if announced_port else self._own_ports()
 
     def _own_ports(self) -> tuple[int, int]:
-        return self._port, self._directory.port
+        return self._port, self._directory.node.port
 
     def _multiaddrs(self) -> Mapping[str, Sequence[str]]:
         return {record.peer_id: record.multiaddrs for record, _ in self._directory.records()}
@@ -207,7 +208,7 @@ class Reachability:
 
     def _to_ask(self) -> list[str]:
         """Return the live peers that others can reach, and the entrances that are neighbours in the DHT."""
-        live, near = self._directory.live(), self._directory.neighbours()
+        live, near = self._directory.live(), self._directory.node.neighbours()
         known = {candidate.peer_id for candidate in live}
         return [candidate.peer_id for candidate in live if candidate.can_be_called] + [
             peer for peer in self._directory.entrances if peer not in known and peer in near

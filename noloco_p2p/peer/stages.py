@@ -9,6 +9,7 @@ from collections.abc import Container, Sequence
 
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.net.connection import Connector
+from noloco_p2p.peer.membership import Membership
 from noloco_p2p.peer.network import Network
 from noloco_p2p.peer.network_thread import START_TIMEOUT_S
 from noloco_p2p.peer.stage_flow import StageFlow, StagePlan, Surroundings
@@ -18,15 +19,16 @@ from noloco_p2p.peer.threaded_flow import ThreadedFlow
 class Stages:
     """The network services that the trainer of a stage uses on the main thread."""
 
-    def __init__(self, network: Network) -> None:
+    def __init__(self, network: Network, membership: Membership) -> None:
         self._network = network
+        self._membership = membership
 
     def look_around(self) -> None:
         """Wait until a live peer is known, if one is expected.
 
         Raises Left, or Unreachable if this peer has a ticket and no peer is live.
         """
-        self._network.entering.look_around()
+        self._membership.look_around()
 
     def members(self) -> Sequence[Candidate]:
         """Return the other live peers of all stages, from their records."""
@@ -41,7 +43,7 @@ class Stages:
 
         Unlike the directory, the result contains no dead peers. Raises Left.
         """
-        return self._network.entering.answering()
+        return self._membership.answering()
 
     def num_mates(self) -> int:
         """Return the number of other live peers with the same stage.
@@ -82,7 +84,7 @@ class Stages:
             net.identity,
             net.run[1],
             hello=net.hello,
-            connector=Connector(net.session, net.limits, why_banned=net.bans.why, guard=net.directory.guard),
+            connector=Connector(net.session, net.limits, why_banned=net.bans.why, guard=net.directory.node.guard),
             find=live_peers.find,
             limits=net.limits,
             look_for=live_peers.heads.look_for,

@@ -1,4 +1,4 @@
-"""Divides the records of a run into buckets in the DHT. This module does no I/O.
+"""Divides the records of a run into buckets in the DHT, and decides which buckets a peer reads.
 
 At depth d there are 2^d buckets. The bucket of a peer is given by the first d bits of the SHA-256 hash of its id. A
 small run has depth 0, with a single bucket.
@@ -19,9 +19,10 @@ from __future__ import annotations
 import hashlib
 import math
 import random
+import time
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -42,6 +43,7 @@ FAR_DEPTHS = 2
 EVIDENCE = 5  # records in a bucket at another depth that count as evidence of peers there
 LOOKS_THAT_AGREE = 3  # buckets at another depth that must show this evidence
 NUM_DRAWN = 2  # the number of buckets from which a partner is drawn
+READS_AT_ONCE = 16
 
 
 def run_key(spec_digest: str) -> str:
@@ -62,6 +64,17 @@ class Bucket:
     def key(self, view_key: str) -> str:
         """Return the DHT key of this bucket. `view_key` is the key of the view, as returned by `run_key`."""
         return f"{view_key}/{self.depth}/{self.index}" if self.depth else view_key
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The live peers in a bucket that was read: peer id -> the depths at which it is announced, its own first.
+
+    `share` is the share of the bucket's entries that was read.
+    """
+
+    peers: Mapping[str, Sequence[int]]
+    share: float = 1.0
 
 
 ROOT = Bucket(0, 0)
@@ -92,27 +105,37 @@ def best_depth(size: float) -> int:
 
 def within_limit(entries: Mapping[str, tuple[bytes, T]], rng: random.Random) -> dict[str, tuple[bytes, T]]:
     """Return all entries of a bucket, or a random selection that fits into MAX_BUCKET_BYTES."""
-    total_bytes = sum(len(value) for value, _ in entries.values())
-    if total_bytes <= MAX_BUCKET_BYTES:
-        return dict(entries)
     chosen: dict[str, tuple[bytes, T]] = {}
+    total_bytes = 0
     for subkey in rng.sample(sorted(entries), len(entries)):
-        total_bytes = sum(len(value) for value, _ in chosen.values()) + len(entries[subkey][0])
+        total_bytes += len(entries[subkey][0])
         if total_bytes > MAX_BUCKET_BYTES:
             break
         chosen[subkey] = entries[subkey]
     return chosen
 
 
+@dataclass
 class Census:
-    """A peer's estimate of the size of its swarm, and the depths at which it reads and is announced."""
+    """A peer's estimate of the size of its swarm, and the depths at which it reads and is announced.
 
-    def __init__(self, rng: random.Random) -> None:
-        self.depth = 0
-        self._rng = rng
+    `read` reads some buckets. Its result is empty if there is no node to ask. If `reads_all` is true, all buckets at
+    the depth are read, and otherwise one at a time.
+    """
+
+    read: Callable[[Sequence[Bucket]], Awaitable[Sequence[Found]]]
+    own_peer_id: str = ""
+    reads_all: bool = False
+    rng: random.Random = field(default_factory=random.SystemRandom)
+    clock: Callable[[], float] = time.monotonic
+    depth: int = field(init=False, default=0)
+    base: int | None = field(init=False, default=None)  # the old depth, where this peer also reads and is announced
+    witness: str | None = field(init=False, default=None)  # a peer at the base, looked for at the current depth
+    whole_depth: int | None = field(init=False, default=None)  # the depth at which all buckets were read
+
+    def __post_init__(self) -> None:
         self._counts: deque[float] = deque([0.0], maxlen=WINDOW_READS)  # live records in each bucket that was read
-        self.base: int | None = None  # the old depth, at which this peer also reads and is announced
-        self.witness: str | None = None  # a peer from the base, which is looked for at the current depth
+        self._drawn: deque[tuple[Bucket, frozenset[str]]] = deque(maxlen=NUM_DRAWN)
         self._num_along = 0  # witnesses in a row that were found at the current depth
         self._before = (0, -math.inf)  # the previous depth, and the time until which this peer is announced there
         self._asides: list[int] = []  # depths that remain to be probed
@@ -128,8 +151,12 @@ class Census:
         """The depths at which this peer reads."""
         return (self.depth,) if self.base is None else (self.depth, self.base)
 
-    def depths(self, now_s: float) -> tuple[int, ...]:
-        """Return the depths at which this peer must be announced at the time `now_s`.
+    def drawn(self) -> frozenset[str]:
+        """Return the peers in the buckets that were read last, from which a partner is drawn."""
+        return frozenset().union(*(peers for _, peers in self._drawn))
+
+    def depths(self) -> tuple[int, ...]:
+        """Return the depths at which this peer must be announced now.
 
         The depth at which this peer reads comes first. Peers with a different estimate may look for this peer at the
         other depths.
@@ -140,13 +167,73 @@ class Census:
             depths[self.depth + 1] = None
         if occupancy < ALSO_SHALLOWER_BELOW and self.depth > 0:
             depths[self.depth - 1] = None
-        if now_s < lingering[1]:
+        if self.clock() < lingering[1]:
             depths[lingering[0]] = None
         if self.base is not None:
             depths[self.base] = None
         return tuple(depths)
 
-    def note(self, num_live: float, *, homes: Iterable[int] = (), now_s: float) -> None:
+    async def refresh(self) -> None:
+        """Read a bucket at the current depth, or all of them, and a bucket at the base."""
+        depth, base, witness = self.depth, self.base, self.witness
+        buckets = [bucket_of(witness, depth) if witness else self.next()]
+        if self.reads_all:
+            buckets = self.rng.sample(buckets_at(depth), 1 << depth)
+        if base is not None:
+            buckets += buckets_at(base) if self.reads_all else [random_bucket(base, self.rng)]
+        for start in range(0, len(buckets), READS_AT_ONCE):
+            some = buckets[start : start + READS_AT_ONCE]
+            for bucket, found in zip(some, await self.read(some), strict=False):
+                self.took(bucket, found)
+            if self.depth != depth:
+                return  # the remaining buckets are no longer used
+        self.whole_depth = depth if self.reads_all else None
+
+    async def look_aside(self, depth: int | None = None) -> None:
+        """Look for peers at another depth. If `depth` is None, the depth that is due next is probed."""
+        depth, nums_apart = self.aside() if depth is None else depth, list[float]()
+        while not is_enough(depth, nums_apart):
+            reads = await self.read([random_bucket(depth, self.rng)])
+            if not reads:
+                return
+            num_apart = sum(self.depth not in depths for depths in reads[0].peers.values())
+            nums_apart.append(num_apart / reads[0].share)
+        self.note_aside(depth, nums_apart)
+
+    async def survey(self) -> None:
+        """Probe all depths until this peer moves to one of them, because a newcomer does not know the right depth."""
+        before = self.depth
+        for depth in range(MAX_DEPTH + 1):
+            if depth != before:
+                await self.look_aside(depth)
+            if self.depth != before:
+                await self.refresh()
+                return
+
+    def next(self) -> Bucket:
+        """Return the bucket to read next: a random bucket other than the one that was read last."""
+        return random_bucket(self.depth, self.rng, but=[bucket for bucket, _ in list(self._drawn)[-1:]])
+
+    def took(self, bucket: Bucket, found: Found) -> None:
+        """Note what was found in a bucket at the current depth or at the base.
+
+        At the base, one of the peers becomes the witness, which this peer then looks for at the current depth. If there
+        are none, the base is dropped.
+        """
+        if bucket.depth not in self.read_at:
+            return
+        others = [drawn for drawn in self._drawn if drawn[0] != bucket]  # a bucket that is drawn again is replaced
+        self._drawn = deque([*others, (bucket, frozenset(found.peers))], maxlen=NUM_DRAWN)
+        if bucket.depth == self.depth:
+            if self.witness and bucket.holds(self.witness):
+                self.note_witness(self.witness in found.peers)
+            self.note(len(found.peers) / found.share, homes=[depths[0] for depths in found.peers.values()])
+        else:
+            left = [peer for peer in found.peers if peer != self.own_peer_id]
+            self.witness = self.rng.choice(left) if left else None
+            self.base = self.base if left else None
+
+    def note(self, num_live: float, *, homes: Iterable[int] = ()) -> None:
         """Record that a bucket at the current depth was read.
 
         `num_live` is the number of live peers in it, and `homes` lists the depth at which each of them reads.
@@ -157,18 +244,12 @@ class Census:
         afar = Counter(home for home in homes if abs(home - self.depth) >= FAR_DEPTHS)
         self._hint = max(afar, key=lambda home: afar[home]) if afar else None
         occupancy = self._occupancy()
-        if occupancy > SPLIT_ABOVE or (occupancy < MERGE_BELOW and self.depth > 0):
-            self._move(self._size_below() if occupancy < MERGE_BELOW else self.size, now_s)
-
-    def note_base(self, others: Sequence[str]) -> None:
-        """Record that a bucket at the base held the peers `others`.
-
-        One of them becomes the witness, which this peer then looks for at the current depth. If there are none, the
-        base is dropped.
-        """
-        self.witness = self._rng.choice(others) if others else None
-        if not others:
-            self.base = None
+        if occupancy > SPLIT_ABOVE:
+            self._move(self.size)
+        elif occupancy < MERGE_BELOW and self.depth > 0:
+            # While there is a base, the estimate is at most the size that suits the depth of the base, because the
+            # records of a larger swarm may be invented.
+            self._move(self.size if self.base is None else min(self.size, MEAN_OCCUPANCY * 2.0**self.base))
 
     def note_witness(self, is_there: bool) -> None:
         """Record whether the witness was found at the current depth.
@@ -190,11 +271,11 @@ class Census:
             hint, self._hint = self._hint, None
             return hint
         if not self._asides:
-            self._asides = self._rng.sample(range(MAX_DEPTH + 1), MAX_DEPTH + 1)
+            self._asides = self.rng.sample(range(MAX_DEPTH + 1), MAX_DEPTH + 1)
         depth = self._asides.pop()
         return depth if depth != self.depth else self.aside()
 
-    def note_aside(self, depth: int, nums_apart: Sequence[float], *, now_s: float) -> None:
+    def note_aside(self, depth: int, nums_apart: Sequence[float]) -> None:
         """Record a probe of another depth, and move there if there is enough evidence.
 
         For each bucket that was read, `nums_apart` gives the number of live peers in it that are not announced at the
@@ -204,23 +285,15 @@ class Census:
         agree = min(nums_apart) >= EVIDENCE and is_enough(depth, nums_apart)
         if agree and depth != self.depth and best_depth(total) != self.depth:
             base = self.depth if self.base is None else self.base
-            self._move(total, now_s)
+            self._move(total)
             self.base, self._num_along = base if base != self.depth else None, 0
 
-    def _size_below(self) -> float:
-        """Return the size estimate for choosing a smaller depth.
-
-        While there is a base, the estimate is at most the size that suits the depth of the base, because the records of
-        a larger swarm may be invented.
-        """
-        return self.size if self.base is None else min(self.size, MEAN_OCCUPANCY * 2.0**self.base)
-
-    def _move(self, size: float, now_s: float) -> None:
+    def _move(self, size: float) -> None:
         depth = best_depth(size)
         if depth == self.depth:
             return
         self.base, self.witness = None if depth == self.base else self.base, None
-        self._before = (self.depth, now_s + LINGER_S)
+        self._before = (self.depth, self.clock() + LINGER_S)
         self.depth = depth
         self._counts.clear()
         self._counts.extend([size / 2.0**depth] * PRIOR_READS)
@@ -238,23 +311,3 @@ def is_enough(depth: int, nums_apart: Sequence[float]) -> bool:
     """
     most = min(LOOKS_THAT_AGREE, 1 << depth)
     return bool(nums_apart) and (nums_apart[-1] < EVIDENCE or len(nums_apart) >= most)
-
-
-class BucketSampler:
-    """The buckets from which a partner is drawn. They are read one at a time, and each new one replaces the oldest."""
-
-    def __init__(self, rng: random.Random) -> None:
-        self._rng = rng
-        self._drawn: deque[tuple[Bucket, frozenset[str]]] = deque(maxlen=NUM_DRAWN)
-
-    def next(self, depth: int) -> Bucket:
-        """Return the bucket to read next: a random bucket other than the one that was read last."""
-        return random_bucket(depth, self._rng, but=[bucket for bucket, _ in list(self._drawn)[-1:]])
-
-    def took(self, bucket: Bucket, peer_ids: Iterable[str]) -> None:
-        """Record the peers that were found in a bucket. If it has already been drawn, its peers are replaced."""
-        others = [drawn for drawn in self._drawn if drawn[0] != bucket]
-        self._drawn = deque([*others, (bucket, frozenset(peer_ids))], maxlen=NUM_DRAWN)
-
-    def peers(self) -> frozenset[str]:
-        return frozenset().union(*(peers for _, peers in self._drawn))

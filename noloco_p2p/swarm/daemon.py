@@ -1,21 +1,18 @@
 """Runs p2pd, the libp2p daemon from hivemind's wheel, as a child process.
 
 hivemind itself starts p2pd in the terminal's process group, where Ctrl-C kills it before the peer can announce that it
-is leaving. It also leaves p2pd running when the program is killed. Here, p2pd runs in a session of its own. On Linux,
-p2pd ends with the thread that started it, and on other systems with the process.
+is leaving. Here, p2pd runs in a session of its own. It ends when its client has closed the connection, which also
+happens when this process is killed, or FIRST_CLIENT_S after its start if no client came.
 """
 
 from __future__ import annotations
 
 import asyncio
 import errno
-import glob
 import logging
 import os
 import secrets
 import socket
-import tempfile
-import time
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
@@ -37,7 +34,6 @@ STOP_S = 3.0
 EXIT_CODE_S = 1.0  # time to wait for the exit code of p2pd after the end of its output
 FIRST_CLIENT_S = 30  # p2pd exits after this time without a client
 SOCKET_PREFIX = "noloco-"
-STALE_S = 60.0
 # The size limit for a request or an answer. p2pd buffers the whole message, and by default it would accept 4 MiB from
 # every stream.
 MAX_MESSAGE_BYTES = 256 * 1024
@@ -82,8 +78,7 @@ class Daemon:
         """
         if listen_on.port:
             probe_port(listen_on.host, listen_on.port)
-        _remove_stale_sockets()
-        control_socket = _new_socket_path()
+        control_socket = str(temporary_socket(f"{SOCKET_PREFIX}{secrets.token_hex(8)}.sock"))
         arguments = _arguments(identity_path, listen_on, control_socket)
         command = with_parent(WITHOUT_UDP, str(_binary()), *arguments)
         try:
@@ -227,22 +222,6 @@ def _taken(host: str, port: int) -> str:
         f"port {port} on {host} is already in use, perhaps by another peer; stop the program that uses it, "
         "or choose another port with --listen HOST:PORT (libp2p uses PORT+1; port 0 selects free ports)"
     )
-
-
-def _remove_stale_sockets() -> None:
-    """Remove stale sockets. p2pd removes its own socket, but not when it is killed together with its parent."""
-    for path in glob.glob(os.path.join(tempfile.gettempdir(), f"{SOCKET_PREFIX}*.sock")):
-        with suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
-            if time.time() - os.stat(path).st_mtime > STALE_S:
-                probe.setblocking(False)  # do not block on a socket that accepts no connections
-                try:
-                    probe.connect(path)
-                except ConnectionRefusedError:  # nobody listens any more (another user's socket raises PermissionError)
-                    os.unlink(path)
-
-
-def _new_socket_path() -> str:
-    return str(temporary_socket(f"{SOCKET_PREFIX}{secrets.token_hex(8)}.sock"))
 
 
 def _binary() -> Path:

@@ -20,7 +20,7 @@ from noloco_p2p.errors import DirectoryError
 from noloco_p2p.hosts import is_public, network_of
 from noloco_p2p.identity import short_id
 from noloco_p2p.rates import Rates
-from noloco_p2p.swarm.addresses import any_public, host_of, listen_multiaddr, tcp_target
+from noloco_p2p.swarm.addresses import host_of, listen_multiaddr, only_public, tcp_target
 from noloco_p2p.swarm.node import SwarmNode, knock
 from noloco_p2p.swarm.streams import FAULTS, read_line
 
@@ -105,7 +105,7 @@ def is_abroad(entrances: Iterable[str], others: Iterable[str]) -> bool:
 
     `entrances` are the multiaddrs of bootstraps, and `others` are the HOST:PORT addresses of live peers.
     """
-    return any_public(entrances) or any(is_public(host_of(address)) for address in others)
+    return bool(only_public(entrances)) or any(is_public(host_of(address)) for address in others)
 
 
 def assess(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, TypeVar
 from noloco_p2p.dial_guard import DialGuard
 from noloco_p2p.errors import DirectoryError
 from noloco_p2p.identity import short_id
+from noloco_p2p.owned_tasks import end_tasks
 from noloco_p2p.swarm import kademlia
 from noloco_p2p.swarm.addresses import announce_multiaddr, by_reach, guarded, host_in, tcp_target
 from noloco_p2p.swarm.clock import Offset
@@ -45,7 +46,6 @@ EXIT_S = 0.5  # The connection of a dying process closes before its exit is noti
 PING_S = 2.0
 HUNG_S = 9.0  # the longest silence of p2pd before a restart; it is then back within 15 s in total
 RESTART_PAUSES_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0)  # the last one repeats
-CANCEL_AGAIN_S = 0.2
 
 
 class SwarmNode:
@@ -346,16 +346,3 @@ async def _guard(call: Awaitable[T], timeout_s: float, what: str) -> T:
         raise
     except Exception as error:  # hivemind and the layers below it raise many kinds of errors
         raise DirectoryError(f"{what}: {type(error).__name__}: {error}") from error
-
-
-async def end_tasks(tasks: Iterable[asyncio.Task[None]]) -> None:
-    """Cancel tasks until all of them have ended.
-
-    A task can lose a cancellation if the call that it awaits completes at the same moment. This happens with
-    asyncio.wait_for in Python 3.11 and in hivemind's own loops, so the cancellation is repeated.
-    """
-    pending = set(tasks)
-    while pending:
-        for task in pending:
-            task.cancel()
-        _, pending = await asyncio.wait(pending, timeout=CANCEL_AGAIN_S)

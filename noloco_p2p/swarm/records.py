@@ -10,7 +10,7 @@ which needs it, is in another file.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from typing import Any, Literal, get_args
@@ -20,6 +20,7 @@ from noloco_p2p._version import __version__
 from noloco_p2p.errors import DirectoryError
 from noloco_p2p.gossip.frames import PROTOCOL_VERSION
 from noloco_p2p.identity import Identity, verify
+from noloco_p2p.swarm.addresses import CIRCUIT, dialled_host, grpc_host, host_of, is_near, may_be_dialled
 from noloco_p2p.swarm.buckets import MAX_DEPTH
 from noloco_p2p.telemetry.metrics import DEFAULTS, LARGEST, METRICS, RECORDED, Metrics, rounded
 
@@ -28,6 +29,7 @@ MAX_RECORD_BYTES = 1024
 MAX_TEXT_CHARS = 320  # enough for a host name of 253 characters, followed by a peer id
 MAX_ADDRESSES = 4  # limit for each kind of address
 MAX_ITEMS = 8  # in any list that is read
+MAX_RELAYS = 2  # addresses through relays that are believed; each has the host of its relay
 SIGNATURE_BYTES = 64
 EXPIRY_SLACK_S = 1e-3  # allowed difference between the expiry in a record and the expiry in the DHT
 DOMAIN = b"noloco_p2p record 1\x00"
@@ -49,7 +51,7 @@ class PeerRecord:
     peer_id: str
     run_name: str
     spec_digest: str
-    addresses: tuple[str, ...] = ()  # gRPC HOST:PORT, most useful first; see `address_filter.nearby`
+    addresses: tuple[str, ...] = ()  # gRPC HOST:PORT, most useful first; see `believable`
     multiaddrs: tuple[str, ...] = ()  # libp2p, each ending in /p2p/ and the id of this peer
     protocol_version: str = PROTOCOL_VERSION
     sequence: int = 0  # increases with every announcement, even across restarts
@@ -141,6 +143,28 @@ def decode_record(data: bytes) -> PeerRecord:
         raise RecordError("the record does not contain the name of its run") from None
     _check(record)
     return replace(record, multiaddrs=tuple(f"{address}/p2p/{record.peer_id}" for address in record.multiaddrs))
+
+
+def believable(record: PeerRecord, *, is_outside: bool, own: Sequence[str] = ()) -> PeerRecord:
+    """Return the record without invalid addresses, and without direct addresses of any host but the first.
+
+    If `is_outside` is true, private addresses are removed as well. `own` contains the gRPC addresses of this peer: the
+    public one, then the private one. A peer that seems to be behind the same router keeps its private address: it has
+    the same public host, and a private host in the same network.
+    """
+    addresses = [each for each in record.addresses if may_be_dialled(grpc_host(each), is_outside=is_outside)]
+    ways = [each for each in record.multiaddrs if may_be_dialled(dialled_host(each), is_outside=is_outside)]
+    direct = [each for each in ways if CIRCUIT not in each]
+    relayed = [each for each in ways if CIRCUIT in each][:MAX_RELAYS]
+    host = next(iter((*map(grpc_host, addresses), *map(dialled_host, direct))), "")
+    near = ()
+    if len(record.addresses) > 1 < len(own) and grpc_host(record.addresses[0]) == host_of(own[0]):
+        near = record.addresses[1:2] if is_near(record.addresses[1], own[1]) else ()
+    return replace(
+        record,
+        addresses=(*(each for each in addresses if grpc_host(each) == host), *near),
+        multiaddrs=(*relayed, *(each for each in direct if dialled_host(each) == host)),
+    )
 
 
 @lru_cache(maxsize=4096)

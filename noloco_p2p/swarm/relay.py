@@ -19,11 +19,11 @@ from functools import partial
 
 from noloco_p2p.errors import DirectoryError, Unreachable
 from noloco_p2p.identity import short_id
+from noloco_p2p.owned_tasks import end_tasks
 from noloco_p2p.rates import Rate, Rates, TokenBucket
-from noloco_p2p.swarm.address_book import CIRCUIT
-from noloco_p2p.swarm.addresses import split_peer_id
-from noloco_p2p.swarm.node import SwarmNode, end_tasks
-from noloco_p2p.swarm.streams import count_down, read_line
+from noloco_p2p.swarm.addresses import CIRCUIT, split_peer_id
+from noloco_p2p.swarm.node import SwarmNode
+from noloco_p2p.swarm.streams import Ends, count_down, read_line
 
 logger = logging.getLogger(__name__)
 
@@ -46,9 +46,6 @@ RETRY_S = 30.0  # the pause after a relay refused or was lost
 LOOK_S = 1.0
 BLOCK_BYTES = 256 * 1024
 BROKEN = (OSError, EOFError, ValueError, RuntimeError, DirectoryError)  # broken streams; uvloop raises RuntimeError
-
-
-Ends = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class Relay:

@@ -14,6 +14,7 @@ from noloco_p2p.identity import short_id
 logger = logging.getLogger(__name__)
 
 K = TypeVar("K")
+Ends = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 StreamHandler = Callable[[str, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 MAX_STREAMS = 256  # each stream uses a file descriptor

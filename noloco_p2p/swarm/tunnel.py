@@ -16,17 +16,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 
 from noloco_p2p.errors import DirectoryError, Unreachable
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.identity import short_id
+from noloco_p2p.owned_tasks import OwnedTasks
 from noloco_p2p.splice import BLOCK_BYTES, Splice
 from noloco_p2p.swarm.dial_back import Reach
-from noloco_p2p.swarm.node import SwarmNode, end_tasks
-from noloco_p2p.swarm.punch import Puncher
+from noloco_p2p.swarm.node import SwarmNode
+from noloco_p2p.swarm.punch import answer_through_hole, call_through_hole
 from noloco_p2p.swarm.relay import (
     ANSWER_S,
     BROKEN,
@@ -36,11 +36,10 @@ from noloco_p2p.swarm.relay import (
     PUNCH,
     TUNNEL,
     YES,
-    Ends,
     relays_of,
     splice,
 )
-from noloco_p2p.swarm.streams import read_line
+from noloco_p2p.swarm.streams import Ends, read_line
 from noloco_p2p.tcp import Endpoint, endpoint, tune
 
 logger = logging.getLogger(__name__)
@@ -53,18 +52,6 @@ AGAIN_S = 300.0  # the pause after a failed attempt to punch a hole to a peer
 FAULTS = (*BROKEN, TimeoutError, Unreachable)
 
 Take = Callable[[socket.socket, str], None]
-
-
-@dataclass(frozen=True, slots=True)
-class _Port:
-    """The local port for calls to one peer."""
-
-    listener: socket.socket
-    accepting: asyncio.Task[None]
-
-    def close(self) -> None:
-        self.accepting.cancel()
-        self.listener.close()
 
 
 class Tunnels:
@@ -91,11 +78,11 @@ class Tunnels:
         self._multiaddrs = multiaddrs
         self._wanted = wanted
         self._relays = relays
-        self._puncher = Puncher(node.guard)
         self._num_punching = 0
         self._no_hole_before_s: dict[str, float] = {}
-        self._ports: dict[str, _Port] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        # peer id -> the local port for calls to this peer, and the task that accepts them
+        self._ports: dict[str, tuple[socket.socket, asyncio.Task[None]]] = {}
+        self._tasks = OwnedTasks("a call through a tunnel")
 
     async def start(self, take: Take) -> None:
         """Accept tunnels. `take` hands a connection to this peer's server, with the relay that brings it, or "" for a
@@ -106,44 +93,42 @@ class Tunnels:
         await self._node.handle_streams(HOLE, self._on_hole)
 
     async def stop(self) -> None:
-        await end_tasks(self._tasks)
-        for port in self._ports.values():
-            port.close()
+        await self._tasks.stop(grace_s=0.0)
+        for listener, _ in self._ports.values():
+            listener.close()
 
     def reached(self, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
         """Return the candidates, with a local port as the address of each peer that only a tunnel can reach."""
         if all(candidate.can_be_called for candidate in candidates) or not self._wanted():
             return candidates
         ways = {peer: relays_of(multiaddrs) for peer, multiaddrs in self._multiaddrs().items()}
-        return [
-            self._by_tunnel(candidate) if ways.get(candidate.peer_id) and not candidate.can_be_called else candidate
-            for candidate in candidates
-        ]
-
-    def _by_tunnel(self, candidate: Candidate) -> Candidate:
-        port = self._port_for(candidate.peer_id)
-        return replace(candidate, address=f"127.0.0.1:{port}", can_be_called=True) if port else candidate
+        found: list[Candidate] = []
+        for candidate in candidates:
+            port = None
+            if not candidate.can_be_called and ways.get(candidate.peer_id):
+                port = self._port_for(candidate.peer_id)
+            found.append(replace(candidate, address=f"127.0.0.1:{port}", can_be_called=True) if port else candidate)
+        return found
 
     # calling
 
     def _port_for(self, peer_id: str) -> int | None:
         if peer_id not in self._ports:
-            if len(self._ports) >= MAX_PORTS:
-                self._close_ports_of_the_gone()
+            if len(self._ports) >= MAX_PORTS:  # close those of the peers that are gone
+                for gone in self._ports.keys() - self._multiaddrs().keys():
+                    listener, accepting = self._ports.pop(gone)
+                    accepting.cancel()
+                    listener.close()
+                    self.last_ways.pop(gone, None)
+                    self._no_hole_before_s.pop(gone, None)
             if len(self._ports) >= MAX_PORTS:
                 return None
             listener = socket.create_server(("127.0.0.1", 0))
             listener.setblocking(False)
             # Accepted connections inherit this size. Otherwise, megabytes would queue up here and delay answers.
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BLOCK_BYTES)
-            self._ports[peer_id] = _Port(listener, self._own(self._listen(peer_id, listener)))
-        return self._ports[peer_id].listener.getsockname()[1]
-
-    def _close_ports_of_the_gone(self) -> None:
-        for peer_id in self._ports.keys() - self._multiaddrs().keys():
-            self._ports.pop(peer_id).close()
-            self.last_ways.pop(peer_id, None)
-            self._no_hole_before_s.pop(peer_id, None)
+            self._ports[peer_id] = listener, self._tasks.start(self._listen(peer_id, listener))
+        return self._ports[peer_id][0].getsockname()[1]
 
     async def _listen(self, peer_id: str, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
@@ -154,7 +139,7 @@ class Tunnels:
                 logger.debug("could not accept a call to %s: %s", short_id(peer_id), error)
                 await asyncio.sleep(RETRY_S)
                 continue
-            calling = self._own(self._call(peer_id, connection))
+            calling = self._tasks.start(self._call(peer_id, connection))
             calling.add_done_callback(lambda _, near=connection: near.close())  # closed even if the task never started
 
     async def _call(self, peer_id: str, near: socket.socket) -> None:
@@ -188,7 +173,7 @@ class Tunnels:
                 logger.debug("the relay %s could not reach %s: %s", short_id(relay), short_id(peer_id), error)
                 continue
             try:
-                connection = await self._puncher.call(peer_id, ends, await self._mirror(relay, line))
+                connection = await call_through_hole(self._node.guard, peer_id, ends, await self._mirror(relay, line))
                 self.num_holes += 1
                 return connection
             except FAULTS as error:
@@ -247,16 +232,10 @@ class Tunnels:
         try:
             async with asyncio.timeout(ANSWER_S):
                 mirror = await self._mirror(relay, await read_line(reader))
-            self._take(await self._puncher.answer((reader, writer), mirror), "")
+            self._take(await answer_through_hole(self._node.guard, (reader, writer), mirror), "")
             self.num_holes += 1
         finally:
             self._num_punching -= 1
-
-    def _own(self, job: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(job)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
 
 
 async def _ends(connection: socket.socket) -> Ends:

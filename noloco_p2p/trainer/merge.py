@@ -34,7 +34,7 @@ from noloco_p2p.outer.state_checks import WEIGHTS, check_vectors, read_state, ve
 from noloco_p2p.peer.run_folder import check_checkpoint_folder, stage_folder
 from noloco_p2p.peer.state_admission import StateAdmission
 from noloco_p2p.spec import TrainerSpec
-from noloco_p2p.swarm.reader import WHOLE_S, find_somebody, reader
+from noloco_p2p.swarm.directory import WHOLE_S, find_somebody, reader
 from noloco_p2p.telemetry.console import named
 from noloco_p2p.telemetry.progress import Progress
 from noloco_p2p.ticket import Ticket
@@ -226,7 +226,7 @@ async def live_run(ticket: Ticket, *, progress: Progress, folders: Mapping[str, 
             await directory.wait_until_whole(WHOLE_S)
         session = Session(directory.identity, ticket.invitation)
         hello = Hello(directory.peer_id, ticket.run_name, ticket.spec_digest)
-        transport = GrpcTransport(lambda: hello, session=session, guard=directory.guard)
+        transport = GrpcTransport(lambda: hello, session=session, guard=directory.node.guard)
         peers = [peer for peer in directory.live() if peer.can_be_called]
         spec = TrainerSpec.of(await fetch_spec(transport, peers, expected_digest=ticket.spec_digest))
         yield LiveRun(spec, transport, live=directory.live, progress=progress, folders=folders)

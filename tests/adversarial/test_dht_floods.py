@@ -27,7 +27,7 @@ from noloco_p2p.identity import Identity
 from noloco_p2p.invitation import invite
 from noloco_p2p.swarm.buckets import ROOT, run_key
 from noloco_p2p.swarm.daemon import ListenOn
-from noloco_p2p.swarm.dht import SwarmDirectory
+from noloco_p2p.swarm.directory import SwarmDirectory
 from noloco_p2p.swarm.kademlia import validator
 from noloco_p2p.swarm.kademlia.client import ANSWER_FAULTS
 from noloco_p2p.swarm.kademlia.storage import MAX_RECORDS_PER_KEY
@@ -168,7 +168,7 @@ def test_answers_with_long_ids_do_not_stop_the_peer_that_asked(
             ).start()
             try:
                 await asked.wait()
-                await until(lambda: stranger.peer_id not in victim.neighbours())
+                await until(lambda: stranger.peer_id not in victim.node.neighbours())
                 assert time.thread_time() - began_s < MOST_CPU_S
             finally:
                 await victim.stop()

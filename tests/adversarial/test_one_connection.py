@@ -19,12 +19,11 @@ from noloco_p2p.gossip.frames import Hello
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.net import options
 from noloco_p2p.net.client import GrpcTransport
-from noloco_p2p.net.connection import translate
+from noloco_p2p.net.connection import PeerStub, translate
 from noloco_p2p.net.handshake import Greeting, Metadata
 from noloco_p2p.net.proxy import WAITING_OF_ONE
 from noloco_p2p.net.session import SERVER_NAME, Session
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
-from noloco_p2p.net.wire.v1.peer_pb2_grpc import PeerStub
 
 NUM_NEWCOMERS = 20
 MANY_GREETINGS = 200

@@ -29,12 +29,11 @@ from noloco_p2p.net.session import Session
 from noloco_p2p.swarm.buckets import ROOT, run_key
 from noloco_p2p.swarm.clock import CLOCK
 from noloco_p2p.swarm.daemon import ListenOn, probe_port
-from noloco_p2p.swarm.dht import SwarmDirectory
+from noloco_p2p.swarm.directory import SwarmDirectory, Timing
 from noloco_p2p.swarm.kademlia.whereabouts import MAX_ADDRESSES
 from noloco_p2p.swarm.node import SwarmNode
 from noloco_p2p.swarm.records import TTL_S, PeerRecord, encode_record
 from noloco_p2p.swarm.relay import RESERVE
-from noloco_p2p.swarm.timing import Timing
 from noloco_p2p.ticket import MAX_ADDRESSES as MAX_ENTRANCES
 
 DIGEST = "ab" * 32
@@ -141,13 +140,13 @@ def test_a_peer_that_is_connected_is_not_taken_to_be_where_it_says(tmp_path: Pat
             directory(tmp_path, "liar", spec_digest=None) as evil,
             directory(tmp_path, "victim", *evil.multiaddrs()) as victim,
         ):
-            lie, guard = f"/ip4/127.0.0.9/tcp/{port}", victim.guard
+            lie, guard = f"/ip4/127.0.0.9/tcp/{port}", victim.node.guard
             await until(lambda: (evil.peer_id, "127.0.0.1") in guard._reached)
             _, stream = await victim.node.open_stream(evil.peer_id, RESERVE, at=lie)
             stream.close()
             protocol: Any = victim.node._dht.bounded  # pyright: ignore[reportOptionalMemberAccess]
             await protocol.whereabouts._dial(evil.peer_id, [lie])
-            await victim._dialer._dial_one(evil.peer_id, [lie])
+            await victim.dialer._dial_one(evil.peer_id, [f"{lie}/p2p/{evil.peer_id}"])
             assert there.num_dials <= 1, "a plain socket"
             assert len(guard._reached) == 1
 
@@ -173,7 +172,7 @@ def test_quic_is_neither_listened_on_nor_dialled(tmp_path: Path, monkeypatch: py
                     liar = await SwarmNode(path, Identity.load_or_create(path).peer_id, free).start()
                 address, _, peer_id = victim.multiaddrs()[0].partition("/p2p/")
                 await liar.dial(peer_id, [address])
-                await until(lambda: liar.peer_id in victim.neighbours())
+                await until(lambda: liar.peer_id in victim.node.neighbours())
                 await liar.stop()
                 protocol: Any = victim.node._dht.bounded  # pyright: ignore[reportOptionalMemberAccess]
                 while not there.num_dials:  # until p2pd has noticed that the liar is gone, and dials its addresses
@@ -182,7 +181,7 @@ def test_quic_is_neither_listened_on_nor_dialled(tmp_path: Path, monkeypatch: py
                     await protocol.p2p.connect(liar.peer_id, [quic])
                 with pytest.raises(BlockingIOError):
                     packets.recv(1)
-                assert not psutil.Process(victim.daemon_pid).net_connections("udp")
+                assert not psutil.Process(victim.node.daemon_pid).net_connections("udp")
 
     run(main)
 
@@ -191,8 +190,8 @@ def test_the_entrances_of_a_ticket_are_tcp_addresses(tmp_path: Path) -> None:
     async def main() -> None:
         entrance = f"/ip4/127.0.0.9/udp/4001/quic-v1/p2p/{identity_of('entrance').peer_id}"
         async with directory(tmp_path, "victim", entrance) as victim:
-            await until(victim.dial_failures)
-            assert "is not the TCP address of a peer" in victim.dial_failures()[identity_of("entrance").peer_id]
+            await until(victim.dialer.failures)
+            assert "is not the TCP address of a peer" in victim.dialer.failures()[identity_of("entrance").peer_id]
 
     run(main)
 
@@ -222,11 +221,11 @@ def test_the_addresses_in_records_of_liars_are_dialled_a_few_times(tmp_path: Pat
             directory(tmp_path, "liar", spec_digest=None) as evil,
             directory(tmp_path, "victim", *evil.multiaddrs()) as victim,
         ):
-            await until(lambda: bool(victim.neighbours()))
+            await until(lambda: bool(victim.node.neighbours()))
             for liar, record, expires_at_s in lies(port):
                 await evil.node.store(ROOT.key(run_key(DIGEST)), liar, record, expires_at_s=expires_at_s)
             await until(lambda: len(victim.live()) >= NUM_LIARS)
-            await until(lambda: len(victim._dialer._plan._attempts) >= NUM_LIARS)
+            await until(lambda: len(victim.dialer._attempts) >= NUM_LIARS)
             assert 0 < there.num_dials <= there.most()
 
     run(main)
@@ -248,7 +247,7 @@ def test_a_private_address_is_dialled_only_for_a_peer_behind_the_same_router(tmp
             directory(tmp_path, "liar", spec_digest=None) as evil,
             directory(tmp_path, "victim", *evil.multiaddrs(), own=own) as victim,
         ):
-            await until(lambda: bool(victim.neighbours()))
+            await until(lambda: bool(victim.node.neighbours()))
             expires_at_s = CLOCK.now() + TTL_S
             for name, addresses in told.items():
                 who = identity_of(name)
@@ -284,7 +283,7 @@ def test_the_entrances_that_a_ticket_invents_are_dialled_a_few_times(
             async with directory(tmp_path, "victim", *entrances) as victim:
 
                 def num_tried(times: int) -> int:
-                    return sum(each.failures >= times for each in victim._dialer._plan._attempts.values())
+                    return sum(each.failures >= times for each in victim.dialer._attempts.values())
 
                 await until(lambda: num_tried(2) == MAX_ENTRANCES)
                 assert 0 < there.num_dials <= there.most()
@@ -303,7 +302,7 @@ def test_the_addresses_of_nodes_that_a_liar_invents_are_dialled_a_few_times(
             directory(tmp_path, "liar", spec_digest=None) as evil,
             directory(tmp_path, "victim", *evil.multiaddrs()) as victim,
         ):
-            await until(lambda: bool(victim.neighbours()))
+            await until(lambda: bool(victim.node.neighbours()))
             lie, named = "\n".join([f"/ip4/127.0.0.9/tcp/{port}"] * MAX_ADDRESSES).encode(), list[str]()
             protocol: Any = victim.node._dht.bounded  # pyright: ignore[reportOptionalMemberAccess]
 

@@ -36,7 +36,7 @@ from noloco_p2p.gossip.frames import (
 )
 from noloco_p2p.gossip.seams import Candidate, FrameStream
 from noloco_p2p.gossip.units import Slice
-from noloco_p2p.net import client, convert, framing, options
+from noloco_p2p.net import client, convert, options
 from noloco_p2p.net.caller import CONNECTION_METHOD, SWAP_METHOD, connect
 from noloco_p2p.net.client import FAR_CONNECTIONS, FAR_S
 from noloco_p2p.net.connection import Connector
@@ -192,7 +192,7 @@ def hello(peer_id: str, *, run_name: str = SPEC.name) -> Hello:
 
 
 def join(peer_id: str = "caller", swap_id: bytes = SWAP_ID, *, run_name: str = SPEC.name) -> bytes:
-    message = pb.Join(hello=convert.hello_to_wire(hello(peer_id, run_name=run_name)), swap_id=swap_id)
+    message = pb.Join(hello=convert.to_wire(hello(peer_id, run_name=run_name)), swap_id=swap_id)
     return pb.Frame(join=message).SerializeToString()
 
 
@@ -205,8 +205,8 @@ async def one_swap() -> AsyncGenerator[tuple[Holding, str, Any]]:
     address = f"127.0.0.1:{server.port}"
     async with own_channel(address) as channel:
         call = channel.stream_stream(SWAP_METHOD)()
-        await call.write(framing.encode(Offer(hello("caller"), SWAP_ID, STANDING, b"\x01", 1)))
-        assert isinstance(framing.decode(await read(call))[0], Accept)
+        await call.write(convert.encode(Offer(hello("caller"), SWAP_ID, STANDING, b"\x01", 1)))
+        assert isinstance(convert.decode(await read(call))[0], Accept)
         yield service, address, call
     await server.stop(0.0)
 
@@ -237,7 +237,7 @@ def run(main: Callable[[], Coroutine[None, None, None]]) -> None:
         (join(swap_id=b""), "no swap with this id"),
         (join("somebody else"), "no swap with this id"),
         (join(run_name="another"), "another run"),
-        (framing.encode(Ready()), "must begin with a Join"),
+        (convert.encode(Ready()), "must begin with a Join"),
         (b"\xff\xff", "not a valid protocol message"),
     ],
     ids=["unknown id", "no id", "another peer", "another run", "no join", "garbage"],

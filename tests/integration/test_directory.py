@@ -26,14 +26,12 @@ from harness.processes import until as wait_until
 
 from noloco_p2p.errors import DirectoryError
 from noloco_p2p.identity import Identity, peer_id_of
-from noloco_p2p.swarm.address_book import AddressBook
 from noloco_p2p.swarm.buckets import ROOT, bucket_of, run_key
 from noloco_p2p.swarm.daemon import probe_port
-from noloco_p2p.swarm.dht import SwarmDirectory
-from noloco_p2p.swarm.membership_view import Headcount
+from noloco_p2p.swarm.dialer import AddressBook
+from noloco_p2p.swarm.directory import Headcount, SwarmDirectory, Timing
 from noloco_p2p.swarm.node import SwarmNode
 from noloco_p2p.swarm.records import TTL_S, PeerRecord, encode_record
-from noloco_p2p.swarm.timing import Timing
 
 RUN = "ab" * 32
 LONG_S = 1.9 * TTL_S  # the life of records that are stored once; readers reject twice the usual life
@@ -118,7 +116,7 @@ def test_two_peers_see_each_other_and_a_leaving_one_vanishes_at_once(tmp_path: P
                 assert await b.wait_for_peers(PATIENCE_S)
                 await until(sees(a, b), "a sees b")
                 assert b.live()[0].address == "127.0.0.1:4000"
-                assert a.multiaddrs()[0].endswith(f"/tcp/{a.port}/p2p/{a.peer_id}")
+                assert a.multiaddrs()[0].endswith(f"/tcp/{a.node.port}/p2p/{a.peer_id}")
                 asked_s = time.monotonic()
                 await b.stop(farewell=True)
                 await a.refresh_now()
@@ -143,7 +141,7 @@ def test_the_swarm_outlives_its_bootstrap_and_takes_newcomers(tmp_path: Path) ->
             c = await stack.enter_async_context(directory(tmp_path, "c", bootstraps=(*door, *b.multiaddrs())))
             await until(sees(c, a, b), "the newcomer sees both")
             await until(sees(a, b, c), "a sees the newcomer")
-            await until(lambda: bootstrap.peer_id in c.dial_failures(), "the dead bootstrap is told")
+            await until(lambda: bootstrap.peer_id in c.dialer.failures(), "the dead bootstrap is told")
 
     run(main)
 
@@ -154,12 +152,12 @@ def test_a_dead_bootstrap_does_not_stop_a_start_and_islands_merge(tmp_path: Path
         boot_id = Identity.load_or_create(tmp_path / "boot.key").peer_id
         door = (f"/ip4/127.0.0.1/tcp/{port}/p2p/{boot_id}",)
         async with directory(tmp_path, "a", bootstraps=door) as a, directory(tmp_path, "b", bootstraps=door) as b:
-            await until(lambda: boot_id in a.dial_failures() and boot_id in b.dial_failures(), "both were refused")
+            await until(lambda: boot_id in a.dialer.failures() and boot_id in b.dialer.failures(), "both were refused")
             assert a.live() == b.live() == []
             async with directory(tmp_path, "boot", port=port, spec_digest=None):
                 await until(sees(a, b), "a sees b")
                 await until(sees(b, a), "b sees a")
-                await until(lambda: a.dial_failures() == {}, "a is through to the bootstrap")
+                await until(lambda: a.dialer.failures() == {}, "a is through to the bootstrap")
 
     run(main)
 
@@ -181,11 +179,11 @@ def test_a_killed_daemon_is_healed_with_the_same_id_and_port(tmp_path: Path) -> 
         async with directory(tmp_path, "a") as a, directory(tmp_path, "b", bootstraps=tuple(a.multiaddrs())) as b:
             await until(sees(a, b), "a sees b")
             await until(sees(b, a), "b sees a")
-            old_pid, addresses = b.daemon_pid, b.multiaddrs()
+            old_pid, addresses = b.node.daemon_pid, b.multiaddrs()
             assert old_pid
             os.kill(old_pid, signal.SIGKILL)
-            await until(lambda: b.daemon_pid not in (None, old_pid), "the daemon runs again")
-            await until(lambda: a.peer_id in b.neighbours(), "b has dialled a again")
+            await until(lambda: b.node.daemon_pid not in (None, old_pid), "the daemon runs again")
+            await until(lambda: a.peer_id in b.node.neighbours(), "b has dialled a again")
             assert b.multiaddrs() == addresses
             sequence = {record.peer_id: record.sequence for record, _ in a.records()}[b.peer_id]
             await b.announce_now()
@@ -198,8 +196,8 @@ def test_a_killed_daemon_is_healed_with_the_same_id_and_port(tmp_path: Path) -> 
 def test_a_question_that_is_cut_short_leaves_no_connection_to_the_daemon(tmp_path: Path) -> None:
     async def main() -> None:
         async with directory(tmp_path, "a") as a:
-            assert a.daemon_pid
-            daemon = psutil.Process(a.daemon_pid)
+            assert a.node.daemon_pid
+            daemon = psutil.Process(a.node.daemon_pid)
             daemon.suspend()
             asking = asyncio.create_task(a.node.remote_address(a.peer_id))
             await asyncio.sleep(0.2)
@@ -221,14 +219,14 @@ def test_nobody_can_speak_for_another(tmp_path: Path) -> None:
             swapped = encode_record(forged, forger).replace(forger.peer_id.encode(), victim.peer_id.encode())
             key = ROOT.key(run_key(RUN))
             for value in (encode_record(forged, forger), swapped, b"junk"):
-                await evil._node.store(key, victim.peer_id, value, expires_at_s=expires_at_s)
+                await evil.node.store(key, victim.peer_id, value, expires_at_s=expires_at_s)
             genuine = encode_record(replace(forged, peer_id=victim.peer_id), victim)
             for late_s in (1.0, 3600.0):  # a copy that outlives the expiry that its owner signed
-                await evil._node.store(key, victim.peer_id, genuine, expires_at_s=expires_at_s + late_s)
+                await evil.node.store(key, victim.peer_id, genuine, expires_at_s=expires_at_s + late_s)
             await a.refresh_now()
             assert sees(a, evil)()
-            assert victim.peer_id not in await a._node.get(key)
-            await evil._node.store(key, victim.peer_id, genuine, expires_at_s=expires_at_s)
+            assert victim.peer_id not in await a.node.get(key)
+            await evil.node.store(key, victim.peer_id, genuine, expires_at_s=expires_at_s)
             await a.refresh_now()
             assert victim.peer_id in {candidate.peer_id for candidate in a.live()}
 
@@ -238,8 +236,10 @@ def test_nobody_can_speak_for_another(tmp_path: Path) -> None:
 def test_a_port_in_use_is_told(tmp_path: Path) -> None:
     async def main() -> None:
         async with directory(tmp_path, "a") as a:
-            with pytest.raises(DirectoryError, match=rf"port {a.port} on 127\.0\.0\.1 is already in use.*--listen"):
-                async with directory(tmp_path, "b", port=a.port):
+            with pytest.raises(
+                DirectoryError, match=rf"port {a.node.port} on 127\.0\.0\.1 is already in use.*--listen"
+            ):
+                async with directory(tmp_path, "b", port=a.node.port):
                     pass
 
     run(main)
@@ -251,7 +251,7 @@ def test_a_monitor_reads_and_is_not_seen(tmp_path: Path) -> None:
             door = tuple(a.multiaddrs())
             async with directory(tmp_path, "monitor", bootstraps=door, is_monitor=True) as monitor:
                 await until(sees(monitor, a), "the monitor sees a")
-                assert a.neighbours() == set()
+                assert a.node.neighbours() == set()
                 assert a.live() == []
 
     run(main)
@@ -275,7 +275,7 @@ def test_a_large_run_is_counted_by_a_part_of_it_and_read_whole_by_a_monitor(tmp_
             b = await stack.enter_async_context(directory(tmp_path, "b", bootstraps=door))
             await until(sees(a, b), "a sees b")
             for start in range(0, len(many), 20):
-                await asyncio.gather(*(announce(b._node, identity) for identity in many[start : start + 20]))
+                await asyncio.gather(*(announce(b.node, identity) for identity in many[start : start + 20]))
             await until(lambda: a.headcount().is_estimate and len(a.live()) > 40, "a looked aside and went there")
             await until(lambda: 90 <= a.headcount().others <= 150, "the estimate settles")
             drawn = {candidate.peer_id for candidate in a.live()}

@@ -18,9 +18,8 @@ from harness.patience import PATIENCE_S
 
 from noloco_p2p.identity import Identity
 from noloco_p2p.swarm.addresses import host_port
-from noloco_p2p.swarm.dht import SwarmDirectory
+from noloco_p2p.swarm.directory import SwarmDirectory, Timing
 from noloco_p2p.swarm.records import PeerRecord
-from noloco_p2p.swarm.timing import Timing
 
 RUN = "cd" * 32
 QUICK = Timing(heartbeat_s=2.0, view_s=0.2, quick_view_s=0.2, dial_s=0.5, freshen_s=5.0)
@@ -39,7 +38,7 @@ time.time = lambda: right() + off_s  # the clock of a machine that nobody has se
 from pathlib import Path
 from noloco_p2p.errors import DirectoryError
 from noloco_p2p.identity import Identity
-from noloco_p2p.swarm.dht import SwarmDirectory
+from noloco_p2p.swarm.directory import SwarmDirectory, Timing
 
 async def main():
     path = Path(sys.argv[1])

@@ -15,8 +15,7 @@ from harness.patience import PATIENCE_S
 
 from noloco_p2p.dial_guard import DialGuard
 from noloco_p2p.errors import Unreachable
-from noloco_p2p.swarm.hole import TOKEN_BYTES, Hole
-from noloco_p2p.swarm.punch import Puncher, Words
+from noloco_p2p.swarm.punch import TOKEN_BYTES, Hole, Words, answer_through_hole
 from noloco_p2p.tcp import Mirror
 
 OPEN, BY_ADDRESS, USUAL, STRICT = (
@@ -78,11 +77,10 @@ async def mirrored() -> tuple[Mirror, tuple[str, int]]:
 def test_a_port_is_seen_as_it_is_and_shared_by_what_is_bound_to_it() -> None:
     async def main() -> None:
         mirror, observer = await mirrored()
-        hole = Hole()
-        view = await hole.look(observer)
-        assert view.seen == view.local
-        assert 0 <= view.round_trip_s < PATIENCE_S
-        hole.close()
+        with Hole(DialGuard()) as hole:
+            await hole.look(observer)
+            assert hole.seen == hole.local
+            assert 0 <= hole.round_trip_s < PATIENCE_S
         await mirror.stop()
 
     asyncio.run(asyncio.wait_for(main(), PATIENCE_S))
@@ -92,13 +90,13 @@ def test_a_port_is_seen_as_it_is_and_shared_by_what_is_bound_to_it() -> None:
 def test_who_does_not_know_the_token_is_not_the_partner(token: bytes) -> None:
     async def main() -> None:
         mirror, observer = await mirrored()
-        hole, loop = Hole(), asyncio.get_running_loop()
-        view = await hole.look(observer)
+        hole, loop = Hole(DialGuard()), asyncio.get_running_loop()
+        await hole.look(observer)
         opening = asyncio.create_task(hole.open([], b"t" * TOKEN_BYTES, says_first=False))
-        with socket.socket() as stranger, socket.socket() as partner:
+        with hole, socket.socket() as stranger, socket.socket() as partner:
             for each in (stranger, partner):
                 each.setblocking(False)
-                await loop.sock_connect(each, view.local)
+                await loop.sock_connect(each, hole.local)
             await loop.sock_sendall(stranger, token)
             await loop.sock_sendall(partner, b"t" * TOKEN_BYTES)
             with await opening as found:
@@ -106,7 +104,6 @@ def test_who_does_not_know_the_token_is_not_the_partner(token: bytes) -> None:
                 assert await loop.sock_recv(partner, 64) == b"t" * TOKEN_BYTES
                 with suppress(ConnectionResetError):  # the stranger's words may be unread
                     assert await loop.sock_recv(stranger, 64) == b""
-        hole.close()
         await mirror.stop()
 
     asyncio.run(asyncio.wait_for(main(), PATIENCE_S))
@@ -122,7 +119,7 @@ def test_a_partner_that_names_a_third_machine_is_stopped_by_the_guard() -> None:
             await guard.way("somebody", "127.0.0.9")
         near, far = socket.socketpair()
         relay, liar = await asyncio.open_connection(sock=near), await asyncio.open_connection(sock=far)
-        answering = asyncio.create_task(Puncher(guard).answer(relay, observer))
+        answering = asyncio.create_task(answer_through_hole(guard, relay, observer))
         liar[1].write(Words(("127.0.0.9", 22), token=bytes(TOKEN_BYTES)).line())
         with pytest.raises(Unreachable, match=r"attempts to dial 127\.0\.0\.9 failed"):
             await answering

@@ -26,13 +26,11 @@ from harness.swapping import Swapping, random_vector, swap_all, wait_until
 from noloco_p2p.errors import PeerError, Refused
 from noloco_p2p.gossip.frames import FetchItem, FetchWant, Hello, PeerStatus, Refuse, RefuseCode
 from noloco_p2p.gossip.seams import Candidate, FrameStream
-from noloco_p2p.net.authentication import MAX_CALLS_PER_PEER
 from noloco_p2p.net.client import GrpcTransport
-from noloco_p2p.net.connection import Connector
-from noloco_p2p.net.server import GrpcServer
+from noloco_p2p.net.connection import Connector, PeerStub
+from noloco_p2p.net.server import MAX_CALLS_PER_PEER, GrpcServer
 from noloco_p2p.net.session import Session
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
-from noloco_p2p.net.wire.v1.peer_pb2_grpc import PeerStub
 from noloco_p2p.spec import OuterSpec, RunSpec
 
 SPEC = RunSpec(name="entry", codec=FP32, outer=OuterSpec(wait=True))

@@ -34,12 +34,11 @@ from noloco_p2p.gossip.frames import (
 )
 from noloco_p2p.gossip.seams import Candidate, FrameStream
 from noloco_p2p.net.client import GrpcTransport
-from noloco_p2p.net.connection import Connector, translate
+from noloco_p2p.net.connection import Connector, PeerStub, translate
 from noloco_p2p.net.proxy import UNPROVEN_OF_ONE
 from noloco_p2p.net.server import GrpcServer
 from noloco_p2p.net.session import Session
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
-from noloco_p2p.net.wire.v1.peer_pb2_grpc import PeerStub
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.swarm.relay import splice
 

@@ -19,10 +19,9 @@ from noloco_p2p.errors import DirectoryError
 from noloco_p2p.identity import Identity
 from noloco_p2p.swarm.buckets import bucket_of, run_key
 from noloco_p2p.swarm.daemon import ListenOn
-from noloco_p2p.swarm.dht import SwarmDirectory
+from noloco_p2p.swarm.directory import SwarmDirectory, Timing
 from noloco_p2p.swarm.node import SwarmNode
 from noloco_p2p.swarm.records import TTL_S, PeerRecord, encode_record
-from noloco_p2p.swarm.timing import Timing
 
 RUN = "ab" * 32
 QUICK = Timing(heartbeat_s=0.5, view_s=0.2, quick_view_s=0.2, dial_s=0.5, freshen_s=1.0)
@@ -174,7 +173,7 @@ def test_a_key_used_twice_is_noticed_by_the_older_start_alone(tmp_path: Path) ->
             directory(tmp_path, "hub", spec_digest=None) as hub,
             directory(tmp_path, "1", bootstraps=tuple(hub.multiaddrs()), **start("older", 1000)) as older,
         ):
-            await until(lambda: older.neighbours() == {hub.peer_id}, "the first is in the DHT")
+            await until(lambda: older.node.neighbours() == {hub.peer_id}, "the first is in the DHT")
             async with directory(tmp_path, "2", bootstraps=tuple(hub.multiaddrs()), **start("newer", 2000)):
                 await until(lambda: "older" in heard, "the older start hears of the newer one")
             assert heard["older"].session_key == "newer"

@@ -13,8 +13,9 @@ from harness.patience import PATIENCE_S, until
 
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.identity import Identity
+from noloco_p2p.owned_tasks import end_tasks
 from noloco_p2p.swarm.daemon import ListenOn
-from noloco_p2p.swarm.node import SwarmNode, end_tasks
+from noloco_p2p.swarm.node import SwarmNode
 from noloco_p2p.swarm.relay import CIRCUIT, NUM_RESERVATIONS, Relay, Reservations, relays_of
 from noloco_p2p.swarm.tunnel import MAX_PORTS, Tunnels
 

@@ -21,8 +21,7 @@ from hivemind.p2p import PeerID
 from noloco_p2p.dial_guard import DialGuard
 from noloco_p2p.errors import DirectoryError, Unreachable
 from noloco_p2p.rates import Rate, TokenBucket
-from noloco_p2p.swarm.address_filter import of_one_host
-from noloco_p2p.swarm.addresses import by_reach, guarded, host_in, tcp_target
+from noloco_p2p.swarm.addresses import by_reach, guarded, host_in, of_one_host, tcp_target
 from noloco_p2p.swarm.kademlia.client import ANSWER_FAULTS, DaemonClient, known_id
 from noloco_p2p.swarm.streams import count_down
 
@@ -108,7 +107,7 @@ class Whereabouts:
         """
         if await self._client.hosts_of(peer_id):
             return  # the peer is already connected, so the addresses do not matter
-        believed = of_one_host(told, only_public=self._guard.only_public)
+        believed = of_one_host(told, is_outside=self._guard.only_public)
         ways = [await guarded(self._guard, peer_id, address) for address in believed]
         if ways:
             await asyncio.wait_for(self._client.connect(peer_id, ways), self._wait_s)

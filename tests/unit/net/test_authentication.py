@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import AsyncIterator
-from typing import Any
 
 import grpc
 import pytest
@@ -14,8 +12,8 @@ from harness.patience import PATIENCE_S
 
 from noloco_p2p.errors import Refused
 from noloco_p2p.hosts import network_of
-from noloco_p2p.net.authentication import TurnedAway
-from noloco_p2p.net.server import _Asked
+from noloco_p2p.net import server
+from noloco_p2p.net.server import TurnedAway, _answer, _asked
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 
 
@@ -52,7 +50,7 @@ def test_a_scan_is_told_in_one_line_a_minute(caplog: pytest.LogCaptureFixture) -
 
 
 class Call:
-    """The part of gRPC's server call that `_Asked` uses."""
+    """The part of gRPC's server call that `_asked` and `_answer` use."""
 
     def __init__(self, *, takes: bool = True) -> None:
         self.answers: list[bytes] = []
@@ -78,17 +76,14 @@ async def words(*messages: bytes, then_waits: bool = False) -> AsyncIterator[byt
         await asyncio.Event().wait()
 
 
-def ask(call: Call, requests: AsyncIterator[bytes]) -> None:
-    async def method(request: pb.StatusRequest, context: Any) -> pb.StatusReply:
-        return pb.StatusReply(progress=len(request.swap_id))
-
-    asked = _Asked(method, pb.StatusRequest, enter=contextlib.nullcontext, first_words_s=0.05, take_s=0.05)
-    asyncio.run(asyncio.wait_for(asked._answer(requests, call), PATIENCE_S))
+async def ask(call: Call, requests: AsyncIterator[bytes]) -> None:
+    request = await _asked(requests, call, pb.StatusRequest)
+    await _answer(call, pb.StatusReply(progress=len(request.swap_id)))
 
 
 def test_a_request_is_answered() -> None:
     call = Call()
-    ask(call, words(pb.StatusRequest(swap_id=bytes(7)).SerializeToString(), then_waits=True))
+    asyncio.run(ask(call, words(pb.StatusRequest(swap_id=bytes(7)).SerializeToString(), then_waits=True)))
     assert call.answers == [pb.StatusReply(progress=7).SerializeToString()]
 
 
@@ -101,7 +96,9 @@ def test_a_request_is_answered() -> None:
     ],
 )
 def test_who_says_nothing_or_nonsense_or_takes_nothing_is_not_waited_for(
-    messages: tuple[bytes, ...], takes: bool, sentence: str
+    messages: tuple[bytes, ...], takes: bool, sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(server, "FIRST_WORDS_S", 0.05)
+    monkeypatch.setattr(server, "TAKE_S", 0.05)
     with pytest.raises(EndedError, match=sentence):
-        ask(Call(takes=takes), words(*messages, then_waits=True))
+        asyncio.run(asyncio.wait_for(ask(Call(takes=takes), words(*messages, then_waits=True)), PATIENCE_S))

@@ -15,7 +15,7 @@ from noloco_p2p.errors import CorruptPayload
 from noloco_p2p.gossip.frames import MAX_CHUNKS_PER_REQUEST, FetchItem, Hello, WantChunks, WantManifest
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.net.client import GrpcTransport
-from noloco_p2p.net.server import _want
+from noloco_p2p.net.convert import want_from_wire
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 
 
@@ -53,7 +53,7 @@ def test_a_request_for_more_chunks_than_a_call_may_bring_is_refused() -> None:
     """The limit is checked before the state is looked up, as a list of chunk numbers is cheap to send."""
     indices = range(MAX_CHUNKS_PER_REQUEST)
     whole = pb.FetchRequest(chunks=pb.ChunksRequest(manifest_digest=bytes(32), indices=indices))
-    assert _want(whole) == WantChunks(bytes(32), tuple(indices))
+    assert want_from_wire(whole) == WantChunks(bytes(32), tuple(indices))
     whole.chunks.indices.append(MAX_CHUNKS_PER_REQUEST)
     with pytest.raises(CorruptPayload, match="at once"):
-        _want(whole)
+        want_from_wire(whole)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from noloco_p2p.errors import CorruptPayload, TimedOut, Unreachable
 from noloco_p2p.gossip.frames import Accept, Chunk, Hello, Offer, Ready, Standing
 from noloco_p2p.gossip.units import Slice
-from noloco_p2p.net import framing
+from noloco_p2p.net import convert
 from noloco_p2p.net.swap_stream import LEAVE, WINDOW_FRAMES, Order, SwapConnection, SwapStream
 
 HELLO = Hello("peer", "run", "digest")
@@ -182,10 +182,10 @@ def test_one_connection_says_no_numbers_and_a_second_one_begins_to() -> None:
         (first, first_end), (second, second_end) = MemoryWire.pair([0]), MemoryWire.pair([0])
         here = Stream(first)
         await here.send(chunk(0))
-        assert framing.decode(await first_end.read() or b"") == (chunk(0), 0)
+        assert convert.decode(await first_end.read() or b"") == (chunk(0), 0)
         here.add(SwapConnection(second))
         await here.send(chunk(1))
-        assert framing.decode(await first_end.read() or b"") == (chunk(1), 2)
+        assert convert.decode(await first_end.read() or b"") == (chunk(1), 2)
         assert second_end.incoming.messages.empty(), "the first connection was free"
         await here.close()
 
@@ -197,8 +197,8 @@ def test_a_connection_that_dies_ends_the_stream_behind_what_is_here() -> None:
         here, there, wires = linked([[0], [0]])
         await here.send(chunk(0))
         assert await there.receive(PATIENCE_S) == chunk(0)
-        await wires[0][0].outgoing.put(framing.encode(chunk(1), sequence=2))
-        await wires[0][0].outgoing.put(framing.encode(chunk(3), sequence=4))  # 3 was on the connection that dies
+        await wires[0][0].outgoing.put(convert.encode(chunk(1), sequence=2))
+        await wires[0][0].outgoing.put(convert.encode(chunk(3), sequence=4))  # 3 was on the connection that dies
         await wires[1][0].outgoing.put(Unreachable("cut", peer="peer"))
         assert await there.receive(PATIENCE_S) == chunk(1)
         with pytest.raises(Unreachable, match="cut"):
@@ -215,10 +215,10 @@ def test_a_connection_that_dies_ends_the_stream_behind_what_is_here() -> None:
 def test_a_connection_that_is_left_takes_nothing_with_it() -> None:
     async def main() -> None:
         here, there, wires = linked([[0], [0]])
-        await wires[1][0].outgoing.put(framing.encode(chunk(0), sequence=1))
+        await wires[1][0].outgoing.put(convert.encode(chunk(0), sequence=1))
         await wires[1][0].outgoing.put(LEAVE)
         assert await there.receive(PATIENCE_S) == chunk(0)
-        await wires[0][0].outgoing.put(framing.encode(chunk(1), sequence=2))
+        await wires[0][0].outgoing.put(convert.encode(chunk(1), sequence=2))
         assert await there.receive(PATIENCE_S) == chunk(1)
         assert wires[1][1].is_closed
         assert there.num_connections == 1
@@ -235,9 +235,9 @@ def test_numbers_that_cannot_be_are_refused_or_waited_for(sequence: int) -> None
     async def main() -> None:
         here, there, wires = linked([[0], [0]])
         for index in range(2):
-            await wires[0][0].outgoing.put(framing.encode(chunk(index), sequence=index + 1))
+            await wires[0][0].outgoing.put(convert.encode(chunk(index), sequence=index + 1))
             assert await there.receive(PATIENCE_S) == chunk(index)
-        await wires[1][0].outgoing.put(framing.encode(chunk(2), sequence=sequence))
+        await wires[1][0].outgoing.put(convert.encode(chunk(2), sequence=sequence))
         with pytest.raises(TimedOut if sequence > 2 else CorruptPayload):
             await there.receive(0.05)
         await there.close()

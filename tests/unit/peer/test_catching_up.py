@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Seque
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -16,8 +17,8 @@ from noloco_p2p.errors import ModelError, Refused, TimedOut, Unreachable
 from noloco_p2p.gossip.frames import LayoutJson, PeerStatus
 from noloco_p2p.gossip.layout import ModelLayout
 from noloco_p2p.gossip.seams import Candidate
-from noloco_p2p.peer import entering
-from noloco_p2p.peer.entering import Entering
+from noloco_p2p.peer import membership
+from noloco_p2p.peer.membership import Membership
 from noloco_p2p.peer.network_thread import NetworkThread
 from noloco_p2p.presets import PRESETS
 from noloco_p2p.telemetry.progress import Progress
@@ -48,7 +49,7 @@ class Others:
     mates = live
 
     def reached(self, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-        """Need a running loop, as `swarm.tunnel` does when it creates a task for a missing tunnel."""
+        """Need a running loop, as `Tunnels` does when it creates a task for a missing tunnel."""
         asyncio.get_running_loop()
         return [replace(each, can_be_called=True) if each.peer_id == "relayed" else each for each in candidates]
 
@@ -67,7 +68,7 @@ class Others:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wait for nobody between two tries."""
-    monkeypatch.setattr(entering, "ASK_AGAIN_S", 0.0)
+    monkeypatch.setattr(membership, "ASK_AGAIN_S", 0.0)
 
 
 Fetch = Callable[..., Coroutine[Any, Any, None]]
@@ -86,29 +87,31 @@ def asked_of(others: Others, *, is_told_stale: bool, num_tries: int = 1) -> list
 
 def catch_up(others: Others, *, num_tries: int = 1, is_told_stale: bool = False, fetch: Fetch) -> None:
     """Try to catch up, without getting a state."""
-    with entering_to(others, is_told_stale=is_told_stale, fetch=fetch) as made:
+    with membership_to(others, is_told_stale=is_told_stale, fetch=fetch) as made:
         for _ in range(num_tries):
-            assert made.catch_up(LAYOUT, progress=OWN, target=Path("nowhere")) is None
+            assert made.catch_up(progress=OWN, target=Path("nowhere")) is None
 
 
 @contextmanager
-def entering_to(others: Others, *, is_told_stale: bool = False, fetch: Fetch) -> Iterator[Entering]:
+def membership_to(others: Others, *, is_told_stale: bool = False, fetch: Fetch) -> Iterator[Membership]:
     thread = NetworkThread()
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(entering, "fetch_state", fetch)
-            yield Entering(
-                SPEC,
+            patch.setattr(membership, "fetch_state", fetch)
+            network = SimpleNamespace(
+                spec=SPEC,
                 thread=thread,
-                directory=cast(Any, others),
-                transport=cast(Any, others),
-                live_peers=cast(Any, others),
-                is_told_stale=lambda: is_told_stale,
-                ticket=None,
+                target=SPEC,
+                transport=others,
                 expects_others=True,
                 progress=Progress(),
                 leaving=threading.Event(),
+                directory=others,
+                live_peers=others,
+                states=SimpleNamespace(layout=LAYOUT),
+                service=SimpleNamespace(take_refused_as_stale=lambda: is_told_stale),
             )
+            yield Membership(cast(Any, network))
     finally:
         thread.stop()
 
@@ -140,7 +143,7 @@ def test_one_refusal_moves_nobody() -> None:
 def test_training_does_not_wait_for_a_donor_without_end(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(entering, "CATCH_UP_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(membership, "CATCH_UP_TIMEOUT_S", 0.05)
 
     async def fetch(*_: object, **rest: object) -> None:
         await asyncio.Event().wait()
@@ -163,8 +166,8 @@ def test_a_newcomer_with_another_model_learns_so_from_a_run_that_has_trained() -
     async def fetch(*_: object, **rest: object) -> None:
         """No state fits."""
 
-    with entering_to(others, fetch=fetch) as made, pytest.raises(ModelError, match="weight"):
-        made.enter(LAYOUT, target=Path("nowhere"))
+    with membership_to(others, fetch=fetch) as made, pytest.raises(ModelError, match="weight"):
+        made._fetch_first(Path("nowhere"))
 
 
 @pytest.mark.parametrize("stage", [None, 2])
@@ -181,11 +184,11 @@ def test_a_newcomer_waits_while_those_who_are_listed_are_dead(
         if others.num_fetches == 3:  # the record has expired
             others.candidates = []
 
-    with entering_to(others, fetch=fetch) as made:
+    with membership_to(others, fetch=fetch) as made:
         if stage is None:
-            assert made.enter(LAYOUT, target=Path("nowhere")) is None
+            assert made._fetch_first(Path("nowhere")) is None
         else:
             with pytest.raises(Unreachable, match="the peers that held this stage are gone"):
-                made.enter(LAYOUT, target=Path("nowhere"))
+                made._fetch_first(Path("nowhere"))
     assert others.num_fetches == 3
     assert caplog.text.count("no peer of the run is answering") == 1

@@ -8,9 +8,9 @@ import threading
 import pytest
 from harness.patience import PATIENCE_S
 
+from noloco_p2p.owned_tasks import end_tasks
 from noloco_p2p.peer.pausing import IN_USE, Pausing, Reason, watch, watch_machine
 from noloco_p2p.settings import PeerSettings
-from noloco_p2p.swarm.node import end_tasks
 
 NIGHT = Reason("hours", "it is night")
 

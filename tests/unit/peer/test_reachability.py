@@ -73,8 +73,8 @@ def test_a_mapping_is_published_unless_peers_dial_back_in_vain() -> None:
     ids=["turned off", "announced", "loopback"],
 )
 def test_a_router_is_not_asked_when_it_need_not_be(settings: dict[str, str]) -> None:
-    assert not reachable(**{"listen": "192.168.1.7:31337", **settings})._port_mapping._client
-    assert reachable(listen="192.168.1.7:31337")._port_mapping._client
+    assert not reachable(**{"listen": "192.168.1.7:31337", **settings})._port_mapping.asks
+    assert reachable(listen="192.168.1.7:31337")._port_mapping.asks
 
 
 @pytest.mark.parametrize(

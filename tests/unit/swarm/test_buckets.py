@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from statistics import median
 from types import MappingProxyType
 
@@ -24,8 +24,8 @@ from noloco_p2p.swarm.buckets import (
     SPLIT_ABOVE,
     WINDOW_READS,
     Bucket,
-    BucketSampler,
     Census,
+    Found,
     best_depth,
     bucket_of,
     buckets_at,
@@ -35,6 +35,19 @@ from noloco_p2p.swarm.buckets import (
 )
 
 DIGEST = "ab" * 32
+clock_s = [0.0]
+
+
+def census_at(depth: int = 0) -> Census:
+    """Return a census of a peer that reads at a depth. It can read nothing by itself."""
+
+    async def read(buckets: Sequence[Bucket]) -> list[Found]:
+        return []
+
+    clock_s[0] = 0.0
+    made = Census(read, rng=random.Random(0), clock=lambda: clock_s[0])
+    made.depth = depth
+    return made
 
 
 @given(st.text(max_size=60), st.integers(0, MAX_DEPTH - 1))
@@ -60,21 +73,21 @@ def test_peers_spread_evenly_over_buckets() -> None:
 
 
 def test_two_buckets_are_drawn_and_one_at_a_time_is_drawn_anew() -> None:
-    sampler, before = BucketSampler(random.Random(1)), ROOT
+    census, before = census_at(3), ROOT
     for turn in range(50):
-        bucket = sampler.next(3)
+        bucket = census.next()
         assert bucket != before
-        sampler.took(bucket, [f"{bucket.index}"])
-        assert sampler.peers() == ({f"{bucket.index}", f"{before.index}"} if turn else {f"{bucket.index}"})
+        census.took(bucket, Found({f"{bucket.index}": (3,)}, share=1 / 32))
+        assert census.drawn() == ({f"{bucket.index}", f"{before.index}"} if turn else {f"{bucket.index}"})
         before = bucket
 
 
 def test_a_single_bucket_is_read_again_and_brought_up_to_date() -> None:
-    sampler = BucketSampler(random.Random(1))
+    census = census_at()
     for found in (["a", "b"], ["b"], ["b", "c"]):
-        assert sampler.next(0) == ROOT
-        sampler.took(ROOT, found)
-        assert sampler.peers() == set(found)
+        assert census.next() == ROOT
+        census.took(ROOT, Found(dict.fromkeys(found, (0,))))
+        assert census.drawn() == set(found)
 
 
 def test_every_bucket_is_drawn_with_the_same_chance() -> None:
@@ -100,75 +113,79 @@ def test_the_best_depth(size: float, depth: int) -> None:
 
 
 def test_a_swarm_of_up_to_48_peers_has_one_bucket_and_is_counted_exactly() -> None:
-    census = Census(random.Random(0))
+    census = census_at()
     for size in (1, 4, 32, SPLIT_ABOVE):
-        census.note(size, now_s=0.0)
+        census.note(size)
         assert (census.depth, census.size) == (0, size)
-    census.note(4, now_s=0.0)
-    assert census.depths(0.0) == (0,)
+    census.note(4)
+    assert census.depths() == (0,)
 
 
 def test_near_a_limit_a_peer_is_announced_on_both_sides_of_it() -> None:
-    census = Census(random.Random(0))
-    census.note(SPLIT_ABOVE - 1, now_s=0.0)
-    assert census.depths(0.0) == (0, 1)
-    census.note(SPLIT_ABOVE + 2, now_s=0.0)
+    census = census_at()
+    census.note(SPLIT_ABOVE - 1)
+    assert census.depths() == (0, 1)
+    census.note(SPLIT_ABOVE + 2)
     assert census.depth == 1
-    assert census.depths(LINGER_S + 1) == (1, 0), f"{SPLIT_ABOVE / 2} in a bucket is below {ALSO_SHALLOWER_BELOW}"
+    clock_s[0] = LINGER_S + 1
+    assert census.depths() == (1, 0), f"{SPLIT_ABOVE / 2} in a bucket is below {ALSO_SHALLOWER_BELOW}"
 
 
 def test_after_a_change_of_depth_a_peer_can_be_found_at_the_old_one_for_a_while() -> None:
-    census = Census(random.Random(0))
-    census.note(1000, now_s=0.0)
-    assert census.depths(LINGER_S - 1) == (5, 0)
-    assert census.depths(LINGER_S + 1) == (5,)
+    census = census_at()
+    census.note(1000)
+    clock_s[0] = LINGER_S - 1
+    assert census.depths() == (5, 0)
+    clock_s[0] = LINGER_S + 1
+    assert census.depths() == (5,)
 
 
 def test_one_odd_bucket_changes_nothing() -> None:
-    census = Census(random.Random(0))
-    census.note(1000, now_s=0.0)
+    census = census_at()
+    census.note(1000)
     for count in (32, 30, 33, 31, 70, 5):
-        census.note(count, now_s=0.0)
+        census.note(count)
         assert census.depth == 5
 
 
 def test_a_few_records_elsewhere_are_no_evidence() -> None:
-    census = Census(random.Random(0))
-    census.note(4, now_s=0.0)
-    census.note_aside(12, [EVIDENCE - 1], now_s=0.0)
+    census = census_at()
+    census.note(4)
+    census.note_aside(12, [EVIDENCE - 1])
     assert census.depth == 0
-    census.note_aside(12, [40.0, 40.0], now_s=0.0)
+    census.note_aside(12, [40.0, 40.0])
     assert census.depth == 0, "too few looks"
-    census.note_aside(12, [40.0, 40.0, 0.0], now_s=0.0)
+    census.note_aside(12, [40.0, 40.0, 0.0])
     assert census.depth == 0, "they do not agree"
 
 
 def test_who_goes_elsewhere_stays_at_its_base_until_it_finds_its_peers_there() -> None:
-    census = Census(random.Random(0))
-    census.note(4, now_s=0.0)
-    census.note_aside(16, [EVIDENCE] * LOOKS_THAT_AGREE, now_s=0.0)
+    census = census_at()
+    census.note(4)
+    census.note_aside(16, [EVIDENCE] * LOOKS_THAT_AGREE)
     assert (census.depth, census.base) == (13, 0)
+    clock_s[0] = LINGER_S + 1
     for is_there in [True] * (WINDOW_READS - 1) + [False] + [True] * WINDOW_READS:
-        assert 0 in census.depths(LINGER_S + 1)
-        census.note_base(["other"])
+        assert 0 in census.depths()
+        census.took(ROOT, Found({"other": (0,)}))
         assert census.witness == "other"
         census.note_witness(is_there)
-    assert 0 not in census.depths(LINGER_S + 1)
+    assert 0 not in census.depths()
 
 
 def test_where_nobody_is_found_after_all_the_way_back_is_short() -> None:
-    census, reads = Census(random.Random(0)), 0
-    census.note_aside(16, [EVIDENCE] * LOOKS_THAT_AGREE, now_s=0.0)
+    census, reads = census_at(), 0
+    census.note_aside(16, [EVIDENCE] * LOOKS_THAT_AGREE)
     while census.depth > 0:
-        census.note(0, now_s=0.0)
+        census.note(0)
         reads += 1
     assert reads <= WINDOW_READS, "it was 51"
     assert census.base is None
 
 
 def test_a_neighbour_that_reads_elsewhere_says_where_to_look() -> None:
-    census = Census(random.Random(0))
-    census.note(30, homes=[0, 0, 4, 4, 7], now_s=0.0)
+    census = census_at()
+    census.note(30, homes=[0, 0, 4, 4, 7])
     assert census.aside() == 4
     asides = [census.aside() for _ in range(MAX_DEPTH)]
     assert sorted(asides) == list(range(1, MAX_DEPTH + 1)), "then all others, each once"
@@ -245,7 +262,7 @@ def test_a_liar_at_other_depths_hides_no_peer_from_another(seed: int, lies: dict
         swarm.run(10)
         members = list(swarm.members.values())
         assert min(swarm.visible_share(member) for member in members) == 1.0
-        drawn = [member.sampler.peers() & {*swarm.members} - {member.peer_id} for member in members]
+        drawn = [member.census.drawn() & {*swarm.members} - {member.peer_id} for member in members]
         assert min(map(len, drawn)) >= len(members) // 2
     swarm.lies = {}
     swarm.run(LINGER_S)
@@ -253,7 +270,7 @@ def test_a_liar_at_other_depths_hides_no_peer_from_another(seed: int, lies: dict
 
 
 def test_the_depth_of_a_bucket_is_bounded() -> None:
-    census = Census(random.Random(0))
-    census.note(10**9, now_s=0.0)
-    assert max(census.depths(0.0)) == MAX_DEPTH
+    census = census_at()
+    census.note(10**9)
+    assert max(census.depths()) == MAX_DEPTH
     assert Bucket(MAX_DEPTH, (1 << MAX_DEPTH) - 1).holds("x") in (True, False)

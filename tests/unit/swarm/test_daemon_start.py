@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,7 @@ from noloco_p2p.dial_guard import DialGuard
 from noloco_p2p.errors import DirectoryError
 from noloco_p2p.swarm import daemon, node
 from noloco_p2p.swarm.daemon import ListenOn, probe_port
-from noloco_p2p.swarm.dht import SwarmDirectory
+from noloco_p2p.swarm.directory import SwarmDirectory
 from noloco_p2p.swarm.node import SwarmNode
 
 TOO_MANY = OSError(24, "Too many open files")
@@ -45,22 +43,6 @@ def test_the_watchdog_tries_again_whatever_was_short(monkeypatch: pytest.MonkeyP
 
     asyncio.run(Short(Path("key"), "peer", ListenOn("127.0.0.1"), is_client=False, guard=DialGuard())._restart())
     assert not faults
-
-
-def test_a_socket_that_accepts_nobody_holds_up_no_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
-        monkeypatch.setattr(tempfile, "tempdir", folder)
-        full, gone = (Path(folder) / f"{daemon.SOCKET_PREFIX}{name}.sock" for name in ("full", "gone"))
-        with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as waiting:
-            listener.bind(str(full))
-            listener.listen(0)
-            waiting.connect(str(full))
-            with socket.socket(socket.AF_UNIX) as stale:
-                stale.bind(str(gone))
-            for path in (full, gone):
-                os.utime(path, (0, 0))
-            daemon._remove_stale_sockets()
-            assert (full.exists(), gone.exists()) == (True, False)
 
 
 def test_a_node_without_its_relay_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from harness.patience import PATIENCE_S
 
 from noloco_p2p.dial_guard import DialGuard
 from noloco_p2p.errors import DirectoryError
-from noloco_p2p.swarm.addresses import any_public, host_of, host_port, is_public, only_public
+from noloco_p2p.swarm.addresses import host_of, host_port, is_public, only_public
 from noloco_p2p.swarm.dial_back import (
     ASKED_PEERS,
     DIALS_A_MINUTE_OF_ONE,
@@ -69,15 +69,10 @@ def test_public_hosts(host: str, expected: bool) -> None:
     assert is_public(host) is expected
 
 
-def test_one_public_address_is_enough() -> None:
-    private = ["/ip4/10.0.0.1/tcp/1", f"/dns4/bootstrap/tcp/1/p2p/{PEER}", "/unix/tmp/socket"]
-    assert not any_public(private)
-    assert any_public([*private, f"/dns4/peer.example.org/tcp/1/p2p/{PEER}"])
-
-
 def test_only_public_addresses_are_left() -> None:
-    public = f"/ip4/8.8.8.8/tcp/31338/p2p/{PEER}"
-    assert only_public([f"/ip4/10.0.0.1/tcp/1/p2p/{PEER}", public, f"/ip6/::1/tcp/1/p2p/{PEER}"]) == [public]
+    public = [f"/ip4/8.8.8.8/tcp/31338/p2p/{PEER}", f"/dns4/peer.example.org/tcp/1/p2p/{PEER}"]
+    private = ["/ip4/10.0.0.1/tcp/1", f"/dns4/bootstrap/tcp/1/p2p/{PEER}", "/unix/tmp/socket", "/ip6/::1/tcp/1"]
+    assert only_public([*private, *public]) == public
 
 
 def test_an_ipv6_address_stands_in_brackets() -> None:

@@ -12,10 +12,16 @@ from harness.home_router import UpnpRouter
 from harness.patience import PATIENCE_S
 
 from noloco_p2p.swarm import port_mapping
-from noloco_p2p.swarm.port_mapping import MappedPorts, NoMapping, PortMapping, Upnp, client_of
+from noloco_p2p.swarm.port_mapping import MappedPorts, NoMapping, PortMapping
 
 OUTSIDE = "45.77.0.9"
 PORTS = (31337, 31338)
+
+
+def mapping(on_change: Callable[[], None] = lambda: None) -> PortMapping:
+    made = PortMapping("192.168.1.7", ports=lambda: PORTS, on_change=on_change)
+    made._local_host = "127.0.0.1"  # where the doubles are
+    return made
 
 
 def run(main: Callable[[], Coroutine[None, None, None]]) -> None:
@@ -28,11 +34,11 @@ def test_upnp_maps_both_ports_and_removes_them() -> None:
 
     async def main() -> None:
         with UpnpRouter(OUTSIDE) as router:
-            client = Upnp("127.0.0.1")
-            mapping = await client.map(PORTS)
-            assert mapping == MappedPorts(OUTSIDE, PORTS)
+            made = mapping()
+            made.mapped = await made._ask()
+            assert made.mapped == MappedPorts(OUTSIDE, PORTS)
             assert router.mapped == {31337: "127.0.0.1:31337", 31338: "127.0.0.1:31338"}
-            await client.unmap(mapping)
+            await made.close()
             assert not router.mapped
 
     run(main)
@@ -40,13 +46,13 @@ def test_upnp_maps_both_ports_and_removes_them() -> None:
 
 def test_a_router_that_holds_a_request_up_is_not_asked_another_one() -> None:
     async def main() -> None:
-        client, goes_on = Upnp("127.0.0.1"), threading.Event()
-        held = asyncio.create_task(client._beside(goes_on.wait))
+        made, goes_on = mapping(), threading.Event()
+        held = asyncio.create_task(made._beside(goes_on.wait))
         await asyncio.sleep(0)
         with pytest.raises(NoMapping, match="still processing"):
-            await client.map(PORTS)
-        assert client._thread is not None
-        assert client._thread.daemon, "the process can end meanwhile"
+            await made._beside(made._map)
+        assert made._thread is not None
+        assert made._thread.daemon, "the process can end meanwhile"
         goes_on.set()
         assert await held
 
@@ -58,10 +64,11 @@ def test_a_port_that_another_machine_has_is_replaced() -> None:
 
     async def main() -> None:
         with UpnpRouter(OUTSIDE, refuses=frozenset({31338})) as router:
-            mapping = await Upnp("127.0.0.1").map(PORTS)
-            assert mapping.ports[0] == 31337
-            assert mapping.ports[1] in port_mapping.OTHER_PORTS
-            assert router.mapped[mapping.ports[1]] == "127.0.0.1:31338"
+            mapped = await mapping()._ask()
+            assert mapped
+            assert mapped.ports[0] == 31337
+            assert mapped.ports[1] in port_mapping.OTHER_PORTS
+            assert router.mapped[mapped.ports[1]] == "127.0.0.1:31338"
 
     run(main)
 
@@ -70,8 +77,9 @@ def test_an_upnp_router_that_refuses_all_ports_is_of_no_use() -> None:
     pytest.importorskip("miniupnpc")
 
     async def main() -> None:
+        made = mapping()
         with UpnpRouter(OUTSIDE, refuses=frozenset(range(65_536))), pytest.raises(NoMapping, match="Conflict"):
-            await Upnp("127.0.0.1").map(PORTS)
+            await made._beside(made._map)
 
     run(main)
 
@@ -82,15 +90,15 @@ def test_a_mapping_is_announced_and_removed_at_the_end() -> None:
     async def main() -> None:
         with UpnpRouter(OUTSIDE) as router:
             changed = asyncio.Event()
-            mapping = PortMapping(Upnp("127.0.0.1"), ports=lambda: PORTS, on_change=changed.set)
-            task = asyncio.create_task(mapping.run())
+            made = mapping(changed.set)
+            task = asyncio.create_task(made.run())
             await changed.wait()
             task.cancel()
-            assert mapping.mapped == MappedPorts(OUTSIDE, PORTS)
+            assert made.mapped == MappedPorts(OUTSIDE, PORTS)
             assert router.mapped
-            await mapping.close()
+            await made.close()
             assert not router.mapped
-            assert mapping.mapped is None
+            assert made.mapped is None
 
     run(main)
 
@@ -100,9 +108,7 @@ def test_a_router_with_a_private_address_is_of_no_use() -> None:
 
     async def main() -> None:
         with UpnpRouter("100.64.0.9") as router:
-            client = Upnp("127.0.0.1")
-            mapping = PortMapping(client, ports=lambda: PORTS, on_change=lambda: pytest.fail("nothing changed"))
-            assert await mapping._ask(client) is None
+            assert await mapping()._ask() is None
             assert not router.mapped, "what nobody can reach is removed"
 
     run(main)
@@ -110,4 +116,4 @@ def test_a_router_with_a_private_address_is_of_no_use() -> None:
 
 @pytest.mark.parametrize("host", ["45.77.0.9", "127.0.0.1", "2001:db8::7"])
 def test_no_router_is_asked_for_a_peer_that_needs_none(host: str) -> None:
-    assert client_of(host) is None
+    assert not PortMapping(host, ports=lambda: PORTS).asks

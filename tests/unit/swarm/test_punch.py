@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from noloco_p2p.swarm.hole import TOKEN_BYTES
-from noloco_p2p.swarm.punch import MAX_WAIT_S, NO_TOKEN, Words, targets, wait_s
+from noloco_p2p.swarm.punch import MAX_WAIT_S, NO_TOKEN, TOKEN_BYTES, Words, targets, wait_s
 from noloco_p2p.swarm.streams import MAX_LINE_BYTES
 from noloco_p2p.tcp import Endpoint
 

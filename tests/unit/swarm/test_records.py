@@ -283,7 +283,7 @@ def test_hours_and_tokens_that_are_not_told_are_not_known() -> None:
 
 
 def test_neither_hivemind_nor_torch_is_imported() -> None:
-    modules = "noloco_p2p.swarm.records, noloco_p2p.swarm.dht, noloco_p2p.identity, noloco_p2p.ticket"
+    modules = "noloco_p2p.swarm.records, noloco_p2p.swarm.directory, noloco_p2p.identity, noloco_p2p.ticket"
     check = f"import sys, {modules}; sys.exit(str({{'torch', 'hivemind'}} & sys.modules.keys() or 0))"
     done = subprocess.run(
         [sys.executable, "-c", check.replace("sys.exit(str(", "print(str(")], capture_output=True, text=True

@@ -9,8 +9,8 @@ import pytest
 from harness.patience import PATIENCE_S
 
 from noloco_p2p.errors import DirectoryError
+from noloco_p2p.owned_tasks import end_tasks
 from noloco_p2p.swarm.dial_back import DialBackServer
-from noloco_p2p.swarm.node import end_tasks
 from noloco_p2p.swarm.relay import BEATS, MAX_STREAMS_OF_A_RESERVATION, NO, YES, Relay
 from noloco_p2p.swarm.streams import KEPT_FOR_RELAYS, MAX_LINE_BYTES, MAX_STREAMS, MAX_STREAMS_OF_ONE, Streams
 

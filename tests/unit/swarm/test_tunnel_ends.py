@@ -13,7 +13,8 @@ from harness.patience import PATIENCE_S, until
 from noloco_p2p.dial_guard import DialGuard
 from noloco_p2p.errors import DirectoryError
 from noloco_p2p.gossip.seams import Candidate
-from noloco_p2p.swarm.relay import CIRCUIT, PUNCH, YES, Ends
+from noloco_p2p.swarm.relay import CIRCUIT, PUNCH, YES
+from noloco_p2p.swarm.streams import Ends
 from noloco_p2p.swarm.tunnel import MAX_SERVED, Tunnels
 
 
@@ -113,7 +114,7 @@ async def come_in(tunnels: Tunnels, relay: str = "relay") -> tuple[bytes, asynci
         finally:
             near[1].close()
 
-    tunnels._own(serve())
+    tunnels._tasks.start(serve())
     return await reader.read(1), writer
 
 

@@ -133,14 +133,14 @@ class Offer(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., swap_id: _Optional[bytes] = ..., standing: _Optional[_Union[Standing, _Mapping]] = ..., ages: _Optional[bytes] = ..., at_most: _Optional[int] = ...) -> None: ...
 
 class Accept(_message.Message):
-    __slots__ = ("hello", "standing", "slice")
+    __slots__ = ("hello", "standing", "part")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     STANDING_FIELD_NUMBER: _ClassVar[int]
-    SLICE_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     standing: Standing
-    slice: Slice
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., standing: _Optional[_Union[Standing, _Mapping]] = ..., slice: _Optional[_Union[Slice, _Mapping]] = ...) -> None: ...
+    part: Slice
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., standing: _Optional[_Union[Standing, _Mapping]] = ..., part: _Optional[_Union[Slice, _Mapping]] = ...) -> None: ...
 
 class Refuse(_message.Message):
     __slots__ = ("code", "sentence", "retry_after_s")

@@ -1,19 +1,39 @@
+"""Which peers are dialled when, and what is remembered of them."""
+
 from __future__ import annotations
 
-from noloco_p2p.swarm.dial_plan import ENOUGH_NEIGHBOURS, LONGEST_PAUSE_LOST_S, LOST_PEERS, DialPlan
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from noloco_p2p.swarm.dialer import (
+    DIALLED_AT_ONCE,
+    ENOUGH_NEIGHBOURS,
+    LONGEST_PAUSE_LOST_S,
+    LOST_PEERS,
+    MAX_ADDRESSES,
+    MAX_FILE_BYTES,
+    MAX_PEERS,
+    AddressBook,
+    Dialer,
+)
 
 BOOT = {"boot": ["/boot/1"]}
 BOOK = {"b": ("/b/1",), "me": ("/me/1",)}
 
 
-def plan() -> DialPlan:
-    return DialPlan("me", BOOT, longest_pause_s=10.0)
+def plan() -> Dialer:
+    return Dialer(cast(Any, SimpleNamespace(peer_id="me")), BOOT, AddressBook(), every_s=10.0)
 
 
 def test_the_missing_are_due_bootstraps_first() -> None:
     assert plan().due(BOOK, [], now_s=0) == {"boot": ("/boot/1",), "b": ("/b/1",)}
     assert plan().due(BOOK, ["boot"], now_s=0) == {"b": ("/b/1",)}
-    assert list(plan().due(BOOK, [], now_s=0, most=1)) == ["boot"]
+    assert len(plan().due({f"old{n}": ("/old/1",) for n in range(20)}, [], now_s=0)) == DIALLED_AT_ONCE
 
 
 def test_what_is_remembered_of_a_bootstrap_is_tried_too() -> None:
@@ -40,8 +60,10 @@ def test_remembered_peers_are_tried_ever_more_rarely_but_for_those_lost_last() -
     lost, others = list(book)[:LOST_PEERS], list(book)[LOST_PEERS:]
     assert not dialing.due(book, ["boot"], now_s=LONGEST_PAUSE_LOST_S - 1)
     assert list(dialing.due(book, ["boot"], now_s=LONGEST_PAUSE_LOST_S)) == lost
-    assert set(dialing.due(book, ["boot"], now_s=299, most=99)) == set(lost)
-    assert set(dialing.due(book, ["boot"], now_s=300, most=99)) == {*lost, *others}
+    assert list(dialing.due(book, ["boot"], now_s=299)) == lost
+    for peer in lost:
+        dialing.reached(peer, now_s=300)
+    assert list(dialing.due(book, ["boot"], now_s=300)) == others
 
 
 def test_with_many_neighbours_bootstraps_and_silent_peers_are_dialled() -> None:
@@ -82,5 +104,70 @@ def test_after_a_restart_everybody_is_due() -> None:
     dialing = plan()
     dialing.failed("boot", "refused", now_s=0)
     assert dialing.due({}, [], now_s=0) == {}
-    dialing.forget_failures()
+    dialing.dial_all_now()
     assert list(dialing.due({}, [], now_s=0)) == ["boot"]
+
+
+# the address book
+
+
+def address(peer: str, port: int = 1) -> str:
+    return f"/ip4/10.0.0.1/tcp/{port}/p2p/{peer}"
+
+
+def test_what_was_saved_is_read_again_latest_first(tmp_path: Path) -> None:
+    book = AddressBook(tmp_path / "deep" / "peers.json")
+    book.remember("a", [address("a")])
+    book.remember("b", [address("b"), address("b", 2)])
+    book.remember("a", [address("a", 3)])
+    book.save()
+    again = AddressBook(tmp_path / "deep" / "peers.json")
+    assert list(again.addresses().items()) == [("a", (address("a", 3),)), ("b", (address("b"), address("b", 2)))]
+    assert os.listdir(tmp_path / "deep") == ["peers.json"]
+
+
+def test_it_is_bounded_and_the_oldest_makes_room() -> None:
+    book = AddressBook()
+    for n in range(MAX_PEERS + 5):
+        book.remember(f"p{n}", [address(f"p{n}", port) for port in range(20)])
+    assert len(book.addresses()) == MAX_PEERS
+    assert "p4" not in book.addresses()
+    assert all(len(addresses) == MAX_ADDRESSES for addresses in book.addresses().values())
+
+
+def test_addresses_of_somebody_else_are_not_remembered() -> None:
+    book = AddressBook()
+    book.remember("a", [address("b"), "junk", "/p2p/a" * 100, ""])
+    assert book.addresses() == {}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        "{}",
+        '{"peers": 5}',
+        '{"peers": [5]}',
+        '{"peers": [["a", [5, null]]]}',
+        "[" * 5000,
+        "x" * MAX_FILE_BYTES * 2,
+    ],
+)
+def test_a_damaged_file_is_an_empty_book(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "peers.json"
+    path.write_text(text)
+    book = AddressBook(path)
+    assert book.addresses() == {}
+    book.remember("a", [address("a")])
+    book.save()
+    assert json.loads(path.read_text())["peers"] == [["a", [address("a")]]]
+
+
+def test_failing_to_save_is_no_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    book = AddressBook(tmp_path / "file" / "peers.json")
+    book.remember("a", [address("a")])
+    book.save()
+    assert book.addresses() == {"a": (address("a"),)}
