@@ -75,13 +75,6 @@ def simulate(
             min=1,
         ),
     ] = None,
-    lose: Annotated[
-        float, typer.Option(help="With stages: share of the microbatches that are lost.", min=0, max=1)
-    ] = 0.0,
-    late_steps: Annotated[
-        int, typer.Option(help="With stages: delay of backward passes, in inner steps.", min=0, max=16)
-    ] = 0,
-    paths: Annotated[str, typer.Option(help="With stages: random paths, or fixed paths for comparison.")] = "random",
     changes: Changes = None,
     seed: Annotated[int, typer.Option(help="Seed of the pairing, the faults and the initial weights.", min=0)] = 0,
     threads: Annotated[
@@ -105,7 +98,7 @@ def simulate(
 ) -> None:
     """Train many replicas in one process on a virtual clock, to predict the loss, spread, traffic and time of a run."""
     from noloco_p2p.simulate.plan import Plan, parse_churn, parse_links, parse_speeds
-    from noloco_p2p.simulate.stage_plan import StagedPlan, by_stage, parse_paths, parse_replicas
+    from noloco_p2p.simulate.stage_plan import StagedPlan, by_stage, parse_replicas
     from noloco_p2p.spec import TrainerSpec
 
     spec = TrainerSpec.load(file).with_changes(parse_changes(changes), origin="--set")
@@ -123,17 +116,14 @@ def simulate(
             speeds=by_stage(speeds, parse_speeds, num_stages=num_stages, flag="--speeds"),
             links=by_stage(link, lambda each: parse_links(each.split(",")), num_stages=num_stages, flag="--link"),
             churn=parse_churn(churn, num_replicas=num_replicas),
-            lost_share=lose,
-            late_steps=late_steps,
             window=window,
-            paths=parse_paths(paths),
         )
         if plot or device != "cpu":
             raise SettingsError("--plot and --device cannot be used with stages")
         _simulate_stages(spec, pipeline, names, bindings=settings.data, threads=threads, json_file=json_file)
         return
-    if window or lose or late_steps or paths != "random":
-        raise SettingsError("--window, --lose, --late-steps and --paths require --stages")
+    if window:
+        raise SettingsError("--window requires --stages")
     plan = Plan(
         num_replicas[0],
         seed=seed,
@@ -194,7 +184,7 @@ def _simulate_stages(
 
     from noloco_p2p.simulate.run import check_stages, simulate_stages
 
-    check_stages(rules, plan, spec)
+    check_stages(rules, spec)
     torch.set_num_threads(threads)
     results: list[StagedResult] = []
     began_s = time.monotonic()

@@ -46,7 +46,7 @@ class Neighbourhood(Protocol):
     called on the event loop.
     """
 
-    def opened(self, peer: str, stage: int) -> None: ...
+    def opened(self, peer: str) -> None: ...
 
     def closed(self, peer: str) -> None:
         """Report that the stream has ended or could not be opened. This is called before a new stream opens."""
@@ -326,7 +326,7 @@ class FlowLinks:
                 link.send(frame, since_s)
             if not link.is_dialled:
                 dial.task.cancel()
-        self.neighbourhood.opened(link.peer, link.stage)
+        self.neighbourhood.opened(link.peer)
 
     async def _carry(self, link: FlowLink) -> None:
         fault = await link.run()

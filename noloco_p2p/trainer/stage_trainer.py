@@ -15,17 +15,13 @@ from torch import Tensor
 from noloco_p2p.data.prefetch import Prefetcher
 from noloco_p2p.devices import free_memory
 from noloco_p2p.errors import Left, SettingsError
-from noloco_p2p.flow.head import Head
 from noloco_p2p.flow.limits import num_rooms
-from noloco_p2p.flow.replica import Replica
 from noloco_p2p.gossip.seams import Candidate
-from noloco_p2p.net.flow_link import PayloadSizes
 from noloco_p2p.outer.checkpoint import Checkpoints
 from noloco_p2p.outer.noloco import NoLoCo
 from noloco_p2p.peer.peer import Peer
 from noloco_p2p.peer.run_folder import stage_folder
-from noloco_p2p.peer.stage_flow import StagePlan
-from noloco_p2p.peer.threaded_flow import FlowCounts
+from noloco_p2p.peer.stage_flow import FlowCounts, StagePlan
 from noloco_p2p.spec import TrainerSpec
 from noloco_p2p.telemetry.console import count, numbered_stages
 from noloco_p2p.trainer.base import TrainerBase
@@ -35,16 +31,16 @@ from noloco_p2p.trainer.gauges import Gauges, RecentSpeed
 from noloco_p2p.trainer.inner_step import InnerStep
 from noloco_p2p.trainer.model import build_tokenizer, check_vocabulary
 from noloco_p2p.trainer.needs import Needs, estimate
-from noloco_p2p.trainer.pipeline import StageLoop
 from noloco_p2p.trainer.revive import revive
 from noloco_p2p.trainer.stage import Stage, build_stage, train_of_stage
 from noloco_p2p.trainer.stage_choice import Fitting, draw_stage, missing_stages, needier_stage
 from noloco_p2p.trainer.stage_needs import StageNeeds
-from noloco_p2p.trainer.stage_work import StageWork
+from noloco_p2p.trainer.stage_work import StageLoop
 from noloco_p2p.trainer.start import has_start, load_start
 
 log = logging.getLogger(__name__)
 
+TURN_S = 0.1  # the longest wait for a task
 LOOK_S = 1.0  # shortest time between two checks of everything except the tasks
 LEAVE_S = 15.0  # time limit for finishing the current tasks before the peer leaves or pauses
 LAST_EVALUATION_S = 120.0
@@ -81,7 +77,6 @@ class StageTrainer(TrainerBase):
         revives = checkpoints.newest() is None and self._wait_for_state()
         with peer.progress.task(f"building stage {self.stage}"):
             built = self._build(compute, revives=revives)
-        self.work = StageWork(built, spec)
         self.batches: Prefetcher | None = None
         self.validation: list[Tensor] = []
         if built.is_head:
@@ -96,6 +91,7 @@ class StageTrainer(TrainerBase):
             meta=self._meta,
             follows_caller=not built.is_head,
         )
+        self.work = StageLoop(built, spec, self.inner_step, self.outer)
         if self.outer.resumed:
             self._resume(self.outer.resumed)
         elif not self.outer.entered:
@@ -238,7 +234,7 @@ class StageTrainer(TrainerBase):
         self.work.stage.model.train()
         self._forget_speed()
         self._begin_time()
-        while self._loop.turn() and not self._is_leaving and metrics.step != last_step:
+        while self._turn() and not self._is_leaving and metrics.step != last_step:
             self._look()
             if peer.pause_requested.is_set():
                 self._pause()
@@ -262,54 +258,31 @@ class StageTrainer(TrainerBase):
     def serve(self) -> None:
         """Compute the tasks that other peers still send after the end of the run, until this peer is asked to leave."""
         while not self.peer.leave_requested.is_set():
-            self._loop.turn()
+            self._turn()
 
     def _begin(self) -> None:
         spec, work = self.spec, self.work
-        self._flow = self.peer.stages.start_flow(
-            StagePlan(
-                self.stage,
-                spec.pipeline.stages,
-                self._machine(),
-                work,
-                PayloadSizes(work.forward_bytes, work.backward_bytes),
-                microbatch_tokens=spec.pipeline.microbatch * (spec.data.sequence_length - 1),
-                batches=self.batches,
-            )
-        )
-        self._loop = StageLoop(self._flow, work, self.inner_step, self.outer)
-
-    def _machine(self) -> Head | Replica:
-        spec, rng = self.spec, random.SystemRandom()
         tokens = spec.data.sequence_length - 1
         rooms = num_rooms(
             memory_bytes=int(ROOM_SHARE * free_memory()),
-            microbatch_bytes=2 * self.work.forward_bytes + self.work.backward_bytes,
+            microbatch_bytes=2 * work.forward_bytes + work.backward_bytes,
             batch_tokens=spec.train.batch_size * tokens,
             microbatch_tokens=spec.pipeline.microbatch * tokens,
         )
-        stages, rule, batch_tokens = spec.pipeline.stages, spec.pipeline.routing, spec.train.batch_size * tokens
-        if self.stage == 0:
-            return Head(
-                peer_id=self.peer.peer_id,
-                num_stages=stages,
-                max_in_flight=rooms,
-                batch_tokens=batch_tokens,
-                first_number=int(1000 * time.time()),
-                rng=rng,
-                rule=rule,
-                progress=self.outer.progress,
-            )
-        return Replica(
-            stage=self.stage,
-            num_stages=stages,
-            heads=self.peer.stages.heads,
-            num_rooms=rooms,
-            batch_tokens=batch_tokens,
-            rng=rng,
-            rule=rule,
-            progress=self.outer.progress,
-        )
+        plan = StagePlan(spec, self.stage, work, rooms, self.outer.progress, self.batches)
+        self._flow = self.peer.stages.start_flow(plan)
+
+    def _turn(self) -> bool:
+        """Compute the next task, or wait briefly for one.
+
+        Returns False once no head is training. After that, a peer still serves heads that evaluate. Raises any error of
+        a head's data source.
+        """
+        if self._flow.turn(TURN_S):
+            return True
+        if self._flow.is_over:
+            self.work.finish()
+        return not self._flow.is_over
 
     def _look(self) -> None:
         """About once a second, update the counters, look for missing stages, and check on a running evaluation."""
@@ -319,8 +292,8 @@ class StageTrainer(TrainerBase):
         self._looked_s = now_s
         self._count(self._flow.counts)
         self._note_speed()
-        if self._loop.microbatch_s:
-            self.peer.metrics.capacity = self._microbatch_tokens / self._loop.microbatch_s
+        if self.work.microbatch_s:
+            self.peer.metrics.capacity = self._microbatch_tokens / self.work.microbatch_s
         if self.work.loss_tokens > self._loss_before[1]:
             self.peer.metrics.loss = self._loss_since()
         missing = missing_stages(self.peer.stages.members(), own=self.stage, num_stages=self.spec.pipeline.stages)
@@ -385,11 +358,11 @@ class StageTrainer(TrainerBase):
         self._count(self._flow.counts)
 
     def _note_speed(self) -> None:
-        steps, done = self._speed.at(time.monotonic(), self._loop.steps, self._flow.counts.done)
+        steps, done = self._speed.at(time.monotonic(), self.work.steps, self._flow.counts.done)
         self.peer.metrics.inner_steps_per_s, self.peer.metrics.tokens_per_s = steps, done * self._microbatch_tokens
 
     def _forget_speed(self) -> None:
-        self._speed = RecentSpeed(time.monotonic(), self._loop.steps, self._flow.counts.done)
+        self._speed = RecentSpeed(time.monotonic(), self.work.steps, self._flow.counts.done)
 
     # evaluation
 
@@ -417,7 +390,7 @@ class StageTrainer(TrainerBase):
             if time.monotonic() > self._evaluates_until_s:
                 log.warning("the last evaluation was abandoned because other stages did not answer")
                 return
-            self._loop.turn()
+            self._turn()
             self._look_at_evaluation()
 
     # leaving
@@ -436,5 +409,5 @@ class StageTrainer(TrainerBase):
         self._flow.leave()
         until_s = time.monotonic() + LEAVE_S
         while time.monotonic() < until_s and not self._flow.is_idle:
-            self._loop.turn()
+            self._turn()
         self.inner_step.forget()

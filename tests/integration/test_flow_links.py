@@ -79,7 +79,7 @@ class Node:
     def why_banned(self, peer: str) -> str:
         return "banned" if peer in self.banned else ""
 
-    def opened(self, peer: str, stage: int) -> None:
+    def opened(self, peer: str) -> None:
         self.events.append(("opened", peer))
 
     def closed(self, peer: str) -> None:
