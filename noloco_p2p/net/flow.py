@@ -121,14 +121,13 @@ class FlowLinks:
         """Return the stage of each peer with an open stream."""
         return {peer: link.stage for peer, link in self._links.items()}
 
-    def send(self, to: str, frame: Frame, *, since_s: float | None = None) -> None:
+    def send(self, to: str, frame: Frame) -> None:
         """Send a frame over the stream to a peer, and open the stream if necessary. This never waits and never raises
         an error.
 
-        `since_s` is the time on the event loop's clock at which the frame was ready, or None for now. The frame's
-        remaining time is counted from that moment.
+        The frame's remaining time is counted from now.
         """
-        since_s = asyncio.get_running_loop().time() if since_s is None else since_s
+        since_s = asyncio.get_running_loop().time()
         if link := self._links.get(to):
             link.send(frame, since_s)
             return

@@ -236,11 +236,9 @@ def test_urgent_frames_overtake_a_forward_and_time_in_the_queue_counts() -> None
             await until(lambda: node.events)
             began_s = asyncio.get_running_loop().time() - 7.0
             first, second = forward(1), forward(2)
-            node.links.send(other.peer_id, first, since_s=began_s)
-            node.links.send(other.peer_id, second, since_s=began_s)
             ticket = MicrobatchTicket(id_of(4), 0.5, 3, signature=bytes(64))
-            node.links.send(other.peer_id, backward(3))
-            node.links.send(other.peer_id, Want(ticket, 50.0), since_s=began_s)
+            for frame in (first, second, backward(3), Want(ticket, 50.0)):
+                node.links._links[other.peer_id].send(frame, began_s)
             await until(lambda: len(other.frames) == 4)
             want, *payloads = other.frames
             assert isinstance(want, Want)
