@@ -36,7 +36,7 @@ from noloco_p2p.flow.frames import (
     MicrobatchTicket,
     Want,
 )
-from noloco_p2p.flow.limits import ASK_AGAIN_S, ASK_PATIENCE_S, MAX_UNDER_WAY, TICK_S
+from noloco_p2p.flow.limits import ASK_AGAIN_S, ASK_PATIENCE_S, MAX_MAIL, MAX_UNDER_WAY, TICK_S
 from noloco_p2p.flow.rooms import Kind, Turns
 from noloco_p2p.flow.routing import Routing, Rule
 from noloco_p2p.owned_tasks import OwnedTasks
@@ -113,11 +113,20 @@ class Trip:
         self.ticket, self.id, self.sinks = ticket, ticket.id, sinks
         self.allowed_s = allowed_s
         self._timer = asyncio.timeout(None)
-        self._has_begun = False
+        self._has_begun = self._has_backward = False
         self.mail: asyncio.Queue[tuple[str, Frame | None]] = asyncio.Queue()  # None: the stream was closed
         self.sent_to = ""  # the only peer from which a Backward is accepted
         self.is_taken = False  # whether that peer has accepted the activations
         self.step = 0  # the step in which its forward pass was computed
+
+    def tell(self, peer: str, frame: Frame | None) -> None:
+        """Pass on a frame about this microbatch. A neighbour that floods it is ignored."""
+        if isinstance(frame, Backward):
+            if peer != self.sent_to or self._has_backward:
+                return
+            self._has_backward = True
+        if frame is None or self.mail.qsize() < MAX_MAIL:
+            self.mail.put_nowait((peer, frame))
 
     def begin(self) -> asyncio.Timeout:
         """Return the context in which its coroutine ends with TimeoutError at the deadline."""
@@ -183,7 +192,7 @@ class Node:
         """Set the peers to ask for slots from now on. Microbatches that other peers already hold are not affected."""
         self._neighbours = frozenset(downstream)
         for trip in self.trips.values():
-            trip.mail.put_nowait(("", None))
+            trip.tell("", None)
 
     def opened(self, peer: str) -> None:
         """Note a new stream to a neighbour."""
@@ -195,7 +204,7 @@ class Node:
         """
         self._routing.forget(peer)
         for trip in self.trips.values():
-            trip.mail.put_nowait((peer, None))
+            trip.tell(peer, None)
 
     def received(self, peer: str, frame: Frame) -> bool:
         """Handle a frame from a neighbour, and return False if it is a Forward that this peer does not expect.
@@ -208,7 +217,7 @@ class Node:
             case Credit(id) | Answer(id) | Backward(id) | Lost(id):
                 trip = self.trips.get(id)
                 if trip:
-                    trip.mail.put_nowait((peer, frame))
+                    trip.tell(peer, frame)
                 elif isinstance(frame, Credit) and frame.has_room:
                     self._links.send(peer, Lost(id))
             case _:
@@ -296,8 +305,6 @@ class Node:
                 except TimeoutError:
                     last = ""
                     continue
-                if isinstance(frame, Backward):
-                    continue  # nothing has been sent yet
                 if isinstance(frame, Credit) and frame.has_room and peer in waiting:
                     waiting.discard(peer)
                     return peer

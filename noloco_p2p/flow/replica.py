@@ -127,7 +127,7 @@ class Replica(Node):
             self._drop(peer, id)
         else:
             self.visits[id] = self.trips[id] = visit = Visit(want, peer)
-            self._tasks.start(self._serve(visit))
+            self._tasks.start(self._serve(visit, self.rooms.ask(id, peer)))
 
     def _forward(self, peer: str, forward: Forward) -> bool:
         id = forward.id
@@ -149,11 +149,11 @@ class Replica(Node):
             self._links.send(peer, Answer(id, is_taken=True))
         return True
 
-    async def _serve(self, visit: Visit) -> None:
+    async def _serve(self, visit: Visit, slot: asyncio.Future[None]) -> None:
         """Serve a microbatch, from its request for a slot to the answer with its gradient."""
         id, ticket = visit.id, visit.ticket
         try:
-            gradient = await self._gradient(visit)
+            gradient = await self._gradient(visit, slot)
             if ticket.is_training:
                 assert visit.forward
                 visit.has_gradient = True
@@ -170,14 +170,13 @@ class Replica(Node):
             del self.trips[id], self.visits[id]
             self.rooms.release(id)
 
-    async def _gradient(self, visit: Visit) -> object:
+    async def _gradient(self, visit: Visit, slot: asyncio.Future[None]) -> object:
         """Wait for a slot and for the activations, compute, and return the gradient from the stages beyond.
 
         Raises PeerError or TimeoutError.
         """
         id, ticket = visit.id, visit.ticket
         async with visit.begin():
-            slot = self.rooms.ask(id, visit.upstream)
             if not slot.done():
                 self._links.send(visit.upstream, Credit(id, has_room=False))
                 await slot

@@ -87,7 +87,7 @@ class Trainer(TrainerBase):
         per_gpu = -(-batch_size // self.inner_step.compute.num_ranks)
         if at_once < per_gpu:
             self.say(f"a step processes {per_gpu} sequences per GPU in micro-batches of {at_once}")
-        return self._needs(probe_step_s(self.inner_step.probe, whole), frozen_bytes=self._frozen_bytes)
+        return self._needs(probe_step_s(self.inner_step.backward, whole), frozen_bytes=self._frozen_bytes)
 
     def train(self) -> Path | None:
         """Train until the schedule is complete, `max_steps` steps are taken, or the peer is asked to leave.

@@ -56,7 +56,6 @@ class Book:
     losses: dict[MicrobatchId, tuple[str, ...]] = field(default_factory=dict)  # id -> path
     counted: Counter[tuple[MicrobatchId, int]] = field(default_factory=Counter)  # (id, stage) -> number of gradients
     step_of: dict[tuple[Kind, MicrobatchId, int], int] = field(default_factory=dict)  # counted by that stage
-    num_frames: Counter[str] = field(default_factory=Counter)
 
 
 class Peer:
@@ -114,13 +113,11 @@ class Peer:
         if task.kind is Kind.LOSS:
             assert isinstance(received, Activations)
             assert received.id == id
-            if task.is_training:
-                assert id not in book.losses, "two losses of one microbatch"
-                book.losses[id] = received.path
-                self.counted_tokens += MICROBATCH_TOKENS
-            return Gradient(id, received.path) if task.is_training else None
+            assert id not in book.losses, "two losses of one microbatch"
+            book.losses[id] = received.path
+            self.counted_tokens += MICROBATCH_TOKENS
+            return Gradient(id, received.path)
         assert isinstance(received, Gradient)
-        assert task.is_training
         book.counted[id, self.stage] += 1
         if self.stage > 0:
             assert received.path[self.stage - 1] == self.alias, "a backward on another path than its forward"
@@ -157,12 +154,10 @@ class Network:
         batch_tokens: int = 4 * MICROBATCH_TOKENS,
         num_steps: int = 1000,
         rates: Rates = Rates(),
-        is_evaluating: bool = False,
     ) -> None:
         self.rng = random.Random(seed)
         self.book = Book()
         self.rates = rates
-        self.is_evaluating = is_evaluating
         self.num_stages, self.num_rooms, self.num_steps = 1 + len(num_replicas), num_rooms, num_steps
         self.stages = [[f"h{i}" for i in range(num_heads)]]
         self.stages += [[f"s{s}r{i}" for i in range(num)] for s, num in enumerate(num_replicas, 1)]
@@ -209,7 +204,7 @@ class Network:
         }
 
         async def next_microbatch() -> object:
-            return None if self.is_evaluating else "data"
+            return "data"
 
         if stage == 0:
             peer.node = Head(
@@ -223,8 +218,6 @@ class Network:
                 progress=max((head.progress for head in self.heads), default=0.0),  # as in the state of a newcomer
                 **shared,
             )
-            if self.is_evaluating:
-                peer.node.evaluate(["data"] * 1000)
         else:
             peer.node = Replica(peer, peer, stage=stage, heads=self.stages[0], num_rooms=self.num_rooms, **shared)
         self.peers[name] = peer
@@ -253,7 +246,6 @@ class Network:
     # streams
 
     def send(self, sender: Peer, to: str, frame: Frame) -> None:
-        self.book.num_frames[type(frame).__name__] += 1
         if not sender.is_alive:
             return
         if not self.peers[to].is_alive:

@@ -6,7 +6,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipeline_network import MICROBATCH_TOKENS, Network, Rates, run_network
 
-from noloco_p2p.flow.limits import SHORTEST_VOTE_S
 from noloco_p2p.flow.rooms import Kind
 
 
@@ -95,16 +94,6 @@ def test_under_faults_each_gradient_is_counted_at_most_once_and_the_pipeline_goe
     run_network(test, seed=seed, num_rooms=num_rooms, rates=rates)
 
 
-def test_heads_train_to_the_end_and_replicas_follow() -> None:
-    async def test(network: Network) -> None:
-        await network.run(120.0, until=lambda: all(replica.is_over for replica in network.replicas))
-        assert [head.progress for head in network.heads] == [1.0] * 3
-        assert [replica.steps.progress for replica in network.replicas] == [1.0] * 6
-        assert all(peer.num_steps <= 6 for peer in network.peers.values())
-
-    run_network(test, num_rooms=2, num_steps=6)
-
-
 def test_a_stage_with_few_replicas_takes_larger_steps_not_more() -> None:
     """Ten batches reach it for each of its steps. If it stopped at four, the whole pipeline would stop."""
 
@@ -116,61 +105,6 @@ def test_a_stage_with_few_replicas_takes_larger_steps_not_more() -> None:
         assert all(peer.num_steps <= 4 for peer in network.peers.values())
 
     run_network(test, num_heads=10, num_replicas=(1, 1), num_rooms=4, num_steps=4)
-
-
-def test_an_evaluation_counts_nothing_and_keeps_nothing() -> None:
-    async def test(network: Network) -> None:
-        await network.run(20.0)
-        assert all(head.num_done > 5 for head in network.heads)
-        assert not network.book.counted
-        assert not network.book.num_frames["Backward"]
-        assert all(replica.steps.num_tokens == 0 for replica in network.replicas)
-
-    run_network(test, is_evaluating=True)
-
-
-def test_a_peer_that_leaves_finishes_what_it_has() -> None:
-    async def test(network: Network) -> None:
-        await network.run(20.0)
-        for name in ("h0", "s1r0", "s2r0"):
-            network.peers[name].node.leave()
-        await network.run(9.0)  # less than a deadline
-        assert all(network.peers[name].node.is_idle for name in ("h0", "s1r0", "s2r0"))
-        assert not any(replica.num_lost for replica in network.replicas)
-        before = network.heads[1].num_done
-        await network.run(9.0)
-        assert network.heads[1].num_done > before
-
-    run_network(test, num_rooms=2)
-
-
-def test_a_head_that_pauses_does_not_hold_up_the_steps_of_the_others() -> None:
-    """With two heads the later one is the median, so its silence would delay each step by the shortest vote."""
-
-    async def test(network: Network) -> None:
-        await network.run(20.0)
-        network.peers["h0"].node.leave()
-        await network.run(2.0)
-        before = [replica.steps.progress for replica in network.replicas]
-        await network.run(SHORTEST_VOTE_S / 3)
-        assert all(replica.steps.progress > then for replica, then in zip(network.replicas, before, strict=True))
-        network.peers["h0"].node.rejoin()
-        await network.run(5.0)
-        assert not any(replica.steps._votes["h0"].is_away for replica in network.replicas)
-
-    run_network(test, num_heads=2)
-
-
-def test_with_one_path_and_one_microbatch_in_flight_all_stages_step_together() -> None:
-    """Forward and backward of a microbatch fall into one step in every stage, as on a single machine."""
-
-    async def test(network: Network) -> None:
-        await network.run(200.0, until=lambda: all(peer.num_steps == 8 for peer in network.peers.values()))
-        assert len(network.book.losses) == 8 * 4
-        for (_, id, _), step in network.book.step_of.items():
-            assert step == id.number // 4
-
-    run_network(test, num_heads=1, num_replicas=(1, 1, 1), max_in_flight=1, num_steps=8)
 
 
 def test_gradients_are_at_most_a_quarter_of_a_step_late_in_the_mean() -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 
 import pytest
-from pipeline_table import ReplicaBench, play, rows, ticket
+from pipeline_table import ReplicaBench, microbatch, play, rows, ticket
 
 from noloco_p2p.flow.frames import Forward, Want
 from noloco_p2p.flow.limits import (
     ASK_AGAIN_S,
     ASK_PATIENCE_S,
+    MAX_MAIL,
     MAX_SINKS,
     MAX_WANTS_PER_PEER,
     SHORTEST_VOTE_S,
@@ -302,6 +303,17 @@ def test_wants_of_one_neighbour_are_bounded() -> None:
     row = ["want a h.1", "want a h.2"]
     row += [f"want a h.{number} -> wait a h.{number}" for number in range(3, 3 + MAX_WANTS_PER_PEER)]
     play(ReplicaBench, [*row, "want a h.1000 -> drop a h.1000", "want b h.1001 -> wait b h.1001"])
+
+
+def test_what_a_neighbour_says_about_a_microbatch_is_bounded() -> None:
+    class Flooded(ReplicaBench):
+        def flood(self) -> str:
+            for _ in range(10 * MAX_MAIL):
+                self.backward("x", "h.1")
+                self.taken("x", "h.1")
+            return str(self.node.trips[microbatch("h.1")].mail.qsize())
+
+    play(Flooded, [*BEGINNINGS["FORWARD"].split("; "), f"flood -> {MAX_MAIL}"])
 
 
 def test_a_want_with_too_many_sinks_is_refused() -> None:
