@@ -21,7 +21,7 @@ from harness.swapping import wait_until
 from staged_reference import FP32, material_of, spec_of, trained_alone
 
 from noloco_p2p.errors import PeerError
-from noloco_p2p.flow.frames import Answer, Credit, Lost, Mark, MicrobatchId, MicrobatchTicket, Want
+from noloco_p2p.flow.frames import Answer, Credit, Forward, Lost, Mark, MicrobatchId, MicrobatchTicket, Want
 from noloco_p2p.gossip.frames import Hello, chunk_digest
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.gossip.service import PeerService
@@ -31,7 +31,7 @@ from noloco_p2p.net.client import GrpcTransport
 from noloco_p2p.net.connection import Connector
 from noloco_p2p.net.flow import FLOW_METHOD, FlowLinks
 from noloco_p2p.net.flow_link import PayloadSizes
-from noloco_p2p.net.flow_wire import FlowHello, ForwardAnnounced, Piece, WireFrame
+from noloco_p2p.net.flow_wire import FlowHello, Piece, WireFrame
 from noloco_p2p.net.server import GrpcServer
 from noloco_p2p.net.session import Session
 from noloco_p2p.net.throttle import UNLIMITED
@@ -333,7 +333,7 @@ def ticket_of(
 async def send_forward(wire: CallerWire, peer: StagePeer, number: int, value: float) -> None:
     payload = torch.full((peer.work.forward_bytes // 4,), value).numpy().tobytes()
     id = ticket_of(peer, number).id
-    await wire.write(flow_wire.encode(ForwardAnnounced(id, 60.0, len(payload))))
+    await wire.write(flow_wire.encode(Forward(id, 60.0, len(payload))))
     await wire.write(flow_wire.encode(Piece(False, payload, chunk_digest(payload))))
 
 
