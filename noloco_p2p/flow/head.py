@@ -119,7 +119,7 @@ class HeadDeadlines:
         self._latencies_s.append(seconds)
 
 
-class Head(Node):
+class Head(Node[Flight]):
     """A head.
 
     `next_microbatch` returns the next microbatch, or None after the last one. `max_in_flight` comes from
@@ -152,7 +152,6 @@ class Head(Node):
     ) -> None:
         assert num_stages > 1, "a pipeline must have at least two stages"
         super().__init__(links, computer, rng=rng, rule=rule, gives_up=False)
-        self.flights: dict[MicrobatchId, Flight] = {}
         self.window = Window(max_in_flight)
         self.deadlines = HeadDeadlines()
         self.progress = progress
@@ -179,7 +178,7 @@ class Head(Node):
         """Set the replicas of stage 1. Microbatches return over the streams to replicas of the last stage."""
         sinks = sorted(peer for peer, stage in self._links.stages.items() if stage == self._last_stage)
         self._sinks = tuple(self._rng.sample(sinks, min(MAX_SINKS, len(sinks))))
-        for flight in self.flights.values():
+        for flight in self.trips.values():
             flight.sinks = self._sinks
         super().neighbours_changed(downstream)
         self._changed.set()
@@ -207,7 +206,7 @@ class Head(Node):
         super().leave()
         if self.progress < FINAL_MARK:
             self._links.broadcast(self._last_mark())
-        for flight in self.flights.values():
+        for flight in self.trips.values():
             if not flight.sent_to:
                 flight.abandon()
 
@@ -250,15 +249,15 @@ class Head(Node):
             ticket = self._sign(MicrobatchTicket(self._new_id(), mark, num_tokens, is_training))
             flight = Flight(ticket, microbatch, self.deadlines.seconds)
             flight.sinks = self._sinks
-            self.trips[flight.id] = self.flights[flight.id] = flight
+            self.trips[flight.id] = flight
             self._tasks.start(self._fly(flight))
 
     def can_launch(self, *, is_training: bool = True) -> bool:
         """Return whether the next microbatch is due."""
         if self._is_leaving or self._is_closing or (is_training and self.progress >= FINAL_MARK) or not self._sinks:
             return False
-        is_waiting = any(not flight.sent_to for flight in self.flights.values())
-        return not is_waiting and self.window.is_open(len(self.flights), asyncio.get_running_loop().time())
+        is_waiting = any(not flight.sent_to for flight in self.trips.values())
+        return not is_waiting and self.window.is_open(len(self.trips), asyncio.get_running_loop().time())
 
     async def _fly(self, flight: Flight) -> None:
         """Take a microbatch through the pipeline, from the forward pass of the front to its backward pass."""
@@ -291,7 +290,7 @@ class Head(Node):
             elif is_training:
                 self.done_tokens += flight.ticket.num_tokens
         finally:
-            del self.trips[id], self.flights[id]
+            del self.trips[id]
             self._look()
 
     def _forward(self, peer: str, forward: Forward) -> bool:
@@ -300,7 +299,7 @@ class Head(Node):
         Its slot was reserved at launch, so it is refused only if it was given up, arrived damaged, or took another
         path.
         """
-        flight = self.flights.get(forward.id)
+        flight = self.trips.get(forward.id)
         is_repeated = flight is not None and flight.returned_by == peer
         is_welcome = flight is not None and not flight.returned_by and flight.sent_to and forward.payload is not None
         self._links.send(peer, Answer(forward.id, is_taken=bool(is_repeated or is_welcome)))
@@ -323,14 +322,13 @@ class Head(Node):
         if is_training:
             self._links.send(flight.returned_by, Backward(id, gradient))
 
-    def _candidates(self, trip: Trip) -> Collection[str]:
+    def _candidates(self, trip: Flight) -> Collection[str]:
         return self._sinks if self._last_stage == 1 else self._neighbours
 
-    def _note_sent(self, trip: Trip) -> None:
-        flight = self.flights[trip.id]
-        if not flight.has_left:  # repeated refusals must not extend the deadline forever
-            flight.has_left, flight.sent_s = True, asyncio.get_running_loop().time()
-            flight.set_timer(flight.allowed_s)
+    def _note_sent(self, trip: Flight) -> None:
+        if not trip.has_left:  # repeated refusals must not extend the deadline forever
+            trip.has_left, trip.sent_s = True, asyncio.get_running_loop().time()
+            trip.set_timer(trip.allowed_s)
         self._changed.set()
 
     def _note_computed(self, task: Task) -> None:
@@ -347,7 +345,7 @@ class Head(Node):
             self._begin_step()
         if self.progress >= FINAL_MARK and asyncio.get_running_loop().time() - self._told_s >= TELL_AGAIN_S:
             self._tell_the_end()
-        trains = self._is_closing or any(flight.ticket.is_training for flight in self.flights.values())
+        trains = self._is_closing or any(flight.ticket.is_training for flight in self.trips.values())
         self.is_over = self.progress >= FINAL_MARK and not trains
         self._changed.set()
 

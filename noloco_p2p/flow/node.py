@@ -22,7 +22,7 @@ import random
 from collections.abc import Collection, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from noloco_p2p.errors import PeerError
 from noloco_p2p.flow.frames import (
@@ -149,7 +149,10 @@ class Trip:
         self.set_timer(0.0)
 
 
-class Node:
+AnyTrip = TypeVar("AnyTrip", bound=Trip)
+
+
+class Node(Generic[AnyTrip]):
     """The base class of `Head` and `Replica`. All methods are called on the event loop.
 
     `num_done` counts the microbatches whose backward pass was computed here, and `num_late` those of them whose forward
@@ -158,7 +161,7 @@ class Node:
     """
 
     def __init__(self, links: Links, computer: Computer, *, rng: random.Random, rule: Rule, gives_up: bool) -> None:
-        self.trips: dict[MicrobatchId, Trip] = {}
+        self.trips: dict[MicrobatchId, AnyTrip] = {}
         self.turns = Turns()
         self.num_done = self.num_late = self.num_lost = self.num_steps = 0
         self.is_over = False  # whether no head is training any more, and nothing is left to do
@@ -237,7 +240,7 @@ class Node:
 
     # a call of the next stage
 
-    async def _beyond(self, trip: Trip, payload: object) -> object:
+    async def _beyond(self, trip: AnyTrip, payload: object) -> object:
         """Let the next stage work on a microbatch, and return the encoded gradient.
 
         For an evaluation, this returns None as soon as the next stage has taken it. Raises MicrobatchLost.
@@ -261,18 +264,18 @@ class Node:
             elif isinstance(frame, Backward | Lost | None):
                 raise MicrobatchLost("the gradient of a microbatch was lost", peer=peer)
 
-    def _candidates(self, trip: Trip) -> Collection[str]:
+    def _candidates(self, trip: AnyTrip) -> Collection[str]:
         """Return the peers from which to request a slot."""
         return self._neighbours
 
-    def _returns_to(self, trip: Trip) -> str:
+    def _returns_to(self, trip: AnyTrip) -> str:
         """Return the peer to which a microbatch goes without a request for a slot, or ""."""
         return ""
 
-    def _note_sent(self, trip: Trip) -> None:
+    def _note_sent(self, trip: AnyTrip) -> None:
         """Note that a microbatch is being sent."""
 
-    async def _reserve(self, trip: Trip, refused: set[str]) -> str:
+    async def _reserve(self, trip: AnyTrip, refused: set[str]) -> str:
         """Return a peer that has reserved a slot for a microbatch.
 
         If a peer has no free slot, it queues the request, and the next peer is asked as well. Raises MicrobatchLost if
@@ -318,7 +321,7 @@ class Node:
             for peer in sorted(waiting):
                 self._links.send(peer, Lost(trip.id))
 
-    async def _send(self, trip: Trip, peer: str, payload: object) -> None:
+    async def _send(self, trip: AnyTrip, peer: str, payload: object) -> None:
         """Send the activations to a peer, and wait until it has taken or refused them. Raises MicrobatchLost."""
         trip.sent_to = peer
         self._note_sent(trip)
@@ -355,7 +358,7 @@ class Node:
     def _note_computed(self, task: Task) -> None:
         """Count the gradients of a task, before a step can close."""
 
-    def _note_backward(self, trip: Trip) -> None:
+    def _note_backward(self, trip: AnyTrip) -> None:
         self.num_done += 1
         self.num_late += trip.step < self.num_steps
 

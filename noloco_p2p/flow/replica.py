@@ -39,7 +39,7 @@ class Visit(Trip):
         self.set_timer(self.allowed_s)
 
 
-class Replica(Node):
+class Replica(Node[Visit]):
     """An inner replica.
 
     `heads` contains the heads that the directory lists now; frames with tickets of other heads are refused.
@@ -62,7 +62,6 @@ class Replica(Node):
     ) -> None:
         assert 0 < stage < num_stages, "stage 0 belongs to the head"
         super().__init__(links, computer, rng=rng, rule=rule, gives_up=True)
-        self.visits: dict[MicrobatchId, Visit] = {}
         self.steps = MedianSteps(heads=heads, batch_tokens=batch_tokens, progress=progress)
         # Only stage 1 delays heads that are ahead, because their microbatches hold no slots yet. In later stages they
         # would wait in slots that the slower heads need.
@@ -86,7 +85,7 @@ class Replica(Node):
                 if is_mark and self.steps.vote(ticket, self._now_s(), is_away=not has_finished):
                     self._links.broadcast(frame, but=peer)
                 self._look()
-            case Lost(id) if (visit := self.visits.get(id)) and visit.upstream == peer and not visit.forward:
+            case Lost(id) if (visit := self.trips.get(id)) and visit.upstream == peer and not visit.forward:
                 visit.upstream = ""
                 visit.abandon()
             case _:
@@ -95,7 +94,7 @@ class Replica(Node):
 
     def closed(self, peer: str) -> None:
         super().closed(peer)
-        for visit in self.visits.values():
+        for visit in self.trips.values():
             if visit.upstream == peer:
                 visit.upstream = ""
                 if not visit.is_taken and not visit.has_gradient:
@@ -103,7 +102,7 @@ class Replica(Node):
 
     def leave(self) -> None:
         super().leave()
-        for visit in self.visits.values():
+        for visit in self.trips.values():
             if visit.id not in self.rooms.held:
                 self._drop(visit.upstream, visit.id)
                 visit.upstream = ""
@@ -117,7 +116,7 @@ class Replica(Node):
         if want.ticket.is_training:
             self.steps.vote(want.ticket, self._now_s())
             self._look()  # a step that ends with this mark must close before the microbatch is computed
-        visit = self.visits.get(id)
+        visit = self.trips.get(id)
         if visit is not None and visit.upstream == peer:  # repeated
             if not visit.forward:
                 self._links.send(peer, Credit(id, has_room=id in self.rooms.held))
@@ -126,12 +125,12 @@ class Replica(Node):
         if is_unwanted or len(want.sinks) > MAX_SINKS or self.rooms.is_crowded(peer):
             self._drop(peer, id)
         else:
-            self.visits[id] = self.trips[id] = visit = Visit(want, peer)
+            self.trips[id] = visit = Visit(want, peer)
             self._tasks.start(self._serve(visit, self.rooms.ask(id, peer)))
 
     def _forward(self, peer: str, forward: Forward) -> bool:
         id = forward.id
-        visit = self.visits.get(id)
+        visit = self.trips.get(id)
         if visit is None or visit.upstream != peer or id not in self.rooms.held:
             self._drop(peer, id)
             return False
@@ -167,7 +166,7 @@ class Replica(Node):
             if visit.upstream:
                 self._links.send(visit.upstream, Lost(id))
         finally:
-            del self.trips[id], self.visits[id]
+            del self.trips[id]
             self.rooms.release(id)
 
     async def _gradient(self, visit: Visit, slot: asyncio.Future[None]) -> object:
@@ -189,15 +188,15 @@ class Replica(Node):
             visit.step = self.num_steps
             return await self._beyond(visit, payload)
 
-    def _candidates(self, trip: Trip) -> Collection[str]:
+    def _candidates(self, trip: Visit) -> Collection[str]:
         return trip.sinks if self._draws_sinks else self._neighbours
 
-    def _returns_to(self, trip: Trip) -> str:
+    def _returns_to(self, trip: Visit) -> str:
         return trip.id.head if self._is_last else ""
 
     def _note_computed(self, task: Task) -> None:
         if task.kind is Kind.BACKWARD:
-            self.steps.count(self.visits[task.id].ticket.num_tokens)
+            self.steps.count(self.trips[task.id].ticket.num_tokens)
 
     # steps
 

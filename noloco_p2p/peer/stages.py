@@ -34,23 +34,12 @@ class Stages:
         """Return the other live peers of all stages, from their records."""
         return self._network.live_peers.everyone()
 
-    def mates(self) -> Sequence[Candidate]:
-        """Return the other live peers that hold this peer's stage. This peer swaps only with them."""
-        return self._network.live_peers.mates()
-
     def answering(self) -> Sequence[Candidate]:
         """Request the current status of some of the peers with the same stage, and return those that answer.
 
         Unlike the directory, the result contains no dead peers. Raises Left.
         """
         return self._network.entering.answering()
-
-    def num_mates(self) -> int:
-        """Return the number of other live peers with the same stage.
-
-        In a swarm of more than 48 peers, this is an estimate.
-        """
-        return self._network.live_peers.num_live() - 1
 
     def hold(self, stage: int) -> None:
         """Hold a stage, so that this peer swaps only with peers of that stage and fetches its state from them.

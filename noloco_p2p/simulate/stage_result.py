@@ -106,7 +106,6 @@ class StagedResult:
     loss: float  # mean over random paths, which have one replica of each stage
     merged_loss: float  # loss of the model that consists of the mean of each stage
     tokens: int  # tokens that reached a loss, in all sequences
-    trained_tokens: int  # number of these tokens in closed steps of the heads
     virtual_s: float  # until the last head has finished
     tokens_per_s: float
     predicted_tokens_per_s: float  # of the slowest stage
@@ -166,7 +165,6 @@ def judge_stages(swarm: StagedSwarm, speed: Speed) -> StagedResult:
         loss=_path_loss(swarm, weights),
         merged_loss=swarm.merged_loss(weights),
         tokens=speed.tokens,
-        trained_tokens=sum(node.trained_tokens for node in swarm.stages[0]),
         virtual_s=speed.virtual_s,
         tokens_per_s=speed.tokens_per_s,
         predicted_tokens_per_s=min(stage.tokens_per_s for stage in stages),

@@ -88,7 +88,6 @@ class StageNode(SimulatedPeer):
         self.is_alive = True
         self.has_finished = asyncio.Event()
         self.busy_s = 0.0
-        self.trained_tokens = 0  # in closed steps, including the first ones of sequences
         self.flow: Head | Replica  # from `begin` on
         self._swarm = swarm
         self._unreachable: set[str] = set()
@@ -228,8 +227,6 @@ class StageNode(SimulatedPeer):
     async def close_step(self, num_tokens: int, progress: float | None) -> float:
         if self._is_frozen:
             return self.progress
-        length = self._spec.data.sequence_length
-        self.trained_tokens += length * (num_tokens // (length - 1))
         self.work.close(self.inner, num_tokens, progress=self.progress)
         self.step_taken()
         if self.mixing.is_due:
