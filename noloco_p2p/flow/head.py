@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Collection
 from contextlib import suppress
 from statistics import median
 
@@ -33,8 +33,8 @@ from noloco_p2p.flow.limits import (
 )
 from noloco_p2p.flow.node import Computer, Links, MicrobatchLost, Node, Task, Trip
 from noloco_p2p.flow.rooms import Kind
-from noloco_p2p.flow.routing import Rule
 from noloco_p2p.flow.steps import FINAL_MARK
+from noloco_p2p.spec import TrainerSpec
 
 
 class Flight(Trip):
@@ -122,10 +122,9 @@ class HeadDeadlines:
 class Head(Node[Flight]):
     """A head.
 
-    `next_microbatch` returns the next microbatch, or None after the last one. `max_in_flight` comes from
-    `limits.num_rooms`, and `rng` draws the path. `sign` adds the head's signature to a ticket. `first_number` must be
-    larger than every number that this head has used, even before a restart. Unix time in milliseconds meets this
-    condition.
+    `num_rooms`, from `limits.num_rooms`, is the number of microbatches that it may have in flight. `first_number` must
+    be larger than every number that this head has used, even before a restart. Unix time in milliseconds meets this
+    condition. `Links` signs the tickets.
 
     The head closes a step when one of its own batches is complete. The gradients are divided by the number of tokens in
     the losses. With one microbatch in flight, that number equals the number of tokens processed. With more
@@ -135,33 +134,22 @@ class Head(Node[Flight]):
 
     def __init__(
         self,
+        spec: TrainerSpec,
         links: Links,
         computer: Computer,
         *,
         peer_id: str,
-        num_stages: int,
-        max_in_flight: int,
-        batch_tokens: int,
-        microbatch_tokens: int,
-        next_microbatch: Callable[[], Awaitable[object]],
+        num_rooms: int,
         first_number: int,
         rng: random.Random,
-        sign: Callable[[MicrobatchTicket], MicrobatchTicket] = lambda ticket: ticket,
-        rule: Rule = "random",
         progress: float = 0.0,
     ) -> None:
-        assert num_stages > 1, "a pipeline must have at least two stages"
-        super().__init__(links, computer, rng=rng, rule=rule, gives_up=False)
-        self.window = Window(max_in_flight)
+        super().__init__(spec, links, computer, stage=0, rng=rng)
+        self.window = Window(num_rooms)
         self.deadlines = HeadDeadlines()
         self.progress = progress
         self.loss_tokens = self.done_tokens = 0  # in the current step
-        self._peer_id, self._last_stage = peer_id, num_stages - 1
-        self._batch_tokens, self._microbatch_tokens = batch_tokens, microbatch_tokens
-        self._next_microbatch = next_microbatch
-        self._next_number = first_number
-        self._sign = sign
-        self._rng = rng
+        self._peer_id, self._next_number = peer_id, first_number
         self._sinks: tuple[str, ...] = ()
         self._given_up: deque[object] = deque()
         self._to_evaluate: deque[object] = deque()
@@ -239,15 +227,15 @@ class Head(Node[Flight]):
             elif self._given_up:
                 microbatch = self._given_up.popleft()
             else:
-                microbatch = await self._next_microbatch()
+                microbatch = await self._computer.next_microbatch()
                 if microbatch is None:
                     return
                 if not self.can_launch():
                     self._given_up.append(microbatch)
                     continue
-            mark, num_tokens = min(self.progress, FINAL_MARK), self._microbatch_tokens
-            ticket = self._sign(MicrobatchTicket(self._new_id(), mark, num_tokens, is_training))
-            flight = Flight(ticket, microbatch, self.deadlines.seconds)
+            flight = Flight(
+                self._ticket(self._microbatch_tokens, is_training=is_training), microbatch, self.deadlines.seconds
+            )
             flight.sinks = self._sinks
             self.trips[flight.id] = flight
             self._tasks.start(self._fly(flight))
@@ -322,9 +310,6 @@ class Head(Node[Flight]):
         if is_training:
             self._links.send(flight.returned_by, Backward(id, gradient))
 
-    def _candidates(self, trip: Flight) -> Collection[str]:
-        return self._sinks if self._last_stage == 1 else self._neighbours
-
     def _note_sent(self, trip: Flight) -> None:
         if not trip.has_left:  # repeated refusals must not extend the deadline forever
             trip.has_left, trip.sent_s = True, asyncio.get_running_loop().time()
@@ -364,8 +349,9 @@ class Head(Node[Flight]):
         self._links.broadcast(self._last_mark())
 
     def _last_mark(self) -> Mark:
-        return Mark(self._sign(MicrobatchTicket(self._new_id(), min(self.progress, FINAL_MARK), num_tokens=0)))
+        return Mark(self._ticket(num_tokens=0))
 
-    def _new_id(self) -> MicrobatchId:
+    def _ticket(self, num_tokens: int, *, is_training: bool = True) -> MicrobatchTicket:
         self._next_number += 1
-        return MicrobatchId(self._peer_id, self._next_number - 1)
+        id = MicrobatchId(self._peer_id, self._next_number - 1)
+        return MicrobatchTicket(id, min(self.progress, FINAL_MARK), num_tokens, is_training)

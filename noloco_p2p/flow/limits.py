@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from noloco_p2p.spec import TrainerSpec
+
 # Late gradients are harmful. A gradient that is three inner steps late increases the loss more than a lost one does.
 # With a quarter of a batch in flight, gradients are at most a quarter of a step late on average.
 IN_FLIGHT_SHARE = 0.25
@@ -30,7 +32,7 @@ LONGEST_DEADLINE_S = 600.0  # limits how long a forged Want can hold a slot
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 32.0
 
-TICK_S = 0.25  # how often the driver calls `tick`
+TICK_S = 0.25  # how often a node looks whether something is due
 # If a neighbour does not answer a Want for this long, the next neighbour is asked.
 ASK_PATIENCE_S = 1.0
 ASK_AGAIN_S = 5.0  # after this time, all neighbours are asked again, in case a slot is free or a frame was lost
@@ -46,10 +48,10 @@ MAX_HEADS = 1024  # heads that a replica remembers; it forgets those that have b
 SEEN_NUMBERS = 1024  # numbers remembered per head; a head launches fewer microbatches within the longest deadline
 
 
-def num_rooms(*, memory_bytes: int, microbatch_bytes: int, batch_tokens: int, microbatch_tokens: int) -> int:
+def num_rooms(spec: TrainerSpec, *, most: int | None = None) -> int:
     """Return how many slots a replica has, or how many microbatches a head may have in flight. It is at least 1.
 
-    `microbatch_bytes` is the size of one slot, which holds the encoded input, output and gradient of a microbatch.
+    `most` is the number for which memory suffices.
     """
-    in_flight = int(IN_FLIGHT_SHARE * batch_tokens / microbatch_tokens)
-    return max(1, min(in_flight, memory_bytes // microbatch_bytes))
+    in_flight = int(IN_FLIGHT_SHARE * spec.train.batch_size / spec.pipeline.microbatch)
+    return max(1, in_flight if most is None else min(in_flight, most))

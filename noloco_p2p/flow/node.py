@@ -19,27 +19,24 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from noloco_p2p.errors import PeerError
-from noloco_p2p.flow.frames import (
-    Answer,
-    Backward,
-    Credit,
-    Forward,
-    Frame,
-    Lost,
-    MicrobatchId,
-    MicrobatchTicket,
-    Want,
-)
-from noloco_p2p.flow.limits import ASK_AGAIN_S, ASK_PATIENCE_S, MAX_MAIL, MAX_UNDER_WAY, TICK_S
+from noloco_p2p.flow.frames import Answer, Backward, Credit, Forward, Frame, Lost, MicrobatchId, MicrobatchTicket, Want
+from noloco_p2p.flow.limits import ASK_AGAIN_S, ASK_PATIENCE_S, MAX_MAIL, MAX_SINKS, MAX_UNDER_WAY, TICK_S
+from noloco_p2p.flow.neighbours import Few, Routing
 from noloco_p2p.flow.rooms import Kind, Turns
-from noloco_p2p.flow.routing import Routing, Rule
 from noloco_p2p.owned_tasks import OwnedTasks
+from noloco_p2p.spec import TrainerSpec
+
+NUM_NEIGHBOURS = 4  # replicas of the next stage to which a replica sends
+NUM_HEADS = 2  # heads to which a replica of the last stage keeps a stream
+LOOK_S = 1.0  # how often the live peers and the streams are checked
+REDRAW_S = 60.0  # how often one neighbour is redrawn
+DIAL_AGAIN_S = 5.0  # between two dials of a neighbour to which a stream is kept open
 
 
 class MicrobatchLost(PeerError):
@@ -86,6 +83,10 @@ class Links(Protocol):
 
 class Computer(Protocol):
     """The thread that touches the weights. It runs its tasks one at a time, in order."""
+
+    async def next_microbatch(self) -> object:
+        """Return the next microbatch of a head, or None after the last one."""
+        ...
 
     async def compute(self, task: Task) -> object:
         """Return the result, or None for a BACKWARD at the head or the LOSS of an evaluation.
@@ -155,19 +156,32 @@ AnyTrip = TypeVar("AnyTrip", bound=Trip)
 class Node(Generic[AnyTrip]):
     """The base class of `Head` and `Replica`. All methods are called on the event loop.
 
-    `num_done` counts the microbatches whose backward pass was computed here, and `num_late` those of them whose forward
-    pass was in an earlier step. If `gives_up` is true, a microbatch that all neighbours refuse is lost, to free its
-    slot. A head keeps such a microbatch and asks again, because no other microbatch is waiting for that slot.
+    `rng` draws the path. `num_done` counts the microbatches whose
+    backward pass was computed here, and `num_late` those of them whose forward pass was in an earlier step. If all
+    neighbours refuse a microbatch, a replica loses it, to free its slot. A head keeps it and asks again, because no
+    other microbatch is waiting for that slot.
     """
 
-    def __init__(self, links: Links, computer: Computer, *, rng: random.Random, rule: Rule, gives_up: bool) -> None:
+    def __init__(
+        self,
+        spec: TrainerSpec,
+        links: Links,
+        computer: Computer,
+        *,
+        stage: int,
+        rng: random.Random,
+    ) -> None:
+        assert 0 <= stage < spec.pipeline.stages > 1, "a pipeline must have at least two stages"
         self.trips: dict[MicrobatchId, AnyTrip] = {}
         self.turns = Turns()
         self.num_done = self.num_late = self.num_lost = self.num_steps = 0
         self.is_over = False  # whether no head is training any more, and nothing is left to do
-        self._links, self._computer = links, computer
-        self._routing = Routing(rng, rule)
-        self._gives_up = gives_up
+        self.downstream = Few(rng, NUM_NEIGHBOURS)
+        self._stage, self._last_stage = stage, spec.pipeline.stages - 1
+        tokens = spec.data.sequence_length - 1
+        self._batch_tokens, self._microbatch_tokens = spec.train.batch_size * tokens, spec.pipeline.microbatch * tokens
+        self._links, self._computer, self._rng = links, computer, rng
+        self._routing = Routing(rng, spec.pipeline.routing)
         self._neighbours: frozenset[str] = frozenset()
         self._under_way = asyncio.Semaphore(MAX_UNDER_WAY)
         self._is_closing = self._is_leaving = False
@@ -188,6 +202,52 @@ class Node(Generic[AnyTrip]):
     def num_held(self) -> int:
         """The number of microbatches that are held, or in flight."""
         return len(self.trips)
+
+    # neighbours
+
+    def follow(
+        self, live: Callable[[], Mapping[int, Collection[str]]], is_closed: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Choose neighbours among the live peers from now on, and keep the streams that this node needs.
+
+        `live` returns the peers of each stage that take part in the pipeline. `is_closed` returns whether no peer can
+        dial this one, in which case it must dial all its neighbours.
+        """
+        self._tasks.start(self._follow(live, is_closed))
+
+    async def _follow(self, live: Callable[[], Mapping[int, Collection[str]]], is_closed: Callable[[], bool]) -> None:
+        """Send to a few replicas of the next stage, and redraw one of them from time to time.
+
+        A head keeps streams to replicas of the last stage, through which its microbatches return. A head chooses only a
+        few of them, so each replica of the last stage also keeps streams to a few heads.
+        """
+        loop, num_stages = asyncio.get_running_loop(), self._last_stage + 1
+        ring, upstream = Few(self._rng, NUM_HEADS if self._stage else MAX_SINKS), Few(self._rng, NUM_NEIGHBOURS)
+        before: tuple[str, ...] | None = None
+        dialled_s: dict[str, float] = {}
+        redraw_s = loop.time() + REDRAW_S
+        while True:
+            now_s, of_stage, kept = loop.time(), live(), list[str]()
+            if now_s >= redraw_s:
+                redraw_s = now_s + REDRAW_S
+                self.downstream.drop_one()
+            self.downstream.update(of_stage.get((self._stage + 1) % num_stages, ()))
+            if self._stage in (0, self._last_stage):
+                ring.update(of_stage.get(self._last_stage - self._stage, ()))
+                kept += ring.chosen
+            if is_closed():
+                upstream.update(of_stage.get((self._stage - 1) % num_stages, ()))
+                kept += upstream.chosen
+            if self.downstream.chosen != before:
+                before = self.downstream.chosen
+                self.neighbours_changed(before)
+            dialled_s = {peer: dialled_s.get(peer, -DIAL_AGAIN_S) for peer in kept}
+            for peer, last_s in dialled_s.items():
+                if peer not in self._links.stages and now_s - last_s >= DIAL_AGAIN_S:
+                    dialled_s[peer] = now_s
+                    self._links.open(peer)
+            self._links.look()
+            await asyncio.sleep(LOOK_S)
 
     # events
 
@@ -245,7 +305,7 @@ class Node(Generic[AnyTrip]):
 
         For an evaluation, this returns None as soon as the next stage has taken it. Raises MicrobatchLost.
         """
-        head = self._returns_to(trip)
+        head = trip.id.head if self._stage == self._last_stage else ""  # which needs no request for a slot
         async with nullcontext() if head else self._under_way:  # a head that is stuck must not hold up the others
             refused: set[str] = set()
             while not trip.is_taken:
@@ -265,12 +325,8 @@ class Node(Generic[AnyTrip]):
                 raise MicrobatchLost("the gradient of a microbatch was lost", peer=peer)
 
     def _candidates(self, trip: AnyTrip) -> Collection[str]:
-        """Return the peers from which to request a slot."""
-        return self._neighbours
-
-    def _returns_to(self, trip: AnyTrip) -> str:
-        """Return the peer to which a microbatch goes without a request for a slot, or ""."""
-        return ""
+        """Return the peers from which to request a slot. The stage before the last one draws among the sinks."""
+        return trip.sinks if self._stage == self._last_stage - 1 else self._neighbours
 
     def _note_sent(self, trip: AnyTrip) -> None:
         """Note that a microbatch is being sent."""
@@ -299,7 +355,7 @@ class Node(Generic[AnyTrip]):
                         asked.add(last)
                         waiting.add(last)
                         self._links.send(last, Want(trip.ticket, trip.left_s(), trip.sinks))
-                    elif asked and not waiting and self._gives_up:
+                    elif asked and not waiting and self._stage > 0:
                         raise MicrobatchLost("all neighbours refused a microbatch")
                 wait_s = again_s - loop.time()
                 try:
@@ -335,7 +391,9 @@ class Node(Generic[AnyTrip]):
                 self._routing.measured(peer, asyncio.get_running_loop().time() - began_s)
                 trip.is_taken = True
                 return
-            elif isinstance(frame, Lost | Backward) or (not isinstance(frame, Credit) and self._returns_to(trip)):
+            elif isinstance(frame, Lost | Backward) or (
+                not isinstance(frame, Credit) and self._stage == self._last_stage
+            ):
                 raise MicrobatchLost("a microbatch was refused", peer=peer)
             elif not isinstance(frame, Credit):
                 trip.sent_to = ""

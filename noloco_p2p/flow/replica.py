@@ -13,15 +13,15 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import OrderedDict
-from collections.abc import Collection, Container
+from collections.abc import Container
 
 from noloco_p2p.errors import PeerError
 from noloco_p2p.flow.frames import Answer, Backward, Credit, Forward, Frame, Lost, Mark, MicrobatchId, Want
 from noloco_p2p.flow.limits import LONGEST_DEADLINE_S, MAX_HEADS, MAX_SINKS, SEEN_NUMBERS
 from noloco_p2p.flow.node import Computer, Links, Node, Task, Trip
 from noloco_p2p.flow.rooms import Kind, Rooms
-from noloco_p2p.flow.routing import Rule
 from noloco_p2p.flow.steps import FINAL_MARK, MedianSteps
+from noloco_p2p.spec import TrainerSpec
 
 
 class Visit(Trip):
@@ -43,32 +43,28 @@ class Replica(Node[Visit]):
     """An inner replica.
 
     `heads` contains the heads that the directory lists now; frames with tickets of other heads are refused.
-    `num_rooms` is the number of slots, from `limits.num_rooms`. `rng` draws the path.
+    `num_rooms` is the number of slots, from `limits.num_rooms`.
     """
 
     def __init__(
         self,
+        spec: TrainerSpec,
         links: Links,
         computer: Computer,
         *,
         stage: int,
-        num_stages: int,
         heads: Container[str],
         num_rooms: int,
-        batch_tokens: int,
         rng: random.Random,
-        rule: Rule = "random",
         progress: float = 0.0,
     ) -> None:
-        assert 0 < stage < num_stages, "stage 0 belongs to the head"
-        super().__init__(links, computer, rng=rng, rule=rule, gives_up=True)
-        self.steps = MedianSteps(heads=heads, batch_tokens=batch_tokens, progress=progress)
+        assert stage > 0, "stage 0 belongs to the head"
+        super().__init__(spec, links, computer, stage=stage, rng=rng)
+        self.steps = MedianSteps(heads=heads, batch_tokens=self._batch_tokens, progress=progress)
         # Only stage 1 delays heads that are ahead, because their microbatches hold no slots yet. In later stages they
         # would wait in slots that the slower heads need.
         self.rooms = Rooms(num_rooms, is_barred=lambda head: stage == 1 and self.steps.is_ahead(head, self._now_s()))
         self.seen = SeenForwards()
-        self._draws_sinks = stage == num_stages - 2
-        self._is_last = stage == num_stages - 1
 
     @property
     def num_held(self) -> int:
@@ -187,12 +183,6 @@ class Replica(Node[Visit]):
             payload = await self._compute(Task(Kind.FORWARD, id, forward.payload, is_training=ticket.is_training))
             visit.step = self.num_steps
             return await self._beyond(visit, payload)
-
-    def _candidates(self, trip: Visit) -> Collection[str]:
-        return trip.sinks if self._draws_sinks else self._neighbours
-
-    def _returns_to(self, trip: Visit) -> str:
-        return trip.id.head if self._is_last else ""
 
     def _note_computed(self, task: Task) -> None:
         if task.kind is Kind.BACKWARD:

@@ -11,22 +11,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any
 
 from noloco_p2p.errors import CorruptPayload, DirectoryError, PeerError, Refused, TimedOut, Unreachable
-from noloco_p2p.flow.frames import Frame
-from noloco_p2p.gossip.frames import Hello, Refuse, RefuseCode
+from noloco_p2p.flow.frames import Backward, Forward, Frame, Mark, Want
+from noloco_p2p.flow.node import Node
+from noloco_p2p.gossip.frames import Hello, Refuse, RefuseCode, chunk_digest
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.identity import short_id
 from noloco_p2p.net import convert, flow_wire
 from noloco_p2p.net.caller import CallerWire, connect
 from noloco_p2p.net.connection import Connector, nobody_is_banned
-from noloco_p2p.net.flow_link import MAX_QUEUED, STUCK_S, FlowLink, PayloadSizes
-from noloco_p2p.net.flow_wire import FlowHello
+from noloco_p2p.net.flow_wire import PIECE_BYTES, FlowHello, Piece, WireFrame
 from noloco_p2p.net.server import ServerWire, refuse_to_wire
+from noloco_p2p.net.swap_stream import Wire
 from noloco_p2p.net.throttle import UNLIMITED, Limits
+from noloco_p2p.net.tickets import Tickets
 from noloco_p2p.owned_tasks import OwnedTasks
 
 log = logging.getLogger(__name__)
@@ -38,80 +41,243 @@ PROVEN_S = 3600.0  # the age at which the caller ends a stream, to authenticate 
 LATEST_S = 1.1 * PROVEN_S  # the age at which the called peer ends it, because an invitation may have expired
 MAX_DIALLED = 32  # streams; beyond that, the least recently used one is closed
 MAX_ACCEPTED = 32  # streams; beyond that, the longest idle one is closed, if it has been idle for `stuck_s`
+MAX_DROPPED = 16  # consecutive forwards from one neighbour; an honest neighbour sends only after a Credit
+STUCK_S = 30.0  # longest wait to send a message, or for the next piece of a payload; enough for 1 MiB at 0.3 Mbit/s
+MAX_QUEUED = 1024  # frames without a payload; a neighbour that lets the queue fill up is stuck
+PAUSE_QUEUED = 256  # with a longer queue, nothing is read, because each frame that is read is answered
+
+Waiting = tuple[Frame, float]  # a frame, and the time on the event loop's clock at which it was ready
 
 
-class Neighbourhood(Protocol):
-    """The interface through which a driver learns about its neighbours and receives their frames. All methods are
-    called on the event loop.
+@dataclass(slots=True)
+class Arriving:
+    """A payload that is arriving. `frame` is the frame that announced it."""
+
+    frame: Forward | Backward
+    since_s: float
+    data: bytearray = field(default_factory=bytearray)
+    is_whole: bool = True
+
+
+class FlowLink:
+    """A stream to one neighbour. `run` is the only user of the connection.
+
+    Frames without a payload are sent first, then backward frames, then forward frames. A more urgent frame can be sent
+    between two pieces of a less urgent one. On the receiving end, at most one payload per direction is held, and its
+    size is known from the spec. Nothing more is read while a payload is checked or while answers wait to be sent, so a
+    peer that floods this one only slows itself down.
     """
 
-    def opened(self, peer: str) -> None: ...
+    def __init__(
+        self,
+        links: FlowLinks,
+        peer: str,
+        stage: int,
+        wire: Wire,
+        *,
+        first_words: bytes = b"",
+        is_dialled: bool = False,
+    ) -> None:
+        self.peer, self.stage, self.is_dialled = peer, stage, is_dialled
+        self._clock = asyncio.get_running_loop().time
+        self.opened_s = self.used_s = self._clock()
+        # The time of the last payload in either direction, or of the opening if there was none.
+        self.worked_s = self.opened_s
+        self._links, self._wire, self._first_words = links, wire, first_words
+        self._control: deque[Waiting] = deque()
+        # Keyed by whether it is a Backward. The memory limits of both peers bound the number of payloads.
+        self._payloads: dict[bool, deque[Waiting]] = {True: deque(), False: deque()}
+        self._pieces: dict[bool, Iterator[Piece]] = {True: iter(()), False: iter(())}
+        self._arriving: dict[bool, Arriving] = {}
+        self._num_dropped = 0
+        self._something_to_send, self._few_queued = asyncio.Event(), asyncio.Event()
+        self._few_queued.set()
+        self._stopped: asyncio.Future[PeerError] = asyncio.get_running_loop().create_future()
 
-    def closed(self, peer: str) -> None:
-        """Report that the stream has ended or could not be opened. This is called before a new stream opens."""
-        ...
+    def send(self, frame: Frame, since_s: float) -> None:
+        """Queue a frame for sending. Its remaining time is counted from `since_s`, on the clock of the event loop.
 
-    async def checked(self, peer: str, frame: Frame) -> Frame:
-        """Check a frame and return it, without its payload if that cannot be used.
-
-        Raises CorruptPayload for a frame that no honest peer sends.
+        This never waits and never raises an error.
         """
-        ...
+        self.used_s = self._clock()
+        if isinstance(frame, Forward | Backward):
+            self.worked_s = self._clock()
+            self._payloads[isinstance(frame, Backward)].append((frame, since_s))
+        elif len(self._control) < MAX_QUEUED:
+            self._control.append((frame, since_s))
+        else:
+            self.stop(TimedOut(f"the neighbour is too slow: {MAX_QUEUED} frames are waiting", peer=self.peer))
+        if len(self._control) >= PAUSE_QUEUED:
+            self._few_queued.clear()
+        self._something_to_send.set()
 
-    def received(self, peer: str, frame: Frame) -> None: ...
+    def stop(self, fault: PeerError) -> None:
+        """Stop receiving, and end `run`."""
+        if not self._stopped.done():
+            self._stopped.set_result(fault)
+
+    async def run(self) -> PeerError:
+        """Carry frames in both directions until the stream ends, then close it and return the error that ended it."""
+        tasks = [asyncio.create_task(self._until_fault(way)) for way in (self._read_all, self._write_all)]
+        try:
+            return await self._stopped
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._wire.close()
+
+    async def _until_fault(self, way: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        fault: PeerError = Unreachable("the neighbour closed the stream", peer=self.peer)
+        try:
+            await way()
+        except PeerError as error:
+            fault = error
+        except TimeoutError:
+            silence = f"the neighbour has not sent or accepted any data for {self._links.stuck_s:g} s"
+            fault = TimedOut(silence, peer=self.peer)
+        self.stop(fault)
+
+    async def _write_all(self) -> None:
+        data = self._first_words
+        while True:
+            if data:
+                async with asyncio.timeout(self._links.stuck_s):
+                    await self._wire.write(data)
+            frame = self._next()
+            data = flow_wire.encode(frame) if frame else b""
+            if not frame:
+                self._something_to_send.clear()
+                await self._something_to_send.wait()
+
+    def _next(self) -> WireFrame | None:
+        """Return the next frame to send. A payload is announced by its frame, and follows in pieces."""
+        if self._control:
+            frame, since_s = self._control.popleft()
+            if len(self._control) < PAUSE_QUEUED:
+                self._few_queued.set()
+            return self._aged(frame, since_s)
+        for is_backward in (True, False):
+            if piece := next(self._pieces[is_backward], None):
+                return piece
+            if self._payloads[is_backward]:
+                frame, since_s = self._payloads[is_backward].popleft()
+                assert isinstance(frame, Forward | Backward)
+                assert isinstance(frame.payload, memoryview)
+                self._pieces[is_backward] = _pieces(frame.payload, is_backward=is_backward)
+                return replace(self._aged(frame, since_s), payload=frame.payload.nbytes)
+        return None
+
+    async def _read_all(self) -> None:
+        links = self._links
+        while True:
+            async with asyncio.timeout(links.stuck_s if self._arriving else None):
+                data = await self._wire.read()
+            if data is None:
+                return
+            self.used_s = self._clock()
+            frame = self._taken(flow_wire.decode(data))
+            if frame is not None:
+                if isinstance(frame, Want | Mark):
+                    links.tickets.check(frame.ticket)
+                frame = await links.check(self.peer, frame)
+                if self._stopped.done():
+                    return
+                is_expected = links.node.received(self.peer, frame)
+                if isinstance(frame, Forward | Backward):
+                    self.worked_s = self._clock()
+                if isinstance(frame, Forward):
+                    self._num_dropped = 0 if is_expected else self._num_dropped + 1
+                    if self._num_dropped > MAX_DROPPED:
+                        raise CorruptPayload(f"it sent {MAX_DROPPED} forward frames without a reservation")
+            await self._few_queued.wait()  # until `_next` has taken some
+
+    def _taken(self, frame: WireFrame) -> Frame | None:
+        """Return a complete frame, or None while its payload is incomplete.
+
+        The payload is None if a digest was wrong. Raises CorruptPayload for what no honest peer sends.
+        """
+        match frame:
+            case Forward() | Backward():
+                is_backward, expected = isinstance(frame, Backward), self._links.payload_bytes(frame)
+                if frame.payload != expected:
+                    raise CorruptPayload(f"a payload of {frame.payload} bytes was announced instead of {expected}")
+                if is_backward in self._arriving:
+                    raise CorruptPayload("a payload was announced before the previous one was complete")
+                self._arriving[is_backward] = Arriving(frame, self._clock())
+                return None
+            case Piece(is_backward, piece):
+                if not (arriving := self._arriving.get(is_backward)):
+                    raise CorruptPayload("received a piece of a payload that was not announced")
+                whole = self._links.payload_bytes(arriving.frame)
+                expected = min(PIECE_BYTES, whole - len(arriving.data))
+                if len(piece) != expected:
+                    raise CorruptPayload(f"a piece has {len(piece)} bytes instead of {expected}")
+                arriving.is_whole &= chunk_digest(piece) == frame.digest
+                arriving.data += piece
+                if len(arriving.data) < whole:
+                    return None
+                del self._arriving[is_backward]
+                payload = memoryview(arriving.data) if arriving.is_whole else None
+                return replace(self._aged(arriving.frame, arriving.since_s), payload=payload)
+            case FlowHello() | Refuse():
+                raise CorruptPayload("received a FlowHello or Refuse after the start of the stream")
+            case _:
+                return frame
+
+    def _aged(self, frame: Any, since_s: float) -> Any:
+        """Return the frame with the remaining time that is left after this peer has held it."""
+        if not isinstance(frame, Want | Forward):
+            return frame
+        return replace(frame, remaining_s=max(0.0, frame.remaining_s - (self._clock() - since_s)))
 
 
-class Find(Protocol):
-    """A function like `gossip.seams.Directory.find`."""
-
-    async def __call__(self, peer_id: str, *, timeout_s: float) -> Candidate | None: ...
-
-
-@dataclass(slots=True, eq=False)
-class Dial:
-    """A stream that is being opened."""
-
-    task: asyncio.Task[None]
-    # Frames that wait for the stream, each with the time at which it was ready.
-    frames: list[tuple[Frame, float]] = field(default_factory=list)
+def _pieces(payload: memoryview, *, is_backward: bool) -> Iterator[Piece]:
+    for begin in range(0, payload.nbytes, PIECE_BYTES):
+        data = bytes(payload[begin : begin + PIECE_BYTES])
+        yield Piece(is_backward, data, chunk_digest(data))
 
 
 class FlowLinks:
-    """The streams of a peer to its neighbours.
+    """The streams of a peer to its neighbours, and the `flow.node.Links` of its node.
 
-    `hello` returns the Hello of this peer, which is sent without its layout. `neighbourhood` must be set before the
-    first stream opens. `strike` is called with a peer that misbehaved and a description of what it did.
+    `node` must be set before the first stream opens. `hello` returns the Hello of this peer, which is sent without its
+    layout. `check` checks a frame and returns it, without its payload if that cannot be used, or raises CorruptPayload.
+    It is awaited before the next frame of the same stream is read. `strike` is called with a peer that misbehaved and a
+    description of what it did.
     """
 
-    neighbourhood: Neighbourhood
+    node: Node[Any]
 
     def __init__(
         self,
         hello: Callable[[], Hello],
+        tickets: Tickets,
         *,
         stage: int,
         num_stages: int,
-        sizes: PayloadSizes,
+        forward_bytes: int,
+        backward_bytes: int,
         connector: Connector,
-        find: Find,
+        find: Callable[..., Awaitable[Candidate | None]],
+        check: Callable[[str, Frame], Awaitable[Frame]],
+        strike: Callable[[str, str], None],
         limits: Limits = UNLIMITED,
         why_banned: Callable[[str], str] = nobody_is_banned,
-        strike: Callable[[str, str], None],
         stuck_s: float = STUCK_S,
         max_accepted: int = MAX_ACCEPTED,
     ) -> None:
+        self.tickets, self.check, self.stuck_s = tickets, check, stuck_s
         self._hello = hello
         self._stage, self._num_stages = stage, num_stages
-        self._sizes = sizes
-        self._connector = connector
-        self._find = find
-        self._limits = limits
-        self._why_banned = why_banned
-        self._strike = strike
-        self._stuck_s = stuck_s
+        self._forward_bytes, self._backward_bytes = forward_bytes, backward_bytes
+        self._connector, self._find, self._limits = connector, find, limits
+        self._why_banned, self._strike = why_banned, strike
         self._max_accepted = max_accepted
         self._links: dict[str, FlowLink] = {}
-        self._dials: dict[str, Dial] = {}
+        self._dials: dict[
+            str, tuple[asyncio.Task[None], list[Waiting]]
+        ] = {}  # with the frames that wait for the stream
         self._tasks = OwnedTasks("a pipeline stream")
         self._is_leaving = False
 
@@ -120,20 +286,25 @@ class FlowLinks:
         """Return the stage of each peer with an open stream."""
         return {peer: link.stage for peer, link in self._links.items()}
 
+    def payload_bytes(self, frame: Forward | Backward) -> int:
+        return self._backward_bytes if isinstance(frame, Backward) else self._forward_bytes
+
     def send(self, to: str, frame: Frame) -> None:
         """Send a frame over the stream to a peer, and open the stream if necessary. This never waits and never raises
         an error.
 
-        The frame's remaining time is counted from now.
+        The tickets of this peer are signed here. The frame's remaining time is counted from now.
         """
+        if isinstance(frame, Want | Mark):
+            frame = replace(frame, ticket=self.tickets.signed(frame.ticket))
         since_s = asyncio.get_running_loop().time()
         if link := self._links.get(to):
             link.send(frame, since_s)
             return
         self.open(to)
-        dial = self._dials.get(to)
-        if dial and len(dial.frames) < MAX_QUEUED:
-            dial.frames.append((frame, since_s))
+        _, waiting = self._dials.get(to, (None, None))
+        if waiting is not None and len(waiting) < MAX_QUEUED:
+            waiting.append((frame, since_s))
 
     def broadcast(self, frame: Frame, *, but: str = "") -> None:
         """Send a frame over all open streams except the stream to `but`."""
@@ -141,14 +312,9 @@ class FlowLinks:
             self.send(peer, frame)
 
     def open(self, peer: str) -> None:
-        """Open a stream to a peer if there is none, and report the result to the driver."""
+        """Open a stream to a peer if there is none, and report the result to the node."""
         if peer not in self._links and peer not in self._dials and not self._is_leaving:
-            self._dials[peer] = Dial(self._tasks.start(self._dial(peer)))
-
-    def drop(self, peer: str, fault: PeerError) -> None:
-        """End the stream to a peer, if there is one."""
-        if link := self._links.get(peer):
-            self._drop(link, fault)
+            self._dials[peer] = self._tasks.start(self._dial(peer)), []
 
     def look(self) -> None:
         """End the streams of banned peers, and the oldest stream if it is too old. Call this about once per second.
@@ -169,37 +335,33 @@ class FlowLinks:
         for link in self._links.values():
             link.stop(Unreachable("this peer is leaving", peer=link.peer))
         self._links.clear()
-        for dial in self._dials.values():
-            dial.task.cancel()
+        for dial, _ in self._dials.values():
+            dial.cancel()
         await self._tasks.stop(grace_s=1.0)
 
     # calls by this peer
 
     async def _dial(self, peer: str) -> None:
+        """Open a stream to a peer. This is cancelled if that peer calls this one in the meantime."""
         try:
-            wire, stage = await self._called(peer)
-        except (PeerError, DirectoryError) as error:
-            log.debug("could not open a stream to ..%s: %s", short_id(peer), error)
-            del self._dials[peer]
-            self.neighbourhood.closed(peer)
-            return
-        self._make_place()
-        self._add(self._link(peer, stage, wire, is_dialled=True))
-
-    async def _called(self, peer: str) -> tuple[CallerWire, int]:
-        """Call a peer. The task is cancelled if that peer calls this one in the meantime. Raises PeerError or
-        DirectoryError.
-        """
-        try:
-            async with asyncio.timeout(OPEN_S):
-                return await self._call(peer)
-        except TimeoutError:
-            raise TimedOut(f"the stream could not be opened within {OPEN_S:g} s", peer=peer) from None
-        except Refused as error:
-            if error.code != RefuseCode.CROSSED.name:
+            try:
+                async with asyncio.timeout(OPEN_S):
+                    wire, stage = await self._call(peer)
+            except Refused as error:
+                if error.code != RefuseCode.CROSSED.name:
+                    raise
+                await asyncio.sleep(OPEN_S)  # for the call in favour of which it refused this one
                 raise
-        await asyncio.sleep(OPEN_S)
-        raise Unreachable("it refused this call in favour of its own call, which never arrived", peer=peer)
+        except (PeerError, DirectoryError, TimeoutError) as error:
+            log.debug("could not open a stream to ..%s: %s", short_id(peer), error or "it took too long")
+            del self._dials[peer]
+            self.node.closed(peer)
+            return
+        dialled = [link for link in self._links.values() if link.is_dialled]
+        if len(dialled) >= MAX_DIALLED:
+            unused = min(dialled, key=lambda link: link.used_s)
+            self._drop(unused, Unreachable("it was replaced by another stream", peer=unused.peer))
+        self._add(FlowLink(self, peer, stage, wire, is_dialled=True))
 
     async def _call(self, peer: str) -> tuple[CallerWire, int]:
         candidate = await self._find(peer, timeout_s=OPEN_S)
@@ -211,7 +373,7 @@ class FlowLinks:
             answer = flow_wire.decode(await wire.read() or b"")
             if isinstance(answer, Refuse):
                 raise Refused(answer.sentence, peer=peer, code=answer.code.name, retry_after_s=answer.retry_after_s)
-            return wire, self._stage_in(answer)
+            return wire, self._neighbour(answer).stage
         except BaseException:
             await wire.close()
             raise
@@ -226,9 +388,7 @@ class FlowLinks:
         """
         try:
             async with asyncio.timeout(FIRST_WORDS_S):
-                first = flow_wire.decode(await wire.read() or b"")
-            stage = self._stage_in(first)
-            assert isinstance(first, FlowHello)
+                first = self._neighbour(flow_wire.decode(await wire.read() or b""))
             peer = caller or first.hello.peer_id
             idle = self._place_for(peer)
             admit(replace(first.hello, layout=""))
@@ -241,7 +401,7 @@ class FlowLinks:
             return
         if idle:
             self._drop(idle, Unreachable("it was replaced by another stream", peer=idle.peer))
-        link = self._link(peer, stage, wire, first_words=self._own_hello())
+        link = FlowLink(self, peer, first.stage, wire, first_words=self._own_hello())
         self._add(link)
         try:
             await wire.closed()
@@ -265,9 +425,9 @@ class FlowLinks:
         if len(others) < self._max_accepted:
             return None
         idle = min(others, key=lambda other: other.worked_s)
-        if now_s - idle.worked_s < self._stuck_s:
+        if now_s - idle.worked_s < self.stuck_s:
             sentence = f"I have already accepted {self._max_accepted} streams from neighbours, which is the maximum"
-            raise Refused(sentence, peer=peer, code=RefuseCode.BUSY.name, retry_after_s=self._stuck_s)
+            raise Refused(sentence, peer=peer, code=RefuseCode.BUSY.name, retry_after_s=self.stuck_s)
         return idle
 
     # all streams
@@ -275,56 +435,27 @@ class FlowLinks:
     def _own_hello(self) -> bytes:
         return flow_wire.encode(FlowHello(replace(self._hello(), layout=""), self._stage))
 
-    def _stage_in(self, frame: object) -> int:
-        """Return the stage in a FlowHello. Raises PeerError if the frame is not the FlowHello of a neighbour."""
+    def _neighbour(self, frame: WireFrame) -> FlowHello:
+        """Return the first frame of a stream. Raises PeerError if it is not the FlowHello of a neighbour."""
         if not isinstance(frame, FlowHello):
             raise CorruptPayload("a pipeline stream must begin with a FlowHello")
-        distance = abs(frame.stage - self._stage)
-        if frame.stage >= self._num_stages or distance not in (1, self._num_stages - 1):
+        if frame.stage >= self._num_stages or abs(frame.stage - self._stage) not in (1, self._num_stages - 1):
             sentence = f"your stage {frame.stage} is not adjacent to my stage {self._stage}"
             raise Refused(sentence, peer=frame.hello.peer_id, code=RefuseCode.OTHER_MODEL.name)
-        return frame.stage
-
-    def _link(
-        self,
-        peer: str,
-        stage: int,
-        wire: CallerWire | ServerWire,
-        *,
-        first_words: bytes = b"",
-        is_dialled: bool = False,
-    ) -> FlowLink:
-        return FlowLink(
-            peer,
-            stage,
-            wire,
-            sizes=self._sizes,
-            checked=self.neighbourhood.checked,
-            received=self.neighbourhood.received,
-            first_words=first_words,
-            is_dialled=is_dialled,
-            stuck_s=self._stuck_s,
-        )
-
-    def _make_place(self) -> None:
-        dialled = [link for link in self._links.values() if link.is_dialled]
-        if len(dialled) >= MAX_DIALLED:
-            unused = min(dialled, key=lambda link: link.used_s)
-            self._drop(unused, Unreachable("it was replaced by another stream", peer=unused.peer))
+        return frame
 
     def _add(self, link: FlowLink) -> None:
         if before := self._links.get(link.peer):
             link.worked_s = before.worked_s  # otherwise, a peer that calls repeatedly would never be idle
             self._drop(before, Unreachable("it was replaced by a new stream to the same peer", peer=link.peer))
-        dial = self._dials.pop(link.peer, None)
+        dial, waiting = self._dials.pop(link.peer, (None, []))
         self._links[link.peer] = link
         self._tasks.start(self._carry(link))
-        if dial:
-            for frame, since_s in dial.frames:
-                link.send(frame, since_s)
-            if not link.is_dialled:
-                dial.task.cancel()
-        self.neighbourhood.opened(link.peer)
+        for frame, since_s in waiting:
+            link.send(frame, since_s)
+        if dial and not link.is_dialled:
+            dial.cancel()
+        self.node.opened(link.peer)
 
     async def _carry(self, link: FlowLink) -> None:
         fault = await link.run()
@@ -337,4 +468,4 @@ class FlowLinks:
         if self._links.get(link.peer) is link:
             log.debug("the stream to ..%s has ended: %s", short_id(link.peer), fault)
             del self._links[link.peer]
-            self.neighbourhood.closed(link.peer)
+            self.node.closed(link.peer)

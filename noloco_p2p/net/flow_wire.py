@@ -9,7 +9,7 @@ CorruptPayload. `flow/` decides whether the content makes sense.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,9 +61,23 @@ class Piece:
 WireFrame = FlowHello | Refuse | Piece | Frame
 
 
+KINDS: dict[str, type] = {
+    "hello": FlowHello,
+    "refuse": Refuse,
+    "want": Want,
+    "credit": Credit,
+    "forward": Forward,
+    "backward": Backward,
+    "piece": Piece,
+    "answer": Answer,
+    "lost": Lost,
+    "mark": Mark,
+}
+NAMES = {kind: name for name, kind in KINDS.items()}
+
+
 def encode(frame: WireFrame) -> bytes:
-    name, to_wire = _TO_WIRE[type(frame)]
-    return pb.FlowFrame(**{name: to_wire(frame)}).SerializeToString()
+    return pb.FlowFrame(**{NAMES[type(frame)]: _to_wire(frame)}).SerializeToString()
 
 
 def decode(data: bytes) -> WireFrame:
@@ -73,77 +87,59 @@ def decode(data: bytes) -> WireFrame:
     except DecodeError:
         raise CorruptPayload("received a message that is not a valid pipeline frame") from None
     name = message.WhichOneof("frame")
-    if name not in _FROM_WIRE:
+    if name not in KINDS:
         raise CorruptPayload("received a frame of an unknown kind; the sender may use a newer protocol version")
-    return _FROM_WIRE[name](getattr(message, name))
+    return _from_wire(KINDS[name], getattr(message, name))
 
 
-def _id_to_wire(id: MicrobatchId) -> pb.MicrobatchId:
-    return pb.MicrobatchId(head=id.head, number=id.number)
+def _to_wire(value: Any) -> Any:
+    """Convert a frame, or a part of one, to its message, whose fields have the same names."""
+    kind = type(value)
+    if kind in (Hello, Refuse):
+        return convert.to_wire(value)
+    if kind not in (*NAMES, MicrobatchId, MicrobatchTicket):
+        return value
+    made = pb.Ticket if kind is MicrobatchTicket else vars(pb)[kind.__name__]
+    return made(**{_wire_name(kind, name): _to_wire(getattr(value, name)) for name in kind.__annotations__})
 
 
-def _id_from_wire(message: pb.MicrobatchId) -> MicrobatchId:
-    if message.number > MAX_NUMBER:
-        raise CorruptPayload(f"microbatch number {message.number} is too large")
-    return MicrobatchId(convert.text(message.head), message.number)
+def _from_wire(kind: type, message: Any) -> Any:
+    if kind in (Hello, Refuse):
+        return convert.from_wire(kind, message)
+    values = {name: getattr(message, _wire_name(kind, name)) for name in kind.__annotations__}
+    return kind(**{name: _READ[name](value) if name in _READ else value for name, value in values.items()})
 
 
-def _ticket_to_wire(ticket: MicrobatchTicket) -> pb.Ticket:
-    return pb.Ticket(
-        id=_id_to_wire(ticket.id),
-        mark=ticket.mark,
-        num_tokens=ticket.num_tokens,
-        is_training=ticket.is_training,
-        signature=ticket.signature,
-    )
+def _wire_name(kind: type, name: str) -> str:
+    return "num_bytes" if kind in (Forward, Backward) and name == "payload" else name
 
 
-def _ticket_from_wire(message: pb.Ticket) -> MicrobatchTicket:
-    if len(message.signature) != SIGNATURE_BYTES:
+def _number(number: int) -> int:
+    if number > MAX_NUMBER:
+        raise CorruptPayload(f"microbatch number {number} is too large")
+    return number
+
+
+def _signature(signature: bytes) -> bytes:
+    if len(signature) != SIGNATURE_BYTES:
         raise CorruptPayload(f"received a ticket whose signature is not {SIGNATURE_BYTES} bytes long")
-    mark = convert.finite(message.mark)
-    return MicrobatchTicket(_id_from_wire(message.id), mark, message.num_tokens, message.is_training, message.signature)
+    return signature
 
 
-def _want_from_wire(message: pb.Want) -> Want:
-    if len(message.sinks) > MAX_SINKS:
+def _sinks(sinks: Any) -> tuple[str, ...]:
+    if len(sinks) > MAX_SINKS:
         raise CorruptPayload(f"received a Want with more than {MAX_SINKS} sinks")
-    sinks = tuple(convert.text(sink) for sink in message.sinks)
-    return Want(_ticket_from_wire(message.ticket), _remaining(message.remaining_s), sinks)
+    return tuple(convert.text(sink) for sink in sinks)
 
 
-def _remaining(seconds: float) -> float:
-    return max(0.0, convert.finite(seconds))
-
-
-_TO_WIRE: Mapping[type, tuple[str, Callable[[Any], Any]]] = {
-    FlowHello: ("hello", lambda f: pb.FlowHello(hello=convert.to_wire(f.hello), stage=f.stage)),
-    Refuse: ("refuse", convert.to_wire),
-    Want: (
-        "want",
-        lambda f: pb.Want(ticket=_ticket_to_wire(f.ticket), remaining_s=f.remaining_s, sinks=f.sinks),
-    ),
-    Credit: ("credit", lambda f: pb.Credit(id=_id_to_wire(f.id), has_room=f.has_room)),
-    Forward: (
-        "forward",
-        lambda f: pb.Forward(id=_id_to_wire(f.id), remaining_s=f.remaining_s, num_bytes=f.payload),
-    ),
-    Backward: ("backward", lambda f: pb.Backward(id=_id_to_wire(f.id), num_bytes=f.payload)),
-    Piece: ("piece", lambda f: pb.Piece(is_backward=f.is_backward, payload=f.payload, digest=f.digest)),
-    Answer: ("answer", lambda f: pb.Answer(id=_id_to_wire(f.id), is_taken=f.is_taken)),
-    Lost: ("lost", lambda f: pb.Lost(id=_id_to_wire(f.id))),
-    Mark: ("mark", lambda f: pb.Mark(ticket=_ticket_to_wire(f.ticket))),
-}
-
-_FROM_WIRE: Mapping[str, Callable[[Any], WireFrame]] = {
-    "hello": lambda m: FlowHello(convert.from_wire(Hello, m.hello), m.stage),
-    "refuse": lambda m: convert.from_wire(Refuse, m),
-    "want": _want_from_wire,
-    "credit": lambda m: Credit(_id_from_wire(m.id), m.has_room),
-    "forward": lambda m: Forward(_id_from_wire(m.id), _remaining(m.remaining_s), m.num_bytes),
-    "backward": lambda m: Backward(_id_from_wire(m.id), m.num_bytes),
-    "piece": lambda m: Piece(m.is_backward, m.payload, m.digest),
-    "answer": lambda m: Answer(_id_from_wire(m.id), m.is_taken),
-    "lost": lambda m: Lost(_id_from_wire(m.id)),
-    "mark": lambda m: Mark(_ticket_from_wire(m.ticket)),
+_READ: dict[str, Callable[[Any], Any]] = {
+    "hello": lambda message: _from_wire(Hello, message),
+    "id": lambda message: _from_wire(MicrobatchId, message),
+    "ticket": lambda message: _from_wire(MicrobatchTicket, message),
+    "head": convert.text,
+    "number": _number,
+    "mark": convert.finite,
+    "signature": _signature,
+    "sinks": _sinks,
+    "remaining_s": lambda seconds: max(0.0, convert.finite(seconds)),
 }

@@ -9,9 +9,6 @@ from collections.abc import Sequence
 
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.net.connection import Connector
-from noloco_p2p.net.flow import FlowLinks
-from noloco_p2p.net.flow_link import PayloadSizes
-from noloco_p2p.net.tickets import Tickets
 from noloco_p2p.peer.membership import Membership
 from noloco_p2p.peer.network import Network
 from noloco_p2p.peer.network_thread import START_TIMEOUT_S
@@ -65,31 +62,21 @@ class Stages:
         self._network.thread.call(self._stop_flow(), START_TIMEOUT_S)
 
     async def _start_flow(self, plan: StagePlan) -> StageFlow:
-        net, live_peers, pipeline = self._network, self._network.live_peers, plan.spec.pipeline
-        links = FlowLinks(
+        net, live_peers = self._network, self._network.live_peers
+        flow = StageFlow(
+            plan,
+            net.identity,
             net.hello,
-            stage=plan.stage,
-            num_stages=pipeline.stages,
-            sizes=PayloadSizes(plan.work.forward_bytes, plan.work.backward_bytes),
+            heads=live_peers.heads,
+            live=lambda: live_peers.reached(live_peers.everyone()),
+            is_closed=net.reachability.is_closed,
+            strike=net.bans.strike,
             connector=Connector(net.session, net.limits, why_banned=net.bans.why, guard=net.directory.node.guard),
             find=live_peers.find,
             limits=net.limits,
             why_banned=net.bans.why,
-            strike=net.bans.strike,
         )
-        max_tokens = pipeline.microbatch * (plan.spec.data.sequence_length - 1)
-        flow = StageFlow(
-            plan,
-            links,
-            Tickets(net.identity, spec_digest=net.run[1], max_tokens=max_tokens),
-            peer_id=net.identity.peer_id,
-            heads=live_peers.heads,
-            look_for=live_peers.heads.look_for,
-            live=lambda: live_peers.reached(live_peers.everyone()),
-            is_closed=net.reachability.is_closed,
-            strike=net.bans.strike,
-        )
-        net.stage_flow, net.server.serve_flow = flow, links.serve
+        net.stage_flow, net.server.serve_flow = flow, flow.links.serve
         flow.start()
         return flow
 

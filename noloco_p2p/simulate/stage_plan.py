@@ -7,10 +7,8 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from noloco_p2p.errors import SettingsError
-from noloco_p2p.flow.limits import IN_FLIGHT_SHARE
 from noloco_p2p.simulate.network import IDEAL
 from noloco_p2p.simulate.plan import Churn
-from noloco_p2p.spec import TrainerSpec
 from noloco_p2p.testing.links import LinkProfile
 
 T = TypeVar("T")
@@ -48,11 +46,6 @@ class StagedPlan:
 
     def link(self, stage: int, replica: int) -> LinkProfile:
         return _of(self.links, stage, replica)
-
-    def num_rooms(self, spec: TrainerSpec) -> int:
-        """Return the number of microbatches that a head may have in flight, and that a replica may hold."""
-        in_flight = int(IN_FLIGHT_SHARE * spec.train.batch_size / spec.pipeline.microbatch)
-        return max(1, in_flight) if self.window is None else self.window
 
 
 def _of(lists: tuple[tuple[T, ...], ...], stage: int, replica: int) -> T:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from noloco_p2p.errors import SettingsError
 from noloco_p2p.flow.head import Head
+from noloco_p2p.flow.limits import num_rooms
 from noloco_p2p.simulate.clock import run_virtual
 from noloco_p2p.simulate.material import Material
 from noloco_p2p.simulate.result import SWAP_COLUMNS, Swaps
@@ -171,7 +172,7 @@ def judge_stages(swarm: StagedSwarm, speed: Speed) -> StagedResult:
         latency_s=speed.latency_s,
         num_lost=sum(head.num_lost for head in heads),
         num_done=sum(head.num_done for head in heads),
-        num_rooms=swarm.plan.num_rooms(swarm.spec),
+        num_rooms=swarm.plan.window or num_rooms(swarm.spec),
         stages=stages,
         curve=tuple(swarm.curve),
     )

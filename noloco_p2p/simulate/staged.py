@@ -7,6 +7,7 @@ import random
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,13 +15,11 @@ from torch import Tensor
 from noloco_p2p.errors import SettingsError
 from noloco_p2p.flow.frames import Backward, Forward, Frame
 from noloco_p2p.flow.head import Head
-from noloco_p2p.flow.limits import TICK_S, VOTE_S
-from noloco_p2p.flow.neighbours import Neighbours
+from noloco_p2p.flow.limits import TICK_S, VOTE_S, num_rooms
 from noloco_p2p.flow.node import Task
 from noloco_p2p.flow.replica import Replica
 from noloco_p2p.flow.rooms import Kind
 from noloco_p2p.outer.flat import FlatParameters
-from noloco_p2p.owned_tasks import OwnedTasks
 from noloco_p2p.simulate.material import Material
 from noloco_p2p.simulate.network import LinkNetwork
 from noloco_p2p.simulate.plan import LISTED_S, Event, peer_name
@@ -95,38 +94,26 @@ class StageNode(SimulatedPeer):
         self._is_frozen = False
         self._computing = asyncio.Lock()
         self._batches: Iterator[Tensor] = iter(())
-        self._tasks = OwnedTasks("a node of a pipeline")
 
     async def begin(self, donor: StageNode | None) -> None:
         """Enter the swarm and take part in the pipeline."""
         await self.enter(donor)
         self._swarm.nodes[self.name] = self
         self._swarm.stages[self.stage].append(self)
-        swarm, spec, rng = self._swarm, self._spec, random.Random(f"flow/{self._swarm.plan.seed}/{self.name}")
-        rooms, tokens = swarm.plan.num_rooms(spec), spec.data.sequence_length - 1
-        shared = {"num_stages": swarm.plan.num_stages, "batch_tokens": spec.train.batch_size * tokens, "rng": rng}
-        shared |= {"rule": spec.pipeline.routing, "progress": self.progress}
+        swarm, spec = self._swarm, self._spec
+        shared: dict[str, Any] = {
+            "num_rooms": swarm.plan.window or num_rooms(spec),
+            "rng": random.Random(f"flow/{swarm.plan.seed}/{self.name}"),
+            "progress": self.progress,
+        }
         if self.stage == 0:
             batches = swarm.material.batches(self.name, replica=self.number, batch_size=spec.pipeline.microbatch)
             self._batches = iter(batches)
-            self.flow = Head(
-                self,
-                self,
-                peer_id=self.name,
-                max_in_flight=rooms,
-                microbatch_tokens=spec.pipeline.microbatch * tokens,
-                next_microbatch=self._next_microbatch,
-                first_number=0,
-                **shared,
-            )
+            self.flow = Head(spec, self, self, peer_id=self.name, first_number=0, **shared)
         else:
-            heads = swarm.networks[0].listed
-            self.flow = Replica(self, self, stage=self.stage, heads=heads, num_rooms=rooms, **shared)
-        neighbours = Neighbours(
-            self.flow, self, stage=self.stage, num_stages=swarm.plan.num_stages, live=self._live, rng=rng
-        )
+            self.flow = Replica(spec, self, self, stage=self.stage, heads=swarm.networks[0].listed, **shared)
         self.flow.start()
-        self._tasks.start(neighbours.look_after())
+        self.flow.follow(self._live)
 
     async def leave(self) -> None:
         """Accept no new microbatches, finish those that this node holds, and leave."""
@@ -152,7 +139,6 @@ class StageNode(SimulatedPeer):
 
     async def stop(self) -> None:
         self._is_frozen = True
-        await self._tasks.stop(grace_s=0.0)
         await self.flow.stop()
         await super().stop()
 
@@ -238,7 +224,7 @@ class StageNode(SimulatedPeer):
         self._swarm.step_closed(self)
         return self.progress
 
-    async def _next_microbatch(self) -> object:
+    async def next_microbatch(self) -> object:
         return next(self._batches)
 
 

@@ -6,6 +6,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -13,6 +14,7 @@ import torch
 
 from noloco_p2p.devices import free_memory
 from noloco_p2p.errors import Left, SettingsError
+from noloco_p2p.flow.head import Head
 from noloco_p2p.flow.limits import num_rooms
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.outer.checkpoint import Checkpoints
@@ -214,13 +216,8 @@ class StageTrainer(TrainerBase):
 
     def _begin(self) -> None:
         spec, work = self.spec, self.work
-        tokens = spec.data.sequence_length - 1
-        rooms = num_rooms(
-            memory_bytes=int(ROOM_SHARE * free_memory()),
-            microbatch_bytes=2 * work.forward_bytes + work.backward_bytes,
-            batch_tokens=spec.train.batch_size * tokens,
-            microbatch_tokens=spec.pipeline.microbatch * tokens,
-        )
+        room_bytes = 2 * work.forward_bytes + work.backward_bytes  # the encoded input, output and gradient
+        rooms = num_rooms(spec, most=int(ROOM_SHARE * free_memory()) // room_bytes)
         plan = StagePlan(spec, self.stage, work, rooms, self.outer.progress, self.batches)
         self._flow = self.peer.stages.start_flow(plan)
 
@@ -232,9 +229,9 @@ class StageTrainer(TrainerBase):
         """
         if self._flow.turn(TURN_S):
             return True
-        if self._flow.is_over:
+        if self._flow.node.is_over:
             self.work.finish()
-        return not self._flow.is_over
+        return not self._flow.node.is_over
 
     def _step(self) -> bool:
         """Compute a task, and about once a second look at everything else. Return False at the end of training."""
@@ -257,7 +254,7 @@ class StageTrainer(TrainerBase):
             self._settle()
             self._wait_while_paused()
             self._forget_speed()
-            self._flow.rejoin()
+            self._flow.tell(self._flow.node.rejoin)
         return goes_on and self.switches_to is None
 
     def _look_for_need(self, missing: Sequence[int]) -> None:
@@ -277,11 +274,12 @@ class StageTrainer(TrainerBase):
 
     def _count(self) -> None:
         """Update the counters, the speed and the capacity."""
-        metrics, counts, (done, lost, late) = self.peer.metrics, self._flow.counts, self._begun
-        metrics.tokens = (metrics.tokens or 0) + (done + counts.done - metrics.microbatches) * self._microbatch_tokens
-        metrics.microbatches, metrics.lost_microbatches = done + counts.done, lost + counts.lost
-        metrics.late_microbatches, metrics.queue = late + counts.late, counts.held
-        steps_per_s, done_per_s = self._speed.at(time.monotonic(), self.work.steps, counts.done)
+        metrics, node, (done, lost, late) = self.peer.metrics, self._flow.node, self._begun
+        before, metrics.microbatches = metrics.microbatches, done + node.num_done
+        self._count_tokens((metrics.microbatches - before) * self._microbatch_tokens)
+        metrics.lost_microbatches, metrics.late_microbatches = lost + node.num_lost, late + node.num_late
+        metrics.queue = node.num_held
+        steps_per_s, done_per_s = self._speed.at(time.monotonic(), self.work.steps, node.num_done)
         metrics.inner_steps_per_s, metrics.tokens_per_s = steps_per_s, done_per_s * self._microbatch_tokens
         if self.work.microbatch_s:
             metrics.capacity = self._microbatch_tokens / self.work.microbatch_s
@@ -298,7 +296,7 @@ class StageTrainer(TrainerBase):
         return (self.work.loss_sum - sum_before) / tokens if tokens else self.peer.metrics.loss
 
     def _forget_speed(self) -> None:
-        self._speed = RecentSpeed(time.monotonic(), self.work.steps, self._flow.counts.done)
+        self._speed = RecentSpeed(time.monotonic(), self.work.steps, self._flow.node.num_done)
 
     # evaluation
 
@@ -308,7 +306,8 @@ class StageTrainer(TrainerBase):
             return
         self.work.evaluated_sum, self.work.evaluated_tokens = 0.0, 0
         self._evaluates_until_s = time.monotonic() + LAST_EVALUATION_S
-        self._flow.evaluate(self.validation)
+        assert isinstance(self._flow.node, Head)
+        self._flow.tell(partial(self._flow.node.evaluate, self.validation))
 
     def _look_at_evaluation(self) -> None:
         if self._evaluates_until_s is None:
@@ -336,8 +335,8 @@ class StageTrainer(TrainerBase):
 
         The gradients of an unfinished step are dropped.
         """
-        self._flow.leave()
+        self._flow.tell(self._flow.node.leave)
         until_s = time.monotonic() + LEAVE_S
-        while time.monotonic() < until_s and not self._flow.is_idle:
+        while time.monotonic() < until_s and not self._flow.node.is_idle:
             self._turn()
         self.inner_step.forget()

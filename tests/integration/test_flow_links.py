@@ -9,7 +9,7 @@ import asyncio
 import os
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import uvloop
@@ -25,13 +25,13 @@ from noloco_p2p.net import flow_wire
 from noloco_p2p.net.caller import CallerWire, connect
 from noloco_p2p.net.connection import Connector
 from noloco_p2p.net.flow import FLOW_METHOD, FlowLinks
-from noloco_p2p.net.flow_link import PayloadSizes
 from noloco_p2p.net.flow_wire import PIECE_BYTES, FlowHello, Piece, WireFrame
 from noloco_p2p.net.server import GrpcServer
 from noloco_p2p.net.session import Session
 from noloco_p2p.net.throttle import UNLIMITED
+from noloco_p2p.net.tickets import Tickets
 
-SIZES = PayloadSizes(forward_bytes=3 * PIECE_BYTES + 5, backward_bytes=2 * PIECE_BYTES)
+FORWARD_BYTES, BACKWARD_BYTES = 3 * PIECE_BYTES + 5, 2 * PIECE_BYTES
 NUM_STAGES = 3
 NAMES = sorted(("one", "two", "three"), key=lambda name: identity_of(name).peer_id)
 LOW, MIDDLE, HIGH = NAMES
@@ -60,16 +60,19 @@ class Node:
         self.session = Session(identity_of(name))
         self.links = FlowLinks(
             lambda: hello_of(name),
+            Tickets(identity_of(name), spec_digest="ab" * 32, max_tokens=3),
             stage=stage,
             num_stages=NUM_STAGES,
-            sizes=SIZES,
+            forward_bytes=FORWARD_BYTES,
+            backward_bytes=BACKWARD_BYTES,
+            check=self.check,
             connector=Connector(self.session, why_banned=self.why_banned),
             find=town.find,
             why_banned=self.why_banned,
             strike=lambda peer, why: self.strikes.append(why),
             **limits,
         )
-        self.links.neighbourhood = self
+        self.links.node = cast(Any, self)
         self.server = GrpcServer(Admitting(hello_of(name)), session=self.session, serve_flow=self.links.serve)
 
     @property
@@ -85,7 +88,7 @@ class Node:
     def closed(self, peer: str) -> None:
         self.events.append(("closed", peer))
 
-    async def checked(self, peer: str, frame: Frame) -> Frame:
+    async def check(self, peer: str, frame: Frame) -> Frame:
         await self.gate.wait()
         if isinstance(frame, Credit):
             raise CorruptPayload("no honest peer sends it here")
@@ -142,11 +145,11 @@ def id_of(number: int) -> MicrobatchId:
 
 
 def forward(number: int, remaining_s: float = 100.0) -> Forward:
-    return Forward(id_of(number), remaining_s, memoryview(os.urandom(SIZES.forward_bytes)))
+    return Forward(id_of(number), remaining_s, memoryview(os.urandom(FORWARD_BYTES)))
 
 
 def backward(number: int) -> Backward:
-    return Backward(id_of(number), memoryview(os.urandom(SIZES.backward_bytes)))
+    return Backward(id_of(number), memoryview(os.urandom(BACKWARD_BYTES)))
 
 
 async def stranger(node: Node, name: str, hello: WireFrame, *frames: WireFrame) -> CallerWire:
@@ -189,7 +192,7 @@ def test_either_side_dials_and_payloads_go_both_ways(caller_stage: int) -> None:
             other.links.send(caller.peer_id, back)  # over the same stream
             await until(lambda: caller.frames)
             assert caller.frames == [back]
-            caller.links.drop(other.peer_id, Unreachable("enough"))
+            caller.links._links[other.peer_id].stop(Unreachable("enough"))
             await until(lambda: other.events[-1] == ("closed", caller.peer_id))
             for node in nodes:
                 assert [event for event, _ in node.events] == ["opened", "closed"]
@@ -208,7 +211,7 @@ def test_when_both_dial_at_once_one_stream_stands_and_no_frame_is_lost() -> None
                 await asyncio.sleep(0.05)  # meanwhile the redundant call ends
                 assert [node.frames for node in nodes] == [[Lost(id_of(2))], [Lost(id_of(1))]]
                 assert [[event for event, _ in node.events] for node in nodes] == [["opened"], ["opened"]]
-                nodes[0].links.drop(nodes[1].peer_id, Unreachable("enough"))
+                nodes[0].links._links[nodes[1].peer_id].stop(Unreachable("enough"))
                 await until(lambda: len(nodes[1].events) == 2)
                 for node in nodes:
                     node.events.clear()
@@ -236,8 +239,8 @@ def test_urgent_frames_overtake_a_forward_and_time_in_the_queue_counts() -> None
             await until(lambda: node.events)
             began_s = asyncio.get_running_loop().time() - 7.0
             first, second = forward(1), forward(2)
-            ticket = MicrobatchTicket(id_of(4), 0.5, 3, signature=bytes(64))
-            for frame in (first, second, backward(3), Want(ticket, 50.0)):
+            ticket = MicrobatchTicket(MicrobatchId(node.peer_id, 4), 0.5, 3)
+            for frame in (first, second, backward(3), Want(node.links.tickets.signed(ticket), 50.0)):
                 node.links._links[other.peer_id].send(frame, began_s)
             await until(lambda: len(other.frames) == 4)
             want, *payloads = other.frames
@@ -270,7 +273,7 @@ def test_a_call_of_the_same_peer_takes_the_place_of_its_stream() -> None:
 def test_a_peer_that_dies_in_the_middle_of_a_payload_leaves_nothing() -> None:
     async def main() -> None:
         async with town((LOW, 1)) as (_, [node]):
-            announced = Forward(id_of(1), 10.0, SIZES.forward_bytes)
+            announced = Forward(id_of(1), 10.0, FORWARD_BYTES)
             wire = await stranger(node, HIGH, FlowHello(hello_of(HIGH), 0), announced, piece_of(bytes(PIECE_BYTES)))
             await until(lambda: node.events)
             await wire.close()
@@ -289,7 +292,7 @@ def test_a_payload_that_stops_coming_ends_the_stream() -> None:
             await until(lambda: node.frames)
             await asyncio.sleep(0.5)
             assert [event for event, _ in node.events] == ["opened"]  # a neighbour may be silent between payloads
-            await wire.write(flow_wire.encode(Forward(id_of(1), 10.0, SIZES.forward_bytes)))
+            await wire.write(flow_wire.encode(Forward(id_of(1), 10.0, FORWARD_BYTES)))
             await until(lambda: len(node.events) == 2)
             assert not node.strikes
             await wire.close()
@@ -301,16 +304,16 @@ def piece_of(payload: bytes, *, is_backward: bool = False) -> Piece:
     return Piece(is_backward, payload, chunk_digest(payload))
 
 
-ANNOUNCED = Forward(id_of(1), 10.0, SIZES.forward_bytes)
+ANNOUNCED = Forward(id_of(1), 10.0, FORWARD_BYTES)
 LOST = Lost(id_of(1))
 
 
 @pytest.mark.parametrize(
     "frames",
     [
-        [Forward(id_of(1), 10.0, SIZES.forward_bytes + 1)],
+        [Forward(id_of(1), 10.0, FORWARD_BYTES + 1)],
         [Forward(id_of(1), 10.0, 2**63)],
-        [Backward(id_of(1), SIZES.forward_bytes)],
+        [Backward(id_of(1), FORWARD_BYTES)],
         [ANNOUNCED, ANNOUNCED],
         [ANNOUNCED, piece_of(bytes(PIECE_BYTES - 1))],
         [ANNOUNCED, piece_of(bytes(PIECE_BYTES + 1))],
@@ -338,7 +341,7 @@ def test_what_no_honest_peer_sends_is_a_strike_and_ends_the_stream(frames: Itera
 def test_a_damaged_payload_arrives_as_none() -> None:
     async def main() -> None:
         async with town((LOW, 1)) as (_, [node]):
-            announced = Backward(id_of(1), SIZES.backward_bytes)
+            announced = Backward(id_of(1), BACKWARD_BYTES)
             good = piece_of(bytes(PIECE_BYTES), is_backward=True)
             damaged = Piece(True, bytes(PIECE_BYTES), bytes(16))
             hello = FlowHello(hello_of(HIGH), 2)
@@ -364,7 +367,7 @@ def test_nothing_more_is_read_while_a_payload_is_checked() -> None:
             try:
                 async with asyncio.timeout(1.0):
                     for number in range(1000):
-                        announced = Forward(id_of(number), 10.0, SIZES.forward_bytes)
+                        announced = Forward(id_of(number), 10.0, FORWARD_BYTES)
                         for frame in (announced, *map(piece_of, payload)):
                             await wire.write(flow_wire.encode(frame))
                         num_sent += 1

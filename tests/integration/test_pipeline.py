@@ -29,8 +29,7 @@ from noloco_p2p.net import flow_wire
 from noloco_p2p.net.caller import CallerWire, connect
 from noloco_p2p.net.client import GrpcTransport
 from noloco_p2p.net.connection import Connector
-from noloco_p2p.net.flow import FLOW_METHOD, FlowLinks
-from noloco_p2p.net.flow_link import PayloadSizes
+from noloco_p2p.net.flow import FLOW_METHOD, MAX_DROPPED
 from noloco_p2p.net.flow_wire import FlowHello, Piece, WireFrame
 from noloco_p2p.net.server import GrpcServer
 from noloco_p2p.net.session import Session
@@ -38,7 +37,7 @@ from noloco_p2p.net.throttle import UNLIMITED
 from noloco_p2p.net.tickets import Tickets
 from noloco_p2p.outer.noloco import NoLoCo
 from noloco_p2p.peer.network_thread import NetworkThread
-from noloco_p2p.peer.stage_flow import MAX_DROPPED, StageFlow, StagePlan
+from noloco_p2p.peer.stage_flow import StageFlow, StagePlan
 from noloco_p2p.spec import TrainerSpec
 from noloco_p2p.testing.peers import MemoryPeer, MemorySwarm
 from noloco_p2p.trainer.inner_step import InnerStep
@@ -75,27 +74,17 @@ class StagePeer:
         spec, swarm = self.swarm.spec, self.swarm
         hello = Hello(self.peer_id, spec.name, spec.digest())  # without a layout, which differs between stages
         self.service = self._swap_service()
-        tokens = spec.pipeline.microbatch * (spec.data.sequence_length - 1)
-        self.links = FlowLinks(
-            lambda: hello,
-            stage=self.stage,
-            num_stages=spec.pipeline.stages,
-            sizes=PayloadSizes(self.work.forward_bytes, self.work.backward_bytes),
-            connector=Connector(self.session),
-            find=swarm.find,
-            strike=self.strike,
-        )
         self.flow = StageFlow(
             StagePlan(spec, self.stage, self.work, self._rooms, 0.0, self._batches() if self.stage == 0 else None),
-            self.links,
-            Tickets(self.identity, spec_digest=spec.digest(), max_tokens=tokens),
-            peer_id=self.peer_id,
-            heads=swarm.listed,
-            look_for=self.look_for,
+            self.identity,
+            lambda: hello,
+            heads=cast(Any, self),
             live=lambda: [peer.candidate for peer in swarm.peers if peer is not self],
             strike=self.strike,
+            connector=Connector(self.session),
+            find=swarm.find,
         )
-        self.server = GrpcServer(self.service, session=self.session, serve_flow=self.links.serve)
+        self.server = GrpcServer(self.service, session=self.session, serve_flow=self.flow.links.serve)
         await self.server.start("127.0.0.1", 0)
 
     def _swap_service(self) -> PeerService:
@@ -145,6 +134,9 @@ class StagePeer:
     def candidate(self) -> Candidate:
         return Candidate(self.peer_id, f"127.0.0.1:{self.server.port}", stage=self.stage, session_key=self.session.key)
 
+    def __contains__(self, head: object) -> bool:
+        return head in self.swarm.listed
+
     async def look_for(self, head: str) -> None:
         """Read the record of a head, which this peer may not have seen yet."""
         self.looked_for.append(head)
@@ -166,9 +158,9 @@ class StagePeer:
         return iter(material_of(spec).batches(name, replica=self._number, batch_size=spec.pipeline.microbatch))
 
     def _train(self) -> None:
-        while not self.leaving.is_set() and (self.flow.turn(0.1) or not self.flow.is_over):
+        while not self.leaving.is_set() and (self.flow.turn(0.1) or not self.flow.node.is_over):
             pass
-        if self.flow.is_over:
+        if self.flow.node.is_over:
             self.work.finish()
 
 

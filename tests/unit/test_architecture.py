@@ -36,7 +36,7 @@ PURE = [
     "codec",
     "flow/frames.py",
     "flow/limits.py",
-    "flow/routing.py",
+    "flow/neighbours.py",
     "flow/steps.py",
     "gossip/coder.py",
     "gossip/frames.py",

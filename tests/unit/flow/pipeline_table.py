@@ -30,6 +30,7 @@ from noloco_p2p.flow.node import MicrobatchLost, Task
 from noloco_p2p.flow.replica import Replica
 from noloco_p2p.flow.rooms import Kind
 from noloco_p2p.simulate.clock import run_virtual
+from noloco_p2p.spec import TrainerSpec
 
 MICROBATCH_TOKENS, BATCH_TOKENS = 10, 40
 AFTER_S = 0.5  # timers and ticks of a moment have fired
@@ -44,6 +45,14 @@ class InOrder(random.Random):
 
     def sample(self, population: Any, k: int, *, counts: Any = None) -> list[Any]:
         return list(population[:k])
+
+
+@functools.cache
+def spec_of(num_stages: int, *, batch_size: int = BATCH_TOKENS // MICROBATCH_TOKENS) -> TrainerSpec:
+    """Return the spec of a run whose microbatches have 10 tokens."""
+    stages = {"model.num_layers": num_stages, "pipeline.stages": num_stages, "pipeline.cut": [1] * num_stages}
+    sizes = {"data.sequence_length": 1 + MICROBATCH_TOKENS, "train.batch_size": batch_size}
+    return TrainerSpec(name="stages").with_changes({"model.parameter_seeds": True, **stages, **sizes})
 
 
 def microbatch(text: str) -> MicrobatchId:
@@ -68,16 +77,39 @@ def word(to: str, frame: Frame) -> str:
     return f"{name} {to} {id.head}.{id.number}"
 
 
+def want(id: str, mark: str = "0", remaining_s: str = "60") -> Want:
+    return Want(ticket(id, float(mark)), float(remaining_s), ("y", "z"))
+
+
+FRAMES: dict[str, Callable[..., Frame]] = {
+    "want": want,
+    "evaluation": lambda id: Want(ticket(id, 0.9, is_training=False), 60.0, ("y", "z")),
+    "credit": lambda id: Credit(microbatch(id), has_room=True),
+    "wait": lambda id: Credit(microbatch(id), has_room=False),
+    "forward": lambda id, remaining_s="60": Forward(microbatch(id), float(remaining_s), f"input {id}"),
+    "damaged_forward": lambda id: Forward(microbatch(id), 60.0, None),
+    "backward": lambda id: Backward(microbatch(id), f"gradient {id}"),
+    "damaged_backward": lambda id: Backward(microbatch(id), None),
+    "taken": lambda id: Answer(microbatch(id), is_taken=True),
+    "drop": lambda id: Answer(microbatch(id), is_taken=False),
+    "lost": lambda id: Lost(microbatch(id)),
+    "mark": lambda id, mark="1": Mark(ticket(id, float(mark))),
+    "away": lambda id, mark: Mark(MicrobatchTicket(microbatch(id), float(mark), 0)),
+}
+
+
 class Bench:
     """One node, with the links and the computer that it uses. Tasks run one at a time, until `computed` or `failed`."""
 
     node: Any
-    stages: dict[str, int]
+    begin: Any  # starts the node. A row that does not begin with this event starts it without arguments
+    data: asyncio.Queue[object]
 
     def __init__(self) -> None:
         self.frames: list[Frame] = []
         self.tasks: list[Task] = []
         self.num_ended = Counter[tuple[Kind, MicrobatchId]]()
+        self.stages: dict[str, int] = {}
         self.is_closing = False
         self._words: list[str] = []
         self._result: asyncio.Future[object] = asyncio.get_running_loop().create_future()
@@ -125,49 +157,13 @@ class Bench:
         assert isinstance(closed, float)
         return closed
 
+    async def next_microbatch(self) -> object:
+        return await self.data.get()
+
     # events
 
     async def at(self, seconds: str) -> None:
         await asyncio.sleep(float(seconds) + AFTER_S - asyncio.get_running_loop().time())
-
-    def want(self, peer: str, id: str, mark: str = "0", remaining_s: str = "60") -> None:
-        self.node.received(peer, Want(ticket(id, float(mark)), float(remaining_s), ("y", "z")))
-
-    def evaluation(self, peer: str, id: str) -> None:
-        self.node.received(peer, Want(ticket(id, 0.9, is_training=False), 60.0, ("y", "z")))
-
-    def credit(self, peer: str, id: str) -> None:
-        self.node.received(peer, Credit(microbatch(id), has_room=True))
-
-    def wait(self, peer: str, id: str) -> None:
-        self.node.received(peer, Credit(microbatch(id), has_room=False))
-
-    def forward(self, peer: str, id: str, remaining_s: str = "60") -> None:
-        self.node.received(peer, Forward(microbatch(id), float(remaining_s), f"input {id}"))
-
-    def damaged_forward(self, peer: str, id: str) -> None:
-        self.node.received(peer, Forward(microbatch(id), 60.0, None))
-
-    def backward(self, peer: str, id: str) -> None:
-        self.node.received(peer, Backward(microbatch(id), f"gradient {id}"))
-
-    def damaged_backward(self, peer: str, id: str) -> None:
-        self.node.received(peer, Backward(microbatch(id), None))
-
-    def taken(self, peer: str, id: str) -> None:
-        self.node.received(peer, Answer(microbatch(id), is_taken=True))
-
-    def drop(self, peer: str, id: str) -> None:
-        self.node.received(peer, Answer(microbatch(id), is_taken=False))
-
-    def lost(self, peer: str, id: str) -> None:
-        self.node.received(peer, Lost(microbatch(id)))
-
-    def mark(self, peer: str, id: str, mark: str = "1") -> None:
-        self.node.received(peer, Mark(ticket(id, float(mark))))
-
-    def away(self, peer: str, id: str, mark: str) -> None:
-        self.node.received(peer, Mark(MicrobatchTicket(microbatch(id), float(mark), 0)))
 
     def closed(self, peer: str) -> None:
         self.stages.pop(peer, None)
@@ -198,7 +194,12 @@ class Bench:
     async def step(self, text: str) -> None:
         event, _, expected = text.partition(" -> ")
         name, *arguments = event.split()
-        did = getattr(self, name)(*arguments)
+        if name in FRAMES:
+            peer, *values = arguments
+            self.node.received(peer, FRAMES[name](*values))
+            did = None
+        else:
+            did = getattr(self, name)(*arguments)
         if asyncio.iscoroutine(did):
             did = await did
         for _ in range(TURNS):
@@ -213,23 +214,10 @@ class ReplicaBench(Bench):
 
     node: Replica
 
-    def __init__(self) -> None:
-        super().__init__()
+    async def begin(self, stage: str = "1", num_stages: str = "4", rooms: str = "2") -> None:
         self.listed = set("hij")
-        self.stages = {}
-        self.replica("1", "4")
-
-    def replica(self, stage: str, num_stages: str, rooms: str = "2") -> None:
-        self.node = Replica(
-            self,
-            self,
-            stage=int(stage),
-            num_stages=int(num_stages),
-            heads=self.listed,
-            num_rooms=int(rooms),
-            batch_tokens=BATCH_TOKENS,
-            rng=InOrder(0),
-        )
+        spec = spec_of(int(num_stages))
+        self.node = Replica(spec, self, self, stage=int(stage), heads=self.listed, num_rooms=int(rooms), rng=InOrder(0))
         self.node.turns.number = 1
         self.neighbours("x", "y")
         self.node.start()
@@ -246,6 +234,9 @@ class ReplicaBench(Bench):
     def count(self, num_microbatches: str) -> None:
         self.node.steps.count(int(num_microbatches) * MICROBATCH_TOKENS)
 
+    def mail(self, id: str) -> str:
+        return str(self.node.trips[microbatch(id)].mail.qsize())
+
     def num_tokens(self) -> str:
         return str(self.node.steps.num_tokens)
 
@@ -254,24 +245,16 @@ class HeadBench(Bench):
     """Head h of 4 stages, with at most 4 microbatches in flight, neighbours x and y in stage 1, and sinks v and w."""
 
     node: Head
-    data: asyncio.Queue[object]
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.head("4")
-
-    def head(self, num_stages: str, progress: str = "0") -> None:
+    async def begin(self, num_stages: str = "4", progress: str = "0") -> None:
         self.data = asyncio.Queue()
         self.stages = dict.fromkeys("vw", int(num_stages) - 1)
         self.node = Head(
+            spec_of(int(num_stages)),
             self,
             self,
             peer_id="h",
-            num_stages=int(num_stages),
-            max_in_flight=4,
-            batch_tokens=BATCH_TOKENS,
-            microbatch_tokens=MICROBATCH_TOKENS,
-            next_microbatch=self.data.get,
+            num_rooms=4,
             first_number=1,
             rng=InOrder(0),
             progress=float(progress),
@@ -341,6 +324,8 @@ def play(bench: Callable[[], Bench], steps: Sequence[str]) -> Bench:
 
     async def main() -> Bench:
         made = bench()
+        if not steps[0].startswith("begin"):
+            await made.begin()
         for step in steps:
             await made.step(step)
         await made.node.stop()

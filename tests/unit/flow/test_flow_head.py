@@ -35,7 +35,7 @@ a microbatch goes round
 the return may overtake the answer to the forward
     ASKING; credit x h.1 -> forward x h.1; forward v h.1 -> taken v h.1, compute loss h.1; taken x h.1 -> nothing
 in a pipeline of two stages the sinks are the neighbours
-    head 2; launch; computed -> want v h.1; credit v h.1 -> forward v h.1; taken v h.1;
+    begin 2; launch; computed -> want v h.1; credit v h.1 -> forward v h.1; taken v h.1;
     forward v h.1 -> taken v h.1, compute loss h.1; computed -> backward v h.1;
     backward v h.1 -> compute backward h.1; computed -> nothing; is_idle -> yes
 backwards are computed first, then losses
@@ -142,7 +142,7 @@ a neighbour that comes after the end hears of it, and an evaluation does not kee
     opened x -> nothing; trained; BACKWARD; computed -> close 40; is_over -> no; step_closed 1 -> tell all 1
     opened x -> tell x 1; is_over -> yes; evaluate; computed; is_over -> yes
 a head that was finished launches nothing
-    head 4 1; can_launch -> no
+    begin 4 1; can_launch -> no
 
 # evaluation
 
@@ -160,7 +160,7 @@ a head that leaves gives up what has no room
 a head that comes back launches again
     ASKING; leave -> tell all 0, lost x h.1; can_launch -> no; at 2; rejoin -> compute forward h.3
 a head that has finished does not take its mark back
-    head 4 1; leave -> nothing
+    begin 4 1; leave -> nothing
 """,
     BEGINNINGS,
 )
@@ -233,7 +233,7 @@ def test_a_deadline_is_a_multiple_of_the_median_latency_within_bounds() -> None:
 
 def test_a_want_carries_the_progress_of_the_head_its_sinks_and_its_deadline() -> None:
     sinks = " ".join(f"v{i}" for i in range(2 * MAX_SINKS))
-    bench = play(HeadBench, ["head 4 0.25", f"sinks {sinks}", "launch", "computed", "credit x h.1"])
+    bench = play(HeadBench, ["begin 4 0.25", f"sinks {sinks}", "launch", "computed", "credit x h.1"])
     want, forward = bench.frames
     assert isinstance(want, Want)
     assert isinstance(forward, Forward)

@@ -74,8 +74,7 @@ async def suffer(bench: Bench, events: list[Any]) -> None:
 def test_a_replica_bears_any_neighbours(stage: int, events: list[Any], caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         bench = ReplicaBench()
-        await bench.node.stop()
-        bench.replica(str(stage), "4")
+        await bench.begin(str(stage))
         await suffer(bench, events)
 
     run_virtual(main())
@@ -88,8 +87,7 @@ def test_a_replica_bears_any_neighbours(stage: int, events: list[Any], caplog: p
 def test_a_head_bears_any_neighbours(num_stages: int, events: list[Any], caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         bench = HeadBench()
-        await bench.node.stop()
-        bench.head(str(num_stages))
+        await bench.begin(str(num_stages))
         bench.window("3")
         await suffer(bench, events)
 

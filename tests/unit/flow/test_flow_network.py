@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipeline_network import MICROBATCH_TOKENS, Network, Rates, run_network
+from pipeline_network import Network, Rates, run_network
 
 from noloco_p2p.flow.rooms import Kind
 
@@ -24,9 +24,8 @@ def test_without_faults_each_gradient_is_counted_exactly_once(
         for head in network.heads:
             head.leave()
         await network.run(30.0)
-        book = network.book
-        assert book.losses
-        assert set(book.counted) == {(id, stage) for id in book.losses for stage in range(network.num_stages)}
+        assert network.losses
+        assert set(network.counted) == {(id, stage) for id in network.losses for stage in range(network.num_stages)}
         assert sum(replica.num_lost for replica in network.replicas) == 0
 
     run_network(test, seed=seed, num_heads=num_heads, num_replicas=num_replicas, num_rooms=num_rooms)
@@ -54,7 +53,7 @@ async def strike(network: Network, kind: str, one: int, other: int) -> None:
         case "cut" if name != second:
             network.cut(name, second)
         case "redraw" if network.peers[name].is_alive:
-            following = network.stages[(network.stage_of(name) + 1) % network.num_stages]
+            following = network.following(network.peers[name].stage)
             network.peers[name].node.neighbours_changed(following[: 1 + other % len(following)])
 
 
@@ -84,7 +83,7 @@ def test_under_faults_each_gradient_is_counted_at_most_once_and_the_pipeline_goe
         network.rates = Rates()
         for name, peer in list(network.peers.items()):
             network.restart(name)
-            network.peers[name].node.neighbours_changed(network.stages[(peer.stage + 1) % network.num_stages])
+            network.peers[name].node.neighbours_changed(network.following(peer.stage))
         await network.run(150.0, until=lambda: all(head.num_done > 20 for head in network.heads))
         before, least = [head.num_done for head in network.heads], min(head.progress for head in network.heads)
         await network.run(20.0)
@@ -112,7 +111,7 @@ def test_gradients_are_at_most_a_quarter_of_a_step_late_in_the_mean() -> None:
 
     async def test(network: Network) -> None:
         await network.run(300.0)
-        steps = network.book.step_of
+        steps = network.step_of
         for stage in (1, 2):
             late = [
                 step - steps[Kind.FORWARD, id, at]
@@ -122,4 +121,4 @@ def test_gradients_are_at_most_a_quarter_of_a_step_late_in_the_mean() -> None:
             assert len(late) > 500
             assert sum(late) / len(late) <= 0.25
 
-    run_network(test, num_rooms=4, batch_tokens=16 * MICROBATCH_TOKENS)
+    run_network(test, num_rooms=4, batch_size=16)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from pipeline_table import ReplicaBench, microbatch, play, rows, ticket
+from pipeline_table import FRAMES, ReplicaBench, play, rows, spec_of, ticket
 
 from noloco_p2p.flow.frames import Forward, Want
 from noloco_p2p.flow.limits import (
@@ -18,7 +18,7 @@ from noloco_p2p.flow.limits import (
     VOTE_S,
     num_rooms,
 )
-from noloco_p2p.flow.routing import Routing
+from noloco_p2p.flow.neighbours import Routing
 
 FORWARD = "want a h.1 -> credit a h.1; forward a h.1 -> taken a h.1, compute forward h.1"
 ASKING = f"{FORWARD}; computed -> want x h.1"
@@ -40,16 +40,16 @@ backwards are computed first
     backward x h.1 -> nothing; computed -> want x h.2, compute backward h.1;
     computed -> backward a h.1, credit b h.3
 backwards are computed before forwards that came earlier
-    replica 1 4 3; TAKEN; want a h.2; want a h.3; forward a h.2 -> taken a h.2, compute forward h.2;
+    begin 1 4 3; TAKEN; want a h.2; want a h.3; forward a h.2 -> taken a h.2, compute forward h.2;
     forward a h.3 -> taken a h.3; backward x h.1 -> nothing; computed -> want x h.2, compute backward h.1;
     computed -> backward a h.1, compute forward h.3
 the last stage returns to the head, unasked
-    replica 3 4; want a h.1; forward a h.1; computed -> forward h h.1; taken h h.1;
+    begin 3 4; want a h.1; forward a h.1; computed -> forward h h.1; taken h h.1;
     backward h h.1 -> compute backward h.1; computed -> backward a h.1
 the stage before the last draws among the sinks
-    replica 2 4; want a h.1; forward a h.1; computed -> want y h.1
+    begin 2 4; want a h.1; forward a h.1; computed -> want y h.1
 in a pipeline of two stages the head is on both sides
-    replica 1 2; want h h.1; forward h h.1; computed -> forward h h.1; taken h h.1;
+    begin 1 2; want h h.1; forward h h.1; computed -> forward h h.1; taken h h.1;
     backward h h.1 -> compute backward h.1; computed -> backward h h.1; is_idle -> yes
 
 # room
@@ -64,17 +64,19 @@ a forward with the credit of another neighbour is refused
     want a h.1; forward b h.1 -> drop b h.1; forward a h.1 -> taken a h.1, compute forward h.1
 a queued want is no credit
     FULL; want b h.3; forward b h.3 -> drop b h.3
+a microbatch that has arrived is not taken back
+    FULL; lost a h.2 -> nothing
 a credit that is not needed is free again
-    FULL; lost a h.2 -> nothing; replica 1 4 1; want a h.1 -> credit a h.1; want b h.2 -> wait b h.2;
+    begin 1 4 1; want a h.1 -> credit a h.1; want b h.2 -> wait b h.2;
     lost a h.1 -> credit b h.2
 a want that is not needed is forgotten
     FULL; want b h.3; lost b h.3; backward x h.1; computed -> backward a h.1
 nobody else can release a credit
-    replica 1 4 1; want a h.1; want b h.2; lost b h.1 -> nothing; forward a h.1 -> taken a h.1, compute forward h.1
+    begin 1 4 1; want a h.1; want b h.2; lost b h.1 -> nothing; forward a h.1 -> taken a h.1, compute forward h.1
 a want expires with its microbatch
     FULL; want b h.3 0 5 -> wait b h.3; at 6; backward x h.1; computed -> backward a h.1
 a credit expires with its microbatch
-    replica 1 4 1; want a h.1 0 5 -> credit a h.1; want b h.2 -> wait b h.2; at 6 -> lost a h.1, credit b h.2;
+    begin 1 4 1; want a h.1 0 5 -> credit a h.1; want b h.2 -> wait b h.2; at 6 -> lost a h.1, credit b h.2;
     forward a h.1 -> drop a h.1
 a microbatch waits with one upstream neighbour alone
     FULL; want a h.3 -> wait a h.3; want b h.3 -> drop b h.3
@@ -128,7 +130,7 @@ without neighbours a microbatch waits for one
 a want to a former neighbour is taken back when all are asked again
     ASKING; neighbours y; at {ASK_PATIENCE_S} -> want y h.1; at {ASK_AGAIN_S} -> lost x h.1, want y h.1
 four are under way at a time, in their order
-    replica 1 4 6; ASKING; want a h.2; forward a h.2; computed -> want x h.2; want a h.3; forward a h.3;
+    begin 1 4 6; ASKING; want a h.2; forward a h.2; computed -> want x h.2; want a h.3; forward a h.3;
     computed -> want x h.3; want a h.4; forward a h.4; computed -> want x h.4; want a h.5; forward a h.5;
     computed -> nothing; want a h.6; forward a h.6; computed -> nothing; credit x h.1 -> forward x h.1;
     taken x h.1 -> want x h.5; credit x h.2; lost x h.2 -> lost a h.2, want x h.6
@@ -152,7 +154,7 @@ only the neighbour that has it can lose it
 a loss may overtake the answer to its forward
     SENT; lost x h.1 -> lost a h.1
 the sender dies before it sends
-    replica 1 4 1; want a h.1; want a h.2; want b h.3 -> wait b h.3; closed a -> credit b h.3; forward b h.3
+    begin 1 4 1; want a h.1; want a h.2; want b h.3 -> wait b h.3; closed a -> credit b h.3; forward b h.3
 the sender dies while its microbatch is here: all before give it up
     ASKING; closed a -> lost x h.1; is_idle -> yes
 the sender dies while its microbatch is further on: the gradients are valid here
@@ -162,9 +164,9 @@ the sender dies while the backward is computed
 both neighbours die
     TAKEN; closed a; closed x -> nothing; is_idle -> yes
 the head dies
-    replica 3 4; want a h.1; forward a h.1; computed -> forward h h.1; closed h -> lost a h.1
+    begin 3 4; want a h.1; forward a h.1; computed -> forward h h.1; closed h -> lost a h.1
 the head has given it up
-    replica 3 4; want a h.1; forward a h.1; computed -> forward h h.1; drop h h.1 -> lost a h.1; is_idle -> yes
+    begin 3 4; want a h.1; forward a h.1; computed -> forward h h.1; drop h h.1 -> lost a h.1; is_idle -> yes
 a microbatch expires
     TAKEN; at 61 -> lost a h.1; backward x h.1 -> nothing; is_idle -> yes
 a microbatch expires while it asks
@@ -225,7 +227,7 @@ at four batches a head that is ahead waits, and no other
     want a h.1 0; want b i.1 0.1; lost a h.1; lost b i.1; count 16; want b i.2 0.1 -> wait b i.2;
     want a h.2 0 -> credit a h.2; want a h.3 0.1 -> credit b i.2, wait a h.3, close 160 at 0.1
 behind stage 1 nobody waits for marks
-    replica 2 4; want a h.1 0; want b i.1 0.1; lost a h.1; lost b i.1; count 16; want b i.2 0.1 -> credit b i.2
+    begin 2 4; want a h.1 0; want b i.1 0.1; lost a h.1; lost b i.1; count 16; want b i.2 0.1 -> credit b i.2
 the end of training closes what there is
     count 1; want a h.1 0.9 -> credit a h.1; lost a h.1; mark a h.2 -> tell all but a 1, close 10 at 1; is_over -> no;
     step_closed -> nothing; is_over -> yes
@@ -306,30 +308,19 @@ def test_wants_of_one_neighbour_are_bounded() -> None:
 
 
 def test_what_a_neighbour_says_about_a_microbatch_is_bounded() -> None:
-    class Flooded(ReplicaBench):
-        def flood(self) -> str:
-            for _ in range(10 * MAX_MAIL):
-                self.backward("x", "h.1")
-                self.taken("x", "h.1")
-            return str(self.node.trips[microbatch("h.1")].mail.qsize())
-
-    play(Flooded, [*BEGINNINGS["FORWARD"].split("; "), f"flood -> {MAX_MAIL}"])
+    row = [*BEGINNINGS["FORWARD"].split("; "), *["backward x h.1", "taken x h.1"] * (10 * MAX_MAIL)]
+    play(ReplicaBench, [*row, f"mail h.1 -> {MAX_MAIL}"])
 
 
-def test_a_want_with_too_many_sinks_is_refused() -> None:
-    class Greedy(ReplicaBench):
-        def want(self, peer: str, id: str, mark: str = "0", remaining_s: str = "60") -> None:
-            sinks = tuple(f"z{i}" for i in range(MAX_SINKS + 1))
-            self.node.received(peer, Want(ticket(id, 0.0), 60.0, sinks))
-
-    play(Greedy, ["want a h.1 -> drop a h.1"])
+def test_a_want_with_too_many_sinks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    sinks = tuple(f"z{i}" for i in range(MAX_SINKS + 1))
+    monkeypatch.setitem(FRAMES, "want", lambda id: Want(ticket(id, 0.0), 60.0, sinks))
+    play(ReplicaBench, ["want a h.1 -> drop a h.1"])
 
 
-def test_room_is_a_quarter_of_a_batch_or_what_memory_holds() -> None:
-    sizes = {"microbatch_bytes": 10, "microbatch_tokens": 512}
-    assert num_rooms(memory_bytes=1000, batch_tokens=40_960, **sizes) == 20
-    assert num_rooms(memory_bytes=75, batch_tokens=40_960, **sizes) == 7
-    assert num_rooms(memory_bytes=5, batch_tokens=512, **sizes) == 1
+@pytest.mark.parametrize(("batch_size", "most", "rooms"), [(80, 100, 20), (80, 7, 7), (1, 0, 1), (80, None, 20)])
+def test_room_is_a_quarter_of_a_batch_or_what_memory_holds(batch_size: int, most: int | None, rooms: int) -> None:
+    assert num_rooms(spec_of(2, batch_size=batch_size), most=most) == rooms
 
 
 def test_an_evaluation_takes_one_path() -> None:
