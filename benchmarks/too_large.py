@@ -26,7 +26,7 @@ from harness.processes import PeerProcess, until, write_spec
 
 from noloco_p2p.presets import PRESETS
 from noloco_p2p.spec import TrainerSpec
-from noloco_p2p.trainer.stage_needs import StageNeeds
+from noloco_p2p.trainer.stage_choice import StageNeeds
 
 PATIENCE_S = 1200.0
 BESIDE_GB = (

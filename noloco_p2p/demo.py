@@ -334,7 +334,7 @@ class Demo:
             self.num_steps = plan.steps_in_time(step_s=self.step_s, num_cores=num_cores, left_s=left_s)
         self._spec = plan.spec(self.num_steps)
         if plan.num_stages > 1 and self._spec.pipeline.cut == "auto":
-            from noloco_p2p.trainer.stage_needs import StageNeeds
+            from noloco_p2p.trainer.stage_choice import StageNeeds
 
             self._spec = StageNeeds.of(self._spec, plan.num_stages).spec
         spec_file, ticket = folder / "demo.toml", self.peers[0].folder / "ticket"

@@ -305,7 +305,7 @@ def _changed(old: TrainerSpec, values: dict[str, Any]) -> TrainerSpec:
 
 def _forked(old: TrainerSpec, values: dict[str, Any], folders: dict[str, str]) -> TrainerSpec:
     """Return the spec of the fork, but without the digest of its initial state."""
-    from noloco_p2p.trainer.stage_needs import StageNeeds
+    from noloco_p2p.trainer.stage_choice import StageNeeds
 
     spec = _changed(old, values)
     if spec.pipeline.stages > 1 and spec.pipeline.cut == "auto":

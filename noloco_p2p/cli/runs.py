@@ -69,7 +69,7 @@ def init(
         changes = {"model.pretrained": pretrained, "data.tokenizer": pretrained}
         spec = spec.with_changes(changes, origin="--pretrained")
     if stages > 1:
-        from noloco_p2p.trainer.stage_needs import StageNeeds  # imports torch, which takes seconds
+        from noloco_p2p.trainer.stage_choice import StageNeeds  # imports torch, which takes seconds
 
         found = StageNeeds.of(spec, stages, folders=settings.models)
         spec, needs = found.spec, found.lines()

@@ -97,7 +97,7 @@ def simulate(
     from noloco_p2p.simulate.result import Result, table
     from noloco_p2p.simulate.run import check_rules, check_stages, simulate_stages
     from noloco_p2p.simulate.run import simulate as simulate_whole
-    from noloco_p2p.simulate.stage_plan import StagedPlan, by_stage, parse_replicas
+    from noloco_p2p.simulate.staged import StagedPlan, by_stage, parse_replicas
     from noloco_p2p.spec import TrainerSpec
     from noloco_p2p.trainer.compute import choose_device
 

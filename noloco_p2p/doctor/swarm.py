@@ -30,8 +30,7 @@ from noloco_p2p.ticket import Ticket
 from noloco_p2p.trainer.cut import link_tokens_per_s
 from noloco_p2p.trainer.model import count_parameters
 from noloco_p2p.trainer.needs import estimate, memory_limit
-from noloco_p2p.trainer.stage_choice import Fitting
-from noloco_p2p.trainer.stage_needs import StageNeeds
+from noloco_p2p.trainer.stage_choice import StageNeeds
 from noloco_p2p.transfer.fetch import fetch_manifest, fetch_spec
 
 NOBODY = "no other peer can be dialled"
@@ -217,8 +216,8 @@ def stages(spec: TrainerSpec, settings: PeerSettings, *, download_bytes_per_s: f
     except NolocoError as error:
         fix = "recreate the spec with `noloco init --stages`, or pass the folder of its model with --model NAME=FOLDER"
         return [Check("the stages", "failed", str(error), fix)]
-    fitting = Fitting.of(needs, settings)
-    found = [_stage(needs, fitting, stage, settings) for stage in range(spec.pipeline.stages)]
+    unfit = needs.unfit(settings)
+    found = [_stage(needs, unfit, stage, settings) for stage in range(spec.pipeline.stages)]
     # The link has the measured rate or that of the limits in the settings, whichever is lower.
     known = {
         "measured": download_bytes_per_s,
@@ -233,9 +232,10 @@ def stages(spec: TrainerSpec, settings: PeerSettings, *, download_bytes_per_s: f
     return [*found, Check("link", "ok", text)]
 
 
-def _stage(needs: StageNeeds, fitting: Fitting, stage: int, settings: PeerSettings) -> Check:
-    if why := fitting.reasons.get(stage):
-        level, other = ("warning", "hold another stage, or ") if fitting else ("failed", "")
+def _stage(needs: StageNeeds, unfit: dict[int, str], stage: int, settings: PeerSettings) -> Check:
+    if why := unfit.get(stage):
+        can_hold_another = len(unfit) < needs.spec.pipeline.stages
+        level, other = ("warning", "hold another stage, or ") if can_hold_another else ("failed", "")
         is_too_large = needs.memory(stage) > memory_limit(settings)
         fix = "use a machine with more memory" if is_too_large else "provide the data with --data"
         return Check(f"stage {stage}", level, why, f"{other}{fix}")

@@ -12,10 +12,9 @@ from noloco_p2p.simulate.lockstep import RULES, simulate_lockstep
 from noloco_p2p.simulate.material import CPU, Material
 from noloco_p2p.simulate.plan import Plan
 from noloco_p2p.simulate.result import Result
-from noloco_p2p.simulate.stage_plan import StagedPlan
 from noloco_p2p.simulate.stage_result import StagedResult
 from noloco_p2p.simulate.stage_result import simulate_stages as run_pipeline
-from noloco_p2p.simulate.staged import staged
+from noloco_p2p.simulate.staged import StagedPlan, staged
 from noloco_p2p.simulate.swarm import NOLOCO, simulate_swarm
 from noloco_p2p.spec import TrainerSpec
 

@@ -18,8 +18,7 @@ from noloco_p2p.flow.limits import num_rooms
 from noloco_p2p.simulate.clock import run_virtual
 from noloco_p2p.simulate.material import Material
 from noloco_p2p.simulate.result import SWAP_COLUMNS, Swaps
-from noloco_p2p.simulate.stage_plan import StagedPlan
-from noloco_p2p.simulate.staged import StagedSwarm, StageNode
+from noloco_p2p.simulate.staged import StagedPlan, StagedSwarm, StageNode
 from noloco_p2p.telemetry.console import aligned, mib
 from noloco_p2p.trainer.cut import link_tokens_per_s
 from noloco_p2p.trainer.swarm_evaluation import spread

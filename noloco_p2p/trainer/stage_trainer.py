@@ -30,12 +30,10 @@ from noloco_p2p.trainer.gauges import RecentSpeed
 from noloco_p2p.trainer.inner_step import InnerStep
 from noloco_p2p.trainer.model import build_tokenizer, check_vocabulary
 from noloco_p2p.trainer.needs import Needs
-from noloco_p2p.trainer.revive import revive
 from noloco_p2p.trainer.stage import Stage, build_stage, train_of_stage
-from noloco_p2p.trainer.stage_choice import Fitting, draw_stage, missing_stages, needier_stage
-from noloco_p2p.trainer.stage_needs import StageNeeds
+from noloco_p2p.trainer.stage_choice import StageNeeds, draw_stage, missing_stages, needier_stage
 from noloco_p2p.trainer.stage_work import StageLoop
-from noloco_p2p.trainer.start import has_start, load_start
+from noloco_p2p.trainer.start import has_start, load_start, revive
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +62,8 @@ class StageTrainer(TrainerBase):
         super().__init__(peer, spec, say=say)
         self.device = choose_device(settings.device)
         peer.stages.look_around()
-        self._fitting = Fitting.of(StageNeeds.as_cut(spec, folders=settings.models), settings)
+        self._unfit = StageNeeds.as_cut(spec, folders=settings.models).unfit(settings)
+        self._fitting = [stage for stage in range(spec.pipeline.stages) if stage not in self._unfit]
         self.stage = self._choose() if stage is None else stage
         self.line_begins = f"stage {self.stage} | "
         peer.metrics.loss = peer.metrics.validation_loss = None  # they belong to the stage before a switch
@@ -100,21 +99,20 @@ class StageTrainer(TrainerBase):
     def _choose(self) -> int:
         spec, settings = self.spec, self.peer.settings
         num_stages = spec.pipeline.stages
-        fitting = self._fitting
         if settings.stage is not None:
             if settings.stage >= num_stages:
                 raise SettingsError(
                     f"--stage {settings.stage} does not exist: the run {spec.name} has stages 0 to {num_stages - 1}"
                 )
-            if settings.stage in fitting:
+            if settings.stage in self._fitting:
                 return settings.stage
-            raise SettingsError(f"--stage {settings.stage}: {fitting.reasons[settings.stage]}")
+            raise SettingsError(f"--stage {settings.stage}: {self._unfit[settings.stage]}")
         kept = [stage for stage in range(num_stages) if stage_folder(self.peer.run_folder, stage).is_dir()]
         if kept:
             return max(kept, key=lambda stage: stage_folder(self.peer.run_folder, stage).stat().st_mtime)
-        if not fitting:
-            raise SettingsError("this machine cannot hold any stage: " + "; ".join(fitting.reasons.values()))
-        return draw_stage(self.peer.stages.members(), fitting, num_stages=num_stages, rng=random.SystemRandom())
+        if not self._fitting:
+            raise SettingsError("this machine cannot hold any stage: " + "; ".join(self._unfit.values()))
+        return draw_stage(self.peer.stages.members(), self._fitting, num_stages=num_stages, rng=random.SystemRandom())
 
     def _build(self, compute: Compute, *, revives: bool) -> Stage:
         spec, settings = self.spec, self.peer.settings

@@ -1,4 +1,4 @@
-"""Store and load start states, which are the initial weights of forked runs.
+"""Store and load start states, which are the initial weights of forked runs, and revive a stage from kept weights.
 
 A start state is a folder, named after the digest in the spec of its run. It contains the parameters by name, and the
 file DIGESTS with the digest of each parameter. The digest of the file DIGESTS identifies the whole state. A peer of a
@@ -18,9 +18,15 @@ from blake3 import blake3
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from noloco_p2p.errors import CheckpointError, ModelError
+from noloco_p2p.outer.checkpoint import Checkpoint, Checkpoints
 from noloco_p2p.outer.flat import FlatParameters, content_digest
+from noloco_p2p.outer.saved_state import STATE_FILE, check_layout
+from noloco_p2p.outer.state_checks import WEIGHTS
+from noloco_p2p.trainer.model_source import ModelSource
+from noloco_p2p.trainer.weights import load
 
 DIGESTS = "digests.json"
 
@@ -88,6 +94,27 @@ def load_start(model: nn.Module, start: str, *, state_dir: Path) -> None:
     parameters = FlatParameters(model)
     if (folder := _folder(start, state_dir)).exists():
         parameters.take(_named(parameters, start, folder))
+
+
+def revive(model: PreTrainedModel, folder: Path) -> None:
+    """Load a stage from `folder`, which is a checkpoint of this stage or an exported model.
+
+    An operator who has kept such a folder restores a stage with it that no peer holds any more.
+
+    Raises CheckpointError if it is neither, or if it belongs to another model.
+    """
+    if (folder / "config.json").is_file():
+        try:
+            load(model, ModelSource(str(folder), "", folder))
+        except (ModelError, SafetensorError, OSError, ValueError) as error:
+            raise CheckpointError(f"{folder} is not an export of this model: {error}") from None
+        return
+    checkpoint = Checkpoint(folder) if (folder / "manifest.json").is_file() else Checkpoints(folder).newest()
+    if checkpoint is None:
+        raise CheckpointError(f"{folder} contains neither a checkpoint of this stage nor an exported model")
+    parameters = FlatParameters(model)
+    check_layout(checkpoint.meta["outer"], parameters.model_layout, origin=str(checkpoint.path))
+    parameters.write(0, checkpoint.load(STATE_FILE)[WEIGHTS])
 
 
 def _named(parameters: FlatParameters, start: str, folder: Path) -> dict[str, Tensor]:

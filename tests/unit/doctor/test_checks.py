@@ -22,7 +22,7 @@ from noloco_p2p.settings import PeerSettings
 from noloco_p2p.spec import TrainerSpec
 from noloco_p2p.swarm.clock import Offset
 from noloco_p2p.swarm.dial_back import DialBack
-from noloco_p2p.trainer.stage_needs import StageNeeds
+from noloco_p2p.trainer.stage_choice import StageNeeds
 
 PEER = "12D3KooWaaaaaa"
 

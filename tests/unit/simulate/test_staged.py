@@ -8,9 +8,8 @@ from staged_reference import FP32, material_of, spec_of, trained_alone
 
 from noloco_p2p.errors import SettingsError
 from noloco_p2p.simulate.plan import Churn, Event, parse_links
-from noloco_p2p.simulate.stage_plan import StagedPlan
 from noloco_p2p.simulate.stage_result import StagedResult, simulate_stages
-from noloco_p2p.simulate.staged import StageNode
+from noloco_p2p.simulate.staged import StagedPlan, StageNode
 from noloco_p2p.spec import TrainerSpec
 
 SLOW = (parse_links(["1mbit-20ms"]),)
