@@ -266,15 +266,6 @@ class Entering:
         timeout_s: float,
         newer_than: float = -math.inf,
     ) -> StateManifest | None:
-        waits = False
-
-        def what() -> str:
-            return "fetching the state of the swarm" + (" (all donors are busy; retrying)" if waits else "")
-
-        def note_waiting(now_waits: bool) -> None:
-            nonlocal waits
-            waits = now_waits
-
         def fetching(report: Report) -> Coroutine[Any, Any, StateManifest | None]:
             return fetch_state(
                 self._transport,
@@ -286,13 +277,12 @@ class Entering:
                 admission=StateAdmission(self._spec, self._transport, live=self._live_peers.live),
                 newer_than=newer_than,
                 live=self._live_peers.live,
-                may_end_busy=False,
+                patience_s=math.inf,
                 on_progress=report,
-                on_wait=note_waiting,
             )
 
         try:
-            with self._progress.task(what, unit="bytes") as report:
+            with self._progress.task("fetching the state of the swarm", unit="bytes") as report:
                 manifest = self._thread.call(fetching(report), timeout_s, leaving=self._leaving)
             if manifest is None:
                 forget(target)
