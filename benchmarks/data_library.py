@@ -108,10 +108,11 @@ def restart(folder: Path) -> Iterator[Claim]:
         lines = (json.dumps({"text": f"{number}/{row}"}) for row in range(NUM_ROWS))
         (folder / f"{number}.jsonl").write_bytes(_text(lines))
     reader = _reader(folder, order="a")
-    documents = iter(reader)
+    documents = reader.epoch()
     list(islice(documents, 500))
-    resumed = open_source(MINE, {"mine": f"{folder}/*"}).read(order="a", place=reader.place)
-    ours = _equal((document.content for document in documents), (document.content for document in resumed))
+    resumed = _reader(folder, order="a")
+    resumed.place = reader.place
+    ours = _equal((document.content for document in documents), (document.content for document in resumed.epoch()))
 
     def shuffled() -> datasets.IterableDataset:
         return _library("json", folder).shuffle(seed=1, buffer_size=100)
@@ -131,8 +132,14 @@ def costs(folder: Path, *, num_rows: int) -> Iterator[Claim]:
     lines = (json.dumps({"text": " ".join(rng.choices(words, k=120))}) for _ in range(num_rows))
     (folder / "a.json.gz").write_bytes(gzip.compress(_text(lines), compresslevel=3))
     yield from _pair("rows of .json.gz", _rate(_read(folder)), _rate(_library("json", folder)), "rows/s")
-    ours = f"next(iter(open_source(DataSpec(source='mine'), {{'mine': {str(folder / '*')!r}}}).read()))"
-    imports = "from noloco_p2p.data.sources import open_source; from noloco_p2p.spec import DataSpec"
+    ours = f"next(iter(Reader(open_source(DataSpec(source='mine'), {{'mine': {str(folder / '*')!r}}}))))"
+    imports = "; ".join(
+        (
+            "from noloco_p2p.data.reader import Reader",
+            "from noloco_p2p.data.sources import open_source",
+            "from noloco_p2p.spec import DataSpec",
+        )
+    )
     library = f"next(iter(datasets.load_dataset('json', data_files={str(folder / '*')!r}, streaming=True)['train']))"
     memory = _memory_mib(imports, ours), _memory_mib("import datasets", library)
     yield from _pair("memory of a process that reads .json.gz", *memory, "MiB")
@@ -144,11 +151,11 @@ def _pair(what: str, ours: float, library: float, unit: str) -> Iterator[Claim]:
 
 
 def _reader(folder: Path, *, order: str = "") -> Reader:
-    return open_source(MINE, {"mine": f"{folder}/*"}).read(order=order)
+    return Reader(open_source(MINE, {"mine": f"{folder}/*"}), order=order)
 
 
 def _read(folder: Path) -> Iterator[Document]:
-    return iter(_reader(folder))
+    return _reader(folder).epoch()
 
 
 def _library(kind: str, folder: Path, *, pattern: str = "*", **options: Any) -> datasets.IterableDataset:
