@@ -92,7 +92,7 @@ async def _merge(
         if live.spec.pipeline.stages > 1:
             await _merge_stages(live, folder, sample=sample)
             return
-        state = await live.mean(None, sample=sample)
+        state = await live.take(None, sample=sample)
     _write(state, folder, folders, adapters=adapters, progress=progress)
     print(f"wrote {folder}: {_mean(state)} of run {state.spec.name}")
     _tell(state)
@@ -108,7 +108,7 @@ async def _merge_stages(live: LiveRun, folder: Path, *, sample: int | None) -> N
     with new_folder(folder) as partial:
         shards = StageShards(partial, live.spec)
         for stage in range(live.spec.pipeline.stages):
-            state = await live.mean(stage, sample=sample)
+            state = await live.take(stage, sample=sample)
             with live.progress.task(f"writing stage {stage}"):
                 await asyncio.to_thread(shards.write, stage, state.by_name())
             print(f"stage {stage}: {_mean(state)}")

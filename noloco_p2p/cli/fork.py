@@ -108,13 +108,13 @@ async def _take_live(
 
     from noloco_p2p.telemetry.bars import drawing
     from noloco_p2p.telemetry.progress import Progress
-    from noloco_p2p.trainer.merge import live_run
+    from noloco_p2p.trainer.merge import COMPARED, live_run, state_in_the_middle
 
     async with live_run(ticket, progress=Progress(drawing(print)), folders=folders) as live:
         old, spec = live.spec, _forked(live.spec, values, folders)  # fail before anything is fetched
         live.check_stages()
         for stage in live.stages():
-            state = await live.state_in_the_middle(stage)
+            state = await live.take(stage, sample=COMPARED, judge=state_in_the_middle)
             await asyncio.to_thread(start.add, state.by_name())
             for notice in state.notices():
                 print(notice)

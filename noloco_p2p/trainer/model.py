@@ -204,12 +204,6 @@ def causal_lm_logits(model: nn.Module, tokens: Tensor) -> Tensor:
     return model(input_ids=tokens).logits
 
 
-def attention_size(model: nn.Module) -> tuple[int, int]:
-    """Return the number of layers and the width of a transformers model or stage, or zeros for any other model."""
-    config = getattr(getattr(model, "base_model", model), "config", None)
-    return getattr(config, "num_hidden_layers", 0), getattr(config, "hidden_size", 0)
-
-
 @contextmanager
 def configured_for_export(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
     """Inside a `with` block, configure the model for other programs.
