@@ -199,39 +199,6 @@ def causal_lm_loss(model: nn.Module, tokens: Tensor) -> Tensor:
     return model(input_ids=tokens, labels=tokens).loss
 
 
-def causal_lm_logits(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Return logits of shape (sequences, tokens, vocabulary) for `tokens` of shape (sequences, tokens)."""
-    return model(input_ids=tokens).logits
-
-
-@contextmanager
-def configured_for_export(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
-    """Inside a `with` block, configure the model for other programs.
-
-    The key-value cache, which training disables, is switched on, and the token ids of the tokenizer are set.
-    """
-    use_cache = model.config.use_cache
-    model.config.use_cache = True
-    for config in (model.config, model.generation_config):
-        config.eos_token_id, config.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
-    try:
-        yield
-    finally:
-        model.config.use_cache = use_cache
-
-
-def save_config(model: PreTrainedModel, folder: Path) -> None:
-    """Write everything that `save_pretrained` writes, except for the weights.
-
-    The weights are written elsewhere, in fp32.
-    """
-    model.config.dtype = "float32"
-    model.config.architectures = [type(model).__name__]
-    model.config.save_pretrained(folder)
-    if model.can_generate():
-        model.generation_config.save_pretrained(folder)
-
-
 @contextmanager
 def quiet() -> Iterator[None]:
     """Silence the progress bars and messages of transformers, and restore its settings afterwards."""
