@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from noloco_p2p.telemetry.progress import Progress
+from noloco_p2p.trainer.model import causal_lm_logits
 
 LOGITS_BYTES = 512 << 20  # limit for the fp32 logits of one pass; the loss needs as much memory again
 IGNORED = -100  # the target of a token that does not count
@@ -48,7 +49,7 @@ def evaluate_loss(
                 # Slicing the logits would copy them, so the last token of each row gets an ignored target instead.
                 targets = torch.full_like(part, IGNORED)
                 targets[:, :-1] = part[:, 1:]
-                logits = model(input_ids=part).logits.flatten(0, 1).float()
+                logits = causal_lm_logits(model, part).flatten(0, 1).float()
                 losses.append(cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum"))
             num_predicted += batch[:, 1:].numel()
         total = sum(torch.stack(losses).tolist())

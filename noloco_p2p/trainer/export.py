@@ -21,7 +21,7 @@ from noloco_p2p.data.encoder import BYTE_OFFSET
 from noloco_p2p.errors import CheckpointError, SettingsError
 from noloco_p2p.spec import ModelSpec, TrainerSpec
 from noloco_p2p.trainer.lora import has_adapters, merged_weights, save_adapters
-from noloco_p2p.trainer.model import build_on_meta, build_tokenizer, quiet
+from noloco_p2p.trainer.model import build_on_meta, build_tokenizer, configure_for_export, quiet, save_config
 
 
 def export_model(
@@ -33,7 +33,7 @@ def export_model(
     are written, in peft's format. The folder appears atomically. Raises SettingsError if `folder` exists and is not
     empty, and CheckpointError if it cannot be written.
     """
-    _configure(model, tokenizer)
+    configure_for_export(model, tokenizer)
     with new_folder(folder) as partial, quiet():
         if adapters_of:
             save_adapters(model, adapters_of.lora, partial, base=adapters_of.pretrained)
@@ -72,12 +72,9 @@ class StageShards:
         tokenizer = build_tokenizer(spec.data, folders=folders)
         index = {"metadata": {"total_size": self._num_bytes}, "weight_map": dict(sorted(self._file_of.items()))}
         (self._folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-        _configure(model, tokenizer)
-        model.config.dtype = "float32"
-        model.config.architectures = [type(model).__name__]
+        configure_for_export(model, tokenizer)
         with quiet():
-            model.config.save_pretrained(self._folder)
-            model.generation_config.save_pretrained(self._folder)
+            save_config(model, self._folder)
             _for_export(tokenizer).save_pretrained(self._folder)
 
 
@@ -113,13 +110,6 @@ def check_export_folder(folder: Path) -> None:
             f"{folder} already exists and is not an empty folder; choose another folder, because files are never "
             "overwritten"
         )
-
-
-def _configure(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Configure the model for other programs, with the key-value cache that training disables."""
-    model.config.use_cache = True
-    for config in (model.config, model.generation_config):
-        config.eos_token_id, config.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
 
 
 def _for_export(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:

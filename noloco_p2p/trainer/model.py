@@ -199,6 +199,26 @@ def causal_lm_loss(model: nn.Module, tokens: Tensor) -> Tensor:
     return model(input_ids=tokens, labels=tokens).loss
 
 
+def causal_lm_logits(model: nn.Module, tokens: Tensor) -> Tensor:
+    """Return logits of shape (sequences, tokens, vocabulary) for `tokens` of shape (sequences, tokens)."""
+    return model(input_ids=tokens).logits
+
+
+def configure_for_export(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Configure the model for other programs, with the key-value cache that training disables."""
+    model.config.use_cache = True
+    for config in (model.config, model.generation_config):
+        config.eos_token_id, config.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
+
+
+def save_config(model: PreTrainedModel, folder: Path) -> None:
+    """Write what `save_pretrained` writes, except for the weights, which are written elsewhere, in fp32."""
+    model.config.dtype = "float32"
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(folder)
+    model.generation_config.save_pretrained(folder)
+
+
 @contextmanager
 def quiet() -> Iterator[None]:
     """Silence the progress bars and messages of transformers, and restore its settings afterwards."""
