@@ -48,9 +48,13 @@ class Place(NamedTuple):
     num_begun: int = 0
     begun: tuple[tuple[int, int], ...] = ()
 
+    def as_json(self) -> list[Any]:
+        """Return the position as JSON values."""
+        return [self.epoch, self.number, self.num_begun, [list(piece) for piece in self.begun]]
+
     @classmethod
     def from_json(cls, values: Any) -> Place:
-        """Create a position from the JSON of another one. Raises ValueError or TypeError for any other values."""
+        """Create a position from the values of `as_json`. Raises ValueError or TypeError for any other values."""
         *numbers, begun = values
         epoch, number, num_begun = map(int, numbers)
         return cls(epoch, number, num_begun, tuple((int(piece), int(row)) for piece, row in begun))

@@ -122,7 +122,7 @@ class TokenStream:
         saved.
         """
         feeds = [
-            {"place": reader.place, "taken_tokens": taken, "source": reader.source.fingerprint}
+            {"place": reader.place.as_json(), "taken_tokens": taken, "source": reader.source.fingerprint}
             for reader, taken in zip(self._readers, self._taken, strict=True)
         ]
         return Position(feeds, self._carry, self._block, self._rest)

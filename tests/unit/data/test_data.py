@@ -166,6 +166,7 @@ def continues_exactly(make: Callable[[], TokenStream], *, after: int, more: int)
     stream = make()
     take(stream, after)
     state = json.loads(json.dumps(stream.state_dict()))
+    assert state == stream.state_dict(), "it consists of JSON values"
     expected = take(stream, more)
     resumed = make()
     resumed.load_state_dict(state)

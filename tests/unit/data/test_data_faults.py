@@ -230,7 +230,7 @@ def test_whatever_fails_for_a_while_is_read_once_and_a_restart_goes_on(
     flaky = Flaky(num_pieces, 7, fails)
     reader, resumed = (Reader(flaky.source, order="a", stop=Instant()) for _ in range(2))
     head = [document.content for _, document in zip(range(min(stop_at, num_pieces * 7)), reader.epoch(), strict=False)]
-    resumed.place = Place.from_json(json.loads(json.dumps(reader.place)))
+    resumed.place = Place.from_json(reader.place.as_json())
     rest = [document.content for document in resumed.epoch()]
     everything = {f"{index}/{row}" for index in range(num_pieces) for row in range(7)}
     assert Counter(head + rest) == Counter(everything)
