@@ -89,11 +89,30 @@ def load_start(model: nn.Module, start: str, *, state_dir: Path) -> None:
 
     Raises ModelError if the state is damaged or belongs to another model.
     """
-    if not start:
+    if not start or not (folder := _folder(start, state_dir)).exists():
         return
-    parameters = FlatParameters(model)
-    if (folder := _folder(start, state_dir)).exists():
-        parameters.take(_named(parameters, start, folder))
+    parameters, found = FlatParameters(model), dict[str, Tensor]()
+    try:
+        listed = (folder / DIGESTS).read_bytes()
+        for path in folder.glob("*.safetensors"):
+            with safe_open(path, framework="pt") as file:
+                held = set(file.keys())
+                found |= {name: file.get_tensor(name) for name, _ in parameters.named if name in held}
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{folder} cannot be read: {error}") from None
+    digests = json.loads(listed) if _digest(listed) == start else {}
+    if not digests or any(content_digest(values) != digests.get(name) for name, values in found.items()):
+        raise ModelError(
+            f"{folder} is damaged: its digest differs from model.start; remove it and run `noloco fork` again"
+        )
+    for name, param in parameters.named:
+        if name not in found or found[name].shape != param.shape:
+            has = f"the shape {list(found[name].shape)}" if name in found else "no values"
+            raise ModelError(
+                f"{name} has the shape {list(param.shape)} in this spec, but {has} in model.start; a fork cannot "
+                "change the sizes of the model"
+            )
+    parameters.take(found)
 
 
 def revive(model: PreTrainedModel, folder: Path) -> None:
@@ -115,34 +134,6 @@ def revive(model: PreTrainedModel, folder: Path) -> None:
     parameters = FlatParameters(model)
     check_layout(checkpoint.meta["outer"], parameters.model_layout, origin=str(checkpoint.path))
     parameters.write(0, checkpoint.load(STATE_FILE)[WEIGHTS])
-
-
-def _named(parameters: FlatParameters, start: str, folder: Path) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    try:
-        listed = (folder / DIGESTS).read_bytes()
-        for path in folder.glob("*.safetensors"):
-            with safe_open(path, framework="pt") as file:
-                held = set(file.keys())
-                found |= {name: file.get_tensor(name) for name, _ in parameters.named if name in held}
-    except (SafetensorError, OSError) as error:
-        raise ModelError(f"{folder} cannot be read: {error}") from None
-    digests = json.loads(listed) if _digest(listed) == start else {}
-    if not digests or any(content_digest(values) != digests.get(name) for name, values in found.items()):
-        raise _damaged(folder)
-    for name, param in parameters.named:
-        if name not in found or found[name].shape != param.shape:
-            has = f"the shape {list(found[name].shape)}" if name in found else "no values"
-            raise _other_sizes(f"{name} has the shape {list(param.shape)} in this spec, but {has} in model.start")
-    return found
-
-
-def _damaged(path: Path) -> ModelError:
-    return ModelError(f"{path} is damaged: its digest differs from model.start; remove it and run `noloco fork` again")
-
-
-def _other_sizes(what: str) -> ModelError:
-    return ModelError(f"{what}; a fork cannot change the sizes of the model")
 
 
 def _digest(listed: bytes) -> str:
