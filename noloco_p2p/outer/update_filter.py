@@ -46,6 +46,8 @@ class FilterLimits:
 
 
 LIMITS = FilterLimits()
+# With `outer.wait`, one swap carries everything that partners have learned apart, so their mean must be exact.
+WAITING = FilterLimits(radius=2.0, least=1.0, most=2.0)
 OPEN = FilterLimits(math.inf, math.inf, math.inf)  # clips nothing, for measurements
 
 

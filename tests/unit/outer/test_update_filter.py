@@ -77,6 +77,12 @@ def test_many_swaps_with_one_liar_do_not_widen_the_filter() -> None:
         assert replica.swap("liar", 1000.0) <= 0.6 * 1.001
 
 
+def test_liars_alone_do_not_widen_the_filter() -> None:
+    replica = Replica()
+    norms = [replica.swap(f"liar-{number}", 1e6) for number in range(2 * PARTNERS)]
+    assert norms == pytest.approx([LEAST] * len(norms), rel=1e-3), "what was cut off is not remembered"
+
+
 def test_liars_alone_cannot_widen_the_filter_beyond_its_upper_bound() -> None:
     replica = Replica()
     for number in range(PARTNERS):
