@@ -18,10 +18,9 @@ from noloco_p2p.gossip.frames import Hello
 from noloco_p2p.gossip.gossip import Counts, Gossip
 from noloco_p2p.gossip.service import PeerService
 from noloco_p2p.simulate.clock import InlineExecutor
-from noloco_p2p.simulate.network import Link, LinkNetwork, LinkTransport
 from noloco_p2p.spec import RunSpec
-from noloco_p2p.testing.links import LinkProfile
-from noloco_p2p.testing.memory import MemoryDirectory
+from noloco_p2p.testing.links import Link, LinkProfile
+from noloco_p2p.testing.memory import MemoryDirectory, MemoryNetwork, MemoryTransport
 
 SPEC = RunSpec(name="swarm")
 
@@ -36,7 +35,7 @@ class Trainer:
     def __init__(
         self,
         name: str,
-        network: LinkNetwork,
+        network: MemoryNetwork,
         *,
         num_elements: int,
         codec: str = "modulo",
@@ -62,7 +61,7 @@ class Trainer:
         self.service = PeerService(
             SPEC.with_changes({"codec.weights": codec}),
             hello=lambda: hello,
-            transport=LinkTransport(network, lambda: hello, wrap=wrap),
+            transport=MemoryTransport(network, lambda: hello, wrap=wrap),
             directory=MemoryDirectory(network, own_id=name),
             executor=InlineExecutor(),
             rng=random.Random(f"{name}/{seed}"),
@@ -106,7 +105,7 @@ class Swarm:
     """Trainers with links. Use it within a running loop."""
 
     def __init__(self, links: Sequence[LinkProfile], *, lose: float = 0.0, seed: int = 0, **options: Any) -> None:
-        self.network = LinkNetwork(lose=lose, seed=seed)
+        self.network = MemoryNetwork(lose=lose, seed=seed)
         self.trainers = [self._trainer(number, link, seed, options) for number, link in enumerate(links)]
 
     def _trainer(self, number: int, link: LinkProfile, seed: int, options: dict[str, Any]) -> Trainer:

@@ -20,12 +20,11 @@ from noloco_p2p.outer.update_filter import LIMITS, FilterLimits
 from noloco_p2p.outer.weights import Weights
 from noloco_p2p.simulate.clock import InlineExecutor
 from noloco_p2p.simulate.material import Material
-from noloco_p2p.simulate.network import LinkNetwork, LinkTransport
 from noloco_p2p.simulate.plan import Plan, peer_name
 from noloco_p2p.simulate.result import Point, Swaps
 from noloco_p2p.spec import TrainerSpec, TrainSpec
 from noloco_p2p.telemetry.metrics import Metrics
-from noloco_p2p.testing.memory import MemoryDirectory, Wrap, unchanged
+from noloco_p2p.testing.memory import MemoryDirectory, MemoryNetwork, MemoryTransport, Wrap, unchanged
 from noloco_p2p.trainer.inner_step import InnerStep
 from noloco_p2p.transfer.donor import state_file_bytes
 
@@ -47,7 +46,7 @@ class SimulatedPeer:
         train: TrainSpec,
         *,
         peer_id: str,
-        network: LinkNetwork,
+        network: MemoryNetwork,
         seed: int,
         is_absent: Callable[[int], bool],
         limits: FilterLimits = LIMITS,
@@ -72,7 +71,7 @@ class SimulatedPeer:
         self._service = PeerService(
             spec,
             hello=lambda: self._hello,
-            transport=LinkTransport(network, lambda: self._hello, wrap=wrap),
+            transport=MemoryTransport(network, lambda: self._hello, wrap=wrap),
             directory=MemoryDirectory(network, own_id=peer_id),
             executor=InlineExecutor(),
             rng=random.Random(f"pairing/{seed}/{peer_id}"),
@@ -179,7 +178,7 @@ class SimulatedReplica(SimulatedPeer):
     """A replica of the whole model. `run` trains until the schedule is done or `leave` is called."""
 
     def __init__(
-        self, number: int, plan: Plan, material: Material, network: LinkNetwork, *, wrap: Wrap = unchanged
+        self, number: int, plan: Plan, material: Material, network: MemoryNetwork, *, wrap: Wrap = unchanged
     ) -> None:
         peer_id = peer_name(number)
         super().__init__(

@@ -18,11 +18,11 @@ from noloco_p2p.flow.head import Head
 from noloco_p2p.flow.limits import MAX_SINKS, TICK_S
 from noloco_p2p.flow.replica import Replica
 from noloco_p2p.peer.stage_flow import NUM_HEADS, NUM_NEIGHBOURS, REDRAW_S, Neighbours
-from noloco_p2p.simulate.network import LinkNetwork
 from noloco_p2p.simulate.replica import SimulatedPeer, now_s
 from noloco_p2p.simulate.shared_link import SharedLink, Urgency, transfer
 from noloco_p2p.simulate.stage_work import TaskFlops
 from noloco_p2p.spec import TrainerSpec
+from noloco_p2p.testing.memory import MemoryNetwork
 from noloco_p2p.trainer.stage import train_of_stage
 from noloco_p2p.trainer.stage_work import StageWork
 
@@ -61,7 +61,7 @@ class StageNode(SimulatedPeer):
         *,
         name: str,
         number: int,
-        network: LinkNetwork,
+        network: MemoryNetwork,
         link: SharedLink,
         flops: TaskFlops,
         flops_per_s: float,

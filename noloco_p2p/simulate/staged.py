@@ -17,13 +17,13 @@ from noloco_p2p.flow.limits import VOTE_S
 from noloco_p2p.flow.replica import Replica
 from noloco_p2p.outer.flat import FlatParameters
 from noloco_p2p.simulate.material import Material
-from noloco_p2p.simulate.network import LinkNetwork
 from noloco_p2p.simulate.plan import LISTED_S, Event, peer_name
 from noloco_p2p.simulate.shared_link import SharedLink
 from noloco_p2p.simulate.stage_node import StageNode
 from noloco_p2p.simulate.stage_plan import StagedPlan
 from noloco_p2p.simulate.stage_work import LateStageWork, TaskFlops
 from noloco_p2p.spec import TrainerSpec
+from noloco_p2p.testing.memory import MemoryNetwork
 from noloco_p2p.trainer.cut import auto_cut
 from noloco_p2p.trainer.model import build_on_meta
 from noloco_p2p.trainer.stage import build_stage, measure
@@ -58,7 +58,7 @@ class StagedSwarm:
         churn = plan.churn
         # Each stage has its own network for swaps, but a peer has only one link.
         self.networks = [
-            LinkNetwork(lose=churn.lose, seed=plan.seed * plan.num_stages + stage) for stage in range(plan.num_stages)
+            MemoryNetwork(lose=churn.lose, seed=plan.seed * plan.num_stages + stage) for stage in range(plan.num_stages)
         ]
         self.rng = random.Random(f"swarm/{plan.seed}")
         self.nodes: dict[str, StageNode] = {}
