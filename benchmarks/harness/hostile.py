@@ -113,7 +113,7 @@ class GreedyGossip(LyingGossip):
         assert part
         agreed = self._agree(stream, offer.swap_id, offer.hello.peer_id, offer.standing, part, told_step=0)
         self._turn = asyncio.Lock()  # its swaps do not wait for each other
-        await self._swap(agreed, first=Accept(self._hello(), self._standing(), part))
+        await self._swap(agreed, first=Accept(self._outside.hello(), self._standing(), part))
         return None
 
 

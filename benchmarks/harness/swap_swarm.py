@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from noloco_p2p.gossip import service
-from noloco_p2p.gossip.deadlines import INTERNET, Deadlines
 from noloco_p2p.gossip.exchange import Committed, Exchange
 from noloco_p2p.gossip.frames import Hello
 from noloco_p2p.gossip.gossip import Counts, Gossip
+from noloco_p2p.gossip.seams import INTERNET, Deadlines, Outside
 from noloco_p2p.gossip.service import PeerService
 from noloco_p2p.simulate.clock import InlineExecutor
 from noloco_p2p.spec import RunSpec
@@ -59,15 +59,17 @@ class Trainer:
         self._wrap = wrap
         hello = Hello(name, SPEC.name, SPEC.digest())
         self.service = PeerService(
-            SPEC.with_changes({"codec.weights": codec}),
-            hello=lambda: hello,
-            transport=MemoryTransport(network, lambda: hello, wrap=wrap),
-            directory=MemoryDirectory(network, own_id=name),
-            executor=InlineExecutor(),
-            rng=random.Random(f"{name}/{seed}"),
-            cpu_clock=asyncio.get_running_loop().time,
-            deadlines=deadlines,
-            on_corrupt=lambda peer, reason: self.corrupt.append(f"{peer}: {reason}"),
+            Outside(
+                spec=SPEC.with_changes({"codec.weights": codec}),
+                hello=lambda: hello,
+                transport=MemoryTransport(network, lambda: hello, wrap=wrap),
+                directory=MemoryDirectory(network, own_id=name),
+                executor=InlineExecutor(),
+                rng=random.Random(f"{name}/{seed}"),
+                cpu_clock=asyncio.get_running_loop().time,
+                deadlines=deadlines,
+                on_corrupt=lambda peer, reason: self.corrupt.append(f"{peer}: {reason}"),
+            )
         )
         self.exchange: Exchange
         self._at_steps = at_steps

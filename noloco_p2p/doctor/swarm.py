@@ -15,7 +15,6 @@ from noloco_p2p.control import ask
 from noloco_p2p.doctor import Check
 from noloco_p2p.errors import DirectoryError, NolocoError, PeerError
 from noloco_p2p.gossip.frames import Hello, StateChunk, StateManifest, WantChunks
-from noloco_p2p.gossip.questions import MESSAGE_TIMEOUT_S
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.net.client import GrpcTransport
 from noloco_p2p.net.session import Session
@@ -32,7 +31,7 @@ from noloco_p2p.trainer.model import count_parameters
 from noloco_p2p.trainer.needs import estimate, memory_limit
 from noloco_p2p.trainer.stage_choice import Fitting
 from noloco_p2p.trainer.stage_needs import StageNeeds
-from noloco_p2p.transfer.fetch import fetch_manifest, fetch_spec
+from noloco_p2p.transfer.fetch import MESSAGE_TIMEOUT_S, fetch_manifest, fetch_spec
 
 NOBODY = "no other peer can be dialled"
 ASKED_PEERS = 3

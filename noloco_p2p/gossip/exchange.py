@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from noloco_p2p.gossip.coder import Coding
+from noloco_p2p.gossip.swap import Agreed
 from noloco_p2p.gossip.units import Ages, Slice, Units
 
 SMOOTHED_STEPS = 8  # over which the duration of a step is averaged
@@ -46,15 +47,11 @@ def decoded(coding: Coding, partner: str) -> Halves:
 class Committed:
     """A swap whose half-differences may be added to the weights, from element `start` of the flat vector.
 
-    `snapshot_step` is the inner step after which the snapshot was taken, and `told_step` the one after which the
-    partner told its progress. `num_live` is the number of live peers, including this one.
+    `snapshot_step` is the inner step after which the snapshot was taken. `num_live` is the number of live peers,
+    including this one.
     """
 
-    partner: str
-    progress: float  # of the partner
-    told_step: int
-    swap_id: bytes
-    part: Slice
+    agreed: Agreed
     start: int
     halves: Halves
     snapshot_step: int
@@ -178,7 +175,7 @@ class Exchange:
 
     def _applied(self, swap: Committed) -> None:
         # Before, a snapshot would lack the half-difference, and the same difference would be applied twice.
-        self.ages.end(swap.part, mixed_at=swap.snapshot_step)
+        self.ages.end(swap.agreed.part, mixed_at=swap.snapshot_step)
 
 
 def _answer(request: _Request, values: Tensor, step: int) -> None:

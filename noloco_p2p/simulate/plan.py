@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from noloco_p2p.errors import SettingsError
-from noloco_p2p.outer.update_filter import LIMITS, FilterLimits
 from noloco_p2p.testing.links import IDEAL, PROFILES, LinkProfile
 
 EVENT = re.compile(r"(join|leave|crash):(?:(\d+)\.)?(\d+)@(\d+(?:\.\d+)?)")
@@ -64,7 +63,6 @@ class Plan:
     speeds: tuple[float, ...] = (1.0,)
     links: tuple[LinkProfile, ...] = (IDEAL,)
     churn: Churn = Churn()
-    limits: FilterLimits = LIMITS  # of the update filter
     evaluations: int = 4  # number of points on the curve of the validation loss
 
     def seconds_per_step(self, replica: int) -> float:

@@ -12,11 +12,11 @@ from transformers import PreTrainedModel
 from noloco_p2p.gossip import gossip
 from noloco_p2p.gossip.exchange import Exchange
 from noloco_p2p.gossip.frames import Hello
+from noloco_p2p.gossip.seams import Outside
 from noloco_p2p.gossip.service import PeerService
 from noloco_p2p.outer.flat import FlatParameters
 from noloco_p2p.outer.mixing import Mixing, Swapped
 from noloco_p2p.outer.noloco import CLOSING_WAIT_S, LOOK_S
-from noloco_p2p.outer.update_filter import LIMITS, FilterLimits
 from noloco_p2p.outer.weights import Weights
 from noloco_p2p.simulate.clock import InlineExecutor
 from noloco_p2p.simulate.material import Material
@@ -49,14 +49,13 @@ class SimulatedPeer:
         network: MemoryNetwork,
         seed: int,
         is_absent: Callable[[int], bool],
-        limits: FilterLimits = LIMITS,
         follows_caller: bool = False,
         wrap: Wrap = unchanged,
     ) -> None:
         self.peer_id = peer_id
         self.model = model
         self.inner = InnerStep(model, train)
-        self.weights = Weights(FlatParameters(model), spec.outer, limits=limits)
+        self.weights = Weights(FlatParameters(model), spec.outer)
         self.steps = 0
         self.swaps: list[Swapped] = []
         self.metrics = Metrics()
@@ -69,13 +68,15 @@ class SimulatedPeer:
         self._follows_caller = follows_caller
         self._hello = Hello(peer_id, spec.name, spec.digest(), layout=self.weights.parameters.layout())
         self._service = PeerService(
-            spec,
-            hello=lambda: self._hello,
-            transport=MemoryTransport(network, lambda: self._hello, wrap=wrap),
-            directory=MemoryDirectory(network, own_id=peer_id),
-            executor=InlineExecutor(),
-            rng=random.Random(f"pairing/{seed}/{peer_id}"),
-            cpu_clock=now_s,  # computing takes no virtual time
+            Outside(
+                spec=spec,
+                hello=lambda: self._hello,
+                transport=MemoryTransport(network, lambda: self._hello, wrap=wrap),
+                directory=MemoryDirectory(network, own_id=peer_id),
+                executor=InlineExecutor(),
+                rng=random.Random(f"pairing/{seed}/{peer_id}"),
+                cpu_clock=now_s,  # computing takes no virtual time
+            )
         )
         self._entered_s = self._left_s = 0.0
 
@@ -189,7 +190,6 @@ class SimulatedReplica(SimulatedPeer):
             network=network,
             seed=plan.seed,
             is_absent=lambda step: plan.churn.is_absent(peer_id, step, seed=plan.seed),
-            limits=plan.limits,
             wrap=wrap,
         )
         self.number = number

@@ -24,7 +24,7 @@ from noloco_p2p.flow.frames import Answer, Credit, Lost, Mark, MicrobatchId, Mic
 from noloco_p2p.flow.head import Head
 from noloco_p2p.flow.replica import Replica
 from noloco_p2p.gossip.frames import Hello, chunk_digest
-from noloco_p2p.gossip.seams import Candidate
+from noloco_p2p.gossip.seams import Candidate, Outside
 from noloco_p2p.gossip.service import PeerService
 from noloco_p2p.net import flow_wire
 from noloco_p2p.net.caller import CallerWire, connect
@@ -113,12 +113,14 @@ class StagePeer:
             return Hello(self.peer_id, spec.name, spec.digest(), layout=made[0].layout if made else "")
 
         service = PeerService(
-            spec,
-            hello=hello,
-            transport=GrpcTransport(hello, session=self.session),
-            directory=StageMates(self),
-            executor=swarm.executor,
-            rng=random.Random(self.peer_id),
+            Outside(
+                spec=spec,
+                hello=hello,
+                transport=GrpcTransport(hello, session=self.session),
+                directory=StageMates(self),
+                executor=swarm.executor,
+                rng=random.Random(self.peer_id),
+            )
         )
         self.peer = MemoryPeer(
             cast("MemorySwarm", swarm),
