@@ -14,7 +14,7 @@ from noloco_p2p._version import __version__
 from noloco_p2p.control import ask
 from noloco_p2p.doctor import Check
 from noloco_p2p.errors import DirectoryError, NolocoError, PeerError
-from noloco_p2p.gossip.frames import Hello, StateChunk, StateManifest, WantChunks
+from noloco_p2p.gossip.frames import Hello, StateChunk, StateManifest, WantChunks, WantManifest
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.net.client import GrpcTransport
 from noloco_p2p.net.session import Session
@@ -31,7 +31,8 @@ from noloco_p2p.trainer.model import count_parameters
 from noloco_p2p.trainer.needs import estimate, memory_limit
 from noloco_p2p.trainer.stage_choice import Fitting
 from noloco_p2p.trainer.stage_needs import StageNeeds
-from noloco_p2p.transfer.fetch import MESSAGE_TIMEOUT_S, fetch_manifest, fetch_spec
+from noloco_p2p.transfer.fetch import MESSAGE_TIMEOUT_S, fetch_spec
+from noloco_p2p.transfer.fetch import ask as ask_peer
 
 NOBODY = "no other peer can be dialled"
 ASKED_PEERS = 3
@@ -163,7 +164,7 @@ async def _download(peers: Sequence[Candidate], transport: GrpcTransport) -> tup
     faults = []
     for peer in peers[:ASKED_PEERS]:
         try:
-            manifest = await fetch_manifest(transport, peer)
+            manifest = await ask_peer(transport, peer, WantManifest(), StateManifest)
             indices = tuple(range(min(DOWNLOAD_CHUNKS, len(manifest.chunk_digests))))
             num_bytes, began_s = 0, time.monotonic()
             want = WantChunks(manifest.digest(), indices)
