@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from noloco_p2p.gossip.exchange import Committed, Exchange, Halves
+from noloco_p2p.gossip.exchange import Committed, Exchange
 from noloco_p2p.outer.position import PartnerPositions, next_progress
 from noloco_p2p.outer.weights import Weights
 from noloco_p2p.spec import OuterSpec, Spec
@@ -143,16 +143,13 @@ class Mixing:
         self._mean_square = _smoothed(self._mean_square, halves.magnitude**2)
         distance = halves.distance / math.sqrt(self._mean_square or 1.0)
         exchange.applied(swap, seconds=self._cpu_clock() - began_s)
-        self._measure(halves, agreed.partner, distance=distance, age_steps=age_steps)
-        return Swapped(agreed.partner, share, age_steps, swap.seconds, distance)
-
-    def _measure(self, halves: Halves, partner: str, *, distance: float, age_steps: int) -> None:
         metrics = self._metrics
         metrics.apart = _smoothed(metrics.apart, distance / math.sqrt(2))
         metrics.age_steps = _smoothed(metrics.age_steps, age_steps)
         metrics.judged_pieces += halves.num_pieces
         metrics.clipped_pieces += halves.num_clipped
-        metrics.last_partner = partner
+        metrics.last_partner = agreed.partner
+        return Swapped(agreed.partner, share, age_steps, swap.seconds, distance)
 
 
 def _smoothed(before: float | None, value: float) -> float:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -92,11 +93,7 @@ class Swarm(Protocol):
     def metrics(self) -> Metrics: ...
 
     @property
-    def leave_requested(self) -> Event: ...
-
-
-class Event(Protocol):
-    def is_set(self) -> bool: ...
+    def leave_requested(self) -> threading.Event: ...
 
 
 class NoLoCo:
