@@ -21,6 +21,7 @@ from noloco_p2p.control import ControlServer, Handler
 from noloco_p2p.errors import DirectoryError, IdentityError, NolocoError, TicketError, Unreachable
 from noloco_p2p.gossip.frames import Hello
 from noloco_p2p.gossip.gossip import Link
+from noloco_p2p.gossip.seams import Outside
 from noloco_p2p.gossip.service import PeerService
 from noloco_p2p.identity import Identity
 from noloco_p2p.net.client import GrpcTransport
@@ -128,14 +129,16 @@ class Network:
         executor = ThreadPoolExecutor(1, thread_name_prefix="noloco-codec")
         parts.callback(executor.shutdown, wait=False, cancel_futures=True)
         self.service = PeerService(
-            self.spec,
-            hello=self.hello,
-            transport=self.transport,
-            directory=self.live_peers,
-            executor=executor,
-            rng=random.SystemRandom(),  # swap ids must be unpredictable
+            Outside(
+                spec=self.spec,
+                hello=self.hello,
+                transport=self.transport,
+                directory=self.live_peers,
+                executor=executor,
+                rng=random.SystemRandom(),  # swap ids must be unpredictable
+                on_corrupt=self.bans.strike,
+            ),
             serve=self.states.serve,
-            on_corrupt=self.bans.strike,
         )
         self.server = GrpcServer(
             self.service,

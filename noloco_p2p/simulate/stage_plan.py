@@ -8,10 +8,9 @@ from typing import TypeVar
 
 from noloco_p2p.errors import SettingsError
 from noloco_p2p.flow.limits import IN_FLIGHT_SHARE
-from noloco_p2p.simulate.network import IDEAL
 from noloco_p2p.simulate.plan import Churn
 from noloco_p2p.spec import TrainerSpec
-from noloco_p2p.testing.links import LinkProfile
+from noloco_p2p.testing.links import IDEAL, LinkProfile
 
 T = TypeVar("T")
 

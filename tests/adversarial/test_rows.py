@@ -23,7 +23,7 @@ from harness.swapping import Swapping, wait_until
 from torch import Tensor, nn
 
 from adversarial.flags import FLAGS, Flag
-from noloco_p2p.gossip.deadlines import Deadlines
+from noloco_p2p.gossip.seams import Deadlines
 from noloco_p2p.outer.noloco import NoLoCo
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.telemetry.console import named

@@ -21,7 +21,6 @@ from harness.specs import FP32
 from harness.swapping import Swapping, random_vector, swap_all, wait_until
 
 from noloco_p2p.errors import PeerError, Refused, Unreachable
-from noloco_p2p.gossip.deadlines import Deadlines
 from noloco_p2p.gossip.exchange import Committed
 from noloco_p2p.gossip.frames import (
     Accept,
@@ -34,7 +33,7 @@ from noloco_p2p.gossip.frames import (
     RefuseCode,
     Standing,
 )
-from noloco_p2p.gossip.seams import Candidate, FrameStream
+from noloco_p2p.gossip.seams import Candidate, Deadlines, FrameStream
 from noloco_p2p.gossip.units import Slice
 from noloco_p2p.net import client, convert, options
 from noloco_p2p.net.caller import CONNECTION_METHOD, SWAP_METHOD, connect

@@ -23,7 +23,7 @@ from staged_reference import FP32, material_of, spec_of, trained_alone
 from noloco_p2p.errors import PeerError
 from noloco_p2p.flow.frames import Answer, Credit, Forward, Lost, Mark, MicrobatchId, MicrobatchTicket, Want
 from noloco_p2p.gossip.frames import Hello, chunk_digest
-from noloco_p2p.gossip.seams import Candidate
+from noloco_p2p.gossip.seams import Candidate, Outside
 from noloco_p2p.gossip.service import PeerService
 from noloco_p2p.net import flow_wire
 from noloco_p2p.net.caller import CallerWire, connect
@@ -106,12 +106,14 @@ class StagePeer:
             return Hello(self.peer_id, spec.name, spec.digest(), layout=made[0].layout if made else "")
 
         service = PeerService(
-            spec,
-            hello=hello,
-            transport=GrpcTransport(hello, session=self.session),
-            directory=StageMates(self),
-            executor=swarm.executor,
-            rng=random.Random(self.peer_id),
+            Outside(
+                spec=spec,
+                hello=hello,
+                transport=GrpcTransport(hello, session=self.session),
+                directory=StageMates(self),
+                executor=swarm.executor,
+                rng=random.Random(self.peer_id),
+            )
         )
         self.peer = MemoryPeer(
             cast("MemorySwarm", swarm),

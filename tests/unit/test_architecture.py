@@ -41,7 +41,6 @@ PURE = [
     "gossip/coder.py",
     "gossip/frames.py",
     "gossip/pairing.py",
-    "gossip/shares.py",
     "gossip/units.py",
 ]
 TOPS = ("noloco_p2p", "benchmarks", "docs")  # folders of the files that comments name

@@ -10,11 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from noloco_p2p.gossip.units import Chunk
-from noloco_p2p.outer.update_filter import LIMITS, PARTNERS, UpdateFilter, pieces_of
+from noloco_p2p.outer import update_filter
+from noloco_p2p.outer.update_filter import PARTNERS, UpdateFilter, pieces_of
 
 SIZE = 100
 MOVED = 1.0  # the norm of this peer's own movement between two swaps
-LEAST, MOST = LIMITS.least * MOVED, LIMITS.most * MOVED
+LEAST, MOST = update_filter.LEAST * MOVED, update_filter.MOST * MOVED
 
 
 def vector(norm: float) -> torch.Tensor:
