@@ -32,8 +32,7 @@ from noloco_p2p.errors import CorruptPayload
 from noloco_p2p.hosts import ip_of, is_wildcard, network_of
 from noloco_p2p.net.handshake import not_proven
 from noloco_p2p.net.preamble import Preamble
-from noloco_p2p.splice import BLOCK_BYTES, Splice, connected
-from noloco_p2p.tcp import ASK, seen_from, tune
+from noloco_p2p.tcp import ASK, BLOCK_BYTES, Splice, seen_from, tune
 
 log = logging.getLogger(__name__)
 M = TypeVar("M", bound=Hashable)
@@ -401,3 +400,23 @@ def _listening(host: str, port: int) -> socket.socket:
     listener = socket.create_server(address[:2], family=family, backlog=BACKLOG)
     listener.setblocking(False)
     return listener
+
+
+def connected(server: Path, *, own_path: Path) -> socket.socket:
+    """Connect to the server on the Unix socket `server`, and return the connection.
+
+    The connection is bound to `own_path`, by which the server identifies it. The file at `own_path` is removed right
+    away. Raises OSError if the server does not accept the connection.
+    """
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        connection.setblocking(False)
+        connection.bind(str(own_path))
+        try:
+            connection.connect(str(server))
+        finally:
+            own_path.unlink()
+    except OSError:
+        connection.close()
+        raise
+    return connection
