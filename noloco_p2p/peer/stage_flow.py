@@ -24,7 +24,6 @@ from noloco_p2p.net.connection import Connector
 from noloco_p2p.net.flow import Find, FlowLinks
 from noloco_p2p.net.flow_link import PayloadSizes
 from noloco_p2p.net.server import ServeFlow
-from noloco_p2p.net.throttle import Limits
 from noloco_p2p.net.tickets import Tickets
 from noloco_p2p.owned_tasks import OwnedTasks
 from noloco_p2p.peer.flow_driver import FlowDriver, LookFor, Work
@@ -67,7 +66,6 @@ class Surroundings:
     hello: Callable[[], Hello]
     connector: Connector
     find: Find
-    limits: Limits
     look_for: LookFor
     live: Callable[[], Sequence[Candidate]]
     is_closed: Callable[[], bool]
@@ -114,7 +112,6 @@ class StageFlow:
             sizes=plan.sizes,
             connector=around.connector,
             find=around.find,
-            limits=around.limits,
             why_banned=around.why_banned,
             strike=around.strike,
         )

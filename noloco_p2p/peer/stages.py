@@ -86,7 +86,6 @@ class Stages:
             hello=net.hello,
             connector=Connector(net.session, net.limits, why_banned=net.bans.why, guard=net.directory.node.guard),
             find=live_peers.find,
-            limits=net.limits,
             look_for=live_peers.heads.look_for,
             live=lambda: live_peers.reached(live_peers.everyone()),
             is_closed=net.reachability.is_closed,
