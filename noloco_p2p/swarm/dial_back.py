@@ -20,7 +20,7 @@ from noloco_p2p.errors import DirectoryError
 from noloco_p2p.hosts import is_public, network_of
 from noloco_p2p.identity import short_id
 from noloco_p2p.rates import Rates
-from noloco_p2p.swarm.addresses import host_of, listen_multiaddr, only_public, tcp_target
+from noloco_p2p.swarm.addresses import host_of, listen_multiaddr, only_public
 from noloco_p2p.swarm.node import SwarmNode, knock
 from noloco_p2p.swarm.streams import FAULTS, read_line
 
@@ -269,11 +269,10 @@ class DialBackServer:
         async with asyncio.timeout(ANSWER_S):
             ports = [int(port) for port in (await read_line(reader)).split()][:MAX_PORTS]
         may_ask = all(0 < port < 65_536 for port in ports) and self._of_one.take(peer)
-        target = tcp_target(await self._node.remote_address(peer)) if may_ask else None
-        if target is None or not self._may_dial(target[0]):
+        host = max(await self._node.hosts_of(peer), default="") if may_ask else ""  # "" for a relay
+        if not host or not self._may_dial(host):
             writer.write(NO)
             return
-        host = target[0]
         found = await asyncio.gather(*(knock(listen_multiaddr(host, port)) for port in ports))
         answers = ["no connection" if fault else "" for fault in found]  # do not reveal the error
         writer.write(json.dumps([host, dict(zip(map(str, ports), answers, strict=True))]).encode() + b"\n")

@@ -168,11 +168,6 @@ class SwarmNode:
             raise
         return reader, writer
 
-    async def remote_address(self, peer_id: str) -> str:
-        """Return a connected peer's multiaddr without its id, or an empty string if it is not directly connected."""
-        found = await _guard(self._running_p2p().remote_addresses(), ATTACH_S, "asking p2pd for its peers")
-        return next((address for peer, address in found if peer == peer_id and tcp_target(address)), "")
-
     async def hosts_of(self, peer_id: str) -> set[str]:
         """Return the hosts of a peer's connections, as `DaemonClient.hosts_of` does.
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from noloco_p2p.gossip.seams import Candidate
-from noloco_p2p.peer.live_peers import LivePeers
+from noloco_p2p.peer.network import LivePeers
 from noloco_p2p.peer.stage_flow import Neighbours
 
 
