@@ -27,7 +27,7 @@ from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from noloco_p2p.data.documents import Document, Piece, Row
 from noloco_p2p.data.prefetch import Prefetcher
-from noloco_p2p.data.reader import Source
+from noloco_p2p.data.reader import Reader, Source
 from noloco_p2p.data.sources import builtin_corpus
 from noloco_p2p.data.stream import TokenStream
 from noloco_p2p.spec import DataSpec
@@ -49,7 +49,9 @@ def measure(quick: bool) -> list[Claim]:
 def write_files(folder: Path, *, num_documents: int) -> str:
     """Write documents in the format of C4, whose lengths vary widely (log-normal, about 350 words on average)."""
     rng = random.Random(7)
-    words = [word for document in islice(builtin_corpus().read(), 50) for word in str(document.content).split()]
+    words = [
+        word for document in islice(Reader(builtin_corpus()).epoch(), 50) for word in str(document.content).split()
+    ]
     for shard in range(8):
         with gzip.open(folder / f"c4-train.{shard:05d}-of-00008.json.gz", "wt", compresslevel=3) as file:
             for _ in range(num_documents // 8):
@@ -100,7 +102,9 @@ def repeats_of(num_files: int, num_rows: int, *, thin: bool, share: float, swarm
     seen: set[str] = set()
     firsts = set()
     for peer in range(NUM_PEERS):
-        read = [str(document.content) for document in islice(source.read(order=f"peer-{swarm}-{peer}/0"), each)]
+        read = [
+            str(document.content) for document in islice(Reader(source, order=f"peer-{swarm}-{peer}").epoch(), each)
+        ]
         firsts.add(tuple(read[:20]))
         seen.update(read)
     assert len(firsts) == NUM_PEERS, "two peers began alike"
@@ -148,7 +152,7 @@ def trained_tokenizer() -> PreTrainedTokenizerFast:
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
-    texts = (str(document.content) for document in islice(builtin_corpus().read(), 200))
+    texts = (str(document.content) for document in islice(Reader(builtin_corpus()).epoch(), 200))
     bpe.train_from_iterator(
         texts, trainers.BpeTrainer(vocab_size=VOCABULARY, special_tokens=["<pad>", "</s>"], show_progress=False)
     )

@@ -163,6 +163,7 @@ class Ours:
 
     def step(self) -> list[Swapped]:
         trainer = self.trainer
+        assert trainer.batches
         trainer.inner_step(next(trainer.batches), progress=trainer.outer.progress, seed=1)
         return trainer.outer.step()
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import struct
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -24,10 +25,9 @@ from blake3 import blake3
 from noloco_p2p.errors import TicketError
 from noloco_p2p.identity import Identity, peer_id_of, public_key_of, verify
 
-KEY_BYTES, SIGNATURE_BYTES, TIME_BYTES = 32, 64, 8
-INVITATION_BYTES = 3 * KEY_BYTES + TIME_BYTES + SIGNATURE_BYTES
-MEMBERSHIP_BYTES = KEY_BYTES + TIME_BYTES + 2 * SIGNATURE_BYTES
-MARK_BYTES = SIGNATURE_BYTES
+INVITATION = struct.Struct(">32s8s32s32s64s")  # run key, expiry (Unix s), seed, secret, signature of the run key
+MEMBERSHIP = struct.Struct(">32s8s64s64s")  # invitation's key, expiry, its signature, own signature over the peer id
+KEY_BYTES, MARK_BYTES, TIME_BYTES = 32, 64, 8
 INVITES, MEMBER = b"noloco_p2p invitation 1\x00", b"noloco_p2p member 1\x00"
 SECRET, MARK = b"noloco_p2p run secret 1\x00", b"noloco_p2p mark 2\x00"
 TLS, LISTING = "noloco_p2p tls key of members 1", "noloco_p2p listing of members 1"
@@ -59,12 +59,11 @@ class Invitation:
 
         Raises TicketError if `data` is not an invitation, or is not signed by the run key that it names.
         """
-        if len(data) != INVITATION_BYTES:
+        if len(data) != INVITATION.size:
             raise TicketError(
-                f"the invitation has {len(data)} bytes instead of {INVITATION_BYTES}; ask for a new ticket"
+                f"the invitation has {len(data)} bytes instead of {INVITATION.size}; ask for a new ticket"
             )
-        sizes = (KEY_BYTES, TIME_BYTES, KEY_BYTES, KEY_BYTES, SIGNATURE_BYTES)
-        run_key, expires, seed, secret, signature = _cut(data, sizes)
+        run_key, expires, seed, secret, signature = INVITATION.unpack(data)
         found = cls(peer_id_of(run_key), int.from_bytes(expires, "big"), seed, secret, signature)
         public_key = Identity.from_seed(seed).public_key
         if not verify(found.run_key, INVITES + expires + public_key, signature):
@@ -84,10 +83,9 @@ class Invitation:
 
     def check(self, membership: bytes, *, peer_id: str, now_s: float) -> None:
         """Check that another peer is invited to the same run. Raises NotInvited with the reason if it is not."""
-        if len(membership) != MEMBERSHIP_BYTES:
+        if len(membership) != MEMBERSHIP.size:
             raise NotInvited("this run is private, and the caller presented no invitation")
-        sizes = (KEY_BYTES, TIME_BYTES, SIGNATURE_BYTES, SIGNATURE_BYTES)
-        public_key, expires, signature, own_signature = _cut(membership, sizes)
+        public_key, expires, signature, own_signature = MEMBERSHIP.unpack(membership)
         if not verify(self.run_key, INVITES + expires + public_key, signature):
             raise NotInvited("this run is private, and the invitation is not signed by its run key")
         if not verify(peer_id_of(public_key), MEMBER + peer_id.encode(), own_signature):
@@ -147,11 +145,3 @@ def invite(run_key: Identity, *, expires_at_s: float, seed: bytes) -> Invitation
 
 def date(unix_s: float) -> str:
     return datetime.fromtimestamp(unix_s, UTC).strftime("%Y-%m-%d %H:%M UTC")
-
-
-def _cut(data: bytes, sizes: tuple[int, ...]) -> list[bytes]:
-    parts, start = [], 0
-    for size in sizes:
-        parts.append(data[start : start + size])
-        start += size
-    return parts

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 from pydantic.fields import FieldInfo
 
 from noloco_p2p import peer_name
@@ -47,33 +47,6 @@ def user_file() -> Path:
     return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "noloco" / "settings.toml"
 
 
-def parse_bindings(pairs: list[str]) -> dict[str, str]:
-    """Parse `--data NAME=GLOB` flags into {name: glob}. Raises SettingsError for a malformed pair."""
-    return _parse_pairs(pairs, "--data", "NAME=GLOB, for example --data c4='/data/c4/*.json.gz'")
-
-
-def parse_folders(pairs: list[str]) -> dict[str, str]:
-    """Parse `--model NAME=FOLDER` flags into {name: folder}.
-
-    Raises SettingsError for a malformed pair, or if a folder does not exist.
-    """
-    folders = _parse_pairs(pairs, "--model", "NAME=FOLDER, for example --model llama=/models/llama")
-    for name, folder in folders.items():
-        if not Path(folder).expanduser().is_dir():
-            raise SettingsError(f"--model {name}={folder}: this folder does not exist")
-    return folders
-
-
-def _parse_pairs(pairs: list[str], flag: str, form: str) -> dict[str, str]:
-    bindings = {}
-    for pair in pairs:
-        name, equals, value = pair.partition("=")
-        if not equals or not name or not value:
-            raise SettingsError(f"{flag} {pair!r} must have the form {form}")
-        bindings[name] = value
-    return bindings
-
-
 Count = Annotated[int, Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
@@ -85,7 +58,7 @@ class Flag:
     name: str = ""  # a singular name for a field that holds several values, such as --model for `models`
     metavar: str | None = None
     default: str = ""  # in words, if the value is not self-explanatory
-    parse: Callable[[list[str]], Any] = tuple  # for lists and tables; also applied to environment variables
+    pair: str = ""  # the form of a pair, such as NAME=GLOB, if the setting is a table
     takes_file: bool = False  # on the command line, @FILE is replaced by the line in that file
 
     @classmethod
@@ -94,6 +67,15 @@ class Flag:
         own = next((item for item in field.metadata if isinstance(item, cls)), cls())
         default = own.default or str(field.get_default(call_default_factory=True) or "")
         return replace(own, name=f"--{(own.name or name).replace('_', '-')}", default=default)
+
+    def parse(self, words: list[str]) -> tuple[str, ...] | dict[str, str]:
+        """Convert the values of a list, or the pairs of a table. Raises SettingsError for a malformed pair."""
+        if not self.pair:
+            return tuple(words)
+        pairs = [word.partition("=") for word in words]
+        if wrong := next(("".join(pair) for pair in pairs if not all(pair)), None):
+            raise SettingsError(f"{self.name} {wrong!r} must have the form {self.pair}")
+        return {name: value for name, _, value in pairs}
 
 
 def kind_of(annotation: Any) -> Any:
@@ -106,7 +88,112 @@ def kind_of(annotation: Any) -> Any:
     return origin or annotation
 
 
+def split_address(address: str) -> tuple[str, int]:
+    """Split HOST:PORT into the host and the port. Raises ValueError with a message for the user."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or int(port) > LAST_PORT:
+        raise ValueError(f"{address!r} must have the form HOST:PORT, for example 0.0.0.0:{DEFAULT_PORT}")
+    return host, int(port)
+
+
+def split_announced(address: str) -> tuple[str, int]:
+    """Split HOST[:PORT]. The port is 0 if there is none. An IPv6 address without brackets has no port."""
+    has_port = address.count(":") == 1 or "]:" in address
+    return split_address(address) if has_port else (address.strip("[]"), 0)
+
+
+def _check_listen(listen: str) -> None:
+    host, port = split_address(listen)
+    if port == LAST_PORT:
+        raise ValueError(f"{listen!r} leaves no port for libp2p, which uses PORT+1; choose a port below {LAST_PORT}")
+    try:
+        ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        raise ValueError(
+            f"{listen!r} must begin with an IP address of this machine, or with 0.0.0.0 for all of its addresses"
+        ) from None
+
+
+def _check_bootstrap(addresses: tuple[str, ...]) -> None:
+    if (address := next((each for each in addresses if not MULTIADDR.fullmatch(each)), None)) is not None:
+        raise ValueError(f"{address!r} is not a peer address such as /ip4/203.0.113.5/tcp/31338/p2p/12D3Koo..")
+
+
+def _check_device(device: str) -> None:
+    if not DEVICE.fullmatch(device):
+        raise ValueError(f"{device!r} is not a known device; use {DEVICES}")
+
+
+def _check_repository(repo: str) -> None:
+    if repo and not HUB_NAME.fullmatch(repo):
+        raise ValueError(f"{repo!r} must have the form OWNER/NAME")
+
+
+def parse_rate(rate: str) -> float | None:
+    """Convert a rate such as 40mbit, 2.5 Mbit/s, 500kB/s or 5MB/s to bytes per second.
+
+    The prefixes k, M and G are powers of 1,000. The result is None for "". Raises ValueError for anything else.
+    """
+    if not rate:
+        return None
+    match = RATE.fullmatch(rate.strip())
+    if not match:  # "5mb" could mean bits or bytes
+        raise ValueError(f"{rate!r} is not a rate in bits or bytes, such as 2500kbit, 40mbit, 1gbit, 500kB/s or 5MB/s")
+    number, bits, num_bytes = match.groups()
+    bytes_per_s = float(number) * RATE_UNITS[(bits or num_bytes).lower()] / (8 if bits else 1)
+    if bytes_per_s < MIN_RATE_BYTES_PER_S:
+        raise ValueError(
+            f"{rate!r} is too low: the minimum is 2mbit (250kB/s), because a slower peer would delay its partners"
+        )
+    return bytes_per_s
+
+
+def parse_hours(text: str) -> tuple[int, int] | None:
+    """Convert a time range such as 22:00-07:00 to its start and end, in minutes since midnight.
+
+    The result is None for always and idle. Raises ValueError for anything else.
+    """
+    if text in ("always", "idle"):
+        return None
+    match = HOURS.fullmatch(text.strip())
+    if not match or match.group(1, 2) == match.group(3, 4):
+        raise ValueError(f"{text!r} is not valid; use always, idle, or two different times such as 22:00-07:00")
+    hours = [int(number) for number in match.groups()]
+    return 60 * hours[0] + hours[1], 60 * hours[2] + hours[3]
+
+
+def parse_memory(memory: str) -> int | None:
+    """Convert an amount of memory such as 8GB, 512MB or 7.5GiB to bytes.
+
+    The result is None for "". Raises ValueError for anything else.
+    """
+    if not memory:
+        return None
+    match = MEMORY.fullmatch(memory.strip())
+    if not match:
+        raise ValueError(f"{memory!r} is not an amount of memory such as 512MB, 8GB or 7.5GiB")
+    number, unit, binary = match.groups()
+    power = "MGT".index(unit.upper()) + 2
+    return int(float(number) * (1024 if binary else 1000) ** power)
+
+
+def _readable(parse: Callable[[Any], object]) -> AfterValidator:
+    """Return a check that `parse` can read a value."""
+
+    def check(value: Any) -> Any:
+        parse(value)
+        return value
+
+    return AfterValidator(check)
+
+
+def _absolute(path: Path | None) -> Path | None:
+    return path and path.expanduser().absolute()
+
+
 AlwaysOrNever = Annotated[Literal["always", "never"], Flag(metavar="always|never")]
+AbsolutePath = Annotated[Path, AfterValidator(_absolute)]
+Rate = Annotated[str, _readable(parse_rate)]
 
 
 class PeerSettings(BaseModel):
@@ -119,13 +206,17 @@ class PeerSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     listen: Annotated[
-        str, about("HOST:PORT to listen on. gRPC uses PORT, and libp2p uses PORT+1. Port 0 selects two free ports.")
+        str,
+        _readable(_check_listen),
+        about("HOST:PORT to listen on. gRPC uses PORT, and libp2p uses PORT+1. Port 0 selects two free ports."),
     ] = f"0.0.0.0:{DEFAULT_PORT}"
-    announce: Annotated[str, about("HOST[:PORT] that other peers dial, if it differs from --listen.")] = ""
+    announce: Annotated[
+        str, _readable(split_announced), about("HOST[:PORT] that other peers dial, if it differs from --listen.")
+    ] = ""
     map_ports: Annotated[
         AlwaysOrNever, about("Ask the router to forward both ports (by UPnP), unless --announce is given.")
     ] = "always"
-    device: Annotated[str, about(f"Device to train on: {DEVICES}.")] = "auto"
+    device: Annotated[str, _readable(_check_device), about(f"Device to train on: {DEVICES}.")] = "auto"
     threads: Annotated[int, Field(ge=0), about("Number of torch threads."), Flag(default="chosen by torch")] = 0
     max_steps: Annotated[Count | None, about("Leave the run after this many inner steps.")] = None
     gpus: Annotated[Count, about("Number of GPUs that share this peer's model.")] = 1
@@ -150,15 +241,16 @@ class PeerSettings(BaseModel):
     save_every_s: Annotated[Seconds, about("Seconds between two checkpoints.")] = 600.0
     report_every_s: Annotated[Seconds, about("Seconds between two reports, each a line of output.")] = 10.0
     max_upload: Annotated[
-        str,
+        Rate,
         about("Limit on the total upload rate of swaps and fetches, for example 40mbit or 5MB/s."),
         Flag(default="none"),
     ] = ""
     max_download: Annotated[
-        str, about("Limit on the total download rate of swaps and fetches, for example 100mbit."), Flag(default="none")
+        Rate, about("Limit on the total download rate of swaps and fetches, for example 100mbit."), Flag(default="none")
     ] = ""
     name: Annotated[
         str,
+        AfterValidator(peer_name.check),
         about(f"Public name of this peer (up to {peer_name.MAX_CHARS} characters). It does not prove your identity."),
         Flag(default="none"),
     ] = ""
@@ -167,6 +259,7 @@ class PeerSettings(BaseModel):
     )
     when: Annotated[
         str,
+        _readable(parse_hours),
         about(
             "When to train: always, idle (only while other programs are barely using the processor), or between two "
             "times of day, for example 22:00-07:00."
@@ -175,6 +268,7 @@ class PeerSettings(BaseModel):
     ] = "always"
     push_to_hub: Annotated[
         str,
+        _readable(_check_repository),
         about(
             "Upload the last checkpoint to the Hugging Face hub when this peer leaves. If the repository "
             "does not exist, a private one is created."
@@ -182,19 +276,19 @@ class PeerSettings(BaseModel):
         Flag(metavar="OWNER/NAME", default="none"),
     ] = ""
     state_dir: Annotated[
-        Path,
+        AbsolutePath,
         about("Folder for the identity, the checkpoints and the logs."),
         Flag(default="~/.local/state/noloco"),
     ] = Field(default_factory=default_state_dir)
     data: Annotated[
         dict[str, str],
         about("NAME=GLOB: the files of the data set named NAME in the spec."),
-        Flag(parse=parse_bindings),
+        Flag(pair="NAME=GLOB, for example --data c4='/data/c4/*.json.gz'"),
     ] = {}
     models: Annotated[
-        dict[str, str],
+        dict[str, Annotated[str, AfterValidator(lambda folder: str(_absolute(Path(folder))))]],
         about("NAME=FOLDER: the folder of the model or tokenizer named NAME in the spec."),
-        Flag(name="model", parse=parse_folders),
+        Flag(name="model", pair="NAME=FOLDER, for example --model llama=/models/llama"),
     ] = {}
     trackers: Annotated[
         tuple[Literal["tensorboard", "wandb"], ...],
@@ -203,134 +297,55 @@ class PeerSettings(BaseModel):
     ] = ()
     bootstrap: Annotated[
         tuple[str, ...],
+        _readable(_check_bootstrap),
         about("Address of a peer to join through (/ip4/../tcp/../p2p/..), or @FILE that contains it. Can be repeated."),
         Flag(takes_file=True),
     ] = ()
-    metrics: Annotated[str, about("Serve /metrics for Prometheus at this address."), Flag(metavar="HOST:PORT")] = ""
+    metrics: Annotated[
+        str,
+        _readable(lambda text: text and split_address(text)),
+        about("Serve /metrics for Prometheus at this address."),
+        Flag(metavar="HOST:PORT"),
+    ] = ""
     stage: Annotated[
         Annotated[int, Field(ge=0)] | None,
         about("In a run with stages: the stage that this peer holds. Stage 0 reads the data."),
         Flag(default="chosen automatically"),
     ] = None
     revive_from: Annotated[
-        Path | None,
+        AbsolutePath | None,
         about("With --stage, start from this checkpoint or exported model if no peer holds that stage."),
         Flag(metavar="CHECKPOINT|EXPORT"),
     ] = None
     max_memory: Annotated[
         str,
+        _readable(parse_memory),
         about("Maximum amount of main memory that this peer may use, for example 8GB."),
         Flag(metavar="SIZE", default="no limit"),
     ] = ""
     run_key: Annotated[
-        Path | None, about("File with the key of a private run, written by `noloco init --private`.")
+        AbsolutePath | None, about("File with the key of a private run, written by `noloco init --private`.")
     ] = None
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)
-
-    @field_validator("listen")
-    @classmethod
-    def _listen_has_two_ports(cls, listen: str) -> str:
-        host, port = split_address(listen)
-        if port == LAST_PORT:
-            raise ValueError(
-                f"{listen!r} leaves no port for libp2p, which uses PORT+1; choose a port below {LAST_PORT}"
-            )
-        try:
-            ipaddress.ip_address(host.strip("[]"))
-        except ValueError:
-            raise ValueError(
-                f"{listen!r} must begin with an IP address of this machine, or with 0.0.0.0 for all of its addresses"
-            ) from None
-        return listen
-
-    @field_validator("announce")
-    @classmethod
-    def _announce_has_host(cls, announce: str) -> str:
-        if announce:
-            split_address(announce if _has_port(announce) else f"{announce}:0")
-        return announce
-
-    @field_validator("metrics")
-    @classmethod
-    def _metrics_has_host_and_port(cls, metrics: str) -> str:
-        if metrics:
-            split_address(metrics)
-        return metrics
-
-    @field_validator("bootstrap")
-    @classmethod
-    def _bootstraps_can_be_dialled(cls, bootstrap: tuple[str, ...]) -> tuple[str, ...]:
-        for address in bootstrap:
-            if not MULTIADDR.fullmatch(address):
-                raise ValueError(f"{address!r} is not a peer address such as /ip4/203.0.113.5/tcp/31338/p2p/12D3Koo..")
-        return bootstrap
-
-    @field_validator("device")
-    @classmethod
-    def _device_is_known(cls, device: str) -> str:
-        if not DEVICE.fullmatch(device):
-            raise ValueError(f"{device!r} is not a known device; use {DEVICES}")
-        return device
-
-    @field_validator("models")
-    @classmethod
-    def _absolute_folders(cls, models: dict[str, str]) -> dict[str, str]:
-        return {name: str(Path(folder).expanduser().absolute()) for name, folder in models.items()}
-
-    @field_validator("max_upload", "max_download")
-    @classmethod
-    def _rate_is_known(cls, rate: str) -> str:
-        if rate:
-            parse_rate(rate)
-        return rate
-
-    @field_validator("push_to_hub")
-    @classmethod
-    def _repository_is_a_name(cls, repo: str) -> str:
-        if repo and not HUB_NAME.fullmatch(repo):
-            raise ValueError(f"{repo!r} must have the form OWNER/NAME")
-        return repo
-
-    @field_validator("name")
-    @classmethod
-    def _name_is_fit(cls, name: str) -> str:
-        return peer_name.check(name)
-
-    @field_validator("when")
-    @classmethod
-    def _times_are_known(cls, when: str) -> str:
-        if when not in ("always", "idle"):
-            parse_hours(when)
-        return when
-
-    @field_validator("max_memory")
-    @classmethod
-    def _memory_is_known(cls, memory: str) -> str:
-        if memory:
-            parse_memory(memory)
-        return memory
-
-    @field_validator("state_dir", "revive_from", "run_key")
-    @classmethod
-    def _absolute(cls, path: Path | None) -> Path | None:
-        return path and path.expanduser().absolute()
 
     @classmethod
     def load(cls, flags: Mapping[str, Any] | None = None) -> PeerSettings:
         """Merge all sources. A flag with the value None was not given. Raises SettingsError for a wrong value."""
-        given = {name: value for name, value in (flags or {}).items() if value is not None}
+        file = user_file()
+        sources = {
+            str(file): _from_file(file),
+            "environment": _from_environment(cls, os.environ),
+            "flag": {name: value for name, value in (flags or {}).items() if value is not None},
+        }
         settings, values, origins = cls(), dict[str, Any](), dict[str, str]()
-        for origin, prefix, found in (
-            (str(user_file()), f"{user_file()}: ", _from_file(user_file())),
-            ("environment", "environment NOLOCO_*: ", _from_environment(cls, os.environ)),
-            ("flag", "", given),
-        ):
+        for origin, found in sources.items():
             values |= found
             origins |= dict.fromkeys(found, origin)
             try:
                 # Checked after each source, so that an error message can name that source.
                 settings = cls.model_validate(values)
             except ValidationError as error:
+                prefix = {"environment": "environment NOLOCO_*: ", "flag": ""}.get(origin, f"{origin}: ")
                 raise SettingsError(f"{prefix}{describe(error)}") from None
         settings._origins = origins
         return settings
@@ -342,12 +357,12 @@ class PeerSettings(BaseModel):
     @property
     def upload_bytes_per_s(self) -> float | None:
         """Return the limit on the combined upload rate of this peer's swaps and fetches, or None for no limit."""
-        return parse_rate(self.max_upload) if self.max_upload else None
+        return parse_rate(self.max_upload)
 
     @property
     def download_bytes_per_s(self) -> float | None:
         """Return the limit on the combined download rate of this peer's swaps and fetches, or None for no limit."""
-        return parse_rate(self.max_download) if self.max_download else None
+        return parse_rate(self.max_download)
 
     @property
     def hours(self) -> tuple[int, int] | None:
@@ -355,12 +370,12 @@ class PeerSettings(BaseModel):
 
         None means that the peer can train at any time of day.
         """
-        return None if self.when in ("always", "idle") else parse_hours(self.when)
+        return parse_hours(self.when)
 
     @property
     def max_memory_bytes(self) -> int | None:
         """Return `max_memory` in bytes, or None if there is no limit."""
-        return parse_memory(self.max_memory) if self.max_memory else None
+        return parse_memory(self.max_memory)
 
     @property
     def listen_host(self) -> str:
@@ -383,60 +398,7 @@ class PeerSettings(BaseModel):
 
         The host is "" if `announce` is not set. Port 0 stands for the listening port.
         """
-        if _has_port(self.announce):
-            return split_address(self.announce)
-        return self.announce.strip("[]"), 0
-
-
-def split_address(address: str) -> tuple[str, int]:
-    """Split HOST:PORT into the host and the port. Raises ValueError with a message for the user."""
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit() or int(port) > LAST_PORT:
-        raise ValueError(f"{address!r} must have the form HOST:PORT, for example 0.0.0.0:{DEFAULT_PORT}")
-    return host, int(port)
-
-
-def _has_port(address: str) -> bool:
-    """Return whether the address is HOST:PORT or [IPV6]:PORT. An IPv6 address without brackets has no port."""
-    return address.count(":") == 1 or "]:" in address
-
-
-def parse_rate(rate: str) -> float:
-    """Convert a rate such as 40mbit, 2.5 Mbit/s, 500kB/s or 5MB/s to bytes per second.
-
-    The prefixes k, M and G are powers of 1,000. Raises ValueError for anything else.
-    """
-    match = RATE.fullmatch(rate.strip())
-    if not match:  # "5mb" could mean bits or bytes
-        raise ValueError(f"{rate!r} is not a rate in bits or bytes, such as 2500kbit, 40mbit, 1gbit, 500kB/s or 5MB/s")
-    number, bits, num_bytes = match.groups()
-    bytes_per_s = float(number) * RATE_UNITS[(bits or num_bytes).lower()] / (8 if bits else 1)
-    if bytes_per_s < MIN_RATE_BYTES_PER_S:
-        raise ValueError(
-            f"{rate!r} is too low: the minimum is 2mbit (250kB/s), because a slower peer would delay its partners"
-        )
-    return bytes_per_s
-
-
-def parse_hours(text: str) -> tuple[int, int]:
-    """Convert a time range such as 22:00-07:00 to its start and end, in minutes since midnight. Raises ValueError for
-    anything else.
-    """
-    match = HOURS.fullmatch(text.strip())
-    if not match or match.group(1, 2) == match.group(3, 4):
-        raise ValueError(f"{text!r} is not valid; use always, idle, or two different times such as 22:00-07:00")
-    hours = [int(number) for number in match.groups()]
-    return 60 * hours[0] + hours[1], 60 * hours[2] + hours[3]
-
-
-def parse_memory(memory: str) -> int:
-    """Convert an amount of memory such as 8GB, 512MB or 7.5GiB to bytes. Raises ValueError for anything else."""
-    match = MEMORY.fullmatch(memory.strip())
-    if not match:
-        raise ValueError(f"{memory!r} is not an amount of memory such as 512MB, 8GB or 7.5GiB")
-    number, unit, binary = match.groups()
-    power = "MGT".index(unit.upper()) + 2
-    return int(float(number) * (1024 if binary else 1000) ** power)
+        return split_announced(self.announce)
 
 
 def _from_file(path: Path) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self, cast, get_args
 
 from blake3 import blake3
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from noloco_p2p.errors import SpecError
 
@@ -55,6 +55,34 @@ HUB_NAME = re.compile(rf"{PLAIN_NAME.pattern}/{PLAIN_NAME.pattern}")
 MIXTURE = "mix"  # the `source` of a DataSpec that mixes several sources
 
 
+def _name(name: str) -> str:
+    """Check that `name` is a name on the hub, or a name that a machine can bind.
+
+    A path would let a stranger choose a file or folder on each machine.
+    """
+    if name and not (HUB_NAME.fullmatch(name) or PLAIN_NAME.fullmatch(name)):
+        raise ValueError(
+            f"{name!r} is neither OWNER/NAME on the hub nor a plain name bound with --model NAME=FOLDER; "
+            "a spec cannot contain a path"
+        )
+    return name
+
+
+def _source(source: str) -> str:
+    if source.startswith("hub:"):
+        if not HUB_NAME.fullmatch(source[4:]):
+            raise ValueError(f"{source!r} must have the form hub:OWNER/NAME, for example hub:allenai/c4")
+    elif not source.replace("-", "").replace("_", "").isalnum():
+        raise ValueError(
+            f"{source!r} must be 'stdlib', 'hub:OWNER/NAME' or a plain name bound with --data NAME=GLOB; "
+            "a spec cannot contain a path"
+        )
+    return source
+
+
+Name = Annotated[str, AfterValidator(_name)]
+
+
 class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -79,7 +107,7 @@ class ModelSpec(Section):
     """A Llama of given sizes, or any causal language model by name (`pretrained`, with a `revision`)."""
 
     pretrained: Annotated[
-        str, about("OWNER/NAME on the hub, or a name bound with --model NAME=FOLDER; if empty, the sizes below apply")
+        Name, about("OWNER/NAME on the hub, or a name bound with --model NAME=FOLDER; if empty, the sizes below apply")
     ] = ""
     revision: Annotated[
         str, about("commit or tag of `pretrained`; set it so that all peers start with the same weights")
@@ -120,19 +148,10 @@ class ModelSpec(Section):
         ),
     ] = LoraSpec()
 
-    @field_validator("pretrained")
-    @classmethod
-    def _no_path(cls, pretrained: str) -> str:
-        return _name(pretrained)
-
     @model_validator(mode="after")
-    def _names_a_model(self) -> ModelSpec:
+    def _sizes_fit(self) -> ModelSpec:
         if self.random_weights and not self.pretrained:
             raise ValueError("random_weights requires model.pretrained to name a model")
-        return self
-
-    @model_validator(mode="after")
-    def _heads_divide(self) -> ModelSpec:
         if self.hidden_size % self.num_heads:
             raise ValueError(f"hidden_size ({self.hidden_size}) must be a multiple of num_heads ({self.num_heads})")
         if self.hidden_size // self.num_heads % 2:
@@ -162,7 +181,9 @@ class SourceSpec(Section):
     """A source of text: the built-in corpus, the hub, or a name that `--data NAME=GLOB` binds on each machine."""
 
     source: Annotated[
-        str, about("'stdlib' (built in), 'hub:OWNER/NAME' (streamed), a name bound with --data NAME=GLOB, or 'mix'")
+        str,
+        AfterValidator(_source),
+        about("'stdlib' (built in), 'hub:OWNER/NAME' (streamed), a name bound with --data NAME=GLOB, or 'mix'"),
     ] = "stdlib"
     subset: Annotated[str, about("subset of a hub data set")] = ""
     revision: Annotated[str, about("commit or tag of a hub data set")] = ""
@@ -174,19 +195,6 @@ class SourceSpec(Section):
         str,
         about("name of the text field in JSON Lines or Parquet files; a field `input_ids` with token ids also works"),
     ] = "text"
-
-    @field_validator("source")
-    @classmethod
-    def _no_paths(cls, source: str) -> str:
-        if source.startswith("hub:"):
-            if not HUB_NAME.fullmatch(source[4:]):
-                raise ValueError(f"{source!r} must have the form hub:OWNER/NAME, for example hub:allenai/c4")
-        elif not source.replace("-", "").replace("_", "").isalnum():
-            raise ValueError(
-                f"{source!r} must be 'stdlib', 'hub:OWNER/NAME' or a plain name bound with --data NAME=GLOB; "
-                "a spec cannot contain a path"
-            )
-        return source
 
 
 class MixSpec(SourceSpec):
@@ -209,7 +217,7 @@ class DataSpec(SourceSpec):
     """The training data and its tokenizer. There is one source, or several in `mix` if `source` is "mix"."""
 
     tokenizer: Annotated[
-        str, about("'bytes' (no download), OWNER/NAME on the hub, or a name bound with --model NAME=FOLDER")
+        Name, about("'bytes' (no download), OWNER/NAME on the hub, or a name bound with --model NAME=FOLDER")
     ] = "bytes"
     tokenizer_revision: Annotated[
         str, about("commit or tag of the tokenizer; set it so that all peers use the same version")
@@ -225,11 +233,6 @@ class DataSpec(SourceSpec):
         Field(max_length=64),
         about("sources of a mixture; each [[data.mix]] table has a source, a weight and the other fields of a source"),
     ] = ()
-
-    @field_validator("tokenizer")
-    @classmethod
-    def _no_path(cls, tokenizer: str) -> str:
-        return _name(tokenizer)
 
     @model_validator(mode="after")
     def _mixture_is_named(self) -> DataSpec:
@@ -659,19 +662,6 @@ class TrainerSpec(Spec):
     @property
     def schedule_steps(self) -> int:
         return self.train.total_steps
-
-
-def _name(name: str) -> str:
-    """Check that `name` is a name on the hub, or a name that a machine can bind.
-
-    A path would let a stranger choose a file or folder on each machine.
-    """
-    if name and not (HUB_NAME.fullmatch(name) or PLAIN_NAME.fullmatch(name)):
-        raise ValueError(
-            f"{name!r} is neither OWNER/NAME on the hub nor a plain name bound with --model NAME=FOLDER; "
-            "a spec cannot contain a path"
-        )
-    return name
 
 
 def _key(part: str | int) -> str:

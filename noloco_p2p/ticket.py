@@ -1,17 +1,15 @@
 """Encode and decode tickets. A ticket is one string that names a run and the addresses through which to join it.
 
-    noloco1 + base32( length:2 | fields.. | checksum:4 )      lower case, no padding, one line
+    noloco1 + base32( fields.. | checksum:4 )      lower case, no padding, one line
 
-A field is `id:1 | length:2 | bytes`. Readers skip unknown ids, so newer tickets can have more fields. The length makes
-it possible to tell a truncated ticket from a mistyped one. Numbers are big-endian.
+A field is `id:1 | length:2 | bytes`. Readers skip unknown ids, so newer tickets can have more fields. Numbers are
+big-endian.
 """
 
 from __future__ import annotations
 
 import base64
-import binascii
 import re
-import string
 from dataclasses import dataclass
 
 from blake3 import blake3
@@ -30,7 +28,6 @@ _LOOKS_LIKE = re.compile(r"noloco[1-9][a-z0-9]{16,}", re.IGNORECASE)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _MULTIADDR = re.compile(r"/[!-~]{1,200}/p2p/[1-9A-HJ-NP-Za-km-z]{40,64}")
-_ALPHABET = frozenset(string.ascii_lowercase + "234567")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +67,7 @@ class Ticket:
         fields += b"".join(_field(ADDRESS, address.encode()) for address in self.addresses)
         if self.invitation:
             fields += _field(INVITATION, self.invitation.encode())
-        data = len(fields).to_bytes(LENGTH_BYTES, "big") + fields + _checksum(fields)
-        text = PREFIX + base64.b32encode(data).decode().rstrip("=").lower()
+        text = PREFIX + base64.b32encode(fields + _checksum(fields)).decode().rstrip("=").lower()
         if len(text) > MAX_TICKET_CHARS:
             raise TicketError(
                 f"the ticket would have {len(text)} characters; the limit is {MAX_TICKET_CHARS}, so use fewer addresses"
@@ -82,11 +78,36 @@ class Ticket:
     def decode(cls, text: str) -> Ticket:
         """Decode a ticket.
 
-        Raises TicketError with the reason if it is not a ticket, needs a newer version, is truncated or is mistyped.
+        Raises TicketError with the reason if it is not a ticket, needs a newer version, or is damaged.
         """
-        fields = _open(_unarmour(text.strip().lower()))
+        text = text.strip().lower()
+        if len(text) > MAX_TICKET_CHARS:
+            raise TicketError(
+                f"not a ticket: it has {len(text)} characters, but a ticket has at most {MAX_TICKET_CHARS}"
+            )
+        if not text.startswith(PREFIX):
+            if text[:6] == PREFIX[:6] and text[6:7] in set("23456789"):
+                raise TicketError(
+                    f"this ticket has version {text[6]}, but this program reads only version 1; install a newer "
+                    "noloco_p2p"
+                )
+            raise TicketError(
+                f"not a ticket: tickets begin with {PREFIX}; `noloco join` and `noloco ticket` print them"
+            )
+        body = text[len(PREFIX) :].upper()
+        try:
+            data = base64.b32decode(body + "=" * (-len(body) % 8))
+        except ValueError:
+            data = b""
+        fields, checksum = data[:-CHECKSUM_BYTES], data[-CHECKSUM_BYTES:]
+        if checksum != _checksum(fields):
+            raise TicketError("the ticket is damaged: a part is missing or mistyped; copy the whole ticket again")
         name, digest, addresses, invitation = "", "", [], None
-        for number, value in _split(fields):
+        while fields:
+            end = 1 + LENGTH_BYTES + int.from_bytes(fields[1 : 1 + LENGTH_BYTES], "big")
+            if len(fields) < max(end, 1 + LENGTH_BYTES):
+                raise TicketError("the ticket is malformed: a field is longer than the ticket; ask for a new ticket")
+            number, value, fields = fields[0], fields[1 + LENGTH_BYTES : end], fields[end:]
             if number == RUN_NAME:
                 name = value.decode(errors="replace")
             elif number == SPEC_DIGEST:
@@ -109,48 +130,3 @@ def _field(number: int, value: bytes) -> bytes:
 
 def _checksum(fields: bytes) -> bytes:
     return blake3(PREFIX.encode() + fields).digest(CHECKSUM_BYTES)
-
-
-def _unarmour(text: str) -> bytes:
-    if len(text) > MAX_TICKET_CHARS:
-        raise TicketError(f"not a ticket: it has {len(text)} characters, but a ticket has at most {MAX_TICKET_CHARS}")
-    if not text.startswith(PREFIX):
-        if text[:6] == PREFIX[:6] and text[6:7] in set("23456789"):
-            raise TicketError(
-                f"this ticket has version {text[6]}, but this program reads only version 1; install a newer noloco_p2p"
-            )
-        raise TicketError(f"not a ticket: tickets begin with {PREFIX}; `noloco join` and `noloco ticket` print them")
-    body = text[len(PREFIX) :]
-    for position, character in enumerate(body):
-        if character not in _ALPHABET:
-            place = len(PREFIX) + position + 1
-            raise TicketError(
-                f"the ticket is mistyped: character {place} is {character!r}, which cannot occur in a ticket; "
-                "copy it again"
-            )
-    try:
-        return base64.b32decode(body.upper() + "=" * (-len(body) % 8))
-    except binascii.Error:
-        raise TicketError("the ticket is cut off, or a character is missing; copy the whole ticket again") from None
-
-
-def _open(data: bytes) -> bytes:
-    length = int.from_bytes(data[:LENGTH_BYTES], "big")
-    missing = LENGTH_BYTES + length + CHECKSUM_BYTES - len(data)
-    if missing > 0:
-        raise TicketError("the ticket is cut off: its end is missing; copy the whole ticket again")
-    fields, checksum = data[LENGTH_BYTES : LENGTH_BYTES + length], data[LENGTH_BYTES + length :]
-    if checksum != _checksum(fields):
-        raise TicketError("the ticket is mistyped: its checksum is wrong; copy it again")
-    return fields
-
-
-def _split(fields: bytes) -> list[tuple[int, bytes]]:
-    parts: list[tuple[int, bytes]] = []
-    while fields:
-        end = 1 + LENGTH_BYTES + int.from_bytes(fields[1 : 1 + LENGTH_BYTES], "big")
-        if len(fields) < 1 + LENGTH_BYTES or len(fields) < end:
-            raise TicketError("the ticket is malformed: a field is longer than the ticket; ask for a new ticket")
-        parts.append((fields[0], fields[1 + LENGTH_BYTES : end]))
-        fields = fields[end:]
-    return parts

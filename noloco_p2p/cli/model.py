@@ -140,7 +140,7 @@ async def _merge(
             await _merge_stages(live, folder, sample=sample)
             print(f"wrote {folder}: the merged stages of run {live.spec.name}")
             return
-        state = await live.mean(None, sample=sample)
+        state = await live.take(None, sample=sample)
     _write(state, folder, folders, adapters=adapters, progress=progress)
     print(f"wrote {folder}: the mean of {counted(state.num_peers, 'peer')} of run {state.spec.name}")
     _tell(state)
@@ -154,7 +154,7 @@ async def _merge_stages(live: LiveRun, folder: Path, *, sample: int | None) -> N
     with new_folder(folder) as partial:
         shards = StageShards(partial, live.spec)
         for stage in range(live.spec.pipeline.stages):
-            state = await live.mean(stage, sample=sample)
+            state = await live.take(stage, sample=sample)
             with live.progress.task(f"writing stage {stage}"):
                 await asyncio.to_thread(shards.write, stage, state.by_name())
             print(f"stage {stage}: the mean of {counted(state.num_peers, 'peer')}")
@@ -277,13 +277,13 @@ async def _take_live(
     ticket: Ticket, start: NewStart, values: dict[str, Any], folders: dict[str, str]
 ) -> tuple[TrainerSpec, TrainerSpec]:
     """Fork from live peers, with one stage in memory at a time. Return the specs of the old and the new run."""
-    from noloco_p2p.trainer.merge import live_run
+    from noloco_p2p.trainer.merge import COMPARED, live_run, state_in_the_middle
 
     async with live_run(ticket, progress=Progress(print), folders=folders) as live:
         old, spec = live.spec, _forked(live.spec, values, folders)  # fail before anything is fetched
         live.check_stages()
         for stage in live.stages():
-            state = await live.state_in_the_middle(stage)
+            state = await live.take(stage, sample=COMPARED, judge=state_in_the_middle)
             await asyncio.to_thread(start.add, state.by_name())
             for notice in state.notices():
                 print(notice)

@@ -68,13 +68,6 @@ def simulate(
             min=1,
         ),
     ] = None,
-    lose: Annotated[
-        float, typer.Option(help="With stages: share of the microbatches that are lost.", min=0, max=1)
-    ] = 0.0,
-    late_steps: Annotated[
-        int, typer.Option(help="With stages: delay of backward passes, in inner steps.", min=0, max=16)
-    ] = 0,
-    paths: Annotated[str, typer.Option(help="With stages: random paths, or fixed paths for comparison.")] = "random",
     changes: Changes = None,
     seed: Annotated[int, typer.Option(help="Seed of the pairing, the faults and the initial weights.", min=0)] = 0,
     threads: Annotated[
@@ -104,7 +97,7 @@ def simulate(
     from noloco_p2p.simulate.result import Result, table
     from noloco_p2p.simulate.run import check_rules, check_stages, simulate_stages
     from noloco_p2p.simulate.run import simulate as simulate_whole
-    from noloco_p2p.simulate.stage_plan import StagedPlan, by_stage, parse_paths, parse_replicas
+    from noloco_p2p.simulate.stage_plan import StagedPlan, by_stage, parse_replicas
     from noloco_p2p.spec import TrainerSpec
     from noloco_p2p.trainer.compute import choose_device
 
@@ -125,18 +118,15 @@ def simulate(
             speeds=by_stage(speeds, parse_speeds, num_stages=num_stages, flag="--speeds"),
             links=by_stage(link, lambda each: parse_links(each.split(",")), num_stages=num_stages, flag="--link"),
             churn=parse_churn(churn, num_replicas=num_replicas),
-            lost_share=lose,
-            late_steps=late_steps,
             window=window,
-            paths=parse_paths(paths),
         )
         if plot or device != "cpu":
             raise SettingsError("--plot and --device cannot be used with stages")
-        check_stages(names, pipeline, spec)
+        check_stages(names, spec)
         found = simulate_stages(spec, pipeline, rules=names, bindings=settings.data)
     else:
-        if window or lose or late_steps or paths != "random":
-            raise SettingsError("--window, --lose, --late-steps and --paths require --stages")
+        if window:
+            raise SettingsError("--window requires --stages")
         plan = Plan(
             num_replicas[0],
             seed=seed,

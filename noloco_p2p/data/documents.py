@@ -95,6 +95,10 @@ class Faults:
     def count(self) -> int:
         return self._of_file.total()
 
+    def summary(self) -> str:
+        """Return the number of faults and the last one, for the end of an error message, or "" if there were none."""
+        return f"; lines and files skipped: {self.count}; most recent reason: {self.last}" if self.last else ""
+
     def note(self, fault: Fault) -> None:
         place = (fault.file, fault.line)
         if place in self._seen:  # seen in an earlier epoch

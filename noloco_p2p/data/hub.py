@@ -19,7 +19,7 @@ from huggingface_hub import DatasetCard, HfApi, hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError
 
 from noloco_p2p.data.documents import Fault, Piece, Row, Unavailable
-from noloco_p2p.data.files import ROWS_A_READ, first_line, table_rows
+from noloco_p2p.data.files import ROWS_A_READ, first_line, row_of, table_items
 from noloco_p2p.data.reader import Source
 from noloco_p2p.errors import DataError, SpecError
 from noloco_p2p.spec import SourceSpec
@@ -126,10 +126,10 @@ def _check_files(files: Mapping[str, Sequence[str]], name: str) -> None:
 
 def shard_source(stream: IterableDataset, *, name: str, text_field: str) -> Source:
     """Return a source whose pieces are the shards of a streamed data set. Each peer reads them in its own order."""
-    shards = {
-        f"{name}#{index}": stream.shard(num_shards=stream.num_shards, index=index) for index in range(stream.num_shards)
-    }
-    pieces = [Piece(name, partial(_shard_rows, shard, name, text_field)) for name, shard in shards.items()]
+    pieces: list[Piece] = []
+    for index in range(stream.num_shards):
+        shard = stream.shard(num_shards=stream.num_shards, index=index)
+        pieces.append(Piece(f"{name}#{index}", partial(_shard_rows, shard, f"{name}#{index}", text_field)))
     return Source(pieces, thin=False)
 
 
@@ -137,9 +137,9 @@ def _shard_rows(shard: IterableDataset, name: str, text_field: str, start: int) 
     number = start
     try:
         for table in shard.skip(start).with_format("arrow").iter(batch_size=ROWS_A_READ):
-            for row in table_rows(table, name, number, text_field):
+            for item in table_items(table, text_field):
                 number += 1
-                yield row
+                yield row_of(item, name, number, text_field)
     except Exception as error:  # noqa: BLE001 - pyarrow, zlib, json, fsspec, httpx: a stream raises whatever they raise
         if not is_lasting(error):
             raise Unavailable(f"{name}, row {number + 1}: {first_line(error)}") from None
@@ -153,13 +153,9 @@ def is_lasting(error: BaseException) -> bool:
         causes.append(causes[-1].__cause__)
     if any(isinstance(cause, ConnectionError | TimeoutError) for cause in causes):
         return False
-    return any(isinstance(cause, LASTING) or _is_refusal(cause) for cause in causes)
-
-
-def _is_refusal(error: BaseException) -> bool:
-    """Return whether the hub has refused a request and would refuse it again, for example for a missing file."""
-    status = getattr(getattr(error, "response", None), "status_code", 0)
-    return 400 <= status < 500 and status not in BUSY
+    statuses = [getattr(getattr(cause, "response", None), "status_code", 0) for cause in causes]
+    is_refused = any(400 <= status < 500 and status not in BUSY for status in statuses)  # such as for a missing file
+    return is_refused or any(isinstance(cause, LASTING) for cause in causes)
 
 
 def import_datasets() -> Any:

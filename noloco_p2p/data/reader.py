@@ -1,4 +1,4 @@
-"""Read one epoch of a source in an order that a hash determines. Reading can resume at any document.
+"""Read a source, epoch after epoch, in an order that a hash determines. Reading can resume at any document.
 
 A source is a list of pieces, which are files or shards of a hub data set. A piece that cannot be read for the moment,
 for example because of the network, is set aside at its current row. Another piece is read in the meantime. When that
@@ -16,13 +16,13 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 from blake3 import blake3
 
-from noloco_p2p.data.documents import Document, Fault, Faults, Piece, Unavailable
+from noloco_p2p.data.documents import Document, Fault, Faults, Piece, Unavailable, is_held_out
 from noloco_p2p.errors import DataError
 
 log = logging.getLogger(__name__)
@@ -36,53 +36,28 @@ GIVE_UP_S = 3600.0  # total waiting time after which reading fails if no row has
 MAX_BAD_START = 1000  # a file that begins with more faults than this has another format
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """The position of the next document.
+class Place(NamedTuple):
+    """The position of the next document. Pieces are counted in the order of the pass.
 
-    `index` is the current piece in the order of the pass, and `fresh` is the first piece that has not been started.
-    `aside` lists the index and row of each piece that was set aside.
+    `begun` lists the pieces that were started but not finished, each with its next row. The first one is being read,
+    and the others were set aside. `num_begun` is the number of pieces that were ever started.
     """
 
-    number: int = 0  # the number of the pass
-    fresh: int = 1
-    index: int = 0
-    row: int = 0
-    aside: tuple[tuple[int, int], ...] = ()
+    epoch: int = 0
+    number: int = 0  # the number of the pass in this epoch
+    num_begun: int = 0
+    begun: tuple[tuple[int, int], ...] = ()
 
-    def next_piece(self) -> Place:
-        """Return the position in the piece that was set aside first, or in a fresh piece if there is none."""
-        if not self.aside:
-            return replace(self, index=self.fresh, fresh=self.fresh + 1, row=0)
-        (index, row), *others = self.aside
-        return replace(self, index=index, row=row, aside=tuple(others))
-
-    def set_aside(self, num_pieces: int) -> Place:
-        """Set the current piece aside, and return the position in another piece.
-
-        If there is no other piece, this is the position in the same piece.
-        """
-        aside = (*self.aside, (self.index, self.row))
-        if len(aside) > MAX_ASIDE or self.fresh >= num_pieces:
-            return replace(self, aside=aside).next_piece()
-        return replace(self, index=self.fresh, fresh=self.fresh + 1, row=0, aside=aside)
-
-    def as_list(self) -> list[object]:
+    def as_json(self) -> list[Any]:
         """Return the position as JSON values."""
-        return [self.number, self.fresh, self.index, self.row, [list(entry) for entry in self.aside]]
+        return [self.epoch, self.number, self.num_begun, [list(piece) for piece in self.begun]]
 
     @classmethod
-    def from_list(cls, values: Sequence[object]) -> Place:
-        """Create a position from the values that `as_list` has returned.
-
-        Raises ValueError or TypeError for any other values.
-        """
-        *numbers, aside = values
-        number, fresh, index, row = (int(value) for value in numbers)  # pyright: ignore
-        return cls(number, fresh, index, row, tuple((int(a), int(b)) for a, b in aside))  # pyright: ignore
-
-
-START = Place()
+    def from_json(cls, values: Any) -> Place:
+        """Create a position from the values of `as_json`. Raises ValueError or TypeError for any other values."""
+        *numbers, begun = values
+        epoch, number, num_begun = map(int, numbers)
+        return cls(epoch, number, num_begun, tuple((int(piece), int(row)) for piece, row in begun))
 
 
 class Source:
@@ -97,22 +72,7 @@ class Source:
     def __init__(self, pieces: Sequence[Piece], *, thin: bool = True) -> None:
         assert pieces, "a source must have at least one piece"
         self.pieces = pieces
-        self._passes = THINNED_PASSES if thin and len(pieces) < FEW_PIECES else 1
-
-    def read(
-        self,
-        *,
-        order: str = "",
-        place: Place = START,
-        faults: Faults | None = None,
-        stop: threading.Event | None = None,
-    ) -> Reader:
-        """Read one epoch, starting at `place`. `order` is any string, or "" for the plain order of the pieces.
-
-        If `stop` is set while the reader waits for a piece, it raises DataError.
-        """
-        passes = self._passes if order else 1
-        return Reader(self.pieces, order, passes, place, faults or Faults(), stop or threading.Event())
+        self.num_passes = THINNED_PASSES if thin and len(pieces) < FEW_PIECES else 1
 
     @cached_property
     def fingerprint(self) -> str:
@@ -121,93 +81,118 @@ class Source:
 
 
 class Reader:
-    """An iterator over the documents of one epoch, created by `Source.read`."""
+    """An endless iterator over the documents of a source. None marks the end of an epoch.
+
+    `order` is any string, or "" for the plain order of the pieces. A share `holdout` of the documents is left out.
+    `place` is the position after the last document that was yielded. Set it before the first document to continue from
+    there. If `stop` is set while the reader waits for a piece, it raises DataError.
+    """
 
     def __init__(
-        self, pieces: Sequence[Piece], order: str, passes: int, place: Place, faults: Faults, stop: threading.Event
+        self,
+        source: Source,
+        *,
+        order: str = "",
+        holdout: float = 0.0,
+        faults: Faults | None = None,
+        stop: threading.Event | None = None,
     ) -> None:
-        self._pieces = pieces
+        self.source = source
+        self.place = Place()
         self._order = order
-        self._passes = passes
-        self._faults = faults
-        self._stop = stop
-        self._at = place
-        self._row = place.row
-        self._failures: Counter[int] = Counter()  # by index in the order of this pass; a restart resets it
+        self._num_passes = source.num_passes if order else 1
+        self._holdout = holdout
+        self._faults = faults or Faults()
+        self._stop = stop or threading.Event()
+        self._failures: Counter[int] = Counter()  # by piece of this pass; a restart resets it
         self._tries = 0  # failures since the last row
         self._waited_s = 0.0  # waiting time since the last row
+        self._documents = self._read()
 
-    @property
-    def place(self) -> Place:
-        """The position after the last document that was yielded."""
-        return replace(self._at, row=self._row)
+    def __iter__(self) -> Iterator[Document | None]:
+        return self
 
-    def __iter__(self) -> Iterator[Document]:
-        for number in range(self._at.number, self._passes):
-            indices = self._permutation(number)
-            self._failures.clear()
-            while self._at.index < len(indices):
-                piece = self._pieces[indices[self._at.index]]
+    def __next__(self) -> Document | None:
+        return next(self._documents)
+
+    def epoch(self) -> Iterator[Document]:
+        """Yield the documents up to the end of the epoch."""
+        return iter(self.__next__, None)
+
+    def _read(self) -> Iterator[Document | None]:
+        num_pieces = len(self.source.pieces)
+        while True:
+            epoch, number, num_begun, begun = self.place
+            if number == self._num_passes:
+                self.place = Place(epoch + 1)
+                yield None
+                continue
+            pass_of_order = f"{self._order}/{epoch}/{number}"
+            order = permutation(pass_of_order, num_pieces) if self._order else range(num_pieces)
+            while begun or num_begun < num_pieces:
+                if not begun:
+                    self.place = self.place._replace(num_begun=num_begun + 1, begun=((num_begun, 0),))
+                piece = self.source.pieces[order[self.place.begun[0][0]]]
                 try:
                     yield from self._read_piece(piece)
                 except Unavailable as error:
-                    self._failed(piece, error)
+                    self._set_aside(piece, error)
                 else:
-                    self._go_to(self.place.next_piece())
-            self._go_to(Place(number + 1))
+                    self.place = self.place._replace(begun=self.place.begun[1:])
+                _, _, num_begun, begun = self.place
+            self._failures.clear()
+            self.place = Place(epoch, number + 1)
 
     def _read_piece(self, piece: Piece) -> Iterator[Document]:
+        epoch, number, num_begun, ((index, start), *aside) = self.place
         num_faults, has_documents = 0, False
-        for row in piece.rows(self._row):
-            number, self._row = self._row, self._row + 1
+        for row_number, row in enumerate(piece.rows(start), start=start):
+            self.place = Place(epoch, number, num_begun, ((index, row_number + 1), *aside))
             self._tries, self._waited_s = 0, 0.0
+            is_of_pass = self._num_passes == 1 or self._draw(piece, row_number) == number
             if isinstance(row, Document):
                 has_documents = True
-                if self._is_of_pass(piece, number):
+                if is_of_pass and not (self._holdout and is_held_out(row, self._holdout)):
                     yield row
             elif isinstance(row, Fault):
-                if row.rest or self._is_of_pass(piece, number):
+                if row.rest or is_of_pass:
                     self._faults.note(row)
                 num_faults += 1
                 if row.rest or (num_faults > MAX_BAD_START and not has_documents):
                     return
 
-    def _failed(self, piece: Piece, error: Unavailable) -> None:
-        at = self.place
-        self._failures[at.index] += self._tries == 0  # without a row in between, the network is at fault, not the piece
-        if self._failures[at.index] > MAX_FAILURES:
-            reason = f"reading failed {MAX_FAILURES} times, although other files could be read: {error}"
-            self._faults.note(Fault(piece.name, at.row + 1, reason, rest=True))
-            self._go_to(at.next_piece())
-            return
-        self._go_to(at.set_aside(len(self._pieces)))
-        self._wait(error, go_on_with="the same file" if self._at.index == at.index else "another file")
+    def _draw(self, piece: Piece, row_number: int) -> int:
+        """Return the pass to which a row belongs."""
+        return (
+            blake3(f"{self._order}/{self.place.epoch}/{piece.name}/{row_number}".encode()).digest(8)[0]
+            % self._num_passes
+        )
 
-    def _wait(self, error: Unavailable, *, go_on_with: str) -> None:
-        """Wait after a failure. The waiting time doubles with each failure, from 1 s to at most 60 s.
+    def _set_aside(self, piece: Piece, error: Unavailable) -> None:
+        """Go on with another piece, if there is one, and wait if that one may fail as well.
 
-        After the first failure, there is no wait if another file can be read.
+        The waiting time doubles with each failure, from 1 s to at most 60 s. There is no wait after the first one.
         """
+        num_begun, (failed, *aside) = self.place.num_begun, self.place.begun
+        self._failures[failed[0]] += self._tries == 0  # without a row in between, the network is at fault
+        if self._failures[failed[0]] > MAX_FAILURES:
+            reason = f"reading failed {MAX_FAILURES} times, although other files could be read: {error}"
+            self._faults.note(Fault(piece.name, failed[1] + 1, reason, rest=True))
+            self.place = self.place._replace(begun=tuple(aside))
+            return
+        aside.append(failed)
+        if len(aside) <= MAX_ASIDE and num_begun < len(self.source.pieces):
+            aside.insert(0, (num_begun, 0))
+            num_begun += 1
+        self.place = self.place._replace(num_begun=num_begun, begun=tuple(aside))
+        is_same = aside[0] == failed
         self._tries += 1
-        at_once = self._tries == 1 and go_on_with == "another file"
-        pause_s = 0.0 if at_once else min(MAX_PAUSE_S, 2.0 ** (self._tries - 2))
-        log.warning("%s; reading continues with %s%s", error, go_on_with, f" in {pause_s:.0f} s" if pause_s else "")
+        pause_s = 0.0 if self._tries == 1 and not is_same else min(MAX_PAUSE_S, 2.0 ** (self._tries - 2))
+        what = "the same file" if is_same else "another file"
+        log.warning("%s; reading continues with %s%s", error, what, f" in {pause_s:.0f} s" if pause_s else "")
         if self._stop.wait(pause_s) or self._waited_s > GIVE_UP_S:
             raise DataError(f"no data could be read for {self._waited_s:.0f} s: {error}")
         self._waited_s += pause_s
-
-    def _go_to(self, place: Place) -> None:
-        self._at, self._row = place, place.row
-
-    def _permutation(self, number: int) -> Sequence[int]:
-        if not self._order:
-            return range(len(self._pieces))
-        return permutation(f"{self._order}/{number}", len(self._pieces))
-
-    def _is_of_pass(self, piece: Piece, row: int) -> bool:
-        if self._passes == 1:
-            return True
-        return blake3(f"{self._order}/{piece.name}/{row}".encode()).digest(8)[0] % self._passes == self._at.number
 
 
 def permutation(seed: str, length: int) -> Sequence[int]:

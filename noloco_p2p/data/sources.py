@@ -6,6 +6,7 @@ import glob
 import os
 import sysconfig
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 from noloco_p2p.data.documents import Document, Fault, Piece, Row
@@ -30,9 +31,14 @@ def open_source(part: SourceSpec, bindings: Mapping[str, str]) -> Source:
         return builtin_corpus()
     if part.source.startswith("hub:"):
         return hub_source(part, part.split)
-    paths = bound_files(part.source, bindings)
-    kept_apart = {path.resolve() for path in _validation_files(part, bindings)}
-    return _file_source([path for path in paths if path.resolve() not in kept_apart], part)
+    kept_apart = {path.resolve() for path in _bound_files(f"{part.source}.validation", bindings, is_needed=False)}
+    paths = [path for path in _bound_files(part.source, bindings) if path.resolve() not in kept_apart]
+    if not paths:
+        raise DataError(
+            f"every file in --data {part.source} is also in --data {part.source}.validation, so no file is left for "
+            "training"
+        )
+    return _file_source(paths, part)
 
 
 def open_validation(part: SourceSpec, bindings: Mapping[str, str]) -> tuple[Source, bool]:
@@ -42,7 +48,7 @@ def open_validation(part: SourceSpec, bindings: Mapping[str, str]) -> tuple[Sour
     """
     if part.source.startswith("hub:") and part.validation_split:
         return hub_source(part, part.validation_split), True
-    if paths := _validation_files(part, bindings):
+    if paths := _bound_files(f"{part.source}.validation", bindings, is_needed=False):
         return _file_source(paths, part), True
     return open_source(part, bindings), False
 
@@ -69,10 +75,15 @@ def unused_bindings(data: DataSpec, bindings: Mapping[str, str]) -> list[str]:
     return [name for name in bindings if name.removesuffix(".validation") not in names]
 
 
-def bound_files(name: str, bindings: Mapping[str, str]) -> list[Path]:
-    """Return the files that a binding names, sorted by file name. Raises DataError if there are none."""
+def _bound_files(name: str, bindings: Mapping[str, str], *, is_needed: bool = True) -> list[Path]:
+    """Return the files that a binding names, sorted by file name. Raises DataError if there are none.
+
+    If `is_needed` is false, the binding itself may be missing, and the list is then empty.
+    """
     pattern = bindings.get(name)
     if pattern is None:
+        if not is_needed:
+            return []
         raise DataError(
             f"the run trains on data named '{name}', which is not bound to files on this machine; "
             f"use --data {name}=GLOB, for example --data '{name}=/data/{name}/*.jsonl.gz'"
@@ -90,17 +101,7 @@ def bound_files(name: str, bindings: Mapping[str, str]) -> list[Path]:
     return files
 
 
-def _validation_files(part: SourceSpec, bindings: Mapping[str, str]) -> list[Path]:
-    name = f"{part.source}.validation"
-    return bound_files(name, bindings) if name in bindings else []
-
-
 def _file_source(paths: list[Path], part: SourceSpec) -> Source:
-    if not paths:
-        raise DataError(
-            f"every file in --data {part.source} is also in --data {part.source}.validation, so no file is left for "
-            "training"
-        )
     return Source([file_piece(path, part.text_field) for path in paths])
 
 
@@ -111,27 +112,22 @@ def builtin_corpus() -> Source:
     DataError if Python was installed without these files.
     """
     folder = Path(sysconfig.get_path("stdlib"))
-    paths = sorted(_python_files(folder), key=lambda path: path.relative_to(folder).as_posix())
+    paths: dict[str, Path] = {}
+    for parent, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if name not in SKIPPED_FOLDERS and not name.startswith("config-")]
+        found = [Path(parent, name) for name in files if name.endswith(".py")]
+        paths |= {path.relative_to(folder).as_posix(): path for path in found}
     if not paths:
         raise DataError(
             f"no Python sources in {folder}, so the built-in corpus (data.source = 'stdlib') is empty; "
             "install Python's standard library sources, or use other data"
         )
-    return Source([_python_piece(path, path.relative_to(folder).as_posix()) for path in paths])
+    return Source([Piece(name, partial(_python_rows, paths[name], name)) for name in sorted(paths)])
 
 
-def _python_files(folder: Path) -> Iterator[Path]:
-    for parent, folders, files in os.walk(folder):
-        folders[:] = [name for name in folders if name not in SKIPPED_FOLDERS and not name.startswith("config-")]
-        yield from (Path(parent, name) for name in files if name.endswith(".py"))
-
-
-def _python_piece(path: Path, name: str) -> Piece:
-    def rows(start: int) -> Iterator[Row]:
-        if start == 0:
-            try:
-                yield Document(path.read_bytes().decode("utf-8", "replace"), origin=str(path), name=name)
-            except OSError as error:
-                yield Fault(str(path), None, f"cannot be read: {error.strerror or error}", rest=True)
-
-    return Piece(name, rows)
+def _python_rows(path: Path, name: str, start: int) -> Iterator[Row]:
+    if start == 0:
+        try:
+            yield Document(path.read_bytes().decode("utf-8", "replace"), origin=str(path), name=name)
+        except OSError as error:
+            yield Fault(str(path), None, f"cannot be read: {error.strerror or error}", rest=True)

@@ -26,13 +26,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from noloco_p2p.data.documents import Faults, is_held_out
-from noloco_p2p.data.feed import Encode, Feed, make_encoder
-from noloco_p2p.data.reader import permutation
+from noloco_p2p.data.documents import Document, Faults, is_held_out
+from noloco_p2p.data.encoder import make_encoder
+from noloco_p2p.data.reader import Place, Reader, permutation
 from noloco_p2p.data.sources import has_own_validation, open_source, open_validation
 from noloco_p2p.errors import DataError
-from noloco_p2p.spec import DataSpec, SourceSpec
-from noloco_p2p.telemetry.progress import Progress, Report, ignore
+from noloco_p2p.spec import DataSpec
+from noloco_p2p.telemetry.progress import Progress
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -40,8 +40,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 BLOCK_TOKENS = 1 << 19  # 2 MB at most; about 30 files of the built-in corpus
+MAX_DOCUMENTS = 64  # documents encoded together
+MAX_CHARS = 1 << 16
 VALIDATION_POOL = 16  # sequences read for each evaluated one, so that they do not all come from one document
-STATE_VERSION = 3
+STATE_VERSION = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +88,23 @@ class TokenStream:
         self.block_tokens = block_tokens
         self.faults = faults or Faults()
         self.stop = stop or threading.Event()
-        self._data = data
         self._progress = progress or Progress()
         self._peer_id = peer_id
-        encode = make_encoder(data, tokenizer, self.faults)
+        self._encode = make_encoder(data, tokenizer, self.faults)
+        self._sources = [part.source for part, _ in data.parts()]
         self._shares = [share for _, share in data.parts()]
-        self._feeds = [self._feed(part, bindings, encode, index) for index, (part, _) in enumerate(data.parts())]
+        self._taken = [0] * len(self._shares)  # tokens read from each source
+        self._found = [False] * len(self._shares)  # whether this epoch of the source has had a document
+        self._readers = [
+            Reader(
+                open_source(part, bindings),
+                order=f"{peer_id}/{index}" if data.mix else peer_id,
+                holdout=0.0 if has_own_validation(part) else data.holdout,
+                faults=self.faults,
+                stop=self.stop,
+            )
+            for index, (part, _) in enumerate(data.parts())
+        ]
         self._block = 0
         self._carry = np.zeros(0, np.int32)
         self._rest = np.zeros((0, data.sequence_length), np.int32)
@@ -99,7 +112,7 @@ class TokenStream:
     @property
     def epoch(self) -> int:
         """The highest epoch that any of the sources has reached."""
-        return max(feed.epoch for feed in self._feeds)
+        return max(reader.place.epoch for reader in self._readers)
 
     @property
     def position(self) -> Position:
@@ -108,7 +121,11 @@ class TokenStream:
         It is packed only when it is saved, because every batch that is read ahead has a position, but few positions are
         saved.
         """
-        return Position([feed.state_dict() for feed in self._feeds], self._carry, self._block, self._rest)
+        feeds = [
+            {"place": reader.place.as_json(), "taken_tokens": taken, "source": reader.source.fingerprint}
+            for reader, taken in zip(self._readers, self._taken, strict=True)
+        ]
+        return Position(feeds, self._carry, self._block, self._rest)
 
     def __iter__(self) -> TokenStream:
         return self
@@ -138,58 +155,63 @@ class TokenStream:
         begins after the current block, with a warning.
         """
         try:
-            self._load(state)
+            version, feeds = state["version"], state["feeds"]
+            if version != STATE_VERSION or len(feeds) != len(self._readers):
+                raise ValueError(f"version {version}, {len(feeds)} sources")
+            tokens = zlib.decompress(base64.b64decode(state["rest"]))
+            self._rest = np.frombuffer(tokens, "<i4").reshape(-1, self.sequence_length)
+            self._carry, self._block = np.asarray(state["carry"], np.int32), int(state["block"])
+            for index, (reader, feed) in enumerate(zip(self._readers, feeds, strict=True)):
+                self._taken[index], place = int(feed["taken_tokens"]), Place.from_json(feed["place"])
+                if feed["source"] != reader.source.fingerprint:
+                    place = Place(place.epoch + (place != Place(place.epoch)))
+                    name = self._sources[index]
+                    log.warning("the files of data source %s have changed, so data epoch %d begins", name, place.epoch)
+                self._found[index], reader.place = place != Place(place.epoch), place
         except (KeyError, TypeError, ValueError, zlib.error) as error:
             raise DataError(f"the data position in the checkpoint cannot be read ({error!r})") from None
 
-    def _load(self, state: Mapping[str, Any]) -> None:
-        version, feeds = state["version"], state["feeds"]
-        if version != STATE_VERSION or len(feeds) != len(self._feeds):
-            raise ValueError(f"version {version}, {len(feeds)} sources")
-        tokens = zlib.decompress(base64.b64decode(state["rest"]))
-        self._rest = np.frombuffer(tokens, "<i4").reshape(-1, self.sequence_length)
-        self._carry, self._block = np.asarray(state["carry"], np.int32), int(state["block"])
-        for feed, own in zip(self._feeds, feeds, strict=True):
-            feed.load_state_dict(own)
-
-    def _feed(self, part: SourceSpec, bindings: Mapping[str, str], encode: Encode, index: int) -> Feed:
-        return Feed(
-            part,
-            open_source(part, bindings),
-            peer_id=f"{self._peer_id}/{index}" if self._data.mix else self._peer_id,
-            encode=encode,
-            holdout=0.0 if has_own_validation(part) else self._data.holdout,
-            faults=self.faults,
-            stop=self.stop,
-        )
-
     def _make_block(self) -> np.ndarray:
-        """Return the next block in shuffled order, with the shape (number of sequences, sequence_length)."""
-        order = f"{self._peer_id}/{self._feeds[0].epoch}/{self._block}"
+        """Return the next block in shuffled order, with the shape (number of sequences, sequence_length).
+
+        If there is a single source, a block also ends with the epoch, unless it is still shorter than one sequence.
+        """
+        order = f"{self._peer_id}/{self._readers[0].place.epoch}/{self._block}"
+        arrays, num_tokens = [self._carry], len(self._carry)
         with self._progress.task("reading data", unit="tokens") as report:
-            sequences, self._carry = cut(self._read_tokens(report), self.sequence_length)
+            while num_tokens < self.block_tokens:
+                total = sum(self._taken)
+                behind = [share * total - taken for share, taken in zip(self._shares, self._taken, strict=True)]
+                read, is_end = self._read_some(behind.index(max(behind)))
+                arrays += read
+                num_tokens += sum(map(len, read))
+                report(min(num_tokens, self.block_tokens), self.block_tokens)
+                if is_end and len(self._readers) == 1 and num_tokens >= self.sequence_length:
+                    break
+        sequences, self._carry = cut(arrays, self.sequence_length)
         self._block += 1
         return sequences[permutation(order, len(sequences))]
 
-    def _read_tokens(self, report: Report = ignore) -> list[np.ndarray]:
-        """Read documents until the block is full.
+    def _read_some(self, index: int) -> tuple[list[np.ndarray], bool]:
+        """Return the token ids of the next documents of a source, and whether they are the last of an epoch.
 
-        If there is a single source, the block also ends with the epoch, unless it is still shorter than one sequence.
+        Raises DataError if the epoch contained no document, or if no document could be read for a long time.
         """
-        arrays, num_tokens = [self._carry], len(self._carry)
-        while num_tokens < self.block_tokens:
-            read = self._hungriest().read()
-            arrays += read
-            num_tokens += sum(map(len, read))
-            report(min(num_tokens, self.block_tokens), self.block_tokens)
-            if not read and len(self._feeds) == 1 and num_tokens >= self.sequence_length:
-                break
-        return arrays
-
-    def _hungriest(self) -> Feed:
-        total = sum(feed.taken_tokens for feed in self._feeds)
-        behind = [share * total - feed.taken_tokens for share, feed in zip(self._shares, self._feeds, strict=True)]
-        return self._feeds[behind.index(max(behind))]
+        documents: list[Document] = []
+        num_chars, is_end = 0, False
+        while len(documents) < MAX_DOCUMENTS and num_chars < MAX_CHARS and not is_end:
+            document = next(self._readers[index])
+            is_end = document is None
+            if document:
+                documents.append(document)
+                num_chars += len(document.content)
+        arrays = self._encode(documents)
+        self._taken[index] += sum(map(len, arrays))
+        if is_end and not (arrays or self._found[index]):
+            name = self._sources[index]
+            raise DataError(f"data source {name!r} contains no document to train on{self.faults.summary()}")
+        self._found[index] = not is_end and (self._found[index] or bool(arrays))
+        return arrays, is_end
 
 
 def validation_batches(
@@ -211,14 +233,30 @@ def validation_batches(
     faults = faults or Faults()
     encode = make_encoder(data, tokenizer, faults)
     chosen: list[np.ndarray] = []
+    share_so_far, num_asked = 0.0, 0
     with (progress or Progress()).task("reading held-out data", unit="tokens") as report:
-        share_so_far, num_asked = 0.0, 0
         for part, share in data.parts():
-            share_so_far += share
-            # the rounding error goes to the next source
+            share_so_far += share  # the rounding error goes to the next source
             wanted = max(1, round(share_so_far * num_sequences) - num_asked)
             num_asked += wanted
-            pool = _validation_pool(data, part, bindings, encode, wanted, report, faults)
+            source, all_held_out = open_validation(part, bindings)
+            wanted_tokens = VALIDATION_POOL * wanted * data.sequence_length
+            arrays, num_tokens = [np.zeros(0, np.int32)], 0
+            for document in Reader(source, faults=faults).epoch():
+                if all_held_out or is_held_out(document, data.holdout):
+                    encoded = encode([document])
+                    arrays += encoded
+                    num_tokens += sum(map(len, encoded))
+                    report(min(num_tokens, wanted_tokens), wanted_tokens)
+                if num_tokens >= wanted_tokens:
+                    break
+            if num_tokens < data.sequence_length:
+                raise DataError(
+                    f"data source {part.source!r} has only {num_tokens} held-out tokens, but one sequence needs "
+                    f"{data.sequence_length}; increase data.holdout, or use --data {part.source}.validation=GLOB"
+                    f"{faults.summary()}"
+                )
+            pool, _ = cut(arrays, data.sequence_length)
             chosen.append(pool[np.linspace(0, len(pool) - 1, min(wanted, len(pool))).round().astype(int)])
     sequences = np.concatenate(chosen)[:num_sequences]
     if len(sequences) < num_sequences:
@@ -228,36 +266,6 @@ def validation_batches(
             num_sequences,
         )
     return list(torch.from_numpy(sequences.astype(np.int64)).split(batch_size))
-
-
-def _validation_pool(
-    data: DataSpec,
-    part: SourceSpec,
-    bindings: Mapping[str, str],
-    encode: Encode,
-    num_sequences: int,
-    report: Report,
-    faults: Faults,
-) -> np.ndarray:
-    source, all_held_out = open_validation(part, bindings)
-    wanted_tokens = VALIDATION_POOL * num_sequences * data.sequence_length
-    arrays: list[np.ndarray] = []
-    num_tokens = 0
-    for document in source.read(faults=faults):
-        if all_held_out or is_held_out(document, data.holdout):
-            encoded = encode([document])
-            arrays += encoded
-            num_tokens += sum(map(len, encoded))
-            report(min(num_tokens, wanted_tokens), wanted_tokens)
-        if num_tokens >= wanted_tokens:
-            break
-    if num_tokens < data.sequence_length:
-        why = f" (lines and files skipped: {faults.count}; most recent reason: {faults.last})" if faults.last else ""
-        raise DataError(
-            f"data source {part.source!r} has only {num_tokens} held-out tokens, but one sequence needs "
-            f"{data.sequence_length}; increase data.holdout, or use --data {part.source}.validation=GLOB{why}"
-        )
-    return cut(arrays, data.sequence_length)[0]
 
 
 def cut(arrays: list[np.ndarray], sequence_length: int) -> tuple[np.ndarray, np.ndarray]:

@@ -1,10 +1,7 @@
-"""This module implements a head of the pipeline (stage 0), which launches microbatches and drives all other stages.
+"""A head of the pipeline (stage 0), which launches microbatches and drives all other stages.
 
-It is a pure state machine.
-
-    FORWARD -> AWAY -> LOSS -> BEHIND -> BACKWARD -> done
-    front     other   tail    gradient  front
-    computed  stages  computed  returns  computed
+A microbatch is one coroutine: the forward pass of the front, the call of the other stages, and the backward pass of the
+front. In the middle of that call, the last stage calls the head, which computes the loss and answers with its gradient.
 
 The window of microbatches in flight doubles until the first losses, grows by one from then on, and halves when losses
 occur in quick succession. If no slot is free for a microbatch, it waits at the head, and no other microbatch is
@@ -13,27 +10,15 @@ launched until it has been sent. A full pipeline therefore wastes no training da
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections import deque
-from collections.abc import Collection
-from dataclasses import dataclass
-from enum import Enum, auto
+from collections.abc import Awaitable, Callable, Collection
+from contextlib import suppress
 from statistics import median
 
-from noloco_p2p.flow.actions import Action, Broadcast, CloseStep, Compute, GaveUp, Kind, Send
-from noloco_p2p.flow.departures import Departure, Departures, Place
-from noloco_p2p.flow.frames import (
-    Answer,
-    Backward,
-    Credit,
-    Forward,
-    Frame,
-    Lost,
-    Mark,
-    MicrobatchId,
-    MicrobatchTicket,
-    Want,
-)
+from noloco_p2p.errors import PeerError
+from noloco_p2p.flow.frames import Answer, Backward, Forward, Frame, Lost, Mark, MicrobatchId, MicrobatchTicket, Want
 from noloco_p2p.flow.limits import (
     DEADLINE_LATENCIES,
     FIRST_DEADLINE_S,
@@ -44,31 +29,27 @@ from noloco_p2p.flow.limits import (
     NUM_LATENCIES,
     SHORTEST_DEADLINE_S,
     TELL_AGAIN_S,
+    TICK_S,
 )
-from noloco_p2p.flow.routing import Routing, Rule
-from noloco_p2p.flow.steps import FINAL_MARK, BatchSteps
-from noloco_p2p.flow.tasks import Machine
+from noloco_p2p.flow.node import Computer, Links, MicrobatchLost, Node, Task, Trip
+from noloco_p2p.flow.rooms import Kind
+from noloco_p2p.flow.routing import Rule
+from noloco_p2p.flow.steps import FINAL_MARK
 
 
-class HeadPhase(Enum):
-    FORWARD = auto()
-    AWAY = auto()  # sent to the other stages; no loss yet
-    LOSS = auto()
-    BEHIND = auto()  # the loss is counted from here on
-    BACKWARD = auto()
+class Flight(Trip):
+    """A microbatch in flight. `loss` is set once the last stage has returned the microbatch.
 
+    Its result is whether the loss could be computed.
+    """
 
-@dataclass(slots=True, eq=False)
-class InFlight:
-    ticket: MicrobatchTicket
-    microbatch: object
-    sent_s: float  # when it was sent, or the last tick at which it was still unsent
-    deadline_s: float
-    phase: HeadPhase = HeadPhase.FORWARD
-    step: int = 0  # the step in which its forward pass was computed
-    is_lost_upstream: bool = False  # whether no gradient for the front will arrive
-    returned_by: str = ""  # the replica of the last stage that returned it
-    received: object = None  # returned activations, then the gradient for the front
+    def __init__(self, ticket: MicrobatchTicket, microbatch: object, allowed_s: float) -> None:
+        super().__init__(ticket, allowed_s)
+        self.microbatch = microbatch
+        self.has_left = False  # whether it was ever sent
+        self.sent_s = asyncio.get_running_loop().time()  # when it was first sent, or launched if it was not
+        self.returned_by = ""  # the replica of the last stage that returned it
+        self.loss: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
 
 
 class Window:
@@ -124,291 +105,267 @@ class HeadDeadlines:
         self._latencies_s: deque[float] = deque(maxlen=NUM_LATENCIES)
 
     @property
+    def median_s(self) -> float:
+        """The median of the last latencies, or 0 if there are none."""
+        return median(self._latencies_s) if self._latencies_s else 0.0
+
+    @property
     def seconds(self) -> float:
         if not self._latencies_s:
             return FIRST_DEADLINE_S
-        return min(max(DEADLINE_LATENCIES * median(self._latencies_s), SHORTEST_DEADLINE_S), LONGEST_DEADLINE_S)
+        return min(max(DEADLINE_LATENCIES * self.median_s, SHORTEST_DEADLINE_S), LONGEST_DEADLINE_S)
 
     def measured(self, seconds: float) -> None:
         self._latencies_s.append(seconds)
 
 
-class Head(Machine):
-    """The state machine of a head. Its methods handle events and return actions.
+class Head(Node[Flight]):
+    """A head.
 
-    `max_in_flight` comes from `limits.num_rooms`, and `rng` draws the path. `first_number` must be larger than every
-    number that this head has used, even before a restart. Unix time in milliseconds meets this condition.
+    `next_microbatch` returns the next microbatch, or None after the last one. `max_in_flight` comes from
+    `limits.num_rooms`, and `rng` draws the path. `sign` adds the head's signature to a ticket. `first_number` must be
+    larger than every number that this head has used, even before a restart. Unix time in milliseconds meets this
+    condition.
+
+    The head closes a step when one of its own batches is complete. The gradients are divided by the number of tokens in
+    the losses. With one microbatch in flight, that number equals the number of tokens processed. With more
+    microbatches in flight, the tail of the model is ahead of the front by these microbatches, both at the beginning
+    and at the end of the step. If a Backward for the front is lost, its gradient counts as zero.
     """
 
     def __init__(
         self,
+        links: Links,
+        computer: Computer,
         *,
         peer_id: str,
         num_stages: int,
         max_in_flight: int,
         batch_tokens: int,
+        microbatch_tokens: int,
+        next_microbatch: Callable[[], Awaitable[object]],
         first_number: int,
         rng: random.Random,
+        sign: Callable[[MicrobatchTicket], MicrobatchTicket] = lambda ticket: ticket,
         rule: Rule = "random",
         progress: float = 0.0,
     ) -> None:
         assert num_stages > 1, "a pipeline must have at least two stages"
-        super().__init__()
-        self.in_flight: dict[MicrobatchId, InFlight] = {}
-        self.steps = BatchSteps(batch_tokens=batch_tokens)
+        super().__init__(links, computer, rng=rng, rule=rule, gives_up=False)
         self.window = Window(max_in_flight)
         self.deadlines = HeadDeadlines()
         self.progress = progress
-        self._peer_id = peer_id
-        self._draws_sinks = num_stages == 2
+        self.loss_tokens = self.done_tokens = 0  # in the current step
+        self._peer_id, self._last_stage = peer_id, num_stages - 1
+        self._batch_tokens, self._microbatch_tokens = batch_tokens, microbatch_tokens
+        self._next_microbatch = next_microbatch
         self._next_number = first_number
-        self._told_s = 0.0  # when it last told everybody that it has finished
+        self._sign = sign
         self._rng = rng
-        self._neighbours: frozenset[str] = frozenset()
         self._sinks: tuple[str, ...] = ()
-        self.departures = Departures(routing=Routing(rng, rule), candidates=self._candidates, gives_up=False)
+        self._given_up: deque[object] = deque()
+        self._to_evaluate: deque[object] = deque()
+        self._changed = asyncio.Event()  # something that decides whether the next microbatch is due
+        self._told_s = 0.0  # when it last told everybody that it has finished
 
-    def _candidates(self, departure: Departure) -> Collection[str]:
-        return self._sinks if self._draws_sinks else self._neighbours
-
-    @property
-    def is_idle(self) -> bool:
-        """Return whether nothing is in flight, so that a head that is leaving can stop."""
-        return not self.in_flight and self.tasks.running is None
-
-    @property
-    def is_over(self) -> bool:
-        """Return whether the head has finished training. Evaluations may still be in flight."""
-        trains = any(flying.ticket.is_training for flying in self.in_flight.values())
-        return self.progress >= FINAL_MARK and not trains and self.tasks.running is None
+    def start(self) -> None:
+        super().start()
+        self._tasks.start(self._launch())
 
     # events
 
-    def neighbours_changed(self, downstream: Collection[str], sinks: Collection[str], now_s: float) -> list[Action]:
-        """Set the neighbours.
+    def neighbours_changed(self, downstream: Collection[str]) -> None:
+        """Set the replicas of stage 1. Microbatches return over the streams to replicas of the last stage."""
+        sinks = sorted(peer for peer, stage in self._links.stages.items() if stage == self._last_stage)
+        self._sinks = tuple(self._rng.sample(sinks, min(MAX_SINKS, len(sinks))))
+        for flight in self.trips.values():
+            flight.sinks = self._sinks
+        super().neighbours_changed(downstream)
+        self._changed.set()
 
-        `downstream` holds the replicas of stage 1. `sinks` holds the replicas of the last stage to which this head has
-        streams.
-        """
-        self._neighbours = frozenset(downstream)
-        self._sinks = tuple(self._rng.sample(sorted(sinks), min(MAX_SINKS, len(sinks))))
-        self.departures.offer_sinks(self._sinks)
-        return self._settle(self.departures.look_again(now_s), now_s)
+    def opened(self, peer: str) -> None:
+        self.neighbours_changed(self._neighbours)
+        if self.progress >= FINAL_MARK:  # tell a neighbour that was absent when this head finished
+            self._links.send(peer, self._last_mark())
 
-    def can_launch(self, now_s: float, *, is_training: bool = True) -> bool:
-        """Return whether the next microbatch is due.
+    def closed(self, peer: str) -> None:
+        super().closed(peer)
+        self.neighbours_changed(self._neighbours)
 
-        Call this after each event, because any event can change the result.
-        """
-        if self._is_leaving or (is_training and self.progress >= FINAL_MARK):
-            return False
-        if isinstance(self.tasks.running, CloseStep) or not self._sinks:
-            return False
-        return not any(map(self._is_unsent, self.in_flight)) and self.window.is_open(len(self.in_flight), now_s)
+    def received(self, peer: str, frame: Frame) -> bool:
+        if isinstance(frame, Want):
+            self._links.send(peer, Answer(frame.ticket.id, is_taken=False))  # it accepts only its own microbatches
+            return True
+        return super().received(peer, frame)
 
-    def launch(
-        self, microbatch: object, num_tokens: int, now_s: float, *, is_training: bool = True
-    ) -> tuple[MicrobatchId, list[Action]]:
-        """Launch a microbatch whose loss covers `num_tokens` tokens. Return its id and the actions."""
-        assert self.can_launch(now_s, is_training=is_training)
-        id = self._new_id()
-        ticket = MicrobatchTicket(id, min(self.progress, FINAL_MARK), num_tokens, is_training)
-        self.in_flight[id] = InFlight(ticket, microbatch, now_s, now_s + self.deadlines.seconds)
-        self.tasks.add(Kind.FORWARD, id)
-        return id, self._settle([], now_s)
-
-    def received(self, peer: str, frame: Frame, now_s: float) -> list[Action]:
-        """Handle a frame from a neighbour. The frame must be complete and have the size that the spec implies."""
-        actions: list[Action] = []
-        match frame:
-            case Forward():
-                actions = self._returned(peer, frame)
-            case Backward():
-                actions = self._backward(peer, frame, now_s)
-            case Credit():
-                actions = self.departures.credit(peer, frame, now_s)
-            case Answer():
-                actions = self.departures.answered(peer, frame, now_s)
-            case Lost(id):
-                actions = self.departures.lost_there(peer, id, now_s)
-            case Want(ticket):
-                actions = [Send(peer, Answer(ticket.id, is_taken=False))]  # it accepts only its own microbatches
-            case Mark():
-                pass  # from another head
-        return self._settle(actions, now_s)
-
-    def stream_closed(self, peer: str, now_s: float) -> list[Action]:
-        """Handle a closed stream to a neighbour, or a neighbour that cannot be reached.
-
-        The driver reports this before any frames of a new stream.
-        """
-        return self._settle(self.departures.closed(peer, now_s), now_s)
-
-    def computed(self, task: Compute, result: object, now_s: float) -> list[Action]:
-        if not self.tasks.end(task):
-            return []
-        flying = self.in_flight.get(task.id)
-        if flying is None:  # it has been given up in the meantime
-            return self._settle([], now_s)
-        actions: list[Action] = []
-        if task.kind is Kind.FORWARD:
-            flying.phase, flying.step = HeadPhase.AWAY, self._num_steps
-            flying.sent_s, flying.deadline_s = now_s, now_s + self.deadlines.seconds
-            actions = self.departures.begin(
-                flying.ticket, result, sinks=self._sinks, deadline_s=flying.deadline_s, now_s=now_s
-            )
-        elif task.kind is Kind.LOSS:
-            actions = self._has_loss(flying, result, now_s)
-        else:
-            actions = self._done(flying, now_s)
-        return self._settle(actions, now_s)
-
-    def compute_failed(self, task: Compute, now_s: float) -> list[Action]:
-        """Give up a microbatch whose task failed because memory ran out or a gate refused its input or output.
-
-        Only this microbatch loses its gradients.
-        """
-        if not self.tasks.end(task):
-            return []
-        return self._settle(self._lose(task.id, now_s), now_s)
-
-    def step_closed(self, progress: float, now_s: float) -> list[Action]:
-        """Record the end of a step and the new progress of this head. At a progress of 1, the head has finished.
-
-        The next microbatches carry this progress as their mark.
-        """
-        assert isinstance(self.tasks.running, CloseStep)
-        self.tasks.end()
-        self._num_steps += 1
-        self.progress = progress
-        return self._settle(self._tell_the_end(now_s), now_s)
-
-    def stream_opened(self, peer: str, now_s: float) -> list[Action]:
-        """Notify a neighbour that was absent when this head finished. The neighbour forwards the notice."""
-        return self._settle([Send(peer, self._last_mark())] if self.progress >= FINAL_MARK else [], now_s)
-
-    def tick(self, now_s: float) -> list[Action]:
-        """Give up microbatches whose deadline has passed, and ask neighbours again. Call this every TICK_S."""
-        actions = self._tell_the_end(now_s) if now_s - self._told_s >= TELL_AGAIN_S else []
-        for id, flying in list(self.in_flight.items()):
-            if flying.phase is HeadPhase.AWAY and not self.departures.has_left(id):
-                # The deadline counts from the first Forward, so that repeated refusals cannot extend it forever.
-                flying.sent_s, flying.deadline_s = now_s, now_s + self.deadlines.seconds
-                self.departures.postpone(id, flying.deadline_s)
-            elif flying.deadline_s <= now_s and flying.phase in (HeadPhase.AWAY, HeadPhase.BEHIND):
-                self.deadlines.measured(self.deadlines.seconds)
-                actions += self._lose(id, now_s)
-        return self._settle(actions + self.departures.look_again(now_s), now_s)
-
-    def leave(self, now_s: float) -> list[Action]:
+    def leave(self) -> None:
         """Stop launching, finish the microbatches that have been sent, and give up all others.
 
         All replicas are notified, because this head's mark must not hold up the median.
         """
-        self._is_leaving = True
-        actions: list[Action] = [] if self.progress >= FINAL_MARK else [Broadcast(self._last_mark())]
-        for id in list(self.in_flight):
-            if self._is_unsent(id):
-                actions += self._lose(id, now_s)
-        return self._settle(actions, now_s)
+        super().leave()
+        if self.progress < FINAL_MARK:
+            self._links.broadcast(self._last_mark())
+        for flight in self.trips.values():
+            if not flight.sent_to:
+                flight.abandon()
 
-    def _tell_the_end(self, now_s: float) -> list[Action]:
-        self._told_s = now_s
-        return [Broadcast(self._last_mark())] if self.progress >= FINAL_MARK else []
+    def rejoin(self) -> None:
+        super().rejoin()
+        self._changed.set()
 
-    def _last_mark(self) -> Mark:
-        return Mark(MicrobatchTicket(self._new_id(), min(self.progress, FINAL_MARK), num_tokens=0))
+    def evaluate(self, microbatches: Collection[object]) -> None:
+        """Send these microbatches through the pipeline before any others, without gradients.
 
-    def _new_id(self) -> MicrobatchId:
-        self._next_number += 1
-        return MicrobatchId(self._peer_id, self._next_number - 1)
+        They replace the microbatches of an earlier call.
+        """
+        self._to_evaluate = deque(microbatches)
+        self._changed.set()
 
-    def _is_unsent(self, id: MicrobatchId) -> bool:
-        return self.in_flight[id].phase is HeadPhase.FORWARD or self.departures.place(id) is Place.ASKING
+    # microbatches
 
-    # frames
+    async def _launch(self) -> None:
+        """Launch one microbatch after another, each when it is due."""
+        while True:
+            self._changed.clear()
+            is_training = not self._to_evaluate
+            if not self.can_launch(is_training=is_training):
+                with suppress(TimeoutError):  # the window opens again with time
+                    async with asyncio.timeout(TICK_S):
+                        await self._changed.wait()
+                continue
+            if not is_training:
+                microbatch = self._to_evaluate.popleft()
+            elif self._given_up:
+                microbatch = self._given_up.popleft()
+            else:
+                microbatch = await self._next_microbatch()
+                if microbatch is None:
+                    return
+                if not self.can_launch():
+                    self._given_up.append(microbatch)
+                    continue
+            mark, num_tokens = min(self.progress, FINAL_MARK), self._microbatch_tokens
+            ticket = self._sign(MicrobatchTicket(self._new_id(), mark, num_tokens, is_training))
+            flight = Flight(ticket, microbatch, self.deadlines.seconds)
+            flight.sinks = self._sinks
+            self.trips[flight.id] = flight
+            self._tasks.start(self._fly(flight))
 
-    def _returned(self, peer: str, forward: Forward) -> list[Action]:
+    def can_launch(self, *, is_training: bool = True) -> bool:
+        """Return whether the next microbatch is due."""
+        if self._is_leaving or self._is_closing or (is_training and self.progress >= FINAL_MARK) or not self._sinks:
+            return False
+        is_waiting = any(not flight.sent_to for flight in self.trips.values())
+        return not is_waiting and self.window.is_open(len(self.trips), asyncio.get_running_loop().time())
+
+    async def _fly(self, flight: Flight) -> None:
+        """Take a microbatch through the pipeline, from the forward pass of the front to its backward pass."""
+        id, is_training = flight.id, flight.ticket.is_training
+        loop = asyncio.get_running_loop()
+        try:
+            async with flight.begin():
+                payload = await self._compute(Task(Kind.FORWARD, id, flight.microbatch, is_training=is_training))
+                flight.step, flight.allowed_s = self.num_steps, self.deadlines.seconds
+                gradient = await self._beyond(flight, payload)
+                del payload
+                if not await asyncio.shield(flight.loss):
+                    raise MicrobatchLost("the loss of a microbatch could not be computed")
+            if is_training:
+                await self._compute(Task(Kind.BACKWARD, id, flight.microbatch, gradient))
+                self._note_backward(flight)
+                self.deadlines.measured(loop.time() - flight.sent_s)
+            else:
+                self.num_done += 1
+            self.window.ended_well()
+        except (PeerError, TimeoutError):
+            if flight.has_left and loop.time() - flight.sent_s >= flight.allowed_s:
+                self.deadlines.measured(self.deadlines.seconds)
+            # Once the last stage has returned it, the loss is still valid, and so are the gradients of later stages.
+            has_loss = bool(flight.returned_by) and await flight.loss
+            self.num_lost += 1
+            self.window.lost(flight.sent_s, loop.time())
+            if not has_loss:
+                (self._given_up if is_training else self._to_evaluate).append(flight.microbatch)
+            elif is_training:
+                self.done_tokens += flight.ticket.num_tokens
+        finally:
+            del self.trips[id]
+            self._look()
+
+    def _forward(self, peer: str, forward: Forward) -> bool:
         """Handle a microbatch that the last stage returns.
 
         Its slot was reserved at launch, so it is refused only if it was given up, arrived damaged, or took another
         path.
         """
-        flying = self.in_flight.get(forward.id)
-        if flying is not None and flying.returned_by == peer:  # repeated
-            return [Send(peer, Answer(forward.id, is_taken=True))]
-        is_away = flying is not None and flying.phase is HeadPhase.AWAY and bool(self.departures.peer(forward.id))
-        if flying is None or not is_away or forward.payload is None:
-            return [Send(peer, Answer(forward.id, is_taken=False))]
-        flying.phase, flying.returned_by, flying.received = HeadPhase.LOSS, peer, forward.payload
-        self.tasks.add(Kind.LOSS, forward.id)
-        return [Send(peer, Answer(forward.id, is_taken=True))]
+        flight = self.trips.get(forward.id)
+        is_repeated = flight is not None and flight.returned_by == peer
+        is_welcome = flight is not None and not flight.returned_by and flight.sent_to and forward.payload is not None
+        self._links.send(peer, Answer(forward.id, is_taken=bool(is_repeated or is_welcome)))
+        if flight is not None and is_welcome:
+            flight.returned_by = peer
+            self._tasks.start(self._answer(flight, forward.payload))
+        return True
 
-    def _has_loss(self, flying: InFlight, gradient: object, now_s: float) -> list[Action]:
-        flying.received = None
-        if not flying.ticket.is_training:
-            return self._done(flying, now_s)
-        self.steps.count_loss(flying.ticket.num_tokens)
-        flying.phase = HeadPhase.BEHIND
-        actions: list[Action] = [Send(flying.returned_by, Backward(flying.ticket.id, gradient))]
-        return actions + self._lose(flying.ticket.id, now_s) if flying.is_lost_upstream else actions
+    async def _answer(self, flight: Flight, payload: object) -> None:
+        """Compute the loss of a microbatch, and answer the last stage with its gradient."""
+        id, is_training = flight.id, flight.ticket.is_training
+        try:
+            gradient = await self._compute(Task(Kind.LOSS, id, flight.microbatch, payload, is_training))
+        except PeerError:
+            self._links.send(flight.returned_by, Lost(id))  # so that the replicas on the path free their slots
+            flight.loss.set_result(False)
+            flight.abandon()
+            return
+        flight.loss.set_result(True)
+        if is_training:
+            self._links.send(flight.returned_by, Backward(id, gradient))
 
-    def _backward(self, peer: str, backward: Backward, now_s: float) -> list[Action]:
-        flying = self.in_flight.get(backward.id)
-        if flying is None or flying.phase is not HeadPhase.BEHIND or self.departures.peer(backward.id) != peer:
-            return []
-        if backward.payload is None:
-            return self._lose(backward.id, now_s)
-        flying.phase, flying.received = HeadPhase.BACKWARD, backward.payload
-        self.tasks.add(Kind.BACKWARD, backward.id)
-        return self.departures.end(backward.id)
+    def _candidates(self, trip: Flight) -> Collection[str]:
+        return self._sinks if self._last_stage == 1 else self._neighbours
 
-    # the end of a microbatch
+    def _note_sent(self, trip: Flight) -> None:
+        if not trip.has_left:  # repeated refusals must not extend the deadline forever
+            trip.has_left, trip.sent_s = True, asyncio.get_running_loop().time()
+            trip.set_timer(trip.allowed_s)
+        self._changed.set()
 
-    def _done(self, flying: InFlight, now_s: float) -> list[Action]:
-        self.num_done += 1
-        self.window.ended_well()
-        if flying.ticket.is_training:  # an evaluation takes less time and would shorten the deadlines
-            self.num_late += flying.step < self._num_steps
-            self.deadlines.measured(now_s - flying.sent_s)
-            self.steps.count_done(flying.ticket.num_tokens)
-        return self._release(flying.ticket.id)
+    def _note_computed(self, task: Task) -> None:
+        num_tokens = self._microbatch_tokens if task.is_training else 0
+        if task.kind is Kind.LOSS:
+            self.loss_tokens += num_tokens
+        if task.kind is Kind.BACKWARD:
+            self.done_tokens += num_tokens
 
-    def _path_lost(self, id: MicrobatchId, now_s: float) -> list[Action]:
-        flying = self.in_flight.get(id)
-        if flying is None or flying.phase is not HeadPhase.LOSS:
-            return self._lose(id, now_s)
-        flying.is_lost_upstream = True  # the loss is still valid, and so are the gradients of later stages
-        return []
+    # steps
 
-    def _lose(self, id: MicrobatchId, now_s: float) -> list[Action]:
-        flying = self.in_flight.get(id)
-        if flying is None:
-            return []
-        self.num_lost += 1
-        self.window.lost(flying.sent_s, now_s)
-        actions = self._release(id)
-        if flying.phase in (HeadPhase.BEHIND, HeadPhase.BACKWARD):
-            self.steps.count_done(flying.ticket.num_tokens)
-            return actions
-        if flying.phase is HeadPhase.LOSS:
-            actions.append(Send(flying.returned_by, Lost(id)))  # so that the replicas on the path free their slots
-        return [*actions, GaveUp(id, flying.microbatch, flying.ticket.is_training)]
+    def _look(self) -> None:
+        if self.done_tokens >= self._batch_tokens and not self._is_closing:
+            self._begin_step()
+        if self.progress >= FINAL_MARK and asyncio.get_running_loop().time() - self._told_s >= TELL_AGAIN_S:
+            self._tell_the_end()
+        trains = self._is_closing or any(flight.ticket.is_training for flight in self.trips.values())
+        self.is_over = self.progress >= FINAL_MARK and not trains
+        self._changed.set()
 
-    def _release(self, id: MicrobatchId) -> list[Action]:
-        del self.in_flight[id]
-        self.tasks.remove(id)
-        return self.departures.end(id)
+    async def _close_step(self) -> None:
+        async with self.turns.take(Kind.CLOSE_STEP):
+            num_tokens, self.loss_tokens, self.done_tokens = self.loss_tokens, 0, 0
+            self.progress = await self._computer.close_step(num_tokens, None)
+            self.num_steps += 1
+        self._is_closing = False
+        if self.progress >= FINAL_MARK:
+            self._tell_the_end()
+        self._look()
 
-    def _settle(self, actions: list[Action], now_s: float) -> list[Action]:
-        """Complete an event by adding the actions that have become possible."""
-        while self.departures.lost:
-            actions += self._path_lost(self.departures.lost.pop(), now_s)
-        actions += self.departures.start(now_s)
-        if self.tasks.running is None and (num_tokens := self.steps.take_step()):
-            return actions + self.tasks.close(CloseStep(num_tokens))
-        return actions + self.tasks.take(self._task)
+    def _tell_the_end(self) -> None:
+        self._told_s = asyncio.get_running_loop().time()
+        self._links.broadcast(self._last_mark())
 
-    def _task(self, kind: Kind, id: MicrobatchId) -> Compute:
-        flying = self.in_flight[id]
-        return Compute(kind, id, flying.microbatch, flying.received, flying.ticket.is_training)
+    def _last_mark(self) -> Mark:
+        return Mark(self._sign(MicrobatchTicket(self._new_id(), min(self.progress, FINAL_MARK), num_tokens=0)))
+
+    def _new_id(self) -> MicrobatchId:
+        self._next_number += 1
+        return MicrobatchId(self._peer_id, self._next_number - 1)

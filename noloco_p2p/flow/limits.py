@@ -40,6 +40,7 @@ ASK_AGAIN_S = 5.0  # after this time, all neighbours are asked again, in case a 
 MAX_UNDER_WAY = 4
 MAX_SINKS = 8  # sinks in a Want, which are enough to choose from and take only 400 bytes
 MAX_WANTS_PER_PEER = 8  # a neighbour sends MAX_UNDER_WAY Wants at a time, but earlier ones may still be queued
+MAX_MAIL = 64  # unread frames about one microbatch; neighbours send only a few
 FAIR_SHARES = 2.0  # limit for a head while others wait, relative to its fair share of a step's slots
 MAX_HEADS = 1024  # heads that a replica remembers; it forgets those that have been silent for longest
 SEEN_NUMBERS = 1024  # numbers remembered per head; a head launches fewer microbatches within the longest deadline

@@ -1,4 +1,4 @@
-"""This module decides when to close an inner step.
+"""This module decides when an inner replica closes an inner step.
 
 An inner replica follows the median mark of the heads, and a head follows its own batches.
 """
@@ -101,20 +101,20 @@ class MedianSteps:
         self._has_ended = median >= FINAL_MARK
         return median
 
-    def take_step(self, now_s: float) -> int:
-        """Return the number of tokens in the step that closes now, or 0 if no step closes.
+    def is_due(self, now_s: float) -> bool:
+        """Return whether the median has risen since the last call, so that a step closes now.
 
         Except at the end of the run, a rise of the median does not close a step of less than half a batch.
         """
         before, median = self._last_median, self.median(now_s)
         if median is None:
-            return 0
+            return False
         self._last_median, self.progress = median, max(median, self.progress)
-        if median <= before:
-            return 0
         is_large = self.num_tokens >= SMALLEST_STEP_BATCHES * self._batch_tokens
-        if not is_large and median < FINAL_MARK:
-            return 0
+        return median > before and self.num_tokens > 0 and (is_large or median >= FINAL_MARK)
+
+    def take(self) -> int:
+        """Return the number of tokens in the step that closes now, and begin the next step."""
         num_tokens, self.num_tokens = self.num_tokens, 0
         return num_tokens
 
@@ -138,32 +138,3 @@ class MedianSteps:
 
     def __len__(self) -> int:
         return len(self._votes)
-
-
-class BatchSteps:
-    """The token counts of a head, which closes a step when one of its own batches is complete.
-
-    The gradients are divided by the number of tokens in the losses. With one microbatch in flight, that number equals
-    the number of tokens processed. With more microbatches in flight, the tail of the model is ahead of the front by
-    these microbatches, both at the beginning and at the end of the step. If a Backward for the front is lost, its
-    gradient counts as zero.
-    """
-
-    def __init__(self, *, batch_tokens: int) -> None:
-        self.loss_tokens = 0
-        self.done_tokens = 0
-        self._batch_tokens = batch_tokens
-
-    def count_loss(self, num_tokens: int) -> None:
-        self.loss_tokens += num_tokens
-
-    def count_done(self, num_tokens: int) -> None:
-        """Count a microbatch's tokens once its loss is known and its backward pass at the front is complete or lost."""
-        self.done_tokens += num_tokens
-
-    def take_step(self) -> int:
-        """Return the number of tokens in the step that closes now, or 0 if no step closes."""
-        if self.done_tokens < self._batch_tokens:
-            return 0
-        num_tokens, self.loss_tokens, self.done_tokens = self.loss_tokens, 0, 0
-        return num_tokens

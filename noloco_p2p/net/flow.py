@@ -43,7 +43,7 @@ class Neighbourhood(Protocol):
     called on the event loop.
     """
 
-    def opened(self, peer: str, stage: int) -> None: ...
+    def opened(self, peer: str) -> None: ...
 
     def closed(self, peer: str) -> None:
         """Report that the stream has ended or could not be opened. This is called before a new stream opens."""
@@ -116,14 +116,13 @@ class FlowLinks:
         """Return the stage of each peer with an open stream."""
         return {peer: link.stage for peer, link in self._links.items()}
 
-    def send(self, to: str, frame: Frame, *, since_s: float | None = None) -> None:
+    def send(self, to: str, frame: Frame) -> None:
         """Send a frame over the stream to a peer, and open the stream if necessary. This never waits and never raises
         an error.
 
-        `since_s` is the time on the event loop's clock at which the frame was ready, or None for now. The frame's
-        remaining time is counted from that moment.
+        The frame's remaining time is counted from now.
         """
-        since_s = asyncio.get_running_loop().time() if since_s is None else since_s
+        since_s = asyncio.get_running_loop().time()
         if link := self._links.get(to):
             link.send(frame, since_s)
             return
@@ -321,7 +320,7 @@ class FlowLinks:
                 link.send(frame, since_s)
             if not link.is_dialled:
                 dial.task.cancel()
-        self.neighbourhood.opened(link.peer, link.stage)
+        self.neighbourhood.opened(link.peer)
 
     async def _carry(self, link: FlowLink) -> None:
         fault = await link.run()

@@ -18,7 +18,7 @@ from noloco_p2p.errors import CorruptPayload, PeerError, TimedOut, Unreachable
 from noloco_p2p.flow.frames import Backward, Forward, Frame, Want
 from noloco_p2p.gossip.frames import Refuse, chunk_digest
 from noloco_p2p.net import flow_wire
-from noloco_p2p.net.flow_wire import PIECE_BYTES, BackwardAnnounced, FlowHello, ForwardAnnounced, Piece, WireFrame
+from noloco_p2p.net.flow_wire import PIECE_BYTES, FlowHello, Piece, WireFrame
 from noloco_p2p.net.swap_stream import Wire
 
 STUCK_S = 30.0  # longest wait to send a message, or for the next piece of a payload; enough for 1 MiB at 0.3 Mbit/s
@@ -53,17 +53,17 @@ class Outbound:
         assert isinstance(payload, memoryview)
         self._pieces = _pieces(payload, is_backward=isinstance(frame, Backward))
         if isinstance(frame, Backward):
-            return BackwardAnnounced(frame.id, payload.nbytes)
-        return ForwardAnnounced(frame.id, _left(frame.remaining_s, now_s - since_s), payload.nbytes)
+            return Backward(frame.id, payload.nbytes)
+        return Forward(frame.id, _left(frame.remaining_s, now_s - since_s), payload.nbytes)
 
 
 class ArrivingPayload:
-    """A payload that is arriving. `frame` is the frame that announced it."""
+    """A payload of `num_bytes` bytes that is arriving. `frame` is the frame that announced it."""
 
-    def __init__(self, frame: ForwardAnnounced | BackwardAnnounced, now_s: float) -> None:
+    def __init__(self, frame: Forward | Backward, num_bytes: int, now_s: float) -> None:
         self._frame = frame
         self._since_s = now_s
-        self._data = bytearray(frame.num_bytes)
+        self._data = bytearray(num_bytes)
         self._num_bytes = 0
         self._is_whole = True
 
@@ -72,16 +72,16 @@ class ArrivingPayload:
 
         Raises CorruptPayload for a piece of the wrong size.
         """
-        begin, expected = self._num_bytes, min(PIECE_BYTES, self._frame.num_bytes - self._num_bytes)
+        begin, expected = self._num_bytes, min(PIECE_BYTES, len(self._data) - self._num_bytes)
         if len(piece.payload) != expected:
             raise CorruptPayload(f"a piece has {len(piece.payload)} bytes instead of {expected}")
         self._is_whole &= chunk_digest(piece.payload) == piece.digest
         self._num_bytes += expected
         self._data[begin : self._num_bytes] = piece.payload
-        if self._num_bytes < self._frame.num_bytes:
+        if self._num_bytes < len(self._data):
             return None
         payload = memoryview(self._data) if self._is_whole else None
-        if isinstance(self._frame, BackwardAnnounced):
+        if isinstance(self._frame, Backward):
             return Backward(self._frame.id, payload)
         return Forward(self._frame.id, _left(self._frame.remaining_s, now_s - self._since_s), payload)
 
@@ -229,37 +229,27 @@ class FlowLink:
     def _taken(self, frame: WireFrame) -> Frame | None:
         """Return a complete frame, or None while its payload is incomplete. Raises CorruptPayload."""
         match frame:
-            case ForwardAnnounced():
-                self._announced(frame, self._sizes.forward_bytes)
-            case BackwardAnnounced():
-                self._announced(frame, self._sizes.backward_bytes)
-            case Piece():
-                return self._piece(frame)
+            case Forward() | Backward():
+                is_backward = isinstance(frame, Backward)
+                expected = self._sizes.backward_bytes if is_backward else self._sizes.forward_bytes
+                if frame.payload != expected:
+                    why = f"it has {frame.payload} bytes instead of {expected}"
+                    raise CorruptPayload(f"an invalid payload was announced: {why}", peer=self.peer)
+                if is_backward in self._inbound:
+                    raise CorruptPayload("a payload was announced before the previous one was complete", peer=self.peer)
+                self._inbound[is_backward] = ArrivingPayload(frame, expected, self._clock())
+                return None
+            case Piece(is_backward):
+                if is_backward not in self._inbound:
+                    raise CorruptPayload("received a piece of a payload that was not announced", peer=self.peer)
+                whole = self._inbound[is_backward].take(frame, self._clock())
+                if whole is not None:
+                    del self._inbound[is_backward]
+                return whole
             case FlowHello() | Refuse():
                 raise CorruptPayload("received a FlowHello or Refuse after the start of the stream", peer=self.peer)
             case _:
                 return frame
-        return None
-
-    def _announced(self, frame: ForwardAnnounced | BackwardAnnounced, expected: int) -> None:
-        is_backward = isinstance(frame, BackwardAnnounced)
-        if frame.num_bytes != expected or is_backward in self._inbound:
-            why = (
-                f"{frame.num_bytes} bytes instead of {expected}"
-                if frame.num_bytes != expected
-                else "the previous payload is incomplete"
-            )
-            raise CorruptPayload(f"an invalid payload was announced: {why}", peer=self.peer)
-        self._inbound[is_backward] = ArrivingPayload(frame, self._clock())
-
-    def _piece(self, piece: Piece) -> Forward | Backward | None:
-        inbound = self._inbound.get(piece.is_backward)
-        if inbound is None:
-            raise CorruptPayload("received a piece of a payload that was not announced", peer=self.peer)
-        frame = inbound.take(piece, self._clock())
-        if frame is not None:
-            del self._inbound[piece.is_backward]
-        return frame
 
 
 def _pieces(payload: memoryview, *, is_backward: bool) -> Iterator[Piece]:

@@ -1,7 +1,9 @@
 """Convert frames of a pipeline to the bytes of a protobuf `FlowFrame` message, and back.
 
-A payload is sent in pieces, separately from the frame that announces it, so that more urgent frames can be sent in
-between. Only the form of network input is checked here. A missing or unknown variant or a number out of range raises
+A payload is sent in pieces, after its Forward or Backward, so that more urgent frames can be sent in between. On the
+wire, these two frames have the number of bytes in place of the payload.
+
+Only the form of network input is checked here. A missing or unknown variant or a number out of range raises
 CorruptPayload. `flow/` decides whether the content makes sense.
 """
 
@@ -14,7 +16,18 @@ from typing import Any
 from google.protobuf.message import DecodeError
 
 from noloco_p2p.errors import CorruptPayload
-from noloco_p2p.flow.frames import Answer, Credit, Lost, Mark, MicrobatchId, MicrobatchTicket, Want
+from noloco_p2p.flow.frames import (
+    Answer,
+    Backward,
+    Credit,
+    Forward,
+    Frame,
+    Lost,
+    Mark,
+    MicrobatchId,
+    MicrobatchTicket,
+    Want,
+)
 from noloco_p2p.flow.limits import MAX_SINKS
 from noloco_p2p.gossip.frames import Hello, Refuse
 from noloco_p2p.net import convert
@@ -34,23 +47,6 @@ class FlowHello:
 
 
 @dataclass(frozen=True, slots=True)
-class ForwardAnnounced:
-    """A `flow.frames.Forward` without its payload, which follows in pieces."""
-
-    id: MicrobatchId
-    remaining_s: float
-    num_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class BackwardAnnounced:
-    """A `flow.frames.Backward` without its payload, which follows in pieces."""
-
-    id: MicrobatchId
-    num_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class Piece:
     """The next PIECE_BYTES of the payload that the last Backward or Forward announced, or all that remain.
 
@@ -62,8 +58,7 @@ class Piece:
     digest: bytes
 
 
-Control = Want | Credit | Answer | Lost | Mark
-WireFrame = FlowHello | Refuse | ForwardAnnounced | BackwardAnnounced | Piece | Control
+WireFrame = FlowHello | Refuse | Piece | Frame
 
 
 def encode(frame: WireFrame) -> bytes:
@@ -129,11 +124,11 @@ _TO_WIRE: Mapping[type, tuple[str, Callable[[Any], Any]]] = {
         lambda f: pb.Want(ticket=_ticket_to_wire(f.ticket), remaining_s=f.remaining_s, sinks=f.sinks),
     ),
     Credit: ("credit", lambda f: pb.Credit(id=_id_to_wire(f.id), has_room=f.has_room)),
-    ForwardAnnounced: (
+    Forward: (
         "forward",
-        lambda f: pb.Forward(id=_id_to_wire(f.id), remaining_s=f.remaining_s, num_bytes=f.num_bytes),
+        lambda f: pb.Forward(id=_id_to_wire(f.id), remaining_s=f.remaining_s, num_bytes=f.payload),
     ),
-    BackwardAnnounced: ("backward", lambda f: pb.Backward(id=_id_to_wire(f.id), num_bytes=f.num_bytes)),
+    Backward: ("backward", lambda f: pb.Backward(id=_id_to_wire(f.id), num_bytes=f.payload)),
     Piece: ("piece", lambda f: pb.Piece(is_backward=f.is_backward, payload=f.payload, digest=f.digest)),
     Answer: ("answer", lambda f: pb.Answer(id=_id_to_wire(f.id), is_taken=f.is_taken)),
     Lost: ("lost", lambda f: pb.Lost(id=_id_to_wire(f.id))),
@@ -145,8 +140,8 @@ _FROM_WIRE: Mapping[str, Callable[[Any], WireFrame]] = {
     "refuse": lambda m: convert.from_wire(Refuse, m),
     "want": _want_from_wire,
     "credit": lambda m: Credit(_id_from_wire(m.id), m.has_room),
-    "forward": lambda m: ForwardAnnounced(_id_from_wire(m.id), _remaining(m.remaining_s), m.num_bytes),
-    "backward": lambda m: BackwardAnnounced(_id_from_wire(m.id), m.num_bytes),
+    "forward": lambda m: Forward(_id_from_wire(m.id), _remaining(m.remaining_s), m.num_bytes),
+    "backward": lambda m: Backward(_id_from_wire(m.id), m.num_bytes),
     "piece": lambda m: Piece(m.is_backward, m.payload, m.digest),
     "answer": lambda m: Answer(_id_from_wire(m.id), m.is_taken),
     "lost": lambda m: Lost(_id_from_wire(m.id)),

@@ -239,14 +239,7 @@ class Membership:
         timeout_s: float,
         newer_than: float = -math.inf,
     ) -> StateManifest | None:
-        net, layout, waits = self._network, self._layout, False
-
-        def what() -> str:
-            return "fetching the state of the swarm" + (" (all donors are busy; retrying)" if waits else "")
-
-        def note_waiting(now_waits: bool) -> None:
-            nonlocal waits
-            waits = now_waits
+        net, layout = self._network, self._layout
 
         def fetching(report: Report) -> Coroutine[Any, Any, StateManifest | None]:
             return fetch_state(
@@ -256,19 +249,16 @@ class Membership:
                 num_elements=layout.num_elements,
                 num_bytes=state_file_bytes(layout.num_elements, net.spec.outer),
                 target=target,
-                admission=StateAdmission(
-                    self._network.spec, self._network.transport, live=self._network.live_peers.live
-                ),
+                admission=StateAdmission(net.spec, net.transport, live=net.live_peers.live),
                 newer_than=newer_than,
                 live=net.live_peers.live,
-                may_end_busy=False,
+                patience_s=math.inf,
                 on_progress=report,
-                on_wait=note_waiting,
             )
 
         try:
-            with self._network.progress.task(what, unit="bytes") as report:
-                manifest = self._network.thread.call(fetching(report), timeout_s, leaving=self._network.leaving)
+            with net.progress.task("fetching the state of the swarm", unit="bytes") as report:
+                manifest = net.thread.call(fetching(report), timeout_s, leaving=net.leaving)
             if manifest is None:
                 forget(target)
         except TimeoutError:

@@ -1,198 +1,325 @@
-"""Build the pipeline of a peer that holds a stage: its streams, the driver of its state machine, and its neighbours.
+"""Run the pipeline of a peer that holds a stage: `flow/` on the network thread, next to the thread that computes.
 
-A replica sends to a few replicas of the next stage, and redraws one of them from time to time. A head keeps streams to
-replicas of the last stage, through which its microbatches return. A head chooses only a few of them, so each replica of
-the last stage also keeps streams to a few heads. All of this runs on the network thread.
+The computing thread is the only one that touches weights. While it computes, other threads decode the input of the next
+task and encode the result of the previous one, so it waits for neither.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import queue
 import random
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+import time
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Collection, Container, Iterator, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 
+from noloco_p2p.errors import NotFinite, PeerError, Refused
+from noloco_p2p.flow.frames import Backward, Forward, Frame, Mark, Want
 from noloco_p2p.flow.head import Head
-from noloco_p2p.flow.limits import MAX_SINKS
+from noloco_p2p.flow.neighbours import Neighbours
+from noloco_p2p.flow.node import Task
 from noloco_p2p.flow.replica import Replica
-from noloco_p2p.gossip.frames import Hello
+from noloco_p2p.flow.rooms import Kind
 from noloco_p2p.gossip.seams import Candidate
-from noloco_p2p.identity import Identity, short_id
-from noloco_p2p.net.connection import Connector
-from noloco_p2p.net.flow import Find, FlowLinks
-from noloco_p2p.net.flow_link import PayloadSizes
-from noloco_p2p.net.server import ServeFlow
+from noloco_p2p.identity import short_id
+from noloco_p2p.net.flow import FlowLinks
 from noloco_p2p.net.tickets import Tickets
 from noloco_p2p.owned_tasks import OwnedTasks
-from noloco_p2p.peer.flow_driver import FlowDriver, LookFor, Work
-from noloco_p2p.peer.threaded_flow import ThreadedFlow
+from noloco_p2p.spec import TrainerSpec
 from noloco_p2p.swarm.records import SERVING
 
-NUM_NEIGHBOURS = 4  # replicas of the next stage to which a replica sends
-NUM_HEADS = 2  # heads to which a replica of the last stage keeps a stream
-LOOK_S = 2.0  # how often the live peers are checked
-REDRAW_S = 60.0  # how often one neighbour is redrawn
-CODING_THREADS = 2  # one decodes the next payload while the other encodes the previous result
+P = ParamSpec("P")
+T = TypeVar("T")
+
+CODING_THREADS = 2  # one decodes the next input while the other encodes the previous result
+MAX_DROPPED = 16  # consecutive forwards from one neighbour; an honest neighbour sends only after a Credit
+
+
+class Work(Protocol):
+    """The computations of a stage, as in `trainer.stage_work.StageLoop`.
+
+    `compute` and `close_step` run on the computing thread, and the others on any thread. `flow.node.Computer` explains
+    them.
+    """
+
+    @property
+    def forward_bytes(self) -> int: ...
+
+    @property
+    def backward_bytes(self) -> int: ...
+
+    def check(self, payload: memoryview, *, is_backward: bool) -> None: ...
+
+    def decoded(self, task: Task) -> Task: ...
+
+    def compute(self, task: Task) -> object: ...
+
+    def encoded(self, kind: Kind, values: Any) -> memoryview: ...
+
+    def close_step(self, num_tokens: int, progress: float | None) -> float: ...
 
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
-    """A peer's role in the pipeline.
+    """A peer's role in the pipeline. `num_rooms` comes from `flow.limits`. A head has `batches`."""
 
-    `microbatch_tokens` is the number of tokens in the loss of each microbatch. A head has `batches`.
-    """
-
+    spec: TrainerSpec
     stage: int
-    num_stages: int
-    machine: Head | Replica
     work: Work
-    sizes: PayloadSizes
-    microbatch_tokens: int
+    num_rooms: int
+    progress: float
     batches: Iterator[object] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Surroundings:
-    """The parts of the peer that the pipeline needs.
+class FlowCounts(NamedTuple):
+    """Counts of microbatches.
 
-    `look_for` reads the record of a head again if it is not listed. `live` returns the reachable peers of all stages.
-    `is_closed` returns whether no peer can dial this one, in which case it must dial all its neighbours.
+    `late` counts the microbatches in `done` whose forward pass was in an earlier inner step. `held` is the number held
+    now.
     """
 
-    identity: Identity
-    spec_digest: str
-    hello: Callable[[], Hello]
-    connector: Connector
-    find: Find
-    look_for: LookFor
-    live: Callable[[], Sequence[Candidate]]
-    is_closed: Callable[[], bool]
-    why_banned: Callable[[str], str]
-    strike: Callable[[str, str], None]
+    done: int
+    lost: int
+    late: int
+    held: int
 
 
-class Neighbours:
-    """The peers that this one sends to. They are a few random live peers, which are kept as long as they are alive."""
+class TurnExecutor(Executor):
+    """Runs functions on the thread that calls `turn`, in order."""
 
-    def __init__(self, rng: random.Random, most: int) -> None:
-        self.chosen: tuple[str, ...] = ()
-        self._rng = rng
-        self._most = most
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
 
-    def update(self, live: Collection[str]) -> None:
-        kept = [peer for peer in self.chosen if peer in live]
-        others = sorted(set(live) - set(kept))
-        num_new = max(0, min(self._most - len(kept), len(others)))
-        self.chosen = (*kept, *self._rng.sample(others, num_new))
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        future: Future[T] = Future()
+        self._queue.put((future, partial(fn, *args, **kwargs)))
+        return future
 
-    def drop_one(self) -> None:
-        """Drop one neighbour. The next `update` draws a replacement, possibly the same peer."""
-        if self.chosen:
-            left_out = self._rng.choice(self.chosen)
-            self.chosen = tuple(peer for peer in self.chosen if peer != left_out)
+    def turn(self, wait_s: float) -> bool:
+        """Run the next function, and return False if there is none within `wait_s`.
+
+        Any error except PeerError is raised here, too.
+        """
+        try:
+            future, function = self._queue.get(timeout=wait_s)
+        except queue.Empty:
+            return False
+        if not future.set_running_or_notify_cancel():
+            return True
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+            if not isinstance(error, PeerError):
+                raise
+        return True
 
 
 class StageFlow:
-    """The pipeline of a peer that holds a stage."""
+    """The pipeline of a peer that holds a stage.
 
-    def __init__(self, plan: StagePlan, around: Surroundings) -> None:
-        self._plan = plan
-        self._around = around
-        self._executor = ThreadPoolExecutor(CODING_THREADS, thread_name_prefix="noloco-activations")
-        rng = random.SystemRandom()
-        self._downstream, self._upstream = Neighbours(rng, NUM_NEIGHBOURS), Neighbours(rng, NUM_NEIGHBOURS)
-        self._heads, self._sinks = Neighbours(rng, NUM_HEADS), Neighbours(rng, MAX_SINKS)
-        self._redraw_at_s = asyncio.get_running_loop().time() + REDRAW_S
-        self._links = FlowLinks(
-            around.hello,
-            stage=plan.stage,
-            num_stages=plan.num_stages,
-            sizes=plan.sizes,
-            connector=around.connector,
-            find=around.find,
-            why_banned=around.why_banned,
-            strike=around.strike,
+    `look_for` reads the record of a head again if it is not listed in `heads`. A replica waits for it before it handles
+    a ticket of that head, because a record reaches it later than the first microbatch may. `live` returns the reachable
+    peers of all stages. `is_closed` returns whether no peer can dial this one, in which case it must dial all its
+    neighbours. `strike` is called with a peer that misbehaved and a description of what it did.
+
+    The computing thread calls `turn` and the methods that follow it. The others belong to the network thread.
+    """
+
+    def __init__(
+        self,
+        plan: StagePlan,
+        links: FlowLinks,
+        tickets: Tickets,
+        *,
+        peer_id: str,
+        heads: Container[str],
+        look_for: Callable[[str], Awaitable[None]],
+        live: Callable[[], Sequence[Candidate]],
+        is_closed: Callable[[], bool] = lambda: False,
+        strike: Callable[[str, str], None],
+    ) -> None:
+        spec, rng = plan.spec, random.SystemRandom()
+        self.stage, self.num_stages = plan.stage, spec.pipeline.stages
+        tokens = spec.data.sequence_length - 1
+        shared: dict[str, Any] = {
+            "num_stages": spec.pipeline.stages,
+            "batch_tokens": spec.train.batch_size * tokens,
+            "rng": rng,
+            "rule": spec.pipeline.routing,
+            "progress": plan.progress,
+        }
+        self.node: Head | Replica
+        if plan.stage == 0:
+            self.node = Head(
+                links,
+                self,
+                peer_id=peer_id,
+                max_in_flight=plan.num_rooms,
+                microbatch_tokens=spec.pipeline.microbatch * tokens,
+                next_microbatch=self._next_microbatch,
+                first_number=int(1000 * time.time()),
+                sign=tickets.signed,
+                **shared,
+            )
+        else:
+            self.node = Replica(links, self, stage=plan.stage, heads=heads, num_rooms=plan.num_rooms, **shared)
+        self._links, self._tickets, self._work = links, tickets, plan.work
+        self._look_for, self._live, self._strike = look_for, live, strike
+        self._batches: Iterator[object] = plan.batches or iter(())
+        self._loop = asyncio.get_running_loop()
+        self._coding = ThreadPoolExecutor(CODING_THREADS, thread_name_prefix="noloco-activations")
+        self._computing = TurnExecutor()
+        self._neighbours = Neighbours(
+            self.node,
+            links,
+            stage=self.stage,
+            num_stages=self.num_stages,
+            live=self._taking_part,
+            is_closed=is_closed,
+            rng=rng,
         )
-        max_tokens = plan.microbatch_tokens
-        self.driver = FlowDriver(
-            plan.machine,
-            self._links,
-            plan.work,
-            Tickets(around.identity, spec_digest=around.spec_digest, max_tokens=max_tokens),
-            look_for=around.look_for,
-            stage=plan.stage,
-            num_stages=plan.num_stages,
-            executor=self._executor,
-            strike=around.strike,
-            batches=plan.batches,
-            microbatch_tokens=max_tokens,
-        )
-        self.threaded = ThreadedFlow(self.driver, asyncio.get_running_loop())
+        self._num_dropped = Counter[str]()
         self._tasks = OwnedTasks("the neighbours of a stage")
-
-    @property
-    def serve(self) -> ServeFlow:
-        """Return the handler of streams that others open."""
-        return self._links.serve
-
-    @property
-    def num_stages(self) -> int:
-        return self._plan.num_stages
-
-    @property
-    def sends_to(self) -> tuple[str, ...]:
-        """Return the short ids of the replicas to which microbatches are sent next."""
-        return tuple(short_id(peer) for peer in self._downstream.chosen)
+        links.neighbourhood = self
 
     def start(self) -> None:
-        self.driver.start()
-        self._tasks.start(self._look_after_neighbours())
+        self.node.start()
+        self._tasks.start(self._neighbours.look_after())
 
     async def stop(self) -> None:
         await self._tasks.stop(grace_s=0.0)
         await self._links.stop()
-        await self.driver.stop()
-        self._executor.shutdown(wait=False, cancel_futures=True)
+        await self.node.stop()
+        self._coding.shutdown(wait=False, cancel_futures=True)
 
-    async def _look_after_neighbours(self) -> None:
-        before = None
-        while True:
-            now_s = asyncio.get_running_loop().time()
-            if now_s >= self._redraw_at_s:
-                self._redraw_at_s = now_s + REDRAW_S
-                self._downstream.drop_one()
-            neighbours = self._draw()
-            if neighbours != before:
-                before = neighbours
-                self.driver.meet(*neighbours)
-            await asyncio.sleep(LOOK_S)
+    @property
+    def sends_to(self) -> tuple[str, ...]:
+        """Return the short ids of the replicas to which microbatches are sent next."""
+        return tuple(short_id(peer) for peer in self._neighbours.downstream.chosen)
 
-    def _draw(self) -> tuple[frozenset[str], frozenset[str]]:
-        """Return the peers to send to, and the peers to which a stream is kept open where the pipeline closes."""
-        stage, last = self._plan.stage, self._plan.num_stages - 1
-        of_stage = self._taking_part()
-        kept: set[str] = set()
-        self._downstream.update(of_stage[(stage + 1) % (last + 1)])
-        if stage == 0:
-            self._sinks.update(of_stage[last])
-            kept.update(self._sinks.chosen)
-        if stage == last:
-            self._heads.update(of_stage[0])
-            kept.update(self._heads.chosen)
-        if self._around.is_closed():
-            self._upstream.update(of_stage[(stage - 1) % (last + 1)])
-            kept.update(self._upstream.chosen)
-        return frozenset(self._downstream.chosen), frozenset(kept)
+    # the computing thread
 
-    def _taking_part(self) -> defaultdict[int, set[str]]:
+    def turn(self, wait_s: float) -> bool:
+        """Compute the next task, and return False if there is none within `wait_s`.
+
+        A neighbour's fault never raises an error here. Raises any error of a head's data source.
+        """
+        return self._computing.turn(wait_s)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether, as far as is known, no head is training any more and nothing is left to compute."""
+        return self.node.is_over
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no microbatch is held or in flight."""
+        return self.node.is_idle
+
+    @property
+    def counts(self) -> FlowCounts:
+        """The counts of microbatches since the start."""
+        return FlowCounts(self.node.num_done, self.node.num_lost, self.node.num_late, self.node.num_held)
+
+    def leave(self) -> None:
+        """Stop launching and accepting microbatches.
+
+        Once the held microbatches are finished, `is_idle` becomes true.
+        """
+        self._tell(self.node.leave)
+
+    def rejoin(self) -> None:
+        """Take part again after `leave`."""
+        self._tell(self.node.rejoin)
+
+    def evaluate(self, microbatches: Collection[object]) -> None:
+        """Let a head send these microbatches through the pipeline before any others, without gradients."""
+        assert isinstance(self.node, Head)
+        self._tell(partial(self.node.evaluate, microbatches))
+
+    def _tell(self, function: Callable[[], None]) -> None:
+        """Call a function on the network thread without waiting for it."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(function)
+
+    # the `Computer` of the node
+
+    async def compute(self, task: Task) -> object:
+        inputs = await self._elsewhere(partial(self._work.decoded, task))
+        return await self._loop.run_in_executor(self._computing, self._work.compute, inputs)
+
+    async def encoded(self, kind: Kind, result: object) -> object:
+        return await self._elsewhere(partial(self._work.encoded, kind, result))
+
+    async def close_step(self, num_tokens: int, progress: float | None) -> float:
+        return await self._loop.run_in_executor(self._computing, self._work.close_step, num_tokens, progress)
+
+    async def _next_microbatch(self) -> object:
+        try:
+            return await self._elsewhere(lambda: next(self._batches, None))
+        except Exception as error:  # noqa: BLE001 - raised again on the computing thread
+            self._computing.submit(_raise, error)
+            return None
+
+    def _elsewhere(self, function: Callable[[], T]) -> asyncio.Future[T]:
+        return self._loop.run_in_executor(self._coding, function)
+
+    # the streams to neighbours
+
+    def opened(self, peer: str) -> None:
+        self.node.opened(peer)
+
+    def closed(self, peer: str) -> None:
+        self._num_dropped.pop(peer, None)
+        self.node.closed(peer)
+
+    async def checked(self, peer: str, frame: Frame) -> Frame:
+        """Check a frame and return it. If the payload contains non-finite values, it is removed, and the peer gets a
+        strike.
+
+        Raises CorruptPayload for damage that the network cannot cause.
+        """
+        if isinstance(frame, Want | Mark):
+            self._tickets.check(frame.ticket)
+            if self.stage > 0:
+                await self._look_for(frame.ticket.id.head)
+        elif isinstance(frame, Forward | Backward) and frame.payload is not None:
+            payload = frame.payload
+            assert isinstance(payload, memoryview)
+            try:
+                await self._elsewhere(partial(self._work.check, payload, is_backward=isinstance(frame, Backward)))
+            except NotFinite as error:
+                self._strike(peer, str(error))
+                return replace(frame, payload=None)
+        return frame
+
+    def received(self, peer: str, frame: Frame) -> None:
+        is_expected = self.node.received(peer, frame)
+        if not isinstance(frame, Forward):
+            return
+        self._num_dropped[peer] = 0 if is_expected else self._num_dropped[peer] + 1
+        if self._num_dropped[peer] > MAX_DROPPED:
+            sentence = f"it sent {MAX_DROPPED} forward frames without a reservation"
+            self._strike(peer, sentence)
+            self._loop.call_soon(self._links.drop, peer, Refused(sentence, peer=peer))
+
+    def _taking_part(self) -> dict[int, list[str]]:
         """Return, by stage, the live peers that take part in the pipeline.
 
         A peer that cannot be dialled takes part while it has a stream to this peer.
         """
-        streams, found = self._links.stages, defaultdict[int, set[str]](set)
-        for peer in self._around.live():
+        streams, of_stage = self._links.stages, defaultdict[int, list[str]](list)
+        for peer in self._live():
             if peer.state in SERVING and (peer.can_be_called or peer.peer_id in streams):
-                found[peer.stage].add(peer.peer_id)
-        return found
+                of_stage[peer.stage].append(peer.peer_id)
+        return of_stage
+
+
+def _raise(error: Exception) -> None:
+    raise error

@@ -5,15 +5,17 @@ They report which peers hold which stage, and let this peer take part in the pip
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.net.connection import Connector
+from noloco_p2p.net.flow import FlowLinks
+from noloco_p2p.net.flow_link import PayloadSizes
+from noloco_p2p.net.tickets import Tickets
 from noloco_p2p.peer.membership import Membership
 from noloco_p2p.peer.network import Network
 from noloco_p2p.peer.network_thread import START_TIMEOUT_S
-from noloco_p2p.peer.stage_flow import StageFlow, StagePlan, Surroundings
-from noloco_p2p.peer.threaded_flow import ThreadedFlow
+from noloco_p2p.peer.stage_flow import StageFlow, StagePlan
 
 
 class Stages:
@@ -34,28 +36,12 @@ class Stages:
         """Return the other live peers of all stages, from their records."""
         return self._network.live_peers.everyone()
 
-    def mates(self) -> Sequence[Candidate]:
-        """Return the other live peers that hold this peer's stage. This peer swaps only with them."""
-        return self._network.live_peers.mates()
-
     def answering(self) -> Sequence[Candidate]:
         """Request the current status of some of the peers with the same stage, and return those that answer.
 
         Unlike the directory, the result contains no dead peers. Raises Left.
         """
         return self._membership.answering()
-
-    def num_mates(self) -> int:
-        """Return the number of other live peers with the same stage.
-
-        In a swarm of more than 48 peers, this is an estimate.
-        """
-        return self._network.live_peers.num_live() - 1
-
-    @property
-    def heads(self) -> Container[str]:
-        """Return the heads that the directory lists now."""
-        return self._network.live_peers.heads
 
     def hold(self, stage: int) -> None:
         """Hold a stage, so that this peer swaps only with peers of that stage and fetches its state from them.
@@ -70,7 +56,7 @@ class Stages:
         """Set the stages that this peer waits for because no peer holds them. `noloco status` shows them."""
         self._network.status.waits_for_stages = tuple(stages)
 
-    def start_flow(self, plan: StagePlan) -> ThreadedFlow:
+    def start_flow(self, plan: StagePlan) -> StageFlow:
         """Take part in the pipeline. Other peers find this one in the directory and send it microbatches."""
         return self._network.thread.call(self._start_flow(plan), START_TIMEOUT_S)
 
@@ -78,24 +64,33 @@ class Stages:
         """Stop taking part in the pipeline, before this peer holds another stage."""
         self._network.thread.call(self._stop_flow(), START_TIMEOUT_S)
 
-    async def _start_flow(self, plan: StagePlan) -> ThreadedFlow:
-        net, live_peers = self._network, self._network.live_peers
-        around = Surroundings(
-            net.identity,
-            net.run[1],
-            hello=net.hello,
+    async def _start_flow(self, plan: StagePlan) -> StageFlow:
+        net, live_peers, pipeline = self._network, self._network.live_peers, plan.spec.pipeline
+        links = FlowLinks(
+            net.hello,
+            stage=plan.stage,
+            num_stages=pipeline.stages,
+            sizes=PayloadSizes(plan.work.forward_bytes, plan.work.backward_bytes),
             connector=Connector(net.session, net.limits, why_banned=net.bans.why, guard=net.directory.node.guard),
             find=live_peers.find,
-            look_for=live_peers.heads.look_for,
-            live=lambda: live_peers.reached(live_peers.everyone()),
-            is_closed=net.reachability.is_closed,
             why_banned=net.bans.why,
             strike=net.bans.strike,
         )
-        flow = StageFlow(plan, around)
-        net.stage_flow, net.server.serve_flow = flow, flow.serve
+        max_tokens = pipeline.microbatch * (plan.spec.data.sequence_length - 1)
+        flow = StageFlow(
+            plan,
+            links,
+            Tickets(net.identity, spec_digest=net.run[1], max_tokens=max_tokens),
+            peer_id=net.identity.peer_id,
+            heads=live_peers.heads,
+            look_for=live_peers.heads.look_for,
+            live=lambda: live_peers.reached(live_peers.everyone()),
+            is_closed=net.reachability.is_closed,
+            strike=net.bans.strike,
+        )
+        net.stage_flow, net.server.serve_flow = flow, links.serve
         flow.start()
-        return flow.threaded
+        return flow
 
     async def _stop_flow(self) -> None:
         net = self._network

@@ -48,13 +48,11 @@ def simulate(
         yield simulate_swarm(material, plan) if rule == NOLOCO else simulate_lockstep(material, plan, rule=rule)
 
 
-def check_stages(rules: Sequence[str], plan: StagedPlan, spec: TrainerSpec) -> None:
+def check_stages(rules: Sequence[str], spec: TrainerSpec) -> None:
     """Raise SettingsError if a pipeline cannot be simulated with these rules and settings."""
     for rule in rules:
         if rule not in STAGED_RULES:
             raise SettingsError(f"--rules {rule} cannot be used with stages; choose from {', '.join(STAGED_RULES)}")
-    if plan.paths == "fixed" and (len(set(plan.num_replicas)) > 1 or plan.churn.events):
-        raise SettingsError("--paths fixed requires the same number of replicas in all stages, and no --churn events")
     if spec.train.batch_size % spec.pipeline.microbatch:
         raise SettingsError(
             f"train.batch_size ({spec.train.batch_size}) must be a multiple of pipeline.microbatch "

@@ -31,7 +31,7 @@ class Urgency(IntEnum):
 class Cargo:
     left: float  # bytes
     then: Callable[[], object]
-    on_begin: Callable[[], None] | None = None
+    on_begin: Callable[[], object] | None = None
 
 
 class SharedWay:
@@ -49,7 +49,7 @@ class SharedWay:
         self._timer: asyncio.TimerHandle | None = None
 
     def carry(
-        self, num_bytes: int, urgency: Urgency, then: Callable[[], object], on_begin: Callable[[], None] | None = None
+        self, num_bytes: int, urgency: Urgency, then: Callable[[], object], on_begin: Callable[[], object] | None = None
     ) -> None:
         """Accept a frame of the pipeline. `on_begin` is called when its first byte leaves."""
         self._advance()
@@ -141,18 +141,11 @@ class SharedLink:
 
 
 def transfer(
-    here: SharedLink,
-    there: SharedLink,
-    num_bytes: int,
-    urgency: Urgency,
-    arrived: Callable[[], None],
-    *,
-    on_begin: Callable[[], None],
+    here: SharedLink, there: SharedLink, num_bytes: int, urgency: Urgency, arrived: Callable[[], object]
 ) -> None:
     """Send a frame of the pipeline from one link to another.
 
     It passes through both links at the same time, because the second link does not wait for the whole frame.
-    `on_begin` is called when its first byte leaves.
     """
     loop = asyncio.get_running_loop()
     delay_s = here.delay_s + there.delay_s
@@ -165,7 +158,6 @@ def transfer(
             arrived()
 
     def begin() -> None:
-        on_begin()
         loop.call_later(delay_s, there.down.carry, num_bytes, urgency, half)
 
     here.up.carry(num_bytes, urgency, lambda: loop.call_later(delay_s, half), begin)

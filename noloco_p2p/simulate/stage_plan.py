@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from noloco_p2p.errors import SettingsError
 from noloco_p2p.flow.limits import IN_FLIGHT_SHARE
@@ -14,7 +14,6 @@ from noloco_p2p.spec import TrainerSpec
 from noloco_p2p.testing.links import LinkProfile
 
 T = TypeVar("T")
-Paths = Literal["random", "fixed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +25,8 @@ class StagedPlan:
     proportion to its FLOPs. `speeds` and `links` have the values of each stage in turn; the last ones also apply to all
     later stages.
 
-    `lost_share` is the share of microbatches that are lost, each at a random computation after its first. A replica
-    then reports the microbatch as unusable, as after a damaged frame or when memory is short. `late_steps` is explained
-    in `LateStageWork`. `window` is the number of microbatches that a head may have in flight, and that a replica may
-    hold; None means as many as `flow.limits` allows. With `paths="fixed"`, each node sends to one replica of the next
-    stage, which requires equal numbers of replicas in all stages. If `gossips` is False, replicas never mix.
+    `window` is the number of microbatches that a head may have in flight, and that a replica may hold; None means as
+    many as `flow.limits` allows. If `gossips` is False, replicas never mix.
     """
 
     num_replicas: tuple[int, ...]
@@ -39,10 +35,7 @@ class StagedPlan:
     speeds: tuple[tuple[float, ...], ...] = ((1.0,),)
     links: tuple[tuple[LinkProfile, ...], ...] = ((IDEAL,),)
     churn: Churn = field(default_factory=Churn)
-    lost_share: float = 0.0
-    late_steps: int = 0
     window: int | None = None
-    paths: Paths = "random"
     gossips: bool = True
     evaluations: int = 4
 
@@ -91,10 +84,3 @@ def by_stage(
     if len(lists) > num_stages:
         raise SettingsError(f"{flag} {text} has lists for {len(lists)} stages, but there are only {num_stages}")
     return lists
-
-
-def parse_paths(text: str) -> Paths:
-    """Return `text` if it is `fixed` or `random`. Raises SettingsError otherwise."""
-    if text not in ("random", "fixed"):
-        raise SettingsError(f"--paths {text} is unknown; choose random or fixed")
-    return text

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean, median
@@ -18,15 +17,14 @@ from noloco_p2p.flow.head import Head
 from noloco_p2p.simulate.clock import run_virtual
 from noloco_p2p.simulate.material import Material
 from noloco_p2p.simulate.result import SWAP_COLUMNS, Swaps
-from noloco_p2p.simulate.stage_node import StageNode
 from noloco_p2p.simulate.stage_plan import StagedPlan
-from noloco_p2p.simulate.staged import StagedSwarm
+from noloco_p2p.simulate.staged import StagedSwarm, StageNode
 from noloco_p2p.telemetry.console import aligned, mib
 from noloco_p2p.trainer.cut import link_tokens_per_s
 from noloco_p2p.trainer.swarm_evaluation import spread
 
 COLUMNS = (
-    *("stage", "replicas", "parameters", "steps", "computing %", "up %", "down %", "late steps", "late %", "lost %"),
+    *("stage", "replicas", "parameters", "steps", "computing %", "up %", "down %", "late %", "lost %"),
     *("spread %", *SWAP_COLUMNS, "sent per peer", "of which swaps"),
 )
 NUM_PATHS = 8  # number of random paths over which the loss is averaged
@@ -44,7 +42,7 @@ class Speed:
     virtual_s: float
     tokens: int
     tokens_per_s: float
-    latency_s: float  # median, from a launch to the end of the backward pass at its head
+    latency_s: float  # median, from the sending of a microbatch to the end of its backward pass
     busy: dict[str, tuple[float, float, float]]
 
     @classmethod
@@ -54,12 +52,12 @@ class Speed:
         times = swarm.losses_s
         begin, end = len(times) // 4, 3 * len(times) // 4
         seconds = times[end] - times[begin] if end > begin else 0.0
-        latencies = [latency for head in swarm.stages[0] for latency in head.latencies_s]
+        latencies = [head.flow.deadlines.median_s for head in swarm.stages[0] if isinstance(head.flow, Head)]
         return cls(
             now_s,
             each * len(times),
             each * (end - begin) / seconds if seconds else 0.0,
-            median(latencies) if latencies else 0.0,
+            median(latencies),
             {
                 node.name: (node.busy_s / now_s, node.link.up.busy_s / now_s, node.link.down.busy_s / now_s)
                 for node in swarm.nodes.values()
@@ -84,9 +82,7 @@ class StageResult:
     down_busy: float
     counted: int  # backward passes of all replicas; for a head, those of its front
     lost_share: float  # share of the microbatches that reached a stage without a backward pass there
-    lateness: float  # mean number of inner steps from a forward pass to its backward pass
     late_share: float  # share of the backward passes that are at least one inner step late
-    lateness_counts: dict[int, int]
     spread: float
     swaps: Swaps
     sent_bytes: float  # over the link, by the pipeline and by swaps
@@ -97,7 +93,7 @@ class StageResult:
         return (
             *(str(self.stage), str(self.num_replicas), f"{self.num_parameters:,}", f"{self.steps:.0f}"),
             *(f"{100 * share:.0f}" for share in shares),
-            *(f"{self.lateness:.2f}", f"{100 * self.late_share:.1f}", f"{100 * self.lost_share:.1f}"),
+            *(f"{100 * self.late_share:.1f}", f"{100 * self.lost_share:.1f}"),
             *(f"{100 * self.spread:.3f}", *self.swaps.cells(), mib(self.sent_bytes), mib(self.swap_bytes)),
         )
 
@@ -110,7 +106,6 @@ class StagedResult:
     loss: float  # mean over random paths, which have one replica of each stage
     merged_loss: float  # loss of the model that consists of the mean of each stage
     tokens: int  # tokens that reached a loss, in all sequences
-    trained_tokens: int  # number of these tokens in closed steps of the heads
     virtual_s: float  # until the last head has finished
     tokens_per_s: float
     predicted_tokens_per_s: float  # of the slowest stage
@@ -163,14 +158,13 @@ def judge_stages(swarm: StagedSwarm, speed: Speed) -> StagedResult:
     for stage, own in enumerate(weights):
         if not own:
             raise SettingsError(f"every replica of stage {stage} is gone, so there is no result; reduce --churn")
-    heads = [node.machine for node in swarm.stages[0] if isinstance(node.machine, Head)]
+    heads = [node.flow for node in swarm.stages[0]]
     stages = tuple(_stage(swarm, stage, own, speed) for stage, own in enumerate(weights))
     return StagedResult(
         rule="noloco" if swarm.plan.gossips else "local",
         loss=_path_loss(swarm, weights),
         merged_loss=swarm.merged_loss(weights),
         tokens=speed.tokens,
-        trained_tokens=sum(node.trained_tokens for node in swarm.stages[0]),
         virtual_s=speed.virtual_s,
         tokens_per_s=speed.tokens_per_s,
         predicted_tokens_per_s=min(stage.tokens_per_s for stage in stages),
@@ -193,16 +187,15 @@ def predicted_tokens_per_s(swarm: StagedSwarm, nodes: Iterable[StageNode]) -> fl
         profile = swarm.plan.link(node.stage, node.number)
         rate = min(profile.up_mbit_s, profile.down_mbit_s)
         carried = link_tokens_per_s(spec.pipeline, node.work.stage.hidden_size, mbit_s=rate)
-        total += min(carried, node.flops_per_s / node.flops.total)
+        total += min(carried, node.flops_per_s / sum(node.flops.values()))
     return total
 
 
 def _stage(swarm: StagedSwarm, stage: int, weights: Sequence[Tensor], speed: Speed) -> StageResult:
     nodes = swarm.living(stage)
-    lateness: Counter[int] = sum((node.lateness for node in swarm.stages[stage]), Counter())
-    counted = sum(node.num_counted for node in swarm.stages[stage])
-    lost = sum(node.machine.num_lost for node in swarm.stages[stage])
-    late_steps = sum(steps * number for steps, number in lateness.items())
+    counted, lost, late = (
+        sum(getattr(node.flow, name) for node in swarm.stages[stage]) for name in ("num_done", "num_lost", "num_late")
+    )
     busy = [speed.busy[node.name] for node in nodes]
     return StageResult(
         stage=stage,
@@ -215,9 +208,7 @@ def _stage(swarm: StagedSwarm, stage: int, weights: Sequence[Tensor], speed: Spe
         down_busy=fmean(each[2] for each in busy),
         counted=counted,
         lost_share=lost / max(1, lost + counted),
-        lateness=late_steps / max(1, counted),
-        late_share=1 - lateness[0] / max(1, counted),
-        lateness_counts=dict(sorted(lateness.items())),
+        late_share=late / max(1, counted),
         spread=spread(weights, torch.stack(list(weights)).mean(0)),
         swaps=Swaps.mean(node.swap_figures() for node in nodes),
         sent_bytes=fmean(node.link.up.flow_bytes + node.link.up.swap_bytes for node in nodes),

@@ -1,35 +1,40 @@
-"""A swarm with stages on a virtual clock. It decides which peers are present, where they send, and what is lost."""
+"""Simulates a pipeline: nodes that run the real `flow` code on a virtual clock, and swap with their stage."""
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from noloco_p2p.errors import SettingsError
-from noloco_p2p.flow.actions import Compute, Kind
-from noloco_p2p.flow.frames import MicrobatchId
+from noloco_p2p.flow.frames import Backward, Forward, Frame
 from noloco_p2p.flow.head import Head
-from noloco_p2p.flow.limits import VOTE_S
+from noloco_p2p.flow.limits import TICK_S, VOTE_S
+from noloco_p2p.flow.neighbours import Neighbours
+from noloco_p2p.flow.node import Task
 from noloco_p2p.flow.replica import Replica
+from noloco_p2p.flow.rooms import Kind
 from noloco_p2p.outer.flat import FlatParameters
+from noloco_p2p.owned_tasks import OwnedTasks
 from noloco_p2p.simulate.material import Material
 from noloco_p2p.simulate.network import LinkNetwork
 from noloco_p2p.simulate.plan import LISTED_S, Event, peer_name
-from noloco_p2p.simulate.shared_link import SharedLink
-from noloco_p2p.simulate.stage_node import StageNode
+from noloco_p2p.simulate.replica import SimulatedPeer, now_s
+from noloco_p2p.simulate.shared_link import SharedLink, Urgency, transfer
 from noloco_p2p.simulate.stage_plan import StagedPlan
-from noloco_p2p.simulate.stage_work import LateStageWork, TaskFlops
 from noloco_p2p.spec import TrainerSpec
 from noloco_p2p.trainer.cut import auto_cut
 from noloco_p2p.trainer.model import build_on_meta
-from noloco_p2p.trainer.stage import build_stage, measure
+from noloco_p2p.trainer.stage import build_stage, measure, train_of_stage
 from noloco_p2p.trainer.stage_work import StageWork
 
 STUCK_S = 3600.0  # the simulation fails if no microbatch reaches the loss for this long
+FORWARD_SHARE = 0.25  # a block takes 2 FLOPs per weight forward, 2 for recomputation and 4 backward
 
 
 def staged(spec: TrainerSpec, num_stages: int) -> TrainerSpec:
@@ -44,8 +49,201 @@ def staged(spec: TrainerSpec, num_stages: int) -> TrainerSpec:
     return spec.with_changes(changes, origin="--stages")
 
 
+class StageNode(SimulatedPeer):
+    """A node of a pipeline. A node of stage 0 is a head. It is the `Links` and the `Computer` of its `flow.node.Node`.
+
+    `flops` has the FLOPs per token of each kind of task. `has_finished` is set when the schedule of the node is done,
+    or when it has left.
+    """
+
+    def __init__(self, swarm: StagedSwarm, stage: int, number: int) -> None:
+        plan, spec, sizes = swarm.plan, swarm.spec, swarm.sizes
+        name = peer_name(number) if stage == 0 else f"stage-{stage}-{peer_name(number)}"
+        built = build_stage(spec.model, swarm.cut, index=stage, sequence_length=spec.data.sequence_length)
+        super().__init__(
+            spec,
+            built.model,
+            train_of_stage(spec),
+            peer_id=name,
+            network=swarm.networks[stage],
+            is_absent=lambda step: not plan.gossips or plan.churn.is_absent(name, step, seed=plan.seed),
+            seed=plan.seed,
+            follows_caller=stage > 0,
+        )
+        self.name, self.stage, self.number = name, stage, number
+        self.work = StageWork(built, spec)
+        self.link = SharedLink(plan.link(stage, number))
+        swarm.networks[stage].links[name] = self.link.for_swaps
+        blocks = swarm.cut[stage] * sizes.block.flops
+        self.flops = {
+            Kind.FORWARD: FORWARD_SHARE * blocks,
+            Kind.BACKWARD: (1 - FORWARD_SHARE) * blocks,
+            Kind.LOSS: 0.0 if stage else sizes.vocabulary.flops,
+        }
+        # The FLOP/s of a peer at speed 1, which trains the whole model in `step_s`, without recomputation.
+        whole = 0.75 * sizes.num_blocks * sizes.block.flops + sizes.vocabulary.flops
+        whole *= spec.train.batch_size * spec.data.sequence_length / plan.step_s
+        self.flops_per_s = plan.speed(stage, number) * whole
+        self.stages: dict[str, int] = {}  # open streams, with the stages of the peers
+        self.is_alive = True
+        self.has_finished = asyncio.Event()
+        self.busy_s = 0.0
+        self.flow: Head | Replica  # from `begin` on
+        self._swarm = swarm
+        self._unreachable: set[str] = set()
+        self._arriving = defaultdict[str, deque[Frame]](deque)
+        self._is_frozen = False
+        self._computing = asyncio.Lock()
+        self._batches: Iterator[Tensor] = iter(())
+        self._tasks = OwnedTasks("a node of a pipeline")
+
+    async def begin(self, donor: StageNode | None) -> None:
+        """Enter the swarm and take part in the pipeline."""
+        await self.enter(donor)
+        self._swarm.nodes[self.name] = self
+        self._swarm.stages[self.stage].append(self)
+        swarm, spec, rng = self._swarm, self._spec, random.Random(f"flow/{self._swarm.plan.seed}/{self.name}")
+        rooms, tokens = swarm.plan.num_rooms(spec), spec.data.sequence_length - 1
+        shared = {"num_stages": swarm.plan.num_stages, "batch_tokens": spec.train.batch_size * tokens, "rng": rng}
+        shared |= {"rule": spec.pipeline.routing, "progress": self.progress}
+        if self.stage == 0:
+            batches = swarm.material.batches(self.name, replica=self.number, batch_size=spec.pipeline.microbatch)
+            self._batches = iter(batches)
+            self.flow = Head(
+                self,
+                self,
+                peer_id=self.name,
+                max_in_flight=rooms,
+                microbatch_tokens=spec.pipeline.microbatch * tokens,
+                next_microbatch=self._next_microbatch,
+                first_number=0,
+                **shared,
+            )
+        else:
+            heads = swarm.networks[0].listed
+            self.flow = Replica(self, self, stage=self.stage, heads=heads, num_rooms=rooms, **shared)
+        neighbours = Neighbours(
+            self.flow, self, stage=self.stage, num_stages=swarm.plan.num_stages, live=self._live, rng=rng
+        )
+        self.flow.start()
+        self._tasks.start(neighbours.look_after())
+
+    async def leave(self) -> None:
+        """Accept no new microbatches, finish those that this node holds, and leave."""
+        self.flow.leave()
+        while not self.flow.is_idle:  # noqa: ASYNC110 - the real peer polls, too
+            await asyncio.sleep(TICK_S)
+        await self.vanish()
+        self._network.remove(self.name)
+
+    async def vanish(self) -> None:
+        """Crash the node. Each peer with a stream to this node notices the crash after the delay of their links."""
+        self.is_alive = False
+        self.has_finished.set()
+        self._network.vanish(self.name)
+        for name in self.stages:
+            other = self._swarm.nodes[name]
+            asyncio.get_running_loop().call_later(self._delay_s(other), other.stream_closed, self.name)
+        await self.stop()
+
+    def freeze(self) -> None:
+        """Stop the node, so that it handles no more frames or inner steps, but can still swap."""
+        self._is_frozen = True
+
+    async def stop(self) -> None:
+        self._is_frozen = True
+        await self._tasks.stop(grace_s=0.0)
+        await self.flow.stop()
+        await super().stop()
+
+    def stream_closed(self, peer: str) -> None:
+        self.stages.pop(peer, None)
+        self._unreachable.add(peer)
+        if not self._is_frozen:
+            self.flow.closed(peer)
+
+    def _live(self) -> Mapping[int, Sequence[str]]:
+        networks = self._swarm.networks
+        return {
+            stage: [name for name in network.listed if name not in self._unreachable]
+            for stage, network in enumerate(networks)
+        }
+
+    # the `Links` of the flow
+
+    def send(self, to: str, frame: Frame) -> None:
+        other = self._swarm.nodes[to]
+        self.open(to)
+        if not other.is_alive:
+            asyncio.get_running_loop().call_later(self._delay_s(other), self.stream_closed, to)
+        elif isinstance(frame, Forward | Backward):
+            is_forward = isinstance(frame, Forward)
+            num_bytes = self.work.forward_bytes if is_forward else self.work.backward_bytes
+            urgency = Urgency.FORWARD if is_forward else Urgency.BACKWARD
+            transfer(self.link, other.link, num_bytes, urgency, partial(other._arrive, self, frame))
+        else:
+            other._arriving[self.name].append(frame)  # because timers for the same moment may fire in any order
+            asyncio.get_running_loop().call_later(self._delay_s(other), other._arrive, self, None)
+
+    def broadcast(self, frame: Frame, *, but: str = "") -> None:
+        for other in [name for name in self.stages if name != but]:
+            self.send(other, frame)
+
+    def open(self, peer: str) -> None:
+        other = self._swarm.nodes[peer]
+        for one, two in ((self, other), (other, self)):
+            if two.name not in one.stages and self.is_alive and other.is_alive:
+                one.stages[two.name] = two.stage
+                one.flow.opened(two.name)
+
+    def look(self) -> None:
+        """Do nothing, because no stream grows too old."""
+
+    def _arrive(self, sender: StageNode, frame: Frame | None) -> None:
+        frame = frame or self._arriving[sender.name].popleft()
+        if self.is_alive and sender.is_alive and not self._is_frozen:
+            self.flow.received(sender.name, frame)
+
+    def _delay_s(self, other: StageNode) -> float:
+        return self.link.delay_s + other.link.delay_s
+
+    # the `Computer` of the flow
+
+    async def compute(self, task: Task) -> object:
+        tokens = self._spec.pipeline.microbatch * self._spec.data.sequence_length
+        seconds = self.flops[task.kind] * tokens / self.flops_per_s
+        async with self._computing:
+            self.busy_s += seconds
+            await asyncio.sleep(seconds)
+            result = self.work.compute(self.work.decoded(task))
+        if task.kind is Kind.LOSS:
+            self._swarm.losses_s.append(now_s())
+        return result
+
+    async def encoded(self, kind: Kind, result: object) -> object:
+        assert isinstance(result, Tensor)
+        return self.work.encoded(kind, result)
+
+    async def close_step(self, num_tokens: int, progress: float | None) -> float:
+        if self._is_frozen:
+            return self.progress
+        self.work.close(self.inner, num_tokens, progress=self.progress)
+        self.step_taken()
+        if self.mixing.is_due:
+            self.mixing.outer_step()
+        if progress is not None:
+            self.mixing.progress = progress
+        if self.progress >= 1:
+            self.has_finished.set()
+        self._swarm.step_closed(self)
+        return self.progress
+
+    async def _next_microbatch(self) -> object:
+        return next(self._batches)
+
+
 class StagedSwarm:
-    """The `stage_node.Pipeline` of a simulation. `material` must belong to a spec from `staged`."""
+    """A swarm with stages. It decides which peers are present. `material` must belong to a spec from `staged`."""
 
     def __init__(self, material: Material, plan: StagedPlan) -> None:
         self.material, self.plan, self.spec = material, plan, material.spec
@@ -54,20 +252,17 @@ class StagedSwarm:
         self.cut = self.spec.pipeline.cut
         model = build_on_meta(self.spec.model, sequence_length=self.spec.data.sequence_length)
         self.sizes = measure(model, sequence_length=self.spec.data.sequence_length)
-        self.flops = [TaskFlops.of(self.sizes, self.cut, stage) for stage in range(plan.num_stages)]
-        churn = plan.churn
         # Each stage has its own network for swaps, but a peer has only one link.
         self.networks = [
-            LinkNetwork(lose=churn.lose, seed=plan.seed * plan.num_stages + stage) for stage in range(plan.num_stages)
+            LinkNetwork(lose=plan.churn.lose, seed=plan.seed * plan.num_stages + stage)
+            for stage in range(plan.num_stages)
         ]
-        self.rng = random.Random(f"swarm/{plan.seed}")
         self.nodes: dict[str, StageNode] = {}
         self.stages: list[list[StageNode]] = [[] for _ in plan.num_replicas]
         self.losses_s: list[float] = []  # when each microbatch reached its loss
         self.curve: list[tuple[float, float, float]] = []  # progress, virtual seconds, loss of the merged model
+        self._rng = random.Random(f"swarm/{plan.seed}")
         self._events: list[asyncio.Task[None]] = []
-        self._losses = random.Random(f"lost/{plan.seed}")
-        self._lost_at: dict[MicrobatchId, tuple[Kind, int]] = {}
 
     async def train(self, on_made: Callable[[list[StageNode]], None] | None) -> None:
         """Run until the last head has finished, while peers join, leave and crash."""
@@ -78,21 +273,26 @@ class StagedSwarm:
                     await self._start(stage, number)
         if on_made:
             on_made(list(self.nodes.values()))
-        for node in self.nodes.values():
-            self.neighbours(node)
         self._events = [asyncio.create_task(self._at(event)) for event in churn.events]
-        await self._until_heads_finish()
+        num_losses = -1
+        while not all(node.has_finished.is_set() for node in self.stages[0]):
+            if len(self.losses_s) == num_losses:
+                raise SettingsError(f"no microbatch passed through the pipeline for {STUCK_S:.0f} virtual seconds")
+            num_losses = len(self.losses_s)
+            await self._wait(self.stages[0], STUCK_S)
 
     async def finish(self) -> None:
         """Finish the microbatches in flight, and take part in closing swaps, without further churn."""
         for event in self._events:
             event.cancel()
         await asyncio.gather(*self._events, return_exceptions=True)
-        await self._until_replicas_finish()
-        for node in self.nodes.values():
+        # A replica that receives no end mark finishes when it forgets the heads.
+        await self._wait([node for node in self.nodes.values() if node.stage and node.is_alive], VOTE_S)
+        living = [node for node in self.nodes.values() if node.is_alive]
+        for node in living:
             node.freeze()
         if self.plan.gossips:
-            await asyncio.gather(*(self._close(node) for node in self.nodes.values() if node.is_alive))
+            await asyncio.gather(*(self._close(node) for node in living))
 
     async def stop(self) -> None:
         for node in self.nodes.values():
@@ -116,105 +316,15 @@ class StagedSwarm:
     def living(self, stage: int) -> list[StageNode]:
         return [node for node in self.stages[stage] if node.is_alive]
 
-    # the interface that nodes use
-
-    def node(self, name: str) -> StageNode:
-        return self.nodes[name]
-
-    def neighbours(self, node: StageNode) -> None:
-        last = self.plan.num_stages - 1
-        if not node.is_alive:
-            return
-        if node.stage < last:
-            node.downstream.update(self._candidates(node, node.stage + 1))
-        if node.stage == last:
-            before = set(node.ring.chosen)
-            node.ring.update(self._candidates(node, 0))
-            for head in self.living(0):
-                if head.name in before ^ set(node.ring.chosen):
-                    head.tell_neighbours(self._sinks(head))
-        elif node.stage == 0:
-            node.ring.update(self._candidates(node, last))
-            node.tell_neighbours(self._sinks(node))
-        else:
-            node.tell_neighbours(())
-
-    def launched(self, id: MicrobatchId) -> None:
-        """Draw whether the microbatch is lost, and at which computation. It is never lost at its first computation."""
-        if self._losses.random() < self.plan.lost_share:
-            stages = range(self.plan.num_stages)
-            forwards = [(Kind.FORWARD if stage else Kind.LOSS, stage) for stage in stages]
-            self._lost_at[id] = self._losses.choice([*forwards, *((Kind.BACKWARD, stage) for stage in stages)])
-
-    def is_lost_in(self, task: Compute, stage: int) -> bool:
-        return self._lost_at.get(task.id) == (task.kind, stage)
-
-    def loss_came(self) -> None:
-        self.losses_s.append(asyncio.get_running_loop().time())
-
     def step_closed(self, node: StageNode) -> None:
         """Evaluate the merged model if the first head has passed the next point of the curve."""
         heads = self.living(0)
         if heads and node is heads[0] and node.progress * self.plan.evaluations >= len(self.curve) + 1 - 1e-6:
             loss = self.merged_loss([[each.current_weights() for each in self.living(s)] for s in range(len(self.cut))])
-            self.curve.append((node.progress, asyncio.get_running_loop().time(), loss))
+            self.curve.append((node.progress, now_s(), loss))
 
-    # which peers are present
-
-    async def _start(self, stage: int, number: int, donor: StageNode | None = None) -> StageNode:
-        plan, spec = self.plan, self.spec
-        name = peer_name(number) if stage == 0 else f"stage-{stage}-{peer_name(number)}"
-        link = SharedLink(plan.link(stage, number))
-        self.networks[stage].links[name] = link.for_swaps
-        built = build_stage(spec.model, self.cut, index=stage, sequence_length=spec.data.sequence_length)
-        node = StageNode(
-            self,
-            spec,
-            LateStageWork(built, spec, late_steps=plan.late_steps) if plan.late_steps else StageWork(built, spec),
-            name=name,
-            number=number,
-            network=self.networks[stage],
-            link=link,
-            flops=self.flops[stage],
-            flops_per_s=plan.speed(stage, number) * self._flops_per_s(),
-            is_absent=lambda step: not plan.gossips or plan.churn.is_absent(name, step, seed=plan.seed),
-            seed=plan.seed,
-        )
-        await node.enter(donor)
-        self.nodes[name] = node
-        self.stages[stage].append(node)
-        batches = self.material.batches(name, replica=number, batch_size=spec.pipeline.microbatch) if not stage else ()
-        node.begin(self._machine(node), batches)
-        return node
-
-    def _machine(self, node: StageNode) -> Head | Replica:
-        spec, rooms = self.spec, self.plan.num_rooms(self.spec)
-        batch_tokens = spec.train.batch_size * (spec.data.sequence_length - 1)
-        shared = {"num_stages": self.plan.num_stages, "batch_tokens": batch_tokens, "rng": node.rng}
-        shared |= {"rule": spec.pipeline.routing, "progress": node.progress}
-        if node.stage == 0:
-            return Head(peer_id=node.name, max_in_flight=rooms, first_number=0, **shared)
-        return Replica(stage=node.stage, heads=self.networks[0].listed, num_rooms=rooms, **shared)
-
-    def _flops_per_s(self) -> float:
-        """Return the FLOP/s of a peer at speed 1."""
-        sizes, spec = self.sizes, self.spec
-        flops = 0.75 * sizes.num_blocks * sizes.block.flops + sizes.vocabulary.flops  # without recomputation
-        return flops * spec.train.batch_size * spec.data.sequence_length / self.plan.step_s
-
-    def _candidates(self, node: StageNode, stage: int) -> list[str]:
-        """Return the peers of a stage from which a node draws those to which it sends."""
-        listed = [name for name in self.networks[stage].listed if name not in node.unreachable]
-        return listed[node.number % len(listed) :][:1] if self.plan.paths == "fixed" and listed else listed
-
-    def _sinks(self, head: StageNode) -> list[str]:
-        """Return the replicas of the last stage that have a stream to this head, no matter which end opened it."""
-        if self.plan.paths == "fixed":
-            return sorted(head.ring.chosen)
-        callers = {node.name for node in self.living(self.plan.num_stages - 1) if head.name in node.ring.chosen}
-        return sorted(callers.union(head.ring.chosen))
-
-    # churn
+    async def _start(self, stage: int, number: int, donor: StageNode | None = None) -> None:
+        await StageNode(self, stage, number).begin(donor)
 
     async def _at(self, event: Event) -> None:
         await asyncio.sleep(event.at_s)
@@ -223,10 +333,9 @@ class StagedSwarm:
             case "join":
                 await self._join(event.stage, event.replica)
             case "leave" if node:
-                node.leave()
+                await node.leave()
             case "crash" if node:
-                node.vanish()
-                await node.stop()
+                await node.vanish()
                 await asyncio.sleep(LISTED_S)
                 self.networks[node.stage].listed.pop(node.name, None)
 
@@ -234,33 +343,19 @@ class StagedSwarm:
         donors = self.living(stage)
         if not donors:
             return
-        donor = self.rng.choice(donors)
+        donor = self._rng.choice(donors)
         rate = min(self.plan.link(stage, number).down_mbit_s, self.plan.link(stage, donor.number).up_mbit_s)
         await asyncio.sleep(donor.state_bytes / (rate * 1e6 / 8))
-        if donor.progress >= 1:
-            return  # training is over; a head that has no step to close would never finish
-        self.neighbours(await self._start(stage, number, donor))
-
-    # the end
-
-    async def _until_heads_finish(self) -> None:
-        num_losses = -1
-        while not all(node.has_finished.is_set() for node in self.stages[0]):
-            if len(self.losses_s) == num_losses:
-                raise SettingsError(f"no microbatch passed through the pipeline for {STUCK_S:.0f} virtual seconds")
-            num_losses = len(self.losses_s)
-            await self._wait(self.stages[0], STUCK_S)
-
-    async def _until_replicas_finish(self) -> None:
-        """Wait for the replicas. A replica that receives no end mark finishes when it forgets the heads."""
-        await self._wait([node for stage in range(1, self.plan.num_stages) for node in self.living(stage)], VOTE_S)
+        if donor.progress < 1:  # a head that has no step to close would never finish
+            await self._start(stage, number, donor)
 
     async def _wait(self, nodes: Sequence[StageNode], timeout_s: float) -> None:
         """Wait until all nodes have finished, or until the timeout."""
         tasks = [asyncio.create_task(node.has_finished.wait()) for node in nodes]
-        _, waiting = await asyncio.wait(tasks, timeout=timeout_s)
-        for task in waiting:
-            task.cancel()
+        if tasks:
+            _, waiting = await asyncio.wait(tasks, timeout=timeout_s)
+            for task in waiting:
+                task.cancel()
 
     async def _close(self, node: StageNode) -> None:
         await node.close()

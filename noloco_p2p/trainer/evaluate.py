@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -22,7 +22,6 @@ def evaluate_loss(
     batches: Sequence[Tensor],
     *,
     progress: Progress | None = None,
-    logits: Callable[[nn.Module, Tensor], Tensor] = causal_lm_logits,
     logits_bytes: int = LOGITS_BYTES,
 ) -> float:
     """Return the mean cross-entropy in nats per predicted token.
@@ -31,42 +30,31 @@ def evaluate_loss(
     batch. The first token of a sequence is not predicted.
 
     With a large vocabulary, logits take up most of the memory. A batch is therefore split until the logits of one pass
-    take at most `logits_bytes`, or belong to a single sequence. `logits` is a function that returns logits of shape
-    (batch, sequence, vocabulary).
+    take at most `logits_bytes`, or belong to a single sequence.
 
     This function draws no random numbers and leaves the model unchanged. It synchronises with the device only once, at
     the end.
     """
     assert batches, "there are no batches to evaluate on"
     device = next(model.parameters()).device
+    vocabulary = max((each.num_embeddings for each in model.modules() if isinstance(each, nn.Embedding)), default=1)
     num_predicted = 0
     losses: list[Tensor] = []
     task = (progress or Progress()).task("evaluating", unit="batches")
     with evaluating(model), torch.no_grad(), task as report:
         for index, batch in enumerate(batches):
             report(index, len(batches))
-            for part in batch.to(device).split(_rows_at_once(model, batch.shape[1], logits_bytes)):
-                losses.append(_summed_loss(logits(model, part), part))
+            rows_at_once = max(1, logits_bytes // (4 * batch.shape[1] * vocabulary))  # the same on all ranks
+            for part in batch.to(device).split(rows_at_once):
+                # Slicing the logits would copy them, so the last token of each row gets an ignored target instead.
+                targets = torch.full_like(part, IGNORED)
+                targets[:, :-1] = part[:, 1:]
+                logits = causal_lm_logits(model, part).flatten(0, 1).float()
+                losses.append(cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum"))
             num_predicted += batch[:, 1:].numel()
         total = sum(torch.stack(losses).tolist())
         report(len(batches), len(batches))
     return total / num_predicted
-
-
-def _rows_at_once(model: nn.Module, sequence_length: int, logits_bytes: int) -> int:
-    """Return the number of sequences per pass. It depends only on sizes, so that all ranks get the same number."""
-    vocabulary = max((each.num_embeddings for each in model.modules() if isinstance(each, nn.Embedding)), default=1)
-    return max(1, logits_bytes // (4 * sequence_length * vocabulary))
-
-
-def _summed_loss(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Return the sum of the cross-entropy over the predicted tokens.
-
-    Slicing the logits would copy them, so the last token of each row gets an ignored target instead.
-    """
-    targets = torch.full_like(tokens, IGNORED)
-    targets[:, :-1] = tokens[:, 1:]
-    return cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
 def perplexity(loss: float) -> float:

@@ -17,11 +17,11 @@ from torch import Tensor
 from transformers import ByT5Tokenizer, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
-from noloco_p2p.data.feed import BYTE_OFFSET
+from noloco_p2p.data.encoder import BYTE_OFFSET
 from noloco_p2p.errors import CheckpointError, SettingsError
 from noloco_p2p.spec import ModelSpec, TrainerSpec
 from noloco_p2p.trainer.lora import has_adapters, merged_weights, save_adapters
-from noloco_p2p.trainer.model import build_on_meta, build_tokenizer, configured_for_export, quiet, save_config
+from noloco_p2p.trainer.model import build_on_meta, build_tokenizer, configure_for_export, quiet, save_config
 
 
 def export_model(
@@ -33,8 +33,13 @@ def export_model(
     are written, in peft's format. The folder appears atomically. Raises SettingsError if `folder` exists and is not
     empty, and CheckpointError if it cannot be written.
     """
-    with new_folder(folder) as partial:
-        _write(model, tokenizer, partial, adapters_of)
+    configure_for_export(model, tokenizer)
+    with new_folder(folder) as partial, quiet():
+        if adapters_of:
+            save_adapters(model, adapters_of.lora, partial, base=adapters_of.pretrained)
+        else:
+            model.save_pretrained(partial, state_dict=merged_weights(model) if has_adapters(model) else None)
+        _for_export(tokenizer).save_pretrained(partial)
     return folder
 
 
@@ -67,7 +72,8 @@ class StageShards:
         tokenizer = build_tokenizer(spec.data, folders=folders)
         index = {"metadata": {"total_size": self._num_bytes}, "weight_map": dict(sorted(self._file_of.items()))}
         (self._folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-        with quiet(), configured_for_export(model, tokenizer):
+        configure_for_export(model, tokenizer)
+        with quiet():
             save_config(model, self._folder)
             _for_export(tokenizer).save_pretrained(self._folder)
 
@@ -106,19 +112,6 @@ def check_export_folder(folder: Path) -> None:
         )
 
 
-def _write(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, adapters_of: ModelSpec | None
-) -> None:
-    with quiet(), configured_for_export(model, tokenizer):
-        if adapters_of:
-            save_adapters(model, adapters_of.lora, folder, base=adapters_of.pretrained)
-        elif has_adapters(model):
-            model.save_pretrained(folder, state_dict=merged_weights(model))
-        else:
-            model.save_pretrained(folder)
-        _for_export(tokenizer).save_pretrained(folder)
-
-
 def _for_export(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
     """Return a tokenizer that other programs can load.
 
@@ -129,7 +122,10 @@ def _for_export(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
         return tokenizer
     special = [tokenizer.pad_token, tokenizer.eos_token, tokenizer.unk_token]
     vocabulary = {str(token): number for number, token in enumerate(special)}
-    vocabulary |= {letter: BYTE_OFFSET + byte for byte, letter in enumerate(_letters())}
+    # `ByteLevel` writes a byte that is printable in Latin-1 as itself, and the others as the characters from 256 on.
+    printable, others = {*range(33, 127), *range(161, 173), *range(174, 256)}, iter(range(256, 512))
+    letters = [chr(byte if byte in printable else next(others)) for byte in range(256)]
+    vocabulary |= {letter: BYTE_OFFSET + byte for byte, letter in enumerate(letters)}
     coder = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token=tokenizer.unk_token))
     coder.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     coder.decoder = decoders.ByteLevel()
@@ -139,13 +135,3 @@ def _for_export(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
         eos_token=tokenizer.eos_token,
         unk_token=tokenizer.unk_token,
     )
-
-
-def _letters() -> list[str]:
-    """Return the character that `ByteLevel` writes for each byte.
-
-    A byte that is printable in Latin-1 stands for itself. The other bytes get the characters from 256 on, in order.
-    """
-    seen = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = iter(range(256, 512))
-    return [chr(byte if byte in seen else next(others)) for byte in range(256)]

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from noloco_p2p.devices import describe, peak_bytes
 from noloco_p2p.telemetry.metrics import Metrics
-from noloco_p2p.trainer.model import attention_size
 
 # Peak rates for dense bf16 on the matrix cores, in flops per second, from the vendors' data sheets. Each key is a part
 # of a device's name, and the first match is used. Without a match, no MFU is reported, because it would be a guess.
@@ -97,7 +96,8 @@ def flops_per_token(model: nn.Module, *, sequence_length: int) -> float:
     for param in model.parameters():
         if id(param) not in embedded or id(param) in multiplied:
             flops += param.numel() * (6 if param.requires_grad else 4)
-    layers, width = attention_size(model)
+    config = getattr(getattr(model, "base_model", model), "config", None)
+    layers, width = getattr(config, "num_hidden_layers", 0), getattr(config, "hidden_size", 0)
     return flops + 6.0 * layers * width * sequence_length
 
 

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 class InnerStep:
     """The inner optimization of one model, on the device of its parameters.
 
-    A step consists of any number of `backward` calls and one `update`. `loss` is a function that returns the mean loss
+    A step consists of a `backward` and an `update`. `loss` is a function that returns the mean loss
     over the sequences of a batch on the model's device, with its autograd graph.
 
     `micro_batch` is the number of sequences per forward and backward pass, or 0 for a whole batch. Gradients are summed
@@ -72,25 +72,14 @@ class InnerStep:
         return loss
 
     def backward(self, batch: Tensor, *, seed: int | None = None) -> Tensor:
-        """Add the gradients of one batch to the existing ones, and return its loss on the device.
+        """Compute the gradients of one batch in place of any earlier ones, and return its loss on the device.
 
-        If this method raises an exception, the gradients of earlier batches are unchanged. To ensure this, the
-        gradients of the batch are first computed in separate memory. `seed` seeds the model's random draws (dropout),
-        so that a step is the same after a restart.
-
-        If an accelerator runs out of memory, the number of sequences per pass is halved from then on. Raises ModelError
-        if a single sequence does not fit.
+        `seed` seeds the model's random draws (dropout), so that a step is the same after a restart. If an accelerator
+        runs out of memory, the number of sequences per pass is halved from then on. Raises ModelError if a single
+        sequence does not fit.
         """
-        earlier = [(param, param.grad) for param in self.trainable.values() if param.grad is not None]
         self._forget()
-        try:
-            return self._backward_alone(batch, seed=seed)
-        except BaseException:
-            self._forget()  # drop the gradients of a part of the batch
-            raise
-        finally:
-            for param, gradient in earlier:
-                param.grad = gradient if param.grad is None else gradient.add_(param.grad)
+        return self._backward_alone(batch, seed=seed)
 
     def update(self, *, progress: float) -> None:
         """Clip the gradients, update the parameters with the learning rate at `progress`, and drop the gradients.
@@ -108,14 +97,6 @@ class InnerStep:
     def forget(self) -> None:
         """Drop the gradients."""
         self._forget()
-
-    def probe(self, batch: Tensor) -> Tensor:
-        """Drop all gradients, and return the loss of one forward and backward pass.
-
-        The caller must drop the new gradients with `forget`.
-        """
-        self.forget()
-        return self.backward(batch)
 
     def loss(self, batch: Tensor) -> Tensor:
         """Return the loss with its autograd graph. `batch` must be on the device of the model."""

@@ -15,7 +15,7 @@ import shutil
 import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,7 +28,7 @@ from noloco_p2p.net.client import GrpcTransport
 from noloco_p2p.net.session import Session
 from noloco_p2p.outer.checkpoint import Checkpoint, Checkpoints
 from noloco_p2p.outer.flat import FlatParameters
-from noloco_p2p.outer.robust_mean import leave_out_far, robust_mean
+from noloco_p2p.outer.robust_mean import RobustMean, leave_out_far, robust_mean
 from noloco_p2p.outer.saved_state import STATE_FILE, check_layout
 from noloco_p2p.outer.state_checks import WEIGHTS, check_vectors, read_state, vectors_of
 from noloco_p2p.peer.run_folder import check_checkpoint_folder, stage_folder
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+Judge = Callable[[Mapping[str, Tensor]], RobustMean]
 COMPARED = 5  # states from which a fork picks the one in the middle; two of them may be forged
 
 
@@ -172,49 +173,82 @@ class LiveRun:
             if stage not in held:
                 raise Unreachable(_nobody(self.spec, stage))
 
-    async def mean(self, stage: int | None, *, sample: int | None) -> TakenState:
-        """Return the mean over all live peers, or over `sample` peers drawn at random, without outlying states.
+    async def take(self, stage: int | None, *, sample: int | None, judge: Judge = robust_mean) -> TakenState:
+        """Fetch the states of all live peers, or of `sample` peers drawn at random, and return what `judge` makes of
+        them.
 
         In a run with stages, only the peers of `stage` count. Raises Unreachable if no peer serves a state, and
-        CheckpointError if it cannot be decided which states are wrong.
-        """
-        async with self._fetched(stage, sample=sample) as fetched:
-            mean = await asyncio.to_thread(robust_mean, fetched.states)
-            return fetched.take(mean.weights, len(mean.admitted), far=mean.left_out, shortened=mean.shortened)
-
-    async def state_in_the_middle(self, stage: int | None) -> TakenState:
-        """Fetch COMPARED states of live peers, and return the one nearest to their coordinate-wise median.
-
-        This raises the same errors as `mean`.
-        """
-        async with self._fetched(stage, sample=COMPARED) as fetched:
-            distances, far = await asyncio.to_thread(leave_out_far, fetched.states)
-            nearest = min(distances.of_each, key=distances.of_each.__getitem__)
-            return fetched.take(fetched.states[nearest].clone(), 1, far=far)
-
-    @asynccontextmanager
-    async def _fetched(self, stage: int | None, *, sample: int | None) -> AsyncIterator[_Fetched]:
-        """Fetch the states of `sample` live peers, or of all if `sample` is None.
-
-        Raises Unreachable if no peer provides one.
+        CheckpointError if it cannot be decided which states are wrong, or if the disk is full.
         """
 
         def live() -> list[Candidate]:
             return [peer for peer in self._live() if stage is None or peer.stage == stage]
 
-        spec, transport = self.spec, self._transport
-        with tempfile.TemporaryDirectory(prefix="noloco-states-") as folder:
-            peers = [peer for peer in live() if peer.can_be_called]
-            self._shuffle(peers)
-            admission = StateAdmission(spec, transport, live=live)
-            fetched = _Fetched(spec, _build(spec, stage, self.folders), stage=stage, refused=admission.refused)
-            try:
-                await _fetch(fetched, transport, peers, admission, Path(folder), sample=sample, progress=self.progress)
-            except OSError as error:
-                raise CheckpointError(f"the states fetched from peers cannot be written to {folder}: {error}") from None
-            if not fetched.states:
-                raise Unreachable(fetched.why_none(len(peers)))
-            yield fetched
+        spec = self.spec
+        model = _build(spec, stage, self.folders)
+        parameters = FlatParameters(model)
+        num_bytes = state_file_bytes(parameters.num_elements, spec.outer)
+        admission = StateAdmission(spec, self._transport, live=live)
+        peers = [peer for peer in live() if peer.can_be_called]
+        self._shuffle(peers)
+        wanted = min(sample or len(peers), len(peers))
+        states: dict[str, Tensor] = {}  # memory-mapped
+        num_asked = 0
+        with (
+            tempfile.TemporaryDirectory(prefix="noloco-states-") as folder,
+            self.progress.task("fetching states", unit="peers") as report_peers,
+        ):
+            _check_room(Path(folder), wanted * num_bytes, num_peers=wanted)
+            for peer in peers:
+                report_peers(len(states), wanted)
+                if len(states) == wanted:
+                    break
+                num_asked += 1
+                target = Path(folder, f"{num_asked}.safetensors")
+                try:
+                    with self.progress.task(f"fetching the state of {named(peer.peer_id)}", unit="bytes") as report:
+                        manifest = await fetch_state(
+                            self._transport,
+                            [peer],
+                            layout=parameters.layout(),
+                            num_elements=parameters.num_elements,
+                            num_bytes=num_bytes,
+                            target=target,
+                            admission=admission,
+                            on_progress=report,
+                        )
+                except OSError as error:
+                    why = f"the states fetched from peers cannot be written to {folder}: {error}"
+                    raise CheckpointError(why) from None
+                if manifest:
+                    states[peer.peer_id] = read_state(target, vectors_of(spec.outer, parameters.num_elements))[WEIGHTS]
+                else:
+                    forget(target)
+            report_peers(len(states), wanted)
+            if not states:
+                raise Unreachable(_nobody(spec, stage) if not peers else _no_state(spec, stage, peers, admission))
+            found = await asyncio.to_thread(judge, states)
+        left_out = {peer: why for peer, why in admission.refused.items() if peer not in states}
+        num_silent = num_asked - len(states) - len(left_out)
+        for peer, share in found.left_out.items():
+            distance = f"{_percent(share)} of the median's norm"
+            left_out[peer] = f"its weights are too far from the median of the peers ({distance})"
+        return TakenState(
+            spec,
+            model,
+            found.weights,
+            len(found.admitted),
+            num_silent,
+            left_out=left_out,
+            shortened=found.shortened,
+        )
+
+
+def state_in_the_middle(states: Mapping[str, Tensor]) -> RobustMean:
+    """Return the state nearest to the coordinate-wise median. Raises the same errors as `robust_mean`."""
+    distances, far = leave_out_far(states)
+    nearest = min(distances.of_each, key=distances.of_each.__getitem__)
+    return RobustMean(states[nearest].clone(), [nearest], far, {})
 
 
 @asynccontextmanager
@@ -232,51 +266,6 @@ async def live_run(ticket: Ticket, *, progress: Progress, folders: Mapping[str, 
         yield LiveRun(spec, transport, live=directory.live, progress=progress, folders=folders)
 
 
-@dataclass(slots=True)
-class _Fetched:
-    """States in temporary files. `states` maps each peer to its weights, which are memory-mapped."""
-
-    spec: TrainerSpec
-    model: PreTrainedModel
-    _: KW_ONLY
-    stage: int | None
-    states: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
-    refused: Mapping[str, str]
-    num_asked: int = 0
-
-    def take(
-        self,
-        weights: Tensor,
-        num_peers: int,
-        *,
-        far: Mapping[str, float],
-        shortened: Mapping[str, float] | None = None,
-    ) -> TakenState:
-        refused = {peer: why for peer, why in self.refused.items() if peer not in self.states}
-        distant = {
-            peer: f"its weights are too far from the median of the peers ({_percent(share)} of the median's norm)"
-            for peer, share in far.items()
-        }
-        num_silent = self.num_asked - len(self.states) - len(refused)
-        return TakenState(
-            self.spec,
-            self.model,
-            weights,
-            num_peers,
-            num_silent,
-            left_out=refused | distant,
-            shortened=shortened or {},
-        )
-
-    def why_none(self, num_peers: int) -> str:
-        if not num_peers:
-            return _nobody(self.spec, self.stage)
-        refused = "; ".join(f"{named(peer)}: {why}" for peer, why in self.refused.items())
-        return f"none of the {num_peers} live peers of {_part(self.spec, self.stage)} provided a usable state" + (
-            f" ({refused})" if refused else "; try again in a minute"
-        )
-
-
 def _part(spec: TrainerSpec, stage: int | None) -> str:
     return spec.name if stage is None else f"stage {stage} of {spec.name}"
 
@@ -289,47 +278,11 @@ def _percent(share: float) -> str:
     return f"{100 * share:.3g} %"
 
 
-async def _fetch(
-    fetched: _Fetched,
-    transport: Transport,
-    peers: Sequence[Candidate],
-    admission: StateAdmission,
-    folder: Path,
-    *,
-    sample: int | None,
-    progress: Progress,
-) -> None:
-    """Fetch states from one peer after another until `sample` of them have been admitted.
-
-    Raises CheckpointError if there is not enough disk space.
-    """
-    parameters, wanted = FlatParameters(fetched.model), min(sample or len(peers), len(peers))
-    num_bytes = state_file_bytes(parameters.num_elements, fetched.spec.outer)
-    _check_room(folder, wanted * num_bytes, num_peers=wanted)
-    with progress.task("fetching states", unit="peers") as report_peers:
-        for peer in peers:
-            report_peers(len(fetched.states), wanted)
-            if len(fetched.states) == wanted:
-                break
-            fetched.num_asked += 1
-            target = folder / f"{fetched.num_asked}.safetensors"
-            with progress.task(f"fetching the state of {named(peer.peer_id)}", unit="bytes") as report:
-                manifest = await fetch_state(
-                    transport,
-                    [peer],
-                    layout=parameters.layout(),
-                    num_elements=parameters.num_elements,
-                    num_bytes=num_bytes,
-                    target=target,
-                    admission=admission,
-                    on_progress=report,
-                )
-            if manifest:
-                expected = vectors_of(fetched.spec.outer, parameters.num_elements)
-                fetched.states[peer.peer_id] = read_state(target, expected)[WEIGHTS]
-            else:
-                forget(target)
-        report_peers(len(fetched.states), wanted)
+def _no_state(spec: TrainerSpec, stage: int | None, peers: Sequence[Candidate], admission: StateAdmission) -> str:
+    refused = "; ".join(f"{named(peer)}: {why}" for peer, why in admission.refused.items())
+    return f"none of the {len(peers)} live peers of {_part(spec, stage)} provided a usable state" + (
+        f" ({refused})" if refused else "; try again in a minute"
+    )
 
 
 def _check_room(folder: Path, num_bytes: int, *, num_peers: int) -> None:

@@ -204,38 +204,19 @@ def causal_lm_logits(model: nn.Module, tokens: Tensor) -> Tensor:
     return model(input_ids=tokens).logits
 
 
-def attention_size(model: nn.Module) -> tuple[int, int]:
-    """Return the number of layers and the width of a transformers model or stage, or zeros for any other model."""
-    config = getattr(getattr(model, "base_model", model), "config", None)
-    return getattr(config, "num_hidden_layers", 0), getattr(config, "hidden_size", 0)
-
-
-@contextmanager
-def configured_for_export(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
-    """Inside a `with` block, configure the model for other programs.
-
-    The key-value cache, which training disables, is switched on, and the token ids of the tokenizer are set.
-    """
-    use_cache = model.config.use_cache
+def configure_for_export(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Configure the model for other programs, with the key-value cache that training disables."""
     model.config.use_cache = True
     for config in (model.config, model.generation_config):
         config.eos_token_id, config.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
-    try:
-        yield
-    finally:
-        model.config.use_cache = use_cache
 
 
 def save_config(model: PreTrainedModel, folder: Path) -> None:
-    """Write everything that `save_pretrained` writes, except for the weights.
-
-    The weights are written elsewhere, in fp32.
-    """
+    """Write what `save_pretrained` writes, except for the weights, which are written elsewhere, in fp32."""
     model.config.dtype = "float32"
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
-    if model.can_generate():
-        model.generation_config.save_pretrained(folder)
+    model.generation_config.save_pretrained(folder)
 
 
 @contextmanager

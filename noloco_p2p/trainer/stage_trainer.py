@@ -10,41 +10,34 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from torch import Tensor
 
-from noloco_p2p.data.prefetch import Prefetcher
 from noloco_p2p.devices import free_memory
 from noloco_p2p.errors import Left, SettingsError
-from noloco_p2p.flow.head import Head
 from noloco_p2p.flow.limits import num_rooms
-from noloco_p2p.flow.replica import Replica
 from noloco_p2p.gossip.seams import Candidate
-from noloco_p2p.net.flow_link import PayloadSizes
 from noloco_p2p.outer.checkpoint import Checkpoints
-from noloco_p2p.outer.noloco import NoLoCo
 from noloco_p2p.peer.peer import Peer
 from noloco_p2p.peer.run_folder import stage_folder
 from noloco_p2p.peer.stage_flow import StagePlan
-from noloco_p2p.peer.threaded_flow import FlowCounts
 from noloco_p2p.spec import TrainerSpec
 from noloco_p2p.telemetry.console import count, numbered_stages
 from noloco_p2p.trainer.base import TrainerBase
 from noloco_p2p.trainer.compute import Compute, choose_device
 from noloco_p2p.trainer.cut import cut_of
-from noloco_p2p.trainer.gauges import Gauges, RecentSpeed
+from noloco_p2p.trainer.gauges import RecentSpeed
 from noloco_p2p.trainer.inner_step import InnerStep
 from noloco_p2p.trainer.model import build_tokenizer, check_vocabulary
-from noloco_p2p.trainer.needs import Needs, estimate
-from noloco_p2p.trainer.pipeline import StageLoop
+from noloco_p2p.trainer.needs import Needs
 from noloco_p2p.trainer.revive import revive
 from noloco_p2p.trainer.stage import Stage, build_stage, train_of_stage
 from noloco_p2p.trainer.stage_choice import Fitting, draw_stage, missing_stages, needier_stage
 from noloco_p2p.trainer.stage_needs import StageNeeds
-from noloco_p2p.trainer.stage_work import StageWork
+from noloco_p2p.trainer.stage_work import StageLoop
 from noloco_p2p.trainer.start import has_start, load_start
 
 log = logging.getLogger(__name__)
 
+TURN_S = 0.1  # the longest wait for a task
 LOOK_S = 1.0  # shortest time between two checks of everything except the tasks
 LEAVE_S = 15.0  # time limit for finishing the current tasks before the peer leaves or pauses
 LAST_EVALUATION_S = 120.0
@@ -68,43 +61,31 @@ class StageTrainer(TrainerBase):
         spec, settings = TrainerSpec.of(peer.spec), peer.settings
         super().__init__(peer, spec, say=say)
         self.device = choose_device(settings.device)
-        if settings.threads:
-            torch.set_num_threads(settings.threads)
         peer.stages.look_around()
         self._fitting = Fitting.of(StageNeeds.as_cut(spec, folders=settings.models), settings)
         self.stage = self._choose() if stage is None else stage
+        self.line_begins = f"stage {self.stage} | "
         peer.metrics.loss = peer.metrics.validation_loss = None  # they belong to the stage before a switch
         self.switches_to: int | None = None  # another stage, which needs this peer more
         peer.stages.hold(self.stage)
+        folder = stage_folder(peer.run_folder, self.stage)
+        revives = Checkpoints(folder, keep=settings.keep_checkpoints).newest() is None and self._wait_for_state()
         compute = Compute.of(settings, num_ranks=1)
-        checkpoints = Checkpoints(stage_folder(peer.run_folder, self.stage), keep=settings.keep_checkpoints)
-        revives = checkpoints.newest() is None and self._wait_for_state()
         with peer.progress.task(f"building stage {self.stage}"):
             built = self._build(compute, revives=revives)
-        self.work = StageWork(built, spec)
-        self.batches: Prefetcher | None = None
-        self.validation: list[Tensor] = []
         if built.is_head:
-            self._read_data(built)
+            tokenizer = build_tokenizer(spec.data, folders=settings.models)
+            check_vocabulary(built.model, tokenizer)
+            self._open_data(tokenizer, batch_size=spec.pipeline.microbatch)
+            self.validation = [batch for batch in self.validation if len(batch) == spec.pipeline.microbatch]
         self.inner_step = InnerStep(built.model, train_of_stage(spec), compute)
-        self.outer = NoLoCo(
-            built.model,
-            self.inner_step,
-            peer,
-            save_every_s=0.0,
-            checkpoints=checkpoints,
-            meta=self._meta,
-            follows_caller=not built.is_head,
-        )
-        if self.outer.resumed:
-            self._resume(self.outer.resumed)
-        elif not self.outer.entered:
+        self._enter(folder, follows_caller=not built.is_head)
+        if not self.outer.resumed and not self.outer.entered:
             if revives:
                 self.outer.progress = median([other.progress for other in peer.stages.members()] or [0.0])
             self._begin_fork(is_revived=revives)
-        length = spec.data.sequence_length
-        self.gauges = Gauges(built.model, self.device, sequence_length=length)
-        self._microbatch_tokens = spec.pipeline.microbatch * length
+        self.work = StageLoop(built, spec, self.inner_step, self.outer)
+        self._microbatch_tokens = spec.pipeline.microbatch * spec.data.sequence_length
         self._begun = peer.metrics.microbatches, peer.metrics.lost_microbatches, peer.metrics.late_microbatches
         self._loss_before = 0.0, 0
         self._evaluates_until_s: float | None = None
@@ -151,15 +132,6 @@ class StageTrainer(TrainerBase):
         torch.nn.Module.to(stage.model, self.device)  # transformers' own `to` has an unusable type
         return stage
 
-    def _read_data(self, built: Stage) -> None:
-        """On a head, open the training data as microbatches, and read the held-out sequences as whole microbatches."""
-        microbatch = self.spec.pipeline.microbatch
-        tokenizer = build_tokenizer(self.spec.data, folders=self.peer.settings.models)
-        check_vocabulary(built.model, tokenizer)
-        is_pinned = self.device.type == "cuda"
-        self.batches, validation = self._open_data(tokenizer, batch_size=microbatch, pin_memory=is_pinned)
-        self.validation = [batch for batch in validation if len(batch) == microbatch]
-
     def _wait_for_state(self) -> bool:
         """Wait for a peer of this stage if this peer cannot start the stage itself.
 
@@ -200,25 +172,14 @@ class StageTrainer(TrainerBase):
 
         The speed is measured with a few microbatches.
         """
-        settings, spec = self.peer.settings, self.spec
-        microbatches = -(-spec.train.batch_size // spec.pipeline.microbatch)
-        num_parameters = sum(param.numel() for param in self.inner_step.trainable.values())
+        spec = self.spec
         microbatch_s = self.work.probe()
-        self.inner_step.forget()
         self.peer.metrics.capacity = self._microbatch_tokens / microbatch_s
         self.say(
             f"stage {self.stage} of {spec.pipeline.stages}{' (head)' if self.stage == 0 else ''}: "
             f"this machine processes {count(self.peer.metrics.capacity)} tokens/s"
         )
-        return estimate(
-            spec,
-            num_parameters=num_parameters,
-            step_s=microbatch_s * microbatches,
-            folder=settings.state_dir,
-            compute=self.inner_step.compute,
-            device=self.device,
-            keep_checkpoints=settings.keep_checkpoints,
-        )
+        return self._needs(microbatch_s * -(-spec.train.batch_size // spec.pipeline.microbatch))
 
     # training
 
@@ -227,108 +188,77 @@ class StageTrainer(TrainerBase):
 
         Returns the checkpoint that was written at the end, or None if it could not be written.
         """
-        peer, metrics = self.peer, self.peer.metrics
-        max_steps = peer.settings.max_steps
-        first_step = metrics.step
-        last_step = None if max_steps is None else first_step + max_steps
+        peer, resumed_at = self.peer, self.peer.metrics.step
         place = {"peer_id": peer.peer_id, "address": peer.address, "stage": self.stage}
-        self.events.write("started", **place, resumed_at=metrics.step)
+        self.events.write("started", **place, resumed_at=resumed_at)
         self._begin()
         self._evaluate()
         self.work.stage.model.train()
         self._forget_speed()
-        self._begin_time()
-        while self._loop.turn() and not self._is_leaving and metrics.step != last_step:
-            self._look()
-            if peer.pause_requested.is_set():
-                self._pause()
+        self._run(self._step, measure=self._measure, evaluate=self._evaluate)
         if not self.finished:
             self._settle()
-        elif metrics.step > first_step and not peer.leave_requested.is_set():
+        elif peer.metrics.step > resumed_at and not peer.leave_requested.is_set():
             self._close()
             self._last_evaluation()
-        if self.batches:
-            self.batches.close()
         if self.switches_to is not None:
             self.outer.pause()  # otherwise this peer would swap weights of this stage with peers of the other one
-            self.peer.announce("paused")  # no peer sends to it until it has entered the other stage
-            self.peer.stages.stop_flow()
+            peer.announce("paused")  # no peer sends to it until it has entered the other stage
+            peer.stages.stop_flow()
         return self._finish()
-
-    @property
-    def _is_leaving(self) -> bool:
-        return self.peer.leave_requested.is_set() or self.switches_to is not None
 
     def serve(self) -> None:
         """Compute the tasks that other peers still send after the end of the run, until this peer is asked to leave."""
         while not self.peer.leave_requested.is_set():
-            self._loop.turn()
+            self._turn()
 
     def _begin(self) -> None:
         spec, work = self.spec, self.work
-        self._flow = self.peer.stages.start_flow(
-            StagePlan(
-                self.stage,
-                spec.pipeline.stages,
-                self._machine(),
-                work,
-                PayloadSizes(work.forward_bytes, work.backward_bytes),
-                microbatch_tokens=spec.pipeline.microbatch * (spec.data.sequence_length - 1),
-                batches=self.batches,
-            )
-        )
-        self._loop = StageLoop(self._flow, work, self.inner_step, self.outer)
-
-    def _machine(self) -> Head | Replica:
-        spec, rng = self.spec, random.SystemRandom()
         tokens = spec.data.sequence_length - 1
         rooms = num_rooms(
             memory_bytes=int(ROOM_SHARE * free_memory()),
-            microbatch_bytes=2 * self.work.forward_bytes + self.work.backward_bytes,
+            microbatch_bytes=2 * work.forward_bytes + work.backward_bytes,
             batch_tokens=spec.train.batch_size * tokens,
             microbatch_tokens=spec.pipeline.microbatch * tokens,
         )
-        stages, rule, batch_tokens = spec.pipeline.stages, spec.pipeline.routing, spec.train.batch_size * tokens
-        if self.stage == 0:
-            return Head(
-                peer_id=self.peer.peer_id,
-                num_stages=stages,
-                max_in_flight=rooms,
-                batch_tokens=batch_tokens,
-                first_number=int(1000 * time.time()),
-                rng=rng,
-                rule=rule,
-                progress=self.outer.progress,
-            )
-        return Replica(
-            stage=self.stage,
-            num_stages=stages,
-            heads=self.peer.stages.heads,
-            num_rooms=rooms,
-            batch_tokens=batch_tokens,
-            rng=rng,
-            rule=rule,
-            progress=self.outer.progress,
-        )
+        plan = StagePlan(spec, self.stage, work, rooms, self.outer.progress, self.batches)
+        self._flow = self.peer.stages.start_flow(plan)
 
-    def _look(self) -> None:
-        """About once a second, update the counters, look for missing stages, and check on a running evaluation."""
-        now_s = time.monotonic()
-        if now_s - self._looked_s < self._look_s:
-            return
-        self._looked_s = now_s
-        self._count(self._flow.counts)
-        self._note_speed()
-        if self._loop.microbatch_s:
-            self.peer.metrics.capacity = self._microbatch_tokens / self._loop.microbatch_s
-        if self.work.loss_tokens > self._loss_before[1]:
-            self.peer.metrics.loss = self._loss_since()
-        missing = missing_stages(self.peer.stages.members(), own=self.stage, num_stages=self.spec.pipeline.stages)
-        if missing != self._missing:
-            self._tell_missing(missing)
-        self._look_at_evaluation()
-        self._look_for_need(missing)
-        self._do_what_is_due()
+    def _turn(self) -> bool:
+        """Compute the next task, or wait briefly for one.
+
+        Returns False once no head is training. After that, a peer still serves heads that evaluate. Raises any error of
+        a head's data source.
+        """
+        if self._flow.turn(TURN_S):
+            return True
+        if self._flow.is_over:
+            self.work.finish()
+        return not self._flow.is_over
+
+    def _step(self) -> bool:
+        """Compute a task, and about once a second look at everything else. Return False at the end of training."""
+        goes_on = self._turn()
+        now_s, metrics = time.monotonic(), self.peer.metrics
+        if now_s - self._looked_s >= self._look_s:
+            self._looked_s = now_s
+            if self.work.loss_tokens > self._loss_before[1]:
+                metrics.loss = self._loss_since()
+            self._count()
+            missing = missing_stages(self.peer.stages.members(), own=self.stage, num_stages=self.spec.pipeline.stages)
+            if missing != self._missing:
+                self._missing = missing
+                self.peer.stages.wait_for(missing)
+                waits = f"waiting for {numbered_stages(missing)}, which no peer holds"
+                self.say(waits if missing else "every stage has a peer")
+            self._look_at_evaluation()
+            self._look_for_need(missing)
+        if self.peer.pause_requested.is_set():
+            self._settle()
+            self._wait_while_paused()
+            self._forget_speed()
+            self._flow.rejoin()
+        return goes_on and self.switches_to is None
 
     def _look_for_need(self, missing: Sequence[int]) -> None:
         """Switch to a stage that needs this peer more, if it still does after a random wait."""
@@ -345,33 +275,21 @@ class StageTrainer(TrainerBase):
             self.say(f"switching to stage {target}, which needs this peer more than stage {self.stage} does")
             self.switches_to = target
 
-    def _tell_missing(self, missing: list[int]) -> None:
-        self._missing = missing
-        self.peer.stages.wait_for(missing)
-        waits = f"waiting for {numbered_stages(missing)}, which no peer holds"
-        self.say(waits if missing else "every stage has a peer")
-
-    def _count(self, counts: FlowCounts) -> None:
-        metrics, (done, lost, late) = self.peer.metrics, self._begun
-        self._count_tokens((done + counts.done - metrics.microbatches) * self._microbatch_tokens)
+    def _count(self) -> None:
+        """Update the counters, the speed and the capacity."""
+        metrics, counts, (done, lost, late) = self.peer.metrics, self._flow.counts, self._begun
+        metrics.tokens = (metrics.tokens or 0) + (done + counts.done - metrics.microbatches) * self._microbatch_tokens
         metrics.microbatches, metrics.lost_microbatches = done + counts.done, lost + counts.lost
         metrics.late_microbatches, metrics.queue = late + counts.late, counts.held
+        steps_per_s, done_per_s = self._speed.at(time.monotonic(), self.work.steps, counts.done)
+        metrics.inner_steps_per_s, metrics.tokens_per_s = steps_per_s, done_per_s * self._microbatch_tokens
+        if self.work.microbatch_s:
+            metrics.capacity = self._microbatch_tokens / self.work.microbatch_s
 
-    # reports
-
-    def _num_mates(self) -> int:
-        return self.peer.stages.num_mates()
-
-    def _line_begins(self) -> str:
-        return f"stage {self.stage} | "
-
-    def _data(self) -> Prefetcher | None:
-        return self.batches
-
-    def _mean_loss(self) -> float | None:
-        loss = self._loss_since()
+    def _measure(self) -> None:
+        self.peer.metrics.loss = self._loss_since()
         self._loss_before = self.work.loss_sum, self.work.loss_tokens
-        return loss
+        self._count()
 
     def _loss_since(self) -> float | None:
         """On a head, return the mean loss since the last report, or the last known loss if there is none."""
@@ -379,17 +297,8 @@ class StageTrainer(TrainerBase):
         tokens = self.work.loss_tokens - tokens_before
         return (self.work.loss_sum - sum_before) / tokens if tokens else self.peer.metrics.loss
 
-    def _take_gauges(self) -> None:
-        waited_s = self.batches.waited_s if self.batches else 0.0
-        self.gauges.take(self.peer.metrics, gradient_norm=self.inner_step.gradient_norm, waited_s=waited_s)
-        self._count(self._flow.counts)
-
-    def _note_speed(self) -> None:
-        steps, done = self._speed.at(time.monotonic(), self._loop.steps, self._flow.counts.done)
-        self.peer.metrics.inner_steps_per_s, self.peer.metrics.tokens_per_s = steps, done * self._microbatch_tokens
-
     def _forget_speed(self) -> None:
-        self._speed = RecentSpeed(time.monotonic(), self._loop.steps, self._flow.counts.done)
+        self._speed = RecentSpeed(time.monotonic(), self.work.steps, self._flow.counts.done)
 
     # evaluation
 
@@ -417,16 +326,10 @@ class StageTrainer(TrainerBase):
             if time.monotonic() > self._evaluates_until_s:
                 log.warning("the last evaluation was abandoned because other stages did not answer")
                 return
-            self._loop.turn()
+            self._turn()
             self._look_at_evaluation()
 
     # leaving
-
-    def _pause(self) -> None:
-        self._settle()
-        self._wait_while_paused()
-        self._forget_speed()
-        self._flow.rejoin()
 
     def _settle(self) -> None:
         """Accept no new tasks, and finish the current tasks if that does not take long.
@@ -436,5 +339,5 @@ class StageTrainer(TrainerBase):
         self._flow.leave()
         until_s = time.monotonic() + LEAVE_S
         while time.monotonic() < until_s and not self._flow.is_idle:
-            self._loop.turn()
+            self._turn()
         self.inner_step.forget()

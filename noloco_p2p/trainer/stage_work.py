@@ -1,12 +1,13 @@
 """Compute the tasks of one stage in a pipeline, and encode and decode the tensors that travel between stages.
 
 One thread computes, and only that thread touches weights. Other threads may call `check`, `decoded` and `encoded` at
-the same time, because these do not touch weights. A caller with a single thread can use `run`, which decodes, computes
-and encodes.
+the same time, because these do not touch weights. The pipeline never stops for a swap: half-differences are added to
+the weights between two tasks.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,13 +18,20 @@ from torch import Tensor
 
 from noloco_p2p.codec.activations import LARGEST, ActivationCodec, get_activation_codec
 from noloco_p2p.codec.base import refused_value, within
-from noloco_p2p.flow.actions import Compute, Kind
+from noloco_p2p.devices import empty_cache, is_out_of_memory
+from noloco_p2p.flow.node import MicrobatchLost, Task
+from noloco_p2p.flow.rooms import Kind
+from noloco_p2p.flow.steps import FINAL_MARK
+from noloco_p2p.outer.noloco import NoLoCo
 from noloco_p2p.spec import TrainerSpec
 from noloco_p2p.trainer.evaluate import evaluating
 from noloco_p2p.trainer.inner_step import InnerStep
 from noloco_p2p.trainer.rms_gate import RmsGate
 from noloco_p2p.trainer.stage import Stage, dropout_seed
 
+log = logging.getLogger(__name__)
+
+SMOOTHING = 0.1  # weight of a new measurement of the duration of a task
 CODABLE = LARGEST / 2  # every codec can represent magnitudes up to this one, although int8 rounds its scales up
 
 
@@ -51,11 +59,6 @@ class StageWork:
     def backward_bytes(self) -> int:
         return self._gradients.num_bytes(self._shape)
 
-    def run(self, task: Compute) -> memoryview | None:
-        """Compute a task, and return the payload of the next frame. Raises ValueError if the result is not finite."""
-        result = self.compute(self.decoded(task))
-        return None if result is None else self.encoded(task.kind, result)
-
     def probe(self) -> float:
         """Measure the time for one microbatch on this machine twice, and return the shorter time in seconds.
 
@@ -79,7 +82,7 @@ class StageWork:
         """Raise CorruptPayload, or its subclass NotFinite, if a payload cannot be decoded."""
         (self._gradients if is_backward else self._activations).check(payload, shape=self._shape)
 
-    def decoded(self, task: Compute) -> Compute:
+    def decoded(self, task: Task) -> Task:
         """Return the task with its payloads decoded to tensors on the device of the stage.
 
         Raises CorruptPayload if a payload cannot be decoded, or if its values are far larger or smaller than usual.
@@ -93,10 +96,10 @@ class StageWork:
             self.activation_gate.admit(data)
         return replace(task, data=data, received=received)
 
-    def compute(self, task: Compute) -> Tensor | None:
+    def compute(self, task: Task) -> Tensor | None:
         """Compute the content of the next frame, with the shape (sequences, tokens, hidden).
 
-        Returns None for a BACKWARD task of the head, and for a LOSS task of an evaluation. Raises ValueError if the
+        Returns None for a BACKWARD task of the head, and for a LOSS task of an evaluation. Raises MicrobatchLost if the
         result is non-finite or larger than a codec can represent.
         """
         inputs, received = task.data, task.received
@@ -169,7 +172,75 @@ class StageWork:
         return codec.decode(data, shape=self._shape, dtype=torch.float32, device=self.stage.device)
 
 
+class StageLoop(StageWork):
+    """The work of a peer that trains a stage, which includes its inner steps.
+
+    `outer` swaps with replicas of the same stage. The progress of a head follows from its own steps, while an inner
+    replica follows the progress of the heads.
+    """
+
+    def __init__(self, stage: Stage, spec: TrainerSpec, inner: InnerStep, outer: NoLoCo) -> None:
+        super().__init__(stage, spec)
+        self.steps = 0
+        self._inner, self._outer = inner, outer
+        self._task_s: dict[Kind, float] = {}  # smoothed duration of each kind of task
+        self._has_finished = outer.progress >= FINAL_MARK
+
+    @property
+    def microbatch_s(self) -> float | None:
+        """The compute time of a microbatch at this stage in seconds, or None before the first one."""
+        return sum(self._task_s.values()) if Kind.BACKWARD in self._task_s else None
+
+    def compute(self, task: Task) -> Tensor | None:
+        """Compute as `StageWork` does. Raises MicrobatchLost also if the accelerator runs out of memory."""
+        began_s = time.monotonic()
+        try:
+            result = super().compute(task)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            log.warning("a microbatch was lost because the accelerator ran out of memory")
+            error.__traceback__ = None  # it would keep the activations in memory
+            empty_cache(self.stage.device)
+            raise MicrobatchLost("the accelerator ran out of memory") from None
+        seconds = time.monotonic() - began_s
+        before = self._task_s.get(task.kind, seconds)
+        self._task_s[task.kind] = before + SMOOTHING * (seconds - before)
+        return result
+
+    def close_step(self, num_tokens: int, progress: float | None) -> float:
+        """Take an inner step, and return the progress of this peer."""
+        if self._has_finished or not num_tokens:  # this stage has finished, and a head is late
+            self._inner.forget()
+        else:
+            self.close(self._inner, num_tokens, progress=self._outer.progress)
+            self.steps += 1
+            self._advance(progress)
+        return self._outer.progress
+
+    def finish(self) -> None:
+        """Take the last step without gradients, because nothing was counted here since the step before."""
+        if not self._has_finished:
+            self._advance(FINAL_MARK)
+
+    def _advance(self, progress: float | None) -> None:
+        """Count one inner step, and set the progress to `progress` if this peer follows the heads.
+
+        The progress is set last, because a replica that was away must first notice that it is behind and fetch the
+        state of another replica.
+        """
+        outer = self._outer
+        outer.step()
+        if progress is not None:
+            outer.progress = progress
+        self._has_finished = outer.progress >= FINAL_MARK
+        if self._has_finished:
+            outer.hold_progress()  # otherwise a partner that is behind would move a finished head backwards
+
+
 def _finite(values: Tensor) -> Tensor:
     if not within(values, lowest=-CODABLE, highest=CODABLE):
-        raise refused_value(values.flatten(), name="a pipeline codec")
+        error = refused_value(values.flatten(), name="a pipeline codec")
+        log.error("a microbatch was lost: %s", error)
+        raise MicrobatchLost(str(error))
     return values

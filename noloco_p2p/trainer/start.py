@@ -83,15 +83,9 @@ def load_start(model: nn.Module, start: str, *, state_dir: Path) -> None:
 
     Raises ModelError if the state is damaged or belongs to another model.
     """
-    if not start:
+    if not start or not (folder := _folder(start, state_dir)).exists():
         return
-    parameters = FlatParameters(model)
-    if (folder := _folder(start, state_dir)).exists():
-        parameters.take(_named(parameters, start, folder))
-
-
-def _named(parameters: FlatParameters, start: str, folder: Path) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
+    parameters, found = FlatParameters(model), dict[str, Tensor]()
     try:
         listed = (folder / DIGESTS).read_bytes()
         for path in folder.glob("*.safetensors"):
@@ -102,20 +96,17 @@ def _named(parameters: FlatParameters, start: str, folder: Path) -> dict[str, Te
         raise ModelError(f"{folder} cannot be read: {error}") from None
     digests = json.loads(listed) if _digest(listed) == start else {}
     if not digests or any(content_digest(values) != digests.get(name) for name, values in found.items()):
-        raise _damaged(folder)
+        raise ModelError(
+            f"{folder} is damaged: its digest differs from model.start; remove it and run `noloco fork` again"
+        )
     for name, param in parameters.named:
         if name not in found or found[name].shape != param.shape:
             has = f"the shape {list(found[name].shape)}" if name in found else "no values"
-            raise _other_sizes(f"{name} has the shape {list(param.shape)} in this spec, but {has} in model.start")
-    return found
-
-
-def _damaged(path: Path) -> ModelError:
-    return ModelError(f"{path} is damaged: its digest differs from model.start; remove it and run `noloco fork` again")
-
-
-def _other_sizes(what: str) -> ModelError:
-    return ModelError(f"{what}; a fork cannot change the sizes of the model")
+            raise ModelError(
+                f"{name} has the shape {list(param.shape)} in this spec, but {has} in model.start; a fork cannot "
+                "change the sizes of the model"
+            )
+    parameters.take(found)
 
 
 def _digest(listed: bytes) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -53,7 +54,14 @@ def evaluate_swarm(
     with progress.task("merging", unit="stages") as report:
         for number, of_stage in enumerate(folders):
             report(number, len(folders))
-            states = _read(of_stage, stage=number if spec.pipeline.stages > 1 else None)
+            stage = number if spec.pipeline.stages > 1 else None
+            states: list[TakenState] = []
+            for folder in of_stage:
+                with suppress(CheckpointError):  # a peer may have been killed before its first checkpoint
+                    states.append(from_checkpoint(folder, stage=stage))
+            if not states:
+                what = "" if stage is None else f"of stage {stage} "
+                raise CheckpointError(f"no peer {what}has written a checkpoint")
             replicas = [state.weights for state in states]
             mean = _mean(replicas)
             parts |= FlatParameters(states[0].model).by_name(mean)
@@ -63,9 +71,7 @@ def evaluate_swarm(
     FlatParameters(model).take(parts)
     batches = _held_out(spec, bindings=bindings or {}, models={}, progress=progress)
     loss = evaluate_loss(model, batches, progress=progress)
-    return SwarmEvaluation(
-        spec, model, {}, loss, _share(math.hypot(*distances), math.hypot(*norms)), sum(map(len, batches))
-    )
+    return SwarmEvaluation(spec, model, {}, loss, math.hypot(*distances) / math.hypot(*norms), sum(map(len, batches)))
 
 
 def evaluate_each(
@@ -109,24 +115,7 @@ def evaluate_each(
 def spread(replicas: Sequence[Tensor], mean: Tensor) -> float:
     """Return sqrt(mean_i |phi_i - mean|^2) / |mean|, where phi_i are the replicas."""
     squares = [float((replica - mean).square().sum()) for replica in replicas]
-    return _share((sum(squares) / len(squares)) ** 0.5, float(mean.norm()))
-
-
-def _share(distance: float, norm: float) -> float:
-    return distance / max(norm, 1e-12)
-
-
-def _read(folders: Sequence[Path], *, stage: int | None) -> list[TakenState]:
-    """Return the state of each peer that has a checkpoint. Raises CheckpointError if no peer has one."""
-    states: list[TakenState] = []
-    for folder in folders:
-        try:
-            states.append(from_checkpoint(folder, stage=stage))
-        except CheckpointError:
-            continue  # a peer that was killed before its first checkpoint
-    if not states:
-        raise CheckpointError(f"no peer {'' if stage is None else f'of stage {stage} '}has written a checkpoint")
-    return states
+    return (sum(squares) / len(squares)) ** 0.5 / max(float(mean.norm()), 1e-12)
 
 
 def _mean(replicas: Sequence[Tensor]) -> Tensor:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from noloco_p2p.errors import SettingsError
 from noloco_p2p.telemetry.console import named
@@ -18,13 +18,8 @@ from noloco_p2p.telemetry.metrics import numbers
 
 log = logging.getLogger(__name__)
 
-
-class Tracker(Protocol):
-    """A service that receives metrics by name at an inner step. Its methods may raise any error of its library."""
-
-    def log(self, values: Mapping[str, float], *, step: int) -> None: ...
-
-    def close(self) -> None: ...
+# Logs metrics by name at an inner step, and closes the tracker. Both may raise any error of the tracker's library.
+Tracker = tuple[Callable[[dict[str, float], int], object], Callable[[], object]]
 
 
 class Trackers:
@@ -40,10 +35,9 @@ class Trackers:
         for name in names:
             try:
                 if name == "tensorboard":
-                    made[name] = TensorBoard(folder / "tensorboard")
+                    made[name] = _tensorboard(folder / "tensorboard")
                 else:
-                    wandb = importlib.import_module("wandb")
-                    made[name] = WeightsAndBiases(wandb, folder, run=run, peer_id=peer_id, config=config)
+                    made[name] = _wandb(folder, run=run, peer_id=peer_id, config=config)
             except ImportError:
                 raise SettingsError(
                     f"--tracker {name} requires a package that is not installed: pip install {name}"
@@ -58,59 +52,49 @@ class Trackers:
         Values that are still unknown or are not numbers are left out.
         """
         values = numbers(metrics)
-        for name, tracker in list(self._trackers.items()):
+        for name, (log_values, _) in list(self._trackers.items()):
             try:
-                tracker.log(values, step=int(metrics["step"]))
+                log_values(values, int(metrics["step"]))
             except Exception as error:  # noqa: BLE001 - network, disk, service: a tracker must not stop training
                 log.error("%s failed and will not receive further metrics of this run: %s", name, error)
                 del self._trackers[name]
 
     def close(self) -> None:
-        for name, tracker in self._trackers.items():
+        for name, (_, close) in self._trackers.items():
             try:
-                tracker.close()
+                close()
             except Exception as error:  # noqa: BLE001 - as above
                 log.error("%s could not be closed: %s", name, error)
         self._trackers.clear()
 
 
-class TensorBoard:
-    """A tracker that writes event files to `folder`, where a resumed run appends to them."""
+def _tensorboard(folder: Path) -> Tracker:
+    """Write event files to `folder`, where a resumed run appends to them."""
+    from torch.utils.tensorboard import SummaryWriter
 
-    def __init__(self, folder: Path) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+    writer = SummaryWriter(str(folder))
 
-        self._writer = SummaryWriter(str(folder))
-
-    def log(self, values: Mapping[str, float], *, step: int) -> None:
+    def log_values(values: dict[str, float], step: int) -> None:
         for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()
+            writer.add_scalar(name, value, step)
+        writer.flush()
 
-    def close(self) -> None:
-        self._writer.close()
+    return log_values, writer.close
 
 
-class WeightsAndBiases:
-    """A tracker that sends metrics to W&B. Each peer has its own W&B run, and all peers of a run share a group.
+def _wandb(folder: Path, *, run: str, peer_id: str, config: Mapping[str, Any]) -> Tracker:
+    """Start a W&B run of this peer. All peers of a run share a group.
 
     Environment variables such as WANDB_PROJECT and WANDB_MODE apply.
     """
-
-    def __init__(self, wandb: Any, folder: Path, *, run: str, peer_id: str, config: Mapping[str, Any]) -> None:
-        """Start the W&B run. `wandb` is the imported library."""
-        self._run = wandb.init(
-            dir=str(folder),
-            id=f"{run}-{peer_id[-12:]}",
-            name=f"{run} {named(peer_id)}",
-            group=run,
-            config=dict(config),
-            resume="allow",
-            settings=wandb.Settings(console="off", silent=True),
-        )
-
-    def log(self, values: Mapping[str, float], *, step: int) -> None:
-        self._run.log(dict(values), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
+    wandb = importlib.import_module("wandb")
+    started = wandb.init(
+        dir=str(folder),
+        id=f"{run}-{peer_id[-12:]}",
+        name=f"{run} {named(peer_id)}",
+        group=run,
+        config=dict(config),
+        resume="allow",
+        settings=wandb.Settings(console="off", silent=True),
+    )
+    return started.log, started.finish

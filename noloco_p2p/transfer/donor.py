@@ -1,6 +1,7 @@
 """A donor serves newcomers the run spec, the layout of its model and, in chunks, its newest saved state.
 
-The state is read from a file, never from live tensors. `slots.py` limits the number of newcomers served at a time.
+The state is read from a file, never from live tensors. A donor serves two newcomers at a time, and refuses others as
+BUSY with a retry time.
 """
 
 from __future__ import annotations
@@ -8,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import AsyncGenerator, Sequence
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from itertools import pairwise
@@ -33,7 +35,10 @@ from noloco_p2p.gossip.frames import (
 )
 from noloco_p2p.gossip.layout import MAX_LAYOUT_BYTES, ModelLayout
 from noloco_p2p.spec import OuterSpec, Spec
-from noloco_p2p.transfer.slots import UploadSlots
+
+NUM_SLOTS = 2  # each further upload would slow down the others and the donor's swaps
+STALLED_S = 30.0  # an upload that accepts no chunk for this long loses its slot to the next caller
+RETRY_S = 10.0  # after which a newcomer that found no free slot asks again
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +63,12 @@ def describe_state(path: Path, *, layout: str, num_elements: int, progress: floa
 class StateServer:
     """Serves the spec, the layout of this peer's model and its newest saved state, as soon as they are set."""
 
-    def __init__(self, spec: Spec | None = None) -> None:
+    def __init__(self, spec: Spec | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.spec = spec
         self.layout: ModelLayout | None = None
         self.saved: SavedState | None = None
-        self._slots = UploadSlots()
+        self._clock = clock
+        self._uploads: dict[object, float] = {}  # the time at which each upload began to send its last chunk
 
     async def serve(self, want: FetchWant) -> AsyncGenerator[FetchItem]:
         """Yield the response to a request. Raises PeerError if the request cannot be served.
@@ -71,11 +77,17 @@ class StateServer:
         """
         match want:
             case WantSpec():
-                yield self._spec_json()
+                if self.spec is None:
+                    raise Refused("I have no spec yet", code=RefuseCode.NO_STATE.name)
+                yield SpecJson(self.spec.canonical_json())
             case WantManifest():
                 yield self._saved().manifest
             case WantLayout():
-                yield self._layout_json()
+                data = self.layout.as_json() if self.layout else b""
+                if not 0 < len(data) <= MAX_LAYOUT_BYTES:
+                    why = "my list of tensors is too long" if data else "I have no model yet"
+                    raise Refused(why, code=RefuseCode.NO_STATE.name)
+                yield LayoutJson(data)
             case WantChunks(manifest_digest, indices):
                 saved = self._saved()
                 if saved.manifest.digest() != manifest_digest:
@@ -83,18 +95,6 @@ class StateServer:
                 async with aclosing(self._chunks(saved, indices)) as chunks:
                     async for chunk in chunks:
                         yield chunk
-
-    def _spec_json(self) -> SpecJson:
-        if self.spec is None:
-            raise Refused("I have no spec yet", code=RefuseCode.NO_STATE.name)
-        return SpecJson(self.spec.canonical_json())
-
-    def _layout_json(self) -> LayoutJson:
-        data = self.layout.as_json() if self.layout else b""
-        if not 0 < len(data) <= MAX_LAYOUT_BYTES:
-            why = "my list of tensors is too long" if data else "I have no model yet"
-            raise Refused(why, code=RefuseCode.NO_STATE.name)
-        return LayoutJson(data)
 
     def _saved(self) -> SavedState:
         if self.saved is None:
@@ -106,14 +106,33 @@ class StateServer:
             raise CorruptPayload("chunks must be requested in ascending order and without duplicates")
         if indices and indices[-1] >= len(saved.manifest.chunk_digests):
             raise CorruptPayload(f"chunk {indices[-1]} does not exist")
+        self._free_stalled_slots()
+        if len(self._uploads) >= NUM_SLOTS:
+            raise _busy(f"I am already serving {NUM_SLOTS} newcomers")
+        upload = object()
         try:
-            with self._slots.take(len(indices)) as upload, saved.path.open("rb") as file:
-                for index in indices:  # a newer checkpoint may remove the file, but the open file stays readable
+            with saved.path.open("rb") as file:  # a newer checkpoint may remove the file, but it stays readable
+                for index in indices:
+                    self._uploads[upload] = self._clock()
                     start, stop = saved.manifest.chunk_range(index)
                     yield StateChunk(index, await asyncio.to_thread(os.pread, file.fileno(), stop - start, start))
-                    self._slots.took(upload)
+                    if upload not in self._uploads:
+                        raise _busy(f"you took no chunk for {STALLED_S:.0f} s, so your slot went to another newcomer")
         except OSError as error:
             raise Unreachable(f"the state file cannot be read: {error}") from None
+        finally:
+            self._uploads.pop(upload, None)
+
+    def _free_stalled_slots(self) -> None:
+        """Free the slots of stalled uploads if all are in use. They wait for the network, and end when it moves."""
+        if len(self._uploads) >= NUM_SLOTS:
+            self._uploads = {
+                upload: moved_s for upload, moved_s in self._uploads.items() if self._clock() - moved_s <= STALLED_S
+            }
+
+
+def _busy(sentence: str) -> Refused:
+    return Refused(sentence, code=RefuseCode.BUSY.name, retry_after_s=RETRY_S)
 
 
 def state_file_bytes(num_elements: int, outer: OuterSpec) -> int:

@@ -11,10 +11,9 @@ import logging
 import math
 import random
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -24,7 +23,6 @@ from noloco_p2p.errors import CheckpointError, CorruptPayload, PeerError, Refuse
 from noloco_p2p.gossip.frames import (
     MAX_CHUNKS_PER_REQUEST,
     STATE_CHUNK_BYTES,
-    FetchItem,
     RefuseCode,
     SpecJson,
     StateChunk,
@@ -45,26 +43,12 @@ log = logging.getLogger(__name__)
 GIVING = ("training", "paused", "done")  # peers in these states may have a saved state to serve
 
 
-@dataclass(frozen=True, slots=True)
-class FetchLimits:
-    """The limits that a newcomer applies to its donors.
-
-    A busy donor asks for a pause before the next request, and `least_retry_s` and `longest_retry_s` bound that pause.
-    Rates are measured over `window_s`. A donor is slow if its rate is below `fast_bytes_per_s` and the whole state
-    would take longer than `whole_state_s`. If no chunk arrives for `idle_s` because donors are busy, the newcomer
-    returns to a slow donor or gives up. It requests at most `chunks_per_call` chunks at once.
-    """
-
-    least_retry_s: float = 1.0
-    longest_retry_s: float = 30.0
-    window_s: float = 60.0
-    whole_state_s: float = 3600.0
-    fast_bytes_per_s: float = 1e6
-    idle_s: float = 600.0
-    chunks_per_call: int = MAX_CHUNKS_PER_REQUEST
-
-
-INTERNET = FetchLimits()
+RETRY_S = (1.0, 30.0)  # the bounds of the pause before a busy donor is asked again
+WINDOW_S = 60.0  # over which a rate is measured
+ASSUMED_BYTES_PER_S = 1e6  # the rate of a donor that has not been measured
+SLOW = 0.25  # a donor is left if its rate is less than this share of the rate of another donor
+PATIENCE_S = 600.0  # without a chunk, while all donors are busy
+CHUNKS_PER_CALL = MAX_CHUNKS_PER_REQUEST
 
 
 class Admission(Protocol):
@@ -100,19 +84,25 @@ async def fetch_spec(transport: Transport, donors: Sequence[Candidate], *, expec
     )
 
 
-async def fetch_manifest(transport: Transport, donor: Candidate) -> StateManifest:
-    """Fetch the manifest of the state that a peer serves. Raises PeerError if the peer does not send it."""
-    return await ask(transport, donor, WantManifest(), StateManifest)
-
-
 def can_give(peer: Candidate) -> bool:
     """Return whether a peer can be called and may have a saved state that it can serve."""
     return peer.can_be_called and peer.state in GIVING
 
 
+class _TooSlow(PeerError):
+    """Another donor may be much faster."""
+
+
+@dataclass(eq=False, slots=True)
+class _Donor:
+    peer: Candidate
+    bytes_per_s: float = ASSUMED_BYTES_PER_S
+    ask_at_s: float = 0.0  # a busy donor is not asked before
+
+
 async def fetch_state(
     transport: Transport,
-    donors: Sequence[Candidate],
+    peers: Sequence[Candidate],
     *,
     layout: str,
     num_elements: int,
@@ -121,223 +111,130 @@ async def fetch_state(
     admission: Admission,
     newer_than: float = -math.inf,
     live: Callable[[], Sequence[Candidate]] = tuple,
-    may_end_busy: bool = True,
+    patience_s: float = PATIENCE_S,
     on_progress: Report = ignore,
-    on_wait: Callable[[bool], None] = lambda waits: None,
-    limits: FetchLimits = INTERNET,
     clock: Callable[[], float] = time.monotonic,
 ) -> StateManifest | None:
     """Fetch the state of a live peer and write it to `target`.
 
-    The donors are asked in the given order, followed by the peers that `live` lists at that time. Busy donors are asked
-    again until one has a free slot. Slow donors are abandoned, and the fastest of them is used only if no other donor
-    can serve the state. If a donor dies, the verified chunks are kept. If this program dies, they are kept in `target`
-    for an hour. A state that fails `admission` is discarded.
+    One donor is asked at a time, the fastest first. Donors that have not been measured are asked in the order of
+    `peers`, followed by the peers that `live` lists at that time. Busy donors are asked again until one has a free
+    slot, or until no chunk has arrived for `patience_s`. A donor that turns out to be slow is left if another may be
+    much faster. If a donor dies, the verified chunks are kept. If this program dies, they are kept in `target` for an
+    hour. A state that fails `admission` is discarded.
 
     `layout`, `num_elements` and `num_bytes` describe this peer's own state file. A state that differs is refused before
-    any chunk is fetched. A donor serves the last state that it saved, whose progress must exceed `newer_than`. If
-    `may_end_busy` is false, busy donors are asked again until the caller's deadline. `on_progress` is called with the
-    number of verified bytes and the total. `on_wait` is called with True when all donors are busy, and with False when
-    a chunk arrives.
+    any chunk is fetched. A donor serves the last state that it saved, whose progress must exceed `newer_than`.
+    `on_progress` is called with the number of verified bytes and the total.
 
     Returns the manifest of the donor that sent the last chunk, or None if no donor has a matching state. Raises OSError
     if `target` cannot be written.
     """
-    async with KeptChunks(target, num_bytes=num_bytes) as kept:
-        fetch = _Fetch(
-            transport,
-            kept,
-            layout=layout,
-            num_elements=num_elements,
-            num_bytes=num_bytes,
-            target=target,
-            admission=admission,
-            newer_than=newer_than,
-            live=live,
-            may_end_busy=may_end_busy,
-            on_progress=on_progress,
-            on_wait=on_wait,
-            limits=limits,
-            clock=clock,
-        )
-        return await fetch.run(donors)
+    kept = await asyncio.to_thread(KeptChunks, target, num_bytes=num_bytes)
+    on_progress(kept.done_bytes, num_bytes)
+    donors = [_Donor(peer) for peer in peers]
+    known = {peer.peer_id for peer in peers}
+    moved_s, num_waits = clock(), 0
 
+    def free_donors() -> list[_Donor]:
+        """Return the donors that can be asked now, including the peers that have just entered the swarm."""
+        new = [peer for peer in live() if can_give(peer) and peer.peer_id not in known]
+        known.update(peer.peer_id for peer in new)
+        donors.extend(map(_Donor, new))
+        return [donor for donor in donors if donor.ask_at_s <= clock()]
 
-class DonorRate:
-    """Measures the rate of one donor over all calls to it. Callers supply the current time as an argument."""
+    def is_slow(donor: _Donor) -> bool:
+        return donor.bytes_per_s < SLOW * max((other.bytes_per_s for other in free_donors()), default=0.0)
 
-    def __init__(self, num_bytes: int, limits: FetchLimits) -> None:
-        self._num_bytes = num_bytes  # the size of the whole state
-        self._limits = limits
-        self._began_s: float | None = None
-        self._received = 0
+    def told(num_done: int) -> None:
+        nonlocal moved_s, num_waits
+        moved_s, num_waits = clock(), 0
+        on_progress(num_done, num_bytes)
 
-    def too_slow_s(self, num_bytes: int, now_s: float) -> float | None:
-        """Record a chunk. If the donor is too slow, return the seconds that the whole state would take."""
-        if self._began_s is None:  # the time at which the first chunk was requested is unknown
-            self._began_s = now_s
-            return None
-        self._received += num_bytes
-        elapsed_s = now_s - self._began_s
-        if elapsed_s < self._limits.window_s:
-            return None
-        rate = self._received / elapsed_s
-        self._began_s, self._received = now_s, 0
-        whole_s = self._num_bytes / rate
-        return whole_s if rate < self._limits.fast_bytes_per_s and whole_s > self._limits.whole_state_s else None
-
-
-class _Slow(Exception):
-    """The rate of a donor is below the minimum."""
-
-    def __init__(self, whole_s: float) -> None:
-        super().__init__(f"too slow: fetching the whole state would take {whole_s / 3600:.1f} h")
-        self.whole_s = whole_s
-
-
-@dataclass
-class _Fetch:
-    """One fetch of a state.
-
-    `busy` maps each busy donor to the time at which to ask it again. `slow` maps each slow donor to the seconds that it
-    would need for the whole state.
-    """
-
-    transport: Transport
-    kept: KeptChunks
-    _: KW_ONLY
-    layout: str
-    num_elements: int
-    num_bytes: int
-    target: Path
-    admission: Admission
-    newer_than: float
-    live: Callable[[], Sequence[Candidate]]
-    may_end_busy: bool
-    on_progress: Report
-    on_wait: Callable[[bool], None]
-    limits: FetchLimits
-    clock: Callable[[], float]
-    to_ask: deque[Candidate] = field(default_factory=deque[Candidate], init=False)
-    busy: dict[Candidate, float] = field(default_factory=dict[Candidate, float], init=False)
-    slow: dict[Candidate, float] = field(default_factory=dict[Candidate, float], init=False)
-    rates: dict[str, DonorRate] = field(default_factory=dict[str, DonorRate], init=False)
-    known: set[str] = field(default_factory=set[str], init=False)
-    moved_s: float = field(default=0.0, init=False)  # when the last chunk arrived
-
-    async def run(self, donors: Sequence[Candidate]) -> StateManifest | None:
-        self.on_progress(self.kept.done_bytes, self.num_bytes)
-        self.moved_s = self.clock()
-        self._add(donors)
-        while True:
-            may_be_slow = False
-            donor = await self._next()
-            if donor is None:
-                if not self.slow:
-                    return None
-                donor, may_be_slow = min(self.slow, key=self.slow.__getitem__), True
-                del self.slow[donor]
-            if manifest := await self._try(donor, may_be_slow=may_be_slow):
-                await self.kept.finish()
-                return manifest
-
-    def _add(self, donors: Sequence[Candidate]) -> None:
-        self.to_ask.extend(donor for donor in donors if donor.peer_id not in self.known)
-        self.known |= {donor.peer_id for donor in donors}
-
-    async def _next(self) -> Candidate | None:
-        """Return the next donor, waiting while all are busy, or None if only slow donors are left."""
-        while not self.to_ask:
-            self._add([peer for peer in self.live() if can_give(peer)])
-            if self.to_ask or not self.busy:
-                break
-            is_idle = self.clock() - self.moved_s > self.limits.idle_s
-            if is_idle and (self.slow or self.may_end_busy):
-                break
-            self.on_wait(True)
-            donor = min(self.busy, key=self.busy.__getitem__)
-            pause_s = max(self.busy.pop(donor) - self.clock(), 0.0)
+    while True:
+        free = free_donors()
+        if not free:
+            if not donors or clock() - moved_s > patience_s:
+                return None
+            if not num_waits:
+                log.info("all peers that can give their state are busy; waiting until one has a free slot")
+            num_waits += 1
+            pause_s = min(donor.ask_at_s for donor in donors) - clock()
             await asyncio.sleep(pause_s * random.uniform(1.0, 1.2))  # so that newcomers do not all ask at the same time
-            self.to_ask.append(donor)
-        return self.to_ask.popleft() if self.to_ask else None
-
-    async def _try(self, donor: Candidate, *, may_be_slow: bool) -> StateManifest | None:
-        """Fetch from `donor`, and return its manifest if the state is then complete and admitted."""
-        is_whole = not self.kept.done_bytes  # no chunk is from another donor
+            continue
+        donor = max(free, key=lambda each: each.bytes_per_s)
+        donors.remove(donor)
+        began_bytes = kept.done_bytes
         try:
-            manifest = await self._manifest(donor)
-            await self._chunks(donor, manifest, may_be_slow=may_be_slow)
-        except _Slow as slow:
-            log.info("switching from %s to another donor: %s", donor.address, slow)
-            self.slow[donor] = slow.whole_s
+            manifest = await ask(transport, donor.peer, WantManifest(), StateManifest)
+            shape = (manifest.layout, manifest.num_elements, manifest.num_bytes)
+            num_chunks = -(-num_bytes // STATE_CHUNK_BYTES)
+            if shape != (layout, num_elements, num_bytes) or len(manifest.chunk_digests) != num_chunks:
+                raise CorruptPayload("its state belongs to another model or has the wrong size")
+            if manifest.progress <= newer_than:
+                raise PeerError("its last saved state is no newer than this peer's state")
+            await admission.check_position(donor.peer, manifest)
+            await _fetch_chunks(transport, donor, manifest, kept, is_slow=is_slow, on_chunk=told, clock=clock)
+            await admission.check_state(donor.peer, manifest, target)
         except (CheckpointError, CorruptPayload) as error:
-            self._refuse(donor, error)
+            log.warning("could not fetch the state from %s: %s", donor.peer.address, error)
+            admission.refuse(donor.peer, str(error))
+            if not kept.missing:
+                kept.start_over()
+                if began_bytes:  # the fault may be in a chunk of another donor
+                    donors.insert(0, donor)
         except PeerError as error:
-            log.info("could not fetch the state from %s: %s; %s", donor.address, error, self._missing())
+            log.info(
+                "could not fetch the state from %s: %s; chunks still missing: %d",
+                donor.peer.address,
+                error,
+                len(kept.missing),
+            )
             if isinstance(error, Refused) and error.code == RefuseCode.BUSY.name:
-                retry_s = max(self.limits.least_retry_s, min(error.retry_after_s, self.limits.longest_retry_s))
-                self.busy[donor] = self.clock() + retry_s
+                least, most = RETRY_S
+                donor.ask_at_s = clock() + max(least, min(error.retry_after_s, most))
+                donors.append(donor)
+            elif isinstance(error, _TooSlow):
+                donors.append(donor)
         else:
-            if not self.kept.missing and await self._is_admitted(donor, manifest, is_whole=is_whole):
-                return manifest
-        return None
+            await asyncio.to_thread(kept.finish)
+            return manifest
 
-    async def _is_admitted(self, donor: Candidate, manifest: StateManifest, *, is_whole: bool) -> bool:
-        """Return whether the state passes the check, and discard it otherwise.
 
-        If other donors sent parts of a discarded state, this donor is asked again.
-        """
-        try:
-            await self.admission.check_state(donor, manifest, self.target)
-        except CheckpointError as error:
-            self._refuse(donor, error)
-            self.kept.start_over()
-            if not is_whole:
-                self.to_ask.appendleft(donor)
-            return False
-        return True
+async def _fetch_chunks(
+    transport: Transport,
+    donor: _Donor,
+    manifest: StateManifest,
+    kept: KeptChunks,
+    *,
+    is_slow: Callable[[_Donor], bool],
+    on_chunk: Callable[[int], None],
+    clock: Callable[[], float],
+) -> None:
+    """Fetch the missing chunks from one donor, in as many calls as needed, and measure its rate.
 
-    def _refuse(self, donor: Candidate, error: Exception) -> None:
-        log.warning("could not fetch the state from %s: %s; %s", donor.address, error, self._missing())
-        self.admission.refuse(donor, str(error))
-
-    def _missing(self) -> str:
-        return f"chunks still missing: {len(self.kept.missing)}"
-
-    async def _manifest(self, donor: Candidate) -> StateManifest:
-        manifest = await fetch_manifest(self.transport, donor)
-        shape = (manifest.layout, manifest.num_elements, manifest.num_bytes)
-        num_chunks = -(-self.num_bytes // STATE_CHUNK_BYTES)
-        if shape != (self.layout, self.num_elements, self.num_bytes) or len(manifest.chunk_digests) != num_chunks:
-            raise CorruptPayload("its state belongs to another model or has the wrong size", peer=donor.peer_id)
-        if manifest.progress <= self.newer_than:
-            raise PeerError("its last saved state is no newer than this peer's state", peer=donor.peer_id)
-        await self.admission.check_position(donor, manifest)
-        return manifest
-
-    async def _chunks(self, donor: Candidate, manifest: StateManifest, *, may_be_slow: bool) -> None:
-        """Fetch the missing chunks, in as many calls as needed. Stop if the donor omits some of them."""
-        rate = self.rates.setdefault(donor.peer_id, DonorRate(self.num_bytes, self.limits))
-        while wanted := tuple(self.kept.missing[: self.limits.chunks_per_call]):
-            want = WantChunks(manifest.digest(), wanted)
-            async with aclosing(self.transport.fetch(donor, want, timeout_s=MESSAGE_TIMEOUT_S)) as items:
-                async for item in items:
-                    self._keep(item, manifest)
-                    too_slow_s = rate.too_slow_s(STATE_CHUNK_BYTES, self.clock())
-                    if too_slow_s and not may_be_slow and self.kept.missing:
-                        raise _Slow(too_slow_s)
-            if wanted[-1] in self.kept.missing:
-                return
-
-    def _keep(self, item: FetchItem, manifest: StateManifest) -> None:
-        """Store a chunk. Raises CorruptPayload if the item is damaged or is not the chunk that was requested next."""
-        kept = self.kept
-        if not isinstance(item, StateChunk) or not kept.missing or item.index != kept.missing[0]:
-            raise CorruptPayload("it sent a chunk that was not requested")
-        digest = manifest.chunk_digests[item.index]
-        if len(item.payload) != kept.size(item.index) or blake3(item.payload).digest() != digest:
-            raise CorruptPayload(f"chunk {item.index} of the state is damaged")
-        kept.put(item.index, item.payload, digest)
-        self.moved_s = self.clock()
-        self.on_wait(False)
-        self.on_progress(kept.done_bytes, self.num_bytes)
+    Raises PeerError if the donor does not send all of them, and CorruptPayload if one is damaged.
+    """
+    window: tuple[float, int] | None = None  # its start, and the missing chunks at that time
+    while wanted := tuple(kept.missing[:CHUNKS_PER_CALL]):
+        want = WantChunks(manifest.digest(), wanted)
+        async with aclosing(transport.fetch(donor.peer, want, timeout_s=MESSAGE_TIMEOUT_S)) as items:
+            async for item in items:
+                if not isinstance(item, StateChunk) or item.index != kept.missing[0]:
+                    raise CorruptPayload("it sent a chunk that was not requested")
+                digest = manifest.chunk_digests[item.index]
+                if len(item.payload) != kept.size(item.index) or blake3(item.payload).digest() != digest:
+                    raise CorruptPayload(f"chunk {item.index} of the state is damaged")
+                kept.put(item.index, item.payload, digest)
+                on_chunk(kept.done_bytes)
+                if not kept.missing:
+                    return
+                now_s = clock()
+                began_s, num_missing = window = window or (now_s, len(kept.missing))
+                if now_s - began_s >= WINDOW_S:
+                    donor.bytes_per_s = STATE_CHUNK_BYTES * (num_missing - len(kept.missing)) / (now_s - began_s)
+                    window = None
+                    if is_slow(donor):
+                        raise _TooSlow(f"it sends only {donor.bytes_per_s / 1e3:.0f} kB/s")
+        if wanted[-1] in kept.missing:
+            raise PeerError("it did not send all chunks that were requested")

@@ -1,4 +1,4 @@
-"""This module keeps a file that arrives in chunks, and a record of its verified chunks, across program restarts.
+"""Keep a file that arrives in chunks, and a record of its verified chunks, across program restarts.
 
 FILE.digests, next to the file, has 32 bytes per chunk: the digest of a verified chunk, or zeros for a missing chunk.
 When the file is opened again, all chunks are hashed to find the chunks that a crash has damaged, so writes can reach
@@ -7,7 +7,6 @@ the disk in any order.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import time
 from pathlib import Path
@@ -31,52 +30,32 @@ def _digests_path(path: Path) -> Path:
 
 
 class KeptChunks:
-    """The verified chunks of an incomplete file.
+    """The verified chunks of an incomplete file. `missing` lists the indices of all others.
 
-    Use it as an async context manager, which does slow work off the event loop. Methods raise OSError if a file cannot
-    be read or written. `missing` lists the indices of the missing chunks, and `done_bytes` is the size of all others.
+    The constructor hashes all chunks that were kept, so call it off the event loop. All methods raise OSError if a file
+    cannot be read or written.
     """
 
     def __init__(self, path: Path, *, num_bytes: int) -> None:
-        self._path = path
-        self._digests_path = _digests_path(path)
+        self._path, self._digests_path = path, _digests_path(path)
         self._num_bytes = num_bytes
         self._num_chunks = -(-num_bytes // STATE_CHUNK_BYTES)
         self.missing = list(range(self._num_chunks))
-        self.done_bytes = 0
-        self._is_given_up = False
+        if not self._is_fresh():
+            self.start_over()
+            return
+        digests = self._digests_path.read_bytes()
+        with path.open("rb") as file:
+            for index in range(self._num_chunks):
+                digest = digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]
+                if any(digest):
+                    file.seek(index * STATE_CHUNK_BYTES)
+                    if blake3(file.read(self.size(index))).digest() == digest:
+                        self.missing.remove(index)
 
-    async def __aenter__(self) -> KeptChunks:
-        opening = asyncio.get_running_loop().run_in_executor(None, self._open)  # hashes all chunks that were kept
-        try:
-            await asyncio.shield(opening)
-        except asyncio.CancelledError:
-            self._is_given_up = True
-            opening.add_done_callback(self._close_opened)
-            raise
-        return self
-
-    async def __aexit__(self, *exception: object) -> None:
-        self._close()
-
-    def _close_opened(self, opening: asyncio.Future[None]) -> None:
-        if not opening.exception():
-            self._close()
-
-    def _close(self) -> None:
-        os.close(self._file)
-        os.close(self._digests)
-
-    def _open(self) -> None:
-        is_fresh = self._is_fresh()
-        flags = os.O_RDWR | os.O_CREAT | (0 if is_fresh else os.O_TRUNC)
-        self._file = os.open(self._path, flags, 0o600)
-        self._digests = os.open(self._digests_path, flags, 0o600)
-        os.ftruncate(self._file, self._num_bytes)
-        os.ftruncate(self._digests, DIGEST_BYTES * self._num_chunks)
-        if is_fresh:
-            self.missing = [index for index in self.missing if not self._is_here(index)]
-        self.done_bytes = self._num_bytes - sum(self.size(index) for index in self.missing)
+    @property
+    def done_bytes(self) -> int:
+        return self._num_bytes - sum(map(self.size, self.missing))
 
     def size(self, index: int) -> int:
         """Return the number of bytes in a chunk, which is STATE_CHUNK_BYTES except for the last chunk."""
@@ -84,21 +63,28 @@ class KeptChunks:
 
     def put(self, index: int, payload: bytes, digest: bytes) -> None:
         """Write a verified chunk and its digest."""
-        os.pwrite(self._file, payload, index * STATE_CHUNK_BYTES)
-        os.pwrite(self._digests, digest, index * DIGEST_BYTES)
+        for path, start, data in (
+            (self._path, index * STATE_CHUNK_BYTES, payload),
+            (self._digests_path, index * DIGEST_BYTES, digest),
+        ):
+            with path.open("r+b") as file:
+                file.seek(start)
+                file.write(data)
         self.missing.remove(index)
-        self.done_bytes += len(payload)
 
     def start_over(self) -> None:
         """Discard everything that has arrived, so that all chunks are missing again."""
-        os.ftruncate(self._digests, 0)
-        os.ftruncate(self._digests, DIGEST_BYTES * self._num_chunks)
-        self.missing, self.done_bytes = list(range(self._num_chunks)), 0
+        for path, size in ((self._path, self._num_bytes), (self._digests_path, DIGEST_BYTES * self._num_chunks)):
+            path.touch(0o600)
+            os.truncate(path, 0)
+            os.truncate(path, size)
+        self.missing = list(range(self._num_chunks))
 
-    async def finish(self) -> None:
-        """Sync the complete file to disk and remove its digests."""
+    def finish(self) -> None:
+        """Sync the complete file to disk and remove its digests. This is slow."""
         assert not self.missing
-        await asyncio.to_thread(os.fsync, self._file)
+        with self._path.open("r+b") as file:
+            os.fsync(file)
         self._digests_path.unlink()
 
     def _is_fresh(self) -> bool:
@@ -106,12 +92,5 @@ class KeptChunks:
             begun = (self._path.stat(), self._digests_path.stat())
         except FileNotFoundError:
             return False
-        sizes = [stat.st_size for stat in begun]
-        is_same = sizes == [self._num_bytes, DIGEST_BYTES * self._num_chunks]
+        is_same = [stat.st_size for stat in begun] == [self._num_bytes, DIGEST_BYTES * self._num_chunks]
         return is_same and time.time() - begun[1].st_mtime < KEPT_FOR_S
-
-    def _is_here(self, index: int) -> bool:
-        digest = os.pread(self._digests, DIGEST_BYTES, index * DIGEST_BYTES)
-        if not any(digest) or self._is_given_up:
-            return False
-        return blake3(os.pread(self._file, self.size(index), index * STATE_CHUNK_BYTES)).digest() == digest

@@ -25,7 +25,7 @@ from noloco_p2p.net import flow_wire
 from noloco_p2p.net.connection import CallerWire, Connector
 from noloco_p2p.net.flow import FLOW_METHOD, FlowLinks
 from noloco_p2p.net.flow_link import PayloadSizes
-from noloco_p2p.net.flow_wire import PIECE_BYTES, BackwardAnnounced, FlowHello, ForwardAnnounced, Piece, WireFrame
+from noloco_p2p.net.flow_wire import PIECE_BYTES, FlowHello, Piece, WireFrame
 from noloco_p2p.net.server import GrpcServer
 from noloco_p2p.net.session import Session
 
@@ -77,7 +77,7 @@ class Node:
     def why_banned(self, peer: str) -> str:
         return "banned" if peer in self.banned else ""
 
-    def opened(self, peer: str, stage: int) -> None:
+    def opened(self, peer: str) -> None:
         self.events.append(("opened", peer))
 
     def closed(self, peer: str) -> None:
@@ -234,11 +234,9 @@ def test_urgent_frames_overtake_a_forward_and_time_in_the_queue_counts() -> None
             await until(lambda: node.events)
             began_s = asyncio.get_running_loop().time() - 7.0
             first, second = forward(1), forward(2)
-            node.links.send(other.peer_id, first, since_s=began_s)
-            node.links.send(other.peer_id, second, since_s=began_s)
             ticket = MicrobatchTicket(id_of(4), 0.5, 3, signature=bytes(64))
-            node.links.send(other.peer_id, backward(3))
-            node.links.send(other.peer_id, Want(ticket, 50.0), since_s=began_s)
+            for frame in (first, second, backward(3), Want(ticket, 50.0)):
+                node.links._links[other.peer_id].send(frame, began_s)
             await until(lambda: len(other.frames) == 4)
             want, *payloads = other.frames
             assert isinstance(want, Want)
@@ -270,7 +268,7 @@ def test_a_call_of_the_same_peer_takes_the_place_of_its_stream() -> None:
 def test_a_peer_that_dies_in_the_middle_of_a_payload_leaves_nothing() -> None:
     async def main() -> None:
         async with town((LOW, 1)) as (_, [node]):
-            announced = ForwardAnnounced(id_of(1), 10.0, SIZES.forward_bytes)
+            announced = Forward(id_of(1), 10.0, SIZES.forward_bytes)
             wire = await stranger(node, HIGH, FlowHello(hello_of(HIGH), 0), announced, piece_of(bytes(PIECE_BYTES)))
             await until(lambda: node.events)
             await wire.close()
@@ -289,7 +287,7 @@ def test_a_payload_that_stops_coming_ends_the_stream() -> None:
             await until(lambda: node.frames)
             await asyncio.sleep(0.5)
             assert [event for event, _ in node.events] == ["opened"]  # a neighbour may be silent between payloads
-            await wire.write(flow_wire.encode(ForwardAnnounced(id_of(1), 10.0, SIZES.forward_bytes)))
+            await wire.write(flow_wire.encode(Forward(id_of(1), 10.0, SIZES.forward_bytes)))
             await until(lambda: len(node.events) == 2)
             assert not node.strikes
             await wire.close()
@@ -301,16 +299,16 @@ def piece_of(payload: bytes, *, is_backward: bool = False) -> Piece:
     return Piece(is_backward, payload, chunk_digest(payload))
 
 
-ANNOUNCED = ForwardAnnounced(id_of(1), 10.0, SIZES.forward_bytes)
+ANNOUNCED = Forward(id_of(1), 10.0, SIZES.forward_bytes)
 LOST = Lost(id_of(1))
 
 
 @pytest.mark.parametrize(
     "frames",
     [
-        [ForwardAnnounced(id_of(1), 10.0, SIZES.forward_bytes + 1)],
-        [ForwardAnnounced(id_of(1), 10.0, 2**63)],
-        [BackwardAnnounced(id_of(1), SIZES.forward_bytes)],
+        [Forward(id_of(1), 10.0, SIZES.forward_bytes + 1)],
+        [Forward(id_of(1), 10.0, 2**63)],
+        [Backward(id_of(1), SIZES.forward_bytes)],
         [ANNOUNCED, ANNOUNCED],
         [ANNOUNCED, piece_of(bytes(PIECE_BYTES - 1))],
         [ANNOUNCED, piece_of(bytes(PIECE_BYTES + 1))],
@@ -338,7 +336,7 @@ def test_what_no_honest_peer_sends_is_a_strike_and_ends_the_stream(frames: Itera
 def test_a_damaged_payload_arrives_as_none() -> None:
     async def main() -> None:
         async with town((LOW, 1)) as (_, [node]):
-            announced = BackwardAnnounced(id_of(1), SIZES.backward_bytes)
+            announced = Backward(id_of(1), SIZES.backward_bytes)
             good = piece_of(bytes(PIECE_BYTES), is_backward=True)
             damaged = Piece(True, bytes(PIECE_BYTES), bytes(16))
             hello = FlowHello(hello_of(HIGH), 2)
@@ -364,7 +362,7 @@ def test_nothing_more_is_read_while_a_payload_is_checked() -> None:
             try:
                 async with asyncio.timeout(1.0):
                     for number in range(1000):
-                        announced = ForwardAnnounced(id_of(number), 10.0, SIZES.forward_bytes)
+                        announced = Forward(id_of(number), 10.0, SIZES.forward_bytes)
                         for frame in (announced, *map(piece_of, payload)):
                             await wire.write(flow_wire.encode(frame))
                         num_sent += 1

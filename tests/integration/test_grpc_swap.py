@@ -54,9 +54,8 @@ from noloco_p2p.net.server import GrpcServer
 from noloco_p2p.spec import OuterSpec, RunSpec, TrainerSpec
 from noloco_p2p.tcp import ask_from_where
 from noloco_p2p.testing.faults import Faults
-from noloco_p2p.transfer.donor import SavedState, StateServer, describe_state
+from noloco_p2p.transfer.donor import NUM_SLOTS, SavedState, StateServer, describe_state
 from noloco_p2p.transfer.fetch import fetch_spec, fetch_state
-from noloco_p2p.transfer.slots import NUM_SLOTS
 
 SPEC = TrainerSpec(name="grpc", codec=FP32)
 WAIT = RunSpec(name="wait", codec=FP32, outer=OuterSpec(wait=True))

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 
 import pytest
@@ -20,9 +21,7 @@ from harness.swapping import wait_until
 from staged_reference import FP32, material_of, spec_of, trained_alone
 
 from noloco_p2p.errors import PeerError
-from noloco_p2p.flow.frames import Answer, Credit, Lost, Mark, MicrobatchId, MicrobatchTicket, Want
-from noloco_p2p.flow.head import Head
-from noloco_p2p.flow.replica import Replica
+from noloco_p2p.flow.frames import Answer, Credit, Forward, Lost, Mark, MicrobatchId, MicrobatchTicket, Want
 from noloco_p2p.gossip.frames import Hello, chunk_digest
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.gossip.service import PeerService
@@ -31,21 +30,19 @@ from noloco_p2p.net.client import GrpcTransport
 from noloco_p2p.net.connection import CallerWire, Connector
 from noloco_p2p.net.flow import FLOW_METHOD, FlowLinks
 from noloco_p2p.net.flow_link import PayloadSizes
-from noloco_p2p.net.flow_wire import FlowHello, ForwardAnnounced, Piece, WireFrame
+from noloco_p2p.net.flow_wire import FlowHello, Piece, WireFrame
 from noloco_p2p.net.server import GrpcServer
 from noloco_p2p.net.session import Session
 from noloco_p2p.net.tickets import Tickets
 from noloco_p2p.outer.noloco import NoLoCo
-from noloco_p2p.peer.flow_driver import MAX_DROPPED, FlowDriver
 from noloco_p2p.peer.network_thread import NetworkThread
-from noloco_p2p.peer.threaded_flow import ThreadedFlow
+from noloco_p2p.peer.stage_flow import MAX_DROPPED, StageFlow, StagePlan
 from noloco_p2p.spec import TrainerSpec
 from noloco_p2p.testing.peers import MemoryPeer, MemorySwarm
 from noloco_p2p.trainer.inner_step import InnerStep
-from noloco_p2p.trainer.pipeline import StageLoop
 from noloco_p2p.trainer.rms_gate import LEAST_FRAMES
 from noloco_p2p.trainer.stage import build_stage
-from noloco_p2p.trainer.stage_work import StageWork
+from noloco_p2p.trainer.stage_work import StageLoop
 from noloco_p2p.transfer.donor import StateServer
 
 T = TypeVar("T")
@@ -64,9 +61,9 @@ class StagePeer:
         self.identity = identity_of(f"stage {stage} replica {number}")
         self.session = Session(self.identity)
         built = build_stage(spec.model, cut, index=stage, sequence_length=spec.data.sequence_length)
-        self.work = StageWork(built, spec)
         train = spec.train.model_copy(update={"clip_norm": spec.train.clip_norm / spec.pipeline.stages**0.5})
         self.inner = InnerStep(built.model, train)
+        self.work = StageLoop(built, spec, self.inner, cast(Any, SimpleNamespace(progress=0.0)))
         self.folder = folder
         self.leaving = threading.Event()
         self.swarm, self._number, self._rooms = swarm, number, rooms
@@ -86,22 +83,18 @@ class StagePeer:
             find=swarm.find,
             strike=self.strike,
         )
-        self.driver = FlowDriver(
-            self._machine(),
+        self.flow = StageFlow(
+            StagePlan(spec, self.stage, self.work, self._rooms, 0.0, self._batches() if self.stage == 0 else None),
             self.links,
-            self.work,
             Tickets(self.identity, spec_digest=spec.digest(), max_tokens=tokens),
+            peer_id=self.peer_id,
+            heads=swarm.listed,
             look_for=self.look_for,
-            stage=self.stage,
-            num_stages=spec.pipeline.stages,
-            executor=swarm.executor,
+            live=lambda: [peer.candidate for peer in swarm.peers if peer is not self],
             strike=self.strike,
-            batches=self._batches() if self.stage == 0 else None,
-            microbatch_tokens=tokens,
         )
         self.server = GrpcServer(self.service, session=self.session, serve_flow=self.links.serve)
         await self.server.start("127.0.0.1", 0)
-        self.flow = ThreadedFlow(self.driver, asyncio.get_running_loop())
 
     def _swap_service(self) -> PeerService:
         """Return the service for swaps with the other replicas of this stage."""
@@ -140,7 +133,7 @@ class StagePeer:
             save_every_s=0.0,
             follows_caller=self.stage > 0,
         )
-        self.loop = StageLoop(self.flow, self.work, self.inner, self.outer)
+        self.work._outer = self.outer
 
     @property
     def peer_id(self) -> str:
@@ -148,7 +141,7 @@ class StagePeer:
 
     @property
     def candidate(self) -> Candidate:
-        return Candidate(self.peer_id, f"127.0.0.1:{self.server.port}", session_key=self.session.key)
+        return Candidate(self.peer_id, f"127.0.0.1:{self.server.port}", stage=self.stage, session_key=self.session.key)
 
     async def look_for(self, head: str) -> None:
         """Read the record of a head, which this peer may not have seen yet."""
@@ -161,32 +154,9 @@ class StagePeer:
 
     async def stop(self) -> None:
         """Stop without a farewell."""
-        await self.links.stop()
-        await self.driver.stop()
+        await self.flow.stop()
         await self.service.stop()
         await self.server.stop(0.0)
-
-    def _machine(self) -> Head | Replica:
-        spec = self.swarm.spec
-        batch_tokens = spec.train.batch_size * (spec.data.sequence_length - 1)
-        stages, rng = spec.pipeline.stages, random.Random(self.peer_id)
-        if self.stage == 0:
-            return Head(
-                peer_id=self.peer_id,
-                num_stages=stages,
-                max_in_flight=self._rooms,
-                batch_tokens=batch_tokens,
-                first_number=0,
-                rng=rng,
-            )
-        return Replica(
-            stage=self.stage,
-            num_stages=stages,
-            heads=self.swarm.listed,
-            num_rooms=self._rooms,
-            batch_tokens=batch_tokens,
-            rng=rng,
-        )
 
     def _batches(self) -> Iterator[object]:
         spec = self.swarm.spec
@@ -194,7 +164,10 @@ class StagePeer:
         return iter(material_of(spec).batches(name, replica=self._number, batch_size=spec.pipeline.microbatch))
 
     def _train(self) -> None:
-        self.loop.run(self.leaving)
+        while not self.leaving.is_set() and (self.flow.turn(0.1) or not self.flow.is_over):
+            pass
+        if self.flow.is_over:
+            self.work.finish()
 
 
 class StageMates:
@@ -246,10 +219,7 @@ class StageSwarm:
         for peer in self.peers:
             await peer.start()
         for peer in self.peers:
-            downstream = [other.peer_id for other in self.of_stage(peer.stage + 1)]
-            ring = [other.peer_id for other in self.of_stage(-1)] if peer.stage == 0 else ()
-            peer.driver.start()
-            peer.driver.meet(downstream, ring)
+            peer.flow.start()
 
     async def stop(self) -> None:
         for peer in self.peers:
@@ -298,7 +268,7 @@ def test_one_path_with_one_microbatch_in_flight_is_a_single_machine(inner_optimi
     with swarm_of(spec, tmp_path, num_replicas=1, rooms=1) as swarm:
         swarm.wait(swarm.peers)
         for peer in swarm.peers:
-            assert peer.loop.steps == 20
+            assert peer.work.steps == 20
             assert not peer.strikes
             for name, param in peer.work.stage.model.named_parameters():
                 assert torch.allclose(param, alone[name], atol=1e-5, rtol=0), name
@@ -310,14 +280,14 @@ def test_two_replicas_of_each_stage_learn_swap_and_survive_one_that_dies(stage: 
     spec = spec_of(steps=10, **{"train.batch_size": 8})
     with swarm_of(spec, tmp_path, num_replicas=2, rooms=2) as swarm:
         heads, victim = swarm.of_stage(0), swarm.of_stage(stage)[0]
-        wait_until(lambda: all(head.loop.steps >= 3 for head in heads))
+        wait_until(lambda: all(head.work.steps >= 3 for head in heads))
         before = [head.work.loss_sum / head.work.loss_tokens for head in heads]
         swarm.network.call(victim.stop(), PATIENCE_S)
         victim.leaving.set()
         swarm.wait([peer for peer in swarm.peers if peer is not victim])
         after = [head.work.loss_sum / head.work.loss_tokens for head in heads]
         # Heads at different places of the schedule meet half-way when they swap.
-        assert all(8 <= head.loop.steps <= 12 for head in heads), [head.loop.steps for head in heads]
+        assert all(8 <= head.work.steps <= 12 for head in heads), [head.work.steps for head in heads]
         assert all(late < early for early, late in zip(before, after, strict=True)), (before, after)
         assert not [peer.strikes for peer in swarm.peers if peer.strikes]
         for peer in swarm.peers:
@@ -361,7 +331,7 @@ def ticket_of(
 async def send_forward(wire: CallerWire, peer: StagePeer, number: int, value: float) -> None:
     payload = torch.full((peer.work.forward_bytes // 4,), value).numpy().tobytes()
     id = ticket_of(peer, number).id
-    await wire.write(flow_wire.encode(ForwardAnnounced(id, 60.0, len(payload))))
+    await wire.write(flow_wire.encode(Forward(id, 60.0, len(payload))))
     await wire.write(flow_wire.encode(Piece(False, payload, chunk_digest(payload))))
 
 
@@ -386,9 +356,8 @@ async def repeat_a_forward(peer: StagePeer) -> None:
     for _ in range(2):
         await send_forward(wire, peer, 1, 0.5)
         assert await heard(wire) == Answer(ticket_of(peer, 1).id, is_taken=True)
-    assert peer.driver.tasks.get(timeout=PATIENCE_S)
-    assert len(peer.driver.machine.tasks) == 0
-    assert peer.driver.tasks.empty(), "the forward is computed once"
+    peer.flow._computing._queue.get(timeout=PATIENCE_S)
+    assert peer.flow._computing._queue.empty(), "the forward is computed once"
     assert not peer.strikes
     await wire.close()
 
@@ -411,7 +380,7 @@ async def send_what_is_a_thousand_times_too_large(peer: StagePeer) -> None:
     await send_forward(wire, peer, 1, 1000.0)
     assert await heard(wire) == Answer(ticket_of(peer, 1).id, is_taken=True)
     assert await heard(wire) == Lost(ticket_of(peer, 1).id)
-    assert peer.driver.tasks.empty(), "nothing of it is computed"
+    assert peer.flow._computing._queue.empty(), "nothing of it is computed"
     await wire.close()
 
 
@@ -439,7 +408,7 @@ def test_invented_heads_do_not_end_the_training_of_a_stage(tmp_path: Path) -> No
     """One stream and four keys; the stages follow the head to the end, and no Mark of these keys is passed on."""
     with swarm_of(spec_of(steps=6, **FP32), tmp_path, num_replicas=1, rooms=1, before=invent_heads) as swarm:
         swarm.wait(swarm.peers)
-        assert [(peer.loop.steps, peer.outer.progress) for peer in swarm.peers] == [(6, 1.0)] * 3
+        assert [(peer.work.steps, peer.outer.progress) for peer in swarm.peers] == [(6, 1.0)] * 3
         assert not [peer.strikes for peer in swarm.peers if peer.strikes]
         invented = {identity_of(name).peer_id for name in ("invented 1", "invented 2", "invented 3", "stranger")}
         heard_of = [bool(invented & set(peer.looked_for)) for peer in swarm.peers]
@@ -453,7 +422,7 @@ def test_a_replica_looks_for_the_record_of_a_head_that_it_has_not_seen(tmp_path:
 
     with swarm_of(spec_of(steps=4, **FP32), tmp_path, num_replicas=1, rooms=1, before=forget) as swarm:
         swarm.wait(swarm.peers)
-        assert [(peer.loop.steps, peer.outer.progress) for peer in swarm.peers] == [(4, 1.0)] * 3
+        assert [(peer.work.steps, peer.outer.progress) for peer in swarm.peers] == [(4, 1.0)] * 3
 
 
 @pytest.mark.parametrize(

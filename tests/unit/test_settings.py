@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from noloco_p2p.errors import SettingsError
-from noloco_p2p.settings import PeerSettings, parse_bindings, parse_rate, split_address
+from noloco_p2p.settings import Flag, PeerSettings, parse_rate, split_address
 
 BOOTSTRAP = "/ip4/203.0.113.5/tcp/4001/p2p/12D3KooWK2gwFiFWxgNtk5RYUnaMSwBrBdWiVZaRwxqCoXQBHSA7"
 
@@ -132,7 +132,7 @@ def test_split_address_refuses(address: str) -> None:
 @pytest.mark.parametrize("pair", ["c4", "=x", "c4="])
 def test_a_binding_has_a_name_and_a_pattern(pair: str) -> None:
     with pytest.raises(SettingsError, match="must have the form NAME=GLOB"):
-        parse_bindings([pair])
+        Flag(pair="NAME=GLOB").parse([pair])
 
 
 def test_folders_of_models_are_absolute_wherever_they_are_named(

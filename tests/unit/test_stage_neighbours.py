@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
+from noloco_p2p.flow.neighbours import Few
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.peer.network import LivePeers
-from noloco_p2p.peer.stage_flow import Neighbours
 
 
 class Directory:
@@ -32,7 +32,7 @@ def test_peers_of_other_stages_do_not_count_for_the_shares_of_this_one() -> None
 
 
 def test_a_few_of_those_who_live_are_kept_while_they_do() -> None:
-    neighbours = Neighbours(random.Random(0), most=3)
+    neighbours = Few(random.Random(0), most=3)
     neighbours.update({"a", "b"})
     assert sorted(neighbours.chosen) == ["a", "b"]
     neighbours.update({"a", "b", "c", "d", "e"})
@@ -49,7 +49,7 @@ def test_a_few_of_those_who_live_are_kept_while_they_do() -> None:
 
 def test_one_place_is_drawn_anew_so_that_each_peer_is_met_in_time() -> None:
     everybody = {f"peer-{number}" for number in range(12)}
-    neighbours, met = Neighbours(random.Random(0), most=4), set[str]()
+    neighbours, met = Few(random.Random(0), most=4), set[str]()
     for _ in range(100):
         neighbours.update(everybody)
         assert len(neighbours.chosen) == 4

@@ -110,8 +110,11 @@ def test_a_wrong_setting_is_3_and_names_the_flag(
     ("target", "said"),
     [
         ("nothing.toml", "does not exist; run `noloco init nothing.toml` to create it"),
-        (TICKET[:-9], "the ticket is cut off"),
-        (TICKET[:20] + ("a" if TICKET[20] != "a" else "b") + TICKET[21:], "the ticket is mistyped"),
+        (TICKET[:-9], "the ticket is damaged: a part is missing or mistyped"),
+        (
+            TICKET[:20] + ("a" if TICKET[20] != "a" else "b") + TICKET[21:],
+            "the ticket is damaged: a part is missing or mistyped",
+        ),
         ("noloco2" + TICKET[7:], "install a newer noloco_p2p"),
     ],
 )

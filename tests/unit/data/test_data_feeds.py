@@ -18,7 +18,7 @@ from transformers import ByT5Tokenizer
 
 from noloco_p2p.data.documents import Document, Piece, Unavailable
 from noloco_p2p.data.prefetch import Prefetcher
-from noloco_p2p.data.reader import MAX_FAILURES, START, Source
+from noloco_p2p.data.reader import MAX_FAILURES, Reader, Source
 from noloco_p2p.data.sources import unused_bindings
 from noloco_p2p.data.stream import TokenStream, validation_batches
 from noloco_p2p.errors import DataError, SpecError
@@ -57,7 +57,7 @@ def equal(left: list[Tensor], right: list[Tensor]) -> bool:
 def test_each_source_gets_its_share_of_the_tokens(bindings: dict[str, str]) -> None:
     stream = make_stream(bindings)
     counts = Counter(torch.cat(take(stream, 1200)).flatten().tolist())
-    taken = [feed.taken_tokens for feed in stream._feeds]
+    taken = stream._taken
     for index, part in enumerate(THREE):
         assert taken[index] / sum(taken) == pytest.approx(part.weight / 10, abs=0.02)
         assert 0.7 * taken[index] < counts[ord(part.source) + 3] < taken[index]  # the rest are digits and end tokens
@@ -137,9 +137,8 @@ def test_a_restart_continues_exactly_though_files_failed(
         stop.wait = lambda timeout=None: False  # return at once
         data = DataSpec(sequence_length=32)
         stream = make_stream({}, data, stop=stop)
-        (feed,) = stream._feeds
-        feed._source = Source([piece(index) for index in range(6)], thin=False)
-        feed._open(START)
+        source = Source([piece(index) for index in range(6)], thin=False)
+        stream._readers = [Reader(source, order="p", holdout=data.holdout, stop=stop)]
         return stream
 
     to_come = set(failing)
@@ -195,9 +194,7 @@ def test_closing_ends_the_worker_while_it_waits_for_the_network(bindings: dict[s
         raise Unavailable("no route to host")
         yield
 
-    for feed in stream._feeds:
-        feed._source = Source([Piece("x", rows)], thin=False)
-        feed._open(START)
+    stream._readers = [Reader(Source([Piece("x", rows)], thin=False), stop=stream.stop)] * 3
     ahead = Prefetcher(stream)
     asking = threading.Thread(target=lambda: next(ahead, None))
     asking.start()

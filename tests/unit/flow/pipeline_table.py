@@ -1,18 +1,39 @@
-"""Tables of events and actions in words, as in `tests/unit/gossip/test_round_state.py`.
+"""Tables of events and what a node does next, in words.
 
-A step reads `event arguments -> actions`; the actions are checked. A row may start with the steps of a named beginning.
-Microbatch h.3 is number 3 of head h.
+A step reads `event arguments -> frames and tasks`, in any order. A row may start with the steps of a named beginning.
+Microbatch h.3 is number 3 of head h. A microbatch has 10 tokens, a batch 40. `at 5` lets time pass until 5.5 s.
 """
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import random
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any
 
-from noloco_p2p.flow.actions import Action, Broadcast, CloseStep, Compute, GaveUp, Send
-from noloco_p2p.flow.frames import Answer, Backward, Credit, Forward, Lost, Mark, MicrobatchId, MicrobatchTicket, Want
+from noloco_p2p.flow.frames import (
+    Answer,
+    Backward,
+    Credit,
+    Forward,
+    Frame,
+    Lost,
+    Mark,
+    MicrobatchId,
+    MicrobatchTicket,
+    Want,
+)
+from noloco_p2p.flow.head import Head
+from noloco_p2p.flow.node import MicrobatchLost, Task
+from noloco_p2p.flow.replica import Replica
+from noloco_p2p.flow.rooms import Kind
+from noloco_p2p.simulate.clock import run_virtual
 
 MICROBATCH_TOKENS, BATCH_TOKENS = 10, 40
+AFTER_S = 0.5  # timers and ticks of a moment have fired
+TURNS = 20  # of the loop, after which nothing can happen without time or an event
 
 
 class InOrder(random.Random):
@@ -34,115 +55,263 @@ def ticket(text: str, mark: float, *, is_training: bool = True) -> MicrobatchTic
     return MicrobatchTicket(microbatch(text), mark, MICROBATCH_TOKENS, is_training)
 
 
-def word(action: Action) -> str:
-    match action:
-        case Send(to, frame):
-            names = {Want: "want", Forward: "forward", Backward: "backward", Lost: "lost", Mark: "tell"}
-            if isinstance(frame, Credit):
-                name = "credit" if frame.has_room else "wait"
-            elif isinstance(frame, Answer):
-                name = "taken" if frame.is_taken else "drop"
-            else:
-                name = names[type(frame)]
-            id = frame.ticket.id if isinstance(frame, Want | Mark) else frame.id
-            return f"{name} {to} {id.head}.{id.number}"
-        case Broadcast(frame, but):
-            assert isinstance(frame, Mark)
-            return f"tell all{f' but {but}' if but else ''} {frame.ticket.mark:g}"
-        case Compute(kind, id):
-            return f"compute {kind.name.lower()} {id.head}.{id.number}"
-        case CloseStep(num_tokens, progress):
-            return f"close {num_tokens}{'' if progress is None else f' at {progress:g}'}"
-        case GaveUp(id, _):
-            return f"give up {id.head}.{id.number}"
+def word(to: str, frame: Frame) -> str:
+    if isinstance(frame, Mark):
+        return f"tell {to} {frame.ticket.mark:g}"
+    if isinstance(frame, Credit):
+        name = "credit" if frame.has_room else "wait"
+    elif isinstance(frame, Answer):
+        name = "taken" if frame.is_taken else "drop"
+    else:
+        name = type(frame).__name__.lower()
+    id = frame.ticket.id if isinstance(frame, Want) else frame.id
+    return f"{name} {to} {id.head}.{id.number}"
 
 
 class Bench:
-    """Feeds frames and task results to one machine; each event returns the actions in words."""
+    """One node, with the links and the computer that it uses. Tasks run one at a time, until `computed` or `failed`."""
 
-    machine: Any
+    node: Any
+    stages: dict[str, int]
 
     def __init__(self) -> None:
-        self.now_s = 0.0
-        self.task: Compute | None = None
+        self.frames: list[Frame] = []
+        self.tasks: list[Task] = []
+        self.num_ended = Counter[tuple[Kind, MicrobatchId]]()
+        self.is_closing = False
+        self._words: list[str] = []
+        self._result: asyncio.Future[object] = asyncio.get_running_loop().create_future()
+        self._result.set_result(None)
 
-    def words(self, actions: list[Action]) -> str:
-        for action in actions:
-            if isinstance(action, Compute):
-                self.task = action
-        return ", ".join(map(word, actions))
+    # the links
 
-    def at(self, seconds: str) -> None:
-        self.now_s = float(seconds)
+    def send(self, to: str, frame: Frame) -> None:
+        self.frames.append(frame)
+        self._words.append(word(to, frame))
 
-    def _frame(self, peer: str, frame: Any) -> str:
-        return self.words(self.machine.received(peer, frame, self.now_s))
+    def broadcast(self, frame: Frame, *, but: str = "") -> None:
+        self.frames.append(frame)
+        self._words.append(word("all" + (f" but {but}" if but else ""), frame))
 
-    def want(self, peer: str, id: str, mark: str = "0", remaining_s: str = "60") -> str:
-        return self._frame(peer, Want(ticket(id, float(mark)), float(remaining_s), ("y", "z")))
+    def open(self, peer: str) -> None:
+        """Streams are always open."""
 
-    def credit(self, peer: str, id: str) -> str:
-        return self._frame(peer, Credit(microbatch(id), has_room=True))
+    def look(self) -> None:
+        """Streams never grow too old."""
 
-    def wait(self, peer: str, id: str) -> str:
-        return self._frame(peer, Credit(microbatch(id), has_room=False))
+    # the computer
 
-    def forward(self, peer: str, id: str, remaining_s: str = "60") -> str:
-        return self._frame(peer, Forward(microbatch(id), float(remaining_s), f"input {id}"))
+    async def compute(self, task: Task) -> object:
+        self.tasks.append(task)
+        self._words.append(f"compute {task.kind.name.lower()} {task.id.head}.{task.id.number}")
+        self._result = asyncio.get_running_loop().create_future()
+        result = await self._result
+        self.num_ended[task.kind, task.id] += 1
+        return result
 
-    def damaged_forward(self, peer: str, id: str) -> str:
-        return self._frame(peer, Forward(microbatch(id), 60.0, None))
+    @property
+    def is_computing(self) -> bool:
+        return not self._result.done()
 
-    def backward(self, peer: str, id: str) -> str:
-        return self._frame(peer, Backward(microbatch(id), f"gradient {id}"))
+    async def encoded(self, kind: Kind, result: object) -> object:
+        return result
 
-    def damaged_backward(self, peer: str, id: str) -> str:
-        return self._frame(peer, Backward(microbatch(id), None))
+    async def close_step(self, num_tokens: int, progress: float | None) -> float:
+        self._words.append(f"close {num_tokens}{'' if progress is None else f' at {progress:g}'}")
+        self._result = asyncio.get_running_loop().create_future()
+        self.is_closing = True
+        closed = await self._result
+        self.is_closing = False
+        assert isinstance(closed, float)
+        return closed
 
-    def taken(self, peer: str, id: str) -> str:
-        return self._frame(peer, Answer(microbatch(id), is_taken=True))
+    # events
 
-    def drop(self, peer: str, id: str) -> str:
-        return self._frame(peer, Answer(microbatch(id), is_taken=False))
+    async def at(self, seconds: str) -> None:
+        await asyncio.sleep(float(seconds) + AFTER_S - asyncio.get_running_loop().time())
 
-    def lost(self, peer: str, id: str) -> str:
-        return self._frame(peer, Lost(microbatch(id)))
+    def want(self, peer: str, id: str, mark: str = "0", remaining_s: str = "60") -> None:
+        self.node.received(peer, Want(ticket(id, float(mark)), float(remaining_s), ("y", "z")))
 
-    def mark(self, peer: str, id: str, mark: str = "1") -> str:
-        return self._frame(peer, Mark(ticket(id, float(mark))))
+    def evaluation(self, peer: str, id: str) -> None:
+        self.node.received(peer, Want(ticket(id, 0.9, is_training=False), 60.0, ("y", "z")))
 
-    def away(self, peer: str, id: str, mark: str) -> str:
-        return self._frame(peer, Mark(MicrobatchTicket(microbatch(id), float(mark), 0)))
+    def credit(self, peer: str, id: str) -> None:
+        self.node.received(peer, Credit(microbatch(id), has_room=True))
 
-    def closed(self, peer: str) -> str:
-        return self.words(self.machine.stream_closed(peer, self.now_s))
+    def wait(self, peer: str, id: str) -> None:
+        self.node.received(peer, Credit(microbatch(id), has_room=False))
 
-    def computed(self) -> str:
-        assert self.task
-        return self.words(self.machine.computed(self.task, "result", self.now_s))
+    def forward(self, peer: str, id: str, remaining_s: str = "60") -> None:
+        self.node.received(peer, Forward(microbatch(id), float(remaining_s), f"input {id}"))
 
-    def failed(self) -> str:
-        assert self.task
-        return self.words(self.machine.compute_failed(self.task, self.now_s))
+    def damaged_forward(self, peer: str, id: str) -> None:
+        self.node.received(peer, Forward(microbatch(id), 60.0, None))
 
-    def tick(self) -> str:
-        return self.words(self.machine.tick(self.now_s))
+    def backward(self, peer: str, id: str) -> None:
+        self.node.received(peer, Backward(microbatch(id), f"gradient {id}"))
 
-    def leave(self) -> str:
-        return self.words(self.machine.leave(self.now_s))
+    def damaged_backward(self, peer: str, id: str) -> None:
+        self.node.received(peer, Backward(microbatch(id), None))
 
-    def rejoin(self) -> str:
-        return self.words(self.machine.rejoin(self.now_s))
+    def taken(self, peer: str, id: str) -> None:
+        self.node.received(peer, Answer(microbatch(id), is_taken=True))
+
+    def drop(self, peer: str, id: str) -> None:
+        self.node.received(peer, Answer(microbatch(id), is_taken=False))
+
+    def lost(self, peer: str, id: str) -> None:
+        self.node.received(peer, Lost(microbatch(id)))
+
+    def mark(self, peer: str, id: str, mark: str = "1") -> None:
+        self.node.received(peer, Mark(ticket(id, float(mark))))
+
+    def away(self, peer: str, id: str, mark: str) -> None:
+        self.node.received(peer, Mark(MicrobatchTicket(microbatch(id), float(mark), 0)))
+
+    def closed(self, peer: str) -> None:
+        self.stages.pop(peer, None)
+        self.node.closed(peer)
+
+    def computed(self) -> None:
+        if not self._result.cancelled():  # its microbatch was lost in the meantime
+            self._result.set_result("result")
+
+    def failed(self) -> None:
+        self._result.set_exception(MicrobatchLost("out of memory"))
+
+    def step_closed(self, progress: str = "0.5") -> None:
+        self._result.set_result(float(progress))
+
+    def leave(self) -> None:
+        self.node.leave()
+
+    def rejoin(self) -> None:
+        self.node.rejoin()
 
     def is_idle(self) -> str:
-        return "yes" if self.machine.is_idle else "no"
+        return "yes" if self.node.is_idle else "no"
 
-    def step(self, text: str) -> None:
-        event, _, actions = text.partition(" -> ")
+    def is_over(self) -> str:
+        return "yes" if self.node.is_over else "no"
+
+    async def step(self, text: str) -> None:
+        event, _, expected = text.partition(" -> ")
         name, *arguments = event.split()
         did = getattr(self, name)(*arguments)
-        if actions:
-            assert (did or "nothing") == actions, f"{text}: {did}"
+        if asyncio.iscoroutine(did):
+            did = await did
+        for _ in range(TURNS):
+            await asyncio.sleep(0)
+        words, self._words = [did] if did else sorted(self._words), []
+        if expected:
+            assert words == ([] if expected == "nothing" else sorted(expected.split(", "))), text
+
+
+class ReplicaBench(Bench):
+    """A replica in stage 1 of 4, with 2 rooms, and neighbours x and y in the next stage. Peers a and b are upstream."""
+
+    node: Replica
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.listed = set("hij")
+        self.stages = {}
+        self.replica("1", "4")
+
+    def replica(self, stage: str, num_stages: str, rooms: str = "2") -> None:
+        self.node = Replica(
+            self,
+            self,
+            stage=int(stage),
+            num_stages=int(num_stages),
+            heads=self.listed,
+            num_rooms=int(rooms),
+            batch_tokens=BATCH_TOKENS,
+            rng=InOrder(0),
+        )
+        self.node.turns.number = 1
+        self.neighbours("x", "y")
+        self.node.start()
+
+    def list(self, head: str) -> None:
+        self.listed.add(head)
+
+    def unlist(self, head: str) -> None:
+        self.listed.remove(head)
+
+    def neighbours(self, *peers: str) -> None:
+        self.node.neighbours_changed(peers)
+
+    def count(self, num_microbatches: str) -> None:
+        self.node.steps.count(int(num_microbatches) * MICROBATCH_TOKENS)
+
+    def num_tokens(self) -> str:
+        return str(self.node.steps.num_tokens)
+
+
+class HeadBench(Bench):
+    """Head h of 4 stages, with at most 4 microbatches in flight, neighbours x and y in stage 1, and sinks v and w."""
+
+    node: Head
+    data: asyncio.Queue[object]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head("4")
+
+    def head(self, num_stages: str, progress: str = "0") -> None:
+        self.data = asyncio.Queue()
+        self.stages = dict.fromkeys("vw", int(num_stages) - 1)
+        self.node = Head(
+            self,
+            self,
+            peer_id="h",
+            num_stages=int(num_stages),
+            max_in_flight=4,
+            batch_tokens=BATCH_TOKENS,
+            microbatch_tokens=MICROBATCH_TOKENS,
+            next_microbatch=self.data.get,
+            first_number=1,
+            rng=InOrder(0),
+            progress=float(progress),
+        )
+        self.node.turns.number = 1
+        self.node.neighbours_changed("xy")
+        self.node.start()
+
+    def sinks(self, *peers: str) -> None:
+        self.stages = dict.fromkeys(peers, 3)
+        self.node.neighbours_changed("xy")
+
+    def opened(self, peer: str) -> None:
+        self.stages[peer] = 3
+        self.node.opened(peer)
+
+    def window(self, size: str) -> None:
+        self.node.window.size = int(size)
+
+    def size(self) -> str:
+        return str(self.node.window.size)
+
+    def launch(self) -> None:
+        self.data.put_nowait("data")
+
+    def can_launch(self) -> str:
+        return "yes" if self.node.can_launch() else "no"
+
+    def evaluate(self) -> None:
+        self.node.evaluate(["held-out"])
+
+    def counted(self) -> str:
+        return f"loss {self.node.loss_tokens} done {self.node.done_tokens}"
+
+    def lost_so_far(self) -> str:
+        return str(self.node.num_lost)
+
+    def trained(self) -> None:
+        """Count all but one microbatch of a batch as done."""
+        self.node.loss_tokens = self.node.done_tokens = BATCH_TOKENS - MICROBATCH_TOKENS
 
 
 def rows(table: str, beginnings: dict[str, str]) -> dict[str, list[str]]:
@@ -150,19 +319,31 @@ def rows(table: str, beginnings: dict[str, str]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for line in table.splitlines():
         if line.startswith("    "):
-            for step in line.strip(" ;").split("; "):
-                list(found.values())[-1].extend(beginnings[step].split("; ") if step in beginnings else [step])
+            found[next(reversed(found))].extend(_steps(line, beginnings))
         elif line and not line.startswith("#"):
             assert line not in found, line
             found[line] = []
     return found
 
 
-def events_without_a_row(machine: type, bench: type[Bench], table: dict[str, list[str]]) -> list[str]:
-    """Return the public methods of the machine that no step of the table calls."""
-    import inspect
+def _steps(text: str, beginnings: dict[str, str]) -> Iterator[str]:
+    for step in text.strip(" ;").split("; "):
+        yield from _steps(beginnings[step], beginnings) if step in beginnings else [step]
 
-    used = {step.split()[0] for steps in table.values() for step in steps} | {"_frame", "__init__"}
-    called = "".join(inspect.getsource(getattr(bench, name)) for name in used)
-    events = [name for name, value in vars(machine).items() if not name.startswith("_") and callable(value)]
-    return [name for name in events if f"machine.{name}(" not in called]
+
+def virtual(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+    """Run a test on a virtual clock."""
+    return functools.wraps(test)(lambda: run_virtual(test()))
+
+
+def play(bench: Callable[[], Bench], steps: Sequence[str]) -> Bench:
+    """Take the steps of a row, and return the bench."""
+
+    async def main() -> Bench:
+        made = bench()
+        for step in steps:
+            await made.step(step)
+        await made.node.stop()
+        return made
+
+    return run_virtual(main())

@@ -4,35 +4,9 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipeline_network import MICROBATCH_TOKENS, Network, Rates
+from pipeline_network import MICROBATCH_TOKENS, Network, Rates, run_network
 
-from noloco_p2p.flow.actions import Kind
-from noloco_p2p.flow.limits import SHORTEST_VOTE_S
-
-DRAIN_S = 150.0  # longer than the first deadline, after which lost frames have expired
-EXAMPLES = settings(max_examples=12, deadline=None)
-
-
-def drain(network: Network) -> None:
-    """Stop faults and launches, and check that no peer holds anything in the end."""
-    network.rates, network.is_launching = Rates(), False
-    network.run(DRAIN_S)
-    network.check_counts()
-    network.check_quiet()
-
-
-def check_goes_on(network: Network) -> None:
-    """Check that heads complete microbatches once faults have ceased, except heads that are ahead of others."""
-    network.rates = Rates()
-    for names in network.stages:
-        for name in names:
-            network.restart(name)
-            network.neighbours(name, network.stages[(network.stage_of(name) + 1) % network.num_stages])
-    network.run(DRAIN_S, until=lambda: all(head.num_done > 20 for head in network.heads))
-    before, least = [head.num_done for head in network.heads], min(head.progress for head in network.heads)
-    network.run(20.0)
-    for head, num_before in zip(network.heads, before, strict=True):
-        assert head.num_done > num_before or head.progress > least
+from noloco_p2p.flow.rooms import Kind
 
 
 @given(
@@ -41,18 +15,21 @@ def check_goes_on(network: Network) -> None:
     num_replicas=st.lists(st.integers(1, 3), min_size=1, max_size=3).map(tuple),
     num_rooms=st.integers(1, 3),
 )
-@EXAMPLES
+@settings(max_examples=12, deadline=None)
 def test_without_faults_each_gradient_is_counted_exactly_once(
     seed: int, num_heads: int, num_replicas: tuple[int, ...], num_rooms: int
 ) -> None:
-    network = Network(seed=seed, num_heads=num_heads, num_replicas=num_replicas, num_rooms=num_rooms)
-    network.run(20.0)
-    drain(network)
-    book = network.book
-    assert book.launched
-    assert book.launched == set(book.losses)
-    assert set(book.counted) == {(id, stage) for id in book.launched for stage in range(network.num_stages)}
-    assert sum(machine.num_lost for machine in network.machines) == 0
+    async def test(network: Network) -> None:
+        await network.run(20.0)
+        for head in network.heads:
+            head.leave()
+        await network.run(30.0)
+        book = network.book
+        assert book.losses
+        assert set(book.counted) == {(id, stage) for id in book.losses for stage in range(network.num_stages)}
+        assert sum(replica.num_lost for replica in network.replicas) == 0
+
+    run_network(test, seed=seed, num_heads=num_heads, num_replicas=num_replicas, num_rooms=num_rooms)
 
 
 FAULTS = st.lists(
@@ -66,22 +43,19 @@ FAULTS = st.lists(
 )
 
 
-def strike(network: Network, kind: str, one: int, other: int) -> None:
-    names = list(network.nodes)
+async def strike(network: Network, kind: str, one: int, other: int) -> None:
+    names = list(network.peers)
     name, second = names[one % len(names)], names[other % len(names)]
     match kind:
         case "kill":
-            if network.nodes[name].is_alive:
-                network.kill(name)
+            await network.kill(name)
         case "restart":
             network.restart(name)
-        case "cut":
-            if name != second:
-                network.cut(name, second)
-        case "redraw":
+        case "cut" if name != second:
+            network.cut(name, second)
+        case "redraw" if network.peers[name].is_alive:
             following = network.stages[(network.stage_of(name) + 1) % network.num_stages]
-            if network.nodes[name].is_alive:
-                network.neighbours(name, following[: 1 + other % len(following)])
+            network.peers[name].node.neighbours_changed(following[: 1 + other % len(following)])
 
 
 @given(
@@ -90,8 +64,6 @@ def strike(network: Network, kind: str, one: int, other: int) -> None:
     num_rooms=st.integers(1, 2),
     rates=st.builds(
         Rates,
-        lost=st.sampled_from([0.0, 0.02]),
-        repeated=st.sampled_from([0.0, 0.1]),
         damaged=st.sampled_from([0.0, 0.05]),
         failed=st.sampled_from([0.0, 0.05]),
         cut=st.sampled_from([0.0, 0.1]),
@@ -102,94 +74,52 @@ def test_under_faults_each_gradient_is_counted_at_most_once_and_the_pipeline_goe
     seed: int, faults: list[tuple[float, str, int, int]], num_rooms: int, rates: Rates
 ) -> None:
     """There are 3 stages of 3 replicas, with room for one or two microbatches each."""
-    network = Network(seed=seed, num_rooms=num_rooms, rates=rates)
-    for at_s, kind, one, other in faults:
-        network.at(at_s, lambda kind=kind, one=one, other=other: strike(network, kind, one, other))
-    network.run(30.0)
-    check_goes_on(network)
-    drain(network)
 
+    async def test(network: Network) -> None:
+        for at_s, kind, one, other in sorted(faults):
+            await network.run(at_s - network.now_s)
+            await strike(network, kind, one, other)
+        await network.run(30.0 - network.now_s)
+        # Heads complete microbatches once faults have ceased, except heads that are ahead of others.
+        network.rates = Rates()
+        for name, peer in list(network.peers.items()):
+            network.restart(name)
+            network.peers[name].node.neighbours_changed(network.stages[(peer.stage + 1) % network.num_stages])
+        await network.run(150.0, until=lambda: all(head.num_done > 20 for head in network.heads))
+        before, least = [head.num_done for head in network.heads], min(head.progress for head in network.heads)
+        await network.run(20.0)
+        for head, num_before in zip(network.heads, before, strict=True):
+            assert head.num_done > num_before or head.progress > least
 
-def test_heads_train_to_the_end_and_replicas_follow() -> None:
-    network = Network(seed=0, num_rooms=2, num_steps=6)
-    network.run(120.0, until=lambda: all(replica.is_over(network.now_s) for replica in network.replicas))
-    assert [head.progress for head in network.heads] == [1.0] * 3
-    assert [replica.steps.progress for replica in network.replicas] == [1.0] * 6
-    assert all(node.num_steps <= 6 for node in network.nodes.values())
-    drain(network)
+    run_network(test, seed=seed, num_rooms=num_rooms, rates=rates)
 
 
 def test_a_stage_with_few_replicas_takes_larger_steps_not_more() -> None:
     """Ten batches reach it for each of its steps. If it stopped at four, the whole pipeline would stop."""
-    network = Network(seed=0, num_heads=10, num_replicas=(1, 1), num_rooms=4, num_steps=4)
-    network.run(300.0, until=lambda: all(head.progress >= 1.0 for head in network.heads))
-    assert all(head.progress >= 1.0 for head in network.heads)
-    network.run(1.0)
-    assert all(replica.steps.progress == 1.0 for replica in network.replicas)
-    assert all(node.num_steps <= 4 for node in network.nodes.values())
 
+    async def test(network: Network) -> None:
+        await network.run(300.0, until=lambda: all(head.progress >= 1.0 for head in network.heads))
+        assert all(head.progress >= 1.0 for head in network.heads)
+        await network.run(1.0)
+        assert all(replica.steps.progress == 1.0 for replica in network.replicas)
+        assert all(peer.num_steps <= 4 for peer in network.peers.values())
 
-def test_an_evaluation_counts_nothing_and_keeps_nothing() -> None:
-    network = Network(seed=0, is_evaluating=True)
-    network.run(20.0)
-    assert all(head.num_done > 5 for head in network.heads)
-    assert not network.book.counted
-    assert not network.book.num_frames["Backward"]
-    assert all(replica.steps.num_tokens == 0 for replica in network.replicas)
-    drain(network)
-
-
-def test_a_peer_that_leaves_finishes_what_it_has() -> None:
-    network = Network(seed=0, num_rooms=2)
-    network.run(20.0)
-    for name in ("h0", "s1r0", "s2r0"):
-        node = network.nodes[name]
-        network._do(node, node.machine.leave(network.now_s))
-    network.run(9.0)  # less than a deadline
-    assert all(network.nodes[name].machine.is_idle for name in ("h0", "s1r0", "s2r0"))
-    assert not any(replica.num_lost for replica in network.replicas)
-    before = network.heads[1].num_done
-    network.run(9.0)
-    assert network.heads[1].num_done > before
-    drain(network)
-
-
-def test_a_head_that_pauses_does_not_hold_up_the_steps_of_the_others() -> None:
-    """With two heads the later one is the median, so its silence would delay each step by the shortest vote."""
-    network = Network(seed=0, num_heads=2)
-    network.run(20.0)
-    paused = network.nodes["h0"]
-    network._do(paused, paused.machine.leave(network.now_s))
-    network.run(2.0)
-    before = [replica.steps.progress for replica in network.replicas]
-    network.run(SHORTEST_VOTE_S / 3)
-    assert all(replica.steps.progress > then for replica, then in zip(network.replicas, before, strict=True))
-    network._do(paused, paused.machine.rejoin(network.now_s))
-    network.run(5.0)
-    assert not any(replica.steps._votes["h0"].is_away for replica in network.replicas)
-    drain(network)
-
-
-def test_with_one_path_and_one_microbatch_in_flight_all_stages_step_together() -> None:
-    """Forward and backward of a microbatch fall into one step in every stage, as on a single machine."""
-    network = Network(seed=0, num_heads=1, num_replicas=(1, 1, 1), max_in_flight=1, num_steps=8)
-    network.run(200.0, until=lambda: all(node.num_steps == 8 for node in network.nodes.values()))
-    assert len(network.book.losses) == 8 * 4
-    for (_, id, _), step in network.book.step_of.items():
-        assert step == id.number // 4
+    run_network(test, num_heads=10, num_replicas=(1, 1), num_rooms=4, num_steps=4)
 
 
 def test_gradients_are_at_most_a_quarter_of_a_step_late_in_the_mean() -> None:
     """A batch has 16 microbatches, so a quarter is 4 rooms, which the heads keep full."""
-    network = Network(seed=0, num_rooms=4, batch_tokens=16 * MICROBATCH_TOKENS)
-    network.run(300.0)
-    steps = network.book.step_of
-    for stage in (1, 2):
-        late = [
-            step - steps[Kind.FORWARD, id, at]
-            for (kind, id, at), step in steps.items()
-            if (kind, at) == (Kind.BACKWARD, stage)
-        ]
-        assert len(late) > 500
-        assert sum(late) / len(late) <= 0.25
-    drain(network)
+
+    async def test(network: Network) -> None:
+        await network.run(300.0)
+        steps = network.book.step_of
+        for stage in (1, 2):
+            late = [
+                step - steps[Kind.FORWARD, id, at]
+                for (kind, id, at), step in steps.items()
+                if (kind, at) == (Kind.BACKWARD, stage)
+            ]
+            assert len(late) > 500
+            assert sum(late) / len(late) <= 0.25
+
+    run_network(test, num_rooms=4, batch_tokens=16 * MICROBATCH_TOKENS)

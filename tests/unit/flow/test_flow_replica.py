@@ -1,83 +1,24 @@
-"""An inner replica as a table: each row is a sequence of events and the actions that its driver must take.
-
-The replica is in stage 1 of 4 unless a row says otherwise, has 2 rooms, and has neighbours x and y in the next stage.
-Peers a and b are upstream. A microbatch has 10 tokens, a batch 40.
-"""
+"""An inner replica as a table, and the routes of microbatches."""
 
 from __future__ import annotations
 
 import random
 
 import pytest
-from pipeline_table import (
-    BATCH_TOKENS,
-    MICROBATCH_TOKENS,
-    Bench,
-    InOrder,
-    events_without_a_row,
-    microbatch,
-    rows,
-    ticket,
-)
+from pipeline_table import ReplicaBench, microbatch, play, rows, ticket
 
-from noloco_p2p.flow.actions import Send
-from noloco_p2p.flow.frames import Credit, Forward, Want
+from noloco_p2p.flow.frames import Forward, Want
 from noloco_p2p.flow.limits import (
     ASK_AGAIN_S,
     ASK_PATIENCE_S,
+    MAX_MAIL,
     MAX_SINKS,
     MAX_WANTS_PER_PEER,
     SHORTEST_VOTE_S,
     VOTE_S,
     num_rooms,
 )
-from noloco_p2p.flow.replica import Replica
 from noloco_p2p.flow.routing import Routing
-
-
-class ReplicaBench(Bench):
-    machine: Replica
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.listed = set("hij")
-        self.replica("1", "4")
-
-    def replica(self, stage: str, num_stages: str, rooms: str = "2") -> None:
-        self.machine = Replica(
-            stage=int(stage),
-            num_stages=int(num_stages),
-            heads=self.listed,
-            num_rooms=int(rooms),
-            batch_tokens=BATCH_TOKENS,
-            rng=InOrder(0),
-        )
-        self.neighbours("x", "y")
-
-    def list(self, head: str) -> None:
-        self.listed.add(head)
-
-    def unlist(self, head: str) -> None:
-        self.listed.remove(head)
-
-    def neighbours(self, *peers: str) -> str:
-        return self.words(self.machine.neighbours_changed(peers, self.now_s))
-
-    def evaluate(self, peer: str, id: str, remaining_s: str = "60") -> str:
-        return self._frame(peer, Want(ticket(id, 0.9, is_training=False), float(remaining_s), ("y", "z")))
-
-    def step_closed(self) -> str:
-        return self.words(self.machine.step_closed(self.now_s))
-
-    def count(self, num_microbatches: str) -> None:
-        self.machine.steps.count(int(num_microbatches) * MICROBATCH_TOKENS)
-
-    def num_tokens(self) -> str:
-        return str(self.machine.steps.num_tokens)
-
-    def is_over(self) -> str:
-        return "yes" if self.machine.is_over(self.now_s) else "no"
-
 
 FORWARD = "want a h.1 -> credit a h.1; forward a h.1 -> taken a h.1, compute forward h.1"
 ASKING = f"{FORWARD}; computed -> want x h.1"
@@ -94,8 +35,6 @@ TABLE = rows(
 a microbatch goes on, comes back and is counted
     TAKEN; backward x h.1 -> compute backward h.1; is_idle -> no; computed -> backward a h.1; is_idle -> yes;
     num_tokens -> 10
-a backward may overtake the answer to its forward
-    SENT; backward x h.1 -> compute backward h.1; taken x h.1 -> nothing; computed -> backward a h.1
 backwards are computed first
     TAKEN; want a h.2; forward a h.2 -> taken a h.2, compute forward h.2; want b h.3 -> wait b h.3;
     backward x h.1 -> nothing; computed -> want x h.2, compute backward h.1;
@@ -133,9 +72,9 @@ a want that is not needed is forgotten
 nobody else can release a credit
     replica 1 4 1; want a h.1; want b h.2; lost b h.1 -> nothing; forward a h.1 -> taken a h.1, compute forward h.1
 a want expires with its microbatch
-    FULL; want b h.3 0 5 -> wait b h.3; at 6; tick; backward x h.1; computed -> backward a h.1
+    FULL; want b h.3 0 5 -> wait b h.3; at 6; backward x h.1; computed -> backward a h.1
 a credit expires with its microbatch
-    replica 1 4 1; want a h.1 0 5 -> credit a h.1; want b h.2 -> wait b h.2; at 6; tick -> lost a h.1, credit b h.2;
+    replica 1 4 1; want a h.1 0 5 -> credit a h.1; want b h.2 -> wait b h.2; at 6 -> lost a h.1, credit b h.2;
     forward a h.1 -> drop a h.1
 a microbatch waits with one upstream neighbour alone
     FULL; want a h.3 -> wait a h.3; want b h.3 -> drop b h.3
@@ -161,8 +100,6 @@ a backward before its forward was sent does nothing
     ASKING; backward x h.1 -> nothing; credit x h.1 -> forward x h.1
 a backward of what is not here does nothing
     backward x h.1 -> nothing
-a task that is reported twice counts once
-    TAKEN; backward x h.1; computed -> backward a h.1; computed -> nothing; failed -> nothing; num_tokens -> 10
 
 # asking
 
@@ -175,9 +112,9 @@ all neighbours refuse: the room is needed for others
 one refuses and one has no room yet
     ASKING; wait x h.1 -> want y h.1; drop y h.1 -> nothing; credit x h.1 -> forward x h.1
 a neighbour that says nothing is not waited for
-    ASKING; at {ASK_PATIENCE_S}; tick -> want y h.1; credit x h.1 -> forward x h.1, lost y h.1
+    ASKING; at {ASK_PATIENCE_S} -> want y h.1; credit x h.1 -> forward x h.1, lost y h.1
 all are asked again
-    ASKING; wait x h.1 -> want y h.1; wait y h.1; at 4; tick -> nothing; at {ASK_AGAIN_S}; tick -> want x h.1
+    ASKING; wait x h.1 -> want y h.1; wait y h.1; at 4 -> nothing; at {ASK_AGAIN_S} -> want x h.1
 a second credit is given back
     ASKING; wait x h.1 -> want y h.1; credit y h.1 -> forward y h.1, lost x h.1; credit x h.1 -> lost x h.1
 a repeated credit is not
@@ -189,7 +126,7 @@ a credit of a neighbour that was not asked is given back
 without neighbours a microbatch waits for one
     neighbours; want a h.1; forward a h.1; computed -> nothing; at 2; neighbours y -> want y h.1
 a want to a former neighbour is taken back when all are asked again
-    ASKING; neighbours y; at {ASK_AGAIN_S}; tick -> lost x h.1, want y h.1
+    ASKING; neighbours y; at {ASK_PATIENCE_S} -> want y h.1; at {ASK_AGAIN_S} -> lost x h.1, want y h.1
 four are under way at a time, in their order
     replica 1 4 6; ASKING; want a h.2; forward a h.2; computed -> want x h.2; want a h.3; forward a h.3;
     computed -> want x h.3; want a h.4; forward a h.4; computed -> want x h.4; want a h.5; forward a h.5;
@@ -229,18 +166,19 @@ the head dies
 the head has given it up
     replica 3 4; want a h.1; forward a h.1; computed -> forward h h.1; drop h h.1 -> lost a h.1; is_idle -> yes
 a microbatch expires
-    TAKEN; at 61; tick -> lost a h.1; backward x h.1 -> nothing; is_idle -> yes
+    TAKEN; at 61 -> lost a h.1; backward x h.1 -> nothing; is_idle -> yes
 a microbatch expires while it asks
-    ASKING; at 61; tick -> lost x h.1, lost a h.1
+    want a h.1; forward a h.1 0.4; computed -> want x h.1; at 0 -> lost x h.1, lost a h.1
 a backward that is here does not expire
-    TAKEN; backward x h.1 -> compute backward h.1; at 61; tick -> nothing; computed -> backward a h.1
+    TAKEN; backward x h.1 -> compute backward h.1; at 61 -> nothing; computed -> backward a h.1
 a microbatch is lost while its forward is computed
     FORWARD; closed a -> nothing; computed -> nothing; is_idle -> yes
 out of memory in a forward
     FORWARD; failed -> lost a h.1; is_idle -> yes
 out of memory in a backward discards this microbatch alone
     TAKEN; want b i.1; forward b i.1; backward x h.1; computed; failed -> lost a h.1; num_tokens -> 0;
-    credit x i.1 -> forward x i.1; backward x i.1 -> compute backward i.1; computed -> backward b i.1; num_tokens -> 10
+    credit x i.1 -> forward x i.1; taken x i.1; backward x i.1 -> compute backward i.1;
+    computed -> backward b i.1; num_tokens -> 10
 a damaged backward
     TAKEN; damaged_backward x h.1 -> lost a h.1; is_idle -> yes
 
@@ -255,25 +193,25 @@ a step closes when the task that runs is over
 a rise by several steps closes one
     count 4; want a h.1 0.3 -> credit a h.1, close 40 at 0.3; step_closed -> nothing
 less than half a batch waits for the next mark
-    count 1; want a h.1 0.1 -> credit a h.1; count 1; tick -> nothing; want a h.2 0.2 -> credit a h.2, close 20 at 0.2
+    count 1; want a h.1 0.1 -> credit a h.1; count 1; want a h.2 0.2 -> credit a h.2, close 20 at 0.2
 the median is over one vote a head
     count 4; want a h.1 0; want a i.1 0 -> credit a i.1; want a h.2 0.2 -> wait a h.2; want a h.3 0.2 -> wait a h.3;
     want a i.2 0.1 -> wait a i.2, close 40 at 0.1
 a head that is not heard from has no vote
-    count 4; want a h.1 0; want a i.1 0.1; at {VOTE_S - 1}; want a i.2 0.1; at {VOTE_S + 1};
-    tick -> lost a h.1, lost a i.1, credit a i.2, close 40 at 0.1
+    count 4; want a h.1 0; want a i.1 0.1; at {VOTE_S - 1}; lost a h.1; want a i.2 0.1; lost a i.1;
+    lost a i.2; at {VOTE_S + 1} -> close 40 at 0.1
 a head that pauses or leaves has no vote from then on
     count 4; want a h.1 0; want a i.1 0.1; away a h.2 0 -> tell all but a 0, close 40 at 0.1
 a head that comes back votes again, and the time of its pause does not count
-    want a h.1 0; at 1; want a h.2 0; away a h.3 0; at 500; tick; count 4; want a h.4 0; want a i.1 0.1;
-    at {500 + SHORTEST_VOTE_S}; tick -> nothing; at {501 + SHORTEST_VOTE_S}; tick -> close 40 at 0.1
+    want a h.1 0; at 1; want a h.2 0; away a h.3 0; at 500; count 4; want a h.4 0; want a i.1 0.1;
+    at {500 + SHORTEST_VOTE_S} -> nothing; at {501 + SHORTEST_VOTE_S} -> close 40 at 0.1
 what was on its way when a head left is no vote
     count 4; away a h.3 0 -> tell all but a 0; want a i.1 0.1 -> credit a i.1, close 40 at 0.1; step_closed; count 4;
     want a h.2 0 -> credit a h.2; want a i.2 0.2 -> wait a i.2, close 40 at 0.2
 that a head leaves is passed on once
     away a h.2 0.5 -> tell all but a 0.5; away b h.2 0.5 -> nothing; away b h.1 0.5 -> nothing
 nobody makes a head leave with the ticket of one of its microbatches
-    count 4; want a h.1 0; want a i.1 0.1; mark a h.2 0 -> nothing; tick -> nothing
+    count 4; want a h.1 0; want a i.1 0.1; mark a h.2 0 -> nothing
 without the heads that left, what remains has finished
     want a h.1 0.9; lost a h.1; mark a i.1 -> tell all but a 1; is_over -> no; away a h.2 0.9 -> tell all but a 0.9;
     is_over -> yes
@@ -285,7 +223,7 @@ a median that fell rises again
     want a i.2 0.1 -> wait a i.2, close 40 at 0.2
 at four batches a head that is ahead waits, and no other
     want a h.1 0; want b i.1 0.1; lost a h.1; lost b i.1; count 16; want b i.2 0.1 -> wait b i.2;
-    want a h.2 0 -> credit a h.2; tick -> nothing; want a h.3 0.1 -> credit b i.2, wait a h.3, close 160 at 0.1
+    want a h.2 0 -> credit a h.2; want a h.3 0.1 -> credit b i.2, wait a h.3, close 160 at 0.1
 behind stage 1 nobody waits for marks
     replica 2 4; want a h.1 0; want b i.1 0.1; lost a h.1; lost b i.1; count 16; want b i.2 0.1 -> credit b i.2
 the end of training closes what there is
@@ -304,14 +242,14 @@ invented heads have no vote, and nobody hears of them
     count 4; want a h.1 0.1 -> credit a h.1, close 40 at 0.1; step_closed; mark a u.1 -> nothing; mark a v.1 -> nothing;
     mark a w.1 -> nothing; away a u.2 0.2 -> nothing; count 4; want a h.2 0.2 -> credit a h.2, close 40 at 0.2
 a microbatch or evaluation of an invented head gets no slot
-    want a u.1 -> drop a u.1; evaluate a u.1 -> drop a u.1; want a h.1 -> credit a h.1
+    want a u.1 -> drop a u.1; evaluation a u.1 -> drop a u.1; want a h.1 -> credit a h.1
 a head counts from its next frame on once its record is seen
     want a u.1 0.1 -> drop a u.1; mark a u.1 -> nothing; list u; count 4;
     want a u.1 0.1 -> credit a u.1, close 40 at 0.1; step_closed; mark a u.2 -> tell all but a 1
 no vote outlives the record of its head
-    want a h.1 0; want a i.1 0.1; lost a h.1; lost a i.1; count 4; tick -> nothing; unlist h; tick -> close 40 at 0.1
+    want a h.1 0; want a i.1 0.1; lost a h.1; lost a i.1; count 4; unlist h; at 1 -> close 40 at 0.1
 no final vote outlives the record of its head
-    want a h.1 0.1; lost a h.1; mark a i.1 -> tell all but a 1; unlist i; at {VOTE_S + 1}; count 4; tick -> nothing;
+    want a h.1 0.1; lost a h.1; mark a i.1 -> tell all but a 1; unlist i; at {VOTE_S + 1}; count 4;
     want a h.2 0.2 -> credit a h.2, close 40 at 0.2
 the end is not forgotten when the last head goes
     TAKEN; count 4; backward x h.1; mark a h.2 -> tell all but a 1; unlist h; computed -> backward a h.1, close 50 at 1
@@ -320,17 +258,18 @@ the end is not forgotten when the last head goes
 # evaluation
 
 an evaluation has no backward, and its mark is no vote
-    count 4; evaluate a h.1 -> credit a h.1; forward a h.1 -> taken a h.1, compute forward h.1; computed -> want y h.1;
-    credit y h.1 -> forward y h.1; backward y h.1 -> nothing; taken y h.1 -> nothing; is_idle -> yes
+    count 4; evaluation a h.1 -> credit a h.1; forward a h.1 -> taken a h.1, compute forward h.1;
+    computed -> want y h.1; credit y h.1 -> forward y h.1; taken y h.1 -> nothing; is_idle -> yes
 an evaluation waits for its path
-    evaluate a h.1; forward a h.1; computed -> want y h.1; wait y h.1 -> nothing; at 2; tick -> nothing;
+    evaluation a h.1; forward a h.1; computed -> want y h.1; wait y h.1 -> nothing; at 2 -> nothing;
     credit y h.1 -> forward y h.1; drop y h.1 -> lost a h.1
 
 # leaving
 
 a replica that leaves finishes what it has
     FULL; want b h.3 -> wait b h.3; leave -> drop b h.3; want b h.4 -> drop b h.4; is_idle -> no;
-    credit x h.2 -> forward x h.2; backward x h.1; computed; backward x h.2; computed -> backward a h.2; is_idle -> yes
+    credit x h.2 -> forward x h.2; backward x h.1; computed; taken x h.2; backward x h.2;
+    computed -> backward a h.2; is_idle -> yes
 a replica that comes back takes what is new
     leave -> nothing; want a h.1 -> drop a h.1; rejoin -> nothing; want a h.2 -> credit a h.2
 a replica that leaves keeps its promises
@@ -342,50 +281,48 @@ a replica that leaves keeps its promises
 
 @pytest.mark.parametrize("steps", TABLE.values(), ids=TABLE)
 def test_a_row(steps: list[str]) -> None:
-    bench = ReplicaBench()
-    for step in steps:
-        bench.step(step)
-
-
-def test_every_event_has_a_row() -> None:
-    assert not events_without_a_row(Replica, ReplicaBench, TABLE)
-
-
-def steps(text: str) -> ReplicaBench:
-    bench = ReplicaBench()
-    for step in text.split("; "):
-        bench.step(step)
-    return bench
+    play(ReplicaBench, steps)
 
 
 def test_each_hop_subtracts_the_time_that_it_held_a_microbatch() -> None:
-    bench = steps("want a h.1; at 5; forward a h.1 50; at 12")
-    assert bench.task
-    (want,) = bench.machine.computed(bench.task, "output", bench.now_s)
-    assert want == Send("x", Want(ticket("h.1", 0.0), 43.0, ("y", "z")))
-    bench.at("20")
-    (forward,) = bench.machine.received("x", Credit(microbatch("h.1"), has_room=True), bench.now_s)
-    assert forward == Send("x", Forward(microbatch("h.1"), 35.0, "output"))
+    row = "want a h.1; at 5; forward a h.1 50; at 12; computed; at 20; credit x h.1"
+    bench = play(ReplicaBench, row.split("; "))
+    want = next(frame for frame in bench.frames if isinstance(frame, Want))
+    (forward,) = [frame for frame in bench.frames if isinstance(frame, Forward)]
+    assert want.ticket == ticket("h.1", 0.0)
+    assert want.sinks == ("y", "z")
+    assert (want.remaining_s, forward.remaining_s) == pytest.approx((43.0, 35.0))
 
 
 def test_the_backward_recomputes_from_the_input_as_it_was_received() -> None:
-    bench = steps(f"{TAKEN}; backward x h.1")
-    assert bench.task
-    assert (bench.task.data, bench.task.received) == ("input h.1", "gradient h.1")
+    bench = play(ReplicaBench, [*BEGINNINGS["TAKEN"].split("; "), "backward x h.1"])
+    assert (bench.tasks[-1].data, bench.tasks[-1].received) == ("input h.1", "gradient h.1")
 
 
 def test_wants_of_one_neighbour_are_bounded() -> None:
-    bench = steps("want a h.1; want a h.2")
-    for number in range(3, 3 + MAX_WANTS_PER_PEER):
-        bench.step(f"want a h.{number} -> wait a h.{number}")
-    bench.step("want a h.1000 -> drop a h.1000")
-    bench.step("want b h.1001 -> wait b h.1001")
+    row = ["want a h.1", "want a h.2"]
+    row += [f"want a h.{number} -> wait a h.{number}" for number in range(3, 3 + MAX_WANTS_PER_PEER)]
+    play(ReplicaBench, [*row, "want a h.1000 -> drop a h.1000", "want b h.1001 -> wait b h.1001"])
+
+
+def test_what_a_neighbour_says_about_a_microbatch_is_bounded() -> None:
+    class Flooded(ReplicaBench):
+        def flood(self) -> str:
+            for _ in range(10 * MAX_MAIL):
+                self.backward("x", "h.1")
+                self.taken("x", "h.1")
+            return str(self.node.trips[microbatch("h.1")].mail.qsize())
+
+    play(Flooded, [*BEGINNINGS["FORWARD"].split("; "), f"flood -> {MAX_MAIL}"])
 
 
 def test_a_want_with_too_many_sinks_is_refused() -> None:
-    bench = ReplicaBench()
-    frame = Want(ticket("h.1", 0.0), 60.0, tuple(f"z{i}" for i in range(MAX_SINKS + 1)))
-    assert bench._frame("a", frame) == "drop a h.1"
+    class Greedy(ReplicaBench):
+        def want(self, peer: str, id: str, mark: str = "0", remaining_s: str = "60") -> None:
+            sinks = tuple(f"z{i}" for i in range(MAX_SINKS + 1))
+            self.node.received(peer, Want(ticket(id, 0.0), 60.0, sinks))
+
+    play(Greedy, ["want a h.1 -> drop a h.1"])
 
 
 def test_room_is_a_quarter_of_a_batch_or_what_memory_holds() -> None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pipeline_table import virtual
 
-from noloco_p2p.flow.frames import MicrobatchId, MicrobatchTicket, Want
+from noloco_p2p.flow.frames import MicrobatchId, MicrobatchTicket
 from noloco_p2p.flow.limits import MAX_HEADS, SEEN_NUMBERS, SHORTEST_VOTE_S, VOTE_INTERVALS, VOTE_S
 from noloco_p2p.flow.replica import SeenForwards
-from noloco_p2p.flow.steps import BatchSteps, MedianSteps
-from noloco_p2p.flow.wants import Waiting, Wants
+from noloco_p2p.flow.rooms import Kind, Rooms, Turns
+from noloco_p2p.flow.steps import MedianSteps
 
 HEADS = [f"h{number}" for number in range(2 * MAX_HEADS)]
 
@@ -60,24 +62,13 @@ def test_no_token_is_in_two_steps_and_none_is_lost(marks: list[tuple[str, int, i
         steps.count(10 * num_microbatches)
         num_counted += 10 * num_microbatches
         before = steps.progress
-        if num_tokens := steps.take_step(now_s):
+        if steps.is_due(now_s):
+            num_tokens = steps.take()
             closed.append(num_tokens)
             assert num_tokens >= 20 or steps.progress == 1.0, "a step on less than half a batch"
         assert steps.progress >= before
-        assert steps.take_step(now_s) == 0, "two steps for one rise"
+        assert not steps.is_due(now_s), "two steps for one rise"
     assert sum(closed) + steps.num_tokens == num_counted
-
-
-def test_a_head_with_one_microbatch_in_flight_divides_by_its_batch() -> None:
-    steps = BatchSteps(batch_tokens=30)
-    for _ in range(2):
-        steps.count_loss(10)
-        steps.count_done(10)
-        assert steps.take_step() == 0
-    steps.count_loss(10)
-    assert steps.take_step() == 0, "the front has not got this gradient yet"
-    steps.count_done(10)
-    assert steps.take_step() == 30
 
 
 def test_votes_are_bounded() -> None:
@@ -96,7 +87,8 @@ def test_invented_heads_neither_outvote_nor_evict_honest_ones() -> None:
             vote(steps, head, number, number / 100)
         for key in range(9 if number < 50 else MAX_HEADS):
             vote(steps, f"invented {key}", number, 1.0 if number % 2 else 0.0)
-        closed += bool(steps.take_step(0.0))
+        if steps.is_due(0.0):
+            closed += steps.take() > 0
         assert steps.progress == number / 100
     assert closed == 100
 
@@ -132,40 +124,74 @@ def test_windows_are_bounded() -> None:
     assert all(bits < 1 << SEEN_NUMBERS for _, bits in seen._windows.values())
 
 
-def want(wants: Wants, *ids: str) -> None:
+async def served(rooms: Rooms, *ids: str) -> list[str]:
+    """Return the order in which microbatches get the only slot, if all of them ask while it is taken."""
+    taken, order = MicrobatchId("taken", 0), list[str]()
+    rooms.held.add(taken)
     for id in ids:
         head, _, number = id.partition(".")
-        ticket = MicrobatchTicket(MicrobatchId(head, int(number)), 0.0, 10)
-        assert wants.add(Waiting(Want(ticket, 60.0), f"peer {id}", 60.0))
+        rooms.ask(MicrobatchId(head, int(number)), f"peer {id}")
+    rooms.release(taken)
+    while rooms.held:
+        (held,) = rooms.held
+        order.append(f"{held.head}.{held.number}")
+        rooms.release(held)
+    return order
 
 
-def wanting(*ids: str) -> Wants:
-    wants = Wants()
-    want(wants, *ids)
-    return wants
+@virtual
+async def test_heads_get_room_in_turn() -> None:
+    assert await served(Rooms(1), "a.1", "a.2", "a.3", "b.1", "c.1", "b.2") == [
+        "a.1",
+        "b.1",
+        "c.1",
+        "a.2",
+        "b.2",
+        "a.3",
+    ]
+    assert await served(Rooms(1, is_barred=lambda head: head == "a"), "a.1", "a.2", "b.1") == ["b.1"]
 
 
-def served(wants: Wants, barred: set[str] | None = None) -> list[str]:
-    found = []
-    while waiting := wants.next(barred or set()):
-        head, number = waiting.want.ticket.id
-        found.append(f"{head}.{number}")
-    return found
+@virtual
+async def test_a_head_that_had_twice_its_fair_share_is_passed_over_while_others_wait() -> None:
+    rooms = Rooms(1)
+    assert (await served(rooms, *(f"a.{i}" for i in range(9)), "b.1", "c.1"))[-1] == "a.8"
+    # otherwise a would be next after b.2
+    assert await served(rooms, "b.2", "a.9", "b.3") == ["b.2", "b.3", "a.9"]
+    rooms.new_step()
+    assert await served(rooms, "a.10", "b.4", "a.11") == ["a.10", "b.4", "a.11"]
 
 
-def test_heads_get_room_in_turn() -> None:
-    assert served(wanting("a.1", "a.2", "a.3", "b.1", "c.1", "b.2")) == ["a.1", "b.1", "c.1", "a.2", "b.2", "a.3"]
-    assert served(wanting("a.1", "a.2", "b.1"), {"a"}) == ["b.1"]
+@virtual
+async def test_a_release_gives_the_slot_to_the_next_even_if_nobody_waits_for_it_any_more() -> None:
+    rooms = Rooms(1)
+    await rooms.ask(MicrobatchId("a", 1), "peer")
+    rooms.ask(MicrobatchId("a", 2), "peer").cancel()
+    third = rooms.ask(MicrobatchId("a", 3), "peer")
+    rooms.release(MicrobatchId("a", 1))
+    rooms.release(MicrobatchId("a", 2))
+    assert third.done()
 
 
-def test_a_head_that_had_twice_its_fair_share_is_passed_over_while_others_wait() -> None:
-    wants = wanting(*(f"a.{i}" for i in range(9)), "b.1", "c.1")
-    assert served(wants)[-1] == "a.8"
-    want(wants, "b.2", "a.9", "b.3")  # otherwise a would be next after b.2
-    assert served(wants) == ["b.2", "b.3", "a.9"]
-    wants.new_step()
-    want(wants, "a.10", "b.4", "a.11")
-    assert served(wants) == ["a.10", "b.4", "a.11"]
+@virtual
+async def test_the_most_urgent_task_is_next_and_a_step_waits_for_both_turns() -> None:
+    turns, order, go_on = Turns(), list[Kind](), asyncio.Event()
+
+    async def take(kind: Kind) -> None:
+        async with turns.take(kind):
+            order.append(kind)
+            await go_on.wait()
+
+    first = [asyncio.create_task(take(Kind.FORWARD)) for _ in range(3)]
+    await asyncio.sleep(0)
+    later = [asyncio.create_task(take(kind)) for kind in (Kind.LOSS, Kind.BACKWARD, Kind.CLOSE_STEP)]
+    await asyncio.sleep(0)
+    first[2].cancel()  # while it waits
+    assert order == [Kind.FORWARD, Kind.FORWARD]
+    go_on.set()
+    await asyncio.gather(*first, *later, return_exceptions=True)
+    assert order[2:] == [Kind.CLOSE_STEP, Kind.BACKWARD, Kind.LOSS]
+    assert len(turns) == 0
 
 
 @pytest.mark.parametrize("interval_s", [0.1, 5.0])

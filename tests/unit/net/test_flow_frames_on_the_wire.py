@@ -12,16 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from noloco_p2p.errors import CorruptPayload
-from noloco_p2p.flow.frames import Answer, Credit, Lost, Mark, MicrobatchId, MicrobatchTicket, Want
+from noloco_p2p.flow.frames import Answer, Backward, Credit, Forward, Lost, Mark, MicrobatchId, MicrobatchTicket, Want
 from noloco_p2p.flow.limits import MAX_SINKS
 from noloco_p2p.gossip.frames import Hello, Refuse, RefuseCode, chunk_digest
 from noloco_p2p.net import flow_wire
 from noloco_p2p.net.flow_wire import (
     MAX_NUMBER,
     PIECE_BYTES,
-    BackwardAnnounced,
     FlowHello,
-    ForwardAnnounced,
     Piece,
     WireFrame,
 )
@@ -42,8 +40,8 @@ FRAME: st.SearchStrategy[WireFrame] = st.one_of(
     st.builds(Refuse, st.sampled_from(RefuseCode), TEXT, st.floats(0, 3600)),
     st.builds(Want, TICKET, SECONDS, st.lists(TEXT, max_size=MAX_SINKS).map(tuple)),
     st.builds(Credit, ID, st.booleans()),
-    st.builds(ForwardAnnounced, ID, SECONDS, UINT64),
-    st.builds(BackwardAnnounced, ID, UINT64),
+    st.builds(Forward, ID, SECONDS, UINT64),
+    st.builds(Backward, ID, UINT64),
     st.builds(Piece, st.booleans(), BYTES, BYTES),
     st.builds(Answer, ID, st.booleans()),
     st.builds(Lost, ID),
@@ -67,8 +65,8 @@ def test_every_frame_comes_back_as_it_went(frame: WireFrame) -> None:
         (Credit(ID_7, has_room=True), "220c0a080a046865616410071001"),
         (Answer(ID_7, is_taken=False), "420a0a080a04686561641007"),
         (Lost(ID_7), "4a0a0a080a04686561641007"),
-        (ForwardAnnounced(ID_7, 1.5, 300), "2a160a080a0468656164100711000000000000f83f18ac02"),
-        (BackwardAnnounced(ID_7, 300), "320d0a080a0468656164100710ac02"),
+        (Forward(ID_7, 1.5, 300), "2a160a080a0468656164100711000000000000f83f18ac02"),
+        (Backward(ID_7, 300), "320d0a080a0468656164100710ac02"),
         (Piece(True, b"\x01", chunk_digest(b"\x01")), "3a1708011201011a10" + chunk_digest(b"\x01").hex()),
     ],
     ids=lambda value: type(value).__name__,

@@ -61,14 +61,12 @@ def test_rules_side_by_side(spec: Path, tmp_path: Path, capsys: pytest.CaptureFi
         (["--rules", "ddp", "--churn", "leave:1@1"], "with the rule ddp, replicas cannot join"),
         (["--churn", "crash:1.2@1"], "--churn crash:1.2@1 must name only a replica"),
         (["--replicas", "4,8"], "--replicas 4,8 has 2 numbers, but the number of stages is 1"),
-        (["--lose", "0.1"], "--lose, --late-steps and --paths require --stages"),
+        (["--window", "2"], "--window requires --stages"),
         ([*STAGES, "--replicas", "4,8,4"], "--replicas 4,8,4 has 3 numbers, but the number of stages is 2"),
         ([*STAGES, "--rules", "ddp"], "--rules ddp cannot be used with stages; choose from noloco, local"),
         ([*STAGES, "--churn", "crash:1@1"], "--churn crash:1@1 must name a stage and a replica"),
         ([*STAGES, "--churn", "crash:2.1@1"], "--churn crash:2.1@1: no such stage (they are numbered 0 to 1)"),
         ([*STAGES, "--link", "cable/cable/cable"], "has lists for 3 stages, but there are only 2"),
-        ([*STAGES, "--paths", "shortest"], "--paths shortest is unknown; choose random or fixed"),
-        ([*STAGES, "--paths", "fixed", "--replicas", "2,3"], "--paths fixed requires the same number of replicas"),
         ([*STAGES, "--set", "pipeline.microbatch=3"], "must be a multiple of pipeline.microbatch"),
         (["--stages", "4"], "pipeline.stages is 4, but the model has only 2 blocks"),
     ],
@@ -85,7 +83,7 @@ def test_mistakes_are_told_in_a_sentence(
 
 def test_a_pipeline(spec: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = tmp_path / "report.json"
-    arguments = ["--stages", "2", "--replicas", "2,1", "--steps", "2", "--link", "cable/100mbit-50ms", "--lose", "0.1"]
+    arguments = ["--stages", "2", "--replicas", "2,1", "--steps", "2", "--link", "cable/100mbit-50ms"]
     assert run(["simulate", str(spec), *arguments, "--speeds", "1,2/4", "--json", str(report)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].startswith("loss ")

@@ -62,13 +62,6 @@ def test_a_stranger_needs_no_network_to_use_it(tmp_path: Path) -> None:
     assert done.stdout.endswith(" True\n")
 
 
-def test_the_model_in_training_is_left_as_it_was(tmp_path: Path) -> None:
-    model = build_model(SMALL, sequence_length=16)
-    export_model(model, build_tokenizer(DataSpec()), tmp_path / "exported")
-    assert model.training
-    assert model.config.use_cache is False
-
-
 def test_a_folder_with_something_in_it_is_refused(tmp_path: Path) -> None:
     (tmp_path / "precious").touch()
     model, tokenizer = build_model(SMALL, sequence_length=16), build_tokenizer(DataSpec())

@@ -10,15 +10,13 @@ import pytest
 import torch
 from torch import nn
 
-from noloco_p2p.errors import ModelError
 from noloco_p2p.optim.inner import make_inner_optimizers
 from noloco_p2p.outer.checkpoint import Checkpoint, Checkpoints
 from noloco_p2p.outer.optimizer_state import flatten_optimizers, restore_optimizers
 from noloco_p2p.spec import DataSpec, ModelSpec, TrainerSpec, TrainSpec
-from noloco_p2p.trainer.evaluate import evaluate_loss
 from noloco_p2p.trainer.gauges import flops_per_token
 from noloco_p2p.trainer.inner_step import InnerStep
-from noloco_p2p.trainer.model import build_model, causal_lm_loss, hidden_matrices
+from noloco_p2p.trainer.model import build_model, hidden_matrices
 
 MODEL = ModelSpec(hidden_size=32, num_layers=1, num_heads=2, mlp_size=48)
 
@@ -83,24 +81,6 @@ def test_it_learns_and_goes_on_bit_for_bit_through_a_checkpoint(tmp_path: Path, 
     assert torch.equal(weights(again), weights(whole))
 
 
-# backward passes and the update are separate
-
-
-def test_a_step_may_be_made_of_several_batches_and_closed_later() -> None:
-    """The mean gradients of two halves add up to twice that of the whole batch; clipping makes them equal."""
-    whole, parts = make("adamw"), make("adamw")
-    for each in (whole, parts):
-        each.train = each.train.model_copy(update={"clip_norm": 1e-3})
-    whole(batch(0), progress=0.5)
-    before = weights(parts)
-    losses = [parts.backward(half) for half in batch(0).split(2)]
-    assert torch.equal(weights(parts), before), "nothing moves before the step is closed"
-    assert all(loss.grad_fn is None for loss in losses), "no graph is kept"
-    parts.update(progress=0.5)
-    torch.testing.assert_close(weights(parts), weights(whole))
-    assert not parts.gradients()
-
-
 def test_a_gradient_is_clipped_to_the_norm_of_the_spec() -> None:
     """AdamW's steps do not depend on the norm of the gradient, but its first moments do."""
     inner = make("adamw")
@@ -140,28 +120,8 @@ def test_a_step_without_gradients_changes_nothing() -> None:
     assert all(torch.equal(value, state[name]) for name, value in inner.state().items())
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no"), RuntimeError("broken")])
-def test_a_batch_that_fails_leaves_the_gradients_of_earlier_ones(error: Exception) -> None:
-    """The second part of the batch fails; only the gradients of its first part are dropped."""
-    inner, calls = make("adamw"), []
-
-    def loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-        calls.append(len(tokens))
-        if len(calls) > 2:
-            raise error
-        return causal_lm_loss(model, tokens)
-
-    inner.backward(batch(0))
-    kept = [gradient.clone() for gradient in inner.gradients()]
-    inner._loss, inner.micro_batch = loss, 1
-    with pytest.raises((ModelError, RuntimeError)):
-        inner.backward(batch(1))
-    assert len(calls) == 3
-    assert all(torch.equal(one, two) for one, two in zip(inner.gradients(), kept, strict=True))
-
-
 def test_any_module_trains_by_a_loss_of_its_own() -> None:
-    """A plain module without a config or `.loss` works with the inner step, evaluation and gauges."""
+    """A plain module without a config or `.loss` works with the inner step and the gauges."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 50))
 
@@ -172,6 +132,4 @@ def test_any_module_trains_by_a_loss_of_its_own() -> None:
     inner, tokens = InnerStep(model, train, loss=loss), torch.arange(32).view(2, 16)
     losses = [float(inner(tokens, progress=step / 50)) for step in range(20)]
     assert losses[-1] < losses[0] - 0.5
-    measured = evaluate_loss(model, [tokens], logits=lambda module, part: module(part))
-    assert measured == pytest.approx(float(loss(model, tokens).detach()), rel=1e-5)
     assert flops_per_token(model, sequence_length=16) == 6 * (8 * 50 + 50)

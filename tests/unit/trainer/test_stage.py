@@ -24,8 +24,9 @@ from noloco_p2p.outer.flat import FlatParameters
 from noloco_p2p.spec import ModelSpec, TrainSpec
 from noloco_p2p.trainer import weights
 from noloco_p2p.trainer.compute import Compute, blocks
+from noloco_p2p.trainer.gauges import flops_per_token
 from noloco_p2p.trainer.inner_step import InnerStep
-from noloco_p2p.trainer.model import attention_size, build_model, build_on_meta, causal_lm_loss, hidden_matrices
+from noloco_p2p.trainer.model import build_model, build_on_meta, causal_lm_loss, hidden_matrices
 from noloco_p2p.trainer.stage import Stage, build_stage, dropout_seed, measure
 from noloco_p2p.trainer.weights import seed_of
 
@@ -245,6 +246,12 @@ def test_activation_checkpointing_changes_no_bit_and_compilation_is_by_block(mon
 # the interface to the rest of the trainer
 
 
+def _more_flops(model: torch.nn.Module, num_tokens: int) -> float:
+    """Return by how much longer sequences increase the work per token."""
+    short, long = (flops_per_token(model, sequence_length=length) for length in (TOKENS, TOKENS + num_tokens))
+    return long - short
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_names_matrices_and_layouts_are_those_of_the_whole_model(tied: bool) -> None:
     spec = LLAMA.model_copy(update={"tied_embeddings": tied})
@@ -256,8 +263,9 @@ def test_names_matrices_and_layouts_are_those_of_the_whole_model(tied: bool) -> 
         assert make_inner_optimizers(
             stage.model.parameters(), TrainSpec(inner_optimizer="muon"), matrices=hidden_matrices(stage.model)
         )
-    assert [attention_size(stage.model) for stage in stages] == [(1, 32), (2, 32), (1, 32)]
-    assert attention_size(whole) == (4, 32)
+    of_blocks = [6.0 * blocks * 32 * 1000 for blocks in (1, 2, 1)]  # of attention: 6 x layers x width x tokens
+    assert [_more_flops(stage.model, 1000) for stage in stages] == of_blocks
+    assert _more_flops(whole, 1000) == sum(of_blocks)
     layouts = [dict(FlatParameters(stage.model).model_layout.trainable) for stage in stages]
     assert [next(iter(layout)) for layout in layouts] == [
         "model.embed_tokens.weight",

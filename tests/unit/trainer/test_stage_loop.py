@@ -1,49 +1,19 @@
-"""The loop of a peer with one stage: its inner steps, and the end of its schedule."""
+"""The inner steps of a peer with one stage, and the end of its schedule."""
 
 from __future__ import annotations
 
-import threading
-from collections import deque
+from types import SimpleNamespace
 from typing import Any, cast
 
-from noloco_p2p.flow.actions import CloseStep, Compute, Kind
+import pytest
+import torch
+from staged_reference import spec_of
+
+from noloco_p2p.errors import PeerError
 from noloco_p2p.flow.frames import MicrobatchId
-from noloco_p2p.peer.flow_driver import Handed
-from noloco_p2p.trainer.pipeline import StageLoop
-
-
-class Flow:
-    """Hands out tasks, every third of which closes a step."""
-
-    def __init__(self, log: list[str], *, num_tasks: int) -> None:
-        self.log = log
-        self._tasks = deque(range(num_tasks))
-
-    @property
-    def is_over(self) -> bool:
-        return not self._tasks
-
-    def take(self, wait_s: float) -> Handed | None:
-        if not self._tasks:
-            return None
-        number = self._tasks.popleft()
-        forward = Compute(Kind.FORWARD, MicrobatchId("head", number), None)
-        task = CloseStep(64, (number + 1) / 12) if number % 3 == 2 else forward
-        return Handed(task, task)
-
-    def computed(self, task: Compute, result: object) -> None:
-        self.log.append("task")
-
-    def step_closed(self, progress: float) -> None:
-        self.log.append(f"step {progress:.2f}")
-
-
-class Work:
-    def compute(self, task: Compute) -> None:
-        return None
-
-    def close(self, inner: Inner, num_tokens: int, *, progress: float) -> None:
-        inner.num_steps += 1
+from noloco_p2p.flow.node import Task
+from noloco_p2p.flow.rooms import Kind
+from noloco_p2p.trainer.stage_work import StageLoop, StageWork
 
 
 class Inner:
@@ -51,6 +21,12 @@ class Inner:
 
     def forget(self) -> None:
         self.num_forgotten += 1
+
+    def gradients(self) -> list[object]:
+        return []
+
+    def update(self, *, progress: float) -> None:
+        self.num_steps += 1
 
 
 class Outer:
@@ -66,27 +42,40 @@ class Outer:
         self.is_held = True
 
 
-def run(num_tasks: int) -> tuple[list[str], Inner, Outer]:
-    log: list[str] = []
-    inner, outer = Inner(), Outer()
-    flow, parts = Flow(log, num_tasks=num_tasks), (Work(), inner, outer)
-    StageLoop(cast(Any, flow), *cast(tuple[Any, Any, Any], parts)).run(threading.Event())
-    return log, inner, outer
+def loop_of() -> tuple[StageLoop, Inner, Outer]:
+    inner, outer, stage = Inner(), Outer(), SimpleNamespace(hidden_size=16, device=torch.device("cpu"))
+    return StageLoop(cast(Any, stage), spec_of(), cast(Any, inner), cast(Any, outer)), inner, outer
 
 
 def test_an_inner_replica_follows_the_heads() -> None:
-    log, _, outer = run(7)
-    assert log == ["task", "task", "step 0.25", "task", "task", "step 0.50", "task"]
-    assert outer.num_steps == 3, "the heads have ended"
+    loop, inner, outer = loop_of()
+    assert [loop.close_step(64, progress) for progress in (0.25, 0.5)] == [0.25, 0.5]
+    assert (loop.steps, inner.num_steps, outer.num_steps) == (2, 2, 2)
 
 
 def test_a_replica_that_counted_nothing_for_the_last_step_ends_as_the_others_do() -> None:
-    _, inner, outer = run(5)
+    loop, inner, outer = loop_of()
+    loop.close_step(64, 0.25)
+    loop.finish()
+    loop.finish()
     assert (inner.num_steps, outer.num_steps) == (1, 2)
     assert (outer.progress, outer.is_held) == (1, True)
 
 
 def test_no_step_follows_the_end_of_the_schedule() -> None:
-    log, inner, outer = run(40)
-    assert log.count("step 1.00") == 10
-    assert (inner.num_steps, inner.num_forgotten, outer.num_steps) == (4, 9, 4)
+    loop, inner, outer = loop_of()
+    for _ in range(3):
+        assert loop.close_step(64, 1.0) == 1.0
+    assert (inner.num_steps, inner.num_forgotten, outer.num_steps) == (1, 2, 1)
+
+
+@pytest.mark.parametrize(("error", "raised"), [(torch.OutOfMemoryError(), PeerError), (RuntimeError(), RuntimeError)])
+def test_only_an_accelerator_that_is_out_of_memory_loses_a_microbatch(
+    monkeypatch: pytest.MonkeyPatch, error: RuntimeError, raised: type[Exception]
+) -> None:
+    def fail(self: StageWork, task: Task) -> None:
+        raise error
+
+    monkeypatch.setattr(StageWork, "compute", fail)
+    with pytest.raises(raised):
+        loop_of()[0].compute(Task(Kind.FORWARD, MicrobatchId("head", 1), None))

@@ -12,8 +12,9 @@ import torch
 from staged_reference import spec_of
 
 from noloco_p2p.errors import CheckpointError, Left, ModelError, SettingsError
-from noloco_p2p.flow.actions import Compute, Kind
 from noloco_p2p.flow.frames import MicrobatchId
+from noloco_p2p.flow.node import Task
+from noloco_p2p.flow.rooms import Kind
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.outer.checkpoint import Checkpoint
 from noloco_p2p.peer.peer import Peer
@@ -92,8 +93,8 @@ def train_some(trainer: StageTrainer, number: int) -> None:
         id, data = MicrobatchId("head", 1), hidden
         if trainer.batches:
             data = next(trainer.batches)
-            trainer.work.compute(Compute(Kind.LOSS, id, data, hidden))
-        trainer.work.compute(Compute(Kind.BACKWARD, id, data, hidden / 100))
+            trainer.work.compute(Task(Kind.LOSS, id, data, hidden))
+        trainer.work.compute(Task(Kind.BACKWARD, id, data, hidden / 100))
         trainer.work.close(trainer.inner_step, 15, progress=trainer.outer.progress)
         trainer.outer.step()
 

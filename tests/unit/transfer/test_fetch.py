@@ -14,10 +14,9 @@ from typing import Any
 import pytest
 from admitting import AnyState
 from blake3 import blake3
-from harness.patience import PATIENCE_S
 from harness.specs import published
 
-from noloco_p2p.errors import CorruptPayload, Refused, Unreachable
+from noloco_p2p.errors import Refused, Unreachable
 from noloco_p2p.gossip.frames import (
     STATE_CHUNK_BYTES,
     FetchItem,
@@ -30,27 +29,23 @@ from noloco_p2p.gossip.frames import (
     StateManifest,
     WantChunks,
     WantManifest,
-    WantSpec,
 )
 from noloco_p2p.gossip.seams import Candidate, FrameStream
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.testing.memory import MemoryNetwork, MemoryTransport
-from noloco_p2p.transfer import kept_chunks
-from noloco_p2p.transfer.donor import SavedState, StateServer, describe_state
-from noloco_p2p.transfer.fetch import INTERNET, DonorRate, FetchLimits, fetch_spec, fetch_state
-from noloco_p2p.transfer.slots import NUM_SLOTS
+from noloco_p2p.transfer import fetch, kept_chunks
+from noloco_p2p.transfer.donor import StateServer, describe_state
+from noloco_p2p.transfer.fetch import fetch_spec, fetch_state
 
 SPEC = RunSpec(name="fetch", outer=published())
-QUICK = FetchLimits(least_retry_s=0.01, longest_retry_s=0.01)
 NUM_BYTES = 3 * STATE_CHUNK_BYTES + 500  # four chunks
+Alter = Callable[[AsyncGenerator[FetchItem]], AsyncGenerator[FetchItem]]  # changes what a donor serves
 
 
 class Donor:
     """Serves a state; `alter` wraps the items that it serves."""
 
-    def __init__(
-        self, states: StateServer, alter: Callable[[AsyncGenerator[FetchItem]], AsyncGenerator[FetchItem]]
-    ) -> None:
+    def __init__(self, states: StateServer, alter: Alter) -> None:
         self._states = states
         self._alter = alter
         self.asked: list[FetchWant] = []
@@ -117,7 +112,7 @@ class Fetching:
     def donor(
         self,
         seed: int,
-        alter: Callable[[AsyncGenerator[FetchItem]], AsyncGenerator[FetchItem]] = as_it_is,
+        alter: Alter = as_it_is,
         *,
         progress: float | None = None,
     ) -> tuple[Donor, bytes]:
@@ -138,7 +133,7 @@ class Fetching:
     async def fetch(self, **changes: object) -> tuple[StateManifest | None, bytes]:
         shape = {"layout": "layout", "num_elements": 10, "num_bytes": NUM_BYTES}
         settings: dict[str, Any] = {**shape, "target": self.folder / "fetched"}
-        settings |= {"admission": AnyState(), "limits": QUICK, **changes}
+        settings |= {"admission": AnyState(), **changes}
         donors = settings.pop("donors", self.candidates())
         manifest = await fetch_state(self.transport, donors, **settings)  # pyright: ignore[reportArgumentType]
         target: Path = settings["target"]
@@ -146,7 +141,9 @@ class Fetching:
 
 
 @pytest.fixture
-def fetching(tmp_path: Path) -> Fetching:
+def fetching(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fetching:
+    monkeypatch.setattr(fetch, "RETRY_S", (0.01, 0.01))
+    monkeypatch.setattr(fetch, "WINDOW_S", 9.0)
     return Fetching(tmp_path)
 
 
@@ -180,9 +177,7 @@ def test_progress_is_the_verified_bytes_and_ends_at_all_of_them(fetching: Fetchi
 
 
 @pytest.mark.parametrize("alter", [damages_the_second_chunk, sends_chunks_backwards, stops_early, sends_nothing])
-def test_what_a_bad_donor_sends_is_not_kept(
-    fetching: Fetching, alter: Callable[[AsyncGenerator[FetchItem]], AsyncGenerator[FetchItem]]
-) -> None:
+def test_what_a_bad_donor_sends_is_not_kept(fetching: Fetching, alter: Alter) -> None:
     (_, first), (_, second) = fetching.donor(1, alter), fetching.donor(2)
     manifest, fetched = asyncio.run(fetching.fetch())
     assert manifest is not None
@@ -250,47 +245,6 @@ def test_without_a_donor_every_reason_is_told(fetching: Fetching) -> None:
         asyncio.run(fetch_spec(fetching.transport, fetching.candidates(), expected_digest=SPEC.digest()))
 
 
-# the donor
-
-
-async def listed(items: AsyncGenerator[FetchItem]) -> list[FetchItem]:
-    return [item async for item in items]
-
-
-def saved(folder: Path, num_bytes: int = NUM_BYTES) -> SavedState:
-    path = folder / "state"
-    path.write_bytes(os.urandom(num_bytes))
-    return describe_state(path, layout="layout", num_elements=10, progress=0.25)
-
-
-def test_a_donor_without_a_state_says_when_to_come_back() -> None:
-    with pytest.raises(Refused, match="no saved state yet") as refusal:
-        asyncio.run(listed(StateServer(SPEC).serve(WantManifest())))
-    assert refusal.value.retry_after_s > 0
-    assert asyncio.run(listed(StateServer(SPEC).serve(WantSpec()))) == [SpecJson(SPEC.canonical_json())]
-
-
-def test_a_third_newcomer_is_refused_until_a_slot_is_free(tmp_path: Path) -> None:
-    async def main() -> None:
-        states = StateServer(SPEC)
-        states.saved = saved(tmp_path)
-        want = WantChunks(states.saved.manifest.digest(), (0, 1))
-        running = [states.serve(want) for _ in range(NUM_SLOTS)]
-        for upload in running:
-            assert isinstance(await anext(upload), StateChunk)
-        with pytest.raises(Refused, match="already serving 2 newcomers") as refusal:
-            await anext(states.serve(want))
-        assert refusal.value.code == RefuseCode.BUSY.name
-        assert refusal.value.retry_after_s > 0
-        assert len(await listed(running[0])) == 1, "the second of its two chunks"
-        assert [type(item) for item in await listed(states.serve(want))] == [StateChunk, StateChunk]
-        async with aclosing(running[1]):
-            pass  # a newcomer that leaves half-way
-        assert [type(item) for item in await listed(states.serve(want))] == [StateChunk, StateChunk]
-
-    asyncio.run(main())
-
-
 def test_eight_newcomers_at_once_are_all_served_by_one_donor(fetching: Fetching, tmp_path: Path) -> None:
     """The donor serves two at a time, and the others ask again."""
     served: list[int] = []
@@ -315,7 +269,7 @@ def test_eight_newcomers_at_once_are_all_served_by_one_donor(fetching: Fetching,
 
 
 class Clock:
-    """A clock that advances with each item of a donor."""
+    """A clock that advances with each chunk of a donor."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -323,16 +277,16 @@ class Clock:
     def __call__(self) -> float:
         return self.now_s
 
-    async def slowed(self, items: AsyncGenerator[FetchItem]) -> AsyncGenerator[FetchItem]:
-        async for item in items:
-            self.now_s += QUICK.window_s / 2
-            yield item
+    def sends(self, bytes_per_s: float) -> Alter:
+        async def alter(items: AsyncGenerator[FetchItem]) -> AsyncGenerator[FetchItem]:
+            async for item in items:
+                self.now_s += STATE_CHUNK_BYTES / bytes_per_s if isinstance(item, StateChunk) else 0.0
+                yield item
+
+        return alter
 
 
-HURRY = replace(QUICK, whole_state_s=36.0)  # for a state of four chunks
-
-
-def refused_first(number: int) -> Callable[[AsyncGenerator[FetchItem]], AsyncGenerator[FetchItem]]:
+def refused_first(number: int) -> Alter:
     """Return a wrapper that refuses the given number of chunk requests as busy."""
     refusals = iter(range(number))
 
@@ -347,18 +301,16 @@ def refused_first(number: int) -> Callable[[AsyncGenerator[FetchItem]], AsyncGen
 
 
 def test_a_newcomer_goes_to_a_free_donor_before_it_waits(fetching: Fetching) -> None:
-    (_, _), (_, free) = fetching.donor(1, refused_first(3)), fetching.donor(2)
-    waits: list[bool] = []
-    assert asyncio.run(fetching.fetch(on_wait=waits.append))[1] == free
-    assert not any(waits)
+    (busy, _), (_, free) = fetching.donor(1, refused_first(3)), fetching.donor(2)
+    assert asyncio.run(fetching.fetch())[1] == free
+    assert len(busy.asked) == 2
 
 
-def test_busy_donors_are_asked_again_and_the_user_hears_of_it(fetching: Fetching) -> None:
+def test_busy_donors_are_asked_again(fetching: Fetching, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "noloco_p2p")
     (_, first), (_, second) = fetching.donor(1, refused_first(3)), fetching.donor(2, refused_first(3))
-    waits: list[bool] = []
-    assert asyncio.run(fetching.fetch(on_wait=waits.append))[1] in (first, second)
-    assert waits[0]
-    assert not waits[-1]
+    assert asyncio.run(fetching.fetch())[1] in (first, second)
+    assert caplog.text.count("waiting until one has a free slot") == 1
 
 
 def test_who_comes_to_the_swarm_meanwhile_is_asked_too(fetching: Fetching) -> None:
@@ -371,81 +323,42 @@ def test_who_comes_to_the_swarm_meanwhile_is_asked_too(fetching: Fetching) -> No
 
 def test_donors_that_stay_busy_are_given_up_where_the_caller_has_no_deadline(fetching: Fetching) -> None:
     fetching.donor(1, refused_first(1000))
-    assert asyncio.run(fetching.fetch(limits=replace(QUICK, idle_s=0.05)))[0] is None
-
-    async def waits() -> None:
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(fetching.fetch(limits=replace(QUICK, idle_s=0.05), may_end_busy=False), 0.3)
-
-    asyncio.run(waits())
+    assert asyncio.run(fetching.fetch(patience_s=0.05))[0] is None
 
 
-def test_a_slow_donor_is_left_for_a_faster_one(fetching: Fetching) -> None:
+@pytest.mark.parametrize(("first_rate", "is_left"), [(0.2e6, True), (0.3e6, False)])
+def test_a_slow_donor_is_left_for_one_that_may_be_faster(fetching: Fetching, first_rate: float, is_left: bool) -> None:
+    """A donor that was not asked counts as one of 1 MB/s."""
     clock = Clock()
-    (slow, first), (_, second) = fetching.donor(1, clock.slowed), fetching.donor(2)
-    manifest, fetched = asyncio.run(fetching.fetch(clock=clock, limits=HURRY))
-    assert manifest is not None
-    assert manifest.progress == 0.2
-    kept = 3 * STATE_CHUNK_BYTES
+    (slow, first), (_, second) = fetching.donor(1, clock.sends(first_rate)), fetching.donor(2)
+    fetched = asyncio.run(fetching.fetch(clock=clock))[1]
+    kept = 3 * STATE_CHUNK_BYTES if is_left else NUM_BYTES
     assert fetched == first[:kept] + second[kept:], "what it gave in one window is kept"
     assert len(slow.asked) == 2
 
 
-def test_a_slow_donor_is_returned_to_when_there_is_no_other(fetching: Fetching) -> None:
+def test_of_slow_donors_the_fastest_is_used(fetching: Fetching) -> None:
     clock = Clock()
-    slow, data = fetching.donor(1, clock.slowed)
-    assert asyncio.run(fetching.fetch(clock=clock, limits=HURRY))[1] == data
-    assert len(slow.asked) == 4
+    slowest, _ = fetching.donor(1, clock.sends(0.01e6))
+    less_slow, _ = fetching.donor(2, clock.sends(0.05e6))
+    asyncio.run(fetching.fetch(clock=clock))
+    assert [len(donor.asked) for donor in (slowest, less_slow)] == [2, 2]
+    assert len(fetching.donors) == 2
 
 
-def test_a_slow_donor_is_returned_to_when_the_others_stay_busy(fetching: Fetching) -> None:
+def test_a_slow_donor_is_used_while_there_is_no_other(fetching: Fetching) -> None:
     clock = Clock()
-
-    async def busy_for_ever(items: AsyncGenerator[FetchItem]) -> AsyncGenerator[FetchItem]:
-        async with aclosing(items):
-            async for item in items:
-                if isinstance(item, StateChunk):
-                    clock.now_s += QUICK.idle_s
-                    raise Refused("I am already serving 2 newcomers", code=RefuseCode.BUSY.name)
-                yield item
-
-    (_, data), _ = fetching.donor(1, clock.slowed), fetching.donor(2, busy_for_ever)
-    assert asyncio.run(fetching.fetch(clock=clock, limits=HURRY, may_end_busy=False))[1] == data
+    (slow, data), _ = fetching.donor(1, clock.sends(0.01e6)), fetching.donor(2, refused_first(1000))
+    assert asyncio.run(fetching.fetch(clock=clock))[1] == data
+    assert len(slow.asked) > 2, "it was left, and asked again while the other was busy"
 
 
-def test_a_donor_that_gives_one_chunk_a_call_is_slow(fetching: Fetching) -> None:
-    clock = Clock()
-
-    async def one_and_busy(items: AsyncGenerator[FetchItem]) -> AsyncGenerator[FetchItem]:
-        async for item in items:
-            yield item
-            if isinstance(item, StateChunk):
-                clock.now_s += QUICK.window_s
-                raise Refused("I have a newer state by now", code=RefuseCode.BUSY.name)
-
-    fetching.donor(1, one_and_busy)
-    (_, honest) = fetching.donor(2, refused_first(3))
-    manifest, fetched = asyncio.run(fetching.fetch(clock=clock, limits=HURRY))
-    assert manifest is not None
-    assert manifest.progress == 0.2
-    assert fetched[-500:] == honest[-500:]
-
-
-@pytest.mark.parametrize(
-    ("bytes_per_s", "whole_s", "is_slow"),
-    [(100.0, 3601.0, True), (100.0, 3599.0, False), (1.1e6, 36000.0, False), (0.9e6, 36000.0, True)],
-)
-def test_a_large_state_may_take_its_time_over_a_fast_link(bytes_per_s: float, whole_s: float, is_slow: bool) -> None:
-    """A donor must reach 1 MB/s, or the rate of the whole state in an hour."""
-    rate = DonorRate(int(bytes_per_s * whole_s), INTERNET)
-    assert rate.too_slow_s(1, 500.0) is None, "the time before the first chunk does not count"
-    assert rate.too_slow_s(int(bytes_per_s * 59), 559.0) is None
-    assert (rate.too_slow_s(int(bytes_per_s), 560.0) is not None) is is_slow
-
-
-def test_more_chunks_than_one_call_may_ask_for_take_several(fetching: Fetching) -> None:
+def test_more_chunks_than_one_call_may_ask_for_take_several(
+    fetching: Fetching, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetch, "CHUNKS_PER_CALL", 3)
     donor, data = fetching.donor(1)
-    assert asyncio.run(fetching.fetch(limits=replace(QUICK, chunks_per_call=3)))[1] == data
+    assert asyncio.run(fetching.fetch())[1] == data
     assert [want.indices for want in donor.asked if isinstance(want, WantChunks)] == [(0, 1, 2), (3,)]
 
 
@@ -464,46 +377,20 @@ def test_a_newcomer_that_starts_again_asks_only_for_what_it_lacks(fetching: Fetc
     assert not list(fetching.folder.glob("*.digests"))
 
 
-def test_disk_and_hashes_do_not_hold_the_loop(fetching: Fetching, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hashes_do_not_hold_the_loop(fetching: Fetching, monkeypatch: pytest.MonkeyPatch) -> None:
     threads: list[str] = []
 
-    def noted(work: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args: (threads.append(threading.current_thread().name), work(*args))[1]
+    def noted(data: bytes) -> Any:
+        threads.append(threading.current_thread().name)
+        return blake3(data)
 
     fetching.donor(1, dies_after_two_chunks)
     asyncio.run(fetching.fetch())
     fetching.donor(2)
-    monkeypatch.setattr(kept_chunks, "blake3", noted(kept_chunks.blake3))
-    monkeypatch.setattr(os, "fsync", noted(os.fsync))
+    monkeypatch.setattr(kept_chunks, "blake3", noted)
     assert asyncio.run(fetching.fetch())[0] is not None
-    assert len(threads) == 3, "two chunks that were kept, and the whole file"
+    assert len(threads) == 2, "two chunks that were kept"
     assert threading.current_thread().name not in threads
-
-
-def test_a_fetch_that_is_cancelled_while_it_hashes_leaves_nothing_open(
-    fetching: Fetching, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fetching.donor(1, dies_after_two_chunks)
-    asyncio.run(fetching.fetch())
-    hashing, may_go_on = threading.Event(), threading.Event()
-
-    def slow_hash(data: bytes) -> Any:
-        hashing.set()
-        assert may_go_on.wait(PATIENCE_S)
-        return blake3(data)
-
-    async def cancelled() -> None:
-        fetch = asyncio.create_task(fetching.fetch())
-        assert await asyncio.to_thread(hashing.wait, PATIENCE_S)
-        fetch.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await fetch
-        may_go_on.set()
-
-    monkeypatch.setattr(kept_chunks, "blake3", slow_hash)
-    open_before = len(os.listdir("/dev/fd"))
-    asyncio.run(cancelled())
-    assert len(os.listdir("/dev/fd")) == open_before
 
 
 @pytest.mark.parametrize("spoil", ["torn", "old", "other size"])
@@ -524,58 +411,6 @@ def test_what_was_kept_is_not_trusted_when_it_is_torn_or_old(fetching: Fetching,
     asked = [want.indices for want in second_donor.asked if isinstance(want, WantChunks)]
     assert asked == [(0, 2, 3) if spoil == "torn" else (0, 1, 2, 3)]
     assert fetched[:STATE_CHUNK_BYTES] == second[:STATE_CHUNK_BYTES]
-
-
-def test_a_newer_state_in_the_middle_is_not_mixed_with_the_old_one(tmp_path: Path) -> None:
-    async def main() -> None:
-        states = StateServer(SPEC)
-        states.saved = old = saved(tmp_path)
-        (tmp_path / "newer").mkdir()
-        old_data = old.path.read_bytes()
-        upload = states.serve(WantChunks(old.manifest.digest(), (0, 1, 2, 3)))
-        first = await anext(upload)
-        states.saved = saved(tmp_path / "newer")
-        old.path.unlink()  # as a newer checkpoint does
-        chunks = [first, *await listed(upload)]
-        assert b"".join(chunk.payload for chunk in chunks if isinstance(chunk, StateChunk)) == old_data
-        with pytest.raises(Refused, match="newer state"):
-            await listed(states.serve(WantChunks(old.manifest.digest(), (0,))))
-
-    asyncio.run(main())
-
-
-def test_a_chunk_that_does_not_exist_is_refused(tmp_path: Path) -> None:
-    states = StateServer(SPEC)
-    states.saved = saved(tmp_path)
-    with pytest.raises(CorruptPayload, match="chunk 4 does not exist"):
-        asyncio.run(listed(states.serve(WantChunks(states.saved.manifest.digest(), (0, 4)))))
-
-
-@pytest.mark.parametrize("indices", [(0, 0), (0, 1, 0, 1), (2, 1)])
-def test_no_chunk_is_asked_for_again_and_again(tmp_path: Path, indices: tuple[int, ...]) -> None:
-    """A newcomer that repeats chunks would hold a slot forever."""
-    states = StateServer(SPEC)
-    states.saved = saved(tmp_path)
-    with pytest.raises(CorruptPayload, match="ascending order"):
-        asyncio.run(listed(states.serve(WantChunks(states.saved.manifest.digest(), indices))))
-
-
-def test_a_state_file_that_vanished_is_told_in_words(tmp_path: Path) -> None:
-    states = StateServer(SPEC)
-    states.saved = saved(tmp_path)
-    states.saved.path.unlink()
-    with pytest.raises(Unreachable, match="cannot be read"):
-        asyncio.run(listed(states.serve(WantChunks(states.saved.manifest.digest(), (0,)))))
-
-
-@pytest.mark.parametrize("num_bytes", [0, 1, STATE_CHUNK_BYTES, STATE_CHUNK_BYTES + 1])
-def test_a_manifest_covers_the_file_without_a_gap(tmp_path: Path, num_bytes: int) -> None:
-    manifest = saved(tmp_path, num_bytes).manifest
-    ranges = [manifest.chunk_range(index) for index in range(len(manifest.chunk_digests))]
-    assert [byte for start, stop in ranges for byte in (start, stop)][::2] == list(
-        range(0, num_bytes, STATE_CHUNK_BYTES)
-    )
-    assert sum(stop - start for start, stop in ranges) == manifest.num_bytes == num_bytes
 
 
 def test_a_donor_that_saved_before_it_caught_up_is_passed_over(fetching: Fetching) -> None:
