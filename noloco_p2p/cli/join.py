@@ -173,7 +173,7 @@ def _follow(own: OwnRank, settings: PeerSettings) -> None:
 
 def _check(target: TrainerSpec | Ticket, settings: PeerSettings) -> None:
     """Check the settings and ports before the slow imports."""
-    from noloco_p2p.peer.ports import Ports
+    from noloco_p2p.peer.run_folder import Ports
 
     FolderLock(settings.state_dir).check()
     Ports(settings).check()

@@ -18,7 +18,7 @@ from noloco_p2p.gossip.frames import Hello, StateChunk, StateManifest, WantChunk
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.net.client import GrpcTransport
 from noloco_p2p.net.session import Session
-from noloco_p2p.peer.ports import remembered_ports
+from noloco_p2p.peer.run_folder import remembered_ports
 from noloco_p2p.settings import PeerSettings
 from noloco_p2p.spec import Spec, TrainerSpec
 from noloco_p2p.swarm.clock import Offset

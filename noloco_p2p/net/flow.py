@@ -21,17 +21,15 @@ from noloco_p2p.gossip.frames import Hello, Refuse, RefuseCode
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.identity import short_id
 from noloco_p2p.net import convert, flow_wire
-from noloco_p2p.net.caller import CallerWire, connect
-from noloco_p2p.net.connection import Connector, nobody_is_banned
+from noloco_p2p.net.connection import CallerWire, Connector, nobody_is_banned
 from noloco_p2p.net.flow_link import MAX_QUEUED, STUCK_S, FlowLink, PayloadSizes
 from noloco_p2p.net.flow_wire import FlowHello
 from noloco_p2p.net.server import ServerWire, refuse_to_wire
-from noloco_p2p.net.throttle import UNLIMITED, Limits
 from noloco_p2p.owned_tasks import OwnedTasks
 
 log = logging.getLogger(__name__)
 
-FLOW_METHOD = "/noloco_p2p.wire.v1.Peer/Flow"
+FLOW_METHOD = "Flow"
 OPEN_S = 10.0  # to find and call a peer and get its answer, and as much again for a call that crossed this one
 FIRST_WORDS_S = 5.0  # from a call to its FlowHello
 PROVEN_S = 3600.0  # the age at which the caller ends a stream, to authenticate itself again
@@ -94,7 +92,6 @@ class FlowLinks:
         sizes: PayloadSizes,
         connector: Connector,
         find: Find,
-        limits: Limits = UNLIMITED,
         why_banned: Callable[[str], str] = nobody_is_banned,
         strike: Callable[[str, str], None],
         stuck_s: float = STUCK_S,
@@ -105,7 +102,6 @@ class FlowLinks:
         self._sizes = sizes
         self._connector = connector
         self._find = find
-        self._limits = limits
         self._why_banned = why_banned
         self._strike = strike
         self._stuck_s = stuck_s
@@ -205,7 +201,7 @@ class FlowLinks:
         candidate = await self._find(peer, timeout_s=OPEN_S)
         if candidate is None or not candidate.can_be_called:
             raise Unreachable("its address is unknown or cannot be dialled", peer=peer)
-        wire = await connect(self._connector, candidate, FLOW_METHOD, timeout_s=OPEN_S, limits=self._limits)
+        wire = await self._connector.call(candidate, FLOW_METHOD, timeout_s=OPEN_S)
         try:
             await wire.write(self._own_hello())
             answer = flow_wire.decode(await wire.read() or b"")

@@ -73,7 +73,6 @@ class Stages:
             sizes=PayloadSizes(plan.work.forward_bytes, plan.work.backward_bytes),
             connector=Connector(net.session, net.limits, why_banned=net.bans.why, guard=net.directory.node.guard),
             find=live_peers.find,
-            limits=net.limits,
             why_banned=net.bans.why,
             strike=net.bans.strike,
         )

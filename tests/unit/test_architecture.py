@@ -27,7 +27,7 @@ ORDER = [
     {"identity"},
     {"spec"},
     {"telemetry"},
-    {"dial_guard", "splice", "tcp"},
+    {"dial_guard", "tcp"},
     {"hosts", "rates", "peer_name", "atomic_file", "errors", "_version"},
 ]
 RANK = {room: rank for rank, rooms in enumerate(ORDER) for room in rooms}
