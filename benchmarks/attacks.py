@@ -11,17 +11,20 @@ every offer. The share of a liar is its share of the swaps of honest peers, in m
 
 from __future__ import annotations
 
+import math
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import mean, stdev
+from unittest.mock import patch
 
 import torch
 from claims import Claim, run
 from harness.hostile import CLAIMS, Attack, simulate_hostile
 
-from noloco_p2p.outer.update_filter import LIMITS, OPEN
+from noloco_p2p.outer.update_filter import UpdateFilter
 from noloco_p2p.presets import PRESETS
 from noloco_p2p.simulate.material import Material
 from noloco_p2p.simulate.plan import Plan, parse_links, peer_name
@@ -73,6 +76,11 @@ def cases(*, quick: bool) -> list[Case]:
     ]
 
 
+def _anything(*values: object, **rest: object) -> float:
+    """Return the radius of a filter that clips nothing."""
+    return math.inf
+
+
 def simulate(case: Case, steps: int) -> Found:
     torch.set_num_threads(1)
     init = PRESETS["tiny"]
@@ -80,12 +88,12 @@ def simulate(case: Case, steps: int) -> Found:
     changes |= {"train.total_steps": steps, "train.warmup_steps": steps // 10, "outer.closing_mixings": 0}
     changes |= {"codec.weights": "int8"} if case.attack is Attack.NAN else {}
     spec = TrainerSpec.load(TOY).with_changes(changes)
-    limits = OPEN if case.is_open else LIMITS
     num_live = case.num_honest + case.num_liars
-    plan = Plan(num_live, seed=case.seed, links=parse_links(["0.1mbit-20ms"]), limits=limits, evaluations=1)
+    plan = Plan(num_live, seed=case.seed, links=parse_links(["0.1mbit-20ms"]), evaluations=1)
     attacks = {} if case.attack is None else dict.fromkeys(range(case.num_honest, num_live), case.attack)
     made: list[SimulatedReplica] = []
-    result = simulate_hostile(Material.of(spec, {}), plan, attacks, is_greedy=case.is_greedy, on_made=made.extend)
+    with patch.object(UpdateFilter, "_radius", _anything) if case.is_open else nullcontext():
+        result = simulate_hostile(Material.of(spec, {}), plan, attacks, is_greedy=case.is_greedy, on_made=made.extend)
     honest, liars = made[: case.num_honest], {peer_name(number) for number in attacks}
     swaps = [swap for replica in honest for swap in replica.swaps]
     share = sum(swap.partner in liars for swap in swaps) / len(swaps) * (num_live - 1) / max(1, len(liars))

@@ -65,7 +65,7 @@ class Fault:
 
 def judge(fault: Fault, survivor: Sequence[Committed], other: Sequence[Committed]) -> str:
     """Return in one word what has become of the swaps. Raises AssertionError if one was applied in part."""
-    ours, theirs = ({swap.swap_id: swap.halves.values for swap in swaps} for swaps in (survivor, other))
+    ours, theirs = ({swap.agreed.swap_id: swap.halves.values for swap in swaps} for swaps in (survivor, other))
     for swap_id in ours.keys() & theirs.keys():
         assert torch.equal(ours[swap_id], -theirs[swap_id]), "the half-differences are not opposite"
     alone, lost = ours.keys() - theirs.keys(), theirs.keys() - ours.keys()
@@ -123,7 +123,7 @@ def is_found(rng: random.Random) -> bool:
         swarm = Swarm(LINKS, num_elements=NUM_ELEMENTS, wrap=[lambda stream: stream, faults])
         await swarm.run(NUM_STEPS)
         receiver, sender = swarm.trainers
-        same = {swap.swap_id for swap in receiver.swaps} == {swap.swap_id for swap in sender.swaps}
+        same = {swap.agreed.swap_id for swap in receiver.swaps} == {swap.agreed.swap_id for swap in sender.swaps}
         return bool(faults.fired) and same and len(receiver.corrupt) == 1 and not sender.corrupt
 
     return run_virtual(main())

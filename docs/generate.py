@@ -16,8 +16,9 @@ from pydantic.fields import FieldInfo
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from noloco_p2p import __all__
 from noloco_p2p.presets import PRESETS, is_section, render, sections
-from noloco_p2p.settings import ENVIRONMENT_PREFIX, Flag, PeerSettings
+from noloco_p2p.settings import Flag, PeerSettings
 from noloco_p2p.spec import TrainerSpec
 from noloco_p2p.telemetry import prometheus
 from noloco_p2p.telemetry.metrics import METRICS
@@ -29,7 +30,7 @@ def table(rows: list[tuple[str, ...]]) -> list[str]:
 
 
 def reference_page() -> list[str]:
-    return [HEAD, *spec(), *settings(), *metrics()]
+    return [HEAD, *spec(), *settings(), *metrics(), *api()]
 
 
 HEAD = """# Reference
@@ -39,6 +40,7 @@ HEAD = """# Reference
 * [The run spec](#the-run-spec): what all peers of a run share
 * [The settings of one machine](#the-settings-of-one-machine)
 * [Metrics](#metrics)
+* [The Python API](#the-python-api)
 """
 SPEC_HEAD = """## The run spec
 
@@ -50,7 +52,8 @@ SETTINGS_HEAD = """## The settings of one machine
 
 These settings (device, ports, limits, paths of data) are not part of the run spec. `noloco join` has a flag for each of
 them. A flag takes precedence over an environment variable, which takes precedence over the file
-`~/.config/noloco/settings.toml`.
+`~/.config/noloco/settings.toml`. The variable of `--max-upload` is `NOLOCO_MAX_UPLOAD`, and its key in the file
+`max_upload`; only those of `--model` and `--tracker` differ: `models` and `trackers`.
 """
 AGGREGATE = re.compile(r"(?:\([^)]*\)|[^:(])*")  # what stands before the meaning of the metric itself
 METRICS_HEAD = """## Metrics
@@ -65,7 +68,12 @@ A counter never decreases, not even when the peer restarts. The loss is omitted 
 SWARM_HEAD = """### The swarm
 
 `noloco monitor TICKET --web` reads these metrics from the records in the directory, and serves them at `/metrics`. They
-aggregate the metrics of peers with the same names.
+aggregate the metrics of peers with the same names and units. All are gauges.
+"""
+API_HEAD = """## The Python API
+
+These names can be imported from `noloco_p2p`. The documentation site shows the docstring of each of them here, and
+Python's `help(noloco_p2p.NoLoCo)` prints the same text.
 """
 
 
@@ -93,36 +101,38 @@ def settings() -> list[str]:
     rows = []
     for name, field in PeerSettings.model_fields.items():
         flag = Flag.of(name, field)
-        variable = f"{ENVIRONMENT_PREFIX}{name.upper()}"
-        rows.append((f"`{flag.name}`", f"`{variable}`", flag.default or "", field.description or ""))
-    return [SETTINGS_HEAD, *table([("flag", "variable", "default", "meaning"), *rows])]
+        rows.append((f"`{flag.name}`", flag.default or "", field.description or ""))
+    return [SETTINGS_HEAD, *table([("flag", "default", "meaning"), *rows])]
 
 
 def metrics() -> list[str]:
     own = (*prometheus.PEER, prometheus.LIVE_PEERS, prometheus.PEER_INFO)
     swarm = (prometheus.SWARM_PEERS, *prometheus.SWARM, *prometheus.STAGES, prometheus.DIRECTORY_AGE)
-    rows = [(f"`{name}`", about.unit, about.meaning) for name, about in METRICS.items() if about.kind == "text"]
+    peers = [(_named(family), family.kind, family.unit, family.meaning) for family in own]
+    meanings = [AGGREGATE.match(family.meaning)[0].strip() for family in swarm]
+    swarms = [
+        (", ".join(_named(family) for family, its in zip(swarm, meanings, strict=True) if its == meaning), meaning)
+        for meaning in dict.fromkeys(meanings)
+    ]
+    texts = [(f"`{name}`", about.unit, about.meaning) for name, about in METRICS.items() if about.kind == "text"]
     return [
         METRICS_HEAD,
-        *_families(own, lambda about: about),
+        *table([("name", "kind", "unit", "meaning"), *peers]),
         "This field is only in the status and in events:",
         "",
-        *table([("name", "unit", "meaning"), *rows]),
+        *table([("name", "unit", "meaning"), *texts]),
         SWARM_HEAD,
-        *_families(swarm, lambda about: AGGREGATE.match(about)[0]),
+        *table([("names", "meaning"), *swarms]),
     ]
 
 
-def _families(families: tuple[prometheus.Family, ...], about: Callable[[str], str]) -> list[str]:
-    rows = [
-        (f"`{family.full_name}`{_labels(family)}", family.kind, family.unit, about(family.meaning))
-        for family in families
-    ]
-    return table([("name", "kind", "unit", "meaning"), *rows])
+def _named(family: prometheus.Family) -> str:
+    return f"`{family.full_name}`" + (f" {{{', '.join(family.labels)}}}" if family.labels else "")
 
 
-def _labels(family: prometheus.Family) -> str:
-    return f" {{{', '.join(family.labels)}}}" if family.labels else ""
+def api() -> list[str]:
+    """Return the public names, which mkdocstrings replaces by their docstrings."""
+    return [API_HEAD, *(f"::: noloco_p2p.{name}\n" for name in __all__ if name != "__version__")]
 
 
 def docker_spec() -> list[str]:

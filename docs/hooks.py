@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = {
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
+    "README.md": "index.md",
     "SECURITY.md": "security.md",
     "docker/README.md": "docker.md",
 }

@@ -12,7 +12,7 @@ log = logging.getLogger(__name__)
 CANCEL_AGAIN_S = 0.2
 
 
-async def end_tasks(tasks: Iterable[asyncio.Task[None]]) -> None:
+async def end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
     """Cancel tasks until all of them have ended.
 
     A task can lose a cancellation if the call that it awaits completes at the same moment. This happens with

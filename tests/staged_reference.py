@@ -9,8 +9,7 @@ import torch
 from harness.specs import tiny_llama
 from torch import Tensor
 
-from noloco_p2p.optim.inner import make_inner_optimizers
-from noloco_p2p.optim.schedule import learning_rate
+from noloco_p2p.optim.inner import learning_rate, make_inner_optimizers
 from noloco_p2p.simulate.material import Material
 from noloco_p2p.simulate.staged import staged
 from noloco_p2p.spec import OuterSpec, TrainerSpec, TrainSpec

@@ -25,11 +25,11 @@ from noloco_p2p.gossip.gossip import Gossip
 from noloco_p2p.gossip.seams import Candidate, FrameStream
 from noloco_p2p.gossip.units import Ages, Slice
 from noloco_p2p.simulate.material import Material
-from noloco_p2p.simulate.network import LinkNetwork
 from noloco_p2p.simulate.plan import Plan
 from noloco_p2p.simulate.replica import SimulatedPeer, SimulatedReplica
 from noloco_p2p.simulate.result import Result
 from noloco_p2p.simulate.swarm import simulate_swarm
+from noloco_p2p.testing.memory import MemoryNetwork
 
 FAR = 100.0
 APART = 0.9  # of the largest difference in progress between two partners
@@ -113,7 +113,7 @@ class GreedyGossip(LyingGossip):
         assert part
         agreed = self._agree(stream, offer.swap_id, offer.hello.peer_id, offer.standing, part, told_step=0)
         self._turn = asyncio.Lock()  # its swaps do not wait for each other
-        await self._swap(agreed, first=Accept(self._hello(), self._standing(), part))
+        await self._swap(agreed, first=Accept(self._outside.hello(), self._standing(), part))
         return None
 
 
@@ -152,7 +152,7 @@ class HostileReplica(SimulatedReplica):
         number: int,
         plan: Plan,
         material: Material,
-        network: LinkNetwork,
+        network: MemoryNetwork,
         *,
         attack: Attack,
         is_greedy: bool,

@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 
 import uvloop
 
-from noloco_p2p.gossip.deadlines import INTERNET, Deadlines
 from noloco_p2p.gossip.frames import Hello
-from noloco_p2p.gossip.seams import Candidate, Directory, FrameStream, Service, Transport
+from noloco_p2p.gossip.seams import INTERNET, Candidate, Deadlines, Directory, FrameStream, Service, Transport
 from noloco_p2p.gossip.service import PeerService
 from noloco_p2p.net.client import FAR_CONNECTIONS, GrpcTransport
 from noloco_p2p.net.server import GrpcServer

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from noloco_p2p.gossip.deadlines import Deadlines
+from noloco_p2p.gossip.seams import Deadlines
 
 PATIENCE_S = 300.0  # for one event: the start or end of a process, a round, an answer
 SLOW_TEST_S = 1800.0  # for a whole test that is marked slow

@@ -12,16 +12,15 @@ import torch
 from torch import Tensor
 
 from noloco_p2p.gossip import service
-from noloco_p2p.gossip.deadlines import INTERNET, Deadlines
 from noloco_p2p.gossip.exchange import Committed, Exchange
 from noloco_p2p.gossip.frames import Hello
 from noloco_p2p.gossip.gossip import Counts, Gossip
+from noloco_p2p.gossip.seams import INTERNET, Deadlines, Outside
 from noloco_p2p.gossip.service import PeerService
 from noloco_p2p.simulate.clock import InlineExecutor
-from noloco_p2p.simulate.network import Link, LinkNetwork, LinkTransport
 from noloco_p2p.spec import RunSpec
-from noloco_p2p.testing.links import LinkProfile
-from noloco_p2p.testing.memory import MemoryDirectory
+from noloco_p2p.testing.links import Link, LinkProfile
+from noloco_p2p.testing.memory import MemoryDirectory, MemoryNetwork, MemoryTransport
 
 SPEC = RunSpec(name="swarm")
 
@@ -36,7 +35,7 @@ class Trainer:
     def __init__(
         self,
         name: str,
-        network: LinkNetwork,
+        network: MemoryNetwork,
         *,
         num_elements: int,
         codec: str = "modulo",
@@ -60,15 +59,17 @@ class Trainer:
         self._wrap = wrap
         hello = Hello(name, SPEC.name, SPEC.digest())
         self.service = PeerService(
-            SPEC.with_changes({"codec.weights": codec}),
-            hello=lambda: hello,
-            transport=LinkTransport(network, lambda: hello, wrap=wrap),
-            directory=MemoryDirectory(network, own_id=name),
-            executor=InlineExecutor(),
-            rng=random.Random(f"{name}/{seed}"),
-            cpu_clock=asyncio.get_running_loop().time,
-            deadlines=deadlines,
-            on_corrupt=lambda peer, reason: self.corrupt.append(f"{peer}: {reason}"),
+            Outside(
+                spec=SPEC.with_changes({"codec.weights": codec}),
+                hello=lambda: hello,
+                transport=MemoryTransport(network, lambda: hello, wrap=wrap),
+                directory=MemoryDirectory(network, own_id=name),
+                executor=InlineExecutor(),
+                rng=random.Random(f"{name}/{seed}"),
+                cpu_clock=asyncio.get_running_loop().time,
+                deadlines=deadlines,
+                on_corrupt=lambda peer, reason: self.corrupt.append(f"{peer}: {reason}"),
+            )
         )
         self.exchange: Exchange
         self._at_steps = at_steps
@@ -106,7 +107,7 @@ class Swarm:
     """Trainers with links. Use it within a running loop."""
 
     def __init__(self, links: Sequence[LinkProfile], *, lose: float = 0.0, seed: int = 0, **options: Any) -> None:
-        self.network = LinkNetwork(lose=lose, seed=seed)
+        self.network = MemoryNetwork(lose=lose, seed=seed)
         self.trainers = [self._trainer(number, link, seed, options) for number, link in enumerate(links)]
 
     def _trainer(self, number: int, link: LinkProfile, seed: int, options: dict[str, Any]) -> Trainer:

@@ -152,7 +152,7 @@ def bootstrap(
     import uvloop
 
     from noloco_p2p.identity import Identity
-    from noloco_p2p.peer.ports import check_free
+    from noloco_p2p.peer.run_folder import check_free
 
     entry.check_writable(address_file, flag="--address-file")
     lock = FolderLock(settings.state_dir)

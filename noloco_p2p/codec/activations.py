@@ -26,8 +26,9 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from noloco_p2p.codec.base import CPU, refused_value, within
+from noloco_p2p.codec.base import CPU, as_tensor, refused_value, within
 from noloco_p2p.codec.blocks import SCALE_BYTES, block_scales, scales_valid
 from noloco_p2p.errors import CorruptPayload, NotFinite
 
@@ -39,12 +40,10 @@ CPU_CHUNK_ELEMENTS, ACCELERATOR_CHUNK_ELEMENTS = 1 << 18, 1 << 24
 
 
 class ActivationCodec(Protocol):
-    """A stateless codec for activations that is deterministic in both directions."""
+    """A stateless codec for activations that is deterministic in both directions. `name` is its name in a run spec."""
 
     @property
-    def name(self) -> str:
-        """Return the name of this codec in a run spec."""
-        ...
+    def name(self) -> str: ...
 
     def num_bytes(self, shape: Sequence[int]) -> int:
         """Return the exact size of a tensor's payload in bytes. Raises ValueError if `shape` is not (..., hidden)."""
@@ -113,20 +112,6 @@ class RawActivationCodec:
         return coded
 
 
-@dataclass(frozen=True, slots=True)
-class _Span:
-    """Adjacent blocks of equal width in each token, with their channels and their positions in the token's bytes."""
-
-    channels: slice
-    num_blocks: int
-    scale_bytes: slice
-    code_bytes: slice
-
-    @property
-    def num_channels(self) -> int:
-        return self.channels.stop - self.channels.start
-
-
 class Int8ActivationCodec:
     """A codec with integer codes from -127 to 127 and one bf16 scale per block."""
 
@@ -134,18 +119,21 @@ class Int8ActivationCodec:
 
     def num_bytes(self, shape: Sequence[int]) -> int:
         num_tokens, hidden = _num_tokens_and_hidden(shape)
-        return num_tokens * _token_bytes(hidden)
+        return num_tokens * (_scale_bytes(hidden) + hidden)
 
     def encode(self, values: Tensor) -> memoryview:
         tokens = _as_tokens(values)
         num_tokens, hidden = tokens.shape
-        coded = torch.empty(num_tokens, _token_bytes(hidden), dtype=torch.uint8, device=values.device)
-        for span in _spans(hidden):
-            for chunk in _chunks(num_tokens, span.num_channels, device=values.device):
-                _encode_span(tokens, coded, span=span, chunk=chunk)
+        scales_end = _scale_bytes(hidden)
+        coded = torch.empty(num_tokens, scales_end + hidden, dtype=torch.uint8, device=values.device)
+        for place in _chunks(num_tokens, hidden, device=values.device):
+            blocks = _blocks(tokens[place])
+            scales = block_scales(torch.maximum(blocks.amax(dim=2), -blocks.amin(dim=2)))
+            blocks.mul_(scales.reciprocal()[:, :, None]).round_()
+            coded[place, :scales_end].copy_(scales.to(torch.bfloat16).view(torch.uint8))
+            coded[place, scales_end:].view(torch.int8).copy_(blocks.flatten(1)[:, :hidden])
         coded = coded.cpu()
-        if not _scales_valid(coded, hidden=hidden):
-            # a NaN or infinity makes the scale of its block invalid
+        if not scales_valid(_scales(coded, hidden)):  # a NaN or infinity makes the scale of its block invalid
             raise refused_value(tokens.flatten(), name=self.name)
         return coded.flatten().numpy().data
 
@@ -158,16 +146,17 @@ class Int8ActivationCodec:
         coded = self._checked(payload, shape=shape).to(device)
         num_tokens, hidden = _num_tokens_and_hidden(shape)
         values = torch.empty(num_tokens, hidden, dtype=dtype, device=device)
-        for span in _spans(hidden):
-            for chunk in _chunks(num_tokens, span.num_channels, device=values.device):
-                _decode_span(coded, values, span=span, chunk=chunk)
+        for place in _chunks(num_tokens, hidden, device=values.device):
+            blocks = _blocks(coded[place, _scale_bytes(hidden) :].view(torch.int8))
+            blocks.mul_(_scales(coded[place], hidden)[:, :, None])
+            values[place].copy_(_saturated(blocks.flatten(1)[:, :hidden], dtype=dtype))
         return values.view(*shape)
 
     def _checked(self, payload: bytes | memoryview, *, shape: Sequence[int]) -> Tensor:
         """Check a payload, and return it on the CPU with shape (tokens, bytes per token)."""
         num_tokens, hidden = _num_tokens_and_hidden(shape)
-        coded = _payload_bytes(payload, codec=self, shape=shape).view(num_tokens, _token_bytes(hidden))
-        if not _scales_valid(coded, hidden=hidden):
+        coded = _payload_bytes(payload, codec=self, shape=shape).view(num_tokens, _scale_bytes(hidden) + hidden)
+        if not scales_valid(_scales(coded, hidden)):
             raise NotFinite(
                 f"{self.name} activations have a scale that is non-positive, subnormal, non-finite or too large; "
                 "discard them"
@@ -209,77 +198,41 @@ def _as_tokens(values: Tensor) -> Tensor:
 
 def _payload_bytes(payload: bytes | memoryview, *, codec: ActivationCodec, shape: Sequence[int]) -> Tensor:
     """Return the payload as a uint8 tensor, which must not be changed. Raises CorruptPayload if its length is wrong."""
-    view, expected = memoryview(payload), codec.num_bytes(shape)
-    if view.nbytes != expected:
+    expected, received = codec.num_bytes(shape), memoryview(payload).nbytes
+    if received != expected:
         raise CorruptPayload(
             f"{codec.name} activations of shape {tuple(shape)} must have {expected} bytes, "
-            f"but they have {view.nbytes}; discard them"
+            f"but they have {received}; discard them"
         )
-    if not expected:
-        return torch.empty(0, dtype=torch.uint8)
-    # Read-only memory is copied because torch warns about it.
-    return torch.frombuffer(bytearray(view) if view.readonly else view, dtype=torch.uint8)
+    return as_tensor(payload)
 
 
-def _chunks(num_tokens: int, width: int, *, device: torch.device) -> Iterator[range]:
-    """Yield the ranges of tokens to process one after another. Each token has `width` elements."""
+def _chunks(num_tokens: int, hidden: int, *, device: torch.device) -> Iterator[slice]:
+    """Yield the tokens to process one after another. Each token has `hidden` channels."""
     num_elements = CPU_CHUNK_ELEMENTS if device.type == "cpu" else ACCELERATOR_CHUNK_ELEMENTS
-    step = max(1, num_elements // width)
-    return (range(start, min(start + step, num_tokens)) for start in range(0, num_tokens, step))
+    step = max(1, num_elements // max(1, hidden))
+    return (slice(start, min(start + step, num_tokens)) for start in range(0, num_tokens, step))
 
 
-def _encode_span(tokens: Tensor, coded: Tensor, *, span: _Span, chunk: range) -> None:
-    """Encode a chunk of `tokens` (tokens, hidden) into its place in `coded` (tokens, bytes per token)."""
-    flat = torch.empty(len(chunk), span.num_channels, dtype=torch.float32, device=tokens.device)
-    blocks = flat.copy_(tokens[chunk.start : chunk.stop, span.channels]).unflatten(1, (span.num_blocks, -1))
-    scales = block_scales(torch.maximum(blocks.amax(dim=2), -blocks.amin(dim=2)))
-    blocks.mul_(scales.reciprocal()[:, :, None]).round_()
-    coded[chunk.start : chunk.stop, span.scale_bytes].copy_(scales.to(torch.bfloat16).view(torch.uint8))
-    _codes(coded, span=span, chunk=chunk).copy_(blocks)
+def _blocks(tokens: Tensor) -> Tensor:
+    """Return a copy of (tokens, hidden) in fp32, with shape (tokens, blocks, BLOCK_CHANNELS).
 
-
-def _decode_span(coded: Tensor, values: Tensor, *, span: _Span, chunk: range) -> None:
-    """Decode a chunk of `coded` into `values` (tokens, hidden)."""
-    blocks = _codes(coded, span=span, chunk=chunk).to(torch.float32)
-    blocks.mul_(_scales(coded[chunk.start : chunk.stop], span=span)[:, :, None])
-    values[chunk.start : chunk.stop, span.channels].copy_(_saturated(blocks.flatten(1), dtype=values.dtype))
-
-
-def _scales_valid(coded: Tensor, *, hidden: int) -> bool:
-    return all(scales_valid(_scales(coded, span=span)) for span in _spans(hidden))
-
-
-def _spans(hidden: int) -> list[_Span]:
-    """Return one span for all blocks of BLOCK_CHANNELS, and another one for the last block if it is shorter."""
-    num_whole, rest = divmod(hidden, BLOCK_CHANNELS)
-    whole, whole_scales = hidden - rest, num_whole * SCALE_BYTES
-    scales_end = SCALE_BYTES * (num_whole + bool(rest))
-    spans = []
-    if num_whole:
-        places = slice(0, whole_scales), slice(scales_end, scales_end + whole)
-        spans.append(_Span(slice(0, whole), num_whole, *places))
-    if rest:
-        places = slice(whole_scales, scales_end), slice(scales_end + whole, scales_end + hidden)
-        spans.append(_Span(slice(whole, hidden), 1, *places))
-    return spans
-
-
-def _token_bytes(hidden: int) -> int:
-    return SCALE_BYTES * -(-hidden // BLOCK_CHANNELS) + hidden
-
-
-def _codes(coded: Tensor, *, span: _Span, chunk: range) -> Tensor:
-    """Return a view of the int8 codes, with shape (tokens of the chunk, blocks of the span, channels per block)."""
-    code_bytes = coded[chunk.start : chunk.stop, span.code_bytes].view(torch.int8)
-    return code_bytes.unflatten(1, (span.num_blocks, -1))
-
-
-def _scales(coded: Tensor, *, span: _Span) -> Tensor:
-    """Return the scales in fp32, with shape (tokens, blocks of the span).
-
-    They are copied because they may start at an odd address.
+    Zeros fill up the last block.
     """
-    return coded[:, span.scale_bytes].clone(memory_format=torch.contiguous_format).view(torch.bfloat16).float()
+    blocks = tokens.to(torch.float32, copy=True)
+    if missing := -tokens.shape[1] % BLOCK_CHANNELS:
+        blocks = pad(blocks, (0, missing))
+    return blocks.unflatten(1, (blocks.shape[1] // BLOCK_CHANNELS, BLOCK_CHANNELS))
+
+
+def _scale_bytes(hidden: int) -> int:
+    return SCALE_BYTES * -(-hidden // BLOCK_CHANNELS)
+
+
+def _scales(coded: Tensor, hidden: int) -> Tensor:
+    """Return the scales in fp32, with shape (tokens, blocks). They are copied, as they may start at odd addresses."""
+    scales = coded[:, : _scale_bytes(hidden)].clone(memory_format=torch.contiguous_format)
+    return scales.view(torch.bfloat16).float()
 
 
 def _saturated(values: Tensor, *, dtype: torch.dtype) -> Tensor:

@@ -17,13 +17,11 @@ CPU = torch.device("cpu")
 assert sys.byteorder == "little", "big-endian machines are not supported, because payloads are little-endian"
 
 
-class Sized(Protocol):
-    """The properties of a codec that are known before any byte is read."""
+class Codec(Protocol):
+    """A stateless and deterministic codec for the chunks of a vector. `name` is its name in a run spec."""
 
     @property
-    def name(self) -> str:
-        """Return the name of this codec in a run spec."""
-        ...
+    def name(self) -> str: ...
 
     def num_bytes(self, num_elements: int) -> int:
         """Return the exact size in bytes of a chunk's payload.
@@ -31,10 +29,6 @@ class Sized(Protocol):
         Raises ValueError unless 0 <= num_elements <= CHUNK_ELEMENTS.
         """
         ...
-
-
-class Codec(Sized, Protocol):
-    """A stateless and deterministic codec for the chunks of a vector."""
 
     def encode(self, values: Tensor) -> bytes:
         """Encode a chunk.
@@ -76,22 +70,25 @@ def check_values(values: Tensor) -> None:
     check_num_elements(values.numel())
 
 
-def check_length(payload: bytes | memoryview, *, codec: Sized, num_elements: int) -> None:
-    """Raise CorruptPayload if the payload of a chunk has the wrong length."""
-    expected, received = codec.num_bytes(num_elements), memoryview(payload).nbytes
-    if received != expected:
+def check_length(payload: bytes | memoryview, expected: int, *, name: str, num_elements: int) -> None:
+    """Raise CorruptPayload if the payload of a chunk does not have the expected length."""
+    if (received := memoryview(payload).nbytes) != expected:
         raise CorruptPayload(
-            f"the {codec.name} chunk of {num_elements} elements must have {expected} bytes, but it has {received}; "
-            "discard it"
+            f"the {name} chunk of {num_elements} elements must have {expected} bytes, but it has {received}; discard it"
         )
 
 
 def payload_bytes(payload: bytes | memoryview, *, codec: Codec, num_elements: int) -> Tensor:
     """Return the payload as a uint8 tensor, which must not be changed. Raises CorruptPayload if its length is wrong."""
-    check_length(payload, codec=codec, num_elements=num_elements)
-    if not memoryview(payload).nbytes:
-        return torch.empty(0, dtype=torch.uint8)
+    check_length(payload, codec.num_bytes(num_elements), name=codec.name, num_elements=num_elements)
+    return as_tensor(payload)
+
+
+def as_tensor(payload: bytes | memoryview) -> Tensor:
+    """Return a payload as a uint8 tensor, which must not be changed."""
     view = memoryview(payload)
+    if not view.nbytes:
+        return torch.empty(0, dtype=torch.uint8)
     # Read-only memory is copied because torch warns about it. For bf16, the copy takes 11 us.
     return torch.frombuffer(bytearray(view) if view.readonly else view, dtype=torch.uint8)
 

@@ -147,7 +147,7 @@ class ModuloCodec:
 
     def check(self, payload: bytes | memoryview, *, num_elements: int) -> None:
         """Raise CorruptPayload if the payload has the wrong length. Any residues of the right length are valid."""
-        check_length(payload, codec=self, num_elements=num_elements)
+        check_length(payload, self.num_bytes(num_elements), name=self.name, num_elements=num_elements)
 
     def half_difference(self, differences: bytes | memoryview, *, num_elements: int, grid: Grid) -> Tensor:
         """Return the half-difference h of a chunk in fp32 on the CPU, from the result of `differences`.

@@ -14,12 +14,11 @@ from noloco_p2p._version import __version__
 from noloco_p2p.control import ask
 from noloco_p2p.doctor import Check
 from noloco_p2p.errors import DirectoryError, NolocoError, PeerError
-from noloco_p2p.gossip import questions
 from noloco_p2p.gossip.frames import Hello, StateChunk, StateManifest, WantChunks, WantManifest
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.net.client import GrpcTransport
 from noloco_p2p.net.session import Session
-from noloco_p2p.peer.ports import remembered_ports
+from noloco_p2p.peer.run_folder import remembered_ports
 from noloco_p2p.settings import PeerSettings
 from noloco_p2p.spec import Spec, TrainerSpec
 from noloco_p2p.swarm.clock import Offset
@@ -31,7 +30,8 @@ from noloco_p2p.trainer.cut import link_tokens_per_s
 from noloco_p2p.trainer.model import count_parameters
 from noloco_p2p.trainer.needs import estimate, memory_limit
 from noloco_p2p.trainer.stage_choice import StageNeeds
-from noloco_p2p.transfer.fetch import fetch_spec
+from noloco_p2p.transfer.fetch import MESSAGE_TIMEOUT_S, fetch_spec
+from noloco_p2p.transfer.fetch import ask as ask_peer
 
 NOBODY = "no other peer can be dialled"
 ASKED_PEERS = 3
@@ -163,11 +163,11 @@ async def _download(peers: Sequence[Candidate], transport: GrpcTransport) -> tup
     faults = []
     for peer in peers[:ASKED_PEERS]:
         try:
-            manifest = await questions.ask(transport, peer, WantManifest(), StateManifest)
+            manifest = await ask_peer(transport, peer, WantManifest(), StateManifest)
             indices = tuple(range(min(DOWNLOAD_CHUNKS, len(manifest.chunk_digests))))
             num_bytes, began_s = 0, time.monotonic()
             want = WantChunks(manifest.digest(), indices)
-            async with aclosing(transport.fetch(peer, want, timeout_s=questions.MESSAGE_TIMEOUT_S)) as items:
+            async with aclosing(transport.fetch(peer, want, timeout_s=MESSAGE_TIMEOUT_S)) as items:
                 async for item in items:
                     num_bytes += len(item.payload) if isinstance(item, StateChunk) else 0
                     if time.monotonic() - began_s > DOWNLOAD_S:

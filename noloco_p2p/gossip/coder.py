@@ -14,8 +14,8 @@ which are the same for both partners. Chunks without a known distance begin with
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from blake3 import blake3
@@ -80,15 +80,6 @@ class Coder:
         self._distances[place], self._magnitudes[place] = distances, magnitudes
 
 
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    """A chunk that arrived: the packed differences of grid integers, or both partners' payloads."""
-
-    codec: ModuloCodec | Codec
-    own: Payload
-    partner: Payload
-
-
 class Coding:
     """One swap's coding of a slice. `values` is this peer's snapshot, which must not change before the commit.
 
@@ -105,7 +96,7 @@ class Coding:
         self._coder = coder
         self._blocks = coder.units.blocks(part)
         self._grids = self._agree(swap_id, *proposals)
-        self._kept: dict[int, _Kept] = {}
+        self._halves: dict[int, Callable[[], Tensor]] = {}  # decodes the half-difference of a chunk that arrived
         self._sent: dict[int, Payload] = {}
         self._earlier: dict[int, bytes] = {}
         self._distances, self._magnitudes = torch.zeros(len(self._blocks)), torch.zeros(len(self._blocks))
@@ -138,11 +129,7 @@ class Coding:
 
     def half_difference(self, index: int) -> Tensor:
         """Return (Q(partner) - Q(own)) / 2 of a chunk, in fp32. The partner computes exactly its negative."""
-        kept, size = self._kept[index], self.chunks[index].num_elements
-        if isinstance(kept.codec, ModuloCodec):
-            return kept.codec.half_difference(kept.partner, num_elements=size, grid=self._grids[index])
-        own, partner = (kept.codec.decode(payload, num_elements=size) for payload in (kept.own, kept.partner))
-        return half_difference_(own, partner)
+        return self._halves[index]()
 
     def learn(self) -> None:
         """Let the coder remember the distances of this swap, after its commit."""
@@ -150,16 +137,19 @@ class Coding:
 
     def _check(self, number: int, index: int, payload: Payload) -> bool:
         codec, chunk = self._codec(number, index), self.chunks[index]
-        codec.check(payload, num_elements=chunk.num_elements)
+        size = chunk.num_elements
+        codec.check(payload, num_elements=size)
         if isinstance(codec, ModuloCodec):
-            earlier = self._earlier.pop(index, b"")
-            differences = codec.differences(self._values(index), payload, grid=self._grids[index], earlier=earlier)
+            earlier, grid = self._earlier.pop(index, b""), self._grids[index]
+            differences = codec.differences(self._values(index), payload, grid=grid, earlier=earlier)
             if differences is None:
                 self._earlier[index] = earlier + bytes(payload)
                 return False
-            self._kept[index] = _Kept(codec, b"", differences)
+            self._halves[index] = partial(codec.half_difference, differences, num_elements=size, grid=grid)
         else:
-            self._kept[index] = _Kept(codec, self._sent.pop(index), bytes(payload))
+            own, partner = self._sent.pop(index), bytes(payload)
+            decode = partial(codec.decode, num_elements=size)
+            self._halves[index] = lambda: half_difference_(decode(own), decode(partner))
         self._measure(index, chunk)
         return True
 

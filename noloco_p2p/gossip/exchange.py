@@ -10,12 +10,13 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from noloco_p2p.gossip.coder import Coding
+from noloco_p2p.gossip.swap import Agreed
 from noloco_p2p.gossip.units import Ages, Slice, Units
 
 SMOOTHED_STEPS = 8  # over which the duration of a step is averaged
@@ -46,26 +47,16 @@ def decoded(coding: Coding, partner: str) -> Halves:
 class Committed:
     """A swap whose half-differences may be added to the weights, from element `start` of the flat vector.
 
-    `snapshot_step` is the inner step after which the snapshot was taken, and `told_step` the one after which the
-    partner told its progress. `num_live` is the number of live peers, including this one.
+    `snapshot_step` is the inner step after which the snapshot was taken. `num_live` is the number of live peers,
+    including this one.
     """
 
-    partner: str
-    progress: float  # of the partner
-    told_step: int
-    swap_id: bytes
-    part: Slice
+    agreed: Agreed
     start: int
     halves: Halves
     snapshot_step: int
     seconds: float
     num_live: int
-
-
-@dataclass(slots=True)
-class _Request:
-    part: Slice
-    answer: asyncio.Future[tuple[Tensor, int]] = field(repr=False)
 
 
 class Exchange:
@@ -107,7 +98,7 @@ class Exchange:
         self.has_partners: Callable[[], bool] = lambda: False  # whether any other peer may be training
         self.on_open: Callable[[], object] = lambda: None  # called on the network thread
         self._loop = loop
-        self._wanted: deque[_Request] = deque()
+        self._wanted: deque[tuple[Slice, asyncio.Future[tuple[Tensor, int]]]] = deque()
         self._committed: deque[Committed] = deque()
         self._news = asyncio.Event()  # on the network thread: a swap has been committed
         self._last_step_s: float | None = None
@@ -137,9 +128,9 @@ class Exchange:
     def serve(self, read: Callable[[int, int], Tensor]) -> None:
         """Copy the slices that the network thread asked for. `read(start, stop)` returns a new fp32 tensor."""
         for _ in range(len(self._wanted)):
-            request = self._wanted.popleft()
-            values = read(*self.units.bounds(request.part))
-            self._loop.call_soon_threadsafe(_answer, request, values, self.step)
+            part, answer = self._wanted.popleft()
+            values = read(*self.units.bounds(part))
+            self._loop.call_soon_threadsafe(_answer, answer, values, self.step)
 
     def hurry(self) -> None:
         """End a wait of the training thread. This is safe on any thread and in a signal handler."""
@@ -167,9 +158,9 @@ class Exchange:
 
         The wait has no deadline of its own, because an inner step may take minutes. The partner's patience limits it.
         """
-        request = _Request(part, self._loop.create_future())
-        self._wanted.append(request)
-        return await request.answer
+        answer = self._loop.create_future()
+        self._wanted.append((part, answer))
+        return await answer
 
     def committed(self, swap: Committed) -> None:
         self.is_open = False
@@ -178,9 +169,9 @@ class Exchange:
 
     def _applied(self, swap: Committed) -> None:
         # Before, a snapshot would lack the half-difference, and the same difference would be applied twice.
-        self.ages.end(swap.part, mixed_at=swap.snapshot_step)
+        self.ages.end(swap.agreed.part, mixed_at=swap.snapshot_step)
 
 
-def _answer(request: _Request, values: Tensor, step: int) -> None:
-    if not request.answer.done():  # the swap may have failed meanwhile
-        request.answer.set_result((values, step))
+def _answer(answer: asyncio.Future[tuple[Tensor, int]], values: Tensor, step: int) -> None:
+    if not answer.done():  # the swap may have failed meanwhile
+        answer.set_result((values, step))

@@ -11,27 +11,22 @@ import asyncio
 import contextlib
 import logging
 import math
-import random
-import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
-from concurrent.futures import Executor
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from noloco_p2p.errors import CorruptPayload, PeerError, Refused, TimedOut, Unreachable
 from noloco_p2p.gossip.coder import Coder
-from noloco_p2p.gossip.deadlines import INTERNET, Deadlines
 from noloco_p2p.gossip.exchange import Committed, Exchange
-from noloco_p2p.gossip.frames import FINAL, Accept, Frame, Hello, Offer, Refuse, RefuseCode, Standing, other_kind
-from noloco_p2p.gossip.introductions import Introductions
+from noloco_p2p.gossip.frames import FINAL, Accept, Frame, Offer, Refuse, RefuseCode, Standing, other_kind
 from noloco_p2p.gossip.pairing import Pairing
-from noloco_p2p.gossip.seams import Candidate, Directory, FrameStream, Transport
+from noloco_p2p.gossip.seams import Candidate, Directory, FrameStream, Outside
 from noloco_p2p.gossip.swap import Agreed, Diverged, Ended, Ledger, Swap, Traffic, send_within
 from noloco_p2p.gossip.units import Slice
 from noloco_p2p.owned_tasks import OwnedTasks
-from noloco_p2p.spec import Spec
+from noloco_p2p.rates import Rates
 from noloco_p2p.telemetry.console import named
 
 log = logging.getLogger(__name__)
@@ -57,6 +52,10 @@ REMEMBERED_ANSWERS = 256
 COST_SHARE = 0.02  # of the time that copying, coding and adding may take with `min_inner_steps = "auto"`
 SMOOTHING = 0.25
 MINUTE_S = 60.0
+LOOKS_AT_ONCE = 4  # simultaneous lookups of unknown callers
+LOOKS_PER_S = 0.5
+EVERYBODY = ""  # the only key, because all callers share one limit
+LOOK_S = 2.0  # the time limit for one lookup; shorter than the deadline of any offer
 KINDS = ((CorruptPayload, "corrupt"), (TimedOut, "slow"), (Ended, "abandoned"), (PeerError, "unreachable"))
 
 
@@ -109,48 +108,50 @@ class Counts:
     refused_as_stale: bool = False  # since somebody asked
 
 
+class Introductions:
+    """Checks whether callers have a live record, using a local copy of the directory or a lookup.
+
+    All callers together cause at most 30 lookups per minute. Beyond that, a newcomer is recognized only after the next
+    regular read of the directory. `clock` returns seconds.
+    """
+
+    def __init__(self, directory: Directory, *, clock: Callable[[], float]) -> None:
+        self._directory = directory
+        self._looks = Rates(per_s=LOOKS_PER_S, at_once=LOOKS_AT_ONCE, clock=clock)
+
+    async def is_listed(self, peer_id: str) -> bool:
+        """Return within LOOK_S whether the peer has a live record. It raises only CancelledError."""
+        if self._directory.knows(peer_id):
+            return True
+        if not self._looks.take(EVERYBODY):
+            return False
+        try:
+            async with asyncio.timeout(LOOK_S):
+                return await self._directory.find(peer_id, timeout_s=LOOK_S) is not None
+        except TimeoutError:
+            return False
+
+
 class Gossip:
     """The swaps of one peer.
 
-    `on_corrupt` is called with the id of a partner that sent data which no honest peer sends. `rng` draws partners and
-    ids of swaps, which must be unpredictable. A peer swaps only in the state "training".
+    A peer swaps only in the state "training".
     """
 
-    def __init__(
-        self,
-        exchange: Exchange,
-        coder: Coder,
-        *,
-        spec: Spec,
-        hello: Callable[[], Hello],
-        transport: Transport,
-        directory: Directory,
-        executor: Executor,
-        rng: random.Random,
-        deadlines: Deadlines = INTERNET,
-        on_corrupt: Callable[[str, str], None] = lambda peer_id, reason: None,
-        counts: Counts | None = None,
-        cpu_clock: Callable[[], float] = time.thread_time,
-    ) -> None:
+    def __init__(self, exchange: Exchange, coder: Coder, outside: Outside, counts: Counts) -> None:
         self.state = "training"
-        self.counts = counts or Counts()
+        self.counts = counts
         self.link = Link()
         self._exchange = exchange
         self._units = exchange.units
         self._coder = coder
-        self._hello = hello
-        self._outer = spec.outer
-        self._furthest = spec.furthest
-        self._transport = transport
-        self._directory = directory
-        self._executor = executor
-        self._rng = rng
-        self._deadlines = deadlines
-        self._on_corrupt = on_corrupt
-        self._cpu_clock = cpu_clock
+        self._outside = outside
+        self._outer = outside.spec.outer
+        self._directory = directory = outside.directory
+        self._deadlines = outside.deadlines
         self._loop = asyncio.get_running_loop()
         self._introductions = Introductions(directory, clock=self._loop.time)
-        self._pairing = Pairing(rng)
+        self._pairing = Pairing(outside.rng)
         self._ages = exchange.ages
         exchange.num_live = directory.num_live
         exchange.has_partners = lambda: self._pairing.may_come(directory.live())
@@ -265,11 +266,11 @@ class Gossip:
             await asyncio.sleep(PAUSED_S)
 
     async def _ask(self, candidate: Candidate, told: bytes) -> Agreed | None:
-        stream = await self._transport.open_swap(candidate, timeout_s=self._deadlines.dial_s)
+        stream = await self._outside.transport.open_swap(candidate, timeout_s=self._deadlines.dial_s)
         agreed = None
         try:
-            swap_id, began_s = self._rng.randbytes(SWAP_ID_BYTES), self._loop.time()
-            offer = Offer(self._hello(), swap_id, self._standing(), told, self._at_most())
+            swap_id, began_s = self._outside.rng.randbytes(SWAP_ID_BYTES), self._loop.time()
+            offer = Offer(self._outside.hello(), swap_id, self._standing(), told, self._at_most())
             await send_within(self._deadlines.offer_s, stream, offer, peer=candidate.peer_id)
             answer = await stream.receive(self._deadlines.offer_s)
             self.link.answered(self._loop.time() - began_s)
@@ -285,11 +286,14 @@ class Gossip:
         partner = candidate.peer_id
         match answer:
             case Accept(hello, standing, part):
-                if hello.peer_id != partner or other_kind(self._hello(), hello):
+                if hello.peer_id != partner or other_kind(self._outside.hello(), hello):
                     raise CorruptPayload("its answer names another peer or run", peer=partner)
                 if not _is_possible(standing):
                     raise CorruptPayload("its position in the run is impossible", peer=partner)
-                if not 0 <= part.first < part.first + part.count <= len(told) or 0 in told[slice(*_range(part))]:
+                if (
+                    not 0 <= part.first < part.first + part.count <= len(told)
+                    or 0 in told[part.first : part.first + part.count]
+                ):
                     raise CorruptPayload("it chose units that were not offered", peer=partner)
                 return self._agree(stream, swap_id, partner, standing, part, told_step=self._exchange.step)
             case Refuse():
@@ -362,7 +366,7 @@ class Gossip:
         caller, told_step = offer.hello.peer_id, self._exchange.step
         if self._ask_task and not self._ask_task.done():
             # Of two offers, that of the higher peer id counts, so that no circle of peers can wait.
-            if caller > self._hello().peer_id:
+            if caller > self._outside.hello().peer_id:
                 self._ask_task.cancel()
             elif caller == self._asking:
                 return Refuse(RefuseCode.CROSSED, "we have made offers to each other, and mine counts")
@@ -379,7 +383,7 @@ class Gossip:
             return Refuse(RefuseCode.BUSY, "other swaps carry all slices that we could swap", self._busy_retry_s())
         self._ages.begin(part)
         agreed = self._agree(stream, offer.swap_id, caller, offer.standing, part, told_step=told_step)
-        await self._swap(agreed, first=Accept(self._hello(), self._standing(), part))
+        await self._swap(agreed, first=Accept(self._outside.hello(), self._standing(), part))
         return None
 
     async def _refusal(self, offer: Frame) -> Refuse | None:
@@ -387,13 +391,13 @@ class Gossip:
         if not isinstance(offer, Offer) or not self._is_sound(offer):
             return Refuse(RefuseCode.MALFORMED, "a swap must begin with a valid offer")
         caller, apart = offer.hello.peer_id, offer.standing.progress - self._exchange.progress
-        if refuse := other_kind(self._hello(), offer.hello):
+        if refuse := other_kind(self._outside.hello(), offer.hello):
             return refuse
         if self.state != "training":
             return Refuse(RefuseCode.NOT_TRAINING, f"this peer is {self.state}", PAUSED_S)
         if not await self._introductions.is_listed(caller):
             return Refuse(RefuseCode.UNLISTED, "I have not read your record yet", self._busy_retry_s())
-        if abs(apart) > self._furthest:
+        if abs(apart) > self._outside.spec.furthest:
             who = "you are" if apart < 0 else "I am"
             return Refuse(RefuseCode.STALE, f"{who} {100 * abs(apart):.1f} % of the run behind", STALE_RETRY_S)
         if self._pairing.shares.has_had(caller) and not self._is_idle():
@@ -429,15 +433,13 @@ class Gossip:
         swap = Swap(
             agreed,
             self._coder,
+            self._outside,
             snapshot=self._snapshot,
             turn=self._turn,
             on_moving=self._tell_change,
-            executor=self._executor,
             traffic=self.counts.traffic,
             ledger=ledger,
             ask_partner=lambda: self._has_verified(agreed),
-            deadlines=self._deadlines,
-            cpu_clock=self._cpu_clock,
         )
         self._running.append(swap)
         try:
@@ -448,18 +450,14 @@ class Gossip:
             self.counts.swaps += 1
             halves = await swap.elsewhere(self._exchange.judge, coding, agreed.partner)
             start, stop = self._units.bounds(agreed.part)
-            now_s, step = self._loop.time(), swap.snapshot_step
+            now_s = self._loop.time()
             self.link.committed(stop - start, swap, began_s, now_s)
             self._exchange.committed(
                 Committed(
-                    partner=agreed.partner,
-                    progress=agreed.progress,
-                    told_step=agreed.told_step,
-                    swap_id=agreed.swap_id,
-                    part=agreed.part,
-                    start=start,
-                    halves=halves,
-                    snapshot_step=step,
+                    agreed,
+                    start,
+                    halves,
+                    snapshot_step=swap.snapshot_step,
                     seconds=now_s - began_s,
                     num_live=self._directory.num_live(),
                 )
@@ -467,7 +465,7 @@ class Gossip:
         except PeerError as error:
             self._failed(swap, error)
             if isinstance(error, CorruptPayload):
-                self._on_corrupt(agreed.partner, str(error))
+                self._outside.on_corrupt(agreed.partner, str(error))
             # The traceback and the swap refer to each other, which would keep slices in memory.
             error.__traceback__ = error.__context__ = None
         finally:
@@ -500,7 +498,7 @@ class Gossip:
     async def _snapshot(self, part: Slice) -> tuple[Tensor, int]:
         if read := self._exchange.read:
             step = self._exchange.step
-            return await self._loop.run_in_executor(self._executor, read, *self._units.bounds(part)), step
+            return await self._loop.run_in_executor(self._outside.executor, read, *self._units.bounds(part)), step
         return await self._exchange.snapshot(part)
 
     async def _has_verified(self, agreed: Agreed) -> bool:
@@ -509,8 +507,9 @@ class Gossip:
         if candidate is None:
             return False
         with contextlib.suppress(PeerError):
-            timeout_s = self._deadlines.status_s
-            return (await self._transport.status(candidate, swap_id=agreed.swap_id, timeout_s=timeout_s)).has_verified
+            status = self._outside.transport.status
+            answer = await status(candidate, swap_id=agreed.swap_id, timeout_s=self._deadlines.status_s)
+            return answer.has_verified
         return False
 
     def _note(self, peer: str, what: str, error: PeerError) -> None:
@@ -520,7 +519,3 @@ class Gossip:
 
 def _is_possible(standing: Standing) -> bool:
     return 0 <= standing.progress < math.inf and math.isfinite(standing.step_s) and math.isfinite(standing.free_in_s)
-
-
-def _range(part: Slice) -> tuple[int, int]:
-    return part.first, part.first + part.count

@@ -6,11 +6,15 @@ depends on gRPC or hivemind.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+import random
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Protocol
 
 from noloco_p2p.gossip.frames import FetchItem, FetchWant, Frame, Hello, PeerStatus
+from noloco_p2p.spec import Spec
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,3 +113,37 @@ class Directory(Protocol):
     async def find(self, peer_id: str, *, timeout_s: float) -> Candidate | None:
         """Look up one particular peer, even if `live` does not list it now. Return None if it is unknown."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Deadlines:
+    """Deadlines in seconds. The defaults suit the internet; tests use shorter deadlines."""
+
+    dial_s: float = 5.0
+    offer_s: float = 5.0  # from the offer to its answer
+    status_s: float = 3.0  # for a request for the state of a swap
+    progress_s: float = 10.0  # for one chunk; detects dead partners (slow ones are detected by their rates)
+    farewell_s: float = 1.0  # for sending the partner an Abort with the reason
+
+
+INTERNET = Deadlines()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outside:
+    """What the swaps of a peer need from the rest of the program.
+
+    `rng` draws partners and ids of swaps, which must be unpredictable. `on_corrupt` is called with the id of a partner
+    that sent data which no honest peer sends, and with the reason. Encoding runs in `executor`, and `cpu_clock` returns
+    the CPU time of a thread.
+    """
+
+    spec: Spec
+    hello: Callable[[], Hello]
+    transport: Transport
+    directory: Directory
+    executor: Executor
+    rng: random.Random
+    deadlines: Deadlines = INTERNET
+    on_corrupt: Callable[[str, str], None] = lambda peer_id, reason: None
+    cpu_clock: Callable[[], float] = time.thread_time

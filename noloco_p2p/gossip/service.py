@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import random
-import time
 from collections.abc import AsyncGenerator, Callable
-from concurrent.futures import Executor
 
 from noloco_p2p.errors import PeerError, Refused
 from noloco_p2p.gossip.coder import Coder
-from noloco_p2p.gossip.deadlines import INTERNET, Deadlines
 from noloco_p2p.gossip.exchange import Exchange
 from noloco_p2p.gossip.frames import FetchItem, FetchWant, Hello, PeerStatus, Refuse, RefuseCode, other_kind
 from noloco_p2p.gossip.gossip import PAUSED_S, Counts, Gossip
-from noloco_p2p.gossip.seams import Directory, FrameStream, Transport
+from noloco_p2p.gossip.seams import FrameStream, Outside
 from noloco_p2p.gossip.units import Units
 from noloco_p2p.owned_tasks import OwnedTasks
-from noloco_p2p.spec import Spec
 
 Serve = Callable[[FetchWant], AsyncGenerator[FetchItem]]
 
@@ -31,37 +26,16 @@ async def serve_nothing(want: FetchWant) -> AsyncGenerator[FetchItem]:
 class PeerService:
     """One peer, as others see it. It implements `gossip.seams.Service`, which a transport's server calls.
 
-    `serve` answers the requests of newcomers; it is usually a method of a `StateServer`. `Gossip` describes the other
-    arguments. A peer has no `gossip` until it knows its model.
+    `serve` answers the requests of newcomers; it is usually a method of a `StateServer`. A peer has no `gossip` until
+    it knows its model.
     """
 
-    def __init__(
-        self,
-        spec: Spec,
-        *,
-        hello: Callable[[], Hello],
-        transport: Transport,
-        directory: Directory,
-        executor: Executor,
-        rng: random.Random,
-        serve: Serve = serve_nothing,
-        deadlines: Deadlines = INTERNET,
-        on_corrupt: Callable[[str, str], None] = lambda peer_id, reason: None,
-        cpu_clock: Callable[[], float] = time.thread_time,
-    ) -> None:
+    def __init__(self, outside: Outside, *, serve: Serve = serve_nothing) -> None:
         self.gossip: Gossip | None = None
         self.counts = Counts()
         self.num_calls = 0  # calls from other peers, including the ones that were refused
-        self._spec = spec
-        self._hello = hello
-        self._transport = transport
-        self._directory = directory
-        self._executor = executor
-        self._rng = rng
+        self._outside = outside
         self._serve = serve
-        self._deadlines = deadlines
-        self._on_corrupt = on_corrupt
-        self._cpu_clock = cpu_clock
         self._state = "training"
         self._exchange: Exchange | None = None
         self._tasks = OwnedTasks("swapping")
@@ -85,20 +59,8 @@ class PeerService:
             before.is_replaced = True
         units = Units(num_elements)
         exchange = self._exchange = Exchange(units, asyncio.get_running_loop())
-        self.gossip = Gossip(
-            exchange,
-            Coder(self._spec.codec.weights, units),
-            spec=self._spec,
-            hello=self._hello,
-            transport=self._transport,
-            directory=self._directory,
-            executor=self._executor,
-            rng=self._rng,
-            deadlines=self._deadlines,
-            on_corrupt=self._on_corrupt,
-            counts=self.counts,
-            cpu_clock=self._cpu_clock,
-        )
+        coder = Coder(self._outside.spec.codec.weights, units)
+        self.gossip = Gossip(exchange, coder, self._outside, self.counts)
         self.gossip.state = self._state
         self._tasks.start(self.gossip.run())
         return exchange
@@ -130,7 +92,7 @@ class PeerService:
     def admit(self, hello: Hello) -> None:
         """Raise Refused if the caller has a different protocol version, run, spec or model."""
         self.num_calls += 1
-        if refuse := other_kind(self._hello(), hello):
+        if refuse := other_kind(self._outside.hello(), hello):
             raise Refused(refuse.sentence, peer=hello.peer_id, code=refuse.code.name)
 
     async def on_swap(self, stream: FrameStream) -> None:
@@ -148,7 +110,7 @@ class PeerService:
     async def on_status(self, swap_id: bytes) -> PeerStatus:
         progress = self._exchange.progress if self._exchange else 0.0
         has_verified = self.gossip is not None and self.gossip.is_verified(swap_id)
-        return PeerStatus(self._hello(), self._state, progress, has_verified)
+        return PeerStatus(self._outside.hello(), self._state, progress, has_verified)
 
     def on_fetch(self, want: FetchWant) -> AsyncGenerator[FetchItem]:
         return self._serve(want)

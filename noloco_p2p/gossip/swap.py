@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
-from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -15,7 +13,6 @@ from torch import Tensor
 
 from noloco_p2p.errors import CorruptPayload, PeerError, TimedOut, Unreachable
 from noloco_p2p.gossip.coder import Coder, Coding, check_proposal
-from noloco_p2p.gossip.deadlines import INTERNET, Deadlines
 from noloco_p2p.gossip.frames import (
     Abort,
     AbortCode,
@@ -29,7 +26,7 @@ from noloco_p2p.gossip.frames import (
     Received,
     chunk_digest,
 )
-from noloco_p2p.gossip.seams import FrameStream
+from noloco_p2p.gossip.seams import FrameStream, Outside
 from noloco_p2p.gossip.units import Slice
 
 T = TypeVar("T")
@@ -87,16 +84,14 @@ class Swap:
         self,
         agreed: Agreed,
         coder: Coder,
+        outside: Outside,
         *,
         snapshot: Callable[[Slice], Coroutine[Any, Any, tuple[Tensor, int]]],
         turn: asyncio.Lock,
         on_moving: Callable[[], Awaitable[None]],
-        executor: Executor,
         traffic: Traffic,
         ledger: Ledger,
         ask_partner: Callable[[], Awaitable[bool]],
-        deadlines: Deadlines = INTERNET,
-        cpu_clock: Callable[[], float] = time.thread_time,
     ) -> None:
         self.agreed = agreed
         self.sent_s = 0.0  # from the first chunk of each pass until the partner had the last one
@@ -108,12 +103,11 @@ class Swap:
         self._snapshot = snapshot
         self._turn = turn
         self._on_moving = on_moving
-        self._executor = executor
+        self._outside = outside
+        self._deadlines = outside.deadlines
         self._traffic = traffic
         self._ledger = ledger
         self._ask_partner = ask_partner
-        self._deadlines = deadlines
-        self._cpu_clock = cpu_clock
         self._loop = asyncio.get_running_loop()
         self._began_s = 0.0  # when the first chunk of this pass was sent
         self._writing = asyncio.Lock()  # a stream supports one writer, but Alive and Abort come from elsewhere
@@ -203,13 +197,13 @@ class Swap:
         """Call `function` on another thread, and count its CPU time as a cost of this swap."""
 
         def timed() -> T:
-            began_s = self._cpu_clock()
+            began_s = self._outside.cpu_clock()
             try:
                 return function(*arguments)
             finally:
-                self.cost_s += self._cpu_clock() - began_s
+                self.cost_s += self._outside.cpu_clock() - began_s
 
-        return await self._loop.run_in_executor(self._executor, timed)
+        return await self._loop.run_in_executor(self._outside.executor, timed)
 
     async def _send(self, frame: Frame) -> None:
         async with self._writing:

@@ -1,7 +1,7 @@
 """Describes a swarm from the outside, based on the records of its peers in the DHT.
 
 The directory forgets a peer when its record expires, but an operator wants to know which peers were lost, and when.
-`Watcher` therefore keeps the records that it has seen, and returns the JSON that docs/monitoring.md describes.
+`Watcher` therefore keeps the records that it has seen, and returns the JSON that docs/operators.md describes.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     /               the page
     /api/page       the text that the page shows: ?sort=..&descending=1&words=..&page=..
-    /api/status     the swarm as JSON (docs/monitoring.md)
+    /api/status     the swarm as JSON (docs/operators.md)
     /api/history    curves of the swarm, and of the peers in ?id=..&id=..
     /metrics, /healthz    for monitoring systems
 

@@ -1,17 +1,18 @@
-"""Make connections to other peers: dial them, authenticate them, and describe failures."""
+"""Connect to other peers: dial them, authenticate them, call them, and describe failures."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
+from grpc.aio import EOF  # pyright: ignore[reportAttributeAccessIssue] - missing in the stubs
 
 from noloco_p2p.dial_guard import DialGuard
 from noloco_p2p.errors import CorruptPayload, PeerError, Refused, TimedOut, Unreachable
@@ -21,6 +22,7 @@ from noloco_p2p.hosts import is_host, is_port
 from noloco_p2p.net import convert, options
 from noloco_p2p.net.handshake import Greeting, Metadata
 from noloco_p2p.net.session import SERVER_NAME, Session
+from noloco_p2p.net.swap_stream import call_cancelled
 from noloco_p2p.net.throttle import UNLIMITED, Limits
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 
@@ -32,21 +34,6 @@ def nobody_is_banned(peer_id: str) -> str:
     return ""
 
 
-class PeerStub:
-    """The calls with one request. The calls of swaps and stages carry bytes in both directions (`caller.py`)."""
-
-    def __init__(self, channel: grpc.aio.Channel) -> None:
-        self.Greet: Any = channel.unary_unary(
-            f"/{SERVICE}/Greet", pb.GreetRequest.SerializeToString, pb.GreetReply.FromString
-        )
-        self.Status: Any = channel.unary_unary(
-            f"/{SERVICE}/Status", pb.StatusRequest.SerializeToString, pb.StatusReply.FromString
-        )
-        self.Fetch: Any = channel.unary_stream(
-            f"/{SERVICE}/Fetch", pb.FetchRequest.SerializeToString, pb.FetchReply.FromString
-        )
-
-
 @dataclass(frozen=True, slots=True)
 class Connection:
     """A connection for one call. `metadata` is sent with that call. `round_trip_s` is the duration of the greeting."""
@@ -54,6 +41,57 @@ class Connection:
     channel: grpc.aio.Channel
     metadata: Metadata = ()
     round_trip_s: float = 0.0
+
+
+class CallerWire:
+    """A call on its own connection.
+
+    The connection ends when the last reference to the call is dropped. `close` therefore drops its reference, and the
+    tracebacks of errors raised here do not refer to the call. Otherwise, a stored error would keep the connection open
+    until the next garbage collection.
+    """
+
+    def __init__(self, peer: str, connection: Connection, call: Any, limits: Limits) -> None:
+        self.round_trip_s = connection.round_trip_s
+        self._peer = peer
+        self._channel: grpc.aio.Channel | None = connection.channel
+        self._call: Any = call
+        self._limits = limits
+
+    async def write(self, data: bytes) -> None:
+        await self._limits.sending(len(data))
+        await self._do(lambda call: call.write(data))
+
+    async def read(self) -> bytes | None:
+        message = await self._do(lambda call: call.read())
+        if message is EOF:
+            return None
+        await self._limits.receiving(len(message))
+        return message
+
+    async def finish(self) -> None:
+        with contextlib.suppress(PeerError):
+            await self._do(lambda call: call.done_writing())
+
+    async def close(self) -> None:
+        (call, self._call), (channel, self._channel) = (self._call, None), (self._channel, None)
+        if channel is not None:
+            call.cancel()
+            await channel.close()
+
+    async def _do(self, action: Callable[[Any], Awaitable[Any]]) -> Any:
+        """Run `action` on the call. Raises PeerError if the call has ended."""
+        fault: PeerError | asyncio.CancelledError = Unreachable("the stream is closed", peer=self._peer)
+        if self._call is not None:
+            try:
+                return await action(self._call)
+            except grpc.aio.AioRpcError as error:
+                fault = translate(error, self._peer)
+            except (grpc.aio.UsageError, asyncio.InvalidStateError):  # a write after the end of the call raises these
+                pass
+            except asyncio.CancelledError:
+                fault = call_cancelled(self._peer)
+        raise fault
 
 
 class Connector:
@@ -73,6 +111,7 @@ class Connector:
         self._guard = guard or DialGuard()
         self._session = session
         self._why_banned = why_banned
+        self._limits = limits
         self._options = [*options.CLIENT, *limits.options()]
 
     async def dial(self, candidate: Candidate, *, timeout_s: float) -> Connection:
@@ -106,14 +145,13 @@ class Connector:
             await channel.close()
             raise
 
-    @contextlib.asynccontextmanager
-    async def dialled(self, candidate: Candidate, *, timeout_s: float) -> AsyncIterator[Connection]:
-        """Connect like `dial`, and close the channel at the end."""
+    async def call(self, candidate: Candidate, method: str, *, timeout_s: float) -> CallerWire:
+        """Call a method of SERVICE on a new connection. Raises PeerError, and fails at once if the
+        connection is refused.
+        """
         connection = await self.dial(candidate, timeout_s=timeout_s)
-        try:
-            yield connection
-        finally:
-            await connection.channel.close()
+        call = connection.channel.stream_stream(f"/{SERVICE}/{method}")(metadata=connection.metadata)
+        return CallerWire(candidate.peer_id, connection, call, self._limits)
 
     def _channel(self, candidate: Candidate, target: str) -> grpc.aio.Channel:
         if self._session is None:
@@ -152,14 +190,18 @@ class Connector:
         if self._session is None:
             return ()
         greeting = Greeting.to(candidate.peer_id, candidate.session_key)
+        greet: Any = channel.unary_unary(
+            f"/{SERVICE}/Greet", pb.GreetRequest.SerializeToString, pb.GreetReply.FromString
+        )
         try:
-            reply = await PeerStub(channel).Greet(greeting.request())
+            reply = await greet(greeting.request())
         except grpc.aio.AioRpcError as error:
             fault = translate(error, candidate.peer_id)
             if isinstance(fault, Unreachable):  # with TLS 1.3, a refused certificate looks like this
                 fault = Unreachable(f"{fault}{self._perhaps()}", peer=fault.peer)
             raise fault from None
-        check_parsed(reply, candidate.peer_id)
+        if reply is None:  # gRPC could not parse it
+            raise CorruptPayload("it sent data that is not a valid protocol message", peer=candidate.peer_id)
         return greeting.prove(reply, self._session)
 
 
@@ -179,12 +221,6 @@ def grpc_target(address: str, port: str) -> str:
     gRPC would also accept many other forms, and resolve names itself.
     """
     return f"ipv6:[{address}]:{port}" if ":" in address else f"ipv4:{address}:{port}"
-
-
-def check_parsed(message: object, peer: str) -> None:
-    """Raise CorruptPayload if the message is None, which gRPC returns for bytes that it cannot parse."""
-    if message is None:
-        raise CorruptPayload("it sent data that is not a valid protocol message", peer=peer)
 
 
 def translate(error: grpc.aio.AioRpcError, peer: str) -> PeerError:

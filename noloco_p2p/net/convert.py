@@ -57,8 +57,8 @@ def from_wire(kind: type[T], message: Message) -> T:
     return kind(*[_read(name, what, getattr(message, name)) for name, what in _fields_of(kind)])
 
 
-def encode(frame: frames.Frame, *, sequence: int = 0) -> bytes:
-    """Return the bytes of the `Frame` message with a frame and, unless it is 0, the frame's number.
+def encode(frame: frames.Frame, *, sequence: int) -> bytes:
+    """Return the bytes of the `Frame` message with a frame and its number.
 
     Nearly all bytes of a swap are payloads of chunks. protobuf needs 1 to 2 ms to encode a payload of 1 MiB. Here, it
     is copied once, and appended to what protobuf has encoded.
@@ -73,7 +73,7 @@ def encode(frame: frames.Frame, *, sequence: int = 0) -> bytes:
 
 
 def decode(data: bytes) -> tuple[frames.Frame, int]:
-    """Return a frame and its number, or 0 if it has none.
+    """Return a frame and its number.
 
     Raises CorruptPayload if `data` is not a frame of this protocol version.
     """

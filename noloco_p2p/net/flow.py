@@ -23,18 +23,16 @@ from noloco_p2p.gossip.frames import Hello, Refuse, RefuseCode, chunk_digest
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.identity import short_id
 from noloco_p2p.net import convert, flow_wire
-from noloco_p2p.net.caller import CallerWire, connect
-from noloco_p2p.net.connection import Connector, nobody_is_banned
+from noloco_p2p.net.connection import CallerWire, Connector, nobody_is_banned
 from noloco_p2p.net.flow_wire import PIECE_BYTES, FlowHello, Piece, WireFrame
 from noloco_p2p.net.server import ServerWire, refuse_to_wire
 from noloco_p2p.net.swap_stream import Wire
-from noloco_p2p.net.throttle import UNLIMITED, Limits
 from noloco_p2p.net.tickets import Tickets
 from noloco_p2p.owned_tasks import OwnedTasks
 
 log = logging.getLogger(__name__)
 
-FLOW_METHOD = "/noloco_p2p.wire.v1.Peer/Flow"
+FLOW_METHOD = "Flow"
 OPEN_S = 10.0  # to find and call a peer and get its answer, and as much again for a call that crossed this one
 FIRST_WORDS_S = 5.0  # from a call to its FlowHello
 PROVEN_S = 3600.0  # the age at which the caller ends a stream, to authenticate itself again
@@ -262,7 +260,6 @@ class FlowLinks:
         find: Callable[..., Awaitable[Candidate | None]],
         check: Callable[[str, Frame], Awaitable[Frame]],
         strike: Callable[[str, str], None],
-        limits: Limits = UNLIMITED,
         why_banned: Callable[[str], str] = nobody_is_banned,
         stuck_s: float = STUCK_S,
         max_accepted: int = MAX_ACCEPTED,
@@ -271,13 +268,12 @@ class FlowLinks:
         self._hello = hello
         self._stage, self._num_stages = stage, num_stages
         self._forward_bytes, self._backward_bytes = forward_bytes, backward_bytes
-        self._connector, self._find, self._limits = connector, find, limits
+        self._connector, self._find = connector, find
         self._why_banned, self._strike = why_banned, strike
         self._max_accepted = max_accepted
         self._links: dict[str, FlowLink] = {}
-        self._dials: dict[
-            str, tuple[asyncio.Task[None], list[Waiting]]
-        ] = {}  # with the frames that wait for the stream
+        # With the frames that wait for the stream.
+        self._dials: dict[str, tuple[asyncio.Task[None], list[Waiting]]] = {}
         self._tasks = OwnedTasks("a pipeline stream")
         self._is_leaving = False
 
@@ -367,7 +363,7 @@ class FlowLinks:
         candidate = await self._find(peer, timeout_s=OPEN_S)
         if candidate is None or not candidate.can_be_called:
             raise Unreachable("its address is unknown or cannot be dialled", peer=peer)
-        wire = await connect(self._connector, candidate, FLOW_METHOD, timeout_s=OPEN_S, limits=self._limits)
+        wire = await self._connector.call(candidate, FLOW_METHOD, timeout_s=OPEN_S)
         try:
             await wire.write(self._own_hello())
             answer = flow_wire.decode(await wire.read() or b"")

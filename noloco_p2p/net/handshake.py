@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from blake3 import blake3
 
 from noloco_p2p.errors import CorruptPayload, PeerError, Refused
-from noloco_p2p.gossip.frames import RefuseCode
+from noloco_p2p.gossip.frames import Hello, RefuseCode
 from noloco_p2p.identity import short_id, verify
 from noloco_p2p.invitation import NotInvited
 from noloco_p2p.net.convert import text
@@ -134,6 +134,12 @@ def check_membership(session: Session, membership: bytes, peer_id: str) -> None:
             session.invitation.check(membership, peer_id=peer_id, now_s=time.time())
         except NotInvited as error:
             raise Refused(str(error), code=RefuseCode.NOT_INVITED.name, peer=peer_id) from None
+
+
+def check_name(proven: str, hello: Hello) -> None:
+    """Raise CorruptPayload if the peer id in a caller's Hello is not the authenticated one."""
+    if proven and hello.peer_id != proven:
+        raise CorruptPayload(f"the caller is ..{short_id(proven)} but claims to be another peer", peer=proven)
 
 
 def _words(role: bytes, nonce: bytes, challenge: bytes, session_key: bytes, ids: str) -> bytes:

@@ -38,7 +38,7 @@ SERVER = [
     ("grpc.max_connection_idle_ms", 8_000),
     ("grpc.max_connection_age_ms", 10_000),
     ("grpc.max_concurrent_streams", 4),
-    # No table of headers, in which a few bytes could repeat a long header (`preamble.py`).
+    # No table of headers, in which a few bytes could repeat a long header (`proxy.py`).
     ("grpc.http2.hpack_table_size.decoder", 0),
     ("grpc.max_allowed_incoming_connections", 512),  # never reached, because `proxy.py` limits connections
 ]

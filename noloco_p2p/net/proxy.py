@@ -1,7 +1,7 @@
 """Run a proxy in front of the gRPC server, which listens on a Unix socket. Strangers connect to the proxy.
 
 gRPC itself accepts connections in order of arrival, and reads 1 MiB at a time before the caller is authenticated. It
-also lets a caller without a name expand 14 KB of compressed headers to 100 MB (`preamble.py`). The proxy therefore ends
+also lets a caller without a name expand 14 KB of compressed headers to 100 MB (`Preamble`). The proxy therefore ends
 the TLS connections, and looks at what callers send. A connection costs only a socket until its first byte arrives, and
 reaches gRPC only after its TLS handshake. Until the caller has authenticated itself, the
 number of connections from its network is limited. After that, the caller's number of connections is limited, not
@@ -31,9 +31,7 @@ from typing import Any, Generic, TypeVar
 from noloco_p2p.errors import CorruptPayload
 from noloco_p2p.hosts import ip_of, is_wildcard, network_of
 from noloco_p2p.net.handshake import not_proven
-from noloco_p2p.net.preamble import Preamble
-from noloco_p2p.splice import BLOCK_BYTES, Splice, connected
-from noloco_p2p.tcp import ASK, seen_from, tune
+from noloco_p2p.tcp import ASK, BLOCK_BYTES, Splice, seen_from, tune
 
 log = logging.getLogger(__name__)
 M = TypeVar("M", bound=Hashable)
@@ -48,6 +46,9 @@ GREETINGS_OF_ONE = 2  # per connection, which serves one call
 LAST_WORDS_S = 2.0  # the time for a refusal to reach its caller before the connection is closed
 BACKLOG = 1024
 TAKEN_AT_ONCE = 64  # connections that are accepted before other callbacks of the event loop run
+PREFACE_BYTES, FRAME_HEADER_BYTES = 24, 9  # of HTTP/2
+SETTINGS, ACK = 4, 1
+HEADERS, PUSH_PROMISE, CONTINUATION = 1, 5, 9  # the frames that contain headers
 RETRY_S = 0.3  # the pause when this process has no file descriptors left
 
 
@@ -91,6 +92,40 @@ class Quota(Generic[M]):
     def _first_of_the_largest(self) -> M:
         largest = max(map(len, self._groups.values()))
         return next(member for member, group in self._group_of.items() if len(self._groups[group]) == largest)
+
+
+class Preamble:
+    """The frames of a caller (RFC 9113) up to its acknowledgement of the server's settings.
+
+    HTTP/2 compresses headers. With HPACK (RFC 7541), one byte can repeat a header of 4 KB that was sent before. A
+    server can forbid this table, and limit the size of all headers together, but gRPC applies these settings only once
+    the caller has acknowledged them. Until then, it keeps up to 16 MiB of headers for 14 KB that it has received, and
+    builds a message about them that is equally long. gRPC's own callers acknowledge the settings before they send their
+    first headers.
+    """
+
+    def __init__(self) -> None:
+        self._num_skipped = PREFACE_BYTES  # the bytes until the next frame begins
+        self._header = b""  # of the frame that begins
+        self._is_over = False
+
+    def admits(self, data: memoryview) -> bool:
+        """Return whether the caller may send this data next."""
+        while data and not self._is_over:
+            if self._num_skipped:
+                num_bytes = min(self._num_skipped, len(data))
+                self._num_skipped -= num_bytes
+            else:
+                num_bytes = FRAME_HEADER_BYTES - len(self._header)
+                self._header += data[:num_bytes]
+            data = data[num_bytes:]
+            if len(self._header) == FRAME_HEADER_BYTES:
+                kind, flags = self._header[3:5]
+                if kind in (HEADERS, PUSH_PROMISE, CONTINUATION):
+                    return False
+                self._is_over = kind == SETTINGS and bool(flags & ACK)
+                self._num_skipped, self._header = int.from_bytes(self._header[:3]), b""
+        return True
 
 
 class Inbound:
@@ -401,3 +436,23 @@ def _listening(host: str, port: int) -> socket.socket:
     listener = socket.create_server(address[:2], family=family, backlog=BACKLOG)
     listener.setblocking(False)
     return listener
+
+
+def connected(server: Path, *, own_path: Path) -> socket.socket:
+    """Connect to the server on the Unix socket `server`, and return the connection.
+
+    The connection is bound to `own_path`, by which the server identifies it. The file at `own_path` is removed right
+    away. Raises OSError if the server does not accept the connection.
+    """
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        connection.setblocking(False)
+        connection.bind(str(own_path))
+        try:
+            connection.connect(str(server))
+        finally:
+            own_path.unlink()
+    except OSError:
+        connection.close()
+        raise
+    return connection

@@ -26,15 +26,15 @@ from google.protobuf.message import DecodeError, Message
 
 from noloco_p2p.errors import CorruptPayload, PeerError, Refused, SettingsError, Unreachable
 from noloco_p2p.gossip import frames
-from noloco_p2p.gossip.frames import Frame, Offer, RefuseCode
+from noloco_p2p.gossip.frames import RefuseCode
 from noloco_p2p.gossip.seams import Service
 from noloco_p2p.identity import short_id
 from noloco_p2p.net import convert, options
 from noloco_p2p.net.connection import REFUSE_KEY, SERVICE, nobody_is_banned
-from noloco_p2p.net.handshake import PROOF_KEY, Challenges, not_proven
+from noloco_p2p.net.handshake import PROOF_KEY, Challenges, check_name, not_proven
 from noloco_p2p.net.proxy import Inbound, Proxy
 from noloco_p2p.net.session import Session
-from noloco_p2p.net.swap_stream import MAX_CONNECTIONS, SwapConnection, SwapStream, call_cancelled
+from noloco_p2p.net.swap_stream import MAX_CONNECTIONS, SwapStream, call_cancelled
 from noloco_p2p.net.throttle import UNLIMITED, Limits
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 from noloco_p2p.owned_tasks import OwnedTasks
@@ -78,7 +78,7 @@ class GrpcServer:
         self._fetches: dict[str, list[object]] = {}  # by caller, with the newest fetch last
         self._turned_away = TurnedAway()
         self._swaps = OwnedTasks("a swap offered by another peer")
-        self._joinable: dict[bytes, ServerStream] = {}  # by swap id
+        self._joinable: dict[bytes, SwapStream] = {}  # by swap id, once the offer is accepted
         self._server = grpc.aio.server(options=[*options.SERVER, *limits.options()])
         # All of these are streaming handlers, because gRPC would wait forever for the request of a unary call.
         methods = {
@@ -187,7 +187,12 @@ class GrpcServer:
     async def _on_swap(self, requests: AsyncIterator[bytes], context: Any) -> None:
         async with self._visit(context) as caller:
             wire = ServerWire(requests, context, caller.address, self._limits)
-            stream = ServerStream(wire, self._joinable, visitor=caller)
+
+            def on_accepted(offer: frames.Offer) -> None:
+                caller.accepted()
+                self._joinable.setdefault(offer.swap_id, stream)
+
+            stream = SwapStream(wire, peer=wire.peer, proven=caller.peer_id, is_caller=False, on_accepted=on_accepted)
             swap = self._swaps.start(self._swap(stream))
             closed = asyncio.create_task(wire.closed())
             try:
@@ -198,10 +203,12 @@ class GrpcServer:
                 if not wire.is_closed:
                     stream.lose(Unreachable("the connection was lost", peer=stream.peer))
 
-    async def _swap(self, stream: ServerStream) -> None:
+    async def _swap(self, stream: SwapStream) -> None:
         try:
             await self._service.on_swap(stream)
         finally:
+            if stream.accepted and self._joinable.get(stream.accepted.swap_id) is stream:
+                del self._joinable[stream.accepted.swap_id]
             await stream.close()
 
     async def _on_lane(self, requests: AsyncIterator[bytes], context: Any) -> None:
@@ -211,7 +218,7 @@ class GrpcServer:
                 async with asyncio.timeout(JOIN_S):
                     stream = self._joined(await wire.read() or b"", caller)
                 caller.accepted()
-                stream.join(wire, pb.Frame(join=pb.Join()).SerializeToString())
+                stream.add(wire, first_words=pb.Frame(join=pb.Join()).SerializeToString())
             except (PeerError, TimeoutError) as error:
                 refuse = refuse_to_wire(
                     error if isinstance(error, PeerError) else _no_connection("no Join was received")
@@ -225,15 +232,17 @@ class GrpcServer:
                 if not wire.is_closed:  # the caller is gone, and the connection with it
                     stream.lose(Unreachable("one of the swap's connections was lost", peer=stream.peer))
 
-    def _joined(self, data: bytes, caller: Inbound) -> ServerStream:
+    def _joined(self, data: bytes, caller: Inbound) -> SwapStream:
         """Return the swap to which a connection belongs. Raises PeerError if there is none that the caller can join."""
         message = _parsed(pb.Frame, data)
         if not message.HasField("join"):
             raise CorruptPayload("an additional connection must begin with a Join")
         hello = self._admitted(message.join.hello, caller)
         stream = self._joinable.get(message.join.swap_id)
-        if stream is None or stream.caller != hello.peer_id:
+        if not stream or stream.is_lost or not stream.accepted or stream.accepted.hello.peer_id != hello.peer_id:
             raise _no_connection("no swap with this id is in progress between us")
+        if stream.num_connections >= MAX_CONNECTIONS:
+            raise _no_connection(f"this swap already has {MAX_CONNECTIONS} connections, which is the maximum")
         return stream
 
     async def _on_flow(self, requests: AsyncIterator[bytes], context: Any) -> None:
@@ -351,55 +360,6 @@ class ServerWire:
 
 
 ServeFlow = Callable[[ServerWire, str, Callable[[frames.Hello], None]], Awaitable[None]]
-
-
-class ServerStream(SwapStream):
-    """The acceptor's side of a swap. Once the swap is accepted, its caller can add more connections to it."""
-
-    def __init__(self, first: ServerWire, running: dict[bytes, ServerStream], *, visitor: Inbound) -> None:
-        self._running = running
-        self._visitor = visitor
-        self._swap_id = b""
-        self.caller = ""  # a peer id; empty until the swap accepts more connections
-        super().__init__(first.peer, first)
-
-    def _agreed(self, offer: Offer) -> None:
-        self._visitor.accepted()
-        if offer.swap_id not in self._running:
-            self._swap_id, self.caller = offer.swap_id, offer.hello.peer_id
-            self._running[offer.swap_id] = self
-
-    async def _put(self, connection: SwapConnection, frame: Frame, sequence: int) -> None:
-        if isinstance(frame, Offer):
-            check_name(self._visitor.peer_id, frame.hello)
-        await super()._put(connection, frame, sequence)
-
-    def join(self, wire: ServerWire, answer: bytes) -> None:
-        """Add a connection. Raises Refused if the swap already has the maximum number of connections."""
-        if self.num_connections >= MAX_CONNECTIONS:
-            raise _no_connection(f"this swap already has {MAX_CONNECTIONS} connections, which is the maximum")
-        self.add(SwapConnection(wire), first_words=answer)
-
-    def lose(self, fault: PeerError) -> None:
-        super().lose(fault)
-        if self.caller and self._running.get(self._swap_id) is self:
-            del self._running[self._swap_id]
-
-    async def _end(self) -> None:
-        self.lose(Unreachable("the stream is closed", peer=self._peer))
-        await super()._end()
-
-    def _check_end(self, connection: SwapConnection) -> None:
-        # This is how a lost connection looks from here. The first connection always ends this way, so its end is not a
-        # failure.
-        if connection is not self._first:
-            raise Unreachable("one of the swap's connections was lost", peer=self._peer)
-
-
-def check_name(proven: str, hello: frames.Hello) -> None:
-    """Raise CorruptPayload if the peer id in a caller's Hello is not the authenticated one."""
-    if proven and hello.peer_id != proven:
-        raise CorruptPayload(f"the caller is ..{short_id(proven)} but claims to be another peer", peer=proven)
 
 
 def _no_connection(sentence: str) -> Refused:

@@ -16,12 +16,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 from noloco_p2p.errors import CorruptPayload, PeerError, TimedOut, Unreachable
 from noloco_p2p.gossip.frames import Accept, Frame, Offer
 from noloco_p2p.net import convert
+from noloco_p2p.net.handshake import check_name
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
+from noloco_p2p.owned_tasks import end_tasks
 
 MAX_CONNECTIONS = 8
 WINDOW_FRAMES = 4  # per connection
@@ -97,25 +100,33 @@ class SwapConnection:
 
 
 class SwapStream:
-    """A FrameStream over one or more connections, for both partners of a swap. `close` ends all its tasks."""
+    """A FrameStream over one or more connections, for both partners of a swap. `close` ends all its tasks.
 
-    def __init__(self, peer: str, first: Wire) -> None:
-        self._peer = peer
+    An offer of the partner must bear the name `proven`, unless that is empty. `on_accepted` is called once, with the
+    offer that one of the two has made and the other has accepted. From then on, several connections are allowed.
+    """
+
+    def __init__(
+        self, first: Wire, *, peer: str, proven: str, is_caller: bool, on_accepted: Callable[[Offer], None]
+    ) -> None:
+        self.peer = peer
+        self.accepted: Offer | None = None
+        self.opening: asyncio.Task[None] | None = None  # the caller's task that opens further connections
+        self._proven = proven
+        self._is_caller = is_caller
+        self._on_accepted = on_accepted
         self._connections: list[SwapConnection] = []
-        self._first = SwapConnection(first)
         self._order = Order()
         self._num_sent = 0
-        self._is_numbered = False
         self._gone: PeerError | None = None
         self._is_closing = False
         self._offer: tuple[Offer, bool] | None = None  # the first one, and whether this peer sent it
-        self._is_answered = False
         self._freed, self._arrived, self._taken = asyncio.Event(), asyncio.Event(), asyncio.Event()
-        self.add(self._first)
+        self._first = self.add(first)
 
     @property
-    def peer(self) -> str:
-        return self._peer
+    def is_lost(self) -> bool:
+        return self._gone is not None
 
     @property
     def num_connections(self) -> int:
@@ -127,8 +138,7 @@ class SwapStream:
         connection = await self._free_connection()
         self._num_sent += 1
         self._heed(frame, is_own=True)
-        data = convert.encode(frame, sequence=self._num_sent if self._is_numbered else 0)
-        writing = self._write(connection, data)
+        writing = self._write(connection, convert.encode(frame, sequence=self._num_sent))
         if len(self._connections) == 1:
             # Cancelling a write would end the call, and the Abort that follows could not be sent.
             fault = await asyncio.shield(writing)
@@ -142,7 +152,7 @@ class SwapStream:
                 async with asyncio.timeout(timeout_s):
                     frame = await self._next()
             except TimeoutError:
-                raise TimedOut(f"no frame arrived for {timeout_s:.1f} s", peer=self._peer) from None
+                raise TimedOut(f"no frame arrived for {timeout_s:.1f} s", peer=self.peer) from None
         self._taken.set()
         return frame
 
@@ -154,13 +164,24 @@ class SwapStream:
         if self._is_closing:
             return
         self._is_closing = True
-        self.lose(Unreachable("the stream is closed", peer=self._peer))
+        self.lose(Unreachable("the stream is closed", peer=self.peer))
         try:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LAST_WORDS_S):
-                    await self._last_words()
+                    if self.opening:
+                        self.opening.cancel()
+                        await asyncio.wait({self.opening})
+                    await asyncio.gather(*map(self._leave, list(self._connections)))
         finally:
-            await self._end()
+            connections, self._connections = self._connections, []
+            tasks: list[asyncio.Task[Any]] = [self.opening] if self.opening else []
+            for connection in connections:
+                tasks += [task for task in (connection.reading, connection.writing) if task]
+                await connection.wire.close()
+            if tasks:
+                # The tasks end with their calls, so none of them is cancelled inside gRPC unnecessarily.
+                await asyncio.wait(tasks, timeout=LAST_WORDS_S)
+            await end_tasks(tasks)
 
     def lose(self, fault: PeerError) -> None:
         """Let waiting readers fail with `fault` after they have read the frames that have arrived."""
@@ -168,54 +189,28 @@ class SwapStream:
         for event in (self._freed, self._arrived, self._taken):
             event.set()
 
-    # the differences between the two partners
-
-    def _agreed(self, offer: Offer) -> None:
-        """Handle the acceptance of an offer."""
-
-    async def _last_words(self) -> None:
-        """Wait at least until everything is sent."""
-        for connection in list(self._connections):
-            await self._written(connection)
-
-    def _check_end(self, connection: SwapConnection) -> None:
-        """Handle the end of a connection without a Leave. Raises Unreachable if the connection was lost."""
-
-    async def _end(self) -> None:
-        """End all tasks and calls."""
-        connections, self._connections = self._connections, []
-        for connection in connections:
-            await connection.wire.close()
-        tasks = [
-            task
-            for connection in connections
-            for task in (connection.reading, connection.writing)
-            if task and not task.done()
-        ]
-        if tasks:
-            # The tasks end with their calls, so none of them is cancelled inside gRPC unnecessarily.
-            await asyncio.wait(tasks, timeout=LAST_WORDS_S)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
     # connections
 
-    def add(self, connection: SwapConnection, *, first_words: bytes = b"") -> None:
-        """Use another connection, and number all frames from now on."""
+    def add(self, wire: Wire, *, first_words: bytes = b"") -> SwapConnection:
+        """Use another connection."""
+        connection = SwapConnection(wire)
         self._connections.append(connection)
-        self._is_numbered = len(self._connections) > 1 or self._is_numbered
         if first_words:
             self._write(connection, first_words)
         connection.reading = asyncio.create_task(self._read(connection))
         self._freed.set()
+        return connection
 
-    def _left(self, connection: SwapConnection) -> None:
-        """Remove a connection that no longer carries frames in either direction."""
-        if connection in self._connections:
-            self._connections.remove(connection)
-        if not self._connections:
-            self.lose(Unreachable("the partner closed the stream", peer=self._peer))
+    async def _leave(self, connection: SwapConnection) -> None:
+        """Wait until everything is sent. The caller then stops using the connection, and the partner ends the call."""
+        connection.leaving = True
+        await self._written(connection)
+        if self._is_caller:
+            if connection is not self._first:
+                await self._write(connection, LEAVE)
+            await connection.wire.finish()
+            if connection.reading:
+                await asyncio.wait({connection.reading})
 
     async def _written(self, connection: SwapConnection) -> None:
         """Wait until gRPC has accepted the connection's last message."""
@@ -261,24 +256,26 @@ class SwapStream:
     async def _read(self, connection: SwapConnection) -> None:
         """Read from a connection until its end. A broken connection ends the stream."""
         try:
-            while (data := await connection.wire.read()) is not None:
-                if data == LEAVE:
-                    break
-                frame, sequence = convert.decode(data)
-                await self._put(connection, frame, sequence)
-            else:
-                self._check_end(connection)
+            while (data := await connection.wire.read()) not in (None, LEAVE):
+                await self._put(connection, *convert.decode(data))
+            # This is how a lost connection looks to the called peer. The first connection always ends this way.
+            if data is None and not self._is_caller and connection is not self._first:
+                raise Unreachable("one of the swap's connections was lost", peer=self.peer)
             connection.leaving = True
             await self._written(connection)
             await connection.wire.close()
-            self._left(connection)
+            if connection in self._connections:
+                self._connections.remove(connection)
+            if not self._connections:
+                self.lose(Unreachable("the partner closed the stream", peer=self.peer))
         except PeerError as fault:
             self.lose(fault)
 
     async def _put(self, connection: SwapConnection, frame: Frame, sequence: int) -> None:
-        sequence = sequence or connection.last_received + 1
+        if isinstance(frame, Offer):
+            check_name(self._proven, frame.hello)
         if sequence <= connection.last_received:
-            raise CorruptPayload(f"frame {sequence} arrived after frame {connection.last_received}", peer=self._peer)
+            raise CorruptPayload(f"frame {sequence} arrived after frame {connection.last_received}", peer=self.peer)
         connection.last_received = sequence
         while (
             not self._order.has_room(sequence, window=WINDOW_FRAMES * len(self._connections)) and not self._is_closing
@@ -292,12 +289,12 @@ class SwapStream:
         self._arrived.set()
 
     def _heed(self, frame: Frame, *, is_own: bool) -> None:
-        """Watch for an offer and its acceptance by the other peer, from which on several connections are allowed."""
+        """Watch for an offer and its acceptance by the other peer."""
         if isinstance(frame, Offer) and self._offer is None:
             self._offer = frame, is_own
-        elif isinstance(frame, Accept) and self._offer and self._offer[1] is not is_own and not self._is_answered:
-            self._is_answered = True
-            self._agreed(self._offer[0])
+        elif isinstance(frame, Accept) and self._offer and self._offer[1] is not is_own and not self.accepted:
+            self.accepted = self._offer[0]
+            self._on_accepted(self.accepted)
 
 
 def call_cancelled(peer: str) -> Unreachable | asyncio.CancelledError:

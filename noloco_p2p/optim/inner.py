@@ -1,7 +1,8 @@
-"""Create the inner optimizer of the fast weights: AdamW, or Muon for matrices and AdamW for the rest."""
+"""Create the inner optimizer: AdamW, or Muon for matrices and AdamW for the rest. Compute its learning rate."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable
 
 import torch
@@ -54,22 +55,28 @@ def make_inner_optimizer(parameters: Iterable[Parameter], train: TrainSpec) -> t
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
     if not trainable:
         raise ValueError("no parameter is trainable: requires_grad is False for all of them")
+    matrices = [parameter for parameter in trainable if parameter.ndim >= 2 or not train.weight_decay]
+    vectors = [parameter for parameter in trainable if parameter.ndim < 2 and train.weight_decay]
+    groups = [{"params": matrices, "weight_decay": train.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     return torch.optim.AdamW(
-        _groups(trainable, weight_decay=train.weight_decay),
+        [group for group in groups if group["params"]],
         lr=train.learning_rate,
         betas=(train.adam_beta1, train.adam_beta2),
         fused=all(parameter.device.type in FUSED_DEVICES for parameter in trainable) or None,
     )
 
 
-def _groups(parameters: list[Parameter], *, weight_decay: float) -> list[dict[str, object]]:
-    """Return one group of parameters, or two if matrices have weight decay and vectors do not."""
-    if not weight_decay:
-        return [{"params": parameters, "weight_decay": 0.0}]
-    matrices = [parameter for parameter in parameters if parameter.ndim >= 2]
-    vectors = [parameter for parameter in parameters if parameter.ndim < 2]
-    groups: list[dict[str, object]] = [
-        {"params": matrices, "weight_decay": weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
+def learning_rate(train: TrainSpec, progress: float) -> float:
+    """Return the learning rate of the inner step that starts at `progress`, a fraction of the run's schedule.
+
+    The first step has progress 0, and the schedule ends at 1. After that, the learning rate stays at the minimum. The
+    warm-up covers warmup_steps / total_steps of the schedule, and its first step gets 1 / warmup_steps of the peak
+    rather than 0. Raises ValueError if `progress` is negative or NaN.
+    """
+    if not progress >= 0:
+        raise ValueError(f"progress, as a fraction of the schedule, must be at least 0, but it is {progress}")
+    warmup = train.warmup_steps / train.total_steps
+    if progress < warmup:
+        return train.learning_rate * min(1.0, progress / warmup + 1 / train.warmup_steps)
+    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, (progress - warmup) / (1 - warmup))))
+    return train.learning_rate * (train.min_learning_rate + (1 - train.min_learning_rate) * cosine)

@@ -12,15 +12,16 @@ synced. A checkpoint is therefore either complete or absent, even after a crash.
 from __future__ import annotations
 
 import fcntl
-import itertools
 import json
 import logging
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from noloco_p2p.devices import free_memory
 from noloco_p2p.errors import CheckpointError
 
 log = logging.getLogger(__name__)
@@ -39,6 +41,9 @@ VERSION = 1
 _NAME = re.compile(r"^(\d{8,})-step-(\d+)$")
 _PARTIAL = ".partial-"
 _LOCK = ".writer.lock"
+USED_SHARE = 0.5  # share of free memory for the copy of a state; if it needs more, training waits for the disk
+
+Files = Mapping[str, Mapping[str, Tensor]]
 
 
 class Checkpoint:
@@ -128,15 +133,14 @@ class Checkpoints:
         if any(folder.glob(f"{_PARTIAL}*")):
             self._remove_leftovers()
 
-    def save(self, step: int, *, files: Mapping[str, Mapping[str, Tensor]], meta: Mapping[str, Any]) -> Path:
+    def save(self, step: int, *, files: Files, meta: Mapping[str, Any]) -> Path:
         """Write a checkpoint with a file STEM.safetensors for every stem of `files`, and return its folder.
 
         `meta` is written as JSON. Tensors may be on any device. They must be contiguous and must not overlap in memory,
-        but disjoint views of one vector are allowed. If writing fails, for example because the disk is full,
-        CheckpointError is raised and the older checkpoints are kept.
+        but disjoint views of one vector are allowed; safetensors raises ValueError or RuntimeError for others. If
+        writing fails, for example because the disk is full, CheckpointError is raised and the older checkpoints are
+        kept.
         """
-        for tensors in files.values():
-            _check_tensors(tensors)
         content = json.dumps(dict(meta), allow_nan=True, indent=1).encode()
         try:
             with self._writing():
@@ -164,7 +168,7 @@ class Checkpoints:
                 return checkpoint
         return None
 
-    def _write(self, step: int, *, files: Mapping[str, Mapping[str, Tensor]], meta: bytes) -> Path:
+    def _write(self, step: int, *, files: Files, meta: bytes) -> Path:
         paths = self._list()
         number = _number(paths[-1]) + 1 if paths else 0
         partial = Path(tempfile.mkdtemp(prefix=_PARTIAL, dir=self.folder))
@@ -224,16 +228,75 @@ class Checkpoints:
             yield
 
 
-def _check_tensors(tensors: Mapping[str, Tensor]) -> None:
-    """Report a caller's mistake before safetensors refuses the tensors in the middle of a write."""
-    areas = []
-    for name, tensor in tensors.items():
-        assert tensor.is_contiguous(), f"{name} is not contiguous: call .contiguous() on it before saving"
-        if tensor.numel():
-            areas.append((str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, name))
-    areas.sort()
-    for (device, _, stop, name), (next_device, start, _, next_name) in itertools.pairwise(areas):
-        assert device != next_device or start >= stop, f"{name} and {next_name} share memory: save only one of them"
+@dataclass(frozen=True, slots=True)
+class Content:
+    """The content of a checkpoint. Training changes the tensors in `live`, but not those in `fresh`."""
+
+    fresh: Files
+    live: Files
+    meta: Mapping[str, Any]
+
+
+class Saver:
+    """A background writer of checkpoints, which writes at most one at a time.
+
+    What it writes is copied first, so training continues meanwhile. A request is refused while another checkpoint is
+    being written.
+    """
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def begin(
+        self,
+        checkpoints: Checkpoints,
+        step: int,
+        *,
+        content: Callable[[], Content],
+        done: Callable[[Path], None],
+    ) -> bool:
+        """Copy `content()`, and write it in the background.
+
+        Returns False if the last checkpoint is unfinished. `done` is called with the folder, on the thread that wrote
+        the checkpoint. A failure is logged, and the last good checkpoint is kept. If the program exits during a write,
+        the process ends only after the write. If there is too little memory for a copy, this call blocks until the
+        checkpoint is written.
+        """
+        if self.is_busy:
+            log.warning("skipped the checkpoint of step %d because the previous one is still being written", step)
+            return False
+        found = content()
+        num_bytes = sum(tensor.nbytes for tensors in found.live.values() for tensor in tensors.values())
+        has_room, live = num_bytes < USED_SHARE * free_memory(), found.live
+        if has_room:
+            live = {
+                stem: {name: value.to("cpu", copy=True) for name, value in tensors.items()}
+                for stem, tensors in live.items()
+            }
+        else:
+            log.info("training is waiting for the checkpoint of step %d: not enough memory for a copy", step)
+
+        def write() -> None:
+            try:
+                done(checkpoints.save(step, files={**found.fresh, **live}, meta=found.meta))
+            except CheckpointError as error:
+                log.error("%s", error)
+
+        self._thread = threading.Thread(target=write, name="noloco-checkpoint")
+        self._thread.start()
+        if not has_room:
+            self.wait()
+        return True
+
+    def wait(self) -> None:
+        """Wait until no checkpoint is being written."""
+        if self._thread:
+            self._thread.join()
+            self._thread = None
 
 
 def _number(path: Path) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -25,11 +26,10 @@ from noloco_p2p.gossip.exchange import Exchange
 from noloco_p2p.gossip.frames import StateManifest
 from noloco_p2p.gossip.layout import ModelLayout
 from noloco_p2p.outer import saved_state
-from noloco_p2p.outer.checkpoint import Checkpoint, Checkpoints
+from noloco_p2p.outer.checkpoint import Checkpoint, Checkpoints, Content, Saver
 from noloco_p2p.outer.flat import FlatParameters
 from noloco_p2p.outer.mixing import Mixing, Swapped
 from noloco_p2p.outer.optimizer_state import InnerState, inner_state, is_skipped
-from noloco_p2p.outer.saver import Content, Saver
 from noloco_p2p.outer.weights import Weights
 from noloco_p2p.spec import Spec
 from noloco_p2p.telemetry.metrics import Metrics
@@ -93,11 +93,7 @@ class Swarm(Protocol):
     def metrics(self) -> Metrics: ...
 
     @property
-    def leave_requested(self) -> Event: ...
-
-
-class Event(Protocol):
-    def is_set(self) -> bool: ...
+    def leave_requested(self) -> threading.Event: ...
 
 
 class NoLoCo:

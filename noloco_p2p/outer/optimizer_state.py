@@ -6,7 +6,6 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -90,82 +89,64 @@ def is_skipped(optimizer: Optimizer) -> bool:
     return isinstance(found, Tensor) and bool(found.item())
 
 
-def flatten_optimizers(optimizers: Sequence[torch.optim.Optimizer], names: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the combined result of `flatten_optimizer` for optimizers that each have their own parameters."""
-    return {key: value for optimizer in optimizers for key, value in flatten_optimizer(optimizer, names).items()}
-
-
-def restore_optimizers(
-    optimizers: Sequence[torch.optim.Optimizer],
-    names: Mapping[str, Tensor],
-    tensors: Mapping[str, Tensor],
-    *,
-    keep_on_cpu: bool = False,
-) -> None:
-    """Restore what `flatten_optimizers` returned. Each optimizer takes the state of its own parameters.
-
-    Raises CheckpointError if names or shapes do not match the model.
-    """
-    for optimizer in optimizers:
-        restore_optimizer(optimizer, names, tensors, keep_on_cpu=keep_on_cpu)
-
-
-def flatten_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def flatten_optimizers(optimizers: Sequence[Optimizer], names: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the state of each parameter under keys `field/parameter name`. The result is empty before the first step.
 
     The fields are step, exp_avg and exp_avg_sq for AdamW, and momentum_buffer for Muon. `names` maps names to the
-    parameters of the optimizer, as `dict(model.named_parameters())` does, so the order of the optimizer's groups does
-    not matter. The tensors are not copied. Hyperparameters are left out because they belong to the spec. Raises
+    parameters of the optimizers, as `dict(model.named_parameters())` does, so the order of their groups does not
+    matter. The tensors are not copied. Hyperparameters are left out because they belong to the spec. Raises
     CheckpointError if a field is not a tensor.
     """
     name_of = {id(parameter): name for name, parameter in names.items()}
     flat: dict[str, Tensor] = {}
-    for parameter in _parameters(optimizer):
-        for field, value in optimizer.state.get(parameter, {}).items():
-            if not isinstance(value, Tensor):
-                raise CheckpointError(
-                    f"the state of {type(optimizer).__name__} cannot be saved: its {field!r} is not a tensor"
-                )
-            flat[f"{field}/{name_of[id(parameter)]}"] = value
+    for optimizer in optimizers:
+        for parameter in _parameters(optimizer):
+            for field, value in optimizer.state.get(parameter, {}).items():
+                if not isinstance(value, Tensor):
+                    raise CheckpointError(
+                        f"the state of {type(optimizer).__name__} cannot be saved: its {field!r} is not a tensor"
+                    )
+                flat[f"{field}/{name_of[id(parameter)]}"] = value
     return flat
 
 
-def restore_optimizer(
-    optimizer: torch.optim.Optimizer,
+def restore_optimizers(
+    optimizers: Sequence[Optimizer],
     names: Mapping[str, Tensor],
     tensors: Mapping[str, Tensor],
     *,
     keep_on_cpu: bool = False,
 ) -> None:
-    """Restore what `flatten_optimizer` returned, by copying it to the device of each parameter.
+    """Restore what `flatten_optimizers` returned, by copying it to the device of each parameter.
 
-    If `keep_on_cpu` is true, moments are copied to pinned memory instead. The optimizer keeps its learning rate and
+    If `keep_on_cpu` is true, moments are copied to pinned memory instead. The optimizers keep their learning rates and
     other hyperparameters. A parameter without saved state is reset. Raises CheckpointError if names or shapes do not
     match the model.
     """
-    fields: dict[str, dict[str, Tensor]] = {}
+    saved: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
         field, _, name = key.partition("/")
         if name not in names or not _fits(tensor, names[name]):
             raise CheckpointError(
                 f"optimizer state {key} {tuple(tensor.shape)} does not match any parameter of this model"
             )
-        fields.setdefault(name, {})[field] = tensor.clone()  # the checkpoint may be a mapped file
+        saved.setdefault(name, {})[field] = tensor.clone()  # the checkpoint may be a mapped file
     name_of = {id(parameter): name for name, parameter in names.items()}
-    state: dict[int, dict[str, Tensor]] = {}
-    for index, parameter in enumerate(_parameters(optimizer)):  # torch numbers parameters in this order
-        name = name_of[id(parameter)]
-        if name in fields:
-            state[index] = fields[name]
-    moments: dict[int, dict[str, Tensor]] = {}
-    if keep_on_cpu:  # load_state_dict then restores only the step counts
-        moments = {index: {field: v for field, v in fields.items() if v.ndim} for index, fields in state.items()}
-        state = {index: {field: v for field, v in fields.items() if not v.ndim} for index, fields in state.items()}
-    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
-    for index, parameter in enumerate(_parameters(optimizer)):
-        optimizer.state[parameter].update(
-            {field: value.pin_memory() for field, value in moments.get(index, {}).items()}
-        )
+    for optimizer in optimizers:
+        state: dict[int, dict[str, Tensor]] = {}
+        moments: list[tuple[Tensor, dict[str, Tensor]]] = []
+        for index, parameter in enumerate(_parameters(optimizer)):  # torch numbers parameters in this order
+            fields = saved.get(name_of[id(parameter)])
+            if fields and keep_on_cpu:  # load_state_dict then restores only the step counts
+                moments.append(
+                    (parameter, {field: value.pin_memory() for field, value in fields.items() if value.ndim})
+                )
+                fields = {field: value for field, value in fields.items() if not value.ndim}
+            if fields is not None:
+                state[index] = fields
+        optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+        for parameter, fields in moments:
+            optimizer.state[parameter].update(fields)
 
 
 def _fits(value: Tensor, parameter: Tensor) -> bool:
@@ -178,6 +159,6 @@ def _fits(value: Tensor, parameter: Tensor) -> bool:
     return not value.ndim
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
     for group in optimizer.param_groups:
         yield from group["params"]

@@ -16,7 +16,6 @@ The half-difference h is explained in `gossip/coder.py`.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 
@@ -35,13 +34,10 @@ def outer_step(
     Elements are independent, so a vector can be updated slice by slice with the same result. Nothing is allocated. If
     momenta are swapped as well, add their half-difference to `outer_momentum` before the call. The sign of beta agrees
     with the proof (equation 32) and the published code. Equation 2 of the paper has a minus sign instead, although
-    Delta points downhill. Raises ValueError, before anything changes, if dtypes, shapes or devices do not match, or if
-    alpha is not 0 but there is no momentum.
+    Delta points downhill.
     """
-    _check(slow_weights, outer_momentum, mean_outer_gradient, mean_slow_offset)
     if outer_momentum is None:
-        if alpha:
-            raise ValueError(f"outer_momentum is missing; it is required because alpha is {alpha:g}")
+        assert not alpha, f"outer_momentum is missing; it is required because alpha is {alpha:g}"
         slow_weights.add_(mean_outer_gradient, alpha=beta)
         if mean_slow_offset is not None:
             slow_weights.add_(mean_slow_offset, alpha=gamma)
@@ -50,24 +46,3 @@ def outer_step(
     if mean_slow_offset is not None:
         outer_momentum.add_(mean_slow_offset, alpha=gamma)  # eq. 2, last term
     slow_weights.add_(outer_momentum)  # eq. 3
-
-
-def _check(
-    slow_weights: Tensor, outer_momentum: Tensor | None, mean_outer_gradient: Tensor, mean_slow_offset: Tensor | None
-) -> None:
-    named = {
-        "slow_weights": slow_weights,
-        "outer_momentum": outer_momentum,
-        "mean_outer_gradient": mean_outer_gradient,
-        "mean_slow_offset": mean_slow_offset,
-    }
-    for name, tensor in named.items():
-        if tensor is None:
-            continue
-        if tensor.dtype != torch.float32:
-            raise ValueError(f"{name} must be torch.float32, but it is {tensor.dtype}")
-        if tensor.shape != slow_weights.shape or tensor.device != slow_weights.device:
-            raise ValueError(
-                f"{name} must have the shape and device of slow_weights, {tuple(slow_weights.shape)} on "
-                f"{slow_weights.device}; it has {tuple(tensor.shape)} on {tensor.device}"
-            )

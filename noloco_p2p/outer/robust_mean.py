@@ -29,14 +29,6 @@ MOST_MOVED = 0.008
 
 
 @dataclass(frozen=True, slots=True)
-class Distances:
-    """The distance of each state from the coordinate-wise median, relative to `norm`, the norm of the median."""
-
-    of_each: Mapping[str, float]
-    norm: float
-
-
-@dataclass(frozen=True, slots=True)
 class RobustMean:
     """A mean of states, and the peers whose states it includes.
 
@@ -57,10 +49,10 @@ def robust_mean(states: Mapping[str, Tensor]) -> RobustMean:
     are wrong.
     """
     distances, left_out = leave_out_far(states)
-    admitted = {peer: states[peer] for peer in distances.of_each}
+    admitted = {peer: states[peer] for peer in distances}
     radius = MOST_MOVED * len(admitted)
-    shortened = {peer: distance for peer, distance in distances.of_each.items() if distance > radius}
-    shares = torch.tensor([min(1.0, radius / max(each, radius)) for each in distances.of_each.values()])
+    shortened = {peer: distance for peer, distance in distances.items() if distance > radius}
+    shares = torch.tensor([min(1.0, radius / max(each, radius)) for each in distances.values()])
     weights = torch.empty_like(next(iter(states.values())))
     for (start, stop), chunk in _chunks(admitted):
         if shortened:
@@ -71,7 +63,7 @@ def robust_mean(states: Mapping[str, Tensor]) -> RobustMean:
     return RobustMean(weights, list(admitted), left_out, shortened)
 
 
-def leave_out_far(states: Mapping[str, Tensor]) -> tuple[Distances, dict[str, float]]:
+def leave_out_far(states: Mapping[str, Tensor]) -> tuple[dict[str, float], dict[str, float]]:
     """Return the distances of the states that are close to each other, and the distances of the other states.
 
     Raises CheckpointError if no state is left.
@@ -79,7 +71,7 @@ def leave_out_far(states: Mapping[str, Tensor]) -> tuple[Distances, dict[str, fl
     left_out: dict[str, float] = {}
     while near := {peer: state for peer, state in states.items() if peer not in left_out}:
         distances = _distances(near)
-        far = {peer: each for peer, each in distances.of_each.items() if not each <= FURTHEST}
+        far = {peer: each for peer, each in distances.items() if not each <= FURTHEST}
         if not far:
             return distances, left_out
         left_out |= far
@@ -89,14 +81,15 @@ def leave_out_far(states: Mapping[str, Tensor]) -> tuple[Distances, dict[str, fl
     )
 
 
-def _distances(states: Mapping[str, Tensor]) -> Distances:
+def _distances(states: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return the distance of each state from the coordinate-wise median, relative to the norm of the median."""
     squares, length = torch.zeros(len(states), dtype=torch.float64), 0.0
     for _, chunk in _chunks(states):
         centre = _median(chunk)
         squares += (chunk.double() - centre).square().sum(1)
         length += float(centre.double().square().sum())
     norm = max(length**0.5, 1e-30)  # if the median is zero, all other states are far away
-    return Distances(dict(zip(states, (squares.sqrt() / norm).tolist(), strict=True)), norm)
+    return dict(zip(states, (squares.sqrt() / norm).tolist(), strict=True))
 
 
 def _chunks(states: Mapping[str, Tensor]) -> Iterator[tuple[tuple[int, int], Tensor]]:

@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from noloco_p2p.errors import CheckpointError
 from noloco_p2p.gossip.layout import ModelLayout
 from noloco_p2p.outer.checkpoint import Checkpoint
-from noloco_p2p.outer.weights import Weights
+from noloco_p2p.outer.weights import Weights, check_vectors
 from noloco_p2p.transfer.donor import SavedState, describe_state
 
 STATE_FILE = "weights"  # stem of the file that newcomers fetch: the weights and, with alpha > 0, the outer momentum
@@ -26,7 +28,7 @@ def live_tensors(weights: Weights, model: nn.Module) -> dict[str, dict[str, Tens
     tensors = {}
     if buffers := persistent_buffers(model):
         tensors[BUFFERS_FILE] = buffers
-    if weights.slow is not None or weights.is_rounded:
+    if weights.slow is not None:
         tensors[FAST_FILE] = weights.parameters.named_values()
     return tensors
 
@@ -44,6 +46,20 @@ def put_back(checkpoint: Checkpoint, weights: Weights, model: nn.Module) -> dict
     if buffers := persistent_buffers(model):
         restore_buffers(buffers, checkpoint.load(BUFFERS_FILE))
     return position
+
+
+def read_state(path: Path, expected: Mapping[str, int]) -> dict[str, Tensor]:
+    """Return the vectors of a state file after `check_vectors` has accepted them.
+
+    They are mapped from the file and not copied. Raises OSError if the file cannot be read, and CheckpointError for an
+    invalid state or another file format.
+    """
+    try:
+        tensors = load_file(path)
+    except SafetensorError:
+        raise CheckpointError("the state is not a safetensors file") from None
+    check_vectors(tensors, expected)
+    return tensors
 
 
 def for_newcomers(folder: Path, weights: Weights, position: dict[str, Any]) -> SavedState:

@@ -23,7 +23,6 @@ import threading
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -34,31 +33,23 @@ from noloco_p2p.gossip.exchange import Halves
 PARTNERS = 8  # whose half-differences are remembered
 SAMPLE = 256  # elements of a piece whose movement is measured
 SMOOTHING = 0.125  # weight of a new movement
-
-
-@dataclass(frozen=True, slots=True)
-class FilterLimits:
-    """The limits of the filter. benchmarks/attacks.py measures how well the defaults work and what they cost."""
-
-    radius: float = 1.0  # times the median norm of the half-differences of different partners
-    least: float = 0.5  # times this peer's own movement since the last mixing, or its mean over mixings if that is more
-    most: float = 1.0  # times the same
-
-
-LIMITS = FilterLimits()
-OPEN = FilterLimits(math.inf, math.inf, math.inf)  # clips nothing, for measurements
+# benchmarks/attacks.py measures how well these limits work and what they cost.
+RADIUS = 1.0  # times the median norm of the half-differences of different partners
+LEAST = 0.5  # times this peer's own movement since the last mixing, or its mean over mixings if that is more
+MOST = 1.0  # times the same
+# With `outer.wait`, one swap carries everything that partners have learned apart, and their mean must be exact.
+SCALE_WAITING = 2.0  # times all limits
 
 
 class UpdateFilter:
     """The filter of one replica and its history, which is not saved: after a restart, a few swaps rebuild it.
 
-    `tensor_sizes` are those of the tensors that form the vector, and `chunks` are its chunks (start, stop).
+    `tensor_sizes` are those of the tensors that form the vector, and `chunks` are its chunks (start, stop). All limits
+    are multiplied by `scale`.
     """
 
-    def __init__(
-        self, tensor_sizes: Sequence[int], chunks: Sequence[tuple[int, int]], limits: FilterLimits = LIMITS
-    ) -> None:
-        self._limits = limits
+    def __init__(self, tensor_sizes: Sequence[int], chunks: Sequence[tuple[int, int]], *, scale: float = 1.0) -> None:
+        self._scale = scale
         self._pieces = dict(zip((start for start, _ in chunks), pieces_of(tensor_sizes, chunks), strict=True))
         num_pieces = sum(map(len, self._pieces.values()))
         self._norms = torch.full((PARTNERS, num_pieces), torch.nan)
@@ -115,15 +106,13 @@ class UpdateFilter:
         self._norms[row, first : first + len(norms)] = torch.tensor([*norms.values()])
 
     def _radius(self, piece: int, values: Tensor, usual: float, *, is_at_rest: bool) -> float:
-        limits, sample = self._limits, _sample(values)
+        sample = _sample(values)
         moved = float(torch.linalg.vector_norm(sample - self._samples[piece])) * math.sqrt(len(values) / len(sample))
         if not (is_at_rest and self._movement[piece]):
             self._movement[piece] = _smoothed(self._movement[piece], moved)
-        if math.isinf(limits.least):
-            return math.inf
         reach = max(moved, self._movement[piece])
-        radius = max(0.0 if math.isnan(usual) else limits.radius * usual, limits.least * reach)
-        return radius if is_at_rest else min(radius, limits.most * reach)
+        radius = max(0.0 if math.isnan(usual) else RADIUS * usual, LEAST * reach)
+        return self._scale * (radius if is_at_rest else min(radius, MOST * reach))
 
 
 def _sample(values: Tensor) -> Tensor:

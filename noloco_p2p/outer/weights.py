@@ -10,13 +10,14 @@ from torch import Tensor
 
 from noloco_p2p.codec import CHUNK_ELEMENTS, chunk_bounds
 from noloco_p2p.devices import has_own_memory
+from noloco_p2p.errors import CheckpointError
 from noloco_p2p.gossip.units import MOST_ELEMENTS, Slice, Units
 from noloco_p2p.outer.flat import FlatParameters
 from noloco_p2p.outer.outer_step import outer_step
-from noloco_p2p.outer.state_checks import OUTER_MOMENTUM, WEIGHTS, check_vectors
-from noloco_p2p.outer.update_filter import LIMITS, FilterLimits, UpdateFilter
+from noloco_p2p.outer.update_filter import SCALE_WAITING, UpdateFilter
 from noloco_p2p.spec import OuterSpec
 
+WEIGHTS, OUTER_MOMENTUM = "weights", "outer_momentum"  # the vectors of a state that newcomers fetch
 DROPPED_BITS = {torch.bfloat16: 16, torch.float16: 13}  # of the fraction of an fp32 number
 SUBNORMAL = 2.0**-24  # distance between two subnormal numbers of fp16; those of bf16 have the exponents of fp32
 
@@ -33,7 +34,7 @@ class Weights:
     steps that are queued later.
     """
 
-    def __init__(self, parameters: FlatParameters, outer: OuterSpec, *, limits: FilterLimits = LIMITS) -> None:
+    def __init__(self, parameters: FlatParameters, outer: OuterSpec) -> None:
         self.lock = threading.Lock()
         self.parameters = parameters
         self.num_elements = num = parameters.num_elements
@@ -46,7 +47,8 @@ class Weights:
         self.units = Units(self.num_swapped)
         chunks = self.units.chunks(Slice(0, self.units.num_units))
         sizes = [param.numel() for _, param in parameters.named] * (self.num_swapped // num)
-        self.filter = UpdateFilter(sizes, [(chunk.start, chunk.stop) for chunk in chunks], limits)
+        scale = SCALE_WAITING if outer.wait else 1.0
+        self.filter = UpdateFilter(sizes, [(chunk.start, chunk.stop) for chunk in chunks], scale=scale)
         self._accelerator = torch.get_device_module(parameters.device) if has_own_memory(parameters.device) else None
         self._stream = self._accelerator.Stream(parameters.device) if self._accelerator else None
         self._begin_to_move()
@@ -171,11 +173,6 @@ class Weights:
 
     # states
 
-    @property
-    def is_rounded(self) -> bool:
-        """Return whether a parameter has more bits than fp32."""
-        return any(param.dtype is torch.float64 for _, param in self.parameters.named)
-
     def tensors(self) -> dict[str, Tensor]:
         """Return copies of what a newcomer takes over with `take`: flat fp32 vectors on the CPU."""
         momentum = {} if self.momentum is None else {OUTER_MOMENTUM: self.momentum.clone()}
@@ -199,8 +196,7 @@ class Weights:
         Raises CheckpointError, before anything changes, if the state belongs to another model or contains non-finite
         numbers.
         """
-        names = [WEIGHTS] if self.momentum is None else [WEIGHTS, OUTER_MOMENTUM]
-        check_vectors(tensors, dict.fromkeys(names, self.num_elements))
+        check_vectors(tensors, vectors_of(self._outer, self.num_elements))
         for start, stop in chunk_bounds(self.num_elements):
             with self.lock:
                 self.parameters.write(start, tensors[WEIGHTS][start:stop])
@@ -208,6 +204,29 @@ class Weights:
         for name, vector in self.outer_state().items():
             vector.copy_(tensors[name])
         self._begin_to_move()
+
+
+def vectors_of(outer: OuterSpec, num_elements: int) -> dict[str, int]:
+    """Return the flat vectors of a state of this run, as a mapping from their names to their sizes."""
+    names = (WEIGHTS, OUTER_MOMENTUM) if outer.keeps_momentum else (WEIGHTS,)
+    return dict.fromkeys(names, num_elements)
+
+
+def check_vectors(tensors: Mapping[str, object], expected: Mapping[str, int]) -> None:
+    """Raise CheckpointError if a vector has the wrong size or dtype, or contains non-finite numbers.
+
+    `expected` maps the name of each flat vector to its size. Other entries are ignored.
+    """
+    for name, num_elements in expected.items():
+        vector = tensors.get(name)
+        if not isinstance(vector, Tensor) or vector.shape != (num_elements,):
+            raise CheckpointError(
+                f"the state has no vector {name} of {num_elements} elements: it belongs to another model"
+            )
+        if vector.dtype is not torch.float32:
+            raise CheckpointError(f"{name} in the state is {vector.dtype} instead of float32")
+        if not all(bool(torch.isfinite(chunk).all()) for chunk in vector.split(CHUNK_ELEMENTS)):
+            raise CheckpointError(f"{name} in the state contains non-finite values")
 
 
 def add_(values: Tensor, offset: Tensor) -> None:

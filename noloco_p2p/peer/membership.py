@@ -18,7 +18,6 @@ from noloco_p2p.errors import CheckpointError, Left, ModelError, TimedOut, Unrea
 from noloco_p2p.gossip.exchange import Exchange
 from noloco_p2p.gossip.frames import StateManifest
 from noloco_p2p.gossip.layout import ModelLayout
-from noloco_p2p.gossip.questions import find_difference
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.peer.network import ASK_AGAIN_S, ENTER_TIMEOUT_S, Network
 from noloco_p2p.peer.network_thread import START_TIMEOUT_S
@@ -28,7 +27,7 @@ from noloco_p2p.telemetry.console import duration, named
 from noloco_p2p.telemetry.progress import Report
 from noloco_p2p.ticket import Ticket
 from noloco_p2p.transfer.donor import SavedState, state_file_bytes
-from noloco_p2p.transfer.fetch import can_give, fetch_state
+from noloco_p2p.transfer.fetch import can_give, fetch_state, find_difference
 from noloco_p2p.transfer.kept_chunks import forget
 
 log = logging.getLogger(__name__)

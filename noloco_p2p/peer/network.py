@@ -13,14 +13,16 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
-from dataclasses import replace
+from dataclasses import asdict, replace
 from threading import Event
+from typing import Any
 
 from noloco_p2p.bans import BanList
 from noloco_p2p.control import ControlServer, Handler
 from noloco_p2p.errors import DirectoryError, IdentityError, NolocoError, TicketError, Unreachable
 from noloco_p2p.gossip.frames import Hello
-from noloco_p2p.gossip.gossip import Link
+from noloco_p2p.gossip.gossip import Counts, Link
+from noloco_p2p.gossip.seams import Candidate, Outside
 from noloco_p2p.gossip.service import PeerService
 from noloco_p2p.identity import Identity
 from noloco_p2p.net.client import GrpcTransport
@@ -28,21 +30,19 @@ from noloco_p2p.net.server import GrpcServer
 from noloco_p2p.net.session import Session
 from noloco_p2p.net.throttle import Limits
 from noloco_p2p.owned_tasks import end_tasks
-from noloco_p2p.peer.live_peers import LivePeers
 from noloco_p2p.peer.network_thread import START_TIMEOUT_S, NetworkThread
 from noloco_p2p.peer.pausing import Pausing, watch_machine
-from noloco_p2p.peer.ports import Ports
 from noloco_p2p.peer.reachability import Reachability
-from noloco_p2p.peer.run_folder import find_invitation, folder_of, read_spec, write_run
-from noloco_p2p.peer.stage_flow import StageFlow
-from noloco_p2p.peer.status import Status
+from noloco_p2p.peer.run_folder import Ports, find_invitation, folder_of, read_spec, write_run
+from noloco_p2p.peer.stage_flow import ListedHeads, StageFlow
 from noloco_p2p.settings import PeerSettings, split_address
 from noloco_p2p.spec import Spec
 from noloco_p2p.swarm.dial_back import Reach
 from noloco_p2p.swarm.dialer import AddressBook
 from noloco_p2p.swarm.directory import SwarmDirectory, find_somebody
 from noloco_p2p.swarm.records import PausedBy, PeerRecord
-from noloco_p2p.telemetry.metrics import CONTRIBUTION, Metrics
+from noloco_p2p.swarm.tunnel import Tunnels
+from noloco_p2p.telemetry.metrics import CONTRIBUTION, FAILED, Metrics
 from noloco_p2p.telemetry.progress import Progress
 from noloco_p2p.ticket import MAX_ADDRESSES, Ticket
 from noloco_p2p.transfer.donor import StateServer
@@ -53,6 +53,115 @@ log = logging.getLogger(__name__)
 ENTER_TIMEOUT_S = 30.0  # for finding a live peer of the run that a ticket names
 ASK_AGAIN_S = 1.0  # between two requests to the live peers
 CHECK_CLOCK_S = 6.0  # for one attempt with each of the peers that this one enters through
+
+
+class LivePeers:
+    """The live peers that this one can call. It implements `gossip.seams.Directory`.
+
+    In a run with stages, `stage` is the stage of this peer. Once it is set, the interface returns only peers of that
+    stage. `live`, `reached` and `find` must be called on the network thread, because they may open a tunnel. The other
+    methods are thread-safe.
+    """
+
+    def __init__(self, directory: SwarmDirectory, tunnels: Tunnels) -> None:
+        self.stage: int | None = None
+        self._directory = directory
+        self._tunnels = tunnels
+        self.heads = ListedHeads(directory)
+
+    def live(self) -> Sequence[Candidate]:
+        return self._of_own_stage(self.reached(self._directory.live()))
+
+    def num_live(self) -> int:
+        others = self._directory.headcount().others
+        if self.stage is None:
+            return 1 + others
+        known = self.everyone()
+        return 1 + round(others * len(self._of_own_stage(known)) / max(1, len(known)))
+
+    def knows(self, peer_id: str) -> bool:
+        return self._directory.knows(peer_id)
+
+    async def find(self, peer_id: str, *, timeout_s: float) -> Candidate | None:
+        found = await self._directory.find(peer_id, timeout_s=timeout_s)
+        return self.reached([found])[0] if found else None
+
+    def everyone(self) -> Sequence[Candidate]:
+        """Return the live peers of all stages from their records, without waiting."""
+        return self._directory.live()
+
+    def mates(self) -> Sequence[Candidate]:
+        """Return the live peers of this peer's stage, or of all stages if it does not hold one yet."""
+        return self._of_own_stage(self.everyone())
+
+    def reached(self, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+        """Return the same peers, each with a tunnel's address if it has no other."""
+        return self._tunnels.reached(candidates)
+
+    def _of_own_stage(self, peers: Sequence[Candidate]) -> Sequence[Candidate]:
+        return peers if self.stage is None else [peer for peer in peers if peer.stage == self.stage]
+
+
+class Status:
+    """The state of a peer, and the counters in its metrics.
+
+    `state` is training, paused, leaving or done. It is published once the peer `has_entered`, which means that it has a
+    model. `waits_for_stages` has the stages that this peer waits for because no peer holds them.
+    """
+
+    def __init__(self, metrics: Metrics) -> None:
+        self.state = "training"
+        self.has_entered = False
+        self.waits_for_stages: Sequence[int] = ()
+        self.started_at_s = self.since_s = time.time()
+        self._metrics = metrics
+        self._before: dict[str, int] = {}  # what was counted before a restart
+        # The time in the state "training" until the last change, and when that was; it stops while the machine sleeps.
+        self._trained: tuple[float, float | None] = 0.0, None
+
+    def enter(self) -> None:
+        """Publish the state from now on."""
+        self.has_entered = True
+        self._begin(self.state)
+
+    def change(self, state: str) -> None:
+        if state != self.state:
+            self._begin(state)
+
+    def _begin(self, state: str) -> None:
+        is_training = self.has_entered and state == "training"
+        self._trained = self._trained_s(), time.monotonic() if is_training else None
+        self.state, self.since_s = state, time.time()
+
+    def _trained_s(self) -> float:
+        before_s, since_s = self._trained
+        return before_s if since_s is None else before_s + time.monotonic() - since_s
+
+    def count(self, counts: Counts, link: Link, *, relayed_bytes: int) -> None:
+        """Update the metrics that follow from swaps, relays and time. Any thread may call this."""
+        for name, number in _counted(counts, relayed_bytes).items():
+            setattr(self._metrics, name, self._before.get(name, 0) + number)
+        self._metrics.swaps_per_min, self._metrics.link_use = link.last_minute(time.monotonic())
+        self._metrics.trained_s = self._trained_s()
+
+    def restore(self, values: dict[str, Any]) -> None:
+        """Continue the counters from the values in a checkpoint. Unknown names are ignored."""
+        for name in Metrics.__dataclass_fields__.keys() & values.keys():
+            setattr(self._metrics, name, values[name])
+        self._before = {name: getattr(self._metrics, name) for name in _counted(Counts(), 0)}
+        trained_s, since_s = self._trained
+        self._trained = trained_s + (self._metrics.trained_s or 0.0), since_s
+
+
+def _counted(counts: Counts, relayed_bytes: int) -> dict[str, int]:
+    """Return what a peer has counted since its start, by the names of the metrics."""
+    return {
+        **asdict(counts.traffic),
+        "swaps": counts.swaps,
+        **{name: counts.failures[name.removeprefix("failed_")] for name in FAILED},
+        **{f"refused_{code.lower()}": counts.refused[code] for code in ("OVER_SHARE", "UNLISTED")},
+        "relayed_bytes": relayed_bytes,
+    }
 
 
 class Network:
@@ -77,17 +186,17 @@ class Network:
         self,
         target: Spec | Ticket,
         settings: PeerSettings,
-        *,
         thread: NetworkThread,
-        metrics: Metrics,
         progress: Progress,
-        pausing: Pausing,
-        leaving: Event,
     ) -> None:
         is_spec = isinstance(target, Spec)
         self.run = (target.name, target.digest()) if is_spec else (target.run_name, target.spec_digest)
         self.thread = thread
-        self.status = Status(metrics)
+        self.progress = progress
+        self.metrics = Metrics()
+        self.status = Status(self.metrics)
+        self.pausing = Pausing()
+        self.leaving = Event()
         self.fault: NolocoError | None = None
         self.metrics_address = ""  # HOST:PORT of /metrics, if it is served
         self.identity = Identity.load_or_create(settings.state_dir / "identity.key")
@@ -100,10 +209,6 @@ class Network:
         self.stage_flow: StageFlow | None = None
         self.target = target
         self._settings = settings
-        self._metrics = metrics
-        self.progress = progress
-        self._pausing = pausing
-        self.leaving = leaving
         self._entrances = [*settings.bootstrap, *(() if is_spec else target.addresses)]
         self._address_book = AddressBook(settings.state_dir / "address_book.json")
         self._has_directory = False
@@ -128,14 +233,16 @@ class Network:
         executor = ThreadPoolExecutor(1, thread_name_prefix="noloco-codec")
         parts.callback(executor.shutdown, wait=False, cancel_futures=True)
         self.service = PeerService(
-            self.spec,
-            hello=self.hello,
-            transport=self.transport,
-            directory=self.live_peers,
-            executor=executor,
-            rng=random.SystemRandom(),  # swap ids must be unpredictable
+            Outside(
+                spec=self.spec,
+                hello=self.hello,
+                transport=self.transport,
+                directory=self.live_peers,
+                executor=executor,
+                rng=random.SystemRandom(),  # swap ids must be unpredictable
+                on_corrupt=self.bans.strike,
+            ),
             serve=self.states.serve,
-            on_corrupt=self.bans.strike,
         )
         self.server = GrpcServer(
             self.service,
@@ -154,7 +261,7 @@ class Network:
         write_run(self.spec, self.session.invitation, folder_of(settings.state_dir, self.spec.run_id))
         if settings.metrics:
             await self._serve_metrics(settings.metrics)
-        parts.push_async_callback(end_tasks, watch_machine(settings, self._pausing))
+        parts.push_async_callback(end_tasks, watch_machine(settings, self.pausing))
         parts.push_async_callback(self._leave)
 
     async def stop(self) -> None:
@@ -288,7 +395,7 @@ class Network:
             addresses=self.reachability.addresses(),
             multiaddrs=self.reachability.ways_in(),
             state=self.status.state,
-            metrics=replace(self._metrics, **dict.fromkeys(hidden)),
+            metrics=replace(self.metrics, **dict.fromkeys(hidden)),
             reachability=reach.state,
             session_key=self.session.key_text,
             started_at_ms=self.session.started_at_ms,
@@ -302,7 +409,7 @@ class Network:
 
     @property
     def paused_by(self) -> PausedBy:
-        return self._pausing.word if self.status.state == "paused" else ""
+        return self.pausing.word if self.status.state == "paused" else ""
 
     @property
     def num_stages(self) -> int:
@@ -324,7 +431,7 @@ class Network:
 
         self.count()
         live_peers = self.directory.headcount().others
-        return peer_page(self._metrics, peer_id=self.identity.peer_id, run=self.run[0], live_peers=live_peers)
+        return peer_page(self.metrics, peer_id=self.identity.peer_id, run=self.run[0], live_peers=live_peers)
 
     # what the directory asks
 

@@ -43,14 +43,14 @@ IN_USE = Reason(
 class Pausing:
     """The state of a pause. `requested` is set while a pause is requested, and only the network thread changes it."""
 
-    def __init__(self, requested: threading.Event) -> None:
+    def __init__(self) -> None:
+        self.requested = threading.Event()
         self.is_asked = False  # whether `noloco pause` asked for a pause
-        self._requested = requested
         self._machine: Reason | None = None
 
     def ask(self) -> None:
         self.is_asked = True
-        self._requested.set()
+        self.requested.set()
 
     def resume(self) -> None:
         """Withdraw the request of `noloco pause`. The use of the machine may still require a pause."""
@@ -61,16 +61,16 @@ class Pausing:
         """Set the reason why the use of the machine requires a pause now, or None if it does not."""
         self._machine = machine
         if self.is_asked or machine:
-            self._requested.set()
+            self.requested.set()
         else:
-            self._requested.clear()
+            self.requested.clear()
 
     @property
     def word(self) -> PausedBy:
         """Return the reason as a word for the record, or "" if no pause is requested."""
         if self._machine and not self.is_asked:
             return self._machine.word
-        return "asked" if self._requested.is_set() else ""
+        return "asked" if self.requested.is_set() else ""
 
     @property
     def sentence(self) -> str:
@@ -80,7 +80,7 @@ class Pausing:
         asked = (
             "requested with `noloco pause`; run `noloco resume` to resume training, or `noloco leave` to stop the peer"
         )
-        return asked if self._requested.is_set() else ""
+        return asked if self.requested.is_set() else ""
 
 
 class FreeTime:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -17,13 +16,11 @@ from noloco_p2p.errors import DirectoryError, NolocoError, SettingsError
 from noloco_p2p.peer.membership import Membership
 from noloco_p2p.peer.network import ENTER_TIMEOUT_S, Network
 from noloco_p2p.peer.network_thread import START_TIMEOUT_S, STOP_TIMEOUT_S, NetworkThread
-from noloco_p2p.peer.pausing import Pausing
 from noloco_p2p.peer.run_folder import folder_of
 from noloco_p2p.peer.stages import Stages
 from noloco_p2p.settings import PeerSettings
 from noloco_p2p.spec import Spec
 from noloco_p2p.swarm.dial_back import Verdict
-from noloco_p2p.telemetry.metrics import Metrics
 from noloco_p2p.telemetry.progress import Progress
 from noloco_p2p.ticket import Ticket, is_ticket
 
@@ -66,37 +63,26 @@ class Peer:
 
     def __init__(self, target: Spec | Ticket, settings: PeerSettings, *, progress: Progress | None = None) -> None:
         self.settings = settings
-        self.progress = progress or Progress()  # the progress of long work, which `noloco status` shows
-        self.metrics = Metrics()
-        self.leave_requested = threading.Event()
-        self.pause_requested = threading.Event()  # checked after each inner step
-        self.pausing = Pausing(self.pause_requested)
         with ExitStack() as parts:
             lock = FolderLock(settings.state_dir)
             lock.acquire()
             parts.callback(lock.release)
             self._thread = NetworkThread()
             parts.callback(self._thread.stop)
-            self._network = Network(
-                target,
-                settings,
-                thread=self._thread,
-                metrics=self.metrics,
-                progress=self.progress,
-                pausing=self.pausing,
-                leaving=self.leave_requested,
-            )
+            self._network = net = Network(target, settings, self._thread, progress or Progress())
+            self.progress, self.metrics = net.progress, net.metrics
+            self.pausing, self.pause_requested, self.leave_requested = net.pausing, net.pausing.requested, net.leaving
             parts.callback(self._stop_network)
             try:
-                self._thread.call(self._network.start(self._verbs()), START_TIMEOUT_S + ENTER_TIMEOUT_S)
+                self._thread.call(net.start(self._verbs()), START_TIMEOUT_S + ENTER_TIMEOUT_S)
             except TimeoutError:
                 raise DirectoryError(
                     "the network did not start in time; the machine may be overloaded, so try again"
                 ) from None
             self._parts = parts.pop_all()
-        self.spec = self._network.spec
-        self.membership = Membership(self._network)
-        self.stages = Stages(self._network, self.membership)
+        self.spec = net.spec
+        self.membership = Membership(net)
+        self.stages = Stages(net, self.membership)
 
     @classmethod
     def join(
@@ -275,7 +261,7 @@ class Peer:
     # what `noloco status`, `leave`, `pause` and `resume` ask for
 
     def status(self) -> dict[str, Any]:
-        """Return the content of `noloco status`. docs/monitoring.md explains each key."""
+        """Return the content of `noloco status`. docs/operators.md explains each key."""
         net, status, now_s = self._network, self._network.status, time.time()
         net.count()
         reach, headcount = net.reachability.verdict(), net.directory.headcount()

@@ -1,23 +1,29 @@
-"""Keep the data of a run on this machine between starts: its folder, the spec, and the invitation to a private run."""
+"""Keep what a peer reuses at its next start: its two ports, and of each run the folder, the spec and the invitation."""
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import time
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any, TypeVar
 
 from noloco_p2p.atomic_file import write_atomically
-from noloco_p2p.errors import CheckpointError, SettingsError, SpecError
+from noloco_p2p.errors import CheckpointError, DirectoryError, SettingsError, SpecError
 from noloco_p2p.identity import Identity
 from noloco_p2p.invitation import Invitation, invite
 from noloco_p2p.settings import PeerSettings
 from noloco_p2p.spec import Spec
+from noloco_p2p.swarm.daemon import probe_port
 from noloco_p2p.ticket import Ticket
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 SPEC_FILE = "spec.json"
+PORTS_FILE = "ports.json"
 INVITATION_FILE = "invitation"  # a secret
 OWN_INVITATION_S = 365 * 86400.0  # validity of the invitation that the holder of the run key issues to itself
 
@@ -91,3 +97,56 @@ def _kept_invitation(spec: Spec, state_dir: Path) -> Invitation:
         raise SettingsError(
             f"the run {spec.name} is private: join with a ticket, or with --run-key FILE if you have its key"
         ) from None
+
+
+class Ports:
+    """The ports of `--listen HOST:PORT`: PORT is for gRPC, and PORT+1 is for libp2p.
+
+    Port 0 stands for the two ports of the last start if they are free, and for any two free ports otherwise.
+    """
+
+    def __init__(self, settings: PeerSettings) -> None:
+        self._file = settings.state_dir / PORTS_FILE
+        self._host = settings.listen_host
+        self._fixed = settings.listen_port != 0
+        remembered = remembered_ports(settings.state_dir)
+        self.grpc = settings.listen_port if self._fixed else remembered.get("grpc", 0)
+        self.libp2p = settings.libp2p_port if self._fixed else remembered.get("libp2p", 0)
+
+    def check(self) -> None:
+        """Raise SettingsError if a port that the user named is in use. Call this before anything is started."""
+        if self._fixed:
+            check_free(self._host, self.grpc, self.libp2p)
+
+    async def try_both(self, port: int, start: Callable[[int], Coroutine[Any, Any, T]]) -> T:
+        """Start on `port`. If `port` is remembered and now in use, start on any free port instead."""
+        try:
+            return await start(port)
+        except (SettingsError, DirectoryError):
+            if self._fixed or port == 0:
+                raise
+            return await start(0)
+
+    def remember(self, *, grpc: int, libp2p: int) -> None:
+        try:
+            write_atomically(self._file, json.dumps({"grpc": grpc, "libp2p": libp2p}).encode())
+        except OSError as error:
+            log.warning("the ports could not be saved for the next start: %s", error)
+
+
+def remembered_ports(state_dir: Path) -> dict[str, int]:
+    """Return the ports `grpc` and `libp2p` of the peer that runs or last ran in this folder, or {} if unknown."""
+    try:
+        ports = json.loads((state_dir / PORTS_FILE).read_text())
+        return {name: int(ports[name]) for name in ("grpc", "libp2p")}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def check_free(host: str, *ports: int) -> None:
+    """Raise SettingsError if a port is in use, or if the host is not an address of this machine."""
+    try:
+        for port in ports:
+            probe_port(host, port)
+    except DirectoryError as error:
+        raise SettingsError(str(error)) from None

@@ -29,13 +29,14 @@ from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.identity import Identity, short_id
 from noloco_p2p.net.flow import FlowLinks
 from noloco_p2p.net.tickets import Tickets
-from noloco_p2p.peer.live_peers import ListedHeads
 from noloco_p2p.spec import TrainerSpec
+from noloco_p2p.swarm.directory import SwarmDirectory
 from noloco_p2p.swarm.records import SERVING
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
+LOOK_S = 5.0  # longest wait for the record of a head
 CODING_THREADS = 2  # one decodes the next input while the other encodes the previous result
 
 
@@ -104,6 +105,25 @@ class TurnExecutor(Executor):
             if not isinstance(error, PeerError):
                 raise
         return True
+
+
+class ListedHeads:
+    """The peers that the directory lists as heads now. It is a container of their peer ids.
+
+    A peer of a private run has no record here without an invitation, because the records are kept under a secret key.
+    """
+
+    def __init__(self, directory: SwarmDirectory) -> None:
+        self._directory = directory
+
+    def __contains__(self, peer_id: object) -> bool:
+        record = self._directory.record_of(peer_id) if isinstance(peer_id, str) else None
+        return record is not None and record.stage == 0
+
+    async def look_for(self, peer_id: str) -> None:
+        """Read the record of a peer that is not listed as a head, because this peer may not have seen it yet."""
+        if peer_id not in self:
+            await self._directory.look_for(peer_id, timeout_s=LOOK_S)
 
 
 class StageFlow:

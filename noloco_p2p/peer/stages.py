@@ -73,7 +73,6 @@ class Stages:
             strike=net.bans.strike,
             connector=Connector(net.session, net.limits, why_banned=net.bans.why, guard=net.directory.node.guard),
             find=live_peers.find,
-            limits=net.limits,
             why_banned=net.bans.why,
         )
         net.stage_flow, net.server.serve_flow = flow, flow.links.serve

@@ -7,14 +7,17 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
 from noloco_p2p.errors import CheckpointError, PeerError
 from noloco_p2p.gossip.frames import StateManifest
 from noloco_p2p.gossip.seams import Candidate, Transport
-from noloco_p2p.outer.state_checks import MIN_POSITIONS, check_position, read_state, vectors_of
+from noloco_p2p.outer.saved_state import read_state
+from noloco_p2p.outer.weights import vectors_of
 from noloco_p2p.spec import Spec
 
 POSITIONS_ASKED = 5  # the number of peers that are asked
+MIN_POSITIONS = 3  # with fewer positions, it is unclear which one is wrong
 POSITION_S = 5.0  # the time that each peer has to answer
 
 
@@ -51,6 +54,17 @@ class StateAdmission:
 
     def refuse(self, donor: Candidate, why: str) -> None:
         self.refused[donor.peer_id] = why
+
+
+def check_position(progress: float, others: Sequence[float], spec: Spec) -> None:
+    """Raise CheckpointError if a position in the schedule is far from the median of the live peers, `others`."""
+    if len(others) < MIN_POSITIONS:
+        return
+    middle = median(others)
+    if not abs(progress - middle) <= 2 * spec.furthest:  # NaN is refused, too
+        raise CheckpointError(
+            f"the state is at {100 * progress:.1f} % of the schedule, but the swarm is at {100 * middle:.1f} %"
+        )
 
 
 def positions(live: Sequence[Candidate]) -> list[float]:

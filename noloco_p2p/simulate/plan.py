@@ -9,9 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from noloco_p2p.errors import SettingsError
-from noloco_p2p.outer.update_filter import LIMITS, FilterLimits
-from noloco_p2p.simulate.network import IDEAL, LINKS
-from noloco_p2p.testing.links import LinkProfile
+from noloco_p2p.testing.links import IDEAL, PROFILES, LinkProfile
 
 EVENT = re.compile(r"(join|leave|crash):(?:(\d+)\.)?(\d+)@(\d+(?:\.\d+)?)")
 RATE_AND_DELAY = re.compile(r"(\d+(?:\.\d+)?)mbit-(\d+(?:\.\d+)?)ms")
@@ -65,7 +63,6 @@ class Plan:
     speeds: tuple[float, ...] = (1.0,)
     links: tuple[LinkProfile, ...] = (IDEAL,)
     churn: Churn = Churn()
-    limits: FilterLimits = LIMITS  # of the update filter
     evaluations: int = 4  # number of points on the curve of the validation loss
 
     def seconds_per_step(self, replica: int) -> float:
@@ -148,9 +145,9 @@ def _link(name: str) -> LinkProfile:
         rate, delay_ms = float(match[1]), float(match[2])
         if rate > 0:
             return LinkProfile(name, down_mbit_s=rate, up_mbit_s=rate, delay_ms=delay_ms / 2, jitter_ms=0)
-    if name not in LINKS:
+    if name not in PROFILES:
         raise SettingsError(
-            f"--link {name} is unknown; choose from {', '.join(LINKS)}, or give a rate and a delay, such as "
+            f"--link {name} is unknown; choose from {', '.join(PROFILES)}, or give a rate and a delay, such as "
             "100mbit-50ms"
         )
-    return LINKS[name]
+    return PROFILES[name]

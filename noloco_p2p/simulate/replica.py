@@ -12,20 +12,19 @@ from transformers import PreTrainedModel
 from noloco_p2p.gossip import gossip
 from noloco_p2p.gossip.exchange import Exchange
 from noloco_p2p.gossip.frames import Hello
+from noloco_p2p.gossip.seams import Outside
 from noloco_p2p.gossip.service import PeerService
 from noloco_p2p.outer.flat import FlatParameters
 from noloco_p2p.outer.mixing import Mixing, Swapped
 from noloco_p2p.outer.noloco import CLOSING_WAIT_S, LOOK_S
-from noloco_p2p.outer.update_filter import LIMITS, FilterLimits
 from noloco_p2p.outer.weights import Weights
 from noloco_p2p.simulate.clock import InlineExecutor
 from noloco_p2p.simulate.material import Material
-from noloco_p2p.simulate.network import LinkNetwork, LinkTransport
 from noloco_p2p.simulate.plan import Plan, peer_name
 from noloco_p2p.simulate.result import Point, Swaps
 from noloco_p2p.spec import TrainerSpec, TrainSpec
 from noloco_p2p.telemetry.metrics import Metrics
-from noloco_p2p.testing.memory import MemoryDirectory, Wrap, unchanged
+from noloco_p2p.testing.memory import MemoryDirectory, MemoryNetwork, MemoryTransport, Wrap, unchanged
 from noloco_p2p.trainer.inner_step import InnerStep
 from noloco_p2p.transfer.donor import state_file_bytes
 
@@ -47,17 +46,16 @@ class SimulatedPeer:
         train: TrainSpec,
         *,
         peer_id: str,
-        network: LinkNetwork,
+        network: MemoryNetwork,
         seed: int,
         is_absent: Callable[[int], bool],
-        limits: FilterLimits = LIMITS,
         follows_caller: bool = False,
         wrap: Wrap = unchanged,
     ) -> None:
         self.peer_id = peer_id
         self.model = model
         self.inner = InnerStep(model, train)
-        self.weights = Weights(FlatParameters(model), spec.outer, limits=limits)
+        self.weights = Weights(FlatParameters(model), spec.outer)
         self.steps = 0
         self.swaps: list[Swapped] = []
         self.metrics = Metrics()
@@ -70,13 +68,15 @@ class SimulatedPeer:
         self._follows_caller = follows_caller
         self._hello = Hello(peer_id, spec.name, spec.digest(), layout=self.weights.parameters.layout())
         self._service = PeerService(
-            spec,
-            hello=lambda: self._hello,
-            transport=LinkTransport(network, lambda: self._hello, wrap=wrap),
-            directory=MemoryDirectory(network, own_id=peer_id),
-            executor=InlineExecutor(),
-            rng=random.Random(f"pairing/{seed}/{peer_id}"),
-            cpu_clock=now_s,  # computing takes no virtual time
+            Outside(
+                spec=spec,
+                hello=lambda: self._hello,
+                transport=MemoryTransport(network, lambda: self._hello, wrap=wrap),
+                directory=MemoryDirectory(network, own_id=peer_id),
+                executor=InlineExecutor(),
+                rng=random.Random(f"pairing/{seed}/{peer_id}"),
+                cpu_clock=now_s,  # computing takes no virtual time
+            )
         )
         self._entered_s = self._left_s = 0.0
 
@@ -179,7 +179,7 @@ class SimulatedReplica(SimulatedPeer):
     """A replica of the whole model. `run` trains until the schedule is done or `leave` is called."""
 
     def __init__(
-        self, number: int, plan: Plan, material: Material, network: LinkNetwork, *, wrap: Wrap = unchanged
+        self, number: int, plan: Plan, material: Material, network: MemoryNetwork, *, wrap: Wrap = unchanged
     ) -> None:
         peer_id = peer_name(number)
         super().__init__(
@@ -190,7 +190,6 @@ class SimulatedReplica(SimulatedPeer):
             network=network,
             seed=plan.seed,
             is_absent=lambda step: plan.churn.is_absent(peer_id, step, seed=plan.seed),
-            limits=plan.limits,
             wrap=wrap,
         )
         self.number = number

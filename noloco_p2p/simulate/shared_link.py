@@ -14,8 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 
-from noloco_p2p.simulate.network import Link
-from noloco_p2p.testing.links import BUFFER_S, LinkProfile
+from noloco_p2p.testing.links import BUFFER_S, Link, LinkProfile
 
 SWAP_SHARE = 0.2  # share of the link that a swap gets while frames of the pipeline are waiting
 FASTEST = 1e15  # bytes per second of an unlimited link; not infinity, because infinity times 0 is undefined
@@ -110,7 +109,7 @@ class SharedWay:
 
 
 class SwapWay:
-    """The `network.LinkDirection` of the swaps on a shared link."""
+    """The `LinkDirection` of the swaps on a shared link."""
 
     def __init__(self, way: SharedWay, delay_s: float) -> None:
         self._way = way

@@ -22,12 +22,12 @@ from noloco_p2p.flow.replica import Replica
 from noloco_p2p.flow.rooms import Kind
 from noloco_p2p.outer.flat import FlatParameters
 from noloco_p2p.simulate.material import Material
-from noloco_p2p.simulate.network import IDEAL, LinkNetwork
 from noloco_p2p.simulate.plan import LISTED_S, Churn, Event, peer_name
 from noloco_p2p.simulate.replica import SimulatedPeer, now_s
 from noloco_p2p.simulate.shared_link import SharedLink, Urgency, transfer
 from noloco_p2p.spec import TrainerSpec
-from noloco_p2p.testing.links import LinkProfile
+from noloco_p2p.testing.links import IDEAL, LinkProfile
+from noloco_p2p.testing.memory import MemoryNetwork
 from noloco_p2p.trainer.cut import auto_cut
 from noloco_p2p.trainer.model import build_on_meta
 from noloco_p2p.trainer.stage import build_stage, measure, train_of_stage
@@ -308,7 +308,7 @@ class StagedSwarm:
         self.sizes = measure(model, sequence_length=self.spec.data.sequence_length)
         # Each stage has its own network for swaps, but a peer has only one link.
         self.networks = [
-            LinkNetwork(lose=plan.churn.lose, seed=plan.seed * plan.num_stages + stage)
+            MemoryNetwork(lose=plan.churn.lose, seed=plan.seed * plan.num_stages + stage)
             for stage in range(plan.num_stages)
         ]
         self.nodes: dict[str, StageNode] = {}

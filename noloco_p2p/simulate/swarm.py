@@ -9,13 +9,14 @@ from collections.abc import Callable, Mapping
 from noloco_p2p.errors import SettingsError
 from noloco_p2p.simulate.clock import run_virtual
 from noloco_p2p.simulate.material import Material
-from noloco_p2p.simulate.network import Link, LinkNetwork
 from noloco_p2p.simulate.plan import LISTED_S, Event, Plan, peer_name
 from noloco_p2p.simulate.replica import SimulatedReplica, now_s
 from noloco_p2p.simulate.result import Result, Swaps, judge
+from noloco_p2p.testing.links import Link
+from noloco_p2p.testing.memory import MemoryNetwork
 
 NOLOCO = "noloco"  # the name of this rule
-Make = Callable[[int, Plan, Material, LinkNetwork], SimulatedReplica]
+Make = Callable[[int, Plan, Material, MemoryNetwork], SimulatedReplica]
 
 
 def simulate_swarm(
@@ -40,7 +41,7 @@ class _Swarm:
         self.plan = plan
         self.liars = liars
         self.rng = random.Random(f"swarm/{plan.seed}")
-        self.network = LinkNetwork(lose=plan.churn.lose, seed=plan.seed)
+        self.network = MemoryNetwork(lose=plan.churn.lose, seed=plan.seed)
         self.replicas: dict[int, SimulatedReplica] = {}
         self.runs: dict[int, asyncio.Task[None]] = {}
         self.crashed: set[int] = set()

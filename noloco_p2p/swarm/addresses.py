@@ -59,9 +59,9 @@ def tcp_target(address: str) -> tuple[str, int] | None:
 
 
 def host_in(address: str) -> str:
-    """Return the host of a multiaddr without a peer id, or an empty string if it is not a TCP address."""
+    """Return the host of a multiaddr without a peer id, or an empty string if it is not a valid TCP address."""
     target = tcp_target(address)
-    return target[0] if target else ""
+    return target[0] if target and is_host(target[0]) and is_port(str(target[1])) else ""
 
 
 def only_public(multiaddrs: Iterable[str]) -> list[str]:
@@ -159,18 +159,12 @@ def grpc_host(address: str) -> str:
     return host.strip("[]") if separator and is_host(host) and is_port(port) else ""
 
 
-def tcp_host(address: str) -> str:
-    """Return the host of a multiaddr without a peer id, or an empty string if it is not a valid TCP address."""
-    target = tcp_target(address)
-    return target[0] if target and is_host(target[0]) and is_port(str(target[1])) else ""
-
-
 def dialled_host(multiaddr: str) -> str:
     """Return the host to dial for a multiaddr, or an empty string if it is not a TCP address.
 
     If the multiaddr goes through a relay, this is the host of the relay.
     """
-    return tcp_host(multiaddr.partition("/p2p/")[0]) if _WAY.fullmatch(multiaddr) else ""
+    return host_in(multiaddr.partition("/p2p/")[0]) if _WAY.fullmatch(multiaddr) else ""
 
 
 def of_one_host(addresses: Iterable[str], *, is_outside: bool) -> list[str]:
@@ -179,8 +173,8 @@ def of_one_host(addresses: Iterable[str], *, is_outside: bool) -> list[str]:
     `addresses` are multiaddrs without peer ids that another node has sent. If `is_outside` is true, private addresses
     do not count as valid.
     """
-    left = [each for each in addresses if may_be_dialled(tcp_host(each), is_outside=is_outside)]
-    return [each for each in left if tcp_host(each) == tcp_host(left[0])]
+    left = [each for each in addresses if may_be_dialled(host_in(each), is_outside=is_outside)]
+    return [each for each in left if host_in(each) == host_in(left[0])]
 
 
 def may_be_dialled(host: str, *, is_outside: bool) -> bool:

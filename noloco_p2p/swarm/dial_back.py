@@ -20,7 +20,7 @@ from noloco_p2p.errors import DirectoryError
 from noloco_p2p.hosts import is_public, network_of
 from noloco_p2p.identity import short_id
 from noloco_p2p.rates import Rates
-from noloco_p2p.swarm.addresses import host_of, listen_multiaddr, only_public, tcp_target
+from noloco_p2p.swarm.addresses import host_of, listen_multiaddr, only_public
 from noloco_p2p.swarm.node import SwarmNode, knock
 from noloco_p2p.swarm.streams import FAULTS, read_line
 
@@ -182,19 +182,17 @@ class DialBacks:
         self._nodes = nodes
         self._ask = ask
         self._clock = clock
-        self._seen: dict[str, DialBack] = {}
+        self._seen: dict[str, tuple[float, DialBack]] = {}  # the latest reports, each with its time
         self._not_before_s: dict[str, float] = {}
         self._first = asyncio.Event()
-        self._again = asyncio.Event()
 
     def seen(self) -> list[DialBack]:
-        return list(self._seen.values())
+        return [report for _, report in self._seen.values()]
 
     def ask_again(self) -> None:
         """Forget the reports so far and ask again, because the ports have changed."""
         self._seen.clear()
         self._not_before_s.clear()
-        self._again.set()
 
     async def wait(self, timeout_s: float) -> None:
         """Wait until a node has dialled back, for at most `timeout_s`. Return at once if there is no node to ask."""
@@ -205,44 +203,32 @@ class DialBacks:
                 log.info("no peer dialled back within %.0f s", timeout_s)
 
     async def run(self, *, is_direct: Callable[[], bool]) -> None:
+        """Keep the reports of three nodes. Old reports count until new ones arrive."""
         while True:
-            until_s = self._clock()
-            while len(self._seen) < ASKED_PEERS:
-                await self._ask_some()
-                await asyncio.sleep(LOOK_S)
-                if self._seen and self._clock() - until_s > RECHECK_S:
-                    break
-            self._again.clear()
-            try:
-                await asyncio.wait_for(self._again.wait(), RECHECK_DIRECT_S if is_direct() else RECHECK_S)
-            except TimeoutError:
-                await self._renew()
+            oldest_s = self._clock() - (RECHECK_DIRECT_S if is_direct() else RECHECK_S)
+            fresh = {node for node, (at_s, _) in self._seen.items() if at_s > oldest_s}
+            if len(fresh) < ASKED_PEERS:
+                now_s = self._clock()
+                may_ask = [
+                    node for node in self._nodes() if node not in fresh and self._not_before_s.get(node, now_s) <= now_s
+                ]
+                chosen = random.sample(may_ask, min(len(may_ask), ASKED_PEERS - len(fresh)))
+                if any(await asyncio.gather(*map(self._ask_one, chosen))):
+                    self._seen = {node: report for node, report in self._seen.items() if report[0] > oldest_s}
+            await asyncio.sleep(LOOK_S)
 
-    async def _ask_some(self) -> None:
-        now_s = self._clock()
-        may_ask = [
-            node for node in self._nodes() if node not in self._seen and self._not_before_s.get(node, 0) <= now_s
-        ]
-        chosen = random.sample(may_ask, min(len(may_ask), ASKED_PEERS - len(self._seen)))
-        await asyncio.gather(*(self._ask_one(node, self._seen) for node in chosen))
-
-    async def _renew(self) -> None:
-        """Ask nodes to dial back again. The old reports count until new ones arrive."""
-        fresh: dict[str, DialBack] = {}
-        nodes = self._nodes()
-        chosen = random.sample(nodes, min(len(nodes), ASKED_PEERS))
-        await asyncio.gather(*(self._ask_one(node, fresh) for node in chosen))
-        self._seen = fresh or self._seen
-
-    async def _ask_one(self, node: str, found: dict[str, DialBack]) -> None:
+    async def _ask_one(self, node: str) -> bool:
+        """Ask a node to dial back, and return whether it did."""
         self._not_before_s[node] = self._clock() + ASK_AGAIN_S
         try:
-            found[node] = await self._ask(node)
+            self._seen[node] = self._clock(), await self._ask(node)
             self._first.set()
+            return True
         except DirectoryError as error:
             log.debug("could not ask %s to dial back: %s", short_id(node), error)
         except Exception:  # a stranger's answer must not keep the others from being asked
             log.exception("could not process the dial-back reply from %s", short_id(node))
+        return False
 
 
 async def ask(node: SwarmNode, peer: str, ports: Sequence[int], *, at: str = "") -> DialBack:
@@ -283,11 +269,10 @@ class DialBackServer:
         async with asyncio.timeout(ANSWER_S):
             ports = [int(port) for port in (await read_line(reader)).split()][:MAX_PORTS]
         may_ask = all(0 < port < 65_536 for port in ports) and self._of_one.take(peer)
-        target = tcp_target(await self._node.remote_address(peer)) if may_ask else None
-        if target is None or not self._may_dial(target[0]):
+        host = max(await self._node.hosts_of(peer), default="") if may_ask else ""  # "" for a relay
+        if not host or not self._may_dial(host):
             writer.write(NO)
             return
-        host = target[0]
         found = await asyncio.gather(*(knock(listen_multiaddr(host, port)) for port in ports))
         answers = ["no connection" if fault else "" for fault in found]  # do not reveal the error
         writer.write(json.dumps([host, dict(zip(map(str, ports), answers, strict=True))]).encode() + b"\n")

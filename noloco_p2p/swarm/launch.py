@@ -16,7 +16,6 @@ import ctypes
 import errno
 import os
 import platform
-import select
 import signal
 import socket
 import struct
@@ -96,33 +95,16 @@ def start_watcher(parent_pid: int) -> None:
     nowhere = os.open(os.devnull, os.O_RDWR)
     for stream in range(3):  # release p2pd's output, so that its reader sees the end of it
         os.dup2(nowhere, stream)
-    if first_to_end(parent_pid, own_pid) == parent_pid:
-        with suppress(ProcessLookupError):
-            os.kill(own_pid, signal.SIGTERM)
-    os._exit(0)
-
-
-def first_to_end(*pids: int) -> int:
-    """Wait until one of these processes has ended, and return its id.
-
-    This uses kqueue where available, and otherwise polls every POLL_S.
-    """
-    if hasattr(select, "kqueue"):
-        queue = select.kqueue()
-        for pid in pids:
-            event = select.kevent(pid, select.KQ_FILTER_PROC, select.KQ_EV_ADD, select.KQ_NOTE_EXIT)
+    with suppress(ProcessLookupError):
+        while True:
+            os.kill(own_pid, 0)
             try:
-                queue.control([event], 0)
-            except OSError:  # it has already ended
-                return pid
-        return queue.control(None, 1)[0].ident
-    while True:
-        for pid in pids:
-            try:
-                os.kill(pid, 0)
+                os.kill(parent_pid, 0)
             except OSError:
-                return pid
-        time.sleep(POLL_S)
+                os.kill(own_pid, signal.SIGTERM)
+                break
+            time.sleep(POLL_S)
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -168,11 +168,6 @@ class SwarmNode:
             raise
         return reader, writer
 
-    async def remote_address(self, peer_id: str) -> str:
-        """Return a connected peer's multiaddr without its id, or an empty string if it is not directly connected."""
-        found = await _guard(self._running_p2p().remote_addresses(), ATTACH_S, "asking p2pd for its peers")
-        return next((address for peer, address in found if peer == peer_id and tcp_target(address)), "")
-
     async def hosts_of(self, peer_id: str) -> set[str]:
         """Return the hosts of a peer's connections, as `DaemonClient.hosts_of` does.
 
@@ -222,9 +217,12 @@ class SwarmNode:
         return self._p2p
 
     async def _bring_up(self) -> None:
+        from noloco_p2p.swarm.kademlia.client import DaemonClient
+        from noloco_p2p.swarm.kademlia.protocol import BoundedNode
+
         listen_on = self._listen_on
         self._daemon = await Daemon.start(self._identity_path, listen_on)
-        self._p2p = await _guard(kademlia.attach(self._daemon.control_socket), ATTACH_S, "attaching to p2pd")
+        self._p2p = await _guard(DaemonClient.attach(self._daemon.control_socket), ATTACH_S, "attaching to p2pd")
         if str(self._p2p.peer_id) != self.peer_id:
             raise DirectoryError(
                 f"p2pd loaded identity {self._p2p.peer_id} from {self._identity_path} instead of {self.peer_id}"
@@ -234,10 +232,9 @@ class SwarmNode:
         self._listening = [str(address).removesuffix(suffix) for address in addresses]
         if listen_on.port == 0:
             self._listen_on = replace(listen_on, port=_port_of(self._listening))
-        starting = kademlia.start_dht(
-            self._p2p, is_client=self._is_client, own_addresses=self._addresses, guard=self.guard
-        )
-        self._dht = await _guard(starting, ATTACH_S, "starting the DHT")
+        self._dht = BoundedNode(self._p2p, is_client=self._is_client, own_addresses=self._addresses, guard=self.guard)
+        if not self._is_client:
+            await _guard(self._dht.bounded.serve(), ATTACH_S, "starting the DHT")
         for protocol, handler in self._handlers.items():
             await self.handle_streams(protocol, handler)
 

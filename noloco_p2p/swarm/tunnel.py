@@ -23,7 +23,6 @@ from noloco_p2p.errors import DirectoryError, Unreachable
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.identity import short_id
 from noloco_p2p.owned_tasks import OwnedTasks
-from noloco_p2p.splice import BLOCK_BYTES, Splice
 from noloco_p2p.swarm.dial_back import Reach
 from noloco_p2p.swarm.node import SwarmNode
 from noloco_p2p.swarm.punch import answer_through_hole, call_through_hole
@@ -40,7 +39,7 @@ from noloco_p2p.swarm.relay import (
     splice,
 )
 from noloco_p2p.swarm.streams import Ends, read_line
-from noloco_p2p.tcp import Endpoint, endpoint, tune
+from noloco_p2p.tcp import BLOCK_BYTES, Endpoint, Splice, endpoint, tune
 
 logger = logging.getLogger(__name__)
 

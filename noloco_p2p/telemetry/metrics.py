@@ -119,9 +119,7 @@ class Metrics:
         "offers", "offers refused because the offering peer had used up its share of swaps while other peers were live"
     )
     refused_unlisted: int = _counter("offers", "offers refused because no live record of the offering peer was known")
-    clipped_pieces: int = _counter(
-        "pieces", "pieces of half-differences that were clipped because they were unusually large"
-    )
+    clipped_pieces: int = _counter("pieces", "pieces of half-differences that the update filter clipped")
     judged_pieces: int = _counter("pieces", "pieces of half-differences that the update filter checked")
     diverged: int = _counter("times", "number of times that this peer's weights were non-finite")
     catch_ups: int = _counter(

@@ -1,8 +1,10 @@
-"""Implements the interfaces of `net` and `swarm` in memory. All peers share one event loop."""
+"""Implements the interfaces of `net` and `swarm` in memory. All peers share one event loop, real or virtual."""
 
 from __future__ import annotations
 
 import asyncio
+import random
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -10,8 +12,10 @@ from dataclasses import replace
 from noloco_p2p.errors import TimedOut, Unreachable
 from noloco_p2p.gossip.frames import FetchItem, FetchWant, Frame, Hello, PeerStatus, WantLayout
 from noloco_p2p.gossip.seams import Candidate, FrameStream, Service
+from noloco_p2p.testing.links import IDEAL, Link, LinkDirection
 
-QUEUED_FRAMES = 8
+FRAME_BYTES = 64  # bytes of a frame besides its content
+BREAKS_WITHIN = 12  # frames; a swap of the caller has as many if its slice has six chunks
 Wrap = Callable[[FrameStream], FrameStream]  # wraps a stream, for example with the faults of `Faults`
 
 
@@ -23,13 +27,19 @@ class MemoryNetwork:
     """A network in memory. `add` registers a service under its peer id, and `remove` makes it unreachable.
 
     Directories show the peers in `listed`. A peer that is listed but cannot be reached represents one that has just
-    died. Peers in `closed` get no offers, because their records say that nobody can call them.
+    died. Peers in `closed` get no offers, because their records say that nobody can call them. `links` holds the links
+    of peers; the others have ideal links. `lose` is the fraction of calls whose connection breaks before the caller has
+    sent BREAKS_WITHIN frames.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, lose: float = 0.0, seed: int = 0) -> None:
         self.services: dict[str, Service] = {}
         self.listed: dict[str, None] = {}  # a dict as an ordered set
         self.closed: set[str] = set()
+        self.links: dict[str, Link] = {}
+        self._lose = lose
+        self._rng = random.Random(f"lost/{seed}")
+        self._streams: dict[str, list[MemoryStream]] = {}  # open streams by peer, both ends of each
         self._wraps: dict[str, Wrap] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -44,8 +54,10 @@ class MemoryNetwork:
         del self.listed[peer_id]
 
     def vanish(self, peer_id: str) -> None:
-        """Make the peer unreachable, but keep it listed."""
+        """Make the peer unreachable, and break its swaps, but keep it listed."""
         self.services.pop(peer_id, None)
+        for stream in self._streams.pop(peer_id, []):
+            stream.end()
 
     def service(self, peer_id: str) -> Service:
         try:
@@ -53,10 +65,24 @@ class MemoryNetwork:
         except KeyError:
             raise Unreachable(f"{peer_id} is not reachable", peer=peer_id) from None
 
-    def call(self, peer_id: str, stream: FrameStream) -> None:
-        """Pass a stream to the peer, which answers the offer that arrives over it."""
-        service = self.service(peer_id)
-        self.own(asyncio.create_task(service.on_swap(self._wraps[peer_id](stream))))
+    def link(self, peer_id: str) -> Link:
+        return self.links.setdefault(peer_id, Link.of(IDEAL))
+
+    async def round_trip(self, caller: str, called: str) -> None:
+        await asyncio.sleep(2 * (self.link(caller).delay_s + self.link(called).delay_s))
+
+    async def connect(self, caller: str, called: str) -> MemoryStream:
+        """Open a stream, and let the called peer answer the offer that arrives over it."""
+        self.service(called)
+        here, there = MemoryStream.pair(called, caller, self.link(called), self.link(caller))
+        if self._rng.random() < self._lose:
+            here.frames_left = self._rng.randrange(1, BREAKS_WITHIN)
+        for name in (caller, called):
+            still_open = [stream for stream in self._streams.get(name, []) if not stream.has_ended]
+            self._streams[name] = [*still_open, here, there]
+        await self.round_trip(caller, called)  # a handshake
+        self.own(asyncio.create_task(self.service(called).on_swap(self._wraps[called](there))))
+        return here
 
     def own(self, task: asyncio.Task[None]) -> None:
         self._tasks.add(task)
@@ -92,25 +118,18 @@ class MemoryDirectory:
 class MemoryTransport:
     """A transport that calls peers of a MemoryNetwork. `wrap` is applied to the streams that it opens."""
 
-    def __init__(
-        self,
-        network: MemoryNetwork,
-        hello: Callable[[], Hello],
-        *,
-        wrap: Wrap = unchanged,
-    ) -> None:
+    def __init__(self, network: MemoryNetwork, hello: Callable[[], Hello], *, wrap: Wrap = unchanged) -> None:
         self._network = network
         self._hello = hello
         self._wrap = wrap
 
     async def open_swap(self, candidate: Candidate, *, timeout_s: float) -> FrameStream:
-        here, there = MemoryStream.pair(candidate.peer_id, self._hello().peer_id)
-        self._network.call(candidate.peer_id, there)
-        return self._wrap(here)
+        return self._wrap(await self._network.connect(self._hello().peer_id, candidate.peer_id))
 
     async def status(self, candidate: Candidate, *, swap_id: bytes = b"", timeout_s: float) -> PeerStatus:
         service = self._network.service(candidate.peer_id)
         service.admit(self._hello())
+        await self._network.round_trip(self._hello().peer_id, candidate.peer_id)
         return await service.on_status(swap_id)
 
     async def fetch(self, candidate: Candidate, want: FetchWant, *, timeout_s: float) -> AsyncGenerator[FetchItem]:
@@ -123,58 +142,81 @@ class MemoryTransport:
 
 
 class MemoryStream:
-    """One end of a stream. Each end receives the frames that the other end sends, in order and with back-pressure."""
+    """One end of a stream.
 
-    def __init__(self, peer: str, incoming: asyncio.Queue[Frame | None], outgoing: asyncio.Queue[Frame | None]) -> None:
-        self._peer = peer
-        self._incoming = incoming
-        self._outgoing = outgoing
-        self._ended = asyncio.Event()
-        self._other: MemoryStream | None = None
+    Its frames pass through the up link of this end, and then through the down link of the other end, in order. If
+    `frames_left` is a number, the connection breaks for both ends after this end has sent so many frames.
+    """
+
+    def __init__(self, peer: str, link: Link) -> None:
+        self.peer = peer
+        self.has_ended = False
+        self.frames_left: int | None = None
+        self._up: LinkDirection = link.up
+        self._down: LinkDirection = link.down
+        self._other = self
+        self._in_up: deque[Frame] = deque()  # a queue, because timers for the same moment may fire in any order
+        self._in_down: deque[Frame] = deque()
+        self._received: asyncio.Queue[Frame | None] = asyncio.Queue()
+        self._is_drained = False
 
     @classmethod
-    def pair(cls, there: str, here: str) -> tuple[MemoryStream, MemoryStream]:
+    def pair(
+        cls, there: str, here: str, link_there: Link | None = None, link_here: Link | None = None
+    ) -> tuple[MemoryStream, MemoryStream]:
         """Return the initiator's end and the acceptor's end of a new stream."""
-        forth: asyncio.Queue[Frame | None] = asyncio.Queue(QUEUED_FRAMES)
-        back: asyncio.Queue[Frame | None] = asyncio.Queue(QUEUED_FRAMES)
-        initiator, acceptor = cls(there, back, forth), cls(here, forth, back)
+        initiator = cls(there, link_here or Link.of(IDEAL))
+        acceptor = cls(here, link_there or Link.of(IDEAL))
         initiator._other, acceptor._other = acceptor, initiator
         return initiator, acceptor
 
-    @property
-    def peer(self) -> str:
-        return self._peer
-
     async def send(self, frame: Frame) -> None:
-        assert self._other is not None
-        if self._ended.is_set() or self._other._ended.is_set():
-            raise Unreachable("the stream is closed", peer=self._peer)
-        put = asyncio.ensure_future(self._outgoing.put(frame))
-        closed = asyncio.ensure_future(self._other._ended.wait())
-        try:
-            await asyncio.wait({put, closed}, return_when=asyncio.FIRST_COMPLETED)
-            if not put.done():
-                raise Unreachable("the partner closed the stream", peer=self._peer)
-        finally:
-            put.cancel()
-            closed.cancel()
+        if self.frames_left == 0:
+            self.end()
+        if self.has_ended:
+            raise Unreachable("the stream is closed", peer=self.peer)
+        if self.frames_left is not None:
+            self.frames_left -= 1
+        self._in_up.append(frame)
+        self._up.carry(_frame_bytes(frame), self._leave_up)
+        await self._up.drain()
 
     async def receive(self, timeout_s: float) -> Frame:
-        assert self._other is not None
-        if self._ended.is_set():
-            raise Unreachable("the stream is closed", peer=self._peer)
-        if self._incoming.empty() and self._other._ended.is_set():
-            raise Unreachable("the partner closed the stream", peer=self._peer)
+        if self._is_drained:
+            raise Unreachable("the stream is closed", peer=self.peer)
         try:
-            frame = await asyncio.wait_for(self._incoming.get(), timeout_s)
+            frame = await asyncio.wait_for(self._received.get(), timeout_s)
         except TimeoutError:
-            raise TimedOut(f"no frame arrived for {timeout_s:.1f} s", peer=self._peer) from None
+            raise TimedOut(f"no frame arrived for {timeout_s:.1f} s", peer=self.peer) from None
         if frame is None:
-            raise Unreachable("the stream is closed", peer=self._peer)
+            self._is_drained = True
+            raise Unreachable("the stream is closed", peer=self.peer)
         return frame
 
     async def close(self) -> None:
-        self._ended.set()
-        for queue in (self._incoming, self._outgoing):
-            if not queue.full():  # a full queue has no waiting reader to wake
-                queue.put_nowait(None)
+        self.end()
+
+    def end(self) -> None:
+        """End the stream for both ends. Frames in flight still arrive, as over TCP."""
+        for stream in (self, self._other):
+            if not stream.has_ended:
+                stream.has_ended = True
+                stream._end_when_drained()
+
+    def _leave_up(self) -> None:
+        frame, other = self._in_up.popleft(), self._other
+        other._in_down.append(frame)
+        other._down.carry(_frame_bytes(frame), other._arrive)
+
+    def _arrive(self) -> None:
+        self._received.put_nowait(self._in_down.popleft())
+        self._end_when_drained()
+
+    def _end_when_drained(self) -> None:
+        if self.has_ended and not self._in_down and not self._other._in_up:
+            self._received.put_nowait(None)
+
+
+def _frame_bytes(frame: Frame) -> int:
+    contents = (getattr(frame, name, b"") for name in ("payload", "exponents", "ages"))
+    return FRAME_BYTES + sum(map(len, contents))

@@ -10,11 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from noloco_p2p.gossip.deadlines import INTERNET, Deadlines
 from noloco_p2p.gossip.exchange import Exchange
 from noloco_p2p.gossip.frames import PROTOCOL_VERSION, Hello, StateManifest
 from noloco_p2p.gossip.layout import ModelLayout
-from noloco_p2p.gossip.seams import Directory, Transport
+from noloco_p2p.gossip.seams import INTERNET, Deadlines, Directory, Outside, Transport
 from noloco_p2p.gossip.service import PeerService
 from noloco_p2p.spec import Spec
 from noloco_p2p.telemetry.metrics import Metrics
@@ -125,14 +124,16 @@ class MemorySwarm:
         transport, directory = self._outside(peer_id, hello, wrap)
         states = StateServer(spec)
         service = PeerService(
-            spec,
-            hello=hello,
-            transport=transport,
-            directory=directory,
-            executor=executor,
-            rng=random.Random(peer_id),
+            Outside(
+                spec=spec,
+                hello=hello,
+                transport=transport,
+                directory=directory,
+                executor=executor,
+                rng=random.Random(peer_id),
+                deadlines=self.deadlines,
+            ),
             serve=states.serve,
-            deadlines=self.deadlines,
         )
         peer = MemoryPeer(
             self, peer_id, spec=spec, run_folder=run_folder, service=service, states=states, executor=executor

@@ -14,8 +14,7 @@ from torch import Tensor, distributed, nn
 
 from noloco_p2p.devices import empty_cache, has_own_memory, is_out_of_memory
 from noloco_p2p.errors import ModelError
-from noloco_p2p.optim.inner import make_inner_optimizers
-from noloco_p2p.optim.schedule import learning_rate
+from noloco_p2p.optim.inner import learning_rate, make_inner_optimizers
 from noloco_p2p.outer.optimizer_state import flatten_optimizers, restore_optimizers
 from noloco_p2p.spec import TrainSpec
 from noloco_p2p.telemetry.progress import Progress

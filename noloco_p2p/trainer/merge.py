@@ -29,8 +29,8 @@ from noloco_p2p.net.session import Session
 from noloco_p2p.outer.checkpoint import Checkpoint, Checkpoints
 from noloco_p2p.outer.flat import FlatParameters
 from noloco_p2p.outer.robust_mean import RobustMean, leave_out_far, robust_mean
-from noloco_p2p.outer.saved_state import STATE_FILE, check_layout
-from noloco_p2p.outer.state_checks import WEIGHTS, check_vectors, read_state, vectors_of
+from noloco_p2p.outer.saved_state import STATE_FILE, check_layout, read_state
+from noloco_p2p.outer.weights import WEIGHTS, check_vectors, vectors_of
 from noloco_p2p.peer.run_folder import check_checkpoint_folder, stage_folder
 from noloco_p2p.peer.state_admission import StateAdmission
 from noloco_p2p.spec import TrainerSpec
@@ -247,7 +247,7 @@ class LiveRun:
 def state_in_the_middle(states: Mapping[str, Tensor]) -> RobustMean:
     """Return the state nearest to the coordinate-wise median. Raises the same errors as `robust_mean`."""
     distances, far = leave_out_far(states)
-    nearest = min(distances.of_each, key=distances.of_each.__getitem__)
+    nearest = min(distances, key=distances.__getitem__)
     return RobustMean(states[nearest].clone(), [nearest], far, {})
 
 

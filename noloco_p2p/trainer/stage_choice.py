@@ -124,7 +124,7 @@ class StageNeeds:
             f"with the smallest batch (per replica and step), a link is busy 60 to 70 % of the time; the batch of this "
             f"spec has {own:,} tokens",
             "use links with at least 1 Gbit/s and a delay of at most 5 ms; on slower links, stages learn less per "
-            "token (docs/stages.md)",
+            "token (docs/results.md)",
         ]
 
     def _heads(self) -> str:

@@ -24,7 +24,7 @@ from noloco_p2p.errors import CheckpointError, ModelError
 from noloco_p2p.outer.checkpoint import Checkpoint, Checkpoints
 from noloco_p2p.outer.flat import FlatParameters, content_digest
 from noloco_p2p.outer.saved_state import STATE_FILE, check_layout
-from noloco_p2p.outer.state_checks import WEIGHTS
+from noloco_p2p.outer.weights import WEIGHTS
 from noloco_p2p.trainer.model_source import ModelSource
 from noloco_p2p.trainer.weights import load
 

@@ -15,23 +15,27 @@ from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from blake3 import blake3
 
-from noloco_p2p.errors import CheckpointError, CorruptPayload, PeerError, Refused, Unreachable
+from noloco_p2p.errors import CheckpointError, CorruptPayload, PeerError, Refused, TimedOut, Unreachable
 from noloco_p2p.gossip.frames import (
     MAX_CHUNKS_PER_REQUEST,
     STATE_CHUNK_BYTES,
+    FetchItem,
+    FetchWant,
+    LayoutJson,
     RefuseCode,
     SpecJson,
     StateChunk,
     StateManifest,
     WantChunks,
+    WantLayout,
     WantManifest,
     WantSpec,
 )
-from noloco_p2p.gossip.questions import MESSAGE_TIMEOUT_S, ask
+from noloco_p2p.gossip.layout import ModelLayout
 from noloco_p2p.gossip.seams import Candidate, Transport
 from noloco_p2p.spec import Spec
 from noloco_p2p.telemetry.console import named
@@ -40,6 +44,10 @@ from noloco_p2p.transfer.kept_chunks import KeptChunks
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T", bound=FetchItem)
+
+MESSAGE_TIMEOUT_S = 15.0  # for one chunk, or one part of a manifest
+ANSWER_S = 60.0  # for a whole spec, layout or manifest; the manifest of a 64 GiB state takes 2 MiB
 GIVING = ("training", "paused", "done")  # peers in these states may have a saved state to serve
 
 
@@ -238,3 +246,34 @@ async def _fetch_chunks(
                         raise _TooSlow(f"it sends only {donor.bytes_per_s / 1e3:.0f} kB/s")
         if wanted[-1] in kept.missing:
             raise PeerError("it did not send all chunks that were requested")
+
+
+async def ask(transport: Transport, peer: Candidate, want: FetchWant, kind: type[T]) -> T:
+    """Send the request `want` to `peer` and return the response.
+
+    Raises PeerError if no response of type `kind` arrives.
+    """
+    try:
+        async with (
+            asyncio.timeout(ANSWER_S),
+            aclosing(transport.fetch(peer, want, timeout_s=MESSAGE_TIMEOUT_S)) as items,
+        ):
+            item = await anext(items, None)
+    except TimeoutError:
+        raise TimedOut(f"it did not answer within {ANSWER_S:.0f} s", peer=peer.peer_id) from None
+    if not isinstance(item, kind):
+        raise CorruptPayload(f"it did not send a {kind.__name__}", peer=peer.peer_id)
+    return item
+
+
+async def find_difference(transport: Transport, peer: Candidate, ours: ModelLayout) -> str:
+    """Describe the first tensor that differs in the model of `peer`.
+
+    The result is empty if no tensor differs or the peer does not answer.
+    """
+    try:
+        layout = await ask(transport, peer, WantLayout(), LayoutJson)
+        return ours.first_difference(ModelLayout.from_json(layout.data))
+    except (PeerError, ValueError) as error:
+        log.debug("could not get the model layout of %s: %s", peer.address, error)
+        return ""

@@ -28,7 +28,6 @@ from noloco_p2p.invitation import invite
 from noloco_p2p.swarm.buckets import ROOT, run_key
 from noloco_p2p.swarm.daemon import ListenOn
 from noloco_p2p.swarm.directory import SwarmDirectory
-from noloco_p2p.swarm.kademlia import validator
 from noloco_p2p.swarm.kademlia.client import ANSWER_FAULTS
 from noloco_p2p.swarm.kademlia.storage import MAX_RECORDS_PER_KEY
 from noloco_p2p.swarm.kademlia.whereabouts import LOCATE
@@ -296,7 +295,9 @@ def test_a_record_that_is_no_news_costs_no_signature_check(tmp_path: Path, monke
             request = store_request(identity_of("owner"), [RUN])
             assert list((await ask(attacker, victim, "Store", request)).store_ok) == [True]
             checked: list[object] = []
-            monkeypatch.setattr(validator, "open_envelope", lambda data: checked.append(data) or {})
+            monkeypatch.setattr(
+                "noloco_p2p.swarm.kademlia.storage.open_envelope", lambda data: checked.append(data) or {}
+            )
             assert list((await ask(attacker, victim, "Store", request)).store_ok) == [False]
             request.values[0] = request.values[0][:-1] + b"x"
             assert list((await ask(attacker, victim, "Store", request)).store_ok) == [False]

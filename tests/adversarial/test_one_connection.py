@@ -12,6 +12,7 @@ import pytest
 import uvloop
 from harness.identities import identity_of
 from harness.patience import AT_ONCE_S, PATIENCE_S
+from peer_stub import PeerStub
 
 from adversarial.victim import DIGEST, PROGRESS, Victim, victim
 from noloco_p2p.errors import PeerError, Refused, Unreachable
@@ -19,7 +20,7 @@ from noloco_p2p.gossip.frames import Hello
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.net import options
 from noloco_p2p.net.client import GrpcTransport
-from noloco_p2p.net.connection import PeerStub, translate
+from noloco_p2p.net.connection import translate
 from noloco_p2p.net.handshake import Greeting, Metadata
 from noloco_p2p.net.proxy import WAITING_OF_ONE
 from noloco_p2p.net.session import SERVER_NAME, Session

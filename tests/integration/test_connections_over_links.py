@@ -21,7 +21,6 @@ from harness.specs import FP32
 from harness.swapping import Swapping, random_vector, swap_all, wait_until
 
 from noloco_p2p.errors import PeerError, Refused, Unreachable
-from noloco_p2p.gossip.deadlines import Deadlines
 from noloco_p2p.gossip.exchange import Committed
 from noloco_p2p.gossip.frames import (
     Accept,
@@ -34,15 +33,13 @@ from noloco_p2p.gossip.frames import (
     RefuseCode,
     Standing,
 )
-from noloco_p2p.gossip.seams import Candidate, FrameStream
+from noloco_p2p.gossip.seams import Candidate, Deadlines, FrameStream
 from noloco_p2p.gossip.units import Slice
 from noloco_p2p.net import client, convert, options
-from noloco_p2p.net.caller import CONNECTION_METHOD, SWAP_METHOD, connect
-from noloco_p2p.net.client import FAR_CONNECTIONS, FAR_S
-from noloco_p2p.net.connection import Connector
+from noloco_p2p.net.client import CONNECTION_METHOD, FAR_CONNECTIONS, FAR_S, SWAP_METHOD
+from noloco_p2p.net.connection import SERVICE, Connector
 from noloco_p2p.net.server import GrpcServer
 from noloco_p2p.net.swap_stream import LEAVE, MAX_CONNECTIONS
-from noloco_p2p.net.throttle import UNLIMITED
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 from noloco_p2p.spec import OuterSpec, RunSpec
 from noloco_p2p.testing.links import HOME_FIBRE, LinkProfile
@@ -204,8 +201,8 @@ async def one_swap() -> AsyncGenerator[tuple[Holding, str, Any]]:
     await server.start("127.0.0.1", 0)
     address = f"127.0.0.1:{server.port}"
     async with own_channel(address) as channel:
-        call = channel.stream_stream(SWAP_METHOD)()
-        await call.write(convert.encode(Offer(hello("caller"), SWAP_ID, STANDING, b"\x01", 1)))
+        call = channel.stream_stream(f"/{SERVICE}/{SWAP_METHOD}")()
+        await call.write(convert.encode(Offer(hello("caller"), SWAP_ID, STANDING, b"\x01", 1), sequence=1))
         assert isinstance(convert.decode(await read(call))[0], Accept)
         yield service, address, call
     await server.stop(0.0)
@@ -216,7 +213,7 @@ def own_channel(address: str) -> grpc.aio.Channel:
 
 
 async def ask(channel: grpc.aio.Channel, first_words: bytes) -> tuple[Any, pb.Frame]:
-    call = channel.stream_stream(CONNECTION_METHOD)()
+    call = channel.stream_stream(f"/{SERVICE}/{CONNECTION_METHOD}")()
     await call.write(first_words)
     return call, pb.Frame.FromString(await read(call))
 
@@ -237,7 +234,7 @@ def run(main: Callable[[], Coroutine[None, None, None]]) -> None:
         (join(swap_id=b""), "no swap with this id"),
         (join("somebody else"), "no swap with this id"),
         (join(run_name="another"), "another run"),
-        (convert.encode(Ready()), "must begin with a Join"),
+        (convert.encode(Ready(), sequence=1), "must begin with a Join"),
         (b"\xff\xff", "not a valid protocol message"),
     ],
     ids=["unknown id", "no id", "another peer", "another run", "no join", "garbage"],
@@ -286,7 +283,7 @@ def test_a_connection_ends_with_its_wire_while_somebody_keeps_what_was_cancelled
         await server.start("127.0.0.1", 0)
         async with LinkProxy(f"127.0.0.1:{server.port}", HOME_FIBRE) as link:
             there = Candidate("acceptor", link.address)
-            wire = await connect(Connector(), there, CONNECTION_METHOD, timeout_s=PATIENCE_S, limits=UNLIMITED)
+            wire = await Connector().call(there, CONNECTION_METHOD, timeout_s=PATIENCE_S)
             reading = asyncio.create_task(wire.read())
             await asyncio.sleep(0.1)
             reading.cancel()

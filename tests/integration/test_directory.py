@@ -199,7 +199,7 @@ def test_a_question_that_is_cut_short_leaves_no_connection_to_the_daemon(tmp_pat
             assert a.node.daemon_pid
             daemon = psutil.Process(a.node.daemon_pid)
             daemon.suspend()
-            asking = asyncio.create_task(a.node.remote_address(a.peer_id))
+            asking = asyncio.create_task(a.node.hosts_of(a.peer_id))
             await asyncio.sleep(0.2)
             asking.cancel()
             await asyncio.wait({asking})

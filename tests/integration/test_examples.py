@@ -79,10 +79,10 @@ def test_the_script_in_the_readme() -> None:
 
 
 @pytest.mark.usefixtures("own_folder")
-def test_the_script_of_the_library_page_resumes() -> None:
-    first = run_shown("docs/library.md", num_batches=50)
+def test_the_script_for_researchers_resumes() -> None:
+    first = run_shown("docs/researchers.md", num_batches=50)
     assert first["outer"].num_steps == 50
-    again = run_shown("docs/library.md", num_batches=80)
+    again = run_shown("docs/researchers.md", num_batches=80)
     assert again["outer"].num_steps == 80
     moments = again["optimizer"].state[next(again["model"].parameters())]
     assert moments["step"] == 80

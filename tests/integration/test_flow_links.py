@@ -22,13 +22,11 @@ from noloco_p2p.flow.frames import Answer, Backward, Credit, Forward, Frame, Los
 from noloco_p2p.gossip.frames import Hello, RefuseCode, chunk_digest
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.net import flow_wire
-from noloco_p2p.net.caller import CallerWire, connect
-from noloco_p2p.net.connection import Connector
+from noloco_p2p.net.connection import CallerWire, Connector
 from noloco_p2p.net.flow import FLOW_METHOD, FlowLinks
 from noloco_p2p.net.flow_wire import PIECE_BYTES, FlowHello, Piece, WireFrame
 from noloco_p2p.net.server import GrpcServer
 from noloco_p2p.net.session import Session
-from noloco_p2p.net.throttle import UNLIMITED
 from noloco_p2p.net.tickets import Tickets
 
 FORWARD_BYTES, BACKWARD_BYTES = 3 * PIECE_BYTES + 5, 2 * PIECE_BYTES
@@ -156,7 +154,7 @@ async def stranger(node: Node, name: str, hello: WireFrame, *frames: WireFrame) 
     """Return a stream of a proven caller, which writes its frames after the hello is answered: before, limits are
     tight."""
     connector = Connector(Session(identity_of(name)))
-    wire = await connect(connector, node.candidate, FLOW_METHOD, timeout_s=PATIENCE_S, limits=UNLIMITED)
+    wire = await connector.call(node.candidate, FLOW_METHOD, timeout_s=PATIENCE_S)
     await wire.write(flow_wire.encode(hello))
     if frames:
         await wire.read()
@@ -459,7 +457,7 @@ def test_a_peer_without_a_stage_refuses_in_words() -> None:
         await server.start("127.0.0.1", 0)
         async with town((HIGH, 1)) as (_, [node]):
             there = Candidate(session.identity.peer_id, f"127.0.0.1:{server.port}", session_key=session.key)
-            wire = await connect(Connector(node.session), there, FLOW_METHOD, timeout_s=PATIENCE_S, limits=UNLIMITED)
+            wire = await Connector(node.session).call(there, FLOW_METHOD, timeout_s=PATIENCE_S)
             await wire.write(flow_wire.encode(FlowHello(hello_of(HIGH), 1)))
             answer = flow_wire.decode(await wire.read() or b"")
             assert getattr(answer, "code", None) is RefuseCode.OTHER_MODEL

@@ -22,12 +22,13 @@ from harness.loopback import LoopbackSwarm
 from harness.patience import PATIENCE_S, PATIENT
 from harness.specs import FP32
 from harness.swapping import Swapping, random_vector, swap_all, wait_until
+from peer_stub import PeerStub
 
 from noloco_p2p.errors import PeerError, Refused
 from noloco_p2p.gossip.frames import FetchItem, FetchWant, Hello, PeerStatus, Refuse, RefuseCode
 from noloco_p2p.gossip.seams import Candidate, FrameStream
 from noloco_p2p.net.client import GrpcTransport
-from noloco_p2p.net.connection import Connector, PeerStub
+from noloco_p2p.net.connection import Connector
 from noloco_p2p.net.server import MAX_CALLS_PER_PEER, GrpcServer
 from noloco_p2p.net.session import Session
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
@@ -180,16 +181,15 @@ def test_a_message_that_is_compressed_is_refused() -> None:
     """A compressed message of 1 MiB can hold 1 GiB, and the limit of gRPC applies after decompression."""
 
     async def main() -> None:
-        async with (
-            echoing() as there,
-            Connector(Session(identity_of("bomber"))).dialled(there, timeout_s=PATIENCE_S) as open_,
-        ):
+        async with echoing() as there:
+            open_ = await Connector(Session(identity_of("bomber"))).dial(there, timeout_s=PATIENCE_S)
             request = pb.StatusRequest(swap_id=bytes(900_000))
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await PeerStub(open_.channel).Status(
                     request, metadata=open_.metadata, compression=grpc.Compression.Gzip, timeout=PATIENCE_S
                 )
             assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
+            await open_.channel.close()
 
     run(main)
 

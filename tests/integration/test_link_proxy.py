@@ -14,7 +14,7 @@ from harness.loopback import LoopbackSwarm
 from harness.patience import AT_ONCE_S, PATIENCE_S
 from harness.swapping import Swapping, apply_until, random_vector
 
-from noloco_p2p.gossip.deadlines import Deadlines
+from noloco_p2p.gossip.seams import Deadlines
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.testing.links import HOME_FIBRE, LinkProfile
 

@@ -23,17 +23,15 @@ from staged_reference import FP32, material_of, spec_of, trained_alone
 from noloco_p2p.errors import PeerError
 from noloco_p2p.flow.frames import Answer, Credit, Forward, Lost, Mark, MicrobatchId, MicrobatchTicket, Want
 from noloco_p2p.gossip.frames import Hello, chunk_digest
-from noloco_p2p.gossip.seams import Candidate
+from noloco_p2p.gossip.seams import Candidate, Outside
 from noloco_p2p.gossip.service import PeerService
 from noloco_p2p.net import flow_wire
-from noloco_p2p.net.caller import CallerWire, connect
 from noloco_p2p.net.client import GrpcTransport
-from noloco_p2p.net.connection import Connector
+from noloco_p2p.net.connection import CallerWire, Connector
 from noloco_p2p.net.flow import FLOW_METHOD, MAX_DROPPED
 from noloco_p2p.net.flow_wire import FlowHello, Piece, WireFrame
 from noloco_p2p.net.server import GrpcServer
 from noloco_p2p.net.session import Session
-from noloco_p2p.net.throttle import UNLIMITED
 from noloco_p2p.net.tickets import Tickets
 from noloco_p2p.outer.noloco import NoLoCo
 from noloco_p2p.peer.network_thread import NetworkThread
@@ -95,12 +93,14 @@ class StagePeer:
             return Hello(self.peer_id, spec.name, spec.digest(), layout=made[0].layout if made else "")
 
         service = PeerService(
-            spec,
-            hello=hello,
-            transport=GrpcTransport(hello, session=self.session),
-            directory=StageMates(self),
-            executor=swarm.executor,
-            rng=random.Random(self.peer_id),
+            Outside(
+                spec=spec,
+                hello=hello,
+                transport=GrpcTransport(hello, session=self.session),
+                directory=StageMates(self),
+                executor=swarm.executor,
+                rng=random.Random(self.peer_id),
+            )
         )
         self.peer = MemoryPeer(
             cast("MemorySwarm", swarm),
@@ -296,7 +296,7 @@ async def stranger(peer: StagePeer) -> CallerWire:
     """Return a stream of a proven caller that claims to be a head and writes what it likes."""
     spec, head = peer.spec, identity_of("stranger")
     connector = Connector(Session(head))
-    wire = await connect(connector, peer.candidate, FLOW_METHOD, timeout_s=PATIENCE_S, limits=UNLIMITED)
+    wire = await connector.call(peer.candidate, FLOW_METHOD, timeout_s=PATIENCE_S)
     await wire.write(flow_wire.encode(FlowHello(Hello(head.peer_id, spec.name, spec.digest()), 0)))
     assert isinstance(await heard(wire), FlowHello)
     return wire

@@ -15,6 +15,7 @@ import pytest
 import uvloop
 from harness.identities import identity_of
 from harness.patience import AT_ONCE_S, PATIENCE_S
+from peer_stub import PeerStub
 
 from noloco_p2p.errors import CorruptPayload, PeerError, Refused, Unreachable
 from noloco_p2p.gossip.frames import (
@@ -34,7 +35,7 @@ from noloco_p2p.gossip.frames import (
 )
 from noloco_p2p.gossip.seams import Candidate, FrameStream
 from noloco_p2p.net.client import GrpcTransport
-from noloco_p2p.net.connection import Connector, PeerStub, translate
+from noloco_p2p.net.connection import Connector, translate
 from noloco_p2p.net.proxy import UNPROVEN_OF_ONE
 from noloco_p2p.net.server import GrpcServer
 from noloco_p2p.net.session import Session
@@ -173,7 +174,8 @@ def test_a_way_that_opens_slowly_does_not_count_as_a_long_round_trip() -> None:
         async with answering() as (_, there), await asyncio.start_server(open_slowly, "127.0.0.1", 0) as slow:
             port = slow.sockets[0].getsockname()[1]
             by_way = replace(there, address=f"127.0.0.1:{port}")
-            async with Connector(CALLER).dialled(by_way, timeout_s=PATIENCE_S) as connection:
+            connection = await Connector(CALLER).dial(by_way, timeout_s=PATIENCE_S)
+            async with connection.channel:
                 assert 0 < connection.round_trip_s < slow_s / 2
 
     run(main)
@@ -259,7 +261,8 @@ def test_no_proof_and_a_proof_used_before_are_told_in_words() -> None:
                 (True, None, "a proof is valid for only one call"),
                 (False, (("noloco-proof-bin", b"\xff"),), "not a valid protocol message"),
             ):
-                async with Connector(CALLER).dialled(there, timeout_s=PATIENCE_S) as connection:
+                connection = await Connector(CALLER).dial(there, timeout_s=PATIENCE_S)
+                async with connection.channel:
                     stub = PeerStub(connection.channel)
                     if used:
                         assert (await stub.Status(request, metadata=connection.metadata)).progress == STANDING.progress

@@ -1,4 +1,4 @@
-"""The batch script of docs/slurm.md with real peers and torchrun; a replacement of `srun` runs one task here."""
+"""The batch script of docs/volunteers.md with real peers and torchrun; a replacement of `srun` runs one task here."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def job(script: Path, name: str, *arguments: str | Path) -> Iterator[subprocess.
 
 
 def test_two_jobs_swap_and_leave_in_order(tmp_path: Path) -> None:
-    [text] = re.findall(r"```bash\n(.*?)```", (ROOT / "docs" / "slurm.md").read_text(encoding="utf-8"), re.DOTALL)
+    [text] = re.findall(r"```bash\n(.*?)```", (ROOT / "docs" / "volunteers.md").read_text(encoding="utf-8"), re.DOTALL)
     script = tmp_path / "noloco.sbatch"
     script.write_text(text)
     (tmp_path / "srun").write_text(SRUN)

@@ -27,7 +27,7 @@ ORDER = [
     {"identity"},
     {"spec"},
     {"telemetry"},
-    {"dial_guard", "splice", "tcp"},
+    {"dial_guard", "tcp"},
     {"hosts", "rates", "peer_name", "atomic_file", "errors", "_version"},
 ]
 RANK = {room: rank for rank, rooms in enumerate(ORDER) for room in rooms}
@@ -41,7 +41,6 @@ PURE = [
     "gossip/coder.py",
     "gossip/frames.py",
     "gossip/pairing.py",
-    "gossip/shares.py",
     "gossip/units.py",
 ]
 TOPS = ("noloco_p2p", "benchmarks", "docs")  # folders of the files that comments name

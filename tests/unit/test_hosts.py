@@ -8,7 +8,7 @@ import pytest
 
 from noloco_p2p.dial_guard import FAILURES_A_MINUTE, DialGuard
 from noloco_p2p.errors import Unreachable
-from noloco_p2p.hosts import is_host, is_port, is_public
+from noloco_p2p.hosts import is_host, is_port, is_public, network_of
 from noloco_p2p.rates import MAX_KEYS, Rates
 
 PUBLIC = "203.0.114.7"
@@ -42,7 +42,21 @@ def test_ports(text: str, is_one: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "host", ["10.0.0.1", "127.0.0.1", "169.254.169.254", "::1", "::ffff:10.0.0.1", "fe80::1", "nas.local"]
+    "host",
+    [
+        "10.0.0.1",
+        "100.64.0.1",
+        "127.0.0.1",
+        "169.254.169.254",
+        "172.17.0.2",
+        "::1",
+        "::ffff:10.0.0.1",
+        "fe80::1",
+        "nas.local",
+        "bootstrap",
+        "noloco-0.noloco.default.svc.cluster.local",
+        "",
+    ],
 )
 def test_private_hosts(host: str) -> None:
     assert not is_public(host)
@@ -69,6 +83,19 @@ def test_private_hosts_in_other_words(host: str) -> None:
 )
 def test_public_hosts(host: str) -> None:
     assert is_public(host)
+
+
+@pytest.mark.parametrize(
+    ("host", "network"),
+    [
+        ("192.0.2.7", "192.0.2.0/24"),
+        ("2001:db8:1:2::7", "2001:db8:1::/48"),
+        ("::ffff:192.0.2.7", "192.0.2.0/24"),
+        ("fe80::1%eth0", "fe80::/48"),
+    ],
+)
+def test_the_network_of_a_host(host: str, network: str) -> None:
+    assert network_of(host) == network
 
 
 def test_rates_are_of_each_key_and_come_back_with_time() -> None:

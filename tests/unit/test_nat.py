@@ -13,7 +13,6 @@ import netlab
 import pytest
 from harness.nat import Breadth, Router, Routers
 from harness.packets import NEEDS_CHECKSUM, OFFLOAD_HEADER, TCP, UDP, End, ends_of, with_ends
-from harness.patience import PATIENCE_S
 
 BREADTHS: tuple[Breadth, ...] = ("endpoint", "address", "port")
 HOME, NEIGHBOUR, ONE, OTHER = 0, 1, 2, 3  # nodes: two behind a router, two on the internet
@@ -159,6 +158,10 @@ def test_missing_rights_are_named(tmp_path: Path) -> None:
 def test_a_closed_lab_leaves_neither_namespaces_nor_processes() -> None:
     with netlab.NetLab(2) as lab:
         names = [node.namespace for node in lab.nodes]
-        sleeper = subprocess.Popen(["ip", "netns", "exec", names[0], "sleep", "600"])
-    assert sleeper.wait(PATIENCE_S) < 0
+        command = ["ip", "netns", "exec", names[0], "sh", "-c", "echo; exec sleep 600"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as sleeper:
+            assert sleeper.stdout
+            assert sleeper.stdout.readline(), "it is in the namespace"
+            lab.close()
+    assert sleeper.returncode < 0
     assert not any((netlab.NAMESPACES / name).exists() for name in names)

@@ -80,12 +80,6 @@ def test_every_public_thing_has_a_docstring() -> None:
         assert name == "__version__" or (value.__doc__ and not value.__doc__.startswith(f"{name}(")), name
 
 
-def test_the_api_page_has_every_public_name() -> None:
-    page = (SNAPSHOT.parents[2] / "docs" / "api.md").read_text(encoding="utf-8")
-    listed = re.findall(r"^::: noloco_p2p\.(\w+)$", page, re.MULTILINE)
-    assert sorted(listed) == sorted(set(noloco_p2p.__all__) - {"__version__"})
-
-
 def test_the_package_itself_imports_neither_torch_nor_hivemind() -> None:
     code = "import sys, noloco_p2p; print({'torch', 'hivemind'} & {name.split('.')[0] for name in sys.modules})"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout

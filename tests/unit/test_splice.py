@@ -6,8 +6,8 @@ import asyncio
 import socket
 from pathlib import Path
 
-from noloco_p2p.splice import BLOCK_BYTES, Splice, connected
-from noloco_p2p.tcp import tune
+from noloco_p2p.net.proxy import connected
+from noloco_p2p.tcp import BLOCK_BYTES, Splice, tune
 
 WARM_BYTES = 64 << 20  # after this many bytes the kernel enlarges the buffers of a fast connection
 HELD_BYTES = 1536 * 1024  # two buffers of the kernel, a block, and the receive buffer of the caller

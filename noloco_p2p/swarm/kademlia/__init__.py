@@ -1,10 +1,10 @@
 """Provides the DHT node, which is built on hivemind. Only this package imports hivemind.
 
-A new release of hivemind therefore affects only these files. This module is the interface to the rest of the project.
-It imports hivemind when a node starts, which takes several seconds and 290 MB of memory. It also undoes the side
-effects of that import: hivemind changes torch's sharing strategy, installs a log handler that writes to the terminal,
-and renames the log level WARNING. hivemind's averagers, optimizers and experts are not used here. Importing them would
-take 52 MB of memory and a third of the import time, so they are imported only on first use.
+A new release of hivemind therefore affects only these files. `load` imports hivemind when a node starts, which takes
+several seconds and 290 MB of memory. It also undoes the side effects of that import: hivemind changes torch's sharing
+strategy, installs a log handler that writes to the terminal, and renames the log level WARNING. hivemind's averagers,
+optimizers and experts are not used here. Importing them would take 52 MB of memory and a third of the import time, so
+they are imported only on first use.
 """
 
 from __future__ import annotations
@@ -12,16 +12,10 @@ from __future__ import annotations
 import importlib.util
 import logging
 import sys
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from noloco_p2p.errors import DirectoryError
 from noloco_p2p.swarm.clock import CLOCK
-
-if TYPE_CHECKING:
-    from noloco_p2p.dial_guard import DialGuard
-    from noloco_p2p.swarm.kademlia.client import DaemonClient
-    from noloco_p2p.swarm.kademlia.protocol import BoundedNode
 
 
 def load() -> None:
@@ -64,25 +58,3 @@ def _defer_package() -> None:
 
     package.__dict__["__getattr__"] = on_first_use
     sys.modules["hivemind"] = package
-
-
-async def attach(control_socket: str) -> DaemonClient:
-    """Attach a client to a running p2pd."""
-    from noloco_p2p.swarm.kademlia.client import DaemonClient
-
-    return await DaemonClient.attach(control_socket)
-
-
-async def start_dht(
-    p2p: DaemonClient, *, is_client: bool, own_addresses: Callable[[], Sequence[str]], guard: DialGuard
-) -> BoundedNode:
-    """Start a DHT node without peers on an attached client.
-
-    `own_addresses` returns the multiaddrs at which it can be dialled, without the peer id.
-    """
-    from noloco_p2p.swarm.kademlia.protocol import BoundedNode
-
-    node = BoundedNode(p2p, is_client=is_client, own_addresses=own_addresses, guard=guard)
-    if not is_client:
-        await node.bounded.serve()
-    return node

@@ -234,18 +234,14 @@ class DaemonClient(P2P):
         _, reader, writer = await _asked(self.call_binary_stream_handler(id_in(peer_id), protocol))
         return reader, writer
 
-    async def remote_addresses(self) -> list[tuple[str, str]]:
-        """Return the (peer id, multiaddr) of every connection."""
-        peers = await _asked(self.list_peers())
-        return [(str(peer.peer_id), str(address)) for peer in peers for address in peer.addrs]
-
     async def hosts_of(self, peer_id: str) -> set[str]:
         """Return the hosts of the connections to a peer.
 
         The host "" stands for a relay. If there is no connection, the set is empty. If there is one, libp2p does not
         dial the addresses that are passed to `connect`.
         """
-        return {host_in(address) for peer, address in await self.remote_addresses() if peer == peer_id}
+        peers = await _asked(self.list_peers())
+        return {host_in(str(address)) for peer in peers if str(peer.peer_id) == peer_id for address in peer.addrs}
 
     async def handle_streams(self, protocol: str, handler: StreamHandler) -> None:
         """Call `handler` with (peer id, reader, writer) for each stream of a protocol, then close the stream."""

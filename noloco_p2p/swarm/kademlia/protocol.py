@@ -1,9 +1,14 @@
 """Extends hivemind's DHT node with limits on requests and answers, so that strangers cannot overload it.
 
 requests    A request has at most 16 KiB, and no duplicate keys. The rate of requests is limited, per peer and for all
-            peers together (`allowance.py`).
+            peers together.
 answers     An answer has at most 128 KiB. If the records of a bucket exceed this, the node sends a random selection.
             Answers of other nodes have limits, too, and each peer id, place and record in them is checked.
+places      hivemind accepts every place in the key space that a node claims, so a single identity could surround a
+            run's key and receive all requests for it. Here, a node has only one place, and a reported node is accepted
+            only at the place that follows from its peer id.
+searches    hivemind ends a search at an answer that claims to be valid forever, even if the answer is empty. Here, such
+            an answer is rejected.
 storing     Only records of peers are stored, up to 8 per request. A record is refused without a check of its signature
             if there is no space for it, or if it is not newer than the stored one.
 hand-over   hivemind sends the stored records to every new node, but this node does not. Each peer stores its record
@@ -16,8 +21,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 from hivemind.dht.crypto import DHTRecord
@@ -31,15 +37,19 @@ from hivemind.utils.timed_storage import ValueWithExpiration
 
 from noloco_p2p.dial_guard import DialGuard
 from noloco_p2p.errors import DirectoryError
-from noloco_p2p.rates import Rate
+from noloco_p2p.rates import Buckets, Rate, TokenBucket
 from noloco_p2p.swarm.clock import CLOCK, Offset
-from noloco_p2p.swarm.kademlia.allowance import Allowance
 from noloco_p2p.swarm.kademlia.client import ANSWER_FAULTS, DaemonClient, id_in, known_id
-from noloco_p2p.swarm.kademlia.neighbourhood import claim, is_of_now, pack_records, place_of, placed, told_records
-from noloco_p2p.swarm.kademlia.storage import NoStorage, RecordStorage
-from noloco_p2p.swarm.kademlia.validator import RecordValidator, peer_of
+from noloco_p2p.swarm.kademlia.storage import (
+    PACKED_RECORD_BYTES,
+    RecordStorage,
+    RecordValidator,
+    pack_records,
+    peer_of,
+    told_records,
+)
 from noloco_p2p.swarm.kademlia.whereabouts import LOCATE, Whereabouts
-from noloco_p2p.swarm.records import MAX_RECORD_BYTES
+from noloco_p2p.swarm.records import TTL_S
 
 logger = logging.getLogger(__name__)
 
@@ -61,10 +71,61 @@ OF_ONE, OF_ALL, OF_KNOWN = Rate(50.0, burst=500.0), Rate(150.0, burst=750.0), Ra
 UNIT_BYTES, STORE_UNITS = 8 * 1024, 4.0
 MAX_PINGS = 8  # simultaneous pings of neighbours that a newcomer may replace
 CHECKED_AT_ONCE = 16  # signatures checked before the event loop runs other callbacks
+MAX_PEERS = 1024  # peers whose requests are counted
+MAX_KNOWN = 64  # nodes with their own allowance
+KNOWN_FOR_S = 300.0  # how long after its last answer a node keeps its allowance if others want one
 
 
 class RefusedRequest(DirectoryError):
     """A request that this node refuses to answer. The message is sent to the caller."""
+
+
+class Allowance:
+    """The rates that limit the requests of other peers: one rate per peer, and one shared rate for all peers.
+
+    Anybody can create peer ids, and a thousand ids together can use up the shared rate. A node that has answered a
+    request from this node therefore also has a small allowance of its own, which no other peer can use up. Peers that
+    only send requests never get such an allowance. The number of these allowances is limited, so new nodes must wait
+    while the owners of all allowances keep answering.
+
+    Call `admits` before the work for a request, and `charge` with its cost. `now_s` can come from any monotonic clock.
+    `of_one` is the rate per peer, and `of_all` is the shared rate. `of_known` is the rate that each of up to MAX_KNOWN
+    nodes has for itself when the shared rate is used up.
+    """
+
+    def __init__(self, *, of_one: Rate, of_all: Rate, of_known: Rate) -> None:
+        self._all = TokenBucket.full(of_all, 0.0)
+        self._peers = Buckets(of_one, max_keys=MAX_PEERS)
+        self._of_known = of_known
+        # The time of each node's last answer, and its own allowance. The node that answered longest ago comes first.
+        self._known: OrderedDict[str, tuple[float, TokenBucket]] = OrderedDict()
+
+    def answered(self, peer_id: str, *, now_s: float) -> None:
+        """Record that a node has answered a request from this node."""
+        if peer_id not in self._known and len(self._known) >= MAX_KNOWN:
+            oldest, (at_s, _) = next(iter(self._known.items()))
+            if now_s - at_s < KNOWN_FOR_S:
+                return
+            del self._known[oldest]
+        _, own = self._known.get(peer_id, (now_s, TokenBucket.full(self._of_known, now_s)))
+        self._known[peer_id] = now_s, own
+        self._known.move_to_end(peer_id)
+
+    def admits(self, peer_id: str, *, now_s: float) -> bool:
+        pays = self._payer(peer_id, now_s)
+        return pays.left > 0.0 and self._peers.of(peer_id, now_s).left > 0.0
+
+    def charge(self, peer_id: str, units: float, *, now_s: float) -> None:
+        self._payer(peer_id, now_s).left -= units
+        self._peers.of(peer_id, now_s).left -= units
+
+    def _payer(self, peer_id: str, now_s: float) -> TokenBucket:
+        """Return the refilled bucket to charge: the shared bucket, or the peer's own if the shared bucket is empty."""
+        payer = self._all
+        if self._all.refill(now_s) <= 0.0 and peer_id in self._known:
+            payer = self._known[peer_id][1]
+            payer.refill(now_s)
+        return payer
 
 
 class BoundedStub:
@@ -109,7 +170,7 @@ class BoundedProtocol(DHTProtocol):
         super().__init__(_initialized_with_create=True)
         self.p2p, self.node_id, self.client_mode = client, node_id, is_client
         self.bucket_size, self.num_replicas, self.wait_timeout = BUCKET_SIZE, NUM_REPLICAS, WAIT_TIMEOUT_S
-        self.records, self.cache = RecordStorage(), NoStorage()
+        self.records, self.cache = RecordStorage(), RecordStorage(max_records=0)
         self.storage = self.records
         self.routing_table = RoutingTable(node_id, BUCKET_SIZE, DEPTH_MODULO)
         self.rpc_semaphore = asyncio.Semaphore(MAX_CALLS)
@@ -212,7 +273,7 @@ class BoundedProtocol(DHTProtocol):
     def _keep(self, peer: PeerID, record: DHTRecord) -> bool:
         """Store a record if it is valid. The signature is checked last, because the other checks are cheaper."""
         key, owner = _key(record.key), peer_of(record.subkey)
-        if owner is None or len(record.value) > MAX_RECORD_BYTES + 3:
+        if owner is None or len(record.value) > PACKED_RECORD_BYTES:
             return False
         if why := self.records.refusal(key, owner, record.expiration_time):
             logger.debug("did not store a record of ..%s: %s", owner[-6:], why)
@@ -343,6 +404,45 @@ class BoundedNode(DHTNode):
         answer: Any = await self.protocol.get_stub(peer).rpc_ping(_message("PingRequest"), timeout=WAIT_TIMEOUT_S)
         unsure_s = (time.monotonic() - asked_s) / 2
         return Offset(answer.dht_time - (wall_s + unsure_s), unsure_s)
+
+
+@lru_cache(maxsize=4096)
+def place_of(peer_id: str) -> DHTID:
+    """Return the place of a peer's node in the key space, which stays the same after a restart."""
+    return DHTID.generate(source=peer_id)
+
+
+def claim(table: RoutingTable, place: DHTID, peer: PeerID) -> PeerID | None:
+    """Add a node to the table at the place that it claims. Returns a neighbour to ping, or None.
+
+    The first claim of a node may be for any place, because the places of plain hivemind nodes are random. A node cannot
+    claim a second place or a place that belongs to another node.
+    """
+    if table.get(peer_id=peer, default=place) != place or table.get(node_id=place, default=peer) != peer:
+        return None
+    to_ping = table.add_or_update_node(place, peer)
+    _forget_spare(table, place)
+    return to_ping and to_ping[1]
+
+
+def _forget_spare(table: RoutingTable, place: DHTID) -> None:
+    """Limit the number of spare nodes. hivemind keeps all nodes for which a full bucket has no space."""
+    bucket = table.buckets[table.get_bucket_index(place)]
+    while len(bucket.replacement_nodes) > bucket.size:
+        del table[next(iter(bucket.replacement_nodes))]  # the oldest spare node
+
+
+def placed(nodes: dict[DHTID, PeerID]) -> dict[DHTID, PeerID]:
+    """Return the reported nodes whose DHT id is the place that follows from their peer id."""
+    return {place: peer for place, peer in nodes.items() if place_of(str(peer)) == place}
+
+
+def is_of_now(expires_at_s: float) -> bool:
+    """Return whether an answer expires no later than a record can.
+
+    hivemind would end its search at an answer that expires later.
+    """
+    return expires_at_s <= CLOCK.now() + 2 * TTL_S
 
 
 def _protocol(what: str) -> str:

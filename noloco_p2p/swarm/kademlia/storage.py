@@ -1,22 +1,33 @@
-"""Stores other peers' newest records on a DHT node, up to a total limit.
+"""Checks and stores the records of other peers on a DHT node, and packs them for answers.
 
 hivemind's own storage has a flaw. If an older record of a peer is stored again, hivemind keeps the newer record, but
 with the expiry of the older one. Anybody could therefore make a peer vanish by replaying an old record. In addition,
-hivemind does not limit the number of records per peer.
+hivemind does not limit the number of records per peer, and its reader of answers constructs any object that another
+node has packed.
 """
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
+import msgpack
+from hivemind.dht.crypto import DHTRecord, RecordValidatorBase
+from hivemind.dht.protocol import DHTProtocol
 from hivemind.dht.routing import DHTID
 from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
+from hivemind.utils import MSGPackSerializer
 from hivemind.utils.timed_storage import ValueWithExpiration
 
+from noloco_p2p.invitation import is_marked
+from noloco_p2p.swarm.buckets import MAX_DEPTH, bucket_of, run_key
 from noloco_p2p.swarm.clock import CLOCK
+from noloco_p2p.swarm.records import EXPIRY_SLACK_S, MAX_RECORD_BYTES, TTL_S, RecordError, open_envelope
 
 # A peer is announced under up to 8 keys: in each of two views, at two adjacent depths, the previous depth and the base.
 MAX_RECORDS_OF_ONE = 8
@@ -25,7 +36,63 @@ MAX_RECORDS = 10_000
 SWEEP_EVERY_S = 1.0
 ENTRY_BYTES = 80  # the size of the peer id and the expiry that accompany each record in an answer
 
+PACKED_RECORD_BYTES = MAX_RECORD_BYTES + 3
+DICTIONARY = 0x50  # hivemind's MessagePack code for a dictionary
+ENTRIES = 3  # elements of a packed dictionary; the last one is the list of its entries
+MAX_PEER_ID_CHARS = 64
+
 Record = ValueWithExpiration[bytes]
+
+
+class RecordValidator(RecordValidatorBase):
+    """Accepts a record if it is signed by its peer, has the key of one of that peer's buckets, and has not expired.
+
+    In a private run, the record must also contain proof that a member wrote it. Only the envelope is checked, so that
+    older nodes accept records with new fields. This matters because hivemind drops a whole answer if one of its records
+    is invalid.
+    """
+
+    def validate(self, record: DHTRecord) -> bool:
+        try:
+            values = open_envelope(unpacked(record.value))
+        except RecordError:
+            return False
+        remaining_s = record.expiration_time - CLOCK.now()
+        return (
+            record.subkey == DHTProtocol.serializer.dumps(values["id"])
+            and record.key in _keys_of(values["id"], values["spec"])
+            and abs(values["exp"] - record.expiration_time) <= EXPIRY_SLACK_S
+            and 0 < remaining_s <= 2 * TTL_S
+            and is_marked(values["spec"], values["id"], str(values.get("mark", "")))
+        )
+
+
+@lru_cache(maxsize=4096)
+def _keys_of(peer_id: str, spec_digest: str) -> frozenset[bytes]:
+    """Return the keys under which a peer may announce itself, which are the keys of its bucket at every depth."""
+    keys = (bucket_of(peer_id, depth).key(run_key(spec_digest)) for depth in range(MAX_DEPTH + 1))
+    return frozenset(DHTID.generate(key).to_bytes() for key in keys)
+
+
+def peer_of(packed: bytes) -> str | None:
+    """Return the peer id in a packed subkey, or None if it is not a MessagePack str 8 with the length of a peer id."""
+    if not 34 <= len(packed) <= 66 or packed[0] != 0xD9 or packed[1] != len(packed) - 2 or not packed[2:].isascii():
+        return None
+    return packed[2:].decode()
+
+
+def unpacked(packed: bytes) -> bytes:
+    """Return the bytes inside a MessagePack bin 8 or bin 16.
+
+    Only these two types can be stored, so strangers' bytes never reach a general parser. Raises RecordError for any
+    other type.
+    """
+    if len(packed) > PACKED_RECORD_BYTES:
+        raise RecordError(f"the record has {len(packed)} bytes, but the limit is {PACKED_RECORD_BYTES}")
+    header = {b"\xc4": 2, b"\xc5": 3}.get(packed[:1])
+    if header is None or int.from_bytes(packed[1:header], "big") != len(packed) - header:
+        raise RecordError("the record is not packed as MessagePack bytes")
+    return packed[header:]
 
 
 class RecordStorage(DHTLocalStorage):
@@ -125,14 +192,35 @@ class RecordStorage(DHTLocalStorage):
             del self._keys_of[peer_id]
 
 
-class NoStorage(DHTLocalStorage):
-    """A storage that stores nothing.
+def pack_records(records: Sequence[tuple[str, ValueWithExpiration[bytes]]]) -> tuple[bytes, float]:
+    """Pack records in hivemind's format for dictionaries. Returns the bytes and the latest expiry."""
+    entries = [[peer_id, record.value, record.expiration_time] for peer_id, record in records]
+    last_s = max(record.expiration_time for _, record in records)
+    return MSGPackSerializer.dumps(
+        msgpack.ExtType(DICTIONARY, MSGPackSerializer.dumps([math.inf, last_s, entries]))
+    ), last_s
 
-    It replaces hivemind's cache, which anybody could fill, and which hivemind reads before the storage.
+
+def told_records(packed: bytes) -> Iterator[tuple[str, bytes, float]]:
+    """Yield the (peer id, packed record, expiry) entries of a dictionary that another node has packed.
+
+    hivemind's own reader has no limits: it constructs any object that a MessagePack of this length can hold. Raises
+    ValueError if the bytes are not a dictionary of records.
     """
-
-    def store(self, *args: Any, **kwargs: Any) -> bool:
-        return False
-
-    def store_subkey(self, *args: Any, **kwargs: Any) -> bool:
-        return False
+    outer = msgpack.unpackb(packed)
+    if not isinstance(outer, msgpack.ExtType) or outer.code != DICTIONARY:
+        raise ValueError("the answer is not a dictionary")
+    inner: Any = msgpack.unpackb(
+        outer.data,
+        max_array_len=MAX_RECORDS_PER_KEY,
+        max_bin_len=PACKED_RECORD_BYTES,
+        max_str_len=MAX_PEER_ID_CHARS,
+        max_map_len=0,
+        max_ext_len=0,
+    )
+    for entry in inner[2] if isinstance(inner, list) and len(inner) == ENTRIES and isinstance(inner[2], list) else ():
+        match entry:
+            case [str(peer_id), bytes(record), float(expires_at_s)]:
+                yield peer_id, record, expires_at_s
+            case _:
+                raise ValueError("the answer contains an entry that is not a record")

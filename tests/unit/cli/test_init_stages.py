@@ -26,7 +26,7 @@ link, each way  tokens/s    smallest batch
 with the smallest batch (per replica and step), a link is busy 60 to 70 % of the time; the batch of this spec has \
 1,024 tokens
 use links with at least 1 Gbit/s and a delay of at most 5 ms; on slower links, stages learn less per token \
-(docs/stages.md)
+(docs/results.md)
 a head needs the data ('stdlib') and enough memory for stage 0; every other peer can hold stage 1 or higher. Training \
 begins when each of the 3 stages has a peer. One machine can run all stages, each in a process with its own --state-dir
 """

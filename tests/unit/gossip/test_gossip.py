@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from harness.swap_swarm import Swarm, profile
 
-from noloco_p2p.gossip.shares import Shares
+from noloco_p2p.gossip.pairing import Shares
 from noloco_p2p.simulate.clock import run_virtual
 
 LINKS = [profile(0.5)] * 6

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from noloco_p2p.gossip import introductions
-from noloco_p2p.gossip.introductions import LOOKS_AT_ONCE, LOOKS_PER_S, Introductions
+from noloco_p2p.gossip import gossip
+from noloco_p2p.gossip.gossip import LOOKS_AT_ONCE, LOOKS_PER_S, Introductions
 from noloco_p2p.gossip.seams import Candidate
 
 
@@ -64,7 +64,7 @@ def test_strangers_cannot_make_it_search_all_the_time() -> None:
 
 def test_a_directory_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
-        monkeypatch.setattr(introductions, "LOOK_S", 0.01)
+        monkeypatch.setattr(gossip, "LOOK_S", 0.01)
         assert not await Introductions(FakeDirectory(is_slow=True), clock=lambda: 0.0).is_listed("new")
 
     asyncio.run(run())

@@ -11,9 +11,8 @@ from harness.swap_swarm import SPEC, Swarm, profile
 
 from noloco_p2p.errors import PeerError
 from noloco_p2p.gossip.frames import Accept, Alive, Frame, Hello, Offer, Refuse, RefuseCode, Slice, Standing
-from noloco_p2p.gossip.pairing import FAILED_RETRY_S, MOST_RETRY_S, Pairing
+from noloco_p2p.gossip.pairing import FAILED_RETRY_S, MOST_RETRY_S, START, Pairing
 from noloco_p2p.gossip.seams import Candidate, FrameStream
-from noloco_p2p.gossip.shares import START
 from noloco_p2p.simulate.clock import run_virtual
 from noloco_p2p.testing.memory import MemoryStream
 

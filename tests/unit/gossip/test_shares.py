@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from noloco_p2p.gossip.shares import FAIR_SHARES, LEAST, MAX_ACCOUNTS, MOST, START, Shares
+from noloco_p2p.gossip.pairing import FAIR_SHARES, LEAST, MAX_ACCOUNTS, MOST, START, Shares
 
 
 def swaps_of_a_greedy_peer(num_rounds: int, *, num_live: int, is_listed: bool = True) -> int:

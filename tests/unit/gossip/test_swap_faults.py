@@ -52,7 +52,7 @@ def test_a_run_without_faults_has_swaps_of_all_kinds() -> None:
     end = run(Faults(Ready, "drop", nth=10_000), is_second=False, num_steps=20)
     assert end.drift < ROUNDING
     assert end.faulty.counts.traffic.repeated_chunks > 0
-    assert {len(end.faulty.exchange.units.chunks(swap.part)) for swap in end.faulty.swaps} >= {1, 3}
+    assert {len(end.faulty.exchange.units.chunks(swap.agreed.part)) for swap in end.faulty.swaps} >= {1, 3}
 
 
 KINDS: dict[str, type[Frame]] = {kind.__name__: kind for kind in (Offer, Accept, Grid, Header, Chunk, Received, Ready)}

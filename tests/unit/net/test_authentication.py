@@ -11,7 +11,6 @@ import pytest
 from harness.patience import PATIENCE_S
 
 from noloco_p2p.errors import Refused
-from noloco_p2p.hosts import network_of
 from noloco_p2p.net import server
 from noloco_p2p.net.server import TurnedAway, _answer, _asked
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
@@ -23,19 +22,6 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now_s
-
-
-@pytest.mark.parametrize(
-    ("host", "network"),
-    [
-        ("192.0.2.7", "192.0.2.0/24"),
-        ("2001:db8:1:2::7", "2001:db8:1::/48"),
-        ("::ffff:192.0.2.7", "192.0.2.0/24"),
-        ("fe80::1%eth0", "fe80::/48"),
-    ],
-)
-def test_the_network_of_a_host(host: str, network: str) -> None:
-    assert network_of(host) == network
 
 
 def test_a_scan_is_told_in_one_line_a_minute(caplog: pytest.LogCaptureFixture) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from harness.header_bombs import ACK, CONTINUATION, HEADERS, PREFACE, SETTINGS, frame
 
-from noloco_p2p.net.preamble import PUSH_PROMISE, Preamble
+from noloco_p2p.net.proxy import PUSH_PROMISE, Preamble
 
 DATA, PING, WINDOW_UPDATE = 0, 6, 8
 OWN_SETTINGS = frame(SETTINGS, bytes(6))

@@ -14,7 +14,7 @@ from noloco_p2p.errors import CorruptPayload, TimedOut, Unreachable
 from noloco_p2p.gossip.frames import Accept, Chunk, Hello, Offer, Ready, Standing
 from noloco_p2p.gossip.units import Slice
 from noloco_p2p.net import convert
-from noloco_p2p.net.swap_stream import LEAVE, WINDOW_FRAMES, Order, SwapConnection, SwapStream
+from noloco_p2p.net.swap_stream import LEAVE, WINDOW_FRAMES, Order, SwapStream
 
 HELLO = Hello("peer", "run", "digest")
 STANDING = Standing(0.0, 1.0, 0.0)
@@ -69,14 +69,11 @@ class MemoryWire:
 
 
 class Stream(SwapStream):
-    """A stream that records the swap ids that its peers agree on."""
+    """A stream that records the offers that its peers agree on."""
 
     def __init__(self, first: MemoryWire) -> None:
-        self.agreed: list[bytes] = []
-        super().__init__("peer", first)
-
-    def _agreed(self, offer: Offer) -> None:
-        self.agreed.append(offer.swap_id)
+        self.agreed: list[Offer] = []
+        super().__init__(first, peer="peer", proven="peer", is_caller=False, on_accepted=self.agreed.append)
 
 
 def run(main: Callable[[], Coroutine[None, None, None]]) -> None:
@@ -91,8 +88,8 @@ def linked(connections: list[list[int]]) -> tuple[Stream, Stream, list[tuple[Mem
     wires = [MemoryWire.pair(delays) for delays in connections]
     here, there = Stream(wires[0][0]), Stream(wires[0][1])
     for ours, theirs in wires[1:]:
-        here.add(SwapConnection(ours))
-        there.add(SwapConnection(theirs))
+        here.add(ours)
+        there.add(theirs)
     return here, there, wires
 
 
@@ -177,21 +174,6 @@ def test_a_reader_that_does_not_read_stops_the_sender(num_connections: int) -> N
     run(main)
 
 
-def test_one_connection_says_no_numbers_and_a_second_one_begins_to() -> None:
-    async def main() -> None:
-        (first, first_end), (second, second_end) = MemoryWire.pair([0]), MemoryWire.pair([0])
-        here = Stream(first)
-        await here.send(chunk(0))
-        assert convert.decode(await first_end.read() or b"") == (chunk(0), 0)
-        here.add(SwapConnection(second))
-        await here.send(chunk(1))
-        assert convert.decode(await first_end.read() or b"") == (chunk(1), 2)
-        assert second_end.incoming.messages.empty(), "the first connection was free"
-        await here.close()
-
-    run(main)
-
-
 def test_a_connection_that_dies_ends_the_stream_behind_what_is_here() -> None:
     async def main() -> None:
         here, there, wires = linked([[0], [0]])
@@ -254,7 +236,7 @@ def test_connections_are_agreed_by_an_offer_and_its_answer() -> None:
         assert there.agreed == here.agreed == []
         await there.send(ACCEPT)
         await here.receive(PATIENCE_S)
-        assert there.agreed == here.agreed == [b"id"]
+        assert there.agreed == here.agreed == [OFFER]
         await here.close()
         await there.close()
 
@@ -270,7 +252,7 @@ def test_a_caller_cannot_accept_its_own_offer() -> None:
         await there.receive(PATIENCE_S)
         assert there.agreed == here.agreed == []
         await there.send(ACCEPT)
-        assert there.agreed == [b"id"]
+        assert there.agreed == [OFFER]
         await here.close()
         await there.close()
 

@@ -145,13 +145,15 @@ def test_disjoint_views_of_one_vector_may_be_saved(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("saved", "message"),
     [
-        ({"a": torch.zeros(4, 4).T[1:]}, "a is not contiguous"),
-        ({"a": (shared := torch.zeros(10)), "b": shared}, "a and b share memory"),
-        ({"b": shared[:6], "a": shared[5:]}, "b and a share memory"),
+        ({"a": torch.zeros(4, 4).T[1:]}, "non contiguous tensor: `a`"),
+        ({"a": (shared := torch.zeros(10)), "b": shared}, "'a', 'b'"),
+        ({"b": shared[:6], "a": shared[5:]}, "share memory"),
     ],
 )
-def test_tensors_that_safetensors_refuses_are_named(tmp_path: Path, saved: dict[str, Tensor], message: str) -> None:
-    with pytest.raises(AssertionError, match=message):
+def test_tensors_that_safetensors_refuses_leave_nothing_behind(
+    tmp_path: Path, saved: dict[str, Tensor], message: str
+) -> None:
+    with pytest.raises((ValueError, RuntimeError), match=message):
         Checkpoints(tmp_path).save(0, files={"x": saved}, meta={})
     assert folders(tmp_path) == []
 

@@ -11,7 +11,7 @@ from torch import nn
 from noloco_p2p.errors import CheckpointError
 from noloco_p2p.optim.inner import make_inner_optimizer
 from noloco_p2p.outer.checkpoint import Checkpoint, Checkpoints
-from noloco_p2p.outer.optimizer_state import flatten_optimizer, restore_optimizer
+from noloco_p2p.outer.optimizer_state import flatten_optimizers, restore_optimizers
 from noloco_p2p.spec import TrainSpec
 
 TRAIN = TrainSpec(weight_decay=0.1, learning_rate=0.01)  # two groups, not in the order of the model
@@ -36,14 +36,14 @@ def test_training_continues_bit_for_bit_through_a_checkpoint(tmp_path: Path) -> 
 
     model, optimizer = make_model()
     train(model, optimizer, first=1, last=5)
-    flat = flatten_optimizer(optimizer, dict(model.named_parameters()))
+    flat = flatten_optimizers([optimizer], dict(model.named_parameters()))
     assert "exp_avg_sq/1.weight" in flat
     files = {"optimizer": flat, "model": {name: tensor.detach() for name, tensor in model.named_parameters()}}
     checkpoint = Checkpoint(Checkpoints(tmp_path).save(0, files=files, meta={}))
 
     again, again_optimizer = make_model()
     again.load_state_dict(checkpoint.load("model"))
-    restore_optimizer(again_optimizer, dict(again.named_parameters()), checkpoint.load("optimizer"))
+    restore_optimizers([again_optimizer], dict(again.named_parameters()), checkpoint.load("optimizer"))
     train(again, again_optimizer, first=5, last=9)
     for (name, expected), (_, found) in zip(whole.named_parameters(), again.named_parameters(), strict=True):
         assert torch.equal(expected, found), name
@@ -53,8 +53,8 @@ def test_training_continues_bit_for_bit_through_a_checkpoint(tmp_path: Path) -> 
 def test_before_the_first_step_there_is_nothing_to_keep() -> None:
     model, optimizer = make_model()
     names = dict(model.named_parameters())
-    assert flatten_optimizer(optimizer, names) == {}
-    restore_optimizer(optimizer, names, {})
+    assert flatten_optimizers([optimizer], names) == {}
+    restore_optimizers([optimizer], names, {})
     train(model, optimizer, first=1, last=2)
 
 
@@ -62,9 +62,9 @@ def test_the_learning_rate_stays_the_optimizers_own() -> None:
     model, optimizer = make_model()
     train(model, optimizer, first=1, last=2)
     names = dict(model.named_parameters())
-    flat = flatten_optimizer(optimizer, names)
+    flat = flatten_optimizers([optimizer], names)
     optimizer.param_groups[0]["lr"] = 0.5
-    restore_optimizer(optimizer, names, flat)
+    restore_optimizers([optimizer], names, flat)
     assert optimizer.param_groups[0]["lr"] == 0.5
 
 
@@ -72,10 +72,10 @@ def test_the_state_of_another_model_is_refused() -> None:
     model, optimizer = make_model()
     names = dict(model.named_parameters())
     with pytest.raises(CheckpointError, match=r"exp_avg/elsewhere .* does not match any parameter"):
-        restore_optimizer(optimizer, names, {"exp_avg/elsewhere": torch.zeros(4)})
+        restore_optimizers([optimizer], names, {"exp_avg/elsewhere": torch.zeros(4)})
     for shape in ((3,), (3, 2)):
         with pytest.raises(CheckpointError, match=r"exp_avg/1\.weight \(3,.*\) does not match any parameter"):
-            restore_optimizer(optimizer, names, {"exp_avg/1.weight": torch.zeros(shape)})
+            restore_optimizers([optimizer], names, {"exp_avg/1.weight": torch.zeros(shape)})
 
 
 def test_a_factored_state_is_kept_too() -> None:
@@ -83,11 +83,11 @@ def test_a_factored_state_is_kept_too() -> None:
     model, _ = make_model()
     names, optimizer = dict(model.named_parameters()), torch.optim.Adafactor(model.parameters())
     train(model, optimizer, first=1, last=2)
-    flat = {key: value.clone() for key, value in flatten_optimizer(optimizer, names).items()}
+    flat = {key: value.clone() for key, value in flatten_optimizers([optimizer], names).items()}
     again = torch.optim.Adafactor(model.parameters())
-    restore_optimizer(again, names, flat)
-    assert flat.keys() == flatten_optimizer(again, names).keys()
-    assert all(torch.equal(value, flat[key]) for key, value in flatten_optimizer(again, names).items())
+    restore_optimizers([again], names, flat)
+    assert flat.keys() == flatten_optimizers([again], names).keys()
+    assert all(torch.equal(value, flat[key]) for key, value in flatten_optimizers([again], names).items())
 
 
 def test_an_optimizer_that_cannot_be_kept_is_told() -> None:
@@ -95,4 +95,4 @@ def test_an_optimizer_that_cannot_be_kept_is_told() -> None:
     optimizer = torch.optim.LBFGS(model.parameters())
     optimizer.step(lambda: sum(param.square().sum() for param in model.parameters()))
     with pytest.raises(CheckpointError, match="LBFGS cannot be saved"):
-        flatten_optimizer(optimizer, dict(model.named_parameters()))
+        flatten_optimizers([optimizer], dict(model.named_parameters()))

@@ -94,7 +94,7 @@ ENDS_AT_ONCE = """
 import sys, torch
 from pathlib import Path
 from noloco_p2p.outer.checkpoint import Checkpoints
-from noloco_p2p.outer.saver import Content, Saver
+from noloco_p2p.outer.checkpoint import Content, Saver
 tensors = {"weights": torch.ones(30_000_000)}
 content = Content({}, {"state": tensors}, {})
 Saver().begin(Checkpoints(Path(sys.argv[1])), 0, content=lambda: content, done=lambda folder: None)

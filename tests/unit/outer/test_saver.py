@@ -13,9 +13,8 @@ from harness.patience import PATIENCE_S
 from torch import nn
 
 from noloco_p2p.errors import CheckpointError
-from noloco_p2p.outer.checkpoint import Checkpoint, Checkpoints
+from noloco_p2p.outer.checkpoint import Checkpoint, Checkpoints, Content, Saver
 from noloco_p2p.outer.noloco import NoLoCo
-from noloco_p2p.outer.saver import Content, Saver
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.testing.peers import MemorySwarm
 

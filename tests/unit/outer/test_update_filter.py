@@ -10,11 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from noloco_p2p.gossip.units import Chunk
-from noloco_p2p.outer.update_filter import LIMITS, PARTNERS, UpdateFilter, pieces_of
+from noloco_p2p.outer import update_filter
+from noloco_p2p.outer.update_filter import PARTNERS, UpdateFilter, pieces_of
 
 SIZE = 100
 MOVED = 1.0  # the norm of this peer's own movement between two swaps
-LEAST, MOST = LIMITS.least * MOVED, LIMITS.most * MOVED
+LEAST, MOST = update_filter.LEAST * MOVED, update_filter.MOST * MOVED
 
 
 def vector(norm: float) -> torch.Tensor:
@@ -75,6 +76,12 @@ def test_many_swaps_with_one_liar_do_not_widen_the_filter() -> None:
         replica.remember(f"honest-{number}", 0.6)
     for _ in range(3 * PARTNERS):
         assert replica.swap("liar", 1000.0) <= 0.6 * 1.001
+
+
+def test_liars_alone_do_not_widen_the_filter() -> None:
+    replica = Replica()
+    norms = [replica.swap(f"liar-{number}", 1e6) for number in range(2 * PARTNERS)]
+    assert norms == pytest.approx([LEAST] * len(norms), rel=1e-3), "what was cut off is not remembered"
 
 
 def test_liars_alone_cannot_widen_the_filter_beyond_its_upper_bound() -> None:

@@ -1,23 +1,48 @@
-"""Requests for a pause, and the task that watches the machine."""
+"""Requests for a pause, the hours and the load at which a peer trains, and the load of other programs."""
 
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
+import psutil
 import pytest
 from harness.patience import PATIENCE_S
 
 from noloco_p2p.owned_tasks import end_tasks
-from noloco_p2p.peer.pausing import IN_USE, Pausing, Reason, watch, watch_machine
+from noloco_p2p.peer.pausing import (
+    BUSY_SHARE,
+    IN_USE,
+    QUIET_S,
+    FreeTime,
+    MachineUse,
+    Pausing,
+    Reason,
+    minute_of_day,
+    watch,
+    watch_machine,
+)
 from noloco_p2p.settings import PeerSettings
+from noloco_p2p.swarm.records import PAUSED_BY
 
 NIGHT = Reason("hours", "it is night")
+NOON = 12 * 60
+BUSY, CALM = BUSY_SHARE + 0.01, BUSY_SHARE - 0.01
+BURN = "print(flush=True)\nwhile True: pass"
+BURN_IN_A_CHILD = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {BURN!r}])"
+IDLE = "import sys; print(flush=True); sys.stdin.read()"
+BURNT_S = 1.0
 
 
 def test_a_pause_lasts_while_anybody_asks_for_it() -> None:
-    requested = threading.Event()
-    both = Pausing(requested)
+    both = Pausing()
+    requested = both.requested
     assert (both.word, both.sentence, requested.is_set()) == ("", "", False)
     both.heed(IN_USE)
     assert (both.word, requested.is_set()) == ("in use", True)
@@ -34,16 +59,16 @@ def test_a_pause_lasts_while_anybody_asks_for_it() -> None:
 
 
 def test_the_script_of_a_user_may_set_the_event_itself() -> None:
-    requested = threading.Event()
-    requested.set()
-    assert Pausing(requested).word == "asked"
+    pausing = Pausing()
+    pausing.requested.set()
+    assert pausing.word == "asked"
 
 
 def test_the_task_pauses_and_goes_on_with_what_is_seen_and_survives_a_failed_look(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    requested, words, ended = threading.Event(), list[str](), threading.Event()
-    both, told = Pausing(requested), iter([NIGHT, None, NIGHT])
+    words, ended = list[str](), threading.Event()
+    both, told = Pausing(), iter([NIGHT, None, NIGHT])
 
     def why_not() -> Reason | None:
         words.append(both.word)
@@ -61,12 +86,12 @@ def test_the_task_pauses_and_goes_on_with_what_is_seen_and_survives_a_failed_loo
 
     asyncio.run(run())
     assert words[:4] == ["", "hours", "", "hours"]
-    assert requested.is_set(), "it stays as it was"
+    assert both.requested.is_set(), "it stays as it was"
     assert "could not be measured" in caplog.text
 
 
 async def _tasks(settings: PeerSettings) -> int:
-    tasks = watch_machine(settings, Pausing(threading.Event()))
+    tasks = watch_machine(settings, Pausing())
     await end_tasks(tasks)
     return len(tasks)
 
@@ -74,3 +99,105 @@ async def _tasks(settings: PeerSettings) -> int:
 def test_nothing_looks_at_a_machine_that_trains_at_any_time() -> None:
     assert asyncio.run(_tasks(PeerSettings())) == 0
     assert asyncio.run(_tasks(PeerSettings(when="09:00-17:00"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "minute", "others_share", "word"),
+    [
+        ({}, NOON, 1.0, ""),
+        ({"when": "always"}, NOON, 1.0, ""),
+        ({"when": "idle"}, NOON, None, ""),  # an unknown load does not stop training
+        ({"when": "09:00-17:00"}, 9 * 60 - 1, None, "hours"),
+        ({"when": "09:00-17:00"}, 9 * 60, None, ""),
+        ({"when": "09:00-17:00"}, 17 * 60 - 1, None, ""),
+        ({"when": "09:00-17:00"}, 17 * 60, None, "hours"),
+        ({"when": "22:00-07:00"}, 21 * 60 + 59, None, "hours"),
+        ({"when": "22:00-07:00"}, 22 * 60, None, ""),
+        ({"when": "22:00-07:00"}, 0, None, ""),
+        ({"when": "22:00-07:00"}, 7 * 60, None, "hours"),
+        ({"when": "00:00-23:59"}, NOON, 1.0, ""),
+        ({"when": "idle"}, NOON, BUSY, "in use"),
+        ({"when": "idle"}, NOON, CALM, ""),
+    ],
+)
+def test_what_is_seen_at_once(settings: dict[str, Any], minute: int, others_share: float | None, word: str) -> None:
+    reason = FreeTime(PeerSettings.load(settings)).why_not(minute=minute, others_share=others_share, now_s=5.0)
+    assert (reason.word if reason else "") == word
+    assert word in PAUSED_BY
+
+
+@pytest.mark.parametrize("calm", [CALM, None])
+def test_training_goes_on_after_two_minutes_of_quiet(calm: float | None) -> None:
+    free_time, busy = FreeTime(PeerSettings.load({"when": "idle"})), BUSY
+
+    def at(now_s: float, others_share: float | None) -> str:
+        reason = free_time.why_not(minute=NOON, others_share=others_share, now_s=now_s)
+        return reason.word if reason else ""
+
+    assert at(0.0, calm) == ""
+    assert at(5.0, busy) == "in use"
+    assert at(5.0 + QUIET_S - 1.0, calm) == "in use"
+    assert at(5.0 + QUIET_S, calm) == ""
+    assert at(200.0, busy) == "in use"
+    assert at(260.0, busy) == "in use"
+    assert at(259.0 + QUIET_S, calm) == "in use", "counted from the last time"
+    assert at(260.0 + QUIET_S, calm) == ""
+
+
+@contextmanager
+def process(program: str) -> Iterator[psutil.Process]:
+    """Yield a process that is running; kill it and its children afterwards."""
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as started:
+        assert started.stdout
+        started.stdout.readline()
+        seen = psutil.Process(started.pid)
+        try:
+            yield seen
+        finally:
+            for child in [*seen.children(recursive=True), seen]:
+                child.kill()
+
+
+def burn(tree: psutil.Process) -> None:
+    """Wait until this process and its children have used the processor for a while."""
+
+    def used_s() -> float:
+        return sum(sum(each.cpu_times()[:2]) for each in [tree, *tree.children(recursive=True)])
+
+    until_s = used_s() + BURNT_S
+    while used_s() < until_s:
+        time.sleep(0.05)  # between two checks
+
+
+@pytest.mark.parametrize("program", [BURN, BURN_IN_A_CHILD])
+def test_what_other_programs_use_is_told_from_what_this_peer_uses(program: str) -> None:
+    with process(program) as busy, process(IDLE) as calm:
+        as_peer, as_other = MachineUse(root_pid=busy.pid), MachineUse(root_pid=calm.pid)
+        first, began_s = as_peer.others_share(), time.monotonic()
+        as_other.others_share()
+        burn(busy)
+        own, other = as_peer.others_share(), as_other.others_share()
+        elapsed_s = time.monotonic() - began_s
+    assert first is None, "there is nothing to compare with yet"
+    assert own is not None
+    assert other is not None
+    burnt_share = BURNT_S / elapsed_s / (psutil.cpu_count() or 1)
+    assert other - own > 0.8 * burnt_share
+
+
+def test_a_process_that_has_ended_leaves_nothing_to_count() -> None:
+    with process(IDLE) as ended:
+        use = MachineUse(root_pid=ended.pid)
+        use.others_share()
+    assert use.others_share() is not None
+
+
+def test_the_minute_is_that_of_the_clock_on_the_wall(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TZ", "UTC-2")
+    time.tzset()
+    try:
+        local = time.gmtime(time.time() + 7200)
+        assert (minute_of_day() - 60 * local.tm_hour - local.tm_min) % 1440 in (0, 1)
+    finally:
+        monkeypatch.undo()
+        time.tzset()

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from noloco_p2p.gossip.gossip import Counts, Link
-from noloco_p2p.peer.status import Status
+from noloco_p2p.peer.network import Status
 from noloco_p2p.telemetry.metrics import Metrics
 
 

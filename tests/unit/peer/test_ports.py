@@ -8,7 +8,7 @@ import pytest
 
 from noloco_p2p.errors import SettingsError
 from noloco_p2p.peer.peer import resolve
-from noloco_p2p.peer.ports import Ports, remembered_ports
+from noloco_p2p.peer.run_folder import Ports, remembered_ports
 from noloco_p2p.settings import PeerSettings
 
 

@@ -58,9 +58,9 @@ def test_a_mapping_is_published_unless_peers_dial_back_in_vain() -> None:
     assert peer._ports() == MAPPED.ports, "these are asked about"
     assert (peer.addresses(), peer.doors()) == (AT_HOME, [OUTSIDE]), "nobody is there who could be asked"
     for seen in (DialBack("45.77.0.9", {41337: "closed"}), DialBack("45.77.0.10", {41337: ""})):
-        peer._dial_backs._seen["other"] = seen
+        peer._dial_backs._seen["other"] = 0.0, seen
         assert (peer.addresses(), peer.ways_in(), peer.doors()) == ((), (), [])
-    peer._dial_backs._seen["other"] = DialBack("45.77.0.9", {41337: "", 41338: ""})
+    peer._dial_backs._seen["other"] = 0.0, DialBack("45.77.0.9", {41337: "", 41338: ""})
     assert peer.addresses() == AT_HOME
     assert peer.ways_in() == (OUTSIDE,)
     assert peer.verdict().state is Reach.MAPPED

@@ -32,7 +32,7 @@ def spec(tmp_path: Path) -> Path:
 
 def test_help_and_docs_name_every_rule(capsys: pytest.CaptureFixture[str]) -> None:
     run(["simulate", "--help"])
-    told = capsys.readouterr().out, (ROOT / "docs" / "simulate.md").read_text(encoding="utf-8")
+    told = capsys.readouterr().out, (ROOT / "docs" / "researchers.md").read_text(encoding="utf-8")
     assert all(re.search(rf"\b{rule}\b", text) for rule in RULE_NAMES for text in told)
 
 

@@ -11,8 +11,8 @@ from noloco_p2p.errors import Unreachable
 from noloco_p2p.gossip.frames import Chunk, FetchItem, FetchWant, Frame, Hello, PeerStatus, Ready, Received
 from noloco_p2p.gossip.seams import Candidate, FrameStream
 from noloco_p2p.simulate.clock import run_virtual
-from noloco_p2p.simulate.network import BREAKS_WITHIN, FRAME_BYTES, Link, LinkNetwork, LinkTransport
-from noloco_p2p.testing.links import LinkProfile
+from noloco_p2p.testing.links import Link, LinkProfile
+from noloco_p2p.testing.memory import BREAKS_WITHIN, FRAME_BYTES, MemoryNetwork, MemoryTransport
 
 SLOW_UP = LinkProfile("slow-up", down_mbit_s=80, up_mbit_s=8, delay_ms=100, jitter_ms=0)  # 1 MB/s up, 10 MB/s down
 CHUNK_BYTES = 1_000_000 - FRAME_BYTES
@@ -48,15 +48,15 @@ def chunk(index: int) -> Chunk:
     return Chunk(index, bytes(CHUNK_BYTES), b"")
 
 
-def made(*, lose: float = 0.0) -> tuple[LinkNetwork, LinkTransport, Listener]:
-    network, listener = LinkNetwork(lose=lose), Listener()
+def made(*, lose: float = 0.0) -> tuple[MemoryNetwork, MemoryTransport, Listener]:
+    network, listener = MemoryNetwork(lose=lose), Listener()
     for number, name in enumerate("ab"):
         network.links[name] = Link.of(SLOW_UP, seed=number)
     network.add("b", listener)
-    return network, LinkTransport(network, lambda: Hello("a", "run", "digest")), listener
+    return network, MemoryTransport(network, lambda: Hello("a", "run", "digest")), listener
 
 
-async def call(transport: LinkTransport) -> FrameStream:
+async def call(transport: MemoryTransport) -> FrameStream:
     return await transport.open_swap(Candidate("b", address="b"), timeout_s=5.0)
 
 

@@ -10,11 +10,10 @@ from torch import Tensor
 from noloco_p2p.codec import get_codec, vector_bytes
 from noloco_p2p.simulate.lockstep import RULES, DiLoCo, Ring, simulate_lockstep
 from noloco_p2p.simulate.material import Material
-from noloco_p2p.simulate.network import IDEAL
 from noloco_p2p.simulate.plan import ABSENT_STEPS, Churn, Plan, peer_name
 from noloco_p2p.simulate.result import Result
 from noloco_p2p.spec import TrainSpec
-from noloco_p2p.testing.links import LinkProfile
+from noloco_p2p.testing.links import IDEAL, LinkProfile
 from noloco_p2p.trainer.inner_step import InnerStep
 
 STEPS, INNER_STEPS = 12, 3

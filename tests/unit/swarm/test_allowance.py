@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from noloco_p2p.rates import Rate
-from noloco_p2p.swarm.kademlia.allowance import KNOWN_FOR_S, MAX_KNOWN, MAX_PEERS, Allowance
+from noloco_p2p.swarm.kademlia.protocol import KNOWN_FOR_S, MAX_KNOWN, MAX_PEERS, Allowance
 
 OF_ONE, OF_ALL, OF_KNOWN = Rate(per_s=2.0, burst=10.0), Rate(per_s=20.0, burst=100.0), Rate(per_s=1.0, burst=5.0)
 

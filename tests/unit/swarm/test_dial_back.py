@@ -10,11 +10,14 @@ from harness.patience import PATIENCE_S
 
 from noloco_p2p.dial_guard import DialGuard
 from noloco_p2p.errors import DirectoryError
-from noloco_p2p.swarm.addresses import host_of, host_port, is_public, only_public
+from noloco_p2p.simulate.clock import run_virtual
+from noloco_p2p.swarm.addresses import host_of, host_port, only_public
 from noloco_p2p.swarm.dial_back import (
+    ASK_AGAIN_S,
     ASKED_PEERS,
     DIALS_A_MINUTE_OF_ONE,
     NO,
+    RECHECK_S,
     DialBack,
     DialBacks,
     DialBackServer,
@@ -48,25 +51,6 @@ def verdict(
         relayed=relayed,
         num_holes=num_holes,
     )
-
-
-@pytest.mark.parametrize(
-    ("host", "expected"),
-    [
-        ("8.8.8.8", True),
-        ("[2001:4860:4860::8888]", True),
-        ("peer.example.org", True),
-        ("172.17.0.2", False),
-        ("100.64.0.1", False),
-        ("127.0.0.1", False),
-        ("::1", False),
-        ("bootstrap", False),
-        ("noloco-0.noloco.default.svc.cluster.local", False),
-        ("", False),
-    ],
-)
-def test_public_hosts(host: str, expected: bool) -> None:
-    assert is_public(host) is expected
 
 
 def test_only_public_addresses_are_left() -> None:
@@ -188,6 +172,25 @@ def test_peers_are_asked_again_at_once_when_other_ports_are_asked_about() -> Non
     asyncio.run(asyncio.wait_for(main(), PATIENCE_S))
 
 
+def test_old_reports_count_until_new_ones_arrive() -> None:
+    async def main() -> None:
+        peers = Peers(*(f"peer{n}" for n in range(ASKED_PEERS)))
+        asking = DialBacks(nodes=lambda: peers.ids, ask=peers.ask, clock=asyncio.get_running_loop().time)
+        running = asyncio.create_task(asking.run(is_direct=lambda: False))
+        await asyncio.sleep(RECHECK_S - 1)
+        assert len(peers.asked) == ASKED_PEERS
+        peers.silent = set(peers.ids)
+        await asyncio.sleep(2)
+        assert len(peers.asked) == 2 * ASKED_PEERS
+        assert len(asking.seen()) == ASKED_PEERS
+        peers.silent = {"peer0"}
+        await asyncio.sleep(ASK_AGAIN_S)
+        assert len(asking.seen()) == ASKED_PEERS - 1
+        running.cancel()
+
+    run_virtual(main())
+
+
 def test_alone_nobody_is_waited_for() -> None:
     asyncio.run(asyncio.wait_for(DialBacks(nodes=tuple, ask=Peers().ask).wait(1e6), PATIENCE_S))
 
@@ -202,10 +205,10 @@ class Asker:
         self.num_looked_up = 0
         self.said = b""
 
-    async def remote_address(self, peer: str) -> str:
+    async def hosts_of(self, peer: str) -> set[str]:
         self.num_looked_up += 1
         await asyncio.sleep(0)  # as slow as p2pd
-        return f"/ip4/{self.host}/tcp/4711" if self.host else ""
+        return {self.host}
 
     def write(self, data: bytes) -> None:
         self.said += data

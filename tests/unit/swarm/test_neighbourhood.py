@@ -1,26 +1,16 @@
-"""A peer accepts claims of other DHT nodes about their ids and records only if they are plausible."""
+"""A peer accepts claims of other DHT nodes about places and times only if they are plausible."""
 
 from __future__ import annotations
 
 import math
-import time
-from contextlib import suppress
-from typing import Any
 
-import msgpack
 import pytest
 from harness.identities import identity_of
 from hivemind.dht.routing import DHTID, RoutingTable
-from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.p2p import PeerID
-from hivemind.utils import MSGPackSerializer
-from hivemind.utils.timed_storage import ValueWithExpiration
-from hypothesis import given
-from hypothesis import strategies as st
 
 from noloco_p2p.swarm.clock import CLOCK
-from noloco_p2p.swarm.kademlia.neighbourhood import claim, is_of_now, pack_records, place_of, placed, told_records
-from noloco_p2p.swarm.kademlia.storage import MAX_RECORDS_PER_KEY
+from noloco_p2p.swarm.kademlia.protocol import claim, is_of_now, place_of, placed
 from noloco_p2p.swarm.records import TTL_S
 
 HONEST, ROGUE = (PeerID.from_base58(identity_of(name).peer_id) for name in ("honest", "rogue"))
@@ -64,49 +54,3 @@ def test_a_third_node_stands_where_its_peer_id_says() -> None:
 )
 def test_an_answer_that_is_good_for_ever_ends_no_search(in_s: float, is_believed: bool) -> None:
     assert is_of_now(CLOCK.now() + in_s) == is_believed
-
-
-def packed(num_records: int) -> bytes:
-    dictionary = DictionaryDHTValue()
-    for number in range(num_records):
-        dictionary.store(f"peer {number}", b"value", time.time() + 30.0)
-    return MSGPackSerializer.dumps(dictionary)
-
-
-def test_records_come_back_as_hivemind_packs_them() -> None:
-    told = list(told_records(packed(3)))
-    assert [(peer, value) for peer, value, _ in told] == [(f"peer {number}", b"value") for number in range(3)]
-
-
-def test_records_are_packed_as_hivemind_reads_them() -> None:
-    ends_s = time.time() + 30.0
-    records = [("a", ValueWithExpiration(b"1", ends_s)), ("b", ValueWithExpiration(b"2", ends_s - 1))]
-    data, last_s = pack_records(records)
-    read: Any = MSGPackSerializer.loads(data)
-    assert isinstance(read, DictionaryDHTValue)
-    assert [(peer, *entry) for peer, entry in read.items()] == [("a", b"1", ends_s), ("b", b"2", ends_s - 1)]
-    assert last_s == read.latest_expiration_time == ends_s
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        packed(MAX_RECORDS_PER_KEY + 1),
-        msgpack.packb(msgpack.ExtType(0x50, msgpack.packb([1, 2.0, [["peer", b"x" * 2000, 1.0]]]))),
-        msgpack.packb(msgpack.ExtType(0x50, msgpack.packb([1, 2.0, [["peer", b"x", {}]]]))),
-        msgpack.packb(msgpack.ExtType(0x50, msgpack.packb([1, 2.0, [[b"peer", b"x", 1.0]]]))),
-        msgpack.packb(msgpack.ExtType(0x51, b"")),
-        msgpack.packb([1, 2]),
-        b"",
-    ],
-)
-def test_what_is_no_answer_is_told_as_such(data: bytes) -> None:
-    with pytest.raises(ValueError, match=r".+"):
-        list(told_records(data))
-
-
-@given(st.binary(max_size=200))
-def test_any_bytes_end_in_records_or_in_a_fault(data: bytes) -> None:
-    for told in (data, MSGPackSerializer.dumps(msgpack.ExtType(0x50, data))):
-        with suppress(ValueError):
-            assert all(isinstance(peer, str) for peer, _, _ in told_records(told))

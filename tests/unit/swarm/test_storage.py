@@ -1,23 +1,29 @@
-"""hivemind's storage and ours, compared on the same input."""
+"""Records are stored within limits, and packed as hivemind packs them."""
 
 from __future__ import annotations
 
 import time
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, cast
 
+import msgpack
 import pytest
 from hivemind.dht.node import _SearchState
 from hivemind.dht.routing import DHTID
 from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
+from hivemind.utils import MSGPackSerializer
 from hivemind.utils.timed_storage import ValueWithExpiration
+from hypothesis import given
+from hypothesis import strategies as st
 
 from noloco_p2p.swarm.clock import CLOCK
 from noloco_p2p.swarm.kademlia.storage import (
     MAX_RECORDS_OF_ONE,
     MAX_RECORDS_PER_KEY,
-    NoStorage,
     RecordStorage,
+    pack_records,
+    told_records,
 )
 
 KEY = DHTID.generate("run")
@@ -93,7 +99,7 @@ def test_records_told_again_and_again_take_no_room() -> None:
 
 
 def test_nothing_is_kept_in_place_of_a_cache() -> None:
-    storage, now_s = NoStorage(), time.time()
+    storage, now_s = RecordStorage(max_records=0), time.time()
     assert not storage.store_subkey(KEY, "peer", b"x", now_s + LONG_S)
     assert not storage.store(KEY, b"x", now_s + LONG_S)
     assert storage.get(KEY) is None
@@ -144,3 +150,49 @@ def test_a_flood_of_keys_is_bounded_and_passes(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(CLOCK, "now", lambda: now_s + SOON_S + 0.01)
     assert storage.store_subkey(KEY, "peer", b"x", now_s + LONG_S)
     assert len(storage) == 1
+
+
+def packed(num_records: int) -> bytes:
+    dictionary = DictionaryDHTValue()
+    for number in range(num_records):
+        dictionary.store(f"peer {number}", b"value", time.time() + 30.0)
+    return MSGPackSerializer.dumps(dictionary)
+
+
+def test_records_come_back_as_hivemind_packs_them() -> None:
+    told = list(told_records(packed(3)))
+    assert [(peer, value) for peer, value, _ in told] == [(f"peer {number}", b"value") for number in range(3)]
+
+
+def test_records_are_packed_as_hivemind_reads_them() -> None:
+    ends_s = time.time() + 30.0
+    records = [("a", ValueWithExpiration(b"1", ends_s)), ("b", ValueWithExpiration(b"2", ends_s - 1))]
+    data, last_s = pack_records(records)
+    read: Any = MSGPackSerializer.loads(data)
+    assert isinstance(read, DictionaryDHTValue)
+    assert [(peer, *entry) for peer, entry in read.items()] == [("a", b"1", ends_s), ("b", b"2", ends_s - 1)]
+    assert last_s == read.latest_expiration_time == ends_s
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        packed(MAX_RECORDS_PER_KEY + 1),
+        msgpack.packb(msgpack.ExtType(0x50, msgpack.packb([1, 2.0, [["peer", b"x" * 2000, 1.0]]]))),
+        msgpack.packb(msgpack.ExtType(0x50, msgpack.packb([1, 2.0, [["peer", b"x", {}]]]))),
+        msgpack.packb(msgpack.ExtType(0x50, msgpack.packb([1, 2.0, [[b"peer", b"x", 1.0]]]))),
+        msgpack.packb(msgpack.ExtType(0x51, b"")),
+        msgpack.packb([1, 2]),
+        b"",
+    ],
+)
+def test_what_is_no_answer_is_told_as_such(data: bytes) -> None:
+    with pytest.raises(ValueError, match=r".+"):
+        list(told_records(data))
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_end_in_records_or_in_a_fault(data: bytes) -> None:
+    for told in (data, MSGPackSerializer.dumps(msgpack.ExtType(0x50, data))):
+        with suppress(ValueError):
+            assert all(isinstance(peer, str) for peer, _, _ in told_records(told))

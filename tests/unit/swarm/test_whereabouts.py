@@ -15,7 +15,7 @@ from hivemind.p2p import PeerID
 from noloco_p2p.dial_guard import FAILURES_A_MINUTE, DialGuard
 from noloco_p2p.errors import DirectoryError
 from noloco_p2p.swarm.addresses import host_in
-from noloco_p2p.swarm.kademlia.neighbourhood import claim, place_of
+from noloco_p2p.swarm.kademlia.protocol import claim, place_of
 from noloco_p2p.swarm.kademlia.whereabouts import (
     DIALS,
     MAX_ADDRESSES,

@@ -50,6 +50,6 @@ def test_jitter_never_reorders_stays_in_bounds_and_follows_its_seed(pieces: list
 
 
 def test_the_profiles_are_found_by_name() -> None:
-    assert set(PROFILES) == {"home-fibre", "cable", "congested-wifi", "weak-4g", "satellite"}
+    assert set(PROFILES) == {"ideal", "home-fibre", "cable", "congested-wifi", "weak-4g", "satellite"}
     assert all(PROFILES[name].name == name for name in PROFILES)
     assert all(link.down_mbit_s >= link.up_mbit_s > 0 for link in PROFILES.values())

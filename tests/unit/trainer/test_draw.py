@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from noloco_p2p import control
+from noloco_p2p.cli import local
 from noloco_p2p.cli.app import run
 from noloco_p2p.errors import DataError
 from noloco_p2p.trainer.loop import draw
@@ -33,7 +33,7 @@ def test_a_command_that_has_no_memory_ends_with_one_sentence_and_code_1(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """All commands handle this error in one place, so any command will do."""
-    monkeypatch.setattr(control, "ask", lambda *_: draw(no_memory))
+    monkeypatch.setattr(local, "ask", lambda *_: draw(no_memory))
     assert run(["status", "--state-dir", str(tmp_path)]) == 1
     said = capsys.readouterr().err.strip()
     assert "no memory" in said
