@@ -59,8 +59,15 @@ def join(
     entry.check_writable(ticket_file, flag="--ticket-file")
     if settings.gpus > 1 and own is None:
         raise typer.Exit(gpus_of_peer.launch(sys.argv[1:], settings.gpus))
-    # Before training there is nothing to save, so SIGTERM ends the program immediately, as Ctrl-C does.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    interrupts: list[int] = []
+
+    def interrupt(signum: int, frame: FrameType | None) -> None:
+        """End the program at once: before training, there is nothing to save."""
+        interrupts.append(signum)
+        raise KeyboardInterrupt
+
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, interrupt)
     lock = FolderLock(settings.state_dir)
     lock.acquire()  # so that `noloco status` and `noloco leave` find a peer that is starting
     try:
@@ -70,7 +77,7 @@ def join(
         choose_device(settings.device, own.gpu if own else None)
         if isinstance(target, Ticket):
             _say(f"looking for live peers of run {target.run_name}")
-        _train(target, settings, ticket_file, own, lock)
+        _train(target, settings, ticket_file, own, lock, interrupts)
     except Left:
         _say("left before training began; run the same command to resume the download")
     finally:
@@ -83,11 +90,13 @@ def _train(
     ticket_file: Path | None,
     own: OwnRank | None,
     lock: FolderLock,
+    interrupts: list[int],
 ) -> None:
     """Train until the run is done or the peer is asked to leave. Raises Left if the peer is asked to leave before
     training begins.
 
-    `lock` is released just before `Peer.join` acquires the lock of the same folder.
+    `lock` is released just before `Peer.join` acquires the lock of the same folder. `interrupts` are the signals that
+    have arrived before training.
     """
     from noloco_p2p.devices import describe
     from noloco_p2p.peer.peer import Peer
@@ -128,6 +137,8 @@ def _train(
             _say("(the ticket has only private addresses; for peers on other networks, restart with --announce HOST)")
         entry.write(ticket_file, peer.ticket, flag="--ticket-file", is_secret=bool(spec.run_key))
         _leave_on_signals(peer)
+        if interrupts:  # a `__del__` has swallowed it, which happens while libraries are imported
+            raise KeyboardInterrupt
         gc.collect()
         gc.freeze()  # a full collection takes 100 ms, mostly for objects of libraries, and blocks both threads
         checkpoint = trainer.train()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,8 @@ class Victim:
         self.model, self.twin = make_model(), make_model()
         self.struck: list[str] = []
         self.peer = swarm.peer("victim", run_folder=folder)
-        self.peer.service._on_corrupt = lambda peer_id, reason: self.struck.append(peer_id)
+        service = self.peer.service
+        service._outside = replace(service._outside, on_corrupt=lambda peer_id, reason: self.struck.append(peer_id))
         self.outer = NoLoCo(self.model, None, self.peer, save_every_s=0)
 
     def train_until(self, holds: Callable[[], object]) -> int:
