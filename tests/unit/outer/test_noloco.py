@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from noloco_p2p.errors import CheckpointError
 from noloco_p2p.gossip.frames import StateManifest
 from noloco_p2p.gossip.layout import ModelLayout
-from noloco_p2p.outer.checkpoint import Checkpoint
 from noloco_p2p.outer.mixing import closing_mixings
 from noloco_p2p.outer.noloco import NoLoCo, Swapped
 from noloco_p2p.spec import CodecSpec, OuterSpec, RunSpec
