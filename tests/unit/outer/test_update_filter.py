@@ -77,6 +77,12 @@ def test_many_swaps_with_one_liar_do_not_widen_the_filter() -> None:
         assert replica.swap("liar", 1000.0) <= 0.6 * 1.001
 
 
+def test_what_is_usual_is_what_was_let_through() -> None:
+    replica = Replica()
+    for number in range(PARTNERS):
+        assert replica.swap(f"liar-{number}", 1000.0) == pytest.approx(LEAST, rel=1e-3)
+
+
 def test_liars_alone_cannot_widen_the_filter_beyond_its_upper_bound() -> None:
     replica = Replica()
     for number in range(PARTNERS):
