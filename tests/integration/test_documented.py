@@ -13,6 +13,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pyarrow as pa
@@ -125,7 +126,7 @@ class Desk:
         spec = small_spec("small", train__total_steps=20, data__source=bound[0] if bound else "stdlib")
         typed[typed.index("run.toml")] = str(write_spec(spec, self.folder))
 
-    def _environment(self, *, own: bool = False) -> dict[str, str]:
+    def _environment(self, *, own: bool = False) -> dict[str, Any]:
         """Return the settings for a shared machine; `own` gives each further peer its own folder."""
         state = self.folder / (f"state-{self._typed}" if own and self._peers else "state")
         return {"NOLOCO_STATE_DIR": str(state), "NOLOCO_LISTEN": "127.0.0.1:0", "NOLOCO_THREADS": "1"}
