@@ -29,8 +29,9 @@ test: $(STAMP)
 	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist loadfile
 
 # Runs real swarms for minutes: churn, the monitor's page in a browser, closed ports, and peers with several processes.
+# Tests of a file share a worker, and so its swarm, which is not started twice.
 test-slow: $(STAMP)
-	$(BIN)/python -m pytest -m slow -n 2
+	$(BIN)/python -m pytest -m slow -n 2 --dist loadfile
 
 # Runs the tests of `make test`, and prints the lines that neither they nor the processes that they start execute.
 coverage: $(STAMP)

@@ -232,7 +232,7 @@ def _scale_bytes(hidden: int) -> int:
 def _scales(coded: Tensor, hidden: int) -> Tensor:
     """Return the scales in fp32, with shape (tokens, blocks). They are copied, as they may start at odd addresses."""
     scales = coded[:, : _scale_bytes(hidden)].clone(memory_format=torch.contiguous_format)
-    return scales.view(torch.bfloat16).float()
+    return scales.flatten().view(torch.bfloat16).float().view(len(coded), _scale_bytes(hidden) // SCALE_BYTES)
 
 
 def _saturated(values: Tensor, *, dtype: torch.dtype) -> Tensor:

@@ -133,7 +133,7 @@ class Checkpoints:
         if any(folder.glob(f"{_PARTIAL}*")):
             self._remove_leftovers()
 
-    def save(self, step: int, *, files: Files, meta: Mapping[str, Any]) -> Path:
+    def save(self, step: int, *, files: Mapping[str, Mapping[str, Tensor]], meta: Mapping[str, Any]) -> Path:
         """Write a checkpoint with a file STEM.safetensors for every stem of `files`, and return its folder.
 
         `meta` is written as JSON. Tensors may be on any device. They must be contiguous and must not overlap in memory,

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from contextlib import AsyncExitStack, suppress
 
 import grpc
 import grpc.aio
 import pytest
-import uvloop
 from harness.identities import identity_of
 from harness.patience import AT_ONCE_S, PATIENCE_S
 from peer_stub import PeerStub
 
-from adversarial.victim import DIGEST, PROGRESS, Victim, victim
+from adversarial.victim import DIGEST, PROGRESS, victim
 from noloco_p2p.errors import PeerError, Refused, Unreachable
 from noloco_p2p.gossip.frames import Hello
 from noloco_p2p.gossip.seams import Candidate
@@ -29,15 +28,6 @@ from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 NUM_NEWCOMERS = 20
 MANY_GREETINGS = 200
 NUM_LEFT = 80
-
-
-def run(main: Callable[[Victim], Coroutine[None, None, None]]) -> None:
-    async def attacked() -> None:
-        async with victim() as there:
-            await main(there)
-
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(asyncio.wait_for(attacked(), PATIENCE_S))
 
 
 def connection(there: Candidate) -> grpc.aio.Channel:
@@ -107,10 +97,9 @@ async def is_served(there: Candidate, name: str) -> bool:
         return False
 
 
-def test_who_greets_in_a_loop_keeps_nobody_of_its_network_out() -> None:
+async def test_who_greets_in_a_loop_keeps_nobody_of_its_network_out() -> None:
     """All callers here share one address, as callers through one relay do."""
-
-    async def main(there: Victim) -> None:
+    async with victim() as there:
         greeters = [Greeter(there.candidate) for _ in range(2)]
         tasks = [asyncio.create_task(greeter.greet()) for greeter in greeters]
         try:
@@ -123,59 +112,45 @@ def test_who_greets_in_a_loop_keeps_nobody_of_its_network_out() -> None:
             await asyncio.gather(*tasks, return_exceptions=True)
         assert served == [True] * NUM_NEWCOMERS
 
-    run(main)
+
+async def test_a_connection_greets_twice_and_no_more() -> None:
+    async with victim() as there, connection(there.candidate) as channel:
+        stub = PeerStub(channel)
+        for _ in range(2):
+            await proof(stub, there.candidate, "stranger")
+        fault = await fault_of(proof(stub, there.candidate, "stranger"))
+        assert isinstance(fault, Refused)
+        assert "more than 2 greetings" in str(fault)
 
 
-def test_a_connection_greets_twice_and_no_more() -> None:
-    async def main(there: Victim) -> None:
-        async with connection(there.candidate) as channel:
-            stub = PeerStub(channel)
-            for _ in range(2):
-                await proof(stub, there.candidate, "stranger")
-            fault = await fault_of(proof(stub, there.candidate, "stranger"))
-            assert isinstance(fault, Refused)
-            assert "more than 2 greetings" in str(fault)
-
-    run(main)
-
-
-def test_a_call_that_is_refused_is_the_last_of_its_connection() -> None:
+async def test_a_call_that_is_refused_is_the_last_of_its_connection() -> None:
     """The server ends the connection even if the next call would carry a proof."""
-
-    async def main(there: Victim) -> None:
-        async with AsyncExitStack() as stack:
-            channels = [await stack.enter_async_context(connection(there.candidate)) for _ in range(2)]
-            for stub, is_proven in zip(map(PeerStub, channels), (False, True), strict=True):
-                metadata = await proof(stub, there.candidate, "stranger")
-                refused = await fault_of(status(stub, "stranger"))
-                assert isinstance(refused, Refused)
-                assert "call Greet first" in str(refused)
-                again = await fault_of(status(stub, "stranger", metadata if is_proven else ()))
-                assert isinstance(again, Unreachable), again
-            assert await is_served(there.candidate, "newcomer")
-
-    run(main)
+    async with victim() as there, AsyncExitStack() as stack:
+        channels = [await stack.enter_async_context(connection(there.candidate)) for _ in range(2)]
+        for stub, is_proven in zip(map(PeerStub, channels), (False, True), strict=True):
+            metadata = await proof(stub, there.candidate, "stranger")
+            refused = await fault_of(status(stub, "stranger"))
+            assert isinstance(refused, Refused)
+            assert "call Greet first" in str(refused)
+            again = await fault_of(status(stub, "stranger", metadata if is_proven else ()))
+            assert isinstance(again, Unreachable), again
+        assert await is_served(there.candidate, "newcomer")
 
 
-def test_one_connection_has_one_name() -> None:
+async def test_one_connection_has_one_name() -> None:
     """Otherwise one connection could serve 30 names and count for the first one only."""
-
-    async def main(there: Victim) -> None:
-        async with connection(there.candidate) as channel:
-            stub = PeerStub(channel)
-            assert (await status(stub, "one", await proof(stub, there.candidate, "one"))).progress == PROGRESS
-            fault = await fault_of(status(stub, "other", await proof(stub, there.candidate, "other")))
-            assert isinstance(fault, Refused)
-            assert "another peer" in str(fault)
-
-    run(main)
+    async with victim() as there, connection(there.candidate) as channel:
+        stub = PeerStub(channel)
+        assert (await status(stub, "one", await proof(stub, there.candidate, "one"))).progress == PROGRESS
+        fault = await fault_of(status(stub, "other", await proof(stub, there.candidate, "other")))
+        assert isinstance(fault, Refused)
+        assert "another peer" in str(fault)
 
 
-def test_connections_whose_calls_are_over_are_few() -> None:
+async def test_connections_whose_calls_are_over_are_few() -> None:
     """An accepted call exempts its connection from the limits only while it runs. Otherwise one caller could fill the
     512 connections of the server within seconds and lock everybody out."""
-
-    async def main(there: Victim) -> None:
+    async with victim() as there:
         most = 0
         async with AsyncExitStack() as stack:
             for _ in range(NUM_LEFT):
@@ -186,20 +161,15 @@ def test_connections_whose_calls_are_over_are_few() -> None:
             assert await is_served(there.candidate, "newcomer")
         assert most < 2 * WAITING_OF_ONE  # the server learns of an end a moment later
 
-    run(main)
 
-
-def test_a_connection_with_a_running_call_does_not_make_room() -> None:
-    async def main(there: Victim) -> None:
-        async with AsyncExitStack() as stack:
-            stub = PeerStub(await stack.enter_async_context(connection(there.candidate)))
-            metadata = [await proof(stub, there.candidate, "stranger") for _ in range(2)]
-            running = await ask_for_a_state(stub, "stranger", metadata[0])
-            await status(stub, "stranger", metadata[1])
-            for _ in range(2 * WAITING_OF_ONE):
-                other = PeerStub(await stack.enter_async_context(connection(there.candidate)))
-                await status(other, "stranger", await proof(other, there.candidate, "stranger"))
-            assert await is_served(there.candidate, "newcomer")
-            assert not running.done()
-
-    run(main)
+async def test_a_connection_with_a_running_call_does_not_make_room() -> None:
+    async with victim() as there, AsyncExitStack() as stack:
+        stub = PeerStub(await stack.enter_async_context(connection(there.candidate)))
+        metadata = [await proof(stub, there.candidate, "stranger") for _ in range(2)]
+        running = await ask_for_a_state(stub, "stranger", metadata[0])
+        await status(stub, "stranger", metadata[1])
+        for _ in range(2 * WAITING_OF_ONE):
+            other = PeerStub(await stack.enter_async_context(connection(there.candidate)))
+            await status(other, "stranger", await proof(other, there.candidate, "stranger"))
+        assert await is_served(there.candidate, "newcomer")
+        assert not running.done()

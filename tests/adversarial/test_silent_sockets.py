@@ -6,14 +6,13 @@ The proxy groups addresses by /24, so 127.0.1.x counts as another network than 1
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from contextlib import AsyncExitStack, suppress
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 
 import grpc
 import grpc.aio
 import pytest
-import uvloop
 from harness.identities import identity_of
 from harness.patience import AT_ONCE_S, PATIENCE_S
 
@@ -32,18 +31,15 @@ MOST_MIB = 16.0
 MIB = 1 << 20
 
 
-def run(main: Callable[[Victim], Coroutine[None, None, None]]) -> None:
-    async def watched() -> None:
-        async with victim() as there:
-            assert await is_served(there.candidate, "the first")  # allocates what the server keeps after its first call
-            watching = asyncio.create_task(there.watch())
-            try:
-                await main(there)
-            finally:
-                watching.cancel()
-
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(asyncio.wait_for(watched(), PATIENCE_S))
+@asynccontextmanager
+async def watched() -> AsyncIterator[Victim]:
+    async with victim() as there:
+        assert await is_served(there.candidate, "the first")  # allocates what the server keeps after its first call
+        watching = asyncio.create_task(there.watch())
+        try:
+            yield there
+        finally:
+            watching.cancel()
 
 
 def transport(name: str) -> GrpcTransport:
@@ -59,8 +55,8 @@ async def is_served(there: Candidate, name: str) -> bool:
         return False
 
 
-def test_silent_sockets_of_another_network_keep_no_newcomer_out() -> None:
-    async def main(there: Victim) -> None:
+async def test_silent_sockets_of_another_network_keep_no_newcomer_out() -> None:
+    async with watched() as there:
         silent = Silent(there.port, NUM_SILENT, ["127.0.1.1", "127.0.1.2"])
         try:
             await silent.all_open()
@@ -70,13 +66,10 @@ def test_silent_sockets_of_another_network_keep_no_newcomer_out() -> None:
         assert served == [True] * NUM_NEWCOMERS
         assert there.most_grown_mib < MOST_MIB
 
-    run(main)
 
-
-def test_peers_behind_one_address_with_an_attacker_get_in_between() -> None:
+async def test_peers_behind_one_address_with_an_attacker_get_in_between() -> None:
     """Peers behind one NAT share an address. They handshake within milliseconds, so silent connections are replaced."""
-
-    async def main(there: Victim) -> None:
+    async with watched() as there:
         silent = Silent(there.port, 30, ["127.0.0.1"])
         try:
             await silent.all_open()
@@ -84,8 +77,6 @@ def test_peers_behind_one_address_with_an_attacker_get_in_between() -> None:
                 pass
         finally:
             await silent.end()
-
-    run(main)
 
 
 def stranger(there: Candidate) -> grpc.aio.Channel:
@@ -105,32 +96,26 @@ async def shout(channel: grpc.aio.Channel, method: str) -> None:
     call.cancel()
 
 
-@pytest.mark.parametrize("method", ["Greet", "Status", "Swap"])
-def test_large_messages_of_callers_without_proof_take_little_memory(method: str) -> None:
+async def test_large_messages_of_callers_without_proof_take_little_memory() -> None:
     """The callers open 60 connections from 15 networks, with 4 streams each, and send 1 MiB on each stream."""
-
-    async def main(there: Victim) -> None:
-        async with AsyncExitStack() as stack:
-            channels: list[grpc.aio.Channel] = []
-            for index in range(15):
-                port = await stack.enter_async_context(elsewhere(there.port, f"127.0.{index + 1}.1"))
-                channels += [stranger(replace(there.candidate, address=f"127.0.0.1:{port}")) for _ in range(4)]
-            for channel in channels:
-                stack.push_async_callback(channel.close)
+    async with watched() as there, AsyncExitStack() as stack:
+        channels: list[grpc.aio.Channel] = []
+        for index in range(15):
+            port = await stack.enter_async_context(elsewhere(there.port, f"127.0.{index + 1}.1"))
+            channels += [stranger(replace(there.candidate, address=f"127.0.0.1:{port}")) for _ in range(4)]
+        for channel in channels:
+            stack.push_async_callback(channel.close)
+        for method in ("Greet", "Status", "Swap"):
             async with asyncio.timeout(PATIENCE_S):
                 await asyncio.gather(*(shout(channel, method) for channel in channels for _ in range(4)))
-        assert there.most_grown_mib < MOST_MIB
-
-    run(main)
+            assert there.most_grown_mib < MOST_MIB, method
 
 
-def test_who_brings_much_before_its_offer_is_accepted_is_cut_off() -> None:
-    async def main(there: Victim) -> None:
+async def test_who_brings_much_before_its_offer_is_accepted_is_cut_off() -> None:
+    async with watched() as there:
         stream = await transport("pusher").open_swap(there.candidate, timeout_s=PATIENCE_S)
         with suppress(Unreachable):  # the end may show in the send or in the receive
             await stream.send(Chunk(0, memoryview(bytes(MIB)), bytes(16)))
         with pytest.raises(Unreachable):
             await stream.receive(AT_ONCE_S)
         await stream.close()
-
-    run(main)

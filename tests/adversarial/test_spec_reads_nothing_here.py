@@ -22,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from noloco_p2p.data.hub import hub_source
 from noloco_p2p.data.sources import open_source
 from noloco_p2p.errors import DataError, ModelError, SpecError
-from noloco_p2p.spec import DataSpec, ModelSpec, TrainerSpec
+from noloco_p2p.spec import DataSpec, ModelSpec
 from noloco_p2p.trainer.model import build_model, build_tokenizer
 
 SECRET = "a private sentence"
@@ -192,44 +192,29 @@ def test_a_description_is_refused_before_a_library_reads_it(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("file", "place"), [*(("README.md", place) for place in PLACES), (".huggingface.yaml", "file")]
-)
-def test_a_data_set_that_lists_files_elsewhere_is_refused(place: str, file: str, private: Path, tmp_path: Path) -> None:
-    """The description of a data set may name any path and URL; nothing is read there, and no request arrives."""
-    spec = TrainerSpec.from_dict({"name": "r", "data": {"source": "hub:lab/texts"}}, origin="test")
-    (tmp_path / "run.toml").write_text(f'name = "r"\n[data]\nsource = "{spec.data.source}"\n')
-    with SmallHub() as hub, Inside() as inside:
-        hub.files = {"lab/texts": described(file, place, private, inside)}
-        done = noloco("data", "check", tmp_path / "run.toml", **hub.environment(tmp_path / "home"))
-    assert not inside.requests
-    assert done.returncode == 3, done.stdout
-    assert SECRET not in done.stdout + done.stderr
-    assert "which is not part of that data set" in done.stderr
-
-
-@pytest.mark.slow
-def test_rows_that_name_images_elsewhere_cause_no_request(private: Path, tmp_path: Path) -> None:
+def test_the_command_that_reads_a_data_set_reads_nothing_else(private: Path, tmp_path: Path) -> None:
+    """Three data sets: one lists a file elsewhere, one has a format whose files name others, and one has images."""
     datasets = pytest.importorskip("datasets")
-    (tmp_path / "run.toml").write_text('name = "r"\n[data]\nsource = "hub:lab/texts"\n')
     with SmallHub() as hub, Inside() as inside:
         rows = {"text": ["a public sentence " * 20] * 50, "image": [f"{inside.address}/reboot.png"] * 50}
         table = datasets.Dataset.from_dict(rows).cast_column("image", datasets.Image(decode=True))
         pq.write_table(table.data.table, tmp_path / "rows")
         content = (tmp_path / "rows").read_bytes()
-        hub.files = {"lab/texts": {"train.parquet": content, "validation.parquet": content}}
-        done = noloco("data", "check", tmp_path / "run.toml", **hub.environment(tmp_path / "home"))
-    assert done.returncode == 0, done.stderr
+        hub.files = {
+            "lab/elsewhere": described("README.md", "file", private, inside),
+            "lab/format": {"train.h5": b"\x89HDF\r\n\x1a\n", "validation.h5": b""},
+            "lab/images": {"train.parquet": content, "validation.parquet": content},
+        }
+        done = {}
+        for name in hub.files:
+            (tmp_path / "run.toml").write_text(f'name = "r"\n[data]\nsource = "hub:{name}"\n')
+            done[name] = noloco("data", "check", tmp_path / "run.toml", **hub.environment(tmp_path / "home"))
     assert not inside.requests
-
-
-@pytest.mark.slow
-def test_a_format_whose_files_name_other_files_is_refused(private: Path, tmp_path: Path) -> None:
-    (tmp_path / "run.toml").write_text('name = "r"\n[data]\nsource = "hub:lab/texts"\nvalidation_split = ""\n')
-    with SmallHub({"lab/texts": {"train.h5": b"\x89HDF\r\n\x1a\n"}}) as hub:
-        done = noloco("data", "check", tmp_path / "run.toml", **hub.environment(tmp_path / "home"))
-    assert done.returncode == 3, done.stderr
-    assert "has the format 'hdf5'" in done.stderr
+    for name, said in (("lab/elsewhere", "which is not part of that data set"), ("lab/format", "the format 'hdf5'")):
+        assert done[name].returncode == 3, done[name].stdout
+        assert said in done[name].stderr
+        assert SECRET not in done[name].stdout + done[name].stderr
+    assert done["lab/images"].returncode == 0, done["lab/images"].stderr
 
 
 def test_an_index_of_weights_does_not_lead_to_weights_here(private: Path, hub: SmallHub) -> None:

@@ -1,4 +1,4 @@
-"""Two peers behind firewalls that allow outgoing connections only, as real processes in separate network namespaces.
+"""Peers behind routers and a firewall that let nobody in, as real processes in separate network namespaces.
 
 A bootstrap with a public address is the only entry point, and the only peer that dials back and relays.
 """
@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import signal
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,36 +25,55 @@ from noloco_p2p.control import ask
 pytestmark = pytest.mark.slow
 
 
-def relayed(peer: PeerProcess) -> dict[str, Any] | None:
-    """Return the reachability that a peer reports once it has a reservation at a relay, else None."""
-    found = (ask(peer.folder, "status") or {}).get("reach", {})
-    return found if found.get("state") == "relayed" else None
+PUNCHABLE = Router("endpoint", "port")
+
+
+def reach(peer: PeerProcess, state: str) -> str:
+    """Wait until a peer reports this reachability, and return how it puts it."""
+
+    def found() -> dict[str, Any] | None:
+        shown = (ask(peer.folder, "status") or {}).get("reach", {})
+        return shown if shown.get("state") == state else None
+
+    return until(found, what=f"{state}: {peer.text}")["sentence"]
+
+
+def neighbours(peer: PeerProcess) -> dict[str, str]:
+    return (ask(peer.folder, "status") or {}).get("neighbours", {})
 
 
 @pytest.mark.skipif(bool(netlab.why_not()), reason=netlab.why_not())
-def test_peers_behind_closed_ports_swap_and_are_told_what_to_open(tmp_path: Path) -> None:
-    with netlab.NetLab(3, closed=[1, 2]) as lab:
-        found, _ = swap_at_two_homes(lab, tmp_path)
-    assert "1 of 1 peers could not reach port" in found["sentence"]
-    assert "forward TCP" in found["sentence"]
-
-
-@pytest.mark.skipif(bool(netlab.why_not()), reason=netlab.why_not())
-@pytest.mark.parametrize(
-    ("kind", "way"), [(Router("endpoint", "port"), "punched"), (Router("port", "port"), "relayed")]
-)
-def test_peers_behind_routers_swap_through_a_hole_or_by_the_relay(tmp_path: Path, kind: Router, way: str) -> None:
-    with netlab.NetLab(3, routers=[kind, kind], behind=[None, 0, 1]) as lab:
-        found, neighbours = swap_at_two_homes(lab, tmp_path)
-    assert "is a private address" in found["sentence"]
-    assert list(neighbours.values()) == [way]
+@pytest.mark.parametrize("way", ["punched", "relayed"])
+def test_peers_that_nobody_reaches_swap_through_a_hole_or_by_the_relay(tmp_path: Path, way: str) -> None:
+    """The bootstrap is the only machine that accepts connections. Spec and state come over the same relayed path."""
+    file, door = write_spec(small_spec("closed"), tmp_path), tmp_path / "door"
+    lab = {
+        "punched": netlab.NetLab(3, routers=[PUNCHABLE, PUNCHABLE], behind=[None, 0, 1]),
+        "relayed": netlab.NetLab(3, routers=[Router("port", "port")], behind=[None, 0, None], closed=[2]),
+    }[way]
+    with lab, ExitStack() as stack:
+        middle, *homes = lab.nodes
+        flags = ("--state-dir", tmp_path / "boot", "--listen", f"{middle.address}:0", "--address-file", door)
+        boot = Command("bootstrap", *flags, log=tmp_path / "boot.txt", namespace=middle.namespace)
+        stack.enter_context(boot).wait_for("others can join with:")
+        where = [partial(PeerProcess, namespace=home.namespace, host=home.address) for home in homes]
+        one = stack.enter_context(where[0](file, tmp_path / "one", "--bootstrap", f"@{door}"))
+        assert "is a private address" in reach(one, "relayed")
+        two = stack.enter_context(where[1](one.ticket, tmp_path / "two"))
+        two.swap_with(one)
+        one.swap_with(two)
+        assert neighbours(two) == {one.peer_id: way}
+        if way == "relayed":  # a firewall without a router
+            told = reach(two, "relayed")
+            assert "peers could not reach port" in told
+            assert "forward TCP" in told
 
 
 @pytest.mark.skipif(bool(netlab.why_not()), reason=netlab.why_not())
 def test_a_run_that_begins_behind_a_router_is_entered_at_the_ports_that_it_maps(tmp_path: Path) -> None:
     """The emulated router forwards all ports; the double in the peer's network says so by UPnP."""
     pytest.importorskip("miniupnpc")
-    routers = [Router("endpoint", "port", forwards_to=1)]
+    routers = [replace(PUNCHABLE, forwards_to=1)]
     with netlab.NetLab(2, routers=routers, behind=[None, 0]) as lab, ThreadPoolExecutor(1) as there:
         abroad, home = lab.nodes
         there.submit(netlab.enter, home.namespace).result(PATIENCE_S)
@@ -63,36 +84,9 @@ def test_a_run_that_begins_behind_a_router_is_entered_at_the_ports_that_it_maps(
             PeerProcess(one.ticket, tmp_path / "two", namespace=abroad.namespace, host=abroad.address) as two,
         ):
             two.swap_with(one)
-            found = until(lambda: mapped(one), what="a dial-back to the mapped port")
-            assert "which the router maps to this machine (UPnP)" in found["sentence"]
-            until(lambda: neighbours(two) == ["mapped"], what="the record of the first at the second")
+            assert "which the router maps to this machine (UPnP)" in reach(one, "mapped")
+            until(lambda: [*neighbours(two).values()] == ["mapped"], what="the record of the first at the second")
             assert len(router.mapped) == 2
             one.send(signal.SIGINT)
             one.wait()
             assert not router.mapped
-
-
-def mapped(peer: PeerProcess) -> dict[str, Any] | None:
-    found = (ask(peer.folder, "status") or {}).get("reach", {})
-    return found if found.get("state") == "mapped" else None
-
-
-def neighbours(peer: PeerProcess) -> list[str]:
-    return list((ask(peer.folder, "status") or {}).get("neighbours", {}).values())
-
-
-def swap_at_two_homes(lab: netlab.NetLab, tmp_path: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the reachability that the first reports, and the neighbours that the second reports after a swap."""
-    file = write_spec(small_spec("closed"), tmp_path)
-    middle, *homes = lab.nodes
-    door = tmp_path / "door"
-    flags = ("--state-dir", tmp_path / "boot", "--listen", f"{middle.address}:0", "--address-file", door)
-    with Command("bootstrap", *flags, log=tmp_path / "boot.txt", namespace=middle.namespace) as bootstrap:
-        bootstrap.wait_for("others can join with:")
-        where = [partial(PeerProcess, namespace=home.namespace, host=home.address) for home in homes]
-        with where[0](file, tmp_path / "one", "--bootstrap", f"@{door}") as one:
-            found = until(lambda: relayed(one), what="a relay for the first")
-            with where[1](one.ticket, tmp_path / "two") as two:  # spec and state come over the same relayed path
-                two.swap_with(one)
-                one.swap_with(two)
-                return found, (ask(two.folder, "status") or {})["neighbours"]

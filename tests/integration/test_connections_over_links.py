@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +12,6 @@ from typing import Any
 import grpc.aio
 import pytest
 import torch
-import uvloop
 from grpc.aio import EOF  # pyright: ignore[reportAttributeAccessIssue] - missing in the stubs
 from harness.link_proxy import LinkProxy
 from harness.loopback import LoopbackSwarm
@@ -222,11 +221,6 @@ async def read(call: Any) -> Any:
     return await asyncio.wait_for(call.read(), PATIENCE_S)
 
 
-def run(main: Callable[[], Coroutine[None, None, None]]) -> None:
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(asyncio.wait_for(main(), PATIENCE_S))
-
-
 @pytest.mark.parametrize(
     ("first_words", "sentence"),
     [
@@ -239,58 +233,50 @@ def run(main: Callable[[], Coroutine[None, None, None]]) -> None:
     ],
     ids=["unknown id", "no id", "another peer", "another run", "no join", "garbage"],
 )
-def test_a_connection_that_belongs_to_no_swap_is_refused_with_a_sentence(first_words: bytes, sentence: str) -> None:
-    async def main() -> None:
-        async with one_swap() as (service, address, _), own_channel(address) as channel:
-            _, answer = await ask(channel, first_words)
-            assert sentence in answer.refuse.sentence
-            _, answer = await ask(channel, join())
-            assert answer.HasField("join"), "the swap is not harmed"
-            assert not service.faults
-
-    run(main)
-
-
-def test_a_swap_has_so_many_connections_and_no_more_and_none_when_it_is_over() -> None:
-    async def main() -> None:
-        async with one_swap() as (service, address, call), AsyncExitStack() as channels:
-
-            async def ask_for_a_connection() -> tuple[Any, pb.Frame]:
-                return await ask(await channels.enter_async_context(own_channel(address)), join())
-
-            calls = [await ask_for_a_connection() for _ in range(MAX_CONNECTIONS - 1)]
-            assert all(answer.HasField("join") for _, answer in calls)
-            _, answer = await ask_for_a_connection()
-            assert f"{MAX_CONNECTIONS} connections" in answer.refuse.sentence
-            await calls[0][0].write(LEAVE)
-            assert await read(calls[0][0]) is EOF
-            _, answer = await ask_for_a_connection()
-            assert answer.HasField("join"), "one was left"
-            calls[1][0].cancel()
-            assert await read(call) is EOF, "the swap ends, and says so on its other connections"
-            _, answer = await ask_for_a_connection()
-            assert "no swap with this id" in answer.refuse.sentence
-            assert [type(fault) for fault in service.faults] == [Unreachable]
-
-    run(main)
+async def test_a_connection_that_belongs_to_no_swap_is_refused_with_a_sentence(
+    first_words: bytes, sentence: str
+) -> None:
+    async with one_swap() as (service, address, _), own_channel(address) as channel:
+        _, answer = await ask(channel, first_words)
+        assert sentence in answer.refuse.sentence
+        _, answer = await ask(channel, join())
+        assert answer.HasField("join"), "the swap is not harmed"
+        assert not service.faults
 
 
-def test_a_connection_ends_with_its_wire_while_somebody_keeps_what_was_cancelled_on_it() -> None:
+async def test_a_swap_has_so_many_connections_and_no_more_and_none_when_it_is_over() -> None:
+    async with one_swap() as (service, address, call), AsyncExitStack() as channels:
+
+        async def ask_for_a_connection() -> tuple[Any, pb.Frame]:
+            return await ask(await channels.enter_async_context(own_channel(address)), join())
+
+        calls = [await ask_for_a_connection() for _ in range(MAX_CONNECTIONS - 1)]
+        assert all(answer.HasField("join") for _, answer in calls)
+        _, answer = await ask_for_a_connection()
+        assert f"{MAX_CONNECTIONS} connections" in answer.refuse.sentence
+        await calls[0][0].write(LEAVE)
+        assert await read(calls[0][0]) is EOF
+        _, answer = await ask_for_a_connection()
+        assert answer.HasField("join"), "one was left"
+        calls[1][0].cancel()
+        assert await read(call) is EOF, "the swap ends, and says so on its other connections"
+        _, answer = await ask_for_a_connection()
+        assert "no swap with this id" in answer.refuse.sentence
+        assert [type(fault) for fault in service.faults] == [Unreachable]
+
+
+async def test_a_connection_ends_with_its_wire_while_somebody_keeps_what_was_cancelled_on_it() -> None:
     """This happens when a swap ends while it opens a connection: its stream keeps the task, and the task its error."""
-
-    async def main() -> None:
-        server = GrpcServer(Holding())
-        await server.start("127.0.0.1", 0)
-        async with LinkProxy(f"127.0.0.1:{server.port}", HOME_FIBRE) as link:
-            there = Candidate("acceptor", link.address)
-            wire = await Connector().call(there, CONNECTION_METHOD, timeout_s=PATIENCE_S)
-            reading = asyncio.create_task(wire.read())
-            await asyncio.sleep(0.1)
-            reading.cancel()
-            await asyncio.wait({reading})
-            await wire.close()
-            await asyncio.to_thread(wait_until, lambda: link.num_open == 0)
-            assert reading.cancelled()
-        await server.stop(0.0)
-
-    run(main)
+    server = GrpcServer(Holding())
+    await server.start("127.0.0.1", 0)
+    async with LinkProxy(f"127.0.0.1:{server.port}", HOME_FIBRE) as link:
+        there = Candidate("acceptor", link.address)
+        wire = await Connector().call(there, CONNECTION_METHOD, timeout_s=PATIENCE_S)
+        reading = asyncio.create_task(wire.read())
+        await asyncio.sleep(0.1)
+        reading.cancel()
+        await asyncio.wait({reading})
+        await wire.close()
+        await asyncio.to_thread(wait_until, lambda: link.num_open == 0)
+        assert reading.cancelled()
+    await server.stop(0.0)

@@ -18,6 +18,7 @@ from noloco_p2p.telemetry.events import read_events
 
 REPORT_KEYS = {"peers", "merged_loss", "spread", "export_dir", "wall_s"}
 PEER_KEYS = {"peer_id", "stage", "step", "swaps", "failed", "loss_start", "loss_end", "bytes_sent", "bytes_received"}
+SMALL = ("--set", "data.sequence_length=32", "--set", "evaluate.num_sequences=16")
 
 pytestmark = pytest.mark.slow
 
@@ -55,7 +56,7 @@ def not_now() -> str:
 
 
 def test_a_killed_peer_is_named_and_the_others_come_to_their_end(folder: Path, tmp_path: Path) -> None:
-    flags = ("--peers", "3", "--steps", "160", "--keep", folder, "--json", tmp_path / "report.json")
+    flags = ("--peers", "3", "--steps", "240", *SMALL, "--keep", folder, "--json", tmp_path / "report.json")
     with Command("demo", *flags, log=tmp_path / "log.txt", NOLOCO_WHEN=not_now()) as demo:
         until(lambda: has_trained(folder, "peer-2"), what=lambda: demo.text)
         victim = next(process for process in processes_in(folder) if holds_lock(process, folder / "peer-2"))
@@ -78,8 +79,7 @@ def test_a_killed_peer_is_named_and_the_others_come_to_their_end(folder: Path, t
 
 
 def test_stages_train_to_their_end_and_make_one_model(folder: Path, tmp_path: Path) -> None:
-    small = ("--set", "data.sequence_length=32", "--set", "evaluate.num_sequences=16")
-    flags = ("--stages", "3", "--steps", "20", *small, "--keep", folder, "--json", tmp_path / "report.json")
+    flags = ("--stages", "3", "--steps", "20", *SMALL, "--keep", folder, "--json", tmp_path / "report.json")
     with Command("demo", *flags, log=tmp_path / "log.txt") as demo:
         assert demo.wait(SLOW_TEST_S) == 0
     assert "Traceback" not in demo.text

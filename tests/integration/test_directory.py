@@ -12,14 +12,13 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
-import uvloop
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from harness.patience import PATIENCE_S
 from harness.processes import until as wait_until
@@ -38,11 +37,10 @@ LONG_S = 1.9 * TTL_S  # the life of records that are stored once; readers reject
 QUICK = Timing(heartbeat_s=2.0, view_s=0.2, quick_view_s=0.2, dial_s=0.5, freshen_s=1.0)
 
 
-def run(main: Callable[[], Coroutine[object, object, None]]) -> None:
-    """Run a test on its own uvloop, and check that it leaves no socket and no process."""
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
     before = _sockets()
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(asyncio.wait_for(main(), PATIENCE_S))
+    yield
     # Other programs start and stop peers on this machine, so only a socket that stays without a listener is a leak.
     wait_until(lambda: all(_is_served(path) for path in _sockets() - before), what="no socket without a listener")
     assert not [child for child in psutil.Process().children(recursive=True) if child.name() == "p2pd"]
@@ -108,156 +106,127 @@ def sees(watcher: SwarmDirectory, *others: SwarmDirectory) -> Callable[[], bool]
     return lambda: {candidate.peer_id for candidate in watcher.live()} == {other.peer_id for other in others}
 
 
-def test_two_peers_see_each_other_and_a_leaving_one_vanishes_at_once(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with directory(tmp_path, "a") as a:
-            assert a.live() == []
-            async with directory(tmp_path, "b", bootstraps=tuple(a.multiaddrs())) as b:
-                assert await b.wait_for_peers(PATIENCE_S)
-                await until(sees(a, b), "a sees b")
-                assert b.live()[0].address == "127.0.0.1:4000"
-                assert a.multiaddrs()[0].endswith(f"/tcp/{a.node.port}/p2p/{a.peer_id}")
-                asked_s = time.monotonic()
-                await b.stop(farewell=True)
-                await a.refresh_now()
-                assert a.live() == []
-                [(record, age_s)] = a.records()
-                assert (record.peer_id, record.state) == (b.peer_id, "leaving")
-                assert 0 <= age_s < 5 + time.monotonic() - asked_s
-
-    run(main)
-
-
-def test_the_swarm_outlives_its_bootstrap_and_takes_newcomers(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with AsyncExitStack() as stack:
-            bootstrap = await stack.enter_async_context(directory(tmp_path, "boot", spec_digest=None))
-            door = tuple(bootstrap.multiaddrs())
-            a = await stack.enter_async_context(directory(tmp_path, "a", bootstraps=door))
-            b = await stack.enter_async_context(directory(tmp_path, "b", bootstraps=door))
+async def test_two_peers_see_each_other_and_a_leaving_one_vanishes_at_once(tmp_path: Path) -> None:
+    async with directory(tmp_path, "a") as a:
+        assert a.live() == []
+        async with directory(tmp_path, "b", bootstraps=tuple(a.multiaddrs())) as b:
+            assert await b.wait_for_peers(PATIENCE_S)
             await until(sees(a, b), "a sees b")
-            await until(sees(b, a), "b sees a")
-            await bootstrap.stop(farewell=False)
-            c = await stack.enter_async_context(directory(tmp_path, "c", bootstraps=(*door, *b.multiaddrs())))
-            await until(sees(c, a, b), "the newcomer sees both")
-            await until(sees(a, b, c), "a sees the newcomer")
-            await until(lambda: bootstrap.peer_id in c.dialer.failures(), "the dead bootstrap is told")
-
-    run(main)
-
-
-def test_a_dead_bootstrap_does_not_stop_a_start_and_islands_merge(tmp_path: Path) -> None:
-    async def main() -> None:
-        port = probe_port("127.0.0.1", 0)
-        boot_id = Identity.load_or_create(tmp_path / "boot.key").peer_id
-        door = (f"/ip4/127.0.0.1/tcp/{port}/p2p/{boot_id}",)
-        async with directory(tmp_path, "a", bootstraps=door) as a, directory(tmp_path, "b", bootstraps=door) as b:
-            await until(lambda: boot_id in a.dialer.failures() and boot_id in b.dialer.failures(), "both were refused")
-            assert a.live() == b.live() == []
-            async with directory(tmp_path, "boot", port=port, spec_digest=None):
-                await until(sees(a, b), "a sees b")
-                await until(sees(b, a), "b sees a")
-                await until(lambda: a.dialer.failures() == {}, "a is through to the bootstrap")
-
-    run(main)
-
-
-def test_remembered_peers_are_a_way_in(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with directory(tmp_path, "a") as a:
-            async with directory(tmp_path, "b", bootstraps=tuple(a.multiaddrs())) as b:
-                await until(sees(b, a), "b sees a")
-            async with directory(tmp_path, "b") as again:
-                assert again.peer_id == b.peer_id
-                await until(sees(again, a), "b finds a without any bootstrap")
-
-    run(main)
-
-
-def test_a_killed_daemon_is_healed_with_the_same_id_and_port(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with directory(tmp_path, "a") as a, directory(tmp_path, "b", bootstraps=tuple(a.multiaddrs())) as b:
-            await until(sees(a, b), "a sees b")
-            await until(sees(b, a), "b sees a")
-            old_pid, addresses = b.node.daemon_pid, b.multiaddrs()
-            assert old_pid
-            os.kill(old_pid, signal.SIGKILL)
-            await until(lambda: b.node.daemon_pid not in (None, old_pid), "the daemon runs again")
-            await until(lambda: a.peer_id in b.node.neighbours(), "b has dialled a again")
-            assert b.multiaddrs() == addresses
-            sequence = {record.peer_id: record.sequence for record, _ in a.records()}[b.peer_id]
-            await b.announce_now()
+            assert b.live()[0].address == "127.0.0.1:4000"
+            assert a.multiaddrs()[0].endswith(f"/tcp/{a.node.port}/p2p/{a.peer_id}")
+            asked_s = time.monotonic()
+            await b.stop(farewell=True)
             await a.refresh_now()
-            assert {record.peer_id: record.sequence for record, _ in a.records()}[b.peer_id] > sequence
+            assert a.live() == []
+            [(record, age_s)] = a.records()
+            assert (record.peer_id, record.state) == (b.peer_id, "leaving")
+            assert 0 <= age_s < 5 + time.monotonic() - asked_s
 
-    run(main)
+
+async def test_the_swarm_outlives_its_bootstrap_and_takes_newcomers(tmp_path: Path) -> None:
+    async with AsyncExitStack() as stack:
+        bootstrap = await stack.enter_async_context(directory(tmp_path, "boot", spec_digest=None))
+        door = tuple(bootstrap.multiaddrs())
+        a = await stack.enter_async_context(directory(tmp_path, "a", bootstraps=door))
+        b = await stack.enter_async_context(directory(tmp_path, "b", bootstraps=door))
+        await until(sees(a, b), "a sees b")
+        await until(sees(b, a), "b sees a")
+        await bootstrap.stop(farewell=False)
+        c = await stack.enter_async_context(directory(tmp_path, "c", bootstraps=(*door, *b.multiaddrs())))
+        await until(sees(c, a, b), "the newcomer sees both")
+        await until(sees(a, b, c), "a sees the newcomer")
+        await until(lambda: bootstrap.peer_id in c.dialer.failures(), "the dead bootstrap is told")
 
 
-def test_a_question_that_is_cut_short_leaves_no_connection_to_the_daemon(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with directory(tmp_path, "a") as a:
-            assert a.node.daemon_pid
-            daemon = psutil.Process(a.node.daemon_pid)
-            daemon.suspend()
-            asking = asyncio.create_task(a.node.hosts_of(a.peer_id))
-            await asyncio.sleep(0.2)
-            asking.cancel()
-            await asyncio.wait({asking})
-            daemon.resume()
+async def test_a_dead_bootstrap_does_not_stop_a_start_and_islands_merge(tmp_path: Path) -> None:
+    port = probe_port("127.0.0.1", 0)
+    boot_id = Identity.load_or_create(tmp_path / "boot.key").peer_id
+    door = (f"/ip4/127.0.0.1/tcp/{port}/p2p/{boot_id}",)
+    async with directory(tmp_path, "a", bootstraps=door) as a, directory(tmp_path, "b", bootstraps=door) as b:
+        await until(lambda: boot_id in a.dialer.failures() and boot_id in b.dialer.failures(), "both were refused")
+        assert a.live() == b.live() == []
+        async with directory(tmp_path, "boot", port=port, spec_digest=None):
+            await until(sees(a, b), "a sees b")
+            await until(sees(b, a), "b sees a")
+            await until(lambda: a.dialer.failures() == {}, "a is through to the bootstrap")
 
-    run(main)
+
+async def test_remembered_peers_are_a_way_in(tmp_path: Path) -> None:
+    async with directory(tmp_path, "a") as a:
+        async with directory(tmp_path, "b", bootstraps=tuple(a.multiaddrs())) as b:
+            await until(sees(b, a), "b sees a")
+        async with directory(tmp_path, "b") as again:
+            assert again.peer_id == b.peer_id
+            await until(sees(again, a), "b finds a without any bootstrap")
+
+
+async def test_a_killed_daemon_is_healed_with_the_same_id_and_port(tmp_path: Path) -> None:
+    async with directory(tmp_path, "a") as a, directory(tmp_path, "b", bootstraps=tuple(a.multiaddrs())) as b:
+        await until(sees(a, b), "a sees b")
+        await until(sees(b, a), "b sees a")
+        old_pid, addresses = b.node.daemon_pid, b.multiaddrs()
+        assert old_pid
+        os.kill(old_pid, signal.SIGKILL)
+        await until(lambda: b.node.daemon_pid not in (None, old_pid), "the daemon runs again")
+        await until(lambda: a.peer_id in b.node.neighbours(), "b has dialled a again")
+        assert b.multiaddrs() == addresses
+        sequence = {record.peer_id: record.sequence for record, _ in a.records()}[b.peer_id]
+        await b.announce_now()
+        await a.refresh_now()
+        assert {record.peer_id: record.sequence for record, _ in a.records()}[b.peer_id] > sequence
+
+
+async def test_a_question_that_is_cut_short_leaves_no_connection_to_the_daemon(tmp_path: Path) -> None:
+    async with directory(tmp_path, "a") as a:
+        assert a.node.daemon_pid
+        daemon = psutil.Process(a.node.daemon_pid)
+        daemon.suspend()
+        asking = asyncio.create_task(a.node.hosts_of(a.peer_id))
+        await asyncio.sleep(0.2)
+        asking.cancel()
+        await asyncio.wait({asking})
+        daemon.resume()
     gc.collect()  # raises a ResourceWarning for anything still open
 
 
-def test_nobody_can_speak_for_another(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with directory(tmp_path, "a") as a, directory(tmp_path, "evil", bootstraps=tuple(a.multiaddrs())) as evil:
-            await until(sees(a, evil), "a sees the forger")
-            forger, victim = Identity.load(tmp_path / "evil.key"), Identity.load_or_create(tmp_path / "victim.key")
-            expires_at_s = time.time() + LONG_S
-            forged = replace(record_of(forger), sequence=1, expires_at_s=expires_at_s)
-            swapped = encode_record(forged, forger).replace(forger.peer_id.encode(), victim.peer_id.encode())
-            key = ROOT.key(run_key(RUN))
-            for value in (encode_record(forged, forger), swapped, b"junk"):
-                await evil.node.store(key, victim.peer_id, value, expires_at_s=expires_at_s)
-            genuine = encode_record(replace(forged, peer_id=victim.peer_id), victim)
-            for late_s in (1.0, 3600.0):  # a copy that outlives the expiry that its owner signed
-                await evil.node.store(key, victim.peer_id, genuine, expires_at_s=expires_at_s + late_s)
-            await a.refresh_now()
-            assert sees(a, evil)()
-            assert victim.peer_id not in await a.node.get(key)
-            await evil.node.store(key, victim.peer_id, genuine, expires_at_s=expires_at_s)
-            await a.refresh_now()
-            assert victim.peer_id in {candidate.peer_id for candidate in a.live()}
-
-    run(main)
+async def test_nobody_can_speak_for_another(tmp_path: Path) -> None:
+    async with directory(tmp_path, "a") as a, directory(tmp_path, "evil", bootstraps=tuple(a.multiaddrs())) as evil:
+        await until(sees(a, evil), "a sees the forger")
+        forger, victim = Identity.load(tmp_path / "evil.key"), Identity.load_or_create(tmp_path / "victim.key")
+        expires_at_s = time.time() + LONG_S
+        forged = replace(record_of(forger), sequence=1, expires_at_s=expires_at_s)
+        swapped = encode_record(forged, forger).replace(forger.peer_id.encode(), victim.peer_id.encode())
+        key = ROOT.key(run_key(RUN))
+        for value in (encode_record(forged, forger), swapped, b"junk"):
+            await evil.node.store(key, victim.peer_id, value, expires_at_s=expires_at_s)
+        genuine = encode_record(replace(forged, peer_id=victim.peer_id), victim)
+        for late_s in (1.0, 3600.0):  # a copy that outlives the expiry that its owner signed
+            await evil.node.store(key, victim.peer_id, genuine, expires_at_s=expires_at_s + late_s)
+        await a.refresh_now()
+        assert sees(a, evil)()
+        assert victim.peer_id not in await a.node.get(key)
+        await evil.node.store(key, victim.peer_id, genuine, expires_at_s=expires_at_s)
+        await a.refresh_now()
+        assert victim.peer_id in {candidate.peer_id for candidate in a.live()}
 
 
-def test_a_port_in_use_is_told(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with directory(tmp_path, "a") as a:
-            with pytest.raises(
-                DirectoryError, match=rf"port {a.node.port} on 127\.0\.0\.1 is already in use.*--listen"
-            ):
-                async with directory(tmp_path, "b", port=a.node.port):
-                    pass
-
-    run(main)
+async def test_a_port_in_use_is_told(tmp_path: Path) -> None:
+    async with directory(tmp_path, "a") as a:
+        with pytest.raises(DirectoryError, match=rf"port {a.node.port} on 127\.0\.0\.1 is already in use.*--listen"):
+            async with directory(tmp_path, "b", port=a.node.port):
+                pass
 
 
-def test_a_monitor_reads_and_is_not_seen(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with directory(tmp_path, "a") as a:
-            door = tuple(a.multiaddrs())
-            async with directory(tmp_path, "monitor", bootstraps=door, is_monitor=True) as monitor:
-                await until(sees(monitor, a), "the monitor sees a")
-                assert a.node.neighbours() == set()
-                assert a.live() == []
-
-    run(main)
+async def test_a_monitor_reads_and_is_not_seen(tmp_path: Path) -> None:
+    async with directory(tmp_path, "a") as a:
+        door = tuple(a.multiaddrs())
+        async with directory(tmp_path, "monitor", bootstraps=door, is_monitor=True) as monitor:
+            await until(sees(monitor, a), "the monitor sees a")
+            assert a.node.neighbours() == set()
+            assert a.live() == []
 
 
-def test_a_large_run_is_counted_by_a_part_of_it_and_read_whole_by_a_monitor(tmp_path: Path) -> None:
+async def test_a_large_run_is_counted_by_a_part_of_it_and_read_whole_by_a_monitor(tmp_path: Path) -> None:
     """The 120 peers exist only as records at depth 2, which one node stores."""
     keys = [Ed25519PrivateKey.from_private_bytes(bytes([number]) * 32) for number in range(120)]
     many = [Identity(peer_id_of(public_bytes(key)), public_bytes(key), key) for key in keys]
@@ -268,29 +237,26 @@ def test_a_large_run_is_counted_by_a_part_of_it_and_read_whole_by_a_monitor(tmp_
         key = bucket_of(identity.peer_id, 2).key(run_key(RUN))
         await node.store(key, identity.peer_id, encode_record(told, identity), expires_at_s=expires_at_s)
 
-    async def main() -> None:
-        async with AsyncExitStack() as stack:
-            a = await stack.enter_async_context(directory(tmp_path, "a"))
-            door = tuple(a.multiaddrs())
-            b = await stack.enter_async_context(directory(tmp_path, "b", bootstraps=door))
-            await until(sees(a, b), "a sees b")
-            for start in range(0, len(many), 20):
-                await asyncio.gather(*(announce(b.node, identity) for identity in many[start : start + 20]))
-            await until(lambda: a.headcount().is_estimate and len(a.live()) > 40, "a looked aside and went there")
-            await until(lambda: 90 <= a.headcount().others <= 150, "the estimate settles")
-            drawn = {candidate.peer_id for candidate in a.live()}
-            assert len(drawn) < 100, "two buckets of four"
-            hidden = next(identity.peer_id for identity in many if identity.peer_id not in drawn)
-            found = await a.find(hidden, timeout_s=PATIENCE_S)
-            assert found
-            assert found.peer_id == hidden
-            assert await a.find("nobody", timeout_s=PATIENCE_S) is None
-            monitor = await stack.enter_async_context(directory(tmp_path, "monitor", bootstraps=door, is_monitor=True))
-            await until(lambda: len(monitor.live()) >= 122, "the monitor reads all buckets")
-            assert await monitor.wait_until_whole(PATIENCE_S)
-            assert monitor.headcount() == Headcount(122, is_estimate=False)
-
-    run(main)
+    async with AsyncExitStack() as stack:
+        a = await stack.enter_async_context(directory(tmp_path, "a"))
+        door = tuple(a.multiaddrs())
+        b = await stack.enter_async_context(directory(tmp_path, "b", bootstraps=door))
+        await until(sees(a, b), "a sees b")
+        for start in range(0, len(many), 20):
+            await asyncio.gather(*(announce(b.node, identity) for identity in many[start : start + 20]))
+        await until(lambda: a.headcount().is_estimate and len(a.live()) > 40, "a looked aside and went there")
+        await until(lambda: 90 <= a.headcount().others <= 150, "the estimate settles")
+        drawn = {candidate.peer_id for candidate in a.live()}
+        assert len(drawn) < 100, "two buckets of four"
+        hidden = next(identity.peer_id for identity in many if identity.peer_id not in drawn)
+        found = await a.find(hidden, timeout_s=PATIENCE_S)
+        assert found
+        assert found.peer_id == hidden
+        assert await a.find("nobody", timeout_s=PATIENCE_S) is None
+        monitor = await stack.enter_async_context(directory(tmp_path, "monitor", bootstraps=door, is_monitor=True))
+        await until(lambda: len(monitor.live()) >= 122, "the monitor reads all buckets")
+        assert await monitor.wait_until_whole(PATIENCE_S)
+        assert monitor.headcount() == Headcount(122, is_estimate=False)
 
 
 def test_the_daemon_dies_with_a_killed_parent(tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
-"""Every `noloco ...` command in a code block of README and docs runs as it stands, in the order of its page.
+"""Every `noloco ...` command in a code block of README and docs runs once as it stands, page by page, in one swarm.
 
-README starts from nothing: its own `init` creates the run, and its own `join` commands train it. The commands of a page
-of docs/ meet a swarm of two. Placeholders (a ticket, a checkpoint, a path) are replaced by real values, ports by free
-ones. A command that keeps running must report that it is up, and then leave in order.
+README comes first: its `init` and its `join` commands make the swarm, with a model that trains in seconds. Placeholders
+(a ticket, a checkpoint, a path) are replaced by real values, ports by free ones. A command that keeps running must
+report that it is up, and then leave in order.
 """
 
 from __future__ import annotations
@@ -20,19 +20,22 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from documented import PAGES, ROOT, arguments, in_blocks
-from harness.patience import SLOW_TEST_S
-from harness.processes import TICKET_LINE, Command, free_port, noloco, small_spec, until, write_spec
+from harness.processes import TICKET_LINE, Command, small_spec, until, write_spec
 
-README = ROOT / "README.md"
-STAYS = {
-    "join": TICKET_LINE,
-    "bootstrap": "others can join with:",
-    "--web": "http://",
-    "--watch": "run",
-}  # once it is up
-ENDS_WITH = {"--web": 0, "--watch": 130}  # exit code after Ctrl-C; 0 for all others
+from noloco_p2p.cli.app import run
+
+STAYS = {"join": TICKET_LINE, "--watch": "run"}  # what a command says once it is up
 NOBODY = "12D3KooWK2gwFiFWxgNtk5RYUnaMSwBrBdWiVZaRwxqCoXQBHSA7"
 ELSEWHERE = {
+    "noloco monitor noloco1ab7aca...": "test_commands.py",
+    "noloco monitor TICKET": "test_commands.py",
+    "noloco monitor TICKET --watch": "test_commands.py",
+    "noloco export --merge TICKET DIR": "test_commands.py",
+    "noloco fork TICKET NEW.toml --set outer.alpha=0.3": "test_commands.py",
+    "noloco bootstrap": "test_commands.py",
+    "noloco monitor TICKET --web --listen 127.0.0.1:8080": "test_monitoring.py",
+    "noloco doctor noloco1ab7aca...": "test_monitoring.py",
+    "noloco doctor TICKET": "test_monitoring.py",
     "noloco join TICKET --gpus 8": "test_gpus.py, with two processes",
     "noloco join run.toml --tracker wandb": "wandb is not among what tests install",
     "noloco join big.toml --stage 0": "test_stages.py",
@@ -44,37 +47,43 @@ pytestmark = pytest.mark.slow
 
 
 class Desk:
-    """Types the commands of a page. Peers that it starts run until `leave`."""
+    """Types commands. The peers of the first run stay until `leave`; those that found other runs leave at once."""
 
-    def __init__(self, folder: Path, stack: ExitStack) -> None:
+    def __init__(self, folder: Path, stack: ExitStack, capsys: pytest.CaptureFixture[str]) -> None:
         self.folder = folder
         self.ticket = ""
         self._stack = stack
+        self._capsys = capsys
         self._peers: list[Command] = []
         self._typed = 0
 
     def type(self, command: str) -> None:
         self._typed += 1
         typed = [meant for word in arguments(command) for meant in self._meant(word)]
-        staying = next((sign for sign in STAYS if sign in typed), None)
+        founds_another_run = "run.toml" in typed and bool(self._peers)
         if typed[0] == "simulate" or "--data" in typed:
             self._other_spec(typed)
-        if staying is None:
-            done = noloco(*typed, **self._environment())
-            assert done.returncode == 0, f"{command}: {done.returncode}\n{done.stdout}\n{done.stderr}"
+        sign = next((sign for sign in STAYS if sign in typed), None)
+        if sign is None:  # in this process, which has imported torch
+            code = run(typed)
+            assert code == 0, f"{command}: {code}\n{self._capsys.readouterr()}"
+            if typed[:2] == ["init", "run.toml"]:
+                write_spec(small_spec("run"), self.folder)
             return
         log = self.folder / f"log-{self._typed}.txt"
-        running = self._stack.enter_context(Command(*typed, log=log, **self._environment(own=staying == "join")))
-        line = running.wait_for(STAYS[staying])
-        if staying != "join":
+        running = self._stack.enter_context(Command(*typed, log=log, **self._environment(own=sign == "join")))
+        line = running.wait_for(STAYS[sign])
+        if sign != "join":
             running.send(signal.SIGINT)
-            assert running.wait() == ENDS_WITH.get(staying, 0), running.text
+            assert running.wait() == 130, running.text
             return
+        if founds_another_run:
+            running.send(signal.SIGINT)
+        elif self.ticket in typed:
+            running.wait_for("% apart")  # a swap
+        psutil.Process(running.process.pid).nice(10)  # it must not slow down the next commands
+        self.ticket = self.ticket if founds_another_run else line.split()[-1]
         self._peers.append(running)
-        if self.ticket in typed:
-            running.wait_for("% apart", timeout_s=SLOW_TEST_S)  # a swap of the model that the page trains
-        psutil.Process(running.process.pid).nice(10)  # it keeps running, and must not slow down the next commands
-        self.ticket = line.split()[-1]
 
     def leave(self) -> None:
         """Let every peer leave in order, unless it has already left."""
@@ -93,34 +102,32 @@ class Desk:
             case "SPEC.toml":
                 return ["run.toml"]
             case "CHECKPOINT":
-                return self._runs("state")[:1]
+                return self._runs("state")
             case "peer-*/runs/myrun-*":
                 return self._runs("state*")
             case "DIR":
                 return [f"export-{self._typed}"]
             case "0.0.0.0:31347":
                 return ["127.0.0.1:0"]
-            case "127.0.0.1:8080":
-                return [f"127.0.0.1:{free_port()}"]
         return [word.replace("=/data/", f"={self.folder}/data/")]
 
     def _runs(self, state_dir: str) -> list[str]:
-        """Return the folders of runs, once each has a checkpoint."""
+        """Return the folders of the first run, once each has a checkpoint."""
 
         def found() -> list[str] | None:
-            runs = [*self.folder.glob(f"{state_dir}/runs/*")]
-            return [*map(str, runs)] if runs and all([*run.rglob("*-step-*")] for run in runs) else None
+            runs = [*self.folder.glob(f"{state_dir}/runs/run-*")]
+            return [*map(str, runs)] if runs and all([*each.rglob("*-step-*")] for each in runs) else None
 
         return until(found, what="checkpoints")
 
     def _other_spec(self, typed: list[str]) -> None:
         """Replace the spec: fewer steps, or a run that reads the data which the command binds."""
         bound = [word.partition("=")[0] for word in typed if "=/" in word]
-        spec = small_spec("small", train__total_steps=60, data__source=bound[0] if bound else "stdlib")
+        spec = small_spec("small", train__total_steps=20, data__source=bound[0] if bound else "stdlib")
         typed[typed.index("run.toml")] = str(write_spec(spec, self.folder))
 
     def _environment(self, *, own: bool = False) -> dict[str, Any]:
-        """Return settings for a shared machine; `own` gives each further peer its own folder."""
+        """Return the settings for a shared machine; `own` gives each further peer its own folder."""
         state = self.folder / (f"state-{self._typed}" if own and self._peers else "state")
         return {"NOLOCO_STATE_DIR": str(state), "NOLOCO_LISTEN": "127.0.0.1:0", "NOLOCO_THREADS": "1"}
 
@@ -138,32 +145,21 @@ def write_data(folder: Path) -> None:
 
 
 @pytest.fixture
-def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
+def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Desk]:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CONFIG_HOME", "/nonexistent")
+    for name, value in {"STATE_DIR": f"{tmp_path}/state", "LISTEN": "127.0.0.1:0", "THREADS": "1"}.items():
+        monkeypatch.setenv(f"NOLOCO_{name}", value)
     write_data(tmp_path / "data")
     with ExitStack() as stack:
-        made = Desk(tmp_path, stack)
+        made = Desk(tmp_path, stack, capsys)
         yield made
         made.leave()
 
 
-def typed_here(page: Path) -> list[str]:
-    return [command for command in in_blocks(page) if command.partition("#")[0].strip() not in ELSEWHERE]
-
-
-def test_readme(desk: Desk) -> None:
-    for command in typed_here(README):
-        desk.type(command)
-
-
-OTHERS = [page for page in PAGES if page != README and typed_here(page)]
-
-
-@pytest.mark.parametrize("page", OTHERS, ids=lambda page: page.name)
-def test_page(page: Path, desk: Desk) -> None:
-    commands = typed_here(page)
-    if any("TICKET" in command for command in commands):
-        write_spec(small_spec("run"), desk.folder)
-        commands[:0] = ["noloco join run.toml", "noloco join TICKET"]
-    for command in commands:
-        desk.type(command)
+def test_every_command_of_the_pages(desk: Desk) -> None:
+    pages = sorted(PAGES, key=lambda page: page != ROOT / "README.md")  # README first
+    commands = [command.partition("#")[0].strip() for page in pages for command in in_blocks(page)]
+    for command in dict.fromkeys(commands):
+        if command not in ELSEWHERE:
+            desk.type(command)

@@ -8,12 +8,11 @@ import socket
 import subprocess
 import sys
 import textwrap
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 import pytest
-import uvloop
 from harness.patience import PATIENCE_S
 
 from noloco_p2p.identity import Identity
@@ -59,11 +58,6 @@ asyncio.run(main())
 """
 
 
-def run(main: Coroutine[object, object, None]) -> None:
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(asyncio.wait_for(main, PATIENCE_S))
-
-
 @asynccontextmanager
 async def directory(
     folder: Path, name: str, *bootstraps: str, host: str = "127.0.0.1"
@@ -102,15 +96,12 @@ def hivemind_dht() -> Iterator[str]:
             process.terminate()
 
 
-def test_a_plain_hivemind_dht_is_a_bootstrap(tmp_path: Path) -> None:
-    async def main(door: str) -> None:
+async def test_a_plain_hivemind_dht_is_a_bootstrap(tmp_path: Path) -> None:
+    with hivemind_dht() as door:
         async with directory(tmp_path, "a", door) as a, directory(tmp_path, "b", door) as b:
             assert await a.wait_for_peers(PATIENCE_S)
             assert await b.wait_for_peers(PATIENCE_S)
             assert [candidate.peer_id for candidate in a.live()] == [b.peer_id]
-
-    with hivemind_dht() as door:
-        run(main(door))
 
 
 def has_ipv6() -> bool:
@@ -122,29 +113,23 @@ def has_ipv6() -> bool:
 
 
 @pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6, not even ::1")
-def test_ipv6_is_as_good(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with directory(tmp_path, "a", host="::1") as a:
-            assert a.multiaddrs()[0].startswith("/ip6/::1/tcp/")
-            async with directory(tmp_path, "b", *a.multiaddrs(), host="::1") as b:
-                assert await b.wait_for_peers(PATIENCE_S)
-                assert b.live()[0].address == "[::1]:4000"
-
-    run(main())
+async def test_ipv6_is_as_good(tmp_path: Path) -> None:
+    async with directory(tmp_path, "a", host="::1") as a:
+        assert a.multiaddrs()[0].startswith("/ip6/::1/tcp/")
+        async with directory(tmp_path, "b", *a.multiaddrs(), host="::1") as b:
+            assert await b.wait_for_peers(PATIENCE_S)
+            assert b.live()[0].address == "[::1]:4000"
 
 
-def test_a_wrong_clock_is_refused_with_the_offset(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with directory(tmp_path, "a") as a:
-            command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(WRONG_CLOCK)]
-            process = await asyncio.create_subprocess_exec(
-                *command, str(tmp_path / "late.key"), a.multiaddrs()[0], "-60", stdout=subprocess.PIPE
-            )
-            said = (await process.communicate())[0].decode()
-            found = re.search(r"refused after ([\d.]+) s: this machine's clock is ([\d.]+) s behind", said)
-            assert found, said
-            assert float(found[2]) == pytest.approx(60, abs=2)
-            assert "NTP" in said
-            assert a.live() == []
-
-    run(main())
+async def test_a_wrong_clock_is_refused_with_the_offset(tmp_path: Path) -> None:
+    async with directory(tmp_path, "a") as a:
+        command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(WRONG_CLOCK)]
+        process = await asyncio.create_subprocess_exec(
+            *command, str(tmp_path / "late.key"), a.multiaddrs()[0], "-60", stdout=subprocess.PIPE
+        )
+        said = (await process.communicate())[0].decode()
+        found = re.search(r"refused after ([\d.]+) s: this machine's clock is ([\d.]+) s behind", said)
+        assert found, said
+        assert float(found[2]) == pytest.approx(60, abs=2)
+        assert "NTP" in said
+        assert a.live() == []

@@ -15,7 +15,6 @@ import grpc
 import grpc.aio
 import pytest
 import torch
-import uvloop
 from admitting import AnyState
 from harness.loopback import LoopbackSwarm
 from harness.patience import AT_ONCE_S, PATIENCE_S, PATIENT, until
@@ -200,68 +199,50 @@ def transport(run_name: str = SPEC.name) -> GrpcTransport:
     return GrpcTransport(lambda: Hello("caller", run_name, SPEC.digest()))
 
 
-def run(main: Callable[[], Coroutine[None, None, None]]) -> None:
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(asyncio.wait_for(main(), PATIENCE_S))
+async def test_a_port_in_use_is_a_setting_that_is_wrong() -> None:
+    async with serving(Answering()) as there:
+        port = int(there.address.rpartition(":")[2])
+        with pytest.raises(SettingsError, match=f"127.0.0.1:{port}.*--listen"):
+            await GrpcServer(Answering()).start("127.0.0.1", port)
 
 
-def test_a_port_in_use_is_a_setting_that_is_wrong() -> None:
-    async def main() -> None:
-        async with serving(Answering()) as there:
-            port = int(there.address.rpartition(":")[2])
-            with pytest.raises(SettingsError, match=f"127.0.0.1:{port}.*--listen"):
-                await GrpcServer(Answering()).start("127.0.0.1", port)
-
-    run(main)
-
-
-def test_a_connection_that_asks_hears_where_it_comes_from_and_a_call_is_served_beside_it() -> None:
-    async def main() -> None:
-        async with serving(Answering()) as there:
-            host, _, port = there.address.rpartition(":")
-            with socket.socket() as asking:
-                asking.setblocking(False)
-                await asyncio.get_running_loop().sock_connect(asking, (host, int(port)))
-                assert await ask_from_where(asking) == asking.getsockname()
-                assert await asyncio.get_running_loop().sock_recv(asking, 64) == b""
-            assert (await transport().status(there, timeout_s=PATIENCE_S)).state == "training"
-
-    run(main)
+async def test_a_connection_that_asks_hears_where_it_comes_from_and_a_call_is_served_beside_it() -> None:
+    async with serving(Answering()) as there:
+        host, _, port = there.address.rpartition(":")
+        with socket.socket() as asking:
+            asking.setblocking(False)
+            await asyncio.get_running_loop().sock_connect(asking, (host, int(port)))
+            assert await ask_from_where(asking) == asking.getsockname()
+            assert await asyncio.get_running_loop().sock_recv(asking, 64) == b""
+        assert (await transport().status(there, timeout_s=PATIENCE_S)).state == "training"
 
 
-def test_a_dead_address_is_unreachable_at_once() -> None:
-    async def main() -> None:
-        nobody, began_s = Candidate("nobody", f"127.0.0.1:{free_port()}"), time.monotonic()
-        with pytest.raises(Unreachable, match=nobody.address):
-            await transport().open_swap(nobody, timeout_s=PATIENCE_S)
-        with pytest.raises(Unreachable):
-            await transport().status(nobody, timeout_s=PATIENCE_S)
-        with pytest.raises(Unreachable):
-            await fetch_spec(transport(), [nobody], expected_digest=SPEC.digest())
+async def test_a_dead_address_is_unreachable_at_once() -> None:
+    nobody, began_s = Candidate("nobody", f"127.0.0.1:{free_port()}"), time.monotonic()
+    with pytest.raises(Unreachable, match=nobody.address):
+        await transport().open_swap(nobody, timeout_s=PATIENCE_S)
+    with pytest.raises(Unreachable):
+        await transport().status(nobody, timeout_s=PATIENCE_S)
+    with pytest.raises(Unreachable):
+        await fetch_spec(transport(), [nobody], expected_digest=SPEC.digest())
+    assert time.monotonic() - began_s < AT_ONCE_S
+
+
+async def test_an_address_that_answers_nothing_is_given_up_within_the_time_out() -> None:
+    """The owner of a listening socket is frozen: the connection is established, but gRPC never answers."""
+    with closing(socket.create_server(("127.0.0.1", 0))) as frozen:
+        there, began_s = Candidate("frozen", f"127.0.0.1:{frozen.getsockname()[1]}"), time.monotonic()
+        for call in (
+            transport().open_swap(there, timeout_s=0.3),
+            transport().status(there, timeout_s=0.3),
+            anext(transport().fetch(there, WantSpec(), timeout_s=0.3)),
+        ):
+            with pytest.raises((Unreachable, TimedOut)):
+                await call
         assert time.monotonic() - began_s < AT_ONCE_S
 
-    run(main)
 
-
-def test_an_address_that_answers_nothing_is_given_up_within_the_time_out() -> None:
-    """The owner of a listening socket is frozen: the connection is established, but gRPC never answers."""
-
-    async def main() -> None:
-        with closing(socket.create_server(("127.0.0.1", 0))) as frozen:
-            there, began_s = Candidate("frozen", f"127.0.0.1:{frozen.getsockname()[1]}"), time.monotonic()
-            for call in (
-                transport().open_swap(there, timeout_s=0.3),
-                transport().status(there, timeout_s=0.3),
-                anext(transport().fetch(there, WantSpec(), timeout_s=0.3)),
-            ):
-                with pytest.raises((Unreachable, TimedOut)):
-                    await call
-            assert time.monotonic() - began_s < AT_ONCE_S
-
-    run(main)
-
-
-def test_a_message_that_is_too_large_is_refused_and_the_peer_lives_on() -> None:
+async def test_a_message_that_is_too_large_is_refused_and_the_peer_lives_on() -> None:
     seen: list[PeerError] = []
     largest = Chunk(0, bytes(1 << 20), bytes(16))
 
@@ -274,33 +255,28 @@ def test_a_message_that_is_too_large_is_refused_and_the_peer_lives_on() -> None:
         except PeerError as error:
             seen.append(error)
 
-    async def main() -> None:
-        async with serving(Answering(on_swap=on_swap)) as there:
-            stream = await transport().open_swap(there, timeout_s=PATIENCE_S)
-            await stream.send(largest)
-            answer = await stream.receive(PATIENCE_S)
-            assert isinstance(answer, Refuse)
-            assert answer.sentence == f"{1 << 20} bytes came"
-            await stream.close()
-            async with grpc.aio.insecure_channel(
-                there.address, options=[("grpc.max_send_message_length", -1)]
-            ) as rogue:
-                call = rogue.stream_stream(SWAP)()
-                await call.write(bytes(2 * MAX_MESSAGE_BYTES))
-                assert await call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-            again = await transport().open_swap(there, timeout_s=PATIENCE_S)
-            await again.send(largest)
-            assert isinstance(await again.receive(PATIENCE_S), Refuse)
-            await again.close()
-
-    run(main)
+    async with serving(Answering(on_swap=on_swap)) as there:
+        stream = await transport().open_swap(there, timeout_s=PATIENCE_S)
+        await stream.send(largest)
+        answer = await stream.receive(PATIENCE_S)
+        assert isinstance(answer, Refuse)
+        assert answer.sentence == f"{1 << 20} bytes came"
+        await stream.close()
+        async with grpc.aio.insecure_channel(there.address, options=[("grpc.max_send_message_length", -1)]) as rogue:
+            call = rogue.stream_stream(SWAP)()
+            await call.write(bytes(2 * MAX_MESSAGE_BYTES))
+            assert await call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        again = await transport().open_swap(there, timeout_s=PATIENCE_S)
+        await again.send(largest)
+        assert isinstance(await again.receive(PATIENCE_S), Refuse)
+        await again.close()
     assert len(seen) >= 2
 
 
 @pytest.mark.parametrize(
     "garbage", [b"\xff\xff\xff", b"\x32\x05abc", os.urandom(1000)], ids=["varint", "chunk", "noise"]
 )
-def test_garbage_ends_the_stream_with_a_sentence_on_either_side(
+async def test_garbage_ends_the_stream_with_a_sentence_on_either_side(
     garbage: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The reader reports an invalid frame at once, not at the next timeout."""
@@ -315,26 +291,23 @@ def test_garbage_ends_the_stream_with_a_sentence_on_either_side(
     async def rogue_server(requests: object, context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
         await context.write(garbage)
 
-    async def main() -> None:
-        began_s = time.monotonic()
-        async with serving(Answering(on_swap=on_swap)) as there, grpc.aio.insecure_channel(there.address) as channel:
-            call = channel.stream_stream(SWAP)()
-            await call.write(garbage)
-            await call.read()
-        async with rogue("Swap", grpc.stream_stream_rpc_method_handler(rogue_server)) as there:
-            stream = await transport().open_swap(there, timeout_s=PATIENCE_S)
-            with pytest.raises(CorruptPayload):
-                await stream.receive(PATIENCE_S)
-            await stream.close()
-        assert time.monotonic() - began_s < AT_ONCE_S
-
-    with caplog.at_level(logging.ERROR):
-        run(main)
+    caplog.set_level(logging.ERROR)
+    began_s = time.monotonic()
+    async with serving(Answering(on_swap=on_swap)) as there, grpc.aio.insecure_channel(there.address) as channel:
+        call = channel.stream_stream(SWAP)()
+        await call.write(garbage)
+        await call.read()
+    async with rogue("Swap", grpc.stream_stream_rpc_method_handler(rogue_server)) as there:
+        stream = await transport().open_swap(there, timeout_s=PATIENCE_S)
+        with pytest.raises(CorruptPayload):
+            await stream.receive(PATIENCE_S)
+        await stream.close()
+    assert time.monotonic() - began_s < AT_ONCE_S
     assert len(seen) == 1
 
 
 @pytest.mark.parametrize("who", ["caller", "called"])
-def test_the_last_words_of_a_peer_arrive_before_the_end_of_its_stream(who: str) -> None:
+async def test_the_last_words_of_a_peer_arrive_before_the_end_of_its_stream(who: str) -> None:
     abort, heard = Abort(AbortCode.LEAVING, "bye"), list[Frame]()
 
     async def speak(stream: FrameStream) -> None:
@@ -347,17 +320,14 @@ def test_the_last_words_of_a_peer_arrive_before_the_end_of_its_stream(who: str) 
             await stream.receive(PATIENCE_S)
         await stream.close()
 
-    async def main() -> None:
-        async with serving(Answering(on_swap=speak if who == "called" else listen)) as there:
-            stream = await transport().open_swap(there, timeout_s=PATIENCE_S)
-            await (speak if who == "caller" else listen)(stream)
-            await until(lambda: heard)
-
-    run(main)
+    async with serving(Answering(on_swap=speak if who == "called" else listen)) as there:
+        stream = await transport().open_swap(there, timeout_s=PATIENCE_S)
+        await (speak if who == "caller" else listen)(stream)
+        await until(lambda: heard)
     assert heard == [abort]
 
 
-def test_callers_that_come_and_go_do_not_harm_the_peer() -> None:
+async def test_callers_that_come_and_go_do_not_harm_the_peer() -> None:
     """A port scan connects, opens a swap and vanishes. Asking gRPC about a vanished caller once crashed the process."""
     peers: list[str] = []
 
@@ -372,38 +342,32 @@ def test_callers_that_come_and_go_do_not_harm_the_peer() -> None:
                 await stream.receive(0.1)
             await stream.close()
 
-    async def main() -> None:
-        async with serving(Answering(on_swap=on_swap)) as there:
-            for _ in range(10):
-                stream = await transport().open_swap(there, timeout_s=PATIENCE_S)
-                reading = asyncio.create_task(stream.receive(PATIENCE_S))
-                await asyncio.sleep(0)  # the call starts
-                await stream.send(Ready()) if len(peers) % 2 else None
-                await stream.close()
-                with pytest.raises(PeerError):
-                    await reading
-            host, _, port = there.address.rpartition(":")
-            for noise in (b"GET / HTTP/1.1\r\n\r\n", os.urandom(500), b""):
-                _, writer = await asyncio.open_connection(host, int(port))
-                writer.write(noise)
-                writer.transport.abort()
-            last = await transport().open_swap(there, timeout_s=PATIENCE_S)
-            await last.send(Ready())
-            await last.close()
-
-    run(main)
+    async with serving(Answering(on_swap=on_swap)) as there:
+        for _ in range(10):
+            stream = await transport().open_swap(there, timeout_s=PATIENCE_S)
+            reading = asyncio.create_task(stream.receive(PATIENCE_S))
+            await asyncio.sleep(0)  # the call starts
+            await stream.send(Ready()) if len(peers) % 2 else None
+            await stream.close()
+            with pytest.raises(PeerError):
+                await reading
+        host, _, port = there.address.rpartition(":")
+        for noise in (b"GET / HTTP/1.1\r\n\r\n", os.urandom(500), b""):
+            _, writer = await asyncio.open_connection(host, int(port))
+            writer.write(noise)
+            writer.transport.abort()
+        last = await transport().open_swap(there, timeout_s=PATIENCE_S)
+        await last.send(Ready())
+        await last.close()
 
 
-def test_a_status_tells_what_became_of_a_swap() -> None:
-    async def main() -> None:
-        async with serving(Answering(has_verified=True)) as there:
-            status = await transport().status(there, swap_id=bytes(16), timeout_s=PATIENCE_S)
-            assert status == PeerStatus(HELLO, "training", 0.5, has_verified=True)
-            with pytest.raises(Refused, match="another run") as refusal:
-                await transport("other").status(there, timeout_s=PATIENCE_S)
-            assert (refusal.value.code, refusal.value.retry_after_s) == ("OTHER_RUN", 7.0)
-
-    run(main)
+async def test_a_status_tells_what_became_of_a_swap() -> None:
+    async with serving(Answering(has_verified=True)) as there:
+        status = await transport().status(there, swap_id=bytes(16), timeout_s=PATIENCE_S)
+        assert status == PeerStatus(HELLO, "training", 0.5, has_verified=True)
+        with pytest.raises(Refused, match="another run") as refusal:
+            await transport("other").status(there, timeout_s=PATIENCE_S)
+        assert (refusal.value.code, refusal.value.retry_after_s) == ("OTHER_RUN", 7.0)
 
 
 # the first fetch
@@ -441,77 +405,64 @@ async def fetch_from(donors: list[Candidate], target: Path) -> StateManifest | N
     )
 
 
-def test_spec_manifest_and_chunks_come_over_grpc(tmp_path: Path) -> None:
-    async def main() -> None:
-        donor = Donor(tmp_path, "donor")
-        async with serving(donor) as there:
-            assert await fetch_spec(transport(), [there], expected_digest=SPEC.digest()) == SPEC
-            manifest = await fetch_from([there], tmp_path / "fetched")
-            assert manifest == donor.saved.manifest
-            assert (tmp_path / "fetched").read_bytes() == donor.data
-            with pytest.raises(Unreachable, match="another run"):
-                await fetch_spec(transport("other"), [there], expected_digest=SPEC.digest())
-
-    run(main)
+async def test_spec_manifest_and_chunks_come_over_grpc(tmp_path: Path) -> None:
+    donor = Donor(tmp_path, "donor")
+    async with serving(donor) as there:
+        assert await fetch_spec(transport(), [there], expected_digest=SPEC.digest()) == SPEC
+        manifest = await fetch_from([there], tmp_path / "fetched")
+        assert manifest == donor.saved.manifest
+        assert (tmp_path / "fetched").read_bytes() == donor.data
+        with pytest.raises(Unreachable, match="another run"):
+            await fetch_spec(transport("other"), [there], expected_digest=SPEC.digest())
 
 
-def test_a_manifest_of_many_chunks_comes_whole(tmp_path: Path) -> None:
+async def test_a_manifest_of_many_chunks_comes_whole(tmp_path: Path) -> None:
     """A model with billions of parameters has more digests than fit into one message (about 33,000)."""
     digests = tuple(index.to_bytes(32, "big") for index in range(70_000))
     manifest = StateManifest("layout", 9, 0.5, 70_000 * STATE_CHUNK_BYTES, digests)
-
-    async def main() -> None:
-        donor = Donor(tmp_path, "donor")
-        donor.states.saved = SavedState(tmp_path / "donor", manifest)
-        async with (
-            serving(donor) as there,
-            aclosing(transport().fetch(there, WantManifest(), timeout_s=PATIENCE_S)) as items,
-        ):
-            assert [item async for item in items] == [manifest]
-
-    run(main)
+    donor = Donor(tmp_path, "donor")
+    donor.states.saved = SavedState(tmp_path / "donor", manifest)
+    async with (
+        serving(donor) as there,
+        aclosing(transport().fetch(there, WantManifest(), timeout_s=PATIENCE_S)) as items,
+    ):
+        assert [item async for item in items] == [manifest]
 
 
-def test_when_a_donor_dies_its_verified_chunks_are_kept(tmp_path: Path) -> None:
-    async def main() -> None:
-        second = Donor(tmp_path, "second")
+async def test_when_a_donor_dies_its_verified_chunks_are_kept(tmp_path: Path) -> None:
+    second = Donor(tmp_path, "second")
 
-        async def dies(items: AsyncGenerator[FetchItem]) -> AsyncGenerator[FetchItem]:
-            async for item in items:
-                if isinstance(item, StateChunk) and item.index == 2:
-                    killing.append(asyncio.create_task(server.stop(0.0)))
-                    await asyncio.sleep(PATIENCE_S)  # this chunk is never sent
-                yield item
+    async def dies(items: AsyncGenerator[FetchItem]) -> AsyncGenerator[FetchItem]:
+        async for item in items:
+            if isinstance(item, StateChunk) and item.index == 2:
+                killing.append(asyncio.create_task(server.stop(0.0)))
+                await asyncio.sleep(PATIENCE_S)  # this chunk is never sent
+            yield item
 
-        killing: list[asyncio.Task[None]] = []
-        first = Donor(tmp_path, "first", dies)
-        server = GrpcServer(first)
-        await server.start("127.0.0.1", 0)
-        async with serving(second) as there:
-            donors = [Candidate("first", f"127.0.0.1:{server.port}"), there]
-            manifest = await fetch_from(donors, tmp_path / "fetched")
-        await asyncio.gather(*killing)
-        assert manifest == second.saved.manifest
-        kept = 2 * STATE_CHUNK_BYTES
-        assert (tmp_path / "fetched").read_bytes() == first.data[:kept] + second.data[kept:]
-        assert [want.indices for want in second.asked if isinstance(want, WantChunks)] == [(2, 3, 4)]
-
-    run(main)
+    killing: list[asyncio.Task[None]] = []
+    first = Donor(tmp_path, "first", dies)
+    server = GrpcServer(first)
+    await server.start("127.0.0.1", 0)
+    async with serving(second) as there:
+        donors = [Candidate("first", f"127.0.0.1:{server.port}"), there]
+        manifest = await fetch_from(donors, tmp_path / "fetched")
+    await asyncio.gather(*killing)
+    assert manifest == second.saved.manifest
+    kept = 2 * STATE_CHUNK_BYTES
+    assert (tmp_path / "fetched").read_bytes() == first.data[:kept] + second.data[kept:]
+    assert [want.indices for want in second.asked if isinstance(want, WantChunks)] == [(2, 3, 4)]
 
 
-def test_a_damaged_chunk_is_refused_and_comes_from_another_donor(tmp_path: Path) -> None:
+async def test_a_damaged_chunk_is_refused_and_comes_from_another_donor(tmp_path: Path) -> None:
     async def damages(items: AsyncGenerator[FetchItem]) -> AsyncGenerator[FetchItem]:
         async for item in items:
             yield StateChunk(1, bytes(len(item.payload))) if isinstance(item, StateChunk) and item.index == 1 else item
 
-    async def main() -> None:
-        first, second = Donor(tmp_path, "first", damages), Donor(tmp_path, "second")
-        async with serving(first) as one, serving(second) as other:
-            await fetch_from([one, other], tmp_path / "fetched")
-        kept = STATE_CHUNK_BYTES
-        assert (tmp_path / "fetched").read_bytes() == first.data[:kept] + second.data[kept:]
-
-    run(main)
+    first, second = Donor(tmp_path, "first", damages), Donor(tmp_path, "second")
+    async with serving(first) as one, serving(second) as other:
+        await fetch_from([one, other], tmp_path / "fetched")
+    kept = STATE_CHUNK_BYTES
+    assert (tmp_path / "fetched").read_bytes() == first.data[:kept] + second.data[kept:]
 
 
 async def as_soon_as_free(there: Candidate, want: WantChunks) -> list[FetchItem]:
@@ -525,7 +476,7 @@ async def as_soon_as_free(there: Candidate, want: WantChunks) -> list[FetchItem]
             await asyncio.sleep(0.01)
 
 
-def test_a_third_newcomer_is_refused_until_one_leaves(tmp_path: Path) -> None:
+async def test_a_third_newcomer_is_refused_until_one_leaves(tmp_path: Path) -> None:
     async def slow_after_the_first(items: AsyncGenerator[FetchItem]) -> AsyncGenerator[FetchItem]:
         async with aclosing(items):
             async for item in items:
@@ -533,23 +484,19 @@ def test_a_third_newcomer_is_refused_until_one_leaves(tmp_path: Path) -> None:
                 await may_go_on.wait()
 
     may_go_on = asyncio.Event()
-
-    async def main() -> None:
-        donor = Donor(tmp_path, "donor", slow_after_the_first)
-        want = WantChunks(donor.saved.manifest.digest(), (0, 1, 2, 3))
-        async with serving(donor) as there:
-            running = [transport().fetch(there, want, timeout_s=PATIENCE_S) for _ in range(NUM_SLOTS)]
-            for upload in running:
-                await anext(upload)
-            third = transport().fetch(there, want, timeout_s=PATIENCE_S)
-            with pytest.raises(Refused, match="already serving 2 newcomers") as refusal:
-                await anext(third)
-            assert refusal.value.code == "BUSY"
-            assert refusal.value.retry_after_s > 0
-            await running[0].aclose()  # cancel it half-way
-            may_go_on.set()
-            items = await as_soon_as_free(there, want)
-            assert [item.index for item in items if isinstance(item, StateChunk)] == [0, 1, 2, 3]
-            await running[1].aclose()
-
-    run(main)
+    donor = Donor(tmp_path, "donor", slow_after_the_first)
+    want = WantChunks(donor.saved.manifest.digest(), (0, 1, 2, 3))
+    async with serving(donor) as there:
+        running = [transport().fetch(there, want, timeout_s=PATIENCE_S) for _ in range(NUM_SLOTS)]
+        for upload in running:
+            await anext(upload)
+        third = transport().fetch(there, want, timeout_s=PATIENCE_S)
+        with pytest.raises(Refused, match="already serving 2 newcomers") as refusal:
+            await anext(third)
+        assert refusal.value.code == "BUSY"
+        assert refusal.value.retry_after_s > 0
+        await running[0].aclose()  # cancel it half-way
+        may_go_on.set()
+        items = await as_soon_as_free(there, want)
+        assert [item.index for item in items if isinstance(item, StateChunk)] == [0, 1, 2, 3]
+        await running[1].aclose()

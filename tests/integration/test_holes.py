@@ -74,58 +74,48 @@ async def mirrored() -> tuple[Mirror, tuple[str, int]]:
     return mirror, ("127.0.0.1", await mirror.start("127.0.0.1", 0))
 
 
-def test_a_port_is_seen_as_it_is_and_shared_by_what_is_bound_to_it() -> None:
-    async def main() -> None:
-        mirror, observer = await mirrored()
-        with Hole(DialGuard()) as hole:
-            await hole.look(observer)
-            assert hole.seen == hole.local
-            assert 0 <= hole.round_trip_s < PATIENCE_S
-        await mirror.stop()
-
-    asyncio.run(asyncio.wait_for(main(), PATIENCE_S))
+async def test_a_port_is_seen_as_it_is_and_shared_by_what_is_bound_to_it() -> None:
+    mirror, observer = await mirrored()
+    with Hole(DialGuard()) as hole:
+        await hole.look(observer)
+        assert hole.seen == hole.local
+        assert 0 <= hole.round_trip_s < PATIENCE_S
+    await mirror.stop()
 
 
 @pytest.mark.parametrize("token", [bytes(TOKEN_BYTES), b"", b"\x16\x03\x01 TLS of somebody"])
-def test_who_does_not_know_the_token_is_not_the_partner(token: bytes) -> None:
-    async def main() -> None:
-        mirror, observer = await mirrored()
-        hole, loop = Hole(DialGuard()), asyncio.get_running_loop()
-        await hole.look(observer)
-        opening = asyncio.create_task(hole.open([], b"t" * TOKEN_BYTES, says_first=False))
-        with hole, socket.socket() as stranger, socket.socket() as partner:
-            for each in (stranger, partner):
-                each.setblocking(False)
-                await loop.sock_connect(each, hole.local)
-            await loop.sock_sendall(stranger, token)
-            await loop.sock_sendall(partner, b"t" * TOKEN_BYTES)
-            with await opening as found:
-                assert found.getpeername() == partner.getsockname()
-                assert await loop.sock_recv(partner, 64) == b"t" * TOKEN_BYTES
-                with suppress(ConnectionResetError):  # the stranger's words may be unread
-                    assert await loop.sock_recv(stranger, 64) == b""
-        await mirror.stop()
-
-    asyncio.run(asyncio.wait_for(main(), PATIENCE_S))
+async def test_who_does_not_know_the_token_is_not_the_partner(token: bytes) -> None:
+    mirror, observer = await mirrored()
+    hole, loop = Hole(DialGuard()), asyncio.get_running_loop()
+    await hole.look(observer)
+    opening = asyncio.create_task(hole.open([], b"t" * TOKEN_BYTES, says_first=False))
+    with hole, socket.socket() as stranger, socket.socket() as partner:
+        for each in (stranger, partner):
+            each.setblocking(False)
+            await loop.sock_connect(each, hole.local)
+        await loop.sock_sendall(stranger, token)
+        await loop.sock_sendall(partner, b"t" * TOKEN_BYTES)
+        with await opening as found:
+            assert found.getpeername() == partner.getsockname()
+            assert await loop.sock_recv(partner, 64) == b"t" * TOKEN_BYTES
+            with suppress(ConnectionResetError):  # the stranger's words may be unread
+                assert await loop.sock_recv(stranger, 64) == b""
+    await mirror.stop()
 
 
-def test_a_partner_that_names_a_third_machine_is_stopped_by_the_guard() -> None:
+async def test_a_partner_that_names_a_third_machine_is_stopped_by_the_guard() -> None:
     """Dials to a machine count together for all peers that name it."""
-
-    async def main() -> None:
-        mirror, observer = await mirrored()
-        guard = DialGuard()
-        for _ in range(20):
-            await guard.way("somebody", "127.0.0.9")
-        near, far = socket.socketpair()
-        relay, liar = await asyncio.open_connection(sock=near), await asyncio.open_connection(sock=far)
-        answering = asyncio.create_task(answer_through_hole(guard, relay, observer))
-        liar[1].write(Words(("127.0.0.9", 22), token=bytes(TOKEN_BYTES)).line())
-        with pytest.raises(Unreachable, match=r"attempts to dial 127\.0\.0\.9 failed"):
-            await answering
-        for _, writer in (relay, liar):
-            writer.close()
-            await writer.wait_closed()
-        await mirror.stop()
-
-    asyncio.run(asyncio.wait_for(main(), PATIENCE_S))
+    mirror, observer = await mirrored()
+    guard = DialGuard()
+    for _ in range(20):
+        await guard.way("somebody", "127.0.0.9")
+    near, far = socket.socketpair()
+    relay, liar = await asyncio.open_connection(sock=near), await asyncio.open_connection(sock=far)
+    answering = asyncio.create_task(answer_through_hole(guard, relay, observer))
+    liar[1].write(Words(("127.0.0.9", 22), token=bytes(TOKEN_BYTES)).line())
+    with pytest.raises(Unreachable, match=r"attempts to dial 127\.0\.0\.9 failed"):
+        await answering
+    for _, writer in (relay, liar):
+        writer.close()
+        await writer.wait_closed()
+    await mirror.stop()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -15,7 +15,6 @@ import grpc
 import grpc.aio
 import psutil
 import pytest
-import uvloop
 from adversarial.connections import JUNK, dripping, leave, visit
 from harness.identities import identity_of
 from harness.loopback import LoopbackSwarm
@@ -77,11 +76,6 @@ def transport(name: str = "caller") -> GrpcTransport:
     return GrpcTransport(lambda: Hello(session.identity.peer_id, SPEC.name, SPEC.digest()), session=session)
 
 
-def run(main: Callable[[], Coroutine[None, None, None]]) -> None:
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(asyncio.wait_for(main(), PATIENCE_S))
-
-
 def port_of(there: Candidate) -> int:
     return int(there.address.rpartition(":")[2])
 
@@ -117,81 +111,67 @@ async def ping(stream: FrameStream) -> None:
     assert await stream.receive(PATIENCE_S) == PING
 
 
-def test_nonsense_at_the_port_costs_no_memory_and_no_swap(caplog: pytest.LogCaptureFixture) -> None:
-    async def main() -> None:
-        async with echoing() as there:
-            stream = await transport().open_swap(there, timeout_s=PATIENCE_S)
+async def test_nonsense_at_the_port_costs_no_memory_and_no_swap(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    async with echoing() as there:
+        stream = await transport().open_swap(there, timeout_s=PATIENCE_S)
+        await ping(stream)
+        for junk in JUNK.values():  # the first visit of each kind makes lasting allocations
+            await leave([await visit(port_of(there), junk)])
+        before_mib = rss_mib()
+        for _ in range(20):
+            await leave([await visit(port_of(there), junk) for junk in JUNK.values()])
+            await leave([await visit(port_of(there), junk, tls=True) for junk in list(JUNK.values())[:2]])
             await ping(stream)
-            for junk in JUNK.values():  # the first visit of each kind makes lasting allocations
-                await leave([await visit(port_of(there), junk)])
-            before_mib = rss_mib()
-            for _ in range(20):
-                await leave([await visit(port_of(there), junk) for junk in JUNK.values()])
-                await leave([await visit(port_of(there), junk, tls=True) for junk in list(JUNK.values())[:2]])
-                await ping(stream)
-            assert rss_mib() - before_mib < 5.0
-            assert await is_served(there)
-            await stream.close()
-
-    with caplog.at_level(logging.INFO):
-        run(main)
+        assert rss_mib() - before_mib < 5.0
+        assert await is_served(there)
+        await stream.close()
     assert not caplog.records
 
 
-def test_a_flood_of_silent_connections_passes_and_the_running_swap_goes_on() -> None:
+async def test_a_flood_of_silent_connections_passes_and_the_running_swap_goes_on() -> None:
     """Some connections send nothing, some finish the TLS handshake and make no call; none of them closes."""
+    async with echoing() as there:
+        stream = await transport().open_swap(there, timeout_s=PATIENCE_S)
+        await ping(stream)
+        before_mib = rss_mib()
+        silent = [await visit(port_of(there), b"", tls=True) for _ in range(30)]
+        silent += [await visit(port_of(there), b"") for _ in range(400)]
+        seconds = await until_served(there)
+        assert num_open(port_of(there)) <= FEW, "the others made room at once, and did not wait to be timed out"
+        assert rss_mib() - before_mib < 30.0  # this process holds both ends of each connection
+        assert seconds < 3 * max(HANDSHAKE_S, IDLE_S), "10 s are promised, and machines are shared"
+        await ping(stream)
+        await stream.close()
+        await leave(silent)
 
-    async def main() -> None:
-        async with echoing() as there:
-            stream = await transport().open_swap(there, timeout_s=PATIENCE_S)
+
+async def test_one_peer_may_have_so_many_calls_open_and_no_more() -> None:
+    async with echoing() as there:
+        greedy = transport("greedy")
+        streams = [await greedy.open_swap(there, timeout_s=PATIENCE_S) for _ in range(MAX_CALLS_PER_PEER)]
+        for stream in streams:
             await ping(stream)
-            before_mib = rss_mib()
-            silent = [await visit(port_of(there), b"", tls=True) for _ in range(30)]
-            silent += [await visit(port_of(there), b"") for _ in range(400)]
-            seconds = await until_served(there)
-            assert num_open(port_of(there)) <= FEW, "the others made room at once, and did not wait to be timed out"
-            assert rss_mib() - before_mib < 30.0  # this process holds both ends of each connection
-            assert seconds < 3 * max(HANDSHAKE_S, IDLE_S), "10 s are promised, and machines are shared"
-            await ping(stream)
+        with pytest.raises(Refused, match=f"{MAX_CALLS_PER_PEER} open calls"):
+            await greedy.status(there, timeout_s=PATIENCE_S)
+        assert await is_served(there), "others are not meant"
+        await streams.pop().close()
+        assert (await greedy.status(there, timeout_s=PATIENCE_S)).progress == PROGRESS
+        for stream in streams:
             await stream.close()
-            await leave(silent)
-
-    run(main)
 
 
-def test_one_peer_may_have_so_many_calls_open_and_no_more() -> None:
-    async def main() -> None:
-        async with echoing() as there:
-            greedy = transport("greedy")
-            streams = [await greedy.open_swap(there, timeout_s=PATIENCE_S) for _ in range(MAX_CALLS_PER_PEER)]
-            for stream in streams:
-                await ping(stream)
-            with pytest.raises(Refused, match=f"{MAX_CALLS_PER_PEER} open calls"):
-                await greedy.status(there, timeout_s=PATIENCE_S)
-            assert await is_served(there), "others are not meant"
-            await streams.pop().close()
-            assert (await greedy.status(there, timeout_s=PATIENCE_S)).progress == PROGRESS
-            for stream in streams:
-                await stream.close()
-
-    run(main)
-
-
-def test_a_message_that_is_compressed_is_refused() -> None:
+async def test_a_message_that_is_compressed_is_refused() -> None:
     """A compressed message of 1 MiB can hold 1 GiB, and the limit of gRPC applies after decompression."""
-
-    async def main() -> None:
-        async with echoing() as there:
-            open_ = await Connector(Session(identity_of("bomber"))).dial(there, timeout_s=PATIENCE_S)
-            request = pb.StatusRequest(swap_id=bytes(900_000))
-            with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await PeerStub(open_.channel).Status(
-                    request, metadata=open_.metadata, compression=grpc.Compression.Gzip, timeout=PATIENCE_S
-                )
-            assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
-            await open_.channel.close()
-
-    run(main)
+    async with echoing() as there:
+        open_ = await Connector(Session(identity_of("bomber"))).dial(there, timeout_s=PATIENCE_S)
+        request = pb.StatusRequest(swap_id=bytes(900_000))
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await PeerStub(open_.channel).Status(
+                request, metadata=open_.metadata, compression=grpc.Compression.Gzip, timeout=PATIENCE_S
+            )
+        assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
+        await open_.channel.close()
 
 
 def test_a_partner_whose_bytes_drip_is_given_up_by_progress() -> None:

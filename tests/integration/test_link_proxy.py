@@ -69,10 +69,6 @@ async def dial(link: LinkProxy) -> tuple[asyncio.StreamReader, asyncio.StreamWri
     return await asyncio.open_connection(host, int(port))
 
 
-def run(main: Callable[[], Coroutine[None, None, None]]) -> None:
-    asyncio.run(asyncio.wait_for(main(), PATIENCE_S))
-
-
 async def ended(reader: asyncio.StreamReader, *, within_s: float = PATIENCE_S) -> bool:
     """Return whether the connection has ended; False when nothing arrives in time."""
     try:
@@ -91,21 +87,17 @@ async def once(measure: Callable[[], Coroutine[None, None, float]], *, below: fl
     assert await measure() < below
 
 
-def test_everything_comes_through_unchanged_and_is_counted() -> None:
+async def test_everything_comes_through_unchanged_and_is_counted() -> None:
     data = bytes(range(256)) * 1000
-
-    async def main() -> None:
-        async with linked(PERFECT, Peer().echo) as (link, reader, writer):
-            writer.write(data)
-            writer.write_eof()
-            assert await reader.read(-1) == data
-            assert (link.down_bytes, link.up_bytes, link.num_connections) == (len(data), len(data), 1)
-
-    run(main)
+    async with linked(PERFECT, Peer().echo) as (link, reader, writer):
+        writer.write(data)
+        writer.write_eof()
+        assert await reader.read(-1) == data
+        assert (link.down_bytes, link.up_bytes, link.num_connections) == (len(data), len(data), 1)
 
 
 @pytest.mark.parametrize("direction", ["down", "up"])
-def test_the_rate_is_that_of_the_profile(direction: str) -> None:
+async def test_the_rate_is_that_of_the_profile(direction: str) -> None:
     """1 MB at 20 Mbit/s takes at least 0.4 s, and little more."""
     num_bytes, mbit_s = 1_000_000, 20.0
     slow = {f"{direction}_mbit_s": mbit_s}
@@ -123,10 +115,10 @@ def test_the_rate_is_that_of_the_profile(direction: str) -> None:
             assert num_bytes * 8 / 1e6 / seconds < 1.03 * mbit_s
             return seconds
 
-    run(lambda: once(seconds_for_all, below=num_bytes * 8 / 1e6 / (0.97 * mbit_s / 2)))
+    await once(seconds_for_all, below=num_bytes * 8 / 1e6 / (0.97 * mbit_s / 2))
 
 
-def test_a_round_trip_takes_twice_the_delay() -> None:
+async def test_a_round_trip_takes_twice_the_delay() -> None:
     async def round_trip_s() -> float:
         async with linked(LinkProfile("far", 1e4, 1e4, delay_ms=60, jitter_ms=20), Peer().echo) as (_, reader, writer):
             began_s = time.monotonic()
@@ -136,41 +128,35 @@ def test_a_round_trip_takes_twice_the_delay() -> None:
             assert seconds >= 0.12
             return seconds
 
-    run(lambda: once(round_trip_s, below=0.16 + 0.2))
+    await once(round_trip_s, below=0.16 + 0.2)
 
 
-def test_after_a_cut_both_sides_are_gone_and_nobody_gets_through_until_it_is_restored() -> None:
-    async def main() -> None:
-        async with linked(PERFECT, Peer().echo) as (link, reader, writer):
-            writer.write(b"?")
-            await reader.readexactly(1)
-            link.cut()
-            assert await ended(reader)
-            second_reader, second_writer = await dial(link)
-            assert await ended(second_reader)
-            second_writer.transport.abort()
-            link.restore()
-            third_reader, third_writer = await dial(link)
-            third_writer.write(b"?")
-            assert await third_reader.readexactly(1) == b"?"
-            third_writer.transport.abort()
-
-    run(main)
+async def test_after_a_cut_both_sides_are_gone_and_nobody_gets_through_until_it_is_restored() -> None:
+    async with linked(PERFECT, Peer().echo) as (link, reader, writer):
+        writer.write(b"?")
+        await reader.readexactly(1)
+        link.cut()
+        assert await ended(reader)
+        second_reader, second_writer = await dial(link)
+        assert await ended(second_reader)
+        second_writer.transport.abort()
+        link.restore()
+        third_reader, third_writer = await dial(link)
+        third_writer.write(b"?")
+        assert await third_reader.readexactly(1) == b"?"
+        third_writer.transport.abort()
 
 
-def test_a_stall_holds_everything_back_and_loses_nothing() -> None:
-    async def main() -> None:
-        async with linked(PERFECT, Peer().echo) as (link, reader, writer):
-            writer.write(b"1")
-            await reader.readexactly(1)
-            link.stall()
-            writer.write(b"2")
-            assert not await ended(reader, within_s=0.1), "nobody is told"
-            assert link.down_bytes == 1
-            link.restore()
-            assert await reader.readexactly(1) == b"2"
-
-    run(main)
+async def test_a_stall_holds_everything_back_and_loses_nothing() -> None:
+    async with linked(PERFECT, Peer().echo) as (link, reader, writer):
+        writer.write(b"1")
+        await reader.readexactly(1)
+        link.stall()
+        writer.write(b"2")
+        assert not await ended(reader, within_s=0.1), "nobody is told"
+        assert link.down_bytes == 1
+        link.restore()
+        assert await reader.readexactly(1) == b"2"
 
 
 # swaps over a link

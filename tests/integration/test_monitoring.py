@@ -1,4 +1,4 @@
-"""A live swarm of four peers in every view of it: terminal, page, metrics, status and doctor.
+"""A live swarm of three peers in every view of it: terminal, page, metrics, status and doctor.
 
 A headless Chromium drives the page; its test is skipped where none is installed. .ci/run installs one. With
 NOLOCO_SCREENSHOTS=DIR the tests write the pictures of docs/ there.
@@ -20,7 +20,7 @@ import sys
 import termios
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,12 +29,13 @@ from typing import Any
 import pyte
 import pytest
 from harness.patience import PATIENCE_S
-from harness.processes import Command, PeerProcess, noloco, small_spec, until, write_spec
+from harness.processes import Command, PeerProcess, small_spec, until, write_spec
 
+from noloco_p2p.cli.app import run
 from noloco_p2p.swarm.records import TTL_S
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-NUM_PEERS = 4
+NUM_PEERS = 3
 PICTURES = os.environ.get("NOLOCO_SCREENSHOTS")
 # By the number of the peer; the others have no name.
 NAMES = {1: "Ada", 2: "Grace & Co."} if PICTURES else {1: "<b>Ada</b> & Co.", 2: "東京"}
@@ -132,7 +133,7 @@ def names(swarm: Swarm) -> list[str]:
 def test_the_terminal_view_lives_resizes_and_goes_in_order(swarm: Swarm) -> None:
     terminal = Terminal("monitor", swarm.ticket, "--watch", "--interval", "0.5", "--sort", "loss")
     try:
-        lines = terminal.wait_for("run watched | peers alive 4", "tokens/s", *names(swarm))
+        lines = terminal.wait_for("run watched | peers alive 3", "tokens/s", *names(swarm))
         until(lambda: not any(line.split()[4] == "-" for line in peer_lines(terminal)), what="losses")
         lines = terminal.lines()
         header = next(line for line in lines if line.startswith("peer"))
@@ -145,26 +146,35 @@ def test_the_terminal_view_lives_resizes_and_goes_in_order(swarm: Swarm) -> None
         assert len(next(line for line in wide if line.startswith("peer"))) > 100
         terminal.process.send_signal(signal.SIGINT)
         assert terminal.process.wait(PATIENCE_S) == 0
-        assert any("run watched | peers alive 4" in line for line in terminal.lines()), (
+        assert any("run watched | peers alive 3" in line for line in terminal.lines()), (
             "the last word stays on the screen"
         )
     finally:
         terminal.end()
 
 
-def test_without_a_terminal_there_are_plain_lines(swarm: Swarm) -> None:
-    plain = noloco("monitor", swarm.ticket, "--filter", names(swarm)[1][2:])
-    assert plain.returncode == 0, plain.stderr
-    assert "\x1b" not in plain.stdout
-    shown = {line.split()[0] for line in plain.stdout.splitlines() if line.startswith("..")}
+@pytest.fixture
+def say(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+    """Return a function that runs a command in this process, which has imported torch: (exit code, output)."""
+
+    def say(*arguments: str | Path) -> tuple[int, str]:
+        code = run([str(argument) for argument in arguments])
+        return code, capsys.readouterr().out
+
+    return say
+
+
+def test_plain_lines_and_json_show_what_swaps_measure(swarm: Swarm, say: Callable[..., tuple[int, str]]) -> None:
+    code, plain = say("monitor", swarm.ticket, "--filter", names(swarm)[1][2:])
+    assert code == 0
+    assert "\x1b" not in plain
+    shown = {line.split()[0] for line in plain.splitlines() if line.startswith("..")}
     assert names(swarm)[1] in shown, "and those whose last partner it was"
 
-
-def test_what_swaps_measure_is_seen_from_outside(swarm: Swarm) -> None:
     def measured() -> dict[str, Any] | None:
-        answer = noloco("monitor", swarm.ticket, "--json")
-        assert answer.returncode == 0, answer.stderr
-        seen = json.loads(answer.stdout)
+        code, answer = say("monitor", swarm.ticket, "--json")
+        assert code == 0
+        seen = json.loads(answer)
         return seen if all(peer["apart"] is not None for peer in seen["peers"]) else None
 
     seen = until(measured, what="a distance in the record of each peer")
@@ -177,17 +187,19 @@ def test_what_swaps_measure_is_seen_from_outside(swarm: Swarm) -> None:
     assert any(peer["reachability"] == "direct" for peer in seen["peers"])
 
 
-def test_a_peer_serves_prometheus_and_tells_where_its_settings_came_from(swarm: Swarm) -> None:
+def test_a_peer_serves_prometheus_and_tells_where_its_settings_came_from(
+    swarm: Swarm, say: Callable[..., tuple[int, str]]
+) -> None:
     url = swarm.peers[0].wait_for("metrics at http").split()[-1]
     with urllib.request.urlopen(url, timeout=PATIENCE_S) as answer:
         page = answer.read().decode()
     assert "noloco_swaps_total" in page
     assert f'peer_id="{swarm.peers[0].peer_id}"' in page
-    status = json.loads(noloco("status", "--json", "--state-dir", swarm.peers[0].folder).stdout)
+    status = json.loads(say("status", "--json", "--state-dir", swarm.peers[0].folder)[1])
     assert status["settings"]["metrics"] == {"value": "127.0.0.1:0", "origin": "flag"}
     assert status["settings"]["save_every_s"]["origin"] == "default"
     assert status["running_since_s"] > 0
-    text = noloco("status", "--state-dir", swarm.peers[0].folder).stdout
+    text = say("status", "--state-dir", swarm.peers[0].folder)[1]
     assert "settings  " in text
     assert "127.0.0.1:0  (flag)" in text
     assert "have their default values (shown by --json)" in text
@@ -195,22 +207,20 @@ def test_a_peer_serves_prometheus_and_tells_where_its_settings_came_from(swarm: 
     assert re.search(r"^swaps     \d+ \([\d.]+/min, [\d.]+ % of the link\), last with \.\.", text, re.MULTILINE), text
 
 
-def test_the_doctor_finds_nothing_wrong_and_is_dialled_back(swarm: Swarm) -> None:
-    flags = ("--listen", "127.0.0.1:0", "--state-dir", swarm.folder / "doctor")
-    found = noloco("doctor", swarm.ticket, "--json", *flags)
-    checks = {check["name"]: check for check in json.loads(found.stdout)["checks"]}
-    assert found.returncode == 0, checks
+def test_the_doctor_is_dialled_back_and_says_what_is_wrong(swarm: Swarm, say: Callable[..., tuple[int, str]]) -> None:
+    state = ("--state-dir", swarm.folder / "doctor")
+    code, found = say("doctor", swarm.ticket, "--json", "--listen", "127.0.0.1:0", *state)
+    checks = {check["name"]: check for check in json.loads(found)["checks"]}
+    assert code == 0, checks
     for name in ("versions", "ports", "p2pd", "way in", "peers run", "ways", "clock", "reached", "the model"):
         assert checks[name]["level"] == "ok", checks[name]
     assert "sees this machine as 127.0.0.1" in checks["reached"]["found"]
     assert all(check["fix"] for check in checks.values() if check["level"] in ("warning", "failed"))
 
-
-def test_the_doctor_says_what_is_wrong_and_exits_1(swarm: Swarm) -> None:
     port = json.loads((swarm.peers[1].folder / "ports.json").read_text())["grpc"]
-    found = noloco("doctor", "--json", "--listen", f"127.0.0.1:{port}", "--state-dir", swarm.folder / "doctor")
-    assert found.returncode == 1
-    ports = next(check for check in json.loads(found.stdout)["checks"] if check["name"] == "ports")
+    code, found = say("doctor", "--json", "--listen", f"127.0.0.1:{port}", *state)
+    assert code == 1
+    ports = next(check for check in json.loads(found)["checks"] if check["name"] == "ports")
     assert ports["level"] == "failed"
     assert str(port) in ports["found"]
     assert "--listen" in ports["fix"]
@@ -251,6 +261,13 @@ def test_the_page_shows_the_swarm_keeps_its_curves_and_tells_of_a_killed_peer(sw
         wait("charts.loss.plot !== undefined && state.told.meetings.length > 0")
         assert told("charts.loss.plot.series.length") == NUM_PEERS + 1
         assert "alive" in page.inner_text("#tiles").lower()
+        if PICTURES:
+            wait("state.history.time_s.length >= 6")
+            _take_pictures(browser, url, Path(PICTURES))
+        victim = swarm.peers[-1]
+        victim_id = victim.peer_id
+        victim.send(signal.SIGKILL)
+        killed_s = time.monotonic()
         for peer, words in ((2, NAMES[2]), (1, NAMES[1][:6].lower())):
             page.fill("#search", words)
             wait(f"$('rows').rows.length === 1 && $('rows').textContent.includes({json.dumps(NAMES[peer])})")
@@ -265,15 +282,8 @@ def test_the_page_shows_the_swarm_keeps_its_curves_and_tells_of_a_killed_peer(sw
         page.reload()
         wait("state.history !== null && state.history.time_s.length > 0")
         assert told("state.history.time_s")[: len(before)] == before
-        if PICTURES:
-            wait("state.history.time_s.length >= 6")
-            _take_pictures(browser, url, Path(PICTURES))
 
-        victim = swarm.peers[-1]
-        victim_id = victim.peer_id
         grey = told("getComputedStyle(document.documentElement).getPropertyValue('--faint').trim()")
-        victim.send(signal.SIGKILL)
-        killed_s = time.monotonic()
         gone = f"document.querySelector('tr[data-peer=\"{victim_id}\"]')?.dataset.health === 'gone'"
         wait(gone)
         assert time.monotonic() - killed_s < TTL_S + 15.0

@@ -34,6 +34,7 @@ def test_it_runs_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("NOLOCO_DEVICE", "cpu")
+    monkeypatch.setenv("NOLOCO_REPORT_EVERY_S", "2")
     notebook = read()
     NotebookClient(
         notebook, timeout=int(SLOW_TEST_S), kernel_name="python3", resources={"metadata": {"path": tmp_path}}

@@ -5,13 +5,11 @@ The tests use real gRPC. A refusal names the ban and its reason.
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 
 import pytest
-import uvloop
 from harness.identities import identity_of
 from harness.patience import AT_ONCE_S, PATIENCE_S
 
@@ -67,61 +65,44 @@ async def status(
     return (await transport.status(there, timeout_s=PATIENCE_S)).progress
 
 
-def run(main: Callable[[], Coroutine[None, None, None]]) -> None:
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(asyncio.wait_for(main(), PATIENCE_S))
+async def test_the_invited_are_served_and_strangers_get_no_further_than_tls() -> None:
+    async with answering(invitation()) as (service, there):
+        assert await status(there, invitation()) == 0.5
+        for held, words in ((None, "connect"), (invitation(key="another run"), "not invited")):
+            began_s = time.monotonic()
+            with pytest.raises(Unreachable, match=words):
+                await status(there, held)
+            assert time.monotonic() - began_s < AT_ONCE_S
+        assert len(service.admitted) == 1
 
 
-def test_the_invited_are_served_and_strangers_get_no_further_than_tls() -> None:
-    async def main() -> None:
-        async with answering(invitation()) as (service, there):
-            assert await status(there, invitation()) == 0.5
-            for held, words in ((None, "connect"), (invitation(key="another run"), "not invited")):
-                began_s = time.monotonic()
-                with pytest.raises(Unreachable, match=words):
-                    await status(there, held)
-                assert time.monotonic() - began_s < AT_ONCE_S
-            assert len(service.admitted) == 1
-
-    run(main)
+async def test_an_invitation_that_has_ended_is_told_in_words() -> None:
+    async with answering(invitation()) as (service, there):
+        with pytest.raises(Refused, match="the invitation expired on") as refused:
+            await status(there, invitation(in_s=-10))
+        assert refused.value.code == RefuseCode.NOT_INVITED.name
+        assert not service.admitted
 
 
-def test_an_invitation_that_has_ended_is_told_in_words() -> None:
-    async def main() -> None:
-        async with answering(invitation()) as (service, there):
-            with pytest.raises(Refused, match="the invitation expired on") as refused:
-                await status(there, invitation(in_s=-10))
-            assert refused.value.code == RefuseCode.NOT_INVITED.name
-            assert not service.admitted
-
-    run(main)
+async def test_a_caller_asks_the_other_side_for_its_invitation_too() -> None:
+    async with answering(None) as (service, open_peer):
+        with pytest.raises(Refused, match="presented no invitation"):
+            await status(open_peer, invitation())
+        assert not service.admitted
 
 
-def test_a_caller_asks_the_other_side_for_its_invitation_too() -> None:
-    async def main() -> None:
-        async with answering(None) as (service, open_peer):
-            with pytest.raises(Refused, match="presented no invitation"):
-                await status(open_peer, invitation())
-            assert not service.admitted
-
-    run(main)
-
-
-def test_a_ban_holds_both_ways_and_says_why() -> None:
+async def test_a_ban_holds_both_ways_and_says_why() -> None:
     caller, answerer = (identity_of(name).peer_id for name in ("caller", "answerer"))
 
     def why(banned: str) -> Callable[[str], str]:
         return lambda peer_id: "banned here for another 60 min: noise" if peer_id == banned else ""
 
-    async def main() -> None:
-        async with answering(None, why_banned=why(caller)) as (service, there):
-            with pytest.raises(Refused, match="you are banned here for another 60 min: noise") as refused:
-                await status(there, None)
-            assert refused.value.code == RefuseCode.BANNED.name
-            with pytest.raises(Refused, match="it is banned here"):
-                await status(there, None, why_banned=why(answerer))
-            assert not service.admitted
-        async with answering(None) as (service, there):
-            assert await status(there, None) == 0.5
-
-    run(main)
+    async with answering(None, why_banned=why(caller)) as (service, there):
+        with pytest.raises(Refused, match="you are banned here for another 60 min: noise") as refused:
+            await status(there, None)
+        assert refused.value.code == RefuseCode.BANNED.name
+        with pytest.raises(Refused, match="it is banned here"):
+            await status(there, None, why_banned=why(answerer))
+        assert not service.admitted
+    async with answering(None) as (service, there):
+        assert await status(there, None) == 0.5

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-import uvloop
 from harness.identities import identity_of
 from harness.patience import PATIENCE_S, until
 from recorded import changed
@@ -30,11 +28,6 @@ QUICK = Timing(heartbeat_s=0.5, view_s=0.2, quick_view_s=0.2, dial_s=0.5, freshe
 def key_of(peer_id: str) -> str:
     """Return the DHT key of a peer in a small run."""
     return bucket_of(peer_id, 0).key(run_key(RUN))
-
-
-def run(main: Callable[[], Coroutine[object, object, None]]) -> None:
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(asyncio.wait_for(main(), PATIENCE_S))
 
 
 def record_of(name: str, *, in_s: float = TTL_S, **changes: Any) -> PeerRecord:
@@ -101,65 +94,57 @@ async def put(node: SwarmNode, record: PeerRecord, signed_by: Identity, *, subke
         )
 
 
-def test_a_rogue_node_can_neither_forge_nor_outlive_nor_erase(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with (
-            directory(tmp_path, "hub", spec_digest=None) as hub,
-            rogue(tmp_path, hub.multiaddrs()[0]) as node,
-            directory(tmp_path, "reader", bootstraps=tuple(hub.multiaddrs())) as reader,
-        ):
-            honest, thief = identity_of("honest"), identity_of("thief")
-            # An old record, a newer one, and the old one again: the newer one must outlive the expiry of the old one.
-            old, new = record_of("honest", in_s=3.0, swaps=1), record_of("honest", sequence=2, swaps=2)
-            for record in (old, new, old):
-                await put(node, record, honest)
-            await put(node, record_of("honest", sequence=9, swaps=66), thief)  # with the wrong key
-            await put(node, record_of("thief", sequence=9), thief, subkey=honest.peer_id)  # at the subkey of another
-            await put(node, record_of("eternal", in_s=10 * 365 * 86400.0), identity_of("eternal"))
-            await put(node, record_of("late", in_s=2 * TTL_S + 30), identity_of("late"))
-            await until(lambda: time.time() > old.expires_at_s + 0.2, "the time of the old word is over")
-            await reader.refresh_now()
-            assert [(record.peer_id, record.metrics.swaps) for record, _ in reader.records()] == [(honest.peer_id, 2)]
-            assert [candidate.peer_id for candidate in reader.live()] == [honest.peer_id]
-
-    run(main)
+async def test_a_rogue_node_can_neither_forge_nor_outlive_nor_erase(tmp_path: Path) -> None:
+    async with (
+        directory(tmp_path, "hub", spec_digest=None) as hub,
+        rogue(tmp_path, hub.multiaddrs()[0]) as node,
+        directory(tmp_path, "reader", bootstraps=tuple(hub.multiaddrs())) as reader,
+    ):
+        honest, thief = identity_of("honest"), identity_of("thief")
+        # An old record, a newer one, and the old one again: the newer one must outlive the expiry of the old one.
+        old, new = record_of("honest", in_s=3.0, swaps=1), record_of("honest", sequence=2, swaps=2)
+        for record in (old, new, old):
+            await put(node, record, honest)
+        await put(node, record_of("honest", sequence=9, swaps=66), thief)  # with the wrong key
+        await put(node, record_of("thief", sequence=9), thief, subkey=honest.peer_id)  # at the subkey of another
+        await put(node, record_of("eternal", in_s=10 * 365 * 86400.0), identity_of("eternal"))
+        await put(node, record_of("late", in_s=2 * TTL_S + 30), identity_of("late"))
+        await until(lambda: time.time() > old.expires_at_s + 0.2, "the time of the old word is over")
+        await reader.refresh_now()
+        assert [(record.peer_id, record.metrics.swaps) for record, _ in reader.records()] == [(honest.peer_id, 2)]
+        assert [candidate.peer_id for candidate in reader.live()] == [honest.peer_id]
 
 
-def test_a_rogue_node_can_neither_surround_a_key_nor_answer_for_another(tmp_path: Path) -> None:
-    async def main() -> None:
-        from hivemind.dht.routing import DHTID
-        from hivemind.p2p import PeerID
-        from hivemind.proto import dht_pb2
+async def test_a_rogue_node_can_neither_surround_a_key_nor_answer_for_another(tmp_path: Path) -> None:
+    from hivemind.dht.routing import DHTID
+    from hivemind.p2p import PeerID
+    from hivemind.proto import dht_pb2
 
-        async with (
-            directory(tmp_path, "hub", spec_digest=None) as hub,
-            rogue(tmp_path, hub.multiaddrs()[0]) as node,
-        ):
-            assert node._dht is not None
-            protocol, key, other = node._dht.protocol, DHTID.generate(key_of("any")), PeerID.from_base58(hub.peer_id)
-            await put(node, record_of("honest"), identity_of("honest"))
-            late = record_of("late", in_s=2 * TTL_S - 1)
-            packed = protocol.serializer.dumps(encode_record(late, identity_of("late")))
-            await protocol.call_store(
-                other, [key], [packed], [late.expires_at_s], subkeys=[late.peer_id], in_cache=True
+    async with (
+        directory(tmp_path, "hub", spec_digest=None) as hub,
+        rogue(tmp_path, hub.multiaddrs()[0]) as node,
+    ):
+        assert node._dht is not None
+        protocol, key, other = node._dht.protocol, DHTID.generate(key_of("any")), PeerID.from_base58(hub.peer_id)
+        await put(node, record_of("honest"), identity_of("honest"))
+        late = record_of("late", in_s=2 * TTL_S - 1)
+        packed = protocol.serializer.dumps(encode_record(late, identity_of("late")))
+        await protocol.call_store(other, [key], [packed], [late.expires_at_s], subkeys=[late.peer_id], in_cache=True)
+        for number in range(1, 21):  # closer to the key than any other node
+            request: Any = vars(dht_pb2)["PingRequest"](
+                peer=vars(dht_pb2)["NodeInfo"](node_id=DHTID(key ^ number).to_bytes())
             )
-            for number in range(1, 21):  # closer to the key than any other node
-                request: Any = vars(dht_pb2)["PingRequest"](
-                    peer=vars(dht_pb2)["NodeInfo"](node_id=DHTID(key ^ number).to_bytes())
-                )
-                await protocol.get_stub(other).rpc_ping(request, timeout=PATIENCE_S)
-            found = await protocol.call_find(other, [key])
-            assert found
-            value = cast(Any, found[key][0])
-            assert [subkey for subkey, _ in value.value.items()] == [identity_of("honest").peer_id]
-            assert hub.node._dht is not None
-            known = hub.node._dht.protocol.routing_table.uid_to_peer_id
-            assert {place: str(peer) for place, peer in known.items()} == {protocol.node_id: node.peer_id}
-
-    run(main)
+            await protocol.get_stub(other).rpc_ping(request, timeout=PATIENCE_S)
+        found = await protocol.call_find(other, [key])
+        assert found
+        value = cast(Any, found[key][0])
+        assert [subkey for subkey, _ in value.value.items()] == [identity_of("honest").peer_id]
+        assert hub.node._dht is not None
+        known = hub.node._dht.protocol.routing_table.uid_to_peer_id
+        assert {place: str(peer) for place, peer in known.items()} == {protocol.node_id: node.peer_id}
 
 
-def test_a_key_used_twice_is_noticed_by_the_older_start_alone(tmp_path: Path) -> None:
+async def test_a_key_used_twice_is_noticed_by_the_older_start_alone(tmp_path: Path) -> None:
     key = tmp_path / "copied.key"
     identity = Identity.load_or_create(key)
     heard: dict[str, PeerRecord] = {}
@@ -168,15 +153,12 @@ def test_a_key_used_twice_is_noticed_by_the_older_start_alone(tmp_path: Path) ->
         mine = PeerRecord(identity.peer_id, "demo", RUN, session_key=name, started_at_ms=started_at_ms)
         return {"describe": lambda: mine, "key": key, "on_copy": lambda record: heard.setdefault(name, record)}
 
-    async def main() -> None:
-        async with (
-            directory(tmp_path, "hub", spec_digest=None) as hub,
-            directory(tmp_path, "1", bootstraps=tuple(hub.multiaddrs()), **start("older", 1000)) as older,
-        ):
-            await until(lambda: older.node.neighbours() == {hub.peer_id}, "the first is in the DHT")
-            async with directory(tmp_path, "2", bootstraps=tuple(hub.multiaddrs()), **start("newer", 2000)):
-                await until(lambda: "older" in heard, "the older start hears of the newer one")
-            assert heard["older"].session_key == "newer"
-            assert "newer" not in heard
-
-    run(main)
+    async with (
+        directory(tmp_path, "hub", spec_digest=None) as hub,
+        directory(tmp_path, "1", bootstraps=tuple(hub.multiaddrs()), **start("older", 1000)) as older,
+    ):
+        await until(lambda: older.node.neighbours() == {hub.peer_id}, "the first is in the DHT")
+        async with directory(tmp_path, "2", bootstraps=tuple(hub.multiaddrs()), **start("newer", 2000)):
+            await until(lambda: "older" in heard, "the older start hears of the newer one")
+        assert heard["older"].session_key == "newer"
+        assert "newer" not in heard

@@ -37,6 +37,7 @@ def job(script: Path, name: str, *arguments: str | Path) -> Iterator[subprocess.
         "OMP_NUM_THREADS": "1",
         "SLURM_JOB_NAME": name,
         "NOLOCO_DEVICE": "cpu",
+        "NOLOCO_REPORT_EVERY_S": "1",
         "NOLOCO_LISTEN": "127.0.0.1:0",
     }
     with (folder / f"{name}.log").open("wb") as log:

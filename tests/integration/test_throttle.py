@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
-import uvloop
 from admitting import AnyState
 from blake3 import blake3
 from harness.loopback import LoopbackSwarm
@@ -82,11 +81,6 @@ class Sink:
         return self._states.serve(want)
 
 
-def run(main: Callable[[], Coroutine[None, None, None]]) -> None:
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(asyncio.wait_for(main(), PATIENCE_S))
-
-
 def upload(bytes_per_s: float | None) -> Limits:
     return Limits.of(upload_bytes_per_s=bytes_per_s, download_bytes_per_s=None)
 
@@ -130,40 +124,33 @@ def largest_burst(arrived: list[tuple[float, int]], *, window_s: float) -> int:
 
 
 @pytest.mark.parametrize("num_streams", [1, 2], ids=["one swap", "two swaps share"])
-def test_an_upload_takes_what_the_cap_says_without_bursts(num_streams: int) -> None:
-    async def main() -> None:
-        sink, limits = Sink(), upload(RATE)
-        seconds = await send_all(sink, GrpcServer(sink), [caller(limits)] * num_streams)
-        assert is_about(seconds, NUM_CHUNKS * CHUNK_BYTES / RATE)
-        # Messages arrive whole, so each stream may add one that was due before the window.
-        assert largest_burst(sink.arrived, window_s=0.5) <= (0.5 + DEPTH_S) * RATE + (1 + num_streams) * CHUNK_BYTES
-
-    run(main)
+async def test_an_upload_takes_what_the_cap_says_without_bursts(num_streams: int) -> None:
+    sink, limits = Sink(), upload(RATE)
+    seconds = await send_all(sink, GrpcServer(sink), [caller(limits)] * num_streams)
+    assert is_about(seconds, NUM_CHUNKS * CHUNK_BYTES / RATE)
+    # Messages arrive whole, so each stream may add one that was due before the window.
+    assert largest_burst(sink.arrived, window_s=0.5) <= (0.5 + DEPTH_S) * RATE + (1 + num_streams) * CHUNK_BYTES
 
 
 @pytest.mark.parametrize("num_streams", [1, 2], ids=["one swap", "two swaps share"])
-def test_a_download_takes_what_the_cap_says_and_slows_the_sender(num_streams: int) -> None:
+async def test_a_download_takes_what_the_cap_says_and_slows_the_sender(num_streams: int) -> None:
     """The senders have no cap: flow control holds them back, except for the data that is read ahead."""
+    sent: list[int] = []
+    ahead: list[int] = []
 
-    async def main() -> None:
-        sent: list[int] = []
-        ahead: list[int] = []
+    def on_sent(num_bytes: int) -> None:
+        sent.append(num_bytes)
+        ahead.append(sum(sent) - sink.num_bytes)
 
-        def on_sent(num_bytes: int) -> None:
-            sent.append(num_bytes)
-            ahead.append(sum(sent) - sink.num_bytes)
-
-        sink = Sink()
-        server = GrpcServer(sink, download(RATE))
-        seconds = await send_all(sink, server, [caller(Limits()) for _ in range(num_streams)], on_sent)
-        assert is_about(seconds, NUM_CHUNKS * CHUNK_BYTES / RATE)
-        # About a second in all: data unread in HTTP/2, the window, and a frame held by the receiver and two by the
-        # sender.
-        per_stream = READ_AHEAD_S * RATE + (WINDOW_FRAMES + 4) * CHUNK_BYTES
-        assert max(ahead) <= num_streams * per_stream
-        assert largest_burst(sink.arrived, window_s=0.5) <= (0.5 + DEPTH_S) * RATE + (1 + num_streams) * CHUNK_BYTES
-
-    run(main)
+    sink = Sink()
+    server = GrpcServer(sink, download(RATE))
+    seconds = await send_all(sink, server, [caller(Limits()) for _ in range(num_streams)], on_sent)
+    assert is_about(seconds, NUM_CHUNKS * CHUNK_BYTES / RATE)
+    # About a second in all: data unread in HTTP/2, the window, and a frame held by the receiver and two by the
+    # sender.
+    per_stream = READ_AHEAD_S * RATE + (WINDOW_FRAMES + 4) * CHUNK_BYTES
+    assert max(ahead) <= num_streams * per_stream
+    assert largest_burst(sink.arrived, window_s=0.5) <= (0.5 + DEPTH_S) * RATE + (1 + num_streams) * CHUNK_BYTES
 
 
 def test_without_caps_nothing_is_counted_and_no_window_is_set() -> None:
@@ -186,29 +173,26 @@ def test_a_swap_of_a_capped_peer_takes_what_the_cap_says_and_the_measured_link_s
 
 
 @pytest.mark.parametrize("side", ["donor", "newcomer"])
-def test_a_first_fetch_is_capped_on_either_side(side: str, tmp_path: Path) -> None:
-    async def main() -> None:
-        source, num_bytes = tmp_path / "state", 8 << 20
-        source.write_bytes(bytes(num_bytes))
-        states = StateServer(SPEC)
-        states.saved = describe_state(source, layout="layout", num_elements=9, progress=0.0)
-        server = GrpcServer(Sink(states), upload(RATE) if side == "donor" else Limits())
-        await server.start("127.0.0.1", 0)
-        began_s = time.monotonic()
-        manifest = await fetch_state(
-            caller(download(RATE) if side == "newcomer" else Limits()),
-            [Candidate("sink", f"127.0.0.1:{server.port}")],
-            layout="layout",
-            num_elements=9,
-            num_bytes=num_bytes,
-            target=tmp_path / "fetched",
-            admission=AnyState(),
-        )
-        assert manifest is not None
-        assert is_about(time.monotonic() - began_s, num_bytes / RATE)
-        await server.stop(0.0)
-
-    run(main)
+async def test_a_first_fetch_is_capped_on_either_side(side: str, tmp_path: Path) -> None:
+    source, num_bytes = tmp_path / "state", 8 << 20
+    source.write_bytes(bytes(num_bytes))
+    states = StateServer(SPEC)
+    states.saved = describe_state(source, layout="layout", num_elements=9, progress=0.0)
+    server = GrpcServer(Sink(states), upload(RATE) if side == "donor" else Limits())
+    await server.start("127.0.0.1", 0)
+    began_s = time.monotonic()
+    manifest = await fetch_state(
+        caller(download(RATE) if side == "newcomer" else Limits()),
+        [Candidate("sink", f"127.0.0.1:{server.port}")],
+        layout="layout",
+        num_elements=9,
+        num_bytes=num_bytes,
+        target=tmp_path / "fetched",
+        admission=AnyState(),
+    )
+    assert manifest is not None
+    assert is_about(time.monotonic() - began_s, num_bytes / RATE)
+    await server.stop(0.0)
 
 
 class Giver(Sink):
@@ -244,30 +228,27 @@ async def hang_up(there: Candidate) -> None:
     await fetch.aclose()
 
 
-def test_fetches_that_hang_up_take_nothing_from_swaps() -> None:
-    async def main() -> None:
-        server = GrpcServer(Giver(), upload(RATE))
-        await server.start("127.0.0.1", 0)
-        there = Candidate("sink", f"127.0.0.1:{server.port}")
+async def test_fetches_that_hang_up_take_nothing_from_swaps() -> None:
+    server = GrpcServer(Giver(), upload(RATE))
+    await server.start("127.0.0.1", 0)
+    there = Candidate("sink", f"127.0.0.1:{server.port}")
 
-        async def attack() -> None:
-            while True:
-                await hang_up(there)
+    async def attack() -> None:
+        while True:
+            await hang_up(there)
 
-        alone_s = await receive_all(there)
-        attacks = [asyncio.create_task(attack()) for _ in range(4)]
-        during_s = await receive_all(there)
-        for each in attacks:
-            each.cancel()
-        await asyncio.gather(*attacks, return_exceptions=True)
-        for _ in range(NUM_HUNG_UP // 20):
-            await asyncio.gather(*(hang_up(there) for _ in range(20)))
-        afterwards_s = await receive_all(there)
-        await server.stop(0.0)
-        one_each_s = NUM_GIVEN * 2**20 / RATE  # each message may wait for one chunk of an upload
-        assert max(during_s, afterwards_s) < alone_s + one_each_s + 1.0  # NUM_HUNG_UP chunks would be 87 s
-
-    run(main)
+    alone_s = await receive_all(there)
+    attacks = [asyncio.create_task(attack()) for _ in range(4)]
+    during_s = await receive_all(there)
+    for each in attacks:
+        each.cancel()
+    await asyncio.gather(*attacks, return_exceptions=True)
+    for _ in range(NUM_HUNG_UP // 20):
+        await asyncio.gather(*(hang_up(there) for _ in range(20)))
+    afterwards_s = await receive_all(there)
+    await server.stop(0.0)
+    one_each_s = NUM_GIVEN * 2**20 / RATE  # each message may wait for one chunk of an upload
+    assert max(during_s, afterwards_s) < alone_s + one_each_s + 1.0  # NUM_HUNG_UP chunks would be 87 s
 
 
 def test_a_small_message_does_not_wait_behind_chunks() -> None:

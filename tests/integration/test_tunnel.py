@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
-import uvloop
-from harness.patience import PATIENCE_S, until
+from harness.patience import until
 
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.identity import Identity
@@ -21,11 +20,6 @@ from noloco_p2p.swarm.tunnel import MAX_PORTS, Tunnels
 
 BLOCK = bytes(range(256)) * 256
 NUM_BLOCKS = 320  # 20 MiB, more than the buffers on the way hold
-
-
-def run(main: Coroutine[object, object, None]) -> None:
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(asyncio.wait_for(main, PATIENCE_S))
 
 
 @asynccontextmanager
@@ -91,73 +85,62 @@ async def scene(folder: Path) -> AsyncIterator[Scene]:
         await asyncio.gather(*echoing)
 
 
-def test_a_connection_ends_with_its_relay_and_the_next_one_takes_another(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with scene(tmp_path) as made:
-            assert all(way.endswith(f"{CIRCUIT}/p2p/{made.called.peer_id}") for way in made.reservations.circuits())
-            [candidate] = made.tunnels[0].reached([made.peer])
-            assert candidate.can_be_called
-            host, _, port = candidate.address.rpartition(":")
-            reader, writer = await asyncio.open_connection(host, int(port))
-            in_use = made.relays[next(iter(relays_of(made.reservations.circuits())))]
+async def test_a_connection_ends_with_its_relay_and_the_next_one_takes_another(tmp_path: Path) -> None:
+    async with scene(tmp_path) as made:
+        assert all(way.endswith(f"{CIRCUIT}/p2p/{made.called.peer_id}") for way in made.reservations.circuits())
+        [candidate] = made.tunnels[0].reached([made.peer])
+        assert candidate.can_be_called
+        host, _, port = candidate.address.rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        in_use = made.relays[next(iter(relays_of(made.reservations.circuits())))]
 
-            async def say(num_blocks: int) -> None:
-                for _ in range(num_blocks):
-                    writer.write(BLOCK)
-                    await writer.drain()
+        async def say(num_blocks: int) -> None:
+            for _ in range(num_blocks):
+                writer.write(BLOCK)
+                await writer.drain()
 
-            saying = asyncio.create_task(say(NUM_BLOCKS))
-            for _ in range(NUM_BLOCKS):
-                assert await reader.readexactly(len(BLOCK)) == BLOCK
-            await saying
-            await in_use.stop()
-            assert await reader.read() == b""
-            writer.close()
-
-            reader, writer = await asyncio.open_connection(host, int(port))
-            await say(1)
+        saying = asyncio.create_task(say(NUM_BLOCKS))
+        for _ in range(NUM_BLOCKS):
             assert await reader.readexactly(len(BLOCK)) == BLOCK
-            writer.close()
-            await until(
-                lambda: in_use.peer_id not in relays_of(made.reservations.circuits()), "the reservation is lost"
-            )
+        await saying
+        await in_use.stop()
+        assert await reader.read() == b""
+        writer.close()
 
-    run(main())
-
-
-def test_a_peer_without_a_relay_stays_out_of_reach(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with node(tmp_path, "caller") as caller:
-            peer = Candidate("closed", "", can_be_called=False)
-            tunnels = Tunnels(
-                caller,
-                multiaddrs=lambda: {"closed": ["/ip4/127.0.0.1/tcp/9/p2p/closed"]},
-                wanted=lambda: True,
-                relays=list,
-            )
-            assert list(tunnels.reached([peer])) == [peer]
-
-    run(main())
+        reader, writer = await asyncio.open_connection(host, int(port))
+        await say(1)
+        assert await reader.readexactly(len(BLOCK)) == BLOCK
+        writer.close()
+        await until(lambda: in_use.peer_id not in relays_of(made.reservations.circuits()), "the reservation is lost")
 
 
-def test_ports_of_peers_that_are_gone_serve_others(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with node(tmp_path, "caller") as caller:
-            there: list[str] = []
-            tunnels = Tunnels(
-                caller,
-                multiaddrs=lambda: {peer: [f"/ip4/127.0.0.1/tcp/9/p2p/relay{CIRCUIT}/p2p/{peer}"] for peer in there},
-                wanted=lambda: True,
-                relays=list,
-            )
+async def test_a_peer_without_a_relay_stays_out_of_reach(tmp_path: Path) -> None:
+    async with node(tmp_path, "caller") as caller:
+        peer = Candidate("closed", "", can_be_called=False)
+        tunnels = Tunnels(
+            caller,
+            multiaddrs=lambda: {"closed": ["/ip4/127.0.0.1/tcp/9/p2p/closed"]},
+            wanted=lambda: True,
+            relays=list,
+        )
+        assert list(tunnels.reached([peer])) == [peer]
 
-            def live() -> Sequence[Candidate]:
-                return tunnels.reached([Candidate(peer, "", can_be_called=False) for peer in there])
 
-            there[:] = [f"peer-{number}" for number in range(MAX_PORTS + 1)]
-            assert sum(peer.can_be_called for peer in live()) == MAX_PORTS
-            there[:] = there[1:]
-            assert all(peer.can_be_called for peer in live())
-            await tunnels.stop()
+async def test_ports_of_peers_that_are_gone_serve_others(tmp_path: Path) -> None:
+    async with node(tmp_path, "caller") as caller:
+        there: list[str] = []
+        tunnels = Tunnels(
+            caller,
+            multiaddrs=lambda: {peer: [f"/ip4/127.0.0.1/tcp/9/p2p/relay{CIRCUIT}/p2p/{peer}"] for peer in there},
+            wanted=lambda: True,
+            relays=list,
+        )
 
-    run(main())
+        def live() -> Sequence[Candidate]:
+            return tunnels.reached([Candidate(peer, "", can_be_called=False) for peer in there])
+
+        there[:] = [f"peer-{number}" for number in range(MAX_PORTS + 1)]
+        assert sum(peer.can_be_called for peer in live()) == MAX_PORTS
+        there[:] = there[1:]
+        assert all(peer.can_be_called for peer in live())
+        await tunnels.stop()

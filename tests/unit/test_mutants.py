@@ -15,7 +15,8 @@ def test_a_mutant_can_be_put_into_the_code(mutant: Mutant) -> None:
     ast.parse(changed)
     path, _, node = mutant.test.partition("::")
     tree = ast.parse((CHECKOUT / path).read_text(encoding="utf-8"))
-    assert node.partition("[")[0] in {item.name for item in tree.body if isinstance(item, ast.FunctionDef)}, mutant.test
+    functions = [item for item in tree.body if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef)]
+    assert node.partition("[")[0] in {function.name for function in functions}, mutant.test
 
 
 def test_an_old_text_that_is_gone_or_not_alone_is_told() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import struct
 
 import pytest
@@ -13,7 +12,6 @@ from hypothesis import strategies as st
 from noloco_p2p.codec import CHUNK_ELEMENTS, CODECS, Codec, get_codec
 from noloco_p2p.errors import CorruptPayload
 
-NAN, INF = float("nan"), float("inf")
 each_codec = pytest.mark.parametrize("name", CODECS)
 
 
@@ -34,19 +32,13 @@ def decodes_to_finite_or_is_refused(codec: Codec, payload: bytes, *, num_element
 
 
 @each_codec
-@pytest.mark.parametrize("bad", [NAN, INF, -INF])
-def test_encode_names_the_element_that_is_not_finite(name: str, bad: float) -> None:
+@pytest.mark.parametrize("bits", [0x7F800000, 0xFF800000, 0x7FFFFFFF, 0x7F800001, 0xFFFFFFFF, 0xFFC00000])
+def test_encode_names_the_element_that_is_not_finite(name: str, bits: int) -> None:
+    """Infinities, and every kind of NaN."""
     values = torch.ones(300)
-    values[270] = bad
-    with pytest.raises(ValueError, match=re.escape(f"element 270 of 300 is {bad}, which is not finite")):
-        get_codec(name).encode(values)
-
-
-@each_codec
-@pytest.mark.parametrize("bits", [0x7FFFFFFF, 0x7F800001, 0xFFFFFFFF, 0xFFC00000])
-def test_encode_refuses_every_kind_of_nan(name: str, bits: int) -> None:
-    values = torch.frombuffer(bytearray(struct.pack("<fI", 1.0, bits)), dtype=torch.float32)
-    with pytest.raises(ValueError, match="element 1 of 2 is nan"):
+    values[270] = torch.frombuffer(bytearray(struct.pack("<I", bits)), dtype=torch.float32)[0]
+    bad = {0x7F800000: "inf", 0xFF800000: "-inf"}.get(bits, "nan")
+    with pytest.raises(ValueError, match=f"element 270 of 300 is {bad}, which is not finite"):
         get_codec(name).encode(values)
 
 
@@ -90,17 +82,6 @@ def test_decode_refuses_every_other_length(name: str, num_elements: int, length:
         length += 1
     with pytest.raises(CorruptPayload, match=f"must have {expected} bytes, but it has {length}"):
         codec.decode(bytes(length), num_elements=num_elements)
-
-
-@each_codec
-def test_every_flip_of_bits_in_a_byte_is_decoded_or_refused(name: str) -> None:
-    codec, num_elements = get_codec(name), 260  # a block of int8 and a short one
-    payload = bytearray(codec.encode(torch.linspace(-2, 3, num_elements)))
-    for position in range(len(payload)):
-        for mask in (1, 2, 4, 8, 16, 32, 64, 128, 255):
-            payload[position] ^= mask
-            decodes_to_finite_or_is_refused(codec, bytes(payload), num_elements=num_elements)
-            payload[position] ^= mask
 
 
 @settings(deadline=None, max_examples=300)

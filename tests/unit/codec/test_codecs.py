@@ -1,17 +1,24 @@
-"""Every codec keeps its promises on sizes and errors, is deterministic, and leaves the caller's tensor untouched."""
+"""Every codec keeps its promises on bytes, sizes and errors, and leaves the caller's tensor untouched.
+
+Its bytes are fixed, so that peers of different versions can read each other's payloads.
+"""
 
 from __future__ import annotations
+
+from typing import get_args
 
 import numpy as np
 import pytest
 import torch
-from codec_promises import LARGEST, PROMISES
+from blake3 import blake3
+from codec_promises import LARGEST, PROMISES, RAMP, VALUES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from torch import Tensor
 
-from noloco_p2p.codec import CHUNK_ELEMENTS, get_codec
+from noloco_p2p.codec import CHUNK_ELEMENTS, CODECS, chunk_bounds, get_codec, vector_bytes
+from noloco_p2p.spec import StateCodecName
 
 finite = st.floats(width=32, allow_nan=False, min_value=-LARGEST, max_value=LARGEST)
 vectors = hnp.arrays(np.float32, st.integers(0, 600), elements=finite, fill=finite).map(torch.from_numpy)
@@ -27,6 +34,40 @@ def round_trip(name: str, values: Tensor) -> Tensor:
 def error_bound(name: str, values: Tensor) -> Tensor:
     """Return the largest allowed error of each element, in float64."""
     return PROMISES[name].error_bound(values.double())
+
+
+@given(st.integers(0, 5 * CHUNK_ELEMENTS) | st.sampled_from([CHUNK_ELEMENTS + d for d in (-1, 0, 1)]))
+def test_chunks_cover_a_vector_once_and_in_order(num_elements: int) -> None:
+    bounds = chunk_bounds(num_elements)
+    edges = [0, *(stop for _, stop in bounds)]
+    assert [start for start, _ in bounds] == edges[:-1]
+    assert edges[-1] == num_elements
+    assert all(stop - start == CHUNK_ELEMENTS for start, stop in bounds[:-1])
+    assert all(0 < stop - start <= CHUNK_ELEMENTS for start, stop in bounds)
+    assert vector_bytes(get_codec("bf16"), num_elements) == 2 * num_elements
+
+
+def test_each_codec_of_the_spec_exists_under_its_name() -> None:
+    assert set(get_args(StateCodecName)) == {*CODECS, "modulo"}
+    assert [get_codec(name).name for name in CODECS] == list(CODECS)
+    with pytest.raises(ValueError, match="unknown codec 'int3'; the known codecs are fp32, bf16, int8"):
+        get_codec("int3")
+
+
+@each_codec
+def test_the_bytes_are_golden_and_follow_the_written_layout(name: str) -> None:
+    codec, promise = get_codec(name), PROMISES[name]
+    assert codec.encode(VALUES) == bytes.fromhex(promise.golden)
+    assert blake3(codec.encode(RAMP)).hexdigest()[:32] == promise.ramp_digest
+    for values in (VALUES, RAMP):
+        payload = codec.encode(values)
+        assert codec.decode(payload, num_elements=len(values)).tolist() == promise.by_hand(payload, len(values))
+    assert codec.num_bytes(CHUNK_ELEMENTS) == promise.bytes_a_parameter * CHUNK_ELEMENTS
+
+
+def test_bf16_rounds_to_nearest_even() -> None:
+    ties = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8])  # ties, which round to even: one down, one up
+    assert round_trip("bf16", ties).tolist() == [1.0, 1 + 2**-6]
 
 
 @settings(deadline=None, max_examples=300)
@@ -71,11 +112,6 @@ def test_a_slice_of_at_most_one_element_may_have_any_stride(name: str, stop: int
 
 
 @each_codec
-def test_bytes_a_parameter_of_a_full_chunk(name: str) -> None:
-    assert get_codec(name).num_bytes(CHUNK_ELEMENTS) == PROMISES[name].bytes_a_parameter * CHUNK_ELEMENTS
-
-
-@each_codec
 def test_a_block_of_zeros_stays_zero(name: str) -> None:
     values = torch.zeros(512)
     values[300] = 4.0
@@ -86,26 +122,15 @@ def test_a_block_of_zeros_stays_zero(name: str) -> None:
 
 @each_codec
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
-def test_other_float_dtypes_are_coded_like_their_fp32_values(name: str, dtype: torch.dtype) -> None:
-    values = torch.linspace(-3, 5, 400, dtype=dtype)
-    assert get_codec(name).encode(values) == get_codec(name).encode(values.float())
-
-
-@each_codec
-def test_a_parameter_that_requires_grad_is_coded(name: str) -> None:
-    parameter = torch.nn.Parameter(torch.linspace(-1, 1, 10))
-    decoded = round_trip(name, parameter)
-    assert not decoded.requires_grad
-
-
-@each_codec
-def test_decode_gives_memory_of_its_own(name: str) -> None:
-    payload = bytearray(get_codec(name).encode(torch.ones(10)))
-    decoded = get_codec(name).decode(memoryview(payload), num_elements=10)
+def test_parameters_of_any_float_dtype_are_coded_like_their_fp32_values(name: str, dtype: torch.dtype) -> None:
+    parameter = torch.nn.Parameter(torch.linspace(-3, 5, 400, dtype=dtype))
+    payload = bytearray(get_codec(name).encode(parameter))
+    assert payload == get_codec(name).encode(parameter.float())
+    decoded = get_codec(name).decode(memoryview(payload), num_elements=400)
     kept = decoded.clone()
     payload[:] = bytes(len(payload))
-    assert torch.equal(decoded, kept)
-    decoded.add_(1)  # the tensor is writable
+    assert torch.equal(decoded, kept), "the values have memory of their own"
+    decoded.add_(1)  # writable, and without a gradient
 
 
 @each_codec

@@ -16,7 +16,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from noloco_p2p.errors import CheckpointError, ModelError, SettingsError
 from noloco_p2p.outer.noloco import NoLoCo
 from noloco_p2p.spec import RunSpec
-from noloco_p2p.testing.peers import MemoryPeer, MemorySwarm
+from noloco_p2p.testing.peers import MemorySwarm
 
 SPEC = RunSpec(name="hooks", outer=published(inner_steps=2, wait=True, max_wait_s=0.0), total_steps=100)
 
@@ -75,21 +75,14 @@ def test_counted_steps_give_the_weights_that_called_steps_give(tmp_path: Path, s
         assert torch.equal(one, other)
 
 
-def test_accumulated_batches_are_one_inner_step(tmp_path: Path, swarm: MemorySwarm) -> None:
-    model = make_model()
-    optimizer = AdamW(model.parameters())
-    outer = NoLoCo(model, optimizer, swarm.peer("a", run_folder=tmp_path))
-    for _ in range(3):
-        backward(model)
-    take_step(model, optimizer)
-    assert outer.num_steps == 1
-
-
-def test_of_several_optimizers_the_last_closes_the_step(tmp_path: Path, swarm: MemorySwarm) -> None:
+def test_the_last_of_several_optimizers_closes_a_step_of_any_number_of_batches(
+    tmp_path: Path, swarm: MemorySwarm
+) -> None:
     model = make_model()
     optimizers = [AdamW(model[0].parameters()), SGD(model[1].parameters(), lr=0.1)]
     outer = NoLoCo(model, optimizers, swarm.peer("a", run_folder=tmp_path))
     for _ in range(3):
+        backward(model)  # accumulated
         take_step(model, *optimizers)
     assert outer.num_steps == 3
 
@@ -157,7 +150,8 @@ def test_weights_that_are_not_finite_without_any_state_end_training(tmp_path: Pa
         outer.step()
 
 
-def test_a_restart_goes_on_with_the_same_bits(tmp_path: Path, swarm: MemorySwarm) -> None:
+@pytest.mark.parametrize("of_caller", [False, True], ids=["our checkpoint", "a checkpoint of the caller's own"])
+def test_a_restart_goes_on_with_the_same_bits(tmp_path: Path, swarm: MemorySwarm, of_caller: bool) -> None:
     """Weights, moments and the position before the next outer step are restored."""
     ends = []
     for stops in (False, True):
@@ -168,41 +162,17 @@ def test_a_restart_goes_on_with_the_same_bits(tmp_path: Path, swarm: MemorySwarm
         for step in range(7):
             if stops and step == 3:  # between two outer steps
                 outer.save()
-                peer = restarted(swarm, peer, tmp_path / str(stops))
-                model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
-                optimizer = AdamW(model.parameters(), lr=0.1)
-                outer = NoLoCo(model, optimizer, peer, save_every_s=0)
-                assert outer.num_steps == 3
-            take_step(model, optimizer, seed=step)
-        ends.append(weights(model))
-        swarm.kill(peer)
-    for one, other in zip(*ends, strict=True):
-        assert torch.equal(one, other)
-
-
-def restarted(swarm: MemorySwarm, peer: MemoryPeer, folder: Path) -> MemoryPeer:
-    swarm.kill(peer)
-    return swarm.peer(f"{peer.peer_id}-again", run_folder=folder)
-
-
-def test_a_checkpoint_of_the_callers_own_goes_on_with_the_same_bits(tmp_path: Path, swarm: MemorySwarm) -> None:
-    ends = []
-    for stops in (False, True):
-        peer = swarm.peer(f"peer-{stops}", run_folder=tmp_path / str(stops))
-        model = make_model()
-        optimizer = AdamW(model.parameters(), lr=0.1)
-        outer = NoLoCo(model, optimizer, peer, save_every_s=0)
-        for step in range(7):
-            if stops and step == 3:
                 states = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "outer": outer.state_dict()}
                 torch.save(states, tmp_path / "own.pt")
-                states = torch.load(tmp_path / "own.pt", weights_only=True)
-                peer = restarted(swarm, peer, tmp_path / "elsewhere")
+                swarm.kill(peer)
+                peer = swarm.peer("again", run_folder=tmp_path / ("elsewhere" if of_caller else str(stops)))
                 model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
                 optimizer = AdamW(model.parameters(), lr=0.1)
-                model.load_state_dict(states["model"])
-                optimizer.load_state_dict(states["optimizer"])
-                outer = NoLoCo(model, optimizer, peer, save_every_s=0, resume=states["outer"])
+                states = torch.load(tmp_path / "own.pt", weights_only=True) if of_caller else {}
+                if of_caller:
+                    model.load_state_dict(states["model"])
+                    optimizer.load_state_dict(states["optimizer"])
+                outer = NoLoCo(model, optimizer, peer, save_every_s=0, resume=states.get("outer", True))
                 assert outer.num_steps == 3
             take_step(model, optimizer, seed=step)
         ends.append(weights(model))

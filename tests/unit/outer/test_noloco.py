@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from noloco_p2p.errors import CheckpointError
 from noloco_p2p.gossip.frames import StateManifest
 from noloco_p2p.gossip.layout import ModelLayout
-from noloco_p2p.outer.checkpoint import Checkpoint
 from noloco_p2p.outer.mixing import closing_mixings
 from noloco_p2p.outer.noloco import NoLoCo, Swapped
 from noloco_p2p.spec import CodecSpec, OuterSpec, RunSpec
@@ -326,14 +325,3 @@ def test_a_state_of_other_numbers_than_fp32_is_refused(dtype: torch.dtype) -> No
         given = {name: vector.to(dtype) for name, vector in outer.weights.tensors().items()}
         with pytest.raises(CheckpointError, match="instead of float32"):
             outer.weights.take(given)
-
-
-def test_a_model_of_doubles_is_saved_without_loss(tmp_path: Path) -> None:
-    with MemorySwarm(make_spec()) as swarm:
-        model = make_model(1, dtype=torch.float64)
-        nudge(model, 1e-12)
-        folder = NoLoCo(model, None, swarm.peer("a", run_folder=tmp_path), save_every_s=0).save()
-        again = make_model(2, dtype=torch.float64)
-        NoLoCo(again, None, swarm.peer("b", run_folder=tmp_path), save_every_s=0)
-        assert torch.equal(flat(again), flat(model))
-        assert Checkpoint(folder).has("model")
