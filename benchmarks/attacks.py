@@ -21,7 +21,7 @@ import torch
 from claims import Claim, run
 from harness.hostile import CLAIMS, Attack, simulate_hostile
 
-from noloco_p2p.outer.update_filter import LIMITS, OPEN
+from noloco_p2p.outer.update_filter import OPEN
 from noloco_p2p.presets import PRESETS
 from noloco_p2p.simulate.material import Material
 from noloco_p2p.simulate.plan import Plan, parse_links, peer_name
@@ -80,7 +80,7 @@ def simulate(case: Case, steps: int) -> Found:
     changes |= {"train.total_steps": steps, "train.warmup_steps": steps // 10, "outer.closing_mixings": 0}
     changes |= {"codec.weights": "int8"} if case.attack is Attack.NAN else {}
     spec = TrainerSpec.load(TOY).with_changes(changes)
-    limits = OPEN if case.is_open else LIMITS
+    limits = OPEN if case.is_open else None
     num_live = case.num_honest + case.num_liars
     plan = Plan(num_live, seed=case.seed, links=parse_links(["0.1mbit-20ms"]), limits=limits, evaluations=1)
     attacks = {} if case.attack is None else dict.fromkeys(range(case.num_honest, num_live), case.attack)

@@ -36,6 +36,7 @@ T = TypeVar("T")
 F = TypeVar("F")
 
 PATIENCE_S = 10.0  # for the partner's next header, in addition to two of its inner steps
+NEARLY_OVER = 2 / 3  # of the chunks have arrived; the rest is on its way while the next swap prepares
 ALIVE_PER_PROGRESS = 3  # Alive frames in the time after which a silent partner counts as gone
 
 
@@ -77,9 +78,9 @@ class Swap:
     """One swap.
 
     `snapshot` returns a copy of a slice of this peer's weights, and the number of inner steps before it. A swap holds
-    `turn` from its snapshot until everything has been sent and received, so only one swap of a peer moves at a time.
-    `ask_partner` returns whether the partner has verified the swap; it is called if the partner's Ready does not
-    arrive.
+    `turn` from its snapshot until it has sent everything and received most of it, so only one swap of a peer moves at a
+    time, but the next one prepares while the last chunks travel. `ask_partner` returns whether the partner has verified
+    the swap; it is called if the partner's Ready does not arrive.
     """
 
     def __init__(
@@ -119,6 +120,7 @@ class Swap:
         self._coding: asyncio.Future[Coding] = self._loop.create_future()
         self._grid: asyncio.Future[bytes] = self._loop.create_future()
         self._headers: asyncio.Queue[None] = asyncio.Queue()  # the partner's headers that have arrived
+        self._nearly_over = asyncio.Event()
         self._failed: asyncio.Queue[list[int]] = asyncio.Queue()  # the chunks that failed in each pass
 
     async def run(self) -> Coding:
@@ -156,13 +158,16 @@ class Swap:
             values, self.snapshot_step = await self._while_alive(self._snapshot(part))
             coding = Coding(self._coder, part, values, swap_id=self.agreed.swap_id, proposals=(proposal, theirs))
             self._coding.set_result(coding)
-            number, indices = 0, [*range(len(coding.chunks))]
-            while indices:
-                await self._send_pass(coding, number, indices)
-                number, indices = number + 1, await self._while_alive(self._failed.get())
+            indices = [*range(len(coding.chunks))]
+            await self._send_pass(coding, 0, indices)
+            await self._while_alive(self._nearly_over.wait())
         finally:
             if not turn.cancelled():  # it may have been acquired when the swap failed
                 self._turn.release()
+        number = 0
+        while indices := await self._while_alive(self._failed.get()):
+            number += 1
+            await self._send_pass(coding, number, indices)
         self._traffic.chunks += len(coding.chunks)
 
     async def _send_pass(self, coding: Coding, number: int, indices: list[int]) -> None:
@@ -243,6 +248,8 @@ class Swap:
             digests.update(chunk.digest)
             self._traffic.bytes_received += len(chunk.payload)
             payloads.append(chunk.payload)
+            if len(payloads) >= NEARLY_OVER * len(indices):
+                self._nearly_over.set()
         if digests.digest() != header.digest:
             raise CorruptPayload("the chunks are not those that the header announced")
         await self._send(Received())

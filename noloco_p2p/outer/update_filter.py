@@ -4,12 +4,16 @@ A partner is a stranger. Its numbers have arrived intact and are finite, but the
 piece of a half-difference is clipped to a radius around this peer's own weights (ClippedGossip, arXiv 2202.01545). A
 piece is a part of one tensor within one chunk. Each partner of a swap computes its own radius.
 
-The radius is twice the median norm of the newest half-differences of the last `PARTNERS` different partners in this
-piece, after clipping. Each partner counts once, so a liar that this peer meets often has one voice. Two bounds follow
-from this peer's own movement from the last mixing to the snapshot, which a sample of its elements estimates: between
-two mixings, honest replicas move apart by no more than each of them moves. The lower bound admits the first swaps, for
-which there is no history. The upper bound stops liars whose clipped half-differences would otherwise keep raising the
-median.
+The radius is the median norm of the newest half-differences of the last `PARTNERS` different partners in this piece,
+after clipping. Each partner counts once, so a liar that this peer meets often has one voice. Two bounds follow from
+this peer's own movement from the last mixing to the snapshot, which a sample of its elements estimates: between two
+mixings, honest replicas move apart by no more than each of them moves. The lower bound admits the first swaps, for
+which there is no history, and keeps a median of clipped norms from falling for ever. The upper bound stops liars whose
+clipped half-differences would otherwise keep raising the median.
+
+So about two of three honest pieces are clipped. Their direction stays, and the next swaps make up for their length,
+which costs an honest swarm little. A radius of twice the median clips few honest pieces, but a liar that pulls into one
+direction in every swap then does ten times the harm (benchmarks/results/attacks.txt).
 """
 
 from __future__ import annotations
@@ -36,12 +40,14 @@ SMOOTHING = 0.125  # weight of a new movement
 class FilterLimits:
     """The limits of the filter. benchmarks/attacks.py measures how well the defaults work and what they cost."""
 
-    radius: float = 2.0  # times the median norm of the half-differences of different partners
-    least: float = 1.0  # times this peer's own movement since the last mixing, or its mean over mixings if that is more
-    most: float = 2.0  # times the same
+    radius: float = 1.0  # times the median norm of the half-differences of different partners
+    least: float = 0.5  # times this peer's own movement since the last mixing, or its mean over mixings if that is more
+    most: float = 1.0  # times the same
 
 
 LIMITS = FilterLimits()
+# With `outer.wait`, one swap carries everything that partners have learned apart, so their mean must be exact.
+WAITING = FilterLimits(radius=2.0, least=1.0, most=2.0)
 OPEN = FilterLimits(math.inf, math.inf, math.inf)  # clips nothing, for measurements
 
 

@@ -14,7 +14,7 @@ from noloco_p2p.gossip.units import MOST_ELEMENTS, Slice, Units
 from noloco_p2p.outer.flat import FlatParameters
 from noloco_p2p.outer.outer_step import outer_step
 from noloco_p2p.outer.state_checks import OUTER_MOMENTUM, WEIGHTS, check_vectors
-from noloco_p2p.outer.update_filter import LIMITS, FilterLimits, UpdateFilter
+from noloco_p2p.outer.update_filter import LIMITS, WAITING, FilterLimits, UpdateFilter
 from noloco_p2p.spec import OuterSpec
 
 DROPPED_BITS = {torch.bfloat16: 16, torch.float16: 13}  # of the fraction of an fp32 number
@@ -33,7 +33,7 @@ class Weights:
     steps that are queued later.
     """
 
-    def __init__(self, parameters: FlatParameters, outer: OuterSpec, *, limits: FilterLimits = LIMITS) -> None:
+    def __init__(self, parameters: FlatParameters, outer: OuterSpec, *, limits: FilterLimits | None = None) -> None:
         self.lock = threading.Lock()
         self.parameters = parameters
         self.num_elements = num = parameters.num_elements
@@ -46,7 +46,9 @@ class Weights:
         self.units = Units(self.num_swapped)
         chunks = self.units.chunks(Slice(0, self.units.num_units))
         sizes = [param.numel() for _, param in parameters.named] * (self.num_swapped // num)
-        self.filter = UpdateFilter(sizes, [(chunk.start, chunk.stop) for chunk in chunks], limits)
+        self.filter = UpdateFilter(
+            sizes, [(chunk.start, chunk.stop) for chunk in chunks], limits or (WAITING if outer.wait else LIMITS)
+        )
         self._accelerator = torch.get_device_module(parameters.device) if has_own_memory(parameters.device) else None
         self._stream = self._accelerator.Stream(parameters.device) if self._accelerator else None
         self._begin_to_move()

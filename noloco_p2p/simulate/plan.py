@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from noloco_p2p.errors import SettingsError
-from noloco_p2p.outer.update_filter import LIMITS, FilterLimits
+from noloco_p2p.outer.update_filter import FilterLimits
 from noloco_p2p.simulate.network import IDEAL, LINKS
 from noloco_p2p.testing.links import LinkProfile
 
@@ -65,7 +65,7 @@ class Plan:
     speeds: tuple[float, ...] = (1.0,)
     links: tuple[LinkProfile, ...] = (IDEAL,)
     churn: Churn = Churn()
-    limits: FilterLimits = LIMITS  # of the update filter
+    limits: FilterLimits | None = None  # of the update filter, in place of its own
     evaluations: int = 4  # number of points on the curve of the validation loss
 
     def seconds_per_step(self, replica: int) -> float:

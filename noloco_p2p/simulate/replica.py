@@ -16,7 +16,7 @@ from noloco_p2p.gossip.service import PeerService
 from noloco_p2p.outer.flat import FlatParameters
 from noloco_p2p.outer.mixing import Mixing, Swapped
 from noloco_p2p.outer.noloco import CLOSING_WAIT_S, LOOK_S
-from noloco_p2p.outer.update_filter import LIMITS, FilterLimits
+from noloco_p2p.outer.update_filter import FilterLimits
 from noloco_p2p.outer.weights import Weights
 from noloco_p2p.simulate.clock import InlineExecutor
 from noloco_p2p.simulate.material import Material
@@ -50,7 +50,7 @@ class SimulatedPeer:
         network: LinkNetwork,
         seed: int,
         is_absent: Callable[[int], bool],
-        limits: FilterLimits = LIMITS,
+        limits: FilterLimits | None = None,
         follows_caller: bool = False,
         wrap: Wrap = unchanged,
     ) -> None:

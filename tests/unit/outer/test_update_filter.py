@@ -14,7 +14,7 @@ from noloco_p2p.outer.update_filter import LIMITS, PARTNERS, UpdateFilter, piece
 
 SIZE = 100
 MOVED = 1.0  # the norm of this peer's own movement between two swaps
-MOST = LIMITS.most * MOVED
+LEAST, MOST = LIMITS.least * MOVED, LIMITS.most * MOVED
 
 
 def vector(norm: float) -> torch.Tensor:
@@ -41,6 +41,10 @@ class Replica:
         self.values = torch.zeros(SIZE)
         self.filter.begin(0, self.values)
 
+    def remember(self, partner: str, norm: float) -> None:
+        """Remember that the half-differences of a partner had this norm."""
+        self.filter._remember(partner, {0: norm})
+
     def swap(self, partner: str, norm: float, *, is_at_rest: bool = False) -> float:
         """Return the norm of a partner's half-differences after the filter."""
         self.values += vector(0.0 if is_at_rest else MOVED)
@@ -53,32 +57,38 @@ class Replica:
         return after
 
 
-def test_the_first_partner_moves_a_peer_as_far_as_the_peer_moves_itself() -> None:
-    assert Replica().swap("liar", 1000.0) == pytest.approx(MOVED)
-    assert Replica().swap("honest", 0.5) == pytest.approx(0.5)
+def test_the_first_partner_moves_a_peer_half_as_far_as_the_peer_moves_itself() -> None:
+    assert Replica().swap("liar", 1000.0) == pytest.approx(LEAST)
+    assert Replica().swap("honest", 0.9 * LEAST) == pytest.approx(0.9 * LEAST)
 
 
-def test_a_partner_moves_a_peer_at_most_twice_as_far_as_the_usual_one() -> None:
+def test_a_partner_moves_a_peer_as_far_as_the_usual_one() -> None:
     replica = Replica()
     for number in range(5):
-        replica.swap(f"honest-{number}", 0.9)
-    assert replica.swap("liar", 1000.0) == pytest.approx(2 * 0.9)
+        replica.remember(f"honest-{number}", 0.8)
+    assert replica.swap("liar", 1000.0) == pytest.approx(0.8)
 
 
 def test_many_swaps_with_one_liar_do_not_widen_the_filter() -> None:
     replica = Replica()
     for number in range(3):
-        replica.swap(f"honest-{number}", 0.6)
+        replica.remember(f"honest-{number}", 0.6)
     for _ in range(3 * PARTNERS):
-        assert replica.swap("liar", 1000.0) <= 2 * 0.6 * 1.001
+        assert replica.swap("liar", 1000.0) <= 0.6 * 1.001
 
 
-def test_liars_alone_widen_the_filter_up_to_its_upper_bound() -> None:
+def test_liars_alone_do_not_widen_the_filter() -> None:
     replica = Replica()
-    norms = [replica.swap(f"liar-{number}", 1e6) for number in range(10 * PARTNERS)]
-    assert norms[:2] == pytest.approx([MOVED, 2 * MOVED]), "what was cut off is not remembered"
-    assert max(norms) == pytest.approx(MOST, rel=1e-4)
-    assert replica.swap("liar", 1e6, is_at_rest=True) == pytest.approx(2 * MOST, rel=1e-4), "at rest, nobody moves"
+    norms = [replica.swap(f"liar-{number}", 1e6) for number in range(2 * PARTNERS)]
+    assert norms == pytest.approx([LEAST] * len(norms), rel=1e-3), "what was cut off is not remembered"
+
+
+def test_liars_alone_cannot_widen_the_filter_beyond_its_upper_bound() -> None:
+    replica = Replica()
+    for number in range(PARTNERS):
+        replica.remember(f"liar-{number}", 10 * MOST)
+    assert replica.swap("liar-0", 1e6) == pytest.approx(MOST, rel=1e-4)
+    assert replica.swap("liar-1", 1e6, is_at_rest=True) == pytest.approx(10 * MOST, rel=1e-4), "at rest, nobody moves"
 
 
 @given(sizes=st.lists(st.integers(0, 50), min_size=1), chunk=st.integers(1, 40))
