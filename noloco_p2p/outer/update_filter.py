@@ -12,8 +12,8 @@ which there is no history, and keeps a median of clipped norms from falling for 
 clipped half-differences would otherwise keep raising the median.
 
 So about two of three honest pieces are clipped. Their direction stays, and the next swaps make up for their length,
-which costs an honest swarm little. A radius of twice the median clips few honest pieces, but a liar that pulls into one
-direction in every swap then does ten times the harm (benchmarks/results/attacks.txt).
+which costs an honest swarm little. Limits that are twice as far clip few honest pieces, but a liar that pulls into one
+direction in every swap then does many times the harm (benchmarks/results/attacks.txt).
 """
 
 from __future__ import annotations

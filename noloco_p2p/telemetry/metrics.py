@@ -143,9 +143,7 @@ class Metrics:
     refused_unlisted: int = _metric(
         "counter", "offers", "offers refused because no live record of the offering peer was known", 0
     )
-    clipped_pieces: int = _metric(
-        "counter", "pieces", "pieces of half-differences that were clipped because they were unusually large", 0
-    )
+    clipped_pieces: int = _metric("counter", "pieces", "pieces of half-differences that the update filter clipped", 0)
     judged_pieces: int = _metric("counter", "pieces", "pieces of half-differences that the update filter checked", 0)
     diverged: int = _metric("counter", "times", "number of times that this peer's weights were non-finite", 0)
     catch_ups: int = _metric(

@@ -13,7 +13,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -263,13 +262,16 @@ def test_a_named_peer_waits_for_its_hours_and_says_so(
         assert say("pause").startswith("the peer is paused: it will neither train nor swap")
         assert json.loads(say("status", "--json"))["paused_by"] == "asked"
         assert say("resume") == f"the peer remains paused: {why}"
-        until_s, seen, shown = time.monotonic() + 60, list[Any](), dict[str, Any]()
-        while shown.get("paused_by") != "hours" and time.monotonic() < until_s:  # its last record may say "asked"
-            seen = json.loads(noloco("monitor", swarm.first.ticket, "--json").stdout)["peers"]
-            [shown] = [peer for peer in seen if peer["peer_id"] == owl.peer_id]
+
+        def seen() -> list[dict[str, Any]]:
+            peers = json.loads(noloco("monitor", swarm.first.ticket, "--json").stdout)["peers"]
+            return peers if any(peer["paused_by"] == "hours" for peer in peers) else []  # its last record says "asked"
+
+        peers = until(seen, what="the reason of the pause in the monitor")
+        [shown] = [peer for peer in peers if peer["peer_id"] == owl.peer_id]
         assert (shown["name"], shown["state"], shown["paused_by"]) == ("Night Owl", "paused", "hours")
         assert (shown["trained_s"], shown["tokens"]) == (None, None), "hidden"
-        assert all(peer["tokens"] > 0 for peer in seen if peer["peer_id"] == swarm.first.peer_id)
+        assert all(peer["tokens"] > 0 for peer in peers if peer["peer_id"] == swarm.first.peer_id)
         assert "the peer has left" in say("leave")
         assert owl.wait() == 0
         assert owl.event("stopped")["step"] == 0
