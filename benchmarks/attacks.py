@@ -24,7 +24,7 @@ import torch
 from claims import Claim, run
 from harness.hostile import CLAIMS, Attack, simulate_hostile
 
-from noloco_p2p.outer.update_filter import UpdateFilter
+from noloco_p2p.outer import update_filter
 from noloco_p2p.presets import PRESETS
 from noloco_p2p.simulate.material import Material
 from noloco_p2p.simulate.plan import Plan, parse_links, peer_name
@@ -34,6 +34,12 @@ from noloco_p2p.spec import TrainerSpec
 TOY = Path(__file__).parent / "toy.toml"
 NUM_STEPS, QUICK_STEPS, SEEDS, JOBS = 200, 40, (0, 1, 2), 2
 ADAPTIVE = (Attack.BACK, Attack.UPHILL, Attack.DRIFT)
+# Limits in place of the filter's own. The last ones have no median.
+FILTERS = {
+    "open": {"RADIUS": math.inf, "LEAST": math.inf, "MOST": math.inf},
+    "twice the limits": {"RADIUS": 2.0, "LEAST": 1.0, "MOST": 2.0},
+    "own movement only": {"RADIUS": math.inf, "LEAST": 0.5, "MOST": 0.5},
+}
 MOST_COST, MOST_HARM, MOST_HARM_OF_THREE, MOST_SHARE = 0.3, 3.0, 6.0, 1.5
 
 
@@ -45,13 +51,13 @@ class Case:
     num_honest: int = 8
     num_liars: int = 0
     is_greedy: bool = False
-    is_open: bool = False
+    filter: str = ""  # a name in FILTERS, or empty for the filter's own limits
     seed: int = 0
 
     @property
     def name(self) -> str:
         ways = [f"{self.num_liars} of {self.num_honest + self.num_liars}", self.attack or "honest"]
-        return ", ".join(ways + ["greedy"] * self.is_greedy + ["open"] * self.is_open)
+        return ", ".join(ways + ["greedy"] * self.is_greedy + [self.filter] * bool(self.filter))
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +69,7 @@ class Found:
 
 
 def cases(*, quick: bool) -> list[Case]:
-    honest = [Case(is_open=is_open, seed=seed) for seed in (SEEDS[:1] if quick else SEEDS) for is_open in (False, True)]
+    honest = [Case(filter=name, seed=seed) for seed in (SEEDS[:1] if quick else SEEDS) for name in ("", "open")]
     if quick:
         return [*honest, *(Case(attack, num_liars=1) for attack in (Attack.SCALED, Attack.BACK))]
     return [
@@ -72,13 +78,10 @@ def cases(*, quick: bool) -> list[Case]:
         *(Case(attack, num_liars=1) for attack in Attack),
         *(Case(attack, num_liars=1, is_greedy=True) for attack in (Attack.NOISE, Attack.STALLS, *ADAPTIVE)),
         *(Case(attack, num_honest=14, num_liars=3) for attack in ADAPTIVE),
-        *(Case(attack, num_liars=1, is_open=True) for attack in (Attack.SCALED, Attack.FLIPPED, Attack.BACK)),
+        *(Case(attack, num_liars=1, filter="open") for attack in (Attack.SCALED, Attack.FLIPPED, Attack.BACK)),
+        Case(Attack.CONSTANT, num_liars=1, filter="twice the limits"),
+        Case(Attack.UPHILL, num_liars=1, is_greedy=True, filter="own movement only"),
     ]
-
-
-def _anything(*values: object, **rest: object) -> float:
-    """Return the radius of a filter that clips nothing."""
-    return math.inf
 
 
 def simulate(case: Case, steps: int) -> Found:
@@ -92,7 +95,7 @@ def simulate(case: Case, steps: int) -> Found:
     plan = Plan(num_live, seed=case.seed, links=parse_links(["0.1mbit-20ms"]), evaluations=1)
     attacks = {} if case.attack is None else dict.fromkeys(range(case.num_honest, num_live), case.attack)
     made: list[SimulatedReplica] = []
-    with patch.object(UpdateFilter, "_radius", _anything) if case.is_open else nullcontext():
+    with patch.multiple(update_filter, **FILTERS[case.filter]) if case.filter else nullcontext():
         result = simulate_hostile(Material.of(spec, {}), plan, attacks, is_greedy=case.is_greedy, on_made=made.extend)
     honest, liars = made[: case.num_honest], {peer_name(number) for number in attacks}
     swaps = [swap for replica in honest for swap in replica.swaps]
@@ -112,7 +115,7 @@ def measure(quick: bool) -> list[Claim]:
         return 100 * (found[case].loss / found[other].loss - 1)
 
     honest = [case for case in wanted if not case.attack and case.num_honest == 8]
-    opened = [case for case in honest if case.is_open]
+    opened = [case for case in honest if case.filter]
     costs = [change(Case(seed=case.seed), case) for case in opened]
     cost, losses = mean(costs), [found[case].loss for case in opened]
     met = None if quick else cost <= MOST_COST
@@ -132,9 +135,9 @@ def measure(quick: bool) -> list[Claim]:
             change(case, Case(num_honest=case.num_honest)),
             MOST_HARM if case.num_liars == 1 else MOST_HARM_OF_THREE,
         )
-        target = ("", None) if case.is_open or quick else (f"<= {most:g}", harm <= most)
+        target = ("", None) if case.filter or quick else (f"<= {most:g}", harm <= most)
         claims.append(Claim(f"{case.name}: loss", harm, "%", *target))
-        if case.is_greedy:
+        if case.is_greedy and not case.filter:
             share = found[case].share
             claims.append(Claim(f"{case.name}: share", share, "of a peer's", f"<= {MOST_SHARE}", share <= MOST_SHARE))
         if case.attack in CLAIMS:

@@ -3,8 +3,9 @@
     python benchmarks/link_use.py [--quick] [--json FILE]
 
 Each link carries the same rate in both directions, and half of a round trip takes 20 ms. A whole vector of 4 million
-numbers takes 16 inner steps of 1 s on a link of 2 Mbit/s (int8). The share is that of payload bytes in the upload of a
-peer between the 5th and the 35th second. The age is the number of inner steps from a snapshot to its half-difference.
+numbers takes 16 inner steps of 1 s on a link of 2 Mbit/s (int8). With longer steps, the vector is longer, too, and the
+times below are multiplied. The share is that of payload bytes in the upload of a peer between the 5th and the 35th
+second. The age is the number of inner steps from a snapshot to its half-difference.
 """
 
 from __future__ import annotations
@@ -38,23 +39,28 @@ CASES = (
     EIGHT,
     Case("8 peers, steps of 1, 1, 1, 1, 2, 2, 3, 3 s", (2.0,) * 8, (1.0,) * 4 + (2.0, 2.0, 3.0, 3.0)),
     Case("8 peers, links of 8 and 1 Mbit/s", (8.0,) * 4 + (1.0,) * 4, (1.0,) * 8),
+    Case("8 peers, steps of 3 s", (2.0,) * 8, (3.0,) * 8),
+    Case("8 peers, steps of 10 s", (2.0,) * 8, (10.0,) * 8),
     Case("64 peers", (2.0,) * 64, (1.0,) * 64, least=95.0),
 )
 
 
 async def measure_once(case: Case, seed: int) -> tuple[list[float], float, int]:
     """Return the share of each peer's link, the mean age, and the number of failed swaps."""
-    links, rates = [profile(rate) for rate in case.rates], case.rates
-    swarm = Swarm(links, num_elements=NUM_ELEMENTS, codec="int8", noise=0.0, step_s=list(case.steps_s), seed=seed)
-    running = asyncio.create_task(swarm.run(round(UNTIL_S / max(case.steps_s)) + 2))
-    await _sleep(FROM_S, swarm)
+    links, rates, times = [profile(rate) for rate in case.rates], case.rates, case.steps_s[0]
+    from_s, until_s = times * FROM_S, times * UNTIL_S
+    swarm = Swarm(
+        links, num_elements=round(times * NUM_ELEMENTS), codec="int8", noise=0.0, step_s=list(case.steps_s), seed=seed
+    )
+    running = asyncio.create_task(swarm.run(round(until_s / max(case.steps_s)) + 2))
+    await _sleep(from_s, swarm)
     traffics = [trainer.counts.traffic for trainer in swarm.trainers]
     before = [traffic.bytes_sent for traffic in traffics]
-    await _sleep(UNTIL_S - FROM_S, swarm)
+    await _sleep(until_s - from_s, swarm)
     sent = [traffic.bytes_sent - start for traffic, start in zip(traffics, before, strict=True)]
     await running
     ages = [age for trainer in swarm.trainers for age in trainer.ages]
-    shares = [8 * num / (rate * 1e6 * (UNTIL_S - FROM_S)) for num, rate in zip(sent, rates, strict=True)]
+    shares = [8 * num / (rate * 1e6 * (until_s - from_s)) for num, rate in zip(sent, rates, strict=True)]
     return shares, fmean(ages), sum(trainer.counts.failures.total() for trainer in swarm.trainers)
 
 

@@ -75,9 +75,9 @@ class Swap:
     """One swap.
 
     `snapshot` returns a copy of a slice of this peer's weights, and the number of inner steps before it. A swap holds
-    `turn` from its snapshot until it has sent everything and received most of it, so only one swap of a peer moves at a
-    time, but the next one prepares while the last chunks travel. `ask_partner` returns whether the partner has verified
-    the swap; it is called if the partner's Ready does not arrive.
+    `turn` from its snapshot until it has sent its first pass and received most of the partner's, so only one swap of a
+    peer moves at a time, but the next one prepares while the last chunks travel. `ask_partner` returns whether the
+    partner has verified the swap; it is called if the partner's Ready does not arrive.
     """
 
     def __init__(
