@@ -11,7 +11,6 @@ every offer. The share of a liar is its share of the swaps of honest peers, in m
 
 from __future__ import annotations
 
-import math
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -36,9 +35,9 @@ NUM_STEPS, QUICK_STEPS, SEEDS, JOBS = 200, 40, (0, 1, 2), 2
 ADAPTIVE = (Attack.BACK, Attack.UPHILL, Attack.DRIFT)
 # Limits in place of the filter's own. The last ones have no median.
 FILTERS = {
-    "open": {"RADIUS": math.inf, "LEAST": math.inf, "MOST": math.inf},
+    "open": {"RADIUS": 1e9, "LEAST": 1e9, "MOST": 1e9},
     "twice the limits": {"RADIUS": 2.0, "LEAST": 1.0, "MOST": 2.0},
-    "own movement only": {"RADIUS": math.inf, "LEAST": 0.5, "MOST": 0.5},
+    "own movement only": {"RADIUS": 1e9, "LEAST": 0.5, "MOST": 0.5},
 }
 MOST_COST, MOST_HARM, MOST_HARM_OF_THREE, MOST_SHARE = 0.3, 3.0, 6.0, 1.5
 
