@@ -10,6 +10,7 @@ import asyncio
 import socket
 import ssl
 from collections.abc import Callable
+from contextlib import suppress
 
 from noloco_p2p.hosts import ip_of, is_port
 
@@ -101,117 +102,27 @@ class Mirror:
             writer.close()
 
 
-# All splices share this block, because it holds no data between two callbacks of the event loop.
+# All copies share this block, because it holds no data while one of them waits.
 _block = memoryview(bytearray(BLOCK_BYTES))
 
 
-class OneWay:
-    """A copy in one direction, from `source` to `sink`.
-
-    It reads only while it holds no unsent data. `may_take` returns how many more bytes may be read. The copy ends if it
-    returns 0, or if `admits` returns false for the data. `on_end` is called once, with true if the source ended
-    cleanly.
-    """
-
-    def __init__(
-        self,
-        source: socket.socket,
-        sink: socket.socket,
-        *,
-        may_take: Callable[[], int],
-        on_end: Callable[[bool], None],
-        admits: Callable[[memoryview], bool] = lambda data: True,
-    ) -> None:
-        self.passed_bytes = 0
-        self._loop = asyncio.get_running_loop()
-        self._source, self._sink = source, sink
-        self._may_take = may_take
-        self._admits = admits
-        self._on_end = on_end
-        self._held = memoryview(b"")
-        self._is_reading = self._is_writing = False
-
-    def start(self) -> None:
-        self._loop.add_reader(self._source, self._read)
-        self._is_reading = True
-
-    def stop(self) -> None:
-        """Stop copying. Call this before the sockets are closed."""
-        if self._is_reading:
-            self._loop.remove_reader(self._source)
-        if self._is_writing:
-            self._loop.remove_writer(self._sink)
-        self._is_reading = self._is_writing = False
-
-    def _read(self) -> None:
-        room = min(self._may_take(), BLOCK_BYTES)
-        try:
-            num_bytes = self._receive(room)
-        except (BlockingIOError, InterruptedError, ssl.SSLWantReadError):
-            return
-        except OSError:
-            num_bytes = 0
-        data = _block[:num_bytes]
-        if not data or not self._admits(data):
-            self._end(is_peaceful=room > 0 and not data)
-            return
-        self.passed_bytes += num_bytes
-        sent = self._send(data)
-        if sent is not None and sent < num_bytes:
-            self._held = memoryview(bytes(data[sent:]))
-            self._loop.remove_reader(self._source)
-            self._loop.add_writer(self._sink, self._write)
-            self._is_reading, self._is_writing = False, True
-
-    def _write(self) -> None:
-        sent = self._send(self._held)
-        if sent is None:
-            return
-        self._held = self._held[sent:]
-        if not self._held:
-            self._loop.remove_writer(self._sink)
-            self._is_writing = False
-            self.start()
-
-    def _receive(self, room: int) -> int:
-        """Read up to `room` bytes into the block, and return their number, or 0 at the end. Raises OSError."""
-        num_bytes = 0
-        while num_bytes < room:  # a TLS socket delivers 16 KiB at a time, and no event for data that it holds
-            try:
-                new_bytes = self._source.recv_into(_block[num_bytes:], room - num_bytes)
-            except OSError:
-                if not num_bytes:
-                    raise
-                break  # the next read raises it again
-            num_bytes += new_bytes
-            if not new_bytes:
-                break
-        return num_bytes
-
-    def _send(self, data: memoryview) -> int | None:
-        """Send data and return the number of bytes sent, or None if the copy has ended."""
-        num_bytes = 0
-        try:
-            while num_bytes < len(data):  # a TLS socket accepts 16 KiB at a time
-                num_bytes += self._sink.send(data[num_bytes:])
-        except (BlockingIOError, InterruptedError, ssl.SSLWantWriteError):
-            pass
-        except OSError:
-            self._end(is_peaceful=False)
-            return None
-        return num_bytes
-
-    def _end(self, *, is_peaceful: bool) -> None:
-        self.stop()
-        self._on_end(is_peaceful)
+async def ready(connection: socket.socket, *, to_write: bool = False) -> None:
+    """Wait until a socket can be read or written. Unlike the functions of asyncio, this works with TLS sockets."""
+    loop = asyncio.get_running_loop()
+    waiting: asyncio.Future[None] = loop.create_future()
+    add, remove = (loop.add_writer, loop.remove_writer) if to_write else (loop.add_reader, loop.remove_reader)
+    add(connection, lambda: waiting.done() or waiting.set_result(None))
+    try:
+        await waiting
+    finally:
+        remove(connection)
 
 
 class Splice:
-    """A connection between a caller's socket `near` and a socket `far`, which leads to the server. It owns both
-    sockets.
+    """A connection between a caller's socket `near` and a socket `far`, which leads to the server.
 
     `near` can be a TLS socket after its handshake. `may_take` returns how many more bytes the caller may send, and
-    `admits` whether it may send this data. `on_end` is called once, when both sockets are closed.
+    `admits` whether it may send this data.
     """
 
     def __init__(
@@ -221,44 +132,71 @@ class Splice:
         *,
         may_take: Callable[[], int] = lambda: BLOCK_BYTES,
         admits: Callable[[memoryview], bool] = lambda data: True,
-        on_end: Callable[[], None],
     ) -> None:
+        self.taken_bytes = self.given_bytes = 0
         self._near, self._far = near, far
-        self._on_end = on_end
-        self._is_over = False
-        self._in = OneWay(near, self._far, may_take=may_take, admits=admits, on_end=self._caller_ended)
-        self._out = OneWay(self._far, near, may_take=lambda: BLOCK_BYTES, on_end=lambda _: self.close())
-        self._in.start()
-        self._out.start()
+        self._may_take = may_take
+        self._admits = admits
 
-    @property
-    def taken_bytes(self) -> int:
-        return self._in.passed_bytes
+    async def run(self) -> None:
+        """Copy in both directions until the server ends, or the caller breaks a limit, then close both sockets.
 
-    @property
-    def given_bytes(self) -> int:
-        return self._out.passed_bytes
-
-    def stop_taking(self) -> None:
-        """Stop reading from the caller. Data from the server is still copied."""
-        self._in.stop()
-
-    def close(self) -> None:
-        if self._is_over:
-            return
-        self._is_over = True
-        for way in (self._in, self._out):
-            way.stop()
-        self._far.close()
-        self._near.close()
-        self._on_end()
-
-    def _caller_ended(self, is_peaceful: bool) -> None:
-        """Forward a clean end to the server, which can still send data."""
+        If the caller ends cleanly, the server is told, and can still send data.
+        """
         try:
-            if is_peaceful and not self._is_over:
+            async with asyncio.TaskGroup() as ways:
+                ways.create_task(self._take())
+                ways.create_task(self._give())
+        except* OSError:
+            pass
+        finally:
+            self._near.close()
+            self._far.close()
+
+    async def _take(self) -> None:
+        while (room := min(self._may_take(), BLOCK_BYTES)) > 0:
+            data = await _received(self._near, room)
+            if not data:
                 self._far.shutdown(socket.SHUT_WR)
                 return
-        except OSError:
-            pass
-        self.close()
+            if not self._admits(data):
+                break
+            self.taken_bytes += len(data)
+            await _send(self._far, data)
+        raise ConnectionAbortedError("the caller has sent what it may not send")
+
+    async def _give(self) -> None:
+        while data := await _received(self._far, BLOCK_BYTES):
+            self.given_bytes += len(data)
+            await _send(self._near, data)
+        raise ConnectionAbortedError("the server has ended")
+
+
+async def _received(source: socket.socket, room: int) -> memoryview:
+    """Return the next data in the shared block, which is empty at the end. Raises OSError."""
+    while True:
+        try:
+            return _block[: source.recv_into(_block, room)]
+        except (BlockingIOError, InterruptedError, ssl.SSLWantReadError):
+            await ready(source)
+
+
+async def _send(sink: socket.socket, data: memoryview) -> None:
+    """Send data from the shared block. Raises OSError."""
+    sent = _sent(sink, data)
+    if sent == len(data):
+        await asyncio.sleep(0)  # for the other callbacks of the event loop
+        return
+    left = memoryview(bytes(data[sent:]))
+    while left:
+        await ready(sink, to_write=True)
+        left = left[_sent(sink, left) :]
+
+
+def _sent(sink: socket.socket, data: memoryview) -> int:
+    """Send what the socket accepts now, and return the number of bytes. Raises OSError."""
+    num_bytes = 0
+    with suppress(BlockingIOError, InterruptedError, ssl.SSLWantWriteError):
+        while num_bytes < len(data):  # a TLS socket accepts 16 KiB at a time
+            num_bytes += sink.send(data[num_bytes:])
+    return num_bytes

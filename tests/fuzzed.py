@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import base64
 import json
+import ssl
 import sys
 import time
 from collections.abc import Callable
@@ -30,16 +31,14 @@ from noloco_p2p import ticket as tickets
 from noloco_p2p.codec import CODECS
 from noloco_p2p.codec.activations import ACTIVATION_CODECS
 from noloco_p2p.codec.modulo import EIGHT_BITS, FOUR_BITS, SIX_BITS, Grid
-from noloco_p2p.errors import CorruptPayload, PeerError, SpecError, TicketError
+from noloco_p2p.errors import CorruptPayload, SpecError, TicketError
 from noloco_p2p.gossip import frames
 from noloco_p2p.gossip.coder import Coder, check_proposal
 from noloco_p2p.gossip.layout import ModelLayout
 from noloco_p2p.gossip.units import Slice, Units
 from noloco_p2p.invitation import Invitation, invite
 from noloco_p2p.net import convert
-from noloco_p2p.net.handshake import Challenges, Greeting
-from noloco_p2p.net.server import _parsed
-from noloco_p2p.net.session import Session
+from noloco_p2p.net.session import Session, caller_in
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 from noloco_p2p.spec import RunSpec
 from noloco_p2p.swarm.dial_back import DialBack
@@ -113,15 +112,6 @@ def _parsed_as(message: type, read: Callable[..., object]) -> Callable[[bytes], 
     return decode
 
 
-def _check_proof(data: bytes) -> str:
-    challenges = Challenges(SESSION)
-    return challenges.check(_parsed(pb.Proof, data), "ipv4:192.0.2.7:1")
-
-
-def _prove(reply: pb.GreetReply) -> object:
-    return Greeting.to(ME.peer_id, SESSION.key).prove(reply, SESSION)
-
-
 def _signed_record(body: bytes) -> PeerRecord:
     """Sign the fuzzed body; a signature is no protection, as anybody can sign."""
     return believable(decode_record(ME.sign(DOMAIN + body) + body), is_outside=False)
@@ -187,8 +177,6 @@ def targets() -> dict[str, Target]:
     status = frames.PeerStatus(HELLO, "training", 0.5)
     fetch = pb.FetchRequest(hello=convert.to_wire(HELLO))
     fetch.chunks.indices.extend([1, 2])
-    proof = pb.Proof(peer_id=ME.peer_id, nonce=bytes(16), challenge=bytes(40), signature=bytes(64))
-    reply = pb.GreetReply(challenge=bytes(40), signature=bytes(64))
     wire = (CorruptPayload,)
 
     def parsed(kind: type, read: Callable[[Any], object], message: Any) -> Target:
@@ -200,8 +188,7 @@ def targets() -> dict[str, Target]:
         "status": parsed(pb.StatusReply, partial(convert.from_wire, frames.PeerStatus), convert.to_wire(status)),
         "fetch request": parsed(pb.FetchRequest, convert.want_from_wire, fetch),
         "manifest": parsed(pb.Manifest, convert.manifest_from_wire, convert.to_wire(manifest)),
-        "proof": Target(_check_proof, (PeerError,), (proof.SerializeToString(),)),
-        "greeting": Target(_parsed_as(pb.GreetReply, _prove), (PeerError,), (reply.SerializeToString(),)),
+        "certificate of a caller": Target(caller_in, wire, (ssl.PEM_cert_to_DER_cert(SESSION.caller_pem.decode()),)),
         "record": Target(decode_record, (RecordError,), (encode_record(RECORD, ME),)),
         "signed record": Target(_signed_record, (RecordError,), (_record_body(),)),
         "ticket": Target(lambda data: tickets.Ticket.decode(data.decode("latin-1")), (TicketError,), (b"noloco1aa",)),

@@ -12,9 +12,6 @@ from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 
 class PeerStub:
     def __init__(self, channel: grpc.aio.Channel) -> None:
-        self.Greet: Any = channel.unary_unary(
-            f"/{SERVICE}/Greet", pb.GreetRequest.SerializeToString, pb.GreetReply.FromString
-        )
         self.Status: Any = channel.unary_unary(
             f"/{SERVICE}/Status", pb.StatusRequest.SerializeToString, pb.StatusReply.FromString
         )

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import grpc
 import grpc.aio
 
 from noloco_p2p.gossip.seams import Candidate
-from noloco_p2p.net.server import SERVICE
+from noloco_p2p.net.connection import MEMBERSHIP_KEY, SERVICE
 
 
 @asynccontextmanager
-async def rogue(method: str, handler: grpc.RpcMethodHandler) -> AsyncIterator[Candidate]:
+async def rogue(
+    method: str, handler: Callable[[AsyncIterator[bytes], Any], Awaitable[None]]
+) -> AsyncIterator[Candidate]:
+    async def admit(requests: AsyncIterator[bytes], context: Any) -> None:
+        await context.send_initial_metadata(((MEMBERSHIP_KEY, b""),))
+        await handler(requests, context)
+
     server = grpc.aio.server()
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {method: handler}),))
+    server.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler(SERVICE, {method: grpc.stream_stream_rpc_method_handler(admit)}),)
+    )
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:

@@ -11,10 +11,13 @@ import contextlib
 import itertools
 import socket
 import ssl
+import tempfile
 
 import psutil
 
+from harness.identities import identity_of
 from harness.patience import AT_ONCE_S
+from noloco_p2p.net.session import Session
 
 NAME_BYTES = 3000  # the table of a connection holds 4,096 bytes
 FRAME_BYTES = 16_384  # the largest frame of HTTP/2
@@ -23,11 +26,11 @@ PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 
 
 def bomb(num_bytes: int, *, acknowledges: bool, frame_bytes: int = FRAME_BYTES) -> bytes:
-    """Return the bytes of a connection that begins a call of Greet whose headers never end.
+    """Return the bytes of a connection that begins a call of Status whose headers never end.
 
     acknowledges: whether it first acknowledges the settings of the server, as it should.
     """
-    block = b"\x83\x87\x04" + _string(b"/noloco_p2p.wire.v1.Peer/Greet") + b"\x01" + _string(b"noloco")
+    block = b"\x83\x87\x04" + _string(b"/noloco_p2p.wire.v1.Peer/Status") + b"\x01" + _string(b"noloco")
     block += b"\x40" + _string(b"a" * NAME_BYTES) + _string(b"")
     block = block.ljust(num_bytes, b"\xbe")  # 62 is the newest header of the table
     pieces = [block[start : start + frame_bytes] for start in range(0, len(block), frame_bytes)]
@@ -56,7 +59,7 @@ class Bombers:
         self.num_bombs = 0
         self._port, self._data = port, data
         self._hosts = itertools.cycle(hosts)
-        self._tls = trusting()
+        self._tls = trusting(Session(identity_of("bomber")))
         self._tasks = [asyncio.create_task(self._throw()) for _ in range(num)]
 
     async def thrown(self, num: int) -> None:
@@ -84,10 +87,16 @@ class Bombers:
                     writer.transport.abort()
 
 
-def trusting() -> ssl.SSLContext:
+def trusting(session: Session | None = None) -> ssl.SSLContext:
+    """Return the TLS settings of a caller that trusts everybody, and is nobody without a session."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.set_alpn_protocols(["h2"])
+    if session:
+        with tempfile.NamedTemporaryFile() as file:
+            file.write(session.private_pem + session.caller_pem)
+            file.flush()
+            context.load_cert_chain(file.name)
     return context
 
 

@@ -52,13 +52,12 @@ class RefuseCode(IntEnum):
     OVER_SHARE = 6  # the caller has had its share of this peer's swaps, so other peers are preferred
     UNLISTED = 7  # this peer has not read a live record of the caller yet
     BANNED = 8  # this peer has banned the caller temporarily
-    NOT_PROVEN = 9  # the caller has not proven that it owns its peer id
-    NOT_INVITED = 10  # the caller is not invited to this private run
-    OTHER_RUN = 11
-    OTHER_SPEC = 12
-    OTHER_VERSION = 13
-    OTHER_MODEL = 14
-    MALFORMED = 15
+    NOT_INVITED = 9  # the caller is not invited to this private run
+    OTHER_RUN = 10
+    OTHER_SPEC = 11
+    OTHER_VERSION = 12
+    OTHER_MODEL = 13
+    MALFORMED = 14
 
 
 FINAL = frozenset(

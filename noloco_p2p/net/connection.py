@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -20,27 +20,18 @@ from noloco_p2p.gossip.frames import Refuse, RefuseCode
 from noloco_p2p.gossip.seams import Candidate
 from noloco_p2p.hosts import is_host, is_port
 from noloco_p2p.net import convert, options
-from noloco_p2p.net.handshake import Greeting, Metadata
-from noloco_p2p.net.session import SERVER_NAME, Session
+from noloco_p2p.net.session import Session
 from noloco_p2p.net.swap_stream import call_cancelled
 from noloco_p2p.net.throttle import UNLIMITED, Limits
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 
 SERVICE = "noloco_p2p.wire.v1.Peer"
 REFUSE_KEY = "noloco-refuse-bin"
+MEMBERSHIP_KEY = "noloco-membership-bin"
 
 
 def nobody_is_banned(peer_id: str) -> str:
     return ""
-
-
-@dataclass(frozen=True, slots=True)
-class Connection:
-    """A connection for one call. `metadata` is sent with that call. `round_trip_s` is the duration of the greeting."""
-
-    channel: grpc.aio.Channel
-    metadata: Metadata = ()
-    round_trip_s: float = 0.0
 
 
 class CallerWire:
@@ -51,12 +42,26 @@ class CallerWire:
     until the next garbage collection.
     """
 
-    def __init__(self, peer: str, connection: Connection, call: Any, limits: Limits) -> None:
-        self.round_trip_s = connection.round_trip_s
+    def __init__(self, peer: str, channel: grpc.aio.Channel, method: str, limits: Limits) -> None:
+        self.round_trip_s = 0.0
         self._peer = peer
-        self._channel: grpc.aio.Channel | None = connection.channel
-        self._call: Any = call
+        self._channel: grpc.aio.Channel | None = channel
+        self._call: Any = channel.stream_stream(f"/{SERVICE}/{method}")()
         self._limits = limits
+
+    async def admitted(self) -> bytes:
+        """Wait until the called peer has admitted the call, and return its membership, which is empty in a public run.
+
+        Raises Refused or another PeerError if it does not admit the call.
+        """
+        began_s = time.monotonic()
+        metadata = await self._do(lambda call: call.initial_metadata())
+        self.round_trip_s = time.monotonic() - began_s
+        for key, value in metadata or ():
+            if key == MEMBERSHIP_KEY and isinstance(value, bytes):
+                return value
+        await self.read()
+        raise CorruptPayload("it answered a call without having admitted it", peer=self._peer)
 
     async def write(self, data: bytes) -> None:
         await self._limits.sending(len(data))
@@ -114,8 +119,8 @@ class Connector:
         self._limits = limits
         self._options = [*options.CLIENT, *limits.options()]
 
-    async def dial(self, candidate: Candidate, *, timeout_s: float) -> Connection:
-        """Connect to a peer and greet it. The caller must close the connection's channel. Raises PeerError.
+    async def dial(self, candidate: Candidate, *, timeout_s: float) -> grpc.aio.Channel:
+        """Connect to a peer, and return the channel, which the caller must close. Raises PeerError.
 
         If the peer seems to be on the local network, it gets half of the time to answer there.
         """
@@ -132,26 +137,34 @@ class Connector:
         try:
             async with asyncio.timeout(timeout_s):
                 await self._connected(channel, candidate)
-                began_s = time.monotonic()
-                metadata = await self._greet(channel, candidate)
-                self._guard.reached(candidate.peer_id, address)
-                return Connection(channel, metadata, time.monotonic() - began_s)
         except TimeoutError:
             await channel.close()
-            raise Unreachable(
-                f"{candidate.address} did not answer within {timeout_s:.1f} s", peer=candidate.peer_id
-            ) from None
+            raise _silent(candidate, timeout_s) from None
         except BaseException:
             await channel.close()
             raise
+        self._guard.reached(candidate.peer_id, address)
+        return channel
 
     async def call(self, candidate: Candidate, method: str, *, timeout_s: float) -> CallerWire:
-        """Call a method of SERVICE on a new connection. Raises PeerError, and fails at once if the
-        connection is refused.
+        """Call a method of SERVICE on a new connection, and return when the peer has admitted the call.
+
+        Raises PeerError, and fails at once if the connection is refused.
         """
-        connection = await self.dial(candidate, timeout_s=timeout_s)
-        call = connection.channel.stream_stream(f"/{SERVICE}/{method}")(metadata=connection.metadata)
-        return CallerWire(candidate.peer_id, connection, call, self._limits)
+        channel = await self.dial(candidate, timeout_s=timeout_s)
+        wire = CallerWire(candidate.peer_id, channel, method, self._limits)
+        try:
+            async with asyncio.timeout(timeout_s):
+                membership = await wire.admitted()
+            if self._session:
+                self._session.check_membership(membership, candidate.peer_id)
+        except TimeoutError:
+            await wire.close()
+            raise _silent(candidate, timeout_s) from None
+        except BaseException:
+            await wire.close()
+            raise
+        return wire
 
     def _channel(self, candidate: Candidate, target: str) -> grpc.aio.Channel:
         if self._session is None:
@@ -159,7 +172,7 @@ class Connector:
         return grpc.aio.secure_channel(
             target,
             self._session.channel_credentials(candidate),
-            options=[*self._options, ("grpc.ssl_target_name_override", SERVER_NAME)],
+            options=[*self._options, ("grpc.ssl_target_name_override", candidate.peer_id)],
         )
 
     async def _connected(self, channel: grpc.aio.Channel, candidate: Candidate) -> None:
@@ -186,24 +199,6 @@ class Connector:
         )
         return f", or the peer's session key does not match its record, or {private}"
 
-    async def _greet(self, channel: grpc.aio.Channel, candidate: Candidate) -> Metadata:
-        if self._session is None:
-            return ()
-        greeting = Greeting.to(candidate.peer_id, candidate.session_key)
-        greet: Any = channel.unary_unary(
-            f"/{SERVICE}/Greet", pb.GreetRequest.SerializeToString, pb.GreetReply.FromString
-        )
-        try:
-            reply = await greet(greeting.request())
-        except grpc.aio.AioRpcError as error:
-            fault = translate(error, candidate.peer_id)
-            if isinstance(fault, Unreachable):  # with TLS 1.3, a refused certificate looks like this
-                fault = Unreachable(f"{fault}{self._perhaps()}", peer=fault.peer)
-            raise fault from None
-        if reply is None:  # gRPC could not parse it
-            raise CorruptPayload("it sent data that is not a valid protocol message", peer=candidate.peer_id)
-        return greeting.prove(reply, self._session)
-
 
 def split_address(candidate: Candidate) -> tuple[str, str]:
     """Return the (host, port) at which the candidate claims to be reachable. Raises Unreachable if it is not a valid
@@ -221,6 +216,10 @@ def grpc_target(address: str, port: str) -> str:
     gRPC would also accept many other forms, and resolve names itself.
     """
     return f"ipv6:[{address}]:{port}" if ":" in address else f"ipv4:{address}:{port}"
+
+
+def _silent(candidate: Candidate, timeout_s: float) -> Unreachable:
+    return Unreachable(f"{candidate.address} did not answer within {timeout_s:.1f} s", peer=candidate.peer_id)
 
 
 def translate(error: grpc.aio.AioRpcError, peer: str) -> PeerError:

@@ -1,13 +1,13 @@
 """Run a proxy in front of the gRPC server, which listens on a Unix socket. Strangers connect to the proxy.
 
 gRPC itself accepts connections in order of arrival, and reads 1 MiB at a time before the caller is authenticated. It
-also lets a caller without a name expand 14 KB of compressed headers to 100 MB (`Preamble`). The proxy therefore ends
-the TLS connections, and looks at what callers send. A connection costs only a socket until its first byte arrives, and
-reaches gRPC only after its TLS handshake. Until the caller has authenticated itself, the
-number of connections from its network is limited. After that, the caller's number of connections is limited, not
-counting connections on which the server has accepted a request. If there are too many connections, the oldest one is
-closed. Until a request is accepted, the number of bytes that a connection can send is limited, too. A refused call ends
-its connection. If a connection asks where it comes from (`tcp.py`), the proxy answers and closes it.
+also lets a caller expand 14 KB of compressed headers to 100 MB (`Preamble`). The proxy therefore ends the TLS
+connections, and looks at what callers send. A connection costs only a socket until its first byte arrives, and reaches
+gRPC only after its TLS handshake, in which the caller proves its peer id (`session.py`). Until the caller has made a
+call, the number of connections from its network is limited. After that, the caller's number of connections is limited,
+not counting connections on which the server has accepted a request. If there are too many connections, the oldest one
+is closed. Until a request is accepted, the number of bytes that a connection can send is limited, too. A refused call
+ends its connection. If a connection asks where it comes from (`tcp.py`), the proxy answers and closes it.
 
 The proxy connects to gRPC through a Unix socket because the kernel buffers little data there, only 0.2 MB in each
 direction. A TCP connection on this machine would buffer about 4 MB that a slow link has not carried yet, and gRPC would
@@ -26,26 +26,26 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
-from noloco_p2p.errors import CorruptPayload
+from noloco_p2p.errors import CorruptPayload, Refused
+from noloco_p2p.gossip.frames import RefuseCode
 from noloco_p2p.hosts import ip_of, is_wildcard, network_of
-from noloco_p2p.net.handshake import not_proven
-from noloco_p2p.tcp import ASK, BLOCK_BYTES, Splice, seen_from, tune
+from noloco_p2p.net.session import caller_in
+from noloco_p2p.owned_tasks import OwnedTasks, end_tasks
+from noloco_p2p.tcp import ASK, BLOCK_BYTES, Splice, ready, seen_from, tune
 
 log = logging.getLogger(__name__)
 M = TypeVar("M", bound=Hashable)
 
 UNPROVEN_OF_ONE, UNPROVEN_IN_ALL = 16, 64  # per network (an IPv4 /24, an IPv6 /48 or one relay), and in total
-UNPROVEN_S = 15.0  # the greeting takes three or four round trips
+UNPROVEN_S = 15.0  # from the connection to its first call, which takes four round trips
 WAITING_OF_ONE, WAITING_IN_ALL = 16, 64  # per authenticated caller whose request has not been answered, and in total
 UNACCEPTED_BYTES = 64 * 1024  # the bytes that a caller may send before the server has accepted its request
 # The caller may send one more byte for each 16 bytes that it receives, because HTTP/2 acknowledges downloads.
 ANSWERED_SHARE = 16
-GREETINGS_OF_ONE = 2  # per connection, which serves one call
 LAST_WORDS_S = 2.0  # the time for a refusal to reach its caller before the connection is closed
 BACKLOG = 1024
-TAKEN_AT_ONCE = 64  # connections that are accepted before other callbacks of the event loop run
 PREFACE_BYTES, FRAME_HEADER_BYTES = 24, 9  # of HTTP/2
 SETTINGS, ACK = 4, 1
 HEADERS, PUSH_PROMISE, CONTINUATION = 1, 5, 9  # the frames that contain headers
@@ -132,154 +132,111 @@ class Inbound:
     """A connection, from its first byte to its end, and everything that this peer knows about its caller.
 
     `address` says where it comes from: ipv4:HOST:PORT, as gRPC writes it, or the relay that brings it. No two
-    connections share it. `group` is the network or the relay that counts for it until the caller is authenticated.
+    connections share it. `group` is the network or the relay that counts for it until the caller has made a call.
+    `peer_id` and `membership` are those of the caller, once it is authenticated. Without TLS, they stay empty.
     """
 
-    def __init__(self, proxy: Proxy, near: socket.socket, *, number: int, address: str, group: str) -> None:
+    def __init__(self, proxy: Proxy, *, number: int, address: str, group: str) -> None:
         self.address = address
-        self.peer_id = ""  # the caller's, once it is authenticated; always empty without TLS
+        self.peer_id, self.membership = "", b""
         self.is_accepted = not proxy.tls
         self._proxy = proxy
-        self._loop = asyncio.get_running_loop()
-        self._near = near
         self._number = number
-        self._splice: Splice | None = None
-        self._num_greetings = self._num_calls = 0
-        self._is_turned_away = self._is_over = False
-        self._deadline: asyncio.TimerHandle | None = None
-        self._loop.add_reader(near, self._first_byte)
-        if proxy.tls:
-            self._deadline = self._loop.call_later(UNPROVEN_S, self.close)
-            _close(proxy.unproven.enter(self, group))
+        self._group = group
+        self._num_calls = 0
+        self._is_turned_away = False
+        self._deadline = asyncio.timeout(UNPROVEN_S if proxy.tls else None)
+        self._serving: asyncio.Task[None] | None = None
 
     # reports of the server
 
-    def check(self) -> None:
-        """Raise Refused if a call on this connection was already turned away."""
+    def began(self) -> None:
+        """Record that a call is admitted. Raises Refused if an earlier call was refused."""
         if self._is_turned_away:
-            raise not_proven("an earlier call on this connection was refused")
-
-    def greeted(self) -> None:
-        """Count a greeting. Raises Refused if there were too many greetings on this connection."""
-        self._num_greetings += 1
-        if self._num_greetings > GREETINGS_OF_ONE:
-            raise not_proven(f"received more than {GREETINGS_OF_ONE} greetings on one connection")
-
-    def proven(self, peer_id: str) -> None:
-        """Record that a call is authenticated. Raises Refused if another peer was authenticated on this connection."""
-        if self.peer_id not in ("", peer_id):
-            raise not_proven("another peer has already been authenticated on this connection")
-        self.peer_id = peer_id
+            raise Refused("an earlier call on this connection was refused", code=RefuseCode.BUSY.name)
         self._num_calls += 1
         if self in self._proxy.unproven:
-            self._proxy.unproven.leave(self)
             self._wait()
 
     def turned_away(self) -> None:
-        """Record that a call was refused.
-
-        Nothing more is read, and the connection closes once the caller has had time to read the reason.
-        """
-        if self._is_over or self._is_turned_away or not self._proxy.tls:
-            return
-        assert self._splice is not None
-        self._is_turned_away = True
-        self._splice.stop_taking()
-        self._end_deadline()
-        self._deadline = self._loop.call_later(LAST_WORDS_S, self.close)
+        """Record that a call was refused. The connection closes once the caller has had time to read the reason."""
+        if self._proxy.tls and not self._is_turned_away:
+            self._is_turned_away = True
+            self._limit(LAST_WORDS_S)
 
     def accepted(self) -> None:
         """Record that an offer, a connection or an upload was accepted, so that the call is no longer limited or
         dropped.
         """
-        if not self._is_over and not self._is_turned_away:
+        if not self._is_turned_away:
             self._leave_quotas()
             self.is_accepted = True
-            self._end_deadline()
+            self._limit(None)
 
     def ended(self) -> None:
-        """Record that a call of an authenticated peer is over, so that its connection is limited again."""
+        """Record that a call is over, so that its connection is limited again."""
         self._num_calls -= 1
         is_idle = not self._num_calls and not self._is_turned_away and self not in self._proxy.waiting
-        if is_idle and not self._is_over and self._proxy.tls:
+        if is_idle and self._is_open() and self._proxy.tls:
             self._wait()
 
     # its bytes
 
+    def start(self, near: socket.socket) -> None:
+        self._serving = self._proxy.tasks.start(self._serve(near))
+        self._serving.add_done_callback(lambda _: near.close())  # closed even if the task never started
+        if self._proxy.tls:
+            _close(self._proxy.unproven.enter(self, self._group))
+
     def close(self) -> None:
-        if self._splice is not None:
-            self._splice.close()
-            return
-        self._loop.remove_reader(self._near)
-        self._near.close()
-        self._forget()
+        if self._serving:
+            self._serving.cancel()
 
-    def _first_byte(self) -> None:
-        self._loop.remove_reader(self._near)
-        if _answers(self._near):
-            self.close()
-        elif self._proxy.tls:
-            try:
-                self._near = self._proxy.tls.wrap_socket(self._near, server_side=True, do_handshake_on_connect=False)
-            except OSError:  # it is already closed
-                self._near.close()
-                self._forget()
-                return
-            self._loop.add_reader(self._near, self._shake_hands, self._near)
-        else:
-            self._open()
-
-    def _shake_hands(self, near: ssl.SSLSocket) -> None:
+    async def _serve(self, near: socket.socket) -> None:
+        """Carry the connection to the server and back until its end."""
+        tls, behind = self._proxy.tls, self._proxy.behind
         try:
-            near.do_handshake()
-        except ssl.SSLWantReadError:
-            return
-        except OSError as error:
-            log.debug("a TLS handshake failed: %s", error)
-            self.close()
-            return
-        self._loop.remove_reader(near)
-        self._open()
-
-    def _open(self) -> None:
-        """Connect the caller to the server."""
-        behind = self._proxy.behind
-        try:
-            self._splice = Splice(
-                self._near,
-                connected(behind, own_path=behind.with_name(str(self._number))),
-                may_take=self._may_take,
-                admits=Preamble().admits if self._proxy.tls else lambda data: True,
-                on_end=self._forget,
-            )
-        except OSError as error:
-            log.debug("could not forward a connection: %s", error)
-            self._near.close()
-            self._forget()
+            async with self._deadline:
+                await ready(near)
+                if _answers(near):
+                    return
+                if tls:
+                    near = await _shaken(near, tls)
+                    self.peer_id, self.membership = caller_in(near.getpeercert(binary_form=True) or b"")
+                far = connected(behind, own_path=behind.with_name(str(self._number)))
+                self._splice = Splice(
+                    near, far, may_take=self._may_take, admits=Preamble().admits if tls else lambda data: True
+                )
+                await self._splice.run()
+        except (OSError, CorruptPayload) as error:  # includes TimeoutError
+            log.debug("the connection from %s has ended: %s", self.address, error)
+        finally:
+            near.close()
+            self._leave_quotas()
+            self._proxy.forget(self._number)
 
     def _may_take(self) -> int:
         """Return how many more bytes the connection may send."""
-        if self.is_accepted or self._splice is None:
+        if self.is_accepted:
             return BLOCK_BYTES
         return UNACCEPTED_BYTES + self._splice.given_bytes // ANSWERED_SHARE - self._splice.taken_bytes
 
     def _wait(self) -> None:
-        self._end_deadline()
+        self._proxy.unproven.leave(self)
+        self._limit(None)
         _close(self._proxy.waiting.enter(self, self.peer_id))
 
-    def _forget(self) -> None:
-        self._is_over = True
-        self._end_deadline()
-        self._leave_quotas()
-        self._proxy.forget(self._number)
+    def _limit(self, seconds: float | None) -> None:
+        """Set the time limit for the rest of the connection."""
+        if self._is_open() and not self._deadline.expired():
+            self._deadline.reschedule(seconds and asyncio.get_running_loop().time() + seconds)
+
+    def _is_open(self) -> bool:
+        return self._serving is not None and not self._serving.done()
 
     def _leave_quotas(self) -> None:
         self._proxy.unproven.leave(self)
         self._proxy.waiting.leave(self)
-
-    def _end_deadline(self) -> None:
-        if self._deadline:
-            self._deadline.cancel()
 
 
 def _close(connections: Iterable[Inbound]) -> None:
@@ -298,8 +255,9 @@ class Proxy:
         self.tls = tls
         self.unproven = Quota[Inbound](of_one=UNPROVEN_OF_ONE, in_all=UNPROVEN_IN_ALL)
         self.waiting = Quota[Inbound](of_one=WAITING_OF_ONE, in_all=WAITING_IN_ALL)
+        self.tasks = OwnedTasks("a connection of another peer")
         self._listener: socket.socket | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._accepting: asyncio.Task[None] | None = None
         self._folder: Path | None = None  # contains the Unix sockets
         self._inbound: dict[int, Inbound] = {}  # by number
         self._num_came = 0
@@ -322,32 +280,42 @@ class Proxy:
     def open(self) -> None:
         """Accept connections from now on. Call this on the event loop once gRPC is listening."""
         assert self._listener is not None
-        self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._listener, self._take)
+        self._accepting = asyncio.create_task(self._accept(self._listener), name="accept connections")
 
-    def shut(self) -> None:
+    async def shut(self) -> None:
         """Stop listening. Open connections stay open."""
-        if self._listener is not None:
-            if self._loop is not None:
-                self._loop.remove_reader(self._listener)
+        if self._accepting:
+            await end_tasks([self._accepting])
+        if self._listener:
             self._listener.close()
             self._listener = None
 
-    def take(self, near: socket.socket, relay: str = "") -> None:
-        """Serve a connection of a caller that this machine opened, or that a relay brings."""
-        try:
-            if self._listener is not None:
-                self._enter(near, near.getpeername(), relay)
-                return
-        except OSError as error:
-            log.debug("a connection was closed immediately: %s", error)
-        near.close()
-
-    def close(self) -> None:
-        self.shut()
-        _close(list(self._inbound.values()))
+    async def close(self) -> None:
+        await self.shut()
+        await self.tasks.stop(grace_s=0.0)
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
+
+    def take(self, near: socket.socket, relay: str = "") -> None:
+        """Serve a connection that was accepted, that this machine opened, or that a relay brings."""
+        try:
+            if self._listener is None:
+                raise ConnectionAbortedError("the server has stopped")
+            number = self._num_came + 1
+            if relay:
+                near.setblocking(False)
+                address, group = f"relay:{relay}:{number}", relay
+            else:
+                tune(near)
+                host, port = near.getpeername()[:2]
+                address, group = named(host, port), network_of(host)
+        except OSError as error:
+            log.debug("a connection was closed immediately: %s", error)
+            near.close()
+            return
+        self._num_came = number
+        self._inbound[number] = Inbound(self, number=number, address=address, group=group)
+        self._inbound[number].start(near)
 
     def inbound(self, peer: str) -> Inbound:
         """Return the connection that gRPC calls `peer`. Raises CorruptPayload for a caller that bypassed the proxy."""
@@ -359,45 +327,33 @@ class Proxy:
     def forget(self, number: int) -> None:
         del self._inbound[number]
 
-    def _take(self) -> None:
-        for _ in range(TAKEN_AT_ONCE):
-            if self._listener is None:
-                return
+    async def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
             try:
-                near, address = self._listener.accept()
-            except (BlockingIOError, InterruptedError):
-                return
+                near, _ = await loop.sock_accept(listener)
             except ConnectionError:  # it is already closed
                 continue
-            except OSError as error:
+            except OSError as error:  # for example, temporarily out of file descriptors
                 log.debug("could not accept a connection: %s", error)
-                self._pause(self._listener)
-                return
+                await asyncio.sleep(RETRY_S)
+                continue
+            self.take(near)
+
+
+async def _shaken(near: socket.socket, tls: ssl.SSLContext) -> ssl.SSLSocket:
+    """Return the connection after the TLS handshake of its caller. Raises OSError if the handshake fails."""
+    shaken = tls.wrap_socket(near, server_side=True, do_handshake_on_connect=False)
+    try:
+        while True:
             try:
-                self._enter(near, address)
-            except OSError as error:  # it is already closed
-                log.debug("a connection was closed immediately: %s", error)
-                near.close()
-
-    def _pause(self, listener: socket.socket) -> None:
-        assert self._loop is not None
-        self._loop.remove_reader(listener)
-        self._loop.call_later(RETRY_S, self._go_on)
-
-    def _go_on(self) -> None:
-        if self._listener is not None and self._loop is not None:
-            self._loop.add_reader(self._listener, self._take)
-
-    def _enter(self, near: socket.socket, peer: Any, relay: str = "") -> None:
-        self._num_came += 1
-        number = self._num_came
-        if relay:
-            near.setblocking(False)
-            address = f"relay:{relay}:{number}"
-        else:
-            tune(near)
-            address = named(*peer[:2])
-        self._inbound[number] = Inbound(self, near, number=number, address=address, group=relay or network_of(peer[0]))
+                shaken.do_handshake()
+                return shaken
+            except ssl.SSLWantReadError:
+                await ready(shaken)
+    except BaseException:
+        shaken.close()
+        raise
 
 
 def named(host: str, port: int) -> str:

@@ -1,10 +1,8 @@
 """Run the gRPC server of a peer. It maps calls to gossip's Service, and errors to refusals.
 
-The server authenticates its callers (`handshake.py`), decides whether their calls may continue, and limits the number
-of open calls per caller. An unauthenticated caller can keep a connection for only a few seconds. The number of such
-connections per network is limited (`proxy.py`). Such a connection allows at most two greetings, and it is closed after
-one refused call. Once a peer has authenticated itself, its open calls are counted by peer id. `proxy.py` and
-`options.py` limit the sizes of messages. Each accepted swap limits the number of its own connections.
+The proxy authenticates the callers (`proxy.py`), and closes a connection after one refused call. The server decides
+whether their calls may continue, and limits the number of open calls per peer id. `proxy.py` and `options.py` limit the
+sizes of messages. Each accepted swap limits the number of its own connections.
 """
 
 from __future__ import annotations
@@ -30,10 +28,9 @@ from noloco_p2p.gossip.frames import RefuseCode
 from noloco_p2p.gossip.seams import Service
 from noloco_p2p.identity import short_id
 from noloco_p2p.net import convert, options
-from noloco_p2p.net.connection import REFUSE_KEY, SERVICE, nobody_is_banned
-from noloco_p2p.net.handshake import PROOF_KEY, Challenges, check_name, not_proven
+from noloco_p2p.net.connection import MEMBERSHIP_KEY, REFUSE_KEY, SERVICE, nobody_is_banned
 from noloco_p2p.net.proxy import Inbound, Proxy
-from noloco_p2p.net.session import Session
+from noloco_p2p.net.session import Session, check_name
 from noloco_p2p.net.swap_stream import MAX_CONNECTIONS, SwapStream, call_cancelled
 from noloco_p2p.net.throttle import UNLIMITED, Limits
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
@@ -73,7 +70,7 @@ class GrpcServer:
         self._limits = limits
         self._why_banned = why_banned
         self._proxy = Proxy(tls=session.server_context() if session else None)
-        self._challenges = Challenges(session) if session else None
+        self._session = session
         self._open = Counter[str]()  # calls by caller
         self._fetches: dict[str, list[object]] = {}  # by caller, with the newest fetch last
         self._turned_away = TurnedAway()
@@ -82,7 +79,6 @@ class GrpcServer:
         self._server = grpc.aio.server(options=[*options.SERVER, *limits.options()])
         # All of these are streaming handlers, because gRPC would wait forever for the request of a unary call.
         methods = {
-            "Greet": self._on_greet,
             "Swap": self._on_swap,
             "Lane": self._on_lane,
             "Flow": self._on_flow,
@@ -98,7 +94,7 @@ class GrpcServer:
             self.port = self._proxy.listen(host, port)
             self._server.add_insecure_port(f"unix:{self._proxy.behind}")
         except (OSError, RuntimeError):
-            self._proxy.close()
+            await self._proxy.close()
             raise SettingsError(
                 f"cannot listen on {host}:{port}: the port is in use, or you are not permitted to use it; "
                 "choose another port with --listen HOST:PORT"
@@ -111,25 +107,12 @@ class GrpcServer:
         self._proxy.take(connection, relay)
 
     async def stop(self, grace_s: float) -> None:
-        self._proxy.shut()
+        await self._proxy.shut()
         await self._server.stop(grace_s)
-        self._proxy.close()
+        await self._proxy.close()
         await self._swaps.stop(grace_s=0.0)
 
     # who calls
-
-    async def _on_greet(self, requests: AsyncIterator[bytes], context: Any) -> None:
-        request, inbound = await _asked(requests, context, pb.GreetRequest), None
-        try:
-            if self._challenges is None:
-                raise not_proven("greetings are disabled on this peer")
-            inbound = self._proxy.inbound(context.peer())
-            inbound.check()
-            inbound.greeted()
-            reply = self._challenges.answer(request, inbound.address)
-        except PeerError as error:
-            await self._turn_away(context, inbound, error)
-        await _answer(context, reply)
 
     @contextlib.asynccontextmanager
     async def _visit(self, context: Any) -> AsyncIterator[Inbound]:
@@ -137,31 +120,25 @@ class GrpcServer:
         inbound = None
         try:
             inbound = self._proxy.inbound(context.peer())
-            inbound.check()
-            caller = self._proven(context, inbound.address)
+            caller = inbound.peer_id
             if why := self._why_banned(caller):
                 raise Refused(f"you are {why}", code=RefuseCode.BANNED.name, retry_after_s=60.0, peer=caller)
+            if self._session:
+                self._session.check_membership(inbound.membership, caller)
             if caller and self._open[caller] >= MAX_CALLS_PER_PEER:
                 raise _busy(f"you already have {MAX_CALLS_PER_PEER} open calls, which is the maximum")
-            inbound.proven(caller)
+            inbound.began()
         except PeerError as error:
             await self._turn_away(context, inbound, error)
         self._open[caller] += 1
         try:
+            await context.send_initial_metadata(((MEMBERSHIP_KEY, self._session.membership if self._session else b""),))
             yield inbound
         finally:
             inbound.ended()
             self._open[caller] -= 1
             if not self._open[caller]:
                 del self._open[caller]
-
-    def _proven(self, context: Any, address: str) -> str:
-        if self._challenges is None:
-            return ""
-        for key, value in context.invocation_metadata() or ():
-            if key == PROOF_KEY and isinstance(value, bytes):
-                return self._challenges.check(_parsed(pb.Proof, value), address)
-        raise not_proven("the call has no proof; call Greet first, and put the proof in the metadata")
 
     async def _turn_away(self, context: Any, inbound: Inbound | None, error: PeerError) -> NoReturn:
         """End the call with a refusal, and then close its connection."""

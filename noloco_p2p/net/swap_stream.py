@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from noloco_p2p.errors import CorruptPayload, PeerError, TimedOut, Unreachable
 from noloco_p2p.gossip.frames import Accept, Frame, Offer
 from noloco_p2p.net import convert
-from noloco_p2p.net.handshake import check_name
+from noloco_p2p.net.session import check_name
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 from noloco_p2p.owned_tasks import end_tasks
 

@@ -146,7 +146,8 @@ class Tunnels:
         relays = relays_of(self._multiaddrs().get(peer_id, ()))
         if hole := await self._hole(peer_id, relays):
             self.last_ways[peer_id] = Reach.PUNCHED
-            await _carry(near, hole)
+            tune(near)
+            await Splice(near, hole).run()
             return
         ends = await asyncio.open_connection(sock=near.dup())  # a copy, because its transport closes it
         for relay, address in relays.items():
@@ -243,14 +244,3 @@ async def _ends(connection: socket.socket) -> Ends:
     except BaseException:
         connection.close()
         raise
-
-
-async def _carry(near: socket.socket, far: socket.socket) -> None:
-    """Copy in both directions until both have ended, then close both ends."""
-    tune(near)
-    ended = asyncio.Event()
-    splice = Splice(near, far, on_end=ended.set)
-    try:
-        await ended.wait()
-    finally:
-        splice.close()

@@ -9,7 +9,10 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 from harness.header_bombs import trusting
+from harness.identities import identity_of
 from harness.patience import PATIENCE_S
+
+from noloco_p2p.net.session import Session
 
 JUNK = {
     "noise": os.urandom(4096),
@@ -23,7 +26,7 @@ PIECE_BYTES = 64 * 1024
 
 async def visit(port: int, data: bytes, *, tls: bool = False) -> asyncio.StreamWriter | None:
     """Connect, send `data` and stay connected; return None when the connection is refused."""
-    context = trusting() if tls else None
+    context = trusting(Session(identity_of("visitor"))) if tls else None
     try:
         async with asyncio.timeout(PATIENCE_S):
             _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
@@ -123,7 +126,7 @@ class Silent:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _hold(self, index: int) -> None:
-        context = trusting() if index % 2 else None
+        context = trusting(Session(identity_of("silent"))) if index % 2 else None
         while True:
             with contextlib.suppress(OSError):
                 reader, writer = await asyncio.open_connection(

@@ -10,15 +10,18 @@ from pathlib import Path
 import psutil
 import pytest
 from harness.header_bombs import FRAME_BYTES, Bombers, bomb, port_of, trusting
+from harness.identities import identity_of
 from harness.processes import PeerProcess, small_spec, write_spec
 
 from adversarial.test_one_connection import is_served
 from adversarial.victim import victim
+from noloco_p2p.net.session import Session
 
 ONE_NETWORK = ["127.0.1.1"]
 MANY_NETWORKS = [f"127.0.{index}.1" for index in range(1, 9)]
 SIZES = [14_000, 16_300, 60_000, 500_000]  # bytes of headers on one connection
 NUM_BOMBS = 200
+BOMBER = Session(identity_of("bomber"))
 NUM_NEWCOMERS = 8
 MOST_MIB = 16.0
 MOST_OF_A_PEER_MIB = 64.0  # a peer that trains grows a little by itself
@@ -29,7 +32,7 @@ async def test_one_bomb_of_any_size_takes_little_memory() -> None:
         assert await is_served(there.candidate, "the first")  # allocates what the server keeps
         watching = asyncio.create_task(there.watch())
         for num_bytes, acknowledges in product(SIZES, (False, True)):
-            reader, writer = await asyncio.open_connection("127.0.0.1", there.port, ssl=trusting())
+            reader, writer = await asyncio.open_connection("127.0.0.1", there.port, ssl=trusting(BOMBER))
             writer.write(bomb(num_bytes, acknowledges=acknowledges))
             with suppress(ConnectionError):
                 await reader.read(1)

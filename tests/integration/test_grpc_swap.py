@@ -297,7 +297,7 @@ async def test_garbage_ends_the_stream_with_a_sentence_on_either_side(
         call = channel.stream_stream(SWAP)()
         await call.write(garbage)
         await call.read()
-    async with rogue("Swap", grpc.stream_stream_rpc_method_handler(rogue_server)) as there:
+    async with rogue("Swap", rogue_server) as there:
         stream = await transport().open_swap(there, timeout_s=PATIENCE_S)
         with pytest.raises(CorruptPayload):
             await stream.receive(PATIENCE_S)

@@ -164,14 +164,12 @@ async def test_one_peer_may_have_so_many_calls_open_and_no_more() -> None:
 async def test_a_message_that_is_compressed_is_refused() -> None:
     """A compressed message of 1 MiB can hold 1 GiB, and the limit of gRPC applies after decompression."""
     async with echoing() as there:
-        open_ = await Connector(Session(identity_of("bomber"))).dial(there, timeout_s=PATIENCE_S)
+        channel = await Connector(Session(identity_of("bomber"))).dial(there, timeout_s=PATIENCE_S)
         request = pb.StatusRequest(swap_id=bytes(900_000))
         with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await PeerStub(open_.channel).Status(
-                request, metadata=open_.metadata, compression=grpc.Compression.Gzip, timeout=PATIENCE_S
-            )
+            await PeerStub(channel).Status(request, compression=grpc.Compression.Gzip, timeout=PATIENCE_S)
         assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
-        await open_.channel.close()
+        await channel.close()
 
 
 def test_a_partner_whose_bytes_drip_is_given_up_by_progress() -> None:

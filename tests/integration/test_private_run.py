@@ -1,4 +1,4 @@
-"""Strangers to a private run fail in the TLS handshake, and peers with an expired invitation in the greeting.
+"""Strangers to a private run fail in the TLS handshake, and peers with an expired invitation in their first call.
 
 The tests use real gRPC. A refusal names the ban and its reason.
 """
@@ -85,8 +85,12 @@ async def test_an_invitation_that_has_ended_is_told_in_words() -> None:
 
 
 async def test_a_caller_asks_the_other_side_for_its_invitation_too() -> None:
+    async with answering(invitation(in_s=-10)) as (service, former_member):
+        with pytest.raises(Refused, match="the invitation expired on"):
+            await status(former_member, invitation())
+        assert not service.admitted
     async with answering(None) as (service, open_peer):
-        with pytest.raises(Refused, match="presented no invitation"):
+        with pytest.raises(Unreachable, match="could not connect"):
             await status(open_peer, invitation())
         assert not service.admitted
 

@@ -7,6 +7,7 @@ import socket
 from pathlib import Path
 
 from noloco_p2p.net.proxy import connected
+from noloco_p2p.owned_tasks import end_tasks
 from noloco_p2p.tcp import BLOCK_BYTES, Splice, tune
 
 WARM_BYTES = 64 << 20  # after this many bytes the kernel enlarges the buffers of a fast connection
@@ -25,7 +26,9 @@ def test_a_server_gets_little_ahead_of_a_caller_that_stops_reading(tmp_path: Pat
         caller.setblocking(False)
         near = listener.accept()[0]
         tune(near)
-        splice = Splice(near, connected(tmp_path / "grpc", own_path=tmp_path / "7"), on_end=lambda: None)
+        splicing = asyncio.create_task(
+            Splice(near, connected(tmp_path / "grpc", own_path=tmp_path / "7")).run(), name="splice"
+        )
         far, peer = server.accept()
         assert peer == str(tmp_path / "7")  # the server identifies the connection by this name
         far.setblocking(False)
@@ -46,7 +49,7 @@ def test_a_server_gets_little_ahead_of_a_caller_that_stops_reading(tmp_path: Pat
             before = num_sent
             await asyncio.sleep(0.3)
         sending.cancel()
-        splice.close()
+        await end_tasks([splicing])
         for each in (server, listener, caller, far):
             each.close()
         return num_sent - num_read

@@ -29,7 +29,7 @@ def test_a_scan_is_told_in_one_line_a_minute(caplog: pytest.LogCaptureFixture) -
     turned_away = TurnedAway(clock)
     with caplog.at_level(logging.INFO):
         for _ in range(600):
-            turned_away.note("ipv4:192.0.2.7:1", Refused("caller authentication failed", code="NOT_PROVEN"))
+            turned_away.note("ipv4:192.0.2.7:1", Refused("you are banned", code="BANNED"))
             clock.now_s += 0.2
     assert len(caplog.messages) == 2
     assert "calls refused: 300;" in caplog.messages[1]

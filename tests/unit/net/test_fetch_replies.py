@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, aclosing
 from typing import Any
 
-import grpc
 import pytest
 from harness.patience import PATIENCE_S
 from rogue_server import rogue
@@ -22,11 +22,11 @@ from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 def repeating(reply: pb.FetchReply) -> AbstractAsyncContextManager[Candidate]:
     """Run a donor that answers every fetch with this reply, without end."""
 
-    async def fetch(_: bytes, context: Any) -> None:
+    async def fetch(_: AsyncIterator[bytes], context: Any) -> None:
         while True:
             await context.write(reply.SerializeToString())
 
-    return rogue("Fetch", grpc.unary_stream_rpc_method_handler(fetch))
+    return rogue("Fetch", fetch)
 
 
 async def all_items(there: Candidate) -> list[FetchItem]:

@@ -1,144 +1,119 @@
-"""A proof is valid for one call of one caller, on one connection, to one session of one peer."""
+"""A TLS handshake proves who calls, and that the called peer is the one that its record describes."""
 
 from __future__ import annotations
+
+import ssl
+import tempfile
+import time
 
 import pytest
 from harness.identities import identity_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from noloco_p2p.errors import CorruptPayload, PeerError, Refused
-from noloco_p2p.net.handshake import CHALLENGE_S, Challenges, Greeting
-from noloco_p2p.net.session import Session
-from noloco_p2p.net.wire.v1 import peer_pb2 as pb
+from noloco_p2p.errors import CorruptPayload
+from noloco_p2p.identity import Identity
+from noloco_p2p.invitation import Invitation, invite
+from noloco_p2p.net import session
+from noloco_p2p.net.session import Session, authority, caller_in
 
-CALLER, ANSWERER, RELAY = (Session(identity_of(name)) for name in ("caller", "answerer", "relay"))
-ADDRESS = "ipv4:192.0.2.7:4711"
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
+ANSWERER, CALLER, THIEF = (Session(identity_of(name)) for name in ("answerer", "caller", "thief"))
 
 
-def proof_for(challenges: Challenges, session: Session = ANSWERER, *, caller: Session = CALLER) -> pb.Proof:
-    greeting = Greeting.to(session.identity.peer_id, session.key)
-    reply = challenges.answer(greeting.request(), ADDRESS)
-    [(_, value)] = greeting.prove(reply, caller)
-    return pb.Proof.FromString(value)
+def invitation(run: str) -> Invitation:
+    return invite(identity_of(run), expires_at_s=time.time() + 1000, seed=bytes(32))
+
+
+def shaken(
+    caller_pem: bytes,
+    *,
+    key: bytes = CALLER.private_pem,
+    to: Session = ANSWERER,
+    as_named: str = "",
+    trusts: bytes = b"",
+) -> bytes:
+    """Run a TLS handshake in memory, and return the certificate (DER) that the server has received.
+
+    `to` answers. The caller expects the peer id `as_named`, and the session key `trusts`. Raises ssl.SSLError.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.load_verify_locations(cadata=authority(trusts or to.key).decode())
+    if caller_pem:
+        with tempfile.NamedTemporaryFile() as file:
+            file.write(key + caller_pem)
+            file.flush()
+            context.load_cert_chain(file.name)
+    up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
+    caller = context.wrap_bio(down, up, server_hostname=as_named or to.identity.peer_id)
+    server = to.server_context().wrap_bio(up, down, server_side=True)
+    for _ in range(3):
+        for end in (caller, server):
+            try:
+                end.do_handshake()
+            except ssl.SSLWantReadError:
+                continue
+    server.do_handshake()
+    return server.getpeercert(binary_form=True) or b""
 
 
 def test_a_caller_is_who_it_proves_to_be() -> None:
-    challenges = Challenges(ANSWERER)
-    for caller in (CALLER, RELAY):
-        assert challenges.check(proof_for(challenges, caller=caller), ADDRESS) == caller.identity.peer_id
+    for caller in (CALLER, THIEF):
+        certificate = shaken(caller.caller_pem, key=caller.private_pem)
+        assert caller_in(certificate) == (caller.identity.peer_id, b"")
 
 
-def test_none_of_a_thousand_replays_is_accepted() -> None:
-    challenges = Challenges(ANSWERER)
-    proof = proof_for(challenges)
-    challenges.check(proof, ADDRESS)
-    for _ in range(1000):
-        with pytest.raises(Refused, match="a proof is valid for only one call"):
-            challenges.check(proof, ADDRESS)
+def test_a_member_also_proves_its_membership() -> None:
+    member, answerer = (Session(identity_of(name), invitation("run")) for name in ("member", "answerer"))
+    certificate = shaken(member.caller_pem, key=member.private_pem, to=answerer)
+    assert caller_in(certificate) == (member.identity.peer_id, member.membership)
 
 
-def test_a_challenge_serves_for_one_try() -> None:
-    """Otherwise one greeting would pay for any number of signature checks."""
-    challenges = Challenges(ANSWERER)
-    proof = proof_for(challenges)
-    wrong = pb.Proof.FromString(proof.SerializeToString())
-    wrong.signature = bytes(64)
-    with pytest.raises(Refused, match="the signature was not"):
-        challenges.check(wrong, ADDRESS)
-    with pytest.raises(Refused, match="already been used"):
-        challenges.check(proof, ADDRESS)
+def test_a_certificate_of_another_is_useless_without_its_key() -> None:
+    """Who is called sees the certificate of the caller, but cannot call others with it."""
+    with pytest.raises(ssl.SSLError):
+        shaken(CALLER.caller_pem, key=THIEF.private_pem)
 
 
-def test_a_proof_ages_by_the_clock_of_who_asked_for_it() -> None:
-    clock = Clock()
-    challenges = Challenges(ANSWERER, clock=clock)
-    early, late = proof_for(challenges), proof_for(challenges)
-    clock.now_s += CHALLENGE_S - 0.1
-    challenges.check(early, ADDRESS)
-    clock.now_s += 0.2
-    with pytest.raises(Refused, match="older than 10 s"):
-        challenges.check(late, ADDRESS)
+@pytest.mark.parametrize("run", [None, "another run"])
+def test_strangers_to_a_private_run_fail(run: str | None) -> None:
+    stranger = Session(identity_of("stranger"), invitation(run) if run else None)
+    with pytest.raises(ssl.SSLError):
+        shaken(stranger.caller_pem, key=stranger.private_pem, to=Session(identity_of("a"), invitation("run")))
 
 
-def test_what_was_taken_is_remembered_for_its_life_only() -> None:
-    clock = Clock()
-    challenges = Challenges(ANSWERER, clock=clock)
-    for _ in range(50):
-        challenges.check(proof_for(challenges), ADDRESS)
-        clock.now_s += 1.0
-    assert len(challenges._taken) <= CHALLENGE_S + 2
+def test_who_has_no_certificate_fails() -> None:
+    with pytest.raises(ssl.SSLError):
+        shaken(b"")
 
 
-def test_another_connection_and_another_start_do_not_take_it() -> None:
-    challenges = Challenges(ANSWERER)
-    with pytest.raises(Refused, match="not issued by this peer"):
-        challenges.check(proof_for(challenges), "ipv4:192.0.2.7:4712")
-    with pytest.raises(Refused, match="not issued by this peer"):
-        Challenges(Session(ANSWERER.identity)).check(proof_for(challenges), ADDRESS)
+def test_a_caller_notices_that_another_peer_or_another_start_of_it_answers() -> None:
+    with pytest.raises(ssl.SSLError):
+        shaken(CALLER.caller_pem, as_named=THIEF.identity.peer_id)
+    with pytest.raises(ssl.SSLError):
+        shaken(CALLER.caller_pem, trusts=Session(ANSWERER.identity).key)
 
 
-def test_who_is_called_cannot_pass_the_proof_on() -> None:
-    """The relay asks the victim for a challenge and passes it to the caller as its own."""
-    victim = Challenges(ANSWERER)
-    greeting = Greeting.to(RELAY.identity.peer_id, RELAY.key)
-    challenge = victim.answer(greeting.request(), ADDRESS).challenge
-    words = b"noloco_p2p answerer 1\x00" + greeting.nonce + challenge + RELAY.key + RELAY.identity.peer_id.encode()
-    reply = pb.GreetReply(challenge=challenge, signature=RELAY.identity.sign(words))
-    [(_, value)] = greeting.prove(reply, CALLER)
-    with pytest.raises(Refused, match="signature"):
-        victim.check(pb.Proof.FromString(value), ADDRESS)
+def certificate_of(peer_id: str, signs: Identity, monkeypatch: pytest.MonkeyPatch) -> bytes:
+    """Return a certificate that names `peer_id`, in which `signs` has signed the session key."""
+    made = session._certificate
+    monkeypatch.setattr(session, "_certificate", lambda subject, *rest, **named: made(peer_id, *rest, **named))
+    certificate = Session(signs).caller_pem.decode()
+    monkeypatch.undo()
+    return ssl.PEM_cert_to_DER_cert(certificate)
 
 
-def test_a_caller_notices_that_another_peer_answers() -> None:
-    greeting = Greeting.to(ANSWERER.identity.peer_id, ANSWERER.key)
-    reply = Challenges(RELAY).answer(greeting.request(), ADDRESS)
-    with pytest.raises(PeerError, match="another peer may have answered"):
-        greeting.prove(reply, CALLER)
-    with pytest.raises(CorruptPayload, match="no valid challenge"):
-        greeting.prove(pb.GreetReply(), CALLER)
+def test_nobody_takes_the_name_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(CorruptPayload, match="not signed by the peer"):
+        caller_in(certificate_of(CALLER.identity.peer_id, THIEF.identity, monkeypatch))
 
 
-def test_nobody_takes_the_name_of_another() -> None:
-    challenges = Challenges(ANSWERER)
-    proof = proof_for(challenges)
-    proof.peer_id = RELAY.identity.peer_id
-    with pytest.raises(Refused, match="signature"):
-        challenges.check(proof, ADDRESS)
-
-
-def test_a_name_that_is_not_proven_cannot_play_with_a_terminal() -> None:
-    challenges = Challenges(ANSWERER)
-    proof = proof_for(challenges)
-    proof.peer_id = "x\x1bc\nHI"
-    with pytest.raises(Refused, match=r"made by \.\.xcHI for this peer"):
-        challenges.check(proof, ADDRESS)
-
-
-def test_one_peer_has_one_name() -> None:
+def test_one_peer_has_one_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counts and bans are by peer id, and the base58 decoder ignores blanks, so an alias must not verify."""
-    challenges = Challenges(ANSWERER)
-    greeting = Greeting.to(ANSWERER.identity.peer_id, ANSWERER.key)
-    reply = challenges.answer(greeting.request(), ADDRESS)
-    alias = CALLER.identity.peer_id + " "
-    words = b"noloco_p2p caller 1\x00" + greeting.nonce + reply.challenge + ANSWERER.key
-    signature = CALLER.identity.sign(words + (ANSWERER.identity.peer_id + alias).encode())
-    proof = pb.Proof(peer_id=alias, nonce=greeting.nonce, challenge=reply.challenge, signature=signature)
-    with pytest.raises(Refused, match="signature"):
-        challenges.check(proof, ADDRESS)
+    with pytest.raises(CorruptPayload, match="not signed by the peer"):
+        caller_in(certificate_of(CALLER.identity.peer_id + " ", CALLER.identity, monkeypatch))
 
 
-@given(st.builds(pb.Proof, peer_id=st.text(), nonce=st.binary(), challenge=st.binary(), signature=st.binary()))
-def test_nonsense_is_refused_in_words(proof: pb.Proof) -> None:
-    with pytest.raises(Refused, match="authentication failed"):
-        Challenges(ANSWERER).check(proof, ADDRESS)
-    with pytest.raises(CorruptPayload):
-        Challenges(ANSWERER).answer(pb.GreetRequest(nonce=proof.nonce[:15]), ADDRESS)
+@given(st.binary(max_size=200))
+def test_nonsense_is_refused_in_words(certificate: bytes) -> None:
+    with pytest.raises(CorruptPayload, match="cannot be read"):
+        caller_in(certificate)

@@ -17,7 +17,6 @@ class RefuseCode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     REFUSE_OVER_SHARE: _ClassVar[RefuseCode]
     REFUSE_UNLISTED: _ClassVar[RefuseCode]
     REFUSE_BANNED: _ClassVar[RefuseCode]
-    REFUSE_NOT_PROVEN: _ClassVar[RefuseCode]
     REFUSE_NOT_INVITED: _ClassVar[RefuseCode]
     REFUSE_OTHER_RUN: _ClassVar[RefuseCode]
     REFUSE_OTHER_SPEC: _ClassVar[RefuseCode]
@@ -42,7 +41,6 @@ REFUSE_STALE: RefuseCode
 REFUSE_OVER_SHARE: RefuseCode
 REFUSE_UNLISTED: RefuseCode
 REFUSE_BANNED: RefuseCode
-REFUSE_NOT_PROVEN: RefuseCode
 REFUSE_NOT_INVITED: RefuseCode
 REFUSE_OTHER_RUN: RefuseCode
 REFUSE_OTHER_SPEC: RefuseCode
@@ -55,36 +53,6 @@ ABORT_TIMED_OUT: AbortCode
 ABORT_ABANDONED: AbortCode
 ABORT_LEAVING: AbortCode
 ABORT_INTERNAL: AbortCode
-
-class GreetRequest(_message.Message):
-    __slots__ = ("nonce",)
-    NONCE_FIELD_NUMBER: _ClassVar[int]
-    nonce: bytes
-    def __init__(self, nonce: _Optional[bytes] = ...) -> None: ...
-
-class GreetReply(_message.Message):
-    __slots__ = ("challenge", "signature", "membership")
-    CHALLENGE_FIELD_NUMBER: _ClassVar[int]
-    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
-    MEMBERSHIP_FIELD_NUMBER: _ClassVar[int]
-    challenge: bytes
-    signature: bytes
-    membership: bytes
-    def __init__(self, challenge: _Optional[bytes] = ..., signature: _Optional[bytes] = ..., membership: _Optional[bytes] = ...) -> None: ...
-
-class Proof(_message.Message):
-    __slots__ = ("peer_id", "nonce", "challenge", "signature", "membership")
-    PEER_ID_FIELD_NUMBER: _ClassVar[int]
-    NONCE_FIELD_NUMBER: _ClassVar[int]
-    CHALLENGE_FIELD_NUMBER: _ClassVar[int]
-    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
-    MEMBERSHIP_FIELD_NUMBER: _ClassVar[int]
-    peer_id: str
-    nonce: bytes
-    challenge: bytes
-    signature: bytes
-    membership: bytes
-    def __init__(self, peer_id: _Optional[str] = ..., nonce: _Optional[bytes] = ..., challenge: _Optional[bytes] = ..., signature: _Optional[bytes] = ..., membership: _Optional[bytes] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("protocol_version", "run_name", "spec_digest", "peer_id", "layout")
