@@ -1,79 +1,25 @@
-"""Limit rates with token buckets, for one caller or for each of many keys.
-
-A bucket starts full and refills over time.
-"""
+"""Limit how often each of many keys may act."""
 
 from __future__ import annotations
 
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
 
-MAX_KEYS = 4096  # hosts, networks or peers; beyond that, the least recently used bucket is dropped
-
-
-@dataclass(frozen=True, slots=True)
-class Rate:
-    """A rate: the number of units per second in the long run, and the maximum number of units at once."""
-
-    per_s: float
-    burst: float
-
-
-@dataclass(slots=True)
-class TokenBucket:
-    """A token bucket.
-
-    `left` can fall below zero by one charge, because some costs are known only after the work is done.
-    """
-
-    rate: Rate
-    left: float
-    at_s: float
-
-    @classmethod
-    def full(cls, rate: Rate, now_s: float) -> TokenBucket:
-        return cls(rate, rate.burst, now_s)
-
-    def refill(self, now_s: float) -> float:
-        """Refill the bucket and return the number of units left now."""
-        self.left = min(self.left + max(now_s - self.at_s, 0.0) * self.rate.per_s, self.rate.burst)
-        self.at_s = now_s
-        return self.left
-
-
-class Buckets:
-    """A token bucket for each of the `max_keys` most recently used keys. Callers supply the current time as an
-    argument.
-    """
-
-    def __init__(self, rate: Rate, *, max_keys: int = MAX_KEYS) -> None:
-        self._rate = rate
-        self._max_keys = max_keys
-        self._buckets: OrderedDict[str, TokenBucket] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._buckets)
-
-    def of(self, key: str, now_s: float) -> TokenBucket:
-        """Refill the bucket of this key and return it."""
-        bucket = self._buckets.setdefault(key, TokenBucket.full(self._rate, now_s))
-        self._buckets.move_to_end(key)
-        if len(self._buckets) > self._max_keys:
-            self._buckets.popitem(last=False)
-        bucket.refill(now_s)
-        return bucket
+MAX_KEYS = 4096  # hosts, networks or peers; beyond that, the least recently used one is forgotten
 
 
 class Rates:
-    """A limit on how often each of many keys may act: `at_once` times at first, and `per_s` times per second in the
-    long run.
-    """
+    """A token bucket for each key: `at_once` units at first, and `per_s` units per second in the long run."""
 
-    def __init__(self, *, per_s: float, at_once: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._buckets = Buckets(Rate(per_s, at_once))
+    def __init__(
+        self, per_s: float, at_once: float, *, max_keys: int = MAX_KEYS, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._per_s = per_s
+        self._at_once = at_once
+        self._max_keys = max_keys
         self._clock = clock
+        self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()  # the units, and the time at which they were
 
     @classmethod
     def a_minute(cls, most: float, *, clock: Callable[[], float] = time.monotonic) -> Rates:
@@ -83,16 +29,25 @@ class Rates:
         return cls(per_s=most / 120, at_once=most / 2, clock=clock)
 
     def __len__(self) -> int:
-        return len(self._buckets)
+        return len(self._left)
+
+    def left(self, key: str) -> float:
+        """Return the units that are left for this key. After a `charge`, they can be fewer than zero."""
+        units, at_s = self._left.get(key, (self._at_once, 0.0))
+        return min(units + max(self._clock() - at_s, 0.0) * self._per_s, self._at_once)
 
     def take(self, key: str, cost: float = 1.0) -> bool:
-        """Take `cost` units from this key's bucket. If there are fewer, take nothing and return False."""
-        bucket = self._buckets.of(key, self._clock())
-        has_enough = bucket.left >= cost
-        if has_enough:
-            bucket.left -= cost
+        """Take `cost` units of this key. If there are fewer, take nothing and return False."""
+        has_enough = self.left(key) >= cost
+        self.charge(key, cost if has_enough else 0.0)
         return has_enough
 
+    def charge(self, key: str, cost: float) -> None:
+        """Take `cost` units of this key, even if there are fewer, because some costs are known only after the work."""
+        self._left[key] = self.left(key) - cost, self._clock()
+        self._left.move_to_end(key)
+        if len(self._left) > self._max_keys:
+            self._left.popitem(last=False)
+
     def give_back(self, key: str, cost: float = 1.0) -> None:
-        bucket = self._buckets.of(key, self._clock())
-        bucket.left = min(bucket.rate.burst, bucket.left + cost)
+        self.charge(key, -cost)

@@ -1,23 +1,24 @@
 """Convert frames to protobuf messages and back.
 
-A field of a message has the same name as the field of the dataclass in `gossip/frames.py`. Only the form of network
-input is checked here. A missing or unknown variant, an unknown enum value or a number out of range raises
-CorruptPayload. No message is larger than `options.MAX_MESSAGE_BYTES`. `gossip/` decides whether the content makes
-sense, and compares every size and index with the one that it computes itself.
+A field of a message has the same name as the field of the dataclass in `gossip/frames.py` or `flow/frames.py`. Only the
+form of network input is checked here. A missing or unknown variant, an unknown enum value or a number out of range
+raises CorruptPayload. No message is larger than `options.MAX_MESSAGE_BYTES`. `gossip/` decides whether the content
+makes sense, and compares every size and index with the one that it computes itself.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from enum import IntEnum
 from functools import cache
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from google.protobuf.message import DecodeError, Message
 
 from noloco_p2p.errors import CorruptPayload
+from noloco_p2p.flow.limits import MAX_SINKS
 from noloco_p2p.gossip import frames
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 from noloco_p2p.transfer.kept_chunks import DIGEST_BYTES
@@ -26,6 +27,8 @@ T = TypeVar("T")
 
 MAX_TEXT = 1000  # characters of any name or sentence that another peer sends
 LONGEST_RETRY_S = 3600.0
+MAX_NUMBER = 2**63 - 1  # the largest number that a microbatch can have
+SIGNATURE_BYTES = 64  # of a ticket
 # Tags: field number << 3 | 2 for length-delimited; see peer.proto.
 FRAME_CHUNK, CHUNK_PAYLOAD = 0x32, 0x12
 
@@ -132,40 +135,62 @@ def position(progress: float) -> float:
     return progress
 
 
-_BY_NAME: dict[str, Callable[[Any], Any]] = {
+def _signature(value: bytes) -> bytes:
+    if len(value) != SIGNATURE_BYTES:
+        raise CorruptPayload(f"received a ticket whose signature is not {SIGNATURE_BYTES} bytes long")
+    return value
+
+
+def _number(value: int) -> int:
+    if value > MAX_NUMBER:
+        raise CorruptPayload(f"number {value} is too large")
+    return value
+
+
+def _sinks(value: Any) -> tuple[str, ...]:
+    if len(value) > MAX_SINKS:
+        raise CorruptPayload(f"received a Want with more than {MAX_SINKS} sinks")
+    return tuple(map(text, value))
+
+
+CHECKS: dict[object, Callable[[Any], Any]] = {  # by the name of a field, or by its type
     "progress": position,
     "retry_after_s": lambda value: min(max(finite(value), 0.0), LONGEST_RETRY_S),
+    "remaining_s": lambda value: max(0.0, finite(value)),
+    "signature": _signature,
+    "number": _number,
+    "sinks": _sinks,
+    str: text,
+    float: finite,
 }
-_BY_TYPE: dict[str, Callable[[Any], Any]] = {"str": text, "float": finite}
 
 
 @cache
-def _fields_of(kind: type) -> list[tuple[str, str]]:
-    """Return the name and the type of each field of a dataclass."""
-    return [(field.name, str(field.type)) for field in fields(kind)]
+def _fields_of(kind: type) -> list[tuple[str, Any]]:
+    """Return the name and the type of each field of a dataclass or a named tuple."""
+    return list(get_type_hints(kind).items())
 
 
-def _read(name: str, kind: str, value: Any) -> Any:
+def _read(name: str, kind: Any, value: Any) -> Any:
     """Return the value of a field of a message, as its dataclass holds it."""
-    if kind.startswith("tuple"):
-        return tuple(value)
-    if check := _BY_NAME.get(name) or _BY_TYPE.get(kind):
+    if check := CHECKS.get(name) or CHECKS.get(kind):
         return check(value)
-    made = getattr(frames, kind, None)
-    if is_dataclass(made):
-        return from_wire(made, value)  # pyright: ignore[reportArgumentType]
-    if isinstance(made, type) and issubclass(made, IntEnum):
+    if get_origin(kind) is tuple:
+        return tuple(value)
+    if isinstance(value, Message):
+        return from_wire(kind, value)
+    if isinstance(kind, type) and issubclass(kind, IntEnum):
         try:
-            return made(value)
+            return kind(value)
         except ValueError:
-            what = f"received an unknown {kind} ({value})"
+            what = f"received an unknown {kind.__name__} ({value})"
             raise CorruptPayload(f"{what}; the sender may use a newer protocol version") from None
     return value
 
 
 def _plain(value: Any) -> Any:
     """Return a value as protobuf takes it. A test verifies that its enums have the same numbers as ours."""
-    if is_dataclass(value):
+    if is_dataclass(value) or hasattr(value, "_fields"):
         return to_wire(value)
     return int(value) if isinstance(value, IntEnum) else bytes(value) if isinstance(value, memoryview) else value
 

@@ -225,9 +225,9 @@ class GrpcServer:
     async def _on_flow(self, requests: AsyncIterator[bytes], context: Any) -> None:
         async with self._visit(context) as caller:
             if not self.serve_flow:
+                await _asked(requests, context, pb.FlowFrame)
                 no_stage = Refused("this peer is not part of a pipeline", code=RefuseCode.OTHER_MODEL.name)
-                await context.write(pb.FlowFrame(refuse=refuse_to_wire(no_stage)).SerializeToString())
-                return
+                return await _answer(context, pb.FlowFrame(refuse=refuse_to_wire(no_stage)))
 
             def admit(hello: frames.Hello) -> None:
                 check_name(caller.peer_id, hello)

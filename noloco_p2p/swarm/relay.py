@@ -20,7 +20,7 @@ from functools import partial
 from noloco_p2p.errors import DirectoryError, Unreachable
 from noloco_p2p.identity import short_id
 from noloco_p2p.owned_tasks import end_tasks
-from noloco_p2p.rates import Rate, Rates, TokenBucket
+from noloco_p2p.rates import Rates
 from noloco_p2p.swarm.addresses import CIRCUIT, split_peer_id
 from noloco_p2p.swarm.node import SwarmNode
 from noloco_p2p.swarm.streams import Ends, count_down, read_line
@@ -35,7 +35,7 @@ SILENT_S = 15.0
 ANSWER_S = 10.0
 MAX_RESERVATIONS = 32
 MAX_STREAMS_OF_A_RESERVATION = 2  # the second is for a peer that reconnects before the first is known to be lost
-BEATS = Rate(per_s=1.0, burst=5.0)  # heartbeats per stream; the first two arrive together
+BEATS_PER_S, BEATS_AT_ONCE = 1.0, 5  # heartbeats per stream; the first two arrive together
 MAX_CALLS = 32
 MAX_CALLS_OF_ONE = 9  # per caller; a swap has up to eight connections
 MAX_CALL_BYTES = 4 << 30  # per direction; beyond this, the connection ends
@@ -75,9 +75,8 @@ class Relay:
         self._reservations[peer] += 1
         try:
             writer.write(YES)
-            beats = TokenBucket.full(BEATS, time.monotonic())
-            while beats.refill(time.monotonic()) >= 1.0:
-                beats.left -= 1.0
+            beats = Rates(per_s=BEATS_PER_S, at_once=BEATS_AT_ONCE)
+            while beats.take(peer):
                 async with asyncio.timeout(SILENT_S):
                     if not await reader.read(64):
                         return

@@ -37,7 +37,7 @@ from hivemind.utils.timed_storage import ValueWithExpiration
 
 from noloco_p2p.dial_guard import DialGuard
 from noloco_p2p.errors import DirectoryError
-from noloco_p2p.rates import Buckets, Rate, TokenBucket
+from noloco_p2p.rates import Rates
 from noloco_p2p.swarm.clock import CLOCK, Offset
 from noloco_p2p.swarm.kademlia.client import ANSWER_FAULTS, DaemonClient, id_in, known_id
 from noloco_p2p.swarm.kademlia.storage import (
@@ -67,7 +67,10 @@ BLACKLIST_S, BACKOFF = 5.0, 2.0
 
 # A unit is about 50 us of this thread's time, or 8 KiB of a request or an answer. A peer in a large swarm sends less
 # than one request per second to another one, and reading a bucket of 32 records costs 4 units.
-OF_ONE, OF_ALL, OF_KNOWN = Rate(50.0, burst=500.0), Rate(150.0, burst=750.0), Rate(2.0, burst=100.0)
+# Units per second, and at once: per peer, of all peers together, and of each of up to MAX_KNOWN nodes for itself when
+# the shared rate is used up.
+OF_ONE, OF_ALL, OF_KNOWN = (50.0, 500.0), (150.0, 750.0), (2.0, 100.0)
+EVERYBODY = ""
 UNIT_BYTES, STORE_UNITS = 8 * 1024, 4.0
 MAX_PINGS = 8  # simultaneous pings of neighbours that a newcomer may replace
 CHECKED_AT_ONCE = 16  # signatures checked before the event loop runs other callbacks
@@ -88,44 +91,39 @@ class Allowance:
     only send requests never get such an allowance. The number of these allowances is limited, so new nodes must wait
     while the owners of all allowances keep answering.
 
-    Call `admits` before the work for a request, and `charge` with its cost. `now_s` can come from any monotonic clock.
-    `of_one` is the rate per peer, and `of_all` is the shared rate. `of_known` is the rate that each of up to MAX_KNOWN
-    nodes has for itself when the shared rate is used up.
+    Call `admits` before the work for a request, and `charge` with its cost.
     """
 
-    def __init__(self, *, of_one: Rate, of_all: Rate, of_known: Rate) -> None:
-        self._all = TokenBucket.full(of_all, 0.0)
-        self._peers = Buckets(of_one, max_keys=MAX_PEERS)
-        self._of_known = of_known
-        # The time of each node's last answer, and its own allowance. The node that answered longest ago comes first.
-        self._known: OrderedDict[str, tuple[float, TokenBucket]] = OrderedDict()
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._shared = Rates(*OF_ALL, clock=clock)
+        self._peers = Rates(*OF_ONE, max_keys=MAX_PEERS, clock=clock)
+        self._own = Rates(*OF_KNOWN, max_keys=MAX_KNOWN, clock=clock)
+        self._answered_s: OrderedDict[str, float] = OrderedDict()  # when each node answered last, the oldest first
 
-    def answered(self, peer_id: str, *, now_s: float) -> None:
+    def answered(self, peer_id: str) -> None:
         """Record that a node has answered a request from this node."""
-        if peer_id not in self._known and len(self._known) >= MAX_KNOWN:
-            oldest, (at_s, _) = next(iter(self._known.items()))
-            if now_s - at_s < KNOWN_FOR_S:
+        if peer_id not in self._answered_s and len(self._answered_s) >= MAX_KNOWN:
+            oldest, at_s = next(iter(self._answered_s.items()))
+            if self._clock() - at_s < KNOWN_FOR_S:
                 return
-            del self._known[oldest]
-        _, own = self._known.get(peer_id, (now_s, TokenBucket.full(self._of_known, now_s)))
-        self._known[peer_id] = now_s, own
-        self._known.move_to_end(peer_id)
+            del self._answered_s[oldest]
+        self._answered_s[peer_id] = self._clock()
+        self._answered_s.move_to_end(peer_id)
 
-    def admits(self, peer_id: str, *, now_s: float) -> bool:
-        pays = self._payer(peer_id, now_s)
-        return pays.left > 0.0 and self._peers.of(peer_id, now_s).left > 0.0
+    def admits(self, peer_id: str) -> bool:
+        rates, key = self._payer(peer_id)
+        return rates.left(key) > 0.0 and self._peers.left(peer_id) > 0.0
 
-    def charge(self, peer_id: str, units: float, *, now_s: float) -> None:
-        self._payer(peer_id, now_s).left -= units
-        self._peers.of(peer_id, now_s).left -= units
+    def charge(self, peer_id: str, units: float) -> None:
+        rates, key = self._payer(peer_id)
+        rates.charge(key, units)
+        self._peers.charge(peer_id, units)
 
-    def _payer(self, peer_id: str, now_s: float) -> TokenBucket:
-        """Return the refilled bucket to charge: the shared bucket, or the peer's own if the shared bucket is empty."""
-        payer = self._all
-        if self._all.refill(now_s) <= 0.0 and peer_id in self._known:
-            payer = self._known[peer_id][1]
-            payer.refill(now_s)
-        return payer
+    def _payer(self, peer_id: str) -> tuple[Rates, str]:
+        """Return the allowance to charge, and its key: the shared one, or the node's own if that is used up."""
+        is_own = self._shared.left(EVERYBODY) <= 0.0 and peer_id in self._answered_s
+        return (self._own, peer_id) if is_own else (self._shared, EVERYBODY)
 
 
 class BoundedStub:
@@ -181,7 +179,7 @@ class BoundedProtocol(DHTProtocol):
             client, self.routing_table, own_addresses=own_addresses, guard=guard, wait_s=WAIT_TIMEOUT_S
         )
         self._client = client
-        self._allowance = Allowance(of_one=OF_ONE, of_all=OF_ALL, of_known=OF_KNOWN)
+        self._allowance = Allowance()
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def serve(self) -> None:
@@ -207,15 +205,15 @@ class BoundedProtocol(DHTProtocol):
 
         Raises RefusedRequest before parsing if the request is too long or exceeds the allowance.
         """
-        peer_id, now_s = str(peer), time.monotonic()
+        peer_id = str(peer)
         if len(data) > MAX_REQUEST_BYTES:
             raise RefusedRequest(f"the request has {len(data)} bytes, but the limit is {MAX_REQUEST_BYTES}")
-        if not self._allowance.admits(peer_id, now_s=now_s):
+        if not self._allowance.admits(peer_id):
             raise RefusedRequest("too many requests; try again later")
-        self._allowance.charge(peer_id, 1.0 + len(data) / UNIT_BYTES, now_s=now_s)
+        self._allowance.charge(peer_id, 1.0 + len(data) / UNIT_BYTES)
         answer = work(data, peer)
         if isinstance(answer, bytes):
-            self._allowance.charge(peer_id, len(answer) / UNIT_BYTES, now_s=now_s)
+            self._allowance.charge(peer_id, len(answer) / UNIT_BYTES)
         return answer
 
     def _parsed(
@@ -278,7 +276,7 @@ class BoundedProtocol(DHTProtocol):
         if why := self.records.refusal(key, owner, record.expiration_time):
             logger.debug("did not store a record of ..%s: %s", owner[-6:], why)
             return False
-        self._allowance.charge(str(peer), STORE_UNITS, now_s=time.monotonic())
+        self._allowance.charge(str(peer), STORE_UNITS)
         if not self._validator.validate(record):
             return False
         return self.records.store_subkey(key, owner, record.value, record.expiration_time)
@@ -312,7 +310,7 @@ class BoundedProtocol(DHTProtocol):
             place = self.routing_table.peer_id_to_uid.get(peer)
             await self.update_routing_table(place, peer, responded=False)
             return None
-        self._allowance.answered(str(peer), now_s=time.monotonic())
+        self._allowance.answered(str(peer))
         for _, near in found.values():
             self.whereabouts.heard(near.values(), peer)
         if place is not None:

@@ -20,7 +20,7 @@ from hivemind.p2p import PeerID
 
 from noloco_p2p.dial_guard import DialGuard
 from noloco_p2p.errors import DirectoryError, Unreachable
-from noloco_p2p.rates import Rate, TokenBucket
+from noloco_p2p.rates import Rates
 from noloco_p2p.swarm.addresses import by_reach, guarded, host_in, of_one_host, tcp_target
 from noloco_p2p.swarm.kademlia.client import ANSWER_FAULTS, DaemonClient, known_id
 from noloco_p2p.swarm.streams import count_down
@@ -34,7 +34,7 @@ MAX_PEERS = 1024  # remembered peers in each table
 GOOD_FOR_S = 300.0
 MAX_WAITING = 4  # requests that may wait for the same neighbour, so that a silent one cannot hold up all of them
 SILENT_FOR_S = 30.0  # how long requests get an empty answer after a neighbour reported no addresses
-DIALS = Rate(per_s=2.0, burst=64.0)  # dials to peers that others reported
+DIALS_PER_S, DIALS_AT_ONCE = 2.0, 64.0  # dials to peers that others reported
 
 
 class Whereabouts:
@@ -58,7 +58,7 @@ class Whereabouts:
         self._own_addresses = own_addresses
         self._guard = guard
         self._wait_s = wait_s
-        self._dials = TokenBucket.full(DIALS, time.monotonic())
+        self._dials = Rates(per_s=DIALS_PER_S, at_once=DIALS_AT_ONCE)
         self._told_by: OrderedDict[PeerID, PeerID] = OrderedDict()
         # the addresses that neighbours reported for themselves, each with the time of the report
         self._addresses: OrderedDict[PeerID, tuple[float, bytes]] = OrderedDict()
@@ -94,9 +94,8 @@ class Whereabouts:
         """
         teller, now_s = self._told_by.pop(peer, None), time.monotonic()
         is_tried = now_s - self._tried_s.get(peer, -GOOD_FOR_S) < GOOD_FOR_S
-        if teller is None or is_tried or peer in self._table.peer_id_to_uid or self._dials.refill(now_s) < 1.0:
+        if teller is None or is_tried or peer in self._table.peer_id_to_uid or not self._dials.take("reported peers"):
             return
-        self._dials.left -= 1.0
         _put(self._tried_s, peer, now_s)
         with suppress(*ANSWER_FAULTS, Unreachable):
             await self._dial(str(peer), unpack(await self._ask(teller, peer.to_bytes())))

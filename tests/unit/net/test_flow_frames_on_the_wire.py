@@ -16,13 +16,8 @@ from noloco_p2p.flow.frames import Answer, Backward, Credit, Forward, Lost, Mark
 from noloco_p2p.flow.limits import MAX_SINKS
 from noloco_p2p.gossip.frames import Hello, Refuse, RefuseCode, chunk_digest
 from noloco_p2p.net import flow_wire
-from noloco_p2p.net.flow_wire import (
-    MAX_NUMBER,
-    PIECE_BYTES,
-    FlowHello,
-    Piece,
-    WireFrame,
-)
+from noloco_p2p.net.convert import MAX_NUMBER
+from noloco_p2p.net.flow_wire import PIECE_BYTES, FlowHello, Piece, WireFrame
 from noloco_p2p.net.options import MAX_MESSAGE_BYTES
 from noloco_p2p.net.tickets import Tickets
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
@@ -93,7 +88,7 @@ def test_a_damaged_frame_is_a_frame_or_refused(frame: WireFrame, data: st.DataOb
             flow_wire.decode(candidate)
 
 
-SIGNED = pb.Ticket(signature=bytes(64))
+SIGNED = pb.MicrobatchTicket(signature=bytes(64))
 
 
 @pytest.mark.parametrize(
@@ -104,8 +99,8 @@ SIGNED = pb.Ticket(signature=bytes(64))
         pb.FlowFrame(forward=pb.Forward(remaining_s=math.nan)),
         pb.FlowFrame(want=pb.Want(ticket=SIGNED, remaining_s=math.inf)),
         pb.FlowFrame(want=pb.Want(ticket=SIGNED, sinks=["sink"] * (MAX_SINKS + 1))),
-        pb.FlowFrame(mark=pb.Mark(ticket=pb.Ticket(signature=bytes(63)))),
-        pb.FlowFrame(mark=pb.Mark(ticket=pb.Ticket(signature=bytes(64), mark=math.nan))),
+        pb.FlowFrame(mark=pb.Mark(ticket=pb.MicrobatchTicket(signature=bytes(63)))),
+        pb.FlowFrame(mark=pb.Mark(ticket=pb.MicrobatchTicket(signature=bytes(64), mark=math.nan))),
         pb.FlowFrame(refuse=pb.Refuse(sentence="no code")),
     ],
     ids=str,

@@ -17,7 +17,7 @@ from noloco_p2p.errors import DirectoryError
 from noloco_p2p.swarm.addresses import host_in
 from noloco_p2p.swarm.kademlia.protocol import claim, place_of
 from noloco_p2p.swarm.kademlia.whereabouts import (
-    DIALS,
+    DIALS_AT_ONCE,
     MAX_ADDRESSES,
     MAX_PEERS,
     MAX_WAITING,
@@ -151,7 +151,7 @@ def test_inventions_are_dialled_at_a_rate_and_forgotten() -> None:
     whereabouts.heard(peers, TELLER)
     assert len(whereabouts._told_by) == MAX_PEERS
     asyncio.run(call(whereabouts, peers))
-    assert DIALS.burst <= len(client.dialled) < 2 * DIALS.burst
+    assert DIALS_AT_ONCE <= len(client.dialled) < 2 * DIALS_AT_ONCE
 
 
 def test_a_liar_makes_nobody_dial_one_host_again_and_again() -> None:

@@ -24,17 +24,17 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\npeer.proto\x12\x12noloco_p2p.wire.v1\"i\n\x05Hello\x12\x18\n\x10protocol_version\x18\x01 \x01(\t\x12\x10\n\x08run_name\x18\x02 \x01(\t\x12\x13\n\x0bspec_digest\x18\x03 \x01(\t\x12\x0f\n\x07peer_id\x18\x04 \x01(\t\x12\x0e\n\x06layout\x18\x05 \x01(\t\"?\n\x08Standing\x12\x10\n\x08progress\x18\x01 \x01(\x01\x12\x0e\n\x06step_s\x18\x02 \x01(\x01\x12\x11\n\tfree_in_s\x18\x03 \x01(\x01\"%\n\x05Slice\x12\r\n\x05\x66irst\x18\x01 \x01(\r\x12\r\n\x05\x63ount\x18\x02 \x01(\r\"\x91\x01\n\x05Offer\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x19.noloco_p2p.wire.v1.Hello\x12\x0f\n\x07swap_id\x18\x02 \x01(\x0c\x12.\n\x08standing\x18\x03 \x01(\x0b\x32\x1c.noloco_p2p.wire.v1.Standing\x12\x0c\n\x04\x61ges\x18\x04 \x01(\x0c\x12\x0f\n\x07\x61t_most\x18\x05 \x01(\r\"\x8b\x01\n\x06\x41\x63\x63\x65pt\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x19.noloco_p2p.wire.v1.Hello\x12.\n\x08standing\x18\x02 \x01(\x0b\x32\x1c.noloco_p2p.wire.v1.Standing\x12\'\n\x04part\x18\x03 \x01(\x0b\x32\x19.noloco_p2p.wire.v1.Slice\"_\n\x06Refuse\x12,\n\x04\x63ode\x18\x01 \x01(\x0e\x32\x1e.noloco_p2p.wire.v1.RefuseCode\x12\x10\n\x08sentence\x18\x02 \x01(\t\x12\x15\n\rretry_after_s\x18\x03 \x01(\x01\"\x19\n\x04Grid\x12\x11\n\texponents\x18\x01 \x01(\x0c\"O\n\x06Header\x12\x0e\n\x06number\x18\x01 \x01(\r\x12\x12\n\nnum_chunks\x18\x02 \x01(\x04\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x04 \x01(\x0c\"7\n\x05\x43hunk\x12\r\n\x05index\x18\x01 \x01(\x04\x12\x0f\n\x07payload\x18\x02 \x01(\x0c\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x0c\"\n\n\x08Received\"\x07\n\x05Ready\"\x07\n\x05\x41live\"F\n\x05\x41\x62ort\x12+\n\x04\x63ode\x18\x01 \x01(\x0e\x32\x1d.noloco_p2p.wire.v1.AbortCode\x12\x10\n\x08sentence\x18\x02 \x01(\t\"A\n\x04Join\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x19.noloco_p2p.wire.v1.Hello\x12\x0f\n\x07swap_id\x18\x02 \x01(\x0c\"\x07\n\x05Leave\"\xba\x04\n\x05\x46rame\x12\x10\n\x08sequence\x18\x0f \x01(\x04\x12*\n\x05offer\x18\x01 \x01(\x0b\x32\x19.noloco_p2p.wire.v1.OfferH\x00\x12,\n\x06\x61\x63\x63\x65pt\x18\x02 \x01(\x0b\x32\x1a.noloco_p2p.wire.v1.AcceptH\x00\x12,\n\x06refuse\x18\x03 \x01(\x0b\x32\x1a.noloco_p2p.wire.v1.RefuseH\x00\x12(\n\x04grid\x18\x04 \x01(\x0b\x32\x18.noloco_p2p.wire.v1.GridH\x00\x12,\n\x06header\x18\x05 \x01(\x0b\x32\x1a.noloco_p2p.wire.v1.HeaderH\x00\x12*\n\x05\x63hunk\x18\x06 \x01(\x0b\x32\x19.noloco_p2p.wire.v1.ChunkH\x00\x12\x30\n\x08received\x18\x07 \x01(\x0b\x32\x1c.noloco_p2p.wire.v1.ReceivedH\x00\x12*\n\x05ready\x18\x08 \x01(\x0b\x32\x19.noloco_p2p.wire.v1.ReadyH\x00\x12*\n\x05\x61live\x18\t \x01(\x0b\x32\x19.noloco_p2p.wire.v1.AliveH\x00\x12*\n\x05\x61\x62ort\x18\n \x01(\x0b\x32\x19.noloco_p2p.wire.v1.AbortH\x00\x12(\n\x04join\x18\x0b \x01(\x0b\x32\x18.noloco_p2p.wire.v1.JoinH\x00\x12*\n\x05leave\x18\x0c \x01(\x0b\x32\x19.noloco_p2p.wire.v1.LeaveH\x00\x42\x07\n\x05\x66rame\"D\n\tFlowHello\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x19.noloco_p2p.wire.v1.Hello\x12\r\n\x05stage\x18\x02 \x01(\r\",\n\x0cMicrobatchId\x12\x0c\n\x04head\x18\x01 \x01(\t\x12\x0e\n\x06number\x18\x02 \x01(\x04\"\x80\x01\n\x06Ticket\x12,\n\x02id\x18\x01 \x01(\x0b\x32 .noloco_p2p.wire.v1.MicrobatchId\x12\x0c\n\x04mark\x18\x02 \x01(\x01\x12\x12\n\nnum_tokens\x18\x03 \x01(\x04\x12\x13\n\x0bis_training\x18\x04 \x01(\x08\x12\x11\n\tsignature\x18\x05 \x01(\x0c\"V\n\x04Want\x12*\n\x06ticket\x18\x01 \x01(\x0b\x32\x1a.noloco_p2p.wire.v1.Ticket\x12\x13\n\x0bremaining_s\x18\x02 \x01(\x01\x12\r\n\x05sinks\x18\x03 \x03(\t\"H\n\x06\x43redit\x12,\n\x02id\x18\x01 \x01(\x0b\x32 .noloco_p2p.wire.v1.MicrobatchId\x12\x10\n\x08has_room\x18\x02 \x01(\x08\"_\n\x07\x46orward\x12,\n\x02id\x18\x01 \x01(\x0b\x32 .noloco_p2p.wire.v1.MicrobatchId\x12\x13\n\x0bremaining_s\x18\x02 \x01(\x01\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\"K\n\x08\x42\x61\x63kward\x12,\n\x02id\x18\x01 \x01(\x0b\x32 .noloco_p2p.wire.v1.MicrobatchId\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04\"=\n\x05Piece\x12\x13\n\x0bis_backward\x18\x01 \x01(\x08\x12\x0f\n\x07payload\x18\x02 \x01(\x0c\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x0c\"H\n\x06\x41nswer\x12,\n\x02id\x18\x01 \x01(\x0b\x32 .noloco_p2p.wire.v1.MicrobatchId\x12\x10\n\x08is_taken\x18\x02 \x01(\x08\"4\n\x04Lost\x12,\n\x02id\x18\x01 \x01(\x0b\x32 .noloco_p2p.wire.v1.MicrobatchId\"2\n\x04Mark\x12*\n\x06ticket\x18\x01 \x01(\x0b\x32\x1a.noloco_p2p.wire.v1.Ticket\"\xda\x03\n\tFlowFrame\x12.\n\x05hello\x18\x01 \x01(\x0b\x32\x1d.noloco_p2p.wire.v1.FlowHelloH\x00\x12,\n\x06refuse\x18\x02 \x01(\x0b\x32\x1a.noloco_p2p.wire.v1.RefuseH\x00\x12(\n\x04want\x18\x03 \x01(\x0b\x32\x18.noloco_p2p.wire.v1.WantH\x00\x12,\n\x06\x63redit\x18\x04 \x01(\x0b\x32\x1a.noloco_p2p.wire.v1.CreditH\x00\x12.\n\x07\x66orward\x18\x05 \x01(\x0b\x32\x1b.noloco_p2p.wire.v1.ForwardH\x00\x12\x30\n\x08\x62\x61\x63kward\x18\x06 \x01(\x0b\x32\x1c.noloco_p2p.wire.v1.BackwardH\x00\x12*\n\x05piece\x18\x07 \x01(\x0b\x32\x19.noloco_p2p.wire.v1.PieceH\x00\x12,\n\x06\x61nswer\x18\x08 \x01(\x0b\x32\x1a.noloco_p2p.wire.v1.AnswerH\x00\x12(\n\x04lost\x18\t \x01(\x0b\x32\x18.noloco_p2p.wire.v1.LostH\x00\x12(\n\x04mark\x18\n \x01(\x0b\x32\x18.noloco_p2p.wire.v1.MarkH\x00\x42\x07\n\x05\x66rame\"\x94\x02\n\x0c\x46\x65tchRequest\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x19.noloco_p2p.wire.v1.Hello\x12/\n\x04spec\x18\x02 \x01(\x0b\x32\x1f.noloco_p2p.wire.v1.SpecRequestH\x00\x12\x37\n\x08manifest\x18\x03 \x01(\x0b\x32#.noloco_p2p.wire.v1.ManifestRequestH\x00\x12\x33\n\x06\x63hunks\x18\x04 \x01(\x0b\x32!.noloco_p2p.wire.v1.ChunksRequestH\x00\x12\x33\n\x06layout\x18\x05 \x01(\x0b\x32!.noloco_p2p.wire.v1.LayoutRequestH\x00\x42\x06\n\x04what\"\r\n\x0bSpecRequest\"\x11\n\x0fManifestRequest\"\x0f\n\rLayoutRequest\"9\n\rChunksRequest\x12\x17\n\x0fmanifest_digest\x18\x01 \x01(\x0c\x12\x0f\n\x07indices\x18\x02 \x03(\x04\"\xd1\x01\n\nFetchReply\x12\x13\n\tspec_json\x18\x01 \x01(\x0cH\x00\x12\x30\n\x08manifest\x18\x02 \x01(\x0b\x32\x1c.noloco_p2p.wire.v1.ManifestH\x00\x12/\n\x05\x63hunk\x18\x03 \x01(\x0b\x32\x1e.noloco_p2p.wire.v1.StateChunkH\x00\x12,\n\x06refuse\x18\x04 \x01(\x0b\x32\x1a.noloco_p2p.wire.v1.RefuseH\x00\x12\x15\n\x0blayout_json\x18\x05 \x01(\x0cH\x00\x42\x06\n\x04what\"l\n\x08Manifest\x12\x0e\n\x06layout\x18\x01 \x01(\t\x12\x14\n\x0cnum_elements\x18\x02 \x01(\x04\x12\x10\n\x08progress\x18\x03 \x01(\x01\x12\x11\n\tnum_bytes\x18\x04 \x01(\x04\x12\x15\n\rchunk_digests\x18\x05 \x03(\x0c\",\n\nStateChunk\x12\r\n\x05index\x18\x01 \x01(\x04\x12\x0f\n\x07payload\x18\x02 \x01(\x0c\"J\n\rStatusRequest\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x19.noloco_p2p.wire.v1.Hello\x12\x0f\n\x07swap_id\x18\x02 \x01(\x0c\"\x9a\x01\n\x0bStatusReply\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x19.noloco_p2p.wire.v1.Hello\x12\r\n\x05state\x18\x02 \x01(\t\x12\x10\n\x08progress\x18\x03 \x01(\x01\x12\x14\n\x0chas_verified\x18\x04 \x01(\x08\x12*\n\x06refuse\x18\x05 \x01(\x0b\x32\x1a.noloco_p2p.wire.v1.Refuse*\xd5\x02\n\nRefuseCode\x12\x16\n\x12REFUSE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bREFUSE_BUSY\x10\x01\x12\x12\n\x0eREFUSE_CROSSED\x10\x02\x12\x17\n\x13REFUSE_NOT_TRAINING\x10\x03\x12\x13\n\x0fREFUSE_NO_STATE\x10\x04\x12\x10\n\x0cREFUSE_STALE\x10\x05\x12\x15\n\x11REFUSE_OVER_SHARE\x10\x06\x12\x13\n\x0fREFUSE_UNLISTED\x10\x07\x12\x11\n\rREFUSE_BANNED\x10\x08\x12\x16\n\x12REFUSE_NOT_INVITED\x10\t\x12\x14\n\x10REFUSE_OTHER_RUN\x10\n\x12\x15\n\x11REFUSE_OTHER_SPEC\x10\x0b\x12\x18\n\x14REFUSE_OTHER_VERSION\x10\x0c\x12\x16\n\x12REFUSE_OTHER_MODEL\x10\r\x12\x14\n\x10REFUSE_MALFORMED\x10\x0e*\x86\x01\n\tAbortCode\x12\x15\n\x11\x41\x42ORT_UNSPECIFIED\x10\x00\x12\x11\n\rABORT_CORRUPT\x10\x01\x12\x13\n\x0f\x41\x42ORT_TIMED_OUT\x10\x02\x12\x13\n\x0f\x41\x42ORT_ABANDONED\x10\x03\x12\x11\n\rABORT_LEAVING\x10\x04\x12\x12\n\x0e\x41\x42ORT_INTERNAL\x10\x05\x32\xef\x02\n\x04Peer\x12@\n\x04Swap\x12\x19.noloco_p2p.wire.v1.Frame\x1a\x19.noloco_p2p.wire.v1.Frame(\x01\x30\x01\x12@\n\x04Lane\x12\x19.noloco_p2p.wire.v1.Frame\x1a\x19.noloco_p2p.wire.v1.Frame(\x01\x30\x01\x12H\n\x04\x46low\x12\x1d.noloco_p2p.wire.v1.FlowFrame\x1a\x1d.noloco_p2p.wire.v1.FlowFrame(\x01\x30\x01\x12K\n\x05\x46\x65tch\x12 .noloco_p2p.wire.v1.FetchRequest\x1a\x1e.noloco_p2p.wire.v1.FetchReply0\x01\x12L\n\x06Status\x12!.noloco_p2p.wire.v1.StatusRequest\x1a\x1f.noloco_p2p.wire.v1.StatusReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\npeer.proto\x12\x12noloco_p2p.wire.v1\"i\n\x05Hello\x12\x18\n\x10protocol_version\x18\x01 \x01(\t\x12\x10\n\x08run_name\x18\x02 \x01(\t\x12\x13\n\x0bspec_digest\x18\x03 \x01(\t\x12\x0f\n\x07peer_id\x18\x04 \x01(\t\x12\x0e\n\x06layout\x18\x05 \x01(\t\"?\n\x08Standing\x12\x10\n\x08progress\x18\x01 \x01(\x01\x12\x0e\n\x06step_s\x18\x02 \x01(\x01\x12\x11\n\tfree_in_s\x18\x03 \x01(\x01\"%\n\x05Slice\x12\r\n\x05\x66irst\x18\x01 \x01(\r\x12\r\n\x05\x63ount\x18\x02 \x01(\r\"\x91\x01\n\x05Offer\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x19.noloco_p2p.wire.v1.Hello\x12\x0f\n\x07swap_id\x18\x02 \x01(\x0c\x12.\n\x08standing\x18\x03 \x01(\x0b\x32\x1c.noloco_p2p.wire.v1.Standing\x12\x0c\n\x04\x61ges\x18\x04 \x01(\x0c\x12\x0f\n\x07\x61t_most\x18\x05 \x01(\r\"\x8b\x01\n\x06\x41\x63\x63\x65pt\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x19.noloco_p2p.wire.v1.Hello\x12.\n\x08standing\x18\x02 \x01(\x0b\x32\x1c.noloco_p2p.wire.v1.Standing\x12\'\n\x04part\x18\x03 \x01(\x0b\x32\x19.noloco_p2p.wire.v1.Slice\"_\n\x06Refuse\x12,\n\x04\x63ode\x18\x01 \x01(\x0e\x32\x1e.noloco_p2p.wire.v1.RefuseCode\x12\x10\n\x08sentence\x18\x02 \x01(\t\x12\x15\n\rretry_after_s\x18\x03 \x01(\x01\"\x19\n\x04Grid\x12\x11\n\texponents\x18\x01 \x01(\x0c\"O\n\x06Header\x12\x0e\n\x06number\x18\x01 \x01(\r\x12\x12\n\nnum_chunks\x18\x02 \x01(\x04\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x04 \x01(\x0c\"7\n\x05\x43hunk\x12\r\n\x05index\x18\x01 \x01(\x04\x12\x0f\n\x07payload\x18\x02 \x01(\x0c\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x0c\"\n\n\x08Received\"\x07\n\x05Ready\"\x07\n\x05\x41live\"F\n\x05\x41\x62ort\x12+\n\x04\x63ode\x18\x01 \x01(\x0e\x32\x1d.noloco_p2p.wire.v1.AbortCode\x12\x10\n\x08sentence\x18\x02 \x01(\t\"A\n\x04Join\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x19.noloco_p2p.wire.v1.Hello\x12\x0f\n\x07swap_id\x18\x02 \x01(\x0c\"\x07\n\x05Leave\"\xba\x04\n\x05\x46rame\x12\x10\n\x08sequence\x18\x0f \x01(\x04\x12*\n\x05offer\x18\x01 \x01(\x0b\x32\x19.noloco_p2p.wire.v1.OfferH\x00\x12,\n\x06\x61\x63\x63\x65pt\x18\x02 \x01(\x0b\x32\x1a.noloco_p2p.wire.v1.AcceptH\x00\x12,\n\x06refuse\x18\x03 \x01(\x0b\x32\x1a.noloco_p2p.wire.v1.RefuseH\x00\x12(\n\x04grid\x18\x04 \x01(\x0b\x32\x18.noloco_p2p.wire.v1.GridH\x00\x12,\n\x06header\x18\x05 \x01(\x0b\x32\x1a.noloco_p2p.wire.v1.HeaderH\x00\x12*\n\x05\x63hunk\x18\x06 \x01(\x0b\x32\x19.noloco_p2p.wire.v1.ChunkH\x00\x12\x30\n\x08received\x18\x07 \x01(\x0b\x32\x1c.noloco_p2p.wire.v1.ReceivedH\x00\x12*\n\x05ready\x18\x08 \x01(\x0b\x32\x19.noloco_p2p.wire.v1.ReadyH\x00\x12*\n\x05\x61live\x18\t \x01(\x0b\x32\x19.noloco_p2p.wire.v1.AliveH\x00\x12*\n\x05\x61\x62ort\x18\n \x01(\x0b\x32\x19.noloco_p2p.wire.v1.AbortH\x00\x12(\n\x04join\x18\x0b \x01(\x0b\x32\x18.noloco_p2p.wire.v1.JoinH\x00\x12*\n\x05leave\x18\x0c \x01(\x0b\x32\x19.noloco_p2p.wire.v1.LeaveH\x00\x42\x07\n\x05\x66rame\"D\n\tFlowHello\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x19.noloco_p2p.wire.v1.Hello\x12\r\n\x05stage\x18\x02 \x01(\r\",\n\x0cMicrobatchId\x12\x0c\n\x04head\x18\x01 \x01(\t\x12\x0e\n\x06number\x18\x02 \x01(\x04\"\x8a\x01\n\x10MicrobatchTicket\x12,\n\x02id\x18\x01 \x01(\x0b\x32 .noloco_p2p.wire.v1.MicrobatchId\x12\x0c\n\x04mark\x18\x02 \x01(\x01\x12\x12\n\nnum_tokens\x18\x03 \x01(\x04\x12\x13\n\x0bis_training\x18\x04 \x01(\x08\x12\x11\n\tsignature\x18\x05 \x01(\x0c\"`\n\x04Want\x12\x34\n\x06ticket\x18\x01 \x01(\x0b\x32$.noloco_p2p.wire.v1.MicrobatchTicket\x12\x13\n\x0bremaining_s\x18\x02 \x01(\x01\x12\r\n\x05sinks\x18\x03 \x03(\t\"H\n\x06\x43redit\x12,\n\x02id\x18\x01 \x01(\x0b\x32 .noloco_p2p.wire.v1.MicrobatchId\x12\x10\n\x08has_room\x18\x02 \x01(\x08\"]\n\x07\x46orward\x12,\n\x02id\x18\x01 \x01(\x0b\x32 .noloco_p2p.wire.v1.MicrobatchId\x12\x13\n\x0bremaining_s\x18\x02 \x01(\x01\x12\x0f\n\x07payload\x18\x03 \x01(\x04\"I\n\x08\x42\x61\x63kward\x12,\n\x02id\x18\x01 \x01(\x0b\x32 .noloco_p2p.wire.v1.MicrobatchId\x12\x0f\n\x07payload\x18\x02 \x01(\x04\"=\n\x05Piece\x12\x13\n\x0bis_backward\x18\x01 \x01(\x08\x12\x0f\n\x07payload\x18\x02 \x01(\x0c\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x0c\"H\n\x06\x41nswer\x12,\n\x02id\x18\x01 \x01(\x0b\x32 .noloco_p2p.wire.v1.MicrobatchId\x12\x10\n\x08is_taken\x18\x02 \x01(\x08\"4\n\x04Lost\x12,\n\x02id\x18\x01 \x01(\x0b\x32 .noloco_p2p.wire.v1.MicrobatchId\"<\n\x04Mark\x12\x34\n\x06ticket\x18\x01 \x01(\x0b\x32$.noloco_p2p.wire.v1.MicrobatchTicket\"\xda\x03\n\tFlowFrame\x12.\n\x05hello\x18\x01 \x01(\x0b\x32\x1d.noloco_p2p.wire.v1.FlowHelloH\x00\x12,\n\x06refuse\x18\x02 \x01(\x0b\x32\x1a.noloco_p2p.wire.v1.RefuseH\x00\x12(\n\x04want\x18\x03 \x01(\x0b\x32\x18.noloco_p2p.wire.v1.WantH\x00\x12,\n\x06\x63redit\x18\x04 \x01(\x0b\x32\x1a.noloco_p2p.wire.v1.CreditH\x00\x12.\n\x07\x66orward\x18\x05 \x01(\x0b\x32\x1b.noloco_p2p.wire.v1.ForwardH\x00\x12\x30\n\x08\x62\x61\x63kward\x18\x06 \x01(\x0b\x32\x1c.noloco_p2p.wire.v1.BackwardH\x00\x12*\n\x05piece\x18\x07 \x01(\x0b\x32\x19.noloco_p2p.wire.v1.PieceH\x00\x12,\n\x06\x61nswer\x18\x08 \x01(\x0b\x32\x1a.noloco_p2p.wire.v1.AnswerH\x00\x12(\n\x04lost\x18\t \x01(\x0b\x32\x18.noloco_p2p.wire.v1.LostH\x00\x12(\n\x04mark\x18\n \x01(\x0b\x32\x18.noloco_p2p.wire.v1.MarkH\x00\x42\x07\n\x05\x66rame\"\x94\x02\n\x0c\x46\x65tchRequest\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x19.noloco_p2p.wire.v1.Hello\x12/\n\x04spec\x18\x02 \x01(\x0b\x32\x1f.noloco_p2p.wire.v1.SpecRequestH\x00\x12\x37\n\x08manifest\x18\x03 \x01(\x0b\x32#.noloco_p2p.wire.v1.ManifestRequestH\x00\x12\x33\n\x06\x63hunks\x18\x04 \x01(\x0b\x32!.noloco_p2p.wire.v1.ChunksRequestH\x00\x12\x33\n\x06layout\x18\x05 \x01(\x0b\x32!.noloco_p2p.wire.v1.LayoutRequestH\x00\x42\x06\n\x04what\"\r\n\x0bSpecRequest\"\x11\n\x0fManifestRequest\"\x0f\n\rLayoutRequest\"9\n\rChunksRequest\x12\x17\n\x0fmanifest_digest\x18\x01 \x01(\x0c\x12\x0f\n\x07indices\x18\x02 \x03(\x04\"\xd1\x01\n\nFetchReply\x12\x13\n\tspec_json\x18\x01 \x01(\x0cH\x00\x12\x30\n\x08manifest\x18\x02 \x01(\x0b\x32\x1c.noloco_p2p.wire.v1.ManifestH\x00\x12/\n\x05\x63hunk\x18\x03 \x01(\x0b\x32\x1e.noloco_p2p.wire.v1.StateChunkH\x00\x12,\n\x06refuse\x18\x04 \x01(\x0b\x32\x1a.noloco_p2p.wire.v1.RefuseH\x00\x12\x15\n\x0blayout_json\x18\x05 \x01(\x0cH\x00\x42\x06\n\x04what\"l\n\x08Manifest\x12\x0e\n\x06layout\x18\x01 \x01(\t\x12\x14\n\x0cnum_elements\x18\x02 \x01(\x04\x12\x10\n\x08progress\x18\x03 \x01(\x01\x12\x11\n\tnum_bytes\x18\x04 \x01(\x04\x12\x15\n\rchunk_digests\x18\x05 \x03(\x0c\",\n\nStateChunk\x12\r\n\x05index\x18\x01 \x01(\x04\x12\x0f\n\x07payload\x18\x02 \x01(\x0c\"J\n\rStatusRequest\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x19.noloco_p2p.wire.v1.Hello\x12\x0f\n\x07swap_id\x18\x02 \x01(\x0c\"\x9a\x01\n\x0bStatusReply\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x19.noloco_p2p.wire.v1.Hello\x12\r\n\x05state\x18\x02 \x01(\t\x12\x10\n\x08progress\x18\x03 \x01(\x01\x12\x14\n\x0chas_verified\x18\x04 \x01(\x08\x12*\n\x06refuse\x18\x05 \x01(\x0b\x32\x1a.noloco_p2p.wire.v1.Refuse*\xd5\x02\n\nRefuseCode\x12\x16\n\x12REFUSE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bREFUSE_BUSY\x10\x01\x12\x12\n\x0eREFUSE_CROSSED\x10\x02\x12\x17\n\x13REFUSE_NOT_TRAINING\x10\x03\x12\x13\n\x0fREFUSE_NO_STATE\x10\x04\x12\x10\n\x0cREFUSE_STALE\x10\x05\x12\x15\n\x11REFUSE_OVER_SHARE\x10\x06\x12\x13\n\x0fREFUSE_UNLISTED\x10\x07\x12\x11\n\rREFUSE_BANNED\x10\x08\x12\x16\n\x12REFUSE_NOT_INVITED\x10\t\x12\x14\n\x10REFUSE_OTHER_RUN\x10\n\x12\x15\n\x11REFUSE_OTHER_SPEC\x10\x0b\x12\x18\n\x14REFUSE_OTHER_VERSION\x10\x0c\x12\x16\n\x12REFUSE_OTHER_MODEL\x10\r\x12\x14\n\x10REFUSE_MALFORMED\x10\x0e*\x86\x01\n\tAbortCode\x12\x15\n\x11\x41\x42ORT_UNSPECIFIED\x10\x00\x12\x11\n\rABORT_CORRUPT\x10\x01\x12\x13\n\x0f\x41\x42ORT_TIMED_OUT\x10\x02\x12\x13\n\x0f\x41\x42ORT_ABANDONED\x10\x03\x12\x11\n\rABORT_LEAVING\x10\x04\x12\x12\n\x0e\x41\x42ORT_INTERNAL\x10\x05\x32\xef\x02\n\x04Peer\x12@\n\x04Swap\x12\x19.noloco_p2p.wire.v1.Frame\x1a\x19.noloco_p2p.wire.v1.Frame(\x01\x30\x01\x12@\n\x04Lane\x12\x19.noloco_p2p.wire.v1.Frame\x1a\x19.noloco_p2p.wire.v1.Frame(\x01\x30\x01\x12H\n\x04\x46low\x12\x1d.noloco_p2p.wire.v1.FlowFrame\x1a\x1d.noloco_p2p.wire.v1.FlowFrame(\x01\x30\x01\x12K\n\x05\x46\x65tch\x12 .noloco_p2p.wire.v1.FetchRequest\x1a\x1e.noloco_p2p.wire.v1.FetchReply0\x01\x12L\n\x06Status\x12!.noloco_p2p.wire.v1.StatusRequest\x1a\x1f.noloco_p2p.wire.v1.StatusReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'peer_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_REFUSECODE']._serialized_start=3842
-  _globals['_REFUSECODE']._serialized_end=4183
-  _globals['_ABORTCODE']._serialized_start=4186
-  _globals['_ABORTCODE']._serialized_end=4320
+  _globals['_REFUSECODE']._serialized_start=3868
+  _globals['_REFUSECODE']._serialized_end=4209
+  _globals['_ABORTCODE']._serialized_start=4212
+  _globals['_ABORTCODE']._serialized_end=4346
   _globals['_HELLO']._serialized_start=34
   _globals['_HELLO']._serialized_end=139
   _globals['_STANDING']._serialized_start=141
@@ -71,46 +71,46 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_FLOWHELLO']._serialized_end=1616
   _globals['_MICROBATCHID']._serialized_start=1618
   _globals['_MICROBATCHID']._serialized_end=1662
-  _globals['_TICKET']._serialized_start=1665
-  _globals['_TICKET']._serialized_end=1793
-  _globals['_WANT']._serialized_start=1795
-  _globals['_WANT']._serialized_end=1881
-  _globals['_CREDIT']._serialized_start=1883
-  _globals['_CREDIT']._serialized_end=1955
-  _globals['_FORWARD']._serialized_start=1957
-  _globals['_FORWARD']._serialized_end=2052
-  _globals['_BACKWARD']._serialized_start=2054
-  _globals['_BACKWARD']._serialized_end=2129
-  _globals['_PIECE']._serialized_start=2131
-  _globals['_PIECE']._serialized_end=2192
-  _globals['_ANSWER']._serialized_start=2194
-  _globals['_ANSWER']._serialized_end=2266
-  _globals['_LOST']._serialized_start=2268
-  _globals['_LOST']._serialized_end=2320
-  _globals['_MARK']._serialized_start=2322
-  _globals['_MARK']._serialized_end=2372
-  _globals['_FLOWFRAME']._serialized_start=2375
-  _globals['_FLOWFRAME']._serialized_end=2849
-  _globals['_FETCHREQUEST']._serialized_start=2852
-  _globals['_FETCHREQUEST']._serialized_end=3128
-  _globals['_SPECREQUEST']._serialized_start=3130
-  _globals['_SPECREQUEST']._serialized_end=3143
-  _globals['_MANIFESTREQUEST']._serialized_start=3145
-  _globals['_MANIFESTREQUEST']._serialized_end=3162
-  _globals['_LAYOUTREQUEST']._serialized_start=3164
-  _globals['_LAYOUTREQUEST']._serialized_end=3179
-  _globals['_CHUNKSREQUEST']._serialized_start=3181
-  _globals['_CHUNKSREQUEST']._serialized_end=3238
-  _globals['_FETCHREPLY']._serialized_start=3241
-  _globals['_FETCHREPLY']._serialized_end=3450
-  _globals['_MANIFEST']._serialized_start=3452
-  _globals['_MANIFEST']._serialized_end=3560
-  _globals['_STATECHUNK']._serialized_start=3562
-  _globals['_STATECHUNK']._serialized_end=3606
-  _globals['_STATUSREQUEST']._serialized_start=3608
-  _globals['_STATUSREQUEST']._serialized_end=3682
-  _globals['_STATUSREPLY']._serialized_start=3685
-  _globals['_STATUSREPLY']._serialized_end=3839
-  _globals['_PEER']._serialized_start=4323
-  _globals['_PEER']._serialized_end=4690
+  _globals['_MICROBATCHTICKET']._serialized_start=1665
+  _globals['_MICROBATCHTICKET']._serialized_end=1803
+  _globals['_WANT']._serialized_start=1805
+  _globals['_WANT']._serialized_end=1901
+  _globals['_CREDIT']._serialized_start=1903
+  _globals['_CREDIT']._serialized_end=1975
+  _globals['_FORWARD']._serialized_start=1977
+  _globals['_FORWARD']._serialized_end=2070
+  _globals['_BACKWARD']._serialized_start=2072
+  _globals['_BACKWARD']._serialized_end=2145
+  _globals['_PIECE']._serialized_start=2147
+  _globals['_PIECE']._serialized_end=2208
+  _globals['_ANSWER']._serialized_start=2210
+  _globals['_ANSWER']._serialized_end=2282
+  _globals['_LOST']._serialized_start=2284
+  _globals['_LOST']._serialized_end=2336
+  _globals['_MARK']._serialized_start=2338
+  _globals['_MARK']._serialized_end=2398
+  _globals['_FLOWFRAME']._serialized_start=2401
+  _globals['_FLOWFRAME']._serialized_end=2875
+  _globals['_FETCHREQUEST']._serialized_start=2878
+  _globals['_FETCHREQUEST']._serialized_end=3154
+  _globals['_SPECREQUEST']._serialized_start=3156
+  _globals['_SPECREQUEST']._serialized_end=3169
+  _globals['_MANIFESTREQUEST']._serialized_start=3171
+  _globals['_MANIFESTREQUEST']._serialized_end=3188
+  _globals['_LAYOUTREQUEST']._serialized_start=3190
+  _globals['_LAYOUTREQUEST']._serialized_end=3205
+  _globals['_CHUNKSREQUEST']._serialized_start=3207
+  _globals['_CHUNKSREQUEST']._serialized_end=3264
+  _globals['_FETCHREPLY']._serialized_start=3267
+  _globals['_FETCHREPLY']._serialized_end=3476
+  _globals['_MANIFEST']._serialized_start=3478
+  _globals['_MANIFEST']._serialized_end=3586
+  _globals['_STATECHUNK']._serialized_start=3588
+  _globals['_STATECHUNK']._serialized_end=3632
+  _globals['_STATUSREQUEST']._serialized_start=3634
+  _globals['_STATUSREQUEST']._serialized_end=3708
+  _globals['_STATUSREPLY']._serialized_start=3711
+  _globals['_STATUSREPLY']._serialized_end=3865
+  _globals['_PEER']._serialized_start=4349
+  _globals['_PEER']._serialized_end=4716
 # @@protoc_insertion_point(module_scope)

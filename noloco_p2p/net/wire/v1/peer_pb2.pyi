@@ -226,7 +226,7 @@ class MicrobatchId(_message.Message):
     number: int
     def __init__(self, head: _Optional[str] = ..., number: _Optional[int] = ...) -> None: ...
 
-class Ticket(_message.Message):
+class MicrobatchTicket(_message.Message):
     __slots__ = ("id", "mark", "num_tokens", "is_training", "signature")
     ID_FIELD_NUMBER: _ClassVar[int]
     MARK_FIELD_NUMBER: _ClassVar[int]
@@ -245,10 +245,10 @@ class Want(_message.Message):
     TICKET_FIELD_NUMBER: _ClassVar[int]
     REMAINING_S_FIELD_NUMBER: _ClassVar[int]
     SINKS_FIELD_NUMBER: _ClassVar[int]
-    ticket: Ticket
+    ticket: MicrobatchTicket
     remaining_s: float
     sinks: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, ticket: _Optional[_Union[Ticket, _Mapping]] = ..., remaining_s: _Optional[float] = ..., sinks: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, ticket: _Optional[_Union[MicrobatchTicket, _Mapping]] = ..., remaining_s: _Optional[float] = ..., sinks: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Credit(_message.Message):
     __slots__ = ("id", "has_room")
@@ -259,22 +259,22 @@ class Credit(_message.Message):
     def __init__(self, id: _Optional[_Union[MicrobatchId, _Mapping]] = ..., has_room: bool = ...) -> None: ...
 
 class Forward(_message.Message):
-    __slots__ = ("id", "remaining_s", "num_bytes")
+    __slots__ = ("id", "remaining_s", "payload")
     ID_FIELD_NUMBER: _ClassVar[int]
     REMAINING_S_FIELD_NUMBER: _ClassVar[int]
-    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     id: MicrobatchId
     remaining_s: float
-    num_bytes: int
-    def __init__(self, id: _Optional[_Union[MicrobatchId, _Mapping]] = ..., remaining_s: _Optional[float] = ..., num_bytes: _Optional[int] = ...) -> None: ...
+    payload: int
+    def __init__(self, id: _Optional[_Union[MicrobatchId, _Mapping]] = ..., remaining_s: _Optional[float] = ..., payload: _Optional[int] = ...) -> None: ...
 
 class Backward(_message.Message):
-    __slots__ = ("id", "num_bytes")
+    __slots__ = ("id", "payload")
     ID_FIELD_NUMBER: _ClassVar[int]
-    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     id: MicrobatchId
-    num_bytes: int
-    def __init__(self, id: _Optional[_Union[MicrobatchId, _Mapping]] = ..., num_bytes: _Optional[int] = ...) -> None: ...
+    payload: int
+    def __init__(self, id: _Optional[_Union[MicrobatchId, _Mapping]] = ..., payload: _Optional[int] = ...) -> None: ...
 
 class Piece(_message.Message):
     __slots__ = ("is_backward", "payload", "digest")
@@ -303,8 +303,8 @@ class Lost(_message.Message):
 class Mark(_message.Message):
     __slots__ = ("ticket",)
     TICKET_FIELD_NUMBER: _ClassVar[int]
-    ticket: Ticket
-    def __init__(self, ticket: _Optional[_Union[Ticket, _Mapping]] = ...) -> None: ...
+    ticket: MicrobatchTicket
+    def __init__(self, ticket: _Optional[_Union[MicrobatchTicket, _Mapping]] = ...) -> None: ...
 
 class FlowFrame(_message.Message):
     __slots__ = ("hello", "refuse", "want", "credit", "forward", "backward", "piece", "answer", "lost", "mark")
