@@ -80,7 +80,7 @@ class BucketSwarm:
         """Add bystanders, which are peers that joined long ago, are announced at the right depths, and read nothing."""
         depth, alike = best_depth(number), self._member("bystander", self.now_s).census
         while alike.depth != depth or self.now_s < LINGER_S:
-            alike.note(number / 2.0**alike.depth)
+            alike.took(alike.next(), Found({"anybody": alike.depths()}, share=2.0**alike.depth / number))
             self.now_s += VIEW_S
         announced = Stored(alike.depths(), float("inf"))
         self.bystanders = [f"bystander-{self._seed}-{index}" for index in range(number)]

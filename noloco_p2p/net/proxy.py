@@ -22,7 +22,7 @@ import shutil
 import socket
 import ssl
 import tempfile
-from collections import OrderedDict
+from collections import Counter
 from collections.abc import Hashable, Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -61,8 +61,7 @@ class Quota(Generic[M]):
     def __init__(self, *, of_one: int, in_all: int) -> None:
         self._of_one = of_one
         self._in_all = in_all
-        self._group_of: OrderedDict[M, str] = OrderedDict()  # in the order of arrival
-        self._groups: dict[str, OrderedDict[M, None]] = {}
+        self._group_of: dict[M, str] = {}  # in the order of arrival
 
     def __len__(self) -> int:
         return len(self._group_of)
@@ -73,25 +72,17 @@ class Quota(Generic[M]):
     def enter(self, member: M, group: str) -> list[M]:
         """Add a member to a group, and return the members that are removed to make space."""
         self._group_of[member] = group
-        self._groups.setdefault(group, OrderedDict())[member] = None
-        gone = [next(iter(self._groups[group]))] if len(self._groups[group]) > self._of_one else []
-        if not gone and len(self) > self._in_all:
-            gone = [self._first_of_the_largest()]
-        for each in gone:
-            self.leave(each)
-        return gone
+        sizes = Counter(self._group_of.values())
+        if sizes[group] <= self._of_one and len(self) <= self._in_all:
+            return []
+        crowded = {group} if sizes[group] > self._of_one else {g for g in sizes if sizes[g] == max(sizes.values())}
+        gone = next(each for each, its_group in self._group_of.items() if its_group in crowded)
+        self.leave(gone)
+        return [gone]
 
     def leave(self, member: M) -> None:
         """Remove a member, if it is one."""
-        group = self._group_of.pop(member, None)
-        if group is not None:
-            del self._groups[group][member]
-            if not self._groups[group]:
-                del self._groups[group]
-
-    def _first_of_the_largest(self) -> M:
-        largest = max(map(len, self._groups.values()))
-        return next(member for member, group in self._group_of.items() if len(self._groups[group]) == largest)
+        self._group_of.pop(member, None)
 
 
 class Preamble:

@@ -21,7 +21,7 @@ import math
 import random
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -189,17 +189,6 @@ class Census:
                 return  # the remaining buckets are no longer used
         self.whole_depth = depth if self.reads_all else None
 
-    async def look_aside(self, depth: int | None = None) -> None:
-        """Look for peers at another depth. If `depth` is None, the depth that is due next is probed."""
-        depth, nums_apart = self.aside() if depth is None else depth, list[float]()
-        while not is_enough(depth, nums_apart):
-            reads = await self.read([random_bucket(depth, self.rng)])
-            if not reads:
-                return
-            num_apart = sum(self.depth not in depths for depths in reads[0].peers.values())
-            nums_apart.append(num_apart / reads[0].share)
-        self.note_aside(depth, nums_apart)
-
     async def survey(self) -> None:
         """Probe all depths until this peer moves to one of them, because a newcomer does not know the right depth."""
         before = self.depth
@@ -207,8 +196,32 @@ class Census:
             if depth != before:
                 await self.look_aside(depth)
             if self.depth != before:
-                await self.refresh()
+                return await self.refresh()
+
+    async def look_aside(self, depth: int | None = None) -> None:
+        """Probe another depth for peers that are not announced at the current one, and move there if there are many.
+
+        LOOKS_THAT_AGREE buckets, or all buckets if there are fewer, must hold EVIDENCE such peers. If `depth` is None,
+        it is the most common of the distant depths at which peers in the last bucket read. If there are none, all other
+        depths take turns in random order.
+        """
+        if depth is None:
+            depth, self._hint = self._hint, None
+        while depth is None or depth == self.depth:
+            self._asides = self._asides or self.rng.sample(range(MAX_DEPTH + 1), MAX_DEPTH + 1)
+            depth = self._asides.pop()
+        nums_apart: list[float] = []
+        while len(nums_apart) < min(LOOKS_THAT_AGREE, 1 << depth):
+            reads = await self.read([random_bucket(depth, self.rng)])
+            apart = [peer for found in reads for peer, depths in found.peers.items() if self.depth not in depths]
+            if len(apart) < EVIDENCE:
                 return
+            nums_apart.append(len(apart) / reads[0].share)
+        total = self.size + sum(nums_apart) / len(nums_apart) * 2.0**depth
+        if best_depth(total) != self.depth:
+            base = self.depth if self.base is None else self.base
+            self._move(total)
+            self.base, self._num_along = base if base != self.depth else None, 0
 
     def next(self) -> Bucket:
         """Return the bucket to read next: a random bucket other than the one that was read last."""
@@ -218,31 +231,30 @@ class Census:
         """Note what was found in a bucket at the current depth or at the base.
 
         At the base, one of the peers becomes the witness, which this peer then looks for at the current depth. If there
-        are none, the base is dropped.
+        are none, the base is dropped, and also after WINDOW_READS witnesses in a row that were found: most peers have
+        then moved to this depth as well.
         """
         if bucket.depth not in self.read_at:
             return
         others = [drawn for drawn in self._drawn if drawn[0] != bucket]  # a bucket that is drawn again is replaced
         self._drawn = deque([*others, (bucket, frozenset(found.peers))], maxlen=NUM_DRAWN)
-        if bucket.depth == self.depth:
-            if self.witness and bucket.holds(self.witness):
-                self.note_witness(self.witness in found.peers)
-            self.note(len(found.peers) / found.share, homes=[depths[0] for depths in found.peers.values()])
-        else:
+        if bucket.depth != self.depth:
             left = [peer for peer in found.peers if peer != self.own_peer_id]
             self.witness = self.rng.choice(left) if left else None
             self.base = self.base if left else None
+            return
+        if self.witness and bucket.holds(self.witness):
+            self._num_along = self._num_along + 1 if self.witness in found.peers else 0
+            self.witness, self.base = None, None if self._num_along >= WINDOW_READS else self.base
+        self._count(found)
 
-    def note(self, num_live: float, *, homes: Iterable[int] = ()) -> None:
-        """Record that a bucket at the current depth was read.
-
-        `num_live` is the number of live peers in it, and `homes` lists the depth at which each of them reads.
-        """
+    def _count(self, found: Found) -> None:
+        """Estimate the size anew from a bucket at the current depth, and move to another depth if necessary."""
         if self.depth == 0:
             self._counts.clear()  # a single bucket holds all peers, so there is nothing to average
-        self._counts.append(num_live)
-        afar = Counter(home for home in homes if abs(home - self.depth) >= FAR_DEPTHS)
-        self._hint = max(afar, key=lambda home: afar[home]) if afar else None
+        self._counts.append(len(found.peers) / found.share)
+        afar = Counter(depths[0] for depths in found.peers.values() if abs(depths[0] - self.depth) >= FAR_DEPTHS)
+        self._hint = afar.most_common(1)[0][0] if afar else None
         occupancy = self._occupancy()
         if occupancy > SPLIT_ABOVE:
             self._move(self.size)
@@ -250,43 +262,6 @@ class Census:
             # While there is a base, the estimate is at most the size that suits the depth of the base, because the
             # records of a larger swarm may be invented.
             self._move(self.size if self.base is None else min(self.size, MEAN_OCCUPANCY * 2.0**self.base))
-
-    def note_witness(self, is_there: bool) -> None:
-        """Record whether the witness was found at the current depth.
-
-        WINDOW_READS witnesses in a row show that most peers have also moved to this depth, so the base is dropped.
-        """
-        self.witness = None
-        self._num_along = self._num_along + 1 if is_there else 0
-        if self._num_along >= WINDOW_READS:
-            self.base = None
-
-    def aside(self) -> int:
-        """Return the next depth to probe.
-
-        If some peers in the last bucket read at distant depths, the result is the most common of these depths.
-        Otherwise, all other depths take turns in random order.
-        """
-        if self._hint is not None:
-            hint, self._hint = self._hint, None
-            return hint
-        if not self._asides:
-            self._asides = self.rng.sample(range(MAX_DEPTH + 1), MAX_DEPTH + 1)
-        depth = self._asides.pop()
-        return depth if depth != self.depth else self.aside()
-
-    def note_aside(self, depth: int, nums_apart: Sequence[float]) -> None:
-        """Record a probe of another depth, and move there if there is enough evidence.
-
-        For each bucket that was read, `nums_apart` gives the number of live peers in it that are not announced at the
-        current depth. `is_enough` decides how many buckets are read.
-        """
-        total = self.size + sum(nums_apart) / len(nums_apart) * 2.0**depth
-        agree = min(nums_apart) >= EVIDENCE and is_enough(depth, nums_apart)
-        if agree and depth != self.depth and best_depth(total) != self.depth:
-            base = self.depth if self.base is None else self.base
-            self._move(total)
-            self.base, self._num_along = base if base != self.depth else None, 0
 
     def _move(self, size: float) -> None:
         depth = best_depth(size)
@@ -301,13 +276,3 @@ class Census:
 
     def _occupancy(self) -> float:
         return sum(self._counts) / len(self._counts)
-
-
-def is_enough(depth: int, nums_apart: Sequence[float]) -> bool:
-    """Return whether enough buckets at this depth have been read.
-
-    One bucket with too little evidence for a move is enough. Otherwise, LOOKS_THAT_AGREE buckets are needed, or all
-    buckets if there are fewer.
-    """
-    most = min(LOOKS_THAT_AGREE, 1 << depth)
-    return bool(nums_apart) and (nums_apart[-1] < EVIDENCE or len(nums_apart) >= most)

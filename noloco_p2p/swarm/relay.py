@@ -64,8 +64,8 @@ class Relay:
 
     async def start(self) -> None:
         await self._node.handle_streams(RESERVE, self._on_reserve)
-        await self._node.handle_streams(CALL, partial(self._on_call, TUNNEL, YES))
-        await self._node.handle_streams(PUNCH, self._on_punch)
+        await self._node.handle_streams(CALL, partial(self._on_call, TUNNEL))
+        await self._node.handle_streams(PUNCH, partial(self._on_call, HOLE))
 
     async def _on_reserve(self, peer: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         is_full = peer not in self._reservations and len(self._reservations) >= MAX_RESERVATIONS
@@ -87,23 +87,19 @@ class Relay:
         finally:
             count_down(self._reservations, peer)
 
-    async def _on_punch(self, caller: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Relay the messages of two peers that punch a hole.
-
-        First, both peers receive the port on which this node tells them their external addresses.
-        """
-        if not self.mirror_port:
-            writer.write(NO)
-            return
-        await self._on_call(HOLE, b"%d\n" % self.mirror_port, caller, reader, writer)
-
     async def _on_call(
-        self, protocol: str, yes: bytes, caller: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self, protocol: str, caller: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
+        """Connect a caller to a peer with a reservation.
+
+        If they punch a hole, both first receive the port on which this node tells them their external addresses.
+        """
+        yes = b"%d\n" % self.mirror_port if protocol == HOLE else YES
         async with asyncio.timeout(ANSWER_S):
             wanted = (await read_line(reader)).decode("ascii", errors="replace").strip()
         is_full = self._calls.total() >= MAX_CALLS or self._calls[caller] >= MAX_CALLS_OF_ONE
-        if wanted not in self._reservations or is_full or not self._called.take(caller):
+        is_known = wanted in self._reservations and (protocol != HOLE or self.mirror_port)
+        if not is_known or is_full or not self._called.take(caller):
             writer.write(NO)
             return
         self._calls[caller] += 1

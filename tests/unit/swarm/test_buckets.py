@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -38,16 +39,31 @@ DIGEST = "ab" * 32
 clock_s = [0.0]
 
 
-def census_at(depth: int = 0) -> Census:
-    """Return a census of a peer that reads at a depth. It can read nothing by itself."""
+def census_at(depth: int = 0, *, finds: dict[int, list[int]] | None = None) -> Census:
+    """Return a census of a peer that reads at a depth.
+
+    `finds` has the numbers of peers that it finds at each depth, of which the last one repeats. They are announced only
+    there.
+    """
+    left = {where: list(numbers) for where, numbers in (finds or {}).items()}
 
     async def read(buckets: Sequence[Bucket]) -> list[Found]:
-        return []
+        reads = []
+        for bucket in buckets:
+            numbers = left.get(bucket.depth, [0])
+            number = numbers.pop(0) if len(numbers) > 1 else numbers[0]
+            reads.append(Found({f"{bucket}-{each}": (bucket.depth,) for each in range(number)}))
+        return reads
 
     clock_s[0] = 0.0
     made = Census(read, rng=random.Random(0), clock=lambda: clock_s[0])
     made.depth = depth
     return made
+
+
+def count(census: Census, number: float) -> None:
+    """Let a census read a bucket with this many peers."""
+    census.took(census.next(), Found({"peer": (census.depth,)} if number else {}, share=1 / (number or 1)))
 
 
 @given(st.text(max_size=60), st.integers(0, MAX_DEPTH - 1))
@@ -115,17 +131,17 @@ def test_the_best_depth(size: float, depth: int) -> None:
 def test_a_swarm_of_up_to_48_peers_has_one_bucket_and_is_counted_exactly() -> None:
     census = census_at()
     for size in (1, 4, 32, SPLIT_ABOVE):
-        census.note(size)
+        count(census, size)
         assert (census.depth, census.size) == (0, size)
-    census.note(4)
+    count(census, 4)
     assert census.depths() == (0,)
 
 
 def test_near_a_limit_a_peer_is_announced_on_both_sides_of_it() -> None:
     census = census_at()
-    census.note(SPLIT_ABOVE - 1)
+    count(census, SPLIT_ABOVE - 1)
     assert census.depths() == (0, 1)
-    census.note(SPLIT_ABOVE + 2)
+    count(census, SPLIT_ABOVE + 2)
     assert census.depth == 1
     clock_s[0] = LINGER_S + 1
     assert census.depths() == (1, 0), f"{SPLIT_ABOVE / 2} in a bucket is below {ALSO_SHALLOWER_BELOW}"
@@ -133,7 +149,7 @@ def test_near_a_limit_a_peer_is_announced_on_both_sides_of_it() -> None:
 
 def test_after_a_change_of_depth_a_peer_can_be_found_at_the_old_one_for_a_while() -> None:
     census = census_at()
-    census.note(1000)
+    count(census, 1000)
     clock_s[0] = LINGER_S - 1
     assert census.depths() == (5, 0)
     clock_s[0] = LINGER_S + 1
@@ -142,53 +158,57 @@ def test_after_a_change_of_depth_a_peer_can_be_found_at_the_old_one_for_a_while(
 
 def test_one_odd_bucket_changes_nothing() -> None:
     census = census_at()
-    census.note(1000)
-    for count in (32, 30, 33, 31, 70, 5):
-        census.note(count)
+    count(census, 1000)
+    for number in (32, 30, 33, 31, 70, 5):
+        count(census, number)
         assert census.depth == 5
 
 
-def test_a_few_records_elsewhere_are_no_evidence() -> None:
-    census = census_at()
-    census.note(4)
-    census.note_aside(12, [EVIDENCE - 1])
+@pytest.mark.parametrize("finds", [[EVIDENCE - 1], [40, 40, 0], [40, 40, EVIDENCE - 1, 40]])
+def test_a_few_records_elsewhere_are_no_evidence(finds: list[int]) -> None:
+    census = census_at(finds={12: finds})
+    asyncio.run(census.look_aside(12))
     assert census.depth == 0
-    census.note_aside(12, [40.0, 40.0])
-    assert census.depth == 0, "too few looks"
-    census.note_aside(12, [40.0, 40.0, 0.0])
-    assert census.depth == 0, "they do not agree"
 
 
 def test_who_goes_elsewhere_stays_at_its_base_until_it_finds_its_peers_there() -> None:
-    census = census_at()
-    census.note(4)
-    census.note_aside(16, [EVIDENCE] * LOOKS_THAT_AGREE)
+    census = census_at(finds={16: [EVIDENCE] * LOOKS_THAT_AGREE})
+    count(census, 4)
+    asyncio.run(census.look_aside(16))
     assert (census.depth, census.base) == (13, 0)
     clock_s[0] = LINGER_S + 1
     for is_there in [True] * (WINDOW_READS - 1) + [False] + [True] * WINDOW_READS:
         assert 0 in census.depths()
         census.took(ROOT, Found({"other": (0,)}))
         assert census.witness == "other"
-        census.note_witness(is_there)
+        found = {"other": (13,)} if is_there else {"somebody": (13,)}
+        census.took(bucket_of("other", 13), Found(found, share=1 / 32))
     assert 0 not in census.depths()
 
 
 def test_where_nobody_is_found_after_all_the_way_back_is_short() -> None:
-    census, reads = census_at(), 0
-    census.note_aside(16, [EVIDENCE] * LOOKS_THAT_AGREE)
+    census, reads = census_at(finds={16: [EVIDENCE] * LOOKS_THAT_AGREE}), 0
+    asyncio.run(census.look_aside(16))
     while census.depth > 0:
-        census.note(0)
+        count(census, 0)
         reads += 1
     assert reads <= WINDOW_READS, "it was 51"
     assert census.base is None
 
 
 def test_a_neighbour_that_reads_elsewhere_says_where_to_look() -> None:
-    census = census_at()
-    census.note(30, homes=[0, 0, 4, 4, 7])
-    assert census.aside() == 4
-    asides = [census.aside() for _ in range(MAX_DEPTH)]
-    assert sorted(asides) == list(range(1, MAX_DEPTH + 1)), "then all others, each once"
+    looks: list[int] = []
+
+    async def read(buckets: Sequence[Bucket]) -> list[Found]:
+        looks.append(buckets[0].depth)
+        return []
+
+    census = Census(read)
+    census.took(ROOT, Found({str(number): (home,) for number, home in enumerate([0, 0, 4, 4, 7])}))
+    for _ in range(MAX_DEPTH + 1):
+        asyncio.run(census.look_aside())
+    assert looks[0] == 4
+    assert sorted(looks[1:]) == list(range(1, MAX_DEPTH + 1)), "then all others, each once"
 
 
 # many peers, each of which decides by itself
@@ -271,6 +291,6 @@ def test_a_liar_at_other_depths_hides_no_peer_from_another(seed: int, lies: dict
 
 def test_the_depth_of_a_bucket_is_bounded() -> None:
     census = census_at()
-    census.note(10**9)
+    count(census, 10**9)
     assert max(census.depths()) == MAX_DEPTH
     assert Bucket(MAX_DEPTH, (1 << MAX_DEPTH) - 1).holds("x") in (True, False)

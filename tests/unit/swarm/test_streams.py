@@ -114,7 +114,7 @@ def test_a_line_is_not_parsed_if_it_is_longer_than_any_request(line: bytes) -> N
     async def main() -> None:
         relay = Relay(NOBODY)
         dial = DialBackServer(NOBODY)._on_dial
-        for handle in (dial, lambda *stream: relay._on_call("protocol", YES, *stream)):
+        for handle in (dial, lambda *stream: relay._on_call("protocol", *stream)):
             reader, writer = asyncio.StreamReader(), Writer()
             reader.feed_data(line + b"\n")
             with pytest.raises(ValueError, match="but the limit is 512"):
