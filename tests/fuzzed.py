@@ -32,12 +32,14 @@ from noloco_p2p.codec import CODECS
 from noloco_p2p.codec.activations import ACTIVATION_CODECS
 from noloco_p2p.codec.modulo import EIGHT_BITS, FOUR_BITS, SIX_BITS, Grid
 from noloco_p2p.errors import CorruptPayload, SpecError, TicketError
+from noloco_p2p.flow.frames import Forward, MicrobatchId, MicrobatchTicket, Want
 from noloco_p2p.gossip import frames
 from noloco_p2p.gossip.coder import Coder, check_proposal
 from noloco_p2p.gossip.layout import ModelLayout
 from noloco_p2p.gossip.units import Slice, Units
 from noloco_p2p.invitation import Invitation, invite
-from noloco_p2p.net import convert
+from noloco_p2p.net import convert, flow_wire
+from noloco_p2p.net.flow_wire import FlowHello, Piece
 from noloco_p2p.net.session import Session, caller_in
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
 from noloco_p2p.spec import RunSpec
@@ -112,6 +114,12 @@ def _parsed_as(message: type, read: Callable[..., object]) -> Callable[[bytes], 
     return decode
 
 
+def _flow_frame_seeds() -> tuple[bytes, ...]:
+    ticket = MicrobatchTicket(MicrobatchId(ME.peer_id, 7), 0.25, 30, signature=bytes(64))
+    seeds = (Want(ticket, 1.5, ("sink",)), Forward(ticket.id, 1.5, 300), Piece(True, b"x", bytes(16)))
+    return tuple(map(flow_wire.encode, (*seeds, FlowHello(HELLO, 1))))
+
+
 def _signed_record(body: bytes) -> PeerRecord:
     """Sign the fuzzed body; a signature is no protection, as anybody can sign."""
     return believable(decode_record(ME.sign(DOMAIN + body) + body), is_outside=False)
@@ -184,6 +192,7 @@ def targets() -> dict[str, Target]:
 
     return {
         "frame": Target(convert.decode, wire, _frame_seeds()),
+        "pipeline frame": Target(flow_wire.decode, wire, _flow_frame_seeds()),
         "hello": parsed(pb.Hello, partial(convert.from_wire, frames.Hello), convert.to_wire(HELLO)),
         "status": parsed(pb.StatusReply, partial(convert.from_wire, frames.PeerStatus), convert.to_wire(status)),
         "fetch request": parsed(pb.FetchRequest, convert.want_from_wire, fetch),

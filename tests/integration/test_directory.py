@@ -25,7 +25,7 @@ from harness.processes import until as wait_until
 
 from noloco_p2p.errors import DirectoryError
 from noloco_p2p.identity import Identity, peer_id_of
-from noloco_p2p.swarm.buckets import ROOT, bucket_of, run_key
+from noloco_p2p.swarm.buckets import bucket_of, run_key
 from noloco_p2p.swarm.daemon import probe_port
 from noloco_p2p.swarm.dialer import AddressBook
 from noloco_p2p.swarm.directory import Headcount, SwarmDirectory, Timing
@@ -187,27 +187,6 @@ async def test_a_question_that_is_cut_short_leaves_no_connection_to_the_daemon(t
         await asyncio.wait({asking})
         daemon.resume()
     gc.collect()  # raises a ResourceWarning for anything still open
-
-
-async def test_nobody_can_speak_for_another(tmp_path: Path) -> None:
-    async with directory(tmp_path, "a") as a, directory(tmp_path, "evil", bootstraps=tuple(a.multiaddrs())) as evil:
-        await until(sees(a, evil), "a sees the forger")
-        forger, victim = Identity.load(tmp_path / "evil.key"), Identity.load_or_create(tmp_path / "victim.key")
-        expires_at_s = time.time() + LONG_S
-        forged = replace(record_of(forger), sequence=1, expires_at_s=expires_at_s)
-        swapped = encode_record(forged, forger).replace(forger.peer_id.encode(), victim.peer_id.encode())
-        key = ROOT.key(run_key(RUN))
-        for value in (encode_record(forged, forger), swapped, b"junk"):
-            await evil.node.store(key, victim.peer_id, value, expires_at_s=expires_at_s)
-        genuine = encode_record(replace(forged, peer_id=victim.peer_id), victim)
-        for late_s in (1.0, 3600.0):  # a copy that outlives the expiry that its owner signed
-            await evil.node.store(key, victim.peer_id, genuine, expires_at_s=expires_at_s + late_s)
-        await a.refresh_now()
-        assert sees(a, evil)()
-        assert victim.peer_id not in await a.node.get(key)
-        await evil.node.store(key, victim.peer_id, genuine, expires_at_s=expires_at_s)
-        await a.refresh_now()
-        assert victim.peer_id in {candidate.peer_id for candidate in a.live()}
 
 
 async def test_a_port_in_use_is_told(tmp_path: Path) -> None:

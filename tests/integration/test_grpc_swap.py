@@ -40,9 +40,7 @@ from noloco_p2p.gossip.frames import (
     Ready,
     Refuse,
     RefuseCode,
-    StateChunk,
     StateManifest,
-    WantChunks,
     WantManifest,
     WantSpec,
 )
@@ -53,7 +51,7 @@ from noloco_p2p.net.server import GrpcServer
 from noloco_p2p.spec import OuterSpec, RunSpec, TrainerSpec
 from noloco_p2p.tcp import ask_from_where
 from noloco_p2p.testing.faults import Faults
-from noloco_p2p.transfer.donor import NUM_SLOTS, SavedState, StateServer, describe_state
+from noloco_p2p.transfer.donor import SavedState, StateServer, describe_state
 from noloco_p2p.transfer.fetch import fetch_spec, fetch_state
 
 SPEC = TrainerSpec(name="grpc", codec=FP32)
@@ -111,26 +109,6 @@ def test_a_connection_that_breaks_leaves_both_sides_alike(swarm: LoopbackSwarm, 
         peer.settle()
     assert len(one.swaps) == len(other.swaps)
     assert torch.allclose(one.vector + other.vector, total, atol=1e-5)
-
-
-@pytest.mark.parametrize("kind", [Chunk, Ready], ids=["chunk", "ready"])
-def test_a_partner_whose_server_is_gone_in_the_middle_costs_no_more_than_the_swap(
-    swarm: LoopbackSwarm, kind: type[Frame]
-) -> None:
-    """The address stays in the directory, as after a kill, and nobody can ask the partner what it committed."""
-
-    def vanish() -> None:
-        stopping.append(asyncio.ensure_future(swarm.servers.pop("a").stop(0.0)))
-
-    stopping: list[asyncio.Future[None]] = []
-    faults, began_s = Faults(kind, "cut", on_fault=vanish), time.monotonic()
-    Swapping(swarm.peer("a", wrap=faults, wrap_accepted=faults), random_vector(1, NUM_ELEMENTS))
-    survivor = Swapping(swarm.peer("b"), random_vector(2, NUM_ELEMENTS))
-    wait_until(lambda: survivor.counts.failures)
-    survivor.settle()
-    assert time.monotonic() - began_s < AT_ONCE_S
-    assert not survivor.swaps
-    assert "..a" in survivor.counts.last_failure
 
 
 def test_after_a_kill_others_are_found_at_once(swarm: LoopbackSwarm) -> None:
@@ -427,76 +405,3 @@ async def test_a_manifest_of_many_chunks_comes_whole(tmp_path: Path) -> None:
         aclosing(transport().fetch(there, WantManifest(), timeout_s=PATIENCE_S)) as items,
     ):
         assert [item async for item in items] == [manifest]
-
-
-async def test_when_a_donor_dies_its_verified_chunks_are_kept(tmp_path: Path) -> None:
-    second = Donor(tmp_path, "second")
-
-    async def dies(items: AsyncGenerator[FetchItem]) -> AsyncGenerator[FetchItem]:
-        async for item in items:
-            if isinstance(item, StateChunk) and item.index == 2:
-                killing.append(asyncio.create_task(server.stop(0.0)))
-                await asyncio.sleep(PATIENCE_S)  # this chunk is never sent
-            yield item
-
-    killing: list[asyncio.Task[None]] = []
-    first = Donor(tmp_path, "first", dies)
-    server = GrpcServer(first)
-    await server.start("127.0.0.1", 0)
-    async with serving(second) as there:
-        donors = [Candidate("first", f"127.0.0.1:{server.port}"), there]
-        manifest = await fetch_from(donors, tmp_path / "fetched")
-    await asyncio.gather(*killing)
-    assert manifest == second.saved.manifest
-    kept = 2 * STATE_CHUNK_BYTES
-    assert (tmp_path / "fetched").read_bytes() == first.data[:kept] + second.data[kept:]
-    assert [want.indices for want in second.asked if isinstance(want, WantChunks)] == [(2, 3, 4)]
-
-
-async def test_a_damaged_chunk_is_refused_and_comes_from_another_donor(tmp_path: Path) -> None:
-    async def damages(items: AsyncGenerator[FetchItem]) -> AsyncGenerator[FetchItem]:
-        async for item in items:
-            yield StateChunk(1, bytes(len(item.payload))) if isinstance(item, StateChunk) and item.index == 1 else item
-
-    first, second = Donor(tmp_path, "first", damages), Donor(tmp_path, "second")
-    async with serving(first) as one, serving(second) as other:
-        await fetch_from([one, other], tmp_path / "fetched")
-    kept = STATE_CHUNK_BYTES
-    assert (tmp_path / "fetched").read_bytes() == first.data[:kept] + second.data[kept:]
-
-
-async def as_soon_as_free(there: Candidate, want: WantChunks) -> list[FetchItem]:
-    """Fetch again until the donor, which learns of a cancelled call a moment later, has a free slot."""
-    until_s = time.monotonic() + PATIENCE_S
-    while True:
-        try:
-            return [item async for item in transport().fetch(there, want, timeout_s=PATIENCE_S)]
-        except Refused:
-            assert time.monotonic() < until_s
-            await asyncio.sleep(0.01)
-
-
-async def test_a_third_newcomer_is_refused_until_one_leaves(tmp_path: Path) -> None:
-    async def slow_after_the_first(items: AsyncGenerator[FetchItem]) -> AsyncGenerator[FetchItem]:
-        async with aclosing(items):
-            async for item in items:
-                yield item
-                await may_go_on.wait()
-
-    may_go_on = asyncio.Event()
-    donor = Donor(tmp_path, "donor", slow_after_the_first)
-    want = WantChunks(donor.saved.manifest.digest(), (0, 1, 2, 3))
-    async with serving(donor) as there:
-        running = [transport().fetch(there, want, timeout_s=PATIENCE_S) for _ in range(NUM_SLOTS)]
-        for upload in running:
-            await anext(upload)
-        third = transport().fetch(there, want, timeout_s=PATIENCE_S)
-        with pytest.raises(Refused, match="already serving 2 newcomers") as refusal:
-            await anext(third)
-        assert refusal.value.code == "BUSY"
-        assert refusal.value.retry_after_s > 0
-        await running[0].aclose()  # cancel it half-way
-        may_go_on.set()
-        items = await as_soon_as_free(there, want)
-        assert [item.index for item in items if isinstance(item, StateChunk)] == [0, 1, 2, 3]
-        await running[1].aclose()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -23,8 +22,6 @@ from noloco_p2p.gossip.frames import (
     FetchWant,
     Hello,
     PeerStatus,
-    StateChunk,
-    WantChunks,
 )
 from noloco_p2p.gossip.seams import Candidate, FrameStream
 from noloco_p2p.net.client import GrpcTransport
@@ -40,9 +37,6 @@ SPEC = TrainerSpec(name="throttle", codec=FP32, outer=OuterSpec(wait=True))
 RATE = 4e6  # 32 Mbit/s
 CHUNK_BYTES = 256 * 1024  # an int8 chunk
 NUM_CHUNKS = 48  # three seconds
-NUM_GIVEN = 16  # one second
-NUM_HUNG_UP = 331
-HANG_UP_S = 0.1
 
 
 def is_about(seconds: float, expected_s: float) -> bool:
@@ -193,62 +187,6 @@ async def test_a_first_fetch_is_capped_on_either_side(side: str, tmp_path: Path)
     assert manifest is not None
     assert is_about(time.monotonic() - began_s, num_bytes / RATE)
     await server.stop(0.0)
-
-
-class Giver(Sink):
-    """A Service that sends a second of chunks in each swap, and in each fetch."""
-
-    async def on_swap(self, stream: FrameStream) -> None:
-        with suppress(PeerError):
-            await send_chunks(stream, NUM_GIVEN)
-            await stream.receive(PATIENCE_S)
-        await stream.close()
-
-    async def on_fetch(self, want: FetchWant) -> AsyncGenerator[FetchItem]:
-        for index in range(4):
-            yield StateChunk(index, bytes(1 << 20))
-
-
-async def receive_all(there: Candidate) -> float:
-    """Receive NUM_GIVEN chunks in a swap, and return the seconds that this took."""
-    began_s = time.monotonic()
-    stream = await caller(Limits()).open_swap(there, timeout_s=PATIENCE_S)
-    for _ in range(NUM_GIVEN):
-        await stream.receive(PATIENCE_S)
-    await stream.close()
-    return time.monotonic() - began_s
-
-
-async def hang_up(there: Candidate) -> None:
-    """Ask for chunks, and hang up while the first one waits for its turn."""
-    fetch = caller(Limits()).fetch(there, WantChunks(bytes(32), (0,)), timeout_s=PATIENCE_S)
-    with suppress(TimeoutError):
-        async with asyncio.timeout(HANG_UP_S):
-            await anext(fetch)
-    await fetch.aclose()
-
-
-async def test_fetches_that_hang_up_take_nothing_from_swaps() -> None:
-    server = GrpcServer(Giver(), upload(RATE))
-    await server.start("127.0.0.1", 0)
-    there = Candidate("sink", f"127.0.0.1:{server.port}")
-
-    async def attack() -> None:
-        while True:
-            await hang_up(there)
-
-    alone_s = await receive_all(there)
-    attacks = [asyncio.create_task(attack()) for _ in range(4)]
-    during_s = await receive_all(there)
-    for each in attacks:
-        each.cancel()
-    await asyncio.gather(*attacks, return_exceptions=True)
-    for _ in range(NUM_HUNG_UP // 20):
-        await asyncio.gather(*(hang_up(there) for _ in range(20)))
-    afterwards_s = await receive_all(there)
-    await server.stop(0.0)
-    one_each_s = NUM_GIVEN * 2**20 / RATE  # each message may wait for one chunk of an upload
-    assert max(during_s, afterwards_s) < alone_s + one_each_s + 1.0  # NUM_HUNG_UP chunks would be 87 s
 
 
 def test_a_small_message_does_not_wait_behind_chunks() -> None:

@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 import pytest
 from google.protobuf.internal.enum_type_wrapper import EnumTypeWrapper
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from noloco_p2p.codec import CHUNK_ELEMENTS
@@ -79,28 +79,6 @@ def decoded_or_refused(data: bytes) -> frames.Frame | None:
         return convert.decode(data)[0]
     except CorruptPayload:
         return None
-
-
-@given(st.binary(max_size=200))
-@example(b"")
-@example(b"\x32")
-@example(b"\x32\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff")
-@settings(max_examples=500, deadline=None)
-def test_garbage_is_refused_and_raises_nothing_else(data: bytes) -> None:
-    decoded_or_refused(data)
-
-
-@given(FRAME, st.data())
-@settings(max_examples=300, deadline=None)
-def test_a_damaged_frame_is_refused_or_another_frame_and_raises_nothing_else(
-    frame: frames.Frame, data: st.DataObject
-) -> None:
-    encoded = bytearray(convert.encode(frame, sequence=1))
-    position = data.draw(st.integers(0, max(0, len(encoded) - 1)))
-    if encoded:
-        encoded[position] ^= 1 << data.draw(st.integers(0, 7))
-    decoded_or_refused(bytes(encoded[: data.draw(st.integers(0, len(encoded)))]))
-    decoded_or_refused(bytes(encoded))
 
 
 def test_ten_thousand_refusals_hold_no_memory() -> None:

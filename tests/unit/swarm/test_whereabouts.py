@@ -154,15 +154,6 @@ def test_inventions_are_dialled_at_a_rate_and_forgotten() -> None:
     assert DIALS_AT_ONCE <= len(client.dialled) < 2 * DIALS_AT_ONCE
 
 
-def test_a_liar_makes_nobody_dial_one_host_again_and_again() -> None:
-    """For each of 60 invented nodes, the liar names the same eight ports of a victim."""
-    lie = "\n".join(f"/ip4/192.0.2.7/tcp/{port}" for port in range(1, 9)).encode()
-    client = Client(lie, fault=ConnectionRefusedError())
-    whereabouts, _ = made(client)
-    asyncio.run(call(whereabouts, invented(60)))
-    assert 0 < sum(len(addresses) for _, addresses in client.dialled) <= FAILURES_A_MINUTE
-
-
 def test_a_node_is_dialled_at_one_host_which_is_public_where_this_one_is() -> None:
     there = ["/ip4/10.0.0.1/tcp/80", "/ip4/127.0.0.1/tcp/80", "/ip4/198.41.0.4/tcp/1", "/ip4/198.41.0.5/tcp/2"]
     for only_public, dialled in ((True, there[2]), (False, there[0])):
