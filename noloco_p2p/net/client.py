@@ -60,7 +60,7 @@ class GrpcTransport:
 
     async def open_swap(self, candidate: Candidate, *, timeout_s: float) -> SwapStream:
         """Connect, and open a swap stream. Once the partner has accepted an offer on it, open further connections, if
-        it is distant. Raises Unreachable or TimedOut.
+        it is distant. Raises PeerError.
         """
         wire = await self._connector.call(candidate, SWAP_METHOD, timeout_s=timeout_s)
         num_more = self._connections - 1 if wire.round_trip_s > FAR_S else 0

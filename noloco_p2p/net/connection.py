@@ -119,52 +119,37 @@ class Connector:
         self._limits = limits
         self._options = [*options.CLIENT, *limits.options()]
 
-    async def dial(self, candidate: Candidate, *, timeout_s: float) -> grpc.aio.Channel:
-        """Connect to a peer, and return the channel, which the caller must close. Raises PeerError.
-
-        If the peer seems to be on the local network, it gets half of the time to answer there.
-        """
-        if candidate.nearby:
-            timeout_s /= 2
-            with contextlib.suppress(PeerError):
-                return await self.dial(replace(candidate, address=candidate.nearby, nearby=""), timeout_s=timeout_s)
-        if why := self._why_banned(candidate.peer_id):
-            code = RefuseCode.BANNED.name
-            raise Refused(f"it is {why}", peer=candidate.peer_id, code=code, retry_after_s=60.0)
-        host, port = split_address(candidate)
-        address = await self._guard.way(candidate.peer_id, host)
-        channel = self._channel(candidate, grpc_target(address, port))
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._connected(channel, candidate)
-        except TimeoutError:
-            await channel.close()
-            raise _silent(candidate, timeout_s) from None
-        except BaseException:
-            await channel.close()
-            raise
-        self._guard.reached(candidate.peer_id, address)
-        return channel
-
     async def call(self, candidate: Candidate, method: str, *, timeout_s: float) -> CallerWire:
         """Call a method of SERVICE on a new connection, and return when the peer has admitted the call.
 
-        Raises PeerError, and fails at once if the connection is refused.
+        Raises PeerError, and fails at once if the connection is refused. If the peer seems to be on the local network,
+        it gets half of the time to answer there.
         """
-        channel = await self.dial(candidate, timeout_s=timeout_s)
-        wire = CallerWire(candidate.peer_id, channel, method, self._limits)
+        if candidate.nearby:
+            timeout_s /= 2
+            with contextlib.suppress(Unreachable, TimedOut):
+                nearby = replace(candidate, address=candidate.nearby, nearby="")
+                return await self.call(nearby, method, timeout_s=timeout_s)
+        peer = candidate.peer_id
+        if why := self._why_banned(peer):
+            raise Refused(f"it is {why}", peer=peer, code=RefuseCode.BANNED.name, retry_after_s=60.0)
+        host, port = split_address(candidate)
+        address = await self._guard.way(peer, host)
+        channel, wire = self._channel(candidate, grpc_target(address, port)), None
         try:
             async with asyncio.timeout(timeout_s):
+                await self._connected(channel, candidate)
+                self._guard.reached(peer, address)
+                wire = CallerWire(peer, channel, method, self._limits)
                 membership = await wire.admitted()
             if self._session:
-                self._session.check_membership(membership, candidate.peer_id)
-        except TimeoutError:
-            await wire.close()
-            raise _silent(candidate, timeout_s) from None
-        except BaseException:
-            await wire.close()
+                self._session.check_membership(membership, peer)
+            return wire
+        except BaseException as error:
+            await (wire or channel).close()
+            if isinstance(error, TimeoutError):
+                raise Unreachable(f"{candidate.address} did not answer within {timeout_s:.1f} s", peer=peer) from None
             raise
-        return wire
 
     def _channel(self, candidate: Candidate, target: str) -> grpc.aio.Channel:
         if self._session is None:
@@ -216,10 +201,6 @@ def grpc_target(address: str, port: str) -> str:
     gRPC would also accept many other forms, and resolve names itself.
     """
     return f"ipv6:[{address}]:{port}" if ":" in address else f"ipv4:{address}:{port}"
-
-
-def _silent(candidate: Candidate, timeout_s: float) -> Unreachable:
-    return Unreachable(f"{candidate.address} did not answer within {timeout_s:.1f} s", peer=candidate.peer_id)
 
 
 def translate(error: grpc.aio.AioRpcError, peer: str) -> PeerError:

@@ -11,8 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -43,6 +42,8 @@ MAX_DROPPED = 16  # consecutive forwards from one neighbour; an honest neighbour
 STUCK_S = 30.0  # longest wait to send a message, or for the next piece of a payload; enough for 1 MiB at 0.3 Mbit/s
 MAX_QUEUED = 1024  # frames without a payload; a neighbour that lets the queue fill up is stuck
 PAUSE_QUEUED = 256  # with a longer queue, nothing is read, because each frame that is read is answered
+
+CONTROL, BACKWARD, FORWARD = range(3)  # in the order in which waiting frames are sent
 
 Waiting = tuple[Frame, float]  # a frame, and the time on the event loop's clock at which it was ready
 
@@ -82,13 +83,12 @@ class FlowLink:
         # The time of the last payload in either direction, or of the opening if there was none.
         self.worked_s = self.opened_s
         self._links, self._wire, self._first_words = links, wire, first_words
-        self._control: deque[Waiting] = deque()
-        # Keyed by whether it is a Backward. The memory limits of both peers bound the number of payloads.
-        self._payloads: dict[bool, deque[Waiting]] = {True: deque(), False: deque()}
-        self._pieces: dict[bool, Iterator[Piece]] = {True: iter(()), False: iter(())}
+        # (urgency, number, frame, time at which it was ready); the memory limits of both peers bound the payloads
+        self._waiting: asyncio.PriorityQueue[tuple[int, int, WireFrame, float]] = asyncio.PriorityQueue()
+        self._num_sent = self._num_control = 0
         self._arriving: dict[bool, Arriving] = {}
         self._num_dropped = 0
-        self._something_to_send, self._few_queued = asyncio.Event(), asyncio.Event()
+        self._few_queued = asyncio.Event()
         self._few_queued.set()
         self._stopped: asyncio.Future[PeerError] = asyncio.get_running_loop().create_future()
 
@@ -100,14 +100,23 @@ class FlowLink:
         self.used_s = self._clock()
         if isinstance(frame, Forward | Backward):
             self.worked_s = self._clock()
-            self._payloads[isinstance(frame, Backward)].append((frame, since_s))
-        elif len(self._control) < MAX_QUEUED:
-            self._control.append((frame, since_s))
+            payload, is_backward = frame.payload, isinstance(frame, Backward)
+            assert isinstance(payload, memoryview)
+            urgency = BACKWARD if is_backward else FORWARD
+            self._queue(urgency, replace(frame, payload=payload.nbytes), since_s)
+            for begin in range(0, payload.nbytes, PIECE_BYTES):
+                self._queue(urgency, Piece(is_backward, payload[begin : begin + PIECE_BYTES], b""), since_s)
+        elif self._num_control < MAX_QUEUED:
+            self._num_control += 1
+            self._queue(CONTROL, frame, since_s)
         else:
             self.stop(TimedOut(f"the neighbour is too slow: {MAX_QUEUED} frames are waiting", peer=self.peer))
-        if len(self._control) >= PAUSE_QUEUED:
+        if self._num_control >= PAUSE_QUEUED:
             self._few_queued.clear()
-        self._something_to_send.set()
+
+    def _queue(self, urgency: int, frame: WireFrame, since_s: float) -> None:
+        self._num_sent += 1
+        self._waiting.put_nowait((urgency, self._num_sent, frame, since_s))
 
     def stop(self, fault: PeerError) -> None:
         """Stop receiving, and end `run`."""
@@ -142,29 +151,14 @@ class FlowLink:
             if data:
                 async with asyncio.timeout(self._links.stuck_s):
                     await self._wire.write(data)
-            frame = self._next()
-            data = flow_wire.encode(frame) if frame else b""
-            if not frame:
-                self._something_to_send.clear()
-                await self._something_to_send.wait()
-
-    def _next(self) -> WireFrame | None:
-        """Return the next frame to send. A payload is announced by its frame, and follows in pieces."""
-        if self._control:
-            frame, since_s = self._control.popleft()
-            if len(self._control) < PAUSE_QUEUED:
-                self._few_queued.set()
-            return self._aged(frame, since_s)
-        for is_backward in (True, False):
-            if piece := next(self._pieces[is_backward], None):
-                return piece
-            if self._payloads[is_backward]:
-                frame, since_s = self._payloads[is_backward].popleft()
-                assert isinstance(frame, Forward | Backward)
-                assert isinstance(frame.payload, memoryview)
-                self._pieces[is_backward] = _pieces(frame.payload, is_backward=is_backward)
-                return replace(self._aged(frame, since_s), payload=frame.payload.nbytes)
-        return None
+            urgency, _, frame, since_s = await self._waiting.get()
+            if urgency == CONTROL:
+                self._num_control -= 1
+                if self._num_control < PAUSE_QUEUED:
+                    self._few_queued.set()
+            if isinstance(frame, Piece):
+                frame = replace(frame, digest=chunk_digest(frame.payload))
+            data = flow_wire.encode(self._aged(frame, since_s))
 
     async def _read_all(self) -> None:
         links = self._links
@@ -188,7 +182,7 @@ class FlowLink:
                     self._num_dropped = 0 if is_expected else self._num_dropped + 1
                     if self._num_dropped > MAX_DROPPED:
                         raise CorruptPayload(f"it sent {MAX_DROPPED} forward frames without a reservation")
-            await self._few_queued.wait()  # until `_next` has taken some
+            await self._few_queued.wait()
 
     def _taken(self, frame: WireFrame) -> Frame | None:
         """Return a complete frame, or None while its payload is incomplete.
@@ -228,12 +222,6 @@ class FlowLink:
         if not isinstance(frame, Want | Forward):
             return frame
         return replace(frame, remaining_s=max(0.0, frame.remaining_s - (self._clock() - since_s)))
-
-
-def _pieces(payload: memoryview, *, is_backward: bool) -> Iterator[Piece]:
-    for begin in range(0, payload.nbytes, PIECE_BYTES):
-        data = bytes(payload[begin : begin + PIECE_BYTES])
-        yield Piece(is_backward, data, chunk_digest(data))
 
 
 class FlowLinks:

@@ -39,7 +39,7 @@ class Piece:
     """
 
     is_backward: bool
-    payload: bytes
+    payload: bytes | memoryview
     digest: bytes
 
 

@@ -28,8 +28,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from noloco_p2p.errors import CorruptPayload, Refused
-from noloco_p2p.gossip.frames import RefuseCode
+from noloco_p2p.errors import CorruptPayload
 from noloco_p2p.hosts import ip_of, is_wildcard, network_of
 from noloco_p2p.net.session import caller_in
 from noloco_p2p.owned_tasks import OwnedTasks, end_tasks
@@ -122,9 +121,9 @@ class Preamble:
 class Inbound:
     """A connection, from its first byte to its end, and everything that this peer knows about its caller.
 
-    `address` says where it comes from: ipv4:HOST:PORT, as gRPC writes it, or the relay that brings it. No two
-    connections share it. `group` is the network or the relay that counts for it until the caller has made a call.
-    `peer_id` and `membership` are those of the caller, once it is authenticated. Without TLS, they stay empty.
+    `address` says where it comes from, for the log. `group` is the network or the relay that counts for it until the
+    caller has made a call. `peer_id` and `membership` are those of the caller, once it is authenticated. Without TLS,
+    they stay empty.
     """
 
     def __init__(self, proxy: Proxy, *, number: int, address: str, group: str) -> None:
@@ -135,31 +134,29 @@ class Inbound:
         self._number = number
         self._group = group
         self._num_calls = 0
-        self._is_turned_away = False
+        self.is_turned_away = False
         self._deadline = asyncio.timeout(UNPROVEN_S if proxy.tls else None)
         self._serving: asyncio.Task[None] | None = None
 
     # reports of the server
 
     def began(self) -> None:
-        """Record that a call is admitted. Raises Refused if an earlier call was refused."""
-        if self._is_turned_away:
-            raise Refused("an earlier call on this connection was refused", code=RefuseCode.BUSY.name)
+        """Record that a call is admitted."""
         self._num_calls += 1
         if self in self._proxy.unproven:
             self._wait()
 
     def turned_away(self) -> None:
         """Record that a call was refused. The connection closes once the caller has had time to read the reason."""
-        if self._proxy.tls and not self._is_turned_away:
-            self._is_turned_away = True
+        if self._proxy.tls and not self.is_turned_away:
+            self.is_turned_away = True
             self._limit(LAST_WORDS_S)
 
     def accepted(self) -> None:
         """Record that an offer, a connection or an upload was accepted, so that the call is no longer limited or
         dropped.
         """
-        if not self._is_turned_away:
+        if not self.is_turned_away:
             self._leave_quotas()
             self.is_accepted = True
             self._limit(None)
@@ -167,7 +164,7 @@ class Inbound:
     def ended(self) -> None:
         """Record that a call is over, so that its connection is limited again."""
         self._num_calls -= 1
-        is_idle = not self._num_calls and not self._is_turned_away and self not in self._proxy.waiting
+        is_idle = not self._num_calls and not self.is_turned_away and self not in self._proxy.waiting
         if is_idle and self._is_open() and self._proxy.tls:
             self._wait()
 
@@ -175,7 +172,7 @@ class Inbound:
 
     def start(self, near: socket.socket) -> None:
         self._serving = self._proxy.tasks.start(self._serve(near))
-        self._serving.add_done_callback(lambda _: near.close())  # closed even if the task never started
+        self._serving.add_done_callback(lambda _: self._over(near))  # called even if the task was never started
         if self._proxy.tls:
             _close(self._proxy.unproven.enter(self, self._group))
 
@@ -203,8 +200,11 @@ class Inbound:
             log.debug("the connection from %s has ended: %s", self.address, error)
         finally:
             near.close()
-            self._leave_quotas()
-            self._proxy.forget(self._number)
+
+    def _over(self, near: socket.socket) -> None:
+        near.close()
+        self._leave_quotas()
+        self._proxy.forget(self._number)
 
     def _may_take(self) -> int:
         """Return how many more bytes the connection may send."""
@@ -295,11 +295,11 @@ class Proxy:
             number = self._num_came + 1
             if relay:
                 near.setblocking(False)
-                address, group = f"relay:{relay}:{number}", relay
+                address, group = f"the relay {relay}", relay
             else:
                 tune(near)
                 host, port = near.getpeername()[:2]
-                address, group = named(host, port), network_of(host)
+                address, group = f"{ip_of(host)} port {port}", network_of(host)
         except OSError as error:
             log.debug("a connection was closed immediately: %s", error)
             near.close()
@@ -345,12 +345,6 @@ async def _shaken(near: socket.socket, tls: ssl.SSLContext) -> ssl.SSLSocket:
     except BaseException:
         shaken.close()
         raise
-
-
-def named(host: str, port: int) -> str:
-    """Return the address in gRPC's form, such as ipv4:192.0.2.7:29500."""
-    address = ip_of(host)
-    return f"ipv4:{address}:{port}" if address.version == 4 else f"ipv6:[{host}]:{port}"
 
 
 def _answers(near: socket.socket) -> bool:

@@ -121,6 +121,8 @@ class GrpcServer:
         try:
             inbound = self._proxy.inbound(context.peer())
             caller = inbound.peer_id
+            if inbound.is_turned_away:
+                raise _busy("an earlier call on this connection was refused")
             if why := self._why_banned(caller):
                 raise Refused(f"you are {why}", code=RefuseCode.BANNED.name, retry_after_s=60.0, peer=caller)
             if self._session:

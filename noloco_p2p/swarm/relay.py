@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 import time
 from collections import Counter
@@ -162,9 +163,8 @@ class Reservations:
         self._node = node
         self._doors = doors
         self._wanted = wanted
-        self._keeping: dict[str, asyncio.Task[None]] = {}
         self._held: dict[str, str] = {}  # relay -> its multiaddr
-        self._not_before_s: dict[str, float] = {}
+        self._not_before_s: dict[str, float] = {}  # relay -> when it may be asked; never while it is asked
 
     def relays(self) -> Collection[str]:
         """Return the peer ids of the relays that currently hold a reservation for this peer."""
@@ -176,44 +176,39 @@ class Reservations:
 
     async def run(self) -> None:
         self._node.streams.relays = self.relays
-        try:
-            while True:
-                self._keeping = {relay: task for relay, task in self._keeping.items() if not task.done()}
-                if self._wanted() and len(self._keeping) < NUM_RESERVATIONS:
-                    self._keep_one_more()
-                await asyncio.sleep(LOOK_S)
-        finally:
-            await end_tasks(self._keeping.values())
+        async with asyncio.TaskGroup() as keepers:
+            for _ in range(NUM_RESERVATIONS):
+                keepers.create_task(self._keep())
 
-    def _keep_one_more(self) -> None:
-        now_s = time.monotonic()
-        doors = {
-            relay: multiaddrs[0]
-            for relay, multiaddrs in self._doors().items()
-            if multiaddrs and relay not in self._keeping and self._not_before_s.get(relay, 0.0) <= now_s
-        }
-        if doors:
-            relay = random.choice(list(doors))
-            self._keeping[relay] = asyncio.create_task(self._keep(relay, doors[relay]))
+    async def _keep(self) -> None:
+        """Keep one reservation while reservations are needed, at one relay after the other."""
+        while True:
+            now_s, doors = time.monotonic(), self._doors() if self._wanted() else {}
+            free = [relay for relay in doors if doors[relay] and self._not_before_s.get(relay, 0.0) <= now_s]
+            if free:
+                relay = random.choice(free)
+                self._not_before_s[relay] = math.inf
+                try:
+                    await self._hold(relay, doors[relay][0])
+                except (*BROKEN, TimeoutError, Unreachable) as error:
+                    logger.debug("could not get or keep a reservation at %s: %s", short_id(relay), error)
+                finally:
+                    self._held.pop(relay, None)
+                    self._not_before_s[relay] = time.monotonic() + RETRY_S
+            await asyncio.sleep(LOOK_S)
 
-    async def _keep(self, relay: str, multiaddr: str) -> None:
+    async def _hold(self, relay: str, multiaddr: str) -> None:
+        reader, writer = await self._node.open_stream(relay, RESERVE, at=split_peer_id(multiaddr)[0])
         try:
-            reader, writer = await self._node.open_stream(relay, RESERVE, at=split_peer_id(multiaddr)[0])
-            try:
-                writer.write(b".")
-                async with asyncio.timeout(ANSWER_S):
-                    if await read_line(reader) != YES:
-                        raise DirectoryError("the relay has no reservations left")
-                self._held[relay] = multiaddr
-                logger.info("%s is now relaying calls to this peer", short_id(relay))
-                await self._beat(reader, writer)
-            finally:
-                writer.close()
-        except (*BROKEN, TimeoutError, Unreachable) as error:
-            logger.debug("could not get or keep a reservation at %s: %s", short_id(relay), error)
+            writer.write(b".")
+            async with asyncio.timeout(ANSWER_S):
+                if await read_line(reader) != YES:
+                    raise DirectoryError("the relay has no reservations left")
+            self._held[relay] = multiaddr
+            logger.info("%s is now relaying calls to this peer", short_id(relay))
+            await self._beat(reader, writer)
         finally:
-            self._held.pop(relay, None)
-            self._not_before_s[relay] = time.monotonic() + RETRY_S
+            writer.close()
 
     async def _beat(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while self._wanted():

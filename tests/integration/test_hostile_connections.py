@@ -27,7 +27,7 @@ from noloco_p2p.errors import PeerError, Refused
 from noloco_p2p.gossip.frames import FetchItem, FetchWant, Hello, PeerStatus, Refuse, RefuseCode
 from noloco_p2p.gossip.seams import Candidate, FrameStream
 from noloco_p2p.net.client import GrpcTransport
-from noloco_p2p.net.connection import Connector
+from noloco_p2p.net.connection import Connector, grpc_target, split_address
 from noloco_p2p.net.server import MAX_CALLS_PER_PEER, GrpcServer
 from noloco_p2p.net.session import Session
 from noloco_p2p.net.wire.v1 import peer_pb2 as pb
@@ -164,7 +164,8 @@ async def test_one_peer_may_have_so_many_calls_open_and_no_more() -> None:
 async def test_a_message_that_is_compressed_is_refused() -> None:
     """A compressed message of 1 MiB can hold 1 GiB, and the limit of gRPC applies after decompression."""
     async with echoing() as there:
-        channel = await Connector(Session(identity_of("bomber"))).dial(there, timeout_s=PATIENCE_S)
+        host, port = split_address(there)
+        channel = Connector(Session(identity_of("bomber")))._channel(there, grpc_target(host, port))
         request = pb.StatusRequest(swap_id=bytes(900_000))
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await PeerStub(channel).Status(request, compression=grpc.Compression.Gzip, timeout=PATIENCE_S)
